@@ -91,7 +91,7 @@ counts: $(STAMP) ## Count what steps do, and compare with benchmarks/baseline.js
 	@$(BIN)/python -m benchmarks regress $(ARGS) >/dev/null
 
 bench: $(STAMP) ## Time a step of each method against SGD and AdamW
-	@$(BIN)/python -m benchmarks step-time $(ARGS)
+	@$(BIN)/python -m benchmarks measure step-time $(ARGS)
 
 # Without isolation: an isolated build would fetch another setuptools than the pinned one. The wheel is built from the
 # source distribution, which so proves to be complete.

@@ -29,16 +29,7 @@ class Architecture:
 
 
 def architecture(name: ModelName) -> Architecture:
-    """Build a model on the ``meta`` device.
-
-    Args:
-        name: ``resnet20`` and ``resnet32`` are those for CIFAR-10, ``resnet50`` is that for ImageNet (He et al., 2016),
-            ``bert-base`` and ``bert-large`` are encoders of 512 positions with their masked-word head (Devlin et al.,
-            2019), and ``decoder-7b`` has the shapes of LLaMA (Touvron et al., 2023) with 2,048 positions.
-
-    Returns:
-        The model and its inputs.
-    """
+    """Build a model on the ``meta`` device."""
     with torch.device("meta"):
         return _MODELS[name]()
 

@@ -17,14 +17,7 @@ _VERSION = 1
 
 
 def save(path: Path, trainer: Trainer, ranks: Ranks, run: dict[str, Any]) -> None:
-    """Write a checkpoint; every rank calls it, the first one writes. A run that is killed here leaves the file before.
-
-    Args:
-        path: The file.
-        trainer: The run.
-        ranks: The processes that train together.
-        run: What the run is, which :func:`load` compares; plain values.
-    """
+    """Write a checkpoint; every rank calls it, the first one writes. One killed here leaves the file before."""
     state = trainer.state_dict()
     if not ranks.first:
         return
@@ -35,17 +28,7 @@ def save(path: Path, trainer: Trainer, ranks: Ranks, run: dict[str, Any]) -> Non
 
 
 def load(path: Path, trainer: Trainer, run: dict[str, Any], trusted: bool = False) -> None:
-    """Go on from a checkpoint.
-
-    Args:
-        path: The file.
-        trainer: The run, just built.
-        run: What the run is.
-        trusted: Take objects of other packages from the file, too, which can run any code.
-
-    Raises:
-        ValueError: When there is no such file, it holds objects, or another run wrote it.
-    """
+    """Go on from a checkpoint."""
     if not path.is_file():
         raise ValueError(f"no checkpoint {path}: --resume auto starts anew where there is none")
     try:

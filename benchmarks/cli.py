@@ -2,15 +2,17 @@
 
 import sys
 import warnings
+from dataclasses import dataclass
+from typing import Annotated
 
 import tyro
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
 
 from benchmarks.commands.analyse import Analyse
 from benchmarks.commands.batch_size import BatchSize
 from benchmarks.commands.compare import Compare
 from benchmarks.commands.demo import Demo
 from benchmarks.commands.density import Density
-from benchmarks.commands.features import Features
 from benchmarks.commands.fetch import Fetch
 from benchmarks.commands.gpu import Gpu
 from benchmarks.commands.kernel import Kernel
@@ -31,42 +33,42 @@ from benchmarks.commands.worlds import Worlds
 from benchmarks.peers import PeerMissingError
 from benchmarks.workloads import DataMissingError
 
-Command = (
-    Analyse
-    | BatchSize
-    | Compare
-    | Demo
-    | Density
-    | Features
-    | Fetch
-    | Gpu
-    | Kernel
-    | Linalg
-    | Memory
-    | Overview
-    | RankFraction
-    | Ranks
-    | Regress
-    | Robustness
-    | Scaling
-    | Spikes
-    | StepTime
-    | Swap
-    | Train
-    | Window
-    | Worlds
-)
+
+@dataclass
+class Study:
+    """Measure one claim over a grid of runs that are kept, or print what all kept runs say."""
+
+    what: OmitSubcommandPrefixes[OmitArgPrefixes[BatchSize | Density | Memory | Overview | RankFraction | Robustness]]
+
+    def run(self) -> int:
+        return self.what.run()
+
+
+@dataclass
+class Measure:
+    """Time steps and their parts on this machine."""
+
+    what: OmitSubcommandPrefixes[OmitArgPrefixes[Gpu | Kernel | Linalg | Spikes | StepTime | Swap | Window]]
+
+    def run(self) -> int:
+        return self.what.run()
+
+
+@dataclass
+class Scale:
+    """Follow memory, bytes and time with the number of ranks: planned, modelled and run."""
+
+    what: OmitSubcommandPrefixes[OmitArgPrefixes[Annotated[Scaling, subcommand("plan")] | Ranks | Worlds]]
+
+    def run(self) -> int:
+        return self.what.run()
+
+
+Command = Analyse | Compare | Demo | Fetch | Measure | Regress | Scale | Study | Train
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        args: Words after the program's name; unset: those of this process.
-
-    Returns:
-        Exit status: 0, 1 when a check did not pass, 2 when data is missing or a value is bad.
-    """
+    """Run one command."""
     # Layers that a recipe leaves out are meant to follow the fallback rule.
     warnings.filterwarnings("ignore", message=".*follow the fallback rule")
     command = tyro.cli(Command, prog="python -m benchmarks", description=__doc__, args=args)

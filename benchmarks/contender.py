@@ -34,22 +34,14 @@ class Contender:
         return self.measured.step_class(self.taken) if self.scheme else "plain"
 
     def step(self, record: bool = True) -> None:
-        """Take one step.
-
-        Args:
-            record: Keep its time.
-        """
+        """Take one step."""
         kind, seconds = self.next_class, self.trainer.step()
         self.taken += 1
         if record:
             self.row.times.setdefault(kind, []).append(seconds)
 
     def peaks(self) -> dict[StepClass, int]:
-        """Take one refresh interval of further steps.
-
-        Returns:
-            Bytes above the level at rest, at the peak of a step of each class.
-        """
+        """Take one refresh interval of further steps."""
         peaks: dict[StepClass, int] = {}
         for _ in range(self.measured.refresh if self.scheme else 1):
             kind = self.next_class
@@ -64,14 +56,7 @@ class Contender:
 def measure(
     reference: Contender, contenders: Sequence[Contender], steps: int, on_round: Callable[[], None] = lambda: None
 ) -> None:
-    """Let the contenders take steps in turn, and the reference after every third of them.
-
-    Args:
-        reference: The one that the others are compared with.
-        contenders: The others.
-        steps: Recorded steps of each contender, after one that is not recorded.
-        on_round: Called after every round.
-    """
+    """Let the contenders take steps in turn, and the reference after every third of them."""
     for contender in (reference, *contenders):
         contender.step(record=False)
     turns = 0

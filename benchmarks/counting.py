@@ -66,15 +66,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _uncounted_flops(name: str, given: list[Tensor]) -> int:
-    """Return the FLOPs of an operator that torch's own counter does not know.
-
-    Args:
-        name: Of the operator.
-        given: Its arguments.
-
-    Returns:
-        Their number, 0 for one that it knows.
-    """
+    """Return the FLOPs of an operator that torch's own counter does not know."""
     if name in _CUBIC:
         return given[0].shape[:-2].numel() * int(given[0].shape[-1]) ** 3
     if name in _PRODUCTS:
@@ -87,14 +79,7 @@ def _uncounted_flops(name: str, given: list[Tensor]) -> int:
 
 
 def count(step: Callable[[], object]) -> Counts:
-    """Count what a step does.
-
-    Args:
-        step: Forward, backward and the optimizer's part, on a CPU.
-
-    Returns:
-        The counts.
-    """
+    """Count what a step does."""
     with FlopCounterMode(display=False) as products, _Counter() as counter:
         step()
     return Counts(
@@ -107,15 +92,7 @@ def count(step: Callable[[], object]) -> Counts:
 
 
 def graph_breaks(model: nn.Module, batch: tuple[Tensor, ...]) -> int:
-    """Count how often the compiler has to give up on the forward pass of a model, with the hooks that it has.
-
-    Args:
-        model: The model.
-        batch: Its arguments.
-
-    Returns:
-        The number.
-    """
+    """Count how often the compiler has to give up on the forward pass of a model, with the hooks that it has."""
     torch._dynamo.reset()
     try:
         return int(torch._dynamo.explain(model)(*batch).graph_break_count)

@@ -54,14 +54,7 @@ class Check:
 
 
 def checks(device: torch.device) -> Iterator[Check]:
-    """Put every statement to the test.
-
-    Args:
-        device: The device that is asked about.
-
-    Yields:
-        The statements, as they are decided.
-    """
+    """Put every statement to the test."""
     for label, (name, keywords) in CASES.items():
         yield _attempt(f"{label}: as on the CPU", partial(_as_on_cpu, name, keywords, device))
     for label, (name, keywords) in CASES.items():
@@ -107,25 +100,14 @@ class _Run:
     """A small network and its optimizer."""
 
     def __init__(self, name: str, keywords: Mapping[str, Any], device: torch.device) -> None:
-        """Build both; equal arguments give equal weights.
-
-        Args:
-            name: The method.
-            keywords: Of its constructor, those of ``TopK`` among them.
-            device: Where.
-        """
+        """Build both; equal arguments give equal weights."""
         torch.manual_seed(0)
         self.model = _Net().double().to(device)
         self.optimizer = secondorder.create(name, self.model, **keywords)
         self._device = device
 
     def step(self, number: int, may_wait: bool = True) -> None:
-        """Take a step on the batch of that number.
-
-        Args:
-            number: From 0.
-            may_wait: Whether the optimizer's part may make the host wait for the device.
-        """
+        """Take a step on the batch of that number."""
         generator = torch.Generator().manual_seed(number)
         x = torch.randn(8, 2, 4, 4, generator=generator, dtype=torch.float64).to(self._device)
         y = torch.randint(5, (8,), generator=generator).to(self._device)

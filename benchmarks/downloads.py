@@ -179,20 +179,12 @@ BY_HAND: dict[WorkloadName, str] = {
     "resnet18": "ImageNet asks for an account: https://www.image-net.org/download.php",
     "resnet50": "ImageNet asks for an account: https://www.image-net.org/download.php",
     "lgg": "Kaggle asks for an account: https://www.kaggle.com/datasets/mateuszbuda/lgg-mri-segmentation",
-    "features": "they are made here: python -m benchmarks features",
 }
-"""Workloads whose data nobody hands out without being asked, or that somebody has to make."""
+"""Workloads whose data nobody hands out without being asked."""
 
 
 def pooch() -> Any:
-    """Return the package that fetches files.
-
-    Returns:
-        The module.
-
-    Raises:
-        ValueError: When it is not installed.
-    """
+    """Return the package that fetches files."""
     try:
         return importlib.import_module("pooch")
     except ImportError as err:
@@ -200,16 +192,7 @@ def pooch() -> Any:
 
 
 def fetch(data_set: DataSet, data_dir: Path, only: str = "") -> list[Path]:
-    """Bring files here, and unpack them; what is here and has its checksum is not brought again.
-
-    Args:
-        data_set: What to bring.
-        data_dir: Folder of all data.
-        only: Part of the name of a file; empty: all.
-
-    Returns:
-        The files.
-    """
+    """Bring files here, and unpack them; what is here and has its checksum is not brought again."""
     keeper, folder = pooch(), data_dir / data_set.folder
     unpackers = {"tar": keeper.Untar, "zip": keeper.Unzip}
     found = []
@@ -226,15 +209,7 @@ def fetch(data_set: DataSet, data_dir: Path, only: str = "") -> list[Path]:
 
 
 def _compressed(path: Path, target: Path) -> Path:
-    """Compress a file, and take it away.
-
-    Args:
-        path: The file.
-        target: The compressed one.
-
-    Returns:
-        The compressed one.
-    """
+    """Compress a file, and take it away."""
     with path.open("rb") as plain, gzip.open(target, "wb") as packed:
         shutil.copyfileobj(plain, packed)
     path.unlink()

@@ -39,95 +39,41 @@ _IDLE_MS = 0.05  # more than a refresh takes that finds nothing to do
 
 
 def load(folder: Path) -> dict[str, list[Event]]:
-    """Read all events of a folder.
-
-    Args:
-        folder: Where the files are.
-
-    Returns:
-        The events of each file, none for one that is not there.
-    """
+    """Read all events of a folder."""
     paths = {name: folder / f"{name}.jsonl" for name in FILES}
     return {name: read_events(path) if path.exists() else [] for name, path in paths.items()}
 
 
 def layers(events: Iterable[Event]) -> list[str]:
-    """Return the layers in the order in which they come, without the one that stands for all.
-
-    Args:
-        events: Events of layers.
-
-    Returns:
-        Their names.
-    """
+    """Return the layers in the order in which they come, without the one that stands for all."""
     return [name for name in dict.fromkeys(event["layer"] for event in events) if name != ALL]
 
 
 def series(events: Iterable[Event], x: str, y: str | Callable[[Event], float | None]) -> tuple[list[Any], list[float]]:
-    """Return the points of a line; where there is no number there is no point.
-
-    Args:
-        events: Events in the order of the line.
-        x: Column of one coordinate.
-        y: Column of the other, or a function of the event.
-
-    Returns:
-        Both coordinates.
-    """
+    """Return the points of a line; where there is no number there is no point."""
     values = ((event[x], event[y] if isinstance(y, str) else y(event)) for event in events)
     points = [(at, value) for at, value in values if value is not None]
     return [at for at, _ in points], [value for _, value in points]
 
 
 def where(events: Iterable[Event], **values: object) -> list[Event]:
-    """Return the events that have these values.
-
-    Args:
-        events: The events.
-        **values: By column.
-
-    Returns:
-        Those of them.
-    """
+    """Return the events that have these values."""
     return [event for event in events if all(event[key] == value for key, value in values.items())]
 
 
 def rank_share(event: Event) -> float | None:
-    """Return how large a part of the examples nine tenths of a layer's curvature comes from.
-
-    Args:
-        event: Of the rank analysis.
-
-    Returns:
-        ``rank90 / m``, or None where it is not known.
-    """
+    """Return how large a part of the examples nine tenths of a layer's curvature comes from."""
     return None if event["rank90"] is None else event["rank90"] / event["m"]
 
 
 def median(events: Iterable[Event], y: str | Callable[[Event], float | None]) -> float | None:
-    """Return the median of a column.
-
-    Args:
-        events: The events.
-        y: Column, or a function of the event.
-
-    Returns:
-        The median of what there is, or None.
-    """
+    """Return the median of a column."""
     found = series(events, "step", y)[1]
     return statistics.median(found) if found else None
 
 
 def spans(events: Sequence[Event], mode: str) -> list[tuple[int, int]]:
-    """Return the periods in which some layer was in a mode.
-
-    Args:
-        events: Events with a step and a mode, of consecutive steps.
-        mode: Which one.
-
-    Returns:
-        First step of each period, and the step after its last.
-    """
+    """Return the periods in which some layer was in a mode."""
     modes: dict[int, set[str]] = {}
     for event in events:
         modes.setdefault(event["step"], set()).add(event["mode"])
@@ -143,14 +89,7 @@ def spans(events: Sequence[Event], mode: str) -> list[tuple[int, int]]:
 
 
 def stage_times(profile: Sequence[Event]) -> dict[str, dict[str, float]]:
-    """Return the median time of every stage, by kind of step; the first step, which allocates, counts only if need be.
-
-    Args:
-        profile: Events of the profile.
-
-    Returns:
-        Milliseconds by kind of step and stage. A kind that never occurred is left out.
-    """
+    """Return the median time of every stage, by kind of step; the first, which allocates, counts only if need be."""
     steps: dict[str, list[Event]] = {kind: [] for kind in KINDS}
     for kind, event in zip(_kinds(profile), profile, strict=True):
         steps[kind].append(event)

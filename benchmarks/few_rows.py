@@ -42,19 +42,7 @@ class Layer(NamedTuple):
 
 
 def captured(trainer: Trainer, workload: Workload, seed: int) -> list[Layer]:
-    """Take the rows of one batch of a model, as HyLo with all rows keeps them.
-
-    Args:
-        trainer: A run whose model is looked at; its optimizer is closed.
-        workload: What gives the batch.
-        seed: Of the batch.
-
-    Returns:
-        The layers that have rows of inputs: no norms, and no groups of channels.
-
-    Raises:
-        ValueError: When there is no such layer.
-    """
+    """Take the rows of one batch of a model, as HyLo with all rows keeps them."""
     if close := getattr(trainer.optimizer, "close", None):
         close()
     batch = next(workload.batches(seed))
@@ -84,17 +72,7 @@ def _layers(optimizer: HyLo) -> Iterator[Layer]:
 
 
 def errors(layers: list[Layer], damping: float, ranks: Mapping[str, int], seed: int) -> Errors:
-    """Return how far each way is from the exact update.
-
-    Args:
-        layers: Rows and gradients.
-        damping: λ of a layer, as a multiple of the mean of the diagonal of its kernel.
-        ranks: Rows to keep, by a name of the number.
-        seed: Of the draws of KIS.
-
-    Returns:
-        Distances: ``"kid NAME"`` and ``"kis NAME"`` for each number of rows, ``"kfac"`` and ``"none"``.
-    """
+    """Return how far each way is from the exact update."""
     sums: dict[str, Sums] = {}
     draws = torch.Generator().manual_seed(seed)
     for layer in layers:
@@ -125,15 +103,7 @@ def _descent(gradient: Tensor, exact: Tensor) -> Tensor:
 
 
 def _kfac(layer: Layer, damping: float) -> Tensor:
-    """Return K-FAC's update with exact damping, which adds λ to the eigenvalues of the product.
-
-    Args:
-        layer: Rows and gradient.
-        damping: λ.
-
-    Returns:
-        The update.
-    """
+    """Return K-FAC's update with exact damping, which adds λ to the eigenvalues of the product."""
     values_a, basis_a = torch.linalg.eigh(layer.a.mT @ layer.a / len(layer.a))
     values_g, basis_g = torch.linalg.eigh(layer.g.mT @ layer.g)
     rotated = basis_g.mT @ layer.gradient @ basis_a

@@ -16,18 +16,7 @@ from secondorder.curvature.window.window import GradientWindow
 
 
 def fill_windows(optimizer: Optimizer, seed: int = 0) -> int:
-    """Fill every row of every window of an optimizer that has not taken a step.
-
-    Args:
-        optimizer: A window method.
-        seed: Seed of the rows.
-
-    Returns:
-        Number of rows of the longest window.
-
-    Raises:
-        ValueError: When there is no window.
-    """
+    """Fill every row of every window of an optimizer that has not taken a step."""
     windows = windows_of(optimizer)
     if not windows:
         raise ValueError(f"{type(optimizer).__name__} has no window of gradients")
@@ -37,26 +26,12 @@ def fill_windows(optimizer: Optimizer, seed: int = 0) -> int:
 
 
 def windows_of(optimizer: Optimizer) -> list[GradientWindow]:
-    """Return the windows of an optimizer.
-
-    Args:
-        optimizer: Any optimizer.
-
-    Returns:
-        The windows, none for one that is no window method.
-    """
+    """Return the windows of an optimizer."""
     return [unit.window for unit in optimizer.blocks.values()] if isinstance(optimizer, MFAC | GGT) else []
 
 
 def dense_rows(optimizer: Optimizer) -> Tensor | None:
-    """Return the matrix of all dense rows without a copy.
-
-    Args:
-        optimizer: A window method.
-
-    Returns:
-        G ``[m, d]`` over the memory of the window; None when rows are not dense or do not lie in one piece of memory.
-    """
+    """Return the matrix of all dense rows without a copy."""
     windows = windows_of(optimizer)
     parts = [window.state(i).get("window") for window in windows for i in range(len(window.places))]
     rows = [part for part in parts if part is not None]
@@ -69,12 +44,7 @@ def dense_rows(optimizer: Optimizer) -> Tensor | None:
 
 
 def _fill(window: GradientWindow, generator: torch.Generator) -> None:
-    """Fill the rows of one window.
-
-    Args:
-        window: The window.
-        generator: Source of the numbers.
-    """
+    """Fill the rows of one window."""
     sizes = [math.prod(place.shape) for place in window.places]
     for i, size in enumerate(sizes):
         _fill_tensor(window, i, size, sum(sizes) ** -0.5, generator)
@@ -86,15 +56,7 @@ def _fill(window: GradientWindow, generator: torch.Generator) -> None:
 
 
 def _fill_tensor(window: GradientWindow, i: int, size: int, std: float, generator: torch.Generator) -> None:
-    """Draw the part of all rows that belongs to one tensor.
-
-    Args:
-        window: The window.
-        i: Which tensor.
-        size: Its number of entries.
-        std: Root of the mean square of the entries of a row.
-        generator: Source of the numbers.
-    """
+    """Draw the part of all rows that belongs to one tensor."""
     state, rule = window.state(i), window.form.compression
     if "window" in state:
         state["window"].normal_(0, std, generator=generator)
@@ -113,13 +75,7 @@ def _fill_tensor(window: GradientWindow, i: int, size: int, std: float, generato
 
 
 def _fill_offsets(offsets: Tensor, length: int, generator: torch.Generator) -> None:
-    """Draw ascending offsets, one from each of k equal parts of a block.
-
-    Args:
-        offsets: What to fill ``[n, m, k]``.
-        length: Entries of a block.
-        generator: Source of the numbers.
-    """
+    """Draw ascending offsets, one from each of k equal parts of a block."""
     k = offsets.shape[-1]
     starts = torch.arange(k, device=offsets.device) * length // k
     offsets.random_(length // k, generator=generator).add_(starts.to(offsets.dtype))

@@ -56,14 +56,7 @@ class LayerShape:
     """Products of two numbers that A takes by lags of a kernel, where it has some."""
 
     def products(self, triangle: bool = False) -> int:
-        """Return the products of two numbers behind A and G, the fewer of both ways.
-
-        Args:
-            triangle: Of a matrix with itself count one triangle; products by lags are of one already.
-
-        Returns:
-            Their number.
-        """
+        """Return the products of two numbers behind A and G, the fewer of both ways."""
         pairs_a, pairs_g = ((n * (n + 1) // 2 if triangle else n**2) for n in (self.n_a, self.n_g))
         by_rows = self.rows * self.full_a * pairs_a
         fewer = by_rows if self.lag_products is None else min(by_rows, self.lag_products)
@@ -71,16 +64,7 @@ class LayerShape:
 
 
 def layer_shapes(model: nn.Module, forward: Callable[[], object]) -> list[LayerShape]:
-    """Return the shapes of the blocks of a model's layers, in the order in which they run.
-
-    Args:
-        model: The model, of linear and convolution layers, transposed ones too, attention, embeddings, layer and
-            batch norms.
-        forward: Runs one batch through it, without gradients.
-
-    Returns:
-        One shape per call of a layer; of attention one for each of its four maps.
-    """
+    """Return the shapes of the blocks of a model's layers, in the order in which they run."""
     shapes: list[LayerShape] = []
     examples: list[int] = []
 
@@ -102,18 +86,7 @@ def layer_shapes(model: nn.Module, forward: Callable[[], object]) -> list[LayerS
 
 
 def _shapes(name: str, layer: nn.Module, args: tuple[Any, ...], output: Any, examples: int) -> Iterable[LayerShape]:
-    """Return the blocks of one call of a layer.
-
-    Args:
-        name: Its name.
-        layer: The layer; of other kinds than those that :func:`layer_shapes` names there are none.
-        args: What it was called with.
-        output: What it returned.
-        examples: Examples of the batch.
-
-    Yields:
-        Their shapes.
-    """
+    """Return the blocks of one call of a layer."""
     if isinstance(layer, nn.Linear | nn.Conv2d | nn.ConvTranspose2d):
         groups = 1 if isinstance(layer, nn.Linear) else layer.groups
         d_out = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
@@ -141,28 +114,12 @@ def _lag_products(layer: nn.Conv2d | nn.ConvTranspose2d, x: torch.Tensor) -> int
 
 
 def factor_flops(shapes: Sequence[LayerShape], triangle: bool = False) -> int:
-    """Return the FLOPs of the products behind the factors A and G of one batch.
-
-    Args:
-        shapes: The blocks.
-        triangle: Count one triangle of a symmetric product: the least there are.
-
-    Returns:
-        Number of FLOPs.
-    """
+    """Return the FLOPs of the products behind the factors A and G of one batch."""
     return sum(2 * s.groups * s.products(triangle) for s in shapes)
 
 
 def refresh_flops(shapes: Sequence[LayerShape], scheme: Scheme) -> int:
-    """Return the FLOPs of one refresh of every block.
-
-    Args:
-        shapes: The blocks.
-        scheme: How curvature is inverted.
-
-    Returns:
-        Number of FLOPs.
-    """
+    """Return the FLOPs of one refresh of every block."""
     total = sum(_REFRESH[scheme] * s.groups * (s.full_a * s.n_a**3 + s.n_g**3) for s in shapes)
     if scheme in {"intra", "running"}:
         total += sum(s.groups * (2 * (s.full_a * s.n_a**3 + s.n_g**3) + _both_sides(s)) for s in shapes)
@@ -170,29 +127,12 @@ def refresh_flops(shapes: Sequence[LayerShape], scheme: Scheme) -> int:
 
 
 def precondition_flops(shapes: Sequence[LayerShape], scheme: Scheme) -> int:
-    """Return the FLOPs of preconditioning every gradient once.
-
-    Args:
-        shapes: The blocks.
-        scheme: How curvature is inverted.
-
-    Returns:
-        Number of FLOPs.
-    """
+    """Return the FLOPs of preconditioning every gradient once."""
     return sum(_GEMMS[scheme] * s.groups * _both_sides(s) for s in shapes)
 
 
 def scale_flops(shapes: Sequence[LayerShape], scheme: Scheme, examples: int) -> int:
-    """Return the FLOPs of the products behind the scale of EK-FAC for one batch.
-
-    Args:
-        shapes: The blocks.
-        scheme: How curvature is inverted.
-        examples: Examples of the batch.
-
-    Returns:
-        Number of FLOPs.
-    """
+    """Return the FLOPs of the products behind the scale of EK-FAC for one batch."""
     return sum(s.groups * _scale_of_example(s, examples) * examples for s in shapes) if scheme == "intra" else 0
 
 
@@ -207,39 +147,17 @@ def _scale_of_example(s: LayerShape, examples: int) -> int:
 
 
 def _both_sides(s: LayerShape) -> int:
-    """Return the FLOPs of multiplying one gradient by a matrix on either side.
-
-    Args:
-        s: The block, one of its groups.
-
-    Returns:
-        Number of FLOPs.
-    """
+    """Return the FLOPs of multiplying one gradient by a matrix on either side."""
     return 2 * (s.n_g**2 * s.n_a + s.full_a * s.n_g * s.n_a**2)
 
 
 def factor_bytes(shapes: Sequence[LayerShape], element: int = 4) -> int:
-    """Return the bytes of all factors, which are those of all inverses or bases too.
-
-    Args:
-        shapes: The blocks.
-        element: Bytes per number.
-
-    Returns:
-        Number of bytes.
-    """
+    """Return the bytes of all factors, which are those of all inverses or bases too."""
     return sum(element * s.groups * ((s.n_a**2 if s.full_a else s.n_a) + s.n_g**2) for s in shapes)
 
 
 def counted_flops(step: Callable[[], object]) -> int:
-    """Return the FLOPs of what a function computes, counted by torch: matrix products, convolutions, attention.
-
-    Args:
-        step: Such as one forward and backward pass.
-
-    Returns:
-        Number of FLOPs.
-    """
+    """Return the FLOPs of what a function computes, counted by torch: matrix products, convolutions, attention."""
     with FlopCounterMode(display=False) as counter:
         step()
     return int(counter.get_total_flops())

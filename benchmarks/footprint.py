@@ -42,17 +42,7 @@ class Footprint:
 def footprint(
     shapes: Sequence[Shape], rows: int, compression: TopK | LowRank | None, dtype: torch.dtype | None = None
 ) -> Footprint:
-    """Return the bytes of a window.
-
-    Args:
-        shapes: Shapes of the parameters, all in one unit.
-        rows: m.
-        compression: How rows are kept.
-        dtype: Type of dense rows and of the factors of LowRank; None means float32.
-
-    Returns:
-        The bytes.
-    """
+    """Return the bytes of a window."""
     window, error = 0, 0
     for shape in shapes:
         if isinstance(compression, TopK):
@@ -65,42 +55,17 @@ def footprint(
 
 
 def moved_bytes(shapes: Sequence[Shape], held: Footprint, compression: TopK | LowRank | None) -> int:
-    """Return the bytes that a step cannot help but move.
-
-    Args:
-        shapes: Shapes of the parameters.
-        held: What the window holds.
-        compression: How rows are kept.
-
-    Returns:
-        The bytes.
-    """
+    """Return the bytes that a step cannot help but move."""
     return 2 * held.window + (_SPARSE_PASSES * count(shapes) if isinstance(compression, TopK) else 0)
 
 
 def solve_flops(rows: int) -> float:
-    """Return the FLOPs of the Cholesky factorisation of the Gram matrix.
-
-    Args:
-        rows: m.
-
-    Returns:
-        m³/3.
-    """
+    """Return the FLOPs of the Cholesky factorisation of the Gram matrix."""
     return rows**3 / 3
 
 
 def _dense_bytes(shape: Shape, compression: LowRank | None, element: int) -> tuple[int, int]:
-    """Return the bytes of one row's part of a dense or factored tensor, and of its residual.
-
-    Args:
-        shape: The tensor's.
-        compression: How rows are kept.
-        element: Bytes per number.
-
-    Returns:
-        Both numbers of bytes.
-    """
+    """Return the bytes of one row's part of a dense or factored tensor, and of its residual."""
     numel = math.prod(shape)
     if compression is None or len(shape) < 2:
         return element * numel, 0
@@ -113,15 +78,7 @@ def _dense_bytes(shape: Shape, compression: LowRank | None, element: int) -> tup
 
 
 def _top_k_bytes(numel: int, top_k: TopK) -> tuple[int, int]:
-    """Return the bytes of one row's part of a sparse tensor, and of its residual.
-
-    Args:
-        numel: Entries of the tensor.
-        top_k: How rows are kept.
-
-    Returns:
-        Both numbers of bytes.
-    """
+    """Return the bytes of one row's part of a sparse tensor, and of its residual."""
     value = top_k.value_dtype.itemsize
     if top_k.density >= 1:  # dense rows: only what their dtype rounds away is fed back
         return value * numel, 4 * numel if top_k.error_feedback and value < 4 else 0
@@ -137,30 +94,14 @@ def _top_k_bytes(numel: int, top_k: TopK) -> tuple[int, int]:
 
 
 def _blocks(numel: int, size: int) -> Iterator[int]:
-    """Yield the lengths of a tensor's blocks: full ones, then what is left over.
-
-    Args:
-        numel: Entries of the tensor.
-        size: Entries of a full block.
-
-    Yields:
-        The lengths.
-    """
+    """Yield the lengths of a tensor's blocks: full ones, then what is left over."""
     yield from [size] * (numel // size)
     if numel % size:
         yield numel % size
 
 
 def kept(length: int, top_k: TopK) -> int:
-    """Return how many entries of a block a row keeps.
-
-    Args:
-        length: Entries of the block.
-        top_k: How rows are kept.
-
-    Returns:
-        k: for a full block of 64 or more entries a multiple of 8.
-    """
+    """Return how many entries of a block a row keeps."""
     if length == top_k.block_size >= 64:
         return min(length, max(8, 8 * round(top_k.density * length / 8)))
     return max(1, math.ceil(top_k.density * length))

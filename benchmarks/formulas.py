@@ -53,16 +53,7 @@ class Ranks:
 
 
 def kept_rows(examples: int, fraction: float, most: int) -> int:
-    """Return how many rows HyLo keeps of those of one rank.
-
-    Args:
-        examples: Of one rank.
-        fraction: Share to keep.
-        most: Upper limit.
-
-    Returns:
-        R.
-    """
+    """Return how many rows HyLo keeps of those of one rank."""
     wanted = math.ceil(round(fraction * examples, 9))
     return max(1, min(wanted, examples, most))
 
@@ -70,18 +61,7 @@ def kept_rows(examples: int, fraction: float, most: int) -> int:
 def formula(
     optimizer: Optimizer, model: nn.Module, shapes: Sequence[LayerShape], examples: int, ranks: Ranks | None = None
 ) -> Formula | None:
-    """Return what an optimizer keeps, all ranks together.
-
-    Args:
-        optimizer: Whose options are read, nothing else.
-        model: Its model.
-        shapes: Layers of the model.
-        examples: Examples of a step, on each rank.
-        ranks: Ranks and their tasks; unset: one process.
-
-    Returns:
-        Bytes by kind; None for a method that has no formula here.
-    """
+    """Return what an optimizer keeps, all ranks together."""
     spread = ranks or Ranks()
     options = optimizer.param_groups[0]
     sizes = [tuple(p.shape) for p in model.parameters() if p.requires_grad]

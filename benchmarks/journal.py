@@ -21,13 +21,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, trainer: Trainer, tensorboard: Path | None = None) -> None:
-        """Open the files.
-
-        Args:
-            path: File of lines.
-            trainer: The run.
-            tensorboard: Folder for TensorBoard; unset: none.
-        """
+        """Open the files."""
         self._trainer, self._written = trainer, len(trainer.history.losses)
         self._rate = self._next_rate()
         kept = _lines_until(path, self._written)
@@ -58,11 +52,7 @@ class Journal:
         return len(self._trainer.history.losses) > self._written
 
     def write(self, measured: Mapping[str, float] | None = None) -> None:
-        """Write the last step down, once.
-
-        Args:
-            measured: What was found on held-out data after it.
-        """
+        """Write the last step down, once."""
         history = self._trainer.history
         if not self.behind:
             return
@@ -90,18 +80,7 @@ def _measured(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def summary_writer(folder: Path, first_step: int) -> Any:
-    """Return a writer of TensorBoard.
-
-    Args:
-        folder: Where to.
-        first_step: Steps from this one on that an earlier run wrote there do not count.
-
-    Returns:
-        The writer.
-
-    Raises:
-        ValueError: When TensorBoard is not installed.
-    """
+    """Return a writer of TensorBoard."""
     try:
         from torch.utils.tensorboard import SummaryWriter  # only where it is asked for
     except ImportError as err:
@@ -110,15 +89,7 @@ def summary_writer(folder: Path, first_step: int) -> Any:
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
-    """Return the lines of an earlier run up to a step.
-
-    Args:
-        path: The file.
-        step: The last step; 0 for a run that begins.
-
-    Returns:
-        The lines, without one that was cut off.
-    """
+    """Return the lines of an earlier run up to a step."""
     if not step or not path.is_file():
         return []
     lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]

@@ -51,19 +51,7 @@ def kernel_work(
     scheme: KernelScheme,
     approx: Approx = "reduce",
 ) -> Work:
-    """Count what a training step and its refreshes add up to.
-
-    Args:
-        shapes: The layers.
-        training: FLOPs of forward and backward pass.
-        examples: n.
-        rank: R.
-        scheme: Which rows are kept.
-        approx: How the positions of an example are treated.
-
-    Returns:
-        The FLOPs; nothing is done between refreshes but to precondition.
-    """
+    """Count what a training step and its refreshes add up to."""
     layers = [_rows(shape, examples, approx) for shape in shapes]
     refresh = sum(rows.forming + rows.groups * _refresh(rows, examples, rank, scheme) for rows in layers)
     kept = examples if scheme == "sngd" else rank
@@ -72,16 +60,7 @@ def kernel_work(
 
 
 def _rows(s: LayerShape, examples: int, approx: Approx) -> _Rows:
-    """Return the rows of a layer.
-
-    Args:
-        s: The layer.
-        examples: Examples of the batch.
-        approx: How their positions are treated.
-
-    Returns:
-        The rows.
-    """
+    """Return the rows of a layer."""
     positions = s.rows // examples
     if not s.full_a and s.n_a == 1:  # a norm
         return _Rows(1, 1, s.groups * s.n_g, s.groups * s.n_g, forming=0)
@@ -96,17 +75,7 @@ def _rows(s: LayerShape, examples: int, approx: Approx) -> _Rows:
 
 
 def _refresh(rows: _Rows, examples: int, rank: int, scheme: KernelScheme) -> int:
-    """Return the FLOPs of one refresh of one group, beside making the rows.
-
-    Args:
-        rows: The rows.
-        examples: n.
-        rank: R.
-        scheme: Which rows are kept.
-
-    Returns:
-        Number of FLOPs.
-    """
+    """Return the FLOPs of one refresh of one group, beside making the rows."""
     pair = 2 * rows.positions**2 * rows.width
     if scheme == "kis":
         return pair * (examples + rank**2) + rank**3

@@ -45,17 +45,7 @@ class Board:
         console: Console | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Prepare the board.
-
-        Args:
-            title: What runs.
-            trainers: The runs.
-            steps: Steps of each.
-            shown: False for a process that leaves the talking to another.
-            timed: Time the stages of steps, on a terminal; False where somebody else does.
-            console: Where to show it; unset: standard output.
-            now: A clock in seconds.
-        """
+        """Prepare the board."""
         self._title, self._trainers, self._steps, self._now = title, list(trainers), steps, now
         self._console = report.console() if console is None else console
         self._table = shown and self._console.is_terminal
@@ -93,11 +83,7 @@ class Board:
             self._live.stop()
 
     def update(self, trainer: Trainer) -> None:
-        """Take note of a step.
-
-        Args:
-            trainer: The run that took it.
-        """
+        """Take note of a step."""
         self._progress.advance(self._task)
         start, taken = self._now(), len(trainer.history.losses)
         if self._taken.get(id(trainer)) == taken:
@@ -128,14 +114,7 @@ class Board:
 
 
 def figures_of(trainer: Trainer) -> dict[str, Any]:
-    """Return what a run has come to, as text.
-
-    Args:
-        trainer: The run.
-
-    Returns:
-        The cells of :data:`COLUMNS`, empty where an optimizer has none, and the times of the ``stages``.
-    """
+    """Return what a run has come to, as text."""
     history, optimizer = trainer.history, trainer.optimizer
     diagnose = getattr(optimizer, "diagnostics", dict)
     told: Mapping[str, Any] = diagnose()

@@ -133,11 +133,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device = CPU) -> int:
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Drop what native code writes to the error stream: the profiler reports there that it starts and stops.
-
-    Yields:
-        Nothing.
-    """
+    """Drop what native code writes to the error stream: the profiler reports there that it starts and stops."""
     sys.stderr.flush()
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)

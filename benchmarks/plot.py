@@ -21,14 +21,7 @@ def styled() -> AbstractContextManager[None]:
 
 
 def plot_losses(histories: Sequence[History], title: str, target: float, path: Path) -> None:
-    """Draw the smoothed loss of every run against steps and against seconds, side by side.
-
-    Args:
-        histories: The runs.
-        title: Above both panels.
-        target: A loss to mark with a line.
-        path: Image file to write; its suffix decides the format.
-    """
+    """Draw the smoothed loss of every run against steps and against seconds, side by side."""
     with styled():
         figure = Figure(figsize=(10, 4.2), layout="constrained")
         by_step, by_second = figure.subplots(1, 2, sharey=True)

@@ -22,14 +22,7 @@ _UPRIGHT = 4  # layers whose names have room side by side
 
 
 def plot_analysis(folder: Path) -> list[Path]:
-    """Draw whatever the files of a folder allow for.
-
-    Args:
-        folder: Where ``rank.jsonl``, ``trend.jsonl``, ``error.jsonl`` and ``profile.jsonl`` are; it gets the images.
-
-    Returns:
-        The images, named as the files they show.
-    """
+    """Draw whatever the files of a folder allow for."""
     draw: dict[str, Callable[[Sequence[Event], Path], None]] = {
         "rank": plot_rank,
         "trend": plot_trend,
@@ -46,12 +39,7 @@ def plot_analysis(folder: Path) -> list[Path]:
 
 
 def plot_rank(rank: Sequence[Event], path: Path) -> None:
-    """Draw boxes of rank90 / m: by layer, and over all layers by batch size.
-
-    Args:
-        rank: Events of the rank analysis, at one or several batch sizes.
-        path: Image file to write.
-    """
+    """Draw boxes of rank90 / m: by layer, and over all layers by batch size."""
     names, sizes = events.layers(rank), sorted({event["m"] for event in rank})
     with styled():
         turned = len(names) > _UPRIGHT
@@ -83,12 +71,7 @@ def plot_rank(rank: Sequence[Event], path: Path) -> None:
 
 
 def plot_trend(trend: Sequence[Event], path: Path) -> None:
-    """Draw the norm of the gradient against steps, for every layer and all together, KID periods shaded.
-
-    Args:
-        trend: Events of the trend.
-        path: Image file to write.
-    """
+    """Draw the norm of the gradient against steps, for every layer and all together, KID periods shaded."""
     with styled():
         figure = Figure(figsize=(10, _HEIGHT), layout="constrained")
         axes = figure.subplots()
@@ -113,12 +96,7 @@ def plot_trend(trend: Sequence[Event], path: Path) -> None:
 
 
 def plot_error(error: Sequence[Event], path: Path) -> None:
-    """Draw how far the updates of KID and KIS are from the exact one against steps: all layers, and each one thin.
-
-    Args:
-        error: Events of the error.
-        path: Image file to write.
-    """
+    """Draw how far the updates of KID and KIS are from the exact one against steps: all layers, and each one thin."""
     with styled():
         figure = Figure(figsize=(8, _HEIGHT), layout="constrained")
         axes = figure.subplots()
@@ -143,12 +121,7 @@ def plot_error(error: Sequence[Event], path: Path) -> None:
 
 
 def plot_stages(profile: Sequence[Event], path: Path) -> None:
-    """Draw the median time of each stage, stacked, for each kind of steps: plain ones, and those that refresh.
-
-    Args:
-        profile: Events of the profile.
-        path: Image file to write.
-    """
+    """Draw the median time of each stage, stacked, for each kind of steps: plain ones, and those that refresh."""
     times = events.stage_times(profile)
     with styled():
         figure = Figure(figsize=(9, 1.5 + 0.7 * len(times)), layout="constrained")
@@ -172,13 +145,7 @@ def plot_stages(profile: Sequence[Event], path: Path) -> None:
 
 
 def _lines(axes: Axes, found: Sequence[Event], column: str) -> None:
-    """Draw one line per layer, from the first one dark to the last one light where they are many.
-
-    Args:
-        axes: Where.
-        found: Events of layers.
-        column: What to draw.
-    """
+    """Draw one line per layer, from the first one dark to the last one light where they are many."""
     names = events.layers(found)
     colours = mpl.colormaps["viridis"]
     for index, name in enumerate(names):

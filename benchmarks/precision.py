@@ -19,15 +19,7 @@ class Precision:
     """How the loss is computed, and how a step is taken; without arguments exactly as a plain loop does it."""
 
     def __init__(self, device: str | torch.device = "cpu", amp: Amp | None = None) -> None:
-        """Prepare autocast, and for float16 the scaler.
-
-        Args:
-            device: Where the model is.
-            amp: Type of autocast; unset: none.
-
-        Raises:
-            ValueError: When the device is not there.
-        """
+        """Prepare autocast, and for float16 the scaler."""
         self.device = torch.device(device)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device {device}: torch {torch.__version__} sees no CUDA device here, take cpu")
@@ -35,15 +27,7 @@ class Precision:
         self.scaler = torch.amp.GradScaler(self.device.type) if amp == "float16" else None
 
     def prepare(self, optimizer: Optimizer, closure: bool) -> None:
-        """Tell an optimizer of the scaler.
-
-        Args:
-            optimizer: Whose steps are taken.
-            closure: Whether they are given a closure.
-
-        Raises:
-            ValueError: When a scaler and a closure would meet.
-        """
+        """Tell an optimizer of the scaler."""
         if self.scaler is None:
             return
         if closure:
@@ -56,19 +40,11 @@ class Precision:
         return nullcontext() if self._dtype is None else torch.autocast(self.device.type, self._dtype)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients, scaled where there is a scaler.
-
-        Args:
-            loss: The loss.
-        """
+        """Compute gradients, scaled where there is a scaler."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self, optimizer: Optimizer) -> None:
-        """Take a step without a closure.
-
-        Args:
-            optimizer: Whose.
-        """
+        """Take a step without a closure."""
         if self.scaler is None:
             optimizer.step()
         else:
@@ -87,26 +63,14 @@ class Precision:
         return {**found, "cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else found
 
     def restore_random_state(self, states: dict[str, Tensor]) -> None:
-        """Put torch's own generators back.
-
-        Args:
-            states: What :meth:`random_state` returned.
-        """
+        """Put torch's own generators back."""
         torch.set_rng_state(states["cpu"])
         if self.device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], self.device)
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Return tensors on a device.
-
-    Args:
-        value: A tensor, or tuples, lists and dicts of them; anything else stays.
-        device: Where to.
-
-    Returns:
-        The same structure.
-    """
+    """Return tensors on a device."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, list | tuple):
@@ -117,15 +81,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 @contextmanager
 def answering_cpu(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let a model on another device be called with tensors of the CPU, and answer with such: as evaluations do.
-
-    Args:
-        model: The model.
-        device: Where it is.
-
-    Yields:
-        Nothing.
-    """
+    """Let a model on another device be called with tensors of the CPU, and answer with such: as evaluations do."""
     if device.type == "cpu":
         yield
         return

@@ -51,30 +51,11 @@ class Ranks:
         return self.rank == 0
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        """Return what the forward pass calls.
-
-        Args:
-            model: The model.
-            optimizer: Its optimizer.
-
-        Returns:
-            The model in ``DistributedDataParallel``, or the model itself where some ranks compute no gradients.
-        """
+        """Return what the forward pass calls."""
         return DistributedDataParallel(model) if self.readers(optimizer)[1] == self.size > 1 else model
 
     def share(self, batch: Batch, optimizer: Optimizer) -> Batch:
-        """Return the part of a batch that this rank trains on.
-
-        Args:
-            batch: The whole batch.
-            optimizer: Whose strategy may keep some ranks free of data.
-
-        Returns:
-            Inputs and targets of this rank's examples.
-
-        Raises:
-            ValueError: When the examples cannot be divided evenly.
-        """
+        """Return the part of a batch that this rank trains on."""
         rank, size = self.readers(optimizer)
         examples = len(batch[0])
         if examples % size:
@@ -86,37 +67,16 @@ class Ranks:
         return inputs, targets
 
     def readers(self, optimizer: Optimizer) -> tuple[int, int]:
-        """Return the index of this rank among those that read data, and their number.
-
-        Args:
-            optimizer: Whose strategy may keep some ranks free of data.
-
-        Returns:
-            Index and number.
-        """
+        """Return the index of this rank among those that read data, and their number."""
         comm = getattr(optimizer, "comm", None)
         return (self.rank, self.size) if comm is None else (comm.data_rank, comm.data_world)
 
     def gather(self, mine: RankFigures) -> list[RankFigures]:
-        """Return the figures of all ranks.
-
-        Args:
-            mine: Those of this one.
-
-        Returns:
-            All, in rank order.
-        """
+        """Return the figures of all ranks."""
         return list(self.collect(mine))
 
     def collect(self, mine: Any) -> list[Any]:
-        """Return what each rank has to say.
-
-        Args:
-            mine: What this one says.
-
-        Returns:
-            All, in rank order.
-        """
+        """Return what each rank has to say."""
         if self.size == 1:
             return [mine]
         found: list[Any] = [None] * self.size
@@ -125,27 +85,13 @@ class Ranks:
 
 
 def own_device(kind: str) -> torch.device:
-    """Return the device of this process.
-
-    Args:
-        kind: Such as ``"cpu"`` or ``"cuda"``.
-
-    Returns:
-        The device; under a launcher the one with the number of this process on its machine.
-    """
+    """Return the device of this process."""
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
 
 
 @contextmanager
 def joined(device: str | torch.device = "cpu") -> Iterator[Ranks]:
-    """Join the process group that the launcher prepared, if there is one, for the time of the body.
-
-    Args:
-        device: Where this process computes.
-
-    Yields:
-        The place of this process.
-    """
+    """Join the process group that the launcher prepared, if there is one, for the time of the body."""
     if not all(key in os.environ for key in _FROM_LAUNCHER):
         yield Ranks()
         return

@@ -105,14 +105,7 @@ def environment() -> dict[str, str | int]:
 
 
 def _finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot hold by None, in nested containers.
-
-    Args:
-        value: A number, text, mapping or sequence.
-
-    Returns:
-        The same with None for NaN and infinities.
-    """
+    """Replace numbers that JSON cannot hold by None, in nested containers."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

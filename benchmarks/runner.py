@@ -252,14 +252,7 @@ class Trainer:
                 group["lr"] = rate * course(scheduler.last_epoch)
 
     def _batches(self, skip: int = 0) -> Iterator[Batch]:
-        """Yield this rank's share of each batch, on its device.
-
-        Args:
-            skip: Batches that were drawn before.
-
-        Yields:
-            Inputs and targets.
-        """
+        """Yield this rank's share of each batch, on its device."""
         draw: Callable[..., Iterator[Batch]] = self.workload.batches
         if "skip" in signature(draw).parameters:  # one that decodes no more than it has to
             rank, ranks = self._ranks.readers(self.optimizer)
@@ -283,14 +276,7 @@ class Trainer:
         return loss
 
     def _evaluate(self, batch: Batch) -> Evaluation:
-        """Compute the loss of a batch and its gradient.
-
-        Args:
-            batch: The batch.
-
-        Returns:
-            Loss, outputs and targets.
-        """
+        """Compute the loss of a batch and its gradient."""
         workload = self.workload
         self.optimizer.zero_grad()
         with self.precision.autocast():

@@ -9,16 +9,7 @@ from benchmarks.recipes.types import Schedule
 
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:
-    """Return by what the learning rate of a step is multiplied.
-
-    Args:
-        schedule: Course of the rate.
-        step: Number of the step, from 0.
-        steps: Length of the run.
-
-    Returns:
-        A number in [0, 1].
-    """
+    """Return by what the learning rate of a step is multiplied."""
     warmup = math.ceil(schedule.warmup * steps)
     if step < warmup:
         return (step + 1) / warmup
@@ -33,14 +24,5 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
 
 
 def make_schedule(schedule: Schedule, steps: int, optimizer: Optimizer) -> LambdaLR:
-    """Return a learning-rate schedule.
-
-    Args:
-        schedule: Its course.
-        steps: Length of the run.
-        optimizer: Whose learning rate.
-
-    Returns:
-        The schedule.
-    """
+    """Return a learning-rate schedule."""
     return LambdaLR(optimizer, lambda step: factor(schedule, min(step, steps), steps))

@@ -15,26 +15,12 @@ SizeName = Literal["digits", "resnet20", "autoencoder", "large", "resnet50"]
 
 
 def shapes_of(name: SizeName) -> list[Shape]:
-    """Return the shapes of one model's parameters.
-
-    Args:
-        name: A workload, or ``large`` for ResNet-18 and ``resnet50``, both as for ImageNet.
-
-    Returns:
-        The shapes.
-    """
+    """Return the shapes of one model's parameters."""
     return _SIZES[name]()
 
 
 def count(shapes: Sequence[Shape]) -> int:
-    """Return the number of entries of tensors, d.
-
-    Args:
-        shapes: Their shapes.
-
-    Returns:
-        The sum of their products.
-    """
+    """Return the number of entries of tensors, d."""
     return sum(math.prod(shape) for shape in shapes)
 
 

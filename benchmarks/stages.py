@@ -21,14 +21,7 @@ COLUMNS = ("optimizer", "stage", "GFLOP", "ms", "floor ms", "ratio")
 
 
 def stage_times(run: Contender) -> dict[str, float]:
-    """Take further steps and look into them.
-
-    Args:
-        run: An optimizer with curvature of layers.
-
-    Returns:
-        Median seconds of each stage of :data:`SHOWN`.
-    """
+    """Take further steps and look into them."""
     optimizer = run.trainer.optimizer
     assert isinstance(optimizer, SecondOrderOptimizer)
     clock = StageClock(run.trainer.precision.device)
@@ -48,16 +41,7 @@ def stage_times(run: Contender) -> dict[str, float]:
 
 
 def stage_figures(run: Contender, work: Work, gemm: Rate) -> dict[str, dict[str, float]]:
-    """Compare the stages of a step with their floors.
-
-    Args:
-        run: An optimizer with curvature of layers.
-        work: Its FLOPs.
-        gemm: Measured rate of matrix products.
-
-    Returns:
-        FLOPs, seconds and floor by stage.
-    """
+    """Compare the stages of a step with their floors."""
     flops = {"precondition": work.precondition, "capture": work.triangles + work.scale, "refresh": work.refresh}
     return {
         stage: {"flops": flops[stage], "seconds": spent, "floor": flops[stage] / (1e9 * gemm.median)}
@@ -66,14 +50,7 @@ def stage_figures(run: Contender, work: Work, gemm: Rate) -> dict[str, dict[str,
 
 
 def stage_table(results: list[dict[str, Any]]) -> Table:
-    """Return the table of stages.
-
-    Args:
-        results: Figures of optimizers, each with its ``label`` and ``stages``.
-
-    Returns:
-        The table.
-    """
+    """Return the table of stages."""
     rows = [
         (
             result["label"] if not index else "",

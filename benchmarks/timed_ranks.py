@@ -48,15 +48,7 @@ class Timed:
         return make_workload(self.workload, self.data_dir, self.size, self.batch_size)
 
     def make_optimizer(self, model: nn.Module, strategy: str | None) -> Any:
-        """Return the optimizer of a rank.
-
-        Args:
-            model: The model.
-            strategy: By name; None for one process.
-
-        Returns:
-            The optimizer.
-        """
+        """Return the optimizer of a rank."""
         if self.method is None:
             return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         comm = None if strategy is None else from_name(strategy)
@@ -64,30 +56,14 @@ class Timed:
 
 
 def keywords(method: str, intervals: Intervals) -> Mapping[str, Any]:
-    """Return the keywords of an optimizer that set its intervals.
-
-    Args:
-        method: Its name.
-        intervals: The intervals.
-
-    Returns:
-        The keywords.
-    """
+    """Return the keywords of an optimizer that set its intervals."""
     if method == "hylo":
         return {"update_steps": intervals.refresh}
     return {"factor_update_steps": intervals.factor, "inv_update_steps": intervals.refresh, "refresh_warmup": False}
 
 
 def measure(timed: Timed, world: int) -> list[Medians]:
-    """Train as so many ranks.
-
-    Args:
-        timed: What they do.
-        world: Number of ranks.
-
-    Returns:
-        What each rank measured.
-    """
+    """Train as so many ranks."""
     timed.make_workload().build_model(timed.seed)  # if data is missing, one process says so
     if world == 1:
         return [_train(timed, 0, 1)]
@@ -99,15 +75,7 @@ def measure(timed: Timed, world: int) -> list[Medians]:
 
 
 def _work(rank: int, timed: Timed, world: int, folder: str, results: Path) -> None:
-    """Train as one rank; the first one writes what all of them measured.
-
-    Args:
-        rank: This process.
-        timed: What it does.
-        world: Number of ranks.
-        folder: Where the processes meet.
-        results: File to write.
-    """
+    """Train as one rank; the first one writes what all of them measured."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
     try:
         mine = _train(timed, rank, world)
@@ -121,16 +89,7 @@ def _work(rank: int, timed: Timed, world: int, folder: str, results: Path) -> No
 
 
 def _train(timed: Timed, rank: int, world: int) -> Medians:
-    """Take the steps of one rank.
-
-    Args:
-        timed: What it does.
-        rank: This process.
-        world: Number of ranks.
-
-    Returns:
-        Its figures.
-    """
+    """Take the steps of one rank."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -148,18 +107,7 @@ def _train(timed: Timed, rank: int, world: int) -> Medians:
 
 
 def _time_steps(timed: Timed, workload: Workload, model: nn.Module, optimizer: Any, seed: int) -> Times:
-    """Train, and record processor seconds; those of the first interval do not count.
-
-    Args:
-        timed: What is done.
-        workload: What to train.
-        model: The model, as it is called.
-        optimizer: Its optimizer.
-        seed: Of the batches.
-
-    Returns:
-        Seconds by class of steps.
-    """
+    """Train, and record processor seconds; those of the first interval do not count."""
     times: Times = {}
     batches, interval = workload.batches(seed), timed.intervals.refresh
     for step in range(interval * (timed.rounds + 1)):

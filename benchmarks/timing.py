@@ -26,37 +26,19 @@ class Intervals:
         return f"{self.refresh}" if self.factor == self.refresh else f"{self.factor}/{self.refresh}"
 
     def step_class(self, step: int) -> StepClass:
-        """Return the class of a step.
-
-        Args:
-            step: Number of the step, from 0.
-
-        Returns:
-            The class.
-        """
+        """Return the class of a step."""
         if step % self.refresh == 0:
             return "refresh"
         return "factor" if step % self.factor == 0 else "plain"
 
     def weights(self) -> dict[StepClass, float]:
-        """Return the share of each class of steps in the long run: 10/100 gives .90, .09, .01.
-
-        Returns:
-            Shares that sum to 1.
-        """
+        """Return the share of each class of steps in the long run: 10/100 gives .90, .09, .01."""
         refresh = 1 / self.refresh
         factor = 1 / self.factor - refresh
         return {"plain": 1 - factor - refresh, "factor": factor, "refresh": refresh}
 
     def amortise(self, values: dict[StepClass, float]) -> float:
-        """Return the mean step of the long run.
-
-        Args:
-            values: Time or any other figure of each class of steps. Classes that never occur may be left out.
-
-        Returns:
-            The weighted sum.
-        """
+        """Return the mean step of the long run."""
         return sum(weight * values[kind] for kind, weight in self.weights().items() if weight > 0)
 
 
@@ -75,27 +57,11 @@ class Row:
     times: Times = field(default_factory=dict)
 
     def summary(self, statistic: Callable[[Sequence[float]], float] = statistics.median) -> dict[StepClass, float]:
-        """Return one figure per class of steps.
-
-        Args:
-            statistic: Such as the median or ``min``.
-
-        Returns:
-            Seconds by class.
-        """
+        """Return one figure per class of steps."""
         return {kind: statistic(values) for kind, values in self.times.items()}
 
     def ratio(self, intervals: Intervals, reference: "Row", minima: bool = False) -> float:
-        """Return the amortised step time over that of plain reference steps.
-
-        Args:
-            intervals: What to amortise over.
-            reference: Row of the reference, all of whose steps are plain.
-            minima: Compare minima instead of medians: the reading that a busy machine disturbs least.
-
-        Returns:
-            The ratio.
-        """
+        """Return the amortised step time over that of plain reference steps."""
         statistic: Callable[[Sequence[float]], float] = min if minima else statistics.median
         own, other = self.summary(statistic), reference.summary(statistic)["plain"]
         has_classes = len(own) > 1
@@ -116,23 +82,9 @@ class Work:
     """Of the factors, where of a symmetric product one triangle is computed."""
 
     def floor(self, intervals: Intervals) -> float:
-        """Return the least ratio to a plain training step, were every FLOP equally fast.
-
-        Args:
-            intervals: What to amortise over.
-
-        Returns:
-            The ratio.
-        """
+        """Return the least ratio to a plain training step, were every FLOP equally fast."""
         return 1 + self.extra(intervals) / self.training
 
     def extra(self, intervals: Intervals) -> float:
-        """Return the FLOPs that are added to a step on average.
-
-        Args:
-            intervals: What to amortise over.
-
-        Returns:
-            Number of FLOPs.
-        """
+        """Return the FLOPs that are added to a step on average."""
         return self.precondition + self.scale + self.factor / intervals.factor + self.refresh / intervals.refresh

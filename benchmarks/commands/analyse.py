@@ -72,14 +72,7 @@ class Analyse(Common):
     """Folder for events, tables and plots; those of an earlier run there are replaced."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0, or 1 when the loss was no longer finite.
-
-        Raises:
-            ValueError: When there is no step to look at.
-        """
+        """Run the command, and return 0, or 1 when the loss was no longer finite."""
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
         torch.set_num_threads(self.threads)
@@ -111,16 +104,7 @@ class Analyse(Common):
         return Trainer(method.label, workload, make, self.seed, schedule, closure)
 
     def _train(self, trainer: Trainer, epoch_steps: int, rank_only: bool) -> Iterator[None]:
-        """Train, and write down what is seen.
-
-        Args:
-            trainer: A run that has not begun.
-            epoch_steps: Steps of an epoch.
-            rank_only: Look at nothing but the rank.
-
-        Yields:
-            Nothing, after every step.
-        """
+        """Train, and write down what is seen."""
         optimizer = cast("SecondOrderOptimizer", trainer.optimizer)
         observe = partial(
             Analysis, optimizer, self.out_dir, rank_fraction=self.rank_fraction, approx=self.approx,
@@ -149,11 +133,7 @@ class Analyse(Common):
             print(f"no rank and no error of {name}: {reason}")
 
     def _report(self, trainer: Trainer) -> None:
-        """Print and save what was seen, as tables and plots.
-
-        Args:
-            trainer: The run whose error, norms and times were looked at, done.
-        """
+        """Print and save what was seen, as tables and plots."""
         found = events.load(self.out_dir)
         changes = parse_settings(self.set)
         settings = METHODS[self.method].settings(self.workload if self.recipe else None, changes)
@@ -182,15 +162,7 @@ class Analyse(Common):
 
 
 def _layer_figures(found: Mapping[str, Sequence[Event]]) -> list[dict[str, Any]]:
-    """Return the medians of every layer over the run.
-
-    Args:
-        found: Events of each file.
-
-    Returns:
-        Figures by name; of each layer one entry per batch size, the first one with errors and norms, and one of all
-        layers together.
-    """
+    """Return the medians of every layer over the run."""
     figures: list[dict[str, Any]] = []
     for name in [*events.layers(found["rank"]), ALL]:
         own = {file: events.where(found[file], layer=name) for file in ("rank", "trend", "error")}
@@ -209,28 +181,12 @@ def _layer_figures(found: Mapping[str, Sequence[Event]]) -> list[dict[str, Any]]
 
 
 def _modes(trend: Sequence[Event]) -> dict[str, list[tuple[int, int]]]:
-    """Return the periods of each mode.
-
-    Args:
-        trend: Events of the trend.
-
-    Returns:
-        By mode the first step of each period, and the step after its last.
-    """
+    """Return the periods of each mode."""
     return {mode: events.spans(trend, mode) for mode in dict.fromkeys(event["mode"] for event in trend)}
 
 
 def _layer_table(title: str, layers: Sequence[dict[str, Any]], modes: Mapping[str, Sequence[tuple[int, int]]]) -> Table:
-    """Return the table of layers.
-
-    Args:
-        title: Above it.
-        layers: Figures of every layer.
-        modes: Periods of each mode.
-
-    Returns:
-        The table.
-    """
+    """Return the table of layers."""
     columns = (
         "rank90_share", "eff_rank", "damping_over_sigma1", "kid_error", "kis_error", "grad_norm", "update_norm",
     )  # fmt: skip
@@ -254,14 +210,7 @@ def _layer_table(title: str, layers: Sequence[dict[str, Any]], modes: Mapping[st
 
 
 def _stage_table(times: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return the table of stages.
-
-    Args:
-        times: Milliseconds by kind of step and stage.
-
-    Returns:
-        The table.
-    """
+    """Return the table of stages."""
     shown = [stage for stage in events.STAGES if any(found[stage] for found in times.values())]
     rows = [(stage, *(f"{found[stage]:.2f}" for found in times.values())) for stage in shown]
     rows.append(("sum", *(f"{sum(found.values()):.2f}" for found in times.values())))

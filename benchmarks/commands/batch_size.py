@@ -58,14 +58,6 @@ class BatchSize(Evidence):
     """Seeds for which the best rate is run; the median counts, of which one that does not get there is infinite."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0.
-
-        Raises:
-            ValueError: For an option out of range, or an optimizer that is not known.
-        """
         self._check()
         cells = self.open_cells(f"batch-size-{self.workload}")
         rows: list[Figures] = []
@@ -106,16 +98,7 @@ class BatchSize(Evidence):
         return TARGETS[self.workload] if self.target is None else self.target
 
     def _search(self, cells: Cells, name: str, workload: Workload) -> Figures:
-        """Try all rates, and the best one with the other seeds.
-
-        Args:
-            cells: What is done already.
-            name: Of the optimizer.
-            workload: With the batch size.
-
-        Returns:
-            One row of the table.
-        """
+        """Try all rates, and the best one with the other seeds."""
         trials: dict[float, Figures] = {}
         limit = self.steps
         for factor in sorted(self.factors, key=lambda factor: (abs(math.log(factor)), factor)):
@@ -139,17 +122,6 @@ class BatchSize(Evidence):
         """Do one run, or take it from the cells, where the limit is no part of its name: it only ends what has lost.
 
         What lost against a lower limit than this one may yet win, and runs again.
-
-        Args:
-            cells: What is done already.
-            name: Of the optimizer.
-            workload: What to train.
-            factor: Multiple of the recipe's rate.
-            seed: Of the run.
-            limit: Most steps.
-
-        Returns:
-            Its figures; None when the time is over.
         """
         recipe = self._recipe(name, workload, factor)
         identity: Identity = {
@@ -263,13 +235,7 @@ def _table(workload: str, target: float, first: str, rows: Sequence[Mapping[str,
 
 # ---------------------------------------------------------------------- the picture
 def plot_scaling(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Draw steps and processor seconds to the target against the batch size, with lines of perfect scaling.
-
-    Args:
-        rows: One for each method and batch size; those without steps are left out.
-        title: Above the panels.
-        path: Image file to write; its suffix decides the format.
-    """
+    """Draw steps and processor seconds to the target against the batch size, with lines of perfect scaling."""
     labels = list(dict.fromkeys(row["label"] for row in rows))
     sizes = sorted({row["batch_size"] for row in rows})
     with styled():

@@ -82,8 +82,7 @@ class Compare(Common):
     def run(self) -> int:
         """Run the command.
 
-        Returns:
-            0, or 1 when a whole run raised an error, or every trial of an optimizer did; one that diverged is a result.
+        Returns 0, or 1 when a whole run or every trial of an optimizer raised an error; one that diverged is a result.
         """
         set_paths(self.peer_path)
         path = self.results or self.out_dir / f"compare-{self.workload}-{self.size}.json"
@@ -105,14 +104,7 @@ class Compare(Common):
         return int(_failed([run for run in results["runs"] if run["optimizer"] in names]))
 
     def _fill(self, results: dict[str, Any], names: list[str], setting: Setting, path: Path) -> None:
-        """Do the runs that are missing, saving after each.
-
-        Args:
-            results: What there is; extended in place.
-            names: Who takes part.
-            setting: What all runs share.
-            path: File of the results.
-        """
+        """Do the runs that are missing, saving after each."""
         budget = self._budget(results["steps"], TARGETS.get(self.workload, TARGET))
         _drop_outdated(results, names, setting)
         results["machines"].append(store.limits(self.threads))
@@ -202,14 +194,7 @@ class Compare(Common):
 
 
 def command_line(words: Sequence[str]) -> str:
-    """Return a command line as others may type it: folders are theirs.
-
-    Args:
-        words: After the program's name.
-
-    Returns:
-        One line.
-    """
+    """Return a command line as others may type it: folders are theirs."""
     shown, before = ["python -m benchmarks"], ""
     for word in words:
         folder = before in {"--data-dir", "--out-dir", "--results"}
@@ -224,26 +209,13 @@ def _counts_hits(metric: str) -> bool:
 
 
 def _failed(runs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a whole run raised an error, or every run of an optimizer did, so that it has no whole one.
-
-    Args:
-        runs: Finished runs.
-
-    Returns:
-        The answer; trials that raised while others went well do not count.
-    """
+    """Return whether a whole run raised an error, or every run of an optimizer did, so that it has no whole one."""
     able = {run["optimizer"] for run in runs if not run["failed"]}
     return any(run["failed"] and (run["phase"] != "sift" or run["optimizer"] not in able) for run in runs)
 
 
 def _drop_outdated(results: dict[str, Any], names: list[str], setting: Setting) -> None:
-    """Forget runs that failed, which deserve another try, and those of recipes and packages that have changed since.
-
-    Args:
-        results: The results; changed in place.
-        names: Who takes part; runs of others stay.
-        setting: What all runs share.
-    """
+    """Forget runs that failed, which deserve another try, and those of recipes and packages that have changed since."""
 
     def stays(run: Mapping[str, Any]) -> bool:
         if run["optimizer"] not in names:
@@ -257,16 +229,7 @@ def _drop_outdated(results: dict[str, Any], names: list[str], setting: Setting) 
 
 
 def _best(runs: list[dict[str, Any]], names: list[str], budget: Budget) -> list[str]:
-    """Return the two of ours and the one first-order optimizer with the lowest loss, once all have had a whole run.
-
-    Args:
-        runs: Finished runs.
-        names: Who takes part.
-        budget: What each gets.
-
-    Returns:
-        Their names, or none as long as runs are missing.
-    """
+    """Return the two of ours and the one first-order optimizer with the lowest loss, once all have had a whole run."""
     first = [run for run in runs if run["phase"] == "final" and run["seed"] == 0 and run["steps"] == budget.steps]
     if any(job.phase == "sift" or job.seed == 0 for job in pending(runs, names, (), budget)):
         return []
@@ -277,14 +240,7 @@ def _best(runs: list[dict[str, Any]], names: list[str], budget: Budget) -> list[
 
 @contextmanager
 def _workers(jobs: int) -> Iterator[Any]:
-    """Give a function that starts a run: in this process where there is one at a time, else in others.
-
-    Args:
-        jobs: Runs at a time.
-
-    Yields:
-        Takes a job and the setting, returns a future.
-    """
+    """Give a function that starts a run: in this process where there is one at a time, else in others."""
     if jobs == 1:
         yield _now
         return

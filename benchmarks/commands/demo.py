@@ -45,11 +45,6 @@ class Demo(Common):
     """Folder for the table, the results and the plot."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0.
-        """
         torch.set_num_threads(self.threads)
         workload = make_workload(self.workload, self.data_dir)
         steps = workload.steps["cpu"] if self.steps is None else self.steps
@@ -73,17 +68,7 @@ class Demo(Common):
 
 
 def _summary(trainer: Trainer, workload: Workload, target: float, reference: Trainer) -> dict[str, Any]:
-    """Return the figures of one run.
-
-    Args:
-        trainer: The run, done.
-        workload: What it trained.
-        target: The loss to reach.
-        reference: The run that step times are compared with.
-
-    Returns:
-        Figures by name, and the run's records.
-    """
+    """Return the figures of one run."""
     history, steps = trainer.history, trainer.history.steps_to(target)
     return {
         "label": history.label,

@@ -83,14 +83,7 @@ class Density(Evidence):
     """Take all held-out data, where the workload would take a part of it to save time."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0, or 1 when a run failed or diverged.
-
-        Raises:
-            ValueError: For an option out of range.
-        """
+        """Run the command, and return 0, or 1 when a run failed or diverged."""
         if min(self.densities, default=0.5) <= 0 or max(self.densities, default=0.5) > 1:
             raise ValueError(f"densities must be in (0, 1], got {self.densities}")
         for name in ("seeds", "window_size", "steps", "factor"):
@@ -120,14 +113,7 @@ class Density(Evidence):
         return int(any(run["failed"] or run["diverged"] for own in runs.values() for run in own))
 
     def _entries(self, workload: Workload) -> Iterator[_Entry]:
-        """Yield the lines of the table.
-
-        Args:
-            workload: What is trained.
-
-        Yields:
-            Methods without a window, sparse windows, the dense one.
-        """
+        """Yield the lines of the table."""
         for name in self.references:
             recipe = recipe_on(name, workload, self.size, self.data_dir)
             yield _Entry(find(name).label, name, recipe.settings, None, recipe.note)
@@ -192,27 +178,12 @@ class Density(Evidence):
 
 
 def window_only(settings: Settings) -> set[str]:
-    """Return the keywords that a dense window does not take.
-
-    Args:
-        settings: Of a sparse one.
-
-    Returns:
-        Their names.
-    """
+    """Return the keywords that a dense window does not take."""
     return {"density", "block_size", "value_dtype", "error_feedback", "error_bits", "rank"} & set(settings)
 
 
 def _kept_share(sizes: Sequence[int], settings: Settings) -> float:
-    """Return the share of the entries of a gradient that a row really keeps.
-
-    Args:
-        sizes: Entries of each tensor.
-        settings: Keywords of the window.
-
-    Returns:
-        A number in (0, 1].
-    """
+    """Return the share of the entries of a gradient that a row really keeps."""
     rule = window_keywords(settings)["compression"]
     assert isinstance(rule, TopK)
     if rule.density >= 1:
@@ -225,16 +196,7 @@ def _kept_share(sizes: Sequence[int], settings: Settings) -> float:
 
 
 def _summary(entry: _Entry, runs: Sequence[Figures]) -> Figures:
-    """Return one row.
-
-    Args:
-        entry: What it is of.
-        runs: Its runs; those that failed or diverged are counted, and with one of them there is no mean: the others'
-            would flatter it.
-
-    Returns:
-        Means and spreads.
-    """
+    """Return one row."""
     whole = [run for run in runs if not run["failed"] and not run["diverged"]]
     row: Figures = {
         "label": entry.label,
@@ -282,13 +244,7 @@ def _cells(row: Mapping[str, Any], dense: int | None) -> tuple[str, ...]:
 
 
 def plot_density(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Draw the loss at the end against the entries kept, and the bytes of the window beside it.
-
-    Args:
-        rows: One for each window; those without a window become lines. One that lost a run has bytes, and no loss.
-        title: Above the panels.
-        path: Image file to write; its suffix decides the format.
-    """
+    """Draw the loss at the end against the entries kept, and the bytes of the window beside it."""
     windows = [row for row in rows if row["share"] is not None and row["loss"] is not None]
     sizes = [(100 * row["share"], row["window_bytes"] / 1e6) for row in rows if row["share"] and row["window_bytes"]]
     with styled():

@@ -19,14 +19,6 @@ class Fetch:
     """Only files that have this in their name, such as SST-2 of glue, or v2.0 of bert_qa."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0.
-
-        Raises:
-            ValueError: When the data cannot be brought, or no file has the name.
-        """
         if self.workload in BY_HAND:
             raise ValueError(f"the data of {self.workload} cannot be fetched: {BY_HAND[self.workload]}")
         if self.workload not in DATA_SETS:

@@ -51,14 +51,7 @@ class Gpu(Alone):
     """Checkout of kfac-pytorch, as kfac_pytorch=DIR."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0, or 1 when a check did not pass or a part failed.
-
-        Raises:
-            ValueError: When the device is not there, or the steps do not show every class.
-        """
+        """Run the command, and return 0, or 1 when a check did not pass or a part failed."""
         if self.steps < MEASURED.refresh:
             raise ValueError(f"steps must be at least {MEASURED.refresh}, got {self.steps}")
         if self.device.partition(":")[0] not in ("cpu", "cuda"):
@@ -158,17 +151,7 @@ def _attempt(work: Callable[[], int]) -> str:
 
 
 def _stack(count: int, side: int, device: torch.device, seed: int) -> dict[str, Any]:
-    """Time the factorisation of some matrices, at once and one by one.
-
-    Args:
-        count: How many.
-        side: Rows and columns of each.
-        device: Where they are.
-        seed: Seed of the numbers.
-
-    Returns:
-        Seconds of each way.
-    """
+    """Time the factorisation of some matrices, at once and one by one."""
     rows = torch.randn(count, 2 * side, side, generator=torch.Generator().manual_seed(seed)).to(device)
     matrices = rows.mT @ rows / (2 * side) + 0.1 * torch.eye(side, device=device)
     found: dict[str, Any] = {"count": count, "side": side}

@@ -36,11 +36,6 @@ class Kernel(Alone):
     """Timed runs of each; the median counts."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0.
-        """
         torch.set_num_threads(self.threads)
         cases = [(rank, d_i, d_o) for d_i, d_o in self.layers for rank in self.ranks]
         results = []
@@ -54,16 +49,7 @@ class Kernel(Alone):
         return 0
 
     def _measure(self, rank: int, d_i: int, d_o: int) -> dict[str, Any]:
-        """Time one size.
-
-        Args:
-            rank: R.
-            d_i: Inputs of the layer.
-            d_o: Outputs of the layer.
-
-        Returns:
-            Its figures.
-        """
+        """Time one size."""
         device, generator = torch.device(self.device), torch.Generator().manual_seed(self.seed)
 
         def random(*shape: int) -> torch.Tensor:

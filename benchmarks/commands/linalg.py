@@ -56,14 +56,6 @@ class Linalg(Alone):
     """Timed refreshes of each kind; the median counts."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0.
-
-        Raises:
-            ValueError: When the drift is no share, or the damping not positive.
-        """
         if not 0 <= self.drift <= 1:
             raise ValueError(f"drift must be from 0 to 1, got {self.drift}")
         if self.damping <= 0:
@@ -85,16 +77,7 @@ class Linalg(Alone):
         return 0
 
     def _bases(self, n: int, before: Tensor, after: Tensor) -> list[dict[str, Any]]:
-        """Bring one basis up to date in every way.
-
-        Args:
-            n: Side of the factor.
-            before: The factor that the basis is of.
-            after: The factor now.
-
-        Returns:
-            Figures of each way.
-        """
+        """Bring one basis up to date in every way."""
         device = torch.device(self.device)
         _, basis, _ = dense.eigh_psd(before[None].to(device, torch.float32), True)
         ways = updates(after[None].to(device, torch.float32), basis)
@@ -105,16 +88,7 @@ class Linalg(Alone):
         ]
 
     def _inverses(self, n: int, before: Tensor, after: Tensor) -> list[dict[str, Any]]:
-        """Bring one inverse up to date in every way.
-
-        Args:
-            n: Side of the factor.
-            before: The damped factor that the inverse is of.
-            after: The damped factor now.
-
-        Returns:
-            Figures of each way.
-        """
+        """Bring one inverse up to date in every way."""
         device = torch.device(self.device)
         last = torch.linalg.inv(before).to(device, torch.float32)
         ways = inversions(after.to(device, torch.float32), last)
@@ -125,14 +99,7 @@ class Linalg(Alone):
         ]
 
     def _polars(self, n: int) -> list[dict[str, Any]]:
-        """Find a polar factor in every precision.
-
-        Args:
-            n: Side of the matrix.
-
-        Returns:
-            Figures of each precision.
-        """
+        """Find a polar factor in every precision."""
         device, generator = torch.device(self.device), torch.Generator().manual_seed(self.seed)
         rank = max(1, n // 16)
         full = torch.randn(n, n, generator=generator)
@@ -181,16 +148,7 @@ class Quality:
 
 
 def drifted(n: int, drift: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Return a factor before and after it has moved.
-
-    Args:
-        n: Its side.
-        drift: Share of it that is new.
-        seed: Seed of both.
-
-    Returns:
-        Two symmetric positive definite matrices ``[n, n]`` in float64, of trace n.
-    """
+    """Return a factor before and after it has moved."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.logspace(-_DECADES, 0, n, dtype=torch.float64)
     basis, _ = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))
@@ -202,15 +160,7 @@ def drifted(n: int, drift: float, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def updates(factor: Tensor, basis: Tensor) -> dict[Update, Callable[[], Tensor]]:
-    """Return every way to a new basis.
-
-    Args:
-        factor: The matrix ``[1, n, n]``.
-        basis: The basis that it had before ``[1, n, n]``.
-
-    Returns:
-        Functions that return the new one ``[1, n, n]``.
-    """
+    """Return every way to a new basis."""
     return {
         "none": lambda: basis,
         "eigh": lambda: dense.eigh_psd(factor, True)[1],
@@ -220,15 +170,7 @@ def updates(factor: Tensor, basis: Tensor) -> dict[Update, Callable[[], Tensor]]
 
 
 def judge(factor: Tensor, basis: Tensor) -> Quality:
-    """Measure a basis against a matrix.
-
-    Args:
-        factor: X ``[n, n]``, float64.
-        basis: Q ``[n, n]``, float64.
-
-    Returns:
-        The figures.
-    """
+    """Measure a basis against a matrix."""
     seen = basis.mT @ factor @ basis
     diagonal, exact = seen.diagonal(), torch.linalg.eigvalsh(factor)
     ordered = diagonal.sort().values
@@ -252,15 +194,7 @@ class InverseQuality:
 
 
 def inversions(damped: Tensor, last: Tensor) -> dict[Inversion, Callable[[], Tensor]]:
-    """Return every way to a new inverse.
-
-    Args:
-        damped: The damped factor ``[n, n]``.
-        last: The inverse of what it was before ``[n, n]``.
-
-    Returns:
-        Functions that return the new one ``[n, n]``.
-    """
+    """Return every way to a new inverse."""
 
     def by_eigenvalues() -> Tensor:
         values, basis, _ = dense.eigh_psd(damped[None], True)
@@ -276,31 +210,14 @@ def inversions(damped: Tensor, last: Tensor) -> dict[Inversion, Callable[[], Ten
 
 
 def newton_schulz(x: Tensor, y: Tensor, rounds: int) -> Tensor:
-    """Return a better inverse of x than y is, by ``Y ← Y (2I − XY)``: 4 n³ FLOPs a round.
-
-    Args:
-        x: The matrix ``[n, n]``.
-        y: About its inverse ``[n, n]``.
-        rounds: How often.
-
-    Returns:
-        The inverse ``[n, n]``.
-    """
+    """Return a better inverse of x than y is, by ``Y ← Y (2I − XY)``: 4 n³ FLOPs a round."""
     for _ in range(rounds):
         y = torch.addmm(y, y, x @ y, beta=2, alpha=-1)
     return y
 
 
 def judge_inverse(x: Tensor, y: Tensor) -> InverseQuality:
-    """Measure an inverse against its matrix.
-
-    Args:
-        x: The matrix ``[n, n]``, float64.
-        y: About its inverse ``[n, n]``, float64.
-
-    Returns:
-        The figures.
-    """
+    """Measure an inverse against its matrix."""
     rest = torch.eye(len(x), dtype=x.dtype) - x @ y
     g = torch.randn(len(x), generator=torch.Generator().manual_seed(0), dtype=x.dtype)
     exact = torch.linalg.solve(x, g)

@@ -55,14 +55,7 @@ class Memory(Evidence):
     """Of HybridOpt: share of the ranks that precondition a layer."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0, or 1 when bytes differ from the formula.
-
-        Raises:
-            ValueError: For a number of steps or ranks that is not positive, or an optimizer that is not known.
-        """
+        """Run the command, and return 0, or 1 when bytes differ from the formula."""
         for name in ("steps", "world"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -102,16 +95,7 @@ class Memory(Evidence):
         }
 
     def _measure(self, name: str, recipe: Recipe, workload: Workload) -> Figures:
-        """Train a little, and count.
-
-        Args:
-            name: Of the optimizer.
-            recipe: Its keywords.
-            workload: What to train.
-
-        Returns:
-            Bytes by kind, measured and planned, with their formulas.
-        """
+        """Train a little, and count."""
         method = find(name)
         make = partial(method.construct, **recipe.settings)
         closure = method.needs_closure(None, recipe.settings)
@@ -138,17 +122,7 @@ class Memory(Evidence):
     def _plans(
         self, optimizer: SecondOrderOptimizer, model: nn.Module, shapes: Sequence[LayerShape], examples: int
     ) -> dict[str, Figures]:
-        """Return what the ranks of a world keep.
-
-        Args:
-            optimizer: An optimizer that has taken steps.
-            model: Its model.
-            shapes: Layers of the model.
-            examples: Examples per rank.
-
-        Returns:
-            Bytes by strategy, without counters, which the plan does not have all of.
-        """
+        """Return what the ranks of a world keep."""
         workers = max(1, round(self.worker_fraction * self.world))
         strategies: dict[str, tuple[CommStrategy, Ranks]] = {
             "CommOpt": (CommOpt(), Ranks(self.world, self.world, self.world)),
@@ -169,27 +143,13 @@ def _sum(kinds: Mapping[str, int], leave_out: Sequence[str] = ()) -> int:
 
 
 def state_bytes(figures: Figures) -> int:
-    """Return what an optimizer keeps between steps.
-
-    Args:
-        figures: Of one optimizer.
-
-    Returns:
-        Bytes, without temporaries.
-    """
+    """Return what an optimizer keeps between steps."""
     memory: dict[str, int] = figures["memory"]
     return memory["total"] - sum(memory.get(kind, 0) for kind in TEMPORARY)
 
 
 def differences(figures: Figures) -> list[int]:
-    """Return by how many bytes measured and planned state differ from the formulas.
-
-    Args:
-        figures: Of one optimizer.
-
-    Returns:
-        The differences that are not 0.
-    """
+    """Return by how many bytes measured and planned state differ from the formulas."""
     wanted: Formula | None = figures["formula"]
     found = [] if wanted is None else [state_bytes(figures) - sum(wanted.values())]
     found += [sum(plan["ranks"]) - plan["formula"] for plan in figures["plans"].values() if plan["formula"] is not None]

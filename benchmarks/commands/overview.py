@@ -28,11 +28,6 @@ class Overview:
     """Page whose tables are renewed; unset: print."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0.
-        """
         comparisons = load(self.results)
         if self.page is None:
             print(overview(list(comparisons.values())), end="")
@@ -42,17 +37,7 @@ class Overview:
 
 
 def load(folder: Path) -> dict[str, Results]:
-    """Read all comparisons of a folder.
-
-    Args:
-        folder: Where they are.
-
-    Returns:
-        Results by the name of the file.
-
-    Raises:
-        ValueError: When there are none.
-    """
+    """Read all comparisons of a folder."""
     found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     comparisons = {name: results for name, results in found.items() if "runs" in results}
     if not comparisons:
@@ -61,18 +46,7 @@ def load(folder: Path) -> dict[str, Results]:
 
 
 def renewed(text: str, comparisons: Mapping[str, Results]) -> str:
-    """Return a page with the tables that belong to the results.
-
-    Args:
-        text: The page.
-        comparisons: Results by name.
-
-    Returns:
-        The page.
-
-    Raises:
-        ValueError: When it asks for results that are not there.
-    """
+    """Return a page with the tables that belong to the results."""
 
     def block(match: re.Match[str]) -> str:
         name = match["name"]
@@ -85,14 +59,7 @@ def renewed(text: str, comparisons: Mapping[str, Results]) -> str:
 
 
 def section(results: Results) -> str:
-    """Return what a page says of one comparison.
-
-    Args:
-        results: Of one workload.
-
-    Returns:
-        Sentences and tables; the report has more.
-    """
+    """Return what a page says of one comparison."""
     tables = [result_rows(results), *(reach_rows(results, target) for target in targets(results)[:1])]
     sentences = [plain(" ".join(found)) for found in (wording.summary(results), wording.fairness(results))]
     parts = [*sentences, *map(markdown_table, tables)]

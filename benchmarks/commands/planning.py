@@ -84,17 +84,7 @@ class Planned(Common):
     """Train under autocast; float16 with a GradScaler."""
 
     def plan(self, world: int) -> Plan:
-        """Put together what is to run.
-
-        Args:
-            world: Ranks.
-
-        Returns:
-            The plan.
-
-        Raises:
-            ValueError: When keywords do not fit together.
-        """
+        """Put together what is to run."""
         if self.peer_path:
             set_paths(self.peer_path)
         method = PEERS[self.optimizer] if self.optimizer in PEERS else find_method(cast("MethodName", self.optimizer))
@@ -112,17 +102,7 @@ class Planned(Common):
         return Plan(method, recipe, workload, own.batch_size, self._steps(recipe, workload, per_step))
 
     def _schedule(self, own: Schedule) -> Schedule:
-        """Return the course of the learning rate.
-
-        Args:
-            own: The recipe's.
-
-        Returns:
-            What the command line makes of it.
-
-        Raises:
-            ValueError: When the steps of it are not known.
-        """
+        """Return the course of the learning rate."""
         chosen = own
         if self.schedule != "recipe":
             chosen = Schedule(self.schedule, 0.0, self.milestones or own.milestones, own.gamma)
@@ -141,11 +121,7 @@ class Planned(Common):
             raise
 
     def show_recipe(self) -> int:
-        """Print the recipe, what its rule makes of it for other numbers of ranks, and the lines that use it.
-
-        Returns:
-            0.
-        """
+        """Print the recipe, what its rule makes of it for other numbers of ranks, and the lines that use it."""
         per_rank = None if self.batch_size is None else _share(self.batch_size, self.world)
         plan = replace(self, scale_recipe=False).plan(1)
         recipe, own = plan.recipe, plan.own_batch_size
@@ -167,14 +143,7 @@ class Planned(Common):
         return 0
 
     def _words(self, per_step: int) -> list[str]:
-        """Return the words of a command that trains what was printed.
-
-        Args:
-            per_step: Examples of a step.
-
-        Returns:
-            The words after ``python -m benchmarks``.
-        """
+        """Return the words of a command that trains what was printed."""
         words = ["train", "--workload", self.workload, "--optimizer", self.optimizer, "--size", self.size]
         words += ["--batch-size", str(per_step), "--scale-recipe" if self.recipe else "--no-recipe"]
         for name in ("comm", "steps", "warmup", "amp"):
@@ -188,11 +157,7 @@ class Planned(Common):
         return words
 
     def say_what_is_not_scaled(self, plan: Plan) -> None:
-        """Say that the rates are those of another number of examples, where they are.
-
-        Args:
-            plan: What is to run.
-        """
+        """Say that the rates are those of another number of examples, where they are."""
         recipe, per_step = plan.recipe, plan.workload.batch_size
         held = recipe.world * (recipe.batch_size or plan.own_batch_size)
         if self.recipe and held != per_step and recipe.rule != "constant":
@@ -203,18 +168,7 @@ class Planned(Common):
 
 
 def _share(per_step: int, world: int) -> int:
-    """Return the examples of one rank.
-
-    Args:
-        per_step: Those of a step.
-        world: Ranks.
-
-    Returns:
-        Their quotient.
-
-    Raises:
-        ValueError: When they cannot be divided evenly.
-    """
+    """Return the examples of one rank."""
     if per_step % world:
         raise ValueError(f"{per_step} examples cannot be divided evenly among {world} ranks: say another --batch-size")
     return per_step // world

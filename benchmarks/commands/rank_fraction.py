@@ -59,14 +59,6 @@ class RankFraction(Evidence):
     """Ranks of the plan whose bytes are sent."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0.
-
-        Raises:
-            ValueError: For an option out of range, or a workload none of whose layers has rows of that kind.
-        """
         self._check()
         cells = self.open_cells(f"rank-fraction-{self.workload}")
         rows: list[Figures] = []
@@ -117,18 +109,7 @@ class RankFraction(Evidence):
     def _row(
         self, cells: Cells, workload: Workload, mode: Mode | None, fraction: float | None, errors: Figures | None
     ) -> list[Figures]:
-        """Return one row of the table.
-
-        Args:
-            cells: What is done already.
-            workload: With the batch size.
-            mode: How rows are chosen; None for K-FAC.
-            fraction: Share of the rows; None for K-FAC.
-            errors: Of that batch size.
-
-        Returns:
-            The row, nothing when the time is over.
-        """
+        """Return one row of the table."""
         name: MethodName = "kfac" if mode is None else "hylo"
         changes = self._changes(workload, mode, fraction)
         identity: Identity = {
@@ -154,16 +135,7 @@ class RankFraction(Evidence):
         return {"mode": mode, "rank_fraction": fraction, "max_rank": most, "update_steps": INTERVAL}
 
     def _measure(self, name: MethodName, workload: Workload, changes: Settings) -> Figures:
-        """Train, and time the steps with a refresh and those without.
-
-        Args:
-            name: Of the method.
-            workload: What to train.
-            changes: Keywords that replace the recipe's.
-
-        Returns:
-            Processor seconds, and bytes kept and sent.
-        """
+        """Train, and time the steps with a refresh and those without."""
         trainer = self._trainer(name, workload, changes)
         for _ in range(INTERVAL * (self.refreshes + 1)):  # the first refresh allocates, and is not counted
             trainer.step()
@@ -254,14 +226,7 @@ def _short(value: float | None) -> str:
 
 # ---------------------------------------------------------------------- the picture
 def plot_rows(rows: Sequence[Mapping[str, Any]], dampings: Sequence[float], title: str, path: Path) -> None:
-    """Draw refresh time, bytes held and error against the batch size, a line for each share of rows.
-
-    Args:
-        rows: Of the table; of HyLo the first mode is drawn.
-        dampings: Of the errors; the first one is drawn.
-        title: Above the panels.
-        path: Image file to write; its suffix decides the format.
-    """
+    """Draw refresh time, bytes held and error against the batch size, a line for each share of rows."""
     rows = [row for row in rows if row["refresh_seconds"] is not None]
     mode = next((row["mode"] for row in rows if row["mode"] is not None), None)
     fractions = list(dict.fromkeys(row["fraction"] for row in rows if row["mode"] in (None, mode)))

@@ -53,11 +53,6 @@ class Ranks:
     """Folder for the table and the results."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0.
-        """
         cases = [("secondorder", name) for name in self.strategies]
         if self.kfac_pytorch is not None:
             cases += [("kfac-pytorch", name) for name in ("COMM_OPT", "HYBRID_OPT", "MEM_OPT")]
@@ -72,16 +67,7 @@ class Ranks:
 
 
 def _work(rank: int, command: Ranks, whose: str, name: str, folder: str, results: Path) -> None:
-    """Train as one rank, and leave what all of them counted in a file.
-
-    Args:
-        rank: This process.
-        command: The command.
-        whose: Package to count.
-        name: Strategy.
-        folder: Where the processes meet.
-        results: File to write.
-    """
+    """Train as one rank, and leave what all of them counted in a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=command.world)
     torch.manual_seed(0)
@@ -179,14 +165,7 @@ class _Sent:
 
 
 def _table(found: Sequence[dict[str, Any]]) -> Table:
-    """Draw the results.
-
-    Args:
-        found: One entry per strategy.
-
-    Returns:
-        The table.
-    """
+    """Draw the results."""
     rows = []
     for entry in found:
         kept, sent, seconds = zip(*entry["ranks"], strict=True)

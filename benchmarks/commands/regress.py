@@ -64,14 +64,7 @@ class _Tokens(nn.Module):
 
 
 def _network(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return a model, inputs and classes.
-
-    Args:
-        name: Which one.
-
-    Returns:
-        All three.
-    """
+    """Return a model, inputs and classes."""
     torch.manual_seed(0)
     if name == "perceptron":
         model: nn.Module = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 32), nn.Tanh(), nn.Linear(32, 10))
@@ -107,14 +100,7 @@ class Regress:
     """Folder for the table and the results."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0, or 1 when a count has grown.
-
-        Raises:
-            ValueError: For a name that is not known, a tolerance below 0, or a baseline that is not there.
-        """
+        """Run the command, and return 0, or 1 when a count has grown."""
         self._check()
         torch.set_num_threads(1)
         known = {} if self.update else _read(self.baseline)
@@ -148,15 +134,7 @@ class Regress:
         return int(bool(worse or lost))
 
     def _unmatched(self, found: Mapping[str, Mapping[str, int]], known: Mapping[str, Mapping[str, int]]) -> list[str]:
-        """Return steps, or quantities of a step, that only one side has, as far as they were to be counted.
-
-        Args:
-            found: Counts of now.
-            known: Those of the baseline.
-
-        Returns:
-            Their names.
-        """
+        """Return steps, or quantities of a step, that only one side has, as far as they were to be counted."""
         chosen = {(network, method) for network in self.networks for method in self.methods}
         ours = {step: set(counts) for step, counts in found.items()}
         theirs = {step: set(counts) for step, counts in known.items() if tuple(step.split(", ")[:2]) in chosen}
@@ -184,15 +162,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _stepper(network: str, method: str | None) -> tuple[Any, Optimizer, nn.Module, Tensor]:
-    """Build a network and its optimizer.
-
-    Args:
-        network: Which one.
-        method: Its name; None for SGD.
-
-    Returns:
-        A function that takes a step, the optimizer, the model, its inputs.
-    """
+    """Build a network and its optimizer."""
     model, x, y = _network(network)
     optimizer: Optimizer
     if method is None:
@@ -212,14 +182,7 @@ def _stepper(network: str, method: str | None) -> tuple[Any, Optimizer, nn.Modul
 
 
 def _plain_step(network: str) -> tuple[Counts, float]:
-    """Return what a step of SGD does, and its seconds.
-
-    Args:
-        network: On which network.
-
-    Returns:
-        Both.
-    """
+    """Return what a step of SGD does, and its seconds."""
     step, *_ = _stepper(network, None)
     for _ in range(2):
         step()
@@ -229,17 +192,7 @@ def _plain_step(network: str) -> tuple[Counts, float]:
 def _steps(
     network: str, method: str, plain: tuple[Counts, float], timed: bool
 ) -> Iterator[tuple[StepClass, dict[str, int], float]]:
-    """Count the classes of a method's steps, once all of its buffers are there.
-
-    Args:
-        network: On which network.
-        method: Its name.
-        plain: What a step of SGD does, and its seconds.
-        timed: Whether to time the steps, too.
-
-    Yields:
-        The class, its counts beyond SGD's, and its time over that of SGD's.
-    """
+    """Count the classes of a method's steps, once all of its buffers are there."""
     step, optimizer, model, x = _stepper(network, method)
     windowed = bool(windows_of(optimizer))
     intervals = Intervals(1, 1) if windowed else INTERVALS
@@ -266,16 +219,7 @@ def _steps(
 def _compared(
     found: Mapping[str, Mapping[str, int]], known: Mapping[str, Mapping[str, int]], tolerance: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield every count that is not what it was.
-
-    Args:
-        found: Counts of now, by step and by quantity.
-        known: Those of an earlier time.
-        tolerance: Part by which a large one may grow.
-
-    Yields:
-        Step, quantity, both numbers, and whether it is worse.
-    """
+    """Yield every count that is not what it was."""
     for step, counts in found.items():
         for quantity, value in counts.items():
             old = known.get(step, {}).get(quantity)

@@ -51,15 +51,6 @@ class Robustness(Evidence):
     """At least as good: a loss of at most this much more, as a part of AdamW's way down from the start."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0.
-
-        Raises:
-            ValueError: For an option out of range, or an optimizer that is not known.
-            DataMissingError: When no workload has its data.
-        """
         self._check()
         changes = parse_settings(self.set)
         cells = self.open_cells("robustness-" + (self.workloads[0] if len(self.workloads) == 1 else "all"))
@@ -97,18 +88,7 @@ class Robustness(Evidence):
     def _runs(
         self, cells: Cells, kind: WorkloadName, names: Sequence[str], changes: Settings, advance: Callable[[str], None]
     ) -> dict[str, list[Figures]]:
-        """Train one workload with every optimizer.
-
-        Args:
-            cells: What is done already.
-            kind: The workload.
-            names: The optimizers.
-            changes: Keywords that are being tried.
-            advance: Counts the runs.
-
-        Returns:
-            The runs of each.
-        """
+        """Train one workload with every optimizer."""
         workload = make_workload(kind, self.data_dir, self.size)
         found: dict[str, list[Figures]] = {}
         for name in names:
@@ -157,15 +137,7 @@ class Robustness(Evidence):
 
 
 def _defaults(name: str, settings: Settings) -> str | None:
-    """Return a short text that changes when a default of a constructor does, so that its runs are done anew.
-
-    Args:
-        name: Of the optimizer.
-        settings: Keywords that are being tried.
-
-    Returns:
-        Its digest; None where the optimizer cannot be built.
-    """
+    """Return a short text that changes when a default of a constructor does, so that its runs are done anew."""
     try:
         optimizer = find(name).construct(nn.Linear(4, 3), **settings)
     except (TypeError, ValueError, RuntimeError):
@@ -180,17 +152,7 @@ def _defaults(name: str, settings: Settings) -> str | None:
 
 
 def _rows(kind: str, names: Sequence[str], found: Mapping[str, Sequence[Figures]], tolerance: float) -> list[Figures]:
-    """Return what each method reached on a workload.
-
-    Args:
-        kind: The workload.
-        names: The optimizers.
-        found: All runs.
-        tolerance: Of the comparison.
-
-    Returns:
-        One row for each; ``as_good`` is None where one of both was not run, or the reference has no loss.
-    """
+    """Return what each method reached on a workload."""
     rows = []
     for name in names:
         runs = found.get(name, [])
@@ -215,16 +177,7 @@ def _rows(kind: str, names: Sequence[str], found: Mapping[str, Sequence[Figures]
 
 
 def _judged(row: Figures, reference: Figures, tolerance: float) -> tuple[bool | None, float | None]:
-    """Return whether a loss is at least as good as the reference's, and its way down over that of the reference.
-
-    Args:
-        row: What a method reached.
-        reference: What AdamW reached.
-        tolerance: As a part of AdamW's way.
-
-    Returns:
-        Both, None where there is nothing to compare with.
-    """
+    """Return whether a loss is at least as good as the reference's, and its way down over that of the reference."""
     if reference["loss"] is None or not row["runs"]:
         return None, None
     if row["loss"] is None:

@@ -91,14 +91,6 @@ class Scaling:
     """Folder for the table, the results and the picture."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0.
-
-        Raises:
-            ValueError: For a number of ranks or a rate that is not positive.
-        """
         self._check()
         found = architecture(self.model)
         examples = self.batch_size or found.batch_size
@@ -150,18 +142,7 @@ class Scaling:
         )
 
     def _row(self, name: str, comm: CommStrategy, plan: Plan, base: "Base", optimizer: Any) -> dict[str, Any]:
-        """What one plan comes to.
-
-        Args:
-            name: Of the strategy.
-            comm: The strategy.
-            plan: Its plan.
-            base: What a step costs without any curvature.
-            optimizer: Whose plan it is.
-
-        Returns:
-            Figures by name.
-        """
+        """What one plan comes to."""
         curvature = [sum(n for kind, n in rank.stored.items() if kind not in FIRST_ORDER) for rank in plan.ranks]
         sent = [sum(rank.sent.values()) for rank in plan.ranks]
         seconds = self._seconds(comm, plan, base, optimizer)
@@ -205,16 +186,7 @@ class Scaling:
         return max(rank.flops["statistics"] for rank in plan.ranks) / whole
 
     def messages(self, comm: CommStrategy, rank: RankPlan, world: int) -> float:
-        """Return the seconds that the messages of one rank take, a step on average.
-
-        Args:
-            comm: The strategy.
-            rank: What the rank sends.
-            world: Number of ranks.
-
-        Returns:
-            Seconds.
-        """
+        """Return the seconds that the messages of one rank take, a step on average."""
         assert isinstance(comm, RankGrid)
         width = world // comm.workers(world)
         sizes = {"directions": width, "dots": width, "curvature": comm.workers(world)}
@@ -251,15 +223,7 @@ class Base:
 
 
 def _base(found: Architecture, examples: int) -> Base:
-    """Count FLOPs on shapes.
-
-    Args:
-        found: The model.
-        examples: Examples per rank.
-
-    Returns:
-        The counts.
-    """
+    """Count FLOPs on shapes."""
     one = found.inputs(1)
     shapes: Sequence[LayerShape] = layer_shapes(found.model, lambda: found.model(one))
     training = counted_flops(lambda: found.model(one).sum().backward())
@@ -302,27 +266,13 @@ def _human(nbytes: float) -> str:
 
 
 def _unit(largest: float) -> tuple[float, str]:
-    """Return the unit for numbers up to so many bytes.
-
-    Args:
-        largest: Bytes.
-
-    Returns:
-        Its bytes, and its name.
-    """
+    """Return the unit for numbers up to so many bytes."""
     return (2**30, "GiB") if largest >= 2**29 else (2**20, "MiB")
 
 
 # ---------------------------------------------------------------------- the picture
 def plot_scaling(rows: Sequence[dict[str, Any]], title: str, assumptions: str, path: Path) -> None:
-    """Draw memory, bytes and modelled time of a step against the number of ranks.
-
-    Args:
-        rows: Figures of all strategies and worlds.
-        title: Above the panels.
-        assumptions: Below them.
-        path: Image file to write; its suffix decides the format.
-    """
+    """Draw memory, bytes and modelled time of a step against the number of ranks."""
     names = list(dict.fromkeys(row["strategy"] for row in rows))
     (in_memory, memory_unit), (on_wire, wire_unit) = (
         _unit(max(row[key] for row in rows)) for key in ("curvature_most", "sent")

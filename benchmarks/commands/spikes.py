@@ -53,14 +53,6 @@ class Spikes(Common):
     """Folder for the table and the results."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0.
-
-        Raises:
-            ValueError: When nothing would be timed.
-        """
         if self.intervals < 1 or self.inv_update_steps < 1:
             raise ValueError(f"there is no step to time in {self.intervals} intervals of {self.inv_update_steps}")
         torch.set_num_threads(self.threads)
@@ -85,16 +77,7 @@ class Spikes(Common):
         return 0
 
     def _times(self, workload: Workload, name: MethodName, changes: Settings) -> list[float]:
-        """Train with one optimizer.
-
-        Args:
-            workload: What to train.
-            name: Whose recipe.
-            changes: Keywords that replace the recipe's.
-
-        Returns:
-            Seconds of each timed step.
-        """
+        """Train with one optimizer."""
         make = partial(METHODS[name].build, workload=self.workload, changes=changes)
         trainer = Trainer(METHODS[name].label, workload, make, self.seed)
         # Every way then has as many refreshes before it: one that overlaps is adopted a tenth of an interval later.
@@ -110,15 +93,7 @@ class Spikes(Common):
 
 
 def summary(times: list[float], reference: list[float]) -> tuple[float, float, float, float]:
-    """Return what counts of the times of steps.
-
-    Args:
-        times: Seconds of the steps.
-        reference: Those of SGD.
-
-    Returns:
-        Median and worst step, their ratio, and the ratio of means.
-    """
+    """Return what counts of the times of steps."""
     median, worst = statistics.median(times), max(times)
     return median, worst, worst / median, statistics.mean(times) / statistics.mean(reference)
 

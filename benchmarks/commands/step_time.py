@@ -112,14 +112,6 @@ class StepTime(Common):
     """Folder for the table and the results."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0.
-
-        Raises:
-            ValueError: When the steps do not show every class.
-        """
         if self.steps < MEASURED.refresh:
             raise ValueError(f"steps must be at least {MEASURED.refresh}, got {self.steps}")
         torch.set_num_threads(self.threads)
@@ -155,14 +147,7 @@ class StepTime(Common):
         return make_workload(self.workload, self.data_dir, self.size, self.batch_size)
 
     def _contenders(self, workload: Workload) -> tuple[Contender, list[Contender]]:
-        """Build the reference and the optimizers to time.
-
-        Args:
-            workload: What to train.
-
-        Returns:
-            The reference, and all others.
-        """
+        """Build the reference and the optimizers to time."""
         contenders = []
         for name in self.optimizers:
             if name in _FAMILIES:
@@ -178,14 +163,7 @@ class StepTime(Common):
         return self._contender(workload, "sgd", {}), contenders
 
     def _peer(self, workload: Workload) -> Contender:
-        """Build the K-FAC of kfac-pytorch, whose steps are of the same classes as those of ours.
-
-        Args:
-            workload: What to train.
-
-        Returns:
-            The optimizer, ready to be timed.
-        """
+        """Build the K-FAC of kfac-pytorch, whose steps are of the same classes as those of ours."""
         changes = dict(
             zip(("factor_update_steps", "inv_update_steps"), (MEASURED.factor, MEASURED.refresh), strict=True)
         )
@@ -195,15 +173,7 @@ class StepTime(Common):
         return Contender(trainer, "eigen")
 
     def _family(self, workload: Workload, name: MethodName) -> list[Contender]:
-        """Build the ways of a method whose steps are of several classes.
-
-        Args:
-            workload: What to train.
-            name: The method.
-
-        Returns:
-            One optimizer for each way that was asked for.
-        """
+        """Build the ways of a method whose steps are of several classes."""
         family = _FAMILIES[name]
         chosen = getattr(self, family.keyword)
         found = []
@@ -216,17 +186,7 @@ class StepTime(Common):
     def _contender(
         self, workload: Workload, name: MethodName, changes: Settings, label: str | None = None
     ) -> Contender:
-        """Build one optimizer and its model.
-
-        Args:
-            workload: What to train.
-            name: Whose recipe.
-            changes: Keywords that replace the recipe's.
-            label: Its name in the tables; unset: the method's.
-
-        Returns:
-            The optimizer, ready to be timed.
-        """
+        """Build one optimizer and its model."""
         method = METHODS[name]
         make = partial(method.build, workload=self.workload, changes=changes)
         closure = method.needs_closure(self.workload, changes)
@@ -237,32 +197,14 @@ class StepTime(Common):
 
 
 def workload_shapes(workload: Workload, seed: int, device: torch.device = CPU) -> tuple[list[LayerShape], int]:
-    """Return the layers of a workload, and count the FLOPs of one training step.
-
-    Args:
-        workload: What is trained.
-        seed: Seed of the model and the batch.
-        device: Where the step is taken.
-
-    Returns:
-        Shapes of the layers, and the FLOPs of forward and backward pass.
-    """
+    """Return the layers of a workload, and count the FLOPs of one training step."""
     model, batch = workload.build_model(seed).to(device), moved(next(workload.batches(seed)), device)
     shapes = flops.layer_shapes(model, lambda: workload.loss(model, batch))
     return shapes, flops.counted_flops(lambda: torch.autograd.backward(workload.loss(model, batch)))
 
 
 def factored_work(shapes: Sequence[LayerShape], training: int, examples: int) -> dict[str, Work]:
-    """Count what K-FAC or EK-FAC adds to a training step.
-
-    Args:
-        shapes: The layers.
-        training: FLOPs of forward and backward pass.
-        examples: Examples of the batch.
-
-    Returns:
-        The FLOPs for each way to invert curvature.
-    """
+    """Count what K-FAC or EK-FAC adds to a training step."""
     schemes: tuple[Scheme, ...] = get_args(Scheme)
     return {
         scheme: Work(
@@ -280,17 +222,7 @@ def factored_work(shapes: Sequence[LayerShape], training: int, examples: int) ->
 def _rows_work(
     contenders: Sequence[Contender], shapes: Sequence[LayerShape], training: int, examples: int
 ) -> dict[str, Work]:
-    """Count what methods add that keep rows of examples.
-
-    Args:
-        contenders: All optimizers.
-        shapes: The layers.
-        training: FLOPs of forward and backward pass.
-        examples: Examples of the batch.
-
-    Returns:
-        The FLOPs for each way to keep rows.
-    """
+    """Count what methods add that keep rows of examples."""
     work = {}
     for run in contenders:
         optimizer, scheme = run.trainer.optimizer, cast("KernelScheme", run.scheme)
@@ -304,18 +236,7 @@ def _rows_work(
 def _figures(
     run: Contender, reference: Contender, work: Mapping[str, Work], gemm: Rate, memory: bool
 ) -> dict[str, Any]:
-    """Return the figures of one optimizer.
-
-    Args:
-        run: The optimizer, timed.
-        reference: The reference, timed.
-        work: FLOPs for each way to invert curvature.
-        gemm: Measured rate of matrix products.
-        memory: Measure the peak of a step, too.
-
-    Returns:
-        Figures by name; times in seconds.
-    """
+    """Return the figures of one optimizer."""
     sgd = reference.row.summary()["plain"]
     figures: dict[str, Any] = {
         "label": run.row.label,
@@ -343,14 +264,7 @@ def _figures(
 
 
 def _tables(data: dict[str, Any]) -> list[Table]:
-    """Return the tables of times and of memory.
-
-    Args:
-        data: Figures of the run.
-
-    Returns:
-        The tables.
-    """
+    """Return the tables of times and of memory."""
     results = data["results"]
     where = f"Threads: {torch.get_num_threads()}." if data["device"] == "cpu" else f"Device: {data['device']}."
     caption = (
@@ -377,14 +291,7 @@ def _tables(data: dict[str, Any]) -> list[Table]:
 
 
 def _time_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return one row of the table of times for each pair of intervals.
-
-    Args:
-        result: Figures of one optimizer.
-
-    Returns:
-        The rows; the steps' own times stand in the first.
-    """
+    """Return one row of the table of times for each pair of intervals."""
     rows = []
     for index, (name, entry) in enumerate(result["amortised"].items()):
         own = (result["label"], *(_ms(result["median"].get(kind)) for kind in CLASSES)) if not index else ("",) * 4

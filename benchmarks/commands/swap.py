@@ -117,11 +117,7 @@ class Swap(Common):
     """Folder for the table and the results."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0 when every script passed, else 1.
-        """
+        """Run the command, and return 0 when every script passed, else 1."""
         torch.set_num_threads(self.threads)
         names = list(SCRIPTS) if self.workload is None else [self.workload]
         bases = list(LINES) if self.base is None else [self.base]
@@ -142,16 +138,7 @@ class Swap(Common):
         return int(not all(outcome.passed for outcome in outcomes))
 
     def _compare(self, name: ScriptName, base: Base, workload: Workload) -> Outcome:
-        """Run a script before and after the change.
-
-        Args:
-            name: Name of the workload.
-            base: Which script.
-            workload: What it trains.
-
-        Returns:
-            The outcome.
-        """
+        """Run a script before and after the change."""
         steps = workload.steps[self.size] if self.steps is None else self.steps
         script = SCRIPTS[name][base]
         runs = [
@@ -171,16 +158,7 @@ class Swap(Common):
 
 
 def build(line: str, script: Script, model: nn.Module) -> Optimizer:
-    """Return the optimizer that a line of a script builds.
-
-    Args:
-        line: One of :data:`LINES`, or of :data:`REPLACEMENTS`.
-        script: Values of ``LR`` and ``WD``.
-        model: Value of ``model``.
-
-    Returns:
-        The optimizer.
-    """
+    """Return the optimizer that a line of a script builds."""
     classes = {"KFAC": KFAC, "EKFAC": EKFAC, "HyLo": HyLo, "MFAC": MFAC, "SparseMFAC": SparseMFAC, "GGT": GGT}
     values = {"torch": torch, **classes, "model": model, "LR": script.lr, "WD": script.weight_decay}
     optimizer: Optimizer = eval(line, values)  # the very line that users read; it comes from this file

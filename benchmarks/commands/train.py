@@ -51,14 +51,7 @@ class Train(Planned):
     """Folder for the results."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0, or 1 when the loss was no longer finite.
-
-        Raises:
-            ValueError: When an interval is no positive number.
-        """
+        """Run the command, and return 0, or 1 when the loss was no longer finite."""
         for name in ("steps", "world", "checkpoint_every", "evaluate_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -75,17 +68,7 @@ class Train(Planned):
             return self._run(ranks, device, data_dir, made_up)
 
     def _run(self, ranks: Ranks, device: torch.device, data_dir: Path, made_up: bool) -> int:
-        """Train, and report on the first rank.
-
-        Args:
-            ranks: The processes that train together.
-            device: Where.
-            data_dir: Folder of the data.
-            made_up: Whether that is made up.
-
-        Returns:
-            Exit status.
-        """
+        """Train, and report on the first rank."""
         plan = replace(self, data_dir=data_dir).plan(ranks.size)
         assert plan.steps is not None  # only a printed recipe goes without
         make = partial(plan.method.build, workload=None, changes=plan.recipe.settings)
@@ -109,25 +92,13 @@ class Train(Planned):
         return f"train-{self.workload}-{self.optimizer}"
 
     def _resume(self, trainer: Trainer, identity: dict[str, Any]) -> None:
-        """Go on from a checkpoint, if that is asked for.
-
-        Args:
-            trainer: The run, just built.
-            identity: What the checkpoint must agree with.
-        """
+        """Go on from a checkpoint, if that is asked for."""
         path = self.out_dir / f"{self._stem}.pt" if self.resume == "auto" else Path(self.resume or "")
         if self.resume and (self.resume != "auto" or path.is_file()):
             checkpoints.load(path, trainer, identity, self.trust_checkpoint)
 
     def _identity(self, plan: Plan) -> dict[str, Any]:
-        """Return what a checkpoint must agree with; the length may be another one.
-
-        Args:
-            plan: What is to run.
-
-        Returns:
-            Plain values.
-        """
+        """Return what a checkpoint must agree with; the length may be another one."""
         fields = {**plan.recipe.workload, **parse_settings(self.workload_set)}
         return {
             "workload": self.workload,
@@ -144,20 +115,7 @@ class Train(Planned):
     def _train(
         self, trainer: Trainer, ranks: Ranks, steps: int, identity: dict[str, Any]
     ) -> tuple[RankFigures, list[dict[str, float]]]:
-        """Do this rank's part of a run.
-
-        Args:
-            trainer: The run.
-            ranks: The processes that train together.
-            steps: Steps of the whole run.
-            identity: What a checkpoint says of it.
-
-        Returns:
-            What this rank measured, and what was found on held-out data along the way.
-
-        Raises:
-            ValueError: When checkpoints are asked for where some ranks take no steps.
-        """
+        """Do this rank's part of a run."""
         optimizer = trainer.optimizer
         measured: list[dict[str, float]] = []
         comm: Any = getattr(optimizer, "comm", None)  # an optimizer of torch has none
@@ -180,17 +138,7 @@ class Train(Planned):
     def _take_steps(
         self, trainer: Trainer, ranks: Ranks, steps: int, identity: dict[str, Any]
     ) -> list[dict[str, float]]:
-        """Train to the end, and write down what happens.
-
-        Args:
-            trainer: The run.
-            ranks: The processes that train together.
-            steps: Steps of the whole run.
-            identity: What a checkpoint says of it.
-
-        Returns:
-            What was found on held-out data.
-        """
+        """Train to the end, and write down what happens."""
         with ExitStack() as stack:
             title = f"{self.workload}, {trainer.history.label}"
             board = stack.enter_context(Board(title, [trainer], steps, ranks.first))
@@ -219,15 +167,7 @@ class Train(Planned):
         measured: list[dict[str, float]],
         made_up: bool,
     ) -> None:
-        """Print and save what the run did.
-
-        Args:
-            trainer: The run, done.
-            recipe: Keywords of its optimizer, and its schedule.
-            ranks: What each rank measured.
-            measured: What was found on held-out data along the way.
-            made_up: Whether the data is made up.
-        """
+        """Print and save what the run did."""
         history, memory = trainer.history, ranks[0].memory
         found = trainer.evaluate(self.evaluate, quality=self.evaluate)
         figures = {

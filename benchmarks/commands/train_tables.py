@@ -14,27 +14,12 @@ RANK_COLUMNS = 8
 
 
 def mean_losses(ranks: Sequence[RankFigures]) -> list[float]:
-    """Return the loss of each whole batch.
-
-    Args:
-        ranks: What each rank measured on equal shares of it.
-
-    Returns:
-        Means over the ranks that compute gradients.
-    """
+    """Return the loss of each whole batch."""
     return [fmean(losses) for losses in zip(*(r.losses for r in ranks if r.role == "gradient"), strict=True)]
 
 
 def rank_table(ranks: Sequence[RankFigures], steps: int) -> Table:
-    """Return what each rank sent and kept; of many ranks the least, the mean and the most.
-
-    Args:
-        ranks: What each rank measured.
-        steps: Steps of the run.
-
-    Returns:
-        A table with a row for each stage and each kind.
-    """
+    """Return what each rank sent and kept; of many ranks the least, the mean and the most."""
     stages = list(dict.fromkeys(stage for rank in ranks for stage in rank.sent))
     kinds = list(dict.fromkeys(kind for rank in ranks for kind, count in rank.memory.items() if count))
     lines = [(f"sent per step, {stage}", [rank.sent.get(stage, 0.0) for rank in ranks]) for stage in stages]
@@ -52,15 +37,7 @@ def rank_table(ranks: Sequence[RankFigures], steps: int) -> Table:
 
 
 def losses_at(history: History, checkpoints: tuple[int, ...]) -> tuple[list[str], list[str]]:
-    """Return table heads and cells for the loss at some steps and at the last one.
-
-    Args:
-        history: A run.
-        checkpoints: Steps of interest; those beyond the run are left out.
-
-    Returns:
-        Heads and cells.
-    """
+    """Return table heads and cells for the loss at some steps and at the last one."""
     last = len(history.losses)
     steps = [*(step for step in checkpoints if step < last), last]
     return [str(step) for step in steps], [f"{history.loss_at(step):.4g}" for step in steps]

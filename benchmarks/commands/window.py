@@ -68,11 +68,7 @@ class Window(Alone):
     """Measure the peak memory of a step, too."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0, or 1 when ``memory_usage()`` of a window is not what the formulas say.
-        """
+        """Run the command, and return 0, or 1 when ``memory_usage()`` of a window is not what the formulas say."""
         torch.set_num_threads(self.threads)
         cases = [(size, storage) for size in self.sizes for storage in self.storages]
         gemm = gemm_gflops(dtype=torch.float64, device=torch.device(self.device))
@@ -88,16 +84,7 @@ class Window(Alone):
         return int(any(result.get("bytes_as_formula") is False for result in results))
 
     def _measure(self, size: SizeName, storage: StorageName, gemm: Rate) -> dict[str, Any]:
-        """Build one optimizer, fill its window, time its steps and count its bytes.
-
-        Args:
-            size: Whose parameters.
-            storage: How rows are kept.
-            gemm: Measured rate of float64 matrix products.
-
-        Returns:
-            Figures by name; times in seconds.
-        """
+        """Build one optimizer, fill its window, time its steps and count its bytes."""
         gc.collect()  # the window before this one
         shapes, rows = shapes_of(size), self._rows(size, storage)
         figures: dict[str, Any] = {"size": size, "storage": storage, "window_size": rows, "parameters": count(shapes)}
@@ -133,13 +120,7 @@ class _Bench:
     """Steps of one optimizer, and what is timed between them."""
 
     def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter], seed: int) -> None:
-        """Keep what a step needs.
-
-        Args:
-            optimizer: The optimizer, its window full.
-            params: Its parameters.
-            seed: Seed of the gradients.
-        """
+        """Keep what a step needs."""
         self.optimizer, self.params = optimizer, params
         self.device = params[0].device
         self._generator = torch.Generator(self.device).manual_seed(seed)
@@ -148,14 +129,7 @@ class _Bench:
             p.grad = torch.empty_like(p)
 
     def run(self, steps: int) -> dict[str, list[float]]:
-        """Take steps in turn with the copy and, for dense rows, the plain pair of products.
-
-        Args:
-            steps: Timed steps, after two that are not.
-
-        Returns:
-            Seconds of each kind of work.
-        """
+        """Take steps in turn with the copy and, for dense rows, the plain pair of products."""
         works: dict[str, Callable[[], object]] = {
             "step": lambda: self.optimizer.step(),
             "copy": copying(COPY_BYTES, self.device),
@@ -188,30 +162,13 @@ class _Bench:
 
 
 def _plain_pair(rows: Tensor) -> Callable[[], object]:
-    """Return the two products with a dense window that no step can do without, done the plain way.
-
-    Args:
-        rows: G ``[m, d]``.
-
-    Returns:
-        A function that computes them.
-    """
+    """Return the two products with a dense window that no step can do without, done the plain way."""
     vector = torch.ones_like(rows[0])
     return lambda: torch.mv(rows.T, torch.mv(rows, vector))
 
 
 def _ratios(times: dict[str, list[float]], moved: int, flops: float, gemm: Rate) -> dict[str, Any]:
-    """Return the floor of a step, and the ratios of medians and of minima.
-
-    Args:
-        times: Seconds of each kind of work.
-        moved: Bytes that a step must move.
-        flops: FLOPs that it must do in float64.
-        gemm: Rate of those.
-
-    Returns:
-        Figures by name.
-    """
+    """Return the floor of a step, and the ratios of medians and of minima."""
     figures: dict[str, Any] = {"moved_bytes": moved}
     for suffix, pick, rate in (("", statistics.median, gemm.median), ("_of_minima", min, gemm.best)):
         step, copy = pick(times["step"]), 2 * COPY_BYTES / pick(times["copy"])
@@ -225,16 +182,7 @@ def _ratios(times: dict[str, list[float]], moved: int, flops: float, gemm: Rate)
 
 
 def _bytes(memory: dict[str, int], formula: dict[str, int], dense: int) -> dict[str, Any]:
-    """Compare what an optimizer says that it holds with the formulas.
-
-    Args:
-        memory: Its ``memory_usage()``.
-        formula: Bytes by kind.
-        dense: Bytes of dense float32 rows.
-
-    Returns:
-        Figures by name.
-    """
+    """Compare what an optimizer says that it holds with the formulas."""
     state = sum(memory.get(kind, 0) for kind in formula)
     return {
         "memory": memory,
@@ -246,15 +194,7 @@ def _bytes(memory: dict[str, int], formula: dict[str, int], dense: int) -> dict[
 
 
 def _time_table(results: Sequence[dict[str, Any]], gemm: Rate) -> Table:
-    """Return the table of times.
-
-    Args:
-        results: Figures of every case.
-        gemm: Measured rate of float64 matrix products.
-
-    Returns:
-        The table; below it stands why a case was left out.
-    """
+    """Return the table of times."""
     rows = []
     for r in results:
         if "skipped" in r:
@@ -274,14 +214,7 @@ def _time_table(results: Sequence[dict[str, Any]], gemm: Rate) -> Table:
 
 
 def _byte_table(results: Sequence[dict[str, Any]]) -> Table:
-    """Return the table of bytes.
-
-    Args:
-        results: Figures of every case.
-
-    Returns:
-        The table.
-    """
+    """Return the table of bytes."""
     rows = []
     for r in results:
         if "skipped" in r:

@@ -95,14 +95,6 @@ class Worlds(Evidence):
     """Of one message between two ranks, in microseconds."""
 
     def run(self) -> int:
-        """Run the command.
-
-        Returns:
-            0.
-
-        Raises:
-            ValueError: For an option out of range.
-        """
         self._check()
         cells = self.open_cells(f"worlds-{self.workload}")
         rows: list[Figures] = []
@@ -167,17 +159,7 @@ class Worlds(Evidence):
 
     # ------------------------------------------------------------------ modelling
     def _lines(self, way: Way, points: Mapping[int, Figures], training: Figures, rates: Figures) -> list[Figures]:
-        """Return the figures of all worlds.
-
-        Args:
-            way: The method.
-            points: What was measured, by the number of ranks.
-            training: Of SGD on one rank.
-            rates: FLOPs per second of each stage.
-
-        Returns:
-            One row for each world.
-        """
+        """Return the figures of all worlds."""
         method = _METHODS[way]
         base = training["ranks"][0]["plain"]
         own = points[1]["ranks"][0]
@@ -226,16 +208,7 @@ def _rates() -> Figures:
 
 
 def _spent(method: _Method, own: Mapping[str, float], base: float) -> dict[str, float]:
-    """Return what a step of one rank spends on each stage, on average over the reported intervals.
-
-    Args:
-        method: The method.
-        own: Seconds by class of steps.
-        base: Seconds of a step of SGD.
-
-    Returns:
-        Seconds by stage, as the plan names them.
-    """
+    """Return what a step of one rank spends on each stage, on average over the reported intervals."""
     plain = max(0.0, own["plain"] - base)
     with_factors = own.get("factor", own["plain"])
     spent = {"precondition": plain, "refresh": max(0.0, own["refresh"] - with_factors) / method.reported.refresh}
@@ -249,15 +222,6 @@ def _computing(rank: RankPlan, alone: RankPlan, spent: Mapping[str, float], rate
 
     Fewer FLOPs than one rank alone does take time in proportion. More of them, of HyLo whose rows come from all ranks,
     take what matrix products take: the time of one rank is too little work to be a rate.
-
-    Args:
-        rank: What the rank does.
-        alone: What one rank alone does.
-        spent: Seconds of that, by stage.
-        rates: FLOPs per second, by stage.
-
-    Returns:
-        Seconds.
     """
     total = 0.0
     for stage, seconds in spent.items():
@@ -297,14 +261,7 @@ def _table(title: str, assumptions: str, rows: Sequence[Mapping[str, Any]]) -> T
 
 
 def plot_worlds(rows: Sequence[Mapping[str, Any]], title: str, assumptions: str, path: Path) -> None:
-    """Draw the time of a step against the number of ranks.
-
-    Args:
-        rows: One for each method and world.
-        title: Above the panel.
-        assumptions: Below it.
-        path: Image file to write; its suffix decides the format.
-    """
+    """Draw the time of a step against the number of ranks."""
     worlds = sorted({row["world"] for row in rows})
     with styled():
         figure = Figure(figsize=(7.5, 4.4), layout="constrained")

@@ -71,15 +71,7 @@ def _best_ours(results: Results) -> list[str]:
 
 
 def losses_figure(results: Results, against: Against) -> Figure:
-    """Draw the loss of all full runs against steps or seconds, the named ones with the range of their seeds.
-
-    Args:
-        results: Of one workload.
-        against: What lies below.
-
-    Returns:
-        One panel with its legend.
-    """
+    """Draw the loss of all full runs against steps or seconds, the named ones with the range of their seeds."""
     with styled():
         figure = Figure(figsize=(5.8, _HEIGHT))
         axes = figure.subplots()
@@ -200,16 +192,7 @@ def dress(axes: Axes) -> None:
 
 
 def _goal(axes: Axes, results: Results, against: Against) -> list[Artist]:
-    """Mark the target: its loss as a line, and against steps the corner that the share of them cuts out below.
-
-    Args:
-        axes: Whose range of losses is set.
-        results: Of one workload.
-        against: What lies below.
-
-    Returns:
-        What the legend says of both.
-    """
+    """Mark the target: its loss as a line, and against steps the corner that the share of them cuts out below."""
     target = next(iter(statistics.targets(results)), None)
     if target is None:
         return []
@@ -232,16 +215,7 @@ def escaped(text: str) -> str:
 
 
 def svg(figure: Figure, name: str, description: str) -> str:
-    """Return a figure as an element of a page.
-
-    Args:
-        figure: The figure.
-        name: Unique on the page: identifiers inside begin with it.
-        description: What is to be seen, for those who do not see it.
-
-    Returns:
-        ``<svg>`` whose text is text, without prolog, metadata or a size of its own.
-    """
+    """Return a figure as an element of a page."""
     stream = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):

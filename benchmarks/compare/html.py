@@ -64,25 +64,13 @@ _MADE_UP = "Made-up data of the real format: the code paths ran, the figures bel
 
 
 def write_report(results: dict[str, Any], path: Path) -> None:
-    """Write the report.
-
-    Args:
-        results: Of one workload.
-        path: HTML file; its folder is made.
-    """
+    """Write the report."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(results), encoding="utf-8")
 
 
 def page(results: Results) -> str:
-    """Return the report as text.
-
-    Args:
-        results: Of one workload.
-
-    Returns:
-        An HTML document.
-    """
+    """Return the report as text."""
     title = f"{results['workload']} ({results['size']}): optimizers compared"
     parts = [
         _head(results, title),
@@ -194,14 +182,7 @@ def _keywords(settings: Mapping[str, Any]) -> str:
 
 
 def command(results: Results) -> str:
-    """Return the command line that the file of results was made with, or one that makes such a file.
-
-    Args:
-        results: Of one workload.
-
-    Returns:
-        What stands under ``command``, else the command with the workload, the size and the steps.
-    """
+    """Return the command line that the file of results was made with, or one that makes such a file."""
     made = f"python -m benchmarks compare --workload {results['workload']} --size {results['size']}"
     return str(results.get("command") or f"{made} --steps {results['steps']} --batch-size {results['batch_size']}")
 

@@ -11,27 +11,13 @@ _NONE = (NOTHING,) * 4
 
 
 def overview(comparisons: Sequence[Results]) -> str:
-    """Return a table over several workloads as Markdown.
-
-    Args:
-        comparisons: Results, one for each workload and size.
-
-    Returns:
-        Best of ours against the best first-order optimizer, empty without comparisons.
-    """
+    """Return a table over several workloads as Markdown."""
     table = best_rows(comparisons)
     return (markdown_table(table) if table.rows else "") + "\n"
 
 
 def best_rows(comparisons: Sequence[Results]) -> Rows:
-    """Return for each workload how the best of ours reached the loss of the best first-order optimizer.
-
-    Args:
-        comparisons: Results, one for each workload and size.
-
-    Returns:
-        One row each.
-    """
+    """Return for each workload how the best of ours reached the loss of the best first-order optimizer."""
     return Rows(
         "Best of ours against the best first-order optimizer",
         (

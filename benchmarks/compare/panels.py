@@ -32,14 +32,7 @@ _ABOVE = 0.06  # of the height of a panel: room for marks of what lies above it
 
 
 def each_figure(results: Results) -> Figure:
-    """Draw one small panel for each optimizer: its seeds, before the mean curves of all.
-
-    Args:
-        results: Of one workload.
-
-    Returns:
-        Loss against steps.
-    """
+    """Draw one small panel for each optimizer: its seeds, before the mean curves of all."""
     names = [found.optimizer for found in statistics.summaries(results) if _known_finals(results, found.optimizer)]
     target = next(iter(statistics.targets(results)), None)
     courses = {name: found for name in names if (found := course(results, name))}
@@ -95,15 +88,7 @@ def _small_panels(count: int, below: str, beside: str) -> tuple[Figure, list[Axe
 
 
 def sift_figure(results: Results) -> Figure:
-    """Draw the loss of a trial against its learning rate, one small panel for each optimizer.
-
-    Args:
-        results: Of one workload.
-
-    Returns:
-        A filled dot is the rate that full runs took, a cross at the top a trial that did not finish, a triangle one
-        whose loss lies above the panel.
-    """
+    """Draw the loss of a trial against its learning rate, one small panel for each optimizer."""
     found = {name: statistics.sift_losses(results, name) for name in statistics.optimizers(results)}
     found = {name: losses for name, losses in found.items() if losses}
     with styled():

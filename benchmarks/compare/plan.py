@@ -38,15 +38,7 @@ class Job:
     """Length of the run and of its schedule."""
 
     def key(self, settings: Mapping[str, Any], *more: Any) -> str:
-        """Return what tells this run from others; the seed of a sift, say, or a recipe that has changed.
-
-        Args:
-            settings: Keywords of the optimizer.
-            *more: What else a run depends on: a schedule that is not the comparison's.
-
-        Returns:
-            A short text.
-        """
+        """Return what tells this run from others; the seed of a sift, say, or a recipe that has changed."""
         phase = "final" if self.phase == "long" else self.phase  # which of the two it is shows later
         text = json.dumps([asdict(self) | {"phase": phase}, dict(settings), *more], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -82,14 +74,7 @@ class Budget:
 
 
 def end_loss(run: Run) -> float:
-    """Return the loss at the end of a run, infinite where it failed or diverged.
-
-    Args:
-        run: A finished run.
-
-    Returns:
-        Mean of its last ten steps.
-    """
+    """Return the loss at the end of a run, infinite where it failed or diverged."""
     if run["failed"] or run["diverged"] or not run["curve"]:
         return math.inf
     loss = run["curve"][-1][1]
@@ -97,45 +82,18 @@ def end_loss(run: Run) -> float:
 
 
 def of(runs: Sequence[Run], optimizer: str, phase: Phase) -> list[Run]:
-    """Return the runs of one optimizer in one phase.
-
-    Args:
-        runs: Finished runs.
-        optimizer: Whose.
-        phase: Which.
-
-    Returns:
-        The runs.
-    """
+    """Return the runs of one optimizer in one phase."""
     return [run for run in runs if run["optimizer"] == optimizer and run["phase"] == phase]
 
 
 def winner(runs: Sequence[Run], optimizer: str) -> float | None:
-    """Return the best factor of an optimizer's sift; of equals the smaller.
-
-    Args:
-        runs: Finished runs.
-        optimizer: Whose.
-
-    Returns:
-        The factor, or None when no trial ended with a finite loss.
-    """
+    """Return the best factor of an optimizer's sift; of equals the smaller."""
     ranked = sorted((end_loss(run), run["factor"]) for run in of(runs, optimizer, "sift"))
     return ranked[0][1] if ranked and math.isfinite(ranked[0][0]) else None
 
 
 def chosen(runs: Sequence[Run], optimizer: str, budget: Budget) -> float | None:
-    """Return the factor of an optimizer's whole runs: the only one there is, or the best of what was tried.
-
-    Args:
-        runs: Finished runs.
-        optimizer: Whose.
-        budget: What it gets.
-
-    Returns:
-        That of the best trial, or the next lower one if that ended lower over the whole run; None when no trial ended
-        with a finite loss.
-    """
+    """Return the factor of an optimizer's whole runs: the only one there is, or the best of what was tried."""
     if len(budget.factors) == 1:
         return budget.factors[0]
     best = winner(runs, optimizer)
@@ -146,16 +104,7 @@ def chosen(runs: Sequence[Run], optimizer: str, budget: Budget) -> float | None:
 
 
 def rivals(runs: Sequence[Run], optimizer: str, best: float | None) -> list[Run]:
-    """Return the whole runs of the first seed at the rate of the best trial, and at the next lower one.
-
-    Args:
-        runs: Finished runs.
-        optimizer: Whose.
-        best: Factor of the best trial.
-
-    Returns:
-        Two runs at most.
-    """
+    """Return the whole runs of the first seed at the rate of the best trial, and at the next lower one."""
     if best is None:
         return []
     first = [run for phase in ("final", "long") for run in of(runs, optimizer, phase) if run["seed"] == 0]
@@ -163,17 +112,7 @@ def rivals(runs: Sequence[Run], optimizer: str, best: float | None) -> list[Run]
 
 
 def leaders(runs: Sequence[Run], optimizers: Sequence[str], budget: Budget) -> list[str]:
-    """Return who gets further seeds.
-
-    Args:
-        runs: Finished runs.
-        optimizers: Who takes part.
-        budget: What each gets.
-
-    Returns:
-        All; or so many of ours and of those without curvature as the budget says, lowest first, by the first seed, and
-        :data:`COMMON`. Who leads does not change when the runs at a second rate are done, which can only be lower.
-    """
+    """Return who gets further seeds."""
     if not budget.leaders:
         return list(optimizers)
     first = [run for name in optimizers for run in of(runs, name, "final") if run["seed"] == 0]
@@ -186,16 +125,7 @@ def leaders(runs: Sequence[Run], optimizers: Sequence[str], budget: Budget) -> l
 
 
 def sift(runs: Sequence[Run], optimizer: str, budget: Budget) -> list[Job]:
-    """Return the trials that an optimizer still needs.
-
-    Args:
-        runs: Finished runs.
-        optimizer: Whose.
-        budget: What it gets.
-
-    Returns:
-        Jobs; none once its best rate is known, or where there is one rate only.
-    """
+    """Return the trials that an optimizer still needs."""
     if len(budget.factors) == 1:
         return []
     done = sorted(run["factor"] for run in of(runs, optimizer, "sift"))
@@ -206,31 +136,14 @@ def sift(runs: Sequence[Run], optimizer: str, budget: Budget) -> list[Job]:
 
 
 def _beyond(done: Sequence[float], best: float | None) -> list[float]:
-    """Return the rate beyond the end of the row at which the best one lies.
-
-    Args:
-        done: Factors that were tried, sorted.
-        best: The best one; None where every trial diverged, which asks for a smaller rate.
-
-    Returns:
-        One factor, or none where the best lies inside.
-    """
+    """Return the rate beyond the end of the row at which the best one lies."""
     if best is None or best == done[0]:
         return [done[0] / STEP]
     return [done[-1] * STEP] if best == done[-1] else []
 
 
 def current(runs: Sequence[Run], optimizers: Sequence[str], budget: Budget) -> list[Run]:
-    """Return the runs that count: whole runs of a rate that is no longer the best one do not.
-
-    Args:
-        runs: Finished runs.
-        optimizers: Whose are looked at; those of others stay.
-        budget: What each gets.
-
-    Returns:
-        The runs that stay. Of two rates that ran whole, the better one's run is ``"final"``, the other's ``"long"``.
-    """
+    """Return the runs that count: whole runs of a rate that is no longer the best one do not."""
     best = {name: chosen(runs, name, budget) for name in optimizers}
     tried = [run for name in optimizers for run in rivals(runs, name, winner(runs, name))]
     kept: list[Run] = []
@@ -250,15 +163,6 @@ def pending(runs: Sequence[Run], optimizers: Sequence[str], short: Sequence[str]
 
     Trials come first, then the first seed of every optimizer, then that of the leaders at a second rate, then short
     runs, then the other seeds: an interrupted comparison has something to show.
-
-    Args:
-        runs: Finished runs.
-        optimizers: Who takes part.
-        short: Those of them that also run with a schedule that ends early.
-        budget: What each gets.
-
-    Yields:
-        Jobs that are not among the finished runs.
     """
     trials = {name: sift(runs, name, budget) for name in optimizers}
     for jobs in trials.values():
@@ -283,16 +187,7 @@ def pending(runs: Sequence[Run], optimizers: Sequence[str], short: Sequence[str]
 
 
 def _seconds(runs: Sequence[Run], ahead: Sequence[str], budget: Budget) -> list[Job]:
-    """Return whole runs at the rate below that of the best trial.
-
-    Args:
-        runs: Finished runs.
-        ahead: Who leads.
-        budget: What each gets.
-
-    Returns:
-        Jobs, also those that are done.
-    """
+    """Return whole runs at the rate below that of the best trial."""
     if not budget.leaders or len(budget.factors) == 1:
         return []
     lower = {name: best / STEP for name in ahead if (best := winner(runs, name)) is not None}

@@ -10,17 +10,7 @@ from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
 
 
 def find(name: str) -> Method:
-    """Return an optimizer by its name.
-
-    Args:
-        name: Key of ``METHODS`` or of ``PEERS``.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        ValueError: When there is none of that name.
-    """
+    """Return an optimizer by its name."""
     everyone: dict[str, Method] = {**PEERS, **{str(key): method for key, method in METHODS.items()}}
     if name not in everyone:
         raise ValueError(f"optimizers must be of {', '.join(everyone)}, got {name!r}")
@@ -32,15 +22,6 @@ def recipe_on(name: str, workload: Workload, size: Size, data_dir: Path) -> Reci
 
     A recipe may hold for other numbers of ranks and examples: its rates then follow its rule. Fields of the workload
     that belong to it cannot be given to one optimizer alone: the note names them where the workload has other values.
-
-    Args:
-        name: Of the optimizer.
-        workload: What is trained.
-        size: Of the workload.
-        data_dir: Folder of the data.
-
-    Returns:
-        The recipe.
     """
     recipe = find(name).recipe(workload.name, size)
     own = make_workload(cast("WorkloadName", workload.name), data_dir, size).batch_size

@@ -58,55 +58,23 @@ def _read_once(
 
 
 def recipe_of(job: Job, setting: Setting) -> Recipe:
-    """Return the recipe of a run.
-
-    Args:
-        job: The run.
-        setting: The comparison.
-
-    Returns:
-        The recipe for the examples of a step, with the searched keywords multiplied.
-    """
+    """Return the recipe of a run."""
     workload = setting.make_workload()
     return recipe_on(job.optimizer, workload, setting.size, setting.data_dir).times(job.factor)
 
 
 def key_of(job: Job, recipe: Recipe) -> str:
-    """Return what tells a run from others.
-
-    Args:
-        job: The run.
-        recipe: Its recipe.
-
-    Returns:
-        A short text.
-    """
+    """Return what tells a run from others."""
     return job.key(recipe.settings, *([asdict(recipe.schedule)] if recipe.own_schedule else []))
 
 
 def schedule_of(recipe: Recipe, setting: Setting) -> Schedule:
-    """Return the schedule of a run: the comparison's, unless the optimizer is its own schedule.
-
-    Args:
-        recipe: The recipe.
-        setting: The comparison.
-
-    Returns:
-        The schedule.
-    """
+    """Return the schedule of a run: the comparison's, unless the optimizer is its own schedule."""
     return recipe.schedule if recipe.own_schedule else setting.schedule
 
 
 def execute(job: Job, setting: Setting) -> dict[str, Any]:
-    """Do one run.
-
-    Args:
-        job: What to run.
-        setting: What all runs share.
-
-    Returns:
-        The entry of the results. A run that raises is one with the text of the error.
-    """
+    """Do one run."""
     torch.set_num_threads(setting.threads)
     set_paths(setting.peer_paths)
     method, recipe = find(job.optimizer), recipe_of(job, setting)
@@ -155,29 +123,13 @@ def _train(job: Job, setting: Setting, method: Method, recipe: Recipe) -> dict[s
 
 
 def reference_of(workload: Workload, setting: Setting) -> Trainer:
-    """Return a run of SGD whose steps tell how fast the machine is just now.
-
-    Args:
-        workload: What it trains; nobody looks at its losses.
-        setting: The comparison.
-
-    Returns:
-        The run.
-    """
+    """Return a run of SGD whose steps tell how fast the machine is just now."""
     sgd = find("sgd").recipe(setting.workload, setting.size).times(1e-3)  # so small that it cannot diverge
     return Trainer("reference", workload, partial(find("sgd").construct, **sgd.settings))
 
 
 def measure_reference(setting: Setting, steps: int = 12) -> float:
-    """Return what a step of SGD takes.
-
-    Args:
-        setting: The comparison.
-        steps: Steps that are looked at, after three that are not.
-
-    Returns:
-        Median seconds of the processor.
-    """
+    """Return what a step of SGD takes."""
     torch.set_num_threads(setting.threads)
     reference = reference_of(setting.make_workload(), setting)
     for _ in range(steps + 3):
@@ -190,14 +142,6 @@ def _scaled(history: History, reference: Trainer | None, setting: Setting) -> di
 
     Other work on the machine slows a processor down: it shares caches, memory and clock. Steps of SGD in between are
     slowed down alike.
-
-    Args:
-        history: The run.
-        reference: SGD's steps in between, or None.
-        setting: The comparison.
-
-    Returns:
-        What replaces the entries of the run.
     """
     if reference is None or setting.reference_seconds is None or not reference.history.processor_seconds:
         return {}
@@ -230,16 +174,7 @@ def _figures(trainer: Trainer, job: Job, setting: Setting) -> dict[str, Any]:
 
 
 def curve(history: History, points: int = POINTS) -> list[list[float]]:
-    """Return a run as a few points.
-
-    Args:
-        history: The run.
-        points: About how many.
-
-    Returns:
-        Step, mean loss of the ten steps that end there, seconds of the processor and of the clock, for each point. Up
-        to the tenth step the mean is of fewer.
-    """
+    """Return a run as a few points."""
     taken = len(history.losses)
     stride = max(1, math.ceil(taken / points))
     kept = sorted({taken, *range(taken, 0, -stride)} - {0})

@@ -269,17 +269,7 @@ def targets(results: Results) -> list[Target]:
 
 
 def first_reach(run: Run, loss: float, column: int) -> tuple[int, float] | None:
-    """Return when a run reached a loss; a short run is judged by its end alone.
-
-    Args:
-        run: The run.
-        loss: To reach.
-        column: Of the curve, the one with the seconds.
-
-    Returns:
-        Step and seconds of the first of two consecutive points whose means of ten steps are at most ``loss``, or of
-        the last point of all where only that one is; else None. One point alone may be luck, the end is what counts.
-    """
+    """Return when a run reached a loss; a short run is judged by its end alone."""
     if flaw(run):
         return None
     points = run["curve"][-1:] if run["phase"] == "short" else run["curve"]

@@ -17,18 +17,7 @@ VERSION = 1
 
 
 def load(path: Path, head: Mapping[str, Any]) -> dict[str, Any]:
-    """Read results, or begin new ones.
-
-    Args:
-        path: The file.
-        head: What all runs of the file share; a file that says otherwise is not extended.
-
-    Returns:
-        The results.
-
-    Raises:
-        ValueError: When the file is of another comparison, or damaged.
-    """
+    """Read results, or begin new ones."""
     if not path.exists():
         return {"version": VERSION, **head, "machines": [], "runs": []}
     try:
@@ -43,12 +32,7 @@ def load(path: Path, head: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save(path: Path, results: Mapping[str, Any]) -> None:
-    """Write results, whole or not at all: one run a line, so that a diff shows what came.
-
-    Args:
-        path: The file; its folder is made.
-        results: The results.
-    """
+    """Write results, whole or not at all: one run a line, so that a diff shows what came."""
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {key: value for key, value in results.items() if key != "runs"}
     lines = ",\n".join(json.dumps(_finite(run)) for run in results["runs"])
@@ -67,14 +51,7 @@ def _finite(value: Any) -> Any:
 
 
 def limits(threads: int) -> dict[str, Any]:
-    """Measure what the machine can do, with as many threads as the runs have.
-
-    Args:
-        threads: That number.
-
-    Returns:
-        Rates and versions.
-    """
+    """Measure what the machine can do, with as many threads as the runs have."""
     torch.set_num_threads(threads)
     gemm, copying = machine.gemm_gflops(), machine.copy_gbytes()
     return {

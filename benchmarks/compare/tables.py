@@ -27,14 +27,7 @@ class Rows:
 
 
 def summary_tables(results: Results) -> list[Table]:
-    """Return the tables for the terminal.
-
-    Args:
-        results: Of one workload.
-
-    Returns:
-        What came out of the full runs, how the targets were reached, trials, and runs that did not finish.
-    """
+    """Return the tables for the terminal."""
     return [
         make_table(
             escape(table.title),
@@ -47,28 +40,14 @@ def summary_tables(results: Results) -> list[Table]:
 
 
 def markdown(results: Results) -> str:
-    """Return sentences and tables as Markdown, for a page that puts its own heading above them.
-
-    Args:
-        results: Of one workload.
-
-    Returns:
-        The text.
-    """
+    """Return sentences and tables as Markdown, for a page that puts its own heading above them."""
     parts = [plain(" ".join(wording.summary(results))), plain(" ".join(wording.fairness(results)))]
     parts += [markdown_table(table) for table in all_rows(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def markdown_table(table: Rows) -> str:
-    """Return one table as Markdown: its title in bold, the rows, the caption.
-
-    Args:
-        table: The table.
-
-    Returns:
-        The text.
-    """
+    """Return one table as Markdown: its title in bold, the rows, the caption."""
     head = [_line(table.columns), "|" + "|".join([" :--- ", *[" ---: "] * (len(table.columns) - 1)]) + "|"]
     text = "\n".join([f"**{plain(table.title)}**", "", *head, *map(_line, table.rows)])
     return f"{text}\n\n{plain(table.caption)}" if table.caption else text
@@ -79,28 +58,14 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """Return text that Markdown shows as it is, on one line.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        The text.
-    """
+    """Return text that Markdown shows as it is, on one line."""
     for letter in ("\\", "|", "*", "_", "`", "<", "["):
         text = text.replace(letter, f"\\{letter}")
     return " ".join(text.split())
 
 
 def all_rows(results: Results) -> list[Rows]:
-    """Return every table that has rows.
-
-    Args:
-        results: Of one workload.
-
-    Returns:
-        The tables, in the order in which they are shown.
-    """
+    """Return every table that has rows."""
     reached = [reach_rows(results, target) for target in statistics.targets(results)]
     tables = [result_rows(results), *reached, sift_rows(results), failure_rows(results)]
     return [table for table in tables if table.rows]

@@ -42,25 +42,14 @@ _LIBRARIES = {
 
 
 def available() -> list[str]:
-    """Return the peers that can be built: their package is installed, or their checkout known.
-
-    Returns:
-        Keys of :data:`PEERS`.
-    """
+    """Return the peers that can be built: their package is installed, or their checkout known."""
     lacking = {name for name, package in _LIBRARIES.items() if not has_library(package)}
     lacking |= {name for name in by_path.CHECKOUTS if name not in by_path.PATHS.folders}
     return [name for name in PEERS if name not in lacking]
 
 
 def versions(name: str | None = None) -> dict[str, str]:
-    """Return the versions of the packages and checkouts that peers come from.
-
-    Args:
-        name: Whose, nothing for an optimizer that is no peer or comes with torch; unset: of all.
-
-    Returns:
-        By the name of the distribution, or of the peer with a checkout.
-    """
+    """Return the versions of the packages and checkouts that peers come from."""
     found = {**installed(), **by_path.PATHS.versions()}
     if name is None:
         return found

@@ -44,14 +44,7 @@ class PeerPaths:
     folders: dict[str, Path] = field(default_factory=dict)
 
     def set_paths(self, pairs: Iterable[str]) -> None:
-        """Take note of some checkouts.
-
-        Args:
-            pairs: ``NAME=DIR`` each.
-
-        Raises:
-            ValueError: When one is no such pair, no peer is called so, or the folder is another one.
-        """
+        """Take note of some checkouts."""
         for pair in pairs:
             name, equals, folder = pair.partition("=")
             if not equals or name not in CHECKOUTS:
@@ -64,27 +57,13 @@ class PeerPaths:
             self.folders[name] = path
 
     def folder(self, name: str) -> Path:
-        """Return the checkout of a peer.
-
-        Args:
-            name: Key of :data:`CHECKOUTS`.
-
-        Returns:
-            Its folder.
-
-        Raises:
-            ValueError: When it is not known.
-        """
+        """Return the checkout of a peer."""
         if name not in self.folders:
             raise ValueError(f"{name} needs a checkout of {CHECKOUTS[name].repository}: --peer-path {name}=DIR")
         return self.folders[name]
 
     def versions(self) -> dict[str, str]:
-        """Return what the checkouts hold.
-
-        Returns:
-            By name: the version in ``pyproject.toml``, where there is one, and a digest of the file in question.
-        """
+        """Return what the checkouts hold."""
         return {name: _version(folder, CHECKOUTS[name].file) for name, folder in self.folders.items()}
 
 
@@ -102,28 +81,13 @@ def _version(folder: Path, file: str) -> str:
 
 
 def package(name: str, module: str) -> Any:
-    """Import a package from a checkout.
-
-    Args:
-        name: Key of :data:`CHECKOUTS`.
-        module: What to import.
-
-    Returns:
-        The module.
-    """
+    """Import a package from a checkout."""
     with _in_front(PATHS.folder(name)):
         return importlib.import_module(module)
 
 
 def source_file(name: str) -> ModuleType:
-    """Import the one file of a checkout that is of use, under a name that hides nothing.
-
-    Args:
-        name: Key of :data:`CHECKOUTS`.
-
-    Returns:
-        The module, a new one if the checkout has changed.
-    """
+    """Import the one file of a checkout that is of use, under a name that hides nothing."""
     return _source_file(f"benchmarks_peer_{name}", PATHS.folder(name) / CHECKOUTS[name].file)
 
 
@@ -146,14 +110,7 @@ def _source_file(name: str, path: Path) -> ModuleType:
 
 @contextmanager
 def _in_front(folder: Path) -> Iterator[None]:
-    """Look into a checkout first, and say that what it asks about itself is installed.
-
-    Args:
-        folder: The checkout.
-
-    Yields:
-        Nothing.
-    """
+    """Look into a checkout first, and say that what it asks about itself is installed."""
     known = importlib.metadata.version
 
     def version(distribution_name: str) -> str:

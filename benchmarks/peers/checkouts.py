@@ -27,17 +27,6 @@ def kfac_pytorch(
     It takes linear layers and 2-D convolutions; all else follows SGD alone. Where its clip bounds the step, its length
     is ``√kl_clip`` whatever the rate: here the clip follows the square of the rate, so that a schedule, and a search,
     do what they do to others.
-
-    Args:
-        model: The model to train.
-        lr: Rate of SGD, which the clip follows.
-        momentum: Of SGD.
-        weight_decay: Of SGD, which adds it to the gradient.
-        clip_root: Root of its ``kl_clip`` at the rate ``lr``.
-        **options: Further keywords of ``KFACPreconditioner``.
-
-    Returns:
-        The optimizer.
     """
     kind = package("kfac_pytorch", "kfac.preconditioner").KFACPreconditioner
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay)
@@ -61,19 +50,7 @@ def distributed_shampoo(
     graft_eps: float = 1e-8,
     **options: Any,
 ) -> Optimizer:
-    """Return Meta's Shampoo, the length of its steps taken from Adam.
-
-    Args:
-        model: The model to train.
-        lr: The rate.
-        beta1: Decay of the momentum.
-        beta2: Decay of the statistics, and of the squares of Adam.
-        graft_eps: ε of Adam.
-        **options: Further keywords of ``DistributedShampoo``.
-
-    Returns:
-        The optimizer.
-    """
+    """Return Meta's Shampoo, the length of its steps taken from Adam."""
     shampoo = package("distributed_shampoo", "distributed_shampoo")
     graft = shampoo.AdamPreconditionerConfig(beta2=beta2, epsilon=graft_eps)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -81,16 +58,7 @@ def distributed_shampoo(
 
 
 def ist_mfac(model: nn.Module, window_size: int = 1024, **options: Any) -> Optimizer:
-    """Return M-FAC by its authors. Every parameter has to have a gradient in every step.
-
-    Args:
-        model: The model to train.
-        window_size: Gradients that it keeps; ``ngrads`` there.
-        **options: Further keywords of ``MFAC``: ``lr``, ``momentum``, ``weight_decay``, ``damp``.
-
-    Returns:
-        The optimizer.
-    """
+    """Return M-FAC by its authors. Every parameter has to have a gradient in every step."""
     module = source_file("ist_mfac")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device = parameters[0].device
@@ -100,11 +68,7 @@ def ist_mfac(model: nn.Module, window_size: int = 1024, **options: Any) -> Optim
 
 
 def _make_run_on_cpu(module: ModuleType) -> None:
-    """Put stand-ins for the two functions of torch that ask for a GPU into what the code of M-FAC sees of torch.
-
-    Args:
-        module: The code.
-    """
+    """Put stand-ins for the two functions of torch that ask for a GPU into what the code of M-FAC sees of torch."""
     if isinstance(module.torch, _StandIn):
         return
     setattr(module, "torch", _StandIn(torch, lu=_lu))  # noqa: B010 - to a type checker modules are fixed
@@ -124,15 +88,7 @@ class _StandIn:
 
 
 def _lu(matrix: Tensor, pivot: bool) -> tuple[Tensor]:
-    """Factorise a positive definite matrix as a unit lower triangle times an upper one, without pivots.
-
-    Args:
-        matrix: The matrix ``[n, n]``.
-        pivot: Must be False.
-
-    Returns:
-        The upper triangle, and under it the lower one without its diagonal.
-    """
+    """Factorise a positive definite matrix as a unit lower triangle times an upper one, without pivots."""
     assert not pivot
     root = torch.linalg.cholesky(matrix)
     scale = root.diagonal()
@@ -140,13 +96,5 @@ def _lu(matrix: Tensor, pivot: bool) -> tuple[Tensor]:
 
 
 def _one_by_one(functions: Sequence[Callable[[Any], Tensor]], inputs: Sequence[Any]) -> list[Tensor]:
-    """Call functions one after another, each with its input.
-
-    Args:
-        functions: The functions.
-        inputs: As many.
-
-    Returns:
-        The results.
-    """
+    """Call functions one after another, each with its input."""
     return [function(value) for function, value in zip(functions, inputs, strict=True)]

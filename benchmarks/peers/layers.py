@@ -19,14 +19,7 @@ class Matrix:
     """Three where queries, keys and values share a parameter."""
 
     def views(self, tensor: Tensor) -> list[Tensor]:
-        """Return the matrices ``[d_out, rest]`` of the parameter or of its gradient.
-
-        Args:
-            tensor: Of the parameter's shape.
-
-        Returns:
-            Views where the memory allows it.
-        """
+        """Return the matrices ``[d_out, rest]`` of the parameter or of its gradient."""
         return list(tensor.reshape(tensor.shape[0], -1).chunk(self.pieces))
 
 
@@ -36,12 +29,6 @@ def hidden_matrices(model: nn.Module) -> list[Matrix]:
     Weights of linear layers, convolutions and attention are such, but for three: what is shared with an embedding, the
     first layer where that is a convolution, and the output layer. The output layer is what a name of :data:`HEADS`
     stands for, else the last one. A model with a single weight keeps it.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The matrices in the order of the modules.
     """
     found = _weights(model)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -61,14 +48,7 @@ def hidden_matrices(model: nn.Module) -> list[Matrix]:
 
 
 def _weights(model: nn.Module) -> dict[str, Matrix]:
-    """Return all weights that multiply what comes in.
-
-    Args:
-        model: The model.
-
-    Returns:
-        By the name of the module, each parameter once.
-    """
+    """Return all weights that multiply what comes in."""
     found: dict[str, Matrix] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -83,14 +63,7 @@ def _weights(model: nn.Module) -> dict[str, Matrix]:
 
 
 def heard_layers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
-    """Return the layers whose inputs and output gradients hooks get to see.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Linear layers and 2-D convolutions with their names, none of them frozen.
-    """
+    """Return the layers whose inputs and output gradients hooks get to see."""
     deaf = unheard_layers(model)
     return {
         name: module
@@ -100,14 +73,7 @@ def heard_layers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
 
 
 def unheard_layers(model: nn.Module) -> list[str]:
-    """Return linear layers that are never called: ``nn.MultiheadAttention`` applies the weights of its output itself.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Their names.
-    """
+    """Return linear layers that are never called: ``nn.MultiheadAttention`` applies its output weights itself."""
     found = {id(module.out_proj) for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
     return [name for name, module in model.named_modules() if id(module) in found]
 
@@ -117,14 +83,6 @@ def _trains(module: nn.Module) -> bool:
 
 
 def others(model: nn.Module, taken: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters that another optimizer does not take.
-
-    Args:
-        model: The model.
-        taken: Those that it takes.
-
-    Returns:
-        The rest of those that are trained.
-    """
+    """Return the parameters that another optimizer does not take."""
     known = {id(parameter) for parameter in taken}
     return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in known]

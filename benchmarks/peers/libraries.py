@@ -18,17 +18,7 @@ class PeerMissingError(ImportError):
 
 
 def library(name: str) -> Any:
-    """Import a package of another project.
-
-    Args:
-        name: What is imported: a key of :data:`PACKAGES`, or a module of one.
-
-    Returns:
-        The module.
-
-    Raises:
-        PeerMissingError: When the package is not installed.
-    """
+    """Import a package of another project."""
     package = name.split(".")[0]
     try:
         importlib.import_module(package)
@@ -42,14 +32,7 @@ def library(name: str) -> Any:
 
 
 def has_library(name: str) -> bool:
-    """Return whether a package of another project can be imported.
-
-    Args:
-        name: Key of :data:`PACKAGES`.
-
-    Returns:
-        Whether it is there.
-    """
+    """Return whether a package of another project can be imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except ValueError:  # None stands for it in sys.modules
@@ -57,11 +40,7 @@ def has_library(name: str) -> bool:
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of those that are installed.
-
-    Returns:
-        Versions by the name of the distribution.
-    """
+    """Return the versions of those that are installed."""
     found = {}
     for name in PACKAGES.values():
         try:

@@ -38,22 +38,7 @@ class Float32Muon(Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
     ) -> None:
-        """Take note of the matrices.
-
-        Args:
-            params: Matrices ``[d_out, d_in]``.
-            lr: The rate.
-            weight_decay: Decoupled.
-            momentum: Decay of the mean of the gradients.
-            nesterov: Look ahead of the mean.
-            ns_coefficients: Of the iteration.
-            eps: Least norm that a matrix is divided by.
-            ns_steps: Iterations.
-            adjust_lr_fn: How the rate follows the shape: ``"original"``, also None, or ``"match_rms_adamw"``.
-
-        Raises:
-            ValueError: When there is no such rule.
-        """
+        """Take note of the matrices."""
         if adjust_lr_fn not in {None, "original", "match_rms_adamw"}:
             raise ValueError(f"adjust_lr_fn must be original or match_rms_adamw, got {adjust_lr_fn!r}")
         defaults = {
@@ -81,12 +66,7 @@ class Float32Muon(Optimizer):
         return loss
 
     def _move(self, matrix: Tensor, group: dict[str, Any]) -> None:
-        """Take the step of one matrix.
-
-        Args:
-            matrix: The matrix ``[d_out, d_in]``, with its gradient.
-            group: Its options.
-        """
+        """Take the step of one matrix."""
         grad, state = matrix.grad, self.state[matrix]
         assert grad is not None
         if "momentum_buffer" not in state:
@@ -99,17 +79,7 @@ class Float32Muon(Optimizer):
 
 
 def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Bring the singular values of a matrix close to one, by the quintic Newton-Schulz iteration of Muon.
-
-    Args:
-        matrix: ``[d_out, d_in]``.
-        coefficients: Of X, XXᵀX and XXᵀXXᵀX.
-        steps: Iterations.
-        eps: Least norm to divide by.
-
-    Returns:
-        A matrix of the same shape and type.
-    """
+    """Bring the singular values of a matrix close to one, by the quintic Newton-Schulz iteration of Muon."""
     a, b, c = coefficients
     wide: Tensor = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     x: Tensor = wide / wide.norm().clamp(min=eps)
@@ -120,16 +90,7 @@ def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps
 
 
 def _growth(rule: str | None, d_out: int, d_in: int) -> float:
-    """Return by what the rate of a matrix is multiplied.
-
-    Args:
-        rule: ``"original"``, also None: by its shape; ``"match_rms_adamw"``: to the size of AdamW's updates.
-        d_out: Rows.
-        d_in: Columns.
-
-    Returns:
-        The factor.
-    """
+    """Return by what the rate of a matrix is multiplied."""
     if rule == "match_rms_adamw":
         return 0.2 * math.sqrt(max(d_out, d_in))
     return math.sqrt(max(1.0, d_out / d_in))
@@ -139,13 +100,7 @@ class MatrixMuon(Optimizer):
     """Muon on weights of any shape, each taken as a matrix ``[d_out, rest]`` or as several of them."""
 
     def __init__(self, matrices: Sequence[Matrix], bfloat16: bool, **options: Any) -> None:
-        """Give every matrix to Muon.
-
-        Args:
-            matrices: The weights.
-            bfloat16: Iterate in bfloat16.
-            **options: Keywords of ``torch.optim.Muon``.
-        """
+        """Give every matrix to Muon."""
         self._matrices = list(matrices)
         self._views = [[nn.Parameter(view) for view in matrix.views(matrix.parameter.detach())] for matrix in matrices]
         kind = torch.optim.Muon if bfloat16 else Float32Muon
@@ -153,17 +108,7 @@ class MatrixMuon(Optimizer):
         super().__init__([matrix.parameter for matrix in matrices], {"lr": self.muon.defaults["lr"]})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step.
-
-        Args:
-            closure: Evaluates the loss anew.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            ValueError: When the memory of a weight is not in the order of its dimensions.
-        """
+        """Take a step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -179,12 +124,7 @@ class MatrixMuon(Optimizer):
 
     @staticmethod
     def _show(matrix: Matrix, views: list[nn.Parameter]) -> None:
-        """Let Muon see the weight as it lies in memory now, and its gradient.
-
-        Args:
-            matrix: The weight.
-            views: What Muon knows of it.
-        """
+        """Let Muon see the weight as it lies in memory now, and its gradient."""
         parameter, grad = matrix.parameter, matrix.parameter.grad
         if not parameter.is_contiguous():
             raise ValueError(f"Muon needs contiguous weights, got one of strides {parameter.stride()}")
@@ -210,24 +150,7 @@ def muon(
     precision: str = "auto",
     **options: Any,
 ) -> Optimizer:
-    """Return Muon for the hidden matrices of a model, beside AdamW for all else.
-
-    Args:
-        model: The model to train.
-        lr: Rate of Muon.
-        adamw_lr: Rate of AdamW.
-        weight_decay: Of both, decoupled.
-        momentum: Of Muon.
-        precision: ``"bfloat16"`` for ``torch.optim.Muon`` itself, ``"float32"``, or ``"auto"``: what the device does
-            faster.
-        **options: Further keywords of ``torch.optim.Muon``.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        ValueError: When there is no such precision, or no hidden matrix.
-    """
+    """Return Muon for the hidden matrices of a model, beside AdamW for all else."""
     if precision not in {"auto", "bfloat16", "float32"}:
         raise ValueError(f"precision must be auto, bfloat16 or float32, got {precision!r}")
     matrices = hidden_matrices(model)
@@ -251,14 +174,7 @@ def label() -> str:
 
 @functools.cache
 def does_bfloat16(device_type: str) -> bool:
-    """Return whether a device multiplies matrices of bfloat16 about as fast as those of float32, by the clock.
-
-    Args:
-        device_type: Type of the device.
-
-    Returns:
-        Whether it does; False where torch has no Muon of its own.
-    """
+    """Return whether a device multiplies matrices of bfloat16 about as fast as those of float32, by the clock."""
     if not hasattr(torch.optim, "Muon"):
         return False
     if device_type == "cuda":

@@ -88,15 +88,7 @@ def held_bytes(roots: object, leave_out: Iterable[Tensor | None] = ()) -> int:
 
 
 def _tensors(value: object, seen: set[int]) -> Iterator[Tensor]:
-    """Yield every tensor that can be reached from an object.
-
-    Args:
-        value: Where to start.
-        seen: Objects that were entered.
-
-    Yields:
-        The tensors.
-    """
+    """Yield every tensor that can be reached from an object."""
     if isinstance(value, Tensor):
         yield value
         return

@@ -17,39 +17,14 @@ GRAFTS = {"none": 0, "sgd": 1, "adagrad": 2, "rmsprop": 3}
 
 
 def soap(model: nn.Module, beta1: float = 0.95, beta2: float = 0.95, **settings: Any) -> Optimizer:
-    """Return SOAP: Adam in the eigenbasis of Shampoo. Its first step only gathers statistics.
-
-    Args:
-        model: The model to train.
-        beta1: Decay of the mean.
-        beta2: Decay of the squares and of the factors.
-        **settings: Further keywords of ``SOAP``.
-
-    Returns:
-        The optimizer.
-    """
+    """Return SOAP: Adam in the eigenbasis of Shampoo. Its first step only gathers statistics."""
     return Peer(library("pytorch_optimizer").SOAP(_trained(model), betas=(beta1, beta2), **settings))
 
 
 def shampoo(
     model: nn.Module, beta1: float = 0.9, beta2: float = 0.999, graft: str = "rmsprop", every: int = 10, **settings: Any
 ) -> Optimizer:
-    """Return Shampoo in blocks, the length of each layer's step taken from a simpler method.
-
-    Args:
-        model: The model to train.
-        beta1: Decay of the momentum.
-        beta2: Decay of the statistics.
-        graft: Key of :data:`GRAFTS`; ``"rmsprop"`` with the momentum as a mean is Adam without its bias correction.
-        every: Steps between two roots of the statistics, and steps before the first one.
-        **settings: Further keywords of ``ScalableShampoo``.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        ValueError: When there is no such graft.
-    """
+    """Return Shampoo in blocks, the length of each layer's step taken from a simpler method."""
     if graft not in GRAFTS:
         raise ValueError(f"graft must be one of {', '.join(GRAFTS)}, got {graft!r}")
     kind = library("pytorch_optimizer").ScalableShampoo
@@ -64,17 +39,7 @@ def shampoo(
 
 
 def psgd_kron(model: nn.Module, seed: int | None = None, **settings: Any) -> Optimizer:
-    """Return PSGD with Kronecker factors that are triangular.
-
-    Args:
-        model: The model to train.
-        seed: Of the noise that it fits its factors to; unset: made of the model's weights, so that it differs from run
-            to run as they do.
-        **settings: Further keywords of ``Kron``.
-
-    Returns:
-        The optimizer.
-    """
+    """Return PSGD with Kronecker factors that are triangular."""
     kron = library("pytorch_optimizer").Kron(_trained(model), **settings)
     return _Seeded(kron, seed=_seed_of(model) if seed is None else seed)
 

@@ -36,18 +36,7 @@ def _recipes(
     searched: tuple[str, ...] = ("lr",),
     note: str = "",
 ) -> dict[str, Recipe]:
-    """Make the recipes of a method.
-
-    Args:
-        settings: Returns the keywords on a workload, given its name and AdamW's rate.
-        source: Where they come from.
-        schedule: Course of the rate; one that is not the common one belongs to the optimizer.
-        searched: Keywords that a search multiplies.
-        note: What a reader of a comparison should know.
-
-    Returns:
-        Recipes by workload.
-    """
+    """Make the recipes of a method."""
     own = schedule is not COSINE
     return {
         name: Recipe(settings(name, _adamw(name)), source, schedule, searched=searched, own_schedule=own, note=note)

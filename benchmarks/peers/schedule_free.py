@@ -34,17 +34,7 @@ class Averaging(Protocol):
 
 
 def schedule_free(model: nn.Module, beta1: float = 0.9, beta2: float = 0.999, **settings: Any) -> Optimizer:
-    """Return schedule-free AdamW.
-
-    Args:
-        model: The model to train.
-        beta1: Where gradients are taken, between the newest point and the average.
-        beta2: Decay of the squares.
-        **settings: Further keywords of ``AdamWScheduleFree``.
-
-    Returns:
-        The optimizer, its model at the weights of training.
-    """
+    """Return schedule-free AdamW."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kind = library("schedulefree").AdamWScheduleFree
     return _ScheduleFree(kind(parameters, betas=(beta1, beta2), **settings))
@@ -64,15 +54,6 @@ def evaluating(optimizer: Optimizer, model: nn.Module, workload: Workload, seed:
 
     Statistics of batch norms belong to the weights they were taken with, so they are taken anew, and put back at the
     end. For every optimizer that keeps no average this does nothing.
-
-    Args:
-        optimizer: Any optimizer.
-        model: Its model.
-        workload: What it trains on.
-        seed: Of the batches for the norms.
-
-    Yields:
-        Nothing.
     """
     averaging = [part for part in getattr(optimizer, "parts", ()) if isinstance(part, Averaging)]
     if not averaging:
@@ -92,13 +73,7 @@ def evaluating(optimizer: Optimizer, model: nn.Module, workload: Workload, seed:
 
 
 def _settle(model: nn.Module, workload: Workload, seed: int) -> None:
-    """Let batch norms see training batches.
-
-    Args:
-        model: The model.
-        workload: Where batches come from.
-        seed: Of the batches.
-    """
+    """Let batch norms see training batches."""
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return
     training = model.training

@@ -24,20 +24,7 @@ def singd(
     largest: int = 4096,
     **options: Any,
 ) -> Optimizer:
-    """Return SINGD for linear layers and 2-D convolutions, beside AdamW for all else.
-
-    Args:
-        model: The model to train.
-        lr: Rate of SINGD.
-        adamw_lr: Rate of AdamW.
-        weight_decay: Of both: SINGD adds it to the step before the momentum, AdamW decouples it.
-        structure: Of both factors, by the package's names.
-        largest: Layers with a factor of more rows than that are left to AdamW.
-        **options: Further keywords of ``SINGD``.
-
-    Returns:
-        The optimizer.
-    """
+    """Return SINGD for linear layers and 2-D convolutions, beside AdamW for all else."""
     layers = heard_layers(model)
     small = [layer for layer in layers.values() if max(_sides(layer)) <= largest]
     taken = list({id(p): p for layer in small for p in layer.parameters()}.values())
@@ -55,13 +42,6 @@ def singd(
 
 
 def _sides(layer: nn.Linear | nn.Conv2d) -> tuple[int, int]:
-    """Return the rows of both factors of a layer.
-
-    Args:
-        layer: The layer.
-
-    Returns:
-        Of its inputs, the bias included, and of its outputs.
-    """
+    """Return the rows of both factors of a layer."""
     d_out = layer.weight.shape[0]
     return layer.weight[0].numel() + (layer.bias is not None), d_out

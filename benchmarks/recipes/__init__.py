@@ -62,15 +62,7 @@ METHODS: dict[MethodName, Method] = {
 
 
 def find_method(name: MethodName | AliasName) -> Method:
-    """Return a method by any of its names.
-
-    Args:
-        name: Key of :data:`METHODS`, or another name that ``secondorder.create`` takes, which then stands for its
-            options in place of the recipe's.
-
-    Returns:
-        The method.
-    """
+    """Return a method by any of its names."""
     if name in METHODS:
         return METHODS[name]
     alias = ALIASES[name]

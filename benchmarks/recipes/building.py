@@ -25,16 +25,7 @@ def adamw(model: nn.Module, **settings: Any) -> Optimizer:
 
 
 def second_order(name: str, model: nn.Module, **settings: Any) -> Optimizer:
-    """Return a method of this package.
-
-    Args:
-        name: Any name that ``secondorder.create`` takes.
-        model: The model to train.
-        **settings: Keywords of a recipe or of a command line.
-
-    Returns:
-        The optimizer.
-    """
+    """Return a method of this package."""
     method = resolve(name).method
     keywords = window_keywords(settings) if method in _WINDOWED else layer_keywords(settings)
     if "kid_residual" in keywords:
@@ -46,16 +37,7 @@ def second_order(name: str, model: nn.Module, **settings: Any) -> Optimizer:
 
 
 def orthogonal_groups(model: nn.Module, keywords: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return parameter groups: layers whose steps are orthogonalized, and others with a rate of their own.
-
-    Args:
-        model: The model.
-        keywords: Keywords of a recipe, of which ``plain_layers`` (names and classes of layers, with commas between),
-            ``plain_lr`` and ``plain_momentum`` are taken.
-
-    Returns:
-        Two groups.
-    """
+    """Return parameter groups: layers whose steps are orthogonalized, and others with a rate of their own."""
     rules = [(_layer_type(rule), rule) for rule in str(keywords.pop("plain_layers")).split(",")]
     own = {"lr": keywords.pop("plain_lr"), "momentum": keywords.pop("plain_momentum", keywords["momentum"])}
     groups: list[dict[str, Any]] = [{"params": [], "orthogonalize": True}, {"params": [], **own}]
@@ -69,19 +51,7 @@ _FALLBACK_BETAS = {"fallback_beta1": 0.9, "fallback_beta2": 0.999}  # the constr
 
 
 def layer_keywords(settings: Settings) -> dict[str, Any]:
-    """Turn the plain values of a recipe or a command line into the keywords of a layer method.
-
-    Args:
-        settings: Keywords of the constructor. ``skip_layers`` may be several rules with commas between them, and the
-            name of a class of ``torch.nn`` stands for it: ``skip_layers=LayerNorm,Embedding,head``. ``fallback_beta1``
-            and ``fallback_beta2`` stand for ``fallback_betas``. A dtype is given by its name.
-
-    Returns:
-        Keywords of the constructor.
-
-    Raises:
-        ValueError: When a dtype is not one of torch.
-    """
+    """Turn the plain values of a recipe or a command line into the keywords of a layer method."""
     keywords = _with_dtypes(settings)
     betas = {key: keywords.pop(key, default) for key, default in _FALLBACK_BETAS.items()}
     if not betas.keys().isdisjoint(settings):
@@ -105,19 +75,7 @@ _BETAS = {"beta1": 0.0, "beta2": 1.0}  # GGT's own defaults
 
 
 def window_keywords(settings: Settings) -> dict[str, Any]:
-    """Turn the plain values of a recipe or a command line into the keywords of a window method.
-
-    Args:
-        settings: Keywords of the constructor, and among them: those of ``TopK`` (``density=0.01``,
-            ``block_size=4096``, ``value_dtype=bfloat16``, ``error_bits=4``, ...), which ask for it; ``rank=4``, which
-            asks for ``LowRank``; ``beta1`` and ``beta2`` for ``betas``. A dtype is given by its name.
-
-    Returns:
-        Keywords of the constructor.
-
-    Raises:
-        ValueError: When both compressions are asked for, or a dtype is not one of torch.
-    """
+    """Turn the plain values of a recipe or a command line into the keywords of a window method."""
     keywords = _with_dtypes(settings)
     top_k = {key: keywords.pop(key) for key in _TOP_K if key in keywords}
     rank = keywords.pop("rank", None)

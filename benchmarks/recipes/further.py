@@ -18,22 +18,7 @@ def _table(
     layers: Settings | None = None,
     ggt: Settings | None = None,
 ) -> dict[MethodName, Settings]:
-    """Make recipes of one workload.
-
-    Args:
-        sgd: Rate of SGD with momentum 0.9.
-        rate: Rate of AdamW, and of what has the size of its steps.
-        window: Rows of window methods.
-        hylo: Keywords of HyLo beside rate and graft.
-        decayed: Weight decay of the layer methods.
-        whitened: Whether EK-FAC whitens, or takes the natural gradient.
-        white: Rate of the former; unset: AdamW's.
-        layers: Further keywords of all layer methods.
-        ggt: All keywords of GGT, where it does not graft.
-
-    Returns:
-        Keywords by method.
-    """
+    """Make recipes of one workload."""
     grafted: Settings = {"lr": rate, "graft": "adam"}
     natural: Settings = {**grafted, **(layers or {}), **(decayed or {})}
     whitening: Settings = {"lr": white or rate, "fallback_lr": rate, **(layers or {}), **WHITENING}
@@ -102,7 +87,6 @@ _TABLES: Mapping[str, dict[MethodName, Settings]] = {
     "gpt2_small": _table(0.3, 1e-3, 32, hylo=HALF, decayed=DECAYED, layers={"tied": "head"}),
     "bert_qa": _BERT,
     "glue": _BERT,
-    "features": _table(0.1, 1e-2, 100, hylo={}, whitened=False, ggt={"lr": 1.0, "eps": 1e-5, "window_size": 100}),
 }
 _METHODS: tuple[MethodName, ...] = tuple(dict.fromkeys(name for table in _TABLES.values() for name in table))
 

@@ -26,15 +26,7 @@ _CLASSES = {sgd: "torch.optim.SGD", adamw: "torch.optim.AdamW"}
 
 
 def schedule_text(schedule: Schedule, epochs: float | None = None) -> str:
-    """Return a schedule in words.
-
-    Args:
-        schedule: Course of the learning rate.
-        epochs: Length of the run, if that is known.
-
-    Returns:
-        Such as ``warm-up over 5 % of the run, then cosine to nothing``.
-    """
+    """Return a schedule in words."""
     if schedule.shape == "steps":
         numbers = ", ".join(f"{(epochs or 100) * share:.4g}" for share in schedule.milestones)
         course = f"× {schedule.gamma:g} after " + (f"epochs {numbers}" if epochs else f"{numbers} % of the run")
@@ -47,17 +39,7 @@ def schedule_text(schedule: Schedule, epochs: float | None = None) -> str:
 
 
 def recipe_table(title: str, recipe: Recipe, own_batch_size: int, steps: str) -> Table:
-    """Return all that a recipe says.
-
-    Args:
-        title: Above the table.
-        recipe: The recipe.
-        own_batch_size: The workload's own number of examples per step.
-        steps: Length of the run, in words.
-
-    Returns:
-        A table with a row for each keyword and each circumstance.
-    """
+    """Return all that a recipe says."""
     size = recipe.batch_size or own_batch_size
     rows = [(key, _told(value)) for key, value in recipe.settings.items()]
     rows += [(f"workload: {key}", _told(value)) for key, value in recipe.workload.items()]
@@ -75,18 +57,7 @@ def recipe_table(title: str, recipe: Recipe, own_batch_size: int, steps: str) ->
 def scaled_table(
     recipe: Recipe, world: int, batch_size: int, own_batch_size: int, fixed: tuple[str, ...] = ()
 ) -> Table:
-    """Return the rates that the rule gives for other numbers of ranks.
-
-    Args:
-        recipe: The recipe.
-        world: Ranks of interest; other numbers are shown beside it.
-        batch_size: Examples per rank.
-        own_batch_size: The workload's own number of examples per step.
-        fixed: Keywords that the rule leaves alone, since somebody chose them.
-
-    Returns:
-        A table with a row for each number.
-    """
+    """Return the rates that the rule gives for other numbers of ranks."""
     rates = [key for key in RATES if key not in fixed and isinstance(recipe.settings.get(key), float | int)]
     rows = []
     for ranks in sorted({*WORLDS, world, recipe.world}):
@@ -99,15 +70,7 @@ def scaled_table(
 
 
 def shell_line(words: Sequence[str], world: int) -> str:
-    """Return the command that trains so.
-
-    Args:
-        words: After ``python -m benchmarks``.
-        world: Ranks.
-
-    Returns:
-        One line.
-    """
+    """Return the command that trains so."""
     module = ["-m", "benchmarks", *words]
     return shlex.join(
         ["torchrun", "--standalone", "--nproc-per-node", str(world), *module] if world > 1 else ["python", *module]
@@ -115,15 +78,7 @@ def shell_line(words: Sequence[str], world: int) -> str:
 
 
 def python_line(method: Method, settings: Settings) -> str | None:
-    """Return the call that builds the optimizer.
-
-    Args:
-        method: Which one.
-        settings: Its keywords.
-
-    Returns:
-        One line, or None for an optimizer of another package.
-    """
+    """Return the call that builds the optimizer."""
     construct = method.construct
     if construct in _CLASSES:
         return _call(_CLASSES[construct], "model.parameters()", _with_betas(settings))

@@ -16,17 +16,7 @@ from benchmarks.recipes.types import MethodName, Recipe, Rule, Schedule, Setting
 
 
 def falling(epochs: float, *at: float, warmup: float = 0.0, gamma: float = 0.1) -> Schedule:
-    """Return a rate that falls at some epochs.
-
-    Args:
-        epochs: Length of the run.
-        *at: Epochs at which it is multiplied.
-        warmup: Epochs in which it rises.
-        gamma: By what it is multiplied.
-
-    Returns:
-        The schedule.
-    """
+    """Return a rate that falls at some epochs."""
     return Schedule("steps", warmup / epochs, tuple(epoch / epochs for epoch in at), gamma)
 
 
@@ -303,9 +293,9 @@ SPARSE_MFAC: dict[str, Recipe] = {
     ),
 }
 GGT: dict[str, Recipe] = {
-    "features": _recipe(
+    "logistic": _recipe(
         {"lr": 1.0, "window_size": 100, "density": 0.01, "beta1": 0.0, "beta2": 1.0, "eps": 1e-5, "weight_decay": 0.0},
-        f"{_EFCP}, Logistic Regression (sparse GGT)",
+        f"{_EFCP}, Logistic Regression (sparse GGT), there on features of ImageNet",
         Schedule("cosine"),
         (1, 128, 10),
         "sqrt",

@@ -21,17 +21,7 @@ _BOTH = ("lr", "fallback_lr")
 def tuned(
     tables: Mapping[str, Settings], rule: Rule = "sqrt", searched: tuple[str, ...] = ("lr",), source: str = TUNED
 ) -> dict[str, Recipe]:
-    """Make recipes of plain tables of keywords.
-
-    Args:
-        tables: Keywords by workload.
-        rule: How their rates follow the examples of a step.
-        searched: Keywords that a search multiplies.
-        source: Who found them.
-
-    Returns:
-        Recipes by workload.
-    """
+    """Make recipes of plain tables of keywords."""
     return {name: Recipe(dict(table), source, rule=rule, searched=searched) for name, table in tables.items()}
 
 

@@ -12,7 +12,6 @@ from benchmarks.workloads.bert_qa import BertQA
 from benchmarks.workloads.chargpt import CharGPT
 from benchmarks.workloads.convnet import ConvNet
 from benchmarks.workloads.digits import Digits
-from benchmarks.workloads.features import Features
 from benchmarks.workloads.gpt2 import GPT2
 from benchmarks.workloads.imagenet import ResNet18, ResNet50
 from benchmarks.workloads.lgg import LGG
@@ -28,7 +27,7 @@ __all__ = ["WORKLOADS", "Batch", "DataMissingError", "Size", "Workload", "Worklo
 WorkloadName = Literal[
     "digits", "autoencoder", "resnet20", "chargpt", "logistic", "multi30k", "unet",
     "resnet32", "resnet110", "vgg16", "resnet18", "resnet50", "lgg", "convnet",
-    "gpt2_small", "bert_qa", "glue", "features", "poisson",
+    "gpt2_small", "bert_qa", "glue", "poisson",
 ]  # fmt: skip
 
 WORKLOADS: dict[
@@ -55,7 +54,6 @@ WORKLOADS: dict[
     "gpt2_small": GPT2,
     "bert_qa": BertQA,
     "glue": Glue,
-    "features": Features,
     "poisson": Poisson,
 }  # fmt: skip
 

@@ -51,26 +51,12 @@ class Autoencoder(Supervised):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "Autoencoder":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``mnist``.
-
-        Returns:
-            A workload with a narrower model and a smaller batch.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=64, widths=(128, 64, 16))
 
     @classmethod
     def paper(cls, data_dir: Path) -> "Autoencoder":
-        """Return the published version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``mnist``.
-
-        Returns:
-            A workload whose batches grow from 1,000 to all images within 500 steps.
-        """
+        """Return the published version of this workload."""
         return cls(data_dir, batch_size=1000, growth_steps=500)
 
     @property
@@ -79,14 +65,7 @@ class Autoencoder(Supervised):
         return len(self._train)
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the autoencoder with Xavier-uniform weights and zero biases.
-
-        Args:
-            seed: Seed of the initial weights.
-
-        Returns:
-            A model from ``[batch, 784]`` to logits ``[batch, 784]``.
-        """
+        """Return the autoencoder with Xavier-uniform weights and zero biases."""
         widths = (PIXELS, *self.widths, *reversed(self.widths[:-1]), PIXELS)
         code = len(self.widths) - 1
         layers: list[nn.Module] = []
@@ -100,28 +79,14 @@ class Autoencoder(Supervised):
         return nn.Sequential(*layers)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled training batches for ever; the target of an image is the image.
-
-        Args:
-            seed: Seed of the shuffling.
-
-        Yields:
-            The same images ``[batch, 784]`` in [0, 1] twice.
-        """
+        """Yield shuffled training batches for ever; the target of an image is the image."""
         generator = torch.Generator().manual_seed(seed)
         for index in self._indices(generator):
             images = self._train[index].float().div_(255)
             yield images, images
 
     def _indices(self, generator: torch.Generator) -> Iterator[Tensor]:
-        """Yield index batches for ever; each of those that grow is drawn from all images.
-
-        Args:
-            generator: Source of the permutations.
-
-        Yields:
-            Index tensors ``[batch]``.
-        """
+        """Yield index batches for ever; each of those that grow is drawn from all images."""
         examples = len(self._train)
         if not self.growth_steps:
             yield from shuffled_indices(examples, self.batch_size, generator)
@@ -133,27 +98,11 @@ class Autoencoder(Supervised):
             yield next(shuffled_indices(examples, size, generator))
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the reconstruction loss of one batch.
-
-        Args:
-            outputs: Logits ``[batch, 784]``.
-            targets: Images of the same shape.
-
-        Returns:
-            A 0-dim tensor: nats per image.
-        """
+        """Return the reconstruction loss of one batch."""
         return F.binary_cross_entropy_with_logits(outputs, targets, reduction="sum") / len(targets)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the reconstruction loss on the test images.
-
-        Args:
-            model: The autoencoder.
-            everything: Not used: it is always all of them.
-
-        Returns:
-            Nats per image.
-        """
+        """Return the reconstruction loss on the test images."""
         with evaluating(model):
             images = self._test.float().div_(255)
             return float(self.loss(model, (images, images)))

@@ -51,14 +51,7 @@ class Bert(nn.Module):
     def __init__(
         self, shape: tuple[int, int, int], pieces: WordPieces, dropout: float = 0.0, pooled: bool = False
     ) -> None:
-        """Build the encoder with new weights from torch's generator.
-
-        Args:
-            shape: Layers, width and heads.
-            pieces: The vocabulary.
-            dropout: Share of the hidden states that is dropped.
-            pooled: Whether it has the layer over the first position.
-        """
+        """Build the encoder with new weights from torch's generator."""
         super().__init__()
         layers, width, heads = shape
         self.words = nn.Embedding(len(pieces), width, pieces.padding)
@@ -71,15 +64,7 @@ class Bert(nn.Module):
         self.apply(_initialise)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Read sentences.
-
-        Args:
-            tokens: Pieces ``[batch, length]``: the mark of the beginning, one or two sentences with a separator behind
-                each, padding.
-
-        Returns:
-            Hidden states ``[batch, length, width]``.
-        """
+        """Read sentences."""
         # Positions are looked up for every example, so that each has gradients of its own there.
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         there = tokens != self.padding
@@ -91,17 +76,7 @@ class Bert(nn.Module):
         return x
 
     def first(self, tokens: Tensor) -> Tensor:
-        """Read sentences and sum each up.
-
-        Args:
-            tokens: As :meth:`forward` takes them.
-
-        Returns:
-            What the pooler makes of the first position ``[batch, width]``.
-
-        Raises:
-            ValueError: When there is no pooler.
-        """
+        """Read sentences and sum each up."""
         if self.pooler is None:
             raise ValueError("the encoder was built without a pooler, take pooled=True")
         return torch.tanh(self.pooler(self(tokens)[:, 0]))
@@ -118,29 +93,13 @@ def _initialise(module: nn.Module) -> None:
 
 
 def trimmed(tokens: Tensor, padding: int) -> Tensor:
-    """Return sentences without the places that are padding in all of them.
-
-    Args:
-        tokens: Pieces ``[batch, length]`` of any integer type.
-        padding: The piece that stands behind the end.
-
-    Returns:
-        Pieces ``[batch, longest]`` as the model takes them.
-    """
+    """Return sentences without the places that are padding in all of them."""
     longest = int((tokens != padding).sum(1).max())
     return tokens[:, :longest].long()
 
 
 def new_head(width: int, outputs: int) -> nn.Linear:
-    """Return the map behind the encoder, initialised as the encoder is.
-
-    Args:
-        width: Width of the encoder.
-        outputs: Number of outputs.
-
-    Returns:
-        The map.
-    """
+    """Return the map behind the encoder, initialised as the encoder is."""
     head = nn.Linear(width, outputs)
     _initialise(head)
     return head
@@ -150,13 +109,6 @@ def load_checkpoint(encoder: Bert, path: Path) -> None:
     """Take the weights of a published model, as ``torch.save`` wrote its state under Hugging Face's names.
 
     Heads of other tasks in it are not used; without a pooler in it the encoder keeps its new one.
-
-    Args:
-        encoder: Gets the weights.
-        path: Such as ``pytorch_model.bin`` of google-bert/bert-base-uncased.
-
-    Raises:
-        ValueError: When the file is no such state, or one of another size.
     """
     theirs = _read_state(path)
     own = encoder.state_dict()
@@ -176,30 +128,13 @@ def load_checkpoint(encoder: Bert, path: Path) -> None:
 
 
 def their_name(name: str) -> str:
-    """Return Hugging Face's name of a tensor.
-
-    Args:
-        name: Its name in :class:`Bert`.
-
-    Returns:
-        The name, without the prefix ``bert.``.
-    """
+    """Return Hugging Face's name of a tensor."""
     pattern, to = next((pattern, to) for pattern, to in _THEIRS if re.match(pattern, name))
     return re.sub(pattern, to, name)
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:
-    """Read a state, its names without ``bert.`` and with today's words for the parts of a norm.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Tensors by name.
-
-    Raises:
-        ValueError: When it is none.
-    """
+    """Read a state, its names without ``bert.`` and with today's words for the parts of a norm."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as err:

@@ -77,11 +77,7 @@ class Glue(Supervised):
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 36_815}
 
     def __post_init__(self) -> None:
-        """Check the sizes.
-
-        Raises:
-            ValueError: When there is no such encoder, or not that many positions.
-        """
+        """Check the sizes."""
         find_task(self.task)
         if self.encoder not in SHAPES:
             raise ValueError(f"encoder must be one of {', '.join(SHAPES)}, got {self.encoder!r}")
@@ -90,14 +86,7 @@ class Glue(Supervised):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "Glue":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``glue``.
-
-        Returns:
-            A workload with one narrow layer, few pieces, short sentences and a smaller batch.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=16, encoder="smallest", length=32, vocabulary=200)
 
     @classmethod
@@ -105,12 +94,6 @@ class Glue(Supervised):
         """Return BERT-base on MNLI for three epochs of its 392,702 pairs, as the README of EFCP has it.
 
         That is IST-DASLab/EFCP on GitHub; the batch is that of the model cards of M-FAC.
-
-        Args:
-            data_dir: Folder that holds ``glue``, and ``bert`` with vocab.txt and pytorch_model.bin.
-
-        Returns:
-            A workload with 128 pieces a pair; the weights are new where their file is not there.
         """
         weights = data_dir / "bert" / "pytorch_model.bin"
         checkpoint = str(weights) if weights.is_file() else None
@@ -132,14 +115,7 @@ class Glue(Supervised):
         return len(self._train[1])
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the encoder and its head with weights from ``seed``, those of the encoder from the checkpoint, if any.
-
-        Args:
-            seed: Seed of the initial weights.
-
-        Returns:
-            A model from pieces ``[batch, length]`` to logits ``[batch, classes]``, or scores ``[batch, 1]``.
-        """
+        """Return the encoder and its head with weights from ``seed``; the encoder's are the checkpoint's, if any."""
         with seeded(seed):
             encoder = Bert(SHAPES[self.encoder], self._pieces, self.dropout, pooled=True)
             model = SentenceModel(encoder, self._task.outputs, self.dropout)
@@ -148,56 +124,26 @@ class Glue(Supervised):
         return model
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled examples for ever.
-
-        Args:
-            seed: Seed of the shuffling.
-
-        Yields:
-            Pieces ``[batch, length]``, padded to the longest of the batch, and classes ``[batch]`` or scores.
-        """
+        """Yield shuffled examples for ever."""
         tokens, labels = self._train
         generator = torch.Generator().manual_seed(seed)
         for index in shuffled_indices(len(labels), self.batch_size, generator):
             yield trimmed(tokens[index], self._pieces.padding), labels[index]
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss.
-
-        Args:
-            outputs: Logits ``[batch, classes]``, or scores ``[batch, 1]``.
-            targets: What they should be.
-
-        Returns:
-            A 0-dim tensor: nats, or the mean squared error.
-        """
+        """Return the loss."""
         if self._task.classes:
             return cross_entropy(outputs, targets)
         return (outputs - targets).square().sum(1).mean()
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the accuracy, or Pearson's correlation, on the first 1,024 examples of the validation set.
-
-        Args:
-            model: The model.
-            everything: Take all of them.
-
-        Returns:
-            A number up to 1.
-        """
+        """Return the accuracy, or Pearson's correlation, on the first 1,024 examples of the validation set."""
         tokens, labels = self._validation[0]
         count = len(labels) if everything else EVAL_BATCHES * EVAL_SENTENCES
         return next(iter(self._marks(model, tokens[:count], labels[:count]).values()))
 
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return the marks of GLUE on each file of held-out data.
-
-        Args:
-            model: The model.
-
-        Returns:
-            Marks by name and file.
-        """
+        """Return the marks of GLUE on each file of held-out data."""
         files = find_files(self.data_dir, self._task)[1]
         return {
             f"{name}, {file.stem}": value

@@ -42,14 +42,7 @@ class SpanModel(nn.Module):
         self.head = new_head(encoder.width, 2)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Say where the answer begins and ends.
-
-        Args:
-            tokens: Pieces ``[batch, length]``.
-
-        Returns:
-            Logits ``[batch, 2, length]``; of padding the smallest number.
-        """
+        """Say where the answer begins and ends."""
         logits: Tensor = self.head(self.encoder(tokens)).mT
         return logits.masked_fill((tokens == self.encoder.padding)[:, None], torch.finfo(logits.dtype).min)
 
@@ -80,11 +73,7 @@ class BertQA(Classification):
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 21_720}
 
     def __post_init__(self) -> None:
-        """Check the sizes.
-
-        Raises:
-            ValueError: When there is no such encoder, or not that many positions.
-        """
+        """Check the sizes."""
         if self.encoder not in SHAPES:
             raise ValueError(f"encoder must be one of {', '.join(SHAPES)}, got {self.encoder!r}")
         if not 0 <= self.stride < self.length <= POSITIONS:
@@ -94,14 +83,7 @@ class BertQA(Classification):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "BertQA":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``squad``.
-
-        Returns:
-            A workload with one narrow layer, few pieces, short windows and a smaller batch.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=8, encoder="smallest", length=48, stride=8, vocabulary=200)
 
     @classmethod
@@ -110,12 +92,6 @@ class BertQA(Classification):
 
         Batch and length are those of the model cards of M-FAC. An epoch is counted by the 130,319 questions; there are
         a few more windows.
-
-        Args:
-            data_dir: Folder that holds ``squad``, and ``bert`` with vocab.txt and pytorch_model.bin.
-
-        Returns:
-            A workload with windows of 384 pieces, 12 a batch; the weights are new where their file is not there.
         """
         weights = data_dir / "bert" / "pytorch_model.bin"
         checkpoint = str(weights) if weights.is_file() else None
@@ -130,14 +106,7 @@ class BertQA(Classification):
         return len(self._train[1].tokens)
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the encoder and its head with weights from ``seed``, those of the encoder from the checkpoint, if any.
-
-        Args:
-            seed: Seed of the initial weights.
-
-        Returns:
-            A model from pieces ``[batch, length]`` to logits ``[batch, 2, length]``.
-        """
+        """Return the encoder and its head with weights from ``seed``; the encoder's are the checkpoint's, if any."""
         with seeded(seed):
             model = SpanModel(Bert(SHAPES[self.encoder], self._pieces, self.dropout))
         if self.checkpoint is not None:
@@ -145,29 +114,14 @@ class BertQA(Classification):
         return model
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled windows for ever.
-
-        Args:
-            seed: Seed of the shuffling.
-
-        Yields:
-            Pieces ``[batch, length]``, padded to the longest of the batch, and positions ``[batch, 2]``.
-        """
+        """Yield shuffled windows for ever."""
         windows = self._train[1]
         generator = torch.Generator().manual_seed(seed)
         for index in shuffled_indices(len(windows.tokens), self.batch_size, generator):
             yield trimmed(windows.tokens[index], self._pieces.padding), windows.targets[index]
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the loss on the first 256 windows of the validation set.
-
-        Args:
-            model: The model.
-            everything: Take all of them.
-
-        Returns:
-            Nats, mean of both ends.
-        """
+        """Return the loss on the first 256 windows of the validation set."""
         windows = self._validation[1]
         count = len(windows.tokens) if everything else min(EVAL_WINDOWS, len(windows.tokens))
         total = 0.0
@@ -178,28 +132,12 @@ class BertQA(Classification):
         return total / count
 
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return exact match and F1 of the answers to all questions of the validation set.
-
-        Args:
-            model: The model.
-
-        Returns:
-            Both, in percent.
-        """
+        """Return exact match and F1 of the answers to all questions of the validation set."""
         questions, windows = self._validation
         return marks(questions, self.answers(model, questions, windows))
 
     def answers(self, model: nn.Module, questions: list[Question], windows: Windows) -> list[str]:
-        """Answer questions.
-
-        Args:
-            model: The model.
-            questions: The questions.
-            windows: Their windows.
-
-        Returns:
-            The answer to each.
-        """
+        """Answer questions."""
         logits: list[Tensor] = []
         with evaluating(model):
             for part in windows.tokens.split(EVAL_WINDOWS):

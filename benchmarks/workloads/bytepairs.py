@@ -28,14 +28,7 @@ def byte_characters() -> dict[int, str]:
 
 
 def split_words(text: str) -> list[str]:
-    """Cut a text into what merges may not cross: endings such as 's, letters, numbers, signs, blanks.
-
-    Args:
-        text: The text.
-
-    Returns:
-        Its words, which together are the text.
-    """
+    """Cut a text into what merges may not cross: endings such as 's, letters, numbers, signs, blanks."""
     letters, numbers = (_of_category(text, first, kind) for first, kind in (("a", "L"), ("0", "N")))
     endings = "'(?:s|t|re|ve|m|ll|d)"
     rest = rf"[^\s{letters}{numbers}]"
@@ -43,16 +36,7 @@ def split_words(text: str) -> list[str]:
 
 
 def _of_category(text: str, first: str, kind: str) -> str:
-    """Return the characters of a Unicode category that a text has, as the inside of a class of a pattern.
-
-    Args:
-        text: The text.
-        first: A member that is always there, so that the class is not empty.
-        kind: First letter of the category.
-
-    Returns:
-        Characters; none of a category of letters or numbers means anything to a pattern.
-    """
+    """Return the characters of a Unicode category that a text has, as the inside of a class of a pattern."""
     return "".join(sorted({first, *(c for c in set(text) if unicodedata.category(c)[0] == kind)}))
 
 
@@ -72,18 +56,7 @@ class BytePairs:
 
     @classmethod
     def read(cls, folder: Path) -> "BytePairs":
-        """Read the two files.
-
-        Args:
-            folder: Where they are.
-
-        Returns:
-            The vocabulary.
-
-        Raises:
-            DataMissingError: When one is not there.
-            ValueError: When one is damaged.
-        """
+        """Read the two files."""
         if missing := [name for name in FILES if not (folder / name).is_file()]:
             raise DataMissingError(folder, missing, ORIGIN)
         vocabulary, merges = (folder / name for name in FILES)
@@ -97,14 +70,7 @@ class BytePairs:
         return cls(numbers, _ranks(merges, lines))
 
     def encode(self, text: str) -> list[int]:
-        """Turn a text into numbers.
-
-        Args:
-            text: The text.
-
-        Returns:
-            Its tokens.
-        """
+        """Turn a text into numbers."""
         return [number for word in split_words(text) for number in self._word(word)]
 
     def _word(self, word: str) -> list[int]:
@@ -116,14 +82,7 @@ class BytePairs:
         return self._known[word]
 
     def _merged(self, parts: list[str]) -> list[str]:
-        """Merge neighbours, all places of the pair of the lowest rank at a time.
-
-        Args:
-            parts: One character each.
-
-        Returns:
-            The tokens.
-        """
+        """Merge neighbours, all places of the pair of the lowest rank at a time."""
         last = len(self.ranks)
         while len(parts) > 1:
             best = min(pairwise(parts), key=lambda pair: self.ranks.get(pair, last))

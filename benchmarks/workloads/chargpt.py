@@ -52,26 +52,12 @@ class CharGPT(Classification):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "CharGPT":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``shakespeare``.
-
-        Returns:
-            A workload with one narrow layer, a short context and a smaller batch.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=8, context=32, width=32, layers=1, heads=2)
 
     @classmethod
     def paper(cls, data_dir: Path) -> "CharGPT":
-        """Return the size of nanoGPT's ``config/train_shakespeare_char.py``, whose layers have no biases, though.
-
-        Args:
-            data_dir: Folder that holds ``shakespeare``.
-
-        Returns:
-            A workload with 6 layers of width 384, 6 heads, context 256, batches of 64 and dropout.
-        """
+        """Return the size of nanoGPT's ``config/train_shakespeare_char.py``, whose layers have no biases, though."""
         return cls(data_dir, batch_size=64, context=256, width=384, layers=6, heads=6, dropout=0.2)
 
     @property
@@ -80,26 +66,12 @@ class CharGPT(Classification):
         return (len(self._split[0]) - 1) // self.context
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the transformer with weights from ``seed``; the text decides the vocabulary.
-
-        Args:
-            seed: Seed of the initial weights.
-
-        Returns:
-            A model from tokens ``[batch, context]`` to logits ``[batch, context, vocabulary]``.
-        """
+        """Return the transformer with weights from ``seed``; the text decides the vocabulary."""
         with seeded(seed):
             return GPT(self._vocabulary, self.context, self.width, self.layers, self.heads, dropout=self.dropout)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield windows at random places of the training text for ever.
-
-        Args:
-            seed: Seed of the places.
-
-        Yields:
-            Tokens and the tokens one place later, each ``[batch, context]``.
-        """
+        """Yield windows at random places of the training text for ever."""
         generator = torch.Generator().manual_seed(seed)
         text, _ = self._split
         while True:
@@ -107,15 +79,7 @@ class CharGPT(Classification):
             yield self._windows(text, starts)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the loss on evenly spread windows of the held-out text.
-
-        Args:
-            model: The transformer.
-            everything: Take every whole window of the text.
-
-        Returns:
-            Nats per token.
-        """
+        """Return the loss on evenly spread windows of the held-out text."""
         _, text = self._split
         starts = torch.linspace(0, len(text) - self.context - 1, EVAL_WINDOWS).long()
         if everything:
@@ -125,25 +89,13 @@ class CharGPT(Classification):
             return sum(len(part) * float(self.loss(model, self._windows(text, part))) for part in parts) / len(starts)
 
     def _windows(self, text: Tensor, starts: Tensor) -> Batch:
-        """Cut windows and their shifted targets.
-
-        Args:
-            text: Token numbers ``[length]``.
-            starts: First index of each window ``[batch]``.
-
-        Returns:
-            Tokens and targets ``[batch, context]``.
-        """
+        """Cut windows and their shifted targets."""
         index = starts[:, None] + torch.arange(self.context)
         return text[index], text[index + 1]
 
     @property
     def _split(self) -> Batch:
-        """The training text and the held-out text.
-
-        Raises:
-            ValueError: When the held-out text is shorter than one window.
-        """
+        """The training text and the held-out text."""
         tokens = self._tokens
         cut = int(TRAIN_SHARE * len(tokens))
         if len(tokens) - cut <= self.context:
@@ -174,17 +126,7 @@ class CharGPT(Classification):
 
 
 def read_text(path: Path) -> str:
-    """Read a text.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its contents.
-
-    Raises:
-        ValueError: When it is empty or not UTF-8.
-    """
+    """Read a text."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as err:

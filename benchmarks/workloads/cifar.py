@@ -88,26 +88,11 @@ class Cifar(Classification):
         return len(self._train[0])
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy, in nats.
-
-        Args:
-            outputs: Logits ``[batch, classes]``.
-            targets: Classes ``[batch]``.
-
-        Returns:
-            A 0-dim tensor.
-        """
+        """Return the mean cross-entropy, in nats."""
         return cross_entropy(outputs, targets, self.label_smoothing)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled training batches for ever, augmented as :attr:`augment` says.
-
-        Args:
-            seed: Seed of the shuffling, the flips and the crops.
-
-        Yields:
-            Normalised images ``[batch, 3, 32, 32]`` and labels ``[batch]``.
-        """
+        """Yield shuffled training batches for ever, augmented as :attr:`augment` says."""
         images, labels = self._train
         generator = torch.Generator().manual_seed(seed)
         for index in shuffled_indices(len(images), self.batch_size, generator):
@@ -119,42 +104,19 @@ class Cifar(Classification):
             yield random_crops(batch, generator) if self.augment == "crops" else batch, labels[index]
 
     def in_order(self, train: bool, batch_size: int = 500) -> Iterator[Batch]:
-        """Yield all images once, in the order of the files, without augmentation.
-
-        Args:
-            train: The training images; else those for tests.
-            batch_size: Images at once; the last batch may be shorter.
-
-        Yields:
-            Normalised images ``[batch, 3, 32, 32]`` and labels ``[batch]``.
-        """
+        """Yield all images once, in the order of the files, without augmentation."""
         images, labels = self._train if train else self._test
         for start in range(0, len(labels), batch_size):
             yield self._normalise(images[start : start + batch_size]), labels[start : start + batch_size]
 
     def evaluate(self, model: torch.nn.Module, everything: bool = False) -> float:
-        """Return the accuracy on the first 2,000 test images: a forward pass on a CPU takes its time.
-
-        Args:
-            model: The classifier.
-            everything: Take all 10,000.
-
-        Returns:
-            A number in [0, 1].
-        """
+        """Return the accuracy on the first 2,000 test images: a forward pass on a CPU takes its time."""
         images, labels = self._test
         count = len(images) if everything else EVAL_EXAMPLES
         return accuracy(model, self._normalise(images[:count]), labels[:count])
 
     def _normalise(self, images: Tensor) -> Tensor:
-        """Scale bytes to zero mean and unit variance per channel.
-
-        Args:
-            images: Unsigned bytes ``[count, 3, 32, 32]``.
-
-        Returns:
-            Floats of the same shape.
-        """
+        """Scale bytes to zero mean and unit variance per channel."""
         files = CIFAR[self.dataset]
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (files.mean, files.std))
         return images.float().div_(255).sub_(mean).div_(std)
@@ -173,15 +135,7 @@ class Cifar(Classification):
 
 
 def random_crops(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Cut each image out of itself with zeros around it, at a random place.
-
-    Args:
-        images: Normalised images ``[count, channels, side, side]``, whose zero is the mean colour.
-        generator: Source of the places.
-
-    Returns:
-        Images of the same shape.
-    """
+    """Cut each image out of itself with zeros around it, at a random place."""
     count, _, side, _ = images.shape
     padded = F.pad(images, (PADDING,) * 4)
     places = torch.randint(0, 2 * PADDING + 1, (count, 2), generator=generator).tolist()
@@ -190,15 +144,7 @@ def random_crops(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _find(data_dir: Path, dataset: CifarName) -> Path:
-    """Return the standard folder of a data set.
-
-    Args:
-        data_dir: That folder, or one of those above it.
-        dataset: Which one.
-
-    Returns:
-        The folder.
-    """
+    """Return the standard folder of a data set."""
     files = CIFAR[dataset]
     parents = (data_dir / dataset, data_dir)
     packs = sorted({pack for parent in parents for pack in parent.glob("*.npz") if dataset == "cifar10"})
@@ -212,14 +158,7 @@ def _find(data_dir: Path, dataset: CifarName) -> Path:
 
 
 def _unpack_hint(pack: Path) -> str:
-    """Return how to turn a pack of CIFAR-10, if it comes with its script, into the standard folder.
-
-    Args:
-        pack: The ``.npz`` file of compressed images that was found.
-
-    Returns:
-        A sentence.
-    """
+    """Return how to turn a pack of CIFAR-10, if it comes with its script, into the standard folder."""
     scripts = sorted(pack.parent.glob("unpack*.py"))
     if not scripts:
         return f"{pack} is there, but this reader takes the standard folder only."
@@ -227,16 +166,7 @@ def _unpack_hint(pack: Path) -> str:
 
 
 def _read(folder: Path, names: tuple[str, ...], dataset: CifarName) -> Batch:
-    """Read and join batch files.
-
-    Args:
-        folder: The standard folder.
-        names: Batch files.
-        dataset: Whose.
-
-    Returns:
-        Unsigned bytes ``[count, 3, 32, 32]`` and labels ``[count]``.
-    """
+    """Read and join batch files."""
     parts = [read_cifar_batch(folder / name, dataset) for name in names]
     images = np.concatenate([part[0] for part in parts])
     return torch.from_numpy(images), torch.from_numpy(np.concatenate([part[1] for part in parts]))

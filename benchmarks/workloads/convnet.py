@@ -45,26 +45,12 @@ class ConvNet(Classification):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "ConvNet":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``mnist``.
-
-        Returns:
-            A workload with a narrower network and a smaller batch.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=32, channels=(4, 4))
 
     @classmethod
     def paper(cls, data_dir: Path) -> "ConvNet":
-        """Return the published version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``mnist``.
-
-        Returns:
-            A workload that is that for a CPU with more steps: the program expects 3,000 to 6,000.
-        """
+        """Return the published version of this workload."""
         return cls(data_dir)
 
     @property
@@ -73,14 +59,7 @@ class ConvNet(Classification):
         return len(self._train[0])
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the network with weights from ``seed``.
-
-        Args:
-            seed: Seed of the initial weights.
-
-        Returns:
-            A model from ``[batch, 1, 28, 28]`` to logits ``[batch, 10]``.
-        """
+        """Return the network with weights from ``seed``."""
         first, second = self.channels
         with seeded(seed):
             return nn.Sequential(
@@ -95,29 +74,14 @@ class ConvNet(Classification):
             )
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled training batches for ever.
-
-        Args:
-            seed: Seed of the shuffling.
-
-        Yields:
-            Images ``[batch, 1, 28, 28]`` in [0, 1] and labels ``[batch]``.
-        """
+        """Yield shuffled training batches for ever."""
         images, labels = self._train
         generator = torch.Generator().manual_seed(seed)
         for index in shuffled_indices(len(images), self.batch_size, generator):
             yield images[index].float().div_(255), labels[index]
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the accuracy on the test images.
-
-        Args:
-            model: The classifier.
-            everything: Not used: it is always all of them.
-
-        Returns:
-            A number in [0, 1].
-        """
+        """Return the accuracy on the test images."""
         images, labels = self._test
         return accuracy(model, images.float().div_(255), labels)
 

@@ -31,26 +31,12 @@ class Digits(Classification):
 
     @classmethod
     def smoke(cls, data_dir: Path | None = None) -> "Digits":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Not used.
-
-        Returns:
-            A workload whose step takes about a millisecond.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=64, channels=(4, 8))
 
     @classmethod
     def paper(cls, data_dir: Path | None = None) -> "Digits":
-        """Return the published version of this workload, which is that for a CPU: nobody published one.
-
-        Args:
-            data_dir: Not used.
-
-        Returns:
-            The workload.
-        """
+        """Return the published version of this workload, which is that for a CPU: nobody published one."""
         return cls(data_dir)
 
     @property
@@ -59,14 +45,7 @@ class Digits(Classification):
         return len(self._train[0])
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return two convolutions and two linear layers with weights from ``seed``.
-
-        Args:
-            seed: Seed of the initial weights.
-
-        Returns:
-            A model from ``[batch, 1, 8, 8]`` to logits ``[batch, 10]``.
-        """
+        """Return two convolutions and two linear layers with weights from ``seed``."""
         first, second = self.channels
         with seeded(seed):
             return nn.Sequential(
@@ -81,29 +60,14 @@ class Digits(Classification):
             )
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled training batches for ever.
-
-        Args:
-            seed: Seed of the shuffling.
-
-        Yields:
-            Images ``[batch, 1, 8, 8]`` and labels ``[batch]``.
-        """
+        """Yield shuffled training batches for ever."""
         images, labels = self._train
         generator = torch.Generator().manual_seed(seed)
         for index in shuffled_indices(len(images), self.batch_size, generator):
             yield images[index], labels[index]
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the accuracy on the test images.
-
-        Args:
-            model: The classifier.
-            everything: Not used: it is always all of them.
-
-        Returns:
-            A number in [0, 1].
-        """
+        """Return the accuracy on the test images."""
         return accuracy(model, *self._test)
 
     @cached_property

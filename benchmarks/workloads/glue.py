@@ -75,17 +75,7 @@ TASKS: dict[TaskName, Task] = {
 
 
 def find_task(name: str) -> Task:
-    """Return a task.
-
-    Args:
-        name: Key of :data:`TASKS`.
-
-    Returns:
-        The task.
-
-    Raises:
-        ValueError: When there is none of that name.
-    """
+    """Return a task."""
     for known, task in TASKS.items():
         if known == name:
             return task
@@ -93,15 +83,7 @@ def find_task(name: str) -> Task:
 
 
 def find_files(data_dir: Path, task: Task) -> tuple[Path, list[Path]]:
-    """Return the files of a task.
-
-    Args:
-        data_dir: The folder above ``glue``, or ``glue`` itself.
-        task: The task.
-
-    Returns:
-        The training file and those of held-out data.
-    """
+    """Return the files of a task."""
     names = ("train.tsv", *task.validation)
     hint = f"Put {', '.join(names)} into <data-dir>/glue/{task.folder}."
     folder = find_folder((data_dir / "glue" / task.folder, data_dir / task.folder), names, ORIGIN, hint)
@@ -109,18 +91,7 @@ def find_files(data_dir: Path, task: Task) -> tuple[Path, list[Path]]:
 
 
 def read_glue(path: Path, task: Task) -> Sentences:
-    """Read one file.
-
-    Args:
-        path: The file.
-        task: What it belongs to.
-
-    Returns:
-        Sentences and labels.
-
-    Raises:
-        ValueError: When it is no such text, lacks a column, or has a line that does not fit.
-    """
+    """Read one file."""
     try:
         lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except UnicodeDecodeError as err:
@@ -155,16 +126,7 @@ def _label(text: str, task: Task, where: str) -> float:
 
 
 def encode_sentences(texts: Iterable[tuple[str, ...]], pieces: WordPieces, length: int) -> Tensor:
-    """Turn one or two sentences each into what the encoder reads; of too long ones the longer is cut at its end.
-
-    Args:
-        texts: The sentences.
-        pieces: The vocabulary.
-        length: Pieces of each row.
-
-    Returns:
-        Numbers ``[count, length]`` as int32.
-    """
+    """Turn one or two sentences each into what the encoder reads; of too long ones the longer is cut at its end."""
     rows = []
     for sentences in texts:
         parts = [[piece.number for piece in pieces.encode(sentence)] for sentence in sentences]
@@ -180,15 +142,7 @@ Marks = Callable[[Tensor, Tensor], dict[str, float]]
 
 
 def mark(name: str, task: Task) -> Marks:
-    """Return the marks that GLUE gives on a task.
-
-    Args:
-        name: Key of :data:`TASKS`.
-        task: The task.
-
-    Returns:
-        Takes predictions and labels ``[count]`` and returns the marks by name, the first one being the usual one.
-    """
+    """Return the marks that GLUE gives on a task."""
     if not task.classes:
         return correlations
     further: dict[str, tuple[str, Callable[[Tensor, Tensor], float]]] = {
@@ -205,15 +159,7 @@ def mark(name: str, task: Task) -> Marks:
 
 
 def correlations(found: Tensor, right: Tensor) -> dict[str, float]:
-    """Return Pearson's and Spearman's correlation, 0 where one side is constant.
-
-    Args:
-        found: Scores.
-        right: True scores.
-
-    Returns:
-        Both by name.
-    """
+    """Return Pearson's and Spearman's correlation, 0 where one side is constant."""
     stats = import_module("scipy.stats")
     pairs = {"Pearson correlation": stats.pearsonr, "Spearman correlation": stats.spearmanr}
     if min(len(found.unique()), len(right.unique())) < 2:
@@ -235,13 +181,5 @@ def matthews(found: Tensor, right: Tensor) -> float:
 
 
 def labels_tensor(labels: Sequence[float], task: Task) -> Tensor:
-    """Return labels as the loss takes them.
-
-    Args:
-        labels: Numbers of classes, or scores.
-        task: The task.
-
-    Returns:
-        Integers ``[count]``, or floats ``[count, 1]``.
-    """
+    """Return labels as the loss takes them."""
     return torch.tensor(labels).long() if task.classes else torch.tensor(labels).float()[:, None]

@@ -43,14 +43,7 @@ class GPT2(CharGPT):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "GPT2":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``shakespeare``.
-
-        Returns:
-            A workload with one narrow layer, a short context and a smaller batch.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=8, context=32, width=32, layers=1, heads=2)
 
     @classmethod
@@ -58,38 +51,18 @@ class GPT2(CharGPT):
         """Return GPT-2 small with the batch and the length of nanoGPT's ``config/train_gpt2.py``.
 
         A batch is 480 times 1,024 tokens, for several GPUs; the text of that run, OpenWebText, has to be given.
-
-        Args:
-            data_dir: Folder that holds ``shakespeare``, and ``gpt2`` with the vocabulary.
-
-        Returns:
-            A workload with 12 layers of width 768, 12 heads and context 1,024; byte pairs where their files are there.
         """
         folder = data_dir / "gpt2"
         pieces = str(folder) if all((folder / name).is_file() for name in FILES) else None
         return cls(data_dir, batch_size=480, context=1024, width=768, layers=12, heads=12, tied=True, pieces=pieces)
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the transformer with weights from ``seed``; text or files decide the vocabulary.
-
-        Args:
-            seed: Seed of the initial weights.
-
-        Returns:
-            A model from tokens ``[batch, context]`` to logits ``[batch, context, vocabulary]``.
-        """
+        """Return the transformer with weights from ``seed``; text or files decide the vocabulary."""
         with seeded(seed):
             return self.architecture(self._vocabulary)
 
     def architecture(self, vocabulary: int) -> GPT:
-        """Return the model for any number of tokens, its weights from torch's generator.
-
-        Args:
-            vocabulary: Number of tokens.
-
-        Returns:
-            The model.
-        """
+        """Return the model for any number of tokens, its weights from torch's generator."""
         model = GPT(
             vocabulary,
             self.context,
@@ -119,11 +92,7 @@ class GPT2(CharGPT):
 
 
 def initialise(model: GPT) -> None:
-    """Draw the weights as GPT-2 has them; those of norms stay.
-
-    Args:
-        model: The model, changed in place.
-    """
+    """Draw the weights as GPT-2 has them; those of norms stay."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=_POSITION_STD if module is model.positions else _STD)

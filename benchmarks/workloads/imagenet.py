@@ -85,26 +85,12 @@ class ImageNet(Classification):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "ImageNet":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``imagenet``.
-
-        Returns:
-            A workload of four classes with one block per stage, narrow, small crops and a small batch.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=8, classes=4, side=32, depths=(1, 1, 1, 1), width=8)
 
     @classmethod
     def paper(cls, data_dir: Path) -> "ImageNet":
-        """Return the published version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``imagenet``.
-
-        Returns:
-            A workload of all classes at full size, 256 pictures a step; 90 epochs.
-        """
+        """Return the published version of this workload."""
         return cls(data_dir, batch_size=256, classes=1000, side=224, width=64, workers=8)
 
     @property
@@ -113,44 +99,16 @@ class ImageNet(Classification):
         return len(self._train)
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the network with weights from ``seed``.
-
-        Args:
-            seed: Seed of the initial weights.
-
-        Returns:
-            A model from ``[batch, 3, side, side]`` to logits ``[batch, classes]``.
-        """
+        """Return the network with weights from ``seed``."""
         with seeded(seed):
             return imagenet_resnet(self.block, self.depths, self.width, self.classes)
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy, in nats.
-
-        Args:
-            outputs: Logits ``[batch, classes]``.
-            targets: Classes ``[batch]``.
-
-        Returns:
-            A 0-dim tensor.
-        """
+        """Return the mean cross-entropy, in nats."""
         return cross_entropy(outputs, targets, self.label_smoothing)
 
     def batches(self, seed: int, skip: int = 0, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
-        """Yield shuffled training batches for ever; they do not depend on the number of workers.
-
-        Args:
-            seed: Seed of the shuffling and the crops.
-            skip: Batches to leave out at the start, without decoding them.
-            rank: Which share of each batch to decode: of so many examples one after the other.
-            ranks: Equal shares that a batch is divided into.
-
-        Yields:
-            Normalised crops ``[batch / ranks, 3, side, side]`` and labels ``[batch / ranks]``.
-
-        Raises:
-            ValueError: When a batch cannot be divided so.
-        """
+        """Yield shuffled training batches for ever; they do not depend on the number of workers."""
         if self.batch_size % ranks:
             raise ValueError(f"a batch of {self.batch_size} cannot be divided evenly among {ranks} ranks")
         share = self.batch_size // ranks
@@ -158,15 +116,7 @@ class ImageNet(Classification):
         yield from self._decoded(self._train, (draw[rank * share : (rank + 1) * share] for draw in draws))
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the accuracy on about 1,000 held-out pictures from all over the classes, cropped from the middle.
-
-        Args:
-            model: The classifier.
-            everything: Take all of them.
-
-        Returns:
-            A number in [0, 1].
-        """
+        """Return the accuracy on about 1,000 held-out pictures from all over the classes, cropped from the middle."""
         stride = 1 if everything else max(1, len(self._val) // EVAL_PICTURES)
         numbers = range(0, len(self._val), stride)
         draws = ([(n, -1) for n in numbers[i : i + EVAL_BATCH]] for i in range(0, len(numbers), EVAL_BATCH))
@@ -175,15 +125,7 @@ class ImageNet(Classification):
         return hits / len(numbers)
 
     def _decoded(self, pictures: "Pictures", draws: Iterator[list[Draw]]) -> Iterator[Batch]:
-        """Decode batches, in their order.
-
-        Args:
-            pictures: Where they are.
-            draws: Which.
-
-        Returns:
-            The batches.
-        """
+        """Decode batches, in their order."""
         # A generator of its own: the loader seeds its workers with it, and would take torch's otherwise.
         loader = DataLoader(
             pictures,
@@ -243,16 +185,7 @@ class Pictures(Dataset[tuple[Tensor, int]]):
     """The pictures of some folders, one folder a class, decoded and cropped when they are asked for."""
 
     def __init__(self, folder: Path, classes: Sequence[str], side: int) -> None:
-        """List the pictures.
-
-        Args:
-            folder: Holds a folder for each class.
-            classes: Their names.
-            side: Height and width of the crops.
-
-        Raises:
-            ValueError: When a class has no pictures.
-        """
+        """List the pictures."""
         self.folder, self.side = folder, side
         names: list[bytes] = []
         labels: list[int] = []
@@ -280,16 +213,7 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 
 
 def random_crop(picture: Image.Image, side: int, seed: int) -> Image.Image:
-    """Cut out a part of random place, area and shape, scale it to a square, and mirror it with probability one half.
-
-    Args:
-        picture: The whole.
-        side: Height and width of the result.
-        seed: Seed of all of that.
-
-    Returns:
-        The crop.
-    """
+    """Cut out a part of random place, area and shape, scale it to a square, and mirror it with probability one half."""
     generator = torch.Generator().manual_seed(seed)
     box = _random_box(*picture.size, generator)
     crop = picture.resize((side, side), Image.Resampling.BILINEAR, box)
@@ -297,15 +221,7 @@ def random_crop(picture: Image.Image, side: int, seed: int) -> Image.Image:
 
 
 def middle_crop(picture: Image.Image, side: int) -> Image.Image:
-    """Scale a picture to :data:`MARGIN` times the side of the result, which is cut from its middle.
-
-    Args:
-        picture: The whole.
-        side: Height and width of the result.
-
-    Returns:
-        The crop.
-    """
+    """Scale a picture to :data:`MARGIN` times the side of the result, which is cut from its middle."""
     scale = round(MARGIN * side) / min(picture.size)
     width, height = (max(side, round(scale * length)) for length in picture.size)
     left, top = (width - side) // 2, (height - side) // 2
@@ -313,16 +229,7 @@ def middle_crop(picture: Image.Image, side: int) -> Image.Image:
 
 
 def _random_box(width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
-    """Draw a part of a picture: its area and its shape, and its place where it fits.
-
-    Args:
-        width: Of the picture.
-        height: Of the picture.
-        generator: Source of the draws.
-
-    Returns:
-        Left, top, right and bottom; of a long picture that nothing fits into, as much of its middle as may be.
-    """
+    """Draw a part of a picture: its area and its shape, and its place where it fits."""
     for area, ratio, left, top in torch.rand(ATTEMPTS, 4, generator=generator).tolist():
         pixels = width * height * (AREAS[0] + (AREAS[1] - AREAS[0]) * area)
         shape = RATIOS[0] * (RATIOS[1] / RATIOS[0]) ** ratio
@@ -336,16 +243,7 @@ def _random_box(width: int, height: int, generator: torch.Generator) -> tuple[in
 
 
 def _draws(count: int, batch_size: int, seed: int) -> Iterator[list[Draw]]:
-    """Draw batches for ever.
-
-    Args:
-        count: Number of pictures.
-        batch_size: Pictures a batch.
-        seed: Seed of their order and of the seeds of their crops.
-
-    Yields:
-        Pictures and seeds.
-    """
+    """Draw batches for ever."""
     generator = torch.Generator().manual_seed(seed)
     for index in shuffled_indices(count, batch_size, generator):
         seeds = torch.randint(2**62, (batch_size,), generator=generator)

@@ -71,27 +71,12 @@ class LGG(Segmentation):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "LGG":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``lgg``.
-
-        Returns:
-            A workload with a narrow network of three levels, small slices and a smaller batch.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=4, width=4, levels=3, side=32)
 
     @classmethod
     def paper(cls, data_dir: Path) -> "LGG":
-        """Return the published version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``lgg``.
-
-        Returns:
-            A workload with the published network on slices at full size, 16 a step, for 100 epochs; the published loss
-            is soft Dice alone, which is added to the cross-entropy here.
-        """
+        """Return the published version of this workload."""
         return cls(data_dir, batch_size=16, width=32, levels=5, side=256, augment="affine", dice=1.0)
 
     @property
@@ -100,14 +85,7 @@ class LGG(Segmentation):
         return sum(len(_slices(folder)) for folder in self._folders[0])
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield slices of random patients for ever, those with much tumour more often.
-
-        Args:
-            seed: Seed of patients, slices and augmentation.
-
-        Yields:
-            Normalised slices ``[batch, 3, side, side]`` and tumours ``[batch, 1, side, side]``.
-        """
+        """Yield slices of random patients for ever, those with much tumour more often."""
         folders = self._folders[0]
         generator = torch.Generator().manual_seed(seed)
         while True:
@@ -117,15 +95,7 @@ class LGG(Segmentation):
             yield (images, masks) if self.augment == "none" else augmented(images, masks, self.augment, generator)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the Dice coefficient of the tumours of a patient, mean over every fifth of the held-out ones.
-
-        Args:
-            model: The network.
-            everything: Take all of them.
-
-        Returns:
-            A number in [0, 1].
-        """
+        """Return the Dice coefficient of the tumours of a patient, mean over every fifth of the held-out ones."""
         folders = self._folders[1][:: 1 if everything else EVAL_EVERY]
         with evaluating(model):
             return fmean(self._dice(model, self._patient(folder)) for folder in folders)
@@ -135,29 +105,14 @@ class LGG(Segmentation):
         return float(soft_dice(found.double(), patient.masks.double()))
 
     def _draw(self, patient: Patient, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw a slice.
-
-        Args:
-            patient: Whose.
-            generator: Source of the draw.
-
-        Returns:
-            The slice, normalised, and its tumour.
-        """
+        """Draw a slice."""
         areas = patient.masks.sum((1, 2, 3), dtype=torch.float64)
         weights = areas / areas.sum().clamp(min=1) + UNIFORM_SHARE / len(areas)
         index = int(torch.multinomial(weights, 1, generator=generator))
         return (patient.images[index].float() - patient.mean) / patient.std, patient.masks[index].float()
 
     def _patient(self, folder: Path) -> Patient:
-        """Return the slices of a patient, which are read at the first use only.
-
-        Args:
-            folder: The files.
-
-        Returns:
-            The slices.
-        """
+        """Return the slices of a patient, which are read at the first use only."""
         if folder not in self._read:
             self._read[folder] = read_patient(folder, self.side)
         return self._read[folder]
@@ -177,18 +132,7 @@ class LGG(Segmentation):
 
 
 def read_patient(folder: Path, side: int) -> Patient:
-    """Read the slices of a patient.
-
-    Args:
-        folder: The files.
-        side: Height and width to scale them to.
-
-    Returns:
-        The slices.
-
-    Raises:
-        ValueError: When a file is damaged, or of another size than the others.
-    """
+    """Read the slices of a patient."""
     images, masks = [], []
     for picture, mask in _slices(folder):
         images.append(torch.from_numpy(read_colour_image(picture)))
@@ -205,17 +149,7 @@ def read_patient(folder: Path, side: int) -> Patient:
 
 
 def augmented(images: Tensor, masks: Tensor, augment: Augment, generator: torch.Generator) -> Batch:
-    """Mirror slices with probability one half, and turn and scale them a little.
-
-    Args:
-        images: Slices ``[batch, 3, side, side]``.
-        masks: Tumours ``[batch, 1, side, side]``.
-        augment: Whether to turn and scale, too.
-        generator: Source of the draws.
-
-    Returns:
-        Slices and tumours.
-    """
+    """Mirror slices with probability one half, and turn and scale them a little."""
     draws = torch.rand(len(images), 3, generator=generator)
     both = torch.cat([images, masks], 1)
     flip = draws[:, 0] < 0.5
@@ -230,17 +164,7 @@ def augmented(images: Tensor, masks: Tensor, augment: Augment, generator: torch.
 
 
 def _find(data_dir: Path) -> list[Path]:
-    """Return the folders of the patients, by name.
-
-    Args:
-        data_dir: Folder that holds them, or one above it.
-
-    Returns:
-        The folders.
-
-    Raises:
-        DataMissingError: When there are none.
-    """
+    """Return the folders of the patients, by name."""
     for place in PLACES:
         folders = sorted(folder for folder in (data_dir / place).glob("TCGA_*") if folder.is_dir())
         if folders:
@@ -249,17 +173,7 @@ def _find(data_dir: Path) -> list[Path]:
 
 
 def _slices(folder: Path) -> list[tuple[Path, Path]]:
-    """Return the pictures of a patient with their masks, in the order of the slices.
-
-    Args:
-        folder: The files.
-
-    Returns:
-        Pairs of files.
-
-    Raises:
-        DataMissingError: When there is no picture, or one has no mask.
-    """
+    """Return the pictures of a patient with their masks, in the order of the slices."""
     matches = [re.fullmatch(rf"{re.escape(folder.name)}_(\d+)\.tif", path.name) for path in folder.iterdir()]
     numbers = sorted(int(match[1]) for match in matches if match)
     names = [(f"{folder.name}_{number}.tif", f"{folder.name}_{number}_mask.tif") for number in numbers]

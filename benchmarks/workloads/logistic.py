@@ -3,10 +3,6 @@
 On MNIST the inputs are random features of the pixels, ``max(0, W x + b)`` with fixed normal ``W`` and uniform ``b``,
 which are drawn once and never trained (Rahimi and Recht, "Weighted sums of random kitchen sinks", 2008): the problem
 stays convex and has more parameters than the pixels alone would give.
-
-Any other inputs come from an ``.npz`` file, such as the features of a network that has been trained: arrays ``inputs``
-``[count, features]`` and ``targets`` ``[count]``, and ``test_inputs`` and ``test_targets`` of held-out examples. Where
-those are missing every tenth example is held out. ``python -m benchmarks features`` writes such a file.
 """
 
 from collections.abc import Iterator
@@ -20,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.workloads.base import Batch, Classification, Size, accuracy, seeded, shuffled_indices
-from benchmarks.workloads.feature_files import find_features, read_features
 from benchmarks.workloads.mnist import (
     PIXELS,
     TEST_IMAGES,
@@ -58,8 +53,8 @@ class Logistic(Classification):
 
     data_dir: Path
     batch_size: int = 128
-    features: int | str = 2000
-    """Random features of the pixels; or a file of inputs, or the name of one in <data-dir>/features."""
+    features: int = 2000
+    """Random features of the pixels."""
 
     name: ClassVar[str] = "logistic"
     metric: ClassVar[str] = "test accuracy"
@@ -67,26 +62,12 @@ class Logistic(Classification):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "Logistic":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``mnist``.
-
-        Returns:
-            A workload with few features and a smaller batch.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=32, features=64)
 
     @classmethod
     def paper(cls, data_dir: Path) -> "Logistic":
-        """Return the same problem: ten epochs in batches of 128 are what EFCP has for this kind of model.
-
-        Args:
-            data_dir: Folder that holds ``mnist``.
-
-        Returns:
-            A workload.
-        """
+        """Return the same problem: ten epochs in batches of 128 are what EFCP has for this kind of model."""
         return cls(data_dir)
 
     @property
@@ -95,46 +76,21 @@ class Logistic(Classification):
         return len(self._train[0])
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the linear classifier with weights from ``seed``, behind the fixed features, if any.
-
-        Args:
-            seed: Seed of the initial weights.
-
-        Returns:
-            A model from ``[batch, inputs]`` to logits ``[batch, classes]``.
-        """
+        """Return the linear classifier with weights from ``seed``, behind the fixed features."""
         with seeded(seed):
-            if isinstance(self.features, str):
-                inputs, targets = self._train
-                return nn.Linear(inputs.shape[1], int(torch.maximum(targets.max(), self._test[1].max())) + 1)
             return nn.Sequential(_RandomFeatures(PIXELS, self.features), nn.Linear(self.features, 10))
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled training batches for ever.
-
-        Args:
-            seed: Seed of the shuffling.
-
-        Yields:
-            Normalised images ``[batch, 784]``, or the inputs of the file, and labels ``[batch]``.
-        """
+        """Yield shuffled training batches for ever."""
         inputs, labels = self._train
         generator = torch.Generator().manual_seed(seed)
         for index in shuffled_indices(len(inputs), self.batch_size, generator):
-            yield self._prepared(inputs[index]), labels[index]
+            yield _normalise(inputs[index]), labels[index]
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the accuracy on the held-out examples.
-
-        Args:
-            model: The classifier.
-            everything: Not used: it is always all of them.
-
-        Returns:
-            A number in [0, 1].
-        """
+        """Return the accuracy on the held-out examples."""
         inputs, labels = self._test
-        return accuracy(model, self._prepared(inputs), labels)
+        return accuracy(model, _normalise(inputs), labels)
 
     @cached_property
     def _folder(self) -> Path:
@@ -142,18 +98,11 @@ class Logistic(Classification):
 
     @cached_property
     def _train(self) -> Batch:
-        return self._tables[0] if isinstance(self.features, str) else self._read(TRAIN_IMAGES, TRAIN_LABELS)
+        return self._read(TRAIN_IMAGES, TRAIN_LABELS)
 
     @cached_property
     def _test(self) -> Batch:
-        return self._tables[1] if isinstance(self.features, str) else self._read(TEST_IMAGES, TEST_LABELS)
-
-    @cached_property
-    def _tables(self) -> tuple[Batch, Batch]:
-        return read_features(find_features(self.data_dir, str(self.features)))
-
-    def _prepared(self, inputs: Tensor) -> Tensor:
-        return inputs if isinstance(self.features, str) else _normalise(inputs)
+        return self._read(TEST_IMAGES, TEST_LABELS)
 
     def _read(self, images: str, labels: str) -> Batch:
         pixels = read_images(self._folder / images)
@@ -161,12 +110,5 @@ class Logistic(Classification):
 
 
 def _normalise(images: Tensor) -> Tensor:
-    """Scale bytes to zero mean and unit variance over the training set.
-
-    Args:
-        images: Unsigned bytes ``[count, 784]``.
-
-    Returns:
-        Floats of the same shape.
-    """
+    """Scale bytes to zero mean and unit variance over the training set."""
     return images.float().div_(255).sub_(_MEAN).div_(_STD)

@@ -16,30 +16,12 @@ HINT = "Put the files into <data-dir>/mnist."
 
 
 def find_mnist(data_dir: Path, files: tuple[str, ...]) -> Path:
-    """Return the folder that holds some files of MNIST.
-
-    Args:
-        data_dir: That folder, or the one above its ``mnist``.
-        files: Names that must be there.
-
-    Returns:
-        The folder.
-    """
+    """Return the folder that holds some files of MNIST."""
     return find_folder((data_dir / "mnist", data_dir), files, ORIGIN, HINT)
 
 
 def read_images(path: Path) -> Tensor:
-    """Read one file of images as unsigned bytes, a quarter of what floats would take.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The images ``[count, 784]``.
-
-    Raises:
-        ValueError: When the images are not 28x28.
-    """
+    """Read one file of images as unsigned bytes, a quarter of what floats would take."""
     images = read_idx(path)
     if images.shape[1:] != (28, 28):
         raise ValueError(f"{path} must hold 28x28 images, got shape {images.shape}")
@@ -47,18 +29,7 @@ def read_images(path: Path) -> Tensor:
 
 
 def read_labels(path: Path, count: int) -> Tensor:
-    """Read one file of labels.
-
-    Args:
-        path: The file.
-        count: How many there must be.
-
-    Returns:
-        Class numbers ``[count]``.
-
-    Raises:
-        ValueError: When there are more or fewer, or one is no digit.
-    """
+    """Read one file of labels."""
     labels = read_idx(path)
     if labels.shape != (count,) or (count and labels.max() > 9):
         raise ValueError(f"{path} must hold {count} labels from 0 to 9, got shape {labels.shape}")

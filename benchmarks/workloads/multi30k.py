@@ -73,14 +73,7 @@ class Multi30k(Classification):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "Multi30k":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``multi30k``.
-
-        Returns:
-            A workload with one narrow layer on either side, few words and a smaller batch.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=16, vocabulary=200, length=20, width=32, layers=1, heads=2)
 
     @classmethod
@@ -90,12 +83,6 @@ class Multi30k(Classification):
         Source: ``examples/pytorch_multi30k_transformer.py`` and ``batch_multi30k.sh`` of lzhangbv/kfac_pytorch on
         GitHub. That one shares all embeddings, puts norms behind and searches with a beam, none of which is done here.
         Of German, 5,378 words occur three times or more.
-
-        Args:
-            data_dir: Folder that holds ``multi30k``.
-
-        Returns:
-            A workload with 6 layers of width 512 on either side, dropout and label smoothing.
         """
         return cls(
             data_dir,
@@ -115,29 +102,14 @@ class Multi30k(Classification):
         return len(self._train[0])
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the transformer with weights from ``seed``; the text decides the vocabularies.
-
-        Args:
-            seed: Seed of the initial weights.
-
-        Returns:
-            A model from words ``[batch, S]`` and ``[batch, T]`` to logits ``[batch, T, vocabulary]``.
-        """
+        """Return the transformer with weights from ``seed``; the text decides the vocabularies."""
         sizes = [len(words) for words in self._vocabularies]
         with seeded(seed):
             hidden = self.expansion * self.width
             return Translator(sizes, self.length, self.width, self.layers, self.heads, hidden, self.dropout)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled training pairs for ever, those of a batch of about the same length.
-
-        Args:
-            seed: Seed of the shuffling.
-
-        Yields:
-            German and English sentences ``[batch, S]`` and ``[batch, T]``, padded to the longest of the batch; the
-            English ones begin with a mark.
-        """
+        """Yield shuffled training pairs for ever, those of a batch of about the same length."""
         pairs = self._numbered(self._train)
         generator = torch.Generator().manual_seed(seed)
         pool = max(1, min(POOL, len(pairs) // self.batch_size))
@@ -147,53 +119,22 @@ class Multi30k(Classification):
                 yield _padded([pairs[i] for i in by_length[start : start + self.batch_size]])
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the logits of the word after each one of the target.
-
-        Args:
-            model: The transformer.
-            batch: Source and target.
-
-        Returns:
-            Logits ``[batch, T - 1, vocabulary]``.
-        """
+        """Return the logits of the word after each one of the target."""
         source, target = batch
         logits: Tensor = model(source, target[:, :-1])
         return logits
 
     def targets(self, batch: Batch) -> Tensor:
-        """Return the word after each one of the target.
-
-        Args:
-            batch: Source and target.
-
-        Returns:
-            Words ``[batch, T - 1]``; padding is marked as ignored.
-        """
+        """Return the word after each one of the target."""
         target = batch[1][:, 1:]
         return target.masked_fill(target == PAD, IGNORED)
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the training loss.
-
-        Args:
-            outputs: Logits ``[batch, T - 1, vocabulary]``.
-            targets: Words ``[batch, T - 1]``.
-
-        Returns:
-            A 0-dim tensor: nats per word.
-        """
+        """Return the training loss."""
         return cross_entropy(outputs, targets, self.label_smoothing)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the loss, without smoothing, on the first 256 pairs of the validation set.
-
-        Args:
-            model: The transformer.
-            everything: Take all of its pairs.
-
-        Returns:
-            Nats per word.
-        """
+        """Return the loss, without smoothing, on the first 256 pairs of the validation set."""
         pairs = self._numbered(self._validation)
         pairs = pairs if everything else pairs[:EVAL_SENTENCES]
         total, words = 0.0, 0
@@ -207,29 +148,14 @@ class Multi30k(Classification):
         return total / words
 
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return BLEU of greedy translations of the test set, or of the validation set where its files are missing.
-
-        Args:
-            model: The transformer.
-
-        Returns:
-            BLEU, by the name of the set.
-        """
+        """Return BLEU of greedy translations of the test set, or of the validation set where its files are missing."""
         tested = all((self._folder / name).is_file() for name in TEST_FILES)
         sentences = self._read(TEST_FILES) if tested else self._validation
         found = bleu(self.translate(model, sentences[0]), sentences[1])
         return {"BLEU, test_2016_flickr" if tested else "BLEU, validation": found}
 
     def translate(self, model: nn.Module, sentences: Sentences) -> Sentences:
-        """Translate sentences, the likeliest word at a time.
-
-        Args:
-            model: The transformer.
-            sentences: In German.
-
-        Returns:
-            In English.
-        """
+        """Translate sentences, the likeliest word at a time."""
         assert isinstance(model, Translator)
         words, device = list(self._vocabularies[1]), model.head.weight.device
         pairs = self._numbered([sentences, [[]] * len(sentences)])
@@ -245,14 +171,7 @@ class Multi30k(Classification):
         return [found[i] for i in range(len(order))]
 
     def _numbered(self, sentences: Sequence[Sentences]) -> list[Batch]:
-        """Turn pairs of sentences into numbers of words.
-
-        Args:
-            sentences: Those of the source, and those of the target.
-
-        Returns:
-            Source ``[S]`` and target ``[T]`` of each pair.
-        """
+        """Turn pairs of sentences into numbers of words."""
         source, target = self._vocabularies
         return [
             (_numbers([*de[: self.length - 1], SPECIAL[END]], source), _numbers(self._marked(en), target))
@@ -288,17 +207,7 @@ class Multi30k(Classification):
 
 
 def read_sentences(path: Path) -> Sentences:
-    """Read sentences, one a line, their words set apart by blanks.
-
-    Args:
-        path: A text file, gzipped if its name ends in ``.gz``.
-
-    Returns:
-        The words of each line.
-
-    Raises:
-        ValueError: When the file is truncated or no such text.
-    """
+    """Read sentences, one a line, their words set apart by blanks."""
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
@@ -308,15 +217,7 @@ def read_sentences(path: Path) -> Sentences:
 
 
 def number_words(sentences: Iterable[Iterable[str]], size: int) -> dict[str, int]:
-    """Number the most frequent words; of equally frequent ones the first in the alphabet comes first.
-
-    Args:
-        sentences: The words.
-        size: Most entries that the vocabulary may have, with the special ones.
-
-    Returns:
-        Numbers by word, the special ones first.
-    """
+    """Number the most frequent words; of equally frequent ones the first in the alphabet comes first."""
     counts = Counter(word for sentence in sentences for word in sentence)
     ranked = sorted(counts.keys() - set(SPECIAL), key=lambda word: (-counts[word], word))
     return {word: number for number, word in enumerate([*SPECIAL, *ranked[: size - len(SPECIAL)]])}
@@ -331,14 +232,7 @@ def _numbers(words: Iterable[str], vocabulary: dict[str, int]) -> Tensor:
 
 
 def _padded(pairs: Sequence[Batch]) -> Batch:
-    """Stack sentences of unequal length.
-
-    Args:
-        pairs: Source ``[S]`` and target ``[T]`` of each pair.
-
-    Returns:
-        Sources and targets, each padded to the longest.
-    """
+    """Stack sentences of unequal length."""
     source, target = (
         pad_sequence(list(side), batch_first=True, padding_value=PAD) for side in zip(*pairs, strict=True)
     )

@@ -55,14 +55,7 @@ class _ForwardLaplacian(nn.Module):
         self.register_buffer("constant", torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=dtype)[:, None], persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Apply ``a u + b Δu`` to the network.
-
-        Args:
-            inputs: ``x, y, a, b`` of each point ``[batch, 4]``.
-
-        Returns:
-            One number per point ``[batch, 1]``.
-        """
+        """Apply ``a u + b Δu`` to the network."""
         points, of_value, of_laplacian = inputs.split((2, 1, 1), 1)
         directions = torch.eye(2, dtype=inputs.dtype, device=inputs.device).expand(len(inputs), 2, 2)
         rows = torch.cat((points[:, None], directions, torch.zeros_like(points)[:, None]), 1)
@@ -103,11 +96,7 @@ class Poisson(Supervised):
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 300, "paper": 10_000}
 
     def __post_init__(self) -> None:
-        """Check the sizes.
-
-        Raises:
-            ValueError: When there is no point inside, or the solution is zero.
-        """
+        """Check the sizes."""
         if self.batch_size < 2:
             raise ValueError(f"batch_size must be at least 2, a point inside and one outside, got {self.batch_size}")
         if self.frequency < 1:
@@ -115,26 +104,12 @@ class Poisson(Supervised):
 
     @classmethod
     def smoke(cls, data_dir: Path | None = None) -> "Poisson":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Not used.
-
-        Returns:
-            A workload with a narrow model and few points.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=68, widths=(16, 16))
 
     @classmethod
     def paper(cls, data_dir: Path | None = None) -> "Poisson":
-        """Return the largest of the paper's networks for this equation, with the same points.
-
-        Args:
-            data_dir: Not used.
-
-        Returns:
-            A workload with 116,097 parameters instead of 9,873.
-        """
+        """Return the largest of the paper's networks for this equation, with the same points."""
         return cls(data_dir, widths=(256, 256, 128, 128))
 
     @property
@@ -143,14 +118,7 @@ class Poisson(Supervised):
         return self.batch_size
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the perceptron, initialised as torch does by default.
-
-        Args:
-            seed: Seed of the initial weights.
-
-        Returns:
-            A model from ``x, y, a, b`` of each point ``[batch, 4]`` to ``a u + b Δu`` ``[batch, 1]``.
-        """
+        """Return the perceptron, initialised as torch does by default."""
         with seeded(seed):
             return _ForwardLaplacian((2, *self.widths, 1), self._dtype)
 
@@ -158,12 +126,6 @@ class Poisson(Supervised):
         """Yield the same points for ever, those inside and those on the boundary in random order.
 
         The rows are scaled, so that the mean of their squared errors is the loss.
-
-        Args:
-            seed: Seed of the points.
-
-        Yields:
-            Points with the coefficients of u and Δu ``[batch, 4]``, and the right-hand sides ``[batch, 1]``.
         """
         generator = torch.Generator().manual_seed(seed)
         boundary = max(1, round(BOUNDARY_SHARE * self.batch_size))
@@ -184,27 +146,11 @@ class Poisson(Supervised):
             yield batch
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of all points.
-
-        Args:
-            outputs: Scaled ``-Δu`` inside, scaled u on the boundary ``[batch, 1]``.
-            targets: What they should be.
-
-        Returns:
-            A 0-dim tensor.
-        """
+        """Return the loss of all points."""
         return (outputs - targets).square().sum(1).mean()
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return how far the network is from the solution, on a grid.
-
-        Args:
-            model: The network.
-            everything: Not used: it is always the whole grid.
-
-        Returns:
-            The norm of the difference over that of the solution.
-        """
+        """Return how far the network is from the solution, on a grid."""
         axis = torch.linspace(0, 1, GRID, dtype=self._dtype)
         points = torch.cartesian_prod(axis, axis)
         true = self._solution(points)

@@ -18,17 +18,7 @@ class RandomResNet50(ResNet50):
     """ResNet-50 on normal random numbers for pictures."""
 
     def batches(self, seed: int, skip: int = 0, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
-        """Yield one random batch for ever: what a step costs does not depend on it.
-
-        Args:
-            seed: Seed of the numbers.
-            skip: Without meaning here.
-            rank: Likewise.
-            ranks: Equal shares that a batch is divided into.
-
-        Yields:
-            Pictures ``[batch / ranks, 3, side, side]`` and labels.
-        """
+        """Yield one random batch for ever: what a step costs does not depend on it."""
         generator = torch.Generator().manual_seed(seed)
         count = self.batch_size // ranks
         pictures = torch.randn(count, 3, self.side, self.side, generator=generator)
@@ -45,14 +35,7 @@ class RandomGPT2(GPT2):
     """Number of different tokens."""
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield one random batch for ever: what a step costs does not depend on it.
-
-        Args:
-            seed: Seed of the numbers.
-
-        Yields:
-            Tokens and targets ``[batch, context]``.
-        """
+        """Yield one random batch for ever: what a step costs does not depend on it."""
         generator = torch.Generator().manual_seed(seed)
         text = torch.randint(self.tokens, (self.batch_size, self.context + 1), generator=generator)
         while True:
@@ -64,19 +47,7 @@ class RandomGPT2(GPT2):
 
 
 def random_workload(name: str, size: Size, batch_size: int | None = None) -> Workload:
-    """Return a workload that needs no data.
-
-    Args:
-        name: ``"resnet50"`` or ``"gpt2_small"``.
-        size: Of the model.
-        batch_size: Another batch size than that of the size.
-
-    Returns:
-        The workload.
-
-    Raises:
-        ValueError: For another name.
-    """
+    """Return a workload that needs no data."""
     kinds: dict[str, type[RandomResNet50 | RandomGPT2]] = {"resnet50": RandomResNet50, "gpt2_small": RandomGPT2}
     if name not in kinds:
         raise ValueError(f"random batches are made for {' and '.join(kinds)} only, not for {name}")

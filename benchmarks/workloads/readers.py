@@ -39,17 +39,7 @@ _PICKLE_NAMES = {
 
 
 def read_idx(path: Path) -> UInt8Array:
-    """Read one gzipped IDX file of unsigned bytes.
-
-    Args:
-        path: A file such as ``train-images-idx3-ubyte.gz``.
-
-    Returns:
-        The array, in the shape that the file's header gives.
-
-    Raises:
-        ValueError: When the file is no such IDX file, or its length is not what the header says.
-    """
+    """Read one gzipped IDX file of unsigned bytes."""
     try:
         raw = gzip.decompress(path.read_bytes())
     except (EOFError, zlib.error, gzip.BadGzipFile) as err:
@@ -77,17 +67,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def _load_pickle(file: BinaryIO) -> dict[str, Any]:
-    """Load a dictionary with the restricted unpickler, its keys as text whichever Python wrote them.
-
-    Args:
-        file: An open file.
-
-    Returns:
-        The dictionary.
-
-    Raises:
-        pickle.UnpicklingError: When the file holds anything but a dictionary of arrays and plain containers.
-    """
+    """Load a dictionary with the restricted unpickler, its keys as text whichever Python wrote them."""
     loaded = _ArrayUnpickler(file, encoding="bytes").load()
     if not isinstance(loaded, dict):
         raise pickle.UnpicklingError(f"expected a dictionary, got {type(loaded).__name__}")
@@ -95,18 +75,7 @@ def _load_pickle(file: BinaryIO) -> dict[str, Any]:
 
 
 def read_cifar_batch(path: Path, dataset: CifarName = "cifar10") -> tuple[UInt8Array, npt.NDArray[np.int64]]:
-    """Read one file of the standard folders ``cifar-10-batches-py`` and ``cifar-100-python``.
-
-    Args:
-        path: A file such as ``data_batch_1`` or ``train``.
-        dataset: Whose file it is; of CIFAR-100 the fine labels are read.
-
-    Returns:
-        Images ``[count, 3, 32, 32]`` and labels ``[count]``.
-
-    Raises:
-        ValueError: When the file is truncated, refers to code, or lacks what such a file has.
-    """
+    """Read one file of the standard folders ``cifar-10-batches-py`` and ``cifar-100-python``."""
     label, key, classes = _CIFAR[dataset]
     try:
         with path.open("rb") as file:
@@ -125,17 +94,7 @@ def read_cifar_batch(path: Path, dataset: CifarName = "cifar10") -> tuple[UInt8A
 
 
 def read_gray_image(path: Path) -> UInt8Array:
-    """Read a picture in shades of gray, 8 bits a pixel.
-
-    Args:
-        path: The file, of a format that Pillow knows by its contents.
-
-    Returns:
-        The pixels ``[height, width]``, in memory of their own.
-
-    Raises:
-        ValueError: When the file is truncated, no picture, or one of another kind.
-    """
+    """Read a picture in shades of gray, 8 bits a pixel."""
     with opened_picture(path) as picture:
         if picture.mode != "L":
             raise ValueError(f"{path} must have 8 bits of gray a pixel, got mode {picture.mode}")
@@ -143,17 +102,7 @@ def read_gray_image(path: Path) -> UInt8Array:
 
 
 def read_colour_image(path: Path) -> UInt8Array:
-    """Read a picture of three colours, 8 bits each.
-
-    Args:
-        path: The file, of a format that Pillow knows by its contents.
-
-    Returns:
-        The pixels ``[3, height, width]``, in memory of their own.
-
-    Raises:
-        ValueError: When the file is truncated, no picture, or one of another kind.
-    """
+    """Read a picture of three colours, 8 bits each."""
     with opened_picture(path) as picture:
         if picture.mode != "RGB":
             raise ValueError(f"{path} must have three colours of 8 bits a pixel, got mode {picture.mode}")
@@ -162,17 +111,7 @@ def read_colour_image(path: Path) -> UInt8Array:
 
 @contextmanager
 def opened_picture(path: Path) -> Iterator[Image.Image]:
-    """Open a picture and decode all of it for the time of the body.
-
-    Args:
-        path: The file, of a format that Pillow knows by its contents.
-
-    Yields:
-        The picture.
-
-    Raises:
-        ValueError: When the file is truncated or no picture.
-    """
+    """Open a picture and decode all of it for the time of the body."""
     try:
         picture = Image.open(path)
         picture.load()

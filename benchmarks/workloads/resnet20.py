@@ -30,37 +30,16 @@ class ResNet20(Cifar):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "ResNet20":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``cifar10``.
-
-        Returns:
-            A workload with one block per stage, narrow, and a smaller batch.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=32, depth=1, channels=(4, 8, 16))
 
     @classmethod
     def paper(cls, data_dir: Path) -> "ResNet20":
-        """Return the published version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``cifar10``.
-
-        Returns:
-            A workload of 128 images a step, flipped and cropped.
-        """
+        """Return the published version of this workload."""
         return cls(data_dir, batch_size=128, augment="crops")
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the network with weights from ``seed``.
-
-        Args:
-            seed: Seed of the initial weights.
-
-        Returns:
-            A model from ``[batch, 3, 32, 32]`` to logits ``[batch, classes]``.
-        """
+        """Return the network with weights from ``seed``."""
         with seeded(seed):
             return cifar_resnet(self.depth, self.channels, self.classes)
 
@@ -86,12 +65,5 @@ class ResNet110(ResNet20):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "ResNet20":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``cifar10``.
-
-        Returns:
-            A workload with two blocks per stage, narrow, and a smaller batch.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=32, depth=2, channels=(4, 8, 16))

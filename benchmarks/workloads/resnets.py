@@ -33,16 +33,7 @@ class CifarBlock(nn.Module):
 
 
 def cifar_resnet(depth: int, channels: Sequence[int] = (16, 32, 64), classes: int = 10) -> nn.Module:
-    """Return a ResNet of three stages for 32x32 images, section 4.2 of the paper.
-
-    Args:
-        depth: Blocks per stage: 3 for ResNet-20, 5 for ResNet-32, 18 for ResNet-110.
-        channels: Width of each stage.
-        classes: Logits.
-
-    Returns:
-        A model from ``[batch, 3, 32, 32]`` to logits ``[batch, classes]``.
-    """
+    """Return a ResNet of three stages for 32x32 images, section 4.2 of the paper."""
     stem = (nn.Conv2d(3, channels[0], 3, 1, 1, bias=False), nn.BatchNorm2d(channels[0]), nn.ReLU())
     blocks, d_in = [], channels[0]
     for stage, d_out in enumerate(channels):
@@ -94,17 +85,7 @@ _BLOCKS: dict[BlockName, type[BasicBlock | Bottleneck]] = {"basic": BasicBlock, 
 
 
 def imagenet_resnet(block: BlockName, depths: Sequence[int], width: int = 64, classes: int = 1000) -> nn.Module:
-    """Return a ResNet of four stages, table 1 of the paper.
-
-    Args:
-        block: ``basic`` up to 34 layers, ``bottleneck`` from 50 on.
-        depths: Blocks of each stage: (2, 2, 2, 2) for ResNet-18, (3, 4, 6, 3) for ResNet-50.
-        width: Channels inside the blocks of the first stage.
-        classes: Logits.
-
-    Returns:
-        A model from ``[batch, 3, side, side]`` to logits ``[batch, classes]``.
-    """
+    """Return a ResNet of four stages, table 1 of the paper."""
     kind = _BLOCKS[block]
     stem = (*_conv_norm(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
     blocks, d_in = [], width
@@ -123,11 +104,7 @@ def _conv_norm(d_in: int, d_out: int, side: int, stride: int = 1) -> tuple[nn.Mo
 
 @torch.no_grad()
 def initialise_convolutions(model: nn.Module) -> None:
-    """Draw the weights of all convolutions anew, so that a ReLU after each keeps the variance of the gradient.
-
-    Args:
-        model: The network.
-    """
+    """Draw the weights of all convolutions anew, so that a ReLU after each keeps the variance of the gradient."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

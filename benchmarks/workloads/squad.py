@@ -44,17 +44,7 @@ class Question:
 
 
 def read_squad(path: Path) -> list[Question]:
-    """Read questions.
-
-    Args:
-        path: Such as ``train-v2.0.json``.
-
-    Returns:
-        All questions of all texts.
-
-    Raises:
-        ValueError: When the file is damaged, or an answer is not in its text.
-    """
+    """Read questions."""
     try:
         articles = json.loads(path.read_text(encoding="utf-8"))["data"]
         return [
@@ -116,20 +106,7 @@ class Windows:
 
 
 def make_windows(questions: Sequence[Question], pieces: WordPieces, length: int, stride: int) -> Windows:
-    """Cut questions with their texts into windows.
-
-    Args:
-        questions: The questions.
-        pieces: The vocabulary.
-        length: Pieces of a window.
-        stride: Pieces of a text that neighbouring windows share.
-
-    Returns:
-        The windows, those of a question one after another.
-
-    Raises:
-        ValueError: When a window has no room for a text beside the longest question.
-    """
+    """Cut questions with their texts into windows."""
     if length < LONGEST_QUESTION + 4 and length < max(len(pieces.encode(q.text)) for q in questions) + 4:
         raise ValueError(f"length must leave room for a text beside the question, got {length}")
     texts: dict[str, list[Piece]] = {}
@@ -161,15 +138,7 @@ def _parts(count: int, room: int, stride: int) -> Iterator[tuple[int, int]]:
 
 
 def answer_span(question: Question, text: Sequence[Piece]) -> tuple[int, int] | None:
-    """Return the first and the last piece that the first answer touches.
-
-    Args:
-        question: The question.
-        text: Pieces of its text.
-
-    Returns:
-        Their numbers, or None when there is no answer, or none of its letters is in a piece.
-    """
+    """Return the first and the last piece that the first answer touches."""
     if not question.answers:
         return None
     answer, start = question.answers[0]
@@ -187,17 +156,7 @@ def _target(span: tuple[int, int] | None, place: Place) -> tuple[int, int]:
 
 # ---------------------------------------------------------------------- answers
 def best_answers(questions: Sequence[Question], places: Sequence[Place], logits: Sequence[Tensor]) -> list[str]:
-    """Return the text between the likeliest first and last piece, over all windows of each question.
-
-    Args:
-        questions: The questions. When one of them has no answer, answers may be empty: that is, where the sum of both
-            logits at position 0 is larger in every window than that of any answer.
-        places: The windows.
-        logits: Of the first and of the last piece ``[2, length]``, window by window.
-
-    Returns:
-        An answer to each question.
-    """
+    """Return the text between the likeliest first and last piece, over all windows of each question."""
     may_be_empty = any(not question.answers for question in questions)
     best: list[tuple[float, str]] = [(-float("inf"), "") for _ in questions]
     nothing = [float("inf") for _ in questions]
@@ -225,41 +184,18 @@ def _best_span(logits: Tensor) -> tuple[float, int, int]:
 
 # ---------------------------------------------------------------------- marks
 def normalise(text: str) -> str:
-    """Return what of an answer counts: small letters, no punctuation marks, no articles, single blanks.
-
-    Args:
-        text: The answer.
-
-    Returns:
-        Its words with one blank between them.
-    """
+    """Return what of an answer counts: small letters, no punctuation marks, no articles, single blanks."""
     plain = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
 
 
 def exact_match(answer: str, right: str) -> float:
-    """Return 1 when two answers have the same words in the same order, else 0.
-
-    Args:
-        answer: What was answered.
-        right: What is right.
-
-    Returns:
-        The mark.
-    """
+    """Return 1 when two answers have the same words in the same order, else 0."""
     return float(normalise(answer) == normalise(right))
 
 
 def f1(answer: str, right: str) -> float:
-    """Return the harmonic mean of precision and recall of the words, each counted as often as it occurs.
-
-    Args:
-        answer: What was answered.
-        right: What is right.
-
-    Returns:
-        The mark; where either has no words, 1 when both have none, else 0.
-    """
+    """Return the harmonic mean of precision and recall of the words, each counted as often as it occurs."""
     given, wanted = normalise(answer).split(), normalise(right).split()
     if not given or not wanted:
         return float(given == wanted)
@@ -268,15 +204,7 @@ def f1(answer: str, right: str) -> float:
 
 
 def marks(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
-    """Return both marks, each question having that of the right answer which is nearest.
-
-    Args:
-        questions: The questions.
-        answers: The answer to each.
-
-    Returns:
-        Means over the questions, in percent.
-    """
+    """Return both marks, each question having that of the right answer which is nearest."""
     kinds: dict[str, Callable[[str, str], float]] = {"exact match, %": exact_match, "F1, %": f1}
     return {
         name: 100 * sum(_nearest(mark, *pair) for pair in zip(questions, answers, strict=True)) / len(questions)

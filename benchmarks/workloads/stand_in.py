@@ -18,21 +18,7 @@ def found_or_made_up(
     changes: Mapping[str, Any] | None = None,
     talk: bool = True,
 ) -> Iterator[tuple[Path, bool]]:
-    """Give the folder that a workload is to read: in the small size one of made-up files where some are missing.
-
-    Args:
-        name: The workload.
-        data_dir: Where its files should be.
-        size: Other sizes than ``"smoke"`` take the folder as it is.
-        changes: Fields of the workload that are changed.
-        talk: Say it when the data is made up; several ranks would all say it.
-
-    Yields:
-        The folder, and whether what it holds is made up; such a folder goes with the end of the body.
-
-    Raises:
-        DataMissingError: When nothing stands in for what is missing, such as a file that the changes name.
-    """
+    """Give the folder that a workload is to read: in the small size one of made-up files where some are missing."""
     missing = _missing(name, data_dir, size, changes) if size == "smoke" else None
     if missing is None:
         yield data_dir, False

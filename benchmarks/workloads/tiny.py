@@ -22,7 +22,7 @@ from benchmarks.workloads.mnist import TEST_IMAGES, TEST_LABELS, TRAIN_IMAGES, T
 from benchmarks.workloads.multi30k import TRAIN_FILES as SENTENCES_TRAIN
 from benchmarks.workloads.multi30k import VALIDATION_FILES as SENTENCES_VALIDATION
 from benchmarks.workloads.readers import UInt8Array
-from benchmarks.workloads.tiny_text import write_features, write_glue, write_squad
+from benchmarks.workloads.tiny_text import write_glue, write_squad
 from benchmarks.workloads.unet import FOLDERS as MEMBRANE_FOLDERS
 from benchmarks.workloads.unet import IMAGES as MEMBRANE_IMAGES
 
@@ -32,12 +32,7 @@ _TRANSLATED = ("der", "könig", "und", "königin", "soll", "sprechen", "von", "k
 
 
 def write_tiny_data(data_dir: Path, seed: int = 0) -> None:
-    """Write a tiny version of every data set, as ``--data-dir`` takes them.
-
-    Args:
-        data_dir: Folder to fill.
-        seed: Seed of the contents.
-    """
+    """Write a tiny version of every data set, as ``--data-dir`` takes them."""
     rng = np.random.default_rng(seed)
     folder = _folder(data_dir / "mnist")
     for images, labels, count in ((TRAIN_IMAGES, TRAIN_LABELS, 256), (TEST_IMAGES, TEST_LABELS, 64)):
@@ -67,27 +62,16 @@ def write_tiny_data(data_dir: Path, seed: int = 0) -> None:
             write_squad(data_dir / "squad" / f"{part}-v{version}.json", rng, paragraphs, version)
     for task in TASKS.values():
         write_glue(data_dir / "glue", task, rng, count=96)
-    write_features(data_dir / "features" / "blobs.npz", rng, count=128)
 
 
 def write_idx(path: Path, array: UInt8Array) -> None:
-    """Write a gzipped IDX file of unsigned bytes.
-
-    Args:
-        path: The file.
-        array: The contents.
-    """
+    """Write a gzipped IDX file of unsigned bytes."""
     header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 0x08, array.ndim, *array.shape)
     path.write_bytes(gzip.compress(header + array.tobytes()))
 
 
 def write_sentences(path: Path, sentences: Iterable[Iterable[str]]) -> None:
-    """Write sentences, one a line.
-
-    Args:
-        path: The file, gzipped if its name ends in ``.gz``.
-        sentences: Their words.
-    """
+    """Write sentences, one a line."""
     text = "".join(" ".join(sentence) + "\n" for sentence in sentences).encode()
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
 
@@ -95,15 +79,7 @@ def write_sentences(path: Path, sentences: Iterable[Iterable[str]]) -> None:
 def write_cifar_batch(
     path: Path, rng: np.random.Generator, tints: np.typing.NDArray[np.int64], count: int, key: str = "labels"
 ) -> None:
-    """Write a batch file as Python 3 would, of noisy images in the colour of their class.
-
-    Args:
-        path: The file.
-        rng: Source of labels and noise.
-        tints: Colour of each class ``[classes, 3, 1, 1]``.
-        count: Number of images.
-        key: Where the labels go.
-    """
+    """Write a batch file as Python 3 would, of noisy images in the colour of their class."""
     labels = rng.integers(0, len(tints), count)
     images = tints[labels] + rng.normal(0, 40, (count, 3, 32, 32))
     data = images.clip(0, 255).astype(np.uint8).reshape(count, -1)
@@ -111,13 +87,7 @@ def write_cifar_batch(
 
 
 def write_membranes(folder: Path, rng: np.random.Generator, side: int = 40) -> None:
-    """Write noisy pictures of cells with dark borders, and labels that are black there.
-
-    Args:
-        folder: Gets a folder of pictures and one of labels.
-        rng: Source of the cells and the noise.
-        side: Height and width.
-    """
+    """Write noisy pictures of cells with dark borders, and labels that are black there."""
     grid = np.stack(np.meshgrid(np.arange(side), np.arange(side), indexing="ij"))
     for number in range(MEMBRANE_IMAGES):
         cells = rng.uniform(0, side, (side // 4, 2, 1, 1))
@@ -129,14 +99,7 @@ def write_membranes(folder: Path, rng: np.random.Generator, side: int = 40) -> N
 
 
 def write_photographs(folder: Path, rng: np.random.Generator, classes: int = 4, each: int = 8) -> None:
-    """Write noisy pictures of different shapes in the colour of their class, as ImageNet's folders have them.
-
-    Args:
-        folder: Gets a folder for each part, and there one for each class.
-        rng: Source of colours, shapes and noise.
-        classes: Number of classes.
-        each: Training pictures of each; a fourth of it are held out.
-    """
+    """Write noisy pictures of different shapes in the colour of their class, as ImageNet's folders have them."""
     tints = rng.integers(0, 256, (classes, 3))
     for part, count in zip(IMAGENET_PARTS, (each, each // 4), strict=True):
         for label, tint in enumerate(tints):
@@ -148,14 +111,7 @@ def write_photographs(folder: Path, rng: np.random.Generator, classes: int = 4, 
 
 
 def write_brains(folder: Path, rng: np.random.Generator, patients: int = LGG_HELD_OUT_EVERY, side: int = 32) -> None:
-    """Write slices with a bright spot each, and masks that are white there, as the glioma data set has them.
-
-    Args:
-        folder: Gets a folder for each patient.
-        rng: Source of the spots and the noise.
-        patients: Number of patients, of three slices each.
-        side: Height and width.
-    """
+    """Write slices with a bright spot each, and masks that are white there, as the glioma data set has them."""
     grid = np.stack(np.meshgrid(np.arange(side), np.arange(side), indexing="ij"))
     for patient in range(patients):
         place = _folder(folder / f"TCGA_XX_{patient:04}_20000101")
@@ -167,15 +123,7 @@ def write_brains(folder: Path, rng: np.random.Generator, patients: int = LGG_HEL
 
 
 def _blobs(rng: np.random.Generator, count: int) -> tuple[UInt8Array, UInt8Array]:
-    """Return images of one round bright spot each, and which of nine places it is nearest to.
-
-    Args:
-        rng: Source of the places.
-        count: Number of images.
-
-    Returns:
-        Unsigned bytes ``[count, 28, 28]`` and labels ``[count]`` from 0 to 8.
-    """
+    """Return images of one round bright spot each, and which of nine places it is nearest to."""
     centres = rng.uniform(8, 20, (count, 2, 1, 1))
     grid = np.stack(np.meshgrid(np.arange(28), np.arange(28), indexing="ij"))
     distance = ((grid - centres) ** 2).sum(1)

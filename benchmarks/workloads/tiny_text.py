@@ -1,4 +1,4 @@
-"""Tiny texts in the standard formats, made up of a few words: questions, pairs of sentences, and a file of features."""
+"""Tiny texts in the standard formats, made up of a few words: questions, and pairs of sentences."""
 
 import json
 from collections.abc import Sequence
@@ -15,14 +15,7 @@ _THINGS = ("bread", "music", "maps", "old coins", "rain", "chess")
 
 
 def write_squad(path: Path, rng: np.random.Generator, paragraphs: int, version: float = 2.0) -> None:
-    """Write questions on made-up texts.
-
-    Args:
-        path: The file.
-        rng: Source of the texts.
-        paragraphs: Number of texts; each has a question on every sentence and, in version 2.0, one without an answer.
-        version: 1.1 or 2.0.
-    """
+    """Write questions on made-up texts."""
     entries = [_paragraph(rng, number, version) for number in range(paragraphs)]
     data = {"version": f"v{version:.1f}", "data": [{"title": "People", "paragraphs": entries}]}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,14 +38,7 @@ def _paragraph(rng: np.random.Generator, number: int, version: float) -> dict[st
 
 
 def write_glue(folder: Path, task: Task, rng: np.random.Generator, count: int) -> None:
-    """Write a tiny version of a task: pairs that share a word belong to the first class.
-
-    Args:
-        folder: The folder ``glue``.
-        task: The task.
-        rng: Source of the sentences.
-        count: Training examples; there are half as many held-out ones.
-    """
+    """Write a tiny version of a task: pairs that share a word belong to the first class."""
     heads = list(task.heads) or ["index", *task.texts, task.label]
     (folder / task.folder).mkdir(parents=True, exist_ok=True)
     for name, rows in (("train.tsv", count), *((name, count // 2) for name in task.validation)):
@@ -68,23 +54,3 @@ def _row(heads: Sequence[str], task: Task, rng: np.random.Generator, number: int
     cells = dict.fromkeys(heads, str(number))
     cells |= dict.fromkeys(task.texts, f"{person} likes {thing}, too.")
     return list({**cells, task.label: label}.values())
-
-
-def write_features(path: Path, rng: np.random.Generator, count: int, width: int = 16, classes: int = 5) -> None:
-    """Write noisy points around one centre for each class.
-
-    Args:
-        path: The file.
-        rng: Source of the points.
-        count: Training examples; there are half as many held-out ones.
-        width: Numbers of each point.
-        classes: Number of centres.
-    """
-    centres = rng.normal(0, 1, (classes, width))
-    arrays: dict[str, Any] = {}
-    for prefix, rows in (("", count), ("test_", count // 2)):
-        targets = rng.integers(0, classes, rows)
-        arrays[f"{prefix}targets"] = targets
-        arrays[f"{prefix}inputs"] = (centres[targets] + rng.normal(0, 0.5, (rows, width))).astype(np.float32)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, **arrays)

@@ -24,15 +24,7 @@ class Attention(nn.Module):
         self.heads, self.causal, self.dropout = heads, causal, dropout
 
     def forward(self, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Mix positions.
-
-        Args:
-            x: Hidden states ``[batch, length, width]``.
-            allowed: Positions that may be looked at ``[batch, 1, 1, length]``; unset: all, or all up to the own one.
-
-        Returns:
-            Hidden states of the same shape.
-        """
+        """Mix positions."""
         batch, length, width = x.shape
         split = (batch, length, self.heads, width // self.heads)
         q, k, v = (layer(x).view(split).transpose(1, 2) for layer in (self.query, self.key, self.value))
@@ -92,18 +84,7 @@ class GPT(nn.Module):
         activation: Callable[[], nn.Module] = nn.GELU,
         dropout: float = 0.0,
     ) -> None:
-        """Build the model.
-
-        Args:
-            vocabulary: Number of tokens.
-            context: Positions.
-            width: Width of the hidden states.
-            layers: Number of layers.
-            heads: Heads of attention.
-            tied: Whether the head is the table of tokens, and has no bias.
-            activation: Makes what stands between the two maps of each layer.
-            dropout: Share of the hidden states that is dropped.
-        """
+        """Build the model."""
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.dropout = dropping(dropout)
@@ -116,14 +97,7 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Say which token comes next, at every place.
-
-        Args:
-            tokens: Token numbers ``[batch, length]``.
-
-        Returns:
-            Logits ``[batch, length, vocabulary]``.
-        """
+        """Say which token comes next, at every place."""
         # Looked up for every example, so that each has gradients of its own there.
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         x = self.dropout(self.tokens(tokens) + self.positions(positions))

@@ -56,41 +56,16 @@ class Translator(nn.Module):
         self.head = nn.Linear(width, vocabularies[1])
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Say which word comes next, at every place of the target.
-
-        Args:
-            source: Words ``[batch, S]``.
-            target: Words so far ``[batch, T]``.
-
-        Returns:
-            Logits ``[batch, T, vocabulary]``.
-        """
+        """Say which word comes next, at every place of the target."""
         return self.decode(target, *self.encode(source))
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Read sentences.
-
-        Args:
-            source: Words ``[batch, S]``.
-
-        Returns:
-            Hidden states ``[batch, S, width]``, and which of them are padding ``[batch, S]``.
-        """
+        """Read sentences."""
         padding = source == PAD
         return self.transformer.encoder(self.source(source), src_key_padding_mask=padding), padding
 
     def decode(self, target: Tensor, memory: Tensor, padding: Tensor, last: bool = False) -> Tensor:
-        """Say which word comes next.
-
-        Args:
-            target: Words so far ``[batch, T]``.
-            memory: What :meth:`encode` returned.
-            padding: The same.
-            last: Only at the last place.
-
-        Returns:
-            Logits ``[batch, T, vocabulary]``, or ``[batch, vocabulary]``.
-        """
+        """Say which word comes next."""
         length = target.shape[1]
         later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
         # The target's padding stands behind all that counts, where the causal mask hides it already.
@@ -100,16 +75,7 @@ class Translator(nn.Module):
 
 
 def greedy(next_word: Decoder, batch: int, length: int) -> list[list[int]]:
-    """Translate a batch of sentences word by word.
-
-    Args:
-        next_word: The model, with the sentences that it has read.
-        batch: Number of sentences.
-        length: Most words of a translation.
-
-    Returns:
-        The words of each translation, without the marks of its ends.
-    """
+    """Translate a batch of sentences word by word."""
     words = torch.full((batch, 1), BEGIN)
     ended = torch.zeros(batch, dtype=torch.bool)
     for _ in range(length):
@@ -122,18 +88,7 @@ def greedy(next_word: Decoder, batch: int, length: int) -> list[list[int]]:
 
 
 def bleu(translations: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
-    """Return BLEU of sentences that are cut into words already, as the words stand.
-
-    Args:
-        translations: The words of each one.
-        references: Those of the only right one.
-
-    Returns:
-        A number in [0, 100], by sacrebleu without its own cutting into words.
-
-    Raises:
-        ValueError: When sacrebleu is not installed.
-    """
+    """Return BLEU of sentences that are cut into words already, as the words stand."""
     try:
         sacrebleu = import_module("sacrebleu")
     except ImportError as err:

@@ -31,15 +31,7 @@ MEAN, STD = 0.491, 0.171  # of the training pixels
 
 
 def _twice(d_in: int, d_out: int) -> nn.Sequential:
-    """Return two 3x3 convolutions, each with batch norm and ReLU.
-
-    Args:
-        d_in: Channels of the input.
-        d_out: Channels of both outputs.
-
-    Returns:
-        A module that keeps height and width.
-    """
+    """Return two 3x3 convolutions, each with batch norm and ReLU."""
     layers: list[nn.Module] = []
     for channels in (d_in, d_out):
         layers += [nn.Conv2d(channels, d_out, 3, padding=1, bias=False), nn.BatchNorm2d(d_out), nn.ReLU()]
@@ -94,14 +86,7 @@ class Segmentation(Supervised):
             raise ValueError(f"dice must be >= 0 and finite, got {self.dice}")
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the network with weights from ``seed``.
-
-        Args:
-            seed: Seed of the initial weights.
-
-        Returns:
-            A model from ``[batch, channels, side, side]`` to logits ``[batch, 1, side, side]``.
-        """
+        """Return the network with weights from ``seed``."""
         with seeded(seed):
             return _UNet(self.width, self.levels, self.channels)
 
@@ -113,27 +98,12 @@ class Segmentation(Supervised):
         one example, times the number of examples, is not the gradient of a loss of that example alone. Such methods run
         with it all the same, but what they call the Fisher is then no more than a guess, and ``likelihood`` says
         nothing about it.
-
-        Args:
-            outputs: Logits ``[batch, 1, side, side]``.
-            targets: 1 for what is looked for, else 0, of the same shape.
-
-        Returns:
-            A 0-dim tensor.
         """
         loss = F.binary_cross_entropy_with_logits(outputs, targets)
         return loss + self.dice * (1 - soft_dice(outputs.sigmoid(), targets)) if self.dice else loss
 
     def _check_side(self, name: str, side: int) -> None:
-        """Refuse a side that cannot be halved once per level.
-
-        Args:
-            name: Of the field.
-            side: Its value.
-
-        Raises:
-            ValueError: When it cannot.
-        """
+        """Refuse a side that cannot be halved once per level."""
         if side < 1 or side % 2 ** (self.levels - 1):
             raise ValueError(f"{name} must be a multiple of {2 ** (self.levels - 1)}, got {side}")
 
@@ -154,27 +124,12 @@ class UNet(Segmentation):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "UNet":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``membrane``.
-
-        Returns:
-            A workload with a narrow network of three levels, small crops and a smaller batch.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=4, width=4, levels=3, crop=32)
 
     @classmethod
     def paper(cls, data_dir: Path) -> "UNet":
-        """Return the published version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``membrane``.
-
-        Returns:
-            A workload with the network of the paper, on whole pictures of 512x512 pixels; the paper tells no number of
-            steps, only ten hours.
-        """
+        """Return the published version of this workload."""
         return cls(data_dir, batch_size=1, width=64, levels=5, crop=512)
 
     @property
@@ -184,14 +139,7 @@ class UNet(Segmentation):
         return (IMAGES - HELD_OUT) * (height // self.crop) * (width // self.crop)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield random crops of random training images for ever, each turned and mirrored at random.
-
-        Args:
-            seed: Seed of images, places and turns.
-
-        Yields:
-            Normalised crops and membranes, both ``[batch, 1, crop, crop]``.
-        """
+        """Yield random crops of random training images for ever, each turned and mirrored at random."""
         pairs = self._pairs[:, : IMAGES - HELD_OUT]
         count, *size = pairs.shape[1:]
         generator = torch.Generator().manual_seed(seed)
@@ -201,15 +149,7 @@ class UNet(Segmentation):
             yield _as_batch(torch.stack([self._cut(pairs, *draw) for draw in draws], 1))
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the Dice coefficient of the membranes over every fifth tile of the held-out images.
-
-        Args:
-            model: The network.
-            everything: Take all tiles.
-
-        Returns:
-            A number in [0, 1]: twice the pixels that both call membrane, over the sum of what each calls so.
-        """
+        """Return the Dice coefficient of the membranes over every fifth tile of the held-out images."""
         tiles = self._pairs[:, IMAGES - HELD_OUT :].unfold(2, self.crop, self.crop).unfold(3, self.crop, self.crop)
         images, membranes = _as_batch(tiles.flatten(1, 3)[:, :: 1 if everything else EVAL_STRIDE])
         with evaluating(model):
@@ -217,19 +157,7 @@ class UNet(Segmentation):
         return float(soft_dice(found.double(), membranes.double()))
 
     def _cut(self, pairs: Tensor, image: int, top: int, left: int, turns: int, mirrored: int) -> Tensor:
-        """Cut one crop out of an image and its label.
-
-        Args:
-            pairs: Images and labels ``[2, count, height, width]``.
-            image: Which one.
-            top: First row.
-            left: First column.
-            turns: Quarter turns.
-            mirrored: 1 to mirror it.
-
-        Returns:
-            Crop and label ``[2, crop, crop]``.
-        """
+        """Cut one crop out of an image and its label."""
         crop = pairs[:, image, top : top + self.crop, left : left + self.crop].rot90(turns, (1, 2))
         return crop.flip(2) if mirrored else crop
 
@@ -246,27 +174,12 @@ class UNet(Segmentation):
 
 
 def soft_dice(found: Tensor, targets: Tensor) -> Tensor:
-    """Return the Dice coefficient of two sets of pixels, or of how much each pixel belongs to them.
-
-    Args:
-        found: Numbers in [0, 1].
-        targets: The same, of the same shape.
-
-    Returns:
-        A 0-dim tensor: twice what both share over the sum of both. One is added to either, so it is 1 for empty sets.
-    """
+    """Return the Dice coefficient of two sets of pixels, or of how much each pixel belongs to them."""
     dice: Tensor = (2 * (found * targets).sum() + 1) / (found.sum() + targets.sum() + 1)
     return dice
 
 
 def _as_batch(pairs: Tensor) -> Batch:
-    """Turn bytes into what the network takes.
-
-    Args:
-        pairs: Images and labels ``[2, count, height, width]``; the labels are dark where there is membrane.
-
-    Returns:
-        Normalised images and membranes, both ``[count, 1, height, width]``.
-    """
+    """Turn bytes into what the network takes."""
     images, labels = pairs.unsqueeze(2)
     return images.float().div(255).sub(MEAN).div(STD), (labels < 128).float()

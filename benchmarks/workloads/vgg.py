@@ -23,15 +23,7 @@ GROWTH = (1, 2, 4, 8, 8)
 
 
 def vgg16(width: int, classes: int) -> nn.Module:
-    """Return the network.
-
-    Args:
-        width: Channels of the first stage: 64 in the paper.
-        classes: Logits.
-
-    Returns:
-        A model from ``[batch, 3, 32, 32]`` to logits ``[batch, classes]``.
-    """
+    """Return the network."""
     widths = [growth * width for depth, growth in zip(STAGES, GROWTH, strict=True) for _ in range(depth)]
     last = {sum(STAGES[: stage + 1]) - 1 for stage in range(len(STAGES))}
     layers: list[nn.Module] = []
@@ -56,36 +48,15 @@ class VGG16(Cifar):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "VGG16":
-        """Return the small version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``cifar10``.
-
-        Returns:
-            A workload with a narrow network and a smaller batch.
-        """
+        """Return the small version of this workload."""
         return cls(data_dir, batch_size=32, width=4)
 
     @classmethod
     def paper(cls, data_dir: Path) -> "VGG16":
-        """Return the published version of this workload.
-
-        Args:
-            data_dir: Folder that holds ``cifar10``.
-
-        Returns:
-            A workload at full width with 128 images a step, flipped and cropped; 200 epochs of CIFAR-10.
-        """
+        """Return the published version of this workload."""
         return cls(data_dir, batch_size=128, width=64, augment="crops")
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the network with weights from ``seed``.
-
-        Args:
-            seed: Seed of the initial weights.
-
-        Returns:
-            A model from ``[batch, 3, 32, 32]`` to logits ``[batch, classes]``.
-        """
+        """Return the network with weights from ``seed``."""
         with seeded(seed):
             return vgg16(self.width, self.classes)

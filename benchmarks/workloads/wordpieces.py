@@ -41,14 +41,7 @@ class WordPieces:
     """A vocabulary of pieces."""
 
     def __init__(self, numbers: dict[str, int]) -> None:
-        """Check the vocabulary.
-
-        Args:
-            numbers: Number of each piece.
-
-        Raises:
-            ValueError: When a special piece is missing.
-        """
+        """Check the vocabulary."""
         if missing := [name for name in SPECIAL[:4] if name not in numbers]:
             raise ValueError(f"a vocabulary must hold {', '.join(SPECIAL[:4])}, it lacks {', '.join(missing)}")
         self.numbers = numbers
@@ -60,17 +53,7 @@ class WordPieces:
 
     @classmethod
     def read(cls, path: Path) -> "WordPieces":
-        """Read a vocabulary in BERT's format, one piece a line.
-
-        Args:
-            path: The file.
-
-        Returns:
-            The vocabulary.
-
-        Raises:
-            ValueError: When the file is no such text.
-        """
+        """Read a vocabulary in BERT's format, one piece a line."""
         try:
             lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
             return cls({line.rstrip("\r"): number for number, line in enumerate(lines)})
@@ -79,15 +62,7 @@ class WordPieces:
 
     @classmethod
     def learn(cls, texts: Iterable[str], size: int) -> "WordPieces":
-        """Make a vocabulary of the most frequent words, and of characters for all others.
-
-        Args:
-            texts: Where the words come from.
-            size: Most entries that the vocabulary may have; up to half of them are characters.
-
-        Returns:
-            The vocabulary; of equally frequent entries the first in the alphabet comes first.
-        """
+        """Make a vocabulary of the most frequent words, and of characters for all others."""
         chunks = Counter(chunk for text in texts for chunk in text.split())
         words: Counter[str] = Counter()
         characters: Counter[str] = Counter()
@@ -103,14 +78,7 @@ class WordPieces:
         return cls({piece: number for number, piece in enumerate(pieces)})
 
     def encode(self, text: str) -> list[Piece]:
-        """Cut a text into pieces.
-
-        Args:
-            text: The text.
-
-        Returns:
-            The pieces in order.
-        """
+        """Cut a text into pieces."""
         out: list[Piece] = []
         for found in re.finditer(r"\S+", text):
             chunk, offset = found[0], found.start()
@@ -136,29 +104,13 @@ class WordPieces:
 
 
 def find_pieces(data_dir: Path, texts: Iterable[str], size: int) -> WordPieces:
-    """Return the vocabulary of BERT in ``<data-dir>/bert``, or one that is made.
-
-    Args:
-        data_dir: Folder with one folder per data set.
-        texts: Where words come from otherwise.
-        size: Most entries of a vocabulary that is made.
-
-    Returns:
-        The vocabulary.
-    """
+    """Return the vocabulary of BERT in ``<data-dir>/bert``, or one that is made."""
     path = data_dir / "bert" / FILE
     return WordPieces.read(path) if path.is_file() else WordPieces.learn(texts, size)
 
 
 def _words(chunk: str) -> Iterator[_Word]:
-    """Cut what stands between two blanks into words, normalised.
-
-    Args:
-        chunk: Text without blanks.
-
-    Yields:
-        The words.
-    """
+    """Cut what stands between two blanks into words, normalised."""
     letters: list[tuple[str, int]] = []
     for place, character in enumerate(chunk):
         alone = _stands_alone(character)

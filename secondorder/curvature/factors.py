@@ -36,7 +36,7 @@ FACTORS: Schema = {
 _BEGUN = ("begun_a", "begun_g", "adopt_at")
 
 #: Largest size of a factor that is dense by default on a CPU, by the way it is factorized. Either takes about a second
-#: on two cores, and eight times as long for twice the size (``python -m benchmarks linalg``).
+#: on two cores, and eight times as long for twice the size (``python -m benchmarks measure linalg``).
 _CPU_BOUNDS = {"eigen": 2048, "cholesky": 4096}
 #: The same for other devices, which factorize faster. It is also the largest size whose diagonal form is reported.
 WIDEST = 8192

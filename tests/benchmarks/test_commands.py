@@ -62,7 +62,8 @@ def test_demo_as_a_process(tmp_path):
 
 
 def test_help_lists_commands_and_workloads(capsys):
-    commands = [re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower() for kind in get_args(Command)]
+    commands = [kind.__name__.lower() for kind in get_args(Command)]
+    assert commands == ["analyse", "compare", "demo", "fetch", "measure", "regress", "scale", "study", "train"]
     for words, names in (["--help"], commands), (["train", "--help"], WORKLOADS):
         with pytest.raises(SystemExit) as caught:
             main(words)
@@ -72,7 +73,7 @@ def test_help_lists_commands_and_workloads(capsys):
 
 
 def test_kernel_measures_kernel_and_projection(tmp_path, capsys):
-    words = ["kernel", "--ranks", "8", "--layers", "6", "4", "--trials", "1", "--threads", "1"]
+    words = ["measure", "kernel", "--ranks", "8", "--layers", "6", "4", "--trials", "1", "--threads", "1"]
     assert _run(*words, "--out-dir", str(tmp_path)) == 0
     assert "6 × 4" in capsys.readouterr().out
     (result,) = json.loads((tmp_path / "kernel.json").read_text())["results"]
@@ -81,7 +82,7 @@ def test_kernel_measures_kernel_and_projection(tmp_path, capsys):
 
 
 def test_gpu_tries_itself_out_on_the_cpu(tmp_path, capsys):
-    words = ["gpu", "--device", "cpu", "--size", "smoke", "--steps", "10", "--out-dir", str(tmp_path)]
+    words = ["measure", "gpu", "--device", "cpu", "--size", "smoke", "--steps", "10", "--out-dir", str(tmp_path)]
     assert _run(*words, "--parts", "checks", "gpt2_small", "stacks") == 0
     told = json.loads((tmp_path / "gpu.json").read_text())
     assert [(part, outcome) for part, _, outcome in told["parts"]] == [
@@ -104,12 +105,12 @@ def test_gpu_goes_on_after_a_part_that_fails(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("benchmarks.device_checks._as_on_cpu", fail)
     monkeypatch.setattr("benchmarks.commands.gpu.Window.run", fail)
-    words = ["gpu", "--device", "cpu", "--size", "smoke", "--out-dir", str(tmp_path)]
+    words = ["measure", "gpu", "--device", "cpu", "--size", "smoke", "--out-dir", str(tmp_path)]
     assert _run(*words, "--parts", "checks", "windows", "stacks") == 1
     outcomes = [outcome for *_, outcome in json.loads((tmp_path / "gpu.json").read_text())["parts"]]
     assert outcomes == ["a check did not pass", "RuntimeError: out of memory", "done"]
-    assert main(["gpu", "--device", "cuda:0"]) == (2 if not torch.cuda.is_available() else 0)
-    assert main(["gpu", "--device", "nonsense"]) == 2
+    assert main(["measure", "gpu", "--device", "cuda:0"]) == (2 if not torch.cuda.is_available() else 0)
+    assert main(["measure", "gpu", "--device", "nonsense"]) == 2
     assert _run(*words, "--steps", "9") == 2
     assert _run(*words, "--parts", "stacks", "--minutes", "-1") == 0
     assert "no time left" in capsys.readouterr().out
@@ -248,7 +249,7 @@ def test_parse_settings():
 
 @pytest.mark.parametrize("inverse", ["both", "cholesky"])
 def test_step_time(tmp_path, capsys, inverse):
-    words = ["step-time", "--workload", "digits", "--batch-size", "16", "--steps", "10"]
+    words = ["measure", "step-time", "--workload", "digits", "--batch-size", "16", "--steps", "10"]
     words += ["--inverse-method", inverse, "--estimator", "both" if inverse == "both" else "running"]
     words += ["--mode", "both" if inverse == "both" else "kid"]
     measured = inverse == "both"
@@ -279,7 +280,7 @@ def test_step_time(tmp_path, capsys, inverse):
 
 
 def test_step_time_of_chosen_optimizers_with_a_graft(tmp_path):
-    words = ["step-time", "--workload", "digits", "--batch-size", "16", "--steps", "10", "--graft", "adam"]
+    words = ["measure", "step-time", "--workload", "digits", "--batch-size", "16", "--steps", "10", "--graft", "adam"]
     assert _run(*words, "--optimizers", "sparse_mfac", "adamw", "--no-memory", "--out-dir", str(tmp_path)) == 0
     results = json.loads((tmp_path / "step-time-digits.json").read_text())["results"]
     assert [result["label"] for result in results] == ["SGD", "sparse M-FAC", "AdamW"]
@@ -287,12 +288,12 @@ def test_step_time_of_chosen_optimizers_with_a_graft(tmp_path):
 
 
 def test_step_time_refuses_too_few_steps(capsys):
-    assert _run("step-time", "--workload", "digits", "--steps", "5") == 2
+    assert _run("measure", "step-time", "--workload", "digits", "--steps", "5") == 2
     assert "steps must be at least 10, got 5" in capsys.readouterr().err
 
 
 def test_swap_on_digits(tmp_path, capsys):
-    assert _run("swap", "--workload", "digits", "--out-dir", str(tmp_path)) == 0
+    assert _run("measure", "swap", "--workload", "digits", "--out-dir", str(tmp_path)) == 0
     assert capsys.readouterr().out.count("PASS") == 2
     outcomes = json.loads((tmp_path / "swap-smoke.json").read_text())["outcomes"]
     assert [(o["base"], o["passed"]) for o in outcomes] == [("adamw", True), ("sgd", True)]
@@ -301,7 +302,7 @@ def test_swap_on_digits(tmp_path, capsys):
 @pytest.mark.parametrize("method", ["ekfac", "hylo", "mfac", "sparse_mfac", "ggt"])
 def test_swap_to_another_method(tmp_path, capsys, method):
     """Whether the loss is lower is for the full size to say; here it must run, and be judged."""
-    words = ["swap", "--workload", "digits", "--method", method, "--steps", "12", "--tolerance", "10"]
+    words = ["measure", "swap", "--workload", "digits", "--method", method, "--steps", "12", "--tolerance", "10"]
     assert _run(*words, "--out-dir", str(tmp_path)) == 0
     saved = json.loads((tmp_path / f"swap-smoke-{method}.json").read_text())
     assert [outcome["method"] for outcome in saved["outcomes"]] == [method] * 2
@@ -310,14 +311,25 @@ def test_swap_to_another_method(tmp_path, capsys, method):
 
 @pytest.mark.parametrize("workload", [pytest.param("autoencoder", marks=pytest.mark.slow), "resnet20", "chargpt"])
 def test_swap_on_made_up_data_of_the_real_format(workload, tmp_path, capsys):
-    words = ("swap", "--workload", workload, "--threads", "1", "--data-dir", str(tmp_path), "--out-dir", str(tmp_path))
+    words = (
+        "measure",
+        "swap",
+        "--workload",
+        workload,
+        "--threads",
+        "1",
+        "--data-dir",
+        str(tmp_path),
+        "--out-dir",
+        str(tmp_path),
+    )
     assert _run(*words) == 0
     outcomes = json.loads((tmp_path / "swap-smoke.json").read_text())["outcomes"]
     assert [outcome["passed"] for outcome in outcomes] == [True, True]
 
 
 def test_swap_makes_data_only_in_the_small_size(tmp_path, capsys):
-    words = ["swap", "--workload", "chargpt", "--base", "sgd", "--steps", "2", "--data-dir", str(tmp_path)]
+    words = ["measure", "swap", "--workload", "chargpt", "--base", "sgd", "--steps", "2", "--data-dir", str(tmp_path)]
     assert _run(*words, "--tolerance", "1", "--out-dir", str(tmp_path)) == 0
     assert "made-up data" in capsys.readouterr().out
     assert _run(*words, "--size", "cpu", "--out-dir", str(tmp_path)) == 2

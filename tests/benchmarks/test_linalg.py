@@ -72,7 +72,7 @@ def test_every_inversion_is_better_than_none():
 
 
 def test_linalg_command(tmp_path, capsys):
-    words = ["linalg", "--sizes", "8", "24", "--trials", "2", "--threads", "1", "--out-dir", str(tmp_path)]
+    words = ["measure", "linalg", "--sizes", "8", "24", "--trials", "2", "--threads", "1", "--out-dir", str(tmp_path)]
     assert main(words) == 0
     printed = capsys.readouterr().out
     found = json.loads((tmp_path / "linalg.json").read_text())
@@ -101,5 +101,5 @@ def test_linalg_command(tmp_path, capsys):
     ],
 )
 def test_linalg_refuses(words, text, capsys):
-    assert main(["linalg", *words]) == 2
+    assert main(["measure", "linalg", *words]) == 2
     assert text in capsys.readouterr().err

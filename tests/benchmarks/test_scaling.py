@@ -73,7 +73,7 @@ def test_rows_of_a_node_keep_directions_inside():
 
 @pytest.mark.parametrize("method", ["kfac", "kfac-cholesky", "ekfac-running", "mfac"])
 def test_the_command(method, tmp_path, capsys):
-    words = ["scaling", "--model", "resnet20", "--method", method, "--worlds", "1", "2", "16"]
+    words = ["scale", "plan", "--model", "resnet20", "--method", method, "--worlds", "1", "2", "16"]
     assert main([*words, "--out-dir", str(tmp_path)]) == 0
     stem = f"scaling-resnet20-{method}"
     assert {path.name for path in tmp_path.iterdir()} == {f"{stem}.{suffix}" for suffix in ("json", "txt", "svg")}
@@ -89,7 +89,7 @@ def test_the_command(method, tmp_path, capsys):
 
 
 def test_pictures_of_equal_figures_are_equal(tmp_path):
-    words = ["scaling", "--model", "resnet20", "--worlds", "1", "4", "--out-dir"]
+    words = ["scale", "plan", "--model", "resnet20", "--worlds", "1", "4", "--out-dir"]
     pictures = []
     for folder in (tmp_path / "a", tmp_path / "b"):
         main([*words, str(folder)])
@@ -106,5 +106,5 @@ def test_pictures_of_equal_figures_are_equal(tmp_path):
     ],
 )
 def test_values_that_are_refused(words, message, capsys):
-    assert main(["scaling", "--model", "resnet20", *words]) == 2
+    assert main(["scale", "plan", "--model", "resnet20", *words]) == 2
     assert message in capsys.readouterr().err

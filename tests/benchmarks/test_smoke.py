@@ -33,10 +33,10 @@ def test_compare_needs_no_data(workload, tmp_path, monkeypatch, capsys):
 
 def test_train_needs_no_data_in_the_small_size(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["train", "--workload", "features", "--optimizer", "sgd", "--steps", "2", "--threads", "1"]
+    words = ["train", "--workload", "autoencoder", "--optimizer", "sgd", "--steps", "2", "--threads", "1"]
     assert main([*words, "--size", "smoke"]) == 0
-    assert "features: no data in data, so made-up data" in capsys.readouterr().out
-    assert json.loads((tmp_path / "bench-output" / "train-features-sgd.json").read_text())["made_up_data"]
+    assert "autoencoder: no data in data, so made-up data" in capsys.readouterr().out
+    assert json.loads((tmp_path / "bench-output" / "train-autoencoder-sgd.json").read_text())["made_up_data"]
     assert main(words) == 2
     assert "missing data" in capsys.readouterr().err
 

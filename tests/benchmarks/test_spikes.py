@@ -12,12 +12,12 @@ def test_figures_by_hand():
 
 def test_every_way_trains(tmp_path):
     words = ["--workload", "digits", "--factor-update-steps", "1", "--inv-update-steps", "3", "--intervals", "1"]
-    assert main(["spikes", *words, "--threads", "1", "--out-dir", str(tmp_path)]) == 0
+    assert main(["measure", "spikes", *words, "--threads", "1", "--out-dir", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "spikes-digits.json").read_text())
     assert [row["way"] for row in found["results"]] == [*WAYS, *WAYS]
     assert all(len(row["times"]) == 3 for row in found["results"])
 
 
 def test_nothing_to_time_is_an_error(capsys):
-    assert main(["spikes", "--intervals", "0"]) == 2
+    assert main(["measure", "spikes", "--intervals", "0"]) == 2
     assert "no step to time" in capsys.readouterr().err

@@ -207,7 +207,7 @@ def test_dense_rows_are_the_window_itself():
 
 
 def test_window_command(tmp_path, capsys):
-    words = ["window", "--sizes", "digits", "--window-size", "16", "--steps", "3", "--threads", "1"]
+    words = ["measure", "window", "--sizes", "digits", "--window-size", "16", "--steps", "3", "--threads", "1"]
     assert main([*words, "--out-dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     results = json.loads((tmp_path / "window.json").read_text())["results"]
@@ -225,7 +225,18 @@ def test_window_command(tmp_path, capsys):
 
 
 def test_a_window_that_does_not_fit_is_skipped_with_the_reason(tmp_path, capsys):
-    words = ["window", "--sizes", "resnet50", "--storages", "dense", "--window-size", "20000", "--steps", "1"]
+    words = [
+        "measure",
+        "window",
+        "--sizes",
+        "resnet50",
+        "--storages",
+        "dense",
+        "--window-size",
+        "20000",
+        "--steps",
+        "1",
+    ]
     assert main([*words, "--threads", "1", "--out-dir", str(tmp_path)]) == 0
     (result,) = json.loads((tmp_path / "window.json").read_text())["results"]
     assert "TopK" in result["skipped"]
