@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import secondorder
 from secondorder import EKFAC, KFAC
+from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, assert_factors, held_factors, labels, noise, twin
 from tests.support.models import ConvNet, Tokens, convnet, images, mlp, seeded_build, vectors
 from tests.support.oracles.ekfac import over_null_spaces
@@ -29,8 +30,9 @@ from tests.support.oracles.fisher import (
 from tests.support.oracles.kfac import covered_names, kron, objective
 from tests.support.oracles.trajectory import curvlinops_blocks, curvlinops_exact
 
-both = pytest.mark.parametrize("method", METHODS)
-approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])
+both = each(method=METHODS)
+APPROXIMATIONS = ["expand", "reduce"]
+approximations = pytest.mark.parametrize("approx", APPROXIMATIONS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -69,7 +71,6 @@ LOSSES = {
     "Bernoulli": (secondorder.Bernoulli, summed_bce),
     "bernoulli mean": (lambda: secondorder.Bernoulli(mean=True), mean_bce),
 }
-losses = pytest.mark.parametrize("loss", LOSSES)
 
 
 def targets_for(loss: str, outputs: Tensor, seed: int = 0) -> Tensor:
@@ -115,17 +116,14 @@ def test_the_oracle_s_block_is_the_hessian_of_a_piecewise_linear_network(loss):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@both
-@approximations
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("loss", ["gaussian", "gaussian mean"])
+@pairs(method=METHODS, approx=APPROXIMATIONS, bias=[True, False], loss=["gaussian", "gaussian mean"])
 def test_linear_network_with_square_loss_is_the_hessian(method, approx, bias, loss):
     model, x = mlp((4, 3, 5, 2), bias=bias, activation=nn.Identity), noise(6, 4)
     y, (likelihood, value) = noise(6, 2, seed=1), LOSSES[loss]
     plain = twin(model)
     data = (plain, x, y, objective("mse", "mean" if "mean" in loss else "sum", 2))
     ggn = curvlinops_exact("ggn", *data)
-    opt = still(model, "exact", METHODS[method], approx=approx)
+    opt = still(model, "exact", method, approx=approx)
     measured_scale(opt, model, lambda: observed_step(opt, model, x, likelihood()))
     for name in ("0", "2", "4"):
         exact = hessian_block(plain, name, lambda forward: value(forward(x), y) / (1 if "mean" in loss else len(x)))
@@ -187,13 +185,12 @@ def test_several_calls_with_a_loss_term_each_are_the_hessian():
     assert_close(factors_after(model, x, "gaussian").dense_curvature("layer"), exact, 1e-9)
 
 
-@both
-@losses
+@each(method=METHODS, loss=LOSSES.keys())
 def test_one_datum_in_a_piecewise_linear_network_is_the_hessian(method, loss):
     model, (x, _) = mlp((4, 5, 6, 3), activation=nn.ReLU), vectors(1)
     y, (likelihood, value) = targets_for(loss, outputs_of(model, x)), LOSSES[loss]
     plain = twin(model)
-    opt = still(model, "exact", METHODS[method])
+    opt = still(model, "exact", method)
     measured_scale(opt, model, lambda: observed_step(opt, model, x, likelihood()))
     for name in ("0", "2", "4"):
         exact = hessian_block(plain, name, lambda forward: value(forward(x), y))
@@ -281,20 +278,20 @@ def assert_scales(model, rows, x, likelihood, targets=None, approx="expand", tol
         assert_close(trace, found.block().trace(), tolerance, f"trace of {name}")
 
 
-@losses
-@approximations
+@each(approx=APPROXIMATIONS, loss=LOSSES.keys())
 def test_mlp(loss, approx):
     model, (x, _) = mlp((4, 5, 6, 3)), vectors(5)
     y, (likelihood, value) = targets_for(loss, outputs_of(model, x)), LOSSES[loss]
     assert_definition(model, x, y, value, likelihood(), approx=approx)
 
 
-@approximations
-@pytest.mark.parametrize("loss", ["categorical", "gaussian mean"])
-@pytest.mark.parametrize(
-    "conv",
-    [{"stride": 2, "padding": 1}, {"dilation": 2, "padding": "same", "padding_mode": "circular"}],
-    ids=["strided", "circular"],
+@pairs(
+    approx=APPROXIMATIONS,
+    loss=["categorical", "gaussian mean"],
+    conv={
+        "strided": {"stride": 2, "padding": 1},
+        "circular": {"dilation": 2, "padding": "same", "padding_mode": "circular"},
+    },
 )
 def test_convolutions(loss, approx, conv):
     model, (x, _) = convnet(**conv), images(3)
@@ -311,16 +308,14 @@ def test_grouped_convolution(approx):
     assert_definition(model, x, y, cross_entropy, "categorical", approx=approx)
 
 
-@approximations
-@pytest.mark.parametrize("freeze", ["weight", "bias"])
+@each(approx=APPROXIMATIONS, freeze=["weight", "bias"])
 def test_frozen_parts(approx, freeze):
     model, (x, y) = mlp((4, 5, 3)), vectors(4)
     getattr(model[0], freeze).requires_grad_(False)
     assert_definition(model, x, y, cross_entropy, "categorical", approx=approx)
 
 
-@approximations
-@pytest.mark.parametrize("loss", ["categorical", "bernoulli"])
+@each(approx=APPROXIMATIONS, loss=["categorical", "bernoulli"])
 def test_pooled_tokens(loss, approx):
     model, x = seeded_build(lambda: Tokens(read="mean")), noise(3, 4, 3)
     y, (likelihood, value) = targets_for(loss, outputs_of(model, x)), LOSSES[loss]
@@ -343,8 +338,7 @@ def test_repeated_layer(approx):
     assert_definition(model, x, y, cross_entropy, "categorical", approx=approx)
 
 
-@approximations
-@pytest.mark.parametrize("loss", ["gaussian", "gaussian mean", "bernoulli", "bernoulli mean"])
+@each(approx=APPROXIMATIONS, loss=["gaussian", "gaussian mean", "bernoulli", "bernoulli mean"])
 def test_outputs_of_several_dimensions(loss, approx):
     """Every entry of an example's output is an output of the model; positions meet in the layers below."""
     model, x = seeded_build(Mixing), noise(3, 4, 3)
@@ -382,9 +376,7 @@ def token_labels(*shape: int, ignored: bool) -> Tensor:
     return torch.where(torch.rand(shape, generator=generator) < 0.4, -100, y) if ignored else y
 
 
-@pytest.mark.parametrize("mixes", [False, True], ids=["separate", "mixed"])
-@pytest.mark.parametrize("ignored", [False, True], ids=["all tokens", "some ignored"])
-@approximations
+@pairs(approx=APPROXIMATIONS, ignored=[False, True], mixes=[False, True])
 def test_tokens(approx, ignored, mixes):
     """[N, S, C] with the mean over all tokens that have a target: the objective of language models."""
     model, x = seeded_build(lambda: Mixing(mixes)), noise(3, 4, 3)
@@ -400,9 +392,7 @@ def test_tokens_of_a_summed_objective():
     assert_definition(model, x, y, token_mean(1.0), "categorical", y, loss_reduction="sum")
 
 
-@both
-@pytest.mark.parametrize("cuts", [[4], [2, 2], [1, 3]], ids=str)
-@pytest.mark.parametrize("ignored", [False, True], ids=["all tokens", "some ignored"])
+@pairs(method=METHODS, cuts=[[4], [2, 2], [1, 3]], ignored=[False, True])
 def test_tokens_in_micro_batches(method, cuts, ignored):
     """However the targets that count are spread over the micro-batches, the mean runs over all of them."""
     x, y = noise(4, 4, 3), token_labels(4, 4, ignored=False)
@@ -410,7 +400,7 @@ def test_tokens_in_micro_batches(method, cuts, ignored):
         y[0, 1:], y[2, 0] = -100, -100
     model = seeded_build(Mixing)
     rows = observed(model, ["inner", "outer"], x, y, token_mean(int((y != -100).sum()) / 4))
-    opt = still(model, "exact", METHODS[method], inv_update_steps=1000)
+    opt = still(model, "exact", method, inv_update_steps=1000)
     for _ in range(2):
         opt.zero_grad()
         for a, b in zip(x.split(cuts), y.split(cuts), strict=True):
@@ -421,7 +411,7 @@ def test_tokens_in_micro_batches(method, cuts, ignored):
     for name, found in rows.items():
         for mine, theirs in zip(held_factors(opt, model, name), found.factors(), strict=True):
             assert_close(mine, theirs, 1e-9, name)
-        if method == "ekfac":
+        if method is EKFAC:
             state = state_of(opt, model, name)
             assert_close(state["scale"], found.scale(state["basis_a"], state["basis_g"]), 1e-9, name)
 
@@ -436,7 +426,6 @@ def test_an_example_without_a_single_target():
 def test_another_ignore_index():
     model, x = seeded_build(Mixing), noise(3, 4, 3)
     y = token_labels(3, 4, ignored=True)
-    kept = int((y != -100).sum()) / 3
     told = y.where(y != -100, torch.tensor(1))  # where 1 is ignored, tokens of class 1 are
     dropped = y.where(y != 1, torch.tensor(-100))
     kept = int((dropped != -100).sum()) / 3
@@ -525,6 +514,45 @@ def test_outputs_with_the_batch_on_their_second_axis(loss):
         for name, found in rows.items():
             for mine, theirs in zip(held_factors(opt, model, f"tokens.{name}"), found.factors(), strict=True):
                 assert_close(mine, theirs, 1e-9, f"{name}, {batch_first}")
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self, flat: bool = False) -> None:
+        super().__init__()
+        self.layer, self.flat = nn.Linear(3, 2, bias=False), flat
+
+    def forward(self, x):
+        f = self.layer(x)
+        return f.flatten(0, 1) if self.flat else f
+
+
+@pairs(method=METHODS, reduction=["mean", "sum"], shape=[(5, 3), (4, 4), (3, 5)])
+def test_sequence_first_outputs(method, reduction, shape):
+    """``J^T H J`` of every token, in a loop; an example's loss is the sum over its tokens, or their mean."""
+    (S, N), x = shape, noise(*shape, 3)
+    model = seeded_build(SequenceFirst)
+    opt = still(model, "exact", method, batch_dim=1, loss_reduction=reduction)
+    measured_scale(opt, model, lambda: observed_step(opt, model, x, "categorical"))
+    p = (x @ model.layer.weight.detach().mT).softmax(-1)
+    H = torch.diag_embed(p) - torch.einsum("snc,snd->sncd", p, p)
+    datum = N * S if reduction == "mean" else N
+    found = opt.dense_curvature("layer")
+    if method is EKFAC:  # tokens of one example have vectors of their own, so there is no cross term
+        exact = sum(torch.kron(H[s, n], torch.outer(x[s, n], x[s, n])) for s in range(S) for n in range(N)) / datum
+        assert_close(found.trace(), exact.trace(), 1e-9)
+        return
+    A = torch.einsum("sni,snj->ij", x, x) / (S * N)
+    assert_close(found, torch.kron(H.sum((0, 1)) / datum, A), 1e-9)
+
+
+@both
+def test_sequence_first_outputs_in_one_are_refused(method):
+    """Nothing says which of their rows belong to one example."""
+    for shape in ((5, 3), (4, 4), (8, 4), (3, 5)):
+        model = seeded_build(lambda: SequenceFirst(flat=True))
+        opt = method(model, fisher="exact", batch_dim=1)
+        with pytest.raises(ValueError, match="which rows"):
+            opt.observe(model(noise(*shape, 3)), "categorical")
 
 
 @pytest.mark.parametrize("mixes", [False, True], ids=["separate", "mixed"])
@@ -623,13 +651,13 @@ def front(kind: str) -> tuple[nn.Module, Tensor]:
     return secondorder.nn.expose(seeded_build(lambda: Front(build(), 4))), x
 
 
-def assert_trace(method: str, kind: str, **keywords) -> None:
+def assert_trace(method: type, kind: str, **keywords) -> None:
     """The blocks of the first layer have the trace of Σ_n Σ_v ∇⟨f, v⟩∇⟨f, v⟩ᵀ / N."""
     model, x = front(kind)
     parts = [name for name, _ in model.named_parameters() if name.startswith("layer.")]
     gradients = parameter_gradients(model, parts, x, labels(3, 3), cross_entropy)
     trace = sum(g.square().sum() for g in gradients) / len(x)
-    opt = still(model, "exact", METHODS[method], **keywords)
+    opt = still(model, "exact", method, **keywords)
     measured_scale(opt, model, lambda: observed_step(opt, model, x, "categorical"))
     blocks = [opt.dense_curvature(name) for name in opt.blocks if name.startswith("layer")]
     assert_close(sum(block.trace() for block in blocks), trace, 1e-9, kind)
@@ -637,21 +665,18 @@ def assert_trace(method: str, kind: str, **keywords) -> None:
 
 @pytest.mark.parametrize("kind", FRONTS)
 def test_ekfac_keeps_the_trace_of_every_layer(kind):
-    assert_trace("ekfac", kind)
+    assert_trace(EKFAC, kind)
 
 
-@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm", "GroupNorm"])
-@pytest.mark.parametrize("norm_curvature", ["unit", "diagonal"])
-@both
+@pairs(method=METHODS, norm_curvature=["unit", "diagonal"], kind=["LayerNorm", "RMSNorm", "GroupNorm"])
 def test_blocks_of_norms_keep_it_with_any_method(method, kind, norm_curvature):
     assert_trace(method, kind, norm_curvature=norm_curvature)
 
 
-@pytest.mark.parametrize("limit", [2, 4])
-@pytest.mark.parametrize("kind", ["Embedding", "Conv1d", "ConvTranspose2d", "Bilinear", "LSTM", "MultiheadAttention"])
+@each(kind=["Embedding", "Conv1d", "ConvTranspose2d", "Bilinear", "LSTM", "MultiheadAttention"], limit=[2, 4])
 def test_diagonal_factors_keep_it_too(kind, limit):
     """Beyond ``max_factor_dim`` a side has no basis, and the scales are measured all the same."""
-    assert_trace("ekfac", kind, max_factor_dim=limit)
+    assert_trace(EKFAC, kind, max_factor_dim=limit)
 
 
 def test_both_factors_of_an_embedding():
@@ -749,8 +774,8 @@ def test_the_objective_s_reduction_is_of_no_concern(keywords):
 @both
 def test_the_direction_solves_with_the_observed_block(method):
     model, (x, y) = mlp((4, 5, 3)), vectors(5)
-    opt = still(model, "exact", METHODS[method], damping=0.1)
-    if method == "ekfac":
+    opt = still(model, "exact", method, damping=0.1)
+    if method is EKFAC:
         observed_step(opt, model, x, "categorical")
     for group in opt.param_groups:
         group["lr"] = 1.0

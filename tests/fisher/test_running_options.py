@@ -5,9 +5,10 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
+from tests.support.grid import each, pairs
 from tests.support.kfac import (
     PLAIN,
     assert_close,
@@ -15,15 +16,16 @@ from tests.support.kfac import (
     directions,
     held_factors,
     layer_state,
+    noise,
     plain_kfac,
     train_step,
     twin,
 )
-from tests.support.models import mlp, vectors
+from tests.support.models import mlp, seeded_build, vectors
 from tests.support.oracles.fisher import METHODS, STILL, quiet
 from tests.support.oracles.kfac import expected_factors, layer_values, solve_exact, solve_pi
 
-both = pytest.mark.parametrize("method", METHODS)
+both = each(method=METHODS)
 SIZES = [5, 2, 7, 1, 4, 3, 6, 2]
 
 
@@ -65,18 +67,12 @@ def assert_running(opt, model, history, decays, weights) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@both
-@pytest.mark.parametrize("weighting", ["samples", "update"])
-@pytest.mark.parametrize("decay", [0.0, 0.6, 1.0])
+@pairs(method=METHODS, weighting=["samples", "update"], decay=[0.0, 0.6, 1.0])
 def test_weights_of_batches(method, weighting, decay):
-    opt, model, history = running(SIZES, METHODS[method], weighting=weighting, factor_decay=decay)
+    told = {} if weighting == "samples" and decay == 0.6 else {"weighting": weighting}  # the default
+    opt, model, history = running(SIZES, method, factor_decay=decay, **told)
     weights = SIZES if weighting == "samples" else [1] * len(SIZES)
     assert_running(opt, model, history, [decay] * len(SIZES), weights)
-
-
-def test_batches_weigh_their_examples_unless_told_otherwise():
-    opt, model, history = running(SIZES, factor_decay=0.6)
-    assert_running(opt, model, history, [0.6] * len(SIZES), SIZES)
 
 
 def test_micro_batches_are_one_update():
@@ -88,23 +84,15 @@ def test_micro_batches_are_one_update():
     assert float(layer_state(opt, model, "0")["factor_weight"]) == 1
 
 
-@both
-def test_an_unknown_weighting_is_refused(method):
-    with pytest.raises(ValueError, match="weighting.*'examples'"):
-        METHODS[method](mlp(), weighting="examples")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Burn-in
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@both
-@pytest.mark.parametrize("weighting", ["samples", "update"])
-@pytest.mark.parametrize("burnin", [0, 1, 3, 100])
+@pairs(method=METHODS, weighting=["samples", "update"], burnin=[0, 1, 3, 100])
 def test_burn_in_keeps_everything(method, weighting, burnin):
     """β = 1 in the first steps: their estimate is the pooled mean."""
-    opt, model, history = running(SIZES, METHODS[method], weighting=weighting, factor_decay=0.6, burnin_steps=burnin)
+    opt, model, history = running(SIZES, method, weighting=weighting, factor_decay=0.6, burnin_steps=burnin)
     decays = [1.0 if t < burnin else 0.6 for t in range(len(SIZES))]
     assert_running(opt, model, history, decays, SIZES if weighting == "samples" else [1] * len(SIZES))
 
@@ -132,25 +120,15 @@ def test_scales_burn_in_too():
         assert_close(found[0.6][t], averaged(batches[:t])[1], 1e-10, f"step {t}")
 
 
-@both
-def test_bad_burn_ins_are_refused(method):
-    with pytest.raises(ValueError, match="burnin_steps"):
-        METHODS[method](mlp(), burnin_steps=-1)
-    with pytest.raises(TypeError, match="burnin_steps"):
-        METHODS[method](mlp(), burnin_steps=1.5)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Decay per step
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@both
-@pytest.mark.parametrize("interval", [1, 2, 3])
-@pytest.mark.parametrize("per_step", [False, True])
+@pairs(method=METHODS, interval=[1, 2, 3], per_step=[False, True])
 def test_decay_per_step(method, interval, per_step):
     keywords = {"factor_decay": 0.8, "factor_update_steps": interval, "inv_update_steps": 6}
-    opt, model, history = running(SIZES, METHODS[method], decay_per_step=per_step, **keywords)
+    opt, model, history = running(SIZES, method, decay_per_step=per_step, **keywords)
     due = {name: batches[::interval] for name, batches in history.items()}
     decay = 0.8**interval if per_step else 0.8
     assert_running(opt, model, due, [decay] * len(SIZES[::interval]), SIZES[::interval])
@@ -180,10 +158,76 @@ def test_the_interval_of_the_moment_counts():
     assert_close(held_factors(opt, model, "0")[0], averaged(batches)[1], 1e-10)
 
 
-@both
-def test_a_decay_per_step_that_is_no_flag_is_refused(method):
-    with pytest.raises(TypeError, match="decay_per_step"):
-        METHODS[method](mlp(), decay_per_step=1)
+class Constant(nn.Module):
+    """A layer whose A is the square of what it is given, and which may rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(1, 2, bias=False), nn.Linear(1, 2, bias=False)
+        self.rests = False
+
+    def forward(self, x):
+        return self.other(x) if self.rests else self.layer(x) + self.other(x)
+
+
+def mean_of_squares(times: list[int], decay: float) -> float:
+    """The running mean of t² over updates at some steps, each of weight 4."""
+    weight = mean = 0.0
+    for i, t in enumerate(times):
+        weight = weight * (decay ** (t - times[i - 1]) if i else 1.0) + 4
+        mean += 4 / weight * (t * t - mean)
+    return mean
+
+
+SCHEDULES = {
+    "warm-up": ({"refresh_warmup": True, "factor_update_steps": 4, "inv_update_steps": 8}, [*range(8), 8, 12, 16]),
+    "grid": ({"factor_update_steps": 3, "inv_update_steps": 3}, [0, 3, 6, 9, 12, 15]),
+    "every step": ({}, [*range(17)]),
+}
+
+
+@each(schedule=SCHEDULES.keys(), method=METHODS)
+def test_decay_per_step_counts_the_steps_that_went_by(method, schedule):
+    options, times = SCHEDULES[schedule]
+    model = seeded_build(Constant)
+    opt = method(model, **{"lr": 0.0, "decay_per_step": True, "factor_decay": 0.9, **options})
+    for t in range(17):
+        train_step(opt, model, torch.full((4, 1), float(t), dtype=torch.float64), noise(4, 2, seed=t), F.mse_loss)
+    state = opt.state[model.layer.weight]
+    assert state["factor_updates"] == len(times)
+    assert float(state["factor_a"]) == pytest.approx(mean_of_squares(times, 0.9))
+
+
+@pytest.mark.parametrize("resumes", [False, True], ids=["straight", "resumed"])
+@pytest.mark.parametrize(("active", "times"), [(range(4, 17), [4, 5, 10, 15]), ((0, 10, 15), [0, 10, 15])], ids=str)
+def test_decay_per_step_of_a_layer_that_comes_late_or_rests(active, times, resumes):
+    """Its first update may be off the grid, and it may miss others."""
+    options = {"lr": 0.0, "decay_per_step": True, "factor_decay": 0.9, "factor_update_steps": 5, "inv_update_steps": 5}
+    model = seeded_build(Constant)
+    opt = plain_kfac(model, **options)
+    for t in range(17):
+        model.rests = t not in active
+        train_step(opt, model, torch.full((4, 1), float(t), dtype=torch.float64), noise(4, 2, seed=t), F.mse_loss)
+        if resumes and t in (3, 7, 12):
+            saved = opt.state_dict()
+            model = seeded_build(Constant)
+            opt = plain_kfac(model, **options)
+            opt.load_state_dict(saved)
+    state = opt.state[model.layer.weight]
+    assert state["factor_updates"] == len(times)
+    assert float(state["factor_a"]) == pytest.approx(mean_of_squares(times, 0.9))
+
+
+def test_decay_per_step_may_be_switched_on_later():
+    model = seeded_build(Constant)
+    opt = plain_kfac(model, lr=0.0, factor_decay=0.9, factor_update_steps=2, inv_update_steps=2)
+    weight = 0.0
+    for t in range(9):
+        opt.param_groups[0]["decay_per_step"] = t > 4
+        train_step(opt, model, torch.full((4, 1), float(t), dtype=torch.float64), noise(4, 2, seed=t), F.mse_loss)
+        if t % 2 == 0:
+            weight = weight * (0.9 if t <= 4 else 0.81) + 4
+    assert float(opt.state[model.layer.weight]["factor_weight"]) == pytest.approx(weight)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -232,13 +276,11 @@ def moved(opt, model) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     return {name: (before[name], gradient, V) for name, (gradient, V) in directions(opt, model).items()}
 
 
-@both
-@pytest.mark.parametrize("as_curvature", [False, True])
-@pytest.mark.parametrize("decoupled", [False, True])
+@pairs(method=METHODS, as_curvature=[False, True], decoupled=[False, True])
 def test_weight_decay_in_curvature(method, as_curvature, decoupled):
     """Its Hessian is weight_decay·I: added to λ, while the decay itself is applied as ever."""
     model, (x, y) = mlp(), vectors()
-    opt = METHODS[method](
+    opt = method(
         model,
         **PLAIN,
         weight_decay=0.3,
@@ -253,37 +295,21 @@ def test_weight_decay_in_curvature(method, as_curvature, decoupled):
         assert_close(step, V + 0.3 * theta, 1e-9, name)
 
 
-def test_weight_decay_in_curvature_is_each_group_s_own():
+@pytest.mark.parametrize("inverse", ["eigen", "cholesky"])
+def test_weight_decay_in_curvature_is_each_group_s_own(inverse):
     model, (x, y) = mlp(), vectors()
     groups = [
-        {"params": list(model[0].parameters()), "weight_decay": 0.5},
+        {"params": list(model[0].parameters()), "weight_decay": 0.3},
         {"params": list(model[2].parameters()), "weight_decay": 0.0},
     ]
-    opt = KFAC(groups, module=model, **PLAIN, weight_decay_in_curvature=True)
+    opt = KFAC(groups, module=model, **PLAIN, weight_decay_in_curvature=True, inverse_method=inverse)
+    opt.param_groups[0]["weight_decay"] = 0.5  # read where it is used
     backward(model, x, y, F.cross_entropy)
     for name, (theta, gradient, step) in moved(opt, model).items():
         decay = 0.5 if name == "0" else 0.0
         A, B = held_factors(opt, model, name)
-        assert_close(step, solve_exact(B, A, gradient, 1e-2 + decay) + decay * theta, 1e-9, name)
-
-
-def test_weight_decay_in_curvature_is_read_at_use():
-    model, (x, y) = mlp(), vectors()
-    opt = KFAC(model, **PLAIN, weight_decay=0.3, weight_decay_in_curvature=True)
-    opt.param_groups[0]["weight_decay"] = 0.7
-    backward(model, x, y, F.cross_entropy)
-    for name, (theta, gradient, step) in moved(opt, model).items():
-        A, B = held_factors(opt, model, name)
-        assert_close(step, solve_exact(B, A, gradient, 1e-2 + 0.7) + 0.7 * theta, 1e-9, name)
-
-
-def test_weight_decay_in_curvature_of_factored_damping():
-    model, (x, y) = mlp(), vectors()
-    opt = KFAC(model, **PLAIN, weight_decay=0.3, weight_decay_in_curvature=True, inverse_method="cholesky")
-    backward(model, x, y, F.cross_entropy)
-    for name, (theta, gradient, step) in moved(opt, model).items():
-        A, B = held_factors(opt, model, name)
-        assert_close(step, solve_pi(B, A, gradient, 1e-2 + 0.3) + 0.3 * theta, 1e-9, name)
+        solve = solve_exact if inverse == "eigen" else solve_pi
+        assert_close(step, solve(B, A, gradient, 1e-2 + decay) + decay * theta, 1e-9, name)
 
 
 def test_without_weight_decay_the_flag_changes_nothing():
@@ -303,7 +329,8 @@ def test_without_weight_decay_the_flag_changes_nothing():
 
 def applied(model, method, gradients: dict[str, Tensor] | None, power: float, **keywords):
     """The direction of every layer at one curvature; with ``gradients``, of these instead of the loss's."""
-    opt = method(model, **{**PLAIN, "factor_update_steps": 10, "inv_update_steps": 10, **keywords}, power=power)
+    opt = method(model, **{**PLAIN, "factor_update_steps": 10, "inv_update_steps": 10, **keywords})
+    opt.param_groups[0]["power"] = power  # read where it is used
     backward(model, *vectors(), F.cross_entropy)
     if gradients is not None:
         for name, matrix in gradients.items():
@@ -312,44 +339,24 @@ def applied(model, method, gradients: dict[str, Tensor] | None, power: float, **
     return opt, directions(opt, model)
 
 
-@both
-@pytest.mark.parametrize("keywords", [{}, {"damping_mode": "relative"}], ids=["absolute", "relative"])
+@each(method=METHODS, keywords={"absolute": {}, "relative": {"damping_mode": "relative"}})
 def test_half_the_power_twice_is_the_whole(method, keywords):
-    _, whole = applied(mlp(), METHODS[method], None, 1.0, **keywords)
-    _, once = applied(mlp(), METHODS[method], None, 0.5, **keywords)
-    _, twice = applied(mlp(), METHODS[method], {name: V for name, (_, V) in once.items()}, 0.5, **keywords)
+    _, whole = applied(mlp(), method, None, 1.0, **keywords)
+    _, once = applied(mlp(), method, None, 0.5, **keywords)
+    _, twice = applied(mlp(), method, {name: V for name, (_, V) in once.items()}, 0.5, **keywords)
     for name, (_, V) in whole.items():
         assert_close(twice[name][1], V, 1e-10, name)
         assert not torch.allclose(once[name][1], V)
 
 
-@both
-@pytest.mark.parametrize("power", [0.25, 0.5, 0.8, 1.0])
+@each(method=METHODS, power=[0.25, 0.5, 0.8, 1.0])
 def test_power_is_that_of_the_damped_matrix(method, power):
-    opt, found = (model := mlp()) and applied(model, METHODS[method], None, power)
+    opt, found = (model := mlp()) and applied(model, method, None, power)
     for name, (gradient, V) in found.items():
         block = opt.dense_curvature(name)
         values, vectors_ = torch.linalg.eigh(block + 1e-2 * torch.eye(len(block), dtype=torch.float64))
         root = vectors_ @ torch.diag(values**-power) @ vectors_.T
         assert_close(V, (root @ gradient.reshape(-1)).view_as(V), 1e-8, name)
-
-
-@both
-def test_the_curvature_itself_knows_no_power(method):
-    blocks = [applied(mlp(), METHODS[method], None, power)[0].dense_curvature("0") for power in (0.5, 1.0)]
-    assert torch.equal(*blocks)
-
-
-@both
-def test_power_is_read_from_its_group_at_use(method):
-    model, (x, y) = mlp(), vectors()
-    opt = METHODS[method](model, **PLAIN)
-    opt.param_groups[0]["power"] = 0.5
-    backward(model, x, y, F.cross_entropy)
-    found = directions(opt, model)
-    _, expected = applied(mlp(), METHODS[method], None, 0.5)
-    for name, (_, V) in expected.items():
-        assert_close(found[name][1], V, 1e-10, name)
 
 
 def test_power_with_the_pi_split():
@@ -382,13 +389,14 @@ def test_power_needs_eigenvalues_in_every_group():
 
 
 @both
-@pytest.mark.parametrize("power", [0.0, -1.0, float("nan"), float("inf")])
-def test_bad_powers_are_refused(method, power):
-    with pytest.raises(ValueError, match="power"):
-        METHODS[method](mlp(), power=power)
-
-
-@both
-def test_a_power_of_a_wrong_kind_is_refused(method):
-    with pytest.raises(TypeError, match="power"):
-        METHODS[method](mlp(), power="half")
+def test_bad_values_are_refused_by_name(method):
+    for option, value, error in (
+        *(("power", power, ValueError) for power in (0.0, -1.0, float("nan"), float("inf"))),
+        ("power", "half", TypeError),
+        ("decay_per_step", 1, TypeError),
+        ("weighting", "examples", ValueError),
+        ("burnin_steps", -1, ValueError),
+        ("burnin_steps", 1.5, TypeError),
+    ):
+        with pytest.raises(error, match=option):
+            method(mlp(), **{option: value})

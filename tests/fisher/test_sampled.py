@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 import secondorder
 from secondorder import EKFAC, KFAC
-from tests.support.kfac import all_factors, held_factors, labels, noise, twin
+from tests.support.grid import each
+from tests.support.kfac import all_factors, held_factors, labels, noise
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
 from tests.support.oracles.fisher import METHODS, assert_mean, observed, observed_step, state_of, still
 from tests.support.oracles.kfac import covered_names
 
-sampled = pytest.mark.parametrize("fisher", ["mc", "curvature_prop"])
-both = pytest.mark.parametrize("method", METHODS)
+SAMPLED = ["mc", "curvature_prop"]
+sampled = pytest.mark.parametrize("fisher", SAMPLED)
+both = each(method=METHODS)
 LIKELIHOODS = {
     "categorical": (lambda: "categorical", lambda f, y: F.cross_entropy(f, y, reduction="sum")),
     "gaussian": (lambda: "gaussian", lambda f, y: (f - y).square().sum()),
@@ -33,7 +35,6 @@ LIKELIHOODS = {
     ),
     "bernoulli mean": (lambda: secondorder.Bernoulli(mean=True), F.binary_cross_entropy_with_logits),
 }
-likelihoods = pytest.mark.parametrize("likelihood", LIKELIHOODS)
 
 
 def any_targets(likelihood: str, *shape: int) -> Tensor:
@@ -60,8 +61,7 @@ def repeated(x: Tensor, times: int = 96) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@sampled
-@likelihoods
+@each(fisher=SAMPLED, likelihood=LIKELIHOODS.keys())
 def test_the_mean_over_draws_is_the_exact_fisher(fisher, likelihood):
     model, x = mlp((3, 4, 3)), vectors(3, d=3)[0]
     told, loss = LIKELIHOODS[likelihood]
@@ -130,8 +130,7 @@ def test_several_heads_draw_independently(fisher):
         assert_mean(values, rows[name].factors()[1], f"B of {name}")
 
 
-@sampled
-@likelihoods
+@each(fisher=SAMPLED, likelihood=LIKELIHOODS.keys())
 def test_the_scales_of_ekfac(fisher, likelihood):
     model, x = mlp((3, 4, 3)), vectors(3, d=3)[0]
     told, loss = LIKELIHOODS[likelihood]
@@ -144,15 +143,14 @@ def test_the_scales_of_ekfac(fisher, likelihood):
         assert_mean(values, rows[name].scale(state["basis_a"], state["basis_g"]), f"scale of {name}")
 
 
-@sampled
-@both
+@each(fisher=SAMPLED, method=METHODS)
 def test_more_samples_have_less_variance_about_the_same_mean(fisher, method):
     x = vectors(3, d=3)[0]
     spread = {}
     for samples in (1, 4):
         model = mlp((3, 4, 3))
         rows = observed(model, ["0"], x, vectors(3)[1], LIKELIHOODS["categorical"][1])
-        opt = still(model, fisher, METHODS[method], fisher_samples=samples)
+        opt = still(model, fisher, method, fisher_samples=samples)
         values = draws(opt, model, repeated(x, 32), "categorical", 30)["0"]
         assert_mean(values, rows["0"].factors()[1], f"{samples} samples", 0.1)
         spread[samples] = float(values.var(0).sum())
@@ -213,40 +211,24 @@ def sequence(fisher: str, method: type = KFAC, steps: int = 3, parts: int = 1, *
     return found
 
 
-@sampled
-@both
-def test_the_seed_decides_the_draws(fisher, method):
-    first, again = (sequence(fisher, METHODS[method], deterministic_seed=7) for _ in range(2))
-    other = sequence(fisher, METHODS[method], deterministic_seed=8)
+@each(fisher=SAMPLED, method=METHODS)
+def test_the_seed_decides_the_draws_and_the_global_generator_does_not(fisher, method):
+    first = sequence(fisher, method, deterministic_seed=7)
+    torch.manual_seed(1)
+    again = sequence(fisher, method, deterministic_seed=7)
+    other = sequence(fisher, method, deterministic_seed=8)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not any(torch.allclose(a, b) for a, b in zip(first, other, strict=True))
 
 
 @sampled
-def test_the_global_generator_does_not(fisher):
-    torch.manual_seed(1)
-    first = sequence(fisher)
-    torch.manual_seed(2)
-    assert all(torch.equal(a, b) for a, b in zip(first, sequence(fisher), strict=True))
-
-
-@sampled
-def test_every_step_draws_anew(fisher):
+def test_every_step_micro_batch_and_sample_draws_anew(fisher):
+    """Two equal micro-batches with equal draws would add up to one of them."""
     found = sequence(fisher, steps=5)
     assert not any(torch.allclose(a, b) for i, a in enumerate(found) for b in found[:i])
-
-
-@sampled
-def test_every_micro_batch_draws_anew(fisher):
-    """Two equal micro-batches with equal draws would add up to one of them."""
-    (one,), (two,) = sequence(fisher, steps=1), sequence(fisher, steps=1, parts=2)
-    assert not torch.allclose(one, two)
-
-
-@sampled
-def test_every_sample_draws_anew(fisher):
-    (one,), (four,) = sequence(fisher, steps=1), sequence(fisher, steps=1, fisher_samples=4)
-    assert not torch.allclose(one, four)
+    for keywords in ({"parts": 2}, {"fisher_samples": 4}):
+        (other,) = sequence(fisher, steps=1, **keywords)
+        assert not torch.allclose(other, found[0])
 
 
 @sampled
@@ -258,8 +240,7 @@ def test_every_example_draws_anew(fisher):
     assert int(torch.linalg.matrix_rank(held_factors(opt, model, "2")[1], rtol=1e-9)) == 2
 
 
-@pytest.mark.parametrize("fisher", ["mc", "curvature_prop", "exact"])
-@pytest.mark.parametrize("likelihood", ["categorical", "gaussian", "bernoulli"])
+@each(fisher=["mc", "curvature_prop", "exact"], likelihood=["categorical", "gaussian", "bernoulli"])
 def test_the_user_s_generators_are_not_touched(fisher, likelihood):
     model, x = mlp(), vectors(4)[0]
     opt = still(model, fisher)
@@ -273,11 +254,6 @@ def test_the_user_s_generators_are_not_touched(fisher, likelihood):
     assert (np.random.get_state()[1] == states[2]).all()
 
 
-def test_the_exact_fisher_draws_nothing():
-    one, other = (sequence("exact", deterministic_seed=seed) for seed in (0, 1))
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Resume
 # ---------------------------------------------------------------------------------------------------------------------
@@ -289,18 +265,18 @@ def train(opt, model, seeds) -> None:
         observed_step(opt, model, x, "categorical", objective=lambda f, y=y: F.cross_entropy(f, y))
 
 
-@sampled
-@both
+@each(fisher=SAMPLED, method=METHODS)
 def test_a_resumed_run_goes_on_with_the_same_draws(fisher, method):
     keywords = {"lr": 0.1, "momentum": 0.9, "factor_decay": 0.9, "deterministic_seed": 3}
     model = mlp()
-    opt = still(model, fisher, METHODS[method], **keywords)
+    opt = still(model, fisher, method, **keywords)
     train(opt, model, range(3))
     file = io.BytesIO()
     torch.save(opt.state_dict(), file)
     file.seek(0)
-    resumed = twin_without_hooks(model)
-    again = still(resumed, fisher, METHODS[method], **keywords)
+    resumed = mlp()
+    resumed.load_state_dict(model.state_dict())
+    again = still(resumed, fisher, method, **keywords)
     again.load_state_dict(torch.load(file, weights_only=True))
     train(opt, model, range(3, 6))
     train(again, resumed, range(3, 6))
@@ -317,7 +293,8 @@ def test_the_seed_of_a_checkpoint_is_the_one_that_goes_on(fisher):
     model = mlp()
     opt = still(model, fisher, deterministic_seed=3)
     train(opt, model, range(2))
-    resumed = twin_without_hooks(model)
+    resumed = mlp()
+    resumed.load_state_dict(model.state_dict())
     again = still(resumed, fisher, deterministic_seed=4)
     again.load_state_dict(opt.state_dict())
     train(opt, model, range(2, 3))
@@ -335,9 +312,3 @@ def test_a_copy_goes_on_with_the_same_draws(fisher):
     train(opt, model, range(2, 4))
     train(again, other, range(2, 4))
     assert torch.equal(held_factors(again, other, "0")[1], held_factors(opt, model, "0")[1])
-
-
-def twin_without_hooks(model: nn.Module) -> nn.Module:
-    fresh = mlp()
-    fresh.load_state_dict(twin(model).state_dict())
-    return fresh

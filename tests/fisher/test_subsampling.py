@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
+from tests.support.grid import each
 from tests.support.kfac import (
     all_factors,
     assert_close,
@@ -27,7 +28,7 @@ from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vec
 from tests.support.oracles.fisher import METHODS, assert_mean, observed, observed_step, state_of, still
 from tests.support.oracles.kfac import covered_names, example_rows, expected_factors
 
-both = pytest.mark.parametrize("method", METHODS)
+both = each(method=METHODS)
 
 
 def step(opt, model, batches, loss=F.cross_entropy, likelihood=None) -> None:
@@ -144,21 +145,13 @@ def test_the_kept_examples_are_as_many_as_asked_for_and_each_equally_often(kept)
 
 
 @pytest.mark.parametrize("kept", [6, 7, 1000])
-@both
-def test_as_many_examples_as_there_are_is_all_of_them(kept, method):
+def test_as_many_examples_as_there_are_is_all_of_them(kept):
+    """As are the positions of a layer that has none."""
     model, (x, y) = mlp((4, 3, 3)), vectors(6)
     expected = expected_factors(twin(model), x, y, F.cross_entropy)
-    opt = still(model, "empirical", METHODS[method], factor_batch_size=kept)
+    opt = still(model, "empirical", factor_batch_size=kept, factor_positions=1)
     step(opt, model, [(x, y)])
     assert_factors(all_factors(opt, model), expected)
-
-
-def test_the_homogeneous_entry_stays_one():
-    model, (x, y) = mlp((4, 3, 3)), vectors(6)
-    opt = still(model, "empirical", factor_batch_size=2)
-    for _ in range(5):
-        step(opt, model, [(x, y)])
-        assert float(held_factors(opt, model, "0")[0][-1, -1]) == pytest.approx(1.0, rel=1e-12)
 
 
 def test_micro_batches_keep_their_number_each():
@@ -230,14 +223,6 @@ def test_as_many_positions_as_there_are_is_all_of_them(kept):
     x, y = noise(3, 5, 3), labels(3, 3)
     expected = expected_factors(twin(model), x, y, F.cross_entropy, approx="expand")
     opt = still(model, "empirical", factor_positions=kept, approx="expand")
-    step(opt, model, [(x, y)])
-    assert_factors(all_factors(opt, model), expected)
-
-
-def test_a_layer_without_positions_is_left_alone():
-    model, (x, y) = mlp((4, 3, 3)), vectors(6)
-    expected = expected_factors(twin(model), x, y, F.cross_entropy)
-    opt = still(model, "empirical", factor_positions=1)
     step(opt, model, [(x, y)])
     assert_factors(all_factors(opt, model), expected)
 
@@ -345,44 +330,37 @@ def sequence(option: str, method: type = KFAC, steps: int = 3, **keywords) -> li
     return found
 
 
-@options
-@both
+@each(option=OPTIONS.keys(), method=METHODS)
 def test_the_seed_decides_what_is_kept(option, method):
-    one, again = (sequence(option, METHODS[method], deterministic_seed=1) for _ in range(2))
-    other = sequence(option, METHODS[method], deterministic_seed=2)
+    one, again = (sequence(option, method, deterministic_seed=1) for _ in range(2))
+    other = sequence(option, method, deterministic_seed=2)
     assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
     assert not all(torch.allclose(a, b) for a, b in zip(one, other, strict=True))
 
 
 @options
-def test_every_step_keeps_others(option):
-    found = sequence(option, steps=4)
-    assert not all(torch.allclose(a, found[0]) for a in found)
-
-
-@options
-def test_the_user_s_generator_is_neither_read_nor_touched(option):
+def test_every_step_keeps_others_and_the_user_s_generator_is_neither_read_nor_touched(option):
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = sequence(option)
+    first = sequence(option, steps=4)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    assert all(torch.equal(a, b) for a, b in zip(first, sequence(option), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, sequence(option, steps=4), strict=True))
+    assert not all(torch.allclose(a, first[0]) for a in first)
 
 
-@options
-@both
+@each(option=OPTIONS.keys(), method=METHODS)
 def test_resume(option, method):
     keywords = {**OPTIONS[option], "lr": 0.1, "factor_decay": 0.9, "deterministic_seed": 5}
-    if method == "ekfac":
+    if method is EKFAC:
         keywords["scale_batch_size"] = 4
     model = build()
-    opt = still(model, "empirical", METHODS[method], **keywords)
+    opt = still(model, "empirical", method, **keywords)
     for seed in range(3):
         step(opt, model, [data(seed)])
     resumed = build()
     resumed.load_state_dict(model.state_dict())
-    again = still(resumed, "empirical", METHODS[method], **keywords)
+    again = still(resumed, "empirical", method, **keywords)
     again.load_state_dict(opt.state_dict())
     for seed in range(3, 6):
         step(opt, model, [data(seed)])
@@ -401,18 +379,26 @@ def test_gradients_are_those_of_the_whole_batch():
         assert torch.equal(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("option", ["factor_batch_size", "factor_positions"])
 @both
-def test_bad_values_are_refused(option, method):
-    with pytest.raises(ValueError, match=option):
-        METHODS[method](build(), **{option: 0})
-    with pytest.raises(TypeError, match=option):
-        METHODS[method](build(), **{option: 2.5})
+def test_bad_values_are_refused(method):
+    for option in ("factor_batch_size", "factor_positions", *(["scale_batch_size"] if method is EKFAC else [])):
+        with pytest.raises(ValueError, match=option):
+            method(build(), **{option: 0})
+        with pytest.raises(TypeError, match=option):
+            method(build(), **{option: 2.5})
 
 
-def test_bad_scale_batch_sizes_are_refused():
-    with pytest.raises(ValueError, match="scale_batch_size"):
-        EKFAC(build(), scale_batch_size=0)
+@both
+def test_reduce_refuses_a_part_of_the_positions(method):
+
+    with pytest.raises(ValueError, match=r"reduce.*factor_positions"):
+        method(mlp(), approx="reduce", factor_positions=2)
+    opt = method(mlp(), factor_positions=2)
+    saved = opt.state_dict()
+    saved["param_groups"][0]["approx"] = "reduce"
+    with pytest.raises(ValueError, match=r"reduce.*factor_positions"):
+        opt.load_state_dict(saved)
+    assert opt.param_groups[0]["approx"] == "expand"
 
 
 def test_sampled_labels_and_sampled_examples_together_resume():
