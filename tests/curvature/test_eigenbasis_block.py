@@ -189,6 +189,17 @@ def test_a_refresh_carries_the_scale_over(transport: str) -> None:
     torch.testing.assert_close(block.state["scale"], wanted[transport])
 
 
+def test_a_refresh_averages_the_scale_over_the_null_space_that_it_finds() -> None:
+    block, rows = with_scale(), drawn(D_IN - 2, D_IN, seed=7)
+    total = block.state["scale"].sum()
+    block.state["factor_a"].copy_(rows.mT @ rows)
+    refresh(block)
+    null = block.state["scale"][:, block.state["eigenvalues_a"] == 0]
+    assert null.shape == (D_OUT, 2)
+    torch.testing.assert_close(null[:, 0], null[:, 1])
+    torch.testing.assert_close(block.state["scale"].sum(), total)
+
+
 def test_sorted_columns_take_their_scale_along() -> None:
     block = with_scale(transport="none", basis_update="qr")
     order = torch.tensor([2, 0, 3, 1])

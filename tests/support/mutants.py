@@ -30,6 +30,7 @@ class Mutation(NamedTuple):
 
 HYLO = ("tests/hylo",)
 EKFAC = ("tests/ekfac",)
+BLOCKS = ("tests/curvature", *EKFAC)
 WINDOW = ("tests/window",)
 ORACLE = ("tests/oracle",)
 RULES = ("tests/test_update.py", "tests/contract -k 'adam_rule or inner or momentum or weight_decay or fallback'")
@@ -41,16 +42,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "add_combination_(out, rows, z.neg_())", "add_combination_(out, rows, z)", HYLO,
     ),
     Mutation(
-        "interpolated-core-counts-the-identity-twice", "linalg/woodbury.py",
-        "inner.diagonal(dim1=-2, dim2=-1).add_(1)", "inner.diagonal(dim1=-2, dim2=-1).add_(2)", HYLO,
-    ),
-    Mutation(
         "kernel-without-the-bias", "linalg/kernel.py",
         "found.addcmul_(inner, found) if x.homogeneous", "found.mul_(inner) if x.homogeneous", HYLO,
-    ),
-    Mutation(
-        "systematic-draw-weighs-like-an-estimate", "linalg/selection.py",
-        "pi.gather(-1, index).rsqrt()", "pi.gather(-1, index).reciprocal()", HYLO,
     ),
     Mutation(
         "interpolation-forgets-the-residual", "linalg/selection.py",
@@ -58,19 +51,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "direction-rotated-back-by-the-transpose", "linalg/eigenbasis.py",
-        "product(x, basis_a.mT)", "product(x, basis_a)", (*ORACLE, *EKFAC),
+        "product(x, basis_a.mT)", "product(x, basis_a)", ("tests/curvature", *ORACLE, *EKFAC),
     ),
     Mutation(
         "pairs-of-positions-count-once", "linalg/eigenbasis.py",
-        "alpha=2 if distance else 1", "alpha=1", EKFAC,
+        "alpha=2 if distance else 1", "alpha=1", ("tests/ekfac -k scale_functions", *EKFAC),
     ),
     Mutation(
         "scale-carried-over-by-the-transpose", "linalg/eigenbasis.py",
-        "product(scale, r_a.square().mT)", "product(scale, r_a.square())", EKFAC,
-    ),
-    Mutation(
-        "iterated-bases-are-not-continued", "linalg/eigenbasis.py",
-        "None, :] < 0, -q, q)", "None, :] < 0, q, q)", EKFAC,
+        "product(scale, r_a.square().mT)", "product(scale, r_a.square())", BLOCKS,
     ),
     Mutation(
         "mean-of-ones-forgets-the-number-of-rows", "linalg/dense.py",
@@ -81,36 +70,24 @@ MUTATIONS: tuple[Mutation, ...] = (
         "age = (newest(pos, m) - torch.arange", "age = (pos - torch.arange", WINDOW,
     ),
     Mutation(
-        "momentum-outside-of-the-window-has-another-sign", "linalg/gram.py",
-        "b - q / (n * damping)[:, None]", "b + q / (n * damping)[:, None]", WINDOW,
-    ),
-    Mutation(
         "static-inverse-adds-what-it-subtracts", "linalg/inverse_fisher.py",
         "vectors[:, columns].double() - inside", "vectors[:, columns].double() + inside",
-        ("tests/static", "tests/test_docs.py"),
+        ("tests/static",),
     ),
     Mutation(
         "quadratic-model-without-one-half", "linalg/quadratic.py",
         "0.5 * torch.dot(x, matrix @ x)", "torch.dot(x, matrix @ x)", ("tests/adaptive",),
     ),
-    Mutation(
-        "damping-falls-where-the-model-is-wrong", "linalg/quadratic.py",
-        "return 1 / omega if ratio < LOWER", "return omega if ratio < LOWER", ("tests/adaptive",),
-    ),
     # ---------------------------------------------------------------- methods and the update
     Mutation(
         "damping-alone-is-relative", "methods/kronecker.py",
         'return damping, "absolute" if mode is None else mode', 'return damping, "relative" if mode is None else mode',
-        ("tests/oracle/test_solves.py", "tests/contract -k defaults"),
-    ),
-    Mutation(
-        "nesterov-without-its-factor", "linalg/first_order.py",
-        "_add(directions, buffers, momentum) if nesterov", "_add(directions, buffers, 1.0) if nesterov", RULES,
+        ("tests/oracle -k solves", "tests/contract -k defaults", *ORACLE),
     ),
     Mutation(
         "momentum-takes-in-a-dropped-batch", "linalg/first_order.py",
         "directions = [torch.where(gate, d, 0) for d in directions]", "directions = list(directions)",
-        ("tests/test_update.py", "tests/contract -k non_finite", "tests/oracle/test_failures.py"),
+        ("tests/test_update.py", "tests/contract -k non_finite", "tests/oracle -k fail"),
     ),
     Mutation(
         "squares-of-adam-lack-the-root-of-their-bias", "linalg/first_order.py",
@@ -121,18 +98,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "p * (lr * lr) for p, lr", "p * lr for p, lr", ("tests/contract -k kl_clip",),
     ),
     Mutation(
-        "clip-lengthens-short-directions", "update.py",
-        "/ (total + 1e-12)).clamp(max=1)", "/ (total + 1e-12))", ("tests/test_update.py", "tests/contract -k clipping"),
-    ),
-    Mutation(
         "graft-without-coupled-decay", "update.py",
         'return gradient.add(local(p), alpha=group["weight_decay"])', "return gradient",
         ("tests/contract -k 'graft or weight_decay'",),
-    ),
-    Mutation(
-        "grafted-source-is-not-debiased", "update.py",
-        '["exp_avg"]) / (1 - beta1 ** self.steps_of(p))', '["exp_avg"]) / (1 - beta1)',
-        ("tests/contract -k 'graft or adam'",),
     ),
     Mutation(
         "rate-of-the-fallback-ignores-the-schedule", "update.py",
@@ -146,15 +114,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     # ---------------------------------------------------------------- curvature: blocks
     Mutation(
         "damping-split-the-other-way", "capture/statistics/averages.py",
-        "return pi * root, root / pi", "return root / pi, pi * root", ORACLE,
+        "return pi * root, root / pi", "return root / pi, pi * root", ("tests/oracle -k 'split or solves'", *ORACLE),
     ),
     Mutation(
         "weight-of-old-batches-does-not-decay", "capture/statistics/averages.py",
-        "grown = weight * decay + batch_weight", "grown = weight + batch_weight", ORACLE,
+        "grown = weight * decay + batch_weight", "grown = weight + batch_weight", ("tests/oracle -k running", *ORACLE),
     ),
     Mutation(
         "decay-is-no-curvature", "curvature/factors.py",
-        'return damping + group["weight_decay"] if', "return damping if", (*ORACLE, "tests/contract -k weight_decay"),
+        'return damping + group["weight_decay"] if', "return damping if",
+        ("tests/fisher -k decay", *ORACLE, "tests/contract -k weight_decay"),
     ),
     Mutation(
         "refreshes-a-step-late", "curvature/refresh_schedule.py",
@@ -168,23 +137,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "failed-inverse-is-adopted", "curvature/inverse.py",
         'adopt_tensor(state, f"inverse_{side}", tensors[0], good)',
-        'adopt_tensor(state, f"inverse_{side}", tensors[0], good | True)', ("tests/oracle/test_failures.py", *ORACLE),
+        'adopt_tensor(state, f"inverse_{side}", tensors[0], good | True)', ("tests/oracle -k fail", *ORACLE),
     ),
     Mutation(
         "null-space-is-not-averaged", "curvature/eigenbasis.py",
-        'state["scale"].copy_(self._pooled(state["scale"]))', 'state["scale"].copy_(state["scale"])', EKFAC,
-    ),
-    Mutation(
-        "recomputed-scale-keeps-the-old-one", "curvature/eigenbasis.py",
-        'self.state["scale_weight"].mul_(~ok)', 'self.state["scale_weight"].mul_(1.0)', EKFAC,
-    ),
-    Mutation(
-        "mean-of-gradients-is-not-debiased", "preconditioners/scale.py",
-        'source[p] = mean / (1 - beta ** state["gradient_updates"])', "source[p] = mean.clone()", EKFAC,
-    ),
-    Mutation(
-        "average-of-directions-is-their-sum", "curvature/solvers.py",
-        '1 - momentum if group["momentum_mode"] == "ema" else 1.0', "1.0", (*WINDOW, "tests/contract -k momentum"),
+        'state["scale"].copy_(self._pooled(state["scale"]))', 'state["scale"].copy_(state["scale"])', BLOCKS,
     ),
     Mutation(
         "leaving-row-takes-its-dots-along", "curvature/window/window.py",
@@ -212,7 +169,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "batch-of-one-rank-that-is-not-finite-is-added", "parallel/exchange.py",
         "words = torch.where(finite, words, lost)", "words = torch.where(finite, words, words)",
-        ("tests/unit", "tests/distributed/test_faults.py", "tests/distributed"),
+        ("tests/unit", "tests/distributed"),
     ),
     Mutation(
         "gradients-are-added-and-not-averaged", "comm/rank_grid.py",
@@ -226,12 +183,12 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "loads-count-for-the-first-rank", "comm/placement.py",
-        "so_far.add(rank, loads[i])", "so_far.add(0, loads[i])", ("tests/comm/test_placement.py",),
+        "so_far.add(rank, loads[i])", "so_far.add(0, loads[i])", ("tests/comm -k placement", "tests/comm"),
     ),
     Mutation(
         "rows-of-unequal-batches-count-alike", "preconditioners/row_exchange.py",
         "(block.gradient_scale(n) * share) ** 0.5", "block.gradient_scale(n) ** 0.5",
-        ("tests/distributed/test_hylo.py", "tests/distributed"),
+        ("tests/distributed -k hylo", "tests/distributed"),
     ),
     Mutation(
         "decay-sees-a-part-of-the-window", "parallel/windows.py",
