@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,14 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.commands.options import Common
+from benchmarks.compare.roster import find
+from benchmarks.compare.runs import curve
 from benchmarks.compare.store import processor
 from benchmarks.peers import PeerMissingError
 from benchmarks.peers.by_path import set_paths
-from benchmarks.runner import FAILURES, WINDOW, Trainer
-from benchmarks.workloads import DataMissingError, Size
+from benchmarks.recipes import Settings
+from benchmarks.runner import FAILURES, WINDOW, MakeScheduler, Trainer, memory_usage, optimizer_bytes
+from benchmarks.workloads import DataMissingError, Size, Workload
 
 RESULTS = Path(__file__).parent / "results"
 """Where results lie that are kept under version control."""
@@ -55,6 +58,38 @@ class Evidence(Common):
     """Keep the results under benchmarks/results, rather than in the folder of this run only."""
     out_dir: Path = Path("bench-output")
     """Folder for tables, pictures and results."""
+
+    def check(self, positive: Sequence[str] = (), shares: Sequence[str] = ()) -> None:
+        """Refuse options that are out of range; one that is unset is in it.
+
+        Args:
+            positive: Names of options that are numbers above 0, or several of them.
+            shares: Names of those that are also at most 1.
+
+        Raises:
+            ValueError: For one that is not.
+        """
+        for names, most, words in ((positive, math.inf, "positive"), (shares, 1.0, "in (0, 1]")):
+            for name in names:
+                given = getattr(self, name)
+                each = given if isinstance(given, tuple) else (given,)
+                if any(number is not None and not 0 < number <= most for number in each):
+                    raise ValueError(f"{name} must be {words}, got {given}")
+
+    def about(self, workload: Workload, optimizer: str, settings: Settings, **more: Any) -> Identity:
+        """Return what a cell of one optimizer depends on.
+
+        Args:
+            workload: What it trains.
+            optimizer: Its name.
+            settings: Its keywords.
+            more: What else.
+
+        Returns:
+            The identity.
+        """
+        own = {"workload": workload.name, "size": self.size, "batch_size": workload.batch_size}
+        return {**own, "optimizer": optimizer, "settings": dict(settings), **more}
 
     def open_cells(self, stem: str) -> "Cells":
         """Set the threads, and read what is there already.
@@ -233,6 +268,54 @@ def notes_text(rows: Sequence[Mapping[str, Any]]) -> str:
         if row.get("note"):
             labels.setdefault(row["note"], {})[row["label"]] = None
     return "".join(f" {', '.join(found)}: {note}." for note, found in labels.items())
+
+
+def trainer_of(
+    name: str, settings: Settings, workload: Workload, seed: int, schedule: MakeScheduler | None = None
+) -> Trainer:
+    """Return a run of an optimizer that has not begun."""
+    method = find(name)
+    make = partial(method.construct, **settings)
+    return Trainer(method.label, workload, make, seed, schedule, method.needs_closure(None, settings))
+
+
+def figures_of(trainer: Trainer, end: str) -> Figures:
+    """Return what is kept of a run that has ended.
+
+    Args:
+        trainer: The run.
+        end: What :func:`train_until` returned.
+
+    Returns:
+        Its figures.
+    """
+    history = trainer.history
+    return {
+        "label": history.label,
+        "end": end,
+        "diverged": end == "diverged",
+        "taken": len(history.losses),
+        "lr": trainer.optimizer.param_groups[0]["lr"],
+        "first": history.losses[0],
+        "loss": history.loss_at(len(history.losses)),
+        "processor_seconds": sum(history.processor_seconds),
+        "optimizer_bytes": optimizer_bytes(trainer.optimizer),
+        "memory": memory_usage(trainer.optimizer),
+        "curve": curve(history),
+    }
+
+
+def lost(runs: Sequence[Figures]) -> tuple[list[Figures], Figures]:
+    """Return the runs that count, none where one of them was lost (the others would flatter it), and what was lost."""
+    whole = [run for run in runs if not run["failed"] and not run["diverged"]]
+    failed = [run["failed"] for run in runs if run["failed"]]
+    told = {"runs": len(runs), "failed": failed, "diverged": sum(bool(run.get("diverged")) for run in runs)}
+    return whole if len(whole) == len(runs) else [], told
+
+
+def why_lost(row: Mapping[str, Any]) -> str:
+    """Return why a row has no loss."""
+    return "failed" if row["failed"] else "diverged" if row["diverged"] else "not run"
 
 
 def train_until(trainer: Trainer, steps: int, target: float | None = None, seconds: float | None = None) -> str:

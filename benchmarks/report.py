@@ -4,7 +4,7 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,52 @@ def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     for row in rows:
         table.add_row(*row)
     return table
+
+
+Column = Callable[[Mapping[str, Any]], str]
+"""What a column shows of a row."""
+
+
+def value(key: str, spec: str = "", scale: float = 1.0) -> Column:
+    """Return what a column shows of a row: its figure, "-" where there is none.
+
+    Args:
+        key: Of the figure.
+        spec: How it is written.
+        scale: What it is multiplied by.
+
+    Returns:
+        The function.
+    """
+
+    def shown(row: Mapping[str, Any]) -> str:
+        found = row.get(key)
+        if found is None:
+            return "-"
+        return format(found * scale if spec and scale != 1 else found, spec)
+
+    return shown
+
+
+def table_of(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, Column],
+    caption: str = "",
+) -> Table:
+    """Return a table of rows of figures.
+
+    Args:
+        title: Above the table.
+        rows: Figures by key.
+        columns: What stands in each column, by its head.
+        caption: Below the table.
+
+    Returns:
+        The table.
+    """
+    cells = [[column(row) for column in columns.values()] for row in rows]
+    return make_table(title, list(columns), cells, caption)
 
 
 def save(out_dir: Path, name: str, tables: Sequence[Table], data: Mapping[str, Any]) -> None:

@@ -15,25 +15,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
-from rich.table import Table
 
 from benchmarks import report
 from benchmarks.commands.demo import TARGETS
 from benchmarks.compare.roster import find, recipe_on
-from benchmarks.evidence import Cells, Evidence, Figures, Identity, notes_text, progress, train_until
-from benchmarks.plot import COLOURS, STYLES, styled
+from benchmarks.evidence import Cells, Evidence, Figures, figures_of, notes_text, progress, train_until, trainer_of
+from benchmarks.plot import Panel, Row, look, plot_rows
 from benchmarks.recipes import Recipe
-from benchmarks.runner import WINDOW, Trainer, optimizer_bytes
+from benchmarks.report import value
+from benchmarks.runner import WINDOW
 from benchmarks.workloads import Workload, WorkloadName, make_workload
-
-COLUMNS = (
-    "optimizer", "batch", "rate ×", "learning rate", "steps", "examples", "seconds", "of SGD's steps", "seeds", "others"
-)  # fmt: skip
 
 
 @dataclass
@@ -70,25 +63,22 @@ class BatchSize(Evidence):
                     rows.append(self._search(cells, name, workload))
         rows.sort(key=lambda row: self.optimizers.index(row["optimizer"]))
         target = self._target()
-        path = self.publish(cells, [_table(self.workload, target, self.optimizers[0], rows)], {
+        title = f"{self.workload}: steps to a training loss of {target:g}"
+        table = report.table_of(title, rows, _columns(rows, self.optimizers[0]), _caption(target, rows))
+        path = self.publish(cells, [table], {
             "workload": self.workload, "target": target, "factors": list(self.factors), "rows": rows,
         })  # fmt: skip
         if any(row["steps"] for row in rows):
-            plot_scaling(rows, f"{self.workload}: to a training loss of {target:g}", path)
+            _plot([row for row in rows if row["steps"]], title, path)
             report.print_path("plot", path)
         return 0
 
     def _check(self) -> None:
-        if min(self.batch_sizes, default=0) < 1:
-            raise ValueError(f"batch_sizes must be numbers of examples, got {self.batch_sizes}")
-        if min(self.factors, default=0.0) <= 0 or len(set(self.factors)) < len(self.factors):
-            raise ValueError(f"factors must be different positive numbers, got {self.factors}")
+        self.check(positive=("batch_sizes", "factors", "seconds", "seeds"))
+        if len(set(self.factors)) < len(self.factors):
+            raise ValueError(f"factors must be different, got {self.factors}")
         if self.steps < WINDOW:
             raise ValueError(f"steps must be at least {WINDOW}, got {self.steps}")
-        if self.seconds <= 0:
-            raise ValueError(f"seconds must be positive, got {self.seconds}")
-        if self.seeds < 1:
-            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
         for name in self.optimizers:
             find(name).recipe(self.workload, self.size)
 
@@ -123,19 +113,11 @@ class BatchSize(Evidence):
 
         What lost against a lower limit than this one may yet win, and runs again.
         """
-        recipe = self._recipe(name, workload, factor)
-        identity: Identity = {
-            "optimizer": name,
-            "workload": self.workload,
-            "size": self.size,
-            "batch_size": workload.batch_size,
-            "settings": dict(recipe.settings),
-            "factor": round(factor, 6),
-            "target": self._target(),
-            "steps": self.steps,
-            "seconds": self.seconds,
-            "seed": seed,
-        }
+        recipe = recipe_on(name, workload, self.size, self.data_dir).times(factor)
+        identity = self.about(
+            workload, name, recipe.settings, factor=round(factor, 6), target=self._target(), steps=self.steps,
+            seconds=self.seconds, seed=seed,
+        )  # fmt: skip
 
         def counts(found: Figures) -> bool:
             # Files of an earlier time have no limit: what was slower took as many steps as it was given.
@@ -143,27 +125,12 @@ class BatchSize(Evidence):
 
         return cells.run(identity, partial(self._train, name, workload, recipe, seed, limit), counts)
 
-    def _recipe(self, name: str, workload: Workload, factor: float) -> Recipe:
-        return recipe_on(name, workload, self.size, self.data_dir).times(factor)
-
     def _train(self, name: str, workload: Workload, recipe: Recipe, seed: int, limit: int) -> Figures:
-        method = find(name)
-        make = partial(method.construct, **recipe.settings)
-        trainer = Trainer(method.label, workload, make, seed, closure=method.needs_closure(None, recipe.settings))
+        trainer = trainer_of(name, recipe.settings, workload, seed)
         end = train_until(trainer, limit, self._target(), self.seconds)
         end = "slower" if end == "steps" and limit < self.steps else end
-        history = trainer.history
-        return {
-            "label": method.label,
-            "lr": recipe.settings.get("lr"),
-            "end": end,
-            "limit": limit,
-            "note": recipe.note,
-            "taken": len(history.losses),
-            "loss": history.loss_at(len(history.losses)),
-            "processor_seconds": sum(history.processor_seconds),
-            "optimizer_bytes": optimizer_bytes(trainer.optimizer),
-        }
+        own = {"lr": recipe.settings.get("lr"), "limit": limit, "note": recipe.note}
+        return {**figures_of(trainer, end), **own}
 
     def _row(
         self, name: str, batch_size: int, best: float | None, trials: Mapping[float, Figures], runs: Sequence[Figures]
@@ -196,80 +163,55 @@ def _median(runs: Sequence[Figures], key: str) -> float | None:
     return middle if math.isfinite(middle) else None
 
 
-def _table(workload: str, target: float, first: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+def _columns(rows: Sequence[Row], first: str) -> Mapping[str, report.Column]:
     reference = {row["batch_size"]: row["steps"] for row in rows if row["optimizer"] == first}
-    cells = []
-    for row in rows:
-        head = (row["label"], f"{row['batch_size']:,}")
-        others = ", ".join(f"{factor}: {end}" for factor, end in row["ends"].items() if end != "target")
-        seeds = "{} of {}".format(*row["reached"]) if row["reached"][1] else "-"
+
+    def steps(row: Row) -> str:
         if row["steps"] is None:
-            most = f"> {row['most_steps']:,}" if row["tried"] else "not run"
-            cells.append((*head, "-", "-", most, "-", "-", "-", seeds, others or "-"))
-            continue
-        edge = "*" if row["at_edge"] else ""
+            return f"> {row['most_steps']:,}" if row["tried"] else "not run"
+        return f"{row['steps']:,.0f}"
+
+    def share(row: Row) -> str:
         own = reference.get(row["batch_size"])
-        share = f"{row['steps'] / own:.2f}" if own else "-"
-        cells.append(
-            (
-                *head,
-                f"{row['factor']:.3g}{edge}",
-                f"{row['lr']:.3g}",
-                f"{row['steps']:,.0f}",
-                f"{row['examples']:,.0f}",
-                f"{row['processor_seconds']:.1f}",
-                share,
-                seeds,
-                others or "-",
-            )
-        )
-    columns = tuple(f"of {rows[0]['label']}'s steps" if rows and c == "of SGD's steps" else c for c in COLUMNS)
-    caption = (
+        return f"{row['steps'] / own:.2f}" if own and row["steps"] else "-"
+
+    return {
+        "optimizer": value("label"),
+        "batch": value("batch_size", ","),
+        "rate ×": lambda row: value("factor", ".3g")(row) + "*" * row["at_edge"],
+        "learning rate": value("lr", ".3g"),
+        "steps": steps,
+        "examples": value("examples", ",.0f"),
+        "seconds": value("processor_seconds", ".1f"),
+        f"of {find(first).label}'s steps": share,
+        "seeds": lambda row: "{} of {}".format(*row["reached"]) if row["reached"][1] else "-",
+        "others": lambda row: ", ".join(f"{f}: {end}" for f, end in row["ends"].items() if end != "target") or "-",
+    }
+
+
+def _caption(target: float, rows: Sequence[Row]) -> str:
+    return (
         f"Best of the learning rates tried, the same multiples of the recipe's for all. Steps: until the mean of "
         f"{WINDOW} is at most {target:g}. * the last of the row: a better one may lie beyond. Others: why trials ended "
         "that did not get there; slower: not within the steps of the best before. Seeds: those that got there, of all; "
         "the others count as infinite in the medians. Seconds: of the processor, in all threads."
     ) + notes_text(rows)
-    return report.make_table(f"{workload}: steps to a training loss of {target:g}", columns, cells, caption)
 
 
-# ---------------------------------------------------------------------- the picture
-def plot_scaling(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+def _plot(rows: Sequence[Row], title: str, path: Path) -> None:
     """Draw steps and processor seconds to the target against the batch size, with lines of perfect scaling."""
-    labels = list(dict.fromkeys(row["label"] for row in rows))
     sizes = sorted({row["batch_size"] for row in rows})
-    with styled():
-        figure = Figure(figsize=(10, 4.4), layout="constrained")
-        by_steps, by_seconds = figure.subplots(1, 2)
-        for index, label in enumerate(labels):
-            own = sorted((r for r in rows if r["label"] == label and r["steps"]), key=lambda r: int(r["batch_size"]))
-            if not own:
-                continue
-            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)], "marker": "o"}
-            x = [row["batch_size"] for row in own]
-            by_steps.plot(x, [row["steps"] for row in own], label=label, markersize=4, **style)
-            by_seconds.plot(x, [row["processor_seconds"] for row in own], markersize=4, **style)
-            start = x[0] * own[0]["steps"]
-            by_steps.plot(sizes, [start / size for size in sizes], color=style["color"], linewidth=0.6, alpha=0.6)
-        by_steps.plot([], [], color="0.5", linewidth=0.6, label="perfect scaling")
-        _dress(by_steps, "steps to the target", sizes)
-        _dress(by_seconds, "processor seconds to the target", sizes)
-        figure.legend(loc="outside upper right", ncols=len(labels) + 1, frameon=False)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        figure.savefig(path, dpi=150)
 
+    def perfect(panels: Sequence[Axes]) -> None:
+        for index, label in enumerate(dict.fromkeys(row["label"] for row in rows)):
+            first = min((row for row in rows if row["label"] == label), key=lambda row: int(row["batch_size"]))
+            ideal = [first["batch_size"] * first["steps"] / size for size in sizes]
+            panels[0].plot(sizes, ideal, color=look(label, index)["color"], linewidth=0.6, alpha=0.6)
+        panels[0].plot([], [], color="0.5", linewidth=0.6, label="perfect scaling")
 
-def _dress(axes: Axes, label: str, sizes: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("examples of a step")
-    axes.set_ylabel(label)
-    axes.xaxis.set_major_locator(FixedLocator([float(size) for size in sizes]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    low, high = axes.get_ylim()
-    few = high / low < 20  # hardly a power of ten to be named
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}") if few else NullFormatter())
-    axes.grid(axis="y", color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
+    panels = [
+        Panel("steps to the target", {"": lambda row: row["steps"]}),
+        Panel("processor seconds to the target", {"": lambda row: row["processor_seconds"]}),
+    ]
+    words = title, "examples of a step"
+    plot_rows(rows, panels, lambda row: row["batch_size"], lambda row: row["label"], words, path, perfect)

@@ -11,21 +11,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
-from rich.table import Table
+from matplotlib.axes import Axes
 
 from benchmarks import report
 from benchmarks.compare.roster import find, recipe_on
-from benchmarks.compare.runs import curve
-from benchmarks.evidence import Evidence, Figures, Identity, attempt, notes_text, progress, train_until
+from benchmarks.evidence import (
+    Evidence,
+    Figures,
+    attempt,
+    figures_of,
+    lost,
+    notes_text,
+    progress,
+    train_until,
+    trainer_of,
+    why_lost,
+)  # fmt: skip
 from benchmarks.footprint import kept
-from benchmarks.peers import evaluating
-from benchmarks.plot import COLOURS, styled
+from benchmarks.plot import COLOURS, Panel, Row, look, plot_rows
 from benchmarks.recipes import COSINE, Settings, window_keywords
-from benchmarks.runner import WINDOW, Trainer, memory_usage
+from benchmarks.report import value
+from benchmarks.runner import WINDOW
 from benchmarks.schedules import make_schedule
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import TopK
@@ -43,7 +51,6 @@ PUBLISHED: Settings = {
 """For ResNet-20 on CIFAR-10 with density 0.01, batch 128 and 164 epochs."""
 SOURCE = "README and scripts of github.com/IST-DASLab/EFCP, ResNet-20 on CIFAR-10; 164 epochs there"
 
-COLUMNS = ("window", "kept", "loss", "spread", "metric", "spread", "seconds", "window MB", "state MB", "dense / this")
 _WINDOW = ("window", "error", "gram")
 
 
@@ -84,12 +91,7 @@ class Density(Evidence):
 
     def run(self) -> int:
         """Run the command, and return 0, or 1 when a run failed or diverged."""
-        if min(self.densities, default=0.5) <= 0 or max(self.densities, default=0.5) > 1:
-            raise ValueError(f"densities must be in (0, 1], got {self.densities}")
-        for name in ("seeds", "window_size", "steps", "factor"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+        self.check(positive=("seeds", "window_size", "steps", "factor"), shares=("densities",))
         stem = f"density-{self.workload}" + ("-published" if self.settings == "published" else "")
         cells = self.open_cells(stem)
         workload = make_workload(self.workload, self.data_dir, self.size)
@@ -100,15 +102,19 @@ class Density(Evidence):
             for seed in range(self.seed, self.seed + self.seeds):
                 for entry in entries:
                     advance(f"{entry.label}, seed {seed}")
-                    identity = self._identity(entry, workload, steps, seed)
+                    own = {"steps": steps, "seed": seed, "everything": self.evaluate}
+                    identity = self.about(workload, entry.optimizer, entry.settings, **own)
                     found = cells.run(identity, partial(attempt, partial(self._train, entry, workload, steps, seed)))
                     runs[entry.label] += [found] if found else []
         rows = [_summary(entry, runs[entry.label]) for entry in entries]
         about = {"workload": self.workload, "steps": steps, "metric": workload.metric, "settings": self.settings}
         source = SOURCE if self.settings == "published" else "the benchmarks' recipe"
-        path = self.publish(cells, [self._table(about, rows)], {**about, "source": source, "rows": rows})
+        table = report.table_of(
+            f"{self.workload}, {steps} steps", rows, _columns(rows, workload.metric), self._caption(rows)
+        )
+        path = self.publish(cells, [table], {**about, "source": source, "rows": rows})
         if any(row["loss"] is not None and row["share"] is not None for row in rows):
-            plot_density(rows, f"{self.workload}, {steps} steps: loss against the entries kept", path)
+            _plot(rows, f"{self.workload}, {steps} steps: loss against the entries kept", path)
             report.print_path("plot", path)
         return int(any(run["failed"] or run["diverged"] for own in runs.values() for run in own))
 
@@ -130,51 +136,20 @@ class Density(Evidence):
         dense = {key: value for key, value in shared.items() if key not in window_only(shared)}
         yield _Entry("dense", "mfac", dense, 1.0, note)
 
-    def _identity(self, entry: _Entry, workload: Workload, steps: int, seed: int) -> Identity:
-        return {
-            "optimizer": entry.optimizer,
-            "settings": dict(entry.settings),
-            "workload": self.workload,
-            "size": self.size,
-            "batch_size": workload.batch_size,
-            "steps": steps,
-            "seed": seed,
-            "everything": self.evaluate,
-        }
-
     def _train(self, entry: _Entry, workload: Workload, steps: int, seed: int) -> Figures:
-        method = find(entry.optimizer)
-        make = partial(method.construct, **entry.settings)
-        schedule = partial(make_schedule, COSINE, steps)
-        trainer = Trainer(entry.label, workload, make, seed, schedule, method.needs_closure(None, entry.settings))
+        trainer = trainer_of(entry.optimizer, entry.settings, workload, seed, partial(make_schedule, COSINE, steps))
         end = train_until(trainer, steps)
-        history = trainer.history
-        metric = None
-        if end != "diverged":
-            with evaluating(trainer.optimizer, trainer.model, workload):
-                metric = workload.evaluate(trainer.model, self.evaluate)
-        return {
-            "diverged": end == "diverged",
-            "loss": history.loss_at(len(history.losses)),
-            "metric": metric,
-            "processor_seconds": sum(history.processor_seconds),
-            "memory": memory_usage(trainer.optimizer),
-            "curve": curve(history),
-        }
+        metric = None if end == "diverged" else trainer.evaluate(self.evaluate)[workload.metric]
+        return {**figures_of(trainer, end), "metric": metric}
 
-    def _table(self, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Table:
-        dense = next((row["window_bytes"] for row in rows if row["share"] == 1.0 and row["window_bytes"]), None)
-        columns = [about["metric"] if column == "metric" else column for column in COLUMNS]
-        cells = [_cells(row, dense) for row in rows]
-        caption = (
+    def _caption(self, rows: Sequence[Row]) -> str:
+        return (
             f"Means over {self.seeds} seeds, none where a run was lost; spread: largest minus smallest. "
             f"Loss: mean of the last {WINDOW} steps. "
             "Kept: of all entries of a gradient; a block keeps at least 8. Window: rows, residual and Gram matrix. "
             "Schedule: warm-up over a twentieth, then cosine to nothing. "
-        )
-        caption += f"Windows: {SOURCE}." if self.settings == "published" else "Windows: the recipe of sparse_mfac."
-        caption += notes_text(rows)
-        return report.make_table(f"{self.workload}, {about['steps']} steps", columns, cells, caption)
+            f"Windows: {SOURCE if self.settings == 'published' else 'the recipe of sparse_mfac'}."
+        ) + notes_text(rows)
 
 
 def window_only(settings: Settings) -> set[str]:
@@ -196,76 +171,66 @@ def _kept_share(sizes: Sequence[int], settings: Settings) -> float:
 
 
 def _summary(entry: _Entry, runs: Sequence[Figures]) -> Figures:
-    """Return one row."""
-    whole = [run for run in runs if not run["failed"] and not run["diverged"]]
+    """Return means and spreads over the runs of an entry."""
+    whole, told = lost(runs)
     row: Figures = {
         "label": entry.label,
         "optimizer": entry.optimizer,
         "settings": dict(entry.settings),
         "share": entry.share,
         "note": entry.note,
-        "runs": len(runs),
-        "failed": [run["failed"] for run in runs if run["failed"]],
-        "diverged": sum(bool(run.get("diverged")) for run in runs),
+        **told,
     }
     for key in ("loss", "metric", "processor_seconds"):
-        values = [run[key] for run in whole] if len(whole) == len(runs) else []
+        values = [run[key] for run in whole]
         row[key] = statistics.fmean(values) if values else None
         row[f"{key}_spread"] = max(values) - min(values) if values else None
-    memory = whole[0]["memory"] if whole else {}
-    row["window_bytes"] = sum(memory.get(kind, 0) for kind in _WINDOW) if whole else None
+    memory: dict[str, int] = next((run["memory"] for run in runs if not run["failed"] and not run["diverged"]), {})
+    row["window_bytes"] = sum(memory.get(kind, 0) for kind in _WINDOW) if memory else None
     row["state_bytes"] = memory.get("total")
     return row
 
 
-def _cells(row: Mapping[str, Any], dense: int | None) -> tuple[str, ...]:
-    label, share = row["label"], "-" if row["share"] is None else f"{100 * row['share']:.2f} %"
-    window, state = row["window_bytes"], row["state_bytes"]
-    nbytes = (
-        f"{window / 1e6:.2f}" if window else "-",
-        "-" if state is None else f"{state / 1e6:.2f}",
-        f"{dense / window:.1f}" if dense and window else "-",
-    )
-    if row["loss"] is None:
-        reason = row["failed"][0] if row["failed"] else "diverged" if row["diverged"] else "not run"
+def _columns(rows: Sequence[Row], metric: str) -> Mapping[str, report.Column]:
+    dense = next((row["window_bytes"] for row in rows if row["share"] == 1.0 and row["window_bytes"]), None)
+
+    def loss(row: Row) -> str:
+        if row["loss"] is not None:
+            return f"{row['loss']:.4g}"
         bad = len(row["failed"]) + row["diverged"]
-        lost = f" ({bad} of {row['runs']} lost)" if 0 < bad < row["runs"] else ""
-        return (label, share, reason + lost, "-", "-", "-", "-", *nbytes)
-    return (
-        label,
-        share,
-        f"{row['loss']:.4g}",
-        f"{row['loss_spread']:.2g}",
-        f"{row['metric']:.4g}",
-        f"{row['metric_spread']:.2g}",
-        f"{row['processor_seconds']:.1f}",
-        *nbytes,
-    )
+        why = row["failed"][0] if row["failed"] else why_lost(row)
+        return why + (f" ({bad} of {row['runs']} lost)" if 0 < bad < row["runs"] else "")
+
+    return {
+        "window": value("label"),
+        "kept": lambda row: "-" if row["share"] is None else f"{100 * row['share']:.2f} %",
+        "loss": loss,
+        "spread": value("loss_spread", ".2g"),
+        metric: value("metric", ".4g"),
+        "its spread": value("metric_spread", ".2g"),
+        "seconds": value("processor_seconds", ".1f"),
+        "window MB": lambda row: f"{row['window_bytes'] / 1e6:.2f}" if row["window_bytes"] else "-",
+        "state MB": value("state_bytes", ".2f", 1e-6),
+        "dense / this": lambda row: f"{dense / row['window_bytes']:.1f}" if dense and row["window_bytes"] else "-",
+    }
 
 
-def plot_density(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Draw the loss at the end against the entries kept, and the bytes of the window beside it."""
-    windows = [row for row in rows if row["share"] is not None and row["loss"] is not None]
-    sizes = [(100 * row["share"], row["window_bytes"] / 1e6) for row in rows if row["share"] and row["window_bytes"]]
-    with styled():
-        figure = Figure(figsize=(9, 3.8), layout="constrained")
-        by_loss, by_bytes = figure.subplots(1, 2)
-        shares = [100 * row["share"] for row in windows]
-        spreads = [row["loss_spread"] / 2 for row in windows]
-        by_loss.errorbar(
-            shares, [row["loss"] for row in windows], spreads, marker="o", color=COLOURS[0], capsize=3, label="M-FAC"
-        )
-        for index, row in enumerate(row for row in rows if row["share"] is None and row["loss"] is not None):
-            by_loss.axhline(row["loss"], color=COLOURS[index + 1], linestyle="--", linewidth=1.2, label=row["label"])
-        by_bytes.plot([share for share, _ in sizes], [size for _, size in sizes], marker="o", color=COLOURS[0])
-        by_bytes.set_yscale("log")
-        for axes, label in ((by_loss, f"training loss (mean of {WINDOW} steps)"), (by_bytes, "window, MB")):
-            axes.set_xscale("log")
-            axes.set_xlabel("entries kept, %")
-            axes.set_ylabel(label)
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.grid(axis="y", color="0.9", linewidth=0.6)
-            axes.set_axisbelow(True)
-        figure.legend(loc="outside upper right", ncols=4, frameon=False)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        figure.savefig(path, dpi=150)
+def _plot(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Draw the loss at the end against the entries kept, and the bytes of the window, of lost ones too."""
+    windows = [row for row in rows if row["share"] is not None]
+    others = [row for row in rows if row["share"] is None and row["loss"] is not None]
+
+    def references(panels: Sequence[Axes]) -> None:
+        known = [row for row in windows if row["loss"] is not None]
+        x, y = [100 * row["share"] for row in known], [row["loss"] for row in known]
+        half = [row["loss_spread"] / 2 for row in known]
+        panels[0].errorbar(x, y, half, linestyle="", color=COLOURS[4], capsize=3)
+        for index, row in enumerate(others):
+            panels[0].axhline(row["loss"], color=look(row["label"], index)["color"], linestyle="--", label=row["label"])
+
+    panels = [
+        Panel(f"training loss (mean of {WINDOW} steps)", {"": lambda row: row["loss"]}),
+        Panel("window, MB", {"": lambda row: row["window_bytes"] / 1e6 if row["window_bytes"] else None}),
+    ]
+    words = title, "entries kept, %"
+    plot_rows(windows, panels, lambda row: 100 * row["share"], lambda _: "M-FAC", words, path, references, base=10)

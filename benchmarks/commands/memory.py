@@ -15,13 +15,14 @@ from torch import nn
 
 from benchmarks import report
 from benchmarks.compare.roster import find, recipe_on
-from benchmarks.evidence import Evidence, Figures, Identity, notes_text, progress
+from benchmarks.evidence import Evidence, Figures, notes_text, progress, trainer_of
 from benchmarks.flops import LayerShape, layer_shapes
 from benchmarks.formulas import Formula, Ranks, formula
 from benchmarks.peers import PEERS, PeerMissingError
 from benchmarks.recipes import METHODS as OURS
 from benchmarks.recipes import VARIANTS, MethodName, Recipe
-from benchmarks.runner import Trainer, memory_usage
+from benchmarks.report import value
+from benchmarks.runner import memory_usage
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import CommOpt, HybridOpt, MemOpt, SecondOrderOptimizer
 from secondorder.comm import CommStrategy
@@ -29,8 +30,6 @@ from secondorder.comm import CommStrategy
 TEMPORARY = ("workspace", "pending")
 """Kinds that hold nothing between steps but memory to compute in."""
 COUNTERS = "buffers"
-COLUMNS = ("optimizer", "curvature", "momentum", "rest", "state", "× parameters", "formula", "difference", "temporary")
-SPREAD_COLUMNS = ("optimizer", "strategy", "mean of ranks", "fullest", "× parameters", "formula, mean", "difference")
 _MOMENTUM = ("momentum", "fallback")
 
 
@@ -56,9 +55,7 @@ class Memory(Evidence):
 
     def run(self) -> int:
         """Run the command, and return 0, or 1 when bytes differ from the formula."""
-        for name in ("steps", "world"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self.check(positive=("steps", "world"))
         for name in self.optimizers:
             find(name)  # a name that is not known is no optimizer that cannot be built
         cells = self.open_cells(f"memory-{self.workload}")
@@ -70,8 +67,9 @@ class Memory(Evidence):
                 advance(name)
                 try:
                     recipe = recipe_on(name, workload, self.size, self.data_dir)
+                    more = {key: getattr(self, key) for key in ("steps", "world", "worker_fraction")}
                     measure = partial(self._measure, name, recipe, workload)
-                    figures = cells.run(self._identity(name, recipe, workload), measure)
+                    figures = cells.run(self.about(workload, name, recipe.settings, **more), measure)
                 except (PeerMissingError, ValueError) as err:
                     left_out.append(str(err))
                     continue
@@ -82,31 +80,16 @@ class Memory(Evidence):
         self.publish(cells, tables, {"workload": self.workload, "optimizers": list(self.optimizers)})
         return int(any(differences(figures) for figures in found))
 
-    def _identity(self, name: str, recipe: Recipe, workload: Workload) -> Identity:
-        return {
-            "optimizer": name,
-            "settings": dict(recipe.settings),
-            "workload": self.workload,
-            "size": self.size,
-            "batch_size": workload.batch_size,
-            "steps": self.steps,
-            "world": self.world,
-            "worker_fraction": self.worker_fraction,
-        }
-
     def _measure(self, name: str, recipe: Recipe, workload: Workload) -> Figures:
         """Train a little, and count."""
-        method = find(name)
-        make = partial(method.construct, **recipe.settings)
-        closure = method.needs_closure(None, recipe.settings)
-        trainer = Trainer(method.label, workload, make, self.seed, closure=closure)
+        trainer = trainer_of(name, recipe.settings, workload, self.seed)
         for _ in range(self.steps):
             trainer.step()
         model, optimizer = trainer.model, trainer.optimizer
         batch = next(workload.batches(self.seed))
         shapes = layer_shapes(model, lambda: workload.loss(model, batch))
         figures = {
-            "label": method.label,
+            "label": trainer.history.label,
             "note": recipe.note,
             "parameter_bytes": sum(p.nbytes for p in model.parameters() if p.requires_grad),
             "memory": memory_usage(optimizer),
@@ -157,25 +140,38 @@ def differences(figures: Figures) -> list[int]:
 
 
 def _table(workload: str, batch_size: int, found: Sequence[Figures]) -> Table:
-    rows = []
-    for figures in found:
-        memory, total = figures["memory"], state_bytes(figures)
-        by_kind = len(memory) > 1
-        momentum = sum(memory.get(kind, 0) for kind in _MOMENTUM)
-        rest = memory.get(COUNTERS, 0)
-        curvature = total - momentum - rest
-        parts = [_mb(curvature), _mb(momentum), _mb(rest)] if by_kind else ["", "", ""]
-        wanted = figures["formula"]
-        against = ["-", "-"] if wanted is None else [_mb(_sum(wanted)), f"{total - _sum(wanted):+,}"]
-        temporary = _mb(memory["total"] - total) if by_kind else "-"
-        multiple = f"{total / figures['parameter_bytes']:.2f}"
-        rows.append((figures["label"], *parts, _mb(total), multiple, *against, temporary))
+    rows = [_row(figures) for figures in found]
     size = f"{found[0]['parameter_bytes'] / 1e6:.2f} MB of parameters" if found else "nothing measured"
     caption = (
         "MB, the difference in bytes. Rest: counters. Temporary: memory to compute in that is kept from step to step, "
         "which no formula is for. Optimizers of other projects are counted, tensor by tensor."
     ) + notes_text(found)
-    return report.make_table(f"{workload}, batch {batch_size}, {size}: state of one process", COLUMNS, rows, caption)
+    columns = {
+        "optimizer": value("label"),
+        **{part: value(part, ".3f", 1e-6) for part in ("curvature", "momentum", "rest", "state")},
+        "× parameters": value("multiple", ".2f"),
+        "formula": value("wanted", ".3f", 1e-6),
+        "difference": value("difference", "+,"),
+        "temporary": value("temporary", ".3f", 1e-6),
+    }
+    title = f"{workload}, batch {batch_size}, {size}: state of one process"
+    return report.table_of(title, rows, columns, caption)
+
+
+def _row(figures: Figures) -> Figures:
+    memory, total = figures["memory"], state_bytes(figures)
+    momentum, rest = sum(memory.get(kind, 0) for kind in _MOMENTUM), memory.get(COUNTERS, 0)
+    parts = {"curvature": total - momentum - rest, "momentum": momentum, "rest": rest}
+    wanted = None if figures["formula"] is None else _sum(figures["formula"])
+    return {
+        "label": figures["label"],
+        **(parts if len(memory) > 1 else {}),  # of others the total is all that is known
+        "state": total,
+        "multiple": total / figures["parameter_bytes"],
+        "wanted": wanted,
+        "difference": None if wanted is None else total - wanted,
+        "temporary": memory["total"] - total if len(memory) > 1 else None,
+    }
 
 
 def _spread_table(world: int, found: Sequence[Figures]) -> Table:
@@ -183,14 +179,21 @@ def _spread_table(world: int, found: Sequence[Figures]) -> Table:
     for figures in found:
         for name, plan in figures["plans"].items():
             ranks, wanted = plan["ranks"], plan["formula"]
-            against = ["-", "-"] if wanted is None else [_mb(wanted / len(ranks)), f"{sum(ranks) - wanted:+,}"]
-            multiple = f"{max(ranks) / figures['parameter_bytes']:.2f}"
-            rows.append((figures["label"], name, _mb(sum(ranks) / len(ranks)), _mb(max(ranks)), multiple, *against))
+            row = {"label": figures["label"], "strategy": name, "mean": sum(ranks) / len(ranks), "most": max(ranks)}
+            row["multiple"] = max(ranks) / figures["parameter_bytes"]
+            row["wanted"] = None if wanted is None else wanted / len(ranks)
+            row["difference"] = None if wanted is None else sum(ranks) - wanted
+            rows.append(row)
     caption = (
         "MB of a rank without counters, planned; the difference in bytes of all ranks. × parameters: of the fullest."
     )
-    return report.make_table(f"{world} ranks", SPREAD_COLUMNS, rows, caption)
-
-
-def _mb(nbytes: float) -> str:
-    return f"{nbytes / 1e6:.3f}"
+    columns = {
+        "optimizer": value("label"),
+        "strategy": value("strategy"),
+        "mean of ranks": value("mean", ".3f", 1e-6),
+        "fullest": value("most", ".3f", 1e-6),
+        "× parameters": value("multiple", ".2f"),
+        "formula, mean": value("wanted", ".3f", 1e-6),
+        "difference": value("difference", "+,"),
+    }
+    return report.table_of(f"{world} ranks", rows, columns, caption)

@@ -12,18 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
-from rich.table import Table
+from typing import Literal, get_args
 
 from benchmarks import few_rows, report
-from benchmarks.evidence import Cells, Evidence, Figures, Identity, progress
+from benchmarks.evidence import Cells, Evidence, Figures, progress, trainer_of
 from benchmarks.formulas import kept_rows
-from benchmarks.plot import COLOURS, STYLES, styled
-from benchmarks.recipes import METHODS, Method, MethodName, Settings
+from benchmarks.plot import Panel, Row, plot_rows
+from benchmarks.recipes import METHODS, MethodName, Settings
+from benchmarks.report import value
 from benchmarks.runner import Trainer, memory_usage
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import CommOpt, SecondOrderOptimizer
@@ -75,35 +71,22 @@ class RankFraction(Evidence):
                     for mode in self.modes:
                         advance(f"HyLo, batch {batch_size}, {mode} {fraction:g}")
                         rows += self._row(cells, workload, mode, fraction, errors)
-        path = self.publish(cells, [_table(self.workload, self.world, self.dampings, rows)], {
-            "workload": self.workload, "world": self.world, "rows": rows,
-        })  # fmt: skip
-        if any(row["refresh_seconds"] is not None for row in rows):
-            plot_rows(rows, self.dampings, f"{self.workload}: HyLo with shares of its rows, and K-FAC", path)
+        title = f"{self.workload}: rows kept, and K-FAC"
+        table = report.table_of(title, rows, _columns(self.dampings), _caption(self.world))
+        path = self.publish(cells, [table], {"workload": self.workload, "world": self.world, "rows": rows})
+        timed = [row for row in rows if row["refresh_seconds"] is not None]
+        if timed:
+            _plot(timed, self.dampings, f"{self.workload}: HyLo with shares of its rows, and K-FAC", path)
             report.print_path("plot", path)
         return 0
 
     def _check(self) -> None:
-        if min(self.batch_sizes, default=0) < 1:
-            raise ValueError(f"batch_sizes must be numbers of examples, got {self.batch_sizes}")
-        if min(self.fractions, default=0.0) <= 0 or max(self.fractions, default=0.0) > 1:
-            raise ValueError(f"fractions must be in (0, 1], got {self.fractions}")
-        if min(self.dampings, default=1.0) <= 0:
-            raise ValueError(f"dampings must be positive, got {self.dampings}")
-        for name in ("refreshes", "world"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self.check(positive=("batch_sizes", "dampings", "refreshes", "world"), shares=("fractions",))
         if self.warmup < 0:
             raise ValueError(f"warmup must not be negative, got {self.warmup}")
 
-    def _about(self, workload: Workload) -> dict[str, Any]:
-        return {"workload": self.workload, "size": self.size, "batch_size": workload.batch_size, "seed": self.seed}
-
     def _trainer(self, name: MethodName, workload: Workload, changes: Settings) -> Trainer:
-        method: Method = METHODS[name]
-        make = partial(method.build, workload=self.workload, changes=changes)
-        closure = method.needs_closure(self.workload, changes)
-        return Trainer(method.label, workload, make, self.seed, closure=closure)
+        return trainer_of(name, METHODS[name].settings(self.workload, changes), workload, self.seed)
 
     # ------------------------------------------------------------------ time and bytes
     def _row(
@@ -112,13 +95,9 @@ class RankFraction(Evidence):
         """Return one row of the table."""
         name: MethodName = "kfac" if mode is None else "hylo"
         changes = self._changes(workload, mode, fraction)
-        identity: Identity = {
-            **self._about(workload),
-            "optimizer": name,
-            "settings": dict(METHODS[name].settings(self.workload, changes)),
-            "refreshes": self.refreshes,
-            "world": self.world,
-        }
+        settings = METHODS[name].settings(self.workload, changes)
+        more = {"seed": self.seed, "refreshes": self.refreshes, "world": self.world}
+        identity = self.about(workload, name, settings, **more)
         found = cells.run(identity, partial(self._measure, name, workload, changes))
         if found is None:
             return []
@@ -158,13 +137,11 @@ class RankFraction(Evidence):
 
     # ------------------------------------------------------------------ errors
     def _errors(self, cells: Cells, workload: Workload) -> Figures | None:
-        identity: Identity = {
-            **self._about(workload),
-            "errors_after": self.warmup,
-            "settings": dict(METHODS["kfac"].settings(self.workload)),
-            "fractions": sorted(self.fractions),
-            "dampings": list(self.dampings),
-        }
+        identity = self.about(
+            workload, "kfac", METHODS["kfac"].settings(self.workload), seed=self.seed, errors_after=self.warmup,
+            fractions=sorted(self.fractions), dampings=list(self.dampings),
+        )  # fmt: skip
+        identity = {key: found for key, found in identity.items() if key != "optimizer"}
         return cells.run(identity, partial(self._distances, workload))
 
     def _distances(self, workload: Workload) -> Figures:
@@ -189,82 +166,55 @@ def _descent(batch_size: int, errors: Figures | None) -> Figures:
     return {**head, "refresh_seconds": None, "errors": _distances_of(errors, "none")}
 
 
-def _table(workload: str, world: int, dampings: Sequence[float], rows: Sequence[Mapping[str, Any]]) -> Table:
-    columns = ["optimizer", "batch", "rows", "refresh ms", "plain ms", "held MB", "sent MB"]
+def _columns(dampings: Sequence[float]) -> Mapping[str, report.Column]:
+    columns = {
+        "optimizer": lambda row: row["label"] + (f" {row['mode'].upper()} {row['fraction']:g}" if row["mode"] else ""),
+        "batch": value("batch_size", ","),
+        "rows": value("rows", ","),
+        "refresh ms": value("refresh_seconds", ".0f", 1e3),
+        "plain ms": value("plain_seconds", ".0f", 1e3),
+        "held MB": value("held", ".2f", 1e-6),
+        "sent MB": value("sent", ".2f", 1e-6),
+    }
     for damping in dampings:
-        columns += [f"error, λ {damping:g}", "cosine"]
-    cells = [(*_costs(row), *_errors_of(row, dampings)) for row in rows]
-    caption = (
+        columns[f"error, λ {damping:g}"] = partial(_distance, damping, "error")
+        columns[f"cosine, λ {damping:g}"] = partial(_distance, damping, "cos")
+    return columns
+
+
+def _distance(damping: float, key: str, row: Row) -> str:
+    return value(key, ".3g")(row["errors"].get(f"{damping:g}") or {})
+
+
+def _caption(world: int) -> str:
+    return (
         "Refresh: processor time of a step that refreshes, statistics included, beyond that of a plain one. Held: "
         "factors and their eigenvectors or inverses, rows and kernels. Sent: by a rank at a refresh, CommOpt on "
         f"{world} ranks. Error: distance from the update of all rows of one batch, relative, λ as a multiple of the "
         "mean diagonal of the kernel; that of the gradient is with its best length on each layer."
     )
-    return report.make_table(f"{workload}: rows kept, and K-FAC", columns, cells, caption)
 
 
-def _costs(row: Mapping[str, Any]) -> tuple[str, ...]:
-    label = row["label"] if row["mode"] is None else f"{row['label']} {row['mode'].upper()} {row['fraction']:g}"
-    head = (label, f"{row['batch_size']:,}", "-" if row["rows"] is None else f"{row['rows']:,}")
-    if row["refresh_seconds"] is None:
-        return (*head, "-", "-", "-", "-")
-    times = f"{1e3 * row['refresh_seconds']:.0f}", f"{1e3 * row['plain_seconds']:.0f}"
-    return (*head, *times, f"{row['held'] / 1e6:.2f}", f"{row['sent'] / 1e6:.2f}")
+def _plot(rows: Sequence[Row], dampings: Sequence[float], title: str, path: Path) -> None:
+    """Draw refresh time, bytes held and error at the first damping against the batch, a line for each share of rows.
 
-
-def _errors_of(row: Mapping[str, Any], dampings: Sequence[float]) -> list[str]:
-    cells = []
-    for damping in dampings:
-        found = row["errors"].get(f"{damping:g}") or {}
-        cells += [_short(found.get("error")), _short(found.get("cos"))]
-    return cells
-
-
-def _short(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-# ---------------------------------------------------------------------- the picture
-def plot_rows(rows: Sequence[Mapping[str, Any]], dampings: Sequence[float], title: str, path: Path) -> None:
-    """Draw refresh time, bytes held and error against the batch size, a line for each share of rows."""
-    rows = [row for row in rows if row["refresh_seconds"] is not None]
+    Of HyLo the first mode is drawn.
+    """
     mode = next((row["mode"] for row in rows if row["mode"] is not None), None)
-    fractions = list(dict.fromkeys(row["fraction"] for row in rows if row["mode"] in (None, mode)))
-    sizes = sorted({row["batch_size"] for row in rows})
-    with styled():
-        figure = Figure(figsize=(12, 4), layout="constrained")
-        panels = figure.subplots(1, 3)
-        for index, fraction in enumerate(fractions):
-            own = [row for row in rows if row["fraction"] == fraction and row["mode"] in (None, mode)]
-            label = "KFAC" if fraction is None else f"{str(mode).upper()} {fraction:g}"
-            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)], "marker": "o"}
-            x = [row["batch_size"] for row in own]
-            panels[0].plot(x, [1e3 * row["refresh_seconds"] for row in own], label=label, markersize=4, **style)
-            panels[1].plot(x, [row["held"] / 1e6 for row in own], markersize=4, **style)
-            known = (
-                []
-                if not dampings
-                else [(row["batch_size"], (row["errors"].get(f"{dampings[0]:g}") or {}).get("error")) for row in own]
+    panels = [
+        Panel("refresh, ms", {"": lambda row: 1e3 * row["refresh_seconds"]}),
+        Panel("held, MB", {"": lambda row: row["held"] / 1e6}),
+    ]
+    if dampings:
+        panels.append(
+            Panel(
+                f"error, λ {dampings[0]:g}",
+                {"": lambda row: (row["errors"].get(f"{dampings[0]:g}") or {}).get("error")},
             )
-            points = [(size, error) for size, error in known if error]  # with all rows there is none to draw
-            panels[2].plot([size for size, _ in points], [error for _, error in points], markersize=4, **style)
-        heads = ("refresh, ms", "held, MB", f"error, λ {dampings[0]:g}" if dampings else "error")
-        for axes, head in zip(panels, heads, strict=True):
-            _dress(axes, head, sizes)
-        figure.legend(loc="outside upper right", ncols=len(fractions), frameon=False, fontsize=9)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        figure.savefig(path, dpi=150)
-
-
-def _dress(axes: Axes, label: str, sizes: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("examples of a step")
-    axes.set_title(label, loc="left", fontsize=10)
-    axes.xaxis.set_major_locator(FixedLocator([float(size) for size in sizes]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.grid(axis="y", color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
+        )
+    drawn = [row for row in rows if row["mode"] in (None, mode)]
+    plot_rows(
+        drawn, panels, lambda row: row["batch_size"],
+        lambda row: "KFAC" if row["mode"] is None else f"{row['mode'].upper()} {row['fraction']:g}",
+        (title, "examples of a step"), path,
+    )  # fmt: skip

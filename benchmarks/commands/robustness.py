@@ -7,22 +7,33 @@ AdamW with lr 1e-3, by how much where it does not, and whether it ever diverges.
 
 import hashlib
 import inspect
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 from rich.table import Table
 from torch import nn
 
 from benchmarks import report
 from benchmarks.compare.roster import find
-from benchmarks.compare.runs import curve
-from benchmarks.evidence import Cells, Evidence, Figures, Identity, attempt, progress, train_until
+from benchmarks.evidence import (
+    Cells,
+    Evidence,
+    Figures,
+    attempt,
+    figures_of,
+    lost,
+    progress,
+    train_until,
+    trainer_of,
+    why_lost,
+)
+from benchmarks.plot import Row
 from benchmarks.recipes import METHODS, VARIANTS, MethodName, Settings
-from benchmarks.runner import WINDOW, Trainer, optimizer_bytes
+from benchmarks.report import value
+from benchmarks.runner import WINDOW
 from benchmarks.settings import parse_settings
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 
@@ -70,16 +81,13 @@ class Robustness(Evidence):
         for gap in missing:
             print(f"left out: {gap}")
         data = {"reference": REFERENCE, "tolerance": self.tolerance, "share": self._share(), "rows": rows}
-        self.publish(cells, [_table(names, rows), _verdicts(names, rows, self.tolerance)], data)
+        self.publish(cells, _tables(names, rows, self.tolerance), data)
         return 0
 
     def _check(self) -> None:
         if not self.workloads:
             raise ValueError("workloads must name at least one, got none")
-        if self.share is not None and not 0 < self.share <= 1:
-            raise ValueError(f"share must be in (0, 1], got {self.share}")
-        if self.seeds < 1:
-            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+        self.check(positive=("seeds",), shares=("share",))
         if self.tolerance < 0:
             raise ValueError(f"tolerance must not be negative, got {self.tolerance}")
         for name in self.optimizers:
@@ -96,7 +104,8 @@ class Robustness(Evidence):
             for seed in range(self.seed, self.seed + self.seeds):
                 advance(f"{kind}, {name}")
                 measure = partial(attempt, partial(self._train, name, own, workload, seed))
-                run = cells.run(self._identity(kind, name, own, workload, seed), measure)
+                more = {"defaults": _defaults(name, own), "steps": self._steps(workload), "seed": seed}
+                run = cells.run(self.about(workload, name, own, **more), measure)
                 found.setdefault(name, []).extend([run] if run else [])
         return found
 
@@ -106,34 +115,9 @@ class Robustness(Evidence):
     def _steps(self, workload: Workload) -> int:
         return max(WINDOW, round(self._share() * workload.steps[self.size]))
 
-    def _identity(self, kind: str, name: str, settings: Settings, workload: Workload, seed: int) -> Identity:
-        return {
-            "workload": kind,
-            "size": self.size,
-            "batch_size": workload.batch_size,
-            "optimizer": name,
-            "settings": dict(settings),
-            "defaults": _defaults(name, settings),
-            "steps": self._steps(workload),
-            "seed": seed,
-        }
-
     def _train(self, name: str, settings: Settings, workload: Workload, seed: int) -> Figures:
-        method = find(name)
-        make = partial(method.construct, **settings)
-        trainer = Trainer(method.label, workload, make, seed, closure=method.needs_closure(None, settings))
-        end = train_until(trainer, self._steps(workload))
-        history = trainer.history
-        return {
-            "label": method.label,
-            "lr": trainer.optimizer.param_groups[0]["lr"],
-            "diverged": end == "diverged",
-            "first": history.losses[0],
-            "loss": history.loss_at(len(history.losses)),
-            "processor_seconds": sum(history.processor_seconds),
-            "optimizer_bytes": optimizer_bytes(trainer.optimizer),
-            "curve": curve(history),
-        }
+        trainer = trainer_of(name, settings, workload, seed)
+        return figures_of(trainer, train_until(trainer, self._steps(workload)))
 
 
 def _defaults(name: str, settings: Settings) -> str | None:
@@ -156,19 +140,10 @@ def _rows(kind: str, names: Sequence[str], found: Mapping[str, Sequence[Figures]
     rows = []
     for name in names:
         runs = found.get(name, [])
-        whole = [run for run in runs if not run["failed"] and not run["diverged"]]
-        row: Figures = {
-            "workload": kind,
-            "optimizer": name,
-            "label": find(name).label,
-            "runs": len(runs),
-            "failed": [run["failed"] for run in runs if run["failed"]],
-            "diverged": sum(bool(run.get("diverged")) for run in runs),
-            # A method that is lost with one seed has no loss: the others' would flatter it.
-            "loss": statistics.median(run["loss"] for run in whole) if whole and len(whole) == len(runs) else None,
-            "first": statistics.median(run["first"] for run in whole) if whole else None,
-            "processor_seconds": statistics.median(run["processor_seconds"] for run in whole) if whole else None,
-        }
+        whole, told = lost(runs)
+        row: Figures = {"workload": kind, "optimizer": name, "label": find(name).label, **told}
+        for key in ("loss", "first", "processor_seconds"):
+            row[key] = statistics.median(run[key] for run in whole) if whole else None
         rows.append(row)
     reference = next(row for row in rows if row["optimizer"] == REFERENCE)
     for row in rows:
@@ -187,51 +162,45 @@ def _judged(row: Figures, reference: Figures, tolerance: float) -> tuple[bool | 
     return as_good, (row["first"] - row["loss"]) / way if way > 0 else None
 
 
-def _table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
-    workloads = list(dict.fromkeys(row["workload"] for row in rows))
-    by_place = {(row["workload"], row["optimizer"]): row for row in rows}
-    cells = [
-        (
-            kind,
-            f"{by_place[kind, REFERENCE]['first'] or math.nan:.4g}",
-            *(_cell(by_place[kind, name]) for name in names),
-        )
-        for kind in workloads
-    ]
-    heads = [find(name).label for name in names]
+def _tables(names: Sequence[str], rows: Sequence[Row], tolerance: float) -> list[Table]:
+    by_workload: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_workload.setdefault(row["workload"], {})[row["optimizer"]] = row
+    columns: dict[str, report.Column] = {
+        "workload": lambda own: str(own[REFERENCE]["workload"]),
+        "at the start": lambda own: value("first", ".4g")(own[REFERENCE]),
+        **{find(name).label: partial(_cell, name) for name in names},
+    }
     caption = (
         f"Training loss at the end, mean of {WINDOW} steps, with the defaults of every constructor. At the start: of "
         "the first batch. +: at least as good as AdamW's defaults (lr 1e-3)."
     )
-    return report.make_table("Untuned", ("workload", "at the start", *heads), cells, caption)
-
-
-def _cell(row: Mapping[str, Any]) -> str:
-    if row["loss"] is None:
-        return "failed" if row["failed"] else "diverged" if row["diverged"] else "not run"
-    return f"{row['loss']:.4g}" + (" +" if row["as_good"] and row["optimizer"] != REFERENCE else "")
-
-
-def _verdicts(names: Sequence[str], rows: Sequence[Mapping[str, Any]], tolerance: float) -> Table:
-    cells = []
-    for name in names:
-        own = [row for row in rows if row["optimizer"] == name and row["as_good"] is not None]
-        ways = [row["progress"] for row in own if row["progress"] is not None]
-        lost = [row["workload"] for row in own if row["diverged"]]
-        failed = [f"{row['workload']}: {row['failed'][0]}" for row in own if row["failed"]]
-        cells.append(
-            (
-                find(name).label,
-                f"{sum(bool(row['as_good']) for row in own)} of {len(own)}",
-                f"{statistics.median(ways):.2f}" if ways else "-",
-                f"{min(ways):.2f}" if ways else "-",
-                ", ".join(lost) or "none",
-                "; ".join(failed) or "none",
-            )
-        )
+    untuned = report.table_of("Untuned", list(by_workload.values()), columns, caption)
     caption = (
         f"As good: a loss of at most AdamW's plus {tolerance:g} of its way down from the start. Way down: that of a "
         "method over AdamW's, median over the workloads, and the least."
     )
-    columns = ("optimizer", "as good", "way down", "least", "diverged on", "failed on")
-    return report.make_table("How often at least as good as AdamW's defaults", columns, cells, caption)
+    verdicts = [_verdict(name, rows) for name in names]
+    heads = ("optimizer", "as good", "way down", "least", "diverged on", "failed on")
+    title = "How often at least as good as AdamW's defaults"
+    return [untuned, report.table_of(title, verdicts, {head: value(head) for head in heads}, caption)]
+
+
+def _cell(name: str, own: Mapping[str, Row]) -> str:
+    row = own[name]
+    if row["loss"] is None:
+        return why_lost(row)
+    return f"{row['loss']:.4g}" + (" +" if row["as_good"] and name != REFERENCE else "")
+
+
+def _verdict(name: str, rows: Sequence[Row]) -> Row:
+    own = [row for row in rows if row["optimizer"] == name and row["as_good"] is not None]
+    ways = [row["progress"] for row in own if row["progress"] is not None]
+    return {
+        "optimizer": find(name).label,
+        "as good": f"{sum(bool(row['as_good']) for row in own)} of {len(own)}",
+        "way down": f"{statistics.median(ways):.2f}" if ways else None,
+        "least": f"{min(ways):.2f}" if ways else None,
+        "diverged on": ", ".join(row["workload"] for row in own if row["diverged"]) or "none",
+        "failed on": "; ".join(f"{row['workload']}: {row['failed'][0]}" for row in own if row["failed"]) or "none",
+    }

@@ -10,22 +10,21 @@ The network is a model everywhere: bytes and messages of the plan over a given l
 of one machine do not have one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-from rich.table import Table
+from matplotlib.axes import Axes
 
 from benchmarks import report, timed_ranks
 from benchmarks.commands.scaling import Scaling
 from benchmarks.evidence import Cells, Evidence, Figures, Identity, progress
 from benchmarks.machine import gemm_gflops
-from benchmarks.plot import COLOURS, STYLES, styled
+from benchmarks.plot import Panel, Row, plot_rows
+from benchmarks.report import value
 from benchmarks.timed_ranks import Timed
 from benchmarks.timing import MEASURED, REPORTED, ROWS_REFRESHED, Intervals, StepClass
 from benchmarks.workloads import WorkloadName
@@ -34,17 +33,6 @@ from secondorder.comm.names import from_name
 from secondorder.plan.plan import Plan, RankPlan
 
 Way = Literal["kfac", "kfac_mem_opt", "dp_kfac", "hylo"]
-
-COLUMNS = (
-    "optimizer",
-    "ranks",
-    "computing ms",
-    "measured ms",
-    "measured / model",
-    "network ms",
-    "sum ms",
-    "share of SGD",
-)
 
 
 @dataclass(frozen=True)
@@ -111,21 +99,16 @@ class Worlds(Evidence):
                 if training and rates and 1 in points:
                     advance(f"{_METHODS[way].label}, plans")
                     rows += self._lines(way, points, training, rates)
-        path = self.publish(cells, [_table(self._title(), self._assumptions(), rows)], {
+        path = self.publish(cells, [report.table_of(self._title(), rows, _columns(), _caption(self._assumptions()))], {
             "workload": self.workload, "batch_size": self.batch_size, "assumptions": self._assumptions(), "rows": rows,
         })  # fmt: skip
         if rows:
-            plot_worlds(rows, self._title(), self._assumptions(), path)
+            _plot(rows, self._title(), self._assumptions(), path)
             report.print_path("plot", path)
         return 0
 
     def _check(self) -> None:
-        for name in ("worlds", "measured"):
-            if min(getattr(self, name), default=0) < 1:
-                raise ValueError(f"{name} must be numbers of ranks, got {getattr(self, name)}")
-        for name in ("link_gbps", "node_gbps", "batch_size", "rounds"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        self.check(positive=("worlds", "measured", "link_gbps", "node_gbps", "batch_size", "rounds"))
 
     def _title(self) -> str:
         return f"{self.workload}, {self.batch_size} examples per rank: step of the busiest rank"
@@ -236,56 +219,44 @@ def _busiest(method: _Method, ranks: Sequence[Mapping[StepClass, float]]) -> flo
 
 
 # ---------------------------------------------------------------------- what is shown
-def _table(title: str, assumptions: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    cells = []
-    for row in rows:
-        measured = row["measured"]
-        cells.append(
-            (
-                row["label"],
-                f"{row['world']:,}",
-                f"{1e3 * row['computing']:.1f}",
-                "-" if measured is None else f"{1e3 * measured:.1f}",
-                "-" if measured is None else f"{measured / row['computing']:.2f}",
-                f"{1e3 * row['network']:.1f}",
-                f"{1e3 * (row['computing'] + row['network']):.1f}",
-                f"{row['training'] / (row['computing'] + row['network']):.0%}",
-            )
-        )
-    caption = (
+def _columns() -> Mapping[str, report.Column]:
+    def total(row: Row) -> float:
+        return float(row["computing"] + row["network"])
+
+    return {
+        "optimizer": value("label"),
+        "ranks": value("world", ","),
+        "computing ms": value("computing", ".1f", 1e3),
+        "measured ms": value("measured", ".1f", 1e3),
+        "measured / model": lambda row: f"{row['measured'] / row['computing']:.2f}" if row["measured"] else "-",
+        "network ms": value("network", ".1f", 1e3),
+        "sum ms": lambda row: f"{1e3 * total(row):.1f}",
+        "share of SGD": lambda row: f"{row['training'] / total(row):.0%}",
+    }
+
+
+def _caption(assumptions: str) -> str:
+    return (
         "Computing: processor time of the busiest rank, modelled from one rank. Measured: the same of real processes, "
         "with the work of sending to each other. Share of SGD: its step over the sum. Assumed: "
         f"{assumptions}."
     )
-    return report.make_table(title, COLUMNS, cells, caption)
 
 
-def plot_worlds(rows: Sequence[Mapping[str, Any]], title: str, assumptions: str, path: Path) -> None:
+def _plot(rows: Sequence[Row], title: str, assumptions: str, path: Path) -> None:
     """Draw the time of a step against the number of ranks."""
-    worlds = sorted({row["world"] for row in rows})
-    with styled():
-        figure = Figure(figsize=(7.5, 4.4), layout="constrained")
-        axes = figure.subplots()
-        for index, label in enumerate(dict.fromkeys(row["label"] for row in rows)):
-            own = [row for row in rows if row["label"] == label]
-            colour, x = COLOURS[index % len(COLOURS)], [row["world"] for row in own]
-            sums = [1e3 * (row["computing"] + row["network"]) for row in own]
-            axes.plot(x, [1e3 * row["computing"] for row in own], color=colour, linewidth=1.8, label=label)
-            axes.plot(x, sums, color=colour, linewidth=1.2, linestyle=STYLES[1])
-            points = [(row["world"], 1e3 * row["measured"]) for row in own if row["measured"] is not None]
-            axes.plot([w for w, _ in points], [y for _, y in points], "o", color=colour, markersize=5)
+
+    def reference(panels: Sequence[Axes]) -> None:
+        axes = panels[0]
         axes.axhline(1e3 * rows[0]["training"], color="0.6", linewidth=1.2, label="SGD")
         axes.plot([], [], "o", color="0.4", label="measured")
-        axes.plot([], [], STYLES[1], color="0.4", label="with the network (model)")
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("ranks")
-        axes.set_ylabel("processor ms of a step")
-        axes.xaxis.set_major_locator(FixedLocator([float(w) for w in worlds]))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda world, _: f"{world:,.0f}"))
-        axes.grid(axis="y", color="0.9", linewidth=0.6)
-        figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        figure.supxlabel(assumptions, fontsize=7, color="0.4")
-        figure.savefig(path, dpi=150)
+        axes.plot([], [], "--", color="0.4", label="with the network (model)")
+        axes.set_title(assumptions, fontsize=7, color="0.4", wrap=True)
+
+    series: dict[str, Callable[[Row], float | None]] = {
+        "-": lambda row: 1e3 * row["computing"],
+        "--": lambda row: 1e3 * (row["computing"] + row["network"]),
+        "o": lambda row: None if row["measured"] is None else 1e3 * row["measured"],
+    }
+    panels = [Panel("processor ms of a step", series, log=False)]
+    plot_rows(rows, panels, lambda row: row["world"], lambda row: row["label"], (title, "ranks"), path, reference)

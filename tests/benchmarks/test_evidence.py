@@ -224,11 +224,8 @@ def test_seeds_that_did_not_get_there_are_infinite(monkeypatch):
         {"end": end, "taken": 20, "processor_seconds": 1.0} for end in ("target", "steps", "diverged")
     ])  # fmt: skip
     assert (row["steps"], row["examples"], row["processor_seconds"], row["reached"]) == (None, None, None, [1, 3])
-    assert _cells_of(batch_size._table("digits", 1.0, "sgd", [row]))[4:9] == ["> 20", "-", "-", "-", "1 of 3"]
-
-
-def _cells_of(table):
-    return [next(iter(column.cells)) for column in table.columns]
+    shown = [column(row) for column in batch_size._columns([row], "sgd").values()]
+    assert shown[4:9] == ["> 20", "-", "-", "-", "1 of 3"]
 
 
 def test_what_lost_against_a_lower_limit_runs_again(tmp_path, data_dir):
@@ -251,16 +248,16 @@ def test_what_lost_against_a_lower_limit_runs_again(tmp_path, data_dir):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (BatchSize(batch_sizes=(0,)), "batch_sizes must be numbers of examples"),
-        (BatchSize(factors=(1.0, 1.0)), "factors must be different positive numbers"),
+        (BatchSize(batch_sizes=(0,)), r"batch_sizes must be positive, got \(0,\)"),
+        (BatchSize(factors=(1.0, 1.0)), "factors must be different"),
         (BatchSize(optimizers=("adams",)), "optimizers must be of .* got 'adams'"),
         (Density(densities=(2.0,)), r"densities must be in \(0, 1\], got \(2\.0,\)"),
         (Density(seeds=0), "seeds must be positive, got 0"),
-        (Memory(world=0), "world must be at least 1, got 0"),
+        (Memory(world=0), "world must be positive, got 0"),
         (RankFraction(fractions=(0.0,)), r"fractions must be in \(0, 1\]"),
         (Robustness(share=1.5), r"share must be in \(0, 1\], got 1\.5"),
         (Robustness(workloads=()), "workloads must name at least one"),
-        (Worlds(measured=(0,)), "measured must be numbers of ranks"),
+        (Worlds(measured=(0,)), "measured must be positive"),
         (Scaling(method="hylo", dp_kfac=True), "dp_kfac is a way to take the factors"),
     ],
 )
@@ -287,25 +284,23 @@ def test_density(data_dir, tmp_path, capsys, drawn):
     assert "README and scripts of" in capsys.readouterr().out
 
 
-def test_a_window_that_lost_a_run_has_bytes_and_no_loss():
+def test_a_window_that_lost_a_run_has_bytes_and_no_loss(monkeypatch):
     run = {"failed": None, "diverged": False, "loss": 1.0, "metric": 0.5, "processor_seconds": 2.0}
     run["memory"] = {"window": 3_000_000, "total": 4_000_000}
     entry = density._Entry("1 %", "sparse_mfac", {}, 0.01)
     row = density._summary(entry, [run, {**run, "diverged": True}, {"failed": "ValueError: no"}])
     assert (row["loss"], row["runs"], row["diverged"], row["window_bytes"]) == (None, 3, 1, 3_000_000)
-    assert density._cells(row, 6_000_000)[2:] == ("ValueError: no (2 of 3 lost)", *"----", "3.00", "4.00", "2.0")
+    dense = {"share": 1.0, "window_bytes": 6_000_000}
+    shown = [column(row) for column in density._columns([row, dense], "accuracy").values()]
+    assert shown[2:] == ["ValueError: no (2 of 3 lost)", *"----", "3.00", "4.00", "2.0"]
     assert density._summary(entry, [run, run])["loss"] == 1.0
     drawn = []
 
-    class Recorder(Figure):
-        def savefig(self, path, **keywords):
-            drawn.extend(len(line.get_xdata()) for axes in self.axes for line in axes.lines[:1])
+    def record(figure, path, **keywords):
+        drawn.extend(len(axes.lines[0].get_xdata()) for axes in figure.axes)
 
-    density.Figure, kept = Recorder, density.Figure
-    try:
-        density.plot_density([row, density._summary(entry, [run, run])], "", None)
-    finally:
-        density.Figure = kept
+    monkeypatch.setattr(Figure, "savefig", record)
+    density._plot([row, density._summary(entry, [run, run])], "", None)
     assert drawn == [1, 2]
 
 
