@@ -28,7 +28,14 @@ from packaging.metadata import Metadata
 ROOT = Path(__file__).resolve().parent.parent
 #: The fast half of the suite: every promise of torch.optim for every method, and factors, bases and directions against
 #: independent mathematics. No process groups, no benchmarks, no site.
-FAST_HALF = ["tests/contract", "tests/oracle", "tests/schedule", "tests/static", "tests/test_factory.py"]
+FAST_HALF = [
+    "tests/contract",
+    "tests/checkpoint",
+    "tests/oracle",
+    "tests/schedule",
+    "tests/static",
+    "tests/test_factory.py",
+]
 USER_SCRIPT = "tests/typed/user_script.py"
 IN_WHEEL = ["secondorder/py.typed", "secondorder/__init__.py", "secondorder/methods/kfac.py"]
 IN_SDIST = [

@@ -43,7 +43,7 @@ def norms() -> nn.Module:
         return nn.Sequential(nn.LayerNorm(5), nn.LayerNorm(5)).double()
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.cover(rule=[*RULES])
 def test_everything_on_the_fallback_follows_every_schedule_as_torchs_own(method: Method, rule: str) -> None:
     """Each pair of a method, a rule and a schedule occurs: a case has one third of the schedules, the next another."""
     first = (METHODS.index(method) + [*RULES].index(rule)) % 3
@@ -51,7 +51,7 @@ def test_everything_on_the_fallback_follows_every_schedule_as_torchs_own(method:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.cover(rule=[*RULES])
 def test_every_rule_of_a_method_follows_every_schedule(method: Method, rule: str) -> None:
     follow_schedules(method, rule, [*SCHEDULERS])
 
@@ -74,7 +74,7 @@ def follow_schedules(method: Method, rule: str, names: list[str]) -> None:
         assert_identical(values(nets[0]), values(nets[1])), name
 
 
-@pytest.mark.parametrize("cycle", ["OneCycleLR", "CyclicLR"])
+@pytest.mark.cover(cycle=["OneCycleLR", "CyclicLR"])
 def test_the_momentum_of_grafted_steps_follows_the_schedule(method: Method, mlp: Task, cycle: str) -> None:
     """β₁ of the mean that is preconditioned, and of the one that gives steps their length, is the scheduled one."""
     model = mlp.model()
@@ -139,7 +139,7 @@ def test_inner_adam_decays_as_its_name_says(method: Method, mlp: Task) -> None:
     assert not torch.equal(results["adam", False]["first.weight"], results["adam", True]["first.weight"])
 
 
-@pytest.mark.parametrize("spelled", ["adam", "adamw"])
+@pytest.mark.cover(spelled=["adam", "adamw"])
 def test_the_fallback_is_named_like_the_graft(method: Method, mlp: Task, spelled: str) -> None:
     optimizer = method.build(mlp.model(), graft=spelled, **method.leave_out)
     assert optimizer.param_groups[0]["fallback"] == spelled

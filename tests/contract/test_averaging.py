@@ -19,8 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("hooked_first", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.cover(kind=[*KINDS], hooked_first=[True, False])
 def test_average_beside_the_training(method: Method, mlp: Task, kind: str, hooked_first: bool) -> None:
     model, alone = mlp.model(), mlp.model()
     undisturbed = method.build(alone)
@@ -39,7 +38,7 @@ def test_average_beside_the_training(method: Method, mlp: Task, kind: str, hooke
     assert int(averaged.n_averaged) == 5
 
 
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "eval", "train"])
+@pytest.mark.cover(mode=["no_grad", "inference_mode", "eval", "train"])
 def test_teacher_in_the_loss(method: Method, mlp: Task, mode: str) -> None:
     """Its forward stands between the student's forward and backward, and is none of the optimizer's business."""
 
@@ -62,7 +61,7 @@ def test_teacher_in_the_loss(method: Method, mlp: Task, mode: str) -> None:
     assert_identical(run(True), run(False))
 
 
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "eval"])
+@pytest.mark.cover(mode=["no_grad", "inference_mode", "eval"])
 def test_the_hooked_model_itself_between_forward_and_backward(method: Method, mlp: Task, mode: str) -> None:
     def run(with_evaluation: bool) -> Any:
         model = mlp.model()

@@ -36,11 +36,8 @@ def named(params: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
     return [(str(i), p) for i, p in enumerate(params)]
 
 
-WRAPS = pytest.mark.parametrize("wrap", [iter, list, groups_of, named])
-
-
 @LAYERWISE
-@WRAPS
+@pytest.mark.cover(wrap=[iter, list, groups_of, named])
 def test_without_a_module_the_error_says_what_to_pass(method: Method, wrap: object) -> None:
     with pytest.raises(ValueError, match=r"module="):
         method.cls(wrap(parameters()))
@@ -93,7 +90,7 @@ def go_on(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: i
 
 
 @WINDOWED
-@WRAPS
+@pytest.mark.cover(wrap=[iter, list, groups_of, named])
 def test_window_methods_cover_every_one(method: Method, wrap: object) -> None:
     params = parameters()
     before = [p.detach().clone() for p in params]
@@ -107,7 +104,7 @@ def test_window_methods_cover_every_one(method: Method, wrap: object) -> None:
 
 
 @WINDOWED
-@pytest.mark.parametrize("module", [None, nn.Linear(2, 2)], ids=["no module", "a foreign module"])
+@pytest.mark.cover(module={"no module": None, "a foreign module": nn.Linear(2, 2)})
 def test_names_and_a_module_do_not_change_what_a_window_does(method: Method, module: nn.Module | None) -> None:
     results = []
     for wrap, keywords in ((list, {}), (named, {"module": module}), (list, {"module": module})):

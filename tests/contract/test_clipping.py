@@ -12,7 +12,6 @@ from tests.support.tasks import (
     Task,
     assert_identical,
     block_vector,
-    covered_layers,
     displacements,
     train,
     values,
@@ -37,21 +36,6 @@ def test_value_clamps_each_number(method: Method, variant: Variant, mlp: Task) -
             torch.testing.assert_close(after[name], before[name].clamp(-bound, bound), rtol=1e-9, atol=1e-13)
 
 
-@pytest.mark.option("skip_layers")
-def test_norm_scales_the_direction_of_a_single_block(method: Method, variant: Variant, mlp: Task) -> None:
-    """Weight and bias together."""
-    bound = 0.05
-    only = ("second",)
-    free = directions(method, mlp, skip_layers=only, **variant.keywords)
-    clipped = directions(method, mlp, skip_layers=only, clip_norm=bound, **variant.keywords)
-    names = covered_layers(mlp.model())["first"]
-    for before, after in zip(free, clipped, strict=True):
-        norm = float(block_vector(before, names).norm())
-        assert norm > bound
-        expected = block_vector(before, names) * (bound / norm)
-        torch.testing.assert_close(block_vector(after, names), expected, rtol=1e-5, atol=1e-13)
-
-
 def test_norm_scales_all_blocks_alike(method: Method, variant: Variant, mlp: Task) -> None:
     """As `torch.nn.utils.clip_grad_norm_`: one norm over everything that is preconditioned."""
     bound = 0.05
@@ -64,7 +48,7 @@ def test_norm_scales_all_blocks_alike(method: Method, variant: Variant, mlp: Tas
         torch.testing.assert_close(block_vector(after, names), expected, rtol=1e-5, atol=1e-13)
 
 
-@pytest.mark.parametrize("keyword", ["clip_norm", "clip_value"])
+@pytest.mark.cover(keyword=["clip_norm", "clip_value"])
 def test_generous_bound_is_no_bound(method: Method, mlp: Task, keyword: str) -> None:
     results = []
     for bound in (None, 1e9):
@@ -74,7 +58,7 @@ def test_generous_bound_is_no_bound(method: Method, mlp: Task, keyword: str) -> 
     assert_identical(results[1], results[0])
 
 
-@pytest.mark.parametrize("keyword", ["clip_norm", "clip_value"])
+@pytest.mark.cover(keyword=["clip_norm", "clip_value"])
 def test_bound_is_read_at_each_step(method: Method, mlp: Task, keyword: str) -> None:
     model = mlp.model()
     optimizer = method.build(model, **method.bare(**{keyword: 1e-6}))

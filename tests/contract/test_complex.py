@@ -53,8 +53,7 @@ WINDOWED = pytest.mark.option("window_size")
 
 
 @LAYERWISE
-@pytest.mark.parametrize("foreach", [False, True, None])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.cover(rule=[*RULES], foreach=[False, True, None])
 def test_fallback_of_complex_parameters_is_torchs(method: Method, rule: str, foreach: bool | None) -> None:
     keywords, reference = RULES[rule]
     generator = torch.Generator().manual_seed(0)
@@ -126,7 +125,7 @@ def trained_as_pairs(method: Method, pairs: bool, steps: int = 6, **keywords: An
 
 
 @WINDOWED
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.cover(foreach=[False, True])
 @pytest.mark.rules(WINDOW_RULES)
 def test_window_takes_complex_numbers_as_pairs(method: Method, rule: str, foreach: bool) -> None:
     keywords = {**WINDOW_RULES[rule], "foreach": foreach}

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import secondorder
 from tests.contract.test_host_sync import Waits, readings  # noqa: F401 - a fixture
-from tests.contract.test_state_resume import resumed
+from tests.support.checkpoints import assert_goes_on, builder
 from tests.support.methods import METHODS, Method
-from tests.support.tasks import CNN, TRANSFORMER, Task, assert_changed, assert_identical, backward, train, values
+from tests.support.tasks import CNN, TASKS, Task, assert_changed, assert_identical, backward, train, values
 
 pytestmark = pytest.mark.option("skip_layers")
 
@@ -95,34 +95,44 @@ def by_closure(model: nn.Module, optimizer: Any, task: Task, steps: int, start: 
         optimizer.step(closure)
 
 
-def trains_and_resumes(method: Method, task: Task, run: Run, **keywords: Any) -> None:
+def assert_trains_and_resumes(method: Method, task: Task, run: Run, **keywords: Any) -> dict[str, Tensor]:
     """Everything moves and stays finite; what a checkpoint holds goes on as if it had not been one."""
-    model = task.model()
-    optimizer, before = method.build(model, **keywords), values(model)
-    run(model, optimizer, task, MIDDLE, 0)
-    assert_changed(model, before)
-    other, second = resumed(method, task, model, optimizer, **keywords)
-    run(model, optimizer, task, END - MIDDLE, MIDDLE)
-    run(other, second, task, END - MIDDLE, MIDDLE)
-    assert_identical(values(other), values(model))
-    assert_identical(second.state_dict(), optimizer.state_dict())
+    build = builder(method, task, **keywords)
+    before = values(build()[0])
+
+    def from_to(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+        run(model, optimizer, task, last - first, first)
+
+    model, optimizer = assert_goes_on(build, from_to, MIDDLE, END)
     assert_changed(model, before)
     assert optimizer.diagnostics()["skipped_steps"] == 0
+    return values(model)
+
+
+@functools.cache
+def plainly(method: str, task: Task) -> dict[str, Tensor]:
+    """Where the settings alone lead to."""
+    model = task.model()
+    train(model, next(m for m in METHODS if m.name == method).build(model), task, END)
+    return values(model)
 
 
 @pytest.mark.rules(RULES)
-def test_choices_of_the_estimate(method: Method, task: Task, rule: str) -> None:
-    trains_and_resumes(method, task, train, **RULES[rule])
+def test_every_choice_trains_resumes_and_changes_the_steps(method: Method, rule: str) -> None:
+    """Each of them means something to at least one of the models, unless it is the default."""
+    ends = [(assert_trains_and_resumes(method, t, train, **RULES[rule]), plainly(method.name, t)) for t in TASKS[1:]]
+    if not method.build(CNN.model()).defaults.items() >= RULES[rule].items():
+        assert any(not torch.equal(value, plain[name]) for end, plain in ends for name, value in end.items())
 
 
 @pytest.mark.rules(OBSERVED)
 def test_curvature_that_is_observed(method: Method, task: Task, rule: str) -> None:
-    trains_and_resumes(method, task, observe, **OBSERVED[rule])
+    assert_trains_and_resumes(method, task, observe, **OBSERVED[rule])
 
 
 @pytest.mark.rules(JUDGED)
 def test_steps_that_are_judged_by_their_loss(method: Method, task: Task, rule: str) -> None:
-    trains_and_resumes(method, task, by_closure, **JUDGED[rule])
+    assert_trains_and_resumes(method, task, by_closure, **JUDGED[rule])
 
 
 @pytest.mark.rules(JUDGED)
@@ -138,28 +148,6 @@ def test_they_need_a_closure_or_are_the_plain_step(method: Method, mlp: Task, ru
     with pytest.raises(RuntimeError, match=next(iter(JUDGED[rule]))):
         optimizer.step()
     assert_identical(values(model), before)
-
-
-@functools.cache
-def plainly(method: str, task: Task) -> dict[str, Tensor]:
-    """Where the settings alone lead to."""
-    model = task.model()
-    train(model, next(m for m in METHODS if m.name == method).build(model), task, 6)
-    return values(model)
-
-
-@pytest.mark.rules({name: rule for name, rule in RULES.items() if "weight_decay" not in rule})
-def test_every_choice_changes_the_steps_on_some_task(method: Method, rule: str) -> None:
-    """Each of them means something to at least one of the models, unless it is the default."""
-    if method.build(CNN.model()).defaults.items() >= RULES[rule].items():
-        return
-    changed = False
-    for task in (CNN, TRANSFORMER):
-        model = task.model()
-        train(model, method.build(model, **RULES[rule]), task, 6)
-        plain = plainly(method.name, task)
-        changed |= any(not torch.equal(value, plain[name]) for name, value in values(model).items())
-    assert changed
 
 
 @pytest.mark.rules({name: rule for name, rule in RULES.items() if name not in WAITING})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +16,8 @@ from tests.support.tasks import (
     CNN,
     Task,
     assert_changed,
-    assert_identical,
     backward,
     put_back,
-    snapshot,
     train,
     values,
 )
@@ -36,19 +31,18 @@ BUILDS: dict[str, Callable[[Method, nn.Module], Any]] = {
         **needed(method, model),
     ),
 }
-EVERY_WAY = pytest.mark.parametrize("way", BUILDS)
 
 
 def needed(method: Method, model: nn.Module) -> dict[str, nn.Module]:
     return {"module": model} if method.layerwise else {}
 
 
-@EVERY_WAY
+@pytest.mark.cover(way=[*BUILDS])
 def test_trains(method: Method, task: Task, way: str) -> None:
     trains(method, task, way, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.cover(dtype=[torch.float64, torch.bfloat16])
 def test_trains_in_another_precision(method: Method, task: Task, dtype: torch.dtype) -> None:
     trains(method, task, "module", dtype)
 
@@ -67,36 +61,6 @@ def trains(method: Method, task: Task, way: str, dtype: torch.dtype) -> None:
         assert losses[-1] < losses[0]
 
 
-@EVERY_WAY
-def test_resumes_exactly(method: Method, mlp: Task, way: str) -> None:
-    model, other = mlp.model(torch.float32), mlp.model(torch.float32)
-    optimizer, second = BUILDS[way](method, model), BUILDS[way](method, other)
-    train(model, optimizer, mlp, 5)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    other.load_state_dict(saved["model"])
-    second.load_state_dict(saved["optimizer"])
-    train(model, optimizer, mlp, 5, start=5)
-    train(other, second, mlp, 5, start=5)
-    assert_identical(values(other), values(model))
-    assert_identical(second.state_dict(), optimizer.state_dict())
-
-
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_copies_go_on(method: Method, mlp: Task, copier: Callable[[Any], Any]) -> None:
-    model = mlp.model()
-    optimizer = method.cls(model)
-    train(model, optimizer, mlp, 3)
-    other, second = copier((model, optimizer))
-    second.attach(other)
-    train(model, optimizer, mlp, 3, start=3)
-    train(other, second, mlp, 3, start=3)
-    assert_identical(values(other), values(model))
-    assert_identical(snapshot(second), snapshot(optimizer))
-
-
 def test_never_waits_for_the_device(method: Method) -> None:
     model = CNN.model(torch.float32)
     optimizer = method.cls(model)
@@ -105,7 +69,7 @@ def test_never_waits_for_the_device(method: Method) -> None:
     assert waits.seen == []
 
 
-@EVERY_WAY
+@pytest.mark.cover(way=[*BUILDS])
 def test_speaks_of_every_parameter(method: Method, task: Task, way: str) -> None:
     model = task.model()
     optimizer = BUILDS[way](method, model)
@@ -127,7 +91,7 @@ def test_window_says_nothing_unasked(method: Method, task: Task) -> None:
 
 
 @pytest.mark.option("window_size")
-@pytest.mark.parametrize("repeats", [3, 12])
+@pytest.mark.cover(repeats=[3, 12])
 def test_one_batch_over_and_over(method: Method, mlp: Task, repeats: int) -> None:
     """Rows that are (nearly) the same again and again, at the small damping that is the default."""
     for dtype in (torch.float32, torch.float64):

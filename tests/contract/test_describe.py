@@ -73,7 +73,7 @@ def test_two_ways_out_of_a_window_have_two_reasons(method: Method) -> None:
 
 
 @pytest.mark.option("skip_layers")
-@pytest.mark.parametrize("skipped", ["second", "sec*", nn.Linear])
+@pytest.mark.cover(skipped=["second", "sec*", nn.Linear])
 def test_skipped_layers_say_so(method: Method, mlp: Task, skipped: Any) -> None:
     model = mlp.model()
     found = rows(method.build(model, skip_layers=(skipped,)), model)

@@ -63,7 +63,7 @@ def uncovered(method: Method, model: nn.Module) -> list[nn.Parameter]:
     return [model.get_parameter(name) for name in method.left_out(model)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.cover(dtype=[torch.float64, torch.float32])
 @pytest.mark.rules(CASES)
 def test_uncovered_parameter_beside_covered_ones(method: Method, mlp: Task, rule: str, dtype: torch.dtype) -> None:
     keywords, reference = CASES[rule]
@@ -79,7 +79,7 @@ def test_uncovered_parameter_beside_covered_ones(method: Method, mlp: Task, rule
     assert_changed(model, before)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.cover(case=[*CASES])
 @WINDOWED
 def test_window_that_everything_left(method: Method, case: str) -> None:
     keywords, reference = CASES[case]
@@ -96,7 +96,7 @@ def test_window_that_everything_left(method: Method, case: str) -> None:
     assert all(state.keys() <= PLAIN for state in optimizer.state.values())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.cover(case=[*CASES])
 @LAYERWISE
 def test_model_with_every_layer_skipped(method: Method, task: Task, case: str) -> None:
     keywords, reference = CASES[case]
@@ -111,7 +111,7 @@ def test_model_with_every_layer_skipped(method: Method, task: Task, case: str) -
 
 
 @WINDOWED
-@pytest.mark.parametrize("how", ["module", "named", "module="])
+@pytest.mark.cover(how=["module", "named", "module="])
 def test_norm_layers_are_known_by_their_type(method: Method, how: str) -> None:
     """Where there is a module: the gain of the model is one-dimensional too, and stays."""
     model = TRANSFORMER.model()
@@ -166,7 +166,7 @@ def test_what_is_left_out_takes_no_part_in_the_window(method: Method, variant: V
 
 
 @LAYERWISE
-@pytest.mark.parametrize("skipped", ["second", "sec*", nn.Linear])
+@pytest.mark.cover(skipped=["second", "sec*", nn.Linear])
 def test_skipped_layers_follow_the_fallback(method: Method, mlp: Task, skipped: Any) -> None:
     model = mlp.model()
     optimizer = method.build(model, skip_layers=(skipped,))
@@ -240,7 +240,7 @@ def test_fallback_lr_is_scheduled_in_proportion_to_lr(method: Method, mlp: Task)
     shadow.assert_identical()
 
 
-@pytest.mark.parametrize("lr_as", [float, torch.tensor])
+@pytest.mark.cover(lr_as=[float, torch.tensor])
 def test_any_schedule_keeps_the_proportion(method: Method, mlp: Task, lr_as: Callable[[float], Any]) -> None:
     model = mlp.model()
     optimizer = method.build(model, lr=lr_as(0.05), fallback="adamw", fallback_lr=0.02, **method.leave_out)

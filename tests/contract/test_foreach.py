@@ -18,6 +18,7 @@ def run(method: Method, task: Task, dtype: torch.dtype, **keywords: Any) -> dict
     return values(model)
 
 
+@pytest.mark.once
 @pytest.mark.rules(RULES)
 def test_every_rule(method: Method, mlp: Task, rule: str) -> None:
     loop = run(method, mlp, torch.float64, foreach=False, **RULES[rule])

@@ -32,14 +32,15 @@ def test_for_every_variant_and_task(method: Method, variant: Variant, task: Task
     check(method, task, **variant.keywords)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.cover(foreach=[False, True])
+@pytest.mark.once
 @pytest.mark.rules(RULES)
-def test_under_every_rule(method: Method, mlp: Task, rule: str, foreach: bool) -> None:
+def test_gradients_are_untouched_under_every_rule(method: Method, mlp: Task, rule: str, foreach: bool) -> None:
     check(method, mlp, **{**RULES[rule], "foreach": foreach})
 
 
 @pytest.mark.option("skip_layers")
-@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.cover(maximize=[False, True])
 def test_when_switched_off(method: Method, mlp: Task, maximize: bool) -> None:
     check(method, mlp, **method.every(0), weight_decay=0.1, nesterov=True, maximize=maximize)
 

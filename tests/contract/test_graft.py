@@ -55,31 +55,30 @@ def compare_lengths(
         assert lengths(variant, model, moved) == pytest.approx(lengths(variant, model, reference), rel=1e-6)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.cover(rule=[*RULES])
 def test_block_steps_are_as_long_as_the_rules(method: Method, variant: Variant, task: Task, rule: str) -> None:
     """All of a block together; the size depends on the gradients seen, not on the parameters."""
     compare_lengths(method, variant, task, rule, steps=6, scheduled=False)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.cover(rule=[*RULES])
 def test_lengths_follow_the_schedule(method: Method, mlp: Task, rule: str) -> None:
     compare_lengths(method, method.variants[0], mlp, rule, steps=6, scheduled=True)
 
 
 @pytest.mark.option("kl_clip")
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.cover(rule=[*RULES])
 def test_kl_clip_does_not_shorten_them(method: Method, mlp: Task, rule: str) -> None:
     compare_lengths(method, method.variants[0], mlp, rule, steps=3, scheduled=False, kl_clip=1e-12)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_first_direction_is_the_methods(method: Method, variant: Variant, task: Task, rule: str) -> None:
+@pytest.mark.cover(rule=[*RULES])
+def test_first_direction_is_the_methods(method: Method, task: Task, rule: str) -> None:
     """On the first step Adam's first moment is the gradient itself."""
     model, twin = task.model(), task.model()
-    plain = method.build(model, **method.bare(), **variant.keywords)
-    grafted = method.build(twin, **method.bare(graft=rule), **variant.keywords)
+    plain, grafted = method.build(model, **method.bare()), method.build(twin, **method.bare(graft=rule))
     (direction,), (moved,) = displacements(model, plain, task, 1), displacements(twin, grafted, task, 1)
-    for names in variant.units(model).values():
+    for names in method.variants[0].units(model).values():
         cosine = torch.cosine_similarity(block_vector(moved, names), block_vector(direction, names), dim=0)
         torch.testing.assert_close(cosine, torch.ones_like(cosine), rtol=0, atol=1e-9)
 
@@ -131,7 +130,7 @@ def test_adam_grafting_has_adams_betas_and_eps(method: Method, mlp: Task) -> Non
     assert lengths(variant, model, moved) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.cover(rule=[*RULES])
 def test_weight_decay_is_not_grafted(method: Method, mlp: Task, rule: str) -> None:
     """Decoupled: the parameters shrink by lr times decay beside the grafted step."""
     model, twin = mlp.model(), mlp.model()

@@ -12,6 +12,7 @@ from torch import nn
 from tests.support.methods import Method, Variant
 from tests.support.tasks import (
     Task,
+    assert_changed,
     assert_identical,
     backward,
     block_vector,
@@ -78,7 +79,7 @@ def test_momentum_of_a_group_carries_its_last_direction(method: Method, mlp: Tas
         torch.testing.assert_close(moved[name], two[name] + carried * one[name], rtol=1e-9, atol=1e-13)
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.cover(decoupled=[False, True])
 def test_weight_decay_of_a_group_pulls_its_parameters_only(method: Method, mlp: Task, decoupled: bool) -> None:
     """Added to their direction; coupled decay of a window method to their gradients: see `test_weight_decay.py`."""
     model, twin = mlp.model(), mlp.model()
@@ -318,7 +319,7 @@ def replaced(model: nn.Module, optimizer: Any, path: str) -> None:
         group["params"][:] = [new if p is old else p for p in group["params"]]
 
 
-@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.cover(steps=[0, 3])
 def test_parameters_replaced_in_training_are_named_once(method: Method, mlp: Task, steps: int) -> None:
     """Their curvature and momentum begin anew: before the first step there is none to lose."""
     model = mlp.model()
@@ -351,3 +352,62 @@ def test_keys_that_a_group_cannot_have_are_named(method: Method, mlp: Task) -> N
         warnings.simplefilter("always")
         method.build(model, split(model, initial_lr=0.1, max_lr=1.0, max_momentum=0.9, name="rest", lr_scale=1.0))
     assert not [w for w in caught if "has no effect" in str(w.message)]
+
+
+@pytest.mark.option("damping_mode", "factor_update_steps", "fallback")
+def test_none_in_a_group_means_unset(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.cls(model.first.parameters(), module=model)
+    unset = {"damping": None, "damping_mode": None, "fallback": None}
+    optimizer.add_param_group({"params": list(model.second.parameters()), **unset})
+    optimizer.add_param_group({"params": [model.scale.gain], **unset, "damping": 1e-3})
+    first, second, third = optimizer.param_groups
+    assert {key: second[key] for key in unset} == {key: first[key] for key in unset}
+    assert {key: third[key] for key in unset} == {"damping": 1e-3, "damping_mode": "absolute", "fallback": "sgd"}
+    train(model, optimizer, mlp, 2)
+
+
+@pytest.mark.option("fallback", "graft")
+def test_an_unset_fallback_of_a_group_follows_its_graft(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model, model.first.parameters(), **method.apart)
+    optimizer.add_param_group({"params": list(model.second.parameters()), "graft": "adam", "fallback": None})
+    optimizer.add_param_group({"params": [model.scale.gain], "graft": "adam"})
+    assert [group["fallback"] for group in optimizer.param_groups] == ["sgd", "adam", "adam"]
+    before = values(model)
+    train(model, optimizer, mlp, 3)
+    assert_changed(model, before)
+
+
+@pytest.mark.option("module", "fallback")
+def test_an_unnamed_parameter_may_join_named_ones(method: Method, mlp: Task) -> None:
+    """An optimizer of a module names its parameters, and torch wants names for all or for none."""
+    model = mlp.model()
+    optimizer = method.build(model, momentum=0.0, fallback="sgd")
+    stranger = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
+    optimizer.add_param_group({"params": [stranger], "lr": 0.5})
+    backward(model, optimizer, mlp, 0)
+    stranger.grad = torch.full_like(stranger, 0.25)
+    optimizer.step()
+    if method.layerwise:  # which knows no layer of it
+        assert_identical(stranger.detach(), torch.full_like(stranger, 1 - 0.5 * 0.25))
+    assert (stranger < 1).any()
+    assert len(optimizer.param_groups[1]["param_names"]) == 1
+    other = mlp.model()
+    second = method.build(other, momentum=0.0, fallback="sgd")
+    second.add_param_group({"params": nn.Parameter(stranger.detach().clone()), "lr": 0.5})
+    second.load_state_dict(snapshot(optimizer))
+    assert_identical(snapshot(second), snapshot(optimizer))
+
+
+def test_a_set_of_parameters_is_refused_as_torch_does(method: Method, mlp: Task) -> None:
+    model, stranger = mlp.model(), nn.Parameter(torch.ones(2, dtype=torch.float64))
+    reference = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(TypeError) as theirs:
+        reference.add_param_group({"params": {stranger}})
+    for params in (None, model.parameters()):
+        optimizer = method.build(model, params)
+        with pytest.raises(TypeError) as ours:
+            optimizer.add_param_group({"params": {stranger}})
+        assert str(ours.value) == str(theirs.value)
+        assert len(optimizer.param_groups) == 1

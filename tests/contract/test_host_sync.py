@@ -73,8 +73,11 @@ def test_the_counters_count(readings: list[str]) -> None:
     assert {"item", "tolist", "__bool__"} <= set(readings)
 
 
-def test_no_sync_for_every_variant_and_task(method: Method, variant: Variant, task: Task, readings: list[str]) -> None:
-    check(method, task, readings, **variant.keywords)
+@pytest.mark.cover(lr={"float": 0.05, "tensor": torch.tensor(0.01)})
+def test_no_sync_for_every_variant_and_task(
+    method: Method, variant: Variant, task: Task, lr: Any, readings: list[str]
+) -> None:
+    check(method, task, readings, **variant.keywords, lr=lr)
 
 
 RULES: dict[str, dict[str, Any]] = {
@@ -108,10 +111,6 @@ RULES: dict[str, dict[str, Any]] = {
 @pytest.mark.rules(RULES)
 def test_no_sync_under_every_rule(method: Method, mlp: Task, rule: str, readings: list[str]) -> None:
     check(method, mlp, readings, **RULES[rule])
-
-
-def test_tensor_lr_stays_on_its_device(method: Method, variant: Variant, mlp: Task, readings: list[str]) -> None:
-    check(method, mlp, readings, **variant.keywords, lr=torch.tensor(0.01))
 
 
 def test_no_sync_on_a_dropped_step(method: Method, mlp: Task, readings: list[str]) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import AdamW
 
-from tests.support.methods import Method, Variant
-from tests.support.tasks import Task, displacements, train, values
+from tests.support.methods import Method
+from tests.support.tasks import Shadow, Task, backward, displacements, train, values
 
 pytestmark = pytest.mark.option("inner")
 
@@ -28,7 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.cover(case=[*CASES])
 def test_is_adamw_fed_with_directions(method: Method, task: Task, case: str) -> None:
     """The directions come from a twin whose step is the direction; every step starts from the same parameters."""
     ours, theirs = CASES[case]
@@ -53,9 +54,9 @@ def test_is_adamw_fed_with_directions(method: Method, task: Task, case: str) -> 
                 fed[name].copy_(start[name])
 
 
-def test_state_of_covered_parameters(method: Method, variant: Variant, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, inner="adamw", **{**method.leave_out, **variant.keywords})
+def test_state_of_covered_parameters(method: Method, mlp: Task) -> None:
+    model, variant = mlp.model(), method.variants[0]
+    optimizer = method.build(model, inner="adamw", **method.leave_out)
     train(model, optimizer, mlp, 2)
     own = variant.own_state(model.first.weight)
     keys = optimizer.state[model.first.weight].keys()
@@ -74,3 +75,21 @@ def test_directions_enter_not_gradients(method: Method, mlp: Task) -> None:
     for name in method.covered(model):
         average = optimizer.state[model.get_parameter(name)]["exp_avg"]
         torch.testing.assert_close(average, -0.1 * direction[name], rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.option("inner", "skip_layers")
+def test_a_block_without_estimate_follows_adamw_under_inner_adamw(method: Method, task: Task) -> None:
+    model = task.model()
+    optimizer = method.build(
+        model, lr=0.02, inner="adamw", weight_decay=0.1, fallback_betas=(0.8, 0.95), fallback_eps=1e-6
+    )
+    own = [model.get_parameter(name) for name in sorted(method.covered(model))]
+    shadow = Shadow(own, lambda copies: AdamW(copies, 0.02, (0.8, 0.95), 1e-6, 0.1))
+    with warnings.catch_warnings(), optimizer.pause_capture():
+        warnings.simplefilter("ignore")  # nothing is captured, on purpose
+        for step in range(4):
+            backward(model, optimizer, task, step)
+            shadow.step()
+            optimizer.step()
+    assert all(optimizer.state[block.owner]["refreshes"] == 0 for block in optimizer.blocks.values())
+    shadow.assert_identical()

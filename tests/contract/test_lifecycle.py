@@ -40,8 +40,7 @@ def hooks(model: nn.Module) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("end", ["detach", "close"])
-@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.cover(steps=[0, 3], end=["detach", "close"])
 def test_module_is_as_it_was(method: Method, task: Task, end: str, steps: int) -> None:
     model = task.model()
     keys = [set(vars(module)) for module in model.modules()]
@@ -56,7 +55,7 @@ def test_module_is_as_it_was(method: Method, task: Task, end: str, steps: int) -
     assert [type(module) for module in model.modules()] == types
 
 
-@pytest.mark.parametrize("end", ["detach", "close"])
+@pytest.mark.cover(end=["detach", "close"])
 def test_twice_is_as_good_as_once(method: Method, mlp: Task, end: str) -> None:
     model = mlp.model()
     before = hooks(model)
@@ -220,7 +219,7 @@ def test_blocks_are_listed_by_module_name(method: Method, mlp: Task) -> None:
 
 
 @pytest.mark.option("window_size")
-@pytest.mark.parametrize("from_module", [True, False], ids=["module", "parameters"])
+@pytest.mark.cover(from_module={"module": True, "parameters": False})
 def test_window_goes_on_after_detach(method: Method, variant: Variant, mlp: Task, from_module: bool) -> None:
     model, twin = mlp.model(), mlp.model()
     optimizer = method.build(model, None if from_module else model.parameters(), **variant.keywords)
@@ -266,3 +265,17 @@ def test_attach_gives_a_window_nothing_that_it_needs(method: Method, mlp: Task) 
         train(twin, undisturbed, mlp, 1, start=step)
     assert hooks(model) == before
     assert_identical(values(model), values(twin))
+
+
+def test_observe_and_mask_are_members_of_every_method(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model)
+    with optimizer.mask(None):
+        outputs = model(mlp.batch(0)[0])
+    optimizer.observe(outputs, "gaussian")
+    with pytest.raises(ValueError, match="likelihood"):
+        optimizer.observe(outputs, "no such likelihood")
+    with pytest.raises(TypeError, match="mask takes a bool or integer tensor"), optimizer.mask(torch.ones(2, 2)):
+        pass
+    assert optimizer.blocks
+    optimizer.close()

@@ -46,7 +46,7 @@ def test_names_survive_a_round_trip(method: Method, mlp: Task) -> None:
     assert_identical(second.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("saved_with_names", [True, False])
+@pytest.mark.cover(saved_with_names=[True, False])
 def test_dict_with_names_loads_without_and_the_other_way_round(
     method: Method, mlp: Task, saved_with_names: bool
 ) -> None:
@@ -75,7 +75,7 @@ def test_names_do_not_change_the_result(method: Method, mlp: Task) -> None:
     assert_identical(values(other), values(model))
 
 
-@pytest.mark.parametrize("how", ["named", "module"])
+@pytest.mark.cover(how=["named", "module"])
 def test_parameters_in_another_order_are_matched_by_name(method: Method, mlp: Task, how: str) -> None:
     """Names are those that were given, or that a module has which is named beside the parameters."""
     model, other = mlp.model(), mlp.model()

@@ -32,24 +32,17 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.rules(RULES)
-def test_first_step_without_gradients_changes_nothing(method: Method, mlp: Task, rule: str) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, **RULES[rule])
-    before = values(model)
-    optimizer.step()
-    assert_identical(values(model), before)
-
-
-@pytest.mark.rules(RULES)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # gradients that no backward pass left: nothing was captured
-def test_first_step_with_zero_gradients_changes_nothing(method: Method, mlp: Task, rule: str) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, **RULES[rule])
-    before = values(model)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    assert_identical(values(model), before)
+def test_first_steps_without_gradients_and_with_zero_gradients_change_nothing(
+    method: Method, mlp: Task, rule: str
+) -> None:
+    for zeros in (False, True):
+        model = mlp.model()
+        optimizer, before = method.build(model, **RULES[rule]), values(model)
+        for parameter in model.parameters() if zeros else ():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        assert_identical(values(model), before)
 
 
 def test_zero_gradients_of_a_real_backward_change_nothing(method: Method, variant: Variant, task: Task) -> None:
@@ -92,7 +85,7 @@ def test_step_without_gradients_after_training_moves_no_parameter(method: Method
     assert_identical([snapshot(optimizer)["state"][0][key] for key in ("step", "momentum_buffer")], buffers)
 
 
-@pytest.mark.parametrize("missing", ["first.weight", "first.bias", "second.weight", "scale.gain"])
+@pytest.mark.cover(missing=["first.weight", "first.bias", "second.weight", "scale.gain"])
 def test_parameter_without_a_gradient_is_skipped(method: Method, mlp: Task, missing: str) -> None:
     model = mlp.model()
     optimizer = method.build(model)
@@ -124,7 +117,7 @@ def test_unused_branch_is_left_alone_and_joins_later(method: Method, mlp: Task) 
 
 
 @pytest.mark.option("window_size")
-@pytest.mark.parametrize("missing", [["first.weight"], ["scale.gain", "second.weight", "second.bias"]], ids=str)
+@pytest.mark.cover(missing=[["first.weight"], ["scale.gain", "second.weight", "second.bias"]])
 def test_a_missing_gradient_is_a_zero_slice_of_the_row(
     method: Method, variant: Variant, mlp: Task, missing: list[str]
 ) -> None:
@@ -156,7 +149,7 @@ def test_a_missing_gradient_is_a_zero_slice_of_the_row(
 
 
 @pytest.mark.option("window_size")
-@pytest.mark.parametrize("frozen", ["first.weight", "second.bias"])
+@pytest.mark.cover(frozen=["first.weight", "second.bias"])
 def test_parameter_frozen_in_between_stays_in_the_window(
     method: Method, variant: Variant, mlp: Task, frozen: str
 ) -> None:
@@ -178,7 +171,7 @@ def test_parameter_frozen_in_between_stays_in_the_window(
 
 
 @pytest.mark.option("window_size")
-@pytest.mark.parametrize("frozen", ["first.weight", "second.bias"])
+@pytest.mark.cover(frozen=["first.weight", "second.bias"])
 def test_parameter_frozen_at_construction_joins_when_it_thaws(
     method: Method, variant: Variant, mlp: Task, frozen: str
 ) -> None:
@@ -201,7 +194,7 @@ def test_parameter_frozen_at_construction_joins_when_it_thaws(
 
 
 @pytest.mark.option("module")
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.cover(set_to_none=[True, False])
 def test_both_kinds_of_zero_grad_train_alike(method: Method, task: Task, set_to_none: bool) -> None:
     model, twin = task.model(), task.model()
     optimizer = method.build(model)

@@ -49,7 +49,7 @@ def model_bytes(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("graft", [None, "adam"])
+@pytest.mark.cover(graft=[None, "adam"])
 def test_a_step_allocates_directions_and_one_layer(method: Method, graft: str | None) -> None:
     """With the first moments of Adam instead of gradients, those too; tiles of a sparse window are 6 MiB."""
     model = deep(8)

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
@@ -52,29 +51,29 @@ def test_every_scheduler_of_torch_is_listed() -> None:
     assert SCHEDULERS.keys() - {"SWALR"} == set(lr_scheduler.__all__) - {"LRScheduler"}
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_scheduler_sets_what_it_sets_for_sgd(method: Method, mlp: Task, name: str) -> None:
-    model, twin = mlp.model(), mlp.model()
-    optimizer = method.build(model)
-    sgd = torch.optim.SGD(twin.parameters(), method.keywords["lr"], momentum=0.9)
-    before = values(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # such as "lr_scheduler.step() before optimizer.step()"
-        # SequentialLR's own, of itself, in torch 2.8.
-        warnings.filterwarnings("ignore", message="The epoch parameter in", category=UserWarning)
-        ours, theirs = SCHEDULERS[name](optimizer), SCHEDULERS[name](sgd)
-        for step in range(6):
-            train(model, optimizer, mlp, 1, start=step)
-            sgd.step()
-            tick(ours)
-            tick(theirs)
-            group, expected = optimizer.param_groups[0], dict(sgd.param_groups[0])
-            if name in CYCLES_BETAS and "betas" in optimizer.defaults:  # and leaves the momentum as it was
-                assert group["betas"] == (expected["momentum"], *method.cls(mlp.model()).defaults["betas"][1:])
-                expected["momentum"] = method.keywords["momentum"]
-            for key in ("lr", "momentum"):
-                assert group[key] == expected[key]
-    assert_changed(model, before)
+def test_every_scheduler_sets_what_it_sets_for_sgd(method: Method, mlp: Task) -> None:
+    for name, schedule in SCHEDULERS.items():
+        model, twin = mlp.model(), mlp.model()
+        optimizer = method.build(model)
+        sgd = torch.optim.SGD(twin.parameters(), method.keywords["lr"], momentum=0.9)
+        before = values(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # such as "lr_scheduler.step() before optimizer.step()"
+            # SequentialLR's own, of itself, in torch 2.8.
+            warnings.filterwarnings("ignore", message="The epoch parameter in", category=UserWarning)
+            ours, theirs = schedule(optimizer), schedule(sgd)
+            for step in range(6):
+                train(model, optimizer, mlp, 1, start=step)
+                sgd.step()
+                tick(ours)
+                tick(theirs)
+                group, expected = optimizer.param_groups[0], dict(sgd.param_groups[0])
+                if name in CYCLES_BETAS and "betas" in optimizer.defaults:  # and leaves the momentum as it was
+                    assert group["betas"] == (expected["momentum"], *method.cls(mlp.model()).defaults["betas"][1:])
+                    expected["momentum"] = method.keywords["momentum"]
+                for key in ("lr", "momentum"):
+                    assert group[key] == expected[key], name
+        assert_changed(model, before)
 
 
 def test_step_uses_the_scheduled_lr(method: Method, mlp: Task) -> None:

@@ -34,8 +34,7 @@ def backward(model: nn.Module, step: int) -> None:
 
 
 @LAYERWISE
-@pytest.mark.parametrize("foreach", [False, None])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.cover(momentum=[0.0, 0.9], foreach=[False, None])
 def test_sgd_fallback_takes_them_as_torchs_does(method: Method, momentum: float, foreach: bool | None) -> None:
     model = Lookup().double()
     optimizer = method.build(model, momentum=momentum, foreach=foreach)
@@ -66,7 +65,7 @@ def test_adamw_fallback_takes_them_as_dense_ones(method: Method) -> None:
         torch.testing.assert_close(value, values(twin)[name], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.cover(bad=[float("nan"), float("inf")])
 def test_non_finite_sparse_gradient_drops_the_step(method: Method, bad: float) -> None:
     model = Lookup().double()
     optimizer = method.build(model, momentum=0.0)
@@ -78,7 +77,7 @@ def test_non_finite_sparse_gradient_drops_the_step(method: Method, bad: float) -
 
 
 @pytest.mark.option("window_size")
-@pytest.mark.parametrize("foreach", [False, True, None])
+@pytest.mark.cover(foreach=[False, True, None])
 def test_window_takes_them_as_dense_ones(method: Method, variant: Variant, foreach: bool | None) -> None:
     """Several indices name the same row: their gradients add up."""
     model, twin = Lookup().double(), Lookup().double()

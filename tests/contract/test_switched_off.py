@@ -46,8 +46,7 @@ def compare(
         assert_identical(values(model), values(twin))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("options", SGD_OPTIONS)
+@pytest.mark.cover(options=[*SGD_OPTIONS], dtype=[torch.float64, torch.float32])
 def test_equals_sgd(method: Method, mlp: Task, options: str, dtype: torch.dtype) -> None:
     chosen = SGD_OPTIONS[options]
     compare(method, mlp, {"lr": 0.05, **chosen}, lambda p: SGD(p, 0.05, **chosen), dtype)
@@ -57,22 +56,20 @@ def test_equals_sgd_on_every_task(method: Method, task: Task) -> None:
     compare(method, task, {"lr": 0.05}, lambda p: SGD(p, 0.05, momentum=0.9), torch.float32)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.cover(foreach=[False, True])
 def test_equals_sgd_with_either_implementation(method: Method, mlp: Task, foreach: bool) -> None:
     options = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True, "foreach": foreach}
     compare(method, mlp, {"lr": 0.05, **options}, lambda p: SGD(p, 0.05, **options), torch.float32)
 
 
-@pytest.mark.parametrize("rule", ADAMW_RULES)
-@pytest.mark.parametrize("options", ADAMW_OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.cover(dtype=[torch.float64, torch.float32], options=[*ADAMW_OPTIONS], rule=[*ADAMW_RULES])
 def test_equals_adamw(method: Method, mlp: Task, rule: str, options: str, dtype: torch.dtype) -> None:
     chosen = ADAMW_OPTIONS[options]
     theirs = Adam if rule == "coupled" else AdamW
     compare(method, mlp, {"lr": 0.01, **ADAMW_RULES[rule], **chosen}, lambda p: theirs(p, 0.01, **chosen), dtype)
 
 
-@pytest.mark.parametrize("rule", ADAMW_RULES)
+@pytest.mark.cover(rule=[*ADAMW_RULES])
 def test_equals_adamw_with_its_own_betas_and_eps(method: Method, task: Task, rule: str) -> None:
     betas = {"fallback_betas": (0.8, 0.95), "fallback_eps": 1e-4}
     reference = lambda p: AdamW(p, 0.01, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.0)  # noqa: E731
@@ -82,7 +79,7 @@ def test_equals_adamw_with_its_own_betas_and_eps(method: Method, task: Task, rul
         compare(method, task, {"lr": 0.01, **ADAMW_RULES[rule], **written}, reference, torch.float32)
 
 
-@pytest.mark.parametrize("theirs", ["sgd", "adamw"])
+@pytest.mark.cover(theirs=["sgd", "adamw"])
 def test_follows_a_schedule_exactly(method: Method, mlp: Task, theirs: str) -> None:
     model, twin = mlp.model(), mlp.model()
     options: dict[str, Any] = {"graft": "adamw", "lr": 0.01} if theirs == "adamw" else {"lr": 0.05}

@@ -14,16 +14,30 @@ from tests.support.tasks import Task, assert_identical, snapshot, train, values
 LR = 0.125  # exact in every dtype
 
 
-@pytest.mark.parametrize("foreach", [False, None])
+@pytest.mark.cover(
+    lr={"no dimension": torch.tensor(LR), "one dimension": torch.tensor([LR])}, foreach=[False, True, None]
+)
+@pytest.mark.once
 @pytest.mark.rules(RULES)
-def test_tensor_equals_float(method: Method, mlp: Task, rule: str, foreach: bool | None) -> None:
+def test_tensor_equals_float(method: Method, mlp: Task, rule: str, lr: torch.Tensor, foreach: bool | None) -> None:
     results = []
-    for lr in (LR, torch.tensor(LR, dtype=torch.float64)):
+    for given in (LR, lr.double()):
         model = mlp.model()
-        train(model, method.build(model, **{**RULES[rule], "lr": lr, "foreach": foreach}), mlp, 5)
+        train(model, method.build(model, **{**RULES[rule], "lr": given, "foreach": foreach}), mlp, 5)
         results.append(values(model))
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.option("skip_layers")
+def test_tensor_equals_float_where_the_method_is_switched_off(method: Method, mlp: Task) -> None:
+    results = []
+    for lr in (LR, torch.tensor([LR], dtype=torch.float64)):
+        model = mlp.model()
+        train(model, method.build(model, **method.every(0), lr=lr), mlp, 4)
+        results.append(values(model))
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-11, atol=1e-13)
 
 
 def test_scheduler_moves_the_tensor_in_place(method: Method, mlp: Task) -> None:

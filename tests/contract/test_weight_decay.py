@@ -47,7 +47,7 @@ def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-13)
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.cover(decoupled=[False, True])
 def test_without_momentum_the_two_agree(method: Method, variant: Variant, task: Task, decoupled: bool) -> None:
     """`θ - lr (V + wd θ)` either way for a layer method; V is that of the gradient without decay."""
     expected = decayed(method, task, 6, decoupled, **variant.keywords)
@@ -69,7 +69,7 @@ def test_decoupled_decay_stays_out_of_the_momentum(method: Method, mlp: Task) ->
     assert_close(moved, {name: two[name] + 0.5 * one[name] - LR * DECAY * start[name] for name in start})
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.cover(decoupled=[False, True])
 def test_nesterov_looks_ahead(method: Method, mlp: Task, decoupled: bool) -> None:
     start = values(mlp.model())
     one, two = moves(method, mlp, 2) if decoupled else decayed(method, mlp, 2)
@@ -82,7 +82,7 @@ def test_nesterov_looks_ahead(method: Method, mlp: Task, decoupled: bool) -> Non
     assert_close(moved, expected)
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.cover(decoupled=[False, True])
 def test_maximize_still_decays(method: Method, mlp: Task, decoupled: bool) -> None:
     (expected,) = decayed(method, mlp, 1, decoupled, maximize=True)
     options = {"weight_decay": DECAY, "decoupled_weight_decay": decoupled}

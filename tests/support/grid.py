@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 from itertools import product as cartesian
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 Row = tuple[int, ...]  # of every parameter the index of its value
+Case = TypeVar("Case", bound=Hashable)
 
 
 def pairs(where: Callable[..., bool] | None = None, /, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
@@ -52,21 +53,25 @@ def covering(rows: Sequence[Row], strength: int = 2) -> list[Row]:
     The choice is greedy: the row that covers most of what is still uncovered, and the first one of equals, so that it
     depends on the order of the values alone.
     """
-    tuples = {row: _tuples(row, min(strength, len(row))) for row in rows}
-    missing = set().union(*tuples.values()) if tuples else set()
-    chosen: list[Row] = []
-    candidates = list(dict.fromkeys(rows))
+    return cover({row: _tuples(row, min(strength, len(row))) for row in rows})
+
+
+def cover(wanted: Mapping[Case, frozenset[Hashable]]) -> list[Case]:
+    """Choose cases such that everything that some case shows is shown by a chosen one; the choice is greedy."""
+    missing = set().union(*wanted.values()) if wanted else set()
+    chosen: list[Case] = []
+    candidates = list(wanted)
     while missing:
-        best = max(candidates, key=lambda row: len(tuples[row] & missing))
+        best = max(candidates, key=lambda case: len(wanted[case] & missing))
         chosen.append(best)
-        missing -= tuples[best]
-        candidates = [row for row in candidates if tuples[row] & missing]
+        missing -= wanted[best]
+        candidates = [case for case in candidates if wanted[case] & missing]
     return chosen
 
 
 def combinations_of(where: Callable[..., bool] | None, parameters: Mapping[str, Iterable[Any]]) -> list[Row]:
     """Return the indices of every combination that exists."""
-    values = [_values(given) for given in parameters.values()]
+    values = [values_of(given) for given in parameters.values()]
     rows = list(cartesian(*(range(len(of)) for of in values)))
     if where is None:
         return rows
@@ -80,8 +85,8 @@ def _tuples(row: Row, strength: int) -> frozenset[Hashable]:
 def _parametrized(
     parameters: Mapping[str, Iterable[Any]], rows: Sequence[Row], chosen: set[Row], *, rest: bool
 ) -> pytest.MarkDecorator:
-    values = [_values(given) for given in parameters.values()]
-    ids = [_ids(given) for given in parameters.values()]
+    values = [values_of(given) for given in parameters.values()]
+    ids = [ids_of(given) for given in parameters.values()]
     cases = [
         pytest.param(
             *_chosen(values, row), id="-".join(_chosen(ids, row)), marks=() if row in chosen else pytest.mark.slow
@@ -96,11 +101,13 @@ def _chosen(values: Sequence[Sequence[Any]], row: Row) -> list[Any]:
     return [of[index] for of, index in zip(values, row, strict=True)]
 
 
-def _values(given: Iterable[Any]) -> list[Any]:
+def values_of(given: Iterable[Any]) -> list[Any]:
+    """Return the values, in their order."""
     return list(given.values()) if isinstance(given, Mapping) else list(given)
 
 
-def _ids(given: Iterable[Any]) -> list[str]:
+def ids_of(given: Iterable[Any]) -> list[str]:
+    """Return a short name of each value."""
     if isinstance(given, Mapping):
         return [str(key) for key in given]
     return [str(getattr(value, "name", None) or getattr(value, "__name__", None) or value) for value in given]

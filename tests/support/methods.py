@@ -124,6 +124,13 @@ class Method:
     def accepts(self, *keywords: str) -> bool:
         return set(keywords) <= _keywords(self.cls)
 
+    @property
+    def family(self) -> str:
+        """What the method keeps; methods of a family share most of their code."""
+        if not self.layerwise:
+            return "window"
+        return "factors" if self.accepts("factor_update_steps") else "rows"
+
     def knows(self, rule: Mapping[str, Any]) -> bool:
         """Whether there are such keywords, with values of the same meaning."""
         return self.accepts(*rule) and not any(value in self.foreign.get(key, ()) for key, value in rule.items())

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
+from tests.support.checkpoints import assert_same_run, through_a_file
 from tests.support.methods import Method, Variant
 from tests.support.tasks import Task, assert_identical, snapshot, train, values
 
 BREAK, THAW, END = 5, 7, 12
-
-
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def trained(method: Method, task: Task, variant: Variant, frozen_at: int | None) -> tuple[nn.Module, Any]:
@@ -47,14 +39,13 @@ def loaded(
     return other, second
 
 
-@pytest.mark.parametrize("frozen_at", [0, 3])
+@pytest.mark.cover(frozen_at=[0, 3])
 def test_a_run_with_a_frozen_layer_resumes_to_the_bit(method: Method, mlp: Task, frozen_at: int) -> None:
     model, optimizer = trained(method, mlp, method.variants[0], frozen_at)
     other, second = loaded(method, mlp, method.variants[0], model, optimizer.state_dict(), frozen=True)
     train(model, optimizer, mlp, END - BREAK, start=BREAK)
     train(other, second, mlp, END - BREAK, start=BREAK)
-    assert_identical(values(other), values(model))
-    assert_identical(second.state_dict(), optimizer.state_dict())
+    assert_same_run((other, second), (model, optimizer))
 
 
 def test_a_layer_that_is_unfrozen_after_loading_goes_on(method: Method, variant: Variant, mlp: Task) -> None:
@@ -66,8 +57,7 @@ def test_a_layer_that_is_unfrozen_after_loading_goes_on(method: Method, variant:
         train(net, opt, mlp, THAW - BREAK, start=BREAK)
         net.first.requires_grad_(True)
         train(net, opt, mlp, END - THAW, start=THAW)
-    assert_identical(values(other), values(model))
-    assert_identical(second.state_dict(), optimizer.state_dict())
+    assert_same_run((other, second), (model, optimizer))
 
 
 def test_a_frozen_part_of_a_layer_resumes_to_the_bit(method: Method, mlp: Task) -> None:

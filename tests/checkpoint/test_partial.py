@@ -1,0 +1,195 @@
+"""`checkpoint_curvature`: what a checkpoint holds of the curvature, and what loading makes of one without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.checkpoints import (
+    DCP,
+    Pair,
+    Way,
+    builder,
+    by_file,
+    size_of_the_file,
+    through_a_file,
+)
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Task, assert_changed, assert_identical, covered_layers, snapshot, train, values
+
+pytestmark = pytest.mark.option("checkpoint_curvature")
+
+MIDDLE = 5
+DERIVED = frozenset({"basis_a", "basis_g", "eigenvalues_a", "eigenvalues_g", "inverse_a", "inverse_g"})
+FACTORS = frozenset({"factor_a", "factor_g"})
+
+
+def trained(method: Method, variant: Variant, task: Task, curvature: str, steps: int = MIDDLE, **more: Any) -> Any:
+    """What makes such a run, and one after some steps."""
+    build = builder(method, task, **{**variant.keywords, "checkpoint_curvature": curvature}, **more)
+    model, optimizer = build()
+    train(model, optimizer, task, steps)
+    return build, model, optimizer
+
+
+@pytest.mark.option("factor_update_steps")
+def test_what_is_left_out_of_factors(method: Method, variant: Variant, mlp: Task) -> None:
+    derived, sizes = variant.owner_state & DERIVED, []
+    for kind, kept, absent in (
+        ("none", frozenset(), derived | FACTORS),
+        ("factors", FACTORS, derived),
+        ("all", variant.owner_state, frozenset()),
+    ):
+        _, model, optimizer = trained(method, variant, mlp, kind)
+        saved = optimizer.state_dict()
+        keys = saved["state"][0].keys()
+        own = variant.own_state(model.first.weight)  # a mean of gradients belongs to the curvature that it is used with
+        momentum = {"momentum_buffer"} if variant.heavy_ball else own if kind != "none" else set()
+        assert keys >= kept | {"step"} | momentum, kind
+        assert not keys & (absent | (own if kind == "none" else set())), kind
+        assert optimizer.state[model.first.weight].keys() >= variant.owner_state, kind
+        sizes.append(size_of_the_file(saved))
+    assert sizes[0] < sizes[1] < sizes[2]
+
+
+@pytest.mark.option("window_size")
+def test_a_checkpoint_holds_all_of_a_window_or_nothing(method: Method, variant: Variant, mlp: Task) -> None:
+    sizes, plain = [], {"step", "global_step", "momentum_buffer"}
+    for kind in ("all", "none"):
+        _, model, optimizer = trained(method, variant, mlp, kind)
+        saved = optimizer.state_dict()
+        sizes.append(size_of_the_file(saved))
+        for index, (name, parameter) in enumerate(model.named_parameters()):
+            complete = variant.own_state(parameter) | (variant.owner_state if index == 0 else set())
+            assert optimizer.state[parameter].keys() >= complete, name
+            if kind == "all":
+                assert saved["state"][index].keys() >= complete, name
+            else:
+                assert saved["state"][index].keys() <= plain, name
+    assert sizes[1] < sizes[0]
+
+
+@pytest.mark.option("update_steps")
+def test_a_checkpoint_holds_all_rows_or_none(method: Method, variant: Variant, mlp: Task) -> None:
+    sizes = []
+    for kind in ("all", "none"):
+        _, model, optimizer = trained(method, variant, mlp, kind)
+        saved = optimizer.state_dict()
+        sizes.append(size_of_the_file(saved))
+        for index, (name, parameter) in enumerate(model.named_parameters()):
+            assert optimizer.state[parameter].keys() >= saved["state"][index].keys()
+            expected = {"step", "momentum_buffer"} | ({"global_step"} if index == 0 else set())
+            expected |= variant.first_state if index == 0 else set()  # of a policy, which is no curvature
+            if kind == "all" and name.endswith("weight"):
+                expected |= variant.of(model.get_submodule(name.rpartition(".")[0]))
+            assert saved["state"][index].keys() == expected, name
+    assert sizes[1] < sizes[0]
+
+
+@pytest.mark.option("factor_update_steps")
+def test_factors_alone_are_refreshed_at_load(method: Method, variant: Variant, mlp: Task) -> None:
+    """Saved right after a refresh, the next step is the same one up to rounding."""
+    build, model, optimizer = trained(method, variant, mlp, "factors", steps=1)
+    other, second = by_file(build, model, optimizer)
+    for names in covered_layers(model).values():
+        old, new = optimizer.state[model.get_parameter(names[0])], second.state[other.get_parameter(names[0])]
+        assert_identical({key: new[key] for key in FACTORS}, {key: old[key] for key in FACTORS})
+        for key in variant.owner_state & {*DERIVED, "scale"} - {"basis_a", "basis_g"}:
+            torch.testing.assert_close(new[key], old[key], rtol=1e-9, atol=1e-12)
+    train(model, optimizer, mlp, 1, start=1)
+    train(other, second, mlp, 1, start=1)
+    for name, value in values(model).items():
+        torch.testing.assert_close(other.get_parameter(name).detach(), value, rtol=1e-9, atol=1e-12)
+
+
+def test_without_curvature_the_next_step_estimates_anew(method: Method, variant: Variant, mlp: Task) -> None:
+    """Momentum and counters survive; the direction is a new optimizer's at this point, whatever the interval says."""
+    build, model, optimizer = trained(method, variant, mlp, "none")
+    other, second = by_file(build, model, optimizer)
+    for name, old, new in zip(values(model), optimizer.state.values(), second.state.values(), strict=True):
+        assert ("momentum_buffer" in old) == (variant.heavy_ball or name not in method.covered(model))
+        kept = {key for key in ("momentum_buffer", "step") if key in old}
+        assert_identical({key: new[key] for key in kept}, {key: old[key] for key in kept})
+    assert second.state[other.first.weight]["global_step"] == MIDDLE
+    assert second.state[other.first.weight].keys() >= variant.of(other.first)
+
+    build, model, optimizer = trained(method, variant, mlp, "none", **method.bare(lr=0.05))
+    (other, second), (fresh, new) = by_file(build, model, optimizer), build()
+    fresh.load_state_dict(model.state_dict())
+    train(fresh, new, mlp, 1, start=MIDDLE)
+    train(other, second, mlp, 1, start=MIDDLE)
+    assert_identical(values(other), values(fresh))
+
+
+def by_a_used_one(build: Any, model: nn.Module, optimizer: Any) -> Pair:
+    """Into an optimizer that has trained on something else."""
+    other, second = build()
+    for parameter in other.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    second.step()
+    second.zero_grad()
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(through_a_file(optimizer.state_dict()))
+    return other, second
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # gradients that no backward pass left
+@pytest.mark.cover(way={"used": by_a_used_one, **DCP})
+def test_partial_checkpoints_load_alike_in_every_way(method: Method, variant: Variant, mlp: Task, way: Way) -> None:
+    """Nothing of a used optimizer's own curvature is left; what flattening makes of keys that are not there is read."""
+    for kind in method.partial:
+        build, model, optimizer = trained(method, variant, mlp, kind)
+        pair = by_file(build, model, optimizer)
+        try:
+            other = way(build, model, optimizer)
+        except KeyError:  # older releases of torch want every key of a flattened state, and say so themselves
+            assert way is DCP["flat dcp"]
+            assert torch.__version__ < "2.13"
+            return
+        for one in (pair, other):
+            train(*one, mlp, 4, start=MIDDLE)
+        assert_identical(values(other[0]), values(pair[0]))
+
+
+GROUPS = [("all", "none"), ("none", "all"), ("none", "factors"), ("factors", "all")]
+
+
+@pytest.mark.cover(kinds={"-".join(kinds): kinds for kinds in GROUPS})
+def test_each_group_saves_the_curvature_that_it_asks_for(method: Method, mlp: Task, kinds: tuple[str, str]) -> None:
+    if not set(kinds) <= {"all", *method.partial}:
+        return
+
+    def build() -> Pair:
+        model = mlp.model()
+        rest = [*model.scale.parameters(), *model.second.parameters()]
+        groups = [
+            {"params": list(model.first.parameters()), "checkpoint_curvature": kinds[0]},
+            {"params": rest, "checkpoint_curvature": kinds[1]},
+        ]
+        return model, method.build(model, groups, **method.apart)
+
+    model, optimizer = build()
+    train(model, optimizer, mlp, MIDDLE)
+    table = {key: entry.kind for key, entry in optimizer.preconditioner.table.entries.items()}
+    owners = (model.first.weight, model.second.weight if method.layerwise else model.scale.gain)
+    saved = snapshot(optimizer)["state"]
+    other, second = by_file(build, model, optimizer)
+    theirs = (other.first.weight, other.second.weight if method.layerwise else other.scale.gain)
+    for owner, new, index, kept in zip(owners, theirs, (0, 3 if method.layerwise else 2), kinds, strict=True):
+        before, after = optimizer.state[owner], second.state[new]
+        complete = {table[key] for key in before if key in table}
+        expected = {"all": complete, "factors": complete - {"second_order"}, "none": set()}
+        assert {table[key] for key in saved[index] if key in table} == expected[kept]
+        assert before.keys() == after.keys()
+        if kept != "none":
+            assert_identical(dict(after), dict(before))
+        elif method.layerwise:
+            assert (after["factor_updates"], after["refreshes"]) == (0, 0)
+        else:
+            assert int(after["count"]) == 0
+    before = values(other)
+    train(other, second, mlp, 3, start=MIDDLE)
+    assert_changed(other, before)

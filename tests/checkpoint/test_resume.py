@@ -1,0 +1,321 @@
+"""A run that is saved, loaded elsewhere and continued is the run as if nothing had happened, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+from tests.support.checkpoints import (
+    DCP,
+    Build,
+    Pair,
+    Way,
+    assert_goes_on,
+    assert_same_run,
+    builder,
+    by_file,
+    steps_of,
+    through_a_file,
+)
+from tests.support.methods import Method, Variant
+from tests.support.tasks import CLASSES, Task, assert_identical, snapshot, train, values
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is what is wanted here
+
+# Refreshes every 4 steps: the first break is inside an interval, and the last goes over two more. Windows of 4 rows:
+# the first break is inside the second turn of the ring, and the last goes over two more.
+MIDDLE, END = 5, 11
+
+RULES: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "nesterov": {"nesterov": True, "weight_decay": 0.01},
+    "plain": {"momentum": 0.0},
+    "inner-adamw": {"inner": "adamw", "lr": 1e-3},
+    "graft-adam": {"graft": "adam", "lr": 1e-3, "decoupled_weight_decay": True, "weight_decay": 0.1},
+    "adamw-fallback": {"fallback": "adamw", "fallback_lr": 0.01},
+    "ema": {"momentum_mode": "ema", "weight_decay": 0.01},
+    "graft-sgd": {"graft": "sgd"},
+    "legacy-decay": {"weight_decay": 0.01, "weight_decay_mode": "legacy"},
+    "decay-beside": {"weight_decay": 0.1, "weight_decay_mode": "reg"},
+    "relative-damping": {"damping": 0.1, "damping_mode": "relative"},
+    "window-scale": {"scale": "window"},
+    "small-damping": {"damping": 1e-10},
+    "bias-correction": {"betas": (0.9, 0.99), "bias_correction": True, "sgd_weight": 0.5},
+    "one-row": {"window_size": 1},
+}
+
+
+@pytest.mark.full
+@pytest.mark.cover(middle=[MIDDLE, 0, 1])
+def test_resume_is_exact_mid_interval(method: Method, variant: Variant, task: Task, middle: int) -> None:
+    assert_goes_on(builder(method, task, **variant.keywords), steps_of(task), middle, END)
+
+
+@pytest.mark.cover(way=DCP)
+def test_resume_by_parameter_names_is_exact(method: Method, variant: Variant, task: Task, way: Way) -> None:
+    assert_goes_on(builder(method, task, **variant.keywords), steps_of(task), MIDDLE, END, way)
+
+
+@pytest.mark.rules(RULES)
+def test_resume_is_exact_under_every_rule(method: Method, mlp: Task, rule: str) -> None:
+    assert_goes_on(builder(method, mlp, **RULES[rule]), steps_of(mlp), MIDDLE, END)
+
+
+@pytest.mark.cover(dtype=[torch.bfloat16, torch.float32], way={"file": by_file, **DCP})
+def test_resume_is_exact_in_low_precision(
+    method: Method, variant: Variant, mlp: Task, dtype: torch.dtype, way: Way
+) -> None:
+    """`Optimizer.load_state_dict` alone would round every factor to the parameter's dtype."""
+    assert_goes_on(builder(method, mlp, dtype, **variant.keywords), steps_of(mlp), MIDDLE, END, way)
+
+
+@pytest.mark.cover(frozen=["first.weight", "second.bias"])
+def test_resume_is_exact_beside_a_frozen_parameter(method: Method, mlp: Task, frozen: str) -> None:
+    def build() -> Pair:
+        model = mlp.model()
+        model.get_parameter(frozen).requires_grad_(False)
+        return model, method.build(model)
+
+    assert_goes_on(build, steps_of(mlp), MIDDLE, END)
+
+
+def by_trainers(build: Build, model: nn.Module, optimizer: Any) -> Pair:
+    """Model and optimizer together, by the functions of DCP that trainers call."""
+    other, second = build()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    set_state_dict(other, second, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return other, second
+
+
+@pytest.mark.cover(way={"file": by_file, **DCP, "both": by_trainers})
+def test_several_groups_resume_exactly(method: Method, mlp: Task, way: Way) -> None:
+    def build() -> Pair:
+        model = mlp.model()
+        decayed = [(name, p) for name, p in model.named_parameters() if p.ndim > 1]
+        rest = [(name, p) for name, p in model.named_parameters() if p.ndim <= 1]
+        return model, method.build(model, [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "lr": 0.01}])
+
+    def run(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+        train(model, optimizer, mlp, last - first, start=first)
+        if first == 0:
+            optimizer.param_groups[1]["lr"] = 0.02
+
+    assert_goes_on(build, run, MIDDLE, END, way)
+
+
+BARE: dict[str, Callable[[Method, nn.Module], Any]] = {
+    "module": lambda method, model: method.cls(model),
+    "parameters": lambda method, model: method.cls(model.parameters(), **needed(method, model)),
+    "named": lambda method, model: method.cls(model.named_parameters(), **needed(method, model)),
+    "groups": lambda method, model: method.cls(
+        [{"params": list(module.parameters())} for module in model.children() if list(module.parameters())],
+        **needed(method, model),
+    ),
+}
+
+
+def needed(method: Method, model: nn.Module) -> dict[str, nn.Module]:
+    return {"module": model} if method.layerwise else {}
+
+
+@pytest.mark.cover(build=BARE)
+def test_resume_is_exact_with_every_default(method: Method, mlp: Task, build: Callable[..., Any]) -> None:
+    def start() -> Pair:
+        model = mlp.model(torch.float32)
+        return model, build(method, model)
+
+    assert_goes_on(start, steps_of(mlp), MIDDLE, END)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What loading takes, and what it leaves
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.option("window_size")
+def test_a_window_keeps_its_dtypes_in_a_model_of_another(method: Method, variant: Variant, mlp: Task) -> None:
+    """Indices stay whole, S double, rows as they are: torch alone would cast everything to the parameter's dtype."""
+    model, optimizer = builder(method, mlp, torch.float32, **variant.keywords)()
+    train(model, optimizer, mlp, MIDDLE)
+    other, second = by_file(builder(method, mlp, torch.bfloat16, **variant.keywords), model, optimizer)
+    dtypes = variant.dtypes(torch.float32)
+    kept = dtypes.keys() | variant.owner_state
+
+    def curvature(opt: Any) -> list[dict[str, Any]]:
+        return [{key: state[key] for key in kept & state.keys()} for state in opt.state.values()]
+
+    assert_identical(curvature(second), curvature(optimizer))
+    for state in second.state.values():
+        assert all(state[key].dtype == dtypes[key] for key in state.keys() & dtypes.keys())
+    before = values(other)
+    train(other, second, mlp, 3, start=MIDDLE)
+    assert all(value.isfinite().all() for value in values(other).values())
+    assert any(not torch.equal(value, before[name]) for name, value in values(other).items())
+
+
+def test_loading_neither_shares_nor_changes_the_dict(method: Method, variant: Variant, mlp: Task) -> None:
+    model, optimizer = builder(method, mlp, torch.bfloat16, **variant.keywords)()
+    train(model, optimizer, mlp, 3)
+    saved = optimizer.state_dict()
+    before = copy.deepcopy(saved)
+    other, second = builder(method, mlp, torch.bfloat16, **variant.keywords)()
+    second.load_state_dict(saved)
+
+    def memory(states: Any) -> set[int]:
+        return {v.untyped_storage().data_ptr() for s in states for v in s.values() if isinstance(v, Tensor)}
+
+    assert not memory(second.state.values()) & memory(saved["state"].values())
+    train(other, second, mlp, 3, start=3)
+    assert_identical(saved, before)
+
+
+def test_loading_ones_own_state_changes_nothing(method: Method, variant: Variant, mlp: Task) -> None:
+    """Accelerate's wrapper does it at every construction."""
+    build = builder(method, mlp, **variant.keywords)
+    (model, optimizer), undisturbed = build(), build()
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, mlp, 3)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, mlp, 3, start=3)
+    train(*undisturbed, mlp, 6)
+    assert_same_run((model, optimizer), undisturbed)
+
+
+def test_group_values_come_from_the_checkpoint_and_missing_ones_take_their_default(method: Method, mlp: Task) -> None:
+    """As in a checkpoint from before a keyword existed."""
+    model, optimizer = builder(method, mlp, lr=0.125, weight_decay=0.5)()
+    train(model, optimizer, mlp, 2)
+    saved = snapshot(optimizer)
+    second = method.build(mlp.model(), lr=1.0, weight_decay=0.25, maximize=True)
+    second.load_state_dict(saved)
+    (group,) = second.param_groups
+    assert (group["lr"], group["weight_decay"], group["maximize"]) == (0.125, 0.5, False)
+    kept = {"params", "lr"}
+    for own in saved["param_groups"]:
+        for key in own.keys() - kept:
+            del own[key]
+    third = method.build(mlp.model(), weight_decay=0.25, maximize=True)
+    third.load_state_dict(saved)
+    (group,) = third.param_groups
+    assert group["lr"] == 0.125
+    assert {key: group[key] for key in third.defaults if key not in kept} == {
+        key: value for key, value in third.defaults.items() if key not in kept
+    }
+
+
+def test_step_as_a_number_is_read_as_a_tensor(method: Method, mlp: Task) -> None:
+    model, optimizer = builder(method, mlp)()
+    train(model, optimizer, mlp, 3)
+    saved = snapshot(optimizer)
+    for state in saved["state"].values():
+        state["step"] = float(state["step"])
+    second = method.build(mlp.model())
+    second.load_state_dict(saved)
+    assert_identical(second.state_dict(), optimizer.state_dict())
+
+
+def test_numpy_numbers_become_plain_ones(method: Method, mlp: Task) -> None:
+    """A safe `torch.load` knows no others."""
+    import numpy as np
+
+    betas = (np.float64(0.9), np.float64(0.99))
+    given = {"lr": np.float64(0.1), method.damping: np.float64(0.5), "fallback_betas": betas, "fallback": "adamw"}
+
+    def build() -> Pair:
+        model = mlp.model()
+        optimizer = method.build(model, model.first.parameters(), **given, **method.apart)
+        optimizer.add_param_group({"params": list(model.second.parameters()), **given, "fallback_betas": [*betas]})
+        optimizer.add_param_group({"params": [model.scale.gain], "weight_decay": np.float64(0.01)})
+        return model, optimizer
+
+    assert_goes_on(build, steps_of(mlp), 2, 3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By parameter names
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cover(flat={"plain": False, "flat": True})
+def test_names_are_the_keys_and_asking_changes_nothing(method: Method, mlp: Task, flat: bool) -> None:
+    """In particular no step is taken to make state appear, as DCP does where there is none."""
+    model, optimizer = builder(method, mlp)()
+    before, at_start = snapshot(optimizer), values(model)
+    saved = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    assert_identical(snapshot(optimizer), before)
+    assert_identical(values(model), at_start)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if flat:
+        keys = {key.removeprefix("state.").rpartition(".")[0] for key in saved if key.startswith("state.")}
+    else:
+        keys = saved["state"].keys()
+    assert keys == at_start.keys()
+
+
+@pytest.mark.fixed_layout
+@pytest.mark.cover(flat={"plain": False, "flat": True})
+def test_through_files_without_a_process_group(
+    method: Method, variant: Variant, mlp: Task, flat: bool, tmp_path: Path
+) -> None:
+    form = StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def by_files(build: Build, model: nn.Module, optimizer: Any) -> Pair:
+        saved = {"optimizer": get_optimizer_state_dict(model, optimizer, options=form)}
+        checkpoint.save(saved, checkpoint_id=tmp_path, no_dist=True)
+        other, second = build()
+        target = {"optimizer": get_optimizer_state_dict(other, second, options=form)}
+        checkpoint.load(target, checkpoint_id=tmp_path, no_dist=True)
+        set_optimizer_state_dict(other, second, target["optimizer"], options=form)
+        other.load_state_dict(model.state_dict())
+        return other, second
+
+    assert_goes_on(builder(method, mlp, **variant.keywords), steps_of(mlp), MIDDLE, END, by_files)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Curvature that is zero, and not missing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Closed(nn.Module):
+    """A branch between two gates that are closed: its layer sees inputs and gradients of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.branch, self.second = nn.Linear(5, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, CLASSES)
+        self.entry, self.exit = (nn.Parameter(torch.zeros(())) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        return self.second(hidden + self.exit * self.branch(self.entry * hidden))
+
+
+def test_a_layer_that_sees_zeros_alone_can_be_resumed(method: Method, mlp: Task) -> None:
+    task = replace(mlp, build=Closed)
+    model, _ = assert_goes_on(builder(method, task), steps_of(task), 3, 5)
+    assert not through_a_file(model.get_parameter("branch.weight").grad).any()
+
+
+def test_a_first_step_whose_gradients_are_all_zero_can_be_resumed(method: Method, mlp: Task) -> None:
+    def run(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            optimizer.zero_grad()
+            (mlp.loss(model, step) * min(step, 1)).backward()
+            optimizer.step()
+
+    assert_goes_on(builder(method, mlp), run, 1, 4)

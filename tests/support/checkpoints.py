@@ -1,0 +1,126 @@
+"""One driver of runs that stop, go elsewhere and are continued, and the ways that there are from one to the other."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from tests.support.methods import Method
+from tests.support.tasks import Task, assert_identical, train, values
+
+Pair = tuple[nn.Module, Any]  # a model and its optimizer
+Build = Callable[[], Pair]
+Run = Callable[[nn.Module, Any, int, int], None]  # takes the steps from one number to another
+Way = Callable[[Build, nn.Module, Any], Pair]
+
+
+def builder(method: Method, task: Task, dtype: torch.dtype = torch.float64, **keywords: Any) -> Build:
+    """What makes a model of a task and its optimizer, as they are before the first step."""
+
+    def build() -> Pair:
+        model = task.model(dtype)
+        return model, method.build(model, **keywords)
+
+    return build
+
+
+def steps_of(task: Task) -> Run:
+    """Plain training on the batches of a task."""
+    return lambda model, optimizer, first, last: train(model, optimizer, task, last - first, start=first)
+
+
+def through_a_file(saved: Any) -> Any:
+    """What `torch.load` makes of it, in its safe mode."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def size_of_the_file(saved: Any) -> int:
+    file = io.BytesIO()
+    torch.save(saved, file)
+    return len(file.getvalue())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ways from one run to another
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def by_file(build: Build, model: nn.Module, optimizer: Any) -> Pair:
+    """As a new process would: what is not loaded is far from where the run was."""
+    other, second = build()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    other.load_state_dict(through_a_file(model.state_dict()))
+    second.load_state_dict(through_a_file(optimizer.state_dict()))
+    return other, second
+
+
+def by_dcp(build: Build, model: nn.Module, optimizer: Any, *, flat: bool) -> Pair:
+    """By parameter name, into an optimizer that has trained on something else."""
+    form = StateDictOptions(flatten_optimizer_state_dict=flat)
+    other, second = build()
+    other.load_state_dict(model.state_dict())
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=form))
+    set_optimizer_state_dict(other, second, saved, options=form)
+    return other, second
+
+
+def as_a_copy(build: Build, model: nn.Module, optimizer: Any, *, copier: Callable[[Any], Any]) -> Pair:
+    """Both together; hooks do not come along, so that the copy is attached."""
+    other, second = copier((model, optimizer))
+    second.attach(other)
+    return other, second
+
+
+def through_pickle(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
+
+
+def through_torch_save(thing: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIERS = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": through_torch_save}
+COPIES: dict[str, Way] = {name: partial(as_a_copy, copier=copier) for name, copier in COPIERS.items()}
+DCP: dict[str, Way] = {"dcp": partial(by_dcp, flat=False), "flat dcp": partial(by_dcp, flat=True)}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The driver
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def assert_same_run(actual: Pair, expected: Pair) -> None:
+    """Parameters and state are equal to the bit."""
+    assert_identical(values(actual[0]), values(expected[0]))
+    assert_identical(actual[1].state_dict(), expected[1].state_dict())
+
+
+def assert_goes_on(build: Build, run: Run, stop: int, end: int, way: Way = by_file) -> Pair:
+    """Stop, go elsewhere and continue both: they are the same at once and in the end. Returns the one that went."""
+    first = build()
+    run(*first, 0, stop)
+    second = way(build, *first)
+    assert_same_run(second, first)
+    for pair in (first, second):
+        run(*pair, stop, end)
+    assert_same_run(second, first)
+    return second

@@ -1,0 +1,129 @@
+"""Which cases a test has that takes a `method`: a covering array, so that a default run stays short.
+
+The parameters of the test say what it runs over, and marks add to it:
+
+==========================  ===========================================================================================
+`method`                    every method that has the keywords of `@pytest.mark.option("keyword", ...)`
+`method, variant`           every variant of them (but for `@pytest.mark.fixed_layout`, see `Variant.lazy`)
+`task`                      every task with every kind of method
+`@pytest.mark.cover(x=)`    every value of `x` with every kind of method
+`@pytest.mark.rules(RULES)` every `rule` of the mapping with every kind of method that knows its keywords
+==========================  ===========================================================================================
+
+Every two values of `rule` and what `cover` names occur together, too. A kind of method is what shares its code: methods
+with factors, with rows of examples, with windows. Where a promise is kept in one place for all of them,
+`@pytest.mark.once` asks for every value with any method; `@pytest.mark.full` adds all combinations that the default run
+leaves out as slow tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+from tests.support.grid import cover, ids_of, values_of
+from tests.support.methods import METHODS, Method, Variant
+from tests.support.tasks import CNN, MLP, TASKS, TRANSFORMER, Task
+
+MARKS = {
+    "option(*keywords)": "a contract test of methods that have these keywords",
+    "fixed_layout": "not for variants whose state has the sizes of the first batch",
+    "rules(mapping)": "run for every `rule` of the mapping, by methods that know its keywords",
+    "cover(**values)": "run for every value, by every kind of method",
+    "once": "every value by any method, and every method with any value",
+    "full": "all combinations that the default run leaves out are slow tests",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for mark, meaning in MARKS.items():
+        config.addinivalue_line("markers", f"{mark}: {meaning}")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "method" not in metafunc.fixturenames:
+        if "task" in metafunc.fixturenames:
+            metafunc.parametrize("task", TASKS, ids=[task.name for task in TASKS])
+        return
+    marks = {mark.name: mark for mark in reversed([*metafunc.definition.iter_markers()])}
+    needed = {keyword for mark in metafunc.definition.iter_markers("option") for keyword in mark.args}
+    rules = marks["rules"].args[0] if "rules" in marks else {}
+    axes: dict[str, Any] = {"task": TASKS} if "task" in metafunc.fixturenames else {}
+    axes |= {"rule": {name: name for name in rules}} if rules else {}
+    for mark in metafunc.definition.iter_markers("cover"):
+        axes |= mark.kwargs
+    with_variants = "variant" in metafunc.fixturenames
+    cases = list(_cases(needed, axes, rules, with_variants, "fixed_layout" not in marks))
+    chosen = set(cover({case: _shown(case, [*axes], "once" in marks) for case in cases}))
+    names = ("method", *(["variant"] if with_variants else []), *axes)
+    metafunc.parametrize(
+        names,
+        [
+            _param(case, list(axes.values()), with_variants, slow=case not in chosen)
+            for case in cases
+            if case in chosen or "full" in marks
+        ],
+    )
+
+
+Case = tuple[int, int, tuple[int, ...]]  # indices of the method, of its variant and of the value on every other axis
+
+
+def _cases(needed: set[str], axes: Mapping[str, Any], rules: Mapping[str, Any], variants: bool, lazy: bool) -> Any:
+    values = [values_of(given) for given in axes.values()]
+    for m, method in enumerate(METHODS):
+        if not method.accepts(*needed):
+            continue
+        for v, variant in enumerate(method.variants if variants else method.variants[:1]):
+            if variants and ((variant.lazy and not lazy) or needed & variant.excludes):
+                continue
+            for indices in product(*map(range, map(len, values))):
+                found = {name: of[index] for name, of, index in zip(axes, values, indices, strict=True)}
+                if rules and not method.knows(keywords_of(rules[found["rule"]])):
+                    continue
+                if variants and "task" in found and not pair_up(method, variant, found["task"]):
+                    continue
+                yield m, v, indices
+
+
+def _shown(case: Case, axes: Sequence[str], once: bool) -> frozenset[Hashable]:
+    """What a case is an example of."""
+    m, v, indices = case
+    family = "" if once else METHODS[m].family
+    places = [*zip(axes, indices, strict=True)]
+    together = combinations([(name, index) for name, index in places if name != "task"], 2)
+    return frozenset({(m, v), *((family, place) for place in places), *together})
+
+
+def _param(case: Case, axes: Sequence[Any], variants: bool, *, slow: bool) -> Any:
+    method = METHODS[case[0]]
+    own = [method, method.variants[case[1]]] if variants else [method]
+    values = [values_of(given)[index] for given, index in zip(axes, case[2], strict=True)]
+    ids = [ids_of(given)[index] for given, index in zip(axes, case[2], strict=True)]
+    return pytest.param(
+        *own, *values, id="-".join([*(one.name for one in own), *ids]), marks=pytest.mark.slow if slow else ()
+    )
+
+
+def keywords_of(rule: Any) -> Mapping[str, Any]:
+    """The keywords of a rule, which may stand first in a tuple with what they are compared with."""
+    return rule[0] if isinstance(rule, tuple) else rule
+
+
+def pair_up(method: Method, variant: Variant, task: Task) -> bool:
+    """Whether there is a test of these two.
+
+    A window does not know layers, only shapes: each of its variants is run on those of one task, the first one on all.
+    A layer method does: some of its variants are run on one task only, the one with the most kinds of layers.
+    """
+    if method.layerwise:
+        return not variant.narrow or task is TRANSFORMER
+    return variant is method.variants[0] or task is CNN
+
+
+@pytest.fixture
+def mlp() -> Task:
+    return MLP
