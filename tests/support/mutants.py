@@ -207,7 +207,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "loaded-rate-is-that-of-the-checkpoint-itself", "checkpoint/checkpoint.py",
         "{k: copied(v) for k, v in given.items()", "{k: v for k, v in given.items()",
-        ("tests/contract -k 'tensor_lr or resume or copies'",),
+        ("tests/contract -k tensor_lr", "tests/checkpoint -k 'resume or copies'"),
     ),
     Mutation(
         "weight-of-momentum-is-not-in-the-state", "curvature/window/window.py",
@@ -216,6 +216,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "refreshes-begin-anew-after-loading", "preconditioners/layer_checkpoint.py",
         'block.state["refreshes"] = refreshes[block] if good else 0', 'block.state["refreshes"] = 0',
-        ("tests/contract -k resume", "tests/checkpoint"),
+        ("tests/checkpoint -k resume", "tests/checkpoint"),
     ),
 )  # fmt: skip
