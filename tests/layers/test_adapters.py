@@ -31,8 +31,10 @@ from secondorder.capture.layers.others import (
     TransposedLinearAdapter,
     hugging_face_conv1d,
 )
+from tests.support.grid import pairs
+from tests.support.layer_cases import Conv1D
 
-TRAINED = [(True, True), (True, False), (False, True)]
+TRAINED = {"both": (True, True), "weight": (True, False), "bias": (False, True)}
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -155,14 +157,12 @@ def test_transposed_convolutions_of_every_option(data):
         for n, s, p, d, k, extra in zip(sizes, stride, padding, dilation, kernel, output_padding, strict=True)
     ]
     assume(min(out) > 0)
-    trained = freeze(module, *data.draw(st.sampled_from(TRAINED)))
+    trained = freeze(module, *data.draw(st.sampled_from(list(TRAINED.values()))))
     x = torch.randn(4, 2 * groups, *sizes, dtype=torch.float64)
     check(ConvTransposeAdapter(module, *trained), module, (x,), data.draw(st.sampled_from([2, 4])))
 
 
-@pytest.mark.parametrize("axes", [1, 2, 3])
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("by_keyword", [True, False])
+@pairs(axes=[1, 2, 3], batched=[True, False], by_keyword=[True, False])
 def test_transposed_convolution_with_an_output_size(axes, batched, by_keyword):
     module = TRANSPOSED[axes](2, 3, 3, stride=3, padding=1).double()
     adapter = ConvTransposeAdapter(module, True, True)
@@ -186,37 +186,45 @@ def test_a_transposed_convolution_of_many_examples_comes_in_chunks():
 # ---------------------------------------------------------------------------------------------------------------------
 # Normalisation
 # ---------------------------------------------------------------------------------------------------------------------
-NORMS = [
-    (nn.BatchNorm1d, (3,), {}, BatchNormAdapter, (6, 3)),
-    (nn.BatchNorm1d, (3,), {"momentum": None}, BatchNormAdapter, (6, 3, 5)),
-    (nn.BatchNorm2d, (3,), {"track_running_stats": False, "eps": 0.1}, BatchNormAdapter, (4, 3, 5, 2)),
-    (nn.BatchNorm3d, (1,), {}, BatchNormAdapter, (4, 1, 2, 3, 2)),
-    (nn.LayerNorm, (5,), {}, LayerNormAdapter, (4, 5)),
-    (nn.LayerNorm, (5,), {"bias": False}, LayerNormAdapter, (4, 3, 5)),
-    (nn.LayerNorm, ([3, 5],), {"eps": 0.1}, LayerNormAdapter, (4, 3, 3, 5)),
-    (nn.LayerNorm, (1,), {}, LayerNormAdapter, (4, 3, 1)),
-    (nn.RMSNorm, (5,), {}, RMSNormAdapter, (4, 3, 5)),
-    (nn.RMSNorm, ([2, 3],), {"eps": 0.1}, RMSNormAdapter, (4, 2, 3)),
-    (nn.GroupNorm, (2, 4), {}, GroupNormAdapter, (4, 4)),
-    (nn.GroupNorm, (2, 6), {"eps": 0.1}, GroupNormAdapter, (4, 6, 5, 2)),
-    (nn.InstanceNorm1d, (3,), {"affine": True}, InstanceNormAdapter, (4, 3, 5)),
-    (nn.InstanceNorm2d, (3,), {"affine": True, "track_running_stats": True}, InstanceNormAdapter, (4, 3, 5, 2)),
-    (nn.InstanceNorm3d, (3,), {"affine": True, "eps": 0.1}, InstanceNormAdapter, (4, 3, 5, 2, 2)),
-]
+NORMS = {
+    "BatchNorm1d": (nn.BatchNorm1d, (3,), {}, BatchNormAdapter, (6, 3)),
+    "BatchNorm1d-2": (nn.BatchNorm1d, (3,), {"momentum": None}, BatchNormAdapter, (6, 3, 5)),
+    "BatchNorm2d": (nn.BatchNorm2d, (3,), {"track_running_stats": False, "eps": 0.1}, BatchNormAdapter, (4, 3, 5, 2)),
+    "BatchNorm3d": (nn.BatchNorm3d, (1,), {}, BatchNormAdapter, (4, 1, 2, 3, 2)),
+    "LayerNorm": (nn.LayerNorm, (5,), {}, LayerNormAdapter, (4, 5)),
+    "LayerNorm-2": (nn.LayerNorm, (5,), {"bias": False}, LayerNormAdapter, (4, 3, 5)),
+    "LayerNorm-3": (nn.LayerNorm, ([3, 5],), {"eps": 0.1}, LayerNormAdapter, (4, 3, 3, 5)),
+    "LayerNorm-4": (nn.LayerNorm, (1,), {}, LayerNormAdapter, (4, 3, 1)),
+    "RMSNorm": (nn.RMSNorm, (5,), {}, RMSNormAdapter, (4, 3, 5)),
+    "RMSNorm-2": (nn.RMSNorm, ([2, 3],), {"eps": 0.1}, RMSNormAdapter, (4, 2, 3)),
+    "GroupNorm": (nn.GroupNorm, (2, 4), {}, GroupNormAdapter, (4, 4)),
+    "GroupNorm-2": (nn.GroupNorm, (2, 6), {"eps": 0.1}, GroupNormAdapter, (4, 6, 5, 2)),
+    "InstanceNorm1d": (nn.InstanceNorm1d, (3,), {"affine": True}, InstanceNormAdapter, (4, 3, 5)),
+    "InstanceNorm2d": (
+        nn.InstanceNorm2d,
+        (3,),
+        {"affine": True, "track_running_stats": True},
+        InstanceNormAdapter,
+        (4, 3, 5, 2),
+    ),
+    "InstanceNorm3d": (nn.InstanceNorm3d, (3,), {"affine": True, "eps": 0.1}, InstanceNormAdapter, (4, 3, 5, 2, 2)),
+}
 
 
-def norm(kind, args, options) -> nn.Module:
+def random_norm(kind, args, options) -> nn.Module:
     module = kind(*args, **options).double()
     for p in module.parameters():
         nn.init.normal_(p)
     return module
 
 
-@pytest.mark.parametrize("curvature", ["unit", "diagonal"])
-@pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize(("kind", "args", "options", "adapter", "shape"), NORMS)
-def test_normalisation_layers(kind, args, options, adapter, shape, trained, curvature):
-    module = norm(kind, args, options)
+@pairs(
+    lambda norm, trained, curvature: any(trained) and (trained[0] or "bias" not in norm[2]),
+    norm=NORMS, trained=TRAINED, curvature=["unit", "diagonal"],
+)  # fmt: skip
+def test_normalisation_layers(norm, trained, curvature):
+    kind, args, options, adapter, shape = norm
+    module = random_norm(kind, args, options)
     trained = freeze(module, *trained)
     if not any(trained):
         return
@@ -229,10 +237,11 @@ def test_normalisation_layers(kind, args, options, adapter, shape, trained, curv
         check(found, module, (x,), examples)
 
 
-@pytest.mark.parametrize(("kind", "args", "options", "adapter", "shape"), NORMS)
-def test_a_normalised_input_is_what_the_layer_gives_with_weight_one(kind, args, options, adapter, shape):
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_normalised_input_is_what_the_layer_gives_with_weight_one(norm):
+    kind, args, options, adapter, shape = NORMS[norm]
     module = kind(*args, **options).double()
-    found = adapter(module, True, module.weight is not None and getattr(module, "bias", None) is not None)
+    found = adapter(module, True, getattr(module, "bias", None) is not None)
     x = torch.randn(shape, dtype=torch.float64) * 3 + 1
     close(found.normalized(x), module(x))
     low = x.bfloat16()
@@ -332,8 +341,16 @@ def check_table(adapter, module: nn.Module, args: tuple, rows: Tensor, owner: Te
     close(squares, (rows * keep[:, None]).square().sum(0))
 
 
-@pytest.mark.parametrize("padding_idx", [None, 0, -1])
-@pytest.mark.parametrize("shape", [(6,), (3, 5), (6, 1), (3, 2, 4), (3, 0)])
+def test_a_batch_without_an_index_is_no_row():
+    module = nn.Embedding(4, 3).double()
+    adapter, x = EmbeddingAdapter(module, True), torch.randint(4, (3, 0))
+    assert not adapter.input_squares(x)[0].any()
+    assert not adapter.output_rows(torch.ones(3, 0, 3), x, 3).any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "padding_idx"), [((6,), 0), ((3, 5), None), ((3, 5), -1), ((6, 1), None), ((3, 2, 4), 0)]
+)
 def test_embedding(padding_idx, shape):
     module = nn.Embedding(4, 3, padding_idx=padding_idx).double()
     x = torch.randint(4, shape)
@@ -341,13 +358,7 @@ def test_embedding(padding_idx, shape):
     if padding_idx is not None:
         rows[:, module.padding_idx] = 0
     adapter = EmbeddingAdapter(module, True)
-    owner = torch.arange(3).repeat_interleave(x.numel() // 3) if x.numel() else torch.tensor([2])[:0]
-    if not x.numel():
-        assert [t.sum() for t in (adapter.input_squares(x)[0], adapter.output_rows(torch.ones(3, 0, 3), x, 3))] == [
-            0,
-            0,
-        ]
-        return
+    owner = torch.arange(3).repeat_interleave(x.numel() // 3)
     check_table(adapter, module, (x,), rows, owner)
     x = adapter.prepare((x,), {})
     g = torch.randn(*shape, 3, dtype=torch.float64)
@@ -392,11 +403,14 @@ RAGGED = [[], [1, 1, 3], [0], [], [2, 0, 0, 2, 1], []]
 EVEN = [[1, 1, 3], [0, 2, 0], [0, 0, 0], [3, 2, 1]]
 
 
-@pytest.mark.parametrize("include_last_offset", [False, True])
-@pytest.mark.parametrize(("bags", "two_axes"), [(RAGGED, False), (EVEN, False), (EVEN, True), ([[], []], False)])
-@pytest.mark.parametrize("padding_idx", [None, 0])
-@pytest.mark.parametrize("mode", ["sum", "mean", "weighted"])
-def test_embedding_bag(mode, padding_idx, bags, two_axes, include_last_offset):
+@pairs(
+    mode=["sum", "mean", "weighted"],
+    bags={"ragged": (RAGGED, False), "even": (EVEN, False), "rows": (EVEN, True), "empty": ([[], []], False)},
+    padding_idx=[None, 0],
+    include_last_offset=[False, True],
+)
+def test_embedding_bag(mode, padding_idx, bags, include_last_offset):
+    bags, two_axes = bags
     options = {"padding_idx": padding_idx, "include_last_offset": include_last_offset}
     module = nn.EmbeddingBag(4, 3, mode="sum" if mode == "weighted" else mode, **options).double()
     weights = [[0.5 + b + 2 * k for k in range(len(bag))] for b, bag in enumerate(bags)] if mode == "weighted" else None
@@ -436,8 +450,9 @@ def test_examples_of_bags_are_picked_with_their_entries(bags):
 # ---------------------------------------------------------------------------------------------------------------------
 # Linear layers in another dress
 # ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 3, 2)])
+@pytest.mark.parametrize(
+    ("shape", "trained"), [((4,), (True, True)), ((4, 3), (False, True)), ((4, 3, 2), (True, False))]
+)
 def test_bilinear(shape, trained):
     module = nn.Bilinear(3, 2, 5).double()
     adapter = BilinearAdapter(module, *freeze(module, *trained))
@@ -454,18 +469,7 @@ def test_bilinear_of_one_example():
     check(BilinearAdapter(module, True, True), module, (first, second), 1, torch.zeros(5, dtype=torch.int64))
 
 
-class Conv1D(nn.Module):
-    """As in the transformers library: a Linear with its weight transposed."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.reshape(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
-
-
-@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("trained", TRAINED.values(), ids=TRAINED)
 @pytest.mark.parametrize("shape", [(4, 3), (4, 5, 3)])
 def test_transposed_linear(shape, trained):
     module = Conv1D(5, 3).double()
@@ -485,9 +489,7 @@ def test_the_conv1d_of_transformers_is_found_once_it_is_imported(monkeypatch):
     assert hugging_face_conv1d() is Conv1D
 
 
-@pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("shape", [(4, 2), (4, 5, 2)])
+@pairs(shape={"rows": (4, 2), "tokens": (4, 5, 2)}, groups=[1, 3], trained=TRAINED)
 def test_stacked_linears(shape, groups, trained):
     module = nn.Linear(2, 4 * groups).double()
     adapter = StackedAdapter(2, 4, groups, *freeze(module, *trained))

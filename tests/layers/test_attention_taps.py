@@ -5,7 +5,6 @@ The oracle is torch's attention itself, and autograd's gradient of each weight.
 
 import copy
 import gc
-import itertools
 import pickle
 import threading
 import weakref
@@ -19,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from secondorder.capture.layers.projections import Projection, WatchedAttention
+from tests.support.grid import pairs
+from tests.support.kfac import noise
 
 E, HEADS, L, S, N = 6, 2, 3, 4, 2
 
@@ -27,10 +28,6 @@ E, HEADS, L, S, N = 6, 2, 3, 4, 2
 def no_mode_is_left():
     yield
     assert torch.overrides._get_current_function_mode_stack() == []
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def attention(**options) -> nn.MultiheadAttention:
@@ -130,28 +127,61 @@ MODULES = {
     "separate": {"kdim": 5, "vdim": 3, "add_bias_kv": True},
     "separate, no bias": {"kdim": E, "vdim": 3, "bias": False, "batch_first": True, "dropout": 0.4},
 }
-modules = pytest.mark.parametrize("options", MODULES.values(), ids=MODULES)
-kinds = pytest.mark.parametrize("kind", ["self", "cross", "three", "unbatched"])
+KINDS = ["self", "cross", "three", "unbatched"]
 
 
-def fits(kind: str, options: dict) -> bool:
+def fits(kind: str, options: dict, **others) -> bool:
     return "kdim" not in options or kind in ("three", "unbatched")
 
 
-@modules
-@kinds
-def test_outputs_and_gradients_are_torchs(options, kind):
-    if not fits(kind, options):
-        return
+@pairs(
+    fits,
+    options=MODULES,
+    kind=KINDS,
+    masks=["none", "keys", "pairs", "heads", "both", "floats"],
+    weights={"": {"need_weights": False}, "weights": {}, "per-head": {"average_attn_weights": False}},
+)
+def test_outputs_and_gradients_are_torchs_and_rows_make_the_gradients(options, kind, masks, weights):
     plain = attention(**options)
     seen = copy.deepcopy(plain)
-    watch(seen)
+    parts = watch(seen).linear_parts()
+    calls = {id(projection): tap(projection) for part in parts for projection, _ in part.taps}
     tensors = inputs(kind, plain)
-    for masks, weights, average in itertools.product(
-        ["none", "keys", "pairs", "heads", "both", "floats"], [True, False], [True, False]
-    ):
-        call = {"need_weights": weights, "average_attn_weights": average, **mask_options(masks, tensors, plain)}
-        assert_same_bits(outcome(seen, tensors, **call), outcome(plain, tensors, **call))
+    call = {**weights, **mask_options(masks, tensors, plain)}
+    assert_same_bits(outcome(seen, tensors, **call), outcome(plain, tensors, **call))
+    check_rows(seen, parts, calls)
+
+
+def rows(call: list[Tensor]) -> tuple[Tensor, Tensor]:
+    x, g = call
+    assert x.shape[:-1] == g.shape[:-1]
+    return x.flatten(0, -2), g.flatten(0, -2)
+
+
+def check_rows(module: nn.MultiheadAttention, parts: list, calls: dict[int, list[list[Tensor]]]) -> None:
+    """Σ g aᵀ of the calls of every part is the gradient of its parameters, and every parameter is in a part."""
+    covered = set()
+    for part in parts:
+        named = dict(module.named_parameters())
+        if part.weight_name is not None:
+            weight = named[part.weight_name]
+            found = torch.zeros_like(weight).unflatten(0, (part.groups, -1))
+        bias = None if part.bias_name is None else named[part.bias_name]
+        found_bias = None if bias is None else torch.zeros_like(bias).unflatten(0, (part.groups, -1))
+        for projection, group in part.taps:
+            for call in calls[id(projection)]:
+                a, g = rows(call)
+                where = slice(None) if group < 0 else slice(group, group + 1)
+                if part.weight_name is not None:
+                    found[where] += (g.T @ a).unflatten(0, found[where].shape[:2])
+                if found_bias is not None:
+                    found_bias[where] += g.sum(0).unflatten(0, found_bias[where].shape)
+        if part.weight_name is not None:
+            torch.testing.assert_close(found.flatten(0, 1), weight.grad, rtol=1e-12, atol=1e-12)
+        if found_bias is not None:
+            torch.testing.assert_close(found_bias.flatten(), bias.grad, rtol=1e-12, atol=1e-12)
+        covered |= {part.weight_name, part.bias_name}
+    assert covered - {None} == set(dict(module.named_parameters())) - {"bias_k", "bias_v"}
 
 
 @pytest.mark.parametrize("weights", [True, False])
@@ -214,52 +244,11 @@ def test_a_whole_transformer():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Every weight is seen
+# What taps see
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def rows(call: list[Tensor]) -> tuple[Tensor, Tensor]:
-    x, g = call
-    assert x.shape[:-1] == g.shape[:-1]
-    return x.flatten(0, -2), g.flatten(0, -2)
-
-
-@modules
-@kinds
-@pytest.mark.parametrize("weights", [True, False])
-def test_rows_of_every_part_make_its_gradient(options, kind, weights):
-    if not fits(kind, options):
-        return
-    module = attention(**options)
-    parts = watch(module).linear_parts()
-    calls = {id(p): tap(p) for part in parts for p, _ in part.taps}
-    outcome(module, inputs(kind, module), need_weights=weights)
-    covered = set()
-    for part in parts:
-        named = dict(module.named_parameters())
-        if part.weight_name is not None:
-            weight = named[part.weight_name]
-            found = torch.zeros_like(weight).unflatten(0, (part.groups, -1))
-        bias = None if part.bias_name is None else named[part.bias_name]
-        found_bias = None if bias is None else torch.zeros_like(bias).unflatten(0, (part.groups, -1))
-        for projection, group in part.taps:
-            for call in calls[id(projection)]:
-                a, g = rows(call)
-                where = slice(None) if group < 0 else slice(group, group + 1)
-                if part.weight_name is not None:
-                    found[where] += (g.T @ a).unflatten(0, found[where].shape[:2])
-                if found_bias is not None:
-                    found_bias[where] += g.sum(0).unflatten(0, found_bias[where].shape)
-        if part.weight_name is not None:
-            torch.testing.assert_close(found.flatten(0, 1), weight.grad, rtol=1e-12, atol=1e-12)
-        if found_bias is not None:
-            torch.testing.assert_close(found_bias.flatten(), bias.grad, rtol=1e-12, atol=1e-12)
-        covered |= {part.weight_name, part.bias_name}
-    assert covered - {None} == set(dict(module.named_parameters())) - {"bias_k", "bias_v"}
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-@kinds
+@pairs(batch_first=[True, False], kind=KINDS)
 def test_taps_see_time_first_then_the_batch(batch_first, kind):
     module = attention(batch_first=batch_first)
     projections = watch(module).projections
@@ -417,8 +406,7 @@ def test_an_exception_inside_leaves_nothing_behind():
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("where", ["register_forward_pre_hook", "register_forward_hook"])
-@pytest.mark.parametrize("prepend", [True, False])
+@pairs(where=["register_forward_pre_hook", "register_forward_hook"], prepend=[True, False])
 def test_an_exception_in_another_hook_leaves_nothing_behind(where, prepend):
     module = attention()
     calls = tap(watch(module).projections.packed)

@@ -7,11 +7,9 @@ import copy
 import itertools
 import pickle
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -23,16 +21,14 @@ from torch.utils.checkpoint import checkpoint
 import secondorder.nn
 from secondorder import KFAC
 from secondorder.nn import expose
+from tests.support.grid import each, pairs
+from tests.support.kfac import noise
 
 D, H, T, N = 3, 4, 5, 3
 LAYERS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 CELLS = {"LSTMCell": nn.LSTMCell, "GRUCell": nn.GRUCell, "RNNCell": nn.RNNCell}
 layers = pytest.mark.parametrize("kind", LAYERS)
 cells = pytest.mark.parametrize("kind", CELLS)
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def build(kind: str, *sizes: int, **options) -> nn.Module:
@@ -74,10 +70,14 @@ def tap_all(module: nn.Module) -> dict[str, Tap]:
 
 def pair(kind: str, *sizes: int, **options) -> tuple[nn.Module, nn.Module]:
     """torch's module, and its copy, exposed and tapped so that it goes step by step."""
+    plain, seen, _ = tapped(kind, *sizes, **options)
+    return plain, seen
+
+
+def tapped(kind: str, *sizes: int, **options) -> tuple[nn.Module, nn.Module, dict[str, Tap]]:
     plain = build(kind, *sizes, **options)
     seen = expose(copy.deepcopy(plain))
-    tap_all(seen)
-    return plain, seen
+    return plain, seen, tap_all(seen)
 
 
 def states(kind: str, *shape: int, proj: int = 0) -> tuple[Tensor, ...]:
@@ -120,48 +120,67 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def all_options(kind: str) -> Iterator[dict]:
-    """Every option with every other one at least once."""
-    own = {"LSTM": {"proj_size": 2}, "RNN": {"nonlinearity": "relu"}}.get(kind, {})
-    for first, bias in itertools.product([False, True], [False, True]):
-        yield {"num_layers": 1, "bidirectional": first, "batch_first": first, "bias": bias}
-        yield {"num_layers": 2, "bidirectional": bias, "batch_first": first, "bias": bias, **own}
-    yield {"num_layers": 2, "bidirectional": True, "batch_first": False, "bias": False, **own}
+def check_rows(module: nn.Module, taps: dict[str, Tap]) -> None:
+    """Rows of each part make the gradients of its parameters, and every parameter is in one part."""
+    named, covered = dict(module.named_parameters()), []
+    for part in module.linear_parts():
+        weight, bias = taps[part.suffix].gradient(part.groups, -1)
+        torch.testing.assert_close(weight, named[part.weight_name].grad, rtol=1e-11, atol=1e-12)
+        covered.append(part.weight_name)
+        if part.bias_name is not None:
+            torch.testing.assert_close(bias, named[part.bias_name].grad, rtol=1e-11, atol=1e-12)
+            covered.append(part.bias_name)
+    assert sorted(covered) == sorted(named)
 
 
-@layers
-@pytest.mark.parametrize("form", ["batch", "one sequence", "packed", "packed unsorted"])
-@pytest.mark.parametrize("with_states", [False, True])
-def test_layers(kind, form, with_states):
-    for options in all_options(kind):
-        plain, seen = pair(kind, **options)
-        batch = () if form == "one sequence" else (N,)
-        rows = options["num_layers"] * (1 + options["bidirectional"])
-        given = states(kind, rows, *batch, proj=options.get("proj_size", 0)) if with_states else None
-        pack = None
-        inputs = [noise(T, *batch, D)]
-        if options["batch_first"] and batch:
-            inputs = [inputs[0].transpose(0, 1)]
-        if form.startswith("packed"):
-            lengths = [5, 2, 2] if form == "packed" else [2, 4, 1]
-            inputs = [noise(length, D, seed=i) for i, length in enumerate(lengths)]
-            pack = lambda xs: pack_sequence(xs, enforce_sorted=form == "packed")  # noqa: E731
-        found, expected = (outcome(m, inputs, given, kind, pack) for m in (seen, plain))
-        assert_equal(found, expected)
-        assert found[0].stride() == expected[0].stride()
-
-
-@cells
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"nonlinearity": "relu"}])
-@pytest.mark.parametrize("batch", [(N,), (), (0,)])
-@pytest.mark.parametrize("with_states", [False, True])
-def test_cells(kind, options, batch, with_states):
-    if "nonlinearity" in options and kind != "RNNCell":
-        return
-    plain, seen = pair(kind, **options)
-    given = states(kind, *batch) if with_states else None
-    found, expected = (outcome(m, [noise(*batch, D)], given, kind) for m in (seen, plain))
+@pairs(
+    lambda kind, form, batch_first, **_: not (form == "sequence" and batch_first),
+    kind=LAYERS.keys(),
+    form=["batch", "sequence", "packed", "unsorted"],
+    states_given=[False, True],
+    num_layers=[1, 2],
+    bidirectional=[False, True],
+    batch_first=[False, True],
+    bias=[False, True],
+    own=[False, True],
+)
+def test_layers_give_torchs_results_and_their_rows_make_the_gradients(
+    kind, form, states_given, num_layers, bidirectional, batch_first, bias, own
+):
+    """``own`` is the option that only layers of this kind have."""
+    options = {"num_layers": num_layers, "bidirectional": bidirectional, "batch_first": batch_first, "bias": bias}
+    if own:
+        options |= {"LSTM": {"proj_size": 2}, "RNN": {"nonlinearity": "relu"}}.get(kind, {})
+    plain, seen, taps = tapped(kind, **options)
+    batch = () if form == "sequence" else (N,)
+    number = num_layers * (1 + bidirectional)
+    given = states(kind, number, *batch, proj=options.get("proj_size", 0)) if states_given else None
+    pack = None
+    inputs = [noise(T, *batch, D)]
+    if batch_first:
+        inputs = [inputs[0].transpose(0, 1)]
+    if form in ("packed", "unsorted"):
+        lengths = [5, 2, 2] if form == "packed" else [2, 4, 1]
+        inputs = [noise(length, D, seed=i) for i, length in enumerate(lengths)]
+        pack = lambda xs: pack_sequence(xs, enforce_sorted=form == "packed")  # noqa: E731
+    found, expected = (outcome(m, inputs, given, kind, pack) for m in (seen, plain))
     assert_equal(found, expected)
+    assert found[0].stride() == expected[0].stride()
+    check_rows(seen, taps)
+
+
+@pairs(
+    lambda kind, options, **_: "nonlinearity" not in options or kind == "RNNCell",
+    kind=CELLS.keys(),
+    options={"": {}, "no-bias": {"bias": False}, "relu": {"nonlinearity": "relu"}},
+    batch={"batch": (N,), "one": (), "none": (0,)},
+    states_given=[False, True],
+)
+def test_cells_give_torchs_results_and_their_rows_make_the_gradients(kind, options, batch, states_given):
+    plain, seen, taps = tapped(kind, **options)
+    given = states(kind, *batch) if states_given else None
+    assert_equal(*(outcome(m, [noise(*batch, D)], given, kind) for m in (seen, plain)))
+    check_rows(seen, taps)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.booleans(), st.sampled_from(list(LAYERS)))
@@ -182,8 +201,7 @@ def test_a_packed_output_is_a_packed_sequence(kind):
     assert_equal(list(found), list(expected))
 
 
-@layers
-@pytest.mark.parametrize("packed", [False, True])
+@each(kind=LAYERS.keys(), packed=[False, True])
 def test_dropout_between_layers_draws_the_same_numbers(kind, packed):
     plain, seen = pair(kind, num_layers=3, dropout=0.4, bidirectional=True)
     inputs = [noise(T, D, seed=i) for i in range(N)]
@@ -194,14 +212,16 @@ def test_dropout_between_layers_draws_the_same_numbers(kind, packed):
     assert_equal(outcome(seen, inputs, None, kind, pack), outcome(plain, inputs, None, kind, pack))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"batch_first": True, "dropout": 0.3}, {"kdim": 2, "vdim": 5}, {"bias": False}]
-)
-@pytest.mark.parametrize("same", ["all", "keys and values", "none"])
-@pytest.mark.parametrize("weights", [True, False])
+@pairs(
+    lambda options, same, weights: "kdim" not in options or same == "none",
+    options={
+        "": {}, "batch-first": {"batch_first": True, "dropout": 0.3}, "sizes": {"kdim": 2, "vdim": 5},
+        "no-bias": {"bias": False},
+    },
+    same=["all", "memory", "none"],
+    weights=[True, False],
+)  # fmt: skip
 def test_attention_to_the_last_bit(options, same, weights):
-    if "kdim" in options and same != "none":
-        return
     plain = build("MultiheadAttention", 6, 2, **options)
     seen = expose(copy.deepcopy(plain))
     x = noise(N, T, 6) if plain.batch_first else noise(T, N, 6)
@@ -220,20 +240,22 @@ def test_attention_to_the_last_bit(options, same, weights):
         assert a.stride() == b.stride()
 
 
-@layers
-@pytest.mark.parametrize(
-    ("dtype", "computed_in"),
-    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)],
-)
-@pytest.mark.parametrize(
-    "options", [{}, {"batch_first": True, "dropout": 0.5}, {"proj_size": 2, "bidirectional": True}]
-)
-@pytest.mark.parametrize("lengths", [None, [5, 3, 3], [5, 5, 5]])
+@pairs(
+    lambda kind, options, **_: "proj_size" not in options or kind == "LSTM",
+    kind=LAYERS.keys(),
+    dtypes={
+        "bfloat16": (torch.float32, torch.bfloat16), "float16": (torch.float32, torch.float16),
+        "bfloat16-all": (torch.bfloat16, torch.bfloat16),
+    },
+    options={
+        "": {}, "dropout": {"batch_first": True, "dropout": 0.5}, "projected": {"proj_size": 2, "bidirectional": True},
+    },
+    lengths={"": None, "packed": [5, 3, 3], "equal": [5, 5, 5]},
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-def test_autocast_gives_what_torch_gives_on_this_machine(kind, dtype, computed_in, options, lengths):
+def test_autocast_gives_what_torch_gives_on_this_machine(kind, dtypes, options, lengths):
     """Not every processor has every kernel in low precision: where torch refuses, the same error is raised at once."""
-    if "proj_size" in options and kind != "LSTM":
-        return
+    dtype, computed_in = dtypes
     first = options.get("batch_first", False)
     x = noise(N, T, D).to(dtype) if first else noise(T, N, D).to(dtype)
     x = pack_padded_sequence(x, lengths, first) if lengths else x
@@ -258,10 +280,9 @@ def test_autocast_gives_what_torch_gives_on_this_machine(kind, dtype, computed_i
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@layers
-@pytest.mark.parametrize(
-    "arguments",
-    {
+@each(
+    kind=LAYERS.keys(),
+    arguments={
         "dims": (noise(1, T, N, D), None),
         "width": (noise(T, N, D + 1), None),
         "dtype": (noise(T, N, D).float(), None),
@@ -270,11 +291,10 @@ def test_autocast_gives_what_torch_gives_on_this_machine(kind, dtype, computed_i
         "unbatched state": (noise(T, N, D), noise(1, H)),
         "batched state": (noise(T, D), noise(1, N, H)),
         "width of state": (noise(T, N, D), noise(1, N, H + 1)),
-    }.items(),
-    ids=lambda item: item[0],
+    },
 )
 def test_layers_refuse_what_torch_refuses(kind, arguments):
-    _, (x, h) = arguments
+    x, h = arguments
     hx = (h, h) if kind == "LSTM" and h is not None else h
     for module in pair(kind):
         with pytest.raises((RuntimeError, ValueError)):
@@ -295,47 +315,6 @@ def test_cells_refuse_what_torch_refuses(kind):
 # ---------------------------------------------------------------------------------------------------------------------
 # Every weight is seen
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def check_rows(module: nn.Module, taps: dict[str, Tap]) -> None:
-    """Rows of each part make the gradients of its parameters, and every parameter is in one part."""
-    named, covered = dict(module.named_parameters()), []
-    for part in module.linear_parts():
-        weight, bias = taps[part.suffix].gradient(part.groups, -1)
-        torch.testing.assert_close(weight, named[part.weight_name].grad, rtol=1e-11, atol=1e-12)
-        covered.append(part.weight_name)
-        if part.bias_name is not None:
-            torch.testing.assert_close(bias, named[part.bias_name].grad, rtol=1e-11, atol=1e-12)
-            covered.append(part.bias_name)
-    assert sorted(covered) == sorted(named)
-
-
-@layers
-@pytest.mark.parametrize("form", ["batch", "one sequence", "packed"])
-def test_rows_of_layers_make_the_gradients(kind, form):
-    for options in all_options(kind):
-        module = expose(build(kind, **options))
-        taps = tap_all(module)
-        batch = () if form == "one sequence" else (N,)
-        x = noise(N, T, D) if options["batch_first"] and batch else noise(T, *batch, D)
-        if form == "packed":
-            x = pack_padded_sequence(x, [2, 5, 1][: x.shape[0]], options["batch_first"], enforce_sorted=False)
-        outcome(module, [noise(1)], None, kind, lambda _, x=x: x)
-        check_rows(module, taps)
-
-
-@cells
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("batch", [(N,), ()])
-def test_rows_of_cells_make_the_gradients(kind, bias, batch):
-    module = expose(build(kind, bias=bias))
-    taps = tap_all(module)
-    x, hx = noise(2, *batch, D), None
-    for t in range(2):
-        hx = module(x[t], hx)
-    (hx[0] if kind == "LSTMCell" else hx).square().sum().backward()
-    assert [len(tap.calls) for tap in taps.values()] == [2, 2]
-    check_rows(module, taps)
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
@@ -417,8 +396,7 @@ def test_the_projections_of_a_copied_layer_wait_for_nothing():
     optimizer.detach()
 
 
-@layers
-@pytest.mark.parametrize("reentrant", [True, False])
+@each(kind=LAYERS.keys(), reentrant=[True, False])
 def test_activation_checkpointing_with_dropout(kind, reentrant):
     plain, seen = pair(kind, num_layers=2, dropout=0.5)
     results = []
@@ -540,8 +518,7 @@ def test_a_subclass_keeps_what_it_adds(copied):
     assert_equal(outcome(twin, [noise(T, N, D)]), outcome(plain, [noise(T, N, D)]))
 
 
-@all_kinds
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@each(kind=KINDS.keys(), copied=COPIES)
 def test_copies(kind, copied):
     module = expose(build(kind, *KINDS[kind]))
     twin = copied(module)
@@ -621,20 +598,3 @@ def test_compiled(kind, graph_breaks):
     x = [noise(N, D)] if kind in CELLS else [noise(2, N, D)] if kind in LAYERS else [noise(2, N, 6)] * 3
     assert_equal(flat(seen(*x)), flat(plain(*x)))
     assert graph_breaks() == (1 if kind in LAYERS else 0)  # torch breaks at every recurrent layer by its type
-
-
-def test_a_loss_of_several_kinds_trains_alike():
-    plain = Model()
-    seen = expose(copy.deepcopy(plain))
-    for module in (*seen.rnn, seen.cell, seen.encoder.self_attn):
-        tap_all(module)
-    losses = []
-    for model in (plain, seen):
-        opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(5):
-            opt.zero_grad()
-            loss = F.mse_loss(model(noise(T, N, D, seed=step)), noise(T, N, H, seed=9))
-            loss.backward()
-            opt.step()
-        losses.append(loss.detach())
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-11, atol=0.0)

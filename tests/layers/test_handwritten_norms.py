@@ -124,8 +124,7 @@ def test_its_block_is_the_second_moment_of_each_unit(case):
     assert_close(opt.state[params[0]]["factor_g"], torch.einsum("nci,ncj->cij", u, u) / N, 1e-5)
 
 
-@pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("method", "bias"), [(KFAC, False), (EKFAC, True), (HyLo, False)])
 def test_a_model_trains_as_with_torchs_own(method, bias):
     models = [built(lambda size, kind=kind: kind(size, bias=bias), 16) for kind in (NanoGPTNorm, nn.LayerNorm)]
     x, y = noise(N, S, 3), labels(N, 4)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from secondorder.capture.layers import norms
+from tests.support.grid import pairs
 from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
 from tests.support.models import seeded_build
 from tests.support.oracles.layers import follows_fallback, step_of, train
@@ -112,7 +113,6 @@ CASES = {
     "BatchNorm3d": (lambda: nn.BatchNorm3d(4, eps=0.1), (4, 2, 2, 2), 4, 1),
     "BatchNorm2d without running statistics": (lambda: nn.BatchNorm2d(4, track_running_stats=False), (4, 3, 2), 4, 1),
 }
-cases = pytest.mark.parametrize("case", CASES)
 
 
 def problem(case: str) -> tuple[Normed, Tensor, Tensor]:
@@ -131,47 +131,48 @@ def params_of(model: Normed) -> list[nn.Parameter]:
     return [p for p in (model.norm.weight, getattr(model.norm, "bias", None)) if p is not None and p.requires_grad]
 
 
-@cases
-def test_the_definition_normalises_as_torch_does(case):
+def check(case: str | Normed, curvature: str = "unit", parts: int = 1, reduction: str = "mean", **keywords) -> None:
+    """A step on a case, in micro-batches or in one; its block is that of the definition."""
+    model, x, y = problem(case) if isinstance(case, str) else (case, noise(N, 5, 4), labels(N, 3))
+    expected = second_moments(twin(model), x, y)
+    opt = plain_kfac(model, norm_curvature=curvature, loss_reduction=reduction, **keywords)
+    x = x.transpose(0, 1).contiguous() if "batch_dim" in keywords else x
+    for part, target in zip(x.split(len(x) // parts), y.split(N // parts), strict=True):
+        value = F.cross_entropy(model(part), target, reduction=reduction)
+        (value / parts if reduction == "mean" else value).backward()
+    opt.step()
+    found = opt.dense_curvature("norm")
+    diagonal = torch.diag(expected.diagonal(dim1=1, dim2=2).flatten())
+    assert_close(found, torch.block_diag(*expected) if curvature == "unit" else diagonal, 1e-6)
+    assert "fallback" not in opt.describe()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_block_per_unit_is_the_second_moment_of_per_example_gradients(case):
+    """Or its diagonal; the definition normalises as torch does."""
     model, x, _ = problem(case)
     layer = model.norm
     bias = getattr(layer, "bias", None)
     scale = shaped(layer, layer.weight, x.ndim)
     shift = torch.zeros(()) if bias is None else shaped(layer, bias, x.ndim)
     assert_close((normalised(layer, x) * scale + shift).detach(), layer(x).detach(), 1e-7)
+    check(case)
+    check(case, "diagonal")
 
 
-@cases
-def test_a_block_per_unit_is_the_second_moment_of_per_example_gradients(case):
-    model, x, y = problem(case)
-    expected = second_moments(twin(model), x, y)
-    opt = plain_kfac(model)
-    train(opt, model, (x,), y, F.cross_entropy)
-    assert_close(opt.dense_curvature("norm"), torch.block_diag(*expected), 1e-6)
-    assert "fallback" not in opt.describe()
-
-
-@cases
-def test_the_diagonal_of_the_same_blocks(case):
-    model, x, y = problem(case)
-    expected = second_moments(twin(model), x, y)
-    opt = plain_kfac(model, norm_curvature="diagonal")
-    train(opt, model, (x,), y, F.cross_entropy)
-    diagonal = expected.diagonal(dim1=1, dim2=2).flatten()
-    assert_close(opt.dense_curvature("norm"), torch.diag(diagonal), 1e-6)
-
-
-@pytest.mark.parametrize("keywords", [{"inverse_method": "eigen"}, {"inverse_method": "cholesky"}], ids=str)
-@pytest.mark.parametrize("curvature", ["unit", "diagonal"])
-@pytest.mark.parametrize("damping", [0.1, 1e-3])
-@pytest.mark.parametrize("case", ["LayerNorm of tokens", "RMSNorm", "GroupNorm", "BatchNorm2d", "InstanceNorm1d"])
-def test_direction_is_the_inverse_of_each_damped_unit(case, damping, curvature, keywords):
+@pairs(
+    case=["LayerNorm of tokens", "RMSNorm", "GroupNorm", "BatchNorm2d", "InstanceNorm1d"],
+    curvature=["unit", "diagonal"],
+    damping=[0.1, 1e-3],
+    inverse_method=["eigen", "cholesky"],
+)
+def test_direction_is_the_inverse_of_each_damped_unit(case, damping, curvature, inverse_method):
     """Blocks this small take λ on their own eigenvalues, whatever the large ones do."""
     model, x, y = problem(case)
     F_units = second_moments(twin(model), x, y)
     if curvature == "diagonal":
         F_units = F_units * torch.eye(F_units.shape[-1], dtype=torch.float64)
-    opt = plain_kfac(model, damping=damping, norm_curvature=curvature, **keywords)
+    opt = plain_kfac(model, damping=damping, norm_curvature=curvature, inverse_method=inverse_method)
     F.cross_entropy(model(x), y).backward()
     found = step_of(opt, params_of(model))
     gradient, moved = (torch.stack([pair[i].flatten() for pair in found], -1) for i in (0, 1))  # [C, k]
@@ -180,9 +181,11 @@ def test_direction_is_the_inverse_of_each_damped_unit(case, damping, curvature, 
     assert_close(moved, expected, 1e-6)
 
 
-@pytest.mark.parametrize("case", ["LayerNorm of tokens", "GroupNorm", "BatchNorm1d", "InstanceNorm2d"])
-@pytest.mark.parametrize("frozen", ["weight", "bias"])
-@pytest.mark.parametrize("curvature", ["unit", "diagonal"])
+@pairs(
+    case=["LayerNorm of tokens", "GroupNorm", "BatchNorm1d", "InstanceNorm2d"],
+    frozen=["weight", "bias"],
+    curvature=["unit", "diagonal"],
+)
 def test_a_frozen_scale_or_shift_leaves_the_other_alone(case, frozen, curvature):
     model, x, y = problem(case)
     getattr(model.norm, frozen).requires_grad_(False)
@@ -206,17 +209,9 @@ def test_a_norm_without_parameters_is_no_matter(kind):
     assert set(opt.blocks) == {"0", "2"}
 
 
-@pytest.mark.parametrize("case", ["LayerNorm of tokens", "GroupNorm", "RMSNorm of tokens"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("case", "reduction"), [("LayerNorm of tokens", "sum"), ("GroupNorm", "mean")])
 def test_micro_batches_and_reductions_do_not_matter(case, reduction):
-    model, x, y = problem(case)
-    expected = second_moments(twin(model), x, y)
-    opt = plain_kfac(model, loss_reduction=reduction)
-    for part, target in zip(x.split(2), y.split(2), strict=True):
-        value = F.cross_entropy(model(part), target, reduction=reduction)
-        (value / 3 if reduction == "mean" else value).backward()
-    opt.step()
-    assert_close(opt.dense_curvature("norm"), torch.block_diag(*expected), 1e-6)
+    check(case, parts=3, reduction=reduction)
 
 
 def test_each_micro_batch_of_a_batch_norm_has_its_own_statistics():
@@ -240,31 +235,13 @@ def test_one_example_without_a_batch_axis(layer, shape):
     assert_close(opt.dense_curvature(""), torch.block_diag(*(u[:, :, None] * u[:, None, :])), 1e-9)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_norm(reentrant):
-    class Checkpointed(Normed):
-        def forward(self, x):
-            return self.after(checkpoint(self.norm, self.before(x).requires_grad_(), use_reentrant=reentrant))
-
-    model, x, y = seeded_build(lambda: Checkpointed(nn.LayerNorm(4), 4, -1)), noise(N, 5, 4), labels(N, 3)
-    expected = second_moments(twin(model), x, y)
-    opt = plain_kfac(model)
-    train(opt, model, (x,), y, F.cross_entropy)
-    assert_close(opt.dense_curvature("norm"), torch.block_diag(*expected), 1e-6)
-
-
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_positions_are_summed_in_both_settings(approx):
+def test_positions_are_summed_with_reduce_too():
     """A norm has no input factor, so there is nothing for the setting to choose."""
-    model, x, y = problem("LayerNorm of tokens")
-    expected = second_moments(twin(model), x, y)
-    opt = plain_kfac(model, approx=approx)
-    train(opt, model, (x,), y, F.cross_entropy)
-    assert_close(opt.dense_curvature("norm"), torch.block_diag(*expected), 1e-6)
+    check("LayerNorm of tokens", approx="reduce")
 
 
 class Laid(Normed):
-    """The same tokens in another layout on their way through the norm."""
+    """The same tokens in another layout on their way through the norm, or computed a second time in backward."""
 
     def __init__(self, layout: str) -> None:
         super().__init__(nn.LayerNorm(4), 4, -1)
@@ -272,32 +249,27 @@ class Laid(Normed):
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.before(x)
+        if self.layout.startswith("checkpointed"):
+            reentrant = self.layout == "checkpointed"
+            return self.after(checkpoint(self.norm, z.requires_grad_(), use_reentrant=reentrant))
         if self.layout == "flattened":
             return self.after(self.norm(z.flatten(0, 1)).view_as(z))
         if self.layout == "positions first":
             return self.after(self.norm(z.transpose(0, 1)).transpose(0, 1))
+        if self.layout == "positions first in the batch":
+            return self.after(self.norm(z).transpose(0, 1))
         return self.after(torch.stack([self.norm(z[:, s]) for s in range(z.shape[1])], 1))
 
 
-@pytest.mark.parametrize("layout", ["flattened", "positions first", "a call per position"])
+@pytest.mark.parametrize(
+    "layout", ["flattened", "positions first", "a call per position", "checkpointed", "checkpointed without reentry"]
+)
 def test_examples_are_told_apart_in_other_layouts(layout):
-    model, x, y = seeded_build(lambda: Laid(layout)), noise(N, 5, 4), labels(N, 3)
-    expected = second_moments(twin(model), x, y)
-    opt = plain_kfac(model)
-    train(opt, model, (x,), y, F.cross_entropy)
-    assert_close(opt.dense_curvature("norm"), torch.block_diag(*expected), 1e-6)
+    check(seeded_build(lambda: Laid(layout)))
 
 
 def test_examples_along_the_second_dimension_of_the_input():
-    class PositionsFirst(Normed):
-        def forward(self, x):
-            return self.after(self.norm(self.before(x)).transpose(0, 1))
-
-    model, x, y = seeded_build(lambda: PositionsFirst(nn.LayerNorm(4), 4, -1)), noise(N, 5, 4), labels(N, 3)
-    expected = second_moments(twin(model), x, y)
-    opt = plain_kfac(model, batch_dim=1)
-    train(opt, model, (x.transpose(0, 1).contiguous(),), y, F.cross_entropy)
-    assert_close(opt.dense_curvature("norm"), torch.block_diag(*expected), 1e-6)
+    check(seeded_build(lambda: Laid("positions first in the batch")), batch_dim=1)
 
 
 def test_rows_shared_over_the_batch_take_the_fallback_and_say_why():
@@ -367,8 +339,7 @@ def test_relative_damping_is_relative_to_the_steepest_unit():
         assert_close(torch.stack([dw[unit], db[unit]]), expected, 1e-8)
 
 
-@pytest.mark.parametrize("cached", [1, 1 << 12, 1 << 30])
-@pytest.mark.parametrize("folds", [1, 3])
+@pytest.mark.parametrize(("cached", "folds"), [(1, 3), (1 << 12, 1), (1 << 12, 3), (1 << 30, 1)])
 def test_sums_of_a_batch_norm_in_parts(cached: int, folds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where its inputs lie far from zero, too; by the definition, position by position."""
     monkeypatch.setattr(norms, "_CACHED", cached)
