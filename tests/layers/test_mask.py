@@ -77,27 +77,31 @@ def expected(model: Tokens, x: Tensor, keep: Tensor, y: Tensor) -> dict:
     return expected_pairs(twin(model).by_hand, unpadded(x, keep), y.split(1), F.cross_entropy)
 
 
+def check(model: Tokens, keep: Tensor, given: Tensor | None = None, **keywords) -> None:
+    """A step under a mask (or what is given for it) has the factors of the rows without padding."""
+    x, y = garbage(noise(N, S, D), keep), labels(N, 3)
+    pairs = expected(model, x, keep, y)
+    opt = plain_kfac(model, **keywords)
+    with opt.mask(keep if given is None else given):
+        output = model(x.transpose(0, 1).contiguous() if keywords else x.clone().requires_grad_(), keep)
+    F.cross_entropy(output, y).backward()
+    opt.step()
+    check_factors(opt, pairs)
+
+
+def check_factors(opt, pairs: dict) -> None:
+    for name, pair in pairs.items():
+        check_block(opt, name, pair)
+
+
 def garbage(x: Tensor, keep: Tensor) -> Tensor:
     """Large values where there is padding: they would show."""
     return torch.where(keep[..., None], x, torch.full_like(x, 50.0))
 
 
 @keeps
-@pytest.mark.parametrize("backward_inside", [True, False], ids=["backward inside", "backward behind"])
-def test_statistics_are_those_of_the_unpadded_rows(where, backward_inside):
-    model, keep, y = seeded_build(Tokens), KEEPS[where], labels(N, 3)
-    x = garbage(noise(N, S, D), keep)
-    pairs = expected(model, x, keep, y)
-    opt = plain_kfac(model)
-    with opt.mask(keep):
-        value = F.cross_entropy(model(x, keep), y)
-        if backward_inside:
-            value.backward()
-    if not backward_inside:
-        value.backward()
-    opt.step()
-    for name, pair in pairs.items():
-        check_block(opt, name, pair)
+def test_statistics_are_those_of_the_unpadded_rows(where):
+    check(seeded_build(Tokens), KEEPS[where])
 
 
 @keeps
@@ -150,15 +154,7 @@ def test_reduce_does_not_average_over_padding_unsaid():
 
 
 def test_an_example_without_a_real_token_is_an_example_still():
-    keep = padding_behind((5, 0, 4, 1))
-    model, y = seeded_build(Tokens), labels(N, 3)
-    x = garbage(noise(N, S, D), keep)
-    pairs = expected(model, x, keep, y)
-    opt = plain_kfac(model)
-    with opt.mask(keep):
-        train(opt, model, (x, keep), y, F.cross_entropy)
-    for name, pair in pairs.items():
-        check_block(opt, name, pair)
+    check(seeded_build(Tokens), padding_behind((5, 0, 4, 1)))
 
 
 def test_a_batch_of_nothing_but_padding_is_finite():
@@ -182,8 +178,7 @@ def test_each_micro_batch_has_its_own_mask():
         with opt.mask(mask):
             (F.cross_entropy(model(part, mask), target) / 2).backward()
     opt.step()
-    for name, pair in pairs.items():
-        check_block(opt, name, pair)
+    check_factors(opt, pairs)
 
 
 def test_forwards_outside_are_not_masked():
@@ -194,8 +189,7 @@ def test_forwards_outside_are_not_masked():
     with opt.mask(keep), opt.pause_capture():
         model(x, keep)
     train(opt, model, (x, everything), y, F.cross_entropy)
-    for name, pair in pairs.items():
-        check_block(opt, name, pair)
+    check_factors(opt, pairs)
 
 
 def test_the_mask_ends_when_the_block_raises():
@@ -206,8 +200,7 @@ def test_the_mask_ends_when_the_block_raises():
     with pytest.raises(KeyError), opt.mask(keep):
         raise KeyError("user's own")
     train(opt, model, (x, everything), y, F.cross_entropy)
-    for name, pair in pairs.items():
-        check_block(opt, name, pair)
+    check_factors(opt, pairs)
 
 
 @pytest.mark.parametrize("layout", ["flattened", "positions first", "heads"])
@@ -228,14 +221,7 @@ def test_other_layouts_of_the_tokens(layout):
             z = tape.linear("second", self.second, torch.tanh(tape.linear("first", self.first, x))).mean(2)
             return tape.linear("head", self.head, torch.tanh(z.mean(1)))
 
-    model, keep, y = seeded_build(Laid), KEEPS["anywhere"], labels(N, 3)
-    x = garbage(noise(N, S, D), keep)
-    pairs = expected(model, x, keep, y)
-    opt = plain_kfac(model)
-    with opt.mask(keep):
-        train(opt, model, (x, keep), y, F.cross_entropy)
-    for name, pair in pairs.items():
-        check_block(opt, name, pair)
+    check(seeded_build(Laid), KEEPS["anywhere"])
 
 
 def test_a_model_whose_examples_lie_along_the_second_dimension():
@@ -243,14 +229,7 @@ def test_a_model_whose_examples_lie_along_the_second_dimension():
         def forward(self, x, keep):
             return self.head(torch.tanh(self.pooled(self.tokens(x).transpose(0, 1), keep)))
 
-    model, keep, y = seeded_build(PositionsFirst), KEEPS["anywhere"], labels(N, 3)
-    x = garbage(noise(N, S, D), keep)
-    pairs = expected(model, x, keep, y)
-    opt = plain_kfac(model, batch_dim=1)
-    with opt.mask(keep):
-        train(opt, model, (x.transpose(0, 1).contiguous(), keep), y, F.cross_entropy)
-    for name, pair in pairs.items():
-        check_block(opt, name, pair)
+    check(seeded_build(PositionsFirst), KEEPS["anywhere"], batch_dim=1)
 
 
 def test_layers_of_another_shape_are_left_alone():
@@ -352,29 +331,23 @@ def test_a_checkpointed_part_knows_the_mask_of_its_forward(reentrant):
         def tokens(self, x):
             return checkpoint(super().tokens, x, use_reentrant=reentrant)
 
-    model, keep, y = seeded_build(Checkpointed), KEEPS["behind"], labels(N, 3)
-    x = garbage(noise(N, S, D), keep)
-    pairs = expected(model, x, keep, y)
-    opt = plain_kfac(model)
-    with opt.mask(keep):
-        value = F.cross_entropy(model(x.clone().requires_grad_(), keep), y)
-    value.backward()
-    opt.step()
-    for name, pair in pairs.items():
-        check_block(opt, name, pair)
+    check(seeded_build(Checkpointed), KEEPS["behind"])
 
 
-@pytest.mark.parametrize("kind", [torch.int64, torch.uint8, None], ids=str)
-def test_masks_of_ones_and_zeros_and_no_mask_at_all(kind):
-    """Tokenizers give integers; None is for loops whose batches may come without one."""
-    model, keep, y = seeded_build(Tokens), KEEPS["none" if kind is None else "anywhere"], labels(N, 3)
-    x = garbage(noise(N, S, D), keep)
-    pairs = expected(model, x, keep, y)
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint8], ids=str)
+def test_masks_of_ones_and_zeros_as_tokenizers_give_them(kind):
+    keep = KEEPS["anywhere"]
+    check(seeded_build(Tokens), keep, keep.to(kind))
+
+
+def test_no_mask_at_all():
+    """For loops whose batches may come without one."""
+    model, x, y = seeded_build(Tokens), noise(N, S, D), labels(N, 3)
+    pairs = expected(model, x, KEEPS["none"], y)
     opt = plain_kfac(model)
-    with opt.mask(None if kind is None else keep.to(kind)):
-        train(opt, model, (x, keep), y, F.cross_entropy)
-    for name, pair in pairs.items():
-        check_block(opt, name, pair)
+    with opt.mask(None):
+        train(opt, model, (x, KEEPS["none"]), y, F.cross_entropy)
+    check_factors(opt, pairs)
 
 
 @pytest.mark.parametrize("keep", [[[True]], "keep", torch.ones(N, S), torch.ones(N, S, dtype=torch.bfloat16)], ids=str)

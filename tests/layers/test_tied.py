@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC, HyLo
+from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, plain_kfac
 from tests.support.models import seeded_build
 from tests.support.oracles.kfac import solve_exact
 from tests.support.oracles.layers import (
     Tape,
     check_block,
+    diagonal_of,
     embedding,
     expected_pairs,
     follows_fallback,
@@ -64,8 +66,7 @@ def untied_pairs(approx: str = "expand") -> dict:
     return expected_pairs(plain.by_hand, singles(x), y.split(1), F.cross_entropy, approx)
 
 
-@pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
-@pytest.mark.parametrize("head_first", [False, True])
+@each(method=[KFAC, EKFAC, HyLo], head_first=[False, True])
 def test_by_default_the_head_has_the_block_without_a_warning(method, head_first):
     (x, y), model = data(), seeded_build(lambda: Language(True, head_first))
     with warnings.catch_warnings():
@@ -94,38 +95,24 @@ def test_without_a_choice_the_shared_weight_takes_the_fallback_and_says_why():
     assert_close(moved, 0.1 * gradient)
 
 
-@pytest.mark.parametrize("head_first", [False, True])
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_the_embedding_s_statistics(approx, head_first):
+@pairs(tied=["embedding", "head"], head_first=[False, True], approx=["expand", "reduce"])
+def test_the_statistics_are_those_of_the_use_that_is_chosen(tied, head_first, approx):
     (x, y), model = data(), seeded_build(lambda: Language(True, head_first))
     model.load_state_dict(seeded_build(lambda: Language(True)).state_dict(), strict=True)
-    expected = untied_pairs(approx)
-    A, B = (
-        expected["words"][0] * torch.eye(V, dtype=torch.float64),
-        expected["words"][1],
-    )
-    opt = plain_kfac(model, tied="embedding", approx=approx, damping=0.02)
-    assert set(opt.blocks) == {"words", "body"}
+    use = "words" if tied == "embedding" else "head"
+    A, B = untied_pairs(approx)[use]
+    opt = plain_kfac(model, tied=tied, approx=approx, damping=0.02)
+    assert set(opt.blocks) == {use, "body"}
     assert "fallback" not in opt.describe()
     F.cross_entropy(model(x), y).backward()
     ((gradient, moved),) = step_of(opt, [model.words.weight])
-    check_block(opt, "words", (A, B), torch.kron(A, B))
-    assert_close(moved.mT, solve_exact(B, A, gradient.mT, 0.02), 1e-8)
-
-
-@pytest.mark.parametrize("head_first", [False, True])
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_the_head_s_statistics(approx, head_first):
-    (x, y), model = data(), seeded_build(lambda: Language(True, head_first))
-    model.load_state_dict(seeded_build(lambda: Language(True)).state_dict(), strict=True)
-    A, B = untied_pairs(approx)["head"]
-    opt = plain_kfac(model, tied="head", approx=approx, damping=0.02)
-    assert set(opt.blocks) == {"head", "body"}
-    assert "fallback" not in opt.describe()
-    F.cross_entropy(model(x), y).backward()
-    ((gradient, moved),) = step_of(opt, [model.words.weight])
-    check_block(opt, "head", (A, B))
-    assert_close(moved, solve_exact(B, A, gradient, 0.02), 1e-8)
+    if tied == "head":
+        check_block(opt, use, (A, B))
+        assert_close(moved, solve_exact(B, A, gradient, 0.02), 1e-8)
+    else:
+        A = diagonal_of(A)
+        check_block(opt, use, (A, B), torch.kron(A, B))
+        assert_close(moved.mT, solve_exact(B, A, gradient.mT, 0.02), 1e-8)
 
 
 @pytest.mark.parametrize("tied", [None, "embedding", "head"])

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, backward, directions, labels, noise, plain_kfac, train_step, twin
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
 from tests.support.oracles.kfac import expected_factors, pi_factors, solve_exact, solve_pi
@@ -15,14 +16,13 @@ from tests.support.oracles.layers import block_state, check_block, diagonal_of, 
 # layer "0" has 5 inputs (with the 1) and 7 outputs, layer "2" 8 inputs and 3 outputs
 WIDTHS = (4, 7, 3)
 LIMITS = {
-    "one side each": 6,
-    "input of the second": 7,
-    "input and output": 4,
-    "both sides": 2,
+    "one-each": 6,
+    "input-of-second": 7,
+    "input-and-output": 4,
+    "both": 2,
     "none": 8,
     "unset": None,
 }
-limits = pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
 
 
 def cut(X: Tensor, limit: int | None) -> Tensor:
@@ -30,8 +30,7 @@ def cut(X: Tensor, limit: int | None) -> Tensor:
     return X if limit is None or X.shape[-1] <= limit else diagonal_of(X)
 
 
-@limits
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@each(limit=LIMITS, approx=["expand", "reduce"])
 def test_a_wide_factor_is_the_diagonal_of_the_full_one(limit, approx):
     x, y = vectors(d=4)
     expected = expected_factors(mlp(WIDTHS), x, y, F.cross_entropy, approx=approx)
@@ -45,27 +44,18 @@ def test_a_wide_factor_is_the_diagonal_of_the_full_one(limit, approx):
             assert block_state(opt, name)[side].shape == (X.shape[:1] if wide else X.shape)
 
 
-def solve_full_eigen(B: Tensor, A: Tensor, gradient: Tensor, damping: float) -> Tensor:
-    """Q_B [(Q_Bᵀ ∇ Q_A) ⊘ (s_B s_Aᵀ + λ)] Q_Aᵀ from two decompositions; Q = I and s = diag for a diagonal side."""
-    (s_B, Q_B), (s_A, Q_A) = torch.linalg.eigh(B), torch.linalg.eigh(A)
-    return Q_B @ (Q_B.mT @ gradient @ Q_A / (torch.outer(s_B, s_A) + damping)) @ Q_A.mT
-
-
-@pytest.mark.parametrize("limit", [6, 7, 4])
-@pytest.mark.parametrize(
-    ("keywords", "solve"),
-    [
-        ({"inverse_method": "eigen"}, solve_exact),
-        ({"inverse_method": "eigen"}, solve_full_eigen),
-        ({"inverse_method": "eigen", "damping_split": "pi"}, solve_pi),
-        ({"inverse_method": "cholesky"}, solve_pi),
-    ],
-    ids=["eigen", "eigen by formula", "eigen pi", "cholesky"],
+@pairs(
+    limit=[6, 7, 4],
+    way={
+        "eigen": ({"inverse_method": "eigen"}, solve_exact),
+        "eigen-pi": ({"inverse_method": "eigen", "damping_split": "pi"}, solve_pi),
+        "cholesky": ({"inverse_method": "cholesky"}, solve_pi),
+    },
 )
-def test_direction_with_one_diagonal_side(limit, keywords, solve):
+def test_direction_with_one_diagonal_side(limit, way):
     x, y = vectors(d=4)
     expected = expected_factors(mlp(WIDTHS), x, y, F.cross_entropy)
-    model = mlp(WIDTHS)
+    (keywords, solve), model = way, mlp(WIDTHS)
     opt = plain_kfac(model, damping=0.03, max_factor_dim=limit, **keywords)
     backward(model, x, y, F.cross_entropy)
     for name, (gradient, V) in directions(opt, model).items():
@@ -100,8 +90,7 @@ def test_the_diagonal_of_an_inverse_of_cholesky_is_the_reciprocal_of_the_damped_
     assert_close(state["inverse_g"], torch.linalg.inv(damped_B), 1e-8)
 
 
-@limits
-@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+@each(limit=LIMITS, method=["eigen", "cholesky"])
 def test_describe_says_diagonal_where_a_side_is(limit, method):
     model = mlp(WIDTHS)
     opt = plain_kfac(model, max_factor_dim=limit, inverse_method=method)
@@ -179,9 +168,9 @@ def test_each_group_has_its_own_limit():
     check_block(opt, "2", expected["2"])
 
 
-@pytest.mark.parametrize("method", ["eigen", "cholesky"])
-@pytest.mark.parametrize(("first", "second"), [(None, 4), (4, None), (7, 4)])
-def test_the_limit_may_change_between_steps(first, second, method):
+@each(change={"down": (None, 4), "up": (4, None), "between": (7, 4)}, method=["eigen", "cholesky"])
+def test_the_limit_may_change_between_steps(change, method):
+    first, second = change
     model, (x, y) = mlp(WIDTHS), vectors(d=4)
     expected = expected_factors(twin(model), x, y, F.cross_entropy)
     opt = plain_kfac(model, lr=0.0, factor_decay=0.0, max_factor_dim=first, inverse_method=method)
@@ -213,7 +202,8 @@ def test_a_checkpoint_resumes_bit_for_bit(method):
     opt = plain_kfac(model, **options)
     for _ in range(3):
         train_step(opt, model, x, y, F.cross_entropy)
-    other, saved = twin_without_hooks(model), copy.deepcopy(opt.state_dict())
+    other, saved = mlp(WIDTHS), copy.deepcopy(opt.state_dict())
+    other.load_state_dict(model.state_dict())
     resumed = plain_kfac(other, **options)
     resumed.load_state_dict(saved)
     for _ in range(3):
@@ -221,12 +211,6 @@ def test_a_checkpoint_resumes_bit_for_bit(method):
         train_step(resumed, other, x, y, F.cross_entropy)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
-
-
-def twin_without_hooks(model: nn.Module) -> nn.Module:
-    other = mlp(WIDTHS)
-    other.load_state_dict(model.state_dict())
-    return other
 
 
 @pytest.mark.parametrize("method", ["eigen", "cholesky"])
