@@ -31,7 +31,7 @@ from secondorder.capture.layers.others import (
     TransposedLinearAdapter,
     hugging_face_conv1d,
 )
-from tests.support.grid import pairs
+from tests.support.grid import each, pairs
 from tests.support.layer_cases import Conv1D
 
 TRAINED = {"both": (True, True), "weight": (True, False), "bias": (False, True)}
@@ -218,7 +218,7 @@ def random_norm(kind, args, options) -> nn.Module:
     return module
 
 
-@pairs(
+@each(
     lambda norm, trained, curvature: any(trained) and (trained[0] or "bias" not in norm[2]),
     norm=NORMS, trained=TRAINED, curvature=["unit", "diagonal"],
 )  # fmt: skip

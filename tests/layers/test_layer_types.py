@@ -7,52 +7,49 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.grid import pairs
+from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, plain_kfac, twin
-from tests.support.layer_cases import CASES, ONE_OF_EACH, RECURRENCE, parameters_of
+from tests.support.layer_cases import CASES, ONE_OF_EACH, RECURRENCE, LayerCase, parameters_of
 from tests.support.oracles.kfac import solve_exact, solve_pi
 from tests.support.oracles.layers import Tape, row_of, train
 
 cases = pytest.mark.parametrize("name", CASES)
 
 
-@cases
-def test_the_definition_is_the_layer(name):
-    """Its outputs, and its gradients: the means over examples of Σ g aᵀ."""
-    case, model = CASES[name], CASES[name].model()
-    inputs, y = case.data()
+def check_definition(case: LayerCase) -> None:
+    """Its outputs are torch's, and so are its gradients: the means over examples of Σ g aᵀ."""
+    model, (inputs, y) = case.model(), case.data()
     outputs = model(*inputs)
     by_hand = torch.cat([model.by_hand(Tape(), *example) for example in case.by_hand()])
     assert_close(by_hand.detach(), outputs.detach(), 1e-12)
     case.loss(outputs, y).backward()
-    for block, rows in case.rows(model).items():
-        assert_close(
-            torch.cat([group.mean_gradient() for group in rows]),
-            case.matrix(model, block, lambda p: p.grad),
-            1e-10,
-            block,
-        )
+    for block, groups in case.rows(model).items():
+        mean = torch.cat([rows.mean_gradient() for rows in groups])
+        assert_close(mean, case.matrix(model, block, lambda p: p.grad), 1e-10, block)
 
 
-@cases
+@pytest.mark.parametrize("name", CASES)
 def test_factors_are_those_of_the_definition(name):
     """And nothing of the training changes by it: outputs and gradients have the same bits."""
     case = CASES[name]
+    check_definition(case)
     inputs, y = case.data()
     for approx in ("expand",) if case.expand_only else ("expand", "reduce"):
         model = case.ready(case.model())
         plain = twin(model)
         opt = plain_kfac(model, approx=approx, **case.keywords)
-        for network in (model, plain):
-            outputs = network(*inputs)
-            case.loss(outputs, y).backward()
+        exact = {} if case.exposed else {"rtol": 0, "atol": 0}
+        outputs = [network(*inputs) for network in (model, plain)]
+        torch.testing.assert_close(*outputs, **exact)
+        for output in outputs:
+            case.loss(output, y).backward()
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, **({} if case.exposed else {"rtol": 0, "atol": 0}))
+            torch.testing.assert_close(p.grad, q.grad, **exact)
         opt.step()
         case.check(opt, case.factors(case.model(), approx))
 
 
-@pairs(
+@each(
     name=ONE_OF_EACH,
     way={
         "eigen": ({"inverse_method": "eigen"}, solve_exact),
