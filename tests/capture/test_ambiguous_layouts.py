@@ -76,23 +76,17 @@ def step(optimizer: Any, model: nn.Module, x: Tensor, weights: Tensor) -> dict[s
     return dict(kept)
 
 
-@pytest.mark.parametrize("n", [15, 17])
-@pytest.mark.parametrize("kind", [Windows, Turned, Patches])
-def test_where_the_shape_tells(kind: Callable[[nn.Module], nn.Module], n: int) -> None:
-    agrees(kind, n, (n, 8, 8, 5) if kind is not Turned else (n, 30, 5))
+#: Kind of model, number of examples, shape of the input.
+TELLING = [
+    *((kind, n, (n, 8, 8, 5)) for kind in (Windows, Patches) for n in (15, 17)),
+    *((Patches, n, (n, 8, 8, 5)) for n in (8, 16)),  # as attention knows
+    *((Turned, n, (n, 30, 5)) for n in (15, 17)),
+    *((Turned, n, (n, 2 * n, 5)) for n in (8, 16)),  # as long as the input
+]
 
 
-@pytest.mark.parametrize("n", [8, 16])
-def test_sequences_as_long_as_the_input(n: int) -> None:
-    agrees(Turned, n, (n, 2 * n, 5))
-
-
-@pytest.mark.parametrize("n", [8, 16])
-def test_sequences_that_attention_knows(n: int) -> None:
-    agrees(Patches, n, (n, 8, 8, 5))
-
-
-def agrees(kind: Callable[[nn.Module], nn.Module], n: int, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("kind", "n", "shape"), TELLING, ids=[f"{k.__name__}-{n}" for k, n, _ in TELLING])
+def test_where_the_shape_tells(kind: Callable[[nn.Module], nn.Module], n: int, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     layer = nn.LayerNorm(5)
     model = kind(layer).double()

@@ -13,12 +13,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.grid import each
 from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
     backward,
     directions,
+    held_factors,
     hook_counts,
     layer_state,
     noise,
@@ -104,28 +106,31 @@ BYSTANDERS = [
 ]
 
 
+MOMENTS = ["before", "between forward and backward", "between backward and step"]
+
+
 @pytest.mark.parametrize("bystander", BYSTANDERS)
-@pytest.mark.parametrize("when", ["before", "between forward and backward", "between backward and step"])
-def test_forwards_that_train_nothing_leave_no_trace(bystander, when):
+def test_forwards_that_train_nothing_leave_no_trace(bystander):
     x, y = vectors()
     expected = expected_factors(mlp(), x, y, F.cross_entropy)
-    model = mlp()
-    opt = plain_kfac(model)
-    other = vectors(9, seed=5)[0]
-    if when == "before":
-        bystander(model, other)
-    value = F.cross_entropy(model(x), y)
-    if when == "between forward and backward":
-        bystander(model, other)
-    value.backward()
-    if when == "between backward and step":
-        bystander(model, other)
-    moved = directions(opt, model)
-    assert_factors(all_factors(opt, model), expected)
-    for name, (gradient, V) in moved.items():
-        A, B = expected[name]
-        assert_close(V, solve_exact(B, A, gradient, 1e-2), 1e-8, name)
-    assert layer_state(opt, model, "0")["factor_updates"] == 1
+    for when in MOMENTS:
+        model = mlp()
+        opt = plain_kfac(model)
+        other = vectors(9, seed=5)[0]
+        if when == MOMENTS[0]:
+            bystander(model, other)
+        value = F.cross_entropy(model(x), y)
+        if when == MOMENTS[1]:
+            bystander(model, other)
+        value.backward()
+        if when == MOMENTS[2]:
+            bystander(model, other)
+        moved = directions(opt, model)
+        assert_factors(all_factors(opt, model), expected)
+        for name, (gradient, V) in moved.items():
+            A, B = expected[name]
+            assert_close(V, solve_exact(B, A, gradient, 1e-2), 1e-8, f"{name}, {when}")
+        assert layer_state(opt, model, "0")["factor_updates"] == 1
 
 
 @pytest.mark.parametrize("bystander", BYSTANDERS)
@@ -190,27 +195,64 @@ def test_evaluation_with_accumulating_backward_is_not_captured():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inside", ["forward and backward", "forward", "backward"])
+@pytest.mark.parametrize("inside", ["forward and backward", "forward"])
 def test_nothing_inside_a_pause_is_captured(inside):
     x, y = vectors()
     expected = expected_factors(mlp(), x, y, F.cross_entropy)
     model = mlp()
     opt = plain_kfac(model)
     other, target = vectors(9, seed=5)
-    if inside == "backward":
+    with opt.pause_capture():
         value = F.cross_entropy(model(other), target)
-        with opt.pause_capture():
+        if inside == "forward and backward":
             value.backward()
-    else:
-        with opt.pause_capture():
-            value = F.cross_entropy(model(other), target)
-            if inside == "forward and backward":
-                value.backward()
-        if inside == "forward":
-            value.backward()
+    if inside == "forward":
+        value.backward()
     backward(model, x, y, F.cross_entropy)
     opt.step()
     assert_factors(all_factors(opt, model), expected)
+
+
+@each(approx=["expand", "reduce"], mode=["plain", "whole", "whole reentrant"])
+def test_a_pause_around_backward_alone(approx, mode):
+    """Its gradients stay, its statistics do not; a forward recomputed inside the pause is no exception."""
+    x, y = vectors()
+    expected = expected_factors(mlp(), x, y, F.cross_entropy, approx=approx)
+    model = mlp()
+    opt = plain_kfac(model, approx=approx)
+    other, target = vectors(9, seed=5)
+    other = other.requires_grad_()
+    output = model(other) if mode == "plain" else checkpoint(model, other, use_reentrant=mode.endswith("reentrant"))
+    value = F.cross_entropy(output, target)
+    with opt.pause_capture():
+        value.backward()
+    paused = model[0].weight.grad.clone()
+    backward(model, x, y, F.cross_entropy)
+    moved = directions(opt, model)
+    assert_factors(all_factors(opt, model), expected)
+    plain = mlp()
+    backward(plain, x, y, F.cross_entropy)
+    assert_close(moved["0"][0][:, :-1], paused + plain[0].weight.grad)
+    assert layer_state(opt, model, "0")["factor_updates"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing was captured")
+def test_a_window_that_is_paused_whole_leaves_the_estimate():
+    model = mlp()
+    opt = plain_kfac(model, lr=0.1)
+    train_step(opt, model, *vectors(), F.cross_entropy)
+    held = all_factors(opt, model)
+    opt.zero_grad()
+    value = F.cross_entropy(model(vectors(seed=1)[0]), vectors(seed=1)[1])
+    with opt.pause_capture():
+        value.backward()
+    moved = directions(opt, model)
+    for name, (A, B) in held.items():
+        now = held_factors(opt, model, name)
+        assert torch.equal(now[0], A)
+        assert torch.equal(now[1], B)
+        gradient, step = moved[name]
+        assert_close(step, 0.1 * solve_exact(B, A, gradient, 1e-2), 1e-8)
 
 
 def test_a_pause_may_be_nested_and_ends_with_an_exception():
@@ -384,14 +426,29 @@ def test_capture_leaves_the_random_stream_alone():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_a_dropped_optimizer_leaves_a_working_model():
+@pytest.mark.parametrize("when", ["made", "between forward and backward", "between backward and step", "after a step"])
+def test_a_deleted_optimizer_is_freed_at_once(when):
+    """By its reference count alone: factors of a big model must not wait for the cycle collector."""
     model, (x, y) = mlp(), vectors()
-    opt = plain_kfac(model)
-    train_step(opt, model, x, y, F.cross_entropy)
-    reference = weakref.ref(opt)
-    del opt
+    bare = hook_counts(model)
     gc.collect()
-    assert reference() is None
+    gc.disable()
+    try:
+        opt = plain_kfac(model)
+        if when != "made":
+            train_step(opt, model, x, y, F.cross_entropy)
+        if when == "between forward and backward":
+            F.cross_entropy(model(x), y)
+        if when == "between backward and step":
+            backward(model, x, y, F.cross_entropy)
+        factor = weakref.ref(layer_state(opt, model, "0")["factor_a"])
+        alive = weakref.ref(opt)
+        del opt
+        assert alive() is None
+        assert factor() is None
+    finally:
+        gc.enable()
+    assert hook_counts(model) == bare
     model.zero_grad()
     backward(model, x, y, F.cross_entropy)
     assert torch.isfinite(model[0].weight.grad).all()

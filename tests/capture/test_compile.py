@@ -7,9 +7,9 @@ import torch
 import torch._dynamo as dynamo
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from secondorder import KFAC
+from tests.support.grid import each
 from tests.support.kfac import (
     all_factors,
     assert_close,
@@ -19,7 +19,8 @@ from tests.support.kfac import (
     plain_kfac,
     train_step,
 )
-from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.models import convnet, images, mlp, vectors
+from tests.support.networks import reused
 from tests.support.oracles.kfac import expected_factors
 
 backends = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -45,29 +46,6 @@ def graphs() -> int:
     return dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-class Net(nn.Module):
-    def __init__(self, mode: str = "plain", inplace: bool = False, repeat: int = 1, tokens: bool = False) -> None:
-        super().__init__()
-        self.first, self.middle, self.head = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
-        self.act = nn.ReLU(inplace=inplace)
-        self.mode, self.repeat, self.tokens = mode, repeat, tokens
-
-    def body(self, x):
-        for _ in range(self.repeat):
-            x = self.act(self.middle(x))
-        return x
-
-    def forward(self, x):
-        x = self.act(self.first(x))
-        x = self.body(x) if self.mode == "plain" else checkpoint(self.body, x, use_reentrant=self.mode == "reentrant")
-        x = self.head(x)
-        return x.mean(1) if self.tokens else x
-
-
-def net(**options) -> Net:
-    return seeded_build(lambda: Net(**options))
-
-
 @backends
 @pytest.mark.parametrize("kind", ["mlp", "convnet"])
 def test_factors_equal_the_plain_form_without_a_graph_break(backend, kind):
@@ -86,25 +64,14 @@ def test_factors_equal_the_plain_form_without_a_graph_break(backend, kind):
 
 
 @backends
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-@pytest.mark.parametrize("mode", ["plain", "non-reentrant", "reentrant"])
-def test_in_place_relu_reused_layer_and_checkpointing_inside(backend, mode, approx):
+@each(approx=["expand", "reduce"], mode=["plain", "non-reentrant", "reentrant"], tokens=[False, True])
+def test_in_place_relu_reused_layer_and_checkpointing_inside(backend, mode, approx, tokens):
     x, y = vectors()
-    expected = expected_factors(net(repeat=2), x, y, F.cross_entropy, approx=approx)
-    model = net(mode=mode, inplace=True, repeat=2)
+    x = noise(6, 3, 4) if tokens else x
+    expected = expected_factors(reused(repeat=2, tokens=tokens), x, y, F.cross_entropy, approx=approx)
+    model = reused(mode=mode, inplace=True, repeat=2, tokens=tokens)
     opt = plain_kfac(model, approx=approx)
     backward(compiled(model, backend), x, y, F.cross_entropy)
-    opt.step()
-    assert_factors(all_factors(opt, model), expected)
-
-
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_tokens_before_an_in_place_relu(approx):
-    x, y = noise(6, 3, 4), vectors()[1]
-    expected = expected_factors(net(repeat=2, tokens=True), x, y, F.cross_entropy, approx=approx)
-    model = net(inplace=True, repeat=2, tokens=True)
-    opt = plain_kfac(model, approx=approx)
-    backward(compiled(model), x, y, F.cross_entropy)
     opt.step()
     assert_factors(all_factors(opt, model), expected)
 
@@ -147,13 +114,6 @@ def test_plain_steps_run_the_graph_of_the_bare_model():
     backward(torch.compile(model, backend=recording), x, y, F.cross_entropy)
     assert len(graphs_seen) == 2
     assert graphs_seen[0] == graphs_seen[1]
-
-
-def test_explain_reports_no_break():
-    model, (x, _) = mlp(), vectors()
-    opt = plain_kfac(model)
-    assert dynamo.explain(model)(x).graph_break_count == 0
-    opt.detach()
 
 
 def test_the_compiled_module_may_be_handed_to_the_optimizer():
@@ -250,15 +210,12 @@ def test_hooks_after_compilation_are_reported_once_by_layer_name():
             opt.step()
 
 
-second_model = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-
-
-def train_two_of_a_class(backend: str) -> tuple[KFAC, nn.Module, list[str]]:
+def train_two_of_a_class() -> tuple[KFAC, nn.Module, list[str]]:
     """A model under AdamW, then one of the same class under KFAC, whose optimizer came before its first call."""
     x, y = vectors()
-    other, model = net(), net()
+    other, model = reused(), reused()
     adam, opt = torch.optim.AdamW(other.parameters()), plain_kfac(model, lr=0.0)
-    fast = {adam: compiled(other, backend), opt: compiled(model, backend)}
+    fast = {adam: compiled(other), opt: compiled(model)}
     train_step(adam, fast[adam], x, y, F.cross_entropy)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -267,10 +224,9 @@ def train_two_of_a_class(backend: str) -> tuple[KFAC, nn.Module, list[str]]:
     return opt, model, [str(w.message) for w in caught]
 
 
-@second_model
-def test_a_second_model_of_a_class_is_named_with_the_remedy(backend):
+def test_a_second_model_of_a_class_is_named_with_the_remedy():
     """torch runs what it compiled for the first model, and does not look whether the second one has hooks."""
-    opt, _, messages = train_two_of_a_class(backend)
+    opt, _, messages = train_two_of_a_class()
     assert [opt.state[b.owner]["factor_updates"] for b in opt.blocks.values()] == [0, 0, 0]
     assert len(messages) == 1
     assert "head" in messages[0]
@@ -279,40 +235,37 @@ def test_a_second_model_of_a_class_is_named_with_the_remedy(backend):
     assert "torch.compiler.reset()" in messages[0]
 
 
-@second_model
-def test_models_of_a_class_that_train_in_turn_are_covered_where_torch_guards_hooks(backend):
-    expected = expected_factors(net(), *vectors(), F.cross_entropy)
+def test_models_of_a_class_that_train_in_turn_are_covered_where_torch_guards_hooks():
+    expected = expected_factors(reused(), *vectors(), F.cross_entropy)
     with dynamo.config.patch(skip_nnmodule_hook_guards=False):
-        opt, model, messages = train_two_of_a_class(backend)
+        opt, model, messages = train_two_of_a_class()
         assert messages == []
         assert [opt.state[b.owner]["factor_updates"] for b in opt.blocks.values()] == [2, 2, 2]
         assert_factors(all_factors(opt, model), expected)
-        late = net()  # compiled before its optimizer
-        fast = compiled(late, backend)
+        late = reused()  # compiled before its optimizer
+        fast = compiled(late)
         fast(vectors()[0])
         opt = plain_kfac(late, lr=0.0)
         train_step(opt, fast, *vectors(), F.cross_entropy)
         assert_factors(all_factors(opt, late), expected)
 
 
-@second_model
-def test_a_second_model_of_a_class_is_covered_after_a_reset(backend):
-    expected = expected_factors(net(), *vectors(), F.cross_entropy)
-    first, model = net(), net()
-    train_step(torch.optim.AdamW(first.parameters()), compiled(first, backend), *vectors(), F.cross_entropy)
+def test_a_second_model_of_a_class_is_covered_after_a_reset():
+    expected = expected_factors(reused(), *vectors(), F.cross_entropy)
+    first, model = reused(), reused()
+    train_step(torch.optim.AdamW(first.parameters()), compiled(first, "eager"), *vectors(), F.cross_entropy)
     opt = plain_kfac(model, lr=0.0)
     torch.compiler.reset()
-    train_step(opt, compiled(model, backend), *vectors(), F.cross_entropy)
+    train_step(opt, compiled(model, "eager"), *vectors(), F.cross_entropy)
     assert_factors(all_factors(opt, model), expected)
 
 
-@second_model
-def test_a_second_model_of_a_class_needs_nothing_where_the_first_had_such_an_optimizer(backend):
-    expected = expected_factors(net(), *vectors(), F.cross_entropy)
+def test_a_second_model_of_a_class_needs_nothing_where_the_first_had_such_an_optimizer():
+    expected = expected_factors(reused(), *vectors(), F.cross_entropy)
     for _ in range(2):
-        model = net()
+        model = reused()
         opt = plain_kfac(model, lr=0.0)
-        train_step(opt, compiled(model, backend), *vectors(), F.cross_entropy)
+        train_step(opt, compiled(model, "eager"), *vectors(), F.cross_entropy)
         assert_factors(all_factors(opt, model), expected)
 
 

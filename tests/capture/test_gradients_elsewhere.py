@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import EKFAC, KFAC, MFAC, CommOpt, HyLo
 from secondorder.capture.backwards import REPLACED
+from tests.support.grid import each
 from tests.support.kfac import all_factors, assert_factors, plain_kfac
 from tests.support.oracles.kfac import expected_factors
 from tests.support.oracles.ranks import distance
@@ -194,8 +195,7 @@ def test_factors_are_those_of_the_whole_batch(loop: Loop) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("loop", LEFT_OUT)
-@pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
+@each(method=[KFAC, EKFAC, HyLo], loop=LEFT_OUT)
 def test_left_out_with_one_warning_and_back_at_the_next_step(method: type, loop: Loop) -> None:
     model = net()
     optimizer = method(model, lr=0.0, **dict.fromkeys(EVERY_STEP[method], 1))
@@ -230,14 +230,14 @@ def test_returned_gradients_make_the_same_steps(method: type) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("loop", [*RIGHT, *LEFT_OUT])
-def test_a_window_takes_what_is_in_grad(loop: Loop) -> None:
-    model = net()
-    optimizer = MFAC(model, lr=0.0, window_size=4)
-    loop(model, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
+def test_a_window_takes_what_is_in_grad() -> None:
+    for loop in (*RIGHT, *LEFT_OUT):
+        model = net()
+        optimizer = MFAC(model, lr=0.0, window_size=4)
+        loop(model, optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
 
 
 @pytest.mark.parametrize("kind", ["returned", "reset", "mixed"])

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from secondorder.capture.fisher.likelihood import Bernoulli, Categorical, Gaussian, Likelihood, resolve
+from tests.support.grid import each
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -98,7 +99,7 @@ def hessian(case: Case, outputs: Tensor, targets: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------- exact
 @cases
-def test_columns_are_a_square_root_of_the_hessian(name: str) -> None:
+def test_columns_and_products_are_those_of_the_hessian(name: str) -> None:
     case = CASES[name]
     outputs, targets = batch(case)
     count = case.likelihood.columns(outputs)
@@ -106,23 +107,13 @@ def test_columns_are_a_square_root_of_the_hessian(name: str) -> None:
     columns = torch.stack([case.likelihood.column(outputs, targets, i) for i in range(count)])
     assert columns.shape == (count, *outputs.shape)
     assert columns.dtype == outputs.dtype
-    for n in range(len(outputs)):
-        S = columns[:, n].reshape(count, -1).T
-        torch.testing.assert_close(
-            S @ S.T, hessian(case, outputs[n : n + 1], targets[n : n + 1]), rtol=1e-9, atol=1e-12
-        )
-
-
-@cases
-def test_hessian_product_applies_the_hessian(name: str) -> None:
-    case = CASES[name]
-    outputs, targets = batch(case)
     tangent = torch.randn_like(outputs)
     product = case.likelihood.hessian_product(outputs, targets, tangent)
     assert product.shape == outputs.shape
     for n in range(len(outputs)):
-        expected = hessian(case, outputs[n : n + 1], targets[n : n + 1]) @ tangent[n].flatten()
-        torch.testing.assert_close(product[n].flatten(), expected, rtol=1e-9, atol=1e-12)
+        S, H = columns[:, n].reshape(count, -1).T, hessian(case, outputs[n : n + 1], targets[n : n + 1])
+        torch.testing.assert_close(S @ S.T, H, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(product[n].flatten(), H @ tangent[n].flatten(), rtol=1e-9, atol=1e-12)
 
 
 def test_a_column_belongs_to_one_term() -> None:
@@ -136,11 +127,11 @@ def test_a_column_belongs_to_one_term() -> None:
         assert bool(column[1, term].any()) == (term != 1)
 
 
-@pytest.mark.parametrize("index", [-1, 4])
-@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli(), Gaussian()])
-def test_a_column_that_is_not_there_is_refused(likelihood: Likelihood, index: int) -> None:
-    with pytest.raises(IndexError, match=f"column {index} of 4"):
-        likelihood.column(torch.randn(2, 4), None, index)
+def test_a_column_that_is_not_there_is_refused() -> None:
+    for likelihood in (Categorical(), Bernoulli(), Gaussian()):
+        for index in (-1, 4):
+            with pytest.raises(IndexError, match=f"column {index} of 4"):
+                likelihood.column(torch.randn(2, 4), None, index)
 
 
 # ---------------------------------------------------------------- random
@@ -223,8 +214,7 @@ def test_logits_that_are_not_finite_stay_in_their_term() -> None:
         assert not ignored[1].any()
 
 
-@cases
-@pytest.mark.parametrize("kind", ["sample", "rademacher"])
+@each(name=EVERY, kind=["sample", "rademacher"])
 def test_random_numbers_come_from_the_generator_alone(name: str, kind: str) -> None:
     case = CASES[name]
     outputs, targets = batch(case, 30)
@@ -241,9 +231,8 @@ def test_random_numbers_come_from_the_generator_alone(name: str, kind: str) -> N
 
 
 # ---------------------------------------------------------------- what a mean runs over
-@pytest.mark.parametrize(
-    ("likelihood", "shape", "expected"),
-    [
+def test_terms_count_what_a_mean_runs_over() -> None:
+    for likelihood, shape, expected in (
         (Categorical(), (5, 4), 5),
         (Categorical(), (5, 3, 4), 15),
         (Categorical(class_dim=1), (5, 4, 2, 3), 30),
@@ -251,12 +240,10 @@ def test_random_numbers_come_from_the_generator_alone(name: str, kind: str) -> N
         (Bernoulli(), (5,), 5),
         (Bernoulli(mean=True), (5, 4), 5),
         (Gaussian(), (5, 2, 3), 5),
-    ],
-)
-def test_terms_count_what_a_mean_runs_over(likelihood: Likelihood, shape: tuple[int, ...], expected: int) -> None:
-    found = likelihood.terms(torch.randn(shape), None)
-    assert isinstance(found, int)
-    assert found == expected
+    ):
+        found = likelihood.terms(torch.randn(shape), None)
+        assert isinstance(found, int)
+        assert found == expected
 
 
 def test_ignored_terms_are_not_counted() -> None:
@@ -326,8 +313,7 @@ LIKELIHOODS = [Categorical(), Bernoulli(), Bernoulli(mean=True), Gaussian(), Gau
 likelihoods = pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
 
 
-@likelihoods
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@each(likelihood=LIKELIHOODS, dtype=[torch.bfloat16, torch.float16, torch.float32])
 def test_low_precision_outputs_are_computed_in_float32(likelihood: Likelihood, dtype: torch.dtype) -> None:
     """The result differs from that of the same numbers in float32 by its own rounding only."""
     outputs = (4 * torch.randn(6, 50)).to(dtype)
@@ -402,9 +388,10 @@ def test_names_and_objects_are_resolved() -> None:
 
 
 def test_what_is_no_likelihood_is_refused() -> None:
-    with pytest.raises(ValueError, match="'categorical', 'bernoulli', 'gaussian'.*'poisson'"):
-        resolve("poisson")
-    for wrong in (None, 3, Categorical, F.cross_entropy):
+    for name in ("poisson", "Categorical", "", "cross_entropy"):
+        with pytest.raises(ValueError, match=f"'categorical', 'bernoulli', 'gaussian'.*{name!r}"):
+            resolve(name)
+    for wrong in (None, 3, Categorical, F.cross_entropy, {"categorical"}):
         with pytest.raises(TypeError, match="'categorical', 'bernoulli', 'gaussian'"):
             resolve(wrong)
 
@@ -429,19 +416,20 @@ def test_likelihoods_are_values() -> None:
         Gaussian().variance = 1.0
 
 
-@pytest.mark.parametrize("likelihood", [Categorical(), Categorical(class_dim=1), Categorical(class_dim=0)])
-def test_unbatched_classes_are_refused(likelihood: Categorical) -> None:
-    outputs = torch.randn(4)
-    for call in (likelihood.terms, likelihood.columns, lambda f: likelihood.sample(f, None, generator())):
-        with pytest.raises(ValueError, match=r"behind the batch, got outputs of shape \(4,\)"):
-            call(outputs)
-
-
-@pytest.mark.parametrize("likelihood", [Bernoulli(), Gaussian()])
-def test_outputs_without_a_batch_are_refused(likelihood: Likelihood) -> None:
-    for call in (likelihood.terms, likelihood.columns, lambda f: likelihood.sample(f, None, generator())):
-        with pytest.raises(ValueError, match="batch"):
-            call(torch.tensor(1.0))
+def test_outputs_without_a_batch_are_refused() -> None:
+    classes, alone = torch.randn(4), torch.tensor(1.0)
+    cases: list[tuple[Likelihood, Tensor, str]] = [
+        *(
+            (Categorical(class_dim=dim), classes, r"behind the batch, got outputs of shape \(4,\)")
+            for dim in (-1, 1, 0)
+        ),
+        (Bernoulli(), alone, "batch"),
+        (Gaussian(), alone, "batch"),
+    ]
+    for likelihood, outputs, text in cases:
+        for call in (likelihood.terms, likelihood.columns, lambda f, x=likelihood: x.sample(f, None, generator())):
+            with pytest.raises(ValueError, match=text):
+                call(outputs)
 
 
 @pytest.mark.parametrize("shape", [(6,), (3, 2), (2, 3, 1)])
@@ -504,8 +492,7 @@ def test_no_value_is_looked_at(likelihood: Likelihood) -> None:
 
 
 @pytest.mark.gpu
-@likelihoods
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each(likelihood=LIKELIHOODS, dtype=[torch.float32, torch.bfloat16])
 def test_a_device_is_not_waited_for(likelihood: Likelihood, dtype: torch.dtype) -> None:
     outputs = torch.randn(6, 5, device="cuda", dtype=dtype)
     targets = torch.tensor([0, 1, 2, -100, 4, 0], device="cuda") if isinstance(likelihood, Categorical) else None

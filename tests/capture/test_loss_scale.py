@@ -4,6 +4,7 @@ Every run holds its parameters still (``lr=0``) and repeats one batch, so that t
 that of the batch in float32, whatever was left out on the way.
 """
 
+import copy
 import warnings
 
 import pytest
@@ -14,13 +15,17 @@ from torch import nn
 import secondorder.capture.loss_scale
 from secondorder import EKFAC, KFAC, MFAC, HyLo
 from secondorder.diagnostics import Analysis, read_events
+from tests.support.grid import each
 
 METHODS = {
     "kfac": lambda model, **k: KFAC(model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=1, **k),
     "ekfac": lambda model, **k: EKFAC(model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=1, **k),
     "hylo": lambda model, **k: HyLo(model, lr=0.0, update_steps=1, mode="sngd", **k),
 }
-methods = pytest.mark.parametrize("method", METHODS)
+
+
+make_kfac = METHODS["kfac"]
+methods = each(method=METHODS)
 
 
 def make_model():
@@ -47,7 +52,7 @@ def assert_alike(found, expected, tolerance=2e-2):
 def reference(method, steps):
     """Curvature after so many steps that counted."""
     model = make_model()
-    opt = METHODS[method](model)
+    opt = method(model)
     x, y = batch()
     for _ in range(steps):
         opt.zero_grad()
@@ -82,12 +87,11 @@ def silence():
         yield
 
 
-@methods
-@pytest.mark.parametrize("treatment", ["plain", "unscale", "clip"])
+@each(method=METHODS, treatment=["plain", "unscale", "clip"])
 def test_a_scaler_given_or_set_late_or_found_gives_the_curvature_of_float32(method, treatment):
     for way in ("given", "late", "found"):
         model, scaler = make_model(), make_scaler()
-        opt = METHODS[method](model, **({"grad_scaler": scaler} if way == "given" else {}))
+        opt = method(model, **({"grad_scaler": scaler} if way == "given" else {}))
         if way == "late":
             opt.grad_scaler = scaler
         for _ in range(3):
@@ -96,11 +100,10 @@ def test_a_scaler_given_or_set_late_or_found_gives_the_curvature_of_float32(meth
         assert_alike(curvature(opt), reference(method, 2 if way == "found" else 3))
 
 
-@methods
-@pytest.mark.parametrize("way", ["late", "found"])
+@each(method=METHODS, way=["late", "found"])
 def test_float16_may_begin_in_the_middle_of_training(method, way):
     model, scaler = make_model(), make_scaler()
-    opt = METHODS[method](model)
+    opt = method(model)
     for _ in range(2):
         scaled_step(opt, model, make_scaler(enabled=False), half=False, step=lambda o: o.step())
     if way == "late":
@@ -111,12 +114,11 @@ def test_float16_may_begin_in_the_middle_of_training(method, way):
     assert_alike(curvature(opt), reference(method, 5))
 
 
-@methods
-@pytest.mark.parametrize("half", [True, False])
+@each(method=METHODS, half=[True, False])
 def test_the_step_that_finds_the_scaler_is_left_out_and_the_next_one_counts(method, half):
     """In float32 too: those layers carry the same scale, and nothing in their gradients tells."""
     model, scaler = make_model(), make_scaler()
-    opt = METHODS[method](model)
+    opt = method(model)
     scaled_step(opt, model, scaler, half=half)
     for block in opt.blocks.values():
         assert opt.state[block.owner].get("factor_updates", 0) == 0
@@ -128,7 +130,7 @@ def test_the_step_that_finds_the_scaler_is_left_out_and_the_next_one_counts(meth
 @methods
 def test_an_overflow_before_the_scaler_is_found_leaves_nothing(method):
     model, scaler = make_model(), make_scaler()
-    opt = METHODS[method](model)
+    opt = method(model)
     scaled_step(opt, model, scaler, factor=float("inf"))  # the scaler leaves the step out
     assert scaler.get_scale() == 2.0**11
     assert opt.grad_scaler is None
@@ -143,7 +145,7 @@ def test_an_overflow_before_the_scaler_is_found_leaves_nothing(method):
 @methods
 def test_a_scaler_set_between_backward_and_step_leaves_that_batch_out(method):
     model, scaler = make_model(), make_scaler()
-    opt = METHODS[method](model)
+    opt = method(model)
 
     def late(optimizer):
         optimizer.grad_scaler = scaler
@@ -159,7 +161,7 @@ def test_the_stack_is_not_looked_through_at_every_step(monkeypatch):
     looks = []
     monkeypatch.setattr(secondorder.capture.loss_scale, "calling_scaler", lambda: looks.append(1))
     model = make_model()
-    opt = METHODS["kfac"](model)
+    opt = make_kfac(model)
     for _ in range(5):
         scaled_step(opt, model, make_scaler(enabled=False), half=False)
     assert len(looks) == 1
@@ -173,7 +175,7 @@ def test_the_stack_is_not_looked_through_at_every_step(monkeypatch):
 def test_the_scaler_is_found_through_wrappers_of_the_step():
     """A scheduler wraps ``step``, and so does a trainer that counts the steps that a scaler leaves out."""
     model, scaler = make_model(), make_scaler()
-    opt = METHODS["kfac"](model)
+    opt = make_kfac(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 0.0)
     patched, taken = opt.step, []
 
@@ -188,17 +190,17 @@ def test_the_scaler_is_found_through_wrappers_of_the_step():
         scheduler.step()
     assert opt.grad_scaler is scaler
     assert len(taken) == 2
-    assert_alike(curvature(opt), reference("kfac", 1))
+    assert_alike(curvature(opt), reference(make_kfac, 1))
 
 
 def test_a_disabled_scaler_that_steps_costs_no_statistics():
     model, scaler = make_model(), make_scaler(enabled=False)
-    opt = METHODS["kfac"](model)
+    opt = make_kfac(model)
     scaled_step(opt, model, scaler, half=False)
     assert opt.grad_scaler is scaler
-    assert_alike(curvature(opt), reference("kfac", 1), 1e-5)
+    assert_alike(curvature(opt), reference(make_kfac, 1), 1e-5)
     scaled_step(opt, model, scaler)  # float16, and nothing is scaled
-    assert_alike(curvature(opt), reference("kfac", 1))
+    assert_alike(curvature(opt), reference(make_kfac, 1))
 
 
 class Mixed(nn.Module):
@@ -222,7 +224,7 @@ class Mixed(nn.Module):
 def test_float16_gradients_with_no_scaler_to_be_found_warn_once_and_leave_all_layers_out(method):
     """A loop that scales by itself: the float32 layer carries the same unknown scale as the float16 one."""
     model = Mixed()
-    opt = METHODS[method](model)
+    opt = method(model)
     x, y = batch()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -249,6 +251,23 @@ def test_float16_gradients_with_no_scaler_to_be_found_warn_once_and_leave_all_la
     assert all(opt.state[b.owner]["refreshes"] == 1 for b in opt.blocks.values())
 
 
+@pytest.mark.parametrize("fallback", ["sgd", "adamw"])
+def test_float16_gradients_of_unknown_scale_follow_the_fallback(fallback):
+    model, other = make_model(), make_model()
+    opt = KFAC(model, lr=0.01, momentum=0.0, kl_clip=None, fallback=fallback, fallback_lr=0.01)
+    rules = {"sgd": torch.optim.SGD, "adamw": lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=0.0)}
+    runs = [(model, opt), (other, rules[fallback](other.parameters(), lr=0.01))]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for net, optimizer in runs:
+                scaled_step(optimizer, net, make_scaler(enabled=False), step=lambda o: o.step())
+    (message,) = [str(w.message) for w in caught]
+    assert "nothing was captured" in message
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
 def test_window_methods_need_no_scaler():
     """Their rows are gradients, which the scaler divides before the step."""
     found = []
@@ -263,10 +282,8 @@ def test_window_methods_need_no_scaler():
 
 
 def test_a_copy_looks_for_the_scaler_again():
-    import copy
-
     model, scaler = make_model(), make_scaler()
-    opt = METHODS["kfac"](model)
+    opt = make_kfac(model)
     scaled_step(opt, model, scaler)
     model_copy, opt_copy = copy.deepcopy((model, opt))
     opt_copy.attach(model_copy)
@@ -275,7 +292,7 @@ def test_a_copy_looks_for_the_scaler_again():
     for _ in range(2):
         scaled_step(opt_copy, model_copy, other)
     assert opt_copy.grad_scaler is other
-    assert_alike(curvature(opt_copy), reference("kfac", 1))
+    assert_alike(curvature(opt_copy), reference(make_kfac, 1))
 
 
 def test_an_observer_never_sees_rows_that_carry_the_scale(tmp_path):
@@ -283,7 +300,7 @@ def test_an_observer_never_sees_rows_that_carry_the_scale(tmp_path):
     found = {}
     for scaled in (False, True):
         model, scaler = make_model(), make_scaler(enabled=scaled)
-        opt = METHODS["kfac"](model)
+        opt = make_kfac(model)
         with Analysis(opt, tmp_path / str(scaled), ("rank",), every=1):
             for _ in range(3):
                 scaled_step(opt, model, scaler, half=False)
@@ -295,12 +312,11 @@ def test_an_observer_never_sees_rows_that_carry_the_scale(tmp_path):
         assert value == pytest.approx(found[False][key], rel=1e-4)
 
 
-@methods
-@pytest.mark.parametrize("half", [True, False])
+@each(method=METHODS, half=[True, False])
 def test_a_scaler_that_was_found_is_given_up_once_it_does_not_step_any_more(method, half):
     """Statistics of a loss that nothing scales, divided by the scale, would be too small by its square."""
     model, scaler, disabled = make_model(), make_scaler(), make_scaler(enabled=False)
-    opt = METHODS[method](model)
+    opt = method(model)
     for _ in range(2):
         scaled_step(opt, model, scaler, half=half)
     assert opt.grad_scaler is scaler
@@ -310,11 +326,10 @@ def test_a_scaler_that_was_found_is_given_up_once_it_does_not_step_any_more(meth
     assert_alike(curvature(opt), reference(method, 5))
 
 
-@methods
-@pytest.mark.parametrize("way", ["given", "late", "after it was found"])
+@each(method=METHODS, way=["given", "late", "after it was found"])
 def test_a_scaler_that_was_given_stays_whoever_steps(method, way):
     model, scaler = make_model(), make_scaler()
-    opt = METHODS[method](model, **({"grad_scaler": scaler} if way == "given" else {}))
+    opt = method(model, **({"grad_scaler": scaler} if way == "given" else {}))
     found = 2 if way == "after it was found" else 0
     for _ in range(found):
         scaled_step(opt, model, scaler, half=False)

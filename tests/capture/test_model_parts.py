@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 import secondorder
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, SparseMFAC, TopK
 from secondorder.diagnostics import Analysis, read_events
+from tests.support.grid import each
 
 EVERY = {"factor_update_steps": 1, "inv_update_steps": 1}
 METHODS = {
@@ -35,8 +36,11 @@ METHODS = {
     "ggt": lambda m, **k: GGT(m, lr=0.1, window_size=4, **k),
 }
 LAYERED = ["kfac", "cholesky", "reduce", "ekfac", "intra", "hylo"]
-every_method = pytest.mark.parametrize("method", METHODS)
-layer_methods = pytest.mark.parametrize("method", LAYERED)
+#: One of each kind of state: factors, scales, rows, a window, a window with a moment.
+KINDS = ["kfac", "ekfac", "hylo", "mfac", "ggt"]
+every_kind = pytest.mark.parametrize("method", KINDS)
+
+
 pytestmark = pytest.mark.filterwarnings("error")
 
 
@@ -171,7 +175,7 @@ def test_parts_step_as_the_one_module_does(method, loop):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("method", "loop"), [(m, loop) for m, loop in ORDERS if m in LAYERED])
+@each(method=LAYERED, loop=LOOPS.keys())
 def test_a_layer_that_two_parts_share_counts_as_in_one_module(method, loop):
     parts, model = make_parts(tied=True), nn.Sequential(*make_parts(tied=True))
     found, expected = METHODS[method](parts), METHODS[method](model)
@@ -181,7 +185,7 @@ def test_a_layer_that_two_parts_share_counts_as_in_one_module(method, loop):
     assert_same(found, expected)
 
 
-@layer_methods
+@pytest.mark.parametrize("method", ["kfac", "intra", "hylo"])
 def test_examples_are_counted_once_per_micro_batch(method):
     """A count by part would halve the mean, whatever the direction."""
     parts = make_parts()
@@ -193,8 +197,7 @@ def test_examples_are_counted_once_per_micro_batch(method):
     assert taken.total == 4
 
 
-@pytest.mark.parametrize("fisher", ["mc", "exact"])
-@pytest.mark.parametrize("build", [KFAC, EKFAC])
+@each(fisher=["mc", "exact"], build=[KFAC, EKFAC])
 def test_observe_takes_the_outputs_of_the_last_part(fisher, build):
     found = []
     for parts in (make_parts(), [nn.Sequential(*make_parts())]):
@@ -271,7 +274,7 @@ def test_damping_adapts_by_the_loss_of_all_parts():
     assert_same(*found)
 
 
-@every_method
+@every_kind
 def test_groups_with_a_list_of_modules(method):
     parts, model = make_parts(), nn.Sequential(*make_parts())
     named = [(f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()]
@@ -282,7 +285,7 @@ def test_groups_with_a_list_of_modules(method):
     assert_same(found, expected)
 
 
-@every_method
+@every_kind
 def test_state_goes_from_parts_to_one_module_and_back(method):
     parts, model = make_parts(), nn.Sequential(*make_parts())
     split, joint = METHODS[method](parts), METHODS[method](model)
@@ -299,7 +302,7 @@ def test_state_goes_from_parts_to_one_module_and_back(method):
     assert_same(joint, split)
 
 
-@layer_methods
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "hylo"])
 def test_a_copy_is_attached_to_a_list(method):
     parts = make_parts()
     opt = METHODS[method](parts)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC, HyLo
 from secondorder.capture.batch import Input, Use, count_examples
+from tests.support.grid import each, pairs
 from tests.support.kfac import all_factors, assert_factors, held_factors, labels, noise, plain_kfac
 from tests.support.models import seeded_build
 from tests.support.oracles.kfac import expected_factors
@@ -90,8 +91,7 @@ def test_parts_that_are_called_without_the_model(kind: str, approx: str, recwarn
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("cls", [EKFAC, HyLo])
-@pytest.mark.parametrize("kind", ["sequence", "flattened in a part"])
+@each(cls=[EKFAC, HyLo], kind=["sequence", "flattened in a part"])
 def test_directions_are_those_of_the_forward(cls: Any, kind: str) -> None:
     x, y = data()
     steps = []
@@ -115,8 +115,7 @@ def test_micro_batches_of_parts_add_up() -> None:
     assert_factors(all_factors(opt, model), expected)
 
 
-@pytest.mark.parametrize("cls", [KFAC, EKFAC, HyLo])
-@pytest.mark.parametrize("sizes", [(N, N), (N, 10)])
+@each(sizes=[(N, N), (N, 10)], cls=[KFAC, EKFAC, HyLo])
 def test_two_batches_before_one_backward(sizes: tuple[int, int], cls: Any) -> None:
     """By parts they are what two forwards of the model are, also where one is shorter."""
     batches = [noise(n, T, WIDTH, seed=n + i) for i, n in enumerate(sizes)]
@@ -310,9 +309,7 @@ def test_a_time_in_front_of_the_examples(times: int) -> None:
     torch.testing.assert_close(opt.state[model.trunk.weight]["factor_g"], B, rtol=1e-9, atol=1e-14)
 
 
-@pytest.mark.parametrize("edges_first", [True, False])
-@pytest.mark.parametrize("pooled", [True, False])
-@pytest.mark.parametrize("nodes", [38, 235])
+@pairs(nodes=[38, 235], pooled=[True, False], edges_first=[True, False])
 def test_graphs(nodes: int, pooled: bool, edges_first: bool, recwarn: pytest.WarningsRecorder) -> None:
     """Node-wise outputs count nodes, pooled ones graphs; never the two ends of an edge."""
     generator = torch.Generator().manual_seed(0)
@@ -447,13 +444,11 @@ DECISIONS = {
 }
 
 
-@pytest.mark.parametrize("case", DECISIONS)
-def test_decision(case: str) -> None:
-    inputs, outputs, layers, n = DECISIONS[case]
-    uses = [linear(i, *shape) for i, shape in enumerate(layers)]
-    found = count_examples([Input(*x) for x in inputs], outputs, uses, 0)
-    assert found.n == n
-    assert not found.doubt
+def test_decision() -> None:
+    for case, (inputs, outputs, layers, n) in DECISIONS.items():
+        uses = [linear(i, *shape) for i, shape in enumerate(layers)]
+        found = count_examples([Input(*x) for x in inputs], outputs, uses, 0)
+        assert (found.n, found.doubt) == (n, ""), case
 
 
 def test_decision_in_doubt() -> None:

@@ -4,12 +4,16 @@ The expected values come from per-example autograd on the plain form, so both th
 examples are judged, not only equality of two runs of the same code.
 """
 
+from collections import UserDict
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from tests.support.grid import each, pairs
 from tests.support.kfac import (
     all_factors,
     assert_close,
@@ -23,35 +27,12 @@ from tests.support.kfac import (
     train_step,
     twin,
 )
-from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.networks import reused
 from tests.support.oracles.kfac import expected_factors, solve_exact
 
-approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])
-
-
-class Net(nn.Module):
-    """Linear layers with a choice of activation, checkpointing and repetition of the middle one."""
-
-    def __init__(self, inplace: bool = False, mode: str = "plain", repeat: int = 1, tokens: bool = False) -> None:
-        super().__init__()
-        self.first, self.middle, self.head = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
-        self.act = nn.ReLU(inplace=inplace)
-        self.mode, self.repeat, self.tokens = mode, repeat, tokens
-
-    def body(self, x):
-        for _ in range(self.repeat):
-            x = self.act(self.middle(x))
-        return x
-
-    def forward(self, x):
-        x = self.act(self.first(x))
-        x = self.body(x) if self.mode == "plain" else checkpoint(self.body, x, use_reentrant=self.mode == "reentrant")
-        x = self.head(x)
-        return x.mean(1) if self.tokens else x
-
-
-def net(**options) -> Net:
-    return seeded_build(lambda: Net(**options))
+APPROXIMATIONS = ["expand", "reduce"]
+approximations = pytest.mark.parametrize("approx", APPROXIMATIONS)
 
 
 def data(tokens: bool = False, n: int = 6, seed: int = 0):
@@ -59,24 +40,24 @@ def data(tokens: bool = False, n: int = 6, seed: int = 0):
     return (noise(n, 3, 4, seed=seed), y) if tokens else (x, y)
 
 
-@approximations
-@pytest.mark.parametrize("tokens", [False, True], ids=["2-D", "3-D"])
+def captured(model, x, y, loss=F.cross_entropy, **keywords):
+    """Factors of every layer after one step."""
+    opt = plain_kfac(model, **keywords)
+    train_step(opt, model, x, y, loss)
+    return all_factors(opt, model)
+
+
+@each(approx=APPROXIMATIONS, tokens=[False, True])
 def test_in_place_relu(approx, tokens):
     x, y = data(tokens)
-    expected = expected_factors(net(tokens=tokens), x, y, F.cross_entropy, approx=approx)
-    model = net(tokens=tokens, inplace=True)
-    opt = plain_kfac(model, approx=approx)
-    train_step(opt, model, x, y, F.cross_entropy)
-    assert_factors(all_factors(opt, model), expected)
+    expected = expected_factors(reused(tokens=tokens), x, y, F.cross_entropy, approx=approx)
+    assert_factors(captured(reused(tokens=tokens, inplace=True), x, y, approx=approx), expected)
 
 
 def test_in_place_relu_behind_a_convolution():
     x, y = images()
     expected = expected_factors(convnet(activation=nn.ReLU()), x, y, F.cross_entropy)
-    model = convnet(activation=nn.ReLU(inplace=True))
-    opt = plain_kfac(model)
-    train_step(opt, model, x, y, F.cross_entropy)
-    assert_factors(all_factors(opt, model), expected)
+    assert_factors(captured(convnet(activation=nn.ReLU(inplace=True)), x, y), expected)
 
 
 class Residual(nn.Module):
@@ -96,10 +77,7 @@ class Residual(nn.Module):
 def test_in_place_arithmetic_on_a_layer_output():
     x, y = noise(5, 4), noise(5, 4, seed=1)
     expected = expected_factors(seeded_build(lambda: Residual(False)), x, y, F.mse_loss)
-    model = seeded_build(lambda: Residual(True))
-    opt = plain_kfac(model)
-    train_step(opt, model, x, y, F.mse_loss)
-    assert_factors(all_factors(opt, model), expected)
+    assert_factors(captured(seeded_build(lambda: Residual(True)), x, y, F.mse_loss), expected)
 
 
 class Overwriting(nn.Module):
@@ -121,15 +99,11 @@ class Overwriting(nn.Module):
         return out.mean(1) if out.ndim == 3 else out
 
 
-@approximations
-@pytest.mark.parametrize("tokens", [False, True], ids=["2-D", "3-D"])
+@pairs(approx=APPROXIMATIONS, tokens=[False, True])
 def test_assignment_into_a_slice_of_a_layer_output(approx, tokens):
     x, y = data(tokens)
     expected = expected_factors(seeded_build(lambda: Overwriting(True)), x, y, F.cross_entropy, approx=approx)
-    model = seeded_build(lambda: Overwriting(False))
-    opt = plain_kfac(model, approx=approx)
-    train_step(opt, model, x, y, F.cross_entropy)
-    assert_factors(all_factors(opt, model), expected)
+    assert_factors(captured(seeded_build(lambda: Overwriting(False)), x, y, approx=approx), expected)
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
@@ -147,14 +121,11 @@ def test_in_place_relu_behind_an_unbatched_convolution(bias):
     assert float(found[0][1].abs().max()) > 0
 
 
-@approximations
-@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("repeat", [1, 2])
-@pytest.mark.parametrize("inplace", [False, True], ids=["", "in place"])
+@pairs(approx=APPROXIMATIONS, mode=["reentrant", "non-reentrant"], repeat=[1, 2], inplace=[False, True])
 def test_activation_checkpointing(approx, mode, repeat, inplace):
     x, y = data(tokens=True)
-    expected = expected_factors(net(tokens=True, repeat=repeat), x, y, F.cross_entropy, approx=approx)
-    model = net(tokens=True, repeat=repeat, mode=mode, inplace=inplace)
+    expected = expected_factors(reused(tokens=True, repeat=repeat), x, y, F.cross_entropy, approx=approx)
+    model = reused(tokens=True, repeat=repeat, mode=mode, inplace=inplace)
     opt = plain_kfac(model, approx=approx)
     train_step(opt, model, x, y, F.cross_entropy)
     assert_factors(all_factors(opt, model), expected)
@@ -188,8 +159,8 @@ def test_checkpointing_with_two_forwards(mode, joint):
     """Two forwards before the backward, of unequal size: recomputed layers belong to their own forward."""
     (xa, ya), (xb, yb) = data(n=4), data(n=2, seed=1)
     x, y = torch.cat([xa, xb]), torch.cat([ya, yb])
-    expected = expected_factors(net(), x, y, F.cross_entropy)
-    model = net(mode=mode)
+    expected = expected_factors(reused(), x, y, F.cross_entropy)
+    model = reused(mode=mode)
     opt = plain_kfac(model)
     outputs = model(xa), model(xb)
     losses = [F.cross_entropy(o, t, reduction="sum") / 6 for o, t in zip(outputs, (ya, yb), strict=True)]
@@ -202,12 +173,11 @@ def test_checkpointing_with_two_forwards(mode, joint):
     assert_factors(all_factors(opt, model), expected)
 
 
-@approximations
-@pytest.mark.parametrize("mode", ["plain", "reentrant", "non-reentrant"])
+@each(approx=APPROXIMATIONS, mode=["plain", "reentrant", "non-reentrant"])
 def test_unequal_micro_batches(approx, mode):
     x, y = data(tokens=True, n=7)
-    expected = expected_factors(net(tokens=True), x, y, F.cross_entropy, approx=approx)
-    model = net(tokens=True, mode=mode)
+    expected = expected_factors(reused(tokens=True), x, y, F.cross_entropy, approx=approx)
+    model = reused(tokens=True, mode=mode)
     opt = plain_kfac(model, approx=approx)
     for a, b in zip(x.split([4, 1, 2]), y.split([4, 1, 2]), strict=True):
         backward(model, a, b, lambda o, t: F.cross_entropy(o, t, reduction="sum") / 7)
@@ -215,13 +185,11 @@ def test_unequal_micro_batches(approx, mode):
     assert_factors(all_factors(opt, model), expected)
 
 
-@approximations
-@pytest.mark.parametrize("tokens", [False, True], ids=["2-D", "3-D"])
-@pytest.mark.parametrize("repeat", [2, 3])
+@pairs(approx=APPROXIMATIONS, tokens=[False, True], repeat=[2, 3])
 def test_module_called_several_times(approx, tokens, repeat):
     """Calls are further positions: expand pools them, reduce averages inputs and sums gradients over them."""
     x, y = data(tokens)
-    plain = net(tokens=tokens, repeat=repeat)
+    plain = reused(tokens=tokens, repeat=repeat)
     expected = expected_factors(twin(plain), x, y, F.cross_entropy, approx=approx)
     opt = plain_kfac(plain, approx=approx)
     train_step(opt, plain, x, y, F.cross_entropy)
@@ -247,10 +215,7 @@ class Recurrent(nn.Module):
 def test_recurrent_cell(approx):
     x, y = noise(5, 4, 3), torch.tensor([0, 1, 2, 0, 1])
     expected = expected_factors(seeded_build(Recurrent), x, y, F.cross_entropy, approx=approx)
-    model = seeded_build(Recurrent)
-    opt = plain_kfac(model, approx=approx)
-    train_step(opt, model, x, y, F.cross_entropy)
-    assert_factors(all_factors(opt, model), expected)
+    assert_factors(captured(seeded_build(Recurrent), x, y, approx=approx), expected)
 
 
 class Tied(nn.Module):
@@ -316,9 +281,7 @@ class Attentive(nn.Module):
         return self.head(z.mean(1))
 
 
-@approximations
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("weights", [True, False], ids=["weights", "no weights"])
+@pairs(approx=APPROXIMATIONS, batch_first=[True, False], weights=[True, False])
 @pytest.mark.filterwarnings("error")
 def test_multihead_attention(approx, batch_first, weights):
     """Query, key and value are three pairs of factors of one block."""
@@ -402,10 +365,7 @@ def test_two_losses_on_one_forward_summed_before_backward(approx):
 
     x, y = vectors()
     expected = expected_factors(seeded_build(Heads), x, y, both, approx=approx)
-    model = seeded_build(Heads)
-    opt = plain_kfac(model, approx=approx)
-    train_step(opt, model, x, y, both)
-    assert_factors(all_factors(opt, model), expected)
+    assert_factors(captured(seeded_build(Heads), x, y, both, approx=approx), expected)
 
 
 def test_zero_grad_between_forward_and_backward_loses_nothing():
@@ -422,27 +382,15 @@ def test_zero_grad_between_forward_and_backward_loses_nothing():
         assert_factors(all_factors(opt, model), expected)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_optimizer_zero_grad_discards_what_belonged_to_the_gradients(set_to_none):
+@pytest.mark.parametrize("zero", ["optimizer", "optimizer, to zero", "model"])
+def test_zero_grad_discards_what_belonged_to_the_gradients(zero):
+    """Of the model too, as trainers call it: no gradient left at the next forward means that its statistics go too."""
     x, y = vectors(seed=1)
     expected = expected_factors(mlp(), x, y, F.cross_entropy)
     model = mlp()
     opt = plain_kfac(model)
     backward(model, *vectors(9), F.cross_entropy)
-    opt.zero_grad(set_to_none=set_to_none)
-    backward(model, x, y, F.cross_entropy)
-    opt.step()
-    assert_factors(all_factors(opt, model), expected)
-
-
-def test_model_zero_grad_discards_what_belonged_to_the_gradients():
-    """Trainers call the module's own: no gradient left at the next forward means that its statistics go too."""
-    x, y = vectors(seed=1)
-    expected = expected_factors(mlp(), x, y, F.cross_entropy)
-    model = mlp()
-    opt = plain_kfac(model)
-    backward(model, *vectors(9), F.cross_entropy)
-    model.zero_grad()
+    (model if zero == "model" else opt).zero_grad(set_to_none="zero" not in zero)
     backward(model, x, y, F.cross_entropy)
     opt.step()
     assert_factors(all_factors(opt, model), expected)
@@ -565,9 +513,7 @@ def test_memory_layouts(approx):
     expected = expected_factors(seeded_build(lambda: Transposing(True)), x, y, F.mse_loss, approx=approx)
     for inputs in (x, x[::1], x.repeat_interleave(2, 2)[..., ::2], x.permute(2, 1, 0).contiguous().permute(2, 1, 0)):
         model = seeded_build(lambda: Transposing(False))
-        opt = plain_kfac(model, approx=approx)
-        train_step(opt, model, inputs, y, F.mse_loss)
-        assert_factors(all_factors(opt, model), expected)
+        assert_factors(captured(model, inputs, y, F.mse_loss, approx=approx), expected)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["model and data", "data only"])
@@ -606,9 +552,7 @@ def test_broadcast_gradients_are_read_in_full():
 def test_single_example_and_single_position():
     model, (x, y) = convnet(), images(1, size=(4, 4))
     expected = expected_factors(twin(model), x, y, F.cross_entropy)
-    opt = plain_kfac(model)
-    train_step(opt, model, x, y, F.cross_entropy)
-    assert_factors(all_factors(opt, model), expected)
+    assert_factors(captured(model, x, y), expected)
 
 
 def test_an_empty_batch_changes_nothing():
@@ -625,25 +569,6 @@ def test_an_empty_batch_changes_nothing():
         assert torch.equal(now[name][0], A)
         assert torch.equal(now[name][1], B)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), values, strict=True))
-
-
-def test_a_model_with_nested_inputs_counts_examples_by_its_first_tensor():
-    class Nested(nn.Module):
-        def __init__(self, plain: bool) -> None:
-            super().__init__()
-            self.layer, self.plain = nn.Linear(4, 3), plain
-
-        def forward(self, batch):
-            x = batch if self.plain else batch["inputs"][0]
-            return self.layer(x.reshape(-1, 2, 4)).mean(1)
-
-    x, y = noise(6, 8), noise(6, 3, seed=1)
-    expected = expected_factors(seeded_build(lambda: Nested(True)), x, y, F.mse_loss)
-    model = seeded_build(lambda: Nested(False))
-    opt = plain_kfac(model)
-    F.mse_loss(model({"inputs": [x]}), y).backward()
-    opt.step()
-    assert_factors(all_factors(opt, model), expected)
 
 
 def test_a_forward_that_raised_leaves_nothing_behind():
@@ -669,3 +594,119 @@ def test_a_forward_that_raised_leaves_nothing_behind():
         F.cross_entropy(output, y).backward()
         opt.step()
         assert_factors(all_factors(opt, model), expected)
+
+
+@pairs(approx=APPROXIMATIONS, reentrant=[False, True], sizes=[[5], [4, 1]])
+def test_the_whole_model_checkpointed(approx, reentrant, sizes):
+    x, y = noise(5, 4, 3), vectors(5)[1]
+
+    def build():
+        return seeded_build(lambda: Tokens("mean"))
+
+    expected = expected_factors(build(), x, y, F.cross_entropy, approx=approx)
+    model = build()
+    opt = plain_kfac(model, approx=approx)
+    outputs = [checkpoint(model, part.clone().requires_grad_(), use_reentrant=reentrant) for part in x.split(sizes)]
+    F.cross_entropy(torch.cat(outputs), y).backward()
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+class Recursive(nn.Module):
+    """Layers before, inside and behind its call of itself."""
+
+    def __init__(self, recursive: bool) -> None:
+        super().__init__()
+        self.down, self.up, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.recursive = recursive
+
+    def forward(self, x, depth=2, outermost=True):
+        if self.recursive:
+            x = torch.tanh(self.down(x))
+            x = self(x, depth - 1, outermost=False) if depth else x
+            x = torch.tanh(self.up(x))
+        else:
+            for layer in [self.down] * (depth + 1) + [self.up] * (depth + 1):
+                x = torch.tanh(layer(x))
+        return self.head(x).mean(1) if outermost else x
+
+
+@approximations
+def test_a_model_that_calls_itself(approx):
+    x, y = data(True)
+    expected = expected_factors(seeded_build(lambda: Recursive(False)), x, y, F.cross_entropy, approx=approx)
+    model = seeded_build(lambda: Recursive(True))
+    opt = plain_kfac(model, approx=approx, factor_decay=0.0)
+    for _ in range(2):
+        model.load_state_dict(seeded_build(lambda: Recursive(True)).state_dict())
+        train_step(opt, model, x, y, F.cross_entropy)
+        assert_factors(all_factors(opt, model), expected)
+
+
+@dataclass
+class Output:
+    mask: Tensor
+    logits: Tensor
+
+
+class Dressed(nn.Module):
+    """Takes and returns containers; ``body`` may be recomputed in backward."""
+
+    def __init__(self, output: str = "tensor", reentrant: bool = False) -> None:
+        super().__init__()
+        self.first, self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.output, self.reentrant = output, reentrant
+
+    def middle(self, x):
+        return torch.tanh(self.body(x))
+
+    def forward(self, batch):
+        x = batch if isinstance(batch, Tensor) else batch["x"]
+        x = x[0] if isinstance(x, list) else x
+        z = torch.tanh(self.first(x))
+        z = checkpoint(self.middle, z, use_reentrant=True) if self.reentrant else self.middle(z)
+        z = self.head(z.flatten(0, 1)).unflatten(0, x.shape[:2]).mean(1)
+        if self.output == "tensor":
+            return z
+        mask = torch.ones(7, 2)
+        return (mask, z) if self.output == "tuple" else Output(mask, z)
+
+
+@each(approx=APPROXIMATIONS, output=["tuple", "dataclass"])
+def test_recomputed_layers_find_their_forward_behind_a_structured_output(approx, output):
+    (xa, ya), (xb, yb) = data(True, 4), data(True, 2, seed=1)
+    x, y = torch.cat([xa, xb]), torch.cat([ya, yb])
+    expected = expected_factors(seeded_build(Dressed), x, y, F.cross_entropy, approx=approx)
+    model = seeded_build(lambda: Dressed(output, reentrant=True))
+    opt = plain_kfac(model, approx=approx)
+    outputs = model(xa), model(xb)
+    logits = [o[1] if output == "tuple" else o.logits for o in outputs]
+    sum(F.cross_entropy(z, t, reduction="sum") / 6 for z, t in zip(logits, (ya, yb), strict=True)).backward()
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+@each(approx=APPROXIMATIONS, container=[dict, UserDict])
+def test_a_mapping_is_counted_by_its_first_tensor(approx, container):
+    """The read-out sees rows flattened from examples and positions: alone it would count three times too many."""
+    x, y = data(True)
+    expected = expected_factors(seeded_build(Dressed), x, y, F.cross_entropy, approx=approx)
+    model = seeded_build(Dressed)
+    batch = container(name="batch", x=[x] if container is dict else x, other=noise(2, 9))
+    assert_factors(captured(model, batch, y, approx=approx), expected)
+
+
+@each(approx=APPROXIMATIONS, part=["one layer", "all"])
+def test_freezing_for_a_forward_between_two_micro_batches(approx, part):
+    x, y = vectors()
+    expected = expected_factors(mlp((4, 5, 6, 3)), x, y, F.cross_entropy, approx=approx)
+    model = mlp((4, 5, 6, 3))
+    opt = plain_kfac(model, approx=approx)
+    frozen = model[2] if part == "one layer" else model
+    for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
+        backward(model, a, b, F.cross_entropy, 0.5)
+        frozen.requires_grad_(False)
+        model(vectors(9, seed=5)[0])
+        frozen.requires_grad_(True)
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)

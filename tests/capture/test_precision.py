@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from tests.support.grid import each, pairs
 from tests.support.kfac import (
     all_factors,
     assert_close,
@@ -19,7 +20,6 @@ from tests.support.models import convnet, images, mlp, vectors
 from tests.support.oracles.kfac import expected_factors, solve_exact
 
 MODELS = {"mlp": (mlp, vectors), "convnet": (convnet, images)}
-models = pytest.mark.parametrize("kind", MODELS)
 
 
 def single(x):
@@ -35,8 +35,7 @@ def relative(actual, expected) -> float:
     return float((actual.double() - expected).norm() / expected.norm())
 
 
-@models
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each(kind=MODELS.keys(), dtype=[torch.bfloat16, torch.float16])
 def test_autocast_gives_float32_factors_of_the_right_size(kind, dtype):
     build, data = MODELS[kind]
     x, y = data()
@@ -112,6 +111,54 @@ def test_low_precision_parameters_train(dtype):
     assert all(p.dtype == dtype for p in model.parameters())
 
 
+@each(
+    when=["before the first step", "after a step"],
+    keywords={"eigen": {}, "cholesky": {"inverse_method": "cholesky"}, "graft": {"graft": "adam"}},
+)
+def test_a_model_cast_to_float64_after_the_optimizer_was_made(when, keywords):
+    x, y = vectors()
+    model = mlp().float()
+    opt = plain_kfac(model, lr=0.01, momentum=0.9, factor_decay=0.0, **keywords)
+    if when == "after a step":
+        train_step(opt, model, x.float(), y, F.cross_entropy)
+    model.double()
+    expected = expected_factors(mlp_like(model), x, y, F.cross_entropy)
+    train_step(opt, model, x, y, F.cross_entropy)
+    assert_factors(all_factors(opt, model), expected)
+    for _ in range(2):
+        train_step(opt, model, x, y, F.cross_entropy)
+    for p in model.parameters():
+        for key, value in opt.state[p].items():
+            if isinstance(value, Tensor) and key != "step":
+                assert value.dtype == torch.float64, key
+        assert torch.isfinite(p).all()
+
+
+def mlp_like(model: nn.Module) -> nn.Module:
+    """The plain model with the same weights and without hooks."""
+    plain = mlp().to(next(model.parameters()).dtype)
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+@pytest.mark.parametrize("when", ["before the first step", "after a step"])
+def test_a_model_cast_to_bfloat16_after_the_optimizer_was_made(when):
+    x, y = vectors()
+    model = mlp().float()
+    opt = plain_kfac(model, lr=0.01, momentum=0.9, damping=0.1)
+    if when == "after a step":
+        train_step(opt, model, x.float(), y, F.cross_entropy)
+    model.bfloat16()
+    for _ in range(2):
+        before = [p.detach().clone() for p in model.parameters()]
+        train_step(opt, model, x.bfloat16(), y, lambda o, t: F.cross_entropy(o.float(), t))
+        assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    for p in model.parameters():
+        assert opt.state[p]["momentum_buffer"].dtype == torch.bfloat16
+    for A, B in all_factors(opt, model).values():
+        assert A.dtype == B.dtype == torch.float32
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # GradScaler
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,13 +177,11 @@ def scaled_step(opt, scaler, model, x, y, treatment, autocast=False):
     scaler.update()
 
 
-treatments = pytest.mark.parametrize("treatment", ["plain", "unscale", "clip"])
-scales = pytest.mark.parametrize("scale", [1.0, 2.0**10, 2.0**16])
+TREATMENTS = ["plain", "unscale", "clip"]
+SCALES = {"1": 1.0, "2^10": 2.0**10, "2^16": 2.0**16}
 
 
-@models
-@scales
-@treatments
+@pairs(kind=MODELS.keys(), scale=SCALES, treatment=TREATMENTS)
 def test_factors_and_direction_do_not_carry_the_loss_scale(kind, scale, treatment):
     """A float32 model: a power of two as scale leaves every bit in place, so the tolerance can be tight."""
     build, data = MODELS[kind]
@@ -153,8 +198,7 @@ def test_factors_and_direction_do_not_carry_the_loss_scale(kind, scale, treatmen
         assert_close(p.detach(), q.detach(), 1e-5)
 
 
-@scales
-@treatments
+@each(scale=SCALES, treatment=TREATMENTS)
 def test_float16_autocast_with_a_scaler(scale, treatment):
     x, y = vectors()
     expected = expected_factors(mlp(), x, y, F.cross_entropy)
@@ -172,18 +216,6 @@ def test_float16_autocast_with_a_scaler(scale, treatment):
     assert not skipped or scale > 2.0**10
 
 
-def test_the_scaler_may_be_set_late():
-    x, y = map(single, vectors())
-    plain, model = mlp().float(), mlp().float()
-    opt_plain = plain_kfac(plain)
-    train_step(opt_plain, plain, x, y, F.cross_entropy)
-    opt = plain_kfac(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    opt.grad_scaler = scaler
-    scaled_step(opt, scaler, model, x, y, "plain")
-    assert_factors(all_factors(opt, model), all_factors(opt_plain, plain), 1e-6)
-
-
 def test_a_disabled_scaler_is_no_scaler():
     x, y = map(single, vectors())
     expected = expected_factors(mlp(), *vectors(), F.cross_entropy)
@@ -194,8 +226,7 @@ def test_a_disabled_scaler_is_no_scaler():
     assert_factors(all_factors(opt, model), expected, 1e-5)
 
 
-@treatments
-@pytest.mark.parametrize("accumulated", [1, 3])
+@each(treatment=TREATMENTS, accumulated=[1, 3])
 def test_an_overflow_batch_is_dropped_whole(treatment, accumulated):
     """The scaler skips our step; nothing of that batch may remain, neither inf nor its finite micro-batches."""
     model = mlp().float()

@@ -1,5 +1,8 @@
 """What has no Kronecker statistics is refused or passed to the fallback by name, never treated silently wrong."""
 
+import warnings
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,9 +15,11 @@ from tests.support.kfac import (
     backward,
     directions,
     held_factors,
+    layer_state,
     noise,
     plain_kfac,
     train_step,
+    twin,
 )
 from tests.support.models import mlp, seeded_build, vectors
 from tests.support.oracles.kfac import expected_factors, solve_exact
@@ -37,6 +42,16 @@ def penalty(model, x):
 def rows_of(opt, name: str) -> list[str]:
     """Lines of describe() that start with a parameter of that name."""
     return [line for line in opt.describe().splitlines() if line.strip().startswith(name)]
+
+
+@contextmanager
+def left_out():
+    """Collects the warnings that a layer with a gradient got no statistics."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(w.message) for w in found if "nothing was captured" in str(w.message)]
 
 
 def test_a_gradient_penalty_is_refused_by_name_with_the_mend():
@@ -324,27 +339,119 @@ def test_complex_layers_are_refused_or_fall_back():
     torch.testing.assert_close(before - layer.weight.detach(), 0.1 * gradient)
 
 
-def test_rows_that_belong_to_no_example_cannot_be_reduced():
-    """A table of 5 rows under a batch of 4: reduce must tell examples apart, so that layer falls back, with reason."""
+class LearnedInputs(nn.Module):
+    """Layers that see a parameter, not the batch: ``vector`` one row, ``image`` one picture, ``table`` six rows."""
 
-    class SharedTable(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("table", torch.randn(5, 3))
-            self.positions, self.outer = nn.Linear(3, 3), nn.Linear(3, 3)
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        shape = {"vector": (4,), "image": (1, 2, 3, 3), "table": (6, 4)}[kind]
+        self.learned = nn.Parameter(torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape))
+        self.odd = nn.Conv2d(2, 4, 2) if kind == "image" else nn.Linear(4, 4)
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
 
-        def forward(self, x):
-            return self.outer(torch.tanh(x + self.positions(self.table))).mean(1)
+    def forward(self, x):
+        shift = self.odd(self.learned)
+        if self.kind != "vector":
+            shift = shift.mean(0) if self.kind == "table" else shift.mean((0, 2, 3))
+        return self.head(torch.tanh(self.first(x)) + shift)
 
-    model, x, y = seeded_build(SharedTable), noise(4, 5, 3), torch.tensor([0, 1, 2, 0])
+
+@pytest.mark.parametrize(("kind", "n"), [("vector", 8), ("image", 4)])
+def test_reduce_leaves_out_a_layer_whose_rows_are_no_examples(kind, n):
+    x, y = vectors(n)
+    model = seeded_build(lambda: LearnedInputs(kind))
+    expected = expected_factors(twin(model), x, y, F.cross_entropy, ["first", "head"], approx="reduce")
+    opt = plain_kfac(model, lr=0.1, approx="reduce", factor_decay=0.0)
+    start = twin(model).state_dict()
+    with left_out() as messages:
+        for _ in range(2):
+            model.load_state_dict(start)
+            opt.zero_grad()
+            backward(model, x, y, F.cross_entropy)
+            moved = directions(opt, model)
+            gradient, step = moved["odd"]
+            assert_close(step, 0.1 * gradient)
+            for name, (A, B) in expected.items():
+                assert_close(moved[name][1], 0.1 * solve_exact(B, A, moved[name][0], 1e-2), 1e-8, name)
+    (message,) = messages
+    assert "odd: " in message
+    assert "first: " not in message
+    assert_factors({name: held_factors(opt, model, name) for name in expected}, expected)
+    assert layer_state(opt, model, "odd")["factor_updates"] == 0
+    assert rows_say_fallback(opt, "odd.weight")
+    assert not rows_say_fallback(opt, "first.weight")
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 6, 3), (6, 4, 3), (6, 3, 4)], ids=str)
+def test_one_odd_batch_voids_the_layer_for_its_step_alone(sizes):
+    """Six learned rows split into six examples, and into three, but not into four."""
+    model = seeded_build(lambda: LearnedInputs("table"))
     opt = plain_kfac(model, lr=0.1, approx="reduce")
-    backward(model, x, y, F.cross_entropy)
-    before, gradient = model.positions.weight.detach().clone(), model.positions.weight.grad.clone()
-    with pytest.warns(UserWarning, match="positions"):
-        opt.step()
-    assert_close(before - model.positions.weight.detach(), 0.1 * gradient, 1e-12)
-    assert rows_say_fallback(opt, "positions.weight")
-    assert not rows_say_fallback(opt, "outer.weight")
+    train_step(opt, model, *vectors(6), F.cross_entropy)
+    A, B = held_factors(opt, model, "odd")
+    opt.zero_grad()
+    for n in sizes:
+        backward(model, *vectors(n), F.cross_entropy)
+    with pytest.warns(UserWarning, match="odd: "):
+        gradient, step = directions(opt, model)["odd"]
+    assert_close(step, 0.1 * solve_exact(B, A, gradient, 1e-2), 1e-8)
+    now = held_factors(opt, model, "odd")
+    assert torch.equal(now[0], A)
+    assert torch.equal(now[1], B)
+    assert layer_state(opt, model, "odd")["factor_updates"] == 1
+    assert layer_state(opt, model, "head")["factor_updates"] == 2
+    train_step(opt, model, *vectors(3), F.cross_entropy)
+    assert layer_state(opt, model, "odd")["factor_updates"] == 2
+    assert not torch.equal(held_factors(opt, model, "odd")[1], B)
+
+
+class Overwritten(nn.Module):
+    """Changes a layer's input after the layer; autocast has kept a copy of it, so autograd does not mind."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+        self.middle, self.head, self.inplace = nn.Linear(4, 4), nn.Linear(4, 3), inplace
+
+    def forward(self, x):
+        h = x * self.gain
+        y = self.middle(h)
+        if self.inplace:
+            h += 3 * y
+        else:
+            h = h + 3 * y
+        return self.head(h)
+
+
+def test_an_input_modified_in_place_after_its_layer_is_not_captured():
+    x, y = vectors()
+    expected = expected_factors(seeded_build(lambda: Overwritten(False)), x, y, F.cross_entropy)
+    model = seeded_build(lambda: Overwritten(True)).float()
+    opt = plain_kfac(model, lr=0.1)
+    with left_out() as messages:
+        for _ in range(2):
+            opt.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                value = F.cross_entropy(model(x.float()), y)
+            value.backward()
+            gradient, step = directions(opt, model)["middle"]
+            assert_close(step, 0.1 * gradient, 1e-4)
+            if layer_state(opt, model, "head")["factor_updates"] == 1:
+                A, B = held_factors(opt, model, "head")
+                assert_close(A.double(), expected["head"][0], 3e-2)
+                assert_close(B.double(), expected["head"][1], 6e-2)
+    (message,) = messages
+    assert "middle: " in message
+    assert "in place" in message
+    assert layer_state(opt, model, "middle")["factor_updates"] == 0
+    plain = seeded_build(lambda: Overwritten(False)).float()  # the same without the modification
+    opt = plain_kfac(plain)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = F.cross_entropy(plain(x.float()), y)
+    value.backward()
+    opt.step()
+    assert layer_state(opt, plain, "middle")["factor_updates"] == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -370,42 +477,37 @@ class Special(nn.Linear):
     pass
 
 
-@pytest.mark.parametrize(
-    ("skip", "left"),
-    [
-        ((), ALL),
-        ("lm_head", ALL - {"lm_head"}),
-        (["lm_head"], ALL - {"lm_head"}),
-        (("encoder",), {"decoder.0", "lm_head"}),
-        (("encoder.2",), ALL - {"encoder.2.0"}),
-        (("encoder.*",), {"decoder.0", "lm_head"}),
-        (("*.0",), {"lm_head"}),
-        (("lm_head", "decoder"), {"encoder.0", "encoder.2.0"}),
-        ((nn.Linear,), set()),
-        ((nn.Sequential,), {"lm_head"}),
-    ],
-    ids=["nothing", "name", "list", "parent", "nested parent", "pattern", "suffix", "two", "type", "container type"],
-)
-def test_skip_layers_by_name_pattern_and_type(skip, left):
-    if isinstance(skip, str):
-        skip = (skip,)
-    model, (x, y) = seeded_build(Deep), vectors()
-    opt = plain_kfac(model, lr=0.1, skip_layers=skip)
-    assert set(opt.blocks) == left
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    backward(model, x, y, F.cross_entropy)
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
-    opt.step()
-    for n, p in model.named_parameters():
-        if n.rpartition(".")[0] not in left:
-            assert_close(before[n] - p.detach(), 0.1 * gradients[n], 1e-9, n)
+SKIPS = [
+    ((), ALL),
+    (("lm_head",), ALL - {"lm_head"}),
+    (["lm_head"], ALL - {"lm_head"}),
+    (("encoder",), {"decoder.0", "lm_head"}),
+    (("encoder.2",), ALL - {"encoder.2.0"}),
+    (("encoder.*",), {"decoder.0", "lm_head"}),
+    (("*.0",), {"lm_head"}),
+    (("lm_head", "decoder"), {"encoder.0", "encoder.2.0"}),
+    ((nn.Linear,), set()),
+    ((nn.Sequential,), {"lm_head"}),
+    (lambda model: (model.encoder,), {"decoder.0", "lm_head"}),
+    (lambda model: (model.encoder[2][0],), ALL - {"encoder.2.0"}),
+    (lambda model: (model.lm_head, "decoder"), {"encoder.0", "encoder.2.0"}),
+]
 
 
-def test_skip_layers_by_instance():
-    model = seeded_build(Deep)
-    assert set(plain_kfac(model, skip_layers=(model.encoder,)).blocks) == {"decoder.0", "lm_head"}
-    assert set(plain_kfac(model, skip_layers=(model.encoder[2][0],)).blocks) == ALL - {"encoder.2.0"}
-    assert set(plain_kfac(model, skip_layers=(model.lm_head, "decoder")).blocks) == {"encoder.0", "encoder.2.0"}
+def test_skip_layers_by_name_pattern_type_and_instance():
+    for skip, left in SKIPS:
+        model, (x, y) = seeded_build(Deep), vectors()
+        opt = plain_kfac(model, lr=0.1, skip_layers=skip(model) if callable(skip) else skip)
+        assert set(opt.blocks) == left, skip
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        backward(model, x, y, F.cross_entropy)
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+        opt.step()
+        for n, p in model.named_parameters():
+            skipped = n.rpartition(".")[0] not in left
+            if skipped:
+                assert_close(before[n] - p.detach(), 0.1 * gradients[n], 1e-9, n)
+            assert rows_say_fallback(opt, n) == skipped
 
 
 def test_skip_layers_by_subclass():
@@ -413,15 +515,15 @@ def test_skip_layers_by_subclass():
     assert set(plain_kfac(model, skip_layers=(Special,)).blocks) == {"0"}
 
 
-@pytest.mark.parametrize("skip", ["decodr", "nothing.*", nn.Conv2d], ids=["name", "pattern", "type"])
-def test_a_skip_that_matches_nothing_raises(skip):
-    with pytest.raises(ValueError, match=getattr(skip, "__name__", skip).replace("*", r"\*")):
-        plain_kfac(seeded_build(Deep), skip_layers=(skip,))
-
-
-def test_a_foreign_instance_to_skip_raises():
-    with pytest.raises(ValueError, match="skip_layers"):
-        plain_kfac(seeded_build(Deep), skip_layers=(nn.Linear(4, 4),))
+def test_a_skip_that_matches_nothing_raises():
+    for skip, text in (
+        ("decodr", "decodr"),
+        ("nothing.*", r"nothing\.\*"),
+        (nn.Conv2d, "Conv2d"),
+        (nn.Linear(4, 4), "skip_layers"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            plain_kfac(seeded_build(Deep), skip_layers=(skip,))
 
 
 def test_skipped_layers_say_so_in_describe():

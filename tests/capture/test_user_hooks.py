@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from secondorder import EKFAC, KFAC, HyLo
+from tests.support.grid import pairs
 from tests.support.kfac import assert_close, labels, noise, plain_kfac
 from tests.support.models import seeded_build
 from tests.support.oracles.kfac import expected_factors
@@ -79,17 +80,14 @@ def check_first_layer(opt: Any, model: nn.Module, kind: str = "rows", approx: st
         assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("hook", [times_three, times_three_in_place])
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-@pytest.mark.parametrize("kind", ["rows", "tokens", "conv"])
+@pairs(kind=["rows", "tokens", "conv"], approx=["expand", "reduce"], hook=[times_three, times_three_in_place])
 def test_a_hook_that_was_registered_first_and_changes_the_output(kind, approx, hook):
     model = plain(kind)
     model[0].register_forward_hook(hook)
     check_first_layer(plain_kfac(model, approx=approx), model, kind, approx)
 
 
-@pytest.mark.parametrize("prepend", [False, True])
-@pytest.mark.parametrize("when", ["before", "after", "between steps"])
+@pairs(when=["before", "after", "between steps"], prepend=[False, True])
 def test_hooks_that_come_at_any_time(when, prepend):
     model = plain()
     if when == "before":

@@ -27,20 +27,13 @@ def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("damping", [10.0, 1e-3, 1e-6])
-def test_product_is_that_of_the_explicit_inverse(size: tuple[int, int], damping: float) -> None:
-    grads, x = draw(*size), draw(size[1])
-    wanted = torch.linalg.solve(fisher(grads, damping), x)
-    assert error(inverse_fisher_vector_product(grads, x, damping), wanted) < 1e-9
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("damping", [10.0, 1e-3, 1e-6])
-def test_diagonal_is_that_of_the_explicit_inverse(size: tuple[int, int], damping: float) -> None:
-    grads = draw(*size)
-    wanted = torch.linalg.inv(fisher(grads, damping)).diagonal()
-    assert error(inverse_fisher_diagonal(grads, damping), wanted) < 1e-8
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_product_and_diagonal_are_those_of_the_explicit_inverse(size: tuple[int, int]) -> None:
+    for damping in (10.0, 1e-3, 1e-6):
+        grads, x = draw(*size), draw(size[1])
+        matrix = fisher(grads, damping)
+        assert error(inverse_fisher_vector_product(grads, x, damping), torch.linalg.solve(matrix, x)) < 1e-9
+        assert error(inverse_fisher_diagonal(grads, damping), torch.linalg.inv(matrix).diagonal()) < 1e-8
 
 
 def test_several_vectors_are_several_products() -> None:
@@ -51,23 +44,10 @@ def test_several_vectors_are_several_products() -> None:
         torch.testing.assert_close(row, inverse_fisher_vector_product(grads, vector, 0.01), rtol=1e-12, atol=0)
 
 
-def test_products_with_unit_vectors_have_the_diagonal() -> None:
-    grads = draw(6, 25)
-    inverse = inverse_fisher_vector_product(grads, torch.eye(25, dtype=torch.float64), 0.1)
-    torch.testing.assert_close(inverse_fisher_diagonal(grads, 0.1), inverse.diagonal(), rtol=1e-11, atol=0)
-    torch.testing.assert_close(inverse, inverse.T, rtol=0, atol=1e-13)
-
-
 def test_a_vector_outside_the_span_is_divided_by_the_damping() -> None:
     grads, x = torch.zeros(3, 8), torch.zeros(8)
     grads[:, :4], x[5] = torch.randn(3, 4), 2.0
     torch.testing.assert_close(inverse_fisher_vector_product(grads, x, 0.5), x / 0.5)
-
-
-def test_one_gradient_has_the_formula_of_sherman_and_morrison() -> None:
-    g = draw(12)
-    wanted = g / (0.3 + g.dot(g))
-    torch.testing.assert_close(inverse_fisher_vector_product(g[None], g, 0.3), wanted, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("tile", [1, 7, 64, 10_000])
@@ -194,40 +174,40 @@ def test_no_temporary_is_larger_than_a_tile_beside_the_result(
     assert record.most == 5000
 
 
-@pytest.mark.parametrize("damping", [0, 0.0, -1e-3, float("nan"), float("inf")])
-def test_damping_must_be_positive(damping: float) -> None:
-    with pytest.raises(ValueError, match=r"damping must be finite and > 0, got"):
-        inverse_fisher_vector_product(draw(2, 3), draw(3), damping)
-    with pytest.raises(ValueError, match=r"damping must be finite and > 0, got"):
-        inverse_fisher_diagonal(draw(2, 3), damping)
+def test_damping_must_be_positive() -> None:
+    for damping in (0, 0.0, -1e-3, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"damping must be finite and > 0, got"):
+            inverse_fisher_vector_product(draw(2, 3), draw(3), damping)
+        with pytest.raises(ValueError, match=r"damping must be finite and > 0, got"):
+            inverse_fisher_diagonal(draw(2, 3), damping)
 
 
-@pytest.mark.parametrize("damping", ["1", None, True])
-def test_damping_must_be_a_number(damping: object) -> None:
-    with pytest.raises(TypeError, match="damping must be a number"):
-        inverse_fisher_diagonal(draw(2, 3), damping)  # type: ignore[arg-type]
+def test_damping_must_be_a_number() -> None:
+    for damping in ("1", None, True):
+        with pytest.raises(TypeError, match="damping must be a number"):
+            inverse_fisher_diagonal(draw(2, 3), damping)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shape", [(3,), (0, 3), (2, 3, 4), ()])
-def test_gradients_must_be_a_matrix_with_rows(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"grads must have shape \[m, d\] with at least one row, got \["):
-        inverse_fisher_vector_product(draw(*shape), draw(3), 0.1)
-    with pytest.raises(ValueError, match=r"grads must have shape \[m, d\] with at least one row, got \["):
-        inverse_fisher_diagonal(draw(*shape), 0.1)
+def test_gradients_must_be_a_matrix_with_rows() -> None:
+    for shape in ((3,), (0, 3), (2, 3, 4), ()):
+        with pytest.raises(ValueError, match=r"grads must have shape \[m, d\] with at least one row, got \["):
+            inverse_fisher_vector_product(draw(*shape), draw(3), 0.1)
+        with pytest.raises(ValueError, match=r"grads must have shape \[m, d\] with at least one row, got \["):
+            inverse_fisher_diagonal(draw(*shape), 0.1)
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 4), (3, 1), (1, 2, 3), ()])
-def test_the_vector_must_fit_the_gradients(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"x must have shape \[3\] or \[k, 3\] for grads \[2, 3\], got \["):
-        inverse_fisher_vector_product(draw(2, 3), draw(*shape), 0.1)
+def test_the_vector_must_fit_the_gradients() -> None:
+    for shape in ((4,), (2, 4), (3, 1), (1, 2, 3), ()):
+        with pytest.raises(ValueError, match=r"x must have shape \[3\] or \[k, 3\] for grads \[2, 3\], got \["):
+            inverse_fisher_vector_product(draw(2, 3), draw(*shape), 0.1)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
-def test_kinds_of_numbers_that_have_no_meaning_here_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(TypeError, match=r"grads must have a real floating dtype, got torch\."):
-        inverse_fisher_diagonal(torch.zeros(2, 3, dtype=dtype), 0.1)
-    with pytest.raises(TypeError, match=r"x must have a real floating dtype, got torch\."):
-        inverse_fisher_vector_product(draw(2, 3), torch.zeros(3, dtype=dtype), 0.1)
+def test_kinds_of_numbers_that_have_no_meaning_here_are_refused() -> None:
+    for dtype in (torch.int64, torch.complex64, torch.bool):
+        with pytest.raises(TypeError, match=r"grads must have a real floating dtype, got torch\."):
+            inverse_fisher_diagonal(torch.zeros(2, 3, dtype=dtype), 0.1)
+        with pytest.raises(TypeError, match=r"x must have a real floating dtype, got torch\."):
+            inverse_fisher_vector_product(draw(2, 3), torch.zeros(3, dtype=dtype), 0.1)
 
 
 def test_other_objects_are_refused() -> None:
@@ -242,14 +222,14 @@ def test_another_device_is_refused() -> None:
         inverse_fisher_vector_product(draw(2, 3), draw(3).to("meta"), 0.1)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_undefined_numbers_are_refused(bad: float) -> None:
-    grads, x = draw(2, 3), draw(3)
-    grads[1, 2] = bad
-    with pytest.raises(ValueError, match="grads must be finite"):
-        inverse_fisher_vector_product(grads, x, 0.1)
-    with pytest.raises(ValueError, match="grads must be finite"):
-        inverse_fisher_diagonal(grads, 0.1)
-    x[0] = bad
-    with pytest.raises(ValueError, match="x must be finite"):
-        inverse_fisher_vector_product(draw(2, 3), x, 0.1)
+def test_undefined_numbers_are_refused() -> None:
+    for bad in (float("nan"), float("inf")):
+        grads, x = draw(2, 3), draw(3)
+        grads[1, 2] = bad
+        with pytest.raises(ValueError, match="grads must be finite"):
+            inverse_fisher_vector_product(grads, x, 0.1)
+        with pytest.raises(ValueError, match="grads must be finite"):
+            inverse_fisher_diagonal(grads, 0.1)
+        x[0] = bad
+        with pytest.raises(ValueError, match="x must be finite"):
+            inverse_fisher_vector_product(draw(2, 3), x, 0.1)

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.kfac import noise
 from tests.support.models import images, seeded_build
@@ -136,3 +137,28 @@ class Around(nn.Module):
 
 def around(**options):
     return seeded_build(lambda: Around(**options))
+
+
+class Reused(nn.Module):
+    """Linear layers with a choice of activation, checkpointing and repetition of the middle one."""
+
+    def __init__(self, inplace: bool = False, mode: str = "plain", repeat: int = 1, tokens: bool = False) -> None:
+        super().__init__()
+        self.first, self.middle, self.head = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.act = nn.ReLU(inplace=inplace)
+        self.mode, self.repeat, self.tokens = mode, repeat, tokens
+
+    def body(self, x):
+        for _ in range(self.repeat):
+            x = self.act(self.middle(x))
+        return x
+
+    def forward(self, x):
+        x = self.act(self.first(x))
+        x = self.body(x) if self.mode == "plain" else checkpoint(self.body, x, use_reentrant=self.mode == "reentrant")
+        x = self.head(x)
+        return x.mean(1) if self.tokens else x
+
+
+def reused(**options) -> Reused:
+    return seeded_build(lambda: Reused(**options))
