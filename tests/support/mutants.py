@@ -149,11 +149,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "shorter-window-keeps-the-oldest-rows", "curvature/window/window.py",
-        'old.counters["pos"] - kept + torch.arange', 'old.counters["pos"] + torch.arange', WINDOW,
+        'old.counters["pos"] - kept + torch.arange', 'old.counters["pos"] + torch.arange', ("tests/window -k checkpoint", *WINDOW),
     ),
     Mutation(
         "rounding-of-entries-is-lost", "curvature/window/topk.py",
-        "rest = found - kept.to(found.dtype)", "rest = torch.zeros_like(found)", WINDOW,
+        "rest = found - kept.to(found.dtype)", "rest = torch.zeros_like(found)", ("tests/window -k topk", *WINDOW),
     ),
     # ---------------------------------------------------------------- what ranks exchange
     Mutation(
@@ -211,7 +211,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "weight-of-momentum-is-not-in-the-state", "curvature/window/window.py",
-        'found["momentum_weight"] = self.outside.weight', "pass", WINDOW,
+        'found["momentum_weight"] = self.outside.weight', "pass", ("tests/window -k checkpoint", *WINDOW),
     ),
     Mutation(
         "refreshes-begin-anew-after-loading", "preconditioners/layer_checkpoint.py",
