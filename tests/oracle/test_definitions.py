@@ -1,14 +1,14 @@
 """The oracle itself, checked against autograd, torch's own unfold and curvlinops before it judges anything."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.kfac import assert_close, backward, noise, seeded
-from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.grid import pairs
+from tests.support.kfac import assert_close, backward, noise
+from tests.support.models import Tokens, mlp, seeded_build, vectors
+from tests.support.networks import CONVS
 from tests.support.oracles.kfac import (
     conv_rows,
     empirical_block,
@@ -16,7 +16,6 @@ from tests.support.oracles.kfac import (
     expected_factors,
     factors,
     grouped,
-    kron,
     layer_gradient,
     objective,
     pi_factors,
@@ -25,7 +24,7 @@ from tests.support.oracles.kfac import (
     solve_pi,
     source_index,
 )
-from tests.support.oracles.trajectory import curvlinops_blocks, curvlinops_dense
+from tests.support.oracles.trajectory import curvlinops_blocks
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "zeros"])
@@ -43,21 +42,24 @@ def test_patches_are_those_of_unfold():
     assert torch.equal(conv_rows(layer, x[0])[0], unfolded)
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-def test_rows_reproduce_the_gradient_of_every_convolution(dims, mode):
+@pairs(
+    dims=[1, 2, 3],
+    mode=["zeros", "reflect", "replicate", "circular"],
+    padding=[1, "same", "valid"],
+    groups=[1, 2],
+    dilation=[1, 2],
+)
+def test_rows_reproduce_the_gradient_of_every_convolution(dims, mode, padding, groups, dilation):
     """Σ g aᵀ = ∂ℓ/∂W, the identity that every adapter has to satisfy."""
-    Conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     size = ((7,), (5, 4), (4, 3, 3))[dims - 1]
     kernel = ((3,), (3, 2), (2, 1, 2))[dims - 1]
-    for padding, groups, dilation in itertools.product((1, "same", "valid"), (1, 2), (1, 2)):
-        with seeded():
-            layer = Conv(2, 4, kernel, padding=padding, groups=groups, dilation=dilation, padding_mode=mode).double()
-        x = noise(2, 2, *size)
-        y = noise(*layer(x).shape, seed=1)
-        backward(layer, x, y, F.mse_loss)
-        rows = example_rows(layer, [""], x, y, F.mse_loss)[""]
-        assert_close(rows.mean_gradient().flatten(0, 1), layer_gradient(layer), 1e-12, f"{padding} {groups} {dilation}")
+    options = {"padding": padding, "groups": groups, "dilation": dilation, "padding_mode": mode}
+    layer = seeded_build(lambda: CONVS[dims](2, 4, kernel, **options))
+    x = noise(2, 2, *size)
+    y = noise(*layer(x).shape, seed=1)
+    backward(layer, x, y, F.mse_loss)
+    rows = example_rows(layer, [""], x, y, F.mse_loss)[""]
+    assert_close(rows.mean_gradient().flatten(0, 1), layer_gradient(layer), 1e-12)
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (4, 2, 3), (3, 2, 2, 3)])
@@ -67,30 +69,6 @@ def test_rows_reproduce_the_gradient_of_linear(shape):
     backward(layer, x, y, F.mse_loss)
     rows = example_rows(layer, [""], x, y, F.mse_loss)[""]
     assert_close(rows.mean_gradient()[0], layer_gradient(layer), 1e-12)
-
-
-CASES = [
-    ("mlp", lambda: mlp(), vectors),
-    ("mlp without bias", lambda: mlp(bias=False), vectors),
-    ("convnet", lambda: convnet(), images),
-    ("strided", lambda: convnet(stride=2, padding=1), images),
-    ("dilated", lambda: convnet(dilation=2, padding=2), images),
-]
-
-
-@pytest.mark.parametrize(("build", "data"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("kind", ["ce", "mse"])
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_own_factors_are_those_of_curvlinops(build, data, kind, reduction, approx):
-    model, (x, y) = build(), data()
-    loss = objective(kind, reduction, outputs=3)
-    y = y if loss.classes else noise(len(x), 3, seed=3)
-    own = expected_factors(model, x, y, loss, approx=approx, loss_terms=loss.loss_terms)
-    theirs = curvlinops_blocks(model, x, y, loss, approx)
-    for name, (A, B) in own.items():
-        assert_close(A, theirs[name][0], 1e-11, f"A of {name}")
-        assert_close(B, theirs[name][1], 1e-11, f"B of {name}")
 
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
@@ -103,15 +81,6 @@ def test_own_token_factors_are_those_of_curvlinops(approx):
     for name in own:
         assert_close(own[name][0], theirs[name][0], 1e-11)
         assert_close(own[name][1], theirs[name][1], 1e-11)
-
-
-def test_own_dense_block_is_the_permuted_one_of_curvlinops():
-    model, (x, y) = convnet(), images()
-    loss = objective("ce", "mean", 3)
-    own = {name: kron(B, A) for name, (A, B) in expected_factors(model, x, y, loss).items()}
-    theirs = curvlinops_dense(model, x, y, loss, "expand")
-    for name in own:
-        assert_close(own[name], theirs[name], 1e-11, name)
 
 
 def test_empirical_block_is_the_mean_outer_product_of_example_gradients():

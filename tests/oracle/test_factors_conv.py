@@ -1,138 +1,95 @@
-"""Factors of every convolution against the naive oracle over the whole grid, and against curvlinops where it can."""
-
-import itertools
+"""Factors of convolutions against the naive oracle over all of their options, and against curvlinops."""
 
 import pytest
 import torch.nn.functional as F
-from torch import nn
 
+from tests.support.grid import pairs
 from tests.support.kfac import all_factors, assert_close, assert_factors, noise, one_step, twin
 from tests.support.models import convnet, images, seeded_build
+from tests.support.networks import CONVS
 from tests.support.oracles.kfac import example_rows, expected_factors, factors, grouped, kron, objective
 from tests.support.oracles.trajectory import curvlinops_blocks, curvlinops_dense
 
-CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 SIZES = {1: (7,), 2: (5, 4), 3: (4, 3, 3)}
 KERNELS = {1: (3,), 2: (3, 2), 3: (2, 1, 2)}
 STRIDES = {1: (2,), 2: (2, 1), 3: (1, 2, 2)}
-TUPLES = {1: (2,), 2: (1, 2), 3: (0, 1, 2)}
+UNEQUAL = {1: (2,), 2: (1, 2), 3: (0, 1, 2)}
+CHANNELS = {"1": (4, 4, 1), "2": (4, 4, 2), "depthwise": (4, 4, 4), "multiplied": (3, 6, 3)}
+TRAINED = ["all", "no bias", "weight", "bias"]
+PADDING = ["none", 1, "unequal", "same", "valid"]
 
 
-def held(opt, layer):
-    state = opt.state[layer.weight if layer.weight.requires_grad else layer.bias]
-    return state["factor_a"], state["factor_g"]
+def convolution(dims, channels=(4, 4, 1), *, trained="all", padding="none", strided=False, **options):
+    padding = {"none": 0, "unequal": UNEQUAL[dims]}.get(padding, padding)
+    c_in, c_out, groups = channels
+    options |= {"stride": STRIDES[dims] if strided else 1, "padding": padding, "groups": groups}
+    layer = seeded_build(lambda: CONVS[dims](c_in, c_out, KERNELS[dims], bias=trained != "no bias", **options))
+    if trained in ("weight", "bias"):
+        getattr(layer, "bias" if trained == "weight" else "weight").requires_grad_(False)
+    return layer
 
 
-def check_layer(layer, x, approx="expand", loss=F.mse_loss, batched=True, tolerance=1e-9, what="", **keywords):
-    layer = layer.double()
+def check_layer(layer, x, approx="expand", batched=True):
     y = noise(*layer(x).shape, seed=1)
-    A, B = factors(example_rows(twin(layer), [""], x, y, loss, batched)[""], approx)
-    opt = one_step(layer, x, y, loss, approx=approx, **keywords)
-    held_a, held_b = held(opt, layer)
-    assert_close(grouped(held_a), A, tolerance, f"A {what}")
-    assert_close(grouped(held_b), B, tolerance, f"B {what}")
-    if layer.groups > 1:
-        assert held_a.ndim == held_b.ndim == 3
-    return opt, A, B
+    A, B = factors(example_rows(twin(layer), [""], x, y, F.mse_loss, batched)[""], approx)
+    opt = one_step(layer, x, y, F.mse_loss, approx=approx)
+    state = opt.state[layer.weight if layer.weight.requires_grad else layer.bias]
+    assert_close(grouped(state["factor_a"]), A, what="A")
+    assert_close(grouped(state["factor_g"]), B, what="B")
+    assert state["factor_a"].ndim == state["factor_g"].ndim == (3 if layer.groups > 1 else 2)
+    assert_close(opt.dense_curvature(""), kron(B, A), what="dense block")
 
 
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_grid_of_padding_stride_dilation_groups_bias(dims, mode):
-    x = noise(2, 4, *SIZES[dims])
-    ones = (1,) * dims
-    for padding, stride, dilation, groups in itertools.product(
-        (0, 1, TUPLES[dims], "same", "valid"), (ones, STRIDES[dims]), (1, 2), (1, 2, 4)
-    ):
-        if padding == "same" and stride != ones:
-            continue  # torch refuses it
-        layer = seeded_build(
-            lambda: CONVS[dims](
-                4,
-                4,
-                KERNELS[dims],
-                stride=stride,  # noqa: B023
-                padding=padding,  # noqa: B023
-                dilation=dilation,  # noqa: B023
-                groups=groups,  # noqa: B023
-                padding_mode=mode,
-                bias=groups != 2,  # noqa: B023
-            )
-        )
-        what = f"{padding=} {stride=} {dilation=} {groups=}"
-        check_layer(layer, x, "expand", what=what)
+def torch_allows(padding, strided, **_):
+    return not (padding == "same" and strided)
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_reduce_of_every_dimension(dims, groups, bias):
-    layer = seeded_build(lambda: CONVS[dims](4, 4, KERNELS[dims], padding=1, groups=groups, bias=bias))
-    check_layer(layer, noise(3, 4, *SIZES[dims]), "reduce")
-
-
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_depthwise_with_multiplier(dims, approx):
-    """Two output channels for each input channel: B is 2×2 per group."""
-    layer = seeded_build(lambda: CONVS[dims](3, 6, KERNELS[dims], groups=3))
-    opt, _, B = check_layer(layer, noise(2, 3, *SIZES[dims]), approx)
-    assert B.shape == (3, 2, 2)
-    assert held(opt, layer)[1].shape == (3, 2, 2)
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_frozen_bias(dims, groups):
-    layer = seeded_build(lambda: CONVS[dims](4, 4, KERNELS[dims], groups=groups))
-    layer.bias.requires_grad_(False)
-    _, A, _ = check_layer(layer, noise(2, 4, *SIZES[dims]))
-    assert A.shape[-1] == layer.weight[0].numel()
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_frozen_weight_with_trained_bias(dims, groups):
-    layer = seeded_build(lambda: CONVS[dims](4, 4, KERNELS[dims], groups=groups))
-    layer.weight.requires_grad_(False)
-    _, A, _ = check_layer(layer, noise(2, 4, *SIZES[dims]))
-    assert A.shape[-1] == 1
-    assert (A == 1).all()
+@pairs(
+    torch_allows,
+    dims=[1, 2, 3],
+    mode=["zeros", "reflect", "replicate", "circular"],
+    padding=PADDING,
+    channels=CHANNELS,
+    trained=TRAINED,
+    strided=[False, True],
+    dilation=[1, 2],
+    approx=["expand", "reduce"],
+)
+def test_factors_and_dense_block_are_those_of_the_definitions(
+    dims, mode, padding, channels, trained, strided, dilation, approx
+):
+    options = {"padding": padding, "padding_mode": mode, "dilation": dilation}
+    layer = convolution(dims, channels, trained=trained, strided=strided, **options)
+    check_layer(layer, noise(2, channels[0], *SIZES[dims]), approx)
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_unbatched_input_is_one_example(dims):
-    layer = seeded_build(lambda: CONVS[dims](2, 3, KERNELS[dims], padding=1))
-    check_layer(layer, noise(2, *SIZES[dims]), batched=False)
+    check_layer(convolution(dims, padding=1), noise(4, *SIZES[dims]), batched=False)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_dense_curvature_is_block_diagonal_over_groups(dims, groups):
-    layer = seeded_build(lambda: CONVS[dims](4, 4, KERNELS[dims], groups=groups))
-    opt, A, B = check_layer(layer, noise(2, 4, *SIZES[dims]))
-    dense = opt.dense_curvature("")
-    rows = layer.weight[0].numel() + 1
-    assert dense.shape == (4 * rows, 4 * rows)
-    assert_close(dense, kron(B, A))
-
-
-@pytest.mark.parametrize(
-    "conv",
-    [{}, {"stride": 2}, {"padding": 1}, {"stride": 2, "padding": 1}, {"dilation": 2, "padding": 2}, {"bias": False}],
-    ids=["plain", "stride", "padding", "stride and padding", "dilation", "no bias"],
+@pairs(
+    conv={
+        "plain": {},
+        "stride": {"stride": 2},
+        "padding": {"padding": 1},
+        "both": {"stride": 2, "padding": 1},
+        "dilation": {"dilation": 2, "padding": 2},
+        "no bias": {"bias": False},
+    },
+    approx=["expand", "reduce"],
+    kind=["ce", "mse"],
+    reduction=["mean", "sum"],
 )
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-@pytest.mark.parametrize(("kind", "reduction"), [("ce", "mean"), ("ce", "sum"), ("mse", "mean"), ("mse", "sum")])
-def test_conv2d_network_equals_curvlinops(conv, approx, kind, reduction):
+def test_conv2d_network_equals_curvlinops_and_the_definitions(conv, approx, kind, reduction):
     model, (x, y) = convnet(**conv), images()
     loss = objective(kind, reduction, outputs=3)
     y = y if loss.classes else noise(len(x), 3, seed=3)
     theirs = curvlinops_blocks(twin(model), x, y, loss, approx)
     own = expected_factors(twin(model), x, y, loss, approx=approx, loss_terms=loss.loss_terms)
     opt = one_step(model, x, y, loss, approx=approx, loss_reduction=reduction, loss_terms=loss.loss_terms)
+    assert_factors(own, theirs, 1e-11)
     assert_factors(all_factors(opt, model), theirs)
-    assert_factors(all_factors(opt, model), own)
 
 
 def test_conv2d_dense_curvature_equals_curvlinops():

@@ -17,25 +17,32 @@ from secondorder.capture.statistics.call import Call
 from secondorder.capture.statistics.kronecker import KroneckerSums, Sampler
 from tests.layers import test_layer_types as layers
 from tests.oracle import test_factors_conv as patches
+from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, noise
 from tests.support.layer_cases import TRANSPOSED
 
 
 @pytest.fixture
-def always(monkeypatch):
-    """Take lags wherever they are possible, and count how often."""
-    taken = []
+def taken(monkeypatch):
+    """Take lags wherever they are possible, and note where they were."""
+    found = []
 
     def possible(window, images, channels, sizes):
-        found = images > 0 and all(
-            window.positions(axis, size) > 0 and window.sees_all(axis, size) for axis, size in enumerate(sizes)
+        found.append(
+            images > 0
+            and all(window.positions(axis, size) > 0 and window.sees_all(axis, size) for axis, size in enumerate(sizes))
         )
-        taken.append(found)
-        return found
+        return found[-1]
 
     monkeypatch.setattr(convolutions, "gains", possible)
     monkeypatch.setattr(ConvAdapter, "_has_fast_lags", lambda *_: True)  # in float64, too
-    yield taken
+    return found
+
+
+@pytest.fixture
+def always(taken):
+    """Take them in this test at least once."""
+    yield
     assert any(taken)
 
 
@@ -73,12 +80,11 @@ def test_every_patch_counts_once(case):
     assert (found - 1 - expected / 2).abs().max() <= 1e-13 * x.square().sum()
 
 
-_SLOW = [pytest.param(dims, mode, marks=pytest.mark.slow) for dims in (1, 2, 3) for mode in ("reflect", "circular")]
-
-
-@pytest.mark.parametrize(("dims", "mode"), [(1, "zeros"), (2, "zeros"), (3, "zeros"), *_SLOW])
-def test_the_grid_of_patches(dims, mode, always):
-    patches.test_grid_of_padding_stride_dilation_groups_bias(dims, mode)
+@pairs(dims=[1, 2, 3], padding=patches.PADDING, channels=patches.CHANNELS, trained=["all", "no bias"], dilation=[1, 2])
+def test_factors_are_those_of_the_definitions(dims, padding, channels, trained, dilation, taken):
+    layer = patches.convolution(dims, channels, trained=trained, padding=padding, dilation=dilation)
+    patches.check_layer(layer, noise(2, channels[0], *patches.SIZES[dims]))
+    assert taken
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
@@ -99,8 +105,7 @@ def _sums(conv, x, g, sampler=None, keep=None):
     return sums.finish()[0]
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("case", ["half", "padded rows", "drawn examples"])
+@each(groups=[1, 2], case=["half", "padded rows", "drawn examples"])
 def test_what_rows_are_made_of_in_other_ways(groups, case, always, monkeypatch):
     conv = nn.Conv2d(4, 6, 3, padding=1, groups=groups)
     x, g = torch.randn(6, 4, 5, 5), torch.randn(6, 6, 5, 5)
@@ -124,8 +129,7 @@ def test_no_patch_is_made_of_a_wide_layer(monkeypatch):
     assert_close(_sums(conv, x, g).double(), rows.T @ rows / len(rows), 1e-5)
 
 
-@pytest.mark.parametrize("shape", [(5, 3, 6, 6), (2, 3, 40), (1, 2, 9, 5, 4)], ids=str)
-@pytest.mark.parametrize("positions", [1, 7, 72])
+@each(shape={"2d": (5, 3, 6, 6), "1d": (2, 3, 40), "3d": (1, 2, 9, 5, 4)}, positions=[1, 7, 72])
 def test_images_are_taken_in_parts_and_cut(shape, positions, monkeypatch):
     monkeypatch.setattr("secondorder.capture.layers.conv_lags._POSITIONS", positions)
     axes = len(shape) - 2
@@ -184,25 +188,23 @@ def test_patches_where_weight_gradients_would_be_patches_too(kind, monkeypatch):
         assert adapter.add_gram_(out, x, 1.0) is None
 
 
-@pytest.mark.parametrize(
-    ("kernel", "images", "channels", "groups", "size", "expected"),
-    [
-        (3, 128, 16, 1, 32, True),
-        (3, 128, 64, 1, 8, True),
-        (7, 32, 16, 1, 32, True),
-        (3, 64, 16, 4, 16, True),
-        (1, 128, 16, 1, 32, False),  # a patch is a pixel
-        (3, 32, 512, 1, 4, False),  # more border than image
-        (3, 64, 1, 64, 16, False),  # depthwise
-        (3, 2, 4, 1, 6, False),  # too small to matter
-        (3, 0, 16, 1, 32, False),
-        (9, 128, 16, 1, 4, False),  # no position is left
-    ],
-)
-def test_lags_are_taken_where_they_are_less_work(kernel, images, channels, groups, size, expected):
-    side = 0 if kernel == 9 else kernel // 2
-    window = Window((kernel, kernel), (1, 1), ((side, side),) * 2, groups)
-    assert gains(window, images, channels, (size, size)) is expected
+def test_lags_are_taken_where_they_are_less_work():
+    cases = {  # kernel, images, channels, groups, size
+        (3, 128, 16, 1, 32): True,
+        (3, 128, 64, 1, 8): True,
+        (7, 32, 16, 1, 32): True,
+        (3, 64, 16, 4, 16): True,
+        (1, 128, 16, 1, 32): False,  # a patch is a pixel
+        (3, 32, 512, 1, 4): False,  # more border than image
+        (3, 64, 1, 64, 16): False,  # depthwise
+        (3, 2, 4, 1, 6): False,  # too small to matter
+        (3, 0, 16, 1, 32): False,
+        (9, 128, 16, 1, 4): False,  # no position is left
+    }
+    for (kernel, images, channels, groups, size), expected in cases.items():
+        side = 0 if kernel == 9 else kernel // 2
+        window = Window((kernel, kernel), (1, 1), ((side, side),) * 2, groups)
+        assert gains(window, images, channels, (size, size)) is expected
 
 
 def test_strides_take_patches(monkeypatch):
