@@ -35,10 +35,6 @@ def crossed(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def block(opt, name: str) -> Tensor:
-    return opt.dense_curvature(name)
-
-
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_deep_linear_network_with_squared_loss(bias):
     model = mlp((4, 3, 5, 2), bias=bias, activation=nn.Identity)
@@ -51,73 +47,36 @@ def test_deep_linear_network_with_squared_loss(bias):
     opt = plain_kfac(model)
     train_step(opt, model, x, y, summed_square)
     for name in names:
-        assert_close(block(opt, name), exact[name], 1e-9, f"empirical Fisher of {name}")
-        assert_close(block(opt, name), ggn[name] / len(x), 1e-9, f"Gauss-Newton of {name}")
+        assert_close(opt.dense_curvature(name), exact[name], 1e-9, f"empirical Fisher of {name}")
+        assert_close(opt.dense_curvature(name), ggn[name] / len(x), 1e-9, f"Gauss-Newton of {name}")
 
 
-class LinearTokens(nn.Module):
-    """A linear network over positions, read out per position or as their mean."""
+class Shared(nn.Module):
+    """A linear network that uses its weights at several positions, read out per position or as their mean."""
 
-    def __init__(self, read: str) -> None:
+    def __init__(self, kind: str, read: str) -> None:
         super().__init__()
-        self.inner, self.outer, self.read = nn.Linear(3, 4), nn.Linear(4, 2), read
+        self.kind, self.read = kind, read
+        self.layer = nn.Conv2d(2, 3, 2) if kind == "convolution" else nn.Linear(3, 2)
 
     def forward(self, x):
-        z = self.outer(self.inner(x))
+        if self.kind == "calls":
+            z = torch.stack([self.layer(x[:, s]) for s in range(x.shape[1])], 1)
+        else:
+            z = self.layer(x).flatten(2).mT if self.kind == "convolution" else self.layer(x)
         return z.mean(1) if self.read == "mean" else z
 
 
+@pytest.mark.parametrize("kind", ["tokens", "convolution", "calls"])
 @pytest.mark.parametrize(("approx", "read"), [("expand", "positions"), ("reduce", "mean")])
-def test_weight_sharing_cases_that_are_exact(approx, read):
+def test_weight_sharing_cases_that_are_exact(approx, read, kind):
     """Expand with a loss term per position; reduce with positions averaged before the loss."""
-    model = seeded_build(lambda: LinearTokens(read))
-    x, y = crossed(model, noise(3, 5, 3))
-    names = ["inner", "outer"]
-    exact = {n: empirical_block(rows) for n, rows in example_rows(twin(model), names, x, y, summed_square).items()}
-    opt = plain_kfac(model, approx=approx)
-    train_step(opt, model, x, y, summed_square)
-    for name in names:
-        assert_close(block(opt, name), exact[name], 1e-9, name)
-
-
-class LinearConv(nn.Module):
-    def __init__(self, read: str) -> None:
-        super().__init__()
-        self.conv, self.read = nn.Conv2d(2, 3, 2, stride=1), read
-
-    def forward(self, x):
-        z = self.conv(x)
-        return z.mean((2, 3)) if self.read == "mean" else z
-
-
-@pytest.mark.parametrize(("approx", "read"), [("expand", "positions"), ("reduce", "mean")])
-def test_the_same_two_cases_for_a_convolution(approx, read):
-    model = seeded_build(lambda: LinearConv(read))
-    x, y = crossed(model, noise(2, 2, 3, 3))
-    exact = empirical_block(example_rows(twin(model), ["conv"], x, y, summed_square)["conv"])
-    opt = plain_kfac(model, approx=approx)
-    train_step(opt, model, x, y, summed_square)
-    assert_close(block(opt, "conv"), exact, 1e-9)
-
-
-class Repeated(nn.Module):
-    """One linear layer called three times per forward, with a loss term per call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x):
-        return torch.stack([self.layer(x[:, s]) for s in range(3)], 1)
-
-
-def test_several_calls_with_a_loss_term_each():
-    model = seeded_build(Repeated)
-    x, y = crossed(model, noise(4, 3, 3))
+    model = seeded_build(lambda: Shared(kind, read))
+    x, y = crossed(model, noise(2, 2, 3, 3) if kind == "convolution" else noise(3, 5, 3))
     exact = empirical_block(example_rows(twin(model), ["layer"], x, y, summed_square)["layer"])
-    opt = plain_kfac(model)
+    opt = plain_kfac(model, approx=approx)
     train_step(opt, model, x, y, summed_square)
-    assert_close(block(opt, "layer"), exact, 1e-9)
+    assert_close(opt.dense_curvature("layer"), exact)
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
@@ -129,4 +88,4 @@ def test_a_single_example_with_one_position_is_exact_in_any_network(bias, approx
     opt = plain_kfac(model, approx=approx)
     train_step(opt, model, x, y, F.cross_entropy)
     for name in names:
-        assert_close(block(opt, name), exact[name], 1e-9, name)
+        assert_close(opt.dense_curvature(name), exact[name], 1e-9, name)

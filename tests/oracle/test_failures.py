@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.grid import each
 from tests.support.kfac import (
     all_factors,
     assert_close,
@@ -86,8 +87,7 @@ def test_the_last_good_factorisation_stays(monkeypatch, method, mode):
         assert_close(step, 0.1 * SOLVES[method](B, A, gradient, 1e-2), 1e-8, f"{name} recovered")
 
 
-@methods
-@modes
+@each(method=["eigen", "cholesky"], mode=["raise", "nan"])
 def test_float64_is_tried_before_giving_up(monkeypatch, method, mode):
     model, (x, y) = mlp().float(), vectors()
     faults = inject(monkeypatch, method, mode, lambda matrices: matrices.dtype == torch.float32)
@@ -120,8 +120,7 @@ def test_a_single_failure_is_repaired_by_the_next_rung(monkeypatch, method, mode
         assert_close(V, SOLVES[method](B, A, gradient, 1e-2), 1e-3, name)  # jitter is 1e-6 of the mean diagonal
 
 
-@methods
-@modes
+@each(method=["eigen", "cholesky"], mode=["raise", "nan"])
 def test_the_first_failure_leaves_a_finite_descent(monkeypatch, method, mode):
     """Nothing good yet: identity, so the step is finite, downhill and not zero."""
     model, (x, y) = mlp(), vectors()
@@ -133,8 +132,7 @@ def test_the_first_failure_leaves_a_finite_descent(monkeypatch, method, mode):
         assert float((gradient * step).sum()) > 0
 
 
-@methods
-@modes
+@each(method=["eigen", "cholesky"], mode=["raise", "nan"])
 def test_too_many_failures_in_a_row_raise_with_the_layer_s_name(monkeypatch, method, mode):
     model = nn.Sequential()
     model.add_module("encoder", mlp((4, 3)))
@@ -251,8 +249,7 @@ def test_an_overflow_in_the_very_first_statistic_leaves_the_block_without_estima
     assert_close(B, expected[1], 1e-5)
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("where", ["first", "last"])
+@each(value=[float("inf"), float("nan")], where=["first", "last"])
 def test_a_non_finite_micro_batch_skips_the_step_and_poisons_nothing(value, where):
     model = mlp()
     opt = plain_kfac(model, lr=0.1, momentum=0.9)

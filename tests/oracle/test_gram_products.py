@@ -7,26 +7,25 @@ import torch
 
 from benchmarks.counting import count
 from secondorder.linalg import dense
+from tests.support.grid import each, pairs
 
 WIDTHS = (1, 3, 31, 33, 127, 128, 129, 160, 255, 256, 257, 300, 513)
 ROWS = (1, 5, 1023, 1024, 1025, 2100)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("feature_major", [False, True])
-def test_the_sum_of_outer_products(width: int, feature_major: bool) -> None:
-    out, wanted = torch.full((width, width), torch.nan, dtype=torch.float64), torch.zeros(width, width).double()
-    out.triu_().zero_()
-    for n in ROWS:
-        rows = torch.randn(width, n, dtype=torch.float64).mT if feature_major else torch.randn(n, width).double()
-        dense.add_gram_(out, rows)
-        wanted += rows.T @ rows
-    torch.testing.assert_close(dense.mirror_upper_(out), wanted, rtol=1e-11, atol=1e-9)
+def test_the_sum_of_outer_products(feature_major: bool) -> None:
+    for width in WIDTHS:
+        out, wanted = torch.full((width, width), torch.nan, dtype=torch.float64), torch.zeros(width, width).double()
+        out.triu_().zero_()
+        for n in ROWS:
+            rows = torch.randn(width, n, dtype=torch.float64).mT if feature_major else torch.randn(n, width).double()
+            dense.add_gram_(out, rows)
+            wanted += rows.T @ rows
+        torch.testing.assert_close(dense.mirror_upper_(out), wanted, rtol=1e-11, atol=1e-9)
 
 
-@pytest.mark.parametrize("width", [2, 128, 300])
-@pytest.mark.parametrize("homogeneous", [False, True])
-@pytest.mark.parametrize("lead", [(), (3,)])
+@pairs(width=[2, 128, 300], homogeneous=[False, True], lead=[(), (3,)])
 def test_with_a_one_behind_each_row(width: int, homogeneous: bool, lead: tuple[int, ...]) -> None:
     side = width + homogeneous
     out, wanted = (torch.zeros(*lead, side, side, dtype=torch.float64) for _ in range(2))
@@ -38,8 +37,7 @@ def test_with_a_one_behind_each_row(width: int, homogeneous: bool, lead: tuple[i
     torch.testing.assert_close(dense.mirror_upper_(out), wanted, rtol=1e-11, atol=1e-9)
 
 
-@pytest.mark.parametrize("side", [1, 2, 127, 128, 129, 300])
-@pytest.mark.parametrize("lead", [(), (2,)])
+@each(side=[1, 2, 127, 128, 129, 300], lead=[(), (2,)])
 def test_the_upper_triangle_is_the_whole(side: int, lead: tuple[int, ...]) -> None:
     x = torch.randn(*lead, side, side)
     wanted = x.triu() + x.triu(1).mT

@@ -169,32 +169,17 @@ def test_a_covered_layer_without_statistics_moves_by_its_fallback():
 
 
 def test_intervals_are_read_from_their_group_at_use():
-    model = mlp()
-    opt = plain_kfac(model, lr=0.01, factor_update_steps=4, inv_update_steps=4)
-    updates = []
-    for t in range(8):
-        if t == 4:
-            opt.param_groups[0]["factor_update_steps"] = 2
-            opt.param_groups[0]["inv_update_steps"] = 2
-        train_step(opt, model, *vectors(seed=t), F.cross_entropy)
-        state = layer_state(opt, model, "0")
-        updates.append((state["factor_updates"], state["refreshes"]))
-    assert updates == [(1, 1)] * 4 + [(2, 2)] * 2 + [(3, 3)] * 2
-
-
-def test_a_changed_interval_acts_on_the_very_next_step():
+    """A changed one acts on the very next step."""
     model = mlp()
     opt = plain_kfac(model, lr=0.01)
-    train_step(opt, model, *vectors(), F.cross_entropy)
-    opt.param_groups[0].update(factor_update_steps=3, inv_update_steps=3)
     updates = []
-    for t in range(1, 7):
-        if t == 5:
-            opt.param_groups[0].update(factor_update_steps=1, inv_update_steps=1)
+    for t in range(8):
+        interval = 3 if 1 <= t < 5 else 1 if t < 6 else 2
+        opt.param_groups[0].update(factor_update_steps=interval, inv_update_steps=interval)
         train_step(opt, model, *vectors(seed=t), F.cross_entropy)
         state = layer_state(opt, model, "0")
         updates.append((state["factor_updates"], state["refreshes"]))
-    assert updates == [(1, 1), (1, 1), (2, 2), (2, 2), (3, 3), (4, 4)]
+    assert updates == [(1, 1)] * 3 + [(2, 2)] * 2 + [(3, 3)] + [(4, 4)] * 2
 
 
 def test_all_micro_batches_of_a_due_step_are_captured_and_none_of_another():
