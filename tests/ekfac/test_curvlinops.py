@@ -8,18 +8,16 @@ blocks are compared where each factor has a spectrum of simple eigenvalues (one 
 import warnings
 
 import curvlinops
-import pytest
 import torch
 from torch import nn
 
 from tests.support.ekfac import held_scales, plain_ekfac, standing, state_of
+from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, noise, twin
 from tests.support.models import convnet, images, mlp, vectors
 from tests.support.oracles.ekfac import layer_gradients, over_null_spaces, scales
 from tests.support.oracles.kfac import covered_names, objective
 from tests.support.oracles.trajectory import block_order
-
-approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])
 
 
 def corrected(model, x, y, loss, approx, fisher):
@@ -64,18 +62,17 @@ def padded(kind):
 
 
 MODELS = {"linear": linear, "conv": conv, "padded conv": padded}
-SIMPLE = ("linear", "conv")
 LIKELIHOODS = {"ce": "categorical", "mse": "gaussian"}
 # (loss, reduction, Fisher); their Gaussian Hessian of a mean over C outputs is 2/C, so exact is compared with the sum
-CASES = [
-    ("ce", "mean", "empirical"),
-    ("ce", "sum", "empirical"),
-    ("mse", "mean", "empirical"),
-    ("mse", "sum", "empirical"),
-    ("ce", "mean", "type-2"),
-    ("ce", "sum", "type-2"),
-    ("mse", "sum", "type-2"),
-]
+CASES = {
+    "ce": ("ce", "mean", "empirical"),
+    "summed ce": ("ce", "sum", "empirical"),
+    "mse": ("mse", "mean", "empirical"),
+    "summed mse": ("mse", "sum", "empirical"),
+    "exact ce": ("ce", "mean", "type-2"),
+    "exact summed ce": ("ce", "sum", "type-2"),
+    "exact summed mse": ("mse", "sum", "type-2"),
+}
 
 
 def step(opt, model, x, y, loss, fisher):
@@ -104,10 +101,9 @@ def ours(model, x, y, loss, approx, fisher, bases=None):
     return opt
 
 
-@approximations
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize(("name", "reduction", "fisher"), CASES)
-def test_scales_in_their_basis(kind, name, reduction, fisher, approx):
+@pairs(kind=list(MODELS), case=CASES, approx=["expand", "reduce"])
+def test_scales_in_their_basis(kind, case, approx):
+    name, reduction, fisher = case
     model, x, y = MODELS[kind](name)
     loss = objective(name, reduction, 3)
     plain = twin(model)
@@ -124,10 +120,9 @@ def test_scales_in_their_basis(kind, name, reduction, fisher, approx):
         assert_close(held_scales(opt, model.get_submodule(layer))[0], theirs, 1e-9, layer)
 
 
-@approximations
-@pytest.mark.parametrize("kind", SIMPLE)
-@pytest.mark.parametrize(("name", "reduction", "fisher"), CASES)
-def test_dense_blocks(kind, name, reduction, fisher, approx):
+@pairs(kind=["linear", "conv"], case=CASES, approx=["expand", "reduce"])
+def test_dense_blocks(kind, case, approx):
+    name, reduction, fisher = case
     model, x, y = MODELS[kind](name)
     loss = objective(name, reduction, 3)
     plain = twin(model)
@@ -140,8 +135,7 @@ def test_dense_blocks(kind, name, reduction, fisher, approx):
         assert_close(opt.dense_curvature(layer), dense[order][:, order], 1e-7, layer)
 
 
-@approximations
-@pytest.mark.parametrize("kind", MODELS)
+@each(kind=list(MODELS), approx=["expand", "reduce"])
 def test_the_definitions_agree_with_them(kind, approx):
     """The oracle of the other tests, judged by an implementation that it shares nothing with."""
     model, x, y = MODELS[kind]("ce")

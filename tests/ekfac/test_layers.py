@@ -10,8 +10,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,8 +23,9 @@ from tests.support.ekfac import (
     state_of,
     train_step,
 )
-from tests.support.kfac import assert_close, backward, labels, noise, twin
-from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.grid import each, pairs
+from tests.support.kfac import assert_close, labels, noise, twin
+from tests.support.models import Tokens, images, mlp, seeded_build, vectors
 from tests.support.networks import (
     CONVS,
     NORMED,
@@ -53,7 +52,7 @@ from tests.support.oracles.ekfac import (
 )
 from tests.support.oracles.kfac import covered_names
 
-few = settings(derandomize=True, max_examples=6, deadline=None)
+BIAS = {"bias": True, "no bias": False}
 
 
 def assert_definition(opt, model, plain, x, y, loss, names=None, tolerance=1e-9, factor=1.0):
@@ -81,9 +80,10 @@ def check(build, x, y, loss=squares, names=None, **keywords):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("positions", [(), (1,), (4,), (2, 3), (9,)])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("sizes", [(2, 2), (7, 6)], ids=["few features", "many features"])
+POSITIONS = {"vectors": (), "one": (1,), "four": (4,), "grid": (2, 3), "nine": (9,)}
+
+
+@pairs(positions=POSITIONS, bias=BIAS, sizes={"few features": (2, 2), "many features": (7, 6)})
 def test_linear_with_leading_dimensions(positions, bias, sizes):
     """Sizes on both sides of the rule that chooses how the squares are formed."""
     d_in, d_out = sizes
@@ -91,26 +91,32 @@ def test_linear_with_leading_dimensions(positions, bias, sizes):
     check(lambda: nn.Sequential(seeded_build(lambda: nn.Linear(d_in, d_out, bias=bias))), x, y)
 
 
-def test_tokens_in_the_batch_axis_still_belong_to_their_example():
-    check(lambda: seeded_build(Flattened), noise(4, 5, 3), noise(4, 5, 2, seed=1))
+SMALL = {  # model, inputs, targets, loss, layers
+    "tokens in the batch axis": (Flattened, noise(4, 5, 3), noise(4, 5, 2, seed=1), squares, ["inner", "outer"]),
+    # loss_terms is the business of the factors: the loss of an example is the mean over its tokens
+    "a loss per token": (Tokens, noise(4, 5, 3), labels(20, 3).view(4, 5), F.cross_entropy, ["inner", "outer"]),
+    "a mean of tokens": (
+        lambda: Tokens(read="mean"), noise(4, 5, 3), labels(4, 3), F.cross_entropy, ["inner", "outer"],
+    ),
+    "calls of unequal sizes": (RepeatedConv, *images(), F.cross_entropy, ["conv", "head"]),
+    "a token per example": (Words, TOKENS[:, 0], labels(5, 3), F.cross_entropy, ["words", "head"]),
+    "bag of sums": (lambda: Words(bag="sum"), TOKENS, labels(5, 3), F.cross_entropy, ["words", "head"]),
+    "bag of means": (lambda: Words(bag="mean"), TOKENS, labels(5, 3), F.cross_entropy, ["words", "head"]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("read", ["positions", "mean"])
-def test_a_token_mean_loss_is_the_example_s_own(read):
-    """``loss_terms`` is the business of the factors: the example's loss is the mean over its tokens."""
-    x = noise(4, 5, 3)
-    y = labels(20, 3).view(4, 5) if read == "positions" else labels(4, 3)
-    check(lambda: seeded_build(lambda: Tokens(read=read)), x, y, F.cross_entropy)
+@pytest.mark.parametrize("case", SMALL)
+def test_what_belongs_to_an_example_is_summed_before_squaring(case):
+    build, x, y, loss, names = SMALL[case]
+    check(lambda: seeded_build(build), x, y, loss, names)
 
 
 def test_tokens_as_examples():
     """s as if every token were a datum of its own: that of the flattened batch."""
     x, y = noise(4, 5, 3), labels(20, 3).view(4, 5)
-    model = seeded_build(lambda: Tokens(read="positions"))
+    model, plain = seeded_build(Tokens), seeded_build(Tokens)
     opt = measured(model, x, y, F.cross_entropy, token_is_example=True)
-    plain = seeded_build(lambda: Tokens(read="positions"))
-    tokens, targets = x.reshape(20, 1, 3), y.reshape(20, 1)
-    assert_definition(opt, model, plain, tokens, targets, F.cross_entropy)
+    assert_definition(opt, model, plain, x.reshape(20, 1, 3), y.reshape(20, 1), F.cross_entropy)
 
 
 @pytest.mark.parametrize("frozen", ["bias", "weight"])
@@ -130,53 +136,50 @@ def test_frozen_parts(frozen):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def conv_case(kind, axes, channels=(4, 4), **keywords):
+def conv_case(kind, axes, channels=(4, 4), limit=None, **keywords):
     def build():
         return nn.Sequential(seeded_build(lambda: kind(*channels, **{"kernel_size": 2, **keywords})))
 
     x = noise(3, channels[0], *SIZES[axes])
-    check(build, x, noise(*build()(x).shape, seed=1))
+    check(build, x, noise(*build()(x).shape, seed=1), max_factor_dim=limit)
 
 
-@pytest.mark.parametrize("axes", [1, 2, 3])
-@pytest.mark.parametrize("padding", [0, 1, "same", "valid"])
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-def test_padding(axes, padding, mode):
-    conv_case(CONVS[axes], axes, (2, 3), padding=padding, padding_mode=mode)
+SHAPES = {  # (channels in, channels out, groups), kernel: on both sides of the rule that chooses how squares are formed
+    "few": (2, 3, 1, 2),
+    "many": (12, 12, 1, 2),
+    "groups": (4, 4, 2, 2),
+    "depthwise": (4, 8, 4, 2),
+    "pixel": (2, 3, 1, 1),
+}
 
 
-@pytest.mark.parametrize(
-    ("axes", "stride", "dilation", "groups", "bias"),
-    [
-        *itertools.product([1], [1, 2, 3], [1, 2], [1, 2], [True, False]),
-        (2, (2, 1), (1, 2), 1, True),
-        (2, (1, 3), 2, 2, False),
-        (2, 2, 1, 4, True),
-        (3, (1, 2, 1), (1, 2, 1), 2, True),
-    ],
+@pairs(
+    lambda padding, stride, **_: not (padding == "same" and stride > 1),
+    axes=[1, 2, 3],
+    padding=[0, 1, "same", "valid"],
+    mode=["zeros", "reflect", "replicate", "circular"],
+    shape=SHAPES,
+    stride=[1, 2],
+    dilation=[1, 2],
+    bias=BIAS,
+    limit={"dense": None, "diagonal": 3},
 )
-def test_stride_dilation_and_groups(axes, stride, dilation, groups, bias):
-    conv_case(CONVS[axes], axes, stride=stride, dilation=dilation, groups=groups, bias=bias, padding=1)
+def test_convolutions(axes, padding, mode, shape, stride, dilation, bias, limit):
+    """A side above the limit has no basis."""
+    c_in, c_out, groups, kernel = shape
+    options = {"padding": padding, "padding_mode": mode, "stride": stride, "dilation": dilation, "bias": bias}
+    conv_case(CONVS[axes], axes, (c_in, c_out), limit, kernel_size=kernel, groups=groups, **options)
 
 
-@pytest.mark.parametrize("kernel", [1, (1, 3), (4, 3), (5, 4)])
-def test_kernels_from_one_pixel_to_the_whole_image(kernel):
-    conv_case(nn.Conv2d, 2, (2, 3), kernel_size=kernel)
+def test_a_kernel_of_the_whole_image():
+    conv_case(nn.Conv2d, 2, (2, 3), kernel_size=(5, 4))
 
 
-@pytest.mark.parametrize("channels", [(1, 2), (2, 6), (12, 12)])
-def test_few_and_many_channels(channels):
-    """On both sides of the rule that chooses how the squares are formed."""
-    conv_case(nn.Conv2d, 2, channels, padding=1)
-
-
-def test_depthwise():
-    conv_case(nn.Conv2d, 2, (4, 4), groups=4, kernel_size=3)
-
-
-@pytest.mark.parametrize("axes", [1, 2, 3])
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1, "output_padding": 1}, {"dilation": 2}])
+@pairs(
+    axes=[1, 2, 3],
+    groups=[1, 2],
+    options={"plain": {}, "stride": {"stride": 2, "padding": 1, "output_padding": 1}, "dilation": {"dilation": 2}},
+)
 def test_transposed(axes, groups, options):
     conv_case(TRANSPOSED[axes], axes, (2, 4), groups=groups, **options)
 
@@ -186,17 +189,11 @@ def test_transposed(axes, groups, options):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["one module", "two modules"])
-@pytest.mark.parametrize("times", [2, 3])
-@pytest.mark.parametrize("tokens", [False, True])
+@pairs(tied={"one module": False, "two modules": True}, times=[2, 3], tokens=[False, True])
 def test_uses_of_a_weight_are_summed_before_squaring(tied, times, tokens):
     x = noise(5, 3, 4) if tokens else noise(5, 4)
     y = labels(5, 3)
     check(lambda: seeded_build(lambda: Repeated(tied, times)), x, y, F.cross_entropy, ["layer", "head"])
-
-
-def test_calls_with_unequal_numbers_of_positions():
-    check(lambda: seeded_build(RepeatedConv), *images(), F.cross_entropy)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -216,18 +213,6 @@ def test_embedding(padding_idx):
     assert s.shape == (1, 3, 6)  # [n_g, n_a]: the gradient transposed
     if padding_idx is not None:
         assert not s[..., padding_idx].any()
-
-
-def test_embedding_of_one_token_per_example():
-    def build():
-        return seeded_build(Words)
-
-    check(build, TOKENS[:, 0], labels(5, 3), F.cross_entropy, ["words", "head"])
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_embedding_bag(mode):
-    check(lambda: seeded_build(lambda: Words(bag=mode)), TOKENS, labels(5, 3), F.cross_entropy, ["words", "head"])
 
 
 def test_dense_curvature_of_an_embedding_is_in_the_order_of_its_weight():
@@ -283,8 +268,7 @@ def test_examples_on_the_second_axis():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", NORMED)
-@pytest.mark.parametrize("curvature", ["unit", "diagonal"])
+@each(kind=NORMED.keys(), curvature=["unit", "diagonal"])
 def test_norm_layers_have_the_exact_block_of_a_unit(kind, curvature):
     """K-FAC's block of a unit is exact already, so EK-FAC's is the same one."""
     build, data = NORMED[kind]
@@ -338,15 +322,6 @@ def test_a_side_above_the_limit_has_the_identity_for_a_basis(limit, sides):
         assert_close(V, gradient / (G.square().mean(0) + 1e-2), 1e-9)
 
 
-@pytest.mark.parametrize("axes", [1, 2])
-def test_a_diagonal_side_of_a_grouped_convolution(axes):
-    def build():
-        return nn.Sequential(seeded_build(lambda: CONVS[axes](4, 4, 2, groups=2)))
-
-    x = noise(3, 4, *SIZES[axes])
-    check(build, x, noise(*build()(x).shape, seed=1), max_factor_dim=3)
-
-
 @pytest.mark.parametrize("kept", [1, 3, 5, 6, 99])
 def test_a_part_of_the_examples_is_a_mean_over_distinct_ones(kept):
     model, (x, y) = mlp((4, 3)), vectors(6)
@@ -375,92 +350,6 @@ def test_parts_of_the_examples_are_unbiased():
 # How the batch came in
 # ---------------------------------------------------------------------------------------------------------------------
 
-BATCHES = {
-    "mlp": (lambda: mlp((4, 5, 3)), vectors),
-    "convnet": (lambda: convnet(stride=2, padding=1), images),
-    "tokens": (lambda: seeded_build(lambda: Tokens(read="mean")), lambda n: (noise(n, 5, 3), vectors(n)[1])),
-}
-kinds = pytest.mark.parametrize("kind", BATCHES)
-
-
-def result(model, batches, scaler=None, **keywords):
-    """Dense blocks after two steps over ``batches`` of (x, y, loss) without moving."""
-    opt = plain_ekfac(model, **keywords)
-    with standing(opt):
-        for _ in range(2):
-            opt.zero_grad()
-            for x, y, loss in batches:
-                value = loss(model(x), y)
-                (value if scaler is None else scaler.scale(value)).backward()
-            if scaler is None:
-                opt.step()
-            else:
-                scaler.step(opt)
-                scaler.update()
-    return {name: opt.dense_curvature(name) for name in covered_names(model)}
-
-
-def assert_same(found, expected, tolerance=1e-7):
-    for name, dense in expected.items():
-        assert_close(found[name], dense, tolerance, name)
-
-
-def sum_loss(outputs, targets):
-    return F.cross_entropy(outputs, targets, reduction="sum")
-
-
-@kinds
-def test_a_summed_loss_has_the_same_block_per_datum(kind):
-    build, data = BATCHES[kind]
-    x, y = data(8)
-    assert_same(
-        result(build(), [(x, y, sum_loss)], loss_reduction="sum"),
-        result(build(), [(x, y, F.cross_entropy)]),
-    )
-
-
-@kinds
-@pytest.mark.parametrize("parts", [2, 4])
-def test_equal_micro_batches(kind, parts):
-    build, data = BATCHES[kind]
-    x, y = data(8)
-    cut = [
-        (a, b, lambda o, t: F.cross_entropy(o, t) / parts) for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True)
-    ]
-    assert_same(result(build(), cut), result(build(), [(x, y, F.cross_entropy)]))
-
-
-@kinds
-def test_unequal_micro_batches_with_properly_weighted_losses(kind):
-    build, data = BATCHES[kind]
-    x, y = data(8)
-    cut = [(x[a:b], y[a:b], lambda o, t, share=(b - a) / 8: F.cross_entropy(o, t) * share) for a, b in ((0, 5), (5, 8))]
-    assert_same(result(build(), cut), result(build(), [(x, y, F.cross_entropy)]))
-
-
-@few
-@given(st.sampled_from(sorted(BATCHES)), st.integers(2, 4), st.booleans())
-def test_a_replicated_or_reordered_batch(kind, times, reduced):
-    build, data = BATCHES[kind]
-    x, y = data(5)
-    order = torch.randperm(5 * times, generator=torch.Generator().manual_seed(times))
-    many = torch.cat([x] * times)[order], torch.cat([y] * times)[order]
-    approx = "reduce" if reduced else "expand"
-    assert_same(
-        result(build(), [(*many, F.cross_entropy)], approx=approx),
-        result(build(), [(x, y, F.cross_entropy)], approx=approx),
-    )
-
-
-@few
-@given(st.sampled_from(sorted(BATCHES)), st.integers(0, 20))
-def test_loss_scale_of_a_grad_scaler(kind, exponent):
-    build, data = BATCHES[kind]
-    x, y = data(5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**exponent)
-    found = result(build(), [(x, y, F.cross_entropy)], scaler, grad_scaler=scaler)
-    assert_same(found, result(build(), [(x, y, F.cross_entropy)]))
-
 
 @pytest.mark.parametrize("outputs", [2, 3])
 @pytest.mark.parametrize("loss", ["mse", "bce"])
@@ -477,23 +366,6 @@ def test_a_mean_over_outputs_multiplies_by_their_number(loss, outputs):
         assert_close(opt.dense_curvature(name), other.dense_curvature(name) / outputs, 1e-7)
 
 
-@pytest.mark.parametrize("damping", [1e-3, 10.0])
-def test_a_damping_means_the_same_for_one_batch_of_32_and_four_of_8(damping):
-    x, y = vectors(32)
-    found = []
-    for parts in (1, 4):
-        model = mlp()
-        opt = plain_ekfac(model, damping=damping)
-        for lr in (0.0, 1.0):
-            opt.param_groups[0]["lr"] = lr
-            opt.zero_grad()
-            for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
-                backward(model, a, b, F.cross_entropy, 1 / parts)
-            opt.step()
-        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert_close(found[1], found[0], 1e-9)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory layouts and what models do around their layers
 # ---------------------------------------------------------------------------------------------------------------------
@@ -507,17 +379,19 @@ def test_in_place_activations_and_views_change_nothing(options):
     assert_definition(opt, model, around(), x, y, F.cross_entropy)
 
 
-@pytest.mark.parametrize("layout", ["channels_last", "transposed", "strided", "expanded"])
+LAYOUTS = {
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "strided": lambda x: torch.stack([x, x], -1)[..., 0],
+    "expanded": lambda x: x[:, :, :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_layouts_of_the_input(layout):
     x, y = images()
-    changed = {
-        "channels_last": lambda: x.contiguous(memory_format=torch.channels_last),
-        "transposed": lambda: x.transpose(2, 3).contiguous().transpose(2, 3),
-        "strided": lambda: torch.stack([x, x], -1)[..., 0],
-        "expanded": lambda: x[:, :, :1].expand_as(x),
-    }[layout]()
-    model = around()
-    if layout == "channels_last":
+    changed, model = LAYOUTS[layout](x), around()
+    if layout == "channels last":
         model = model.to(memory_format=torch.channels_last)
     opt = measured(model, changed, y, F.cross_entropy)
     assert_definition(opt, model, around(), changed.contiguous(), y, F.cross_entropy)

@@ -130,30 +130,6 @@ def test_a_replicated_batch_counts_as_more_examples(times):
     assert_close(many.dense_curvature("0"), times * once, 1e-8)
 
 
-@pytest.mark.parametrize("reduction", ["micro", "sum", "scaler"])
-def test_the_same_batch_in_other_forms(reduction):
-    x, y = vectors(8)
-    expected = measured(mlp(), x, y, F.cross_entropy, estimator="running").dense_curvature("0")
-    model = mlp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if reduction == "scaler" else None
-    opt = running(model, loss_reduction="sum" if reduction == "sum" else "mean", grad_scaler=scaler)
-    with standing(opt):
-        for _ in range(2):
-            opt.zero_grad()
-            if reduction == "micro":
-                for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
-                    backward(model, a, b, F.cross_entropy, 1 / 4)
-                opt.step()
-            elif reduction == "sum":
-                backward(model, x, y, lambda o, t: F.cross_entropy(o, t, reduction="sum"))
-                opt.step()
-            else:
-                scaler.scale(F.cross_entropy(model(x), y)).backward()
-                scaler.step(opt)
-                scaler.update()
-    assert_close(opt.dense_curvature("0"), expected, 1e-8)
-
-
 @builds
 def test_direction_is_the_dense_solve(kind):
     build, data = BUILDS[kind]

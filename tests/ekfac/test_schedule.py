@@ -17,20 +17,18 @@ from tests.support.ekfac import (
     state_of,
     train_step,
 )
+from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, backward, noise
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
 from tests.support.oracles.ekfac import (
     Reference,
     diagonal_in,
-    eigenbasis,
     exact_fisher,
-    frobenius,
     layer_gradients,
     operator,
     scales,
     solve,
 )
-from tests.support.oracles.kfac import expected_factors
 
 modes = pytest.mark.parametrize("basis_update", ["eigh", "qr"])
 
@@ -96,18 +94,22 @@ def follow(opt, model, references, dues, lr=0.05, data=regression):
             reference.step(plain, x, y, F.mse_loss, dues(t, j))
         moved = next_directions(opt, model, x, y, F.mse_loss, [reference.name for reference in references])
         for reference in references:
-            name, fisher = reference.name, reference.operator()
+            name, fisher, state = (
+                reference.name,
+                reference.operator(),
+                state_of(opt, model.get_submodule(reference.name)),
+            )
             gradient, change = moved[name]
             assert_close(opt.dense_curvature(name), fisher, 1e-7, f"{name} at {t}")
             assert_close(change, lr * solve(fisher, gradient, 1e-2), 1e-7, f"{name} at {t}")
-            if reference.W_s:
-                held = float(state_of(opt, model.get_submodule(name))["scale_weight"])
-                assert held == pytest.approx(reference.W_s, rel=1e-12)
+            assert float(state["scale_weight"]) == pytest.approx(reference.W_s, rel=1e-12)
 
 
-@pytest.mark.parametrize("estimator", ["intra", "running"])
-@pytest.mark.parametrize("decays", [(0.95, None), (0.5, 0.8), (0.9, 0.0)])
-@pytest.mark.parametrize("steps", [(1, 1, 1), (2, 1, 4), (2, 3, 6), (3, 2, 3)])
+@pairs(
+    steps=[(1, 1, 1), (2, 1, 4), (2, 3, 6), (3, 2, 3)],
+    decays=[(0.95, None), (0.5, 0.8), (0.9, 0.0)],
+    estimator=["intra", "running"],
+)
 def test_average_refresh_and_transport_against_a_dense_restatement(steps, decays, estimator):
     model = network()
     keywords = dict(zip(("factor_update_steps", "scale_update_steps", "inv_update_steps"), steps, strict=True))
@@ -116,23 +118,44 @@ def test_average_refresh_and_transport_against_a_dense_restatement(steps, decays
     follow(opt, model, references, lambda t, j: due(t, *steps))
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3])
-def test_sides_that_stay_diagonal_through_refreshes(limit):
-    """Of (4, 4) and (2, 5): both sides diagonal, one, both; the identity moves nothing on its side."""
+RESTATED = {  # options, what the reference of each layer knows of them, what is due for block j at step t
+    # of sides (4, 4) and (2, 5): both sides diagonal, one, both; the identity moves nothing on its side
+    "diagonal beyond 1": ({"max_factor_dim": 1, "inv_update_steps": 2}, {"limit": 1}, lambda t, j: due(t, 1, 1, 2)),
+    "diagonal beyond 2": ({"max_factor_dim": 2, "inv_update_steps": 2}, {"limit": 2}, lambda t, j: due(t, 1, 1, 2)),
+    "diagonal beyond 3": ({"max_factor_dim": 3, "inv_update_steps": 2}, {"limit": 3}, lambda t, j: due(t, 1, 1, 2)),
+    "weights that count updates": (
+        {"factor_decay": 0.8, "weighting": "update", "inv_update_steps": 3},
+        {"factor_decay": 0.8, "weighting": "update"},
+        lambda t, j: due(t, 1, 1, 3),
+    ),
+    # the second of two blocks refreshes half an interval later; its scales do not wait
+    "stagger": (
+        {"stagger": True, "inv_update_steps": 4}, {}, lambda t, j: "fs" + "r" * (t == 0 or (t - 2 * j) % 4 == 0),
+    ),
+    "warm-up": (
+        {"refresh_warmup": True, "factor_update_steps": 4, "inv_update_steps": 16},
+        {},
+        lambda t, j: "fs" + "r" * (t in (0, 1, 2, 4, 8)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RESTATED)
+def test_options_of_the_schedule_against_the_restatement(case):
+    options, known, dues = RESTATED[case]
     model = network()
-    opt = plain_ekfac(model, lr=0.05, max_factor_dim=limit, inv_update_steps=2)
-    references = [Reference(name, limit=limit) for name in ("0", "2")]
-    follow(opt, model, references, lambda t, j: due(t, 1, 1, 2))
-
-
-def sequences(n=8, seed=0):
-    return noise(n, 4, 6, seed=seed), noise(n, 4, 5, seed=seed + 100)
+    opt = plain_ekfac(model, lr=0.05, **options)
+    follow(opt, model, [Reference(name, **known) for name in ("0", "2")], dues)
 
 
 @pytest.mark.parametrize("estimator", ["intra", "running"])
 def test_every_group_of_a_convolution_moves_with_its_own_basis(estimator):
     model = nn.Sequential(seeded_build(lambda: nn.Conv1d(4, 4, 2, groups=2)))
     opt = plain_ekfac(model, lr=0.05, inv_update_steps=2, estimator=estimator)
+
+    def sequences(n, seed):
+        return noise(n, 4, 6, seed=seed), noise(n, 4, 5, seed=seed + 100)
+
     follow(opt, model, [Reference("0", estimator=estimator)], lambda t, j: due(t, 1, 1, 2), data=sequences)
 
 
@@ -147,56 +170,6 @@ def test_groups_of_parameters_keep_intervals_of_their_own():
     follow(opt, model, references, lambda t, j: due(t, 1, (2, 3)[j], 4))
 
 
-def test_weights_that_count_updates():
-    model = network()
-    opt = plain_ekfac(model, lr=0.05, factor_decay=0.8, weighting="update", inv_update_steps=3)
-    references = [Reference(name, 0.8, weighting="update") for name in ("0", "2")]
-    follow(opt, model, references, lambda t, j: due(t, 1, 1, 3))
-
-
-def test_staggered_blocks_have_the_sequence_of_their_own_phase():
-    """The second of two blocks refreshes half an interval later; its scales do not wait."""
-    model = network()
-    opt = plain_ekfac(model, lr=0.05, stagger=True, inv_update_steps=4)
-    references = [Reference(name) for name in ("0", "2")]
-    follow(opt, model, references, lambda t, j: "fs" + "r" * (t == 0 or (t - 2 * j) % 4 == 0))
-
-
-def test_a_warm_up_refreshes_at_powers_of_two():
-    model = network()
-    opt = plain_ekfac(
-        model, lr=0.05, refresh_warmup=True, factor_update_steps=4, scale_update_steps=1, inv_update_steps=16
-    )
-    references = [Reference(name) for name in ("0", "2")]
-    follow(opt, model, references, lambda t, j: "fs" + "r" * (t in (0, 1, 2, 4, 8)))
-
-
-@pytest.mark.parametrize("estimator", ["intra", "running"])
-@pytest.mark.parametrize("interval", [1, 2, 3])
-def test_scales_are_renewed_at_multiples_of_their_interval_only(estimator, interval):
-    model = network()
-    opt = plain_ekfac(model, lr=0.01, scale_update_steps=interval, inv_update_steps=100, estimator=estimator)
-    seen = []
-    for t in range(8):
-        before = snapshot(opt, model[0])
-        train_step(opt, model, *regression(seed=t), F.mse_loss)
-        if t and not unchanged(opt, model[0], before):
-            assert state_of(opt, model[0])["scale_updates"] == before["scale_updates"] + 1
-            seen.append(t)
-    assert seen == [t for t in range(1, 8) if t % interval == 0]
-
-
-@pytest.mark.parametrize(("factors", "refresh"), [(1, 2), (2, 4), (3, 3)])
-def test_factors_and_bases_keep_their_own_intervals(factors, refresh):
-    model = network()
-    opt = plain_ekfac(model, lr=0.01, factor_update_steps=factors, inv_update_steps=refresh)
-    for t in range(9):
-        train_step(opt, model, *regression(seed=t), F.mse_loss)
-        state = state_of(opt, model[0])
-        assert state["factor_updates"] == t // factors + 1
-        assert state["refreshes"] == t // refresh + 1
-
-
 def test_steps_without_a_due_update_leave_the_scales_bit_identical():
     """Also those on which the factors are due: λ is never added in place."""
     model = network()
@@ -209,17 +182,6 @@ def test_steps_without_a_due_update_leave_the_scales_bit_identical():
         assert unchanged(opt, model[0], before)
         assert unchanged(opt, model[0], before, ("basis_a", "basis_g"))
     assert not unchanged(opt, model[0], before, ("factor_a", "factor_updates"))
-
-
-def test_a_changed_interval_acts_on_the_next_step():
-    model = network()
-    opt = plain_ekfac(model, lr=0.01)
-    counts = []
-    for t in range(8):
-        opt.param_groups[0]["scale_update_steps"] = 1 if t in (0, 1, 2, 6, 7) else 100
-        train_step(opt, model, *regression(seed=t), F.mse_loss)
-        counts.append(state_of(opt, model[0])["scale_updates"])
-    assert counts == [0, 1, 2, 2, 2, 2, 3, 4]
 
 
 def test_damping_is_read_at_every_step():
@@ -297,8 +259,7 @@ def test_recompute_takes_this_batch_in_the_new_basis():
     assert float(state_of(opt, model[0])["scale_weight"]) == 12
 
 
-@pytest.mark.parametrize("transport", ["project", "none"])
-@modes
+@each(transport=["project", "none"], basis_update=["eigh", "qr"])
 def test_the_sum_of_the_scales_survives_any_refresh(transport, basis_update):
     """With β = 1 it is the pooled trace of the exact blocks, whatever happened to the basis in between."""
     model, plain = network(), network()
@@ -333,63 +294,9 @@ def test_a_degenerate_factor_does_not_lose_what_was_learnt():
     assert float(held_scales(opt, model[0]).sum()) == pytest.approx(sum(traces) / len(traces), rel=1e-9)
 
 
-@modes
-def test_on_stationary_data_the_scatter_of_the_scales_falls_across_refreshes(basis_update):
-    """An average that restarts at every refresh would stay as noisy as one batch."""
-    population = noise(400, 3, seed=7), noise(400, 2, seed=8)
-    plain = network()
-    G = layer_gradients(plain, "0", *population, F.mse_loss)
-    A, B = expected_factors(plain, *population, F.mse_loss)["0"]
-    bases = eigenbasis(B)[1], eigenbasis(A)[1]
-    exact = operator(bases[0], scales(G, *bases), bases[1])
-    last = {}
-    for decay in (1.0, 0.0):
-        model = network()
-        opt = plain_ekfac(model, factor_decay=1.0, scale_decay=decay, inv_update_steps=2, basis_update=basis_update)
-        errors = []
-        with standing(opt):
-            for t in range(40):
-                part = slice(10 * t, 10 * t + 10)
-                train_step(opt, model, population[0][part], population[1][part], F.mse_loss)
-                errors.append(frobenius(opt.dense_curvature("0") - exact) / frobenius(exact))
-        last[decay] = sum(errors[-5:]) / 5
-    assert last[1.0] < 0.2  # the bases of the first refreshes were rough
-    assert last[1.0] < 0.4 * last[0.0]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The cheap basis update
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def spread(n=12, seed=0):
-    """Features of very unequal size, so that orthogonal iteration converges in a few sweeps."""
-    x, y = noise(n, 3, seed=seed), noise(n, 2, seed=seed + 100)
-    return x * torch.tensor([5.0, 1.0, 0.2]), y * torch.tensor([3.0, 0.3])
-
-
-def test_repeated_cheap_updates_reach_the_eigenbasis():
-    """The basis of another batch, then sweeps on this one: the operator becomes that of its eigenbasis."""
-    model, plain = nn.Sequential(seeded_build(lambda: nn.Linear(3, 2))), nn.Sequential()
-    plain = copy.deepcopy(model)
-    opt = plain_ekfac(
-        model, factor_decay=0.0, inv_update_steps=1, basis_update="qr", full_every=10**6, transport="project"
-    )
-    x, y = spread(seed=3)
-    G = layer_gradients(plain, "0", x, y, F.mse_loss)
-    A, B = expected_factors(plain, x, y, F.mse_loss)["0"]
-    bases = eigenbasis(B)[1], eigenbasis(A)[1]
-    exact = operator(bases[0], scales(G, *bases), bases[1])
-    errors = []
-    with standing(opt):
-        train_step(opt, model, *spread(seed=1), F.mse_loss)
-        for _ in range(60):
-            train_step(opt, model, x, y, F.mse_loss)
-            errors.append(frobenius(opt.dense_curvature("0") - exact) / frobenius(exact))
-    assert errors[0] > 1e-3, "the start was no start"
-    assert errors[-1] < 1e-6
-    for Q in held_bases(opt, model[0]):
-        assert_close(Q.mT @ Q, torch.eye(Q.shape[-1], dtype=Q.dtype)[None], 1e-10)
 
 
 def test_a_cheap_update_is_one_sweep_from_the_last_basis():
@@ -460,20 +367,6 @@ def test_every_so_many_cheap_updates_is_a_full_one():
         rotated = Q.mT @ factor @ Q
         full.append(float((rotated - torch.diag(rotated.diagonal())).abs().max()) < 1e-10 * float(rotated.abs().max()))
     assert full == [True, False, False, True, False, False, True]
-
-
-def test_cheap_bases_stay_orthonormal_over_many_updates_and_null_directions():
-    """float32, a dead feature and logits whose gradients sum to zero."""
-    model = mlp((5, 4, 3)).float()
-    opt = plain_ekfac(model, lr=0.0, inv_update_steps=1, basis_update="qr", full_every=10**6, factor_decay=0.5)
-    for t in range(100):
-        x, y = vectors(8, 5, seed=t)
-        x[:, 2:4] = 0.0
-        train_step(opt, model, x.float(), y, F.cross_entropy)
-    for layer in (model[0], model[2]):
-        for Q in held_bases(opt, layer):
-            identity = torch.eye(Q.shape[-1])[None]
-            assert float((Q.mT @ Q - identity).abs().max()) < 1e-5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -673,31 +566,3 @@ def test_a_discarded_backward_leaves_no_squares_behind():
             train_step(opt, model, *regression(seed=t), F.mse_loss)
         found.append(opt.dense_curvature("0"))
     assert torch.equal(*found)
-
-
-def test_state_holds_tensors_and_numbers_of_the_documented_shapes():
-    model, (x, y) = convnet(), images()
-    opt = plain_ekfac(model)
-    measure(opt, model, x, y, F.cross_entropy)
-    for layer, shape in ((model.first, (3, 19)), (model.second, (4, 12)), (model.head, (3, 5))):
-        state = state_of(opt, layer)
-        assert state["scale"].shape == shape
-        assert state["scale_weight"].dtype == torch.float64
-        assert state["scale_weight"].shape == ()
-        assert type(state["scale_updates"]) is int
-        assert all(isinstance(value, torch.Tensor | int) for value in state.values())
-
-
-def test_resume_between_refreshes_is_bit_exact():
-    models = [network(), network()]
-    opts = [plain_ekfac(model, lr=0.05, momentum=0.9, inv_update_steps=4, scale_update_steps=2) for model in models]
-    for t in range(3):
-        train_step(opts[0], models[0], *regression(seed=t), F.mse_loss)
-    models[1].load_state_dict(models[0].state_dict())
-    opts[1].load_state_dict(copy.deepcopy(opts[0].state_dict()))
-    for t in range(3, 9):
-        for opt, model in zip(opts, models, strict=True):
-            train_step(opt, model, *regression(seed=t), F.mse_loss)
-    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(p, q)
-    assert torch.equal(opts[0].dense_curvature("0"), opts[1].dense_curvature("0"))

@@ -1,168 +1,155 @@
-"""What the factors and the direction must not depend on: how a batch is cut, ordered, repeated, reduced or scaled."""
+"""What curvature and directions must not depend on: how a batch is cut, ordered, repeated, reduced or scaled."""
 
-import pytest
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.kfac import all_factors, assert_close, assert_factors, backward, directions, noise, plain_kfac
+from tests.support.ekfac import plain_ekfac, standing
+from tests.support.grid import pairs
+from tests.support.kfac import all_factors, assert_close, noise, plain_kfac
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.kfac import covered_names, layer_values
 
-few = settings(derandomize=True, max_examples=6, deadline=None)
-APPROX = st.sampled_from(["expand", "reduce"])
+few = settings(derandomize=True, max_examples=8, deadline=None)
+METHODS = {
+    "kfac": plain_kfac,
+    "ekfac": plain_ekfac,
+    "running": partial(plain_ekfac, estimator="running"),
+}
 BUILDS = {
     "mlp": (lambda: mlp((4, 5, 3)), vectors),
     "convnet": (lambda: convnet(stride=2, padding=1), images),
     "tokens": (lambda: seeded_build(lambda: Tokens(read="mean")), lambda n: (noise(n, 5, 3), vectors(n)[1])),
 }
+METHOD, BUILD = st.sampled_from(list(METHODS)), st.sampled_from(list(BUILDS))
+APPROX, SIZES = st.sampled_from(["expand", "reduce"]), st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
-def result(model, batches, approx="expand", **keywords):
-    """(factors, directions) after one step over ``batches`` of (x, y, loss)."""
-    opt = plain_kfac(model, approx=approx, **keywords)
+def summed(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+def take_step(opt, model, batches, scaler=None, unscale=False):
+    opt.zero_grad()
     for x, y, loss in batches:
-        backward(model, x, y, loss)
-    moved = directions(opt, model)
-    return all_factors(opt, model), {name: V for name, (_, V) in moved.items()}
-
-
-def assert_same(one, other, tolerance=1e-9):
-    assert_factors(one[0], other[0], tolerance)
-    for name, V in other[1].items():
-        assert_close(one[1][name], V, 100 * tolerance, f"V of {name}")
-
-
-@pytest.mark.parametrize("kind", BUILDS)
-@pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_equal_micro_batches_with_the_loss_over_their_number(kind, parts, approx):
-    build, data = BUILDS[kind]
-    x, y = data(8)
-    whole = result(build(), [(x, y, F.cross_entropy)], approx)
-    cut = [
-        (a, b, lambda out, target: F.cross_entropy(out, target) / parts)
-        for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True)
-    ]
-    assert_same(result(build(), cut, approx), whole)
-
-
-@few
-@given(st.sampled_from(sorted(BUILDS)), APPROX, st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_unequal_micro_batches_with_properly_weighted_losses(kind, approx, sizes):
-    build, data = BUILDS[kind]
-    x, y = data(sum(sizes))
-    whole = result(build(), [(x, y, F.cross_entropy)], approx)
-    cut = [
-        (a, b, lambda out, target: F.cross_entropy(out, target, reduction="sum") / len(x))
-        for a, b in zip(x.split(sizes), y.split(sizes), strict=True)
-    ]
-    assert_same(result(build(), cut, approx), whole)
-
-
-@few
-@given(st.sampled_from(sorted(BUILDS)), APPROX, st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_unequal_micro_batches_of_a_summed_loss(kind, approx, sizes):
-    build, data = BUILDS[kind]
-    x, y = data(sum(sizes))
-
-    def summed(out, target):
-        return F.cross_entropy(out, target, reduction="sum")
-
-    whole = result(build(), [(x, y, summed)], approx, loss_reduction="sum")
-    cut = [(a, b, summed) for a, b in zip(x.split(sizes), y.split(sizes), strict=True)]
-    assert_same(result(build(), cut, approx, loss_reduction="sum"), whole)
-
-
-@few
-@given(st.sampled_from(sorted(BUILDS)), APPROX, st.permutations(range(6)))
-def test_permutation_of_the_examples(kind, approx, order):
-    build, data = BUILDS[kind]
-    x, y = data(6)
-    whole = result(build(), [(x, y, F.cross_entropy)], approx)
-    assert_same(result(build(), [(x[list(order)], y[list(order)], F.cross_entropy)], approx), whole)
-
-
-@few
-@given(st.sampled_from(sorted(BUILDS)), APPROX, st.integers(2, 4))
-def test_replication_of_the_batch(kind, approx, times):
-    build, data = BUILDS[kind]
-    x, y = data(3)
-    whole = result(build(), [(x, y, F.cross_entropy)], approx)
-    repeated = (x.repeat(times, *[1] * (x.ndim - 1)), y.repeat(times), F.cross_entropy)
-    assert_same(result(build(), [repeated], approx), whole)
-
-
-@few
-@given(st.sampled_from(sorted(BUILDS)), APPROX, st.integers(1, 7))
-def test_mean_and_summed_loss_have_one_curvature(kind, approx, n):
-    build, data = BUILDS[kind]
-    x, y = data(n)
-    mean = result(build(), [(x, y, F.cross_entropy)], approx)
-    total = result(build(), [(x, y, lambda o, t: F.cross_entropy(o, t, reduction="sum"))], approx, loss_reduction="sum")
-    assert_factors(total[0], mean[0])
-    for name, V in mean[1].items():
-        assert_close(total[1][name], n * V, 1e-8, name)  # F is per datum; the gradient is N times as large
-
-
-@few
-@given(st.sampled_from(sorted(BUILDS)), APPROX, st.integers(0, 20), st.booleans())
-def test_loss_scale_of_a_grad_scaler(kind, approx, exponent, unscale):
-    build, data = BUILDS[kind]
-    x, y = data(5)
-    whole = result(build(), [(x, y, F.cross_entropy)], approx)
-    model = build()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**exponent)
-    opt = plain_kfac(model, approx=approx, grad_scaler=scaler)
-    before = [p.detach().clone() for p in model.parameters()]
-    scaler.scale(F.cross_entropy(model(x), y)).backward()
+        value = loss(model(x), y)
+        (value if scaler is None else scaler.scale(value)).backward()
+    if scaler is None:
+        opt.step()
+        return
     if unscale:
         scaler.unscale_(opt)
         nn.utils.clip_grad_norm_(model.parameters(), 1e6)
     scaler.step(opt)
     scaler.update()
-    assert_factors(all_factors(opt, model), whole[0], 1e-12)
-    plain = build()
-    result(plain, [(x, y, F.cross_entropy)], approx)
-    for p, q, start in zip(model.parameters(), plain.parameters(), before, strict=True):
-        assert_close(p.detach() - start, q.detach() - start, 1e-9)
 
 
-@pytest.mark.parametrize("damping", [1e-3, 1e-1, 10.0])
-def test_a_damping_means_the_same_for_one_batch_of_64_and_four_of_16(damping):
-    x, y = vectors(64)
-    whole = result(mlp(), [(x, y, F.cross_entropy)], damping=damping)
-    cut = [(a, b, lambda o, t: F.cross_entropy(o, t) / 4) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)]
-    assert_same(result(mlp(), cut, damping=damping), whole)
+def result(method, model, batches, approx="expand", unscale=False, **keywords):
+    """What is known of every layer after two steps over ``batches`` of (x, y, loss) at one place, and the next step."""
+    opt = METHODS[method](model, approx=approx, **keywords)
+    scaler, names = keywords.get("grad_scaler"), covered_names(model)
+    with standing(opt):
+        for _ in range(2):
+            take_step(opt, model, batches, scaler, unscale)
+    before = {name: layer_values(model.get_submodule(name)) for name in names}
+    take_step(opt, model, batches, scaler, unscale)
+    if method == "kfac":
+        known = {
+            f"{side} of {name}": X
+            for name, AB in all_factors(opt, model).items()
+            for side, X in zip("AB", AB, strict=True)
+        }
+    else:
+        known = {name: opt.dense_curvature(name) for name in names}
+    return known, {name: before[name] - layer_values(model.get_submodule(name)) for name in names}
+
+
+def assert_same(one, other, times=1, tolerance=None):
+    """Factors to ``1e-9``; dense curvature, which is made of eigenvectors, to ``1e-7``."""
+    for name, value in other[0].items():
+        assert_close(one[0][name], value, tolerance or (1e-9 if " of " in name else 1e-7), name)
+    for name, V in other[1].items():
+        assert_close(one[1][name], times * V, 1e-7, f"V of {name}")
+
+
+@pairs(method=METHODS.keys(), kind=BUILDS.keys(), parts=[2, 4], approx=["expand", "reduce"], damping=[1e-2, 10.0])
+def test_equal_micro_batches_have_their_losses_divided_by_their_number(method, kind, parts, approx, damping):
+    """A damping means the same for one batch of 8 and four of 2."""
+    build, data = BUILDS[kind]
+    x, y = data(8)
+    cut = [
+        (a, b, lambda o, t: F.cross_entropy(o, t) / parts) for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True)
+    ]
+    whole = result(method, build(), [(x, y, F.cross_entropy)], approx, damping=damping)
+    assert_same(result(method, build(), cut, approx, damping=damping), whole)
+
+
+@few
+@given(METHOD, BUILD, APPROX, SIZES, st.booleans())
+def test_unequal_micro_batches_of_weighted_means_or_of_sums(method, kind, approx, sizes, mean):
+    build, data = BUILDS[kind]
+    x, y = data(sum(sizes))
+    loss, share = (F.cross_entropy, len(x)) if mean else (summed, 1)
+    cut = [(a, b, lambda o, t: summed(o, t) / share) for a, b in zip(x.split(sizes), y.split(sizes), strict=True)]
+    keywords = {"approx": approx, "loss_reduction": "mean" if mean else "sum"}
+    assert_same(result(method, build(), cut, **keywords), result(method, build(), [(x, y, loss)], **keywords))
+
+
+@few
+@given(METHOD, BUILD, APPROX, st.integers(1, 3), st.randoms(use_true_random=False))
+def test_a_reordered_or_repeated_batch(method, kind, approx, times, random):
+    """The running estimate of EK-FAC grows with the number of examples, as documented."""
+    build, data = BUILDS[kind]
+    x, y = data(5)
+    times = 1 if method == "running" else times
+    order = random.sample(range(5 * times), 5 * times)
+    many = torch.cat([x] * times)[order], torch.cat([y] * times)[order], F.cross_entropy
+    assert_same(result(method, build(), [many], approx), result(method, build(), [(x, y, F.cross_entropy)], approx))
+
+
+@few
+@given(METHOD, BUILD, APPROX, st.integers(1, 7))
+def test_mean_and_summed_loss_have_one_curvature(method, kind, approx, n):
+    """It is per datum; the gradient of the sum is N times as large."""
+    build, data = BUILDS[kind]
+    x, y = data(n)
+    mean = result(method, build(), [(x, y, F.cross_entropy)], approx)
+    assert_same(result(method, build(), [(x, y, summed)], approx, loss_reduction="sum"), mean, times=n)
+
+
+@few
+@given(METHOD, BUILD, APPROX, st.integers(0, 20), st.booleans())
+def test_the_scale_of_a_grad_scaler(method, kind, approx, exponent, unscale):
+    build, data = BUILDS[kind]
+    x, y = data(5)
+    batches = [(x, y, F.cross_entropy)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**exponent)
+    found = result(method, build(), batches, approx, unscale, grad_scaler=scaler)
+    assert_same(found, result(method, build(), batches, approx), tolerance=1e-12 if method == "kfac" else 1e-9)
 
 
 def test_a_short_window_counts_what_it_holds_and_leaks_nothing():
     """Windows of 4, of 1 (cut short), of 4 micro-batches: each estimate is that of its own batches."""
     x, y = vectors(8)
     cut = [(a, b, lambda o, t: F.cross_entropy(o, t) / 4) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)]
-    expected = result(mlp(), cut)
-    short = result(mlp(), cut[:1])
-    quarter = result(mlp(), [(x[:2], y[:2], F.cross_entropy)])
-    for name, (A, B) in short[0].items():
-        assert_close(A, quarter[0][name][0], 1e-12)
-        assert_close(B, quarter[0][name][1] / 16, 1e-12)  # the objective of that window was a quarter of a mean
-
     model = mlp()
-    start = {k: v.clone() for k, v in model.state_dict().items()}
-    opt = plain_kfac(model, factor_decay=0.0)  # keeps the last window only
+    opt = plain_kfac(model, lr=0.0, factor_decay=0.0)  # keeps the last window only
+    found = []
     for window in (cut, cut[:1], cut):
-        model.load_state_dict(start)
-        opt.zero_grad()
-        for a, b, loss in window:
-            backward(model, a, b, loss)
-        opt.step()
-    assert_factors(all_factors(opt, model), expected[0], 1e-12)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The number of positions
-# ---------------------------------------------------------------------------------------------------------------------
+        take_step(opt, model, window)
+        found.append(all_factors(opt, model))
+    quarter = result("kfac", mlp(), [(x[:2], y[:2], F.cross_entropy)])[0]
+    for name, (A, B) in found[1].items():
+        assert_close(A, quarter[f"A of {name}"], 1e-12)
+        assert_close(B, quarter[f"B of {name}"] / 16, 1e-12)  # the objective of that window was a quarter of a mean
+        for one, other in zip(found[0][name], found[2][name], strict=True):
+            assert_close(one, other, 1e-12)
+    expected = result("kfac", mlp(), cut)[0]
+    assert_close(found[2]["0"][1], expected["B of 0"], 1e-12)
 
 
 @few
@@ -176,7 +163,7 @@ def test_duplicated_tokens_under_a_token_mean_loss(times, approx):
         model = seeded_build(lambda: Tokens(read="mean" if approx == "reduce" else "positions"))
         target = y[:, 0] if approx == "reduce" else y.repeat(1, k)
         terms = 1 if approx == "reduce" else 3 * k
-        found.append(result(model, [(x.repeat(1, k, 1), target, F.cross_entropy)], approx, loss_terms=terms))
+        found.append(result("kfac", model, [(x.repeat(1, k, 1), target, F.cross_entropy)], approx, loss_terms=terms))
     assert_same(found[1], found[0])
 
 
@@ -198,9 +185,8 @@ def test_image_size_under_a_pooled_loss(rows, columns):
     x, y = images(4, size=(2, 3))
     larger = x.repeat_interleave(rows, 2).repeat_interleave(columns, 3)
     for approx, fall in (("reduce", 1), ("expand", rows * columns)):
-        small = result(seeded_build(Pointwise), [(x, y, F.cross_entropy)], approx)[0]
-        large = result(seeded_build(Pointwise), [(larger, y, F.cross_entropy)], approx)[0]
-        assert_close(large["conv"][0], small["conv"][0], 1e-10)
-        assert_close(large["conv"][1], small["conv"][1] / fall, 1e-10)
-        assert_close(large["head"][0], small["head"][0], 1e-10)
-        assert_close(large["head"][1], small["head"][1], 1e-10)
+        small, large = (
+            result("kfac", seeded_build(Pointwise), [(size, y, F.cross_entropy)], approx)[0] for size in (x, larger)
+        )
+        for key, factor in small.items():
+            assert_close(large[key], factor / fall if key == "B of conv" else factor, 1e-10, key)
