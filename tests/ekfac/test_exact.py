@@ -19,7 +19,7 @@ from tests.support.ekfac import (
     state_of,
     train_step,
 )
-from tests.support.grid import each, pairs
+from tests.support.grid import pairs
 from tests.support.kfac import assert_close, labels, noise, twin
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import squares
@@ -173,23 +173,6 @@ def test_linear_networks_with_square_loss_are_exact_under_the_exact_fisher():
         state = state_of(opt, model.get_submodule(name))
         assert_close(opt.dense_curvature(name), exact, 1e-9, name)
         assert_close(kfac_operator(state["factor_g"], state["factor_a"]), exact, 1e-9, name)
-
-
-@each(likelihood=["categorical", "bernoulli", "gaussian"], kind=["mlp", "convnet"])
-def test_exact_fisher_against_columns_of_the_loss_hessian(kind, likelihood):
-    model, (x, y) = (mlp(), vectors()) if kind == "mlp" else (convnet(), images())
-    opt = plain_ekfac(model, fisher="exact")
-    with standing(opt):
-        for _ in range(2):
-            opt.zero_grad()
-            outputs = model(x)
-            opt.observe(outputs, likelihood)
-            F.cross_entropy(outputs, y).backward()  # only what was observed enters
-            opt.step()
-    for name in covered_names(model):
-        s = held_scales(opt, model.get_submodule(name))
-        G = curvature_gradients(model, name, x, likelihood)
-        assert_close(s, scales(G, *held_bases(opt, model.get_submodule(name))), 1e-9, name)
 
 
 def test_equal_splits_of_the_examples_average_to_their_union():

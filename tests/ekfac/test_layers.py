@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from secondorder import EKFAC
 from tests.support.ekfac import (
     held_bases,
     held_scales,
@@ -444,3 +445,51 @@ def test_positions_that_all_examples_share_cannot_be_told_apart():
     assert_close(before - model.place.weight.detach(), model.place.weight.grad, 1e-9)
     row = next(line for line in opt.describe().splitlines() if line.lstrip("| ").startswith("place.weight"))
     assert "fallback" in row
+
+
+def test_a_column_of_categories_is_no_table_of_positions():
+    """As many columns as examples: each row of the table still belongs to an example."""
+
+    class Tabular(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kind, self.rest = nn.Embedding(3, 2).double(), nn.Linear(3, 2).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.kind(x[:, 0].long()) + self.rest(x[:, 1:])
+
+    model = Tabular()
+    optimizer = EKFAC(model, lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        rows = noise(4, 4)
+        rows[:, 0] = torch.tensor([0.0, 1.0, 2.0, 0.0])
+        model(rows).square().mean().backward()
+        optimizer.step()
+    assert optimizer.state[model.kind.weight]["scale_updates"] == 1
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_frames_of_videos_that_lie_time_first(approx):
+    class Video(nn.Module):
+        def __init__(self, first: int) -> None:
+            super().__init__()
+            self.conv, self.norm, self.first = nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), first
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            frames = self.norm(self.conv(x.flatten(0, 1)))
+            return frames.unflatten(0, x.shape[:2]).mean(1 - self.first).flatten(1)
+
+    clips = torch.randn(3, 5, 2, 4, 4, dtype=torch.float64)  # [N, T, …]
+    found = []
+    for first in (0, 1):
+        torch.manual_seed(0)
+        model = Video(first).double()
+        optimizer = EKFAC(model, lr=0.0, approx=approx, batch_dim=first)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(clips if first == 0 else clips.transpose(0, 1)).square().sum(1).mean().backward()
+            optimizer.step()
+        found.append([optimizer.dense_curvature(name) for name in ("conv", "norm")])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-10)

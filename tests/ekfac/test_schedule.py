@@ -8,51 +8,35 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.support.ekfac import (
+    Branches,
     held_bases,
     held_scales,
     measure,
+    network,
     next_directions,
     plain_ekfac,
+    regression,
+    snapshot,
     standing,
     state_of,
     train_step,
+    unchanged,
 )
 from tests.support.grid import each, pairs
-from tests.support.kfac import assert_close, backward, noise
-from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.kfac import assert_close, noise
+from tests.support.models import mlp, seeded_build, vectors
 from tests.support.oracles.ekfac import (
     Reference,
     diagonal_in,
     exact_fisher,
     layer_gradients,
+    measured_scales,
     operator,
     scales,
     solve,
 )
 
 modes = pytest.mark.parametrize("basis_update", ["eigh", "qr"])
-
-
-def regression(n=12, seed=0):
-    """Data under which both factors of `mlp((3, 4, 2))` have simple spectra."""
-    return noise(n, 3, seed=seed), noise(n, 2, seed=seed + 100)
-
-
-def network():
-    return mlp((3, 4, 2))
-
-
-def snapshot(opt, layer):
-    """Everything that the optimizer holds of a layer, copied."""
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state_of(opt, layer).items()}
-
-
-def unchanged(opt, layer, before, keys=("scale", "scale_weight", "scale_updates")):
-    state = state_of(opt, layer)
-    return all(
-        torch.equal(state[key], before[key]) if isinstance(before[key], torch.Tensor) else state[key] == before[key]
-        for key in keys
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,37 +301,6 @@ def test_a_cheap_update_is_one_sweep_from_the_last_basis():
                 assert_close(overlaps.amax(1), torch.ones_like(overlaps[0]), 1e-9, f"{side} at {t}")
 
 
-@pytest.mark.parametrize("mode", ["raise", "nan"])
-def test_a_sweep_that_fails_never_leaves_a_bad_basis(monkeypatch, mode):
-    """A full update takes its place, or nothing does: orthonormal, and scales that go with it."""
-    model = network()
-    opt = plain_ekfac(model, inv_update_steps=1, basis_update="qr", full_every=10**6)
-    original = torch.linalg.qr
-
-    def broken(matrices, *args, **kwargs):
-        if mode == "raise":
-            return failing()
-        Q, R = original(matrices, *args, **kwargs)
-        return Q * float("nan"), R
-
-    total = []
-    with standing(opt):
-        for t in range(4):
-            if t == 2:
-                monkeypatch.setattr(torch.linalg, "qr", broken)
-            train_step(opt, model, *regression(seed=t), F.mse_loss)
-            for Q in held_bases(opt, model[0]):
-                assert_close(Q.mT @ Q, torch.eye(Q.shape[-1], dtype=Q.dtype)[None], 1e-9)
-            total.append(float(held_scales(opt, model[0]).sum()))
-        monkeypatch.undo()
-    fine = network()
-    other = plain_ekfac(fine)
-    with standing(other):
-        for t in range(4):
-            train_step(other, fine, *regression(seed=t), F.mse_loss)
-    assert total[-1] == pytest.approx(float(held_scales(other, fine[0]).sum()), rel=1e-9)
-
-
 def test_every_so_many_cheap_updates_is_a_full_one():
     """At ``full_every`` = 1 nothing is cheap, and at 3 every third basis is the eigenbasis of its factor."""
     found = []
@@ -370,199 +323,116 @@ def test_every_so_many_cheap_updates_is_a_full_one():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What goes wrong
+# Layers that come and go, and weights of updates
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Rescaled(nn.Module):
-    """``scale`` inflates what the first layer sees and deflates what it says: gradients stay, squares overflow."""
+@pytest.mark.parametrize("estimator", ["intra", "running"])
+def test_a_late_branch_begins_with_a_basis_and_measures_afterwards(estimator):
+    model, plain = seeded_build(Branches), seeded_build(Branches)
+    model.both = False
+    opt = plain_ekfac(model, estimator=estimator)
+    with standing(opt):
+        for seed in range(3):
+            train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
+        assert state_of(opt, model.rare)["refreshes"] == 0
+        model.both = True
+        for seed in (3, 4):
+            train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
+    state = state_of(opt, model.rare)
+    assert state["refreshes"] == 1
+    assert state["scale_updates"] == (1 if estimator == "intra" else 2)
+    if estimator == "intra":
+        expected = measured_scales(
+            plain, "rare", *vectors(seed=4), held_bases(opt, model.rare), estimator, F.cross_entropy
+        )
+        assert_close(held_scales(opt, model.rare), expected, 1e-9)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 3)
-        self.scale = 1.0
 
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x * self.scale) / self.scale))
-
-
-def test_a_non_finite_square_is_dropped_for_its_block_alone_and_counted():
-    """The gradient of the step is finite, so the step is taken, with the scales that there were."""
-    model = seeded_build(Rescaled).float()
-    opt = plain_ekfac(model, lr=0.1, factor_update_steps=100, inv_update_steps=100)
+@pytest.mark.parametrize("estimator", ["intra", "running"])
+def test_a_branch_without_gradient_keeps_its_scales(estimator):
+    model = seeded_build(Branches)
+    opt = plain_ekfac(model, lr=0.1, estimator=estimator)
     for seed in range(2):
-        train_step(opt, model, *float_vectors(seed), F.cross_entropy)
-    before = snapshot(opt, model.first)
-    other = snapshot(opt, model.second)
-    skipped = opt.diagnostics()["skipped_statistics"]
-    model.scale = 1e25
-    opt.zero_grad()
-    backward(model, *float_vectors(2), F.cross_entropy)
-    assert torch.isfinite(model.first.weight.grad).all()
-    weights = model.first.weight.detach().clone()
-    opt.step()
-    assert unchanged(opt, model.first, before, ("scale", "scale_weight"))
-    assert not unchanged(opt, model.second, other, ("scale",))
-    assert opt.diagnostics()["skipped_statistics"] == skipped + 1
-    assert torch.isfinite(model.first.weight).all()
-    assert not torch.equal(model.first.weight, weights)
-    model.scale = 1.0
-    train_step(opt, model, *float_vectors(3), F.cross_entropy)
-    assert not unchanged(opt, model.first, before, ("scale",))
-    assert torch.isfinite(held_scales(opt, model.first)).all()
+        train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
+    model.both = False
+    held, weight = held_scales(opt, model.rare), float(state_of(opt, model.rare)["scale_weight"])
+    values = model.rare.weight.detach().clone()
+    used = held_scales(opt, model.used)
+    for seed in range(2, 5):
+        train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
+    assert torch.equal(held_scales(opt, model.rare), held)
+    assert float(state_of(opt, model.rare)["scale_weight"]) == weight
+    assert torch.equal(model.rare.weight, values)
+    assert not torch.equal(held_scales(opt, model.used), used)
 
 
-def float_vectors(seed):
-    x, y = vectors(seed=seed)
-    return x.float(), y
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("estimator", ["intra", "running"])
-def test_a_non_finite_batch_changes_nothing(value, estimator):
-    model, (x, y) = network(), regression(seed=5)
-    opt = plain_ekfac(model, lr=0.1, inv_update_steps=1, estimator=estimator)
-    for seed in range(3):
-        train_step(opt, model, *regression(seed=seed), F.mse_loss)
-    before = {name: snapshot(opt, model.get_submodule(name)) for name in ("0", "2")}
-    parameters = [p.detach().clone() for p in model.parameters()]
-    x = x.clone()
-    x[0, 0] = value
-    train_step(opt, model, x, y, F.mse_loss)
-    keys = ("scale", "scale_weight", "factor_a", "factor_g", "factor_weight")
-    for name, state in before.items():
-        assert unchanged(opt, model.get_submodule(name), state, keys), name
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), parameters, strict=True))
-    assert opt.diagnostics()["skipped_steps"] == 1
-    train_step(opt, model, *regression(seed=6), F.mse_loss)
-    assert all(torch.isfinite(held_scales(opt, model[i])).all() for i in (0, 2))
-
-
-def failing(*args, **kwargs):
-    raise torch.linalg.LinAlgError("made to fail")
-
-
-def test_a_failed_refresh_keeps_bases_and_scales_together(monkeypatch):
-    """The scales go on in the basis that stays; nothing is transported to one that does not exist."""
-    model, plain = network(), network()
-    opt = plain_ekfac(model, factor_decay=0.5, inv_update_steps=1)
-    with standing(opt):
-        for t in range(2):
-            train_step(opt, model, *regression(seed=t), F.mse_loss)
-        bases, s = held_bases(opt, model[0]), held_scales(opt, model[0])
-        weight = 0.5 * float(state_of(opt, model[0])["scale_weight"]) + 12
-        monkeypatch.setattr(torch.linalg, "eigh", failing)
-        train_step(opt, model, *regression(seed=2), F.mse_loss)
-    assert opt.diagnostics()["refresh_failures"] >= 1
-    for now, old in zip(held_bases(opt, model[0]), bases, strict=True):
-        assert torch.equal(now, old)
-    G = layer_gradients(plain, "0", *regression(seed=2), F.mse_loss)
-    s = s + 12 / weight * (scales(G, *bases) - s)
-    assert_close(held_scales(opt, model[0]), s, 1e-10)
-    opt.param_groups[0].update(scale_update_steps=1000, factor_update_steps=1000, inv_update_steps=1000)
-    gradient, V = next_directions(opt, model, *regression(seed=3), F.mse_loss, ["0"])["0"]
-    fisher = opt.dense_curvature("0")
-    assert_close(V, solve(fisher, gradient, 1e-2), 1e-8)
-    monkeypatch.undo()
-
-
-def test_a_refresh_after_a_failed_one_transports_from_the_basis_that_stayed(monkeypatch):
+@pytest.mark.parametrize("transport", ["project", "kfac", "none"])
+def test_refreshes_before_the_first_measurement_leave_no_trace_in_it(transport):
+    """Until step 6 there are placeholders only, whatever a refresh makes of them."""
     model = network()
-    reference = Reference("0", 0.5)
-    opt = plain_ekfac(model, factor_decay=0.5, inv_update_steps=1)
+    opt = plain_ekfac(model, scale_update_steps=6, inv_update_steps=2, transport=transport)
     with standing(opt):
-        for t in range(4):
-            failed = t == 2
-            reference.step(network(), *regression(seed=t), F.mse_loss, "fs" if failed else "fsr")
-            with monkeypatch.context() as patch:
-                if failed:
-                    patch.setattr(torch.linalg, "eigh", failing)
-                train_step(opt, model, *regression(seed=t), F.mse_loss)
-            assert_close(opt.dense_curvature("0"), reference.operator(), 1e-8, f"at {t}")
-
-
-@pytest.mark.parametrize("side", ["a", "g"])
-def test_one_side_that_cannot_be_factorised_keeps_the_other_back(monkeypatch, side):
-    """Q_A, Q_B and s are of one version: a new basis of one side alone would mix two."""
-    model, size = network(), {"a": 4, "g": 2}
-    opt = plain_ekfac(model, inv_update_steps=1)
-    with standing(opt):
-        for t in range(2):
+        for t in range(6):
             train_step(opt, model, *regression(seed=t), F.mse_loss)
-        bases = held_bases(opt, model[2 if side == "g" else 0])
-        original = torch.linalg.eigh
-
-        def some(matrices, *args, **kwargs):
-            if matrices.shape[-1] == size[side]:
-                return failing()
-            return original(matrices, *args, **kwargs)
-
-        monkeypatch.setattr(torch.linalg, "eigh", some)
-        train_step(opt, model, *regression(seed=2), F.mse_loss)
-    for now, old in zip(held_bases(opt, model[2 if side == "g" else 0]), bases, strict=True):
-        assert torch.equal(now, old)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What must not enter
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_forwards_that_train_nothing_change_nothing():
-    x, y = images()
-    models = [convnet(), convnet()]
-    opts = [plain_ekfac(model, lr=0.1) for model in models]
-    for t in range(3):
-        for i, (model, opt) in enumerate(zip(models, opts, strict=True)):
-            opt.zero_grad()
-            backward(model, *images(seed=t), F.cross_entropy)
-            if i:
-                model.eval()
-                model(x * 100)
-                F.cross_entropy(model(x * 100), y)  # with a graph that nobody uses
-                model.train()
-                with torch.no_grad():
-                    model(x * 100)
-            opt.step()
-    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(p, q)
-    for name in ("first", "second", "head"):
-        held = (held_scales(opt, model.get_submodule(name)) for opt, model in zip(opts, models, strict=True))
-        assert torch.equal(*held)
+            assert state_of(opt, model[0])["scale_updates"] == 0
+            assert torch.isfinite(held_scales(opt, model[0])).all()
+        bases = held_bases(opt, model[0])
+        opt.param_groups[0]["inv_update_steps"] = 10**6
+        x, y = regression(seed=6)
+        train_step(opt, model, x, y, F.mse_loss)
+    expected = measured_scales(network(), "0", x, y, bases, "intra", F.mse_loss)
+    assert_close(held_scales(opt, model[0]), expected, 1e-9)
 
 
 @pytest.mark.parametrize("estimator", ["intra", "running"])
-def test_the_gradient_that_is_there_is_the_one_that_is_used(estimator):
-    """Twice ``.grad`` is twice the step: it is not recomputed from what was captured."""
-    found = []
-    for factor in (1.0, 2.0):
-        model = network()
-        opt = plain_ekfac(model, estimator=estimator)
-        measure(opt, model, *regression(), F.mse_loss)
-        opt.param_groups[0].update(scale_update_steps=1000, factor_update_steps=1000)
-        with standing(opt):
-            train_step(opt, model, *regression(), F.mse_loss)  # from the next step on nothing is due
-        before = [p.detach().clone() for p in model.parameters()]
-        opt.zero_grad()
-        backward(model, *regression(seed=1), F.mse_loss)
-        for p in model.parameters():
-            p.grad *= factor
-        opt.step()
-        found.append([b - p.detach() for b, p in zip(before, model.parameters(), strict=True)])
-    for once, twice in zip(*found, strict=True):
-        assert_close(twice, 2 * once, 1e-9)
+def test_preconditioning_that_is_switched_off_and_on(estimator):
+    x, y = vectors()
+    model, reference = mlp(), mlp()
+    opt = plain_ekfac(model, lr=0.1, momentum=0.9, inv_update_steps=0, estimator=estimator)
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        train_step(opt, model, x, y, F.cross_entropy)
+        train_step(sgd, reference, x, y, F.cross_entropy)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+    opt.param_groups[0].update(inv_update_steps=10**6, momentum=0.0)
+    measure(opt, model, x, y, F.cross_entropy)
+    plain = mlp()
+    plain.load_state_dict(model.state_dict())
+    gradient, change = next_directions(opt, model, x, y, F.cross_entropy, ["0"])["0"]
+    Q_B, Q_A = held_bases(opt, model[0])
+    fisher = operator(Q_B, measured_scales(plain, "0", x, y, (Q_B, Q_A), estimator, F.cross_entropy), Q_A)
+    assert_close(change, 0.1 * solve(fisher, gradient, 1e-2), 1e-8)
 
 
-def test_a_discarded_backward_leaves_no_squares_behind():
-    """``zero_grad`` after a backward: what it captured goes with its gradients."""
-    found = []
-    for extra in (False, True):
-        model = network()
-        opt = plain_ekfac(model, lr=0.1)
-        for t in range(3):
-            if extra:
-                backward(model, *regression(seed=t + 50), F.mse_loss)
-                opt.zero_grad()
-            train_step(opt, model, *regression(seed=t), F.mse_loss)
-        found.append(opt.dense_curvature("0"))
-    assert torch.equal(*found)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scale_decay": 0.5}, {"scale_decay": 1.0}, {"decay_per_step": True}, {"burnin_steps": 100}],
+    ids=str,
+)
+def test_a_scale_that_starts_again_from_eigenvalues_weighs_as_one_update(options):
+    model = mlp()
+    opt = plain_ekfac(
+        model, transport="kfac", factor_update_steps=5, scale_update_steps=5, inv_update_steps=20, **options
+    )
+    with standing(opt):
+        for t in range(21):
+            train_step(opt, model, *vectors(8, seed=t), F.cross_entropy)
+    assert state_of(opt, model[0])["refreshes"] == 2
+    assert float(state_of(opt, model[0])["scale_weight"]) == pytest.approx(8)
+
+
+def test_decay_per_step_of_a_scale_follows_the_steps_that_went_by():
+    """Of a branch that rested: β to the power of the steps since its last update."""
+    model = seeded_build(Branches)
+    opt = plain_ekfac(model, scale_update_steps=2, scale_decay=0.9, decay_per_step=True)
+    weight, last = 0.0, None
+    with standing(opt):
+        for t in range(13):
+            model.both = t in (0, 2, 8, 12)
+            train_step(opt, model, *vectors(6, seed=t), F.cross_entropy)
+            if model.both and t > 0:
+                weight = weight * (1.0 if last is None else 0.9 ** (t - last)) + 6
+                last = t
+                assert float(state_of(opt, model.rare)["scale_weight"]) == pytest.approx(weight)
+    assert state_of(opt, model.rare)["scale_updates"] == 3

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import EKFAC
-from tests.support.kfac import backward, owner
+from tests.support.kfac import backward, noise, owner
+from tests.support.models import mlp
 from tests.support.oracles.ekfac import mean_gradient, values
 
 HELD = 10**6
@@ -93,3 +94,37 @@ def next_directions(opt: EKFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Ca
     opt.zero_grad()
     backward(model, x, y, loss)
     return directions(opt, model, names)
+
+
+def regression(n=12, seed=0):
+    """Data under which both factors of `mlp((3, 4, 2))` have simple spectra."""
+    return noise(n, 3, seed=seed), noise(n, 2, seed=seed + 100)
+
+
+def network():
+    return mlp((3, 4, 2))
+
+
+def snapshot(opt, layer):
+    """Everything that the optimizer holds of a layer, copied."""
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state_of(opt, layer).items()}
+
+
+def unchanged(opt, layer, before, keys=("scale", "scale_weight", "scale_updates")):
+    state = state_of(opt, layer)
+    return all(
+        torch.equal(state[key], before[key]) if isinstance(before[key], torch.Tensor) else state[key] == before[key]
+        for key in keys
+    )
+
+
+class Branches(nn.Module):
+    """The layer that comes first takes part in some forwards only; to be built by ``seeded_build``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare, self.used = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.both = True
+
+    def forward(self, x):
+        return self.used(x) + self.rare(x) if self.both else self.used(x)

@@ -266,3 +266,11 @@ class Whitening:
         self.Q_B, self.Q_A = Q_B, Q_A
         m, v = self.m / (1 - self.beta1**self.t), self.v / (1 - self.beta2**self.t)
         return Q_B @ ((Q_B.mT @ m @ Q_A) / (v.sqrt() + self.eps)) @ Q_A.mT
+
+
+def measured_scales(
+    model: nn.Module, name: str, x: Tensor, y: Tensor, bases: tuple[Tensor, Tensor], estimator: str, loss: Loss
+) -> Tensor:
+    """s of one batch: of its examples (``"intra"``), or N times that of their mean (``"running"``)."""
+    G = layer_gradients(model, name, x, y, loss)
+    return scales(G if estimator == "intra" else len(x) ** 0.5 * G.mean(0, keepdim=True), *bases)
