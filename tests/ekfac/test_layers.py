@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from secondorder import EKFAC
 from tests.support.ekfac import (
+    held,
     held_bases,
     held_scales,
     measured,
@@ -26,18 +27,17 @@ from tests.support.ekfac import (
 )
 from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, labels, noise, twin
+from tests.support.layer_cases import BAGS, CASES, ONE_OF_EACH, TABLES
 from tests.support.models import Tokens, images, mlp, seeded_build, vectors
 from tests.support.networks import (
     CONVS,
     NORMED,
     SIZES,
     TOKENS,
-    TRANSPOSED,
     Flattened,
     Normed,
     Repeated,
     RepeatedConv,
-    Sequence,
     Words,
     around,
     squares,
@@ -45,9 +45,9 @@ from tests.support.networks import (
 from tests.support.oracles.ekfac import (
     exact_blocks,
     exact_fisher,
-    example_gradients,
     layer_gradients,
     operator,
+    over_null_spaces,
     scales,
     solve,
 )
@@ -101,8 +101,10 @@ SMALL = {  # model, inputs, targets, loss, layers
     ),
     "calls of unequal sizes": (RepeatedConv, *images(), F.cross_entropy, ["conv", "head"]),
     "a token per example": (Words, TOKENS[:, 0], labels(5, 3), F.cross_entropy, ["words", "head"]),
-    "bag of sums": (lambda: Words(bag="sum"), TOKENS, labels(5, 3), F.cross_entropy, ["words", "head"]),
-    "bag of means": (lambda: Words(bag="mean"), TOKENS, labels(5, 3), F.cross_entropy, ["words", "head"]),
+    "three calls under two names": (
+        lambda: Repeated(True, 3), noise(5, 3, 4), labels(5, 3), F.cross_entropy, ["layer", "head"],
+    ),
+    "two calls of one": (lambda: Repeated(False), noise(5, 4), labels(5, 3), F.cross_entropy, ["layer", "head"]),
 }  # fmt: skip
 
 
@@ -118,6 +120,43 @@ def test_tokens_as_examples():
     model, plain = seeded_build(Tokens), seeded_build(Tokens)
     opt = measured(model, x, y, F.cross_entropy, token_is_example=True)
     assert_definition(opt, model, plain, x.reshape(20, 1, 3), y.reshape(20, 1), F.cross_entropy)
+
+
+#: A layer that does not know which rows are whose has no squares of examples.
+KINDS = [name for name, case in CASES.items() if not case.expand_only]
+DEFAULT = {*ONE_OF_EACH, *TABLES, *BAGS}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow) for n in KINDS])
+def test_every_kind_of_layer(name):
+    """Scales and direction, of per-example gradients that are written by hand."""
+    case = CASES[name]
+    model, (inputs, y) = case.ready(case.model()), case.data()
+    opt = plain_ekfac(model, damping=0.02, **case.keywords)
+    with standing(opt):
+        for _ in range(2):
+            opt.zero_grad()
+            case.loss(model(*inputs), y).backward()
+            opt.step()
+    expected, before, gradients = {}, {}, {}
+    opt.zero_grad()
+    case.loss(model(*inputs), y).backward()
+    for block, groups in case.rows(case.model()).items():
+        state = opt.state[opt.blocks[block].owner]
+        s, (Q_B, Q_A) = held(state)
+        G = torch.stack([torch.cat([rows.gradient(n) for rows in groups]) for n in range(case.number)])
+        state = opt.state[opt.blocks[block].owner]
+        B, A = (state[f"factor_{side}"] for side in "ga")
+        assert_close(
+            s, over_null_spaces(scales(G, Q_B, Q_A), B, torch.diag(A) if block in case.tables else A), 1e-9, block
+        )
+        expected[block] = operator(Q_B, s, Q_A)
+        gradients[block] = case.matrix(model, block, lambda p: p.grad.clone())
+        before[block] = case.matrix(model, block)
+    opt.step()
+    for block, fisher in expected.items():
+        moved = before[block] - case.matrix(model, block)
+        assert_close(moved, solve(fisher, gradients[block], 0.02), 1e-8, block)
 
 
 @pytest.mark.parametrize("frozen", ["bias", "weight"])
@@ -176,44 +215,9 @@ def test_a_kernel_of_the_whole_image():
     conv_case(nn.Conv2d, 2, (2, 3), kernel_size=(5, 4))
 
 
-@pairs(
-    axes=[1, 2, 3],
-    groups=[1, 2],
-    options={"plain": {}, "stride": {"stride": 2, "padding": 1, "output_padding": 1}, "dilation": {"dilation": 2}},
-)
-def test_transposed(axes, groups, options):
-    conv_case(TRANSPOSED[axes], axes, (2, 4), groups=groups, **options)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Several calls, tied weights
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@pairs(tied={"one module": False, "two modules": True}, times=[2, 3], tokens=[False, True])
-def test_uses_of_a_weight_are_summed_before_squaring(tied, times, tokens):
-    x = noise(5, 3, 4) if tokens else noise(5, 4)
-    y = labels(5, 3)
-    check(lambda: seeded_build(lambda: Repeated(tied, times)), x, y, F.cross_entropy, ["layer", "head"])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Embeddings
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("padding_idx", [None, 0, 3])
-def test_embedding(padding_idx):
-    """Tokens that occur twice in an example are added before squaring; the padding has no gradient at all."""
-
-    def build():
-        return seeded_build(lambda: Words(padding_idx))
-
-    opt, model = check(build, TOKENS, labels(5, 3), F.cross_entropy, ["words", "head"])
-    s = held_scales(opt, model.words)
-    assert s.shape == (1, 3, 6)  # [n_g, n_a]: the gradient transposed
-    if padding_idx is not None:
-        assert not s[..., padding_idx].any()
 
 
 def test_dense_curvature_of_an_embedding_is_in_the_order_of_its_weight():
@@ -226,42 +230,6 @@ def test_dense_curvature_of_an_embedding_is_in_the_order_of_its_weight():
     dense = operator(Q_B, s, Q_A)  # over vec of [D, V]
     swap = torch.arange(18).view(3, 6).T.reshape(-1)
     assert_close(opt.dense_curvature("words"), dense[swap][:, swap], 1e-9)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention, sequences first
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Attention(nn.Module):
-    def __init__(self, first: bool = False) -> None:
-        super().__init__()
-        self.attn = nn.MultiheadAttention(4, 2, batch_first=not first)
-        self.head, self.first = nn.Linear(4, 3), first
-
-    def forward(self, x):
-        z = self.attn(x, x, x, need_weights=False)[0]
-        return self.head(z.mean(0 if self.first else 1))
-
-
-@pytest.mark.parametrize("first", [False, True], ids=["batch first", "sequence first"])
-def test_each_projection_of_attention_has_scales_of_its_own(first):
-    model, plain = seeded_build(lambda: Attention(first)), seeded_build(Attention)
-    x, y = noise(5, 3, 4), labels(5, 3)
-    options = {"batch_dim": 1} if first else {}
-    opt = measured(model, x.transpose(0, 1) if first else x, y, F.cross_entropy, **options)
-    found = example_gradients(plain, x, y, F.cross_entropy)
-    joined = torch.cat([found["attn.in_proj_weight"], found["attn.in_proj_bias"][..., None]], -1).unflatten(1, (3, 4))
-    state = opt.state[model.attn.in_proj_weight]
-    assert_close(state["scale"], scales(joined, state["basis_g"], state["basis_a"]), 1e-9)
-    assert_definition(opt, model, plain, x, y, F.cross_entropy, ["attn.out_proj", "head"])
-
-
-def test_examples_on_the_second_axis():
-    model, plain = seeded_build(lambda: Sequence(True)), seeded_build(lambda: Sequence(False))
-    x, y = noise(5, 4, 3), labels(5, 3)
-    opt = measured(model, x.transpose(0, 1), y, F.cross_entropy, batch_dim=1)
-    assert_definition(opt, model, plain, x, y, F.cross_entropy)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

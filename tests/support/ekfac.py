@@ -33,21 +33,23 @@ def state_of(opt: EKFAC, layer: nn.Module) -> dict:
     return opt.state[owner(layer)]
 
 
-def held_scales(opt: EKFAC, layer: nn.Module) -> Tensor:
-    """s as ``[Γ, n_g, n_a]``."""
-    s = state_of(opt, layer)["scale"].detach().clone()
-    return s if s.ndim == 3 else s[None]
-
-
-def held_bases(opt: EKFAC, layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """(Q_B, Q_A) as ``[Γ, n, n]``: the identity for a side that has no basis because its factor is a diagonal."""
-    state, s = state_of(opt, layer), held_scales(opt, layer)
-    found = []
+def held(state: dict) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """s as ``[Γ, n_g, n_a]`` and (Q_B, Q_A) as ``[Γ, n, n]``; a side whose factor is a diagonal has the identity."""
+    s = state["scale"].detach().clone()
+    s, bases = s if s.ndim == 3 else s[None], []
     for side, n in (("g", s.shape[1]), ("a", s.shape[2])):
         Q = state.get(f"basis_{side}")
         Q = torch.eye(n, dtype=s.dtype).expand(len(s), n, n) if Q is None else Q.detach().clone()
-        found.append(Q if Q.ndim == 3 else Q[None])
-    return found[0], found[1]
+        bases.append(Q if Q.ndim == 3 else Q[None])
+    return s, (bases[0], bases[1])
+
+
+def held_scales(opt: EKFAC, layer: nn.Module) -> Tensor:
+    return held(state_of(opt, layer))[0]
+
+
+def held_bases(opt: EKFAC, layer: nn.Module) -> tuple[Tensor, Tensor]:
+    return held(state_of(opt, layer))[1]
 
 
 def train_step(opt: EKFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable) -> None:
