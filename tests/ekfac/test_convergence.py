@@ -5,12 +5,12 @@ Without momentum, without a clip and on the whole batch, so that the curvature a
 
 import math
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from secondorder import EKFAC, KFAC
+from tests.support.grid import each
 from tests.support.kfac import noise
 from tests.support.models import ConvNet, mlp, seeded_build
 
@@ -48,8 +48,7 @@ def final_loss(cls, problem, seed, damping, **keywords):
     return F.cross_entropy(model(x), y).item()
 
 
-@pytest.mark.parametrize("problem", [dense_problem, image_problem], ids=["MLP", "convolutions"])
-@pytest.mark.parametrize("seed", [0, 1])
+@each(problem={"MLP": dense_problem, "convolutions": image_problem}, seed=[0, 1])
 def test_no_slower_than_kfac_at_the_best_damping_of_each(problem, seed):
     model, x, y = problem(seed)
     start = F.cross_entropy(model(x), y).item()
@@ -58,23 +57,3 @@ def test_no_slower_than_kfac_at_the_best_damping_of_each(problem, seed):
     assert math.isfinite(ekfac)
     assert ekfac < 0.5 * start
     assert ekfac <= 1.05 * kfac
-
-
-def test_whitening_trains():
-    model, x, y = dense_problem()
-    start = F.cross_entropy(model(x), y).item()
-    opt = EKFAC(
-        model,
-        lr=0.02,
-        estimator="running",
-        power=0.5,
-        momentum_mode="pre",
-        factor_update_steps=1,
-        inv_update_steps=5,
-        kl_clip=None,
-    )
-    for _ in range(STEPS):
-        opt.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        opt.step()
-    assert F.cross_entropy(model(x), y).item() < 0.7 * start

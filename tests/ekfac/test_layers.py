@@ -145,11 +145,8 @@ def test_every_kind_of_layer(name):
         state = opt.state[opt.blocks[block].owner]
         s, (Q_B, Q_A) = held(state)
         G = torch.stack([torch.cat([rows.gradient(n) for rows in groups]) for n in range(case.number)])
-        state = opt.state[opt.blocks[block].owner]
-        B, A = (state[f"factor_{side}"] for side in "ga")
-        assert_close(
-            s, over_null_spaces(scales(G, Q_B, Q_A), B, torch.diag(A) if block in case.tables else A), 1e-9, block
-        )
+        A = torch.eye(s.shape[-1]) if block in case.tables else state["factor_a"]  # a diagonal has no null space
+        assert_close(s, over_null_spaces(scales(G, Q_B, Q_A), state["factor_g"], A), 1e-9, block)
         expected[block] = operator(Q_B, s, Q_A)
         gradients[block] = case.matrix(model, block, lambda p: p.grad.clone())
         before[block] = case.matrix(model, block)

@@ -97,12 +97,12 @@ def test_a_scale_without_null_spaces_keeps_its_bits():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("n", "rows"), [(8, 3), (64, 20), (256, 32)])
-def test_the_rank_of_a_factor_is_that_of_its_rows(n, rows, dtype):
-    torch.manual_seed(n)
-    x = torch.randn(rows, n, dtype=dtype).relu()
-    values = torch.linalg.eigvalsh(x.T @ x / rows).clamp(min=0)
-    assert int((eigenbasis.without_rounding(values, dtype) == 0).sum()) == n - rows
+def test_the_rank_of_a_factor_is_that_of_its_rows(dtype):
+    for n, rows in ((8, 3), (64, 20), (256, 32)):
+        torch.manual_seed(n)
+        x = torch.randn(rows, n, dtype=dtype).relu()
+        values = torch.linalg.eigvalsh(x.T @ x / rows).clamp(min=0)
+        assert int((eigenbasis.without_rounding(values, dtype) == 0).sum()) == n - rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from secondorder import EKFAC, KFAC
+from tests.support.grid import each
 from tests.support.kfac import all_factors, assert_close, backward, directions, layer_state, plain_kfac, train_step
 from tests.support.models import mlp, vectors
 from tests.support.oracles.kfac import expected_factors, solve_exact, solve_pi
@@ -98,7 +99,7 @@ def test_half_the_bytes(name):
 
 @every_method
 def test_training_goes_the_same_way(name):
-    batches = _batches(6) * 5
+    batches = _batches(6) * 3
 
     def loss_of(model):
         with torch.no_grad():
@@ -146,8 +147,7 @@ def test_float32_means_float64_for_float64_parameters():
     assert state["factor_a"].dtype == state["basis_a"].dtype == torch.float64
 
 
-@pytest.mark.parametrize("keyword", ["factor_dtype", "inv_dtype"])
-@pytest.mark.parametrize("cls", [KFAC, EKFAC])
+@each(keyword=["factor_dtype", "inv_dtype"], cls=[KFAC, EKFAC])
 def test_other_types_are_refused(cls, keyword):
     with pytest.raises(ValueError, match=f"{keyword} must be torch.float32 or torch.bfloat16, got torch.float16"):
         cls(_net(), **{keyword: torch.float16})
@@ -193,9 +193,14 @@ def test_packed_factors_are_the_same_to_the_bit(name):
     assert other.plan(batch_size=16).ranks[0].flops == opt.plan(batch_size=16).ranks[0].flops
 
 
-@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize(
-    "extra", [{}, {"max_factor_dim": 5}, {"inverse_method": "cholesky"}, {"quadratic_model": True}]
+@each(
+    groups=[1, 2],
+    extra={
+        "plain": {},
+        "diagonal": {"max_factor_dim": 5},
+        "cholesky": {"inverse_method": "cholesky"},
+        "model": {"quadratic_model": True},
+    },
 )
 def test_packed_factors_of_convolutions_and_beside_diagonal_ones(groups, extra):
     def run(**keywords):
@@ -221,9 +226,9 @@ def test_packed_factors_of_convolutions_and_beside_diagonal_ones(groups, extra):
     assert ("factor_a" in keys) is (extra.get("max_factor_dim") is not None)
 
 
-@every_method
-@pytest.mark.parametrize(("first", "then"), [({}, PACKED), (PACKED, {})], ids=["dense to packed", "packed to dense"])
-def test_checkpoints_of_either_storage_are_taken(name, first, then):
+@each(name=list(METHODS), ways={"to packed": ({}, PACKED), "to dense": (PACKED, {})})
+def test_checkpoints_of_either_storage_are_taken(name, ways):
+    first, then = ways
     batches = _batches(7)
     model, opt = _train(name, batches[:3], **first)
     cls, own = METHODS[name]
