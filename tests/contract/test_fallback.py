@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from tests.support.methods import Method, Variant
 from tests.support.tasks import TRANSFORMER, Shadow, Task, assert_changed, assert_identical, backward, train, values
@@ -20,13 +21,23 @@ pytestmark = pytest.mark.option("fallback", "fallback_lr")
 LAYERWISE = pytest.mark.option("skip_layers")
 WINDOWED = pytest.mark.option("skip_biases", "skip_norm_layers")
 
+OWN: dict[str, Any] = {"fallback": "adamw", "fallback_lr": 0.02, "fallback_betas": (0.5, 0.75)}
 PLAIN = {"step", "global_step", "momentum_buffer", "exp_avg", "exp_avg_sq"}
+
+
+def momentum(p: Any) -> SGD:
+    return SGD(p, 0.05, momentum=0.9)
+
+
+def own_adamw(p: Any) -> AdamW:
+    return AdamW(p, 0.02, betas=(0.5, 0.75), weight_decay=0.0)
+
 
 Case = tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]
 CASES: dict[str, Case] = {
-    "default is sgd": ({}, lambda p: SGD(p, 0.05, momentum=0.9)),
+    "default is sgd": ({}, momentum),
     "sgd": ({"fallback": "sgd", "weight_decay": 0.1}, lambda p: SGD(p, 0.05, momentum=0.9, weight_decay=0.1)),
-    "sgd ignores fallback_lr": ({"fallback": "sgd", "fallback_lr": 7.0}, lambda p: SGD(p, 0.05, momentum=0.9)),
+    "sgd ignores fallback_lr": ({"fallback": "sgd", "fallback_lr": 7.0}, momentum),
     "nesterov": ({"nesterov": True}, lambda p: SGD(p, 0.05, momentum=0.9, nesterov=True)),
     "no momentum": ({"momentum": 0.0}, lambda p: SGD(p, 0.05)),
     "maximize": ({"maximize": True}, lambda p: SGD(p, 0.05, momentum=0.9, maximize=True)),
@@ -44,9 +55,9 @@ CASES: dict[str, Case] = {
         {"fallback": "adamw", "fallback_lr": 0.02, "maximize": True},
         lambda p: AdamW(p, 0.02, weight_decay=0.0, maximize=True),
     ),
-    "graft sgd": ({"graft": "sgd"}, lambda p: SGD(p, 0.05, momentum=0.9)),
+    "graft sgd": ({"graft": "sgd"}, momentum),
     "graft adam": ({"graft": "adam"}, lambda p: AdamW(p, 0.05, weight_decay=0.0)),
-    "graft adam, sgd asked": ({"graft": "adam", "fallback": "sgd"}, lambda p: SGD(p, 0.05, momentum=0.9)),
+    "graft adam, sgd asked": ({"graft": "adam", "fallback": "sgd"}, momentum),
     "graft sgd, adamw asked": (
         {"graft": "sgd", "fallback": "adamw"},
         lambda p: AdamW(p, 0.05, weight_decay=0.0),
@@ -55,12 +66,30 @@ CASES: dict[str, Case] = {
         {"graft": "adam", "fallback_lr": 0.02},
         lambda p: AdamW(p, 0.02, weight_decay=0.0),
     ),
-    "inner adamw alone": ({"inner": "adamw"}, lambda p: SGD(p, 0.05, momentum=0.9)),
+    "inner adamw alone": ({"inner": "adamw"}, momentum),
 }
 
 
 def uncovered(method: Method, model: nn.Module) -> list[nn.Parameter]:
     return [model.get_parameter(name) for name in method.left_out(model)]
+
+
+def side_by_side(
+    model: nn.Module,
+    optimizer: Any,
+    task: Task,
+    *shadows: Shadow,
+    steps: int = 5,
+    after: Callable[[], Any] | None = None,
+) -> None:
+    """Train; torch's optimizers step on copies of what follows the fallback, with the same gradients."""
+    for step in range(steps):
+        backward(model, optimizer, task, step)
+        for shadow in shadows:
+            shadow.step()
+        optimizer.step()
+        if after is not None:
+            after()
 
 
 @pytest.mark.cover(dtype=[torch.float64, torch.float32])
@@ -69,22 +98,18 @@ def test_uncovered_parameter_beside_covered_ones(method: Method, mlp: Task, rule
     keywords, reference = CASES[rule]
     model = mlp.model(dtype)
     optimizer = method.build(model, **method.leave_out, **keywords)
-    shadow = Shadow(uncovered(method, model), reference)
-    before = values(model)
-    for step in range(6):
-        backward(model, optimizer, mlp, step)
-        shadow.step()
-        optimizer.step()
-        shadow.assert_identical()
+    shadow, before = Shadow(uncovered(method, model), reference), values(model)
+    side_by_side(model, optimizer, mlp, shadow, steps=6, after=shadow.assert_identical)
     assert_changed(model, before)
 
 
 @pytest.mark.cover(case=[*CASES])
-@WINDOWED
-def test_window_that_everything_left(method: Method, case: str) -> None:
+def test_a_model_that_everything_left_follows_the_fallback_alone(method: Method, case: str) -> None:
+    """All layers that are skipped, or all norm layers of a window."""
     keywords, reference = CASES[case]
     nets = [nn.Sequential(nn.LayerNorm(5), nn.LayerNorm(5)) for _ in range(2)]
-    optimizer = method.build(nets[0], skip_norm_layers=True, **keywords)
+    left_out: dict[str, Any] = {"skip_layers": (nn.LayerNorm,)} if method.layerwise else {"skip_norm_layers": True}
+    optimizer = method.build(nets[0], **left_out, **keywords)
     theirs = reference(nets[1].parameters())
     for step in range(5):
         inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
@@ -96,17 +121,13 @@ def test_window_that_everything_left(method: Method, case: str) -> None:
     assert all(state.keys() <= PLAIN for state in optimizer.state.values())
 
 
-@pytest.mark.cover(case=[*CASES])
 @LAYERWISE
-def test_model_with_every_layer_skipped(method: Method, task: Task, case: str) -> None:
-    keywords, reference = CASES[case]
+def test_a_model_whose_every_layer_is_skipped_follows_the_fallback(method: Method, task: Task) -> None:
     model, twin = task.model(torch.float32), task.model(torch.float32)
     everything = (nn.Linear, nn.Conv2d, nn.Embedding, nn.LayerNorm)
     present = tuple(kind for kind in everything if any(isinstance(module, kind) for module in model.modules()))
-    optimizer, theirs = method.build(model, skip_layers=present, **keywords), reference(twin.parameters())
-    for step in range(5):
-        train(model, optimizer, task, 1, start=step)
-        train(twin, theirs, task, 1, start=step)
+    train(model, method.build(model, skip_layers=present), task, 5)
+    train(twin, SGD(twin.parameters(), 0.05, momentum=0.9), task, 5)
     assert_identical(values(model), values(twin))
 
 
@@ -118,12 +139,8 @@ def test_norm_layers_are_known_by_their_type(method: Method, how: str) -> None:
     params = {"module": None, "named": model.named_parameters(), "module=": model.parameters()}[how]
     extra = {} if how == "module" else {"module": model}
     optimizer = method.build(model, params, skip_norm_layers=True, **extra)
-    shadow = Shadow(list(model.norm.parameters()), lambda p: SGD(p, 0.05, momentum=0.9))
-    before = values(model)
-    for step in range(6):
-        backward(model, optimizer, TRANSFORMER, step)
-        shadow.step()
-        optimizer.step()
+    shadow, before = Shadow(list(model.norm.parameters()), momentum), values(model)
+    side_by_side(model, optimizer, TRANSFORMER, shadow)
     shadow.assert_identical()
     assert_changed(model, before)
     out = {name for name, p in model.named_parameters() if optimizer.state[p].keys() <= PLAIN}
@@ -134,13 +151,8 @@ def test_norm_layers_are_known_by_their_type(method: Method, how: str) -> None:
 def test_norm_layers_are_what_has_one_dimension_without_a_module(method: Method, mlp: Task) -> None:
     model = mlp.model()
     optimizer = method.build(model, model.parameters(), skip_norm_layers=True)
-    small = [p for p in model.parameters() if p.ndim <= 1]
-    shadow = Shadow(small, lambda p: SGD(p, 0.05, momentum=0.9))
-    before = values(model)
-    for step in range(6):
-        backward(model, optimizer, mlp, step)
-        shadow.step()
-        optimizer.step()
+    shadow, before = Shadow([p for p in model.parameters() if p.ndim <= 1], momentum), values(model)
+    side_by_side(model, optimizer, mlp, shadow)
     shadow.assert_identical()
     assert_changed(model, before)
 
@@ -166,40 +178,25 @@ def test_what_is_left_out_takes_no_part_in_the_window(method: Method, variant: V
 
 
 @LAYERWISE
-@pytest.mark.cover(skipped=["second", "sec*", nn.Linear])
+@pytest.mark.cover(skipped={"name": "second", "pattern": "sec*", "type": nn.Linear, "instance": None})
 def test_skipped_layers_follow_the_fallback(method: Method, mlp: Task, skipped: Any) -> None:
     model = mlp.model()
-    optimizer = method.build(model, skip_layers=(skipped,))
-    shadow = Shadow(list(model.second.parameters()), lambda p: SGD(p, 0.05, momentum=0.9))
-    for step in range(5):
-        backward(model, optimizer, mlp, step)
-        shadow.step()
-        optimizer.step()
+    optimizer = method.build(model, skip_layers=(model.second if skipped is None else skipped,))
+    shadow = Shadow(list(model.second.parameters()), momentum)
+    side_by_side(model, optimizer, mlp, shadow)
     shadow.assert_identical()
-
-
-@LAYERWISE
-def test_skipped_instance_follows_the_fallback(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, skip_layers=(model.second,))
     assert optimizer.state[model.second.weight].keys() == {"step", "momentum_buffer"}
-    assert method.landmark in optimizer.state[model.first.weight]
+    assert (method.landmark in optimizer.state[model.first.weight]) == (skipped is not nn.Linear)
 
 
 @WINDOWED
 def test_fallback_per_group_beside_a_window(method: Method, mlp: Task) -> None:
     model = mlp.model()
     named = [(name, p) for name, p in model.named_parameters() if name != "second.bias"]
-    own: dict[str, Any] = {"fallback": "adamw", "fallback_lr": 0.02, "fallback_betas": (0.5, 0.75)}
-    groups: list[dict[str, Any]] = [{"params": named}, {"params": [("second.bias", model.second.bias)], **own}]
+    groups: list[dict[str, Any]] = [{"params": named}, {"params": [("second.bias", model.second.bias)], **OWN}]
     optimizer = method.build(model, groups, **method.leave_out)
-    sgd = Shadow([model.first.bias], lambda p: SGD(p, 0.05, momentum=0.9))
-    adamw = Shadow([model.second.bias], lambda p: AdamW(p, 0.02, betas=(0.5, 0.75), weight_decay=0.0))
-    for step in range(5):
-        backward(model, optimizer, mlp, step)
-        sgd.step()
-        adamw.step()
-        optimizer.step()
+    sgd, adamw = Shadow([model.first.bias], momentum), Shadow([model.second.bias], own_adamw)
+    side_by_side(model, optimizer, mlp, sgd, adamw)
     sgd.assert_identical()
     adamw.assert_identical()
 
@@ -207,22 +204,17 @@ def test_fallback_per_group_beside_a_window(method: Method, mlp: Task) -> None:
 @LAYERWISE
 def test_fallback_per_group(method: Method, mlp: Task) -> None:
     model = mlp.model()
-    extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    groups: list[dict[str, Any]] = [
-        {"params": list(model.parameters())},
-        {"params": [extra], "fallback": "adamw", "fallback_lr": 0.02, "fallback_betas": (0.5, 0.75)},
-    ]
-    optimizer = method.build(model, groups)
-    sgd = Shadow([model.scale.gain], lambda p: SGD(p, 0.05, momentum=0.9))
-    adamw = Shadow([extra], lambda p: AdamW(p, 0.02, betas=(0.5, 0.75), weight_decay=0.0))
-    for step in range(5):
-        backward(model, optimizer, mlp, step)
-        extra.grad = torch.full_like(extra, 0.5 - step)
-        sgd.step()
-        adamw.step()
-        optimizer.step()
+    rest = [(name, p) for name, p in model.named_parameters() if name != "scale.gain"]
+    groups: list[dict[str, Any]] = [{"params": rest}, {"params": [("scale.gain", model.scale.gain)], **OWN}]
+    optimizer = method.build(model, groups, skip_layers=("second",))
+    sgd, adamw = Shadow(list(model.second.parameters()), momentum), Shadow([model.scale.gain], own_adamw)
+    side_by_side(model, optimizer, mlp, sgd, adamw)
     sgd.assert_identical()
     adamw.assert_identical()
+
+
+def halved(optimizer: Any) -> Any:
+    return StepLR(optimizer, 1, 0.5)
 
 
 def test_fallback_lr_is_scheduled_in_proportion_to_lr(method: Method, mlp: Task) -> None:
@@ -230,13 +222,8 @@ def test_fallback_lr_is_scheduled_in_proportion_to_lr(method: Method, mlp: Task)
     model = mlp.model()
     optimizer = method.build(model, fallback="adamw", fallback_lr=0.02, weight_decay=0.1, **method.leave_out)
     shadow = Shadow(uncovered(method, model), lambda p: AdamW(p, 0.02, weight_decay=0.1))
-    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optimizer, shadow.optimizer)]
-    for step in range(5):
-        backward(model, optimizer, mlp, step)
-        shadow.step()
-        optimizer.step()
-        for schedule in schedules:
-            schedule.step()
+    schedules = [halved(optimizer), halved(shadow.optimizer)]
+    side_by_side(model, optimizer, mlp, shadow, after=lambda: [schedule.step() for schedule in schedules])
     shadow.assert_identical()
 
 
@@ -245,13 +232,8 @@ def test_any_schedule_keeps_the_proportion(method: Method, mlp: Task, lr_as: Cal
     model = mlp.model()
     optimizer = method.build(model, lr=lr_as(0.05), fallback="adamw", fallback_lr=0.02, **method.leave_out)
     shadow = Shadow(uncovered(method, model), lambda p: AdamW(p, 0.02, weight_decay=0.0))
-    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 7) for o in (optimizer, shadow.optimizer)]
-    for step in range(6):
-        backward(model, optimizer, mlp, step)
-        shadow.step()
-        optimizer.step()
-        for schedule in schedules:
-            schedule.step()
+    schedules = [CosineAnnealingLR(o, 7) for o in (optimizer, shadow.optimizer)]
+    side_by_side(model, optimizer, mlp, shadow, steps=6, after=lambda: [schedule.step() for schedule in schedules])
     tolerance = 1e-12 if lr_as is float else 1e-6  # the tensor is single precision
     for parameter, expected in zip(uncovered(method, model), shadow.values(), strict=True):
         torch.testing.assert_close(parameter.detach(), expected, rtol=tolerance, atol=0)
@@ -263,7 +245,7 @@ def test_proportion_survives_a_checkpoint(method: Method, mlp: Task) -> None:
     def build() -> Any:
         model = mlp.model()
         optimizer = method.build(model, fallback="adamw", fallback_lr=0.02, **method.leave_out)
-        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return model, optimizer, halved(optimizer)
 
     model, optimizer, schedule = build()
     for step in range(2):
@@ -283,16 +265,13 @@ def test_proportion_survives_a_checkpoint(method: Method, mlp: Task) -> None:
 @LAYERWISE
 def test_fallback_lr_of_a_group_that_joins_late(method: Method, mlp: Task) -> None:
     model = mlp.model()
-    optimizer = method.build(model, model.parameters(), fallback="adamw", fallback_lr=0.02)
+    optimizer = method.build(
+        model, [p for n, p in model.named_parameters() if n != "scale.gain"], fallback="adamw", fallback_lr=0.02
+    )
     optimizer.param_groups[0]["lr"] *= 0.5
-    extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    optimizer.add_param_group({"params": [extra], "lr": 0.4})
-    shadow = Shadow([extra], lambda p: AdamW(p, 0.02, weight_decay=0.0))
-    for step in range(3):
-        backward(model, optimizer, mlp, step)
-        extra.grad = torch.full_like(extra, 0.5 - step)
-        shadow.step()
-        optimizer.step()
+    optimizer.add_param_group({"params": [model.scale.gain], "lr": 0.4})
+    shadow = Shadow([model.scale.gain], lambda p: AdamW(p, 0.02, weight_decay=0.0))
+    side_by_side(model, optimizer, mlp, shadow, steps=3)
     shadow.assert_identical()
 
 
@@ -301,11 +280,7 @@ def test_kl_clip_and_clipping_leave_it_alone(method: Method, mlp: Task) -> None:
     tight = {"kl_clip": 1e-9, "clip_norm": 1e-6, "clip_value": 1e-6}
     known = {keyword: bound for keyword, bound in tight.items() if method.accepts(keyword)}
     optimizer = method.build(model, **known, **method.leave_out)
-    shadow = Shadow(uncovered(method, model), lambda p: SGD(p, 0.05, momentum=0.9))
-    before = values(model)
-    for step in range(3):
-        backward(model, optimizer, mlp, step)
-        shadow.step()
-        optimizer.step()
+    shadow, before = Shadow(uncovered(method, model), momentum), values(model)
+    side_by_side(model, optimizer, mlp, shadow, steps=3)
     shadow.assert_identical()
     assert_changed(model, before)

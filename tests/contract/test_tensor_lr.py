@@ -85,7 +85,10 @@ def test_tensor_lr_survives_a_checkpoint(method: Method, mlp: Task) -> None:
     optimizer = method.build(model, lr=torch.tensor(LR))
     train(model, optimizer, mlp, 2)
     second = method.build(other, lr=torch.tensor(1.0))
-    second.load_state_dict(snapshot(optimizer))
+    saved = snapshot(optimizer)
+    second.load_state_dict(saved)
+    assert_identical(second.param_groups[0]["lr"], torch.tensor(LR))
+    saved["param_groups"][0]["lr"].fill_(7.0)  # the optimizer has one of its own
     assert_identical(second.param_groups[0]["lr"], torch.tensor(LR))
 
 
