@@ -56,11 +56,12 @@ class Patches(nn.Module):
         return torch.tanh(self.layer(patches)).transpose(0, 1).flatten(1)
 
 
-def solved(model: nn.Module, layer: nn.Module, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Direction of a norm by its per-example gradients: blocks of scale and shift."""
+def solved(model: nn.Module, layer: nn.Module, x: Tensor, weights: Tensor, alone: bool = True) -> tuple[Tensor, Tensor]:
+    """Direction of a norm by its per-example gradients, of examples alone or within the batch: of scale and shift."""
     rows = []
     for i in range(len(x)):
-        loss = (model(x[i : i + 1]) * weights[i : i + 1]).sum()
+        one = slice(i, i + 1)
+        loss = (model(x[one]) * weights[one] if alone else (model(x) * weights)[one]).sum()
         rows.append(torch.stack(torch.autograd.grad(loss, (layer.weight, layer.bias)), 1))
     u = torch.stack(rows)
     blocks = torch.einsum("nci,ncj->cij", u, u) / len(x) + DAMPING * torch.eye(2, dtype=x.dtype)
@@ -221,21 +222,9 @@ def test_modules_that_say_where_the_examples_are(case: str, n: int) -> None:
     kept = step(optimizer, model, x, weights)
     with optimizer.pause_capture():
         # Windows of as many positions as the batch has examples: one example alone cannot be cut into them.
-        weight, bias = by_rows(model, x, weights) if windows else solved(model, model.layer, x, weights)
+        weight, bias = solved(model, model.layer, x, weights, alone=not windows)
     torch.testing.assert_close(kept["layer.weight"], weight, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(kept["layer.bias"], bias, rtol=1e-8, atol=1e-10)
-
-
-def by_rows(model: Known, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from the gradient of one example's loss within the batch: examples do not meet."""
-    rows = []
-    for i in range(len(x)):
-        loss = (model(x) * weights)[i].sum()
-        rows.append(torch.stack(torch.autograd.grad(loss, (model.layer.weight, model.layer.bias)), 1))
-    u = torch.stack(rows)
-    blocks = torch.einsum("nci,ncj->cij", u, u) / len(x) + DAMPING * torch.eye(2, dtype=x.dtype)
-    found = torch.linalg.solve(blocks, u.mean(0))
-    return found[:, 0], found[:, 1]
 
 
 def test_as_many_positions_as_examples_beside_sequence_first_attention() -> None:

@@ -18,6 +18,7 @@ from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
+    assert_same_factors,
     backward,
     directions,
     held_factors,
@@ -142,26 +143,8 @@ def test_alone_they_leave_the_state_unchanged(bystander):
     opt.zero_grad()
     bystander(model, vectors(9, seed=5)[0])
     opt.step()
-    now = all_factors(opt, model)
-    for name, (A, B) in held.items():
-        assert torch.equal(now[name][0], A)
-        assert torch.equal(now[name][1], B)
+    assert_same_factors(opt, model, held)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), values, strict=True))
-
-
-def test_the_model_itself_as_its_teacher():
-    """A train-mode forward under no_grad of the very module that is trained, in the same step."""
-    x, _ = vectors()
-    with torch.no_grad():
-        soft = mlp()(2 * x).softmax(1)
-    expected = expected_factors(mlp(), x, soft, F.cross_entropy)
-    model = mlp()
-    opt = plain_kfac(model)
-    with torch.no_grad():
-        target = model(2 * x).softmax(1)
-    backward(model, x, target, F.cross_entropy)
-    opt.step()
-    assert_factors(all_factors(opt, model), expected)
 
 
 def test_a_teacher_made_after_the_optimizer_follows_without_hooks():
@@ -184,10 +167,7 @@ def test_evaluation_with_accumulating_backward_is_not_captured():
     held = all_factors(opt, model)
     model.eval()
     train_step(opt, model, *vectors(seed=1), F.cross_entropy)
-    now = all_factors(opt, model)
-    for name, (A, B) in held.items():
-        assert torch.equal(now[name][0], A)
-        assert torch.equal(now[name][1], B)
+    assert_same_factors(opt, model, held)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

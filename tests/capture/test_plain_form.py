@@ -18,6 +18,7 @@ from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
+    assert_same_factors,
     backward,
     directions,
     held_factors,
@@ -564,10 +565,7 @@ def test_an_empty_batch_changes_nothing():
     opt.zero_grad()
     model(noise(0, 4)).sum().backward()
     opt.step()
-    now = all_factors(opt, model)
-    for name, (A, B) in held.items():
-        assert torch.equal(now[name][0], A)
-        assert torch.equal(now[name][1], B)
+    assert_same_factors(opt, model, held)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), values, strict=True))
 
 

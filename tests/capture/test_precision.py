@@ -10,6 +10,7 @@ from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
+    assert_same_factors,
     backward,
     directions,
     held_factors,
@@ -216,16 +217,6 @@ def test_float16_autocast_with_a_scaler(scale, treatment):
     assert not skipped or scale > 2.0**10
 
 
-def test_a_disabled_scaler_is_no_scaler():
-    x, y = map(single, vectors())
-    expected = expected_factors(mlp(), *vectors(), F.cross_entropy)
-    model = mlp().float()
-    scaler = unscaled()
-    opt = plain_kfac(model, grad_scaler=scaler)
-    scaled_step(opt, scaler, model, x, y, "unscale")
-    assert_factors(all_factors(opt, model), expected, 1e-5)
-
-
 @each(treatment=TREATMENTS, accumulated=[1, 3])
 def test_an_overflow_batch_is_dropped_whole(treatment, accumulated):
     """The scaler skips our step; nothing of that batch may remain, neither inf nor its finite micro-batches."""
@@ -246,10 +237,7 @@ def test_an_overflow_batch_is_dropped_whole(treatment, accumulated):
     scaler.step(opt)
     scaler.update()
     assert scaler.get_scale() == 2.0**9
-    now = all_factors(opt, model)
-    for name, (A, B) in held.items():
-        assert torch.equal(now[name][0], A)
-        assert torch.equal(now[name][1], B)
+    assert_same_factors(opt, model, held)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), values, strict=True))
 
     x, y = vectors(seed=9)

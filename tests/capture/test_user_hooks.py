@@ -272,10 +272,16 @@ def test_weights_that_a_hook_computes_are_left_out_by_name(reparametrize):
     model = plain()
     reparametrize(model[0])
     names = [name for name, _ in model.named_parameters() if name.startswith("0.") and name != "0.bias"]
-    opt = plain_kfac(model)
+    opt = plain_kfac(model, lr=0.1)
     assert all(follows_fallback(opt, name, "parametrized") for name in names)
     assert set(opt.blocks) == {"2"}
     assert not parametrize.is_parametrized(model[2])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    F.cross_entropy(model(data("rows")[0]), data("rows")[1]).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    opt.step()
+    for name, p in model.named_parameters():
+        assert name[0] == "2" or assert_close(before[name] - p.detach(), 0.1 * gradients[name], 1e-9, name) is None
 
 
 def test_a_closed_optimizer_leaves_the_user_s_hooks_in_their_order():

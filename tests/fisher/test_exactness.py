@@ -18,6 +18,7 @@ from tests.support.models import ConvNet, Tokens, convnet, images, mlp, seeded_b
 from tests.support.oracles.ekfac import over_null_spaces
 from tests.support.oracles.fisher import (
     METHODS,
+    assert_observed,
     hessian_block,
     measured_scale,
     observed,
@@ -479,9 +480,7 @@ def test_logits_flattened_over_positions(approx, mixes):
     model = Flattened(plain)
     opt = still(model, "exact", approx=approx)
     observed_step(opt, model, x, "categorical", y.flatten())
-    for name, found in rows.items():
-        for mine, theirs in zip(held_factors(opt, model, f"tokens.{name}"), found.factors(approx), strict=True):
-            assert_close(mine, theirs, 1e-9, name)
+    assert_observed(opt, model, rows, approx, prefix="tokens.")
 
 
 @pytest.mark.parametrize("loss", ["categorical", "gaussian", "gaussian mean"])
@@ -511,9 +510,7 @@ def test_outputs_with_the_batch_on_their_second_axis(loss):
             continue
         unrelated(outputs).backward()
         opt.step()
-        for name, found in rows.items():
-            for mine, theirs in zip(held_factors(opt, model, f"tokens.{name}"), found.factors(), strict=True):
-                assert_close(mine, theirs, 1e-9, f"{name}, {batch_first}")
+        assert_observed(opt, model, rows, prefix="tokens.")
 
 
 class SequenceFirst(nn.Module):

@@ -20,6 +20,7 @@ from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
+    assert_same_factors,
     held_factors,
     labels,
     layer_state,
@@ -28,7 +29,7 @@ from tests.support.kfac import (
     twin,
 )
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
-from tests.support.oracles.fisher import METHODS, observed, observed_step, state_of, still, unrelated
+from tests.support.oracles.fisher import METHODS, assert_observed, observed, observed_step, state_of, still, unrelated
 from tests.support.oracles.kfac import covered_names, expected_factors, kron
 
 both = each(method=METHODS)
@@ -256,9 +257,7 @@ def test_heads_against_the_definition(method, approx, container):
     opt.observe(container((left, right)), container(("categorical", secondorder.Gaussian(mean=True))))
     unrelated((left, right)).backward()
     opt.step()
-    for name, found in rows.items():
-        for mine, theirs in zip(held_factors(opt, model, name), found.factors(approx), strict=True):
-            assert_close(mine, theirs, 1e-9, name)
+    assert_observed(opt, model, rows, approx)
 
 
 def test_heads_with_targets():
@@ -470,8 +469,7 @@ def test_where_nothing_is_due_it_does_nothing_and_is_not_missed(fisher, method, 
                 assert not called or opt.observe(outputs, "categorical") is None
             outputs.sum().backward()
             opt.step()
-    for name, factors in held.items():
-        assert all(torch.equal(a, b) for a, b in zip(held_factors(opt, model, name), factors, strict=True))
+    assert_same_factors(opt, model, held)
     observed_step(opt, model, vectors(seed=3)[0], "categorical")
     assert layer_state(opt, model, "0")["factor_updates"] == 2
 

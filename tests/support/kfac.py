@@ -91,6 +91,13 @@ def assert_factors(
         assert_close(held[name][1], B, tolerance, f"B of {name!r}")
 
 
+def assert_same_factors(opt: KFAC, model: nn.Module, held: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """The optimizer holds, bit for bit, what it held before."""
+    for name, factors in held.items():
+        for now, before in zip(held_factors(opt, model, name), factors, strict=True):
+            assert torch.equal(now, before), name
+
+
 def twin(model: nn.Module) -> nn.Module:
     """An independent copy; to be made before an optimizer hooks the model."""
     return copy.deepcopy(model)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from secondorder import EKFAC, KFAC
-from tests.support.kfac import PLAIN, owner
+from tests.support.kfac import PLAIN, assert_close, held_factors, owner
 from tests.support.oracles.kfac import homogeneous, input_rows, output_rows
 
 #: Loss of one example from its outputs (batch of one) and its targets.
@@ -121,6 +121,15 @@ def observed(model: nn.Module, names: Sequence[str], x: Tensor, y: Any, loss: Lo
             by_column = [torch.cat([output_rows(layer, grads[i]) for i in mine], 1) for grads in pushed]
             rows.g.append(torch.stack(by_column))
     return found
+
+
+def assert_observed(
+    opt: Any, model: nn.Module, rows: dict[str, Observed], approx: str = "expand", prefix: str = ""
+) -> None:
+    """Both factors of every layer are those of the definition."""
+    for name, found in rows.items():
+        for mine, theirs in zip(held_factors(opt, model, prefix + name), found.factors(approx), strict=True):
+            assert_close(mine, theirs, 1e-9, name)
 
 
 def one_example(y: Any, n: int) -> Any:
