@@ -149,7 +149,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "shorter-window-keeps-the-oldest-rows", "curvature/window/window.py",
-        'old.counters["pos"] - kept + torch.arange', 'old.counters["pos"] + torch.arange', ("tests/window -k checkpoint", *WINDOW),
+        'old.counters["pos"] - kept + torch.arange', 'old.counters["pos"] + torch.arange',
+        ("tests/window -k checkpoint", *WINDOW),
     ),
     Mutation(
         "rounding-of-entries-is-lost", "curvature/window/topk.py",
@@ -207,7 +208,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "loaded-rate-is-that-of-the-checkpoint-itself", "checkpoint/checkpoint.py",
         "{k: copied(v) for k, v in given.items()", "{k: v for k, v in given.items()",
-        ("tests/contract -k tensor_lr", "tests/checkpoint -k 'resume or copies'"),
+        ("tests/contract -k tensor_lr", "tests/checkpoint"),
     ),
     Mutation(
         "weight-of-momentum-is-not-in-the-state", "curvature/window/window.py",
