@@ -43,19 +43,16 @@ def test_the_first_trials_are_half_a_decade_apart_at_a_sixth_of_the_steps():
     assert {job.steps for job in jobs} == {10}
 
 
-@pytest.mark.parametrize(
-    ("losses", "further"),
-    [
+def test_a_best_rate_at_the_end_of_the_row_asks_for_one_beyond():
+    for losses, further in [
         ((3.0, 2.0, 3.0), []),
         ((1.0, 2.0, 3.0), [1 / STEP**2]),
         ((3.0, 2.0, 1.0), [STEP**2]),
         ((3.0, 2.0, None), []),
         ((None, None, None), [1 / STEP**2]),
-    ],
-)
-def test_a_best_rate_at_the_end_of_the_row_asks_for_one_beyond(losses, further):
-    runs = [_run("kfac", "sift", loss, f) for loss, f in zip(losses, BUDGET.factors, strict=True)]
-    assert [job.factor for job in sift(runs, "kfac", BUDGET)] == pytest.approx(further)
+    ]:
+        runs = [_run("kfac", "sift", loss, f) for loss, f in zip(losses, BUDGET.factors, strict=True)]
+        assert [job.factor for job in sift(runs, "kfac", BUDGET)] == pytest.approx(further)
 
 
 def test_there_are_no_more_than_two_rates_beyond():
@@ -196,9 +193,8 @@ def test_schedules():
     assert factor(Schedule(), 5, 10) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("workload", "size", "batch_size", "name", "lr", "note"),
-    [
+def test_rates_follow_the_examples_of_a_step():
+    for workload, size, batch_size, name, lr, note in [
         ("resnet32", "paper", None, "hylo", 1.8 / 32, ""),  # held for 32 ranks of 128 examples
         ("vgg16", "paper", None, "kfac", 0.4 / 4, "published with dataset=cifar100, which is not applied here"),
         ("resnet50", "paper", 640, "hylo", 4.0 / 8, "label_smoothing=0.1, which is not applied here"),
@@ -206,14 +202,12 @@ def test_schedules():
         ("digits", "cpu", None, "sgd", 0.1, ""),
         ("digits", "cpu", 1024, "sgd", 0.4, ""),
         ("digits", "cpu", 1024, "kfac", 0.04, ""),
-    ],
-)
-def test_rates_follow_the_examples_of_a_step(workload, size, batch_size, name, lr, note):
-    setting = Setting(workload, size, Path("data"), batch_size=batch_size)
-    recipe = recipe_of(Job(name, "final", 1.0, 0, 10), setting)
-    assert recipe.settings["lr"] == pytest.approx(lr, rel=1e-5)
-    assert recipe.note.endswith(note)
-    assert ("not applied" in recipe.note) == bool(note)
+    ]:
+        setting = Setting(workload, size, Path("data"), batch_size=batch_size)
+        recipe = recipe_of(Job(name, "final", 1.0, 0, 10), setting)
+        assert recipe.settings["lr"] == pytest.approx(lr, rel=1e-5)
+        assert recipe.note.endswith(note)
+        assert ("not applied" in recipe.note) == bool(note)
 
 
 def test_fields_that_all_of_a_comparison_have_need_no_note():

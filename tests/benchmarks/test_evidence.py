@@ -109,20 +109,17 @@ class _Losses:
         self.trainer.history.processor_seconds.append(1.0)
 
 
-@pytest.mark.parametrize(
-    ("losses", "keywords", "end", "taken"),
-    [
+def test_what_ends_a_run():
+    for losses, keywords, end, taken in [
         ([5.0] * 10 + [1.0] * 20, {"target": 2.0}, "target", 18),
         ([5.0] * 30, {"target": 2.0}, "steps", 25),
         ([5.0] * 30, {"seconds": 12.5}, "seconds", 13),
         ([5.0] * 4 + [float("nan")], {}, "diverged", 5),
         ([5.0, *[11.0] * 20], {}, "diverged", 10),
-    ],
-)
-def test_what_ends_a_run(losses, keywords, end, taken):
-    run = _Losses(losses).trainer
-    assert train_until(run, 25, **keywords) == end
-    assert len(run.history.losses) == taken
+    ]:
+        run = _Losses(losses).trainer
+        assert train_until(run, 25, **keywords) == end
+        assert len(run.history.losses) == taken
 
 
 def test_failures_are_results_but_missing_data_is_not():
@@ -136,15 +133,19 @@ def test_failures_are_results_but_missing_data_is_not():
 
 
 # ---------------------------------------------------------------------- bytes
-@pytest.mark.parametrize(("size", "fraction", "most", "rows"), [(100, 0.07, 99, 7), (10, 0.01, 9, 1), (8, 1.0, 5, 5)])
-def test_kept_rows(size, fraction, most, rows):
-    assert kept_rows(size, fraction, most) == rows
+def test_kept_rows():
+    for size, fraction, most, rows in [(100, 0.07, 99, 7), (10, 0.01, 9, 1), (8, 1.0, 5, 5)]:
+        assert kept_rows(size, fraction, most) == rows
 
 
 @pytest.mark.parametrize(
     ("workload", "name", "changes"),
     [
-        *((workload, name, {}) for workload in ("digits", "chargpt") for name in HELD),
+        *(
+            pytest.param(workload, name, {}, marks=() if (index % 2) == (workload == "digits") else pytest.mark.slow)
+            for workload in ("digits", "chargpt")
+            for index, name in enumerate(HELD)
+        ),
         ("chargpt", "kfac", {"inverse_method": "cholesky", "graft": None}),
         ("digits", "kfac_adaptive", {}),
     ],
@@ -245,9 +246,8 @@ def test_what_lost_against_a_lower_limit_runs_again(tmp_path, data_dir):
     assert len(saved(tmp_path / "cells.json")["cells"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
+def test_values_that_are_refused():
+    for command, message in [
         (BatchSize(batch_sizes=(0,)), r"batch_sizes must be positive, got \(0,\)"),
         (BatchSize(factors=(1.0, 1.0)), "factors must be different"),
         (BatchSize(optimizers=("adams",)), "optimizers must be of .* got 'adams'"),
@@ -259,11 +259,9 @@ def test_what_lost_against_a_lower_limit_runs_again(tmp_path, data_dir):
         (Robustness(workloads=()), "workloads must name at least one"),
         (Worlds(measured=(0,)), "measured must be positive"),
         (Scaling(method="hylo", dp_kfac=True), "dp_kfac is a way to take the factors"),
-    ],
-)
-def test_values_that_are_refused(command, message):
-    with pytest.raises(ValueError, match=message):
-        command.run()
+    ]:
+        with pytest.raises(ValueError, match=message):
+            command.run()
 
 
 def test_density(data_dir, tmp_path, capsys, drawn):

@@ -39,20 +39,19 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_columns_are_found_by_their_heads(name, tmp_path):
-    head, line, label = FILES[name]
-    path = tmp_path / "train.tsv"
-    path.write_text(f"{head}\n{line}\r\n", encoding="utf-8")
-    found = read_glue(path, TASKS[name])
-    assert found.texts[-1] == (("A b.",) if name in {"sst2", "cola"} else ("A b.", "C d"))
-    assert found.labels[-1] == label
-    assert len(found.texts) == (2 if name == "cola" else 1)
+def test_columns_are_found_by_their_heads(tmp_path):
+    for name in TASKS:
+        head, line, label = FILES[name]
+        path = tmp_path / "train.tsv"
+        path.write_text(f"{head}\n{line}\r\n", encoding="utf-8")
+        found = read_glue(path, TASKS[name])
+        assert found.texts[-1] == (("A b.",) if name in {"sst2", "cola"} else ("A b.", "C d"))
+        assert found.labels[-1] == label
+        assert len(found.texts) == (2 if name == "cola" else 1)
 
 
-@pytest.mark.parametrize(
-    ("task", "content", "why"),
-    [
+def test_damaged_files_are_refused(tmp_path):
+    for task, content, why in [
         ("rte", "index\tsentence1\tlabel\n", "must have the columns sentence1, sentence2, label, it lacks sentence2"),
         ("rte", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\n", "line 2: must have 4 columns, got 3"),
         ("rte", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tno\n", "line 2: label must be one of.*got 'no'"),
@@ -60,13 +59,11 @@ def test_columns_are_found_by_their_heads(name, tmp_path):
         ("cola", "gj04\t1\t\tA\ngj04\t2\t\tB\n", "line 2: label must be one of 0, 1, got '2'"),
         ("sst2", "sentence\tlabel\n", "must hold examples, it has none"),
         ("sst2", b"\xff\xfe\x00", "must be text in UTF-8"),
-    ],
-)
-def test_damaged_files_are_refused(task, content, why, tmp_path):
-    path = tmp_path / "train.tsv"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=rf"train\.tsv.*{why}"):
-        read_glue(path, TASKS[task])
+    ]:
+        path = tmp_path / "train.tsv"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(ValueError, match=rf"train\.tsv.*{why}"):
+            read_glue(path, TASKS[task])
 
 
 def test_quotation_marks_and_gaps_of_published_files(tmp_path):

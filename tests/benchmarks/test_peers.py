@@ -66,12 +66,12 @@ def test_a_peer_lowers_a_quadratic(name):
     assert losses[-1] < 0.3 * losses[0]
 
 
-@pytest.mark.parametrize("name", PACKAGED)
-def test_every_workload_that_adamw_knows_has_a_recipe(name):
-    assert set(PEERS[name].recipes) == set(OURS["adamw"].recipes)
-    for recipe in PEERS[name].recipes.values():
-        assert set(recipe.searched) <= set(recipe.settings)
-        assert recipe.times(2).settings["lr"] == pytest.approx(2 * recipe.settings["lr"])
+def test_every_workload_that_adamw_knows_has_a_recipe():
+    for name in PACKAGED:
+        assert set(PEERS[name].recipes) == set(OURS["adamw"].recipes)
+        for recipe in PEERS[name].recipes.values():
+            assert set(recipe.searched) <= set(recipe.settings)
+            assert recipe.times(2).settings["lr"] == pytest.approx(2 * recipe.settings["lr"])
 
 
 def test_a_schedule_drives_all_groups():
@@ -170,15 +170,15 @@ def _polynomial(values, steps=5):
     return values
 
 
-@pytest.mark.parametrize("shape", [(12, 12), (6, 20), (20, 6)])
-def test_the_iteration_acts_on_singular_values_alone(shape):
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    found = orthogonalise(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
-    torch.testing.assert_close(found, u @ torch.diag(_polynomial(s / s.norm())) @ vh)
-    values = torch.linalg.svdvals(found)
-    assert float(values.min()) > 0.3
-    assert float(values.max()) < 1.3
+def test_the_iteration_acts_on_singular_values_alone():
+    for shape in [(12, 12), (6, 20), (20, 6)]:
+        matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        found = orthogonalise(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+        torch.testing.assert_close(found, u @ torch.diag(_polynomial(s / s.norm())) @ vh)
+        values = torch.linalg.svdvals(found)
+        assert float(values.min()) > 0.3
+        assert float(values.max()) < 1.3
 
 
 @pytest.mark.parametrize("rule", [None, "original", "match_rms_adamw"])
@@ -274,22 +274,22 @@ def test_other_optimizers_are_evaluated_as_they_are(data_dir):
 # What is lacking
 
 
-@pytest.mark.parametrize("name", BLOCKED)
-def test_a_missing_package_is_named(name, monkeypatch):
-    for module in [key for key in sys.modules if key.split(".")[0] == BLOCKED[name]]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, BLOCKED[name], None)
-    with pytest.raises(PeerMissingError, match=r"is not installed: pip install secondorder\[peers\]"):
-        PEERS[name].build(nn.Linear(2, 2), "digits")
-    assert name not in available()
+def test_a_missing_package_is_named(monkeypatch):
+    for name in BLOCKED:
+        for module in [key for key in sys.modules if key.split(".")[0] == BLOCKED[name]]:
+            monkeypatch.delitem(sys.modules, module)
+        monkeypatch.setitem(sys.modules, BLOCKED[name], None)
+        with pytest.raises(PeerMissingError, match=r"is not installed: pip install secondorder\[peers\]"):
+            PEERS[name].build(nn.Linear(2, 2), "digits")
+        assert name not in available()
 
 
-@pytest.mark.parametrize("name", CHECKOUTS)
-def test_a_missing_checkout_is_named(name, monkeypatch):
-    monkeypatch.setattr(PATHS, "folders", {})
-    with pytest.raises(ValueError, match=f"{name} needs a checkout of https://.*: --peer-path {name}=DIR"):
-        PEERS[name].build(nn.Linear(2, 2), "digits")
-    assert name not in available()
+def test_a_missing_checkout_is_named(monkeypatch):
+    for name in CHECKOUTS:
+        monkeypatch.setattr(PATHS, "folders", {})
+        with pytest.raises(ValueError, match=f"{name} needs a checkout of https://.*: --peer-path {name}=DIR"):
+            PEERS[name].build(nn.Linear(2, 2), "digits")
+        assert name not in available()
 
 
 def test_wrong_paths_are_refused(tmp_path):

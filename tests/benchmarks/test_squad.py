@@ -89,24 +89,26 @@ def test_an_answer_beside_its_place_is_found_nearby(tmp_path):
     assert read_squad(_write(tmp_path / "q.json", entry, context="a b c a b c"))[0].answers == (Answer("a", 6),)
 
 
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
+def test_damaged_questions_are_refused(tmp_path):
+    for content, why in [
         ("{", "must be in the format of SQuAD"),
         ("[]", "must be in the format of SQuAD"),
         ('{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "lacks 'context'"),
         ('{"data": [{"paragraphs": [{"context": "a", "qas": [{"id": 1, "question": "?"}]}]}]}', "lacks 'answers'"),
-        ('{"data": [{"paragraphs": [{"context": "a", "qas": [{"id": "q1", "question": "?", "answers": []}]}]}]}',
-         "question q1 has no answer"),
-        ('{"data": [{"paragraphs": [{"context": "a", "qas": [{"id": "q1", "question": "?", "answers": '
-         '[{"text": "b", "answer_start": 0}]}]}]}]}', "'b' does not stand in its text"),
-    ],
-)  # fmt: skip
-def test_damaged_questions_are_refused(tmp_path, content, why):
-    path = tmp_path / "train.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=why):
-        read_squad(path)
+        (
+            '{"data": [{"paragraphs": [{"context": "a", "qas": [{"id": "q1", "question": "?", "answers": []}]}]}]}',
+            "question q1 has no answer",
+        ),
+        (
+            '{"data": [{"paragraphs": [{"context": "a", "qas": [{"id": "q1", "question": "?", "answers": '
+            '[{"text": "b", "answer_start": 0}]}]}]}]}',
+            "'b' does not stand in its text",
+        ),
+    ]:
+        path = tmp_path / "train.json"
+        path.write_text(content)
+        with pytest.raises(ValueError, match=why):
+            read_squad(path)
 
 
 # ---------------------------------------------------------------------- windows
@@ -334,18 +336,15 @@ def test_a_model_learns_to_answer(data_dir, monkeypatch):
     assert workload.quality(model) == after
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
+def test_bad_sizes_are_refused(data_dir):
+    for change, why in [
         ({"encoder": "huge"}, "encoder must be one of smallest, tiny.*got 'huge'"),
         ({"length": 600}, "stride < length <= 512 must hold, got 8 and 600"),
         ({"stride": 48}, "got 48 and 48"),
         ({"version": 3.0}, "version must be 2.0 or 1.1, got 3.0"),
-    ],
-)
-def test_bad_sizes_are_refused(data_dir, change, why):
-    with pytest.raises(ValueError, match=why):
-        make_workload("bert_qa", data_dir, "smoke", changes=change)
+    ]:
+        with pytest.raises(ValueError, match=why):
+            make_workload("bert_qa", data_dir, "smoke", changes=change)
 
 
 def test_published_run(data_dir):

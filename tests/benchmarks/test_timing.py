@@ -14,16 +14,13 @@ def test_classes_of_the_measured_run():
     assert kinds == ["refresh", plain, *4 * [factor, plain], "refresh"]
 
 
-@pytest.mark.parametrize(
-    ("intervals", "weights"),
-    [
+def test_weights():
+    for intervals, weights in [
         (Intervals(10, 100), {"plain": 0.90, "factor": 0.09, "refresh": 0.01}),
         (Intervals(1, 10), {"plain": 0.0, "factor": 0.9, "refresh": 0.1}),
         (Intervals(2, 10), {"plain": 0.5, "factor": 0.4, "refresh": 0.1}),
-    ],
-)
-def test_weights(intervals, weights):
-    assert intervals.weights() == pytest.approx(weights)
+    ]:
+        assert intervals.weights() == pytest.approx(weights)
 
 
 def test_names():

@@ -248,18 +248,15 @@ def test_tensorboard_gets_loss_and_metric(tmp_path, monkeypatch):
     assert told[1:-1] == [("loss", 3), ("lr", 3)]
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
+def test_bad_words_are_one_line(tmp_path, capsys):
+    for words, why in [
         (("--steps", "0"), "--steps must be at least 1, got 0"),
         (("--checkpoint-every", "-1"), "--checkpoint-every must be at least 1, got -1"),
         (("--schedule", "steps"), "say --milestones 0.5 0.75"),
         (("--resume", "nowhere.pt"), "no checkpoint nowhere.pt"),
-    ],
-)
-def test_bad_words_are_one_line(tmp_path, capsys, words, why):
-    assert _run(tmp_path, *words) == 2
-    assert why in capsys.readouterr().err
+    ]:
+        assert _run(tmp_path, *words) == 2
+        assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["muon", "soap"])

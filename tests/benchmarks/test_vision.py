@@ -60,17 +60,17 @@ def _same(one, other):
 
 
 # ---------------------------------------------------------------------- sizes
-@pytest.mark.parametrize("kind", PUBLISHED)
-def test_published_networks(kind, tmp_path):
-    workload = kind.paper(tmp_path)
-    with torch.device("meta"):
-        model = workload.build_model(0)
-    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[kind]
+def test_published_networks(tmp_path):
+    for kind in PUBLISHED:
+        workload = kind.paper(tmp_path)
+        with torch.device("meta"):
+            model = workload.build_model(0)
+        assert sum(p.numel() for p in model.parameters()) == PUBLISHED[kind]
 
 
-@pytest.mark.parametrize("kind", [*PUBLISHED, Digits])
-def test_the_published_length_is_the_longest(kind):
-    assert kind.steps["paper"] >= kind.steps["cpu"]
+def test_the_published_length_is_the_longest():
+    for kind in [*PUBLISHED, Digits]:
+        assert kind.steps["paper"] >= kind.steps["cpu"]
 
 
 def test_depths_of_residual_networks(tmp_path):
@@ -112,9 +112,8 @@ def test_training_stays_finite(name, data_dir):
     assert workload.examples >= workload.batch_size
 
 
-@pytest.mark.parametrize(
-    ("name", "field", "value", "message"),
-    [
+def test_fields_are_checked(tmp_path):
+    for name, field, value, message in [
         ("resnet20", "dataset", "cifar1000", "dataset must be one of cifar10, cifar100, got 'cifar1000'"),
         ("vgg16", "augment", "crop", "augment must be one of none, flips, crops, got 'crop'"),
         ("resnet32", "label_smoothing", 1.0, r"label_smoothing must be in \[0, 1\), got 1.0"),
@@ -125,11 +124,9 @@ def test_training_stays_finite(name, data_dir):
         ("lgg", "augment", "crops", "augment must be one of none, flips, affine, got 'crops'"),
         ("lgg", "dice", -1.0, "dice must be >= 0 and finite, got -1.0"),
         ("autoencoder", "growth_steps", 1, "growth_steps must be 0 or at least 2, got 1"),
-    ],
-)
-def test_fields_are_checked(name, field, value, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        make_workload(name, tmp_path, changes={field: value})
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make_workload(name, tmp_path, changes={field: value})
 
 
 def test_label_smoothing_joins_the_loss(tmp_path):
@@ -180,23 +177,20 @@ def test_crops_are_shifted_by_at_most_the_padding():
     assert ((corner == 0) | (corner <= 33 * PADDING + 1)).all()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_a_damaged_file_of_a_hundred_classes_is_refused(tmp_path):
+    for content, message in [
         ({"labels": [0, 1, 2]}, "not a CIFAR-100 batch: 'fine_labels'"),
         ({"fine_labels": [0, 1, 100]}, "must hold labels from 0 to 99, got 0 to 100"),
         ({"fine_labels": [0, 1, -1]}, "must hold labels from 0 to 99, got -1 to 1"),
         ({"fine_labels": [[0, 1, 2]]}, "train is damaged"),
-    ],
-)
-def test_a_damaged_file_of_a_hundred_classes_is_refused(content, message, tmp_path):
-    folder = tmp_path / "cifar100" / "cifar-100-python"
-    folder.mkdir(parents=True)
-    for name in ("train", "test"):
-        data = {"data": np.zeros((3, 3072), np.uint8), **content}
-        (folder / name).write_bytes(pickle.dumps(data, protocol=2))
-    with pytest.raises(ValueError, match=message):
-        _first(make_workload("vgg16", tmp_path, "smoke", changes={"dataset": "cifar100"}))
+    ]:
+        folder = tmp_path / "cifar100" / "cifar-100-python"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("train", "test"):
+            data = {"data": np.zeros((3, 3072), np.uint8), **content}
+            (folder / name).write_bytes(pickle.dumps(data, protocol=2))
+        with pytest.raises(ValueError, match=message):
+            _first(make_workload("vgg16", tmp_path, "smoke", changes={"dataset": "cifar100"}))
 
 
 # ---------------------------------------------------------------------- ImageNet

@@ -26,9 +26,13 @@ FILES = {
 }
 
 
+def _slow(name, default):
+    return pytest.param(name, marks=() if name in default else pytest.mark.slow)
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_seed_decides_weights_and_batches(name, data_dir):
-    workload = make_workload(name, data_dir, "smoke")
+def test_seed_alone_decides_weights_and_batches(name, data_dir):
+    workload, before = make_workload(name, data_dir, "smoke"), torch.get_rng_state()
     (model, batch), (same, same_batch), (other, other_batch) = (
         (workload.build_model(seed), next(workload.batches(seed))) for seed in (0, 0, 1)
     )
@@ -38,18 +42,11 @@ def test_seed_decides_weights_and_batches(name, data_dir):
     assert batch[0].equal(same_batch[0])
     assert batch[1].equal(same_batch[1])
     assert not batch[0].equal(other_batch[0])
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_building_and_drawing_leave_the_global_generator_alone(name, data_dir):
-    workload = make_workload(name, data_dir, "smoke")
-    before = torch.get_rng_state()
-    workload.build_model(0)
-    next(workload.batches(0))
     assert torch.get_rng_state().equal(before)
+    assert workload.examples >= workload.batch_size
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", [_slow(name, ("digits", "chargpt", "unet", "glue", "poisson")) for name in WORKLOADS])
 def test_a_few_steps_lower_the_loss(name, data_dir):
     workload = make_workload(name, data_dir, "smoke")
     model, batch = workload.build_model(0), next(workload.batches(0))
@@ -88,9 +85,9 @@ def test_cifar_pack_is_told_how_to_unpack(tmp_path):
         next(make_workload("resnet20", tmp_path).batches(0))
 
 
-@pytest.mark.parametrize("inside", ["", "cifar10", "cifar10/cifar-10-batches-py"])
-def test_cifar_folder_may_be_given_directly(inside, data_dir):
-    next(make_workload("resnet20", data_dir / inside, "smoke").batches(0))
+def test_cifar_folder_may_be_given_directly(data_dir):
+    for inside in ["", "cifar10", "cifar10/cifar-10-batches-py"]:
+        next(make_workload("resnet20", data_dir / inside, "smoke").batches(0))
 
 
 def test_a_batch_larger_than_the_data_is_refused(data_dir):
@@ -150,11 +147,6 @@ def test_the_likelihood_is_that_of_the_loss(name, data_dir):
     assert workload.loss(model, batch).item() == pytest.approx(workload.criterion(outputs, targets).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_an_epoch_is_more_than_a_batch(name, data_dir):
-    assert make_workload(name, data_dir, "smoke").examples >= make_workload(name, data_dir, "smoke").batch_size
-
-
 def test_examples_of_an_epoch(data_dir):
     assert make_workload("digits", data_dir).examples == 1437
     assert make_workload("chargpt", data_dir, "smoke").examples == len(_text(data_dir)) * 9 // 10 // 32
@@ -165,8 +157,14 @@ def _text(data_dir):
     return (data_dir / "shakespeare" / "input.txt").read_text()
 
 
-@pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
-@pytest.mark.parametrize("name", WORKLOADS)
+COVERED = [(method, name) for method in (KFAC, EKFAC, HyLo) for name in WORKLOADS]
+ONE_BY_ONE = [(method, name) for i, name in enumerate(WORKLOADS) for method in [(KFAC, EKFAC, HyLo)[i % 3]]]
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [pytest.param(*case, marks=() if case in ONE_BY_ONE else pytest.mark.slow) for case in COVERED],
+)
 def test_every_parameter_is_covered(name, method, data_dir):
     workload = make_workload(name, data_dir, "smoke")
     model = workload.build_model(0)
