@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import ChiefOnly, CommOpt, HybridOpt, LocalFactors, MemOpt
 from secondorder.comm import Local
+from tests.support.grid import each, sample
 from tests.support.oracles.ranks import (
     CLASSES,
     TASKS,
@@ -36,7 +37,8 @@ from tests.support.pool import Pool, device_of
 STEPS = 8
 STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
 
-both = pytest.mark.parametrize("strategy", ["comm", "mem"])
+BOTH = ["comm", "mem"]
+both = pytest.mark.parametrize("strategy", BOTH)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -53,8 +55,7 @@ def in_order(rank: int, world: int, order: str, strategy: str, run: Run) -> tupl
         return list(getattr(optimizer, "blocks", ())), path_of(wrapped, optimizer, rank, world, run)
 
 
-@both
-@pytest.mark.parametrize("method", ["kfac_eigen", "mfac"])
+@each(method=["kfac_eigen", "mfac"], strategy=BOTH)
 def test_order_of_construction_does_not_matter(pool: Pool, method: str, strategy: str) -> None:
     run = Run("mlp", method, steps=STEPS)
     orders = ("before", "after", "after_on_bare")
@@ -63,14 +64,15 @@ def test_order_of_construction_does_not_matter(pool: Pool, method: str, strategy
     assert all(names == results[0][0] for names, _ in results)
 
 
-@both
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_running", "mfac"])
-@pytest.mark.parametrize(
-    "wrapping",
-    [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 1e-4}],
-    ids=lambda wrapping: next(iter(wrapping)),
+@each(
+    wrapping={
+        name: {name: value}
+        for name, value in (("gradient_as_bucket_view", True), ("static_graph", True), ("bucket_cap_mb", 1e-4))
+    },
+    method=["kfac_eigen", "ekfac_running", "mfac"],
+    strategy=BOTH,
 )
-def test_forms_of_ddp(pool: Pool, method: str, strategy: str, wrapping: dict[str, Any]) -> None:
+def test_forms_of_ddp(pool: Pool, wrapping: dict[str, Any], method: str, strategy: str) -> None:
     run = Run("mlp", method, steps=STEPS)
     assert_same_path(pool.run(together, strategy, run, world=2, **wrapping), alone(run)[0])
 
@@ -88,8 +90,7 @@ def gradients_of_a_step(rank: int, world: int, strategy: str, run: Run) -> list[
         return [p.grad is same and torch.equal(p.grad, numbers) for p, (same, numbers) in pairs]
 
 
-@both
-@pytest.mark.parametrize("method", ["kfac_eigen", "hylo_sngd", "mfac"])
+@each(method=["kfac_eigen", "hylo_sngd", "mfac"], strategy=BOTH)
 def test_gradients_stay_views_of_their_bucket(pool: Pool, method: str, strategy: str) -> None:
     assert all(all(of_rank) for of_rank in pool.run(gradients_of_a_step, strategy, Run("mlp", method), world=2))
 
@@ -101,13 +102,6 @@ def hooked(
     model.register_comm_hook(None, hook)
     with optimizer_on(model, strategy, run) as optimizer:
         return path_of(model, optimizer, rank, world, run), curvatures(optimizer)
-
-
-@both
-def test_communication_hook_that_changes_nothing(pool: Pool, strategy: str) -> None:
-    run = Run("mlp", steps=STEPS)
-    results = pool.run(hooked, strategy, allreduce_hook, run, world=2)
-    assert_same_path([path for path, _ in results], alone(run)[0])
 
 
 @both
@@ -134,9 +128,9 @@ def averaged(rank: int, world: int, strategy: str, run: Run) -> Tensor:
         return path_of(model, optimizer, rank, world, run)
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("comm", 2), ("mem", 3), ("hybrid_half", 4)])
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_running", "hylo_sngd", "mfac"])
-def test_strategy_averages_gradients_itself(pool: Pool, method: str, strategy: str, world: int) -> None:
+@each(method=["kfac_eigen", "ekfac_running", "hylo_sngd", "mfac"], layout=[("comm", 2), ("mem", 3), ("hybrid_half", 4)])
+def test_strategy_averages_gradients_itself(pool: Pool, method: str, layout: tuple[str, int]) -> None:
+    strategy, world = layout
     run = Run("mlp", method, steps=STEPS)
     assert_same_path(pool.run(averaged, strategy, run, world=world), alone(run)[0])
 
@@ -186,9 +180,9 @@ def branching(
     return torch.stack(path), {name: p.detach().cpu() for name, p in bare.named_parameters()}, held
 
 
-@pytest.mark.parametrize("average", [False, True], ids=["ddp", "no_ddp"])
-@pytest.mark.parametrize("user", [0, 1])
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra", "hylo_sngd"])
+@sample(
+    method=["kfac_eigen", "ekfac_intra", "hylo_sngd"], user={"0": 0, "1": 1}, average={"no_ddp": True, "ddp": False}
+)
 def test_layer_used_on_one_rank_and_layer_used_nowhere(pool: Pool, method: str, user: int, average: bool) -> None:
     run = Run("mlp", method, steps=STEPS)
     start = dict(branches().named_parameters())
@@ -200,8 +194,7 @@ def test_layer_used_on_one_rank_and_layer_used_nowhere(pool: Pool, method: str, 
             assert moved == {name: not name.startswith("never") for name in moved}
 
 
-@both
-@pytest.mark.parametrize("user", [0, 1])
+@each(user={"0": 0, "1": 1}, strategy=BOTH)
 def test_statistics_of_a_layer_used_on_one_rank_are_that_rank_s(pool: Pool, user: int, strategy: str) -> None:
     run = Run("mlp", "kfac_eigen", STILL, steps=2)
     model = branches()
@@ -227,8 +220,7 @@ def unequal_accumulation(rank: int, world: int, strategy: str, run: Run) -> tupl
         return path_of(model, optimizer, rank, world, own), curvatures(optimizer)
 
 
-@both
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra"])
+@each(method=["kfac_eigen", "ekfac_intra"], strategy=BOTH)
 def test_different_numbers_of_micro_batches(pool: Pool, method: str, strategy: str) -> None:
     run = Run("mlp", method, STILL, steps=2)
     expected = curvatures(alone(run)[2])
@@ -250,10 +242,12 @@ def with_diagnostics(rank: int, world: int, strategy: str, run: Run) -> tuple[Te
         return path_of(model, optimizer, rank, world, run), optimizer.diagnostics()["skipped_steps"]
 
 
-@both
-@pytest.mark.parametrize("poison", [3, 4])
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_running", "ekfac_intra", "hylo_sngd", "mfac", "ggt"])
-def test_batch_with_a_nan_on_one_rank_is_dropped_by_all(pool: Pool, method: str, poison: int, strategy: str) -> None:
+@sample(
+    method=["kfac_eigen", "ekfac_running", "ekfac_intra", "hylo_sngd", "mfac", "ggt"],
+    strategy=BOTH,
+    poison={"3": 3, "4": 4},
+)
+def test_batch_with_a_nan_on_one_rank_is_dropped_by_all(pool: Pool, method: str, strategy: str, poison: int) -> None:
     """One of the steps would have updated the estimates, and refreshed; the other would not."""
     run = Run("mlp", method, steps=STEPS, poison=poison)
     results = pool.run(with_diagnostics, strategy, run, world=2)
@@ -290,8 +284,7 @@ def poisoned_statistics(
         return torch.stack(path), held, optimizer.diagnostics()["skipped_statistics"]
 
 
-@both
-@pytest.mark.parametrize("method", ["kfac_eigen", "kfac_cholesky", "ekfac_intra"])
+@each(method=["kfac_eigen", "kfac_cholesky", "ekfac_intra"], strategy=BOTH)
 def test_statistics_with_a_nan_are_dropped_from_their_rank_alone(pool: Pool, method: str, strategy: str) -> None:
     run = Run("mlp", method, STILL)
     results = pool.run(poisoned_statistics, strategy, run, [(), (1,), (0, 1), ()], world=2)
@@ -309,28 +302,14 @@ def test_statistics_with_a_nan_are_dropped_from_their_rank_alone(pool: Pool, met
     assert [skipped > 0 for _, _, skipped in results] == [True, True]
 
 
-@both
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra", "hylo_sngd"])
+@each(method=["kfac_eigen", "ekfac_intra", "hylo_sngd"], strategy=BOTH)
 def test_training_goes_on_after_statistics_with_a_nan(pool: Pool, method: str, strategy: str) -> None:
     eager = {"update_steps": 1} if method.startswith("hylo") else {"factor_update_steps": 1, "inv_update_steps": 2}
     run = Run("mlp", method, eager)
-    results = pool.run(after_poison, strategy, run, world=2)
-    assert_replicas([path for path, _ in results])
+    results = pool.run(poisoned_statistics, strategy, run, [(0,), *[()] * 5], world=2)
+    assert_replicas([path for path, *_ in results])
     assert not torch.equal(results[0][0][0], results[0][0][-1])
-    assert sum(skipped for _, skipped in results) > 0
-
-
-def after_poison(rank: int, world: int, strategy: str, run: Run) -> tuple[Tensor, int]:
-    """The first statistics of all have a NaN on rank 0."""
-    model = TASKS[run.task].model(device_of(rank))
-    path = []
-    with optimizer_on(model, strategy, run, average_gradients=True) as optimizer:
-        for step in range(6):
-            inputs, targets = (t.to(device_of(rank)) for t in shard(run.batch(step), rank, world))
-            poisoned_backward(model, optimizer, inputs, targets, (rank, step) == (0, 0))
-            optimizer.step()
-            path.append(flat(model))
-        return torch.stack(path), optimizer.diagnostics()["skipped_statistics"]
+    assert sum(skipped for *_, skipped in results) > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -358,8 +337,7 @@ ONE_PROCESS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", ONE_PROCESS)
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra", "hylo_kid", "mfac"])
+@each(strategy=list(ONE_PROCESS), method=["kfac_eigen", "ekfac_intra", "hylo_kid", "mfac"])
 def test_strategies_of_one_process_do_what_it_does_without(method: str, strategy: str) -> None:
     run = Run("words", method, steps=4)
     path, _, optimizer = alone(run, ONE_PROCESS[strategy]())

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder.curvature.eigenbasis import EigenbasisBlock
+from tests.support.grid import each, product, sample
 from tests.support.oracles import ranks as oracle
 from tests.support.oracles.ranks import (
     CLASSES,
@@ -31,7 +32,6 @@ from tests.support.oracles.ranks import (
     assert_replicas,
     assert_same_path,
     build,
-    curvatures,
     descend,
     distance,
     flat,
@@ -60,20 +60,6 @@ class Wide(nn.Module):
         return torch.stack([torch.tanh(part(inputs)) for part in self.parts]).sum(0)
 
 
-class Mixed(nn.Module):
-    """A convolution, with many positions, and layers without."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 3, 3, padding=1)
-        self.wide = nn.Linear(WIDTH, 5)
-        self.head = nn.Linear(5, CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        features = F.adaptive_avg_pool2d(torch.tanh(self.conv(images)), (2, 1)).flatten(1)
-        return self.head(torch.tanh(self.wide(features)))
-
-
 class Twice(nn.Module):
     """A layer that is called twice, on parts of a sequence."""
 
@@ -89,7 +75,6 @@ class Twice(nn.Module):
 
 TASKS |= {
     "wide": Task(Wide, oracle._normal(WIDTH)),
-    "mixed": Task(Mixed, oracle._normal(2, 4, 4)),
     "twice": Task(Twice, oracle._normal(LENGTH, 3)),
 }
 SIDES = {"wide": [(WIDTH + 1, CLASSES)] * LAYERS, "mixed": [(19, 3), (WIDTH + 1, 5), (6, CLASSES)]}
@@ -128,16 +113,35 @@ def paths(found: list[dict[str, Any]]) -> list[Tensor]:
     return [of_rank["path"] for of_rank in found]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world"), [("mem", 2), ("mem", 3), ("mem", 4), ("hybrid_third", 3), ("hybrid_half", 4)]
-)
-@pytest.mark.parametrize("task", ["wide", "mixed"])
-def test_every_rank_has_the_bases(pool: Pool, task: str, strategy: str, world: int) -> None:
-    found = pool.run(trained, strategy, Run(task, "ekfac_intra", RARE, steps=10), world=world)
-    assert_same_path(paths(found), reference(task, **RARE), tolerance=1e-10)
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "wide": ("wide", RARE),
+    "mixed": ("mixed", RARE),
+    "recomputed": ("mixed", {**RARE, "transport": "recompute"}),
+    "cnn": ("cnn", {}),
+    "words": ("words", {}),
+    "tokens": ("words", {"token_is_example": True}),
+    "attention": ("attention", {"transport": "recompute", "scale_update_steps": 2, "token_is_example": True}),
+    "mlp": ("mlp", {"transport": "recompute"}),
+    "diagonal": ("mlp", {"max_factor_dim": 5, "basis_update": "qr"}),
+}
+PLACES = {
+    f"{strategy}-{world}": (strategy, world)
+    for strategy, world in [
+        ("mem", 2), ("hybrid_half", 4), ("mem", 3), ("mem_replicated", 2), ("hybrid_third", 3), ("mem", 4),
+        ("chief", 2),
+    ]
+}  # fmt: skip
+
+
+@sample(kind=KINDS, place=PLACES)
+def test_every_rank_has_the_bases(pool: Pool, kind: tuple[str, dict[str, Any]], place: tuple[str, int]) -> None:
+    """And measures the scales of one process with them; rows are not sent."""
+    (task, keywords), (strategy, world) = kind, place
+    found = pool.run(trained, strategy, Run(task, "ekfac_intra", keywords, steps=10), world=world)
+    assert_same_path(paths(found), reference(task, **keywords), tolerance=1e-10)
     for of_rank in found:
-        assert of_rank["bases"] == numbers_in_bases(task)
         assert "rows" not in of_rank["sent"]
+        assert of_rank["bases"] == (numbers_in_bases(task) if task in SIDES else found[0]["bases"])
 
 
 @pytest.mark.parametrize("strategy", ["comm", "comm_owner", "chief_inverses", "local_factors"])
@@ -153,39 +157,6 @@ def test_nothing_is_sent_where_bases_are_with_the_data(pool: Pool, strategy: str
         assert found[0]["stored"] <= 1.15 * whole / 2
 
 
-@pytest.mark.parametrize("strategy", ["mem_replicated", "chief"])
-def test_factors_may_be_elsewhere(pool: Pool, strategy: str) -> None:
-    found = pool.run(trained, strategy, Run("mixed", "ekfac_intra", RARE, steps=10), world=2)
-    assert found[1]["bases"] == numbers_in_bases("mixed")
-    assert_same_path(paths(found), reference("mixed", **RARE), tolerance=1e-10)
-
-
-@pytest.mark.parametrize(("strategy", "world"), [("mem", 3), ("hybrid_half", 4)])
-@pytest.mark.parametrize(
-    ("task", "keywords"),
-    [
-        ("cnn", {}),
-        ("words", {}),
-        ("words", {"token_is_example": True}),
-        ("attention", {}),
-        ("attention", {"transport": "recompute", "scale_update_steps": 2, "token_is_example": True}),
-        ("mlp", {"transport": "recompute"}),
-        ("mlp", {"max_factor_dim": 5, "basis_update": "qr"}),
-    ],
-)
-def test_scales_of_every_kind_of_layer(
-    pool: Pool, task: str, keywords: dict[str, Any], strategy: str, world: int
-) -> None:
-    found = pool.run(trained, strategy, Run(task, "ekfac_intra", keywords, steps=10), world=world)
-    assert_same_path(paths(found), reference(task, **keywords), tolerance=1e-10)
-
-
-def test_recomputed_scales(pool: Pool) -> None:
-    keywords = {**RARE, "transport": "recompute"}
-    found = pool.run(trained, "mem", Run("mixed", "ekfac_intra", keywords, steps=10), world=2)
-    assert_same_path(paths(found), reference("mixed", **keywords), tolerance=1e-10)
-
-
 def test_calls_and_micro_batches(pool: Pool) -> None:
     run = Run("twice", "ekfac_intra", steps=10, micro=2)
     assert_same_path(paths(pool.run(trained, "mem", run, world=2)), reference("twice"), tolerance=1e-10)
@@ -197,35 +168,8 @@ def test_samples_differ_from_rank_to_rank_and_replicas_do_not(pool: Pool) -> Non
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Unequal batches, and ranks that lose theirs
+# Ranks that cannot measure
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def held_after(rank: int, world: int, run: Run, sizes: list[tuple[int, ...]]) -> dict[str, Tensor]:
-    """Curvature of a rank after a step for each tuple of shard sizes."""
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-    with optimizer_on(model, "mem", run) as optimizer:
-        for step, of_step in enumerate(sizes):
-            batch = tuple(part[: sum(of_step)] for part in run.batch(step))
-            descend(model, optimizer, shard(batch, rank, world, of_step), run)
-        return curvatures(optimizer)
-
-
-def assert_held(of_ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
-    for name, dense in expected.items():
-        (matrix,) = [of_rank[name] for of_rank in of_ranks if name in of_rank]
-        assert distance(matrix, dense) < 1e-10, name
-
-
-@pytest.mark.parametrize("task", ["wide", "mixed", "words"])
-def test_unequal_batches(pool: Pool, task: str) -> None:
-    run, sizes = Run(task, "ekfac_intra", STILL), [(4, 4, 4), (5, 2, 1), (1, 8, 3)]
-    model = TASKS[task].model()
-    optimizer = build(run.method, model, **run.keywords)
-    for step, of_step in enumerate(sizes):
-        inputs, targets = (part[: sum(of_step)] for part in run.batch(step))
-        descend(model, optimizer, (inputs, targets), run)
-    assert_held(pool.run(held_after, run, sizes, world=3), curvatures(optimizer))
 
 
 def one_rank_refuses(rank: int, world: int, run: Run) -> dict[str, Tensor]:
@@ -289,16 +233,9 @@ def bytes_of_steps(
         return found[4:], optimizer.plan().to_dict()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_bytes_are_those_of_the_formulas(pool: Pool, world: int) -> None:
-    for steps, _ in pool.run(bytes_of_steps, "wide", "mem", RARE, world=world):
-        bases = 8 * numbers_in_bases("wide")
-        assert [step.get("spread", 0) for step in steps] == [bases, 0, bases, 0]
-
-
-@pytest.mark.parametrize(("strategy", "world"), [("mem", 3), ("hybrid_half", 4), ("mem_replicated", 2)])
-@pytest.mark.parametrize("transport", ["project", "recompute"])
-def test_a_plan_knows_where_bases_go(pool: Pool, strategy: str, world: int, transport: str) -> None:
+@each(place=[("mem", 3), ("hybrid_half", 4), ("mem_replicated", 2)], transport=["project", "recompute"])
+def test_a_plan_knows_where_bases_go(pool: Pool, place: tuple[str, int], transport: str) -> None:
+    strategy, world = place
     model, keywords = TASKS["mixed"].model(), {**RARE, "transport": transport}
     optimizer = build("ekfac_intra", model, **keywords)
     inputs, targets = TASKS["mixed"].batch(0)
@@ -311,6 +248,8 @@ def test_a_plan_knows_where_bases_go(pool: Pool, strategy: str, world: int, tran
         assert {stage: sent for stage, sent in plan.ranks[rank].sent.items() if sent} == mean
         assert plan.ranks[rank].stored["second_order"] >= 8 * numbers_in_bases("mixed")
         assert own == plan.to_dict()
+        if strategy == "mem":  # with each of the two refreshes
+            assert [step.get("spread", 0) for step in steps] == [8 * numbers_in_bases("mixed"), 0] * 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -355,9 +294,7 @@ def resumed(rank: int, world: int, run: Run, saved: list[tuple[Any, Any]], at: i
 
 
 @pytest.mark.filterwarnings("ignore:.*is partial")
-@pytest.mark.parametrize("file", ["new", "old"])
-@pytest.mark.parametrize("how", ["new", "live", "copied"])
-@pytest.mark.parametrize("at", [3, 4])
+@product(file=["new", "old"], how=["new", "live", "copied"], at=[3, 4])
 def test_a_resumed_run_goes_on_exactly(pool: Pool, at: int, how: str, file: str) -> None:
     """Files that ranks without a basis saved load too: it is sent in the first step, which may measure the scale."""
     run = Run("mixed", "ekfac_intra", {**RARE, "factor_update_steps": 3}, steps=9)
@@ -483,26 +420,3 @@ def observed(rank: int, world: int, run: Run) -> Tensor:
 def test_an_exact_fisher(pool: Pool, transport: str) -> None:
     run = Run("mlp", "ekfac_intra", {"fisher": "exact", "transport": transport}, steps=6)
     assert_same_path(pool.run(observed, run, world=2), observed(0, 1, run), tolerance=1e-10)
-
-
-def masked(rank: int, world: int, run: Run) -> Tensor:
-    model = TASKS["words"].model()
-    comm = STRATEGIES["mem"](average_gradients=True) if world > 1 else None
-    with build(run.method, model, comm, **run.keywords) as optimizer:
-        path = []
-        for step in range(run.steps):
-            lengths = torch.randint(1, LENGTH + 1, (EXAMPLES,), generator=torch.Generator().manual_seed(step))
-            keep = torch.arange(LENGTH) < lengths[:, None]
-            (inputs, targets), (kept, _) = shard(run.batch(step), rank, world), shard((keep, keep), rank, world)
-            optimizer.zero_grad()
-            with optimizer.mask(kept):
-                losses = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none")
-            (losses.view(targets.shape) * kept).sum(1).mean().backward()
-            optimizer.step()
-            path.append(flat(model))
-        return torch.stack(path)
-
-
-def test_masked_positions(pool: Pool) -> None:
-    run = Run("words", "ekfac_intra", steps=6)
-    assert_same_path(pool.run(masked, run, world=2), masked(0, 1, run), tolerance=1e-10)

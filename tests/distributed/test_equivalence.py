@@ -6,7 +6,6 @@ to something else than the gradient of the joined batch, and statistics must not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.support.oracles import ranks as oracle
+from tests.support.grid import each, sample
 from tests.support.oracles.ranks import (
     EXAMPLES,
     LENGTH,
     TASKS,
     Run,
     alone,
+    assert_held,
     assert_replicas,
     assert_same_path,
     build,
@@ -30,94 +30,93 @@ from tests.support.oracles.ranks import (
     descend,
     distance,
     flat,
+    joined_statistics,
     optimizer_on,
     shard,
+    statistics_of_shards,
     sum_loss,
     together,
 )
 from tests.support.pool import Pool, device_of
+from tests.support.saving import started, train
 
 KRONECKER = ("kfac_eigen", "kfac_cholesky", "ekfac_running", "ekfac_intra")
 EXACT = (*KRONECKER, "hylo_sngd", "mfac", "mfac_sparse", "ggt")
-GRID = {2: ("comm", "mem", "hybrid_half"), 3: ("comm", "mem", "hybrid_third"), 4: ("comm", "mem", "hybrid_half")}
-OVERRIDDEN = ("comm_owner", "mem_replicated")
-CHIEF = ("chief", "chief_inverses")
 STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
 
 
+#: A strategy in a world; the overrides say where factors are.
+LAYOUTS = {
+    f"{strategy}-{world}": (strategy, world)
+    for strategy, world in [
+        ("comm", 2), ("mem", 2), ("mem", 3), ("hybrid_third", 3), ("comm", 4), ("mem", 4), ("hybrid_half", 4),
+    ]
+}  # fmt: skip
+OVERRIDES = {s: (s, 3) for s in ("comm_owner", "mem_replicated", "chief", "chief_inverses")}
+FEW = {name: LAYOUTS[name] for name in ("comm-2", "mem-3", "hybrid_half-4")}
+BOTH = ["comm", "mem"]
+
+
 @cache
-def reference(task: str, method: str, steps: int = 20) -> Tensor:
+def reference(task: str, method: str, steps: int = 12) -> Tensor:
     return alone(Run(task, method, steps=steps))[0]
 
 
-def cases(methods: Sequence[str], strategies: Callable[[int], Sequence[str]], worlds: Sequence[int]) -> list[Any]:
-    """Every method under every strategy in every world, named so."""
-    return [
-        pytest.param(method, strategy, world, id=f"{method}-{strategy}-{world}")
-        for method in methods
-        for world in worlds
-        for strategy in strategies(world)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("method", "strategy", "world"),
-    [*cases(EXACT, lambda world: GRID[world], (2, 3, 4)), *cases(KRONECKER, lambda world: OVERRIDDEN + CHIEF, (3,))],
+@sample(
+    lambda method, layout: method in KRONECKER or layout not in OVERRIDES.values(),
+    method=EXACT,
+    layout=LAYOUTS | OVERRIDES,
 )
-def test_shards_equal_the_joined_batch(pool: Pool, method: str, strategy: str, world: int) -> None:
-    paths = pool.run(together, strategy, Run("mlp", method), world=world)
+def test_shards_equal_the_joined_batch(pool: Pool, method: str, layout: tuple[str, int]) -> None:
+    strategy, world = layout
+    paths = pool.run(together, strategy, Run("mlp", method, steps=12), world=world)
     assert_same_path(paths, reference("mlp", method))
 
 
 WHITENING = {"lr": 0.01, "power": 0.5, "momentum_mode": "pre", "kl_clip": None}
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("comm", 2), ("mem", 3)])
-@pytest.mark.parametrize(
-    ("method", "keywords"), [("ekfac_intra", {}), ("ekfac_running", {}), ("ekfac_running", WHITENING)]
-)
+BROAD = {"intra": ("ekfac_intra", {}), "running": ("ekfac_running", {}), "whitening": ("ekfac_running", WHITENING)}
+
+
+@each(run_of=BROAD, layout={name: LAYOUTS[name] for name in ("comm-2", "mem-3")})
 def test_null_spaces_are_the_same_for_any_number_of_ranks(
-    pool: Pool, strategy: str, world: int, method: str, keywords: dict[str, Any]
+    pool: Pool, run_of: tuple[str, dict[str, Any]], layout: tuple[str, int]
 ) -> None:
     """Rounding decides on the basis of a null space, and differs between shards and the joined batch."""
-    run = Run("broad", method, keywords, steps=10)
-    assert_same_path(pool.run(together, strategy, run, world=world), alone(run)[0])
+    run = Run("broad", *run_of, steps=10)
+    assert_same_path(pool.run(together, layout[0], run, world=layout[1]), alone(run)[0])
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("comm", 2), ("mem", 3), ("hybrid_half", 4)])
-@pytest.mark.parametrize(
-    ("task", "method"),
-    [
-        ("words", "kfac_eigen"),
-        ("words", "ekfac_intra"),
-        ("words", "ekfac_running"),
-        ("words", "hylo_sngd"),
-        ("words", "mfac_sparse"),
-        ("cnn", "kfac_cholesky"),
-        ("cnn", "ekfac_intra"),
-        ("cnn", "hylo_sngd"),
-        ("attention", "kfac_eigen"),
-        ("attention", "ekfac_intra"),
-    ],
-)
-def test_every_kind_of_layer(pool: Pool, task: str, method: str, strategy: str, world: int) -> None:
-    paths = pool.run(together, strategy, Run(task, method, steps=10), world=world)
-    assert_same_path(paths, reference(task, method, 10))
+KINDS = {
+    f"{task}-{method}": (task, method)
+    for task, methods in {
+        "words": ("kfac_eigen", "ekfac_intra", "ekfac_running", "hylo_sngd", "mfac_sparse"),
+        "cnn": ("kfac_cholesky", "ekfac_intra", "hylo_sngd"),
+        "attention": ("kfac_eigen", "ekfac_intra"),
+    }.items()
+    for method in methods
+}
 
 
-@pytest.mark.parametrize("strategy", ["comm", "mem"])
-@pytest.mark.parametrize("method", [*KRONECKER, "hylo_sngd", "mfac"])
+@sample(kind=KINDS, layout=FEW)
+def test_every_kind_of_layer(pool: Pool, kind: tuple[str, str], layout: tuple[str, int]) -> None:
+    paths = pool.run(together, layout[0], Run(*kind, steps=6), world=layout[1])
+    assert_same_path(paths, reference(*kind, 6))
+
+
+@each(method=[*KRONECKER, "hylo_sngd", "mfac"], strategy=BOTH)
 def test_micro_batches_without_synchronization(pool: Pool, method: str, strategy: str) -> None:
     paths = pool.run(together, strategy, Run("mlp", method, steps=10, micro=2), world=2)
     assert_same_path(paths, reference("mlp", method, 10))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("method", ["hylo_kid", "hylo_kis"])
-def test_selected_rows_do_not_depend_on_the_strategy(pool: Pool, method: str, world: int) -> None:
+@each(method=["hylo_kid", "hylo_kis"], of={"2": (2, BOTH), "4": (4, [*BOTH, "hybrid_half"])})
+def test_selected_rows_do_not_depend_on_the_strategy(pool: Pool, method: str, of: tuple[int, list[str]]) -> None:
     """Which rows are selected depends on the shards: that is the method, and no one process can be compared with."""
+    world, strategies = of
     run = Run("mlp", method, steps=10)
-    paths = [pool.run(together, strategy, run, world=world) for strategy in GRID[world]]
+    paths = [pool.run(together, strategy, run, world=world) for strategy in strategies]
     for of_strategy in paths:
         assert_same_path(of_strategy, paths[0][0], tolerance=1e-12)
 
@@ -127,59 +126,30 @@ def test_selected_rows_do_not_depend_on_the_strategy(pool: Pool, method: str, wo
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def statistics_of_shards(
-    rank: int, world: int, strategy: str, run: Run, sizes: list[tuple[int, ...]]
-) -> dict[str, Tensor]:
-    """Curvature that a rank holds after one step for each tuple of shard sizes."""
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-    with optimizer_on(model, strategy, run) as optimizer:
-        for step, of_step in enumerate(sizes):
-            descend(model, optimizer, shard(first(run.batch(step), sum(of_step)), rank, world, of_step), run)
-        return curvatures(optimizer)
+SIZES = {"2": [(6, 6), (5, 2), (1, 7)], "3": [(4, 4, 4), (5, 2, 1), (1, 8, 3)]}
 
 
-def first(batch: oracle.Batch, examples: int) -> oracle.Batch:
-    return batch[0][:examples], batch[1][:examples]
-
-
-def joined_statistics(run: Run, examples: list[int]) -> dict[str, Tensor]:
-    model = TASKS[run.task].model()
-    optimizer = build(run.method, model, **run.keywords)
-    for step, number in enumerate(examples):
-        descend(model, optimizer, first(run.batch(step), number), run)
-    return curvatures(optimizer)
-
-
-def assert_held(of_ranks: list[dict[str, Tensor]], expected: dict[str, Tensor], everywhere: bool) -> None:
-    """Every block is held somewhere (once, or by everybody), and by everybody alike."""
-    for name, dense in expected.items():
-        held = [of_rank[name] for of_rank in of_ranks if name in of_rank]
-        assert len(held) == (len(of_ranks) if everywhere else 1), name
-        for matrix in held:
-            assert distance(matrix, dense) < 1e-10, name
-
-
-@pytest.mark.parametrize("strategy", ["comm", "mem"])
-@pytest.mark.parametrize(("world", "sizes"), [(2, [(6, 6), (5, 2), (1, 7)]), (3, [(4, 4, 4), (5, 2, 1), (1, 8, 3)])])
-@pytest.mark.parametrize("method", ["kfac_eigen", "kfac_cholesky", "ekfac_intra"])
+@each(
+    run_of=[("mlp", "kfac_eigen"), ("mlp", "kfac_cholesky"), ("mixed", "ekfac_intra"), ("words", "ekfac_intra")],
+    sizes=SIZES,
+    strategy=["mem", "comm"],
+)
 def test_unequal_batches_are_weighted_by_their_examples(
-    pool: Pool, method: str, world: int, sizes: list[tuple[int, ...]], strategy: str
+    pool: Pool, run_of: tuple[str, str], sizes: list[tuple[int, ...]], strategy: str
 ) -> None:
-    run = Run("mlp", method, STILL)
-    held = pool.run(statistics_of_shards, strategy, run, sizes, world=world)
+    run = Run(*run_of, STILL)
+    held = pool.run(statistics_of_shards, strategy, run, sizes, world=len(sizes[0]))
     assert_held(held, joined_statistics(run, [sum(of_step) for of_step in sizes]), strategy == "comm")
 
 
-@pytest.mark.parametrize("strategy", ["comm", "mem"])
-@pytest.mark.parametrize("method", KRONECKER)
+@each(method=KRONECKER, strategy=BOTH)
 def test_statistics_of_a_summed_loss(pool: Pool, method: str, strategy: str) -> None:
     run = Run("mlp", method, {**STILL, "loss_reduction": "sum"}, loss=sum_loss)
     held = pool.run(statistics_of_shards, strategy, run, [(4, 4, 4)] * 2, world=3)
     assert_held(held, joined_statistics(run, [EXAMPLES] * 2), strategy == "comm")
 
 
-@pytest.mark.parametrize("strategy", ["comm", "mem"])
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra", "hylo_sngd"])
+@each(method=["kfac_eigen", "ekfac_intra", "hylo_sngd"], strategy=BOTH)
 def test_path_of_a_summed_loss(pool: Pool, method: str, strategy: str) -> None:
     """DDP averages the ranks' sums: what it hands over is the gradient of the whole sum over the number of ranks."""
     run = Run("mlp", method, {"loss_reduction": "sum", "lr": 0.005}, steps=10, loss=sum_loss)
@@ -219,8 +189,28 @@ def masked_shards(rank: int, world: int, strategy: str, run: Run) -> tuple[Tenso
         return masked_steps(model, optimizer, rank, world), curvatures(optimizer)
 
 
-@pytest.mark.parametrize("strategy", ["comm", "mem"])
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra"])
+def decaying(rank: int, world: int, strategy: str, run: Run) -> Tensor:
+    """Parameters after each step, between which the decay changes."""
+    model, optimizer = started(rank, strategy, run) if world > 1 else started_alone(run)
+    path = []
+    for step in range(9):
+        optimizer.param_groups[0]["factor_decay"] = 0.5 if step % 2 else 0.9
+        path += train(model, optimizer, rank, world, run, step, step + 1)
+    return torch.stack(path)
+
+
+def started_alone(run: Run) -> tuple[nn.Module, Any]:
+    model = TASKS[run.task].model()
+    return model, build(run.method, model, **run.keywords)
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+def test_a_decay_edited_between_steps_is_that_of_the_step_that_measured(pool: Pool, strategy: str) -> None:
+    run = Run(keywords={"factor_update_steps": 1, "inv_update_steps": 4, "refresh_warmup": False})
+    assert_same_path(pool.run(decaying, strategy, run), decaying(0, 1, "", run), tolerance=1e-11)
+
+
+@each(method=["kfac_eigen", "ekfac_intra"], strategy=BOTH)
 def test_masked_tokens(pool: Pool, method: str, strategy: str) -> None:
     """The ranks have unequal numbers of tokens, and the same number of sequences."""
     run = Run("words", method, {"factor_update_steps": 1, "inv_update_steps": 2})
@@ -254,74 +244,15 @@ def factors_by_example(model: nn.Module, inputs: Tensor, targets: Tensor) -> dic
     return {name: (a / len(inputs), g / len(inputs)) for name, (a, g) in sums.items()}
 
 
-@pytest.mark.parametrize("strategy", ["comm", "mem", "hybrid_third"])
+@pytest.mark.parametrize("strategy", ["comm", "mem", "hybrid_third", "chief", "chief_inverses", "chief_own"])
 def test_factors_are_those_of_a_plain_list_of_examples(pool: Pool, strategy: str) -> None:
     run = Run("mlp", "kfac_eigen", STILL)
-    expected = factors_by_example(TASKS["mlp"].model(), *run.batch(0))
+    own = 5 if strategy == "chief_own" else EXAMPLES  # the chief's shard alone
+    expected = factors_by_example(TASKS["mlp"].model(), *(t[:own] for t in run.batch(0)))
     held = pool.run(statistics_of_shards, strategy, run, [(5, 4, 3)], world=3)
     assert_held(held, {name: torch.kron(g, a) for name, (a, g) in expected.items()}, strategy == "comm")
-
-
-@pytest.mark.parametrize("strategy", ["chief", "chief_inverses", "chief_own"])
-def test_chief_holds_every_factor(pool: Pool, strategy: str) -> None:
-    run = Run("mlp", "kfac_eigen", STILL)
-    inputs, targets = run.batch(0)
-    own = 5 if strategy == "chief_own" else EXAMPLES
-    expected = factors_by_example(TASKS["mlp"].model(), inputs[:own], targets[:own])
-    held = pool.run(statistics_of_shards, strategy, run, [(5, 4, 3)], world=3)
-    assert [len(of_rank) for of_rank in held] == [3, 0, 0]
-    assert_held(held, {name: torch.kron(g, a) for name, (a, g) in expected.items()}, everywhere=False)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Factors of the owner's shard
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def shards_and_owners(rank: int, world: int, run: Run) -> tuple[Tensor, dict[str, int]]:
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-    with optimizer_on(model, "local_factors", run) as optimizer:
-        owners = {name: optimizer.comm.owner(block.index) for name, block in optimizer.blocks.items()}
-        return oracle.path_of(model, optimizer, rank, world, run), owners
-
-
-def simulate_local_factors(run: Run, owners: dict[str, int], world: int) -> Tensor:
-    """One process: a copy of the model for each rank captures from its shard alone and steps with the joined gradient.
-
-    Of each layer the step of the copy of its owner counts, for all copies.
-    """
-    models = [TASKS[run.task].model() for _ in range(world)]
-    optimizers = [build(run.method, model, **run.keywords) for model in models]
-    path = []
-    for step in range(run.steps):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            inputs, targets = shard(run.batch(step), rank, world)
-            optimizer.zero_grad()
-            run.loss(model(inputs), targets).backward()
-        for together_ in zip(*(model.parameters() for model in models), strict=True):
-            mean = torch.stack([p.grad for p in together_]).mean(0)
-            for p in together_:
-                p.grad = mean.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-        with torch.no_grad():
-            for name, rank in owners.items():
-                source = models[rank].get_submodule(name).state_dict()
-                for model in models:
-                    model.get_submodule(name).load_state_dict(source)
-        path.append(flat(models[0]))
-    return torch.stack(path)
-
-
-@pytest.mark.parametrize("method", ["kfac_eigen", "kfac_cholesky"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_local_factors_are_those_of_the_owner_s_shard(pool: Pool, method: str, world: int) -> None:
-    run = Run("mlp", method, {"kl_clip": None}, steps=10)
-    results = pool.run(shards_and_owners, run, world=world)
-    owners = results[0][1]
-    assert all(of_rank[1] == owners for of_rank in results)
-    assert len(set(owners.values())) == min(world, 3)  # three layers
-    assert_same_path([of_rank[0] for of_rank in results], simulate_local_factors(run, owners, world))
+    if strategy.startswith("chief"):
+        assert [len(of_rank) for of_rank in held] == [3, 0, 0]
 
 
 def test_batches_tell_the_difference(pool: Pool) -> None:

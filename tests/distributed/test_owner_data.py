@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import secondorder
 from secondorder import ChiefOnly, LocalFactors
+from tests.support.grid import each
 from tests.support.pool import Pool
 
 LR, DAMPING, DECAY, STEPS, BATCH = 0.1, 0.05, 0.9, 6, 12
@@ -113,9 +113,17 @@ def _damped_inverse(a: Tensor, g: Tensor, inverse_method: str) -> Tensor:
     return torch.kron(torch.linalg.inv(g), torch.linalg.inv(a))
 
 
-@pytest.mark.parametrize("inverse_method", ["eigen", "cholesky"])
-@pytest.mark.parametrize(("name", "world"), [("local", 2), ("local", 3), ("chief", 2), ("chief inverses", 3)])
-def test_owners_estimate_from_their_own_examples(pool: Pool, name: str, world: int, inverse_method: str) -> None:
+@each(
+    inverse_method=["eigen", "cholesky"],
+    where={
+        "local-2": ("local", 2),
+        "local-3": ("local", 3),
+        "chief-2": ("chief", 2),
+        "inverses-3": ("chief inverses", 3),
+    },
+)
+def test_owners_estimate_from_their_own_examples(pool: Pool, inverse_method: str, where: tuple[str, int]) -> None:
+    name, world = where
     found = pool.run(_train, name, inverse_method, world=world)
     owners = found[0][1]
     wanted = _naive(owners, world, inverse_method)

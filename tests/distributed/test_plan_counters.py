@@ -19,6 +19,7 @@ from torch import nn
 from secondorder import CommOpt, DedicatedWorkers, HybridOpt, MemOpt
 from secondorder.comm import rank_grid
 from secondorder.comm.buffers import Buffers
+from tests.support.grid import sample
 from tests.support.oracles.ranks import EXAMPLES, METHODS, STRATEGIES, TASKS, Batch, build, mean_loss, shard
 from tests.support.pool import Pool
 
@@ -45,26 +46,28 @@ EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
 """Options that change what is sent."""
 
 
-QUICK = {
-    2: ("kfac_cholesky", "ekfac_running", "ekfac_intra", "hylo_kid", "mfac_sparse", "ggt", *EXTRA),
-    3: ("ekfac_intra", "hylo_kis", "mfac"),
-    4: ("kfac_eigen", "ekfac_intra", "mfac"),
-}
-"""Methods that every run of the tests looks at, on the grids."""
-
-
 def fits(strategy: str, method: str, world: int) -> bool:
     if {"hybrid_half": world % 2, "hybrid_third": world % 3}.get(strategy, 0):
         return False
     return method not in WINDOWS or strategy in GRID[:4]
 
 
+#: Each method, and K-FAC under each strategy, in one world each: what every run of the tests looks at.
+QUICK = {
+    2: ["kfac_cholesky-mem", "ekfac_running-comm", "hylo_kid-mem", "mfac_sparse-comm", "kfac_eigen-comm_owner",
+        "kfac_eigen-mem_replicated", "kfac_eigen-local_factors", "kfac_eigen-chief_inverses", "kfac_stagger-comm",
+        "kfac_overlap-mem", "kfac_low-comm", "kfac_packed-mem", "kfac_diagonal-comm", "ekfac_recompute-mem",
+        "hylo_cheaper-comm", "hylo_told-mem", "mfac_layers-mem", "mfac_decay-mem"],
+    3: ["kfac_eigen-hybrid_third", "ekfac_intra-mem", "hylo_kis-comm", "hylo_expanded-hybrid_third", "ekfac_qr-comm",
+        "kfac_eigen-chief", "kfac_eigen-chief_own", "mfac-mem"],
+    4: ["kfac_eigen-hybrid_half", "ekfac_intra-hybrid_half", "hylo_sngd-hybrid_half", "ggt-hybrid_half"],
+}  # fmt: skip
+
+
 def cases(world: int, slow: bool) -> list[tuple[str, str]]:
     """Methods and strategies; the slow ones are those that the others leave out."""
     whole = [(m, s) for m in (*METHODS, *EXTRA) for s in (*GRID, *OTHERS) if fits(s, EXTRA.get(m, (m, {}))[0], world)]
-    chosen = QUICK[world]
-    quick = [(m, s) for m, s in whole if (m in chosen and s in GRID[:4]) or (m == "kfac_eigen" and world < 4)]
-    return [case for case in whole if case not in quick] if slow else quick
+    return [case for case in whole if ("-".join(case) in QUICK[world]) != slow]
 
 
 def optimizer_of(method: str, model: nn.Module, world: int, comm: Any = None) -> Any:
@@ -108,19 +111,6 @@ def measure(rank: int, world: int, wanted: list[tuple[str, str]]) -> dict[tuple[
     return results
 
 
-_measured: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
-
-
-def measured(pool: Pool, world: int, method: str, strategy: str) -> list[dict[str, Any]]:
-    """By rank; slow cases are measured together at the first call, others when they are asked for."""
-    if (world, method, strategy) not in _measured:
-        slow = cases(world, slow=True)
-        wanted = slow if (method, strategy) in slow else [(method, strategy)]
-        ranks = pool.run(measure, wanted, world=world, timeout=240)
-        _measured.update({(world, *case): [found[case] for found in ranks] for case in wanted})
-    return _measured[world, method, strategy]
-
-
 @cache
 def planned(method: str, strategy: str, world: int) -> Any:
     """Plan of one process that has never met another, and has taken a step with the batch of a rank."""
@@ -132,44 +122,35 @@ def planned(method: str, strategy: str, world: int) -> Any:
     return optimizer.plan(world, STRATEGIES[strategy](average_gradients=True))
 
 
-ALL = [
-    pytest.param(world, method, strategy, id=f"{method}-{strategy}-{world}", marks=pytest.mark.slow if slow else ())
-    for world in (2, 3, 4)
-    for slow in (False, True)
-    for method, strategy in cases(world, slow)
-]
-
-
 def without_zeros(numbers: dict[str, Any]) -> dict[str, Any]:
     return {name: number for name, number in numbers.items() if number}
 
 
-@pytest.mark.parametrize(("world", "method", "strategy"), ALL)
-def test_bytes_sent(pool: Pool, world: int, method: str, strategy: str) -> None:
-    plan = planned(method, strategy, world)
-    for rank, found in enumerate(measured(pool, world, method, strategy)):
-        totals: dict[str, int] = {}
-        for step in found["steps"]:
-            for stage, nbytes in step.items():
-                totals[stage] = totals.get(stage, 0) + nbytes
-        mean = {stage: nbytes / PERIOD for stage, nbytes in totals.items()}
-        worst = max(found["steps"], key=lambda step: sum(step.values()))
-        assert without_zeros(plan.ranks[rank].sent) == without_zeros(mean), rank
-        assert without_zeros(plan.ranks[rank].worst_sent) == without_zeros(worst), rank
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["chosen", "all_others"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_plan_says_what_every_rank_sends_and_stores(pool: Pool, world: int, slow: bool) -> None:
+    """And every rank plans the same for the world that it is in."""
+    wanted = cases(world, slow)
+    assert slow or len(wanted) == len(QUICK[world])
+    for rank, results in enumerate(pool.run(measure, wanted, world=world, timeout=300)):
+        for case, found in results.items():
+            plan = planned(*case, world)
+            own = plan.ranks[rank]
+            where = f"rank {rank} of {world}: {case}"
+            assert without_zeros(own.sent) == mean_of(found["steps"]), where
+            assert without_zeros(own.worst_sent) == without_zeros(worst_of(found["steps"])), where
+            assert {kind: own.stored.get(kind, 0) for kind in STORED} == found["stored"], where
+            assert found["own plan"] == plan.to_dict(), where
 
 
-@pytest.mark.parametrize(("world", "method", "strategy"), ALL)
-def test_bytes_stored(pool: Pool, world: int, method: str, strategy: str) -> None:
-    plan = planned(method, strategy, world)
-    for rank, found in enumerate(measured(pool, world, method, strategy)):
-        assert {kind: plan.ranks[rank].stored.get(kind, 0) for kind in STORED} == found["stored"], rank
+def mean_of(steps: list[dict[str, int]]) -> dict[str, float]:
+    """Bytes by stage of a step, on average."""
+    stages = {stage for step in steps for stage in step}
+    return without_zeros({stage: sum(step.get(stage, 0) for step in steps) / PERIOD for stage in stages})
 
 
-@pytest.mark.parametrize(("world", "method", "strategy"), ALL)
-def test_a_rank_plans_the_world_it_is_in(pool: Pool, world: int, method: str, strategy: str) -> None:
-    plan = planned(method, strategy, world)
-    for found in measured(pool, world, method, strategy):
-        assert found["own plan"] == plan.to_dict()
+def worst_of(steps: list[dict[str, int]]) -> dict[str, int]:
+    return max(steps, key=lambda step: sum(step.values()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,9 +186,7 @@ def nothing_arrives(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int],
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing was captured")
-@pytest.mark.parametrize("rank", [0, 777])
-@pytest.mark.parametrize("strategy", LARGE)
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra", "mfac_sparse"])
+@sample(strategy=list(LARGE), method=["kfac_eigen", "ekfac_intra", "mfac_sparse"], rank={"0": 0, "777": 777})
 def test_one_of_a_thousand(nothing_arrives: Callable[[int], None], method: str, strategy: str, rank: int) -> None:
     nothing_arrives(rank)
     model = TASKS["words"].model()
@@ -222,9 +201,8 @@ def test_one_of_a_thousand(nothing_arrives: Callable[[int], None], method: str, 
     train(optimizer, model, 0, 1, range(PERIOD))
     steps = train(optimizer, model, 0, 1, range(PERIOD, 2 * PERIOD))
     own = optimizer.plan().ranks[rank]
-    totals = {stage: sum(step.get(stage, 0) for step in steps) for step in steps for stage in step}
-    assert without_zeros(own.sent) == {stage: nbytes / PERIOD for stage, nbytes in totals.items()}
-    assert without_zeros(own.worst_sent) == max(steps, key=lambda step: sum(step.values()))
+    assert without_zeros(own.sent) == mean_of(steps)
+    assert without_zeros(own.worst_sent) == worst_of(steps)
     usage = optimizer.memory_usage()
     assert {kind: own.stored.get(kind, 0) for kind in STORED} == {kind: usage.get(kind, 0) for kind in STORED}
     optimizer.close()
@@ -258,9 +236,8 @@ def serve(rank: int, world: int, arguments: dict[str, Any], epochs: int) -> dict
     return {"sent": comm.collectives.counter.bytes_by_stage(), "stored": {kind: usage.get(kind, 0) for kind in STORED}}
 
 
-@pytest.mark.parametrize("arguments", ROLES)
-@pytest.mark.parametrize("world", [3, 4])
-def test_roles(pool: Pool, world: int, arguments: str) -> None:
+@sample(arguments=list(ROLES), world={"3": 3, "4": 4})
+def test_roles(pool: Pool, arguments: str, world: int) -> None:
     keywords = ROLES[arguments]
     runs = [pool.run(serve, keywords, epochs, world=world) for epochs in (3, 6)]
     plan = optimizer_of("kfac_eigen", TASKS["words"].model(), world).plan(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -15,9 +13,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from secondorder import GGT, MFAC, HybridOpt, LowRank, MemOpt, SparseMFAC, TopK
+from tests.support.grid import each, only
 from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, descend, distance, flat, shard
 from tests.support.pool import Pool, device_of
-from tests.support.saving import Saved, raised, through_a_file
+from tests.support.saving import Saved, raised, snapshot, through_a_file
 
 M, STEPS, BREAK = 4, 9, 6
 _TOPK = TopK(density=0.3, block_size=8)
@@ -34,10 +33,9 @@ CASES = [
     ("sparse", "group"), ("graft", "group"), ("low rank", "layer"), ("decay", "layer"), ("graft", "layer"),
 ]  # fmt: skip
 #: Strategy, ranks, and ranks of a row.
-GRID = [
-    ("mem", 2, 2), ("mem", 3, 3), ("hybrid_half", 4, 2), ("comm", 2, 1),
-    pytest.param("mem", 4, 4, marks=pytest.mark.slow),
-]  # fmt: skip
+GRID = {f"{row[0]}-{row[1]}": row for row in (
+    ("mem", 2, 2), ("mem", 3, 3), ("hybrid_half", 4, 2), ("comm", 2, 1), ("mem", 4, 4)
+)}  # fmt: skip
 
 
 def optimizer_of(model: nn.Module, kind: str, partition: str, comm: Any = None, **more: Any) -> Any:
@@ -66,12 +64,6 @@ def alone(kind: str, partition: str) -> tuple[Tensor, Saved]:
     path = train(model, optimizer, 0, BREAK)
     saved = through_a_file(optimizer.state_dict())
     return torch.cat([path, train(model, optimizer, BREAK, STEPS)]), saved
-
-
-def snapshot(optimizer: Any) -> Saved:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*partial")
-        return copy.deepcopy(optimizer.state_dict())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -104,9 +96,10 @@ def _sizes(unit: Any) -> list[int]:
     return [sum(column) for column in zip(*(unit.part.sizes(i) for i in range(len(unit.params))), strict=True)]
 
 
-@pytest.mark.parametrize(("strategy", "world", "width"), GRID)
-def test_ranks_do_what_one_process_does(pool: Pool, strategy: str, world: int, width: int) -> None:
+@only("mem-3", "hybrid_half-4", layout=GRID)
+def test_ranks_do_what_one_process_does(pool: Pool, layout: tuple[str, int, int]) -> None:
     """And send dots and directions for it, nothing else."""
+    strategy, world, width = layout
     found = pool.run(paths, strategy, world=world)
     for case in CASES:
         own = [of_rank[case][0] for of_rank in found]
@@ -166,11 +159,9 @@ def bytes_held(rank: int, world: int, strategy: str, compression: Any) -> dict[s
     return optimizer.memory_usage()
 
 
-@pytest.mark.parametrize(("strategy", "world", "width"), [("mem", 2, 2), ("mem", 4, 4), ("hybrid_half", 4, 2)])
-@pytest.mark.parametrize("block", [0, 512])
-def test_window_bytes_fall_with_the_width_of_a_row(
-    pool: Pool, block: int, strategy: str, world: int, width: int
-) -> None:
+@each(layout={name: GRID[name] for name in ("mem-4", "hybrid_half-4")}, block={"dense": 0, "blocks": 512})
+def test_window_bytes_fall_with_the_width_of_a_row(pool: Pool, layout: tuple[str, int, int], block: int) -> None:
+    strategy, world, width = layout
     compression = TopK(density=0.0625, block_size=block) if block else None
     d = sum(map(prod, NARROW))
     whole = MFAC([nn.Parameter(torch.zeros(shape)) for shape in NARROW], window_size=16, compression=compression)
@@ -222,9 +213,10 @@ def gone_on(
     return paths
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("mem", 2), ("hybrid_half", 4)])
-def test_checkpoints_go_on_in_every_world(pool: Pool, strategy: str, world: int) -> None:
+@only("hybrid_half-4", layout={"mem-2": ("mem", 2), "hybrid_half-4": ("hybrid_half", 4)})
+def test_checkpoints_go_on_in_every_world(pool: Pool, layout: tuple[str, int]) -> None:
     """The whole under other strategies and numbers of ranks, and in one process; the parts on the same ranks."""
+    strategy, world = layout
     found = pool.run(broken_off, strategy, world=world)
     models = {case: alone(*case)[0][BREAK - 1] for case in SAVED}
     whole = {case: both[1] for case, both in found[-1].items()}

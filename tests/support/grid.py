@@ -9,6 +9,8 @@ implications for software testing", IEEE TSE 30(6), 2004), so a default run take
     @pairs(method=METHODS, rule=RULES, dtype=[torch.float32, torch.float64])   # every pair; nothing else exists
     @product(method=METHODS, rule=RULES)                                       # the same, and the rest under `slow`
     @each(method=METHODS, rule=RULES)                                          # every value once
+    @sample(method=METHODS, rule=RULES)                                        # the same, and the rest under `slow`
+    @only("kfac-exact", method=METHODS, rule=RULES)                            # by id, and the rest under `slow`
 """
 
 from __future__ import annotations
@@ -45,6 +47,20 @@ def each(where: Callable[..., bool] | None = None, /, **parameters: Iterable[Any
     """Parametrize a test so that every value of every parameter occurs in at least one case."""
     rows = combinations_of(where, parameters)
     return _parametrized(parameters, rows, set(covering(rows, strength=1)), rest=False)
+
+
+def sample(where: Callable[..., bool] | None = None, /, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test with every combination; those that :func:`each` would leave out are marked ``slow``."""
+    rows = combinations_of(where, parameters)
+    return _parametrized(parameters, rows, set(covering(rows, strength=1)), rest=True)
+
+
+def only(*chosen: str, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test with every combination; those whose id is not given are marked ``slow``."""
+    ids = [_ids(given) for given in parameters.values()]
+    rows = combinations_of(None, parameters)
+    found = {"-".join(_chosen(ids, row)): row for row in rows}
+    return _parametrized(parameters, rows, {found[name] for name in chosen}, rest=True)
 
 
 def covering(rows: Sequence[Row], strength: int = 2) -> list[Row]:

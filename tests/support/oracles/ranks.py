@@ -105,6 +105,20 @@ class Broad(nn.Module):
         return self.head(torch.tanh(self.wide(torch.tanh(self.conv(images)).flatten(1))))
 
 
+class Mixed(nn.Module):
+    """A convolution, with many positions, and layers without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3, padding=1)
+        self.wide = nn.Linear(6, 5)
+        self.head = nn.Linear(5, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = F.adaptive_avg_pool2d(torch.tanh(self.conv(images)), (2, 1)).flatten(1)
+        return self.head(torch.tanh(self.wide(features)))
+
+
 def _normal(*shape: int) -> Callable[[torch.Generator], Tensor]:
     return lambda generator: torch.randn(EXAMPLES, *shape, generator=generator, dtype=torch.float64)
 
@@ -137,6 +151,7 @@ TASKS = {
     "cnn": Task(Cnn, _normal(2, 4, 4)),
     "words": Task(Words, _tokens, (LENGTH,)),
     "broad": Task(Broad, _normal(2, 4, 4)),
+    "mixed": Task(Mixed, _normal(2, 4, 4)),
     "attention": Task(Attention, _normal(LENGTH, 3), (LENGTH,)),
 }
 
@@ -313,6 +328,29 @@ def curvatures(optimizer: Any) -> dict[str, Tensor]:
     }
 
 
+def statistics_of_shards(
+    rank: int, world: int, strategy: str, run: Run, sizes: list[tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Curvature that a rank holds after one step for each tuple of shard sizes."""
+    model = DDP(TASKS[run.task].model(device_of(rank)))
+    with optimizer_on(model, strategy, run) as optimizer:
+        for step, of_step in enumerate(sizes):
+            descend(model, optimizer, shard(first(run.batch(step), sum(of_step)), rank, world, of_step), run)
+        return curvatures(optimizer)
+
+
+def first(batch: Batch, examples: int) -> Batch:
+    return batch[0][:examples], batch[1][:examples]
+
+
+def joined_statistics(run: Run, examples: list[int]) -> dict[str, Tensor]:
+    model = TASKS[run.task].model()
+    optimizer = build(run.method, model, **run.keywords)
+    for step, number in enumerate(examples):
+        descend(model, optimizer, first(run.batch(step), number), run)
+    return curvatures(optimizer)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Judging
 # ---------------------------------------------------------------------------------------------------------------------
@@ -337,3 +375,12 @@ def assert_same_path(paths: list[Tensor], reference: Tensor, tolerance: float = 
     errors = [(step, distance(a, b)) for step, (a, b) in enumerate(zip(paths[0], reference, strict=True))]
     wrong = [(step, error) for step, error in errors if error > tolerance]
     assert not wrong, f"off by {wrong[0][1]:.1e} at step {wrong[0][0]}, by {max(e for _, e in wrong):.1e} at most"
+
+
+def assert_held(of_ranks: list[dict[str, Tensor]], expected: dict[str, Tensor], everywhere: bool) -> None:
+    """Every block is held somewhere (once, or by everybody), and by everybody alike."""
+    for name, dense in expected.items():
+        held = [of_rank[name] for of_rank in of_ranks if name in of_rank]
+        assert len(held) == (len(of_ranks) if everywhere else 1), name
+        for matrix in held:
+            assert distance(matrix, dense) < 1e-10, name
