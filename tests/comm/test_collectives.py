@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from secondorder.comm import counter
 from secondorder.comm.collectives import Collectives
-from secondorder.comm.counter import Record
+from secondorder.comm.counter import Counter, Record
 from tests.support.pool import Pool, device_of
 
 # shape, dtype, symmetric
@@ -425,3 +426,25 @@ def test_payloads(pool: Pool) -> None:
         ("all_gather", 12, 48),
     ]
     assert pool.run(payloads, world=3) == [expected] * 3
+
+
+# ---------------------------------------------------------------------- what is counted
+def test_bytes_by_stage() -> None:
+    messages = Counter()
+    messages.add("a", "all_reduce", 4, 10, torch.float32)
+    messages.add("b", "broadcast", 4, 10, torch.bfloat16)
+    messages.add("a", "all_gather", 4, 5, torch.float64)
+    assert messages.bytes_by_stage() == {"a": 80, "b": 20}
+    assert [record.wire_bytes for record in messages.records] == [60.0, 20.0, 30.0]
+    messages.clear()
+    assert (messages.bytes_by_stage(), messages.records) == ({}, [])
+
+
+def test_a_long_run_keeps_the_last_messages_and_all_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counter, "MOST_RECORDS", 10)
+    messages = Counter()
+    for i in range(100):
+        messages.add("a", "reduce", 2, i, torch.uint8)
+    assert 5 <= len(messages.records) <= 10
+    assert messages.records[-1].numel == 99
+    assert messages.bytes_by_stage() == {"a": sum(range(100))}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secondorder.comm.placement import Grid, Load, assign, default_roles, divisors, refresh_flops, workers_of
+from secondorder.comm.placement import Grid, Load, assign, divisors, refresh_flops, workers_of
 
 
 # ---------------------------------------------------------------------- grid
@@ -56,28 +56,6 @@ def test_fractions_named_in_the_error_work(world: int) -> None:
 def test_impossible_fractions(fraction: float) -> None:
     with pytest.raises(ValueError, match=r"divides 4; fractions that work: 0.25, 0.5, 1$"):
         workers_of(4, fraction)
-
-
-# ---------------------------------------------------------------------- roles
-ROLES = {
-    3: ([0], [1], [2]),
-    4: ([0, 1], [2], [3]),
-    5: ([0, 1, 2], [3], [4]),
-    6: ([0, 1, 2, 3], [4], [5]),
-    7: ([0, 1, 2, 3, 4], [5], [6]),
-    8: ([0, 1, 2, 3], [4, 5], [6, 7]),
-    9: ([0, 1, 2, 3, 4], [5, 6], [7, 8]),
-    10: ([0, 1, 2, 3, 4, 5], [6, 7], [8, 9]),
-}
-
-
-@pytest.mark.parametrize("n", range(1, 11))
-def test_default_roles(n: int) -> None:
-    if n < 3:
-        with pytest.raises(ValueError, match="at least 3 ranks"):
-            default_roles(n)
-    else:
-        assert default_roles(n) == ROLES[n]
 
 
 # ---------------------------------------------------------------------- owners

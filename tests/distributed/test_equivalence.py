@@ -73,6 +73,12 @@ def test_shards_equal_the_joined_batch(pool: Pool, method: str, layout: tuple[st
     assert_same_path(paths, reference("mlp", method))
 
 
+@pytest.mark.parametrize("layout", FEW)
+def test_refreshes_beside_training_are_adopted_in_the_same_step_as_in_one_process(pool: Pool, layout: str) -> None:
+    run = Run(keywords={"overlap": True, "factor_update_steps": 1, "inv_update_steps": 2}, steps=8)
+    assert_same_path(pool.run(together, FEW[layout][0], run, world=FEW[layout][1]), alone(run)[0])
+
+
 WHITENING = {"lr": 0.01, "power": 0.5, "momentum_mode": "pre", "kl_clip": None}
 
 

@@ -78,20 +78,16 @@ def _drift(rank: int, t: int, optimizer: KFAC) -> None:
             optimizer.param_groups[0]["params"][2].add_(1e-7)
 
 
-def _verified(rank: int, world: int, kind: str) -> str:
-    comm = {"mem": MemOpt, "comm": CommOpt}[kind](verify_every=2)
-    try:
-        _train(rank, world, comm, _drift)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+def _verified(rank: int, world: int) -> list[tuple[str, str]]:
+    return [raised(_train, rank, world, make(verify_every=2), _drift) for make in (MemOpt, CommOpt)]
 
 
-@pytest.mark.parametrize("kind", ["mem", "comm"])
-def test_verification_names_the_step_and_the_parameter(pool: Pool, kind: str) -> None:
-    for text in pool.run(_verified, kind, world=2):
-        assert text.startswith("step 6: the optimizers of rank 0 and rank 1 differ in parameters")
-        assert "number 2:" in text
+def test_verification_names_the_step_and_the_parameter(pool: Pool) -> None:
+    for answers in pool.run(_verified):
+        for kind, text in answers:
+            assert kind == "RuntimeError"
+            assert text.startswith("step 6: the optimizers of rank 0 and rank 1 differ in parameters")
+            assert "number 2:" in text
 
 
 def _rates(rank: int, t: int, optimizer: KFAC) -> None:
@@ -99,36 +95,31 @@ def _rates(rank: int, t: int, optimizer: KFAC) -> None:
         optimizer.param_groups[0]["lr"] = 0.05 / (1 + rank)
 
 
-def _scheduled_apart(rank: int, world: int) -> str:
-    try:
-        _train(rank, world, CommOpt(), _rates)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+def _scheduled_apart(rank: int, world: int) -> tuple[str, str]:
+    return raised(_train, rank, world, CommOpt(), _rates)
 
 
 def test_schedules_that_drift_apart_are_told_on_every_rank(pool: Pool) -> None:
-    first, second = pool.run(_scheduled_apart, world=2)
+    (_, first), (_, second) = pool.run(_scheduled_apart)
     assert first.startswith("step 3: the options of the parameter groups differ between ranks (lr here: [0.05])")
     assert "lr here: [0.025]" in second
 
 
-def _rounded(rank: int, world: int, kind: str) -> tuple[list[float], dict[str, int], dict[str, int]]:
+def _rounded(rank: int, world: int, kind: str) -> list[tuple[list[float], dict[str, int]]]:
+    """Parameters and bytes by stage, exact and rounded."""
     make = {"mem": MemOpt, "comm": CommOpt, "hybrid": lambda **kw: HybridOpt(0.5, **kw)}[kind]
-    _, exact = _train(rank, world, make())
-    params, optimizer = _train(rank, world, make(wire_dtype=torch.bfloat16, verify_every=1))
-    return params, exact.comm.collectives.counter.bytes_by_stage(), optimizer.comm.collectives.counter.bytes_by_stage()
+    runs = [_train(rank, world, make(**kw)) for kw in ({}, {"wire_dtype": torch.bfloat16, "verify_every": 1})]
+    return [(params, optimizer.comm.collectives.counter.bytes_by_stage()) for params, optimizer in runs]
 
 
 @pytest.mark.parametrize(("kind", "world"), [("mem", 3), ("comm", 2), ("hybrid", 4)])
 def test_bfloat16_on_the_wire_halves_directions_and_keeps_replicas_equal(pool: Pool, kind: str, world: int) -> None:
     found = pool.run(_rounded, kind, world=world)
-    exact = pool.run(_plain, world=world)
-    for params, before, after in found:
-        assert params == found[0][0]
+    for (exact, before), (params, after) in found:
+        assert params == found[0][1][0]
         assert after.get("directions", 0) * 2 == before.get("directions", 0)
         assert after.get("curvature", 0) == before.get("curvature", 0)  # never rounded
-        torch.testing.assert_close(torch.tensor(params), torch.tensor(exact[0]), rtol=0.05, atol=5e-3)
+        torch.testing.assert_close(torch.tensor(params), torch.tensor(exact), rtol=0.05, atol=5e-3)
 
 
 def _kept_low(rank: int, world: int) -> dict[str, tuple[list[float], int]]:
@@ -153,36 +144,6 @@ def test_curvature_kept_in_bfloat16_is_sent_so_and_is_the_same_under_every_strat
         torch.testing.assert_close(*(torch.tensor(found[kind][0]) for kind in ("packed", "full")), rtol=1e-4, atol=1e-5)
     low, full = (sum(found[kind][1] for found in answers) for kind in ("comm", "full"))
     assert 0.5 * full < low < 0.65 * full  # eigenvalues are sent whole
-
-
-def _overlapped(rank: int, world: int, kind: str) -> tuple[list[float], list[int]]:
-    make = {"comm": CommOpt, "mem": MemOpt, "hybrid": lambda: HybridOpt(0.5)}[kind]
-    params, optimizer = _train(rank, world, make(), overlap=True)
-    return params, [optimizer.state[block.owner]["refreshes"] for block in optimizer.blocks.values()]
-
-
-@pytest.mark.parametrize(("kind", "world"), [("comm", 2), ("mem", 3), ("hybrid", 4)])
-def test_refreshes_beside_training_are_adopted_in_the_same_step_on_every_rank(
-    pool: Pool, kind: str, world: int
-) -> None:
-    found = pool.run(_overlapped, kind, world=world)
-    model = _net()
-    alone = KFAC(model, lr=0.05, damping=0.1, factor_update_steps=1, inv_update_steps=2, overlap=True)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(STEPS):
-        x, y = (torch.randn(BATCH, n, generator=generator) for n in (4, 2))
-        alone.zero_grad()
-        (model(x) - y).square().mean().backward()
-        alone.step()
-    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
-    for params, refreshes in found:
-        assert params == found[0][0]
-        torch.testing.assert_close(torch.tensor(params), expected, rtol=1e-4, atol=1e-5)
-        assert refreshes == [4, 4, 4]  # at once in step 0, and what was begun in 2, 4 and 6
-
-
-def _plain(rank: int, world: int) -> list[float]:
-    return _train(rank, world, CommOpt())[0]
 
 
 @pytest.mark.parametrize("make", [CommOpt, MemOpt, LocalFactors, ChiefOnly, lambda: HybridOpt(0.5)])
@@ -219,17 +180,12 @@ def test_bad_arguments_are_refused_by_name(make: Callable[[], Any], error: type[
         make()
 
 
-def _refused(rank: int, world: int) -> tuple[str, str]:
-    texts = []
-    for comm in (HybridOpt(0.3), ChiefOnly(root=7)):
-        with pytest.raises(ValueError) as error:
-            KFAC(_net(), comm=comm)
-        texts.append(str(error.value))
-    return texts[0], texts[1]
+def _refused(rank: int, world: int) -> list[tuple[str, str]]:
+    return [raised(KFAC, _net(), comm=comm) for comm in (HybridOpt(0.3), ChiefOnly(root=7))]
 
 
 def test_what_the_number_of_ranks_does_not_allow_is_told_with_what_it_does(pool: Pool) -> None:
-    for fraction, root in pool.run(_refused, world=2):
+    for (_, fraction), (_, root) in pool.run(_refused, world=2):
         assert "0.5, 1" in fraction
         assert "root=7" in root
         assert "2 ranks" in root

@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from tests.support.grid import only
 from tests.support.oracles.ranks import STRATEGIES, assert_replicas, distance
 from tests.support.pool import Pool
-from tests.support.saving import raised, shifted, through_a_file
+from tests.support.saving import raised, shifted, snapshot, through_a_file
 from tests.support.sharding import Case, Wrap, alone, flat, started, train
 
 BREAK, END = 5, 9
@@ -99,8 +100,7 @@ def _judge(found: list[Tensor], saved: Tensor, name: str, exact: bool = False) -
     assert distance(found[0], alone(CASES[name])[BREAK:]) <= 1e-9
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", LAYERS)
+@only("ekfac-nested", name=list(LAYERS), form=FORMS)
 def test_layers_go_on_in_every_world(pool: Pool, tmp_path: Path, name: str, form: str) -> None:
     """Saved by two sharded ranks; read by two, four and one, and by two that hold the model whole."""
     saved = pool.run(save, name, form, tmp_path, world=2)[0]
@@ -110,8 +110,7 @@ def test_layers_go_on_in_every_world(pool: Pool, tmp_path: Path, name: str, form
     _judge(pool.run(go_on, name, form, tmp_path, wrap=None, world=1), saved, name)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", LAYERS)
+@only("momentum-flat", name=list(LAYERS), form=FORMS)
 def test_layers_of_four_ranks_go_on_with_fewer(pool: Pool, tmp_path: Path, name: str, form: str) -> None:
     saved = pool.run(save, name, form, tmp_path, wrap=HSDP, world=4)[0]
     _judge(pool.run(go_on, name, form, tmp_path, wrap=HSDP, world=4), saved, name, exact=True)
@@ -119,15 +118,13 @@ def test_layers_of_four_ranks_go_on_with_fewer(pool: Pool, tmp_path: Path, name:
     _judge(pool.run(go_on, name, form, tmp_path, world=3), saved, name)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", WINDOWS)
+@only("sparse-flat", name=list(WINDOWS), form=FORMS)
 def test_windows_go_on_with_the_same_ranks(pool: Pool, tmp_path: Path, name: str, form: str) -> None:
     saved = pool.run(save, name, form, tmp_path, world=2)[0]
     _judge(pool.run(go_on, name, form, tmp_path, world=2), saved, name, exact=True)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", WINDOWS)
+@only("layer-2", name=list(WINDOWS), world=[2, 4])
 def test_windows_go_everywhere_once_gathered(pool: Pool, tmp_path: Path, name: str, world: int) -> None:
     saved = pool.run(save, name, "nested", tmp_path, True, world=world)[0]
     _judge(pool.run(go_on, name, "nested", tmp_path, True, world=6 - world), saved, name)
@@ -144,9 +141,7 @@ def broken_off(rank: int, world: int, name: str) -> tuple[Tensor, Tensor]:
     case = CASES[name]
     model, optimizer = started(rank, world, case)
     train(model, optimizer, case, 0, BREAK, rank, world)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*partial")
-        own = through_a_file([model.state_dict(), optimizer.state_dict()])
+    own = through_a_file([model.state_dict(), snapshot(optimizer)])
     twin_model, twin = started(rank, world, case)
     shifted(twin_model).load_state_dict(own[0])
     sent = len(twin.comm.collectives.counter.records)
@@ -159,8 +154,7 @@ def broken_off(rank: int, world: int, name: str) -> tuple[Tensor, Tensor]:
     return expected, path
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world", [2, 4])
+@only("cholesky-4", "ggt-2", name=list(CASES), world=[2, 4])
 def test_every_rank_goes_on_from_its_own_file(pool: Pool, world: int, name: str) -> None:
     for expected, path in pool.run(broken_off, name, world=world):
         assert torch.equal(path, expected)
@@ -171,9 +165,7 @@ def of_another_rank(rank: int, world: int, name: str) -> tuple[tuple[str, str], 
     """What a rank says to the state of another one, and whether it stays as it is."""
     model, optimizer = started(rank, world, CASES[name])
     train(model, optimizer, CASES[name], 0, 1, rank, world)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*partial")
-        own = optimizer.state_dict()
+    own = snapshot(optimizer)
     mine, theirs = (f"rank {r} of {world} under MemOpt()" for r in (rank, (rank + 1) % world))
     assert own["partial"] == {mine: {}}
     before = flat(model)
@@ -212,8 +204,7 @@ def on_one_rank(rank: int, world: int, name: str, by_torch: bool) -> tuple[Any, 
     return saved, path
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("by_torch", [True, False])
+@only("by_torch-kfac", "gathered-sparse", by_torch={"by_torch": True, "gathered": False}, name=list(CASES))
 def test_a_file_of_one_rank_goes_on_in_one_process(pool: Pool, by_torch: bool, name: str) -> None:
     """It has plain tensors alone, and no process group is needed to read it."""
     case = CASES[name]

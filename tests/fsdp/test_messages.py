@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from secondorder import MemOpt
+from tests.support.grid import each, sample
 from tests.support.oracles.ranks import shard
 from tests.support.pool import Pool, device_of
 from tests.support.sharding import Case, Wrap, descend, fully_sharded, started
 
 STAGES = ("gradients", "directions")
-STRATEGIES = ("mem", "hybrid_half", "comm")
 
 
 @contextmanager
@@ -73,9 +73,8 @@ def both(answer: dict[str, Any]) -> list[tuple[int, int]]:
     return [*answer["found"], (0, 0), (0, 0)][:2]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_gradient_is_gathered_once_and_only_where_it_is_preconditioned(pool: Pool, world: int, strategy: str) -> None:
+@sample(strategy=["mem", "hybrid_half", "comm"], world=[4, 2])
+def test_a_gradient_is_gathered_once_and_only_where_it_is_preconditioned(pool: Pool, strategy: str, world: int) -> None:
     answers = pool.run(of_layers, Case(strategy=strategy), world=world)
     for answer in answers:
         gradients, directions = both(answer)
@@ -114,14 +113,16 @@ def of_windows(rank: int, world: int, case: Case) -> dict[str, Any]:
     return answer
 
 
-RECUT = [Case("mfac_sparse"), Case("mfac", keywords={"partition": "layer"}), Case("ggt", strategy="comm")]
+RECUT = {
+    "sparse": Case("mfac_sparse"),
+    "layer": Case("mfac", keywords={"partition": "layer"}),
+    "copies": Case("ggt", strategy="comm"),
+    "replicas": Case("mfac", wrap=Wrap(replicas=2)),
+}
 
 
-@pytest.mark.parametrize(
-    ("case", "world"),
-    [*((case, world) for case in RECUT for world in (2, 4)), (Case("mfac", wrap=Wrap(replicas=2)), 4)],
-)
-def test_windows_move_what_their_cut_and_that_of_the_parameters_differ_in(pool: Pool, world: int, case: Case) -> None:
+@sample(lambda case, world: world == 4 or case.wrap.replicas == 1, case=RECUT, world=[4, 2])
+def test_windows_move_what_their_cut_and_that_of_the_parameters_differ_in(pool: Pool, case: Case, world: int) -> None:
     """Gradients to the part of the window, directions back; what is in both cuts stays where it is."""
     for answer in pool.run(of_windows, case, world=world):
         gradients, directions = both(answer)
@@ -193,8 +194,7 @@ def stored(rank: int, world: int, method: str, keywords: dict[str, Any]) -> tupl
     return usage, pieces
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_running"])
+@each(method=["kfac_eigen", "ekfac_running"], world=[2, 4])
 def test_curvature_of_layers_is_on_its_owner_alone(pool: Pool, method: str, world: int) -> None:
     """1/W of two factors, two bases and two spectra a layer, float64, on each of W ranks."""
     layers = DEPTH // world
@@ -204,8 +204,7 @@ def test_curvature_of_layers_is_on_its_owner_alone(pool: Pool, method: str, worl
         assert usage["momentum"] == pieces * 8
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("method", ["mfac", "ggt"])
+@each(method=["mfac", "ggt"], world=[2, 4])
 def test_windows_are_cut_over_the_ranks(pool: Pool, method: str, world: int) -> None:
     entries = DEPTH * SIDE**2
     found = pool.run(stored, method, {"window_size": 6}, world=world)

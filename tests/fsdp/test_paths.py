@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from secondorder import LowRank, TopK
+from tests.support.grid import only
 from tests.support.oracles.ranks import METHODS, Run, assert_replicas, distance, shard, together
 from tests.support.pool import Pool, device_of
 from tests.support.sharding import Case, Wrap, alone, assert_like_one_process, flat, sharded_path, started
@@ -104,54 +106,71 @@ OPTIONS = {
     "window accumulated": Case("mfac", micro=3),
     "window frozen": Case("mfac_sparse", frozen="mix"),
     "window thawed": Case("mfac", frozen="mix", thaw=4),
+    "together": Case(
+        "ekfac_running", micro=3, wrap=EACH, frozen="mix", thaw=4, split=True,
+        keywords={"nesterov": True, "weight_decay": 0.1, "graft": "sgd", "kl_clip": 1e-3, "stagger": True},
+    ),
+    "window, together": Case(
+        "mfac", micro=3, wrap=EACH, frozen="mix", thaw=4, split=True,
+        keywords={"momentum_mode": "pre", "weight_decay": 0.1, "graft": "adam", "lr": 0.01, "clip_norm": 0.1},
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_method_does_what_one_process_does(pool: Pool, world: int, name: str) -> None:
+def like_one_process(cases: Mapping[str, Case], *chosen: str) -> pytest.MarkDecorator:
+    """Every case with 2 and 4 ranks; by default those that are named so."""
+    return only(*chosen, name={name.replace(" ", "_").replace(",", ""): name for name in cases}, world=[2, 4])
+
+
+@like_one_process(PLAIN, "kfac_eigen_odd-4", "ekfac_intra_cnn-2", "hylo_sngd_odd-2")
+def test_every_method_does_what_one_process_does(pool: Pool, name: str, world: int) -> None:
     assert_like_one_process(pool, PLAIN[name], world)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_option_means_what_it_means_in_one_process(pool: Pool, world: int, name: str) -> None:
+@like_one_process(
+    OPTIONS,
+    "together-2",
+    "window_together-4",
+    "inner_adamw-2",
+    "kfac_skipped-2",
+    "window_decay-2",
+    "low_rank_layer-2",
+)
+def test_every_option_means_what_it_means_in_one_process(pool: Pool, name: str, world: int) -> None:
     assert_like_one_process(pool, OPTIONS[name], world)
 
 
-@pytest.mark.parametrize("name", STRATEGIC)
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_strategy_changes_nothing_in_the_result(pool: Pool, world: int, name: str) -> None:
+@like_one_process(STRATEGIC, "ekfac_intra_hybrid_half-4", "mfac_sparse_comm-2", "kfac_eigen_comm_owner-2")
+def test_the_strategy_changes_nothing_in_the_result(pool: Pool, name: str, world: int) -> None:
     assert_like_one_process(pool, STRATEGIC[name], world)
 
 
-@pytest.mark.parametrize("name", WRAPPED)
-@pytest.mark.parametrize("world", [2, 4])
-def test_parameters_may_be_cut_and_kept_in_any_way(pool: Pool, world: int, name: str) -> None:
+@like_one_process(WRAPPED, "kept_after_the_forward-2", "columns-4", "columns_and_a_sparse_window-2")
+def test_parameters_may_be_cut_and_kept_in_any_way(pool: Pool, name: str, world: int) -> None:
     assert_like_one_process(pool, WRAPPED[name], world)
 
 
-@pytest.mark.parametrize("name", REPLICATED)
-def test_replicas_of_a_sharded_model(pool: Pool, name: str) -> None:
+@only("layers", "sparse window", case=REPLICATED)
+def test_replicas_of_a_sharded_model(pool: Pool, case: Case) -> None:
     """HSDP: each half of four ranks holds all of the model."""
-    assert_like_one_process(pool, REPLICATED[name], 4)
+    assert_like_one_process(pool, case, 4)
 
 
-@pytest.mark.parametrize("world", [3, 1])
-@pytest.mark.parametrize("method", ["kfac_eigen", "mfac"])
+@only("mfac-3", "kfac_eigen-1", method=["kfac_eigen", "mfac"], world=[3, 1])
 def test_other_numbers_of_ranks(pool: Pool, method: str, world: int) -> None:
     assert_like_one_process(pool, Case(method), world)
 
 
-REPLICAS = [
+REPLICAS = {f"{case[0]}-{case[1]}": case for case in (
     *((method, "mem") for method in ("kfac_eigen", "ekfac_intra", "hylo_kid", "hylo_kis", "mfac_sparse", "ggt")),
     *(("kfac_eigen", strategy) for strategy in ("local_factors", "chief", "chief_inverses", "chief_own")),
-]
+)}  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "strategy"), REPLICAS)
-def test_sharded_and_replicated_models_take_the_same_steps(pool: Pool, method: str, strategy: str) -> None:
+@only("hylo_kid-mem", "kfac_eigen-chief_own", of=REPLICAS)
+def test_sharded_and_replicated_models_take_the_same_steps(pool: Pool, of: tuple[str, str]) -> None:
     """Under DDP with the same strategy, also where that is not what one process does."""
+    method, strategy = of
     case = Case(method, strategy=strategy)
     sharded = pool.run(sharded_path, case, world=2)
     replicated = pool.run(together, strategy, Run("odd", method, steps=case.steps), world=2)
@@ -159,7 +178,7 @@ def test_sharded_and_replicated_models_take_the_same_steps(pool: Pool, method: s
     assert distance(sharded[0], replicated[0]) <= 1e-9
 
 
-@pytest.mark.parametrize("method", ["kfac_eigen", "mfac"])
+@only("mfac", method=["kfac_eigen", "mfac"])
 def test_bfloat16_passes_keep_float32_curvature(pool: Pool, method: str) -> None:
     """Forward and backward are rounded; how far that takes a path from the exact one is a matter of bfloat16."""
     case = Case(method, "even", wrap=Wrap(low=True), steps=6)

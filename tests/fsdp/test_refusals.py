@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from secondorder import EKFAC, GGT, KFAC, MFAC, CommOpt, DedicatedWorkers, HyLo, MemOpt, SparseMFAC, TopK
+from tests.support.grid import each, only, sample
 from tests.support.oracles.ranks import assert_replicas, distance, mean_loss, shard
 from tests.support.pool import Pool, device_of
 from tests.support.saving import raised
-from tests.support.sharding import Case, Wrap, descend, flat, fully_sharded, started, train, whole
+from tests.support.sharding import Case, Wrap, descend, flat, fully_sharded, started, train
 
 POISONED = 4
 
@@ -55,49 +56,41 @@ def poisoned(rank: int, world: int, case: Case, bad: int, on_device: bool = Fals
     return torch.stack(path), skipped
 
 
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_running", "mfac", "mfac_sparse", "ggt"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_nan_in_the_piece_of_one_rank_drops_the_step_on_all(pool: Pool, world: int, method: str) -> None:
-    case = Case(method)
-    reference, one = pool.run(poisoned, case, 0, world=1)[0]
-    found = pool.run(poisoned, case, world - 1, world=world)
+@sample(
+    method=["kfac_eigen", "ekfac_running", "mfac", "mfac_sparse", "ggt"],
+    world=[2, 4],
+    gate={"on_host": False, "on_device": True},
+)
+def test_a_nan_in_the_piece_of_one_rank_drops_the_step_on_all(pool: Pool, method: str, world: int, gate: bool) -> None:
+    """A device is not waited for: there the step is taken, and has no effect on parameters."""
+    case = Case(method, keywords={"weight_decay": 0.1, "nesterov": method == "mfac"} if gate else {})
+    reference, one = pool.run(poisoned, case, 0, gate, world=1)[0]
+    found = pool.run(poisoned, case, world - 1, gate, world=world)
     assert_replicas([path for path, _ in found])
-    assert [count for _, count in found] == [one] * world == [1] * world
+    assert [count for _, count in found] == [one] * world
+    assert gate or one == 1
     path = found[0][0]
     assert torch.equal(path[POISONED], path[POISONED - 1])
     assert distance(path, reference) <= 1e-9
 
 
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_running", "mfac", "mfac_sparse", "ggt"])
-def test_a_gate_that_is_closed_on_the_device_changes_nothing(pool: Pool, method: str) -> None:
-    """A device is not waited for: the step is taken, and has no effect on parameters; as in one process."""
-    case = Case(method, keywords={"weight_decay": 0.1, "nesterov": method == "mfac"})
-    reference, _ = pool.run(poisoned, case, 0, True, world=1)[0]
-    found = pool.run(poisoned, case, 1, True, world=2)
-    assert_replicas([path for path, _ in found])
-    path = found[0][0]
-    assert torch.equal(path[POISONED], path[POISONED - 1])
-    assert distance(path, reference) <= 1e-9
+def joined_step(model: nn.Module, optimizer: Any, case: Case, rank: int, world: int) -> None:
+    with Join([optimizer]):
+        train(model, optimizer, case, 0, 1, rank, world)
 
 
-def joined(rank: int, world: int, method: str) -> tuple[str, str]:
-    case = Case(method)
-    model, optimizer = started(rank, world, case)
-
-    def run() -> None:
-        with Join([optimizer]):
-            train(model, optimizer, case, 0, 1, rank, world)
-
-    return raised(run)
+def joined(rank: int, world: int) -> list[tuple[str, str]]:
+    cases = [Case("kfac_eigen"), Case("mfac")]
+    return [raised(joined_step, *started(rank, world, case), case, rank, world) for case in cases]
 
 
-@pytest.mark.parametrize("method", ["kfac_eigen", "mfac"])
-def test_join_is_refused(pool: Pool, method: str) -> None:
+def test_join_is_refused(pool: Pool) -> None:
     """FSDP2 itself cannot go on without a rank."""
-    for kind, text in pool.run(joined, method, world=2):
-        assert kind in ("NotImplementedError", "RuntimeError", "ValueError")
-        assert "Join" in text
-        assert "fully_shard" in text
+    for answers in pool.run(joined, world=2):
+        for kind, text in answers:
+            assert kind in ("NotImplementedError", "RuntimeError", "ValueError")
+            assert "Join" in text
+            assert "fully_shard" in text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,36 +145,46 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def sometimes(rank: int, world: int, name: str) -> Tensor:
-    torch.manual_seed(0)
-    model = Optional().to(device_of(rank), torch.float64)
-    if world > 1:
-        for layer in model.children():
-            fully_shard(layer)
-        fully_shard(model)
-    cls, keywords = METHODS[name]
-    optimizer = cls(model, **keywords)
+def steps_of(model: nn.Module, name: str, rank: int, world: int, shared: bool, **keywords: Any) -> Tensor:
+    """The path of a model that uses a layer in some steps; ranks share each batch, or all of them see it whole."""
+    cls, own = METHODS[name]
+    optimizer = cls(model, **own, **keywords)
     path = []
     generator = torch.Generator().manual_seed(1)
     for step in range(8):
         model.on = step % 3 != 1
         inputs = torch.randn(12, 4, generator=generator, dtype=torch.float64)
         targets = torch.randint(4, (12,), generator=generator)
-        inputs, targets = (t.to(device_of(rank)) for t in shard((inputs, targets), rank, world))
+        batch = shard((inputs, targets), rank, world) if shared else (inputs, targets)
         optimizer.zero_grad()
-        mean_loss(model(inputs), targets).backward()
+        mean_loss(model(batch[0].to(device_of(rank))), batch[1].to(device_of(rank))).backward()
         optimizer.step()
         path.append(flat(model))
     optimizer.close()
     return torch.stack(path)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_layers_that_are_not_used_wait(pool: Pool, name: str) -> None:
-    reference = pool.run(sometimes, name, world=1)[0]
-    found = pool.run(sometimes, name, world=2)
-    assert_replicas(found)
-    assert distance(found[0], reference) <= 1e-9
+def assert_all_like_one_process(alone: dict[str, Tensor], of_ranks: list[dict[str, Tensor]]) -> None:
+    for name, reference in alone.items():
+        assert_replicas([found[name] for found in of_ranks])
+        assert distance(of_ranks[0][name], reference) <= 1e-9, name
+
+
+def sometimes(rank: int, world: int) -> dict[str, Tensor]:
+    found = {}
+    for name in METHODS:
+        torch.manual_seed(0)
+        model = Optional().to(device_of(rank), torch.float64)
+        if world > 1:
+            for layer in model.children():
+                fully_shard(layer)
+            fully_shard(model)
+        found[name] = steps_of(model, name, rank, world, shared=True)
+    return found
+
+
+def test_layers_that_are_not_used_wait(pool: Pool) -> None:
+    assert_all_like_one_process(pool.run(sometimes, world=1)[0], pool.run(sometimes, world=2))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -213,43 +216,24 @@ def parallel(rank: int, world: int) -> nn.Module:
     return model
 
 
-def tensor_parallel(rank: int, world: int, name: str, keywords: dict[str, Any]) -> Tensor:
+#: Layer methods leave tensor-parallel layers to the fallback when they are asked to.
+TAKEN: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("mfac", "sparse", "by layer", "ggt")},
+    **{name: {"skip_layers": ["up", "down"], "weight_decay": 0.1} for name in ("kfac", "ekfac")},
+}
+
+
+def tensor_parallel(rank: int, world: int) -> dict[str, Tensor]:
     """Every rank sees the whole batch, and has a part of two layers."""
-    model = parallel(rank, world)
-    cls, own = METHODS[name]
-    optimizer = cls(model, **own, **keywords)
-    path = []
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(7):
-        inputs = torch.randn(12, 4, generator=generator, dtype=torch.float64).to(device_of(rank))
-        targets = torch.randint(4, (12,), generator=generator).to(device_of(rank))
-        optimizer.zero_grad()
-        mean_loss(model(inputs), targets).backward()
-        optimizer.step()
-        path.append(torch.cat([whole(p.detach()).flatten() for p in model.parameters()]).cpu())
-    optimizer.close()
-    return torch.stack(path)
+    return {
+        name: steps_of(parallel(rank, world), name, rank, world, shared=False, **keywords)
+        for name, keywords in TAKEN.items()
+    }
 
 
-@pytest.mark.parametrize("name", ["mfac", "sparse", "by layer", "ggt"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_windows_take_tensor_parallel_modules(pool: Pool, world: int, name: str) -> None:
-    reference = pool.run(tensor_parallel, name, {}, world=1)[0]
-    found = pool.run(tensor_parallel, name, {}, world=world)
-    assert_replicas(found)
-    assert distance(found[0], reference) <= 1e-9
-
-
-@pytest.mark.parametrize("name", ["kfac", "ekfac"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_layer_methods_leave_tensor_parallel_layers_to_the_fallback_when_asked(
-    pool: Pool, world: int, name: str
-) -> None:
-    keywords = {"skip_layers": ["up", "down"], "weight_decay": 0.1}
-    reference = pool.run(tensor_parallel, name, keywords, world=1)[0]
-    found = pool.run(tensor_parallel, name, keywords, world=world)
-    assert_replicas(found)
-    assert distance(found[0], reference) <= 1e-9
+@only("4", world=[2, 4])
+def test_windows_take_tensor_parallel_modules_and_layer_methods_skip_them_when_asked(pool: Pool, world: int) -> None:
+    assert_all_like_one_process(pool.run(tensor_parallel, world=1)[0], pool.run(tensor_parallel, world=world))
 
 
 def refused(rank: int, world: int) -> list[tuple[str, str]]:
@@ -281,20 +265,23 @@ def test_parameters_that_are_cut_in_two_ways_are_refused_by_name(pool: Pool) -> 
             assert "parameter '" in text
 
 
-def made_before(rank: int, world: int, name: str) -> tuple[str, str]:
-    model = Parallel().to(device_of(rank), torch.float64)
-    cls, keywords = METHODS[name]
-    optimizer = cls(model, **keywords)
-    fully_shard(model)
-    model(torch.ones(3, 4, dtype=torch.float64, device=device_of(rank))).sum().backward()
-    return raised(optimizer.step)
+def made_before(rank: int, world: int) -> list[tuple[str, str]]:
+    found = []
+    for name in ("kfac", "mfac"):
+        model = Parallel().to(device_of(rank), torch.float64)
+        cls, keywords = METHODS[name]
+        optimizer = cls(model, **keywords)
+        fully_shard(model)
+        model(torch.ones(3, 4, dtype=torch.float64, device=device_of(rank))).sum().backward()
+        found.append(raised(optimizer.step))
+    return found
 
 
-@pytest.mark.parametrize("name", ["kfac", "mfac"])
-def test_an_optimizer_made_before_sharding_says_so_at_its_first_step(pool: Pool, name: str) -> None:
-    for kind, text in pool.run(made_before, name, world=2):
-        assert kind == "RuntimeError"
-        assert "make it after fully_shard()" in text
+def test_an_optimizer_made_before_sharding_says_so_at_its_first_step(pool: Pool) -> None:
+    for answers in pool.run(made_before, world=2):
+        for kind, text in answers:
+            assert kind == "RuntimeError"
+            assert "make it after fully_shard()" in text
 
 
 def planned(rank: int, world: int) -> tuple[str, str]:
@@ -317,18 +304,19 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def unfit(rank: int, world: int, name: str) -> tuple[str, str]:
-    case = Case(task="mlp")
-    model = fully_sharded(case.model(device_of(rank)), rank, world, Wrap())
-    keywords = {key: value() if key == "comm" else value for key, value in UNFIT[name][0].items()}
-    return raised(KFAC, model, **keywords)
+def unfit(rank: int, world: int) -> dict[str, tuple[str, str]]:
+    found = {}
+    for name, (given, _) in UNFIT.items():
+        model = fully_sharded(Case(task="mlp").model(device_of(rank)), rank, world, Wrap())
+        found[name] = raised(KFAC, model, **{k: value() if k == "comm" else value for k, value in given.items()})
+    return found
 
 
-@pytest.mark.parametrize("name", UNFIT)
-def test_what_cannot_serve_sharded_parameters_is_refused_at_construction(pool: Pool, name: str) -> None:
-    for kind, text in pool.run(unfit, name, world=3 if name == "roles" else 2):
-        assert kind == "NotImplementedError", text
-        assert UNFIT[name][1] in text
+def test_what_cannot_serve_sharded_parameters_is_refused_at_construction(pool: Pool) -> None:
+    for found in pool.run(unfit, world=3):
+        for name, (kind, text) in found.items():
+            assert kind == "NotImplementedError", text
+            assert UNFIT[name][1] in text
 
 
 class Complex(nn.Module):
@@ -398,8 +386,7 @@ def wrapped(module: nn.Module) -> nn.Module:
     return found
 
 
-@pytest.mark.parametrize("cls", [KFAC, EKFAC, HyLo, MFAC, SparseMFAC, GGT])
-@pytest.mark.parametrize("inside", [False, True])
+@each(cls=[KFAC, EKFAC, HyLo, MFAC, SparseMFAC, GGT], inside=[False, True])
 def test_the_first_fsdp_is_refused_with_the_mend(cls: Any, inside: bool) -> None:
     model = wrapped(nn.Linear(4, 3))
     kind, text = raised(cls, nn.Sequential(model) if inside else model)
