@@ -57,7 +57,7 @@ def sample(where: Callable[..., bool] | None = None, /, **parameters: Iterable[A
 
 def only(*chosen: str, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test with every combination; those whose id is not given are marked ``slow``."""
-    ids = [_ids(given) for given in parameters.values()]
+    ids = [ids_of(given) for given in parameters.values()]
     rows = combinations_of(None, parameters)
     found = {"-".join(_chosen(ids, row)): row for row in rows}
     return _parametrized(parameters, rows, {found[name] for name in chosen}, rest=True)
