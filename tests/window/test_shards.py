@@ -150,13 +150,16 @@ def alone(kind: str, partition: str = "global", steps: int = 3 * M) -> tuple[Ten
 FEW = ("mfac dense", "mfac topk-4-bit", "reg pre", "graft adam", "ggt betas")
 
 
+CASES = [
+    *[(kind, *world, "global") for kind in KINDS for world in WORLDS],
+    *[(kind, *world, "layer") for kind in FEW for world in WORLDS],
+    *[(kind, *world, "global") for kind in FEW for world in ((2, 1), (4, 1), (2, 2))],
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "world", "workers", "partition"),
-    [
-        *[(kind, *world, "global") for kind in KINDS for world in WORLDS],
-        *[(kind, *world, "layer") for kind in FEW for world in WORLDS],
-        *[(kind, *world, "global") for kind in FEW for world in ((2, 1), (4, 1), (2, 2))],
-    ],
+    [pytest.param(*case, marks=pytest.mark.slow if i % 4 else ()) for i, case in enumerate(CASES)],
 )
 def test_ranks_do_what_one_process_does(kind: str, world: int, workers: int, partition: str) -> None:
     def rank(comm: ThreadRank) -> tuple[Tensor, list[float]]:
