@@ -45,12 +45,6 @@ def pool(request: pytest.FixtureRequest) -> "Iterator[Pool]":
     processes.close()
 
 
-#: Tests of several ranks with many cases: of how many one is run by default; the others are slow.
-ONE_IN = {
-    "test_a_run_goes_on_to_the_bit": 3,
-}
-
-
 #: Grids of cases in one process that together take seconds: a third is run by default, chosen by name.
 GRIDS = {
     "test_a_checkpoint_decides_the_mode", "test_a_mode_that_changed_goes_with_the_checkpoint",
@@ -88,16 +82,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark most cases of long tests as slow, and skip tests marked ``gpu`` on a machine without a CUDA device."""
-    seen: dict[str, int] = {}
-    for item in items:
-        name = getattr(item, "originalname", None) or item.name
-        folder = item.path.parent.name
-        long = folder in ("distributed", "window", "fsdp", "benchmarks") and name in ONE_IN
-        if long and not item.get_closest_marker("slow"):
-            seen[name] = seen.get(name, -1) + 1
-            if seen[name] % ONE_IN[name]:
-                item.add_marker(pytest.mark.slow)
+    """Mark most cases of long grids as slow, and skip tests marked ``gpu`` on a machine without a CUDA device."""
     _thin_out(items)
     if torch.cuda.is_available():
         return

@@ -59,8 +59,16 @@ def _rows(folder, name="kfac"):
 # ---------------------------------------------------------------------- going on
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [(name, schedule) for name in ("adamw", "kfac", "hylo", "sparse_mfac") for schedule in (None, COSINE)]
-    + [("kfac_adaptive", None)],
+    [
+        *(("kfac", None), ("hylo", COSINE), ("sparse_mfac", None)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("adamw", None), ("adamw", COSINE), ("kfac", COSINE)),
+                *(("hylo", None), ("sparse_mfac", COSINE), ("kfac_adaptive", None)),
+            )
+        ),
+    ],
 )
 def test_a_run_goes_on_to_the_bit(tmp_path, name, schedule):
     whole = _steps(_trainer(name, schedule), 10)
