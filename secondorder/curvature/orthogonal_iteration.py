@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,8 +57,17 @@ class BasisIteration:
                 for off in found[block, side][0][3:]:
                     block.state["off_diagonal"][index] = off.max()
         for block in blocks:
-            self._left[block] = block.state["off_diagonal"].to("cpu", non_blocking=True)
+            self._send(block)
         return found
+
+    def prepare(self, blocks: Iterable[FactoredBlock]) -> None:
+        """Send what the next iteration of some blocks will ask for to the host, which then need not wait for it."""
+        for block in blocks:
+            if block not in self._left and "off_diagonal" in block.state:
+                self._send(block)
+
+    def _send(self, block: FactoredBlock) -> None:
+        self._left[block] = block.state["off_diagonal"].to("cpu", non_blocking=True)
 
     def _left_by(self, block: EigenbasisBlock) -> Any:
         """What the last iteration left off the diagonals, which arrived long ago or was loaded just now."""
@@ -78,7 +87,9 @@ class BasisRefresher(Refresher):
     ) -> dict[tuple[Any, str], Found]:
         """Return eigenvalues and bases by block and side, and what :func:`iterate` returns in addition."""
         warm = [] if restores else [b for b in blocks if b.may_iterate]
-        found = super().find([b for b in blocks if b not in warm], host_checks, mirrors)
+        cold = [b for b in blocks if b not in warm]
+        found = super().find(cold, host_checks, mirrors)
+        self._iteration.prepare(cold)
         if warm:
             iterated: dict[tuple[Any, str], Found] = {**self._iteration.run(warm)}
             if host_checks:  # a basis that lost its orthogonality starts anew

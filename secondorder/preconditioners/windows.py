@@ -251,7 +251,8 @@ class WindowPreconditioner(Preconditioner):
             found = unit.window.combine(unit.a)
         for u, r in zip(found, unit.source.r or [None] * len(found), strict=True):
             if r is not None:
-                u.addcmul_(r.to(u.dtype), torch.as_tensor(unit.outside, dtype=u.dtype, device=u.device))
+                c = unit.outside  # a number is filled in on the device: a copy from the host would wait
+                u.addcmul_(r.to(u.dtype), c.to(u) if isinstance(c, Tensor) else u.new_full((), c))
         return found
 
     # ------------------------------------------------------------------ the first-order rules

@@ -76,7 +76,7 @@ class Attention(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embed(tokens)
         q, k, v = self.qkv(self.norm(hidden)).chunk(3, -1)
-        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=tokens.device).tril()
         scores = (q @ k.mT / WIDTH**0.5).masked_fill(~mask, -torch.inf)
         hidden = hidden + self.out(scores.softmax(-1) @ v)
         return self.head(self.scale(hidden))

@@ -1,6 +1,7 @@
-"""The branches that a device takes, judged on the CPU: gates instead of ``if``, and refreshes of whole stacks.
+"""Gates in place of branches: an open one changes no number, a shut one changes no bit, whatever the batch held.
 
-A gate that is open must change no number and one that is shut must change no bit, whatever the batch held.
+Where a device must not be waited for, a step is not left out but multiplied away; and refreshes of whole stacks of
+matrices go on where one of them fails. Whole steps on a device are in `tests/contract/test_devices.py`.
 """
 
 import copy
@@ -8,15 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from secondorder import KFAC
 from secondorder.capture.statistics import averages
-from secondorder.diagnostics.step_record import StepRecord
 from secondorder.linalg import dense, first_order
-from tests.support.kfac import assert_close, backward, noise, plain_kfac, train_step
-from tests.support.models import mlp, vectors
+from tests.support.device import SimulatedDevice
+from tests.support.kfac import assert_close, noise
 
 OPEN, SHUT = torch.tensor(True), torch.tensor(False)
 SHAPES = ((3, 4), (5,))
@@ -146,18 +144,6 @@ def test_adam_with_a_shut_gate_changes_nothing(weight_decay, decoupled, lr, fres
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Elsewhere(Tensor):
-    """A tensor that says it lives on another device; its operations are the CPU's."""
-
-    @property
-    def device(self):
-        return torch.device("cuda")
-
-
-def elsewhere(flag: bool) -> Tensor:
-    return torch.tensor(flag).as_subclass(Elsewhere)
-
-
 def symmetric(n: int, seed: int) -> Tensor:
     x = noise(n, n, seed=seed)
     return x @ x.mT
@@ -169,22 +155,28 @@ def test_the_running_mean_of_a_device_is_that_of_the_cpu(decay, dtype, tolerance
     def start() -> tuple[list[Tensor], Tensor]:
         return [torch.zeros(n, n, dtype=dtype) for n in (3, 2)], torch.zeros((), dtype=torch.float64)
 
-    (there, weight_there), (here, weight_here) = start(), start()
-    assert elsewhere(True).device.type != "cpu"
-    for batch, good in ((5, True), (2, True), (9, False), (1, True)):
+    def sums_of(batch: int, good: bool) -> list[Tensor]:
         sums = [symmetric(3, batch).to(dtype), symmetric(2, batch).to(dtype)]
         if not good:
             sums[0][0, 0] = float("nan")
             sums[1][1, 0] = float("inf")
-        scales = [1 / batch, 0.5]
-        before = [x.clone() for x in (*there, weight_there, *here, weight_here)]
-        averages.ratio_ema_(there, weight_there, sums, scales, batch, decay, elsewhere(good))
-        averages.ratio_ema_(here, weight_here, sums, scales, batch, decay, torch.tensor(good))
-        if not good:
-            assert_same((*there, weight_there, *here, weight_here), before)
-        for x, y in zip(there, here, strict=True):
-            assert_close(x.as_subclass(Tensor), y, tolerance)
-        assert float(weight_there) == float(weight_here)
+        return sums
+
+    here, weight_here = start()
+    with SimulatedDevice() as device:
+        there, weight_there = [device.tensor(x) for x in here], device.tensor(weight_here)
+        for batch, good in ((5, True), (2, True), (9, False), (1, True)):
+            scales = [1 / batch, 0.5]
+            before = [x.clone() for x in (*here, weight_here)]
+            averages.ratio_ema_(here, weight_here, sums_of(batch, good), scales, batch, decay, torch.tensor(good))
+            sums, flag = [device.tensor(x) for x in sums_of(batch, good)], device.tensor(torch.tensor(good))
+            averages.ratio_ema_(there, weight_there, sums, scales, batch, decay, flag)
+            if not good:
+                assert_same((*here, weight_here), before)
+            for x, y in zip(there, here, strict=True):
+                assert_close(x.held, y, tolerance)
+            assert float(weight_there.held) == float(weight_here)
+    assert device.waits == []
     assert float(weight_here) == (((5 * decay) + 2) * decay) + 1
 
 
@@ -271,69 +263,3 @@ def test_a_routine_that_raises_for_the_stack_is_asked_matrix_by_matrix(monkeypat
     assert ok.tolist() == [True, True, False, True]
     for part, wanted in zip(found, expected, strict=True):
         assert_close(part[[0, 1, 3]], wanted[[0, 1, 3]], 1e-12)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A whole step behind a shut gate
-# ---------------------------------------------------------------------------------------------------------------------
-
-RULES = {
-    "sgd": {"momentum": 0.9},
-    "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    "decoupled": {"momentum": 0.9, "weight_decay": 0.1, "decoupled_weight_decay": True},
-    "kl-clip": {"momentum": 0.9, "kl_clip": 1e-3, "damping_mode": "relative"},
-    "cholesky": {"momentum": 0.9, "inverse_method": "cholesky"},
-    "graft sgd": {"momentum": 0.9, "graft": "sgd"},
-    "graft adam": {"graft": "adam", "weight_decay": 0.1},
-    "inner adamw": {"inner": "adamw", "weight_decay": 0.1},
-    "clipped": {"momentum": 0.9, "clip_norm": 0.1, "clip_value": 0.05},
-    "foreach": {"momentum": 0.9, "foreach": True},
-    "fallback": {"momentum": 0.9, "skip_layers": "0", "fallback": "adamw", "weight_decay": 0.1},
-}
-KEPT = ("momentum_buffer", "exp_avg", "exp_avg_sq", "factor_a", "factor_g", "factor_weight")
-
-
-def held(opt: KFAC, model) -> list[Tensor]:
-    found = [p.detach().clone() for p in model.parameters()]
-    for p in model.parameters():
-        found += [opt.state[p][key].clone() for key in KEPT if key in opt.state[p]]
-    return found
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("steps", [0, 2], ids=["first step", "later"])
-@pytest.mark.parametrize("gradient", ["finite", "nan", "inf"])
-def test_a_shut_gate_keeps_every_bit(monkeypatch, rule, steps, gradient):
-    model = mlp()
-    opt = plain_kfac(model, **{"lr": 0.1, **RULES[rule]})
-    for seed in range(steps):
-        train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
-    before = held(opt, model)
-    opt.zero_grad()
-    backward(model, *vectors(seed=5), F.cross_entropy)
-    if gradient != "finite":
-        for p in model.parameters():
-            p.grad.view(-1)[0] = float(gradient)
-    with monkeypatch.context() as patch:
-        patch.setattr(StepRecord, "gate", lambda self, finite: (True, SHUT))
-        opt.step()
-    assert_same(held(opt, model), before)
-    values = [p.detach().clone() for p in model.parameters()]
-    for seed in (6, 7):
-        train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
-    for p, value in zip(model.parameters(), values, strict=True):
-        assert torch.isfinite(p).all()
-        assert not torch.equal(p, value)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_an_open_gate_trains_alike(monkeypatch, rule):
-    models = [mlp(), mlp()]
-    for model, gate in zip(models, (None, OPEN), strict=True):
-        opt = plain_kfac(model, **{"lr": 0.1, **RULES[rule]})
-        with monkeypatch.context() as patch:
-            patch.setattr(StepRecord, "gate", lambda self, finite, gate=gate: (True, gate))
-            for seed in range(4):
-                train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
-    for p, q in zip(models[1].parameters(), models[0].parameters(), strict=True):
-        assert_close(p.detach(), q.detach(), 1e-10)

@@ -1,0 +1,246 @@
+"""An accelerator without hardware: tensors that compute on the CPU, refuse to mix with it, and count every wait.
+
+A :class:`SimulatedTensor` says that it is on the device ``lazy``, a type with a device guard in every build of torch,
+and holds a CPU tensor that no Python code sees. While a :class:`SimulatedDevice` is entered, every operator that meets
+such a tensor runs on the CPU tensors behind it. It is counted as a wait where a GPU would make the host wait: a number
+that is read, a shape that depends on values, a copy that blocks, an event that was recorded in the same step.
+
+::
+
+    with SimulatedDevice() as device:
+        model = device.put(model)
+        ...                                         # training; the backward pass runs on this thread
+        device.next_step()
+        assert device.waits == []
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_map, tree_map_only
+
+aten = torch.ops.aten
+KIND = "lazy"
+
+#: Operators whose result, or the shape of whose result, the host has to wait for.
+WAITING = {
+    aten._local_scalar_dense.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.unique_dim.default,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+    aten.repeat_interleave.Tensor,
+}
+COPIES = {aten._to_copy.default: "non_blocking", aten.copy_.default: 2}
+
+
+class SimulatedTensor(Tensor):
+    """A tensor that seems to be on the device ``lazy`` and is computed on the CPU."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> SimulatedTensor:
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=torch.device(KIND, 0),
+        )
+        made.held = held
+        return made
+
+    def __repr__(self) -> str:
+        return f"SimulatedTensor({self.held!r})"
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} outside of the simulated device")
+
+
+class SimulatedEvent:
+    """An event of the simulated device: it has happened once the step in which it was recorded is over."""
+
+    def __init__(self, owner: SimulatedDevice) -> None:
+        self.owner, self.step = owner, -1
+
+    def record(self, stream: Any = None) -> None:
+        self.step = self.owner.step
+
+    def query(self) -> bool:
+        return self.step < self.owner.step
+
+    def synchronize(self) -> None:
+        if not self.query():
+            self.owner.note("an event of the same step")
+
+
+class SimulatedDevice(TorchDispatchMode):
+    """The device, while it is entered.
+
+    Args:
+        lacking: Operators that the device does not have, and what calling them raises.
+
+    Attributes:
+        waits: By step, what made the host wait: pairs of the number of the step and the operator with the place.
+        step: How often :meth:`next_step` was called.
+    """
+
+    device = torch.device(KIND, 0)
+
+    def __init__(self, lacking: Mapping[Any, Exception] | None = None) -> None:
+        super().__init__()
+        self.lacking = dict(lacking or {})
+        self.waits: list[tuple[int, str]] = []
+        self.step = 0
+        self._around = ExitStack()
+
+    def __enter__(self) -> SimulatedDevice:
+        self._around.enter_context(mock.patch.object(torch, "Event", _event_type(self)))
+        self._around.enter_context(torch.autograd.set_multithreading_enabled(False))
+        # So `torch.tensor(..., device=...)` is a copy that operators see, and not one inside of C++.
+        before = torch._C._only_lift_cpu_tensors()
+        self._around.callback(torch._C._set_only_lift_cpu_tensors, before)
+        torch._C._set_only_lift_cpu_tensors(True)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._around.close()
+
+    def next_step(self) -> None:
+        """End a step: what was enqueued in it has happened."""
+        self.step += 1
+
+    def note(self, what: str) -> None:
+        place = next(
+            (f"{f.filename}:{f.lineno}" for f in reversed(traceback.extract_stack()) if "/secondorder/" in f.filename),
+            "elsewhere",
+        )
+        self.waits.append((self.step, f"{what} at {place}"))
+
+    def tensor(self, value: Tensor) -> Tensor:
+        """Return a copy of a CPU tensor on the device, which needs a gradient if the original does."""
+        return SimulatedTensor(value.detach().clone()).requires_grad_(value.requires_grad)
+
+    def put(self, model: nn.Module) -> nn.Module:
+        """Move the parameters and buffers of a model to the device, and return the model."""
+        for module in model.modules():
+            for name, parameter in _named(module._parameters):
+                module._parameters[name] = nn.Parameter(self.tensor(parameter), parameter.requires_grad)
+            for name, buffer in _named(module._buffers):
+                module._buffers[name] = self.tensor(buffer)
+        return model
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        wants = kwargs.get("device")
+        leaves = _tensors((args, kwargs))
+        simulated = any(isinstance(leaf, SimulatedTensor) for leaf in leaves)
+        asked = wants is not None and torch.device(wants).type == KIND
+        if not simulated and not asked:
+            return func(*args, **kwargs)
+        if func in self.lacking:
+            raise self.lacking[func]
+        copies = func in COPIES
+        if not copies:
+            self._refuse_mixtures(func, leaves)
+        if func in WAITING or (func in _INDEXING and _has_mask(args)):
+            self.note(str(func))
+        to_host = copies and self._note_copy(func, args, kwargs)
+        held = tree_map(_held, (args, kwargs))
+        if asked:
+            held[1]["device"] = torch.device("cpu")
+        if copies and held[1].get("device") is not None and simulated != asked:
+            result = func(*held[0], **held[1])
+            result = result.clone() if _same(result, held[0][0]) else result
+        else:
+            result = func(*held[0], **held[1])
+        if to_host:
+            return args[0] if func is aten.copy_.default else result
+        wrapped = tree_map_only(Tensor, SimulatedTensor, result)
+        return return_and_correct_aliasing(func, args, kwargs, wrapped) if simulated else wrapped
+
+    def _note_copy(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Note a copy between host and device that blocks; return whether its result is on the host."""
+        if func is aten.copy_.default:
+            to, source = args[0], args[1]
+            blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            to_host, crossing = not _is_simulated(to), _is_simulated(to) != _is_simulated(source)
+        else:
+            wants = kwargs.get("device")
+            blocking = not kwargs.get("non_blocking", False)
+            goes_to = _is_simulated(args[0]) if wants is None else torch.device(wants).type == KIND
+            to_host, crossing = not goes_to, goes_to != _is_simulated(args[0])
+        if crossing and blocking:
+            self.note(f"{func} that blocks")
+        return to_host
+
+    @staticmethod
+    def _refuse_mixtures(func: Any, leaves: list[Tensor]) -> None:
+        """Raise as a GPU does: only CPU tensors of one number may meet those of the device."""
+        strangers = [x for x in leaves if not _is_simulated(x) and x.dim() > 0 and x.numel() > 0]
+        if strangers and any(map(_is_simulated, leaves)) and func not in _INDEXING:
+            raise RuntimeError(
+                f"{func}: expected all tensors to be on the same device, but found {KIND}:0 and "
+                f"{strangers[0].device} {tuple(strangers[0].shape)}"
+            )
+
+
+_INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+
+
+def _event_type(owner: SimulatedDevice) -> type:
+    """Return a type for ``torch.Event`` whose instances are simulated where their device is."""
+
+    class Event(torch.Event):
+        def __new__(cls, device: Any = None, **keywords: Any) -> Any:
+            if torch.device(device or "cpu").type == KIND:
+                return SimulatedEvent(owner)
+            return super().__new__(cls, device, **keywords)
+
+    return Event
+
+
+def _named(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in list(found.items()) if value is not None)
+
+
+def _is_simulated(x: Any) -> bool:
+    return isinstance(x, SimulatedTensor)
+
+
+def _held(x: Any) -> Any:
+    return x.held if isinstance(x, SimulatedTensor) else x
+
+
+def _same(result: Any, given: Any) -> bool:
+    return isinstance(result, Tensor) and isinstance(given, Tensor) and result.data_ptr() == given.data_ptr()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map_only(Tensor, found.append, tree)
+    return found
+
+
+def _has_mask(args: Any) -> bool:
+    """Whether one of the indices is a mask, whose nonzero entries the host has to count."""
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
