@@ -1,4 +1,4 @@
-"""Factors that stand for rows are those of KFAC, which sums them in another way: call by call, and keeps no row."""
+"""`kfac_when_cheaper`: which layers take K-FAC's factors instead of rows, and that those factors are KFAC's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,172 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import KFAC, HyLo
+from tests.support.grid import pairs
 from tests.support.kfac import assert_close, noise
+from tests.support.models import images, mlp, seeded_build, vectors
+from tests.support.oracles.hylo import check_block, layer_rows, plain_hylo, step, vectors_of
+from tests.support.oracles.kfac import expected_factors, solve_exact
+
+APPROX = ["expand", "reduce"]
+
+
+def line_of(opt: HyLo, name: str) -> str:
+    return next(line.lower() for line in opt.describe().splitlines() if line.split()[:1] == [f"{name}.weight"])
+
+
+def is_factored(opt: HyLo, name: str) -> bool:
+    told = "k-fac" in line_of(opt, name) or "kfac" in line_of(opt, name)
+    assert told == opt.blocks[name].is_factored
+    return told
+
+
+def squares(out: Tensor, target: Tensor) -> Tensor:
+    return (out - target).square().flatten(1).sum(1).mean()
+
+
+def assert_kfac(opt: HyLo, model: nn.Module, kept: dict, name: str, factors: tuple, damping: float = 1e-2) -> None:
+    A, B = factors
+    V, moved = vectors_of(model, name, kept)
+    assert_close(moved[0], solve_exact(B, A, V.view(len(B), len(A)), damping).flatten(), 1e-8)
+    assert_close(opt.dense_curvature(name), torch.kron(B, A), 1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which layers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pairs(mode=["sngd", "kid", "kis"], approx=APPROX)
+def test_layers_of_which_kfac_is_cheaper_follow_it(approx: str, mode: str) -> None:
+    """Per layer: rows iff R(d_i + d_o) < d_i² + d_o² and R³ < d_i³ + d_o³, else factors from the same batch."""
+
+    def build() -> nn.Module:
+        return seeded_build(
+            lambda: nn.Sequential(nn.Conv2d(2, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(40, 6), nn.Linear(6, 3))
+        )
+
+    (x, y), model, plain = images(12), build(), build()
+    opt = plain_hylo(model, mode=mode, approx=approx, rank_fraction=1.0, kfac_when_cheaper=True)
+    kept = step(opt, model, x, y, F.cross_entropy)
+    for name, (d_o, d_i) in {"0": (2, 9), "3": (6, 41), "4": (3, 7)}.items():
+        cheaper = not (12 * (d_i + d_o) < d_i**2 + d_o**2 and d_i**3 + d_o**3 > 12**3)
+        assert is_factored(opt, name) == cheaper == (name != "3")
+        assert "fallback" not in line_of(opt, name)
+        if cheaper:
+            assert_kfac(opt, model, kept, name, expected_factors(plain, x, y, F.cross_entropy, [name], approx)[name])
+    check_block(opt, model, "3", layer_rows(plain, "3", x, y, F.cross_entropy), kept, 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("n", "mode", "fraction", "factored"),
+    [(9, "sngd", 1.0, False), (10, "sngd", 1.0, True), (40, "kid", 0.1, False), (40, "kid", 1.0, True)],
+)
+def test_the_border_of_the_first_rule_is_by_the_kept_rows(n: int, mode: str, fraction: float, factored: bool) -> None:
+    """d_i = 11, d_o = 4: R · 15 against 137."""
+    model = mlp((10, 4))
+    opt = plain_hylo(model, mode=mode, rank_fraction=fraction, kfac_when_cheaper=True)
+    step(opt, model, *vectors(n, 10, 4), F.cross_entropy)
+    assert is_factored(opt, "0") == factored
+
+
+@pytest.mark.parametrize(("approx", "factored"), [("expand", True), ("reduce", False)])
+def test_positions_make_rows_expensive(approx: str, factored: bool) -> None:
+    """R S (d_i + d_o) < d_i² + d_o²: 4 · 7 · 15 = 420 or 4 · 15 = 60 against 137."""
+    model = mlp((10, 4))
+    opt = plain_hylo(model, approx=approx, kfac_when_cheaper=True)
+    step(opt, model, noise(4, 7, 10), noise(4, 7, 4, seed=1), squares)
+    assert is_factored(opt, "0") == factored
+
+
+def test_the_choice_is_made_once() -> None:
+    """At the first refresh; later batches of another size do not change it."""
+    for first, later in ((40, 4), (4, 40)):
+        model = mlp((10, 4))
+        opt = plain_hylo(model, kfac_when_cheaper=True)
+        for seed, n in enumerate((first, later)):
+            step(opt, model, *vectors(n, 10, 4, seed=seed), F.cross_entropy)
+        assert is_factored(opt, "0") == (first == 40)
+
+
+def test_what_substitution_costs_is_told_in_rows() -> None:
+    """R rows of S positions: numbers grow with S, the kernel that is inverted does not."""
+    model = seeded_build(lambda: nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4)))
+    opt = plain_hylo(model, mode="kid", approx="expand", kfac_when_cheaper=True, rank_fraction=0.5)
+    step(opt, model, noise(8, 5, 8), noise(8, 5, 4, seed=1), squares)
+    first, last = (line for line in opt.describe().splitlines() if ".weight" in line)
+    # Whole gradients of 6·9 and 4·7 numbers are smaller than 5 positions of 6 + 9 and 4 + 7.
+    assert "numbers 216 against 117" in first
+    assert "R³ = 64 against 945" in first
+    assert "numbers 112 against 65" in last
+    assert "R³ = 64 against 407" in last
+
+
+def test_describe_keeps_its_numbers_when_a_bias_is_frozen() -> None:
+    model = nn.Sequential(nn.Linear(6, 5)).double()
+    opt = HyLo(model, lr=0.0, kfac_when_cheaper=True, rank_fraction=1.0, update_steps=1)
+    for frozen in (False, True):
+        model[0].bias.requires_grad_(not frozen)
+        opt.zero_grad()
+        model(noise(40, 6)).square().mean().backward()
+        opt.step()
+        assert "R³ = 64,000" in opt.describe()
+
+
+def test_factors_need_a_number_of_rows_to_compare_with() -> None:
+    with pytest.raises(ValueError, match=r"kfac_when_cheaper=True .* rank_energy"):
+        HyLo(nn.Linear(3, 2), kfac_when_cheaper=True, rank_energy=0.9)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damping and averages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_damping_acts_on_factors_at_the_next_refresh() -> None:
+    """As it does on rows."""
+    (x, y), model, plain = vectors(40), mlp((4, 3)), mlp((4, 3))
+    opt = plain_hylo(model, kfac_when_cheaper=True, update_steps=2)
+    factors = expected_factors(plain, x, y, F.cross_entropy)["0"]
+    for given, damping in ((1e-2, 1e-2), (3.0, 1e-2), (0.1, 0.1), (5.0, 0.1)):
+        opt.param_groups[0]["damping"] = given
+        kept = step(opt, model, x, y, F.cross_entropy)
+        assert_kfac(opt, model, kept, "0", factors, damping)
+
+
+@pytest.mark.parametrize("approx", APPROX)
+def test_a_relative_damping_means_the_same_for_factors(approx: str) -> None:
+    """λ times the trace of the kernel over the number of examples; read off (F̂ + λI) d = V."""
+    for cheaper in (False, True):
+        model, x, y = mlp((4, 3)), noise(32, 4), noise(32, 3, seed=50)
+        U = layer_rows(model, "0", x, y, squares)
+        opt = plain_hylo(model, approx=approx, kfac_when_cheaper=cheaper, damping=0.5, damping_mode="relative")
+        V, d = (v[0] for v in vectors_of(model, "0", step(opt, model, x, y, squares)))
+        assert opt.blocks["0"].is_factored == cheaper
+        found = float(d @ (V - opt.dense_curvature("0") @ d) / (d @ d))
+        assert found == pytest.approx(0.5 * float(U.square().sum()) / 32 / 32)
+
+
+def test_factors_of_a_running_mean() -> None:
+    """The layers that take K-FAC average their factors over the refreshes, the weights being the examples."""
+    model, plain = mlp((4, 3)), mlp((4, 3))
+    opt = plain_hylo(model, kfac_when_cheaper=True, factor_decay=0.5)
+    total, A, B = 0.0, 0.0, 0.0
+    for seed, n in enumerate((20, 30, 40)):
+        x, y = vectors(n, seed=seed)
+        kept = step(opt, model, x, y, F.cross_entropy)
+        a, b = expected_factors(plain, x, y, F.cross_entropy)["0"]
+        total = 0.5 * total + n
+        A, B = A + n / total * (a - A), B + n / total * (b - B)
+        assert_kfac(opt, model, kept, "0", (A, B))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same factors as those of KFAC, which sums them in another way: call by call, and keeps no row
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -40,9 +202,7 @@ BATCHES = {
 }
 
 
-def blocks(
-    cls: type[KFAC | HyLo], model: nn.Module, batches: list[tuple[Tensor, ...]], keep: Tensor | None, **keywords: object
-) -> dict[str, Tensor]:
+def blocks(cls: type, model: nn.Module, batches: list, keep: Tensor | None, **keywords: object) -> dict[str, Tensor]:
     opt = cls(model, lr=0.0, **keywords)
     for batch in batches:
         with nullcontext() if keep is None else opt.mask(keep):
@@ -55,25 +215,16 @@ def blocks(
     return {name: opt.dense_curvature(name) for name in opt.blocks}
 
 
-def assert_same_factors(
-    build: type, batches: list[tuple[Tensor, ...]], keep: Tensor | None = None, **keywords: object
-) -> None:
-    torch.manual_seed(0)
-    model = build().double()
-    expected = blocks(KFAC, copy.deepcopy(model), batches, keep, **keywords)
-    found = blocks(HyLo, model, batches, keep, kfac_when_cheaper=True, mode="sngd", **keywords)
+@pairs(lambda kind, approx: (kind, approx) != ("padding", "reduce"), kind=[*BATCHES, "padding"], approx=APPROX)
+def test_factors_are_those_of_kfac(kind: str, approx: str) -> None:
+    keep = None
+    if kind == "padding":
+        keep = torch.rand(40, 6, generator=torch.Generator().manual_seed(0)) > 0.4
+        keep[:, 0] = True
+    build, batches = BATCHES.get(kind, BATCHES["tokens"])
+    model = seeded_build(build)
+    expected = blocks(KFAC, copy.deepcopy(model), batches, keep, approx=approx)
+    found = blocks(HyLo, model, batches, keep, kfac_when_cheaper=True, mode="sngd", approx=approx)
     assert found.keys() == expected.keys()
     for name, block in expected.items():
         assert_close(found[name], block)
-
-
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-@pytest.mark.parametrize("kind", BATCHES)
-def test_factors_are_those_of_kfac(kind: str, approx: str) -> None:
-    assert_same_factors(*BATCHES[kind], approx=approx)
-
-
-def test_padding_is_in_neither_factor() -> None:
-    keep = torch.rand(40, 6, generator=torch.Generator().manual_seed(0)) > 0.4
-    keep[:, 0] = True
-    assert_same_factors(linear, [(noise(40, 6, 4),)], keep, approx="expand")

@@ -105,6 +105,29 @@ def as_rows(model: nn.Module, name: str, found: Found) -> Tensor:
     return matrices.transpose(0, 1).flatten(2)
 
 
+def layer_rows(
+    model: nn.Module,
+    name: str,
+    inputs: Sequence[Tensor] | Tensor,
+    y: Tensor,
+    loss: Loss,
+    approx: str = "expand",
+    at_once: bool = True,
+) -> Tensor:
+    """U of a layer: of whole gradients, or of what ``reduce`` makes of several positions."""
+    inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+    is_exact = approx == "expand" or isinstance(model.get_submodule(name), (*NORMS, nn.Embedding, nn.EmbeddingBag))
+    if is_exact:
+        return as_rows(model, name, example_gradients(model, inputs, y, loss, at_once))
+    return as_rows(model, name, reduced_gradients(model, name, inputs, y, loss))
+
+
+def vectors_of(model: nn.Module, name: str, kept: Found) -> tuple[Tensor, Tensor]:
+    """V ``[Γ, k]`` of a layer, and the direction that it became."""
+    gradient, moved = (as_rows(model, name, one(values))[:, 0] for values in (gradients(model), kept))
+    return gradient, moved
+
+
 def one(values: Found) -> Found:
     """As a batch of one."""
     return {name: value.detach()[None] for name, value in values.items()}
@@ -276,10 +299,8 @@ def check(
     model, plain = build(), build()
     opt = plain_hylo(model, approx=approx, **keywords)
     kept = step(opt, model, inputs, y, loss)
-    found = example_gradients(plain, inputs, y, loss, at_once)
     for name in names:
-        is_exact = approx == "expand" or isinstance(plain.get_submodule(name), (*NORMS, nn.Embedding, nn.EmbeddingBag))
-        U = as_rows(plain, name, found if is_exact else reduced_gradients(plain, name, inputs, y, loss))
+        U = layer_rows(plain, name, inputs, y, loss, approx, at_once)
         check_block(opt, model, name, U, kept, damping, tolerance)
     return opt, model
 
@@ -287,8 +308,7 @@ def check(
 def check_block(
     opt: HyLo, model: nn.Module, name: str, U: Tensor, kept: Found, damping: float, tolerance: float = 1e-8
 ) -> None:
-    V, moved = (as_rows(model, name, one(values))[:, 0] for values in (gradients(model), kept))
-    compare(opt, name, U, V, moved, damping, tolerance)
+    compare(opt, name, U, *vectors_of(model, name, kept), damping, tolerance)
 
 
 def compare(opt: HyLo, name: str, U: Tensor, V: Tensor, moved: Tensor, damping: float, tolerance: float = 1e-8) -> None:
