@@ -104,30 +104,18 @@ def mean_errors(noise: float, ratio: float) -> dict[str, float]:
     return means | {"kid": means["cholesky", "diag"]}
 
 
-@pytest.mark.parametrize("method", ["systematic", "kid"])
-@pytest.mark.parametrize("cell", CELLS)
-def test_errors_stay_below_those_of_the_table(cell: tuple[float, float], method: str) -> None:
-    assert mean_errors(*cell)[method] <= 1.5 * TABLE[method][CELLS.index(cell)]
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_the_data_are_as_hard_as_those_of_the_table(cell: tuple[float, float]) -> None:
-    for method in ("uniform", "unweighted", "replacement"):
-        assert 1 / 1.6 <= mean_errors(*cell)[method] / TABLE[method][CELLS.index(cell)] <= 1.6, method
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_systematic_draws_are_better_than_those_with_replacement_or_uniform_ones(cell: tuple[float, float]) -> None:
-    found = mean_errors(*cell)
-    assert found["systematic"] < found["replacement"]
-    assert found["systematic"] < found["uniform"]
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_interpolation_is_better_than_any_draw_and_both_better_than_none(cell: tuple[float, float]) -> None:
-    found = mean_errors(*cell)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_errors_are_those_of_the_table_and_in_its_order(cell: tuple[float, float]) -> None:
+    """The last line says that the treatment of the residual hardly matters."""
+    found, column = mean_errors(*cell), CELLS.index(cell)
+    for method in ("systematic", "kid"):
+        assert found[method] <= 1.5 * TABLE[method][column], method
+    for method in ("uniform", "unweighted", "replacement"):  # the data are as hard
+        assert 1 / 1.6 <= found[method] / TABLE[method][column] <= 1.6, method
+    assert found["systematic"] < min(found["replacement"], found["uniform"], found["plain"])
     assert found["kid"] < min(found[sampling] for sampling in SAMPLINGS)
-    assert found["systematic"] < found["plain"]
+    residuals = [found["cholesky", residual] for residual in RESIDUALS]
+    assert max(residuals) <= 1.05 * min(residuals)
 
 
 def test_pivots_of_qr_are_as_good_and_those_by_score_worse_on_average() -> None:
@@ -137,12 +125,6 @@ def test_pivots_of_qr_are_as_good_and_those_by_score_worse_on_average() -> None:
 
     assert ratio("qr") < 1.1
     assert 1.1 < ratio("score") < 2.6
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_the_treatment_of_the_residual_hardly_matters(cell: tuple[float, float]) -> None:
-    found = [mean_errors(*cell)["cholesky", residual] for residual in RESIDUALS]
-    assert max(found) <= 1.05 * min(found)
 
 
 @pytest.mark.parametrize("damping", DAMPINGS)

@@ -11,16 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from secondorder.linalg import kernel, woodbury
 from secondorder.linalg.kernel import Rows
+from tests.support.grid import pairs
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 F64 = torch.float64
 KINDS = ["plain", "homogeneous", "indices", "none"]
-LEADS = [(), (3,), (2, 2)]
+LEADS = {"one": (), "groups": (3,), "groups of groups": (2, 2)}
 COLUMNS = 6  # of tables
 
 kinds = pytest.mark.parametrize("kind", KINDS)
-leads = pytest.mark.parametrize("lead", LEADS, ids=["one", "groups", "groups of groups"])
-positions = pytest.mark.parametrize("positions", [1, 4])
+leads = pytest.mark.parametrize("lead", LEADS.values(), ids=LEADS)
+every_kind = pairs(kind=KINDS, positions=[1, 4], lead=LEADS)
 
 
 def draw(*shape: int) -> Tensor:
@@ -78,23 +79,20 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
-@pytest.fixture(params=[1, 700, 16 * 2**20], ids=["least tiles", "small tiles", "one tile"])
-def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_TILE_BYTES", request.param)
-    if request.param < 1000:
-        monkeypatch.setattr(kernel, "_STRIP", 3)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Products
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("tiles")
-@kinds
-@positions
-@leads
-def test_kernel_is_that_of_the_gradients(kind: str, positions: int, lead: tuple[int, ...]) -> None:
+@pairs(tiles={"least": 1, "small": 700, "one": 16 * 2**20}, kind=KINDS, positions=[1, 4], lead=LEADS)
+def test_kernel_is_that_of_the_gradients(
+    tiles: int, kind: str, positions: int, lead: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "_TILE_BYTES", tiles)
+    if tiles < 1000:
+        monkeypatch.setattr(kernel, "_STRIP", 3)
+    wide = make("homogeneous" if kind == "homogeneous" else "plain", 6, 5, d_i=40, d_o=40)  # pairs beat gradients
+    assert_close(kernel.norms(wide) / 1e3, gradients(wide).square().sum(-1) / 1e3)
     x, y = make(kind, 7, positions, lead), make(kind, 5, 3, lead)
     u = gradients(x)
     found = kernel.gram(x)
@@ -106,10 +104,7 @@ def test_kernel_is_that_of_the_gradients(kind: str, positions: int, lead: tuple[
     assert_close(kernel.norms(x), u.square().sum(-1))
 
 
-@kinds
-@positions
-@pytest.mark.parametrize("d_o", [3, 9])  # narrower and wider than the inputs
-@leads
+@pairs(kind=KINDS, positions=[1, 4], d_o=[3, 9], lead=LEADS)  # outputs narrower and wider than the inputs
 def test_products_are_those_of_the_gradients(kind: str, positions: int, d_o: int, lead: tuple[int, ...]) -> None:
     x = make(kind, 5, positions, lead, d_o=d_o)
     u, v, z = gradients(x), matrix(x), draw(*lead, 5)
@@ -117,15 +112,6 @@ def test_products_are_those_of_the_gradients(kind: str, positions: int, d_o: int
     found = kernel.combine(x, z)
     assert found.shape == v.shape
     assert_close(found.flatten(-2), (u * z[..., None]).sum(-2))
-
-
-@pytest.mark.parametrize("route", ["pairs", "gradients"])
-@pytest.mark.parametrize("homogeneous", [False, True])
-@pytest.mark.usefixtures("tiles")
-def test_norms_of_both_routes_are_those_of_the_gradients(route: str, homogeneous: bool) -> None:
-    size = {"pairs": 40, "gradients": 3}[route]
-    x = make("homogeneous" if homogeneous else "plain", 6, 5, d_i=size, d_o=size)
-    torch.testing.assert_close(kernel.norms(x), gradients(x).square().sum(-1), rtol=1e-12, atol=0)
 
 
 def test_norms_form_no_kernel() -> None:
@@ -142,31 +128,7 @@ def test_norms_of_rows_that_cancel_are_not_negative() -> None:
     assert float(kernel.norms(x).max()) < 1e-10
 
 
-@positions
-@leads
-def test_indices_are_one_hot_rows(positions: int, lead: tuple[int, ...]) -> None:
-    x = make("indices", 5, positions, lead)
-    hot, v, z = Rows(inputs(x), x.g), matrix(x), draw(*lead, 5)
-    assert_close(kernel.gram(x), kernel.gram(hot))
-    assert_close(kernel.norms(x), kernel.norms(hot))
-    assert_close(kernel.project(x, v), kernel.project(hot, v))
-    assert_close(kernel.combine(x, z), kernel.combine(hot, z))
-
-
-@positions
-@leads
-def test_homogeneous_rows_are_rows_with_ones(positions: int, lead: tuple[int, ...]) -> None:
-    x = make("homogeneous", 5, positions, lead)
-    ones, v, z = Rows(inputs(x), x.g), matrix(x), draw(*lead, 5)
-    assert_close(kernel.gram(x), kernel.gram(ones))
-    assert_close(kernel.norms(x), kernel.norms(ones))
-    assert_close(kernel.project(x, v), kernel.project(ones, v))
-    assert_close(kernel.combine(x, z), kernel.combine(ones, z))
-
-
-@pytest.mark.parametrize("kind", ["plain", "homogeneous", "none"])
-@positions
-@leads
+@pairs(kind=["plain", "homogeneous", "none"], positions=[1, 4], lead=LEADS)
 def test_whole_gradients_do_what_pairs_do(kind: str, positions: int, lead: tuple[int, ...]) -> None:
     x, y = make(kind, 5, positions, lead), make(kind, 4, 2, lead)
     whole = kernel.whole(x)
@@ -195,8 +157,7 @@ def test_whole_gradients_are_preferred_where_pairs_cost_more(positions: int, d_i
     assert kernel.prefers_whole(positions, d_i, d_o) is wanted
 
 
-@kinds
-@leads
+@pairs(kind=KINDS, lead=LEADS)
 def test_products_in_one_position_are_two_matrix_products(kind: str, lead: tuple[int, ...]) -> None:
     with profile() as seen:
         kernel.gram(make(kind, 20, lead=lead))
@@ -218,9 +179,7 @@ def test_temporaries_of_many_positions_stay_below_a_tile(monkeypatch: pytest.Mon
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@kinds
-@positions
-@leads
+@every_kind
 def test_picked_rows_are_rows_of_the_matrix(kind: str, positions: int, lead: tuple[int, ...]) -> None:
     x, index, weight = make(kind, 5, positions, lead), torch.randint(0, 5, (*lead, 3)), draw(*lead, 3)
     found = kernel.pick(x, index, weight)
@@ -232,8 +191,7 @@ def test_picked_rows_are_rows_of_the_matrix(kind: str, positions: int, lead: tup
     assert torch.equal(gradients(x), before)
 
 
-@kinds
-@leads
+@pairs(kind=KINDS, lead=LEADS)
 def test_rows_are_put_together(kind: str, lead: tuple[int, ...]) -> None:
     parts = [make(kind, n, s, lead) for n, s in ((3, 2), (1, 5), (4, 1))]
     found = kernel.concatenate(parts)
@@ -245,9 +203,7 @@ def test_rows_are_put_together(kind: str, lead: tuple[int, ...]) -> None:
     assert kernel.concatenate(parts[:1]) is parts[0]
 
 
-@kinds
-@positions
-@leads
+@every_kind
 def test_rows_are_filled_up_with_zeros(kind: str, positions: int, lead: tuple[int, ...]) -> None:
     x = make(kind, 3, positions, lead)
     found, u = kernel.padded(x, 5), gradients(x)
@@ -257,20 +213,13 @@ def test_rows_are_filled_up_with_zeros(kind: str, positions: int, lead: tuple[in
     assert kernel.padded(x, 3) is x
 
 
-@kinds
-@leads
+@pairs(kind=KINDS, lead=LEADS)
 def test_a_factor_scales_gradients(kind: str, lead: tuple[int, ...]) -> None:
     x, factors = make(kind, 3, 2, lead), draw(*lead)
     u = gradients(x)
     assert_close(gradients(kernel.scaled(x, 0.5)), u / 2)
     assert_close(gradients(kernel.scaled(x, torch.tensor(0.5))), u / 2)
     assert_close(gradients(kernel.scaled(x, factors)), u * factors[..., None, None])
-
-
-def test_bytes_are_those_of_both_tensors() -> None:
-    assert make("plain", 5, 2).nbytes == 8 * 5 * 2 * (4 + 3)
-    assert make("indices", 5, 2).nbytes == 8 * 5 * 2 * (1 + 3)
-    assert make("none", 5, 2).nbytes == 8 * 5 * 2 * 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,9 +232,7 @@ def spd(n: int, *lead: int) -> Tensor:
     return root @ root.mT + eye(root) / 10
 
 
-@kinds
-@positions
-@leads
+@every_kind
 def test_all_rows_solve_the_dense_system(kind: str, positions: int, lead: tuple[int, ...]) -> None:
     x = make(kind, 6, positions, lead)
     u, v = gradients(x), matrix(x)
@@ -300,14 +247,6 @@ def test_all_rows_solve_the_dense_system(kind: str, positions: int, lead: tuple[
         assert ((found * v).sum((-2, -1)) >= 0).all()
 
 
-def test_few_examples_and_few_parameters_solve_the_dense_system() -> None:
-    for n, d_i, d_o in ((1, 4, 3), (1, 1, 1), (40, 2, 2)):
-        x = make("homogeneous", n, d_i=d_i, d_o=d_o)
-        v = matrix(x)
-        damping = torch.tensor(0.01, dtype=F64)
-        assert error(woodbury.exact_update(x, damping, v), solved(gradients(x), damping, v)) < 1e-9
-
-
 def test_a_direction_is_linear_and_tends_to_the_gradient() -> None:
     x = make("homogeneous", 6)
     v, w, damping = matrix(x), matrix(x), torch.tensor(0.1, dtype=F64)
@@ -317,13 +256,6 @@ def test_a_direction_is_linear_and_tends_to_the_gradient() -> None:
     assert torch.equal(woodbury.apply(x, inverse, damping, torch.zeros_like(v)), torch.zeros_like(v))
     large = torch.tensor(1e9, dtype=F64)
     torch.testing.assert_close(woodbury.exact_update(x, large, v) * large, v, rtol=1e-6, atol=0)
-
-
-def test_the_order_of_examples_does_not_matter() -> None:
-    x, damping = make("homogeneous", 8, 3), torch.tensor(0.1, dtype=F64)
-    v, order = matrix(x), torch.randperm(8)
-    other = kernel.pick(x, order, torch.ones(8))
-    assert_close(woodbury.exact_update(other, damping, v), woodbury.exact_update(x, damping, v))
 
 
 @kinds
@@ -337,15 +269,6 @@ def test_zero_and_repeated_rows_are_harmless(kind: str) -> None:
     assert_close(found, woodbury.exact_update(kernel.scaled(x, 3**0.5), damping, v))
     nothing = kernel.scaled(x, 0.0)
     assert_close(woodbury.exact_update(nothing, damping, v), v / damping)
-
-
-def test_gradients_of_rank_one_are_solved() -> None:
-    x = make("plain", 1, d_i=5, d_o=4)
-    same = Rows(x.a.expand(7, 1, 5), x.g * draw(7, 1, 1))
-    v = matrix(x)
-    for damping in (1e-6, 1e-2):
-        scale = torch.tensor(damping, dtype=F64)
-        assert error(woodbury.exact_update(same, scale, v), solved(gradients(same), scale, v)) < 1e-14 / damping + 1e-12
 
 
 @leads
@@ -400,13 +323,6 @@ def test_blocks_are_put_on_the_diagonal(lead: tuple[int, ...]) -> None:
     wanted = torch.stack([torch.block_diag(*group) for group in zip(*flat, strict=True)])
     assert torch.equal(found, wanted.view(*lead, 6, 6))
     assert woodbury.block_diagonal(blocks[:1]) is blocks[0]
-
-
-@leads
-def test_interpolation_of_blocks_is_that_of_their_matrix(lead: tuple[int, ...]) -> None:
-    s = woodbury.block_diagonal([spd(2, *lead), spd(3, *lead)])
-    k = spd(5, *lead)
-    assert_close(woodbury.interpolated_inverse(s, k)[0], torch.linalg.inv(torch.linalg.inv(s) + k))
 
 
 # The ladder of failures
@@ -484,8 +400,7 @@ def single(rows: Rows) -> Rows:
     return rows._replace(a=a, g=rows.g.float())
 
 
-@kinds
-@positions
+@pairs(kind=KINDS, positions=[1, 4])
 def test_single_precision_comes_close(kind: str, positions: int) -> None:
     x = make(kind, 12, positions, d_i=20, d_o=15)
     v, low = matrix(x), single(x)
@@ -518,8 +433,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@kinds
-@positions
+@pairs(kind=KINDS, positions=[1, 4])
 def test_nothing_waits_for_a_device(kind: str, positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(woodbury, "all_true_on_cpu", lambda _: False)
     x, damping = make(kind, 6, positions), torch.tensor(0.1, dtype=F64)
@@ -561,19 +475,7 @@ def test_the_result_is_the_only_matrix_as_large_as_the_parameter(kind: str) -> N
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@kinds
-@positions
-@leads
-def test_curvature_of_all_rows_is_their_second_moment(kind: str, positions: int, lead: tuple[int, ...]) -> None:
-    x, damping = make(kind, 5, positions, lead), torch.rand(lead, dtype=F64) + 0.1
-    inverse, _ = woodbury.damped_inverse(kernel.gram(x), damping)
-    found, u = woodbury.curvature(x, inverse, damping), gradients(x)
-    assert_close(found, u.mT @ u)
-    assert_symmetric(found)
-
-
-@kinds
-@leads
+@pairs(kind=KINDS, lead=LEADS)
 def test_curvature_is_what_apply_inverts(kind: str, lead: tuple[int, ...]) -> None:
     x, damping = make(kind, 5, 2, lead), torch.rand(lead, dtype=F64) + 0.1
     # S ≤ I/λ, as P D⁻¹ Pᵀ of independent rows, and singular

@@ -24,6 +24,7 @@ from secondorder.linalg.selection import (
     pivots,
     planned_rank,
 )
+from tests.support.grid import pairs
 
 SCORES = {
     name: torch.tensor(q, dtype=torch.float64)
@@ -71,8 +72,7 @@ def iterated(scores: Tensor, rank: int) -> list[float]:
         ones = more
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4, 5, 8, 9])
-@pytest.mark.parametrize("name", SCORES)
+@pairs(name=list(SCORES), rank=[1, 2, 4, 5, 8, 9])
 def test_inclusion_is_the_end_of_the_iteration(name: str, rank: int) -> None:
     q = SCORES[name]
     positive = int((q > 0).sum())
@@ -83,15 +83,7 @@ def test_inclusion_is_the_end_of_the_iteration(name: str, rank: int) -> None:
     assert float(found.max()) <= 1
 
 
-def test_inclusion_takes_batches_and_any_precision() -> None:
-    q = torch.stack(list(SCORES.values())).view(5, 1, 9).expand(5, 2, 9)
-    assert inclusion(q.float(), 4).dtype == torch.float64
-    for i in range(5):
-        torch.testing.assert_close(inclusion(q, 4)[i, 1], inclusion(q[i, 0], 4), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("rank", [1, 3, 6])
-@pytest.mark.parametrize("name", ["alike", "mild", "heavy", "zeros"])
+@pairs(name=["alike", "mild", "heavy", "zeros"], rank=[1, 3, 6])
 def test_systematic_draws_never_repeat_and_have_the_frequency_of_inclusion(name: str, rank: int) -> None:
     times, q = 4000, SCORES[name]
     index, weight = draw(q.expand(times, -1), rank, "systematic", generator())
@@ -312,16 +304,6 @@ def test_pivots_and_factor_are_those_of_lapack(rank: int) -> None:
     torch.testing.assert_close(found.energy, energy, rtol=1e-11, atol=0)
 
 
-@pytest.mark.parametrize("rank", [1, 4, 9])
-def test_what_is_left_out_is_positive_and_zero_on_the_pivots(rank: int) -> None:
-    k = kernel()
-    found = interpolate(k, rank)
-    rest = k - rebuilt(k, found.index, found.p)
-    assert float(torch.linalg.eigvalsh(rest)[0]) > -1e-12
-    assert float(rest[found.index].abs().max()) < 1e-12
-    torch.testing.assert_close(found.residual, rest.diagonal(), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("pivoting", PIVOTINGS)
 def test_a_kernel_of_low_rank_is_rebuilt_from_as_many_pivots(pivoting: str) -> None:
     k = kernel(rank=3)
@@ -333,17 +315,6 @@ def test_a_kernel_of_low_rank_is_rebuilt_from_as_many_pivots(pivoting: str) -> N
     assert float(found.residual.max()) < 1e-11
     assert float(found.energy[2]) == pytest.approx(float(k.trace()), rel=1e-12)
     assert bool((found.energy[3:] == found.energy[2]).all())
-
-
-def test_duplicates_are_represented_by_one_of_them() -> None:
-    rows = normal(4, 9)
-    k = (rows @ rows.T)[[0, 1, 0, 2, 1, 3, 0]][:, [0, 1, 0, 2, 1, 3, 0]]
-    found = interpolate(k, 7)
-    assert found.valid.tolist() == [1] * 4 + [0] * 3
-    assert sorted(found.index.tolist()) == list(range(7))
-    torch.testing.assert_close(found.p[:, 0], found.p[:, 2], rtol=0, atol=1e-12)
-    torch.testing.assert_close(found.p[:, 1], found.p[:, 4], rtol=0, atol=1e-12)
-    torch.testing.assert_close(rebuilt(k, found.index, found.p), k, rtol=0, atol=1e-11)
 
 
 def test_a_given_order_may_contain_pivots_that_add_nothing() -> None:
@@ -409,12 +380,6 @@ def test_a_kernel_that_is_not_finite_shows_in_its_own_block(bad: float) -> None:
         assert bool(core(k, found, 0.1, residual)[[0, 2]].isfinite().all())
 
 
-@pytest.mark.parametrize("rank", [1, 5, 12])
-def test_pivots_of_qr_are_those_of_lapack(rank: int) -> None:
-    k = kernel()
-    assert pivots(k, rank, "qr").tolist() == scipy.linalg.qr(k.numpy(), pivoting=True)[2][:rank].tolist()
-
-
 def test_pivots_by_score_are_the_longest_rows() -> None:
     k = torch.diag(torch.tensor([1.0, 5.0, 2.0, 5.0, 0.0]))
     assert pivots(k, 4, "score").tolist() == [1, 3, 2, 0]
@@ -451,9 +416,7 @@ def middle(k: Tensor, index: Tensor, p: Tensor, damping: float, residual: str) -
     return damping * torch.eye(len(k), dtype=k.dtype) + left_out
 
 
-@pytest.mark.parametrize("damping", [1.0, 1e-3])
-@pytest.mark.parametrize("rank", [1, 5, 12])
-@pytest.mark.parametrize("residual", RESIDUALS)
+@pairs(residual=RESIDUALS, rank=[1, 5, 12], damping=[1.0, 1e-3])
 def test_core_is_that_of_explicit_solves(residual: str, rank: int, damping: float) -> None:
     k = kernel()
     found = interpolate(k, rank)
@@ -466,14 +429,6 @@ def test_core_is_that_of_explicit_solves(residual: str, rank: int, damping: floa
     kept = k[found.index[:, None], found.index]
     inside = found.p @ torch.linalg.solve(d + rebuilt(k, found.index, found.p), found.p.T)
     torch.testing.assert_close(inside, torch.linalg.inv(torch.linalg.inv(s) + kept), rtol=1e-7, atol=1e-9)
-
-
-def test_residuals_agree_where_nothing_is_left_out() -> None:
-    k = kernel(rank=4)
-    found = interpolate(k, 6)
-    none, diag, full = (core(k, found, 0.3, residual) for residual in RESIDUALS)
-    torch.testing.assert_close(none, diag, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(none, full, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
@@ -496,17 +451,6 @@ def test_a_remainder_that_rounding_made_indefinite_counts_by_its_diagonal() -> N
     full, diag = core(both, stacked, 1e-3, "full"), core(both, stacked, 1e-3, "diag")
     assert torch.equal(full[0], diag[0])
     assert not torch.allclose(full[1], diag[1], rtol=1e-3)
-
-
-def test_energy_grows_to_the_trace() -> None:
-    k = torch.stack([kernel(seed=1), kernel(rank=4)])
-    found = interpolate(k, 12)
-    assert bool((found.energy.diff(dim=-1) >= 0).all())
-    assert bool((found.energy.diff(dim=-1)[0] > 0).all())
-    trace = k.diagonal(dim1=-2, dim2=-1).sum(-1)
-    torch.testing.assert_close(found.energy[:, -1], trace, rtol=1e-12, atol=0)
-    explained = trace - interpolate(k, 5).residual.sum(-1)
-    torch.testing.assert_close(found.energy[:, 4], explained, rtol=1e-12, atol=0)
 
 
 def test_rank_of_energy_is_the_smallest_that_suffices() -> None:

@@ -1,0 +1,303 @@
+"""What the direction must not depend on: how a batch is cut, ordered, repeated or scaled, and in what precision."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support.grid import pairs
+from tests.support.kfac import assert_close, backward, noise
+from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.networks import squares
+from tests.support.oracles.hylo import (
+    as_rows,
+    check_block,
+    error,
+    fisher,
+    flat,
+    layer_rows,
+    plain_hylo,
+    reduced_gradients,
+    sngd,
+    steepest,
+    step,
+    taken,
+    vectors_of,
+)
+
+BUILDS = {
+    "mlp": (lambda: mlp((4, 5, 3)), vectors),
+    "convnet": (lambda: convnet(stride=2, padding=1), images),
+    "tokens": (lambda: seeded_build(lambda: Tokens(read="mean")), lambda n: (noise(n, 5, 3), vectors(n)[1])),
+}
+APPROX = ["expand", "reduce"]
+approximations = pytest.mark.parametrize("approx", APPROX)
+# Modes whose direction is a function of the set of rows; KID keeps the same rows in any order, up to ties.
+ORDERLESS = {
+    "sngd": {"mode": "sngd"},
+    "kid": {"mode": "kid", "rank_fraction": 0.5},
+    "kid-full": {"mode": "kid", "rank_fraction": 0.4, "kid_residual": "full"},
+    "kis-all": {"mode": "kis", "rank_fraction": 1.0},
+}
+
+
+def cross_entropy_sum(out, target):
+    return F.cross_entropy(out, target, reduction="sum")
+
+
+def result(model, batches, **keywords):
+    """Directions of one step over ``batches`` of (x, y, loss)."""
+    opt = plain_hylo(model, **keywords)
+    for x, y, loss in batches:
+        backward(model, x, y, loss)
+    return flat(taken(opt))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The batch
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pairs(
+    kind=list(BUILDS),
+    approx=APPROX,
+    mode=ORDERLESS,
+    sizes={"all": [8], "halves": [4, 4], "quarters": [2, 2, 2, 2], "1-7": [1, 7], "3-1-4": [3, 1, 4]},
+)
+def test_order_and_micro_batches(kind, approx, mode, sizes):
+    """Losses of micro-batches are weighted by their examples."""
+    build, data = BUILDS[kind]
+    x, y = data(8)
+    whole = result(build(), [(x, y, F.cross_entropy)], approx=approx, **mode)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
+    cut = [
+        (a, b, lambda out, target: cross_entropy_sum(out, target) / 8)
+        for a, b in zip(x[order].split(sizes), y[order].split(sizes), strict=True)
+    ]
+    assert_close(result(build(), cut, approx=approx, **mode), whole, 1e-8)
+
+
+@pairs(kind=list(BUILDS), approx=APPROX, mode=ORDERLESS, sizes={"whole": [7], "cut": [3, 4]})
+def test_mean_and_summed_loss_have_one_curvature(kind, approx, mode, sizes):
+    build, data = BUILDS[kind]
+    x, y = data(7)
+    mean = result(build(), [(x, y, F.cross_entropy)], approx=approx, **mode)
+    cut = [(a, b, cross_entropy_sum) for a, b in zip(x.split(sizes), y.split(sizes), strict=True)]
+    assert_close(result(build(), cut, loss_reduction="sum", approx=approx, **mode), 7 * mean, 1e-8)
+
+
+@pairs(approx=APPROX, mode=["sngd", "kis-all"])
+def test_micro_batches_whose_images_have_unequal_sizes(approx, mode):
+    """Rows of 20 and of 12 positions, or their means, side by side."""
+    parts = images(4), images(3, size=(5, 4), seed=1)
+    model, plain = convnet(), convnet()
+    opt = plain_hylo(model, approx=approx, **ORDERLESS[mode])
+    for x, y in parts:
+        backward(model, x, y, lambda out, t: cross_entropy_sum(out, t) / 7)
+    kept = taken(opt)
+    for name in ("first", "second", "head"):
+        U = torch.cat([layer_rows(plain, name, x, y, F.cross_entropy, approx) for x, y in parts], 1)
+        check_block(opt, model, name, U, kept, 1e-2)
+
+
+@pairs(kind=list(BUILDS), approx=APPROX, times=[2, 5])
+def test_replication_of_the_batch(kind, approx, times):
+    build, data = BUILDS[kind]
+    x, y = data(3)
+    whole = result(build(), [(x, y, F.cross_entropy)], approx=approx)
+    repeated = (x.repeat(times, *[1] * (x.ndim - 1)), y.repeat(times), F.cross_entropy)
+    assert_close(result(build(), [repeated], approx=approx), whole, 1e-8)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pairs(loss={"mse": F.mse_loss, "bce": F.binary_cross_entropy_with_logits}, outputs=[2, 3])
+def test_a_mean_over_outputs_multiplies_by_their_number(loss, outputs):
+    """As everywhere in the package: the curvature is that of the summed loss over the number of terms."""
+    x, y = noise(6, 4), (noise(6, outputs, seed=1) > 0).double()
+    model, plain = mlp((4, 3, outputs)), mlp((4, 3, outputs))
+    opt = plain_hylo(model, loss_terms=outputs)
+    kept = step(opt, model, x, y, loss)
+    for name in ("0", "2"):
+        check_block(opt, model, name, outputs**0.5 * layer_rows(plain, name, x, y, loss), kept, 1e-2)
+
+
+@pairs(kind=list(BUILDS), mode=["sngd", "kid", "kis"], exponent=[0, 7, 16], unscale=[False, True])
+def test_the_scale_of_a_grad_scaler_leaves_no_trace(kind, mode, exponent, unscale):
+    build, data = BUILDS[kind]
+    x, y = data(8)
+    keywords = {"mode": mode, "rank_fraction": 0.4}
+    whole = result(build(), [(x, y, F.cross_entropy)], **keywords)
+    model = build()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**exponent)
+    opt = plain_hylo(model, grad_scaler=scaler, **keywords)
+    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    if unscale:
+        scaler.unscale_(opt)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+    with opt.keep_directions() as kept:
+        scaler.step(opt)
+    scaler.update()
+    assert_close(flat(kept), whole, 1e-9)
+
+
+@pytest.mark.parametrize("mode", ORDERLESS)
+def test_with_relative_damping_the_update_is_as_long_as_the_loss_is_small(mode):
+    """F and λ go with α², V with α."""
+    x, y = images()
+    keywords = {"damping": 0.5, "damping_mode": "relative", **ORDERLESS[mode]}
+    base = result(convnet(), [(x, y, F.cross_entropy)], **keywords)
+    for alpha in (1e-3, 8.0):
+        scaled = result(convnet(), [(x, y, lambda out, t, a=alpha: a * F.cross_entropy(out, t))], **keywords)
+        assert_close(alpha * scaled, base, 1e-8)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The size of images
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Pooled(nn.Module):
+    """Circular padding and a mean over pixels: a tiled image has the gradients of one tile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.conv(x)).mean((2, 3)))
+
+
+@approximations
+def test_a_tiled_image_is_the_same_example(approx):
+    x, y = images(4, size=(3, 4))
+    one, tiled = (
+        result(seeded_build(Pooled), [(x.repeat(1, 1, *tiles), y, F.cross_entropy)], approx=approx)
+        for tiles in ((1, 1), (2, 3))
+    )
+    assert_close(tiled, one, 1e-8)
+
+
+@pytest.mark.parametrize("size", [(3, 3), (4, 3), (6, 5)], ids=str)
+def test_the_published_scale_of_convolutions_divides_by_the_positions(size):
+    """F is that of ``reduce`` over L²; at one position there is nothing to divide."""
+
+    def build():
+        return nn.Sequential(seeded_build(lambda: nn.Conv2d(2, 3, 3)), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    (x, y), model, plain = images(4, size=size), build(), build()
+    opt = plain_hylo(model, approx="reduce", conv_scale="hylo")
+    kept = step(opt, model, x, y, F.cross_entropy)
+    count = (size[0] - 2) * (size[1] - 2)
+    U = as_rows(plain, "0", reduced_gradients(plain, "0", (x,), y, F.cross_entropy, per_position=True))
+    whole = layer_rows(plain, "0", x, y, F.cross_entropy, "reduce")
+    assert_close(U, whole / count, 1e-12)
+    V, moved = vectors_of(model, "0", kept)
+    assert_close(moved, sngd(U, V, 1e-2), 1e-8)
+    assert_close(opt.dense_curvature("0"), fisher(whole)[0] / count**2, 1e-8)
+
+
+def test_the_published_scale_is_for_convolutions_alone():
+    build, data = BUILDS["tokens"]
+    batch = (*data(4), F.cross_entropy)
+    assert torch.equal(*(result(build(), [batch], approx="reduce", conv_scale=scale) for scale in ("exact", "hylo")))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Precision
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def linear_rows(n, noise_level, d_in=12, d_out=8, seed=0):
+    """Inputs of rank 2 and gradients of rank 1, both with noise."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    a = normal(n, 2) @ normal(2, d_in) / 2**0.5 + noise_level * normal(n, d_in)
+    g = normal(n, 1) @ normal(1, d_out) + noise_level * normal(n, d_out)
+    return a, g
+
+
+def in_both_precisions(noise_level, relative, **keywords):
+    """Direction in float32 and float64, and that of the exact method."""
+    a, g = linear_rows(64, noise_level)
+    U = (g[:, :, None] * a[:, None]).flatten(1)
+    damping = relative * steepest(U[None])
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model = nn.Linear(12, 8, bias=False).to(dtype)
+        opt = plain_hylo(model, damping=damping, rank_fraction=0.1, **keywords)
+        kept = step(opt, model, a.to(dtype), g.to(dtype), lambda out, t: (out * t).sum(1).mean())
+        assert kept["weight"].dtype == dtype
+        found.append(kept["weight"].double().flatten())
+    return *found, sngd(U[None], U.mean(0)[None], damping)[0]
+
+
+@pairs(noise_level=[0.01, 0.05, 0.3], relative=[1e-3, 1e-2, 1.0], mode=["kid", "sngd"])
+def test_single_precision(noise_level, relative, mode):
+    """λ down to a thousandth of the largest eigenvalue."""
+    single, double, _ = in_both_precisions(noise_level, relative, mode=mode)
+    assert error(single, double) <= 1e-3
+
+
+@pytest.mark.parametrize("relative", [1e-3, 1e-2, 1.0])
+def test_single_precision_where_it_keeps_fewer_rows(relative):
+    """What is left of the kernel falls below 1e-6 of it: float32 stops there, float64 goes on."""
+    single, double, exact = in_both_precisions(1e-3, relative, mode="kid")
+    assert error(single, exact) <= 1.5 * error(double, exact)
+
+
+def test_single_precision_does_not_end_at_a_number_of_rows():
+    errors = {}
+    for n in (1024, 1025, 1500):
+        model, x, y = mlp((16, 8)), noise(n, 16), noise(n, 8, seed=50)
+        U = layer_rows(model, "0", x, y, squares)
+        damping = 4e-4 * float(torch.linalg.eigvalsh(U[0].T @ U[0] / n)[-1])
+        single = mlp((16, 8)).float()
+        kept = step(plain_hylo(single, damping=damping), single, x.float(), y.float(), squares)
+        V, moved = (v.double() for v in vectors_of(single, "0", kept))
+        errors[n] = error(moved, sngd(U, U.mean(1), damping))
+    assert errors[1024] < 2e-3
+    assert max(errors.values()) < 5 * errors[1024]
+
+
+@pairs(approx=APPROX, mode=["sngd", "kid"])
+def test_single_precision_of_a_network(approx, mode):
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        (x, y), model = images(12), convnet().to(dtype)
+        opt = plain_hylo(model, approx=approx, mode=mode, rank_fraction=0.6)
+        found.append(flat(step(opt, model, x.to(dtype), y, F.cross_entropy)).double())
+    assert error(*found) <= 1e-3
+
+
+@pairs(approx=APPROX, mode=["sngd", "kid", "kis"])
+def test_autocast_to_bfloat16(approx, mode):
+    """Rows of half the digits; the kernel and the direction are float32 all the same."""
+    x, y = images(12)
+    found = []
+    for enabled in (False, True):
+        model = convnet().float()
+        opt = plain_hylo(model, approx=approx, mode=mode, rank_fraction=1.0, damping=0.1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            output = model(x.float())
+        F.cross_entropy(output.float(), y).backward()
+        kept = taken(opt)
+        assert all(value.dtype == torch.float32 for value in kept.values())
+        found.append(flat(kept))
+    assert error(found[1], found[0]) < 0.1
+
+
+def test_parameters_of_low_precision():
+    (x, y), model, plain = vectors(12), mlp().bfloat16(), mlp().bfloat16().double()
+    opt = plain_hylo(model, damping=0.1)
+    step(opt, model, x.bfloat16(), y, lambda out, t: F.cross_entropy(out.float(), t))
+    for name in ("0", "2"):
+        U = layer_rows(plain, name, x.bfloat16().double(), y, F.cross_entropy)
+        assert error(opt.dense_curvature(name).double(), fisher(U)[0]) < 0.1

@@ -1,0 +1,310 @@
+"""Mode "auto": who asks the policy, what it is told, and that refreshes follow its answer."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from secondorder import HyLo, ParamScheduler
+from secondorder.diagnostics import Analysis, read_events
+from secondorder.switching import Always, EpochList, GradNormChange, LRChange, ProbeError, SwitchPolicy
+from tests.support.grid import pairs
+from tests.support.kfac import assert_close, noise
+from tests.support.models import mlp, vectors
+from tests.support.networks import squares
+from tests.support.oracles.hylo import (
+    flat,
+    greedy,
+    kid_operator,
+    layer_rows,
+    plain_hylo,
+    shares,
+    step,
+    vectors_of,
+)
+
+
+def train(opt: HyLo, model: nn.Module, steps: range | int, n: int = 12) -> list[str]:
+    """Modes after every step."""
+    found = []
+    for number in range(steps) if isinstance(steps, int) else steps:
+        step(opt, model, *vectors(n, seed=number), F.cross_entropy)
+        found.append(opt.diagnostics()["mode"])
+    return found
+
+
+def two_groups(model: nn.Module, first: dict, second: dict, **keywords) -> HyLo:
+    groups = [{"params": list(model[0].parameters()), **first}, {"params": list(model[2].parameters()), **second}]
+    return plain_hylo(groups, module=model, **keywords)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["kid", "kis", "sngd"])
+def test_a_policy_that_never_changes_is_the_mode(mode):
+    found = []
+    for keywords in ({"mode": mode}, {"mode": "auto", "switch": Always(mode)}):
+        model = mlp()
+        opt = plain_hylo(model, lr=0.05, rank_fraction=0.3, update_steps=2, **keywords)
+        assert set(train(opt, model, 6)) == {mode}
+        found.append(flat(dict(model.named_parameters())))
+    assert torch.equal(*found)
+
+
+def test_the_default_policy_starts_with_interpolation():
+    model = mlp()
+    assert set(train(plain_hylo(model, mode="auto"), model, 3)) == {"kid"}
+
+
+def test_intervals_of_epochs():
+    """KID inside, KIS outside, decided at refreshes."""
+    model = mlp()
+    policy = EpochList([(0, 1), (3, 4)], steps_per_epoch=4)
+    opt = plain_hylo(model, mode="auto", switch=policy, rank_fraction=0.3, update_steps=2)
+    found = train(opt, model, 24)
+    assert found[0] == "kid"
+    assert set(found[8:12]) == {"kis"}
+    assert "kid" in found[12:16]
+    assert set(found[20:]) == {"kis"}
+    changes = [mode for _, mode in opt.diagnostics()["switches"]]
+    assert [mode for mode, _ in itertools.groupby(changes)] in (["kid", "kis", "kid", "kis"], ["kis", "kid", "kis"])
+
+
+def test_each_refresh_follows_the_mode_it_reports():
+    model, plain, seen = mlp((4, 3)), mlp((4, 3)), set()
+    opt = plain_hylo(model, mode="auto", switch=EpochList([(0, 1)], steps_per_epoch=2), rank_fraction=0.5)
+    for seed in range(6):
+        x, y = vectors(8, seed=seed)
+        kept = step(opt, model, x, y, F.cross_entropy)
+        (U,), mode = layer_rows(plain, "0", x, y, F.cross_entropy), opt.diagnostics()["mode"]
+        seen.add(mode)
+        if mode == "kid":
+            V, moved = vectors_of(model, "0", kept)
+            assert_close(moved[0], kid_operator(U, greedy(U @ U.mT, 4), 1e-2) @ V[0], 1e-7)
+        else:
+            assert int((shares(opt.dense_curvature("0"), U).abs() > 1e-7).sum()) == 4
+    assert seen == {"kid", "kis"}
+
+
+def test_a_steady_gradient_ends_interpolation_and_a_change_brings_it_back():
+    """The norm of the gradient by periods of three steps: two periods of KID, KIS while it stays, KID when it jumps."""
+    a, g, model = noise(8, 4), noise(8, 3, seed=1), nn.Linear(4, 3, bias=False).double()
+    opt = plain_hylo(model, mode="auto", switch=GradNormChange(eta=0.1, period_steps=3), rank_fraction=0.5)
+    found = []
+    for scale in [1.0] * 15 + [5.0] * 15:
+        step(opt, model, a, scale * g, lambda out, target: (out * target).sum(1).mean())
+        found.append(opt.diagnostics()["mode"])
+    assert set(found[:6]) == {"kid"}
+    assert set(found[9:15]) == {"kis"}
+    assert "kid" in found[15:24]
+    assert found[-1] == "kis"
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_change_of_the_rate_is_heeded_by_those_that_ask(fixed):
+    """A refresh of a fixed mode comes first."""
+    model = mlp()
+    first = {"mode": "kid", "update_steps": 1} if fixed else {"mode": "auto"}
+    switch = LRChange(hold=1, period_steps=1)
+    opt = two_groups(model, first, {"mode": "auto"}, lr=0.1, switch=switch, update_steps=5, rank_fraction=0.3)
+    for seed in range(11):
+        if seed == 2:
+            for group in opt.param_groups:
+                group["lr"] = 0.01
+        train(opt, model, range(seed, seed + 1))
+    assert [list(switch) for switch in opt.diagnostics()["switches"]] == [[0, "kis"], [5, "kid"], [10, "kis"]]
+
+
+@pytest.mark.parametrize(("threshold", "mode"), [(1e-9, "kid"), (1e9, "kis")])
+def test_a_probe_compares_samples_with_the_exact_update(threshold, mode):
+    """And changes no update itself, however many layers it takes."""
+    found = []
+    for layers in (1, 2):
+        model = mlp()
+        switch = ProbeError(layers=layers, threshold=threshold)
+        opt = plain_hylo(model, lr=0.05, mode="auto", switch=switch, rank_fraction=0.3)
+        assert train(opt, model, 5)[-1] == mode
+        found.append(flat(dict(model.named_parameters())))
+    assert torch.equal(*found)
+
+
+def test_a_probe_measures_the_rank_that_an_energy_keeps():
+    found = []
+    for keywords in ({"rank_fraction": 0.25}, {"rank_energy": 0.05}):
+        model = mlp((6, 8, 4))
+        opt = plain_hylo(model, mode="auto", switch=ProbeError(layers=2), **keywords)
+        step(opt, model, noise(32, 6), noise(32, 4, seed=50), squares)
+        assert opt.diagnostics()["rank"] == {"0": 8, "2": 8}
+        found.append(opt.switch.state_dict()["error"])
+    assert found[0] == found[1] > 1e-3
+
+
+def test_a_scheduled_mode():
+    model, found = mlp(), []
+    opt = plain_hylo(model, mode="kid", rank_fraction=0.3, update_steps=2)
+    schedule = ParamScheduler(opt, mode={0: "kid", 4: "kis"})
+    for seed in range(8):
+        found += train(opt, model, range(seed, seed + 1))
+        schedule.step()
+    assert found == ["kid"] * 4 + ["kis"] * 4
+
+
+def test_a_dropped_batch_is_heard_of():
+    """A rate that changed in it changed in its own step."""
+    for bad, expected in ((False, 5), (True, 6)):
+        model = mlp()
+        opt = plain_hylo(model, lr=0.1, mode="auto", switch=LRChange(hold=1, period_steps=3), rank_fraction=0.3)
+        for seed in range(12):
+            if seed == 5:
+                opt.param_groups[0]["lr"] = 0.01
+            x, y = vectors(12, seed=seed)
+            step(opt, model, x * float("nan") if bad and seed == 5 else x, y, F.cross_entropy)
+        assert opt.diagnostics()["skipped_steps"] == int(bad)
+        assert opt.switch.state_dict()["changed_at"] == 5
+        assert [list(switch) for switch in opt.diagnostics()["switches"]] == [[0, "kis"], [expected, "kid"], [8, "kis"]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who asks, and who may
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Listening(SwitchPolicy):
+    """Remembers what it was asked and told."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.heard: list[float] = []
+
+    @property
+    def probes(self) -> int:
+        return 1
+
+    def probe(self, error: Tensor) -> None:
+        self.heard.append(float(error))
+
+    def decide(self, step: int) -> str:
+        self.asked.append(step)
+        return "kis"
+
+
+@pytest.mark.parametrize("fixed", ["kid", "kis", "sngd"])
+def test_a_fixed_mode_neither_asks_nor_is_probed(fixed):
+    found = []
+    for skipped in ([], ["0"]):
+        model = mlp((6, 8, 4))
+        first, second = {"mode": fixed, "update_steps": 1}, {"mode": "auto", "update_steps": 4}
+        opt = two_groups(model, first, second, switch=Listening(), rank_fraction=0.25, skip_layers=skipped)
+        for seed in range(9):
+            step(opt, model, noise(32, 6, seed=seed), noise(32, 4, seed=seed + 50), squares)
+        assert opt.switch.asked == [0, 4, 8]
+        found.append(opt.switch.heard)
+    assert len(found[0]) == 3
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+    assert min(found[0]) > 1e-3
+
+
+def test_a_policy_may_be_given_to_several():
+    """Each optimizer has a copy: two that share the object go as two that do not."""
+    found = []
+    for shared in (True, False):
+        policy, runs = GradNormChange(eta=0.5, period_steps=2), []
+        for seed in range(2):
+            model = mlp(seed=seed)
+            given = policy if shared else GradNormChange(eta=0.5, period_steps=2)
+            runs.append((model, plain_hylo(model, lr=0.05, mode="auto", switch=given, rank_fraction=0.3)))
+        for number in range(8):
+            for model, opt in runs:
+                train(opt, model, range(number, number + 1))
+        found.append([flat(dict(model.named_parameters())) for model, _ in runs])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_policy_is_refused_only_where_no_group_asks_it():
+    switch = ProbeError()
+    opt = two_groups(mlp(), {"mode": "kid"}, {}, mode="auto", switch=switch)
+    assert opt.diagnostics()["modes"][0] == "kid"
+    two_groups(mlp(), {}, {"mode": "auto"}, mode="kid", switch=switch)
+    for first, second, mode in (({"mode": "kid"}, {"mode": "kis"}, "auto"), ({}, {"mode": "kis"}, "sngd")):
+        with pytest.raises(ValueError, match="ProbeError"):
+            two_groups(mlp(), first, second, mode=mode, switch=switch)
+    with pytest.raises(ValueError, match="ProbeError"):
+        plain_hylo(mlp(), mode="kid", switch=switch)
+
+
+class Nonsense(SwitchPolicy):
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def __repr__(self) -> str:
+        return f"Nonsense({self.answer!r})"
+
+    def decide(self, step: int) -> str:
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", ["KID", "auto", ""])
+def test_an_answer_that_is_no_mode_is_refused(answer):
+    model = mlp()
+    opt = plain_hylo(model, mode="auto", switch=Nonsense(answer))
+    with pytest.raises(ValueError, match=f"Nonsense.*got '{answer}'"):
+        train(opt, model, 1)
+
+
+def test_a_norm_in_half_precision_does_not_overflow():
+    model = nn.Linear(300, 300, dtype=torch.float16)
+    opt = HyLo(model, lr=0.0, switch=GradNormChange(period_steps=1))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 300.0)
+    assert torch.isfinite(opt.preconditioner._norm({p: p.grad for p in model.parameters()}))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is told
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["factors", "rows"])
+def test_a_trend_has_the_mode_of_each_layer(kind, tmp_path):
+    model = mlp((4, 3, 3))
+    first = {"mode": "kid", "kfac_when_cheaper": kind == "factors", "rank_fraction": 1.0}
+    opt = two_groups(model, first, {"mode": "kis"})
+    with Analysis(opt, tmp_path, every=1):
+        train(opt, model, 2, 64)
+    found = {(event["step"], event["layer"]): event["mode"] for event in read_events(tmp_path / "trend.jsonl")}
+    modes = {"0": "kfac" if kind == "factors" else "kid", "2": "kis"}
+    assert {key: mode for key, mode in found.items() if key[1] in modes} == {
+        (t, name): mode for t in range(2) for name, mode in modes.items()
+    }
+
+
+def reachable(found: object, seen: dict[int, int]) -> dict[int, int]:
+    """Bytes by storage of all tensors in containers and in the attributes of policies."""
+    if isinstance(found, Tensor):
+        seen[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
+    elif isinstance(found, dict):
+        for value in found.values():
+            reachable(value, seen)
+    elif isinstance(found, list | tuple | set):
+        for value in found:
+            reachable(value, seen)
+    elif type(found).__module__.startswith("secondorder"):
+        reachable(vars(found), seen)
+    return seen
+
+
+@pairs(
+    switch={"norm": GradNormChange(period_steps=100), "rate": LRChange(), "probe": ProbeError(), "kis": Always("kis")},
+    cheaper=[False, True],
+)
+def test_memory_counts_what_a_policy_remembers(switch, cheaper):
+    model = mlp((4, 9, 3))
+    opt = plain_hylo(model, momentum=0.9, mode="auto", switch=switch, kfac_when_cheaper=cheaper)
+    train(opt, model, 3, 16)
+    held = reachable([dict(opt.state), opt.switch, opt._runtime.workspace], {})
+    assert opt.memory_usage()["total"] == sum(held.values())
