@@ -1,7 +1,6 @@
 """Runs go on to the bit where they were stopped: rows, draws, modes and what policies remember; or are refused."""
 
 import copy
-import io
 import math
 import pickle
 
@@ -15,6 +14,7 @@ from secondorder.switching import Always, EpochList, GradNormChange, LRChange, P
 from tests.support.grid import pairs
 from tests.support.models import convnet, images, mlp, vectors
 from tests.support.oracles.hylo import flat, plain_hylo, step
+from tests.support.saving import through_a_file
 
 STEPS = 17
 RUNS = {
@@ -31,13 +31,6 @@ RUNS = {
     "relative": lambda: {"mode": "kis", "damping": 0.5, "damping_mode": "relative"},
     "energy": lambda: {"mode": "kid", "rank_energy": 0.9, "rank_fraction": 1.0},
 }
-
-
-def through_a_file(saved):
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def new(run, **keywords):

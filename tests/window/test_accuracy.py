@@ -1,13 +1,18 @@
 """Directions of float32 parameters within 1e-5 of the float64 solve, at dampings where x/λ − … keeps no digit."""
 
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from secondorder import GGT, MFAC
 from secondorder.curvature.window import rows
-from tests.support.oracles.window import Average, fisher_direction, root_direction
-from tests.support.window import error_of, give, history, noise, parameters, push, put
+from tests.support.grid import pairs
+from tests.support.oracles.window import Average, extended, fisher_direction, root_direction, solve
+from tests.support.window import assert_near, error_of, give, history, noise, parameters, push, put
 from tests.support.window_storages import METHODS, STORAGES, averaging, explicit, regular
 
 D, M = 100, 32
@@ -34,34 +39,35 @@ def worst(g: Tensor, damping: float, checked: int, **keywords: str) -> float:
     return max(errors)
 
 
-@pytest.fixture(autouse=True, params=[None, 0], ids=["float64-products", "working-precision"])
+@pytest.fixture
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense windows as small as these are multiplied in float64; larger ones, in their working precision, are not."""
-    if request.param is not None:
-        monkeypatch.setattr(rows, "EXACT", request.param)
+    if request.param == "working":
+        monkeypatch.setattr(rows, "EXACT", 0)
 
 
-@pytest.mark.parametrize("solver", ["auto", "eigh"])
-@pytest.mark.parametrize("damping", DAMPINGS)
-@pytest.mark.parametrize("kind", ["independent", "correlated"])
-def test_table_of_the_newest_row(kind: str, damping: float, solver: str) -> None:
-    assert worst(float32_rows(kind, M + 14), damping, 2, solver=solver) <= 1e-5
+def over(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
+    """A covering grid with products in float64 and in working precision."""
+    mark = pairs(products=["float64", "working"], **parameters)
+    return pytest.mark.parametrize(*mark.args, indirect=["products"])
 
 
-@pytest.mark.parametrize("solver", ["auto", "eigh"])
-@pytest.mark.parametrize("damping", DAMPINGS)
-def test_a_repeated_gradient(damping: float, solver: str) -> None:
-    """Coefficients grow along the null vectors of the Gram matrix; "auto" notices after its lag of ten steps."""
-    assert worst(float32_rows("repeated", M + 18), damping, 2, solver=solver) <= 1e-5
+@over(kind=["independent", "correlated", "repeated"], damping=DAMPINGS, solver=["auto", "eigh"])
+@pytest.mark.usefixtures("products")
+def test_the_newest_row(kind: str, damping: float, solver: str) -> None:
+    """Of repeated rows coefficients grow along the null vectors of the Gram matrix; "auto" notices after ten steps."""
+    assert worst(float32_rows(kind, M + (18 if kind == "repeated" else 14)), damping, 2, solver=solver) <= 1e-5
 
 
+@over()
+@pytest.mark.usefixtures("products")
 def test_auto_keeps_its_accuracy_once_the_repetition_leaves_the_window() -> None:
     g = torch.cat([float32_rows("repeated", M + 18), noise(M + 12, D, seed=5)])
     assert worst(g, 1e-6, 2, solver="auto") <= 1e-5
 
 
-@pytest.mark.parametrize("storage", ["bfloat16", "topk", "topk-4-bit", "rank-2"])
-@pytest.mark.parametrize("damping", [1e-6, 1e-8])
+@over(storage=["bfloat16", "topk", "topk-4-bit", "rank-2"], damping=[1e-6, 1e-8])
+@pytest.mark.usefixtures("products")
 def test_compressed_windows(damping: float, storage: str) -> None:
     """Against the rows as stored."""
     kind, params = STORAGES[storage], parameters([(12, 8), (4,)], torch.float32)
@@ -72,8 +78,8 @@ def test_compressed_windows(damping: float, storage: str) -> None:
     assert error_of(u, fisher_direction(rows, rows[-1], damping)) <= 1e-5
 
 
-@pytest.mark.parametrize("value", DAMPINGS)
-@pytest.mark.parametrize("method", METHODS)
+@over(method=list(METHODS), value=DAMPINGS)
+@pytest.mark.usefixtures("products")
 def test_momentum_on_gradients(method: str, value: float) -> None:
     """While every gradient is a row nothing may be left of x/λ; later what has dropped out of the window dominates."""
     params, average = parameters([(D,)], torch.float32), Average(D, 0.9)
@@ -86,8 +92,8 @@ def test_momentum_on_gradients(method: str, value: float) -> None:
             assert error_of(u, explicit(method, rows, x, value, 0.95)) <= 1e-5, step
 
 
-@pytest.mark.parametrize("value", DAMPINGS)
-@pytest.mark.parametrize("method", METHODS)
+@over(method=list(METHODS), value=DAMPINGS)
+@pytest.mark.usefixtures("products")
 def test_decay_beside_the_newest_row(method: str, value: float) -> None:
     params = parameters([(D,)], torch.float32)
     keywords = {"weight_decay": 0.125, "weight_decay_mode": "reg", **regular(method, value)}
@@ -102,13 +108,12 @@ def test_decay_beside_the_newest_row(method: str, value: float) -> None:
     assert error_of(u.double(), explicit(method, g[-M:], g[-1] + 0.125 * p, value)) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("method", "solver"), [("mfac", "cholesky"), ("mfac", "auto"), ("mfac", "eigh"), ("ggt", None)]
-)
-def test_one_huge_gradient_does_not_silence_those_after_it(method: str, solver: str | None) -> None:
+@over(solver=["cholesky", "auto", "eigh", None])
+@pytest.mark.usefixtures("products")
+def test_one_huge_gradient_does_not_silence_those_after_it(solver: str | None) -> None:
     """Small rows beside a large one are no rounding: they stay what they are until it leaves the window."""
     params, g = parameters([(D,)], torch.float32), float32_rows("independent", 24)
-    g[3] *= 1e4
+    g[3], method = g[3] * 1e4, "mfac" if solver else "ggt"
     opt = METHODS[method](
         params, lr=1.0, window_size=M, **regular(method, 1e-2), **({"solver": solver} if solver else {})
     )
@@ -117,11 +122,67 @@ def test_one_huge_gradient_does_not_silence_those_after_it(method: str, solver: 
     assert error_of(u, explicit(method, g, g[-1], 1e-2)) <= 1e-4
 
 
-@pytest.mark.parametrize("beta2", [1.0, 0.9])
-@pytest.mark.parametrize("kind", ["independent", "correlated", "repeated"])
+@over(kind=["independent", "correlated", "repeated"], beta2=[1.0, 0.9])
+@pytest.mark.usefixtures("products")
 def test_ggt(kind: str, beta2: float) -> None:
     g, params = float32_rows(kind, M + 8), parameters([(D,)], torch.float32)
     opt = GGT(params, lr=1.0, window_size=M, eps=1e-4, betas=(0.0, beta2))
     for step in range(len(g)):
         u = push(opt, params, g[step])
     assert error_of(u, root_direction(g[-M:], g[-1], 1e-4, beta2)) <= 1e-5
+
+
+# ---------------------------------------------------------------------------------------------- nearly the same rows
+def push_through(rows: Tensor, damping: float) -> Tensor:
+    """``Gᵀ (λI + GGᵀ/n)⁻¹ e`` for the newest row, the last: fisher_direction for a large d."""
+    G = extended(rows)
+    unit = np.zeros(len(G))
+    unit[-1] = 1
+    a = solve(damping * np.eye(len(G), dtype=np.longdouble) + G @ G.T / len(G), unit)
+    return torch.from_numpy((G.T @ a).astype(np.float64))
+
+
+@pairs(d=[40, 2000], scale=[1e-3, 1.0, 100.0])  # products of the small window are exact
+def test_the_same_gradient_in_every_step(d: int, scale: float) -> None:
+    params, g = parameters([(d,)], torch.float32), scale * noise(d, dtype=torch.float32)
+    opt = MFAC(params, lr=1.0)
+    exact = g.double()
+    expected = exact / (1e-5 + exact @ exact)
+    for step in range(14):
+        assert_near(push(opt, params, g), expected, 1e-3, step)
+
+
+@pytest.mark.parametrize("d", [40, 2000])
+def test_a_schedule_that_begins_with_steps_of_length_zero(d: int) -> None:
+    params = parameters([(d,)], torch.float32)
+    params[0].data += noise(d, seed=1, dtype=torch.float32)
+    target, rows = noise(d, seed=2, dtype=torch.float32), []
+    opt = MFAC(params, lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: float(step >= 3))
+    for step in range(8):
+        give(params, params[0].detach() - target)
+        rows.append(params[0].grad.clone())
+        with opt.keep_directions() as kept:
+            opt.step()
+        schedule.step()
+        (u,) = kept.values()
+        expected = push_through(torch.stack(rows), 1e-5)
+        if step <= 3:
+            assert_near(u, expected, 1e-3, step)
+        else:  # what sets the new gradient apart from the old ones is of the size of rounding, and may be left out
+            assert float(u.norm()) <= 1.01 * float(expected.norm())
+            assert float((u * rows[-1]).sum()) > 0
+    assert torch.equal(rows[0], rows[3])
+
+
+@pytest.mark.parametrize("cosine", [0.99, 0.9999])
+def test_float32_direction_of_correlated_rows(cosine: float) -> None:
+    m, d = 32, 2000
+    common, own = noise(d) / d**0.5, noise(m + 6, d, seed=1) / d**0.5
+    rows = (cosine**0.5 * common + (1 - cosine) ** 0.5 * own).float()
+    params = parameters([(d,)], torch.float32)
+    opt = MFAC(params, lr=1.0, window_size=m, damping=1e-6)
+    for step in range(len(rows)):
+        u = push(opt, params, rows[step])
+        if step in (1, 9, 31, 37):
+            assert_near(u, push_through(rows[max(0, step + 1 - m) : step + 1], 1e-6), 1e-5, step)

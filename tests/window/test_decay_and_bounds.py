@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import GGT, MFAC
+from tests.support.grid import pairs
 from tests.support.oracles.window import Average, extended, fisher_direction
 from tests.support.window import assert_near, columns_of, flat, give, history, noise, parameters, push, put, states
 from tests.support.window_storages import METHODS, STORAGES, averaging, explicit, regular
@@ -31,9 +32,7 @@ def step_from(opt: torch.optim.Optimizer, params: list[nn.Parameter], p: Tensor,
     return p - flat(params)
 
 
-@pytest.mark.parametrize("partition", SPLIT)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("method", METHODS)
+@pairs(method=list(METHODS), mode=list(MODES), partition=list(SPLIT))
 def test_modes_of_weight_decay(method: str, mode: str, partition: str) -> None:
     """λ = 1e-6 (ε = 1e-4): preconditioning g + wd·p with the dots of g would let p/λ through unsolved."""
     params, small = parameters(SHAPES), 1e-6 if method == "mfac" else 1e-4
@@ -67,8 +66,7 @@ def test_decay_inside_a_window_that_spans_everything(method: str) -> None:
             assert_near(moved, explicit(method, rows, g[step] + DECAY * p, damping), 1e-9, step)
 
 
-@pytest.mark.parametrize("mode", ["reg", "both"])
-@pytest.mark.parametrize("storage", ["float32", "bfloat16", "topk", "rank-2"])
+@pairs(storage=["float32", "bfloat16", "topk", "rank-2"], mode=["reg", "both"])
 def test_decay_beside_a_compressed_window(storage: str, mode: str) -> None:
     """What is preconditioned is the row as stored, and the decay."""
     kind, params = STORAGES[storage], parameters(SHAPES)
@@ -109,15 +107,6 @@ def test_reg_with_momentum_before_preconditioning(method: str) -> None:
         assert_near(step_from(opt, params, p, g[step]), u, 1e-9, step)
 
 
-@pytest.mark.parametrize("cls", [MFAC, GGT])
-def test_decoupled_decay_is_multiplied_by_the_learning_rate(cls: Any) -> None:
-    params = parameters(SHAPES)
-    opt = cls(params, lr=0.0, weight_decay=0.1, decoupled_weight_decay=True, window_size=3)
-    p = noise(D)
-    for step in range(3):
-        assert not step_from(opt, params, p, noise(D, seed=step)).any()
-
-
 @pytest.mark.parametrize("mode", ["legacy", "reg", "both"])
 def test_decoupled_decay_and_another_mode_exclude_each_other(mode: str) -> None:
     with pytest.raises(ValueError):
@@ -125,10 +114,7 @@ def test_decoupled_decay_and_another_mode_exclude_each_other(mode: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ clipping and grafting
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("partition", SPLIT)
-@pytest.mark.parametrize("storage", ["dense", "topk"])
-@pytest.mark.parametrize("method", METHODS)
+@pairs(method=list(METHODS), storage=["dense", "topk"], partition=list(SPLIT), momentum=[0.0, 0.5])
 def test_clipping_by_norm(method: str, storage: str, partition: str, momentum: float) -> None:
     """The direction of all parameters together, before momentum."""
     keywords = {"lr": 1.0, "window_size": M, "partition": partition, **STORAGES[storage].keywords}
@@ -155,8 +141,7 @@ def test_clipping_by_value() -> None:
         assert_near(push(twin, clipped, noise(D, seed=step)), u.clamp(-0.05, 0.05), 1e-12)
 
 
-@pytest.mark.parametrize("partition", SPLIT)
-@pytest.mark.parametrize("method", METHODS)
+@pairs(method=list(METHODS), partition=list(SPLIT))
 def test_sgd_graft(method: str, partition: str) -> None:
     """Every unit moves as far as SGD would move it."""
     keywords = {"lr": 1.0, "window_size": M, "partition": partition}
@@ -171,8 +156,7 @@ def test_sgd_graft(method: str, partition: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*momentum=0.5 has no effect")
-@pytest.mark.parametrize("partition", SPLIT)
-@pytest.mark.parametrize("method", METHODS)
+@pairs(method=list(METHODS), partition=list(SPLIT))
 def test_adam_graft(method: str, partition: str) -> None:
     """The direction is the method's for Adam's first moment as far as the window remembers it, the size is Adam's."""
     params, (beta1, beta2), eps = parameters(SHAPES), (0.8, 0.9), 1e-3
@@ -232,9 +216,7 @@ FALLBACKS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("fallback", FALLBACKS)
-@pytest.mark.parametrize("which", EXCLUSIONS)
-@pytest.mark.parametrize("method", METHODS)
+@pairs(method=list(METHODS), which=list(EXCLUSIONS), fallback=list(FALLBACKS))
 def test_norm_layers_and_biases_leave_the_window_and_still_move(method: str, which: str, fallback: str) -> None:
     (skips, names), (keywords, rule), model = EXCLUSIONS[which], FALLBACKS[fallback], normalised()
     params = dict(model.named_parameters())
@@ -270,3 +252,20 @@ def test_without_a_module_vectors_count_as_norm_layers() -> None:
     assert "window" in states(opt)[0]
     assert "window" in states(opt)[2]
     assert "window" not in states(opt)[1]
+
+
+class LN(nn.LayerNorm):
+    """Its name does not say what it is."""
+
+
+@pytest.mark.parametrize("method", [MFAC, GGT])
+def test_a_derived_norm_layer_is_left_out(method: Any) -> None:
+    net = nn.Sequential(nn.Linear(5, 4), LN(4), nn.Linear(4, 3)).double()
+    opt = method(net, lr=1.0, window_size=M, skip_norm_layers=True)
+    params, g = list(net.parameters()), noise(47)
+    u = push(opt, params, g)
+    assert torch.equal(u[24:32], g[24:32])
+    assert not torch.allclose(u[:24], g[:24])
+    assert [i for i, state in states(opt).items() if "window" in state] == [0, 1, 4, 5]
+    everything = method(net, lr=1.0, window_size=M)
+    assert all("window" in state for state in states(everything).values())

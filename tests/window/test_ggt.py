@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from secondorder import GGT
+from tests.support.grid import pairs
 from tests.support.oracles.window import Average, root_direction
 from tests.support.window import assert_near, history, noise, parameters, push
 from tests.support.window_storages import STORAGES
@@ -23,9 +24,7 @@ def gradients(steps: int, d: int = D, seed: int = 0) -> Tensor:
     return noise(steps, d, seed=seed)
 
 
-@pytest.mark.parametrize("beta2", [1.0, 0.9, 0.5])
-@pytest.mark.parametrize("m", [1, 4, 9])
-@pytest.mark.parametrize("eps", [1e-2, 1e-5])
+@pairs(m=[1, 4, 9], beta2=[1.0, 0.9, 0.5], eps=[1e-2, 1e-5])
 def test_decay_of_the_window(m: int, beta2: float, eps: float) -> None:
     opt, params = ggt(betas=(0.0, beta2), window_size=m, eps=eps)
     g = gradients(3 * m + 2)
@@ -43,9 +42,7 @@ def test_decay_of_compressed_windows(storage: str) -> None:
         assert_near(u, root_direction(rows, rows[-1], EPS, 0.8))
 
 
-@pytest.mark.parametrize("correct", [False, True])
-@pytest.mark.parametrize("betas", [(0.9, 1.0), (0.9, 0.5), (0.5, 0.9), (0.99, 0.8)], ids=str)
-@pytest.mark.parametrize("m", [1, 3, 8])
+@pairs(m=[1, 3, 8], betas=[(0.9, 1.0), (0.9, 0.5), (0.5, 0.9), (0.99, 0.8)], correct=[False, True])
 def test_momentum_on_gradients(m: int, betas: tuple[float, float], correct: bool) -> None:
     """Over four turns and more: most of the momentum comes from rows that are gone."""
     beta1, beta2 = betas
@@ -87,8 +84,7 @@ def test_a_window_of_one_row_in_closed_form(storage: str) -> None:
         assert_near(push(opt, params, g), row / (row.norm() + EPS), 1e-12)
 
 
-@pytest.mark.parametrize("beta2", [1.0, 0.9])
-@pytest.mark.parametrize("kind", ["same", "opposite", "scaled", "with zeros"])
+@pairs(kind=["same", "opposite", "scaled", "with zeros"], beta2=[1.0, 0.9])
 def test_dependent_gradients(kind: str, beta2: float) -> None:
     opt, params = ggt(window_size=6, betas=(0.0, beta2))
     base, seen = gradients(20), []

@@ -2,12 +2,15 @@
 
 import copy
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from secondorder.diagnostics.step_record import StepRecord
+from tests.support.grid import pairs
 from tests.support.oracles.window import Average
 from tests.support.window import (
     assert_near,
@@ -35,8 +38,7 @@ def build(method: str, params: Any, **keywords: Any) -> torch.optim.Optimizer:
 
 
 # ---------------------------------------------------------------------------------------------------- missing gradients
-@pytest.mark.parametrize("storage", FEW)
-@pytest.mark.parametrize("method", METHODS)
+@pairs(method=list(METHODS), storage=FEW)
 def test_a_parameter_without_gradient_has_a_zero_slice_and_stays(method: str, storage: str) -> None:
     kind, params = STORAGES[storage], parameters(SHAPES)
     opt = build(method, params, weight_decay=0.1, decoupled_weight_decay=True, **kind.keywords)
@@ -106,8 +108,7 @@ def test_without_any_gradient_nothing_is_pushed(method: str) -> None:
     assert torch.equal(flat(params), values)
 
 
-@pytest.mark.parametrize("storage", ["dense", "topk", "rank-1"])
-@pytest.mark.parametrize("partition", ["global", "layer"])
+@pairs(partition=["global", "layer"], storage=["dense", "topk", "rank-1"])
 def test_frozen_and_unfrozen_in_mid_run(partition: str, storage: str) -> None:
     kind, params = STORAGES[storage], parameters(SHAPES)
     opt = build("mfac", params, partition=partition, **kind.keywords)
@@ -135,8 +136,7 @@ def test_frozen_and_unfrozen_in_mid_run(partition: str, storage: str) -> None:
             assert_near(u[columns], expected, 1e-9, step)
 
 
-@pytest.mark.parametrize("storage", ["dense", "topk", "rank-1"])
-@pytest.mark.parametrize("method", METHODS)
+@pairs(method=list(METHODS), storage=["dense", "topk", "rank-1"])
 def test_frozen_at_construction_and_unfrozen_late(method: str, storage: str) -> None:
     """It joins the window with zeros in the rows of old."""
     kind, params = STORAGES[storage], parameters(SHAPES)
@@ -165,9 +165,7 @@ def test_frozen_at_construction_and_unfrozen_late(method: str, storage: str) -> 
 
 
 # ------------------------------------------------------------------------------------------------------ late companions
-@pytest.mark.parametrize("partition", ["global", "group", "layer"])
-@pytest.mark.parametrize("storage", ["dense", "bfloat16", "topk", "rank-1"])
-@pytest.mark.parametrize("method", METHODS)
+@pairs(method=list(METHODS), storage=["dense", "bfloat16", "topk", "rank-1"], partition=["global", "group", "layer"])
 def test_a_group_added_after_training_started(method: str, storage: str, partition: str) -> None:
     """New columns are zero in old rows: dots stay, nothing else moves."""
     kind, params = STORAGES[storage], parameters(SHAPES)
@@ -248,9 +246,8 @@ def test_one_bad_number_leaves_everything_as_it_is(storage: str, partition: str,
         assert torch.equal(u, push(twin, others, noise(D, seed=step)))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("method", METHODS)
-def test_under_every_rule(method: str, rule: str) -> None:
+@pairs(method=list(METHODS), rule=list(RULES))
+def test_a_bad_number_changes_nothing_under_every_rule(method: str, rule: str) -> None:
     keywords = {**RULES[rule], **({"betas": (0.9, 0.9)} if method == "ggt" and rule == "plain" else {})}
     params = parameters(SHAPES)
     opt = build(method, params, **keywords)
@@ -269,6 +266,80 @@ def test_gradients_whose_squares_overflow_are_dropped_too(dtype: torch.dtype, sc
         push(opt, params, noise(D, seed=step))
     assert_dropped(opt, params, scale * noise(D))
     assert torch.isfinite(push(opt, params, noise(D))).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------- gates
+Gated = Callable[[bool], None]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gated:
+    """Steps from now on as on a device: with a gate that is open or closed."""
+
+    def close(opened: bool) -> None:
+        monkeypatch.setattr(StepRecord, "gate", lambda self, finite: (True, torch.tensor(opened)))
+
+    return close
+
+
+GATED: dict[str, tuple[str, dict[str, Any]]] = {
+    "pre": ("mfac", {"momentum": 0.9, "momentum_mode": "pre"}),
+    "legacy": ("mfac", {"weight_decay": 0.1, "weight_decay_mode": "legacy"}),
+    "pre-both": ("mfac", {"momentum": 0.9, "momentum_mode": "pre", "weight_decay": 0.1, "weight_decay_mode": "both"}),
+    "decoupled": ("mfac", {"momentum": 0.9, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "ggt": ("ggt", {"betas": (0.9, 0.8), "weight_decay": 0.1, "weight_decay_mode": "legacy"}),
+    "adam": ("mfac", {"graft": "adam", "weight_decay": 0.1}),
+}  # fmt: skip
+GATED_STORAGES = ("dense", "bfloat16", "topk", "topk-4-bit", "rank-1")
+
+
+def gated(kind: str, storage: str, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    method, keywords = GATED[kind]
+    keywords = {**keywords, **regular(method, 1e-2), **STORAGES[storage].keywords}
+    return METHODS[method](params, lr=0.1, window_size=5, **keywords)
+
+
+def train(opt: torch.optim.Optimizer, params: Sequence[nn.Parameter], steps: range) -> None:
+    for step in steps:
+        give(params, noise(D, seed=step) + 0.1 * flat(params))
+        opt.step()
+
+
+@pairs(kind=list(GATED), storage=GATED_STORAGES)
+def test_an_open_gate_changes_nothing(kind: str, storage: str, gate: Gated) -> None:
+    params, others = parameters(SHAPES), parameters(SHAPES)
+    opt, other = gated(kind, storage, params), gated(kind, storage, others)
+    put(params, noise(D, seed=100))
+    put(others, noise(D, seed=100))
+    train(opt, params, range(7))
+    gate(True)
+    train(other, others, range(7))
+    assert_near(flat(others), flat(params), 1e-15 if kind in ("pre", "legacy") else 1e-14)
+    mine, theirs = snapshot(other)["state"], snapshot(opt)["state"]
+    for i, state in theirs.items():
+        assert state.keys() == mine[i].keys()
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                assert_near(mine[i][key].double(), value.double(), 1e-14, key)
+
+
+@pytest.mark.parametrize(("storage", "steps"), [*((s, 7) for s in GATED_STORAGES), ("dense", 2), ("topk", 2)])
+@pytest.mark.parametrize("kind", GATED)
+def test_a_closed_gate_keeps_everything(kind: str, storage: str, steps: int, gate: Gated) -> None:
+    params = parameters(SHAPES)
+    opt = gated(kind, storage, params)
+    put(params, noise(D, seed=100))
+    train(opt, params, range(steps))
+    before, values = snapshot(opt), flat(params)
+    gate(False)
+    train(opt, params, range(steps, steps + 2))
+    give(params, torch.full((D,), torch.nan))
+    opt.step()
+    assert torch.equal(flat(params), values)
+    after = snapshot(opt)
+    changed = differences(before, after)
+    assert changed - {"step", "global_step", "amplification"} == {"skipped"}
+    assert int(after["state"][0]["skipped"]) == int(before["state"][0]["skipped"]) + 3
 
 
 def test_gradients_are_read_and_left_alone() -> None:

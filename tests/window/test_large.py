@@ -9,6 +9,7 @@ import torch
 
 from secondorder import GGT, MFAC, LowRank, TopK
 from secondorder.curvature.window import lowrank, rows
+from tests.support.grid import each, pairs
 from tests.support.window import assert_near, error_of, history, noise, parameters, push
 
 
@@ -20,9 +21,8 @@ def through_gram(G: torch.Tensor, damping: float) -> torch.Tensor:
     return G.T @ torch.linalg.solve(damping * torch.eye(len(G), dtype=torch.float64) + G @ G.T / len(G), unit)
 
 
-@pytest.mark.parametrize("t", [1, 3, 256, 257, 300])
-@pytest.mark.parametrize("d", [1, 4095, 4096, 4097, 16389, 33000])
-def test_products_in_chunks(t: int, d: int) -> None:
+@pairs(d=[1, 4095, 4096, 4097, 16389, 33000], t=[1, 257])
+def test_products_in_chunks(d: int, t: int) -> None:
     window, x, a = (noise(*shape, seed=s, dtype=torch.float32) for s, shape in enumerate(((t, d), (d,), (t,))))
     out = torch.full((d,), torch.nan)
     rows.combine_rows(window, a, out)
@@ -32,8 +32,7 @@ def test_products_in_chunks(t: int, d: int) -> None:
     assert error_of(out, window.double().T @ a.double()) < 2e-6
 
 
-@pytest.mark.parametrize("damping", [1e-4, 1e-6, 1e-8])
-@pytest.mark.parametrize("common", [0.0, 2.0])  # cosine of two rows: 0 and 0.8
+@each(damping=[1e-4, 1e-6, 1e-8], common=[0.0, 2.0])  # cosine of two rows: 0 and 0.8
 def test_float32_direction_in_working_precision(common: float, damping: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "EXACT", 0)
     params = parameters([(200,)], torch.float32)
@@ -54,8 +53,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("cls", [MFAC, GGT])
+@pairs(cls=[MFAC, GGT], form=list(FORMS))
 def test_whole_steps_of_a_wide_window(cls: Any, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "TILE", 1 << 15)
     monkeypatch.setattr(lowrank, "TILE", 1 << 12)

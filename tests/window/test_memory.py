@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from secondorder import GGT, MFAC, LowRank, TopK
+from tests.support.grid import each
 from tests.support.oracles.window import kept_entries
 from tests.support.window import noise, parameters, push, size
 from tests.support.window_storages import METHODS
@@ -66,8 +67,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", CASES)
+@each(case=list(CASES), method=list(METHODS))
 def test_bytes_are_those_of_the_formulas(case: str, method: str) -> None:
     keywords, (window, error) = CASES[case]
     params = parameters(SHAPES, torch.float32)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from secondorder import GGT, MFAC, TopK
 from secondorder.preconditioners import window_plan
+from tests.support.grid import pairs
 from tests.support.window import (
     assert_near,
     differences,
@@ -61,9 +62,7 @@ def network(dtype: torch.dtype) -> tuple[nn.Module, list[nn.Parameter]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- casts
-@pytest.mark.parametrize("steps", [2, 7])
-@pytest.mark.parametrize("storage", [*KINDS, "topk-odd-blocks"])
-@pytest.mark.parametrize("to", [torch.float64, torch.float32], ids=str)
+@pairs(storage=[*KINDS, "topk-odd-blocks"], to=[torch.float64, torch.float32], steps=[2, 7])
 def test_casting_the_model(to: torch.dtype, storage: str, steps: int) -> None:
     kind = STORAGES[storage]
     net, params = network(torch.float32 if to == torch.float64 else torch.float64)
@@ -121,10 +120,7 @@ def test_float32_rows_loaded_as_bfloat16(steps: int) -> None:
 
 
 # ------------------------------------------------------------------------------------- parameters that leave or change
-@pytest.mark.parametrize("steps", [2, 7])
-@pytest.mark.parametrize("gone", [0, 2])
-@pytest.mark.parametrize("storage", MOVED)
-@pytest.mark.parametrize("method", METHODS)
+@pairs(method=list(METHODS), storage=MOVED, gone=[0, 2], steps=[2, 7])
 def test_a_parameter_that_was_removed(method: str, storage: str, gone: int, steps: int) -> None:
     kind, params = STORAGES[storage], parameters(SHAPES)
     opt = METHODS[method](params, lr=1.0, window_size=M, **kind.keywords)
@@ -169,8 +165,7 @@ def test_a_parameter_that_moves_to_another_group(storage: str) -> None:
         assert_consistent(opt, unit, kind)
 
 
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("storage", MOVED)
+@pairs(storage=MOVED, together=[True, False])
 def test_attach_merges_windows_of_parameters_into_those_of_layers(storage: str, together: bool) -> None:
     """Windows that were not filled in the same steps have no rows in common: they begin anew."""
     kind = STORAGES[storage]
@@ -244,8 +239,7 @@ def test_state_before_the_first_step_of_a_schedule() -> None:
         assert torch.equal(u, random_step(new, others, step))
 
 
-@pytest.mark.parametrize("m", [2, 7])
-@pytest.mark.parametrize("storage", KINDS)
+@pairs(storage=KINDS, m=[2, 7])
 def test_window_size_changed_just_before_saving(storage: str, m: int) -> None:
     kind, params, others = STORAGES[storage], parameters(SHAPES), parameters(SHAPES)
     opt = mfac(params, momentum=0.5, momentum_mode="pre", **kind.keywords)
@@ -263,8 +257,9 @@ def test_window_size_changed_just_before_saving(storage: str, m: int) -> None:
     assert torch.equal(random_step(opt, params, 9), random_step(new, others, 9))
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError)])
+@pytest.mark.parametrize(
+    ("value", "error", "late"), [(0, ValueError, False), (-1, ValueError, True), (2.0, TypeError, True)]
+)
 def test_a_bad_window_size_in_a_group(value: Any, error: type[Exception], late: bool) -> None:
     params = parameters(SHAPES)
     opt = mfac(params)

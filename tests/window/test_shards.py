@@ -1,7 +1,6 @@
 """Windows in parts: where tensors are cut, and W ranks (threads) that do together what one process does."""
 
 import copy
-import io
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -18,6 +17,8 @@ from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK
 from secondorder.curvature.window.shards import Cutting, join, plain
 from secondorder.preconditioners import window_plan
 from secondorder.preconditioners.window_plan import CATALOG
+from tests.support.grid import each, pairs
+from tests.support.saving import through_a_file
 from tests.support.window import assert_near, flat, give, noise, parameters, put
 from tests.support.window_ranks import ThreadRank, run
 from tests.support.window_storages import METHODS, STORAGES, averaging
@@ -47,13 +48,6 @@ def test_parts_are_even_and_cut_between_grains(sizes: list[int], grain: int, par
     assert all(abs(load - sum(sizes) / parts) <= grain for load in loads)
 
 
-@given(sizes=SIZES, parts=st.integers(1, 6))
-def test_a_part_is_one_range_of_all_entries(sizes: list[int], parts: int) -> None:
-    bounds = Cutting(4).bounds(sizes, sizes, parts)
-    owners = [k for own in bounds for k in range(parts) for _ in range(own[k + 1] - own[k])]
-    assert owners == sorted(owners)
-
-
 @given(old=SIZES, new=SIZES, parts=st.integers(2, 4))
 def test_what_was_cut_stays_and_the_rest_makes_parts_even(old: list[int], new: list[int], parts: int) -> None:
     before = tuple((0, *[size] * parts) for size in old)  # all in the first part
@@ -73,8 +67,7 @@ def test_whole_tensors_go_to_the_least_loaded_part(costs: list[int], parts: int)
     assert max(loads) - min(loads) <= max(costs)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-@pytest.mark.parametrize("compression", [None, TopK()], ids=["dense", "topk"])
+@pairs(compression={"dense": None, "topk": TopK()}, world=[1, 2, 4, 8])
 def test_a_resnet_is_cut_into_even_parts(compression: TopK | None, world: int) -> None:
     sizes = [prod(shape) for shape in RESNET]
     grain = compression.block_size if compression else 16
@@ -83,9 +76,8 @@ def test_a_resnet_is_cut_into_even_parts(compression: TopK | None, world: int) -
     assert max(loads) <= 1.15 * sum(sizes) / world
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 7])
 @pytest.mark.parametrize("storage", STORAGES)
-def test_the_state_of_whole_tensors_is_cut_and_joined(storage: str, parts: int) -> None:
+def test_the_state_of_whole_tensors_is_cut_and_joined(storage: str) -> None:
     params = parameters(SHAPES, torch.float32)
     opt: Any = MFAC(params, lr=1.0, window_size=M, momentum=0.9, momentum_mode="pre", **STORAGES[storage].keywords)
     for step in range(3):
@@ -93,13 +85,14 @@ def test_the_state_of_whole_tensors_is_cut_and_joined(storage: str, parts: int) 
         opt.step()
     (unit,) = opt.preconditioner.plan.units
     cutting, sizes = unit.window.form.cutting, [p.numel() for p in params]
-    bounds = cutting.bounds(sizes, [unit.window.form.cost(p.shape) for p in params], parts)
-    for i, own in enumerate(bounds):
-        state = unit.window.state(i)
-        cuts = [cutting.cut_state(state, sizes[i], span) for span in pairwise(own)]
-        for key, value in state.items():
-            pieces = [cut[key].reshape(-1) for cut in cuts if key in cut]
-            assert torch.equal(join(key, pieces, value.shape), value), key
+    for parts in (1, 2, 3, 7):
+        bounds = cutting.bounds(sizes, [unit.window.form.cost(p.shape) for p in params], parts)
+        for i, own in enumerate(bounds):
+            state = unit.window.state(i)
+            cuts = [cutting.cut_state(state, sizes[i], span) for span in pairwise(own)]
+            for key, value in state.items():
+                pieces = [cut[key].reshape(-1) for cut in cuts if key in cut]
+                assert torch.equal(join(key, pieces, value.shape), value), key
 
 
 # ------------------------------------------------------------------------------------------------------------ the steps
@@ -150,18 +143,14 @@ def alone(kind: str, partition: str = "global", steps: int = 3 * M) -> tuple[Ten
 FEW = ("mfac dense", "mfac topk-4-bit", "reg pre", "graft adam", "ggt betas")
 
 
-CASES = [
-    *[(kind, *world, "global") for kind in KINDS for world in WORLDS],
-    *[(kind, *world, "layer") for kind in FEW for world in WORLDS],
-    *[(kind, *world, "global") for kind in FEW for world in ((2, 1), (4, 1), (2, 2))],
-]
-
-
-@pytest.mark.parametrize(
-    ("kind", "world", "workers", "partition"),
-    [pytest.param(*case, marks=pytest.mark.slow if i % 4 else ()) for i, case in enumerate(CASES)],
+@each(
+    kind=[*FEW, *(kind for kind in KINDS if kind not in FEW)],
+    ranks={"3": (3, 1), "4-by-2": (4, 2), "2": (2, 1), "4": (4, 1), "2-by-2": (2, 2)},
+    partition=["global", "layer"],
 )
-def test_ranks_do_what_one_process_does(kind: str, world: int, workers: int, partition: str) -> None:
+def test_parts_do_what_the_whole_does(kind: str, ranks: tuple[int, int], partition: str) -> None:
+    world, workers = ranks
+
     def rank(comm: ThreadRank) -> tuple[Tensor, list[float]]:
         opt, params = made(kind, comm, partition=partition)
         path = train(opt, params, range(3 * M))
@@ -175,8 +164,7 @@ def test_ranks_do_what_one_process_does(kind: str, world: int, workers: int, par
         assert noises == [unit.window.noise for unit in single.preconditioner.plan.units]
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float64), (3, torch.float32)])
-@pytest.mark.parametrize("storage", STORAGES)
+@each(storage=list(STORAGES), world=[3, 2], dtype=[torch.float32, torch.float64])
 def test_what_is_stored_does_not_depend_on_the_world(storage: str, world: int, dtype: torch.dtype) -> None:
     """Rows, residuals and the momentum's rest bit for bit, for the same gradients."""
 
@@ -207,13 +195,13 @@ def _shared(opt: Any) -> set[str]:
     return {*opt.preconditioner.plan.units[0].window.shared_state(), "amplification"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [("mfac dense", M), ("mfac topk", M), ("pre", M + 1), ("reg", 2 * M), ("reg pre", 2 * M + 1), ("momentum", M)],
-)
-@pytest.mark.parametrize(("world", "workers"), [(3, 1), (4, 2)])
-def test_one_sum_and_one_gather_per_step(kind: str, words: int, world: int, workers: int) -> None:
+WORDS = {"mfac dense": M, "mfac topk": M, "pre": M + 1, "reg": 2 * M, "reg pre": 2 * M + 1, "momentum": M}
+
+
+@each(kind=list(WORDS), ranks={"3": (3, 1), "4-by-2": (4, 2)})
+def test_one_sum_and_one_gather_per_step(kind: str, ranks: tuple[int, int]) -> None:
     """8 bytes per row of the window and d entries, in the first step as in a later one."""
+    (world, workers), words = ranks, WORDS[kind]
 
     def rank(comm: ThreadRank) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
         opt, params = made(kind, comm)
@@ -245,16 +233,6 @@ def test_units_share_their_messages_and_whole_ones_need_no_sum() -> None:
     assert run(2, lambda comm: rank(comm, "global"), workers=2)[0][0][0] != "sum"
 
 
-def test_float32_ranks_stay_equal_and_near() -> None:
-    def rank(comm: ThreadRank) -> Tensor:
-        return train(*made("pre", comm, torch.float32), range(9))
-
-    expected = train(*made("pre", None, torch.float32), range(9))
-    found = run(4, rank)
-    assert all(torch.equal(path, found[0]) for path in found)
-    assert_near(found[0], expected, 1e-5)
-
-
 def test_repeated_gradients_change_the_solver_on_all_ranks() -> None:
     def steps(opt: Any, params: list[nn.Parameter]) -> Tensor:
         path = []
@@ -273,8 +251,7 @@ def test_repeated_gradients_change_the_solver_on_all_ranks() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- corners
-@pytest.mark.parametrize("partition", ["global", "layer"])
-@pytest.mark.parametrize("storage", ["dense", "topk", "rank-1"])
+@pairs(storage=["dense", "topk", "rank-1"], partition=["global", "layer"])
 def test_more_ranks_than_there_is_to_hold(storage: str, partition: str) -> None:
     def train_three(opt: Any, params: list[nn.Parameter]) -> Tensor:
         for step in range(3):
@@ -307,8 +284,7 @@ def sparse_run(opt: Any, params: list[nn.Parameter]) -> Tensor:
     return torch.stack(path)
 
 
-@pytest.mark.parametrize("partition", ["global", "layer"])
-@pytest.mark.parametrize("kind", ["mfac dense", "mfac topk", "mfac rank-1", "reg pre", "ggt betas"])
+@each(kind=["mfac dense", "mfac topk", "mfac rank-1", "reg pre", "ggt betas"], partition=["global", "layer"])
 def test_gradients_that_are_missing_or_not_finite(kind: str, partition: str) -> None:
     def rank(comm: ThreadRank) -> tuple[Tensor, int]:
         opt, params = made(kind, comm, partition=partition)
@@ -467,8 +443,7 @@ def test_a_refused_group_leaves_the_ranks_as_they_were(monkeypatch: pytest.Monke
 
 
 # --------------------------------------------------------------------------------------------------------- what is told
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("compression", [None, TopK(0.05, 256), LowRank(2)], ids=["dense", "topk", "rank"])
+@pairs(compression={"dense": None, "topk": TopK(0.05, 256), "rank": LowRank(2)}, world=[1, 2, 4])
 def test_bytes_fall_with_the_number_of_parts(compression: Any, world: int) -> None:
     shapes = [(40, 30), (70,), (50, 16), (64,), (30, 40), (6,), (12, 12, 3)]
     d, block = sum(prod(shape) for shape in shapes), 256 if isinstance(compression, TopK) else 16
@@ -523,13 +498,6 @@ def test_what_a_rank_tells_needs_no_other() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
-def through_a_file(saved: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def consolidated(comm: ThreadRank, opt: Any) -> dict[str, Any]:
     """The whole state on every rank."""
     for to in range(comm.world):
@@ -551,8 +519,7 @@ def halves(kind: str, comm: ThreadRank | None, saved: dict[str, Any], start: Ten
 RESUMED = ["mfac dense", "mfac bfloat16", "mfac topk", "mfac topk-8-bit", "mfac rank-1", "reg pre", "ggt betas"]
 
 
-@pytest.mark.parametrize("partition", ["global", "layer"])
-@pytest.mark.parametrize("kind", RESUMED)
+@each(kind=RESUMED, partition=["global", "layer"])
 def test_a_whole_checkpoint_loads_in_every_world(kind: str, partition: str) -> None:
     """From one process to ranks, from ranks to one process and to other ranks."""
     opt, params = made(kind, partition=partition)
@@ -578,8 +545,7 @@ def test_a_whole_checkpoint_loads_in_every_world(kind: str, partition: str) -> N
     assert_near(halves(kind, None, whole, start, partition=partition), expected, 1e-11)
 
 
-@pytest.mark.parametrize("partition", ["global", "layer"])
-@pytest.mark.parametrize("kind", RESUMED)
+@each(kind=RESUMED, partition=["global", "layer"])
 def test_every_rank_resumes_from_its_own_part_bit_for_bit(kind: str, partition: str) -> None:
     def rank(comm: ThreadRank) -> None:
         opt, params = made(kind, comm, partition=partition)
@@ -602,8 +568,7 @@ def _quiet(opt: Any) -> dict[str, Any]:
     return opt.state_dict()
 
 
-@pytest.mark.parametrize("marked", [True, False])
-@pytest.mark.parametrize("kind", ["mfac dense", "mfac topk"])
+@pairs(kind=["mfac dense", "mfac topk"], marked=[True, False])
 def test_the_part_of_another_rank_is_refused_with_the_mend(kind: str, marked: bool) -> None:
     """Also where a checkpoint library has dropped the mark."""
 
@@ -633,8 +598,7 @@ def test_the_part_of_another_rank_is_refused_with_the_mend(kind: str, marked: bo
     run(2, lambda comm: other(comm, parts[comm.rank]))
 
 
-@pytest.mark.parametrize("storage", ["dense", "topk", "topk-8-bit", "rank-1"])
-@pytest.mark.parametrize("wanted", [2, 7])
+@each(storage=["dense", "topk", "topk-8-bit", "rank-1"], wanted=[2, 7])
 def test_another_window_size_in_another_world(wanted: int, storage: str) -> None:
     kind = f"mfac {storage}"
     settings = {"momentum": 0.9, "momentum_mode": "pre"}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from secondorder import GGT, MFAC, LowRank, TopK
+from tests.support.grid import each, pairs
 from tests.support.oracles.window import TopKRows, fisher_direction, root_direction, woodbury
 from tests.support.window import (
     assert_near,
@@ -16,7 +17,6 @@ from tests.support.window import (
     noise,
     parameters,
     push,
-    residual,
     snapshot,
     states,
     stored_rows,
@@ -26,11 +26,11 @@ from tests.support.window_storages import STORAGES
 CHECKED = 4  # last steps of a run that are compared with the explicit matrix
 
 
-SIZES = [(storage, m) for storage in ("dense", "topk") for m in (1, 3, 31, 96, 160)]
-SIZES += [(storage, m) for storage in ("bfloat16", "topk-4-bit", "rank-1") for m in (1, 3, 31)]
-
-
-@pytest.mark.parametrize(("storage", "m"), SIZES)
+@pairs(
+    lambda storage, m: m < 90 or storage in ("dense", "topk"),
+    storage=["dense", "topk", "bfloat16", "topk-4-bit", "rank-1"],
+    m=[1, 3, 31, 96, 160],
+)
 def test_window_sizes_of_mfac(storage: str, m: int) -> None:
     kind, params = STORAGES[storage], parameters([(3, 5), (4,)])
     opt = MFAC(params, lr=1.0, window_size=m, damping=1e-2, **kind.keywords)
@@ -43,8 +43,7 @@ def test_window_sizes_of_mfac(storage: str, m: int) -> None:
             assert_near(u, fisher_direction(rows, rows[-1], 1e-2))
 
 
-@pytest.mark.parametrize("m", [31, 96])
-@pytest.mark.parametrize("storage", ["dense", "topk"])
+@each(storage=["dense", "topk"], m=[31, 96])
 def test_window_sizes_of_ggt(storage: str, m: int) -> None:
     kind, params = STORAGES[storage], parameters([(3, 5), (4,)])
     opt = GGT(params, lr=1.0, window_size=m, eps=1e-2, betas=(0.0, 0.99), **kind.keywords)
@@ -91,9 +90,19 @@ def _in_slots(rows: Tensor, pos: int) -> Tensor:
     return lying @ lying.mT
 
 
-@pytest.mark.parametrize("offset", ["one", "seven", "B-1", "B", "B+1", "3B+5"])
-@pytest.mark.parametrize(("block", "density"), [(16, 0.25), (16, 0.01), (64, 0.3), (64, 0.01), (100, 0.99)])
-def test_parameters_smaller_and_larger_than_a_block(block: int, density: float, offset: str) -> None:
+@pairs(
+    rule={
+        "16-.25": (16, 0.25),
+        "16-.01": (16, 0.01),
+        "64-.3": (64, 0.3),
+        "64-.01": (64, 0.01),
+        "100-.99": (100, 0.99),
+        "4096-.5": (4096, 0.5),  # more than 1024 entries of a block
+    },
+    offset=["one", "seven", "B-1", "B", "B+1", "3B+5"],
+)
+def test_parameters_smaller_and_larger_than_a_block(rule: tuple[int, float], offset: str) -> None:
+    block, density = rule
     sizes = {"one": 1, "seven": 7, "B-1": block - 1, "B": block, "B+1": block + 1, "3B+5": 3 * block + 5}
     N, spec = sizes[offset], {"density": density, "block_size": block}
     params = parameters([(N,)])
@@ -110,7 +119,8 @@ def test_parameters_smaller_and_larger_than_a_block(block: int, density: float, 
         assert torch.equal(rows, torch.stack(sent[-3:]))
         if step >= 11 - CHECKED:
             assert_near(u, woodbury(rows, rows[-1], 1e-2, len(rows)))
-    assert_near(u, fisher_direction(rows, rows[-1], 1e-2))
+    if N < 400:
+        assert_near(u, fisher_direction(rows, rows[-1], 1e-2))
     state = states(opt)[0]
     assert ("window_idx" in state) == (block <= N)
     assert ("tail_idx" in state) == (N % block > 0)
@@ -135,27 +145,7 @@ def test_offsets_above_the_range_of_16_bits(block: int, dtype: torch.dtype) -> N
         assert not u[(rows == 0).all(dim=0)].any()
 
 
-def test_more_than_1024_entries_of_a_block() -> None:
-    block = 4096
-    spec, N = {"density": 0.5, "block_size": block}, 2 * block + 5
-    params = parameters([(N,)])
-    opt, sender = (
-        MFAC(params, lr=1.0, window_size=3, damping=1e-2, compression=TopK(**spec)),
-        TopKRows(N, spec, torch.float64),
-    )
-    sent: list[Tensor] = []
-    for step in range(7):
-        g = noise(N, seed=step)
-        u = push(opt, params, g)
-        sent.append(sender.send(g))
-        rows = torch.stack(sent[-3:])
-        assert torch.equal(history(opt, params, [0], block), rows)
-        assert_near(u, woodbury(rows, rows[-1], 1e-2, len(rows)))
-    assert states(opt)[0]["window_idx"].shape == (2, 3, 2048)
-
-
-@pytest.mark.parametrize("cls", [MFAC, GGT])
-@pytest.mark.parametrize("block", [7, 64, 4096])
+@pairs(cls=[MFAC, GGT], block=[7, 64, 4096])
 def test_every_entry_kept_is_the_dense_window_bitwise(cls: Any, block: int) -> None:
     shapes = [(6, 12), (5,), (64,)]
     dense, sparse = parameters(shapes), parameters(shapes)
@@ -171,8 +161,7 @@ def test_every_entry_kept_is_the_dense_window_bitwise(cls: Any, block: int) -> N
     assert not any(two[i][key].any() for i in two for key in two[i] if "error" in key)
 
 
-@pytest.mark.parametrize("cls", [MFAC, GGT])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pairs(cls=[MFAC, GGT], dtype=[torch.float32, torch.bfloat16])
 def test_every_entry_kept_in_another_dtype_is_the_window_of_that_dtype(cls: Any, dtype: torch.dtype) -> None:
     """Without error feedback, which would send the rounding later."""
     shapes = [(6, 4), (5,)]
@@ -185,8 +174,7 @@ def test_every_entry_kept_in_another_dtype_is_the_window_of_that_dtype(cls: Any,
         assert_near(push(twin, sparse, g), push(opt, dense, g), 1e-6)
 
 
-@pytest.mark.parametrize("cls", [MFAC, GGT])
-@pytest.mark.parametrize("rank", [3, 7])
+@pairs(cls=[MFAC, GGT], rank=[3, 7])
 def test_full_rank_is_the_dense_window(cls: Any, rank: int) -> None:
     shapes = [(3, 5), (3, 2, 4), (5,), ()]
     dense, factors = parameters(shapes), parameters(shapes)
@@ -222,20 +210,6 @@ def test_low_rank_of_a_zero_gradient_keeps_its_start() -> None:
     assert not (stored_rows(state, 42).any())
     push(opt, params, noise(42))
     assert_near(history(opt, params, [0])[-1].reshape(6, 7) + states(opt)[0]["error"], noise(42).reshape(6, 7), 1e-12)
-
-
-@pytest.mark.parametrize("rank", [1, 2, 3])
-def test_low_rank_rows_and_residual_add_up_to_the_gradients(rank: int) -> None:
-    params = parameters([(6, 7), (5,), (4, 3, 3)])
-    opt = MFAC(params, lr=1.0, window_size=2, compression=LowRank(rank=rank))
-    sent, total = torch.zeros(83, dtype=torch.float64), torch.zeros(83, dtype=torch.float64)
-    for step in range(12):
-        g = noise(83, seed=step)
-        push(opt, params, g)
-        sent, total = sent + history(opt, params, [0, 1, 2])[-1], total + g
-        left = torch.cat([residual(state, p.numel()) for state, p in zip(states(opt).values(), params, strict=True)])
-        assert left.any()
-        assert_near(sent + left, total, 1e-13)
 
 
 def test_low_rank_starts_from_its_seed() -> None:

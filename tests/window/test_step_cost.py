@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from secondorder import GGT, MFAC, LowRank, TopK
 from secondorder.curvature.window import lowrank, rows, topk
+from tests.support.grid import pairs
 
 WIDE = (96, 512)  # d = 49,152
 TILE = 1 << 12
@@ -95,8 +96,7 @@ def test_no_temporary_is_larger_than_a_gradient(form: str) -> None:
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("cls", [MFAC, GGT])
+@pairs(cls=[MFAC, GGT], form=list(FORMS))
 def test_operators_do_not_grow_with_the_window(cls: Any, form: str) -> None:
     if cls is GGT and form == "pre":
         keywords: dict[str, Any] = {"betas": (0.9, 0.99)}

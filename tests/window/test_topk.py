@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from secondorder import GGT, MFAC, TopK
+from secondorder.curvature.window import topk
+from tests.support.grid import pairs
 from tests.support.oracles.window import TopKRows, fisher_direction
 from tests.support.window import (
     assert_near,
+    differences,
     history,
     noise,
     parameters,
@@ -184,11 +187,14 @@ def decoded(state: dict[str, Any], key: str, bits: int, length: int, high_first:
     return low + steps * (high - low) / (2**bits - 1), high - low
 
 
-@pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("N", "block"), [(200, 200), (2 * 300 + 133, 300), (77, 4096), (1, 64)])
-def test_loss_of_a_residual_of_few_bits(N: int, block: int, bits: int, value_dtype: torch.dtype) -> None:
+@pairs(
+    sizes={"one": (200, 200), "two-tail": (2 * 300 + 133, 300), "tail": (77, 4096), "entry": (1, 64)},
+    bits=[4, 8],
+    value_dtype=[torch.float32, torch.bfloat16],
+)
+def test_loss_of_a_residual_of_few_bits(sizes: tuple[int, int], bits: int, value_dtype: torch.dtype) -> None:
     """Each step loses at most half a level: |sent + e − (e_old + g)| ≤ (hi − lo)/(2 (2^bits − 1)), entry by entry."""
+    N, block = sizes
     fits = {False, True} if bits == 4 else {False}  # which half of a byte comes first is not written down
     params = parameters([(N,)], torch.float32)
     spec = {"density": 0.1, "block_size": block, "value_dtype": value_dtype, "error_bits": bits}
@@ -259,3 +265,34 @@ def test_the_window_of_one_run_is_not_that_of_another() -> None:
     before = snapshot(twin)
     push(opt, params, noise(20))
     assert str(snapshot(twin)) == str(before)
+
+
+@pytest.mark.parametrize(("density", "block", "bits"), [(0.25, 64, 8), (0.5, 200, None)])
+def test_tiles_smaller_than_the_rows_of_a_block(
+    density: float, block: int, bits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few entries per tile: rows of a block are cut, and in the last case a single row is larger than a tile."""
+
+    def run() -> tuple[list[Tensor], dict[str, Any]]:
+        params = parameters([(7, 70), (3,), (210,)])
+        rule = TopK(density=density, block_size=block, error_bits=bits)
+        opt = MFAC(
+            params, lr=1.0, window_size=21, damping=1e-2, compression=rule, weight_decay=0.1, weight_decay_mode="reg"
+        )
+        return [push(opt, params, noise(703, seed=step)) for step in range(25)], snapshot(opt)
+
+    whole, before = run()
+    monkeypatch.setattr(topk, "_PRODUCT", 64)
+    cut, after = run()
+    for step, (u, expected) in enumerate(zip(cut, whole, strict=True)):
+        assert_near(u, expected, 1e-12, step)
+    assert differences(before, after) <= {"gram", "amplification"}
+    assert_near(after["state"][0]["gram"], before["state"][0]["gram"], 1e-14)
+
+
+def test_packed_errors_of_dense_rows_are_refused() -> None:
+    for bits in (4, 8):
+        with pytest.raises(ValueError, match="error_bits"):
+            TopK(density=1, error_bits=bits)
+    for density in (1, 1.0):
+        TopK(density=density)
