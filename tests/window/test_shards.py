@@ -148,7 +148,7 @@ FEW = ("mfac dense", "mfac topk-4-bit", "reg pre", "graft adam", "ggt betas")
     ranks={"3": (3, 1), "4-by-2": (4, 2), "2": (2, 1), "4": (4, 1), "2-by-2": (2, 2)},
     partition=["global", "layer"],
 )
-def test_parts_do_what_the_whole_does(kind: str, ranks: tuple[int, int], partition: str) -> None:
+def test_ranks_do_together_what_one_process_does(kind: str, ranks: tuple[int, int], partition: str) -> None:
     world, workers = ranks
 
     def rank(comm: ThreadRank) -> tuple[Tensor, list[float]]:
