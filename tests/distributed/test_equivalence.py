@@ -49,7 +49,7 @@ STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
 LAYOUTS = {
     f"{strategy}-{world}": (strategy, world)
     for strategy, world in [
-        ("comm", 2), ("mem", 2), ("mem", 3), ("hybrid_third", 3), ("comm", 4), ("mem", 4), ("hybrid_half", 4),
+        ("comm", 2), ("hybrid_half", 4), ("mem", 3), ("hybrid_third", 3), ("comm", 4), ("mem", 4), ("mem", 2),
     ]
 }  # fmt: skip
 OVERRIDES = {s: (s, 3) for s in ("comm_owner", "mem_replicated", "chief", "chief_inverses")}
