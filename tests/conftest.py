@@ -3,9 +3,7 @@
 import gc
 import importlib.util
 import os
-import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Read when torch is imported, and by the processes that tests start; processes × threads would crawl otherwise.
@@ -45,21 +43,6 @@ def pool(request: pytest.FixtureRequest) -> "Iterator[Pool]":
     processes.close()
 
 
-#: Grids of cases in one process that together take seconds: a third is run by default, chosen by name.
-GRIDS = {
-    "test_a_plain_step_subtracts_them",
-    "test_a_run_resumes_to_the_bit_while_a_refresh_is_under_way", "test_a_shut_gate_keeps_every_bit",
-    "test_coefficients_and_step_are_those_of_a_dense_solve",
-    "test_equal_micro_batches_with_the_loss_over_their_number",
-    "test_loss_scale_of_a_grad_scaler",
-    "test_resume_is_exact",
-    "test_the_factors_of_one_step_are_adopted_a_fixed_number_of_steps_later",
-    "test_the_gram_matrix_is_that_of_the_stored_rows",
-    "test_training_is_what_it_is_on_a_device_that_has_all", "test_under_every_rule",
-    "test_unequal_micro_batches_with_properly_weighted_losses",
-}  # fmt: skip
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Collect without the garbage collector, and spare it the million objects that collection made, in every test."""
@@ -74,28 +57,12 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark most cases of long grids as slow, and skip tests marked ``gpu`` on a machine without a CUDA device."""
-    _thin_out(items)
+    """Skip tests marked ``gpu`` on a machine without a CUDA device."""
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def _thin_out(items: list[pytest.Item]) -> None:
-    """Mark two thirds of each grid, of every method in it, as slow: by a hash, so that no dimension is always alike."""
-    grids: dict[tuple[Path, str, str], list[pytest.Item]] = {}
-    for item in items:
-        name = getattr(item, "originalname", None) or item.name
-        if name in GRIDS and not item.get_closest_marker("slow"):
-            case = getattr(item, "callspec", None)
-            method = getattr(case.params.get("method"), "name", "") if case else ""
-            grids.setdefault((item.path, name, method), []).append(item)
-    for cases in grids.values():
-        cases.sort(key=lambda item: zlib.crc32(item.name.encode()))
-        for item in cases[-(-len(cases) // 3) :]:
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
 from secondorder.capture.fisher.likelihood import Gaussian
+from tests.support.grid import pairs
 from tests.support.quadratic import Loop, batch, flat, gauss_newton, in_order, kfac, mlp
 
 
@@ -45,10 +46,7 @@ def test_on_a_quadratic_with_its_own_curvature_the_step_is_newtons(monkeypatch: 
     assert modelled(optimizer) == (pytest.approx(-1), pytest.approx(0, abs=1e-10))
 
 
-@pytest.mark.parametrize("method", [KFAC, EKFAC])
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("lr", [1.0, 0.3])
+@pairs(lr=[1.0, 0.3], decay=[0.0, 0.1], exact=[True, False], method=[KFAC, EKFAC])
 def test_coefficients_and_step_are_those_of_a_dense_solve(
     method: type[KFAC], exact: bool, decay: float, lr: float
 ) -> None:

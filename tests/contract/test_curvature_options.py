@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import secondorder
-from tests.contract.test_host_sync import Waits, readings  # noqa: F401 - a fixture
 from tests.support.checkpoints import assert_goes_on, builder
+from tests.support.device import SimulatedDevice
+from tests.support.device_runs import DeviceRun, late
 from tests.support.methods import METHODS, Method
 from tests.support.tasks import CNN, TASKS, Task, assert_changed, assert_identical, backward, train, values
 
@@ -151,14 +153,10 @@ def test_they_need_a_closure_or_are_the_plain_step(method: Method, mlp: Task, ru
 
 
 @pytest.mark.rules({name: rule for name, rule in RULES.items() if name not in WAITING})
-def test_no_choice_waits_for_the_device(method: Method, rule: str, readings: list[str]) -> None:  # noqa: F811
-    model = CNN.model(torch.float32)
-    optimizer = method.build(model, **RULES[rule])
-    readings.clear()
-    with Waits() as waits:
-        train(model, optimizer, CNN, 7)
-    assert waits.seen == []
-    assert readings == []
+def test_no_choice_waits_for_the_device(method: Method, rule: str) -> None:
+    with SimulatedDevice() as device:
+        DeviceRun(partial(method.build, **RULES[rule]), CNN, device).steps(7)
+    assert late(device) == []
 
 
 @pytest.mark.rules({name: RULES[name] for name in ("some rows", "some squares", "drawn")} | OBSERVED)

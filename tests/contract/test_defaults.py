@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.test_host_sync import Waits
 from tests.support.methods import Method
 from tests.support.tasks import (
-    CNN,
     Task,
     assert_changed,
     backward,
@@ -59,14 +57,6 @@ def trains(method: Method, task: Task, way: str, dtype: torch.dtype) -> None:
     else:
         assert_changed(model, before)
         assert losses[-1] < losses[0]
-
-
-def test_never_waits_for_the_device(method: Method) -> None:
-    model = CNN.model(torch.float32)
-    optimizer = method.cls(model)
-    with Waits() as waits:
-        train(model, optimizer, CNN, 13)
-    assert waits.seen == []
 
 
 @pytest.mark.cover(way=[*BUILDS])

@@ -7,25 +7,18 @@ training refuse it; and what a device may lack, a factorization for example, is 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-from torch.optim import Optimizer
 
 from tests.support.device import SimulatedDevice
+from tests.support.device_runs import DeviceRun, check, late
 from tests.support.methods import METHODS, Method, Variant
 from tests.support.tasks import Task
 
 aten = torch.ops.aten
-KEPT = (
-    "momentum_buffer", "gradient_momentum", "exp_avg", "exp_avg_sq", "factor_a", "factor_g", "factor_weight", "scale",
-    "scale_weight", "rows_a", "rows_g", "kernel", "kernel_damping", "window", "window_idx", "window_val", "error",
-    "gram",
-)  # fmt: skip
-WARM_UP = 2  # steps in which state is made and sizes are looked at for the first time
 
 RULES: dict[str, dict[str, Any]] = {
     "plain": {"momentum": 0.0},
@@ -56,75 +49,36 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-class Run:
-    """Training on the device, or on the CPU where there is none."""
-
-    def __init__(self, method: Method, task: Task, device: SimulatedDevice | None = None, **keywords: Any) -> None:
-        self.task, self.device = task, device
-        self.model = task.model(torch.float64)
-        if device is not None:
-            device.put(self.model)
-        self.optimizer: Optimizer = method.build(self.model, **keywords)
-
-    def steps(self, count: int, start: int = 0, factor: float = 1.0) -> Run:
-        for step in range(start, start + count):
-            inputs, targets = self.task.batch(step, torch.float64)
-            if self.device is not None:
-                inputs, targets = self.device.tensor(inputs), self.device.tensor(targets)
-            self.optimizer.zero_grad()
-            (factor * F.cross_entropy(self.model(inputs).flatten(0, -2), targets.flatten())).backward()
-            self.optimizer.step()
-            if self.device is not None:
-                self.device.next_step()
-        return self
-
-    def parameters(self) -> list[Tensor]:
-        return [host(p).clone() for p in self.model.parameters()]
-
-    def kept(self) -> dict[str, Tensor]:
-        """Parameters, and what a step that is dropped must leave alone in their states."""
-        found = dict(zip((name for name, _ in self.model.named_parameters()), self.parameters(), strict=True))
-        for name, parameter in self.model.named_parameters():
-            state = self.optimizer.state[parameter]
-            found |= {f"{name}: {key}": host(state[key]).clone() for key in KEPT if key in state}
-        return found
-
-
-def host(x: Tensor) -> Tensor:
-    found: Tensor = getattr(x, "held", x).detach()
-    return found
-
-
-def late(device: SimulatedDevice) -> list[str]:
-    return [what for step, what in device.waits if step >= WARM_UP]
-
-
-def check(method: Method, task: Task, steps: int = 6, **keywords: Any) -> None:
-    expected = Run(method, task, **keywords).steps(steps).parameters()
-    with SimulatedDevice() as device:
-        found = Run(method, task, device, **keywords).steps(steps).parameters()
-    for p, q in zip(found, expected, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-    assert late(device) == []
-
-
 def test_every_variant_trains_as_on_the_cpu_and_waits_for_nothing(method: Method, variant: Variant, task: Task) -> None:
     if variant.keywords.get("overlap"):
         with SimulatedDevice() as device, pytest.raises(ValueError, match="needs a device that does two things"):
-            Run(method, task, device, **variant.keywords)
+            DeviceRun(partial(method.build, **variant.keywords), task, device)
         return
-    check(method, task, **variant.keywords)
+    check(partial(method.build, **variant.keywords), task)
 
 
 @pytest.mark.rules(RULES)
 def test_every_rule_trains_as_on_the_cpu_and_waits_for_nothing(method: Method, mlp: Task, rule: str) -> None:
-    check(method, mlp, **RULES[rule])
+    check(partial(method.build, **RULES[rule]), mlp)
+
+
+def test_the_defaults_wait_for_nothing(method: Method, mlp: Task) -> None:
+    check(method.cls, mlp, steps=13)
+
+
+def test_a_rate_that_is_a_tensor_of_the_device_stays_there(method: Method, mlp: Task) -> None:
+    with SimulatedDevice() as device:
+        lr = device.tensor(torch.tensor(0.01))
+        found = DeviceRun(partial(method.build, lr=lr), mlp, device).steps(4).parameters()
+    assert late(device) == []
+    for p, q in zip(found, DeviceRun(partial(method.build, lr=0.01), mlp).steps(4).parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
 def drop(method: Method, task: Task, start: int, **keywords: Any) -> None:
     """A device decides by gates whether a step is dropped, where the CPU looks at the numbers."""
     with SimulatedDevice() as device:
-        run = Run(method, task, device, **{**method.eager, **keywords}).steps(start)
+        run = DeviceRun(partial(method.build, **{**method.eager, **keywords}), task, device).steps(start)
         before = run.kept()
         run.steps(1, start=start, factor=torch.nan)
         after, waits = run.kept(), late(device)
@@ -168,9 +122,9 @@ def test_factorizations_that_a_device_lacks_are_done_on_the_cpu(method: Method, 
         if variant.keywords.get("overlap"):
             continue
         keywords = {**method.eager, **variant.keywords}
-        expected = Run(method, mlp, **keywords).steps(4).parameters()
+        expected = DeviceRun(partial(method.build, **keywords), mlp).steps(4).parameters()
         with SimulatedDevice(lacking=dict.fromkeys(FACTORIZATIONS, error)) as device:
-            run = Run(method, mlp, device, **keywords).steps(4)
+            run = DeviceRun(partial(method.build, **keywords), mlp, device).steps(4)
             report = run.optimizer.diagnostics()  # type: ignore[attr-defined]
         for p, q in zip(run.parameters(), expected, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
@@ -184,6 +138,6 @@ def test_what_a_device_lacks_is_logged_once(
     kfac = next(method for method in METHODS if method.name == "kfac")
     lacking = {aten._linalg_eigh.default: ERRORS["not-implemented"]}
     with SimulatedDevice(lacking=lacking) as device, caplog.at_level(logging.INFO, "secondorder"):
-        Run(kfac, mlp, device, **kfac.eager).steps(4)
+        DeviceRun(partial(kfac.build, **kfac.eager), mlp, device).steps(4)
     (record,) = [r for r in caplog.records if "is done on the CPU" in r.getMessage()]
     assert record.getMessage().startswith("linalg_eigh is done on the CPU, as lazy does not do it")

@@ -1,0 +1,77 @@
+"""Training on a simulated device and on the CPU, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from tests.support.device import SimulatedDevice
+from tests.support.tasks import Task
+
+#: What a step that is dropped must leave alone in the state of a parameter.
+KEPT = (
+    "momentum_buffer", "gradient_momentum", "exp_avg", "exp_avg_sq", "factor_a", "factor_g", "factor_weight", "scale",
+    "scale_weight", "rows_a", "rows_g", "kernel", "kernel_damping", "window", "window_idx", "window_val", "error",
+    "gram",
+)  # fmt: skip
+
+WARM_UP = 2  # steps in which state is made and sizes are looked at for the first time
+
+
+class DeviceRun:
+    """Training on the device, or on the CPU where there is none."""
+
+    def __init__(
+        self, build: Callable[[nn.Module], Optimizer], task: Task, device: SimulatedDevice | None = None
+    ) -> None:
+        self.task, self.device = task, device
+        self.model = task.model(torch.float64)
+        if device is not None:
+            device.put(self.model)
+        self.optimizer = build(self.model)
+
+    def steps(self, count: int, start: int = 0, factor: float = 1.0) -> DeviceRun:
+        for step in range(start, start + count):
+            inputs, targets = self.task.batch(step, torch.float64)
+            if self.device is not None:
+                inputs, targets = self.device.tensor(inputs), self.device.tensor(targets)
+            self.optimizer.zero_grad()
+            (factor * F.cross_entropy(self.model(inputs).flatten(0, -2), targets.flatten())).backward()
+            self.optimizer.step()
+            if self.device is not None:
+                self.device.next_step()
+        return self
+
+    def parameters(self) -> list[Tensor]:
+        return [host(p).clone() for p in self.model.parameters()]
+
+    def kept(self) -> dict[str, Tensor]:
+        """Parameters, and what a step that is dropped must leave alone in their states."""
+        found = dict(zip((name for name, _ in self.model.named_parameters()), self.parameters(), strict=True))
+        for name, parameter in self.model.named_parameters():
+            state = self.optimizer.state[parameter]
+            found |= {f"{name}: {key}": host(state[key]).clone() for key in KEPT if key in state}
+        return found
+
+
+def host(x: Tensor) -> Tensor:
+    found: Tensor = getattr(x, "held", x).detach()
+    return found
+
+
+def late(device: SimulatedDevice) -> list[str]:
+    return [what for step, what in device.waits if step >= WARM_UP]
+
+
+def check(build: Callable[[nn.Module], Optimizer], task: Task, steps: int = 6) -> None:
+    """Assert that training is what it is on the CPU, and that nothing waits for the device once it is under way."""
+    expected = DeviceRun(build, task).steps(steps).parameters()
+    with SimulatedDevice() as device:
+        found = DeviceRun(build, task, device).steps(steps).parameters()
+    for p, q in zip(found, expected, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    assert late(device) == []
