@@ -61,8 +61,7 @@ def test_a_state_dict_is_plain_deterministic_and_of_sizes_known_at_construction(
 
 
 def test_keys_per_parameter(method: Method, variant: Variant, task: Task) -> None:
-    model = task.model()
-    optimizer = method.build(model, **variant.keywords)
+    model, optimizer = method.start(task, **variant.keywords)
     for index, (name, parameter) in enumerate(model.named_parameters()):
         heavy_ball = variant.heavy_ball or name not in method.covered(model)
         expected = {"step"} | ({"momentum_buffer"} if heavy_ball else set())
@@ -76,16 +75,13 @@ def test_keys_per_parameter(method: Method, variant: Variant, task: Task) -> Non
 
 
 def test_no_momentum_buffer_without_momentum(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, momentum=0.0)
-    train(model, optimizer, mlp, 2)
+    model, optimizer = method.start(mlp, 2, momentum=0.0)
     assert all("momentum_buffer" not in state for state in optimizer.state.values())
 
 
 @pytest.mark.option("fallback")
 def test_adamw_fallback_keeps_two_moments(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, fallback="adamw", **method.leave_out)
+    model, optimizer = method.start(mlp, fallback="adamw", **method.leave_out)
     for name in method.left_out(model):
         assert optimizer.state[model.get_parameter(name)].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
@@ -148,8 +144,7 @@ def test_shapes_of_rows(method: Method, task: Task) -> None:
 
     All units of a norm layer are one vector.
     """
-    model = task.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(task)
     for steps in (0, 5):
         train(model, optimizer, task, steps)
         for name in covered_layers(model):
@@ -194,8 +189,7 @@ def test_frozen_weight_leaves_the_rows_to_the_bias(method: Method, mlp: Task) ->
 @pytest.mark.option("window_size")
 def test_shapes_of_a_window(method: Method, variant: Variant, task: Task) -> None:
     """One row per slot, of the shape of the parameter where rows are stored as they are."""
-    model = task.model()
-    optimizer = method.build(model, **variant.keywords)
+    model, optimizer = method.start(task, **variant.keywords)
     rows = method.keywords["window_size"]
     scalars = ("pos", "count", "skipped", "solve_failures", "momentum_weight")
     fixed = {"gram": (rows * (rows + 1) // 2,), "amplification": (10,), **dict.fromkeys(scalars, ())}
@@ -223,8 +217,7 @@ def test_shapes_of_a_window(method: Method, variant: Variant, task: Task) -> Non
 @pytest.mark.option("window_size")
 def test_counters_of_a_window(method: Method, variant: Variant, mlp: Task) -> None:
     """The slot of the next row, and the rows that ever were."""
-    model = mlp.model()
-    optimizer = method.build(model, **variant.keywords)
+    model, optimizer = method.start(mlp, **variant.keywords)
     for steps in range(7):
         for name in owners(variant, model):
             state = optimizer.state[model.get_parameter(name)]
@@ -236,9 +229,7 @@ def test_counters_of_a_window(method: Method, variant: Variant, mlp: Task) -> No
 @pytest.mark.option("window_size")
 def test_the_gram_matrix_in_the_state_is_that_of_the_stored_rows(method: Method, variant: Variant, mlp: Task) -> None:
     """Lower triangle, row by row; rows that are stored as they are."""
-    model = mlp.model()
-    optimizer = method.build(model, **variant.keywords)
-    train(model, optimizer, mlp, 6)
+    model, optimizer = method.start(mlp, 6, **variant.keywords)
     for names in variant.units(model).values():
         states = [optimizer.state[model.get_parameter(name)] for name in names]
         if not all("window" in state for state in states):
@@ -250,9 +241,7 @@ def test_the_gram_matrix_in_the_state_is_that_of_the_stored_rows(method: Method,
 
 
 def test_step_counts_updates_of_each_parameter(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
-    train(model, optimizer, mlp, 2)
+    model, optimizer = method.start(mlp, 2)
     optimizer.zero_grad()
     mlp.loss(model, 2).backward()
     model.scale.gain.grad = None
@@ -266,9 +255,7 @@ def test_step_counts_updates_of_each_parameter(method: Method, mlp: Task) -> Non
 @pytest.mark.option("factor_update_steps")
 def test_counters_of_a_block(method: Method, variant: Variant, mlp: Task) -> None:
     """Factors every 2 and refreshes every 4 steps: 4 and 2 in the first 7 steps."""
-    model = mlp.model()
-    optimizer = method.build(model, **{**variant.keywords, "stagger": False})
-    train(model, optimizer, mlp, 7)
+    model, optimizer = method.start(mlp, 7, **{**variant.keywords, "stagger": False})
     for name in owners(variant, model):
         state = optimizer.state[model.get_parameter(name)]
         assert (state["factor_updates"], state["refreshes"]) == (4, 2)
@@ -281,9 +268,7 @@ def test_counters_of_a_block(method: Method, variant: Variant, mlp: Task) -> Non
 @pytest.mark.option("update_steps")
 def test_counters_of_rows(method: Method, variant: Variant, mlp: Task) -> None:
     """Renewed every 2 steps: 4 times in the first 7."""
-    model = mlp.model()
-    optimizer = method.build(model, **variant.keywords)
-    train(model, optimizer, mlp, 7)
+    model, optimizer = method.start(mlp, 7, **variant.keywords)
     for name in owners(variant, model):
         state = optimizer.state[model.get_parameter(name)]
         assert (state["factor_updates"], state["refreshes"]) == (4, 4)

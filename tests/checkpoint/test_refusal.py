@@ -40,9 +40,7 @@ def with_change(index: int, change: Callable[[dict[str, Any], Method], object]) 
 
 
 def own(method: Method, task: Task, **keywords: Any) -> Saved:
-    model = task.model()
-    optimizer = method.build(model, **keywords)
-    train(model, optimizer, task, 2)
+    model, optimizer = method.start(task, 2, **keywords)
     return snapshot(optimizer)
 
 

@@ -77,8 +77,7 @@ def follow_schedules(method: Method, rule: str, names: list[str]) -> None:
 @pytest.mark.cover(cycle=["OneCycleLR", "CyclicLR"])
 def test_the_momentum_of_grafted_steps_follows_the_schedule(method: Method, mlp: Task, cycle: str) -> None:
     """β₁ of the mean that is preconditioned, and of the one that gives steps their length, is the scheduled one."""
-    model = mlp.model()
-    optimizer = method.build(model, graft="adam", lr=LR, weight_decay=DECAY)
+    model, optimizer = method.start(mlp, graft="adam", lr=LR, weight_decay=DECAY)
     schedule = SCHEDULERS[cycle](optimizer)
     weight, mean, seen = model.first.weight, torch.zeros_like(model.first.weight), set()
     for step in range(6):
@@ -174,9 +173,7 @@ def test_betas_and_eps_have_two_names_that_cannot_disagree(method: Method, mlp: 
 @pytest.mark.option("damping")
 def test_a_checkpoint_from_before_decays_as_it_did(method: Method, mlp: Task) -> None:
     """Its groups have the old names of the options; with Adam's size, weights were decayed apart from the gradient."""
-    model = mlp.model()
-    optimizer = method.build(model, graft="adam", lr=LR, weight_decay=DECAY, decoupled_weight_decay=True)
-    train(model, optimizer, mlp, 3)
+    model, optimizer = method.start(mlp, 3, graft="adam", lr=LR, weight_decay=DECAY, decoupled_weight_decay=True)
     saved = copy.deepcopy(optimizer.state_dict())
     for group in saved["param_groups"]:
         group["fallback_betas"], group["fallback_eps"] = group.pop("betas"), group.pop("eps")

@@ -43,8 +43,7 @@ def test_teacher_in_the_loss(method: Method, mlp: Task, mode: str) -> None:
     """Its forward stands between the student's forward and backward, and is none of the optimizer's business."""
 
     def run(with_teacher: bool) -> Any:
-        model = mlp.model()
-        optimizer = method.build(model)
+        model, optimizer = method.start(mlp)
         teacher = copy.deepcopy(model)
         teacher.train(mode != "eval")
         for step in range(5):
@@ -64,8 +63,7 @@ def test_teacher_in_the_loss(method: Method, mlp: Task, mode: str) -> None:
 @pytest.mark.cover(mode=["no_grad", "inference_mode", "eval"])
 def test_the_hooked_model_itself_between_forward_and_backward(method: Method, mlp: Task, mode: str) -> None:
     def run(with_evaluation: bool) -> Any:
-        model = mlp.model()
-        optimizer = method.build(model)
+        model, optimizer = method.start(mlp)
         for step in range(5):
             optimizer.zero_grad()
             loss = mlp.loss(model, step)
@@ -112,8 +110,7 @@ def test_batch_norm_update_does_not_reach_the_optimizer(method: Method) -> None:
 
 
 def test_average_loads_into_the_model_and_training_goes_on(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     averaged = AveragedModel(model)
     train(model, optimizer, mlp, 3)
     averaged.update_parameters(model)

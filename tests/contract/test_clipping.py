@@ -13,8 +13,6 @@ from tests.support.tasks import (
     assert_identical,
     block_vector,
     displacements,
-    train,
-    values,
 )
 
 pytestmark = pytest.mark.option("clip_norm", "clip_value")
@@ -50,18 +48,13 @@ def test_norm_scales_all_blocks_alike(method: Method, variant: Variant, mlp: Tas
 
 @pytest.mark.cover(keyword=["clip_norm", "clip_value"])
 def test_generous_bound_is_no_bound(method: Method, mlp: Task, keyword: str) -> None:
-    results = []
-    for bound in (None, 1e9):
-        model = mlp.model()
-        train(model, method.build(model, **{keyword: bound}), mlp, 5)
-        results.append(values(model))
+    results = [method.trained(mlp, 5, **{keyword: bound}) for bound in (None, 1e9)]
     assert_identical(results[1], results[0])
 
 
 @pytest.mark.cover(keyword=["clip_norm", "clip_value"])
 def test_bound_is_read_at_each_step(method: Method, mlp: Task, keyword: str) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, **method.bare(**{keyword: 1e-6}))
+    model, optimizer = method.start(mlp, **method.bare(**{keyword: 1e-6}))
 
     def lift() -> None:
         optimizer.param_groups[0][keyword] = None
@@ -74,8 +67,7 @@ def test_bound_is_read_at_each_step(method: Method, mlp: Task, keyword: str) -> 
 
 
 def test_gradients_are_not_what_is_clipped(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, clip_norm=1e-6, clip_value=1e-6)
+    model, optimizer = method.start(mlp, clip_norm=1e-6, clip_value=1e-6)
     mlp.loss(model, 0).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     optimizer.step()

@@ -10,8 +10,7 @@ from tests.support.tasks import Task, assert_identical, backward, train, values
 
 
 def test_closure_runs_once_per_step_with_grad_enabled_and_its_loss_comes_back(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     for step in range(5):
         grad_enabled, losses = [], []
 
@@ -40,16 +39,14 @@ def test_training_by_closure_equals_training_by_hand(method: Method, task: Task)
 
 
 def test_step_without_closure_returns_none(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     backward(model, optimizer, mlp, 0)
     assert optimizer.step() is None
     assert optimizer.step(closure=None) is None
 
 
 def test_closure_may_return_none(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     before = values(model)
 
     def closure() -> None:
@@ -60,14 +57,12 @@ def test_closure_may_return_none(method: Method, mlp: Task) -> None:
 
 
 def test_closure_may_return_a_float(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     assert optimizer.step(lambda: float(backward(model, optimizer, mlp, 0))) == float(mlp.loss(mlp.model(), 0).detach())
 
 
 def test_failing_closure_leaves_everything_as_it_was(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     before = values(model)
 
     def closure() -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.support.methods import Method
-from tests.support.tasks import Task, assert_identical, backward, train, values
+from tests.support.tasks import Task, assert_all_close, assert_identical, backward, train, values
 
 
 @pytest.fixture(autouse=True)
@@ -35,16 +35,14 @@ def test_compiled_model(method: Method, mlp: Task) -> None:
         optimizer.step()
     assert not dynamo.utils.counters["graph_break"]
     expected = values(alone)
-    for name, value in values(model).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-7, atol=1e-10)
+    assert_all_close(values(model), expected, rtol=1e-7, atol=1e-10)
 
 
 def test_compiled_step(method: Method, mlp: Task) -> None:
     """Run as it is, and never compiled anew: not when the learning rate changes either."""
     results = []
     for is_compiled in (False, True):
-        model = mlp.model()
-        optimizer = method.build(model)
+        model, optimizer = method.start(mlp)
         schedule = ExponentialLR(optimizer, 0.9)
 
         def step(optimizer: torch.optim.Optimizer = optimizer) -> None:
@@ -62,8 +60,7 @@ def test_compiled_step(method: Method, mlp: Task) -> None:
 
 @pytest.mark.option("inverse_method")  # one method is enough: the step is that of all
 def test_a_compiled_model_stays_compiled_in_a_closure(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     compiled = torch.compile(model, backend="eager")
     inputs, targets = mlp.batch(0)
 

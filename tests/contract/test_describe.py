@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from tests.support.methods import Method, Variant
-from tests.support.tasks import TRANSFORMER, Task, train
+from tests.support.tasks import TRANSFORMER, Task
 
 
 def rows(optimizer: Any, model: nn.Module) -> dict[str, str]:
@@ -30,8 +30,7 @@ def test_one_row_per_parameter(method: Method, task: Task) -> None:
 
 
 def test_the_word_fallback_stands_in_rows_of_fallback_parameters_only(method: Method, task: Task) -> None:
-    model = task.model()
-    optimizer = method.build(model, **method.leave_out)
+    model, optimizer = method.start(task, **method.leave_out)
     found, left_out = rows(optimizer, model), method.left_out(model)
     assert left_out
     for name in left_out:
@@ -44,8 +43,7 @@ def test_the_word_fallback_stands_in_rows_of_fallback_parameters_only(method: Me
 
 def test_rows_agree_with_the_state(method: Method, task: Task) -> None:
     """A weight that holds curvature is not in the fallback, and the other way round."""
-    model = task.model()
-    optimizer = method.build(model, **method.leave_out)
+    model, optimizer = method.start(task, **method.leave_out)
     plain = {"step", "momentum_buffer", "global_step"}
     for name, row in rows(optimizer, model).items():
         if name.endswith("weight") or not method.layerwise:
@@ -114,9 +112,7 @@ def test_parameter_outside_the_module_gets_a_row_with_its_reason(method: Method,
 
 
 def test_shapes_stand_in_the_rows_and_training_does_not_disturb(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
-    train(model, optimizer, mlp, 3)
+    model, optimizer = method.start(mlp, 3)
     found = rows(optimizer, model)
     assert "4" in found["first.weight"]
     assert "5" in found["first.weight"]

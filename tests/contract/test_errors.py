@@ -366,8 +366,7 @@ def test_defaults_construct_silently_and_train(method: Method) -> None:
 
 
 def test_repr_is_printable_at_any_time(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, lr=0.125)
+    model, optimizer = method.start(mlp, lr=0.125)
     for steps in (0, 1):
         train(model, optimizer, mlp, steps)
         text = repr(optimizer)

@@ -162,8 +162,7 @@ def test_what_is_left_out_takes_no_part_in_the_window(method: Method, variant: V
     """The rest trains as if the biases were not there: their huge gradients do not reach it."""
     results = []
     for factor in (1.0, 1e6):
-        model = mlp.model()
-        optimizer = method.build(model, **variant.keywords, **method.leave_out)
+        model, optimizer = method.start(mlp, **variant.keywords, **method.leave_out)
         start = values(model)
         for step in range(6):
             backward(model, optimizer, mlp, step)
@@ -219,8 +218,7 @@ def halved(optimizer: Any) -> Any:
 
 def test_fallback_lr_is_scheduled_in_proportion_to_lr(method: Method, mlp: Task) -> None:
     """Halving is exact in floating point: equal to the bit."""
-    model = mlp.model()
-    optimizer = method.build(model, fallback="adamw", fallback_lr=0.02, weight_decay=0.1, **method.leave_out)
+    model, optimizer = method.start(mlp, fallback="adamw", fallback_lr=0.02, weight_decay=0.1, **method.leave_out)
     shadow = Shadow(uncovered(method, model), lambda p: AdamW(p, 0.02, weight_decay=0.1))
     schedules = [halved(optimizer), halved(shadow.optimizer)]
     side_by_side(model, optimizer, mlp, shadow, after=lambda: [schedule.step() for schedule in schedules])
@@ -229,8 +227,7 @@ def test_fallback_lr_is_scheduled_in_proportion_to_lr(method: Method, mlp: Task)
 
 @pytest.mark.cover(lr_as=[float, torch.tensor])
 def test_any_schedule_keeps_the_proportion(method: Method, mlp: Task, lr_as: Callable[[float], Any]) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, lr=lr_as(0.05), fallback="adamw", fallback_lr=0.02, **method.leave_out)
+    model, optimizer = method.start(mlp, lr=lr_as(0.05), fallback="adamw", fallback_lr=0.02, **method.leave_out)
     shadow = Shadow(uncovered(method, model), lambda p: AdamW(p, 0.02, weight_decay=0.0))
     schedules = [CosineAnnealingLR(o, 7) for o in (optimizer, shadow.optimizer)]
     side_by_side(model, optimizer, mlp, shadow, steps=6, after=lambda: [schedule.step() for schedule in schedules])
@@ -243,8 +240,7 @@ def test_proportion_survives_a_checkpoint(method: Method, mlp: Task) -> None:
     """The learning rate that the proportion refers to is not the one at which training resumes."""
 
     def build() -> Any:
-        model = mlp.model()
-        optimizer = method.build(model, fallback="adamw", fallback_lr=0.02, **method.leave_out)
+        model, optimizer = method.start(mlp, fallback="adamw", fallback_lr=0.02, **method.leave_out)
         return model, optimizer, halved(optimizer)
 
     model, optimizer, schedule = build()

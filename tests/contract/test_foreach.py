@@ -9,7 +9,7 @@ import torch
 
 from tests.contract.test_maximize import RULES
 from tests.support.methods import Method, Variant
-from tests.support.tasks import Task, train, values
+from tests.support.tasks import Task, assert_all_close, train, values
 
 
 def run(method: Method, task: Task, dtype: torch.dtype, **keywords: Any) -> dict[str, torch.Tensor]:
@@ -24,15 +24,13 @@ def test_every_rule(method: Method, mlp: Task, rule: str) -> None:
     loop = run(method, mlp, torch.float64, foreach=False, **RULES[rule])
     for foreach in (True, None):
         batched = run(method, mlp, torch.float64, foreach=foreach, **RULES[rule])
-        for name, value in loop.items():
-            torch.testing.assert_close(batched[name], value, rtol=1e-12, atol=1e-14)
+        assert_all_close(batched, loop, rtol=1e-12, atol=1e-14)
 
 
 def test_every_variant_and_task(method: Method, variant: Variant, task: Task) -> None:
     loop = run(method, task, torch.float64, foreach=False, **variant.keywords)
     batched = run(method, task, torch.float64, foreach=True, **variant.keywords)
-    for name, value in loop.items():
-        torch.testing.assert_close(batched[name], value, rtol=1e-12, atol=1e-14)
+    assert_all_close(batched, loop, rtol=1e-12, atol=1e-14)
 
 
 def test_parameters_of_several_dtypes(method: Method, mlp: Task) -> None:

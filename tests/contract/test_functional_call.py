@@ -26,8 +26,7 @@ def test_foreign_parameters_leave_no_trace(method: Method, mlp: Task) -> None:
     """Fast weights of a meta-learner, per-example gradients, perturbed copies: in front of every step."""
     results = []
     for disturbed in (False, True):
-        model = mlp.model()
-        optimizer = method.build(model)
+        model, optimizer = method.start(mlp)
         for step in range(4):
             backward(model, optimizer, mlp, step)
             if disturbed:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.methods import Method
-from tests.support.tasks import Task, assert_identical, backward, values
+from tests.support.tasks import Task, assert_all_close, assert_identical, backward, values
 
 CLIPS: dict[str, Callable[[nn.Module, float], Any]] = {
     "norm": lambda model, bound: nn.utils.clip_grad_norm_(model.parameters(), bound),
@@ -19,8 +19,7 @@ CLIPS: dict[str, Callable[[nn.Module, float], Any]] = {
 
 
 def run(method: Method, task: Task, before_step: Callable[[nn.Module], Any], steps: int = 4) -> Any:
-    model = task.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(task)
     for step in range(steps):
         backward(model, optimizer, task, step)
         before_step(model)
@@ -48,8 +47,7 @@ def test_a_step_uses_the_clipped_gradients(method: Method, mlp: Task, clip: str)
     found, _ = run(method, mlp, lambda model: CLIPS[clip](model, bound))
     expected, _ = run(method, mlp, by_hand)
     free, _ = run(method, mlp, lambda model: None)
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
+    assert_all_close(found, expected, rtol=1e-9, atol=1e-12)
     assert any(not torch.equal(found[name], free[name]) for name in free)
 
 
@@ -58,8 +56,7 @@ def test_factors_know_nothing_of_clipping(method: Method, mlp: Task) -> None:
     """They come from the backward itself: a direction is as much shorter as its gradient."""
     keywords, steps = method.bare(), []
     for bound in (None, 0.01):
-        model = mlp.model()
-        optimizer = method.build(model, **keywords)
+        model, optimizer = method.start(mlp, **keywords)
         backward(model, optimizer, mlp, 0)
         before, norm = values(model), 1.0
         if bound is not None:
@@ -67,5 +64,4 @@ def test_factors_know_nothing_of_clipping(method: Method, mlp: Task) -> None:
         optimizer.step()
         scale = 1.0 if bound is None else bound / (norm + 1e-6)
         steps.append({name: (value - before[name]) / scale for name, value in values(model).items()})
-    for name, step in steps[1].items():
-        torch.testing.assert_close(step, steps[0][name], rtol=1e-6, atol=1e-9)
+    assert_all_close(steps[1], steps[0], rtol=1e-6, atol=1e-9)

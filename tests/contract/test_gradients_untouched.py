@@ -18,8 +18,7 @@ def gradients(model: nn.Module) -> list[tuple[int, int, int]]:
 
 
 def check(method: Method, task: Task, **keywords: Any) -> None:
-    model = task.model()
-    optimizer = method.build(model, **keywords)
+    model, optimizer = method.start(task, **keywords)
     for step in range(5):
         backward(model, optimizer, task, step)
         before, contents = gradients(model), [p.grad.clone() for p in model.parameters()]
@@ -46,8 +45,7 @@ def test_when_switched_off(method: Method, mlp: Task, maximize: bool) -> None:
 
 
 def test_when_the_step_is_dropped(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     backward(model, optimizer, mlp, 0)
     model.first.weight.grad[0, 0] = torch.nan
     before, contents = gradients(model), [p.grad.clone() for p in model.parameters()]
@@ -58,8 +56,7 @@ def test_when_the_step_is_dropped(method: Method, mlp: Task) -> None:
 
 def test_gradients_that_are_views_of_one_buffer_stay_views(method: Method, mlp: Task) -> None:
     """`gradient_as_bucket_view=True` of DDP."""
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     bucket = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
     offset = 0
     for parameter in model.parameters():

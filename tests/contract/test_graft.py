@@ -17,7 +17,6 @@ from tests.support.tasks import (
     backward,
     block_vector,
     displacements,
-    train,
     values,
 )
 
@@ -36,8 +35,9 @@ def lengths(variant: Variant, model: torch.nn.Module, moved: dict[str, torch.Ten
 def compare_lengths(
     method: Method, variant: Variant, task: Task, rule: str, steps: int, scheduled: bool, **keywords: Any
 ) -> None:
-    model = task.model()
-    optimizer = method.build(model, **{"graft": rule, "lr": 0.05, "momentum": 0.0, **variant.keywords, **keywords})
+    model, optimizer = method.start(
+        task, **{"graft": rule, "lr": 0.05, "momentum": 0.0, **variant.keywords, **keywords}
+    )
     shadow = Shadow(list(model.parameters()), RULES[rule])
     names = [name for name, _ in model.named_parameters()]
     schedules = [
@@ -108,18 +108,13 @@ def test_momentum_runs_over_sgd_grafted_directions(method: Method, mlp: Task) ->
 
 def test_no_heavy_ball_over_adam_grafting(method: Method, mlp: Task) -> None:
     """Adam's first moment is the momentum."""
-    results = []
-    for momentum in (0.0, 0.9):
-        model = mlp.model()
-        train(model, method.build(model, graft="adam", lr=0.01, momentum=momentum), mlp, 5)
-        results.append(values(model))
+    results = [method.trained(mlp, 5, graft="adam", lr=0.01, momentum=momentum) for momentum in (0.0, 0.9)]
     assert_identical(results[1], results[0])
 
 
 def test_adam_grafting_has_adams_betas_and_eps(method: Method, mlp: Task) -> None:
     """With eps far above the gradients the step is the first moment over eps."""
-    model = mlp.model()
-    optimizer = method.build(model, graft="adam", lr=1.0, fallback_betas=(0.5, 0.75), fallback_eps=1e6)
+    model, optimizer = method.start(mlp, graft="adam", lr=1.0, fallback_betas=(0.5, 0.75), fallback_eps=1e6)
     start = values(model)
     backward(model, optimizer, mlp, 0)
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}

@@ -40,29 +40,23 @@ def test_a_bad_value_is_refused_before_anything_changes(method: Method, mlp: Tas
 
 @pytest.mark.option("factor_update_steps")
 def test_an_interval_of_zero_is_refused_in_the_forward(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
-    train(model, optimizer, mlp, 1)
+    model, optimizer = method.start(mlp, 1)
     optimizer.param_groups[0]["factor_update_steps"] = 0
     with pytest.raises(ValueError, match="factor_update_steps must be >= 1, got 0"):
         model(mlp.batch(1)[0])
 
 
 def test_options_that_exclude_each_other_are_refused(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
-    train(model, optimizer, mlp, 1)
+    model, optimizer = method.start(mlp, 1)
     optimizer.param_groups[0].update(graft="sgd", inner="adam")
     with pytest.raises(ValueError, match="both set the step size"):
         train(model, optimizer, mlp, 1, start=1)
 
 
 def test_numbers_of_numpy_are_numbers(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     optimizer.param_groups[0].update(lr=np.float32(0.125), weight_decay=np.float64(0.5))
-    twin = mlp.model()
-    other = method.build(twin)
+    twin, other = method.start(mlp)
     other.param_groups[0].update(lr=0.125, weight_decay=0.5)
     train(model, optimizer, mlp, 2)
     train(twin, other, mlp, 2)

@@ -12,6 +12,7 @@ from torch import nn
 from tests.support.methods import Method, Variant
 from tests.support.tasks import (
     Task,
+    assert_all_close,
     assert_changed,
     assert_identical,
     backward,
@@ -32,11 +33,10 @@ def split(model: nn.Module, **second: object) -> list[dict[str, object]]:
 
 
 def test_module_parameters_and_named_parameters_train_alike(method: Method, task: Task) -> None:
-    results = []
-    for params in (None, nn.Module.parameters, nn.Module.named_parameters):
-        model = task.model()
-        train(model, method.build(model, params and params(model)), task, 5)
-        results.append(values(model))
+    results = [
+        method.trained(task, 5, params and params(model))
+        for params in (None, nn.Module.parameters, nn.Module.named_parameters)
+    ]
     assert_identical(results[1], results[0])
     assert_identical(results[2], results[0])
 
@@ -45,8 +45,7 @@ def test_split_into_equal_groups_changes_nothing(method: Method, mlp: Task) -> N
     whole, parted = mlp.model(), mlp.model()
     train(whole, method.build(whole), mlp, 5)
     train(parted, method.build(parted, split(parted)), mlp, 5)
-    for name, value in values(whole).items():
-        torch.testing.assert_close(parted.get_parameter(name).detach(), value, rtol=1e-12, atol=1e-14)
+    assert_all_close(values(parted), values(whole), rtol=1e-12, atol=1e-14)
 
 
 def test_options_of_a_group_override_the_defaults(method: Method, mlp: Task) -> None:
@@ -148,9 +147,7 @@ def test_damping_of_all_groups_is_read_at_each_step(method: Method, variant: Var
 @pytest.mark.option("skip_layers")
 def test_interval_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> None:
     """An interval shortened between two steps holds for the very next one."""
-    model = mlp.model()
-    optimizer = method.build(model, **method.every(20, capture=10))
-    train(model, optimizer, mlp, 3)
+    model, optimizer = method.start(mlp, 3, **method.every(20, capture=10))
     assert optimizer.state[model.first.weight]["factor_updates"] == 1
     optimizer.param_groups[0][method.capture_keyword] = 1
     train(model, optimizer, mlp, 1, start=3)
@@ -189,8 +186,7 @@ def test_group_added_late_trains_like_one_given_at_once(method: Method, mlp: Tas
     assert late.param_groups[1].keys() == late.param_groups[0].keys()
     train(model, at_once, mlp, 5)
     train(twin, late, mlp, 5)
-    for name, value in values(model).items():
-        torch.testing.assert_close(twin.get_parameter(name).detach(), value, rtol=1e-12, atol=1e-14)
+    assert_all_close(values(twin), values(model), rtol=1e-12, atol=1e-14)
 
 
 def test_group_added_between_steps_gets_blocks_and_trains(method: Method, mlp: Task) -> None:
@@ -297,9 +293,7 @@ def test_group_dicts_that_are_replaced_are_followed(method: Method, mlp: Task) -
     """Some trainers rebuild ``param_groups``; options of the new dicts must count."""
     results = []
     for replaced in (False, True):
-        model = mlp.model()
-        optimizer = method.build(model)
-        train(model, optimizer, mlp, 1)
+        model, optimizer = method.start(mlp, 1)
         if replaced:
             optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
         optimizer.param_groups[0]["lr"] = 0.0125
@@ -322,9 +316,7 @@ def replaced(model: nn.Module, optimizer: Any, path: str) -> None:
 @pytest.mark.cover(steps=[0, 3])
 def test_parameters_replaced_in_training_are_named_once(method: Method, mlp: Task, steps: int) -> None:
     """Their curvature and momentum begin anew: before the first step there is none to lose."""
-    model = mlp.model()
-    optimizer = method.build(model)
-    train(model, optimizer, mlp, steps)
+    model, optimizer = method.start(mlp, steps)
     for path in ("first.weight", "second.weight"):
         replaced(model, optimizer, path)
     with warnings.catch_warnings(record=True) as caught:
@@ -382,8 +374,7 @@ def test_an_unset_fallback_of_a_group_follows_its_graft(method: Method, mlp: Tas
 @pytest.mark.option("module", "fallback")
 def test_an_unnamed_parameter_may_join_named_ones(method: Method, mlp: Task) -> None:
     """An optimizer of a module names its parameters, and torch wants names for all or for none."""
-    model = mlp.model()
-    optimizer = method.build(model, momentum=0.0, fallback="sgd")
+    model, optimizer = method.start(mlp, momentum=0.0, fallback="sgd")
     stranger = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
     optimizer.add_param_group({"params": [stranger], "lr": 0.5})
     backward(model, optimizer, mlp, 0)
@@ -393,8 +384,7 @@ def test_an_unnamed_parameter_may_join_named_ones(method: Method, mlp: Task) -> 
         assert_identical(stranger.detach(), torch.full_like(stranger, 1 - 0.5 * 0.25))
     assert (stranger < 1).any()
     assert len(optimizer.param_groups[1]["param_names"]) == 1
-    other = mlp.model()
-    second = method.build(other, momentum=0.0, fallback="sgd")
+    other, second = method.start(mlp, momentum=0.0, fallback="sgd")
     second.add_param_group({"params": nn.Parameter(stranger.detach().clone()), "lr": 0.5})
     second.load_state_dict(snapshot(optimizer))
     assert_identical(snapshot(second), snapshot(optimizer))

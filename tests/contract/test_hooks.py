@@ -12,8 +12,7 @@ from tests.support.tasks import Task, assert_identical, backward, snapshot, trai
 
 
 def test_step_hooks_run_around_the_step(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     start, seen = values(model), []
 
     def note(name: str) -> Any:
@@ -30,15 +29,13 @@ def test_step_hooks_run_around_the_step(method: Method, mlp: Task) -> None:
 
 
 def test_step_pre_hook_may_replace_the_arguments(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     optimizer.register_step_pre_hook(lambda opt, args, kwargs: ((opt, lambda: 3.0), {}))
     assert optimizer.step() == 3.0
 
 
 def test_removed_step_hook_is_silent(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     seen: list[int] = []
     handle = optimizer.register_step_post_hook(lambda *_: seen.append(1))
     train(model, optimizer, mlp, 1)
@@ -48,8 +45,7 @@ def test_removed_step_hook_is_silent(method: Method, mlp: Task) -> None:
 
 
 def test_global_step_hooks_run(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     seen: list[str] = []
     handles = [
         register_optimizer_step_pre_hook(lambda *_: seen.append("pre")),
@@ -89,9 +85,7 @@ def test_state_dict_hooks_run_in_order(method: Method, mlp: Task) -> None:
 
 
 def test_load_state_dict_hooks_run_in_order(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
-    train(model, optimizer, mlp, 2)
+    model, optimizer = method.start(mlp, 2)
     saved = snapshot(optimizer)
     second = method.build(mlp.model())
     seen: list[str] = []
@@ -113,9 +107,7 @@ def test_load_state_dict_hooks_run_in_order(method: Method, mlp: Task) -> None:
 
 def test_load_state_dict_pre_hook_may_mend_a_checkpoint(method: Method, mlp: Task) -> None:
     """What torch's documentation tells users to do with a dict that does not fit: it is checked after the hook."""
-    model = mlp.model()
-    optimizer = method.build(model, lr=0.125)
-    train(model, optimizer, mlp, 2)
+    model, optimizer = method.start(mlp, 2, lr=0.125)
     good = snapshot(optimizer)
     second = method.build(mlp.model())
     second.register_load_state_dict_pre_hook(lambda opt, saved: {**saved, "state": good["state"]})
@@ -124,8 +116,7 @@ def test_load_state_dict_pre_hook_may_mend_a_checkpoint(method: Method, mlp: Tas
 
 
 def test_gradients_changed_by_a_pre_hook_are_used(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, momentum=0.0)
+    model, optimizer = method.start(mlp, momentum=0.0)
 
     def clear(opt: Any, args: Any, kwargs: Any) -> None:
         for parameter in model.parameters():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.support.methods import Method, Variant
-from tests.support.tasks import Task, assert_identical, covered_names, displacements, train, values
+from tests.support.tasks import Task, assert_all_close, assert_identical, covered_names, displacements, values
 
 pytestmark = pytest.mark.option("kl_clip")
 
@@ -68,33 +68,25 @@ def test_scheduled_lr_enters_the_factor(method: Method, mlp: Task) -> None:
 def test_weight_decay_and_momentum_do_not_enter(method: Method, mlp: Task) -> None:
     results = []
     for options in ({}, {"weight_decay": 0.5, "decoupled_weight_decay": True}):
-        model = mlp.model()
-        optimizer = method.build(model, **{**method.bare(lr=0.5), "kl_clip": 1e-6, **options})
+        model, optimizer = method.start(mlp, **{**method.bare(lr=0.5), "kl_clip": 1e-6, **options})
         start = values(model)
         (moved,) = displacements(model, optimizer, mlp, 1)
         pull = 0.5 * options.get("weight_decay", 0.0)
         results.append({name: moved[name] + pull * start[name] for name in covered_names(model)})
-    for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, rtol=1e-6, atol=1e-12)
+    assert_all_close(results[1], results[0], rtol=1e-6, atol=1e-12)
 
 
 def test_generous_bound_is_no_bound(method: Method, mlp: Task) -> None:
-    results = []
-    for kl_clip in (None, 1e9):
-        model = mlp.model()
-        train(model, method.build(model, kl_clip=kl_clip), mlp, 5)
-        results.append(values(model))
+    results = [method.trained(mlp, 5, kl_clip=kl_clip) for kl_clip in (None, 1e9)]
     assert_identical(results[1], results[0])
 
 
 def test_tensor_lr_enters_the_factor(method: Method, mlp: Task) -> None:
     results = []
     for lr in (0.5, torch.tensor(0.5, dtype=torch.float64)):
-        model = mlp.model()
-        optimizer = method.build(model, **{**method.bare(lr=lr), "kl_clip": 1e-6})
+        model, optimizer = method.start(mlp, **{**method.bare(lr=lr), "kl_clip": 1e-6})
         results.extend(displacements(model, optimizer, mlp, 1))
-    for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, rtol=1e-6, atol=1e-13)
+    assert_all_close(results[1], results[0], rtol=1e-6, atol=1e-13)
 
 
 def test_bound_is_read_at_each_step(method: Method, mlp: Task) -> None:

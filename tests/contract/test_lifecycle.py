@@ -141,9 +141,7 @@ def test_dropped_optimizer_leaves_a_working_module(method: Method, mlp: Task) ->
     import gc
     import weakref
 
-    model = mlp.model()
-    optimizer = method.build(model)
-    train(model, optimizer, mlp, 2)
+    model, optimizer = method.start(mlp, 2)
     gone = weakref.ref(optimizer)
     del optimizer
     gc.collect()
@@ -191,8 +189,7 @@ def test_pause_capture_leaves_the_state_alone(method: Method, mlp: Task) -> None
 
 @pytest.mark.option("skip_layers")
 def test_blocks_are_listed_by_module_name(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer: Any = method.build(model)
+    model, optimizer = method.start(mlp)
     assert set(optimizer.blocks) == {"first", "second"}
     assert optimizer.blocks["first"].weight is model.first.weight
     assert optimizer.blocks["first"].bias is model.first.bias
@@ -249,8 +246,7 @@ def test_attach_gives_a_window_nothing_that_it_needs(method: Method, mlp: Task) 
 
 
 def test_observe_and_mask_are_members_of_every_method(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     with optimizer.mask(None):
         outputs = model(mlp.batch(0)[0])
     optimizer.observe(outputs, "gaussian")

@@ -37,8 +37,7 @@ WINDOW_RULES: dict[str, dict[str, Any]] = {
 
 
 def ascend(method: Method, task: Task, **keywords: Any) -> dict[str, Any]:
-    model = task.model()
-    optimizer = method.build(model, maximize=True, **keywords)
+    model, optimizer = method.start(task, maximize=True, **keywords)
     for step in range(5):
         optimizer.zero_grad()
         (-task.loss(model, step)).backward()

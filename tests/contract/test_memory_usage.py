@@ -56,9 +56,7 @@ def test_between_steps_the_total_is_the_state_of_every_window(method: Method, va
 
 
 def between_steps(method: Method, task: Task, **keywords: Any) -> tuple[Any, nn.Module]:
-    model = task.model()
-    optimizer = method.build(model, **keywords)
-    train(model, optimizer, task, 3)
+    model, optimizer = method.start(task, 3, **keywords)
     optimizer.zero_grad()
     scalars = 8 * 2 * len(list(model.parameters()))
     usage = optimizer.memory_usage()
@@ -68,9 +66,7 @@ def between_steps(method: Method, task: Task, **keywords: Any) -> tuple[Any, nn.
 
 @pytest.mark.option("skip_layers")
 def test_the_workspace_holds_the_temporaries_of_the_largest_block(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
-    train(model, optimizer, mlp, 2)
+    model, optimizer = method.start(mlp, 2)
     held = optimizer.memory_usage().get("workspace", 0)
     # the gradient matrix, both bases or inverses and two products, in rows of whole 16 elements
     padded = [(block.n_a + 16, block.n_g + 16) for block in shapes(model)]
@@ -92,9 +88,7 @@ def test_momentum_and_fallback_bytes(method: Method, mlp: Task) -> None:
 
 @pytest.mark.option("skip_layers")
 def test_pending_statistics_are_counted_and_gone_after_the_step(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
-    train(model, optimizer, mlp, 1)
+    model, optimizer = method.start(mlp, 1)
     optimizer.zero_grad()
     at_rest = optimizer.memory_usage()["total"]
     optimizer.param_groups[0][method.capture_keyword] = 1

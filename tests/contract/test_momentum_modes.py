@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.methods import Method
-from tests.support.tasks import Task, assert_identical, displacements, train, values
+from tests.support.tasks import Task, assert_identical, displacements, values
 
 pytestmark = pytest.mark.option("momentum_mode")
 
@@ -29,18 +29,12 @@ def test_momentum_over_directions(method: Method, mlp: Task, rule: str) -> None:
 
 @pytest.mark.rules(MODES)
 def test_without_momentum_the_mode_is_of_no_account(method: Method, mlp: Task, rule: str) -> None:
-    results = []
-    for chosen in ({}, MODES[rule]):
-        model = mlp.model()
-        train(model, method.build(model, momentum=0.0, **chosen), mlp, 6)
-        results.append(values(model))
+    results = [method.trained(mlp, 6, momentum=0.0, **chosen) for chosen in ({}, MODES[rule])]
     assert_identical(results[1], results[0])
 
 
 def test_momentum_over_gradients_has_no_buffer_of_directions(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, momentum=0.5, momentum_mode="pre")
-    train(model, optimizer, mlp, 2)
+    model, optimizer = method.start(mlp, 2, momentum=0.5, momentum_mode="pre")
     for name, parameter in model.named_parameters():
         covered = name in method.covered(model)
         assert ("gradient_momentum" in optimizer.state[parameter]) == covered

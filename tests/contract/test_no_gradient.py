@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from tests.support.methods import Method, Variant
-from tests.support.tasks import Task, assert_identical, backward, snapshot, train, values
+from tests.support.tasks import (
+    Task,
+    assert_all_close,
+    assert_changed,
+    assert_identical,
+    backward,
+    snapshot,
+    train,
+    values,
+)
 
 RULES: dict[str, dict[str, Any]] = {
     "momentum": {},
@@ -47,8 +56,7 @@ def test_first_steps_without_gradients_and_with_zero_gradients_change_nothing(
 
 def test_zero_gradients_of_a_real_backward_change_nothing(method: Method, variant: Variant, task: Task) -> None:
     """All factors of the output gradients, or all rows of a window, are zero: used without a NaN all the same."""
-    model = task.model()
-    optimizer = method.build(model, momentum=0.0, **variant.keywords)
+    model, optimizer = method.start(task, momentum=0.0, **variant.keywords)
     before = values(model)
     for step in range(5):
         optimizer.zero_grad()
@@ -58,9 +66,7 @@ def test_zero_gradients_of_a_real_backward_change_nothing(method: Method, varian
 
 
 def test_zero_gradients_after_training_change_nothing(method: Method, variant: Variant, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, momentum=0.0, **variant.keywords)
-    train(model, optimizer, mlp, 3)
+    model, optimizer = method.start(mlp, 3, momentum=0.0, **variant.keywords)
     before = values(model)
     for step in range(3, 8):
         optimizer.zero_grad()
@@ -74,9 +80,7 @@ def test_zero_gradients_after_training_change_nothing(method: Method, variant: V
 
 def test_step_without_gradients_after_training_moves_no_parameter(method: Method, mlp: Task) -> None:
     """As in torch: momentum is not applied where there is no gradient, and `step` does not count it."""
-    model = mlp.model()
-    optimizer = method.build(model, weight_decay=0.1)
-    train(model, optimizer, mlp, 3)
+    model, optimizer = method.start(mlp, 3, weight_decay=0.1)
     parameters = values(model)
     buffers = [snapshot(optimizer)["state"][0][key] for key in ("step", "momentum_buffer")]
     optimizer.zero_grad(set_to_none=True)
@@ -87,9 +91,7 @@ def test_step_without_gradients_after_training_moves_no_parameter(method: Method
 
 @pytest.mark.cover(missing=["first.weight", "first.bias", "second.weight", "scale.gain"])
 def test_parameter_without_a_gradient_is_skipped(method: Method, mlp: Task, missing: str) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
-    train(model, optimizer, mlp, 2)
+    model, optimizer = method.start(mlp, 2)
     before = values(model)
     backward(model, optimizer, mlp, 2)
     model.get_parameter(missing).grad = None
@@ -101,8 +103,7 @@ def test_parameter_without_a_gradient_is_skipped(method: Method, mlp: Task, miss
 
 def test_unused_branch_is_left_alone_and_joins_later(method: Method, mlp: Task) -> None:
     """A covered layer that takes no part in the loss at first: no curvature, no step, no crash."""
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     unused = [model.second.weight.detach().clone(), model.second.bias.detach().clone()]
     for step in range(3):
         optimizer.zero_grad()
@@ -111,9 +112,7 @@ def test_unused_branch_is_left_alone_and_joins_later(method: Method, mlp: Task) 
     assert_identical([model.second.weight.detach(), model.second.bias.detach()], unused)
     before = values(model)
     train(model, optimizer, mlp, 2, start=3)
-    for name, value in values(model).items():
-        assert value.isfinite().all()
-        assert not torch.equal(value, before[name]), name
+    assert_changed(model, before)
 
 
 @pytest.mark.option("window_size")
@@ -124,9 +123,7 @@ def test_a_missing_gradient_is_a_zero_slice_of_the_row(
     """The others move as if it had been zero; the parameter itself, its decay and its momentum rest."""
     results = []
     for absent in (True, False):
-        model = mlp.model()
-        optimizer = method.build(model, weight_decay=0.1, decoupled_weight_decay=True, **variant.keywords)
-        train(model, optimizer, mlp, 5)
+        model, optimizer = method.start(mlp, 5, weight_decay=0.1, decoupled_weight_decay=True, **variant.keywords)
         start = values(model)
         for step in range(5, 11):
             backward(model, optimizer, mlp, step)
@@ -144,8 +141,7 @@ def test_a_missing_gradient_is_a_zero_slice_of_the_row(
         results.append(values(model))
     if variant.own_state(model.first.weight) & {"error", "tail_error"}:
         return  # a zero gradient sends what an earlier one left; a missing one does not
-    for name, value in results[0].items():
-        torch.testing.assert_close(value, results[1][name], rtol=1e-10, atol=1e-13)
+    assert_all_close(results[0], results[1], rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.option("window_size")
@@ -153,9 +149,7 @@ def test_a_missing_gradient_is_a_zero_slice_of_the_row(
 def test_parameter_frozen_in_between_stays_in_the_window(
     method: Method, variant: Variant, mlp: Task, frozen: str
 ) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, **variant.keywords)
-    train(model, optimizer, mlp, 3)
+    model, optimizer = method.start(mlp, 3, **variant.keywords)
     before = values(model)
     parameter = model.get_parameter(frozen)
     parameter.requires_grad_(False)
@@ -165,9 +159,7 @@ def test_parameter_frozen_in_between_stays_in_the_window(
     parameter.requires_grad_(True)
     before = values(model)
     train(model, optimizer, mlp, 3, start=6)
-    for name, value in values(model).items():
-        assert value.isfinite().all()
-        assert not torch.equal(value, before[name]), name
+    assert_changed(model, before)
 
 
 @pytest.mark.option("window_size")
@@ -188,9 +180,7 @@ def test_parameter_frozen_at_construction_joins_when_it_thaws(
     model.get_parameter(frozen).requires_grad_(True)
     before = values(model)
     train(model, optimizer, mlp, 6, start=5)
-    for name, value in values(model).items():
-        assert value.isfinite().all()
-        assert not torch.equal(value, before[name]), name
+    assert_changed(model, before)
 
 
 @pytest.mark.option("module")

@@ -45,8 +45,7 @@ def kept(method: Method, optimizer: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.cover(where=["first.weight", "second.bias", "scale.gain"], bad=[math.nan, math.inf, -math.inf])
 def test_one_bad_number_drops_the_step(method: Method, variant: Variant, mlp: Task, where: str, bad: float) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, **variant.keywords)
+    model, optimizer = method.start(mlp, **variant.keywords)
     train(model, optimizer, mlp, 2)  # the next step updates the factors
     parameters, state = values(model), kept(method, optimizer)
     backward(model, optimizer, mlp, 2)
@@ -62,9 +61,7 @@ def test_one_bad_number_drops_the_step(method: Method, variant: Variant, mlp: Ta
 
 @pytest.mark.rules(RULES)
 def test_a_bad_number_drops_the_step_under_every_rule(method: Method, mlp: Task, rule: str) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, **method.eager, **RULES[rule])
-    train(model, optimizer, mlp, 3)
+    model, optimizer = method.start(mlp, 3, **method.eager, **RULES[rule])
     parameters, state = values(model), kept(method, optimizer)
     for _ in range(2):
         backward(model, optimizer, mlp, 3)
@@ -77,9 +74,7 @@ def test_a_bad_number_drops_the_step_under_every_rule(method: Method, mlp: Task,
 
 def test_batch_that_overflows_drops_the_step(method: Method, variant: Variant, task: Task) -> None:
     """Everything that the hooks saw is non-finite too."""
-    model = task.model()
-    optimizer = method.build(model, **{**variant.keywords, **method.eager})
-    train(model, optimizer, task, 3)
+    model, optimizer = method.start(task, 3, **{**variant.keywords, **method.eager})
     parameters, state = values(model), kept(method, optimizer)
     optimizer.zero_grad()
     (math.inf * task.loss(model, 3)).backward()
@@ -92,8 +87,7 @@ def test_batch_that_overflows_drops_the_step(method: Method, variant: Variant, t
 
 
 def after_a_bad_first_batch(method: Method, task: Task, **keywords: Any) -> Any:
-    model = task.model()
-    optimizer = method.build(model, **keywords)
+    model, optimizer = method.start(task, **keywords)
     (math.nan * task.loss(model, 0)).backward()
     optimizer.step()
     assert_identical(values(model), values(task.model()))
@@ -114,8 +108,7 @@ def test_bad_first_batch_leaves_a_new_optimizer(method: Method, variant: Variant
 def test_until_there_is_an_estimate_the_step_is_the_gradients(method: Method, variant: Variant, mlp: Task) -> None:
     """After a bad first batch with longer intervals: never the gradient over λ, nor zero."""
     model, optimizer = after_a_bad_first_batch(method, mlp, **method.bare(**variant.keywords))
-    fresh = mlp.model()
-    new = method.build(fresh, **method.bare(**variant.keywords))
+    fresh, new = method.start(mlp, **method.bare(**variant.keywords))
     start = values(model)
     train(model, optimizer, mlp, 1, start=1)
     train(fresh, new, mlp, 1, start=1)
@@ -127,8 +120,7 @@ def test_until_there_is_an_estimate_the_step_is_the_gradients(method: Method, va
 def test_diagnostics_of_ordinary_training_are_plain_data_and_skip_nothing(
     method: Method, variant: Variant, task: Task
 ) -> None:
-    model = task.model()
-    optimizer = method.build(model, **variant.keywords)
+    model, optimizer = method.start(task, **variant.keywords)
     for step in range(6):
         report = optimizer.diagnostics()
         assert json.loads(json.dumps(report)) == report
@@ -160,9 +152,7 @@ def test_gradient_whose_square_overflows_drops_the_step(
 
 @pytest.mark.option("window_size")
 def test_every_window_counts_the_dropped_step(method: Method, variant: Variant, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, **variant.keywords)
-    train(model, optimizer, mlp, 2)
+    model, optimizer = method.start(mlp, 2, **variant.keywords)
     backward(model, optimizer, mlp, 2)
     model.second.bias.grad[0] = math.inf
     optimizer.step()

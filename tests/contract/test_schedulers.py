@@ -106,8 +106,7 @@ def test_step_uses_the_scheduled_momentum(method: Method, mlp: Task) -> None:
 
 def test_step_wrapped_on_the_instance_is_the_one_that_runs(method: Method, mlp: Task) -> None:
     """Schedulers, trainers and Accelerate replace `step` on the instance."""
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     lr_scheduler.ExponentialLR(optimizer, 0.9)
     lr_scheduler.ExponentialLR(optimizer, 0.9)
     wrapped, calls = optimizer.step, []
@@ -125,8 +124,7 @@ def test_step_wrapped_on_the_instance_is_the_one_that_runs(method: Method, mlp: 
 
 def test_scheduler_resumes_from_its_state(method: Method, mlp: Task) -> None:
     def fresh() -> tuple[Any, Any, Any]:
-        model = mlp.model()
-        optimizer = method.build(model)
+        model, optimizer = method.start(mlp)
         return model, optimizer, lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=10)
 
     model, optimizer, scheduler = fresh()

@@ -195,8 +195,7 @@ def test_numbers_that_window_methods_start_with(method: Method) -> None:
 
 @pytest.mark.option("window_size")
 def test_strategies_and_compressors_stay_out_of_groups_and_state(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model)
+    model, optimizer = method.start(mlp)
     assert not {"compression", "comm", "window_dtype"} & optimizer.param_groups[0].keys()
     assert not {"compression", "comm"} & {key for state in optimizer.state.values() for key in state}
 

@@ -105,8 +105,7 @@ def test_kl_clip_and_grafting_do_not_touch_it(method: Method, mlp: Task) -> None
 
 
 def test_nothing_is_captured(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, **method.every(0))
+    model, optimizer = method.start(mlp, **method.every(0))
     fresh = snapshot(optimizer)
     train(model, optimizer, mlp, 5)
     for now, then in zip(optimizer.state_dict()["state"].values(), fresh["state"].values(), strict=True):
@@ -116,9 +115,7 @@ def test_nothing_is_captured(method: Method, mlp: Task) -> None:
 
 def test_turned_on_later_it_starts_like_a_new_optimizer(method: Method, mlp: Task) -> None:
     """At any step, not only at a multiple of the intervals, and from statistics of that very step."""
-    model = mlp.model()
-    optimizer = method.build(model, **method.bare(lr=0.05, **method.every(0, capture=10)))
-    train(model, optimizer, mlp, 3)
+    model, optimizer = method.start(mlp, 3, **method.bare(lr=0.05, **method.every(0, capture=10)))
     optimizer.param_groups[0][method.refresh_keyword] = 20
     fresh = mlp.model()
     fresh.load_state_dict(model.state_dict())
@@ -130,9 +127,7 @@ def test_turned_on_later_it_starts_like_a_new_optimizer(method: Method, mlp: Tas
 
 
 def test_turned_off_later_it_is_sgd_again(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, momentum=0.0, lr=0.05)
-    train(model, optimizer, mlp, 3)
+    model, optimizer = method.start(mlp, 3, momentum=0.0, lr=0.05)
     optimizer.param_groups[0][method.refresh_keyword] = 0
     twin = mlp.model()
     twin.load_state_dict(model.state_dict())

@@ -9,7 +9,7 @@ import torch
 
 from tests.contract.test_maximize import RULES
 from tests.support.methods import Method
-from tests.support.tasks import Task, assert_identical, snapshot, train, values
+from tests.support.tasks import Task, assert_all_close, assert_identical, snapshot, train, values
 
 LR = 0.125  # exact in every dtype
 
@@ -20,31 +20,22 @@ LR = 0.125  # exact in every dtype
 @pytest.mark.once
 @pytest.mark.rules(RULES)
 def test_tensor_equals_float(method: Method, mlp: Task, rule: str, lr: torch.Tensor, foreach: bool | None) -> None:
-    results = []
-    for given in (LR, lr.double()):
-        model = mlp.model()
-        train(model, method.build(model, **{**RULES[rule], "lr": given, "foreach": foreach}), mlp, 5)
-        results.append(values(model))
-    for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, rtol=1e-12, atol=1e-14)
+    results = [
+        method.trained(mlp, 5, **{**RULES[rule], "lr": given, "foreach": foreach}) for given in (LR, lr.double())
+    ]
+    assert_all_close(results[1], results[0], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.option("skip_layers")
 def test_tensor_equals_float_where_the_method_is_switched_off(method: Method, mlp: Task) -> None:
-    results = []
-    for lr in (LR, torch.tensor([LR], dtype=torch.float64)):
-        model = mlp.model()
-        train(model, method.build(model, **method.every(0), lr=lr), mlp, 4)
-        results.append(values(model))
-    for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, rtol=1e-11, atol=1e-13)
+    results = [method.trained(mlp, 4, **method.every(0), lr=lr) for lr in (LR, torch.tensor([LR], dtype=torch.float64))]
+    assert_all_close(results[1], results[0], rtol=1e-11, atol=1e-13)
 
 
 def test_scheduler_moves_the_tensor_in_place(method: Method, mlp: Task) -> None:
     results = []
     for lr in (LR, torch.tensor(LR, dtype=torch.float64)):
-        model = mlp.model()
-        optimizer = method.build(model, lr=lr)
+        model, optimizer = method.start(mlp, lr=lr)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         for step in range(4):
             train(model, optimizer, mlp, 1, start=step)
@@ -52,15 +43,12 @@ def test_scheduler_moves_the_tensor_in_place(method: Method, mlp: Task) -> None:
         results.append(values(model))
         assert float(optimizer.param_groups[0]["lr"]) == LR / 16
     assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
-    for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, rtol=1e-12, atol=1e-14)
+    assert_all_close(results[1], results[0], rtol=1e-12, atol=1e-14)
 
 
 def test_the_step_does_not_change_the_tensor(method: Method, mlp: Task) -> None:
     lr = torch.tensor(LR)
-    model = mlp.model()
-    optimizer = method.build(model, lr=lr)
-    train(model, optimizer, mlp, 3)
+    model, optimizer = method.start(mlp, 3, lr=lr)
     assert optimizer.param_groups[0]["lr"] is lr
     assert_identical(lr, torch.tensor(LR))
 

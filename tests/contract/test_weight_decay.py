@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.methods import Method, Variant
-from tests.support.tasks import Task, displacements, train, values
+from tests.support.tasks import Task, assert_all_close, displacements, train, values
 
 LR, DECAY = 0.5, 0.1
 
@@ -43,8 +43,7 @@ def decayed(method: Method, task: Task, steps: int, decoupled: bool = False, beg
 
 
 def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-13)
+    assert_all_close(actual, expected, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.cover(decoupled=[False, True])
@@ -94,8 +93,7 @@ def test_maximize_still_decays(method: Method, mlp: Task, decoupled: bool) -> No
 
 
 def test_decay_is_read_at_each_step(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, **method.bare(lr=LR))
+    model, optimizer = method.start(mlp, **method.bare(lr=LR))
 
     def decay() -> None:
         optimizer.param_groups[0]["weight_decay"] = DECAY
@@ -132,8 +130,7 @@ def test_decay_beside_the_curvature_is_preconditioned_by_it(method: Method, mlp:
 def test_gradients_enter_the_window_raw_beside_their_decay(method: Method, mlp: Task) -> None:
     grams = {}
     for mode in ("standard", "legacy", "reg", "both"):
-        model = mlp.model()
-        optimizer = method.build(model, **method.bare(weight_decay=DECAY, weight_decay_mode=mode))
+        model, optimizer = method.start(mlp, **method.bare(weight_decay=DECAY, weight_decay_mode=mode))
         for _ in displacements(model, optimizer, mlp, 3):
             pass
         grams[mode] = optimizer.state[model.first.weight]["gram"].clone()

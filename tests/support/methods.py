@@ -34,7 +34,7 @@ from tests.support.storages import (
     shapes,
     squares,
 )
-from tests.support.tasks import covered_layers
+from tests.support.tasks import Task, covered_layers, displacements, train, values
 
 Units = Callable[[nn.Module], dict[str, list[str]]]
 
@@ -141,6 +141,24 @@ class Method:
         if params is None:
             return self.cls(model, **merged)
         return self.cls(params, **({"module": model} if self.layerwise else {}) | merged)
+
+    def start(
+        self, task: Task, steps: int = 0, *, params: Callable[[nn.Module], Any] | None = None, **keywords: Any
+    ) -> tuple[Any, Any]:
+        """A model of a task and its optimizer, built from what `params` makes of the model, after some steps."""
+        model = task.model()
+        optimizer = self.build(model, params and params(model), **keywords)
+        train(model, optimizer, task, steps)
+        return model, optimizer
+
+    def trained(self, task: Task, steps: int = 5, **keywords: Any) -> dict[str, Tensor]:
+        """The parameters after some steps; keywords as of `start`."""
+        return values(self.start(task, steps, **keywords)[0])
+
+    def moves(self, task: Task, steps: int, **keywords: Any) -> list[dict[str, Tensor]]:
+        """What each step adds to the parameters, taken from where they began, of an optimizer as of `start`."""
+        model, optimizer = self.start(task, **keywords)
+        return list(displacements(model, optimizer, task, steps))
 
     def every(self, steps: int, capture: int | None = None) -> dict[str, Any]:
         """Keywords of a layer method for so many steps between refreshes, and `capture` between updates."""

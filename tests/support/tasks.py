@@ -7,7 +7,7 @@ method will ever cover.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,6 +204,17 @@ def assert_identical(actual: Any, expected: Any, path: str = "") -> None:
     else:
         assert type(actual) is type(expected), f"{path}: {type(actual)} is not {type(expected)}"
         assert actual == expected, f"{path}: {actual} != {expected}"
+
+
+def assert_all_close(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-12, atol: float = 1e-14
+) -> None:
+    """Tensors of the same names, dtypes and shapes are close."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            actual[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def assert_changed(model: nn.Module, before: dict[str, Tensor]) -> None:
