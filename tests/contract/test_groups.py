@@ -34,8 +34,7 @@ def split(model: nn.Module, **second: object) -> list[dict[str, object]]:
 
 def test_module_parameters_and_named_parameters_train_alike(method: Method, task: Task) -> None:
     results = [
-        method.trained(task, 5, params and params(model))
-        for params in (None, nn.Module.parameters, nn.Module.named_parameters)
+        method.trained(task, 5, params=params) for params in (None, nn.Module.parameters, nn.Module.named_parameters)
     ]
     assert_identical(results[1], results[0])
     assert_identical(results[2], results[0])
