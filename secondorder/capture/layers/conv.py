@@ -104,7 +104,7 @@ class ConvAdapter(Adapter):
         if total <= positions:
             return None
         at = draw(total, positions, generator, g.device)
-        patches = self.patches(self._batched(x))[(slice(None),) * 3 + torch.unravel_index(at, g.shape[2:])]
+        patches = self.patches(self._batched(x))[(slice(None),) * 3 + _coordinates(at, g.shape[2:])]
         order = (1, 2, *range(4, 4 + self._axes), 0, 3)
         a = patches.permute(order).reshape(self.groups, self.d_in, -1).mT
         b = g.flatten(2)[:, :, at].transpose(0, 1).reshape(self.groups, self.d_out, -1).mT
@@ -312,3 +312,15 @@ def _padding(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, axis: int) -> tuple[int,
         return total // 2, total - total // 2
     size = int(module.padding[axis])
     return size, size
+
+
+def _coordinates(at: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """Return the index along each axis of the flat positions ``at`` ``[n]`` of a map of this shape.
+
+    `torch.unravel_index` copies the shape to the device, which makes the host wait.
+    """
+    found: list[Tensor] = []
+    for size in reversed(shape):
+        found.append(at % size)
+        at = at // size
+    return tuple(reversed(found))
