@@ -56,18 +56,14 @@ class BasisIteration:
             for index, side in enumerate("ag"):
                 for off in found[block, side][0][3:]:
                     block.state["off_diagonal"][index] = off.max()
-        for block in blocks:
-            self._send(block)
+        self.prepare(blocks)
         return found
 
     def prepare(self, blocks: Iterable[FactoredBlock]) -> None:
         """Send what the next iteration of some blocks will ask for to the host, which then need not wait for it."""
         for block in blocks:
-            if block not in self._left and "off_diagonal" in block.state:
-                self._send(block)
-
-    def _send(self, block: FactoredBlock) -> None:
-        self._left[block] = block.state["off_diagonal"].to("cpu", non_blocking=True)
+            if "off_diagonal" in block.state:
+                self._left[block] = block.state["off_diagonal"].to("cpu", non_blocking=True)
 
     def _left_by(self, block: EigenbasisBlock) -> Any:
         """What the last iteration left off the diagonals, which arrived long ago or was loaded just now."""

@@ -315,12 +315,6 @@ def _padding(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, axis: int) -> tuple[int,
 
 
 def _coordinates(at: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
-    """Return the index along each axis of the flat positions ``at`` ``[n]`` of a map of this shape.
-
-    `torch.unravel_index` copies the shape to the device, which makes the host wait.
-    """
-    found: list[Tensor] = []
-    for size in reversed(shape):
-        found.append(at % size)
-        at = at // size
-    return tuple(reversed(found))
+    """Return the index along each axis of flat positions ``[n]``; `torch.unravel_index` would wait for the device."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return tuple(at // stride % size for stride, size in zip(strides, shape, strict=True))

@@ -32,12 +32,6 @@ def version_of(step: int, period: int) -> int | None:
     return version if version >= 0 else None
 
 
-def age_of(step: int, period: int) -> int | None:
-    """Return the age of the version that a step uses: the steps since its parameters, from 2T to 3T − 1."""
-    version = version_of(step, period)
-    return None if version is None else step - version * period
-
-
 def shuffled(items: Iterable[ItemT], seed: int, version: int) -> list[ItemT]:
     """Return items in the order in which a version of them is processed: random, but the same in every run."""
     order = list(items)
