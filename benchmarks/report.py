@@ -125,9 +125,20 @@ def save(out_dir: Path, name: str, tables: Sequence[Table], data: Mapping[str, A
         for table in tables:
             target.print(table)
     (out_dir / f"{name}.txt").write_text(text.getvalue(), encoding="utf-8")
-    payload = _finite({"environment": environment(), **data})
+    payload = _finite({"environment": environment(), **data, "tables": list(map(_texts, tables))})
     (out_dir / f"{name}.json").write_text(json.dumps(payload, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     print_path("results", out_dir / f"{name}.json")
+
+
+def _texts(table: Table) -> dict[str, Any]:
+    """Return the words of a table, of which `study overview` makes Markdown."""
+    cells = [[str(cell) for cell in column.cells] for column in table.columns]
+    return {
+        "title": str(table.title),
+        "columns": [str(column.header) for column in table.columns],
+        "rows": list(zip(*cells, strict=True)),
+        "caption": str(table.caption or ""),
+    }
 
 
 def print_path(what: str, path: Path) -> None:

@@ -1,7 +1,8 @@
-"""``overview``: what the comparisons that are kept say together, as tables for the documentation.
+"""``overview``: what results that are kept say, as tables for the documentation.
 
-A page holds such tables between two comments, ``<!-- results: NAME -->`` and ``<!-- end of results -->``, NAME being
-that of a file of results without its ending, or ``all``; ``--page`` renews them.
+A page holds such tables between two comments, ``<!-- results: NAME -->`` and ``<!-- end of results -->``. NAME is that
+of a file of results without its ending, or ``all`` for what all comparisons say together; ``NAME 2`` is the second
+table of a file alone. ``--page`` renews them.
 """
 
 import json
@@ -13,49 +14,59 @@ from pathlib import Path
 from benchmarks.compare import wording
 from benchmarks.compare.overview import overview
 from benchmarks.compare.statistics import Results, targets
-from benchmarks.compare.tables import markdown_table, plain, reach_rows, result_rows
+from benchmarks.compare.tables import Rows, markdown_table, plain, reach_rows, result_rows
 
-_BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end of results -->)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(<!-- results: (?P<name>[\w-]+)(?: (?P<table>\d+))? -->\n).*?(<!-- end of results -->)", re.DOTALL
+)
 
 
 @dataclass
 class Overview:
-    """Print what all kept comparisons say together as Markdown, or write it into a page."""
+    """Print what all kept comparisons say together as Markdown, or write what is kept into pages."""
 
     results: Path = Path("benchmarks/results")
-    """Folder of results; files of other commands are passed over."""
-    page: Path | None = None
-    """Page whose tables are renewed; unset: print."""
+    """Folder of results."""
+    page: tuple[Path, ...] = ()
+    """Pages whose tables are renewed; none: print."""
 
     def run(self) -> int:
-        comparisons = load(self.results)
-        if self.page is None:
-            print(overview(list(comparisons.values())), end="")
-        else:
-            self.page.write_text(renewed(self.page.read_text(encoding="utf-8"), comparisons), encoding="utf-8")
+        found = load(self.results)
+        if not self.page:
+            print(_body(found, "all", None), end="")
+        for page in self.page:
+            page.write_text(renewed(page.read_text(encoding="utf-8"), found), encoding="utf-8")
         return 0
 
 
 def load(folder: Path) -> dict[str, Results]:
-    """Read all comparisons of a folder."""
-    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
-    comparisons = {name: results for name, results in found.items() if "runs" in results}
-    if not comparisons:
-        raise ValueError(f"{folder} holds no results of compare")
-    return comparisons
+    """Read all results of a folder."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
-def renewed(text: str, comparisons: Mapping[str, Results]) -> str:
+def renewed(text: str, results: Mapping[str, Results]) -> str:
     """Return a page with the tables that belong to the results."""
 
     def block(match: re.Match[str]) -> str:
-        name = match["name"]
-        if name != "all" and name not in comparisons:
-            raise ValueError(f"the page wants results of {name}, there are {', '.join(comparisons)}")
-        body = overview(list(comparisons.values())) if name == "all" else section(comparisons[name])
-        return f"{match[1]}\n{body.strip()}\n\n{match[4]}"
+        number = None if match["table"] is None else int(match["table"])
+        return f"{match[1]}\n{_body(results, match['name'], number).strip()}\n\n{match['end']}"
 
     return _BLOCK.sub(block, text)
+
+
+def _body(results: Mapping[str, Results], name: str, number: int | None) -> str:
+    """Return what stands between the comments."""
+    if name == "all":
+        comparisons = [found for found in results.values() if "runs" in found]
+        if not comparisons:
+            raise ValueError("the folder holds no results of compare")
+        return overview(comparisons)
+    if name not in results:
+        raise ValueError(f"the page wants results of {name}, there are {', '.join(results)}")
+    if "runs" in results[name]:
+        return section(results[name])
+    tables = [Rows(**table) for table in results[name]["tables"]]
+    return "\n\n".join(map(markdown_table, tables if number is None else tables[number - 1 : number]))
 
 
 def section(results: Results) -> str:

@@ -4,19 +4,33 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import report
 from benchmarks.cli import main
 from benchmarks.commands.overview import load, renewed
+from benchmarks.report import make_table
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "evidence.md"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [page for page in (ROOT / "docs").rglob("*.md") if "<!-- results: " in page.read_text(encoding="utf-8")]
 
 
-def test_the_page_shows_the_results_that_are_kept():
-    text = PAGE.read_text(encoding="utf-8")
-    comparisons = load(ROOT / "benchmarks" / "results")
-    assert renewed(text, comparisons) == text, "python -m benchmarks study overview --page docs/evidence.md renews it"
-    for name in comparisons:
-        assert f"<!-- results: {name} -->" in text
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_shows_the_results_that_are_kept(page):
+    text = page.read_text(encoding="utf-8")
+    assert renewed(text, load(RESULTS)) == text, f"python -m benchmarks study overview --page {page} renews it"
+
+
+def test_every_comparison_that_is_kept_is_shown():
+    shown = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    for name, results in load(RESULTS).items():
+        assert f"<!-- results: {name} -->" in shown or "runs" not in results
+
+
+def test_tables_of_any_command_are_shown(tmp_path):
+    report.save(tmp_path, "found", [make_table(f"Table {n}", ("a", "b"), [("x", str(n))], "Why.") for n in (1, 2)], {})
+    text = "<!-- results: found 2 -->\nold\n<!-- end of results -->\n"
+    assert "\n\n**Table 2**\n\n| a | b |\n| :--- | ---: |\n| x | 2 |\n\nWhy.\n\n" in renewed(text, load(tmp_path))
+    assert "Table 1" in renewed(text.replace(" 2", ""), load(tmp_path))
 
 
 def test_a_block_is_renewed_and_nothing_else(tmp_path):
