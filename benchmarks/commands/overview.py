@@ -17,7 +17,7 @@ from benchmarks.compare.statistics import Results, targets
 from benchmarks.compare.tables import Rows, markdown_table, plain, reach_rows, result_rows
 
 _BLOCK = re.compile(
-    r"(<!-- results: (?P<name>[\w-]+)(?: (?P<table>\d+))? -->\n).*?(<!-- end of results -->)", re.DOTALL
+    r"(<!-- results: (?P<name>[\w-]+)(?: (?P<table>\d+))? -->\n).*?(?P<end><!-- end of results -->)", re.S
 )
 
 
