@@ -94,12 +94,14 @@ class LayerReport(CurvatureReport):
         refreshed = {b.name: b for b in self._plan.blocks if self._refresher.is_refreshed(b)}
         found = {name: e for name, b in refreshed.items() if (e := b.extremes()) is not None}
         dampings, conditions = numbers(found)
+        # A rank may precondition with an inverse without the factors that would tell λ.
+        held = {name for name, b in refreshed.items() if name in found or self._plan.comm.preconditions(b.index)}
         last, skipped = self._plan.runtime.step - 1, self._exchange.skipped
         return {
             "damping_by_layer": dampings,
             "condition_number": conditions,
-            "staleness": {n: last - at for n, at in self._refresher.refreshed_at.items() if n in found},
-            "statistics_age": {n: last - at for n, at in self._exchange.learned_at.items() if n in found},
+            "staleness": {n: last - at for n, at in self._refresher.refreshed_at.items() if n in held},
+            "statistics_age": {n: last - at for n, at in self._exchange.learned_at.items() if n in held},
             "skipped_statistics": sum(int(n) for n in skipped.values()),
             "skipped_statistics_by_layer": {name: int(n) for name, n in skipped.items()},
             "refresh_failures": self._refresher.failed,
