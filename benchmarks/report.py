@@ -23,14 +23,7 @@ def console() -> Console:
 
 
 def progress_bar(shown: bool = True) -> Progress:
-    """Return a progress bar that says what runs, how far it is and how long it will take; silent in a pipe.
-
-    Args:
-        shown: False for a process that leaves the talking to another.
-
-    Returns:
-        The bar.
-    """
+    """Return a progress bar that says what runs, how far it is and how long it will take; silent in a pipe."""
     terminal = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
@@ -45,17 +38,7 @@ def progress_bar(shown: bool = True) -> Progress:
 
 
 def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
-    """Return a table whose first column is text and whose other columns are numbers.
-
-    Args:
-        title: Above the table.
-        columns: Heads.
-        rows: Cells, as text.
-        caption: Below the table: what the figures mean.
-
-    Returns:
-        The table.
-    """
+    """Return a table whose first column is text and whose other columns are numbers."""
     table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", overflow="fold")
@@ -95,37 +78,20 @@ def table_of(
     columns: Mapping[str, Column],
     caption: str = "",
 ) -> Table:
-    """Return a table of rows of figures.
-
-    Args:
-        title: Above the table.
-        rows: Figures by key.
-        columns: What stands in each column, by its head.
-        caption: Below the table.
-
-    Returns:
-        The table.
-    """
+    """Return a table of rows of figures."""
     cells = [[column(row) for column in columns.values()] for row in rows]
     return make_table(title, list(columns), cells, caption)
 
 
 def save(out_dir: Path, name: str, tables: Sequence[Table], data: Mapping[str, Any]) -> None:
-    """Print tables, and write them and the data to ``<out_dir>/<name>.txt`` and ``.json``.
-
-    Args:
-        out_dir: Made if it is not there.
-        name: Stem of both files.
-        tables: What to show.
-        data: What to keep, JSON-able; the environment is added.
-    """
+    """Print tables, and write them and the data to ``<out_dir>/<name>.txt`` and ``.json``."""
     out_dir.mkdir(parents=True, exist_ok=True)
     text = StringIO()
     for target in (console(), Console(file=text, width=_WIDTH)):
         for table in tables:
             target.print(table)
     (out_dir / f"{name}.txt").write_text(text.getvalue(), encoding="utf-8")
-    payload = _finite({"environment": environment(), **data, "tables": list(map(_texts, tables))})
+    payload = plain({"environment": environment(), **data, "tables": list(map(_texts, tables))})
     (out_dir / f"{name}.json").write_text(json.dumps(payload, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     print_path("results", out_dir / f"{name}.json")
 
@@ -142,12 +108,7 @@ def _texts(table: Table) -> dict[str, Any]:
 
 
 def print_path(what: str, path: Path) -> None:
-    """Print a path unwrapped on one line.
-
-    Args:
-        what: Word before it.
-        path: The path.
-    """
+    """Print a path unwrapped on one line."""
     print(f"{what}: {path.resolve()}")
 
 
@@ -161,10 +122,12 @@ def environment() -> dict[str, str | int]:
     }
 
 
-def _finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot hold by None, in nested containers."""
+def plain(value: Any) -> Any:
+    """Return what JSON can hold: a number that is not finite becomes None, a path its text, a tuple a list."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, int | str | bool | None) else str(value)

@@ -78,42 +78,19 @@ class History:
         return [self.loss_at(step) for step in range(1, len(self.losses) + 1)]
 
     def loss_at(self, step: int, window: int = WINDOW) -> float:
-        """Return the mean loss of the ``window`` steps that end with ``step``, NaN where the run did not get there.
-
-        Args:
-            step: Number of steps taken, from 1.
-            window: Steps in the mean.
-
-        Returns:
-            The mean.
-        """
+        """Return the mean loss of the ``window`` steps that end with ``step``, NaN where the run did not get there."""
         if not 1 <= step <= len(self.losses):
             return math.nan
         tail = self.losses[max(0, step - window) : step]
         return sum(tail) / len(tail)
 
     def steps_to(self, target: float) -> int | None:
-        """Return the first step at which the smoothed loss of a full window is at most ``target``.
-
-        Args:
-            target: The loss to reach.
-
-        Returns:
-            Number of steps taken, or None when the run never got there.
-        """
+        """Return the first step at which the smoothed loss of a full window is at most ``target``."""
         return next((s for s in range(WINDOW, len(self.losses) + 1) if self.loss_at(s) <= target), None)
 
 
 def mean_history(label: str, histories: Sequence[History]) -> History:
-    """Return one history for a whole run of several ranks.
-
-    Args:
-        label: Its name.
-        histories: Those of the ranks that have seen data, and of others.
-
-    Returns:
-        The mean of the losses, and the times of the first rank.
-    """
+    """Return one history for a whole run of several ranks."""
     losses = [fmean(column) for column in zip(*(h.losses for h in histories if h.losses), strict=True)]
     return History(label, losses, list(histories[0].step_seconds), list(histories[0].processor_seconds))
 
@@ -133,19 +110,7 @@ class Trainer:
         device: str | torch.device = "cpu",
         amp: Amp | None = None,
     ) -> None:
-        """Build the model and its optimizer.
-
-        Args:
-            label: Name of the run.
-            workload: What to train.
-            make_optimizer: Returns the optimizer of a model.
-            seed: Seed of the weights and of the batches.
-            make_scheduler: Returns the learning-rate schedule, stepped once per step.
-            closure: Give each step a closure, for options that evaluate the loss anew.
-            ranks: The processes that train together; each trains on its share of every batch.
-            device: Where the model is, and where batches are brought.
-            amp: Type of autocast; float16 with a scaler.
-        """
+        """Build the model and its optimizer."""
         self.workload = workload
         self.precision = Precision(device, amp)
         self.model = workload.build_model(seed).to(self.precision.device)
@@ -165,11 +130,7 @@ class Trainer:
         return self._ranks.size == 1 and self.history.diverged
 
     def step(self) -> float:
-        """Take one step on the next batch and record it.
-
-        Returns:
-            Seconds that the step took.
-        """
+        """Take one step on the next batch and record it."""
         batch = next(self._stream)
         self._drawn += 1
         start, worked = self.precision.now()
@@ -181,15 +142,7 @@ class Trainer:
         return end - start
 
     def evaluate(self, everything: bool = False, quality: bool = False) -> dict[str, float]:
-        """Measure the model on held-out data; training goes on as if nobody had.
-
-        Args:
-            everything: Take all of it.
-            quality: Ask the workload for its further figures, too, which may take long.
-
-        Returns:
-            The workload's metric by its name, and further figures by theirs.
-        """
+        """Measure the model on held-out data; training goes on as if nobody had."""
         workload, device = self.workload, self.precision.device
         states = self.precision.random_state()
         with answering_cpu(self.model, device), evaluating(self.optimizer, self.model, workload):
@@ -219,12 +172,6 @@ class Trainer:
         """Go on where another run was.
 
         In another number of ranks each rank goes on with the mean of the losses, and with its own random numbers.
-
-        Args:
-            state: What :meth:`state_dict` returned on rank 0.
-
-        Raises:
-            ValueError: When only one of the two runs has a schedule, or a scaler.
         """
         for name, own in (("scheduler", self._scheduler), ("scaler", self.precision.scaler)):
             if (own is None) != (state[name] is None):
@@ -292,11 +239,6 @@ def race(trainers: Sequence[Trainer], steps: int, on_step: Callable[[Trainer], N
     """Train all runs in turns of one step, so that a busy moment of the machine hits all of them alike.
 
     A run whose loss is no longer finite stays out of the later turns.
-
-    Args:
-        trainers: The runs.
-        steps: Steps for each.
-        on_step: Called after every step.
     """
     for _ in range(steps):
         for trainer in trainers:
@@ -323,12 +265,5 @@ def memory_usage(optimizer: Optimizer) -> dict[str, int]:
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes that an optimizer holds beside parameters and gradients.
-
-    Args:
-        optimizer: Any optimizer.
-
-    Returns:
-        Number of bytes.
-    """
+    """Return the bytes that an optimizer holds beside parameters and gradients."""
     return memory_usage(optimizer)["total"]

@@ -11,7 +11,7 @@ larger batches are worth less to it.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,8 @@ from matplotlib.axes import Axes
 from benchmarks import report
 from benchmarks.commands.demo import TARGETS
 from benchmarks.compare.roster import find, recipe_on
-from benchmarks.evidence import Cells, Evidence, Figures, figures_of, notes_text, progress, train_until, trainer_of
+from benchmarks.evidence import Cells, Evidence, Figures, Shown, figures_of, notes_text, train_until, trainer_of
 from benchmarks.plot import Panel, Row, look, plot_rows
-from benchmarks.recipes import Recipe
 from benchmarks.report import value
 from benchmarks.runner import WINDOW
 from benchmarks.workloads import Workload, WorkloadName, make_workload
@@ -50,30 +49,22 @@ class BatchSize(Evidence):
     seeds: int = 1
     """Seeds for which the best rate is run; the median counts, of which one that does not get there is infinite."""
 
-    def run(self) -> int:
-        self._check()
-        cells = self.open_cells(f"batch-size-{self.workload}")
-        rows: list[Figures] = []
-        total = len(self.optimizers) * len(self.batch_sizes)
-        with progress(f"batch size, {self.workload}", total) as advance:
-            for batch_size in sorted(self.batch_sizes):  # the cheap ones first
-                workload = make_workload(self.workload, self.data_dir, self.size, batch_size)
-                for name in self.optimizers:
-                    advance(f"{name}, batch {batch_size}")
-                    rows.append(self._search(cells, name, workload))
-        rows.sort(key=lambda row: self.optimizers.index(row["optimizer"]))
-        target = self._target()
-        title = f"{self.workload}: steps to a training loss of {target:g}"
-        table = report.table_of(title, rows, _columns(rows, self.optimizers[0]), _caption(target, rows))
-        path = self.publish(cells, [table], {
-            "workload": self.workload, "target": target, "factors": list(self.factors), "rows": rows,
-        })  # fmt: skip
-        if any(row["steps"] for row in rows):
-            _plot([row for row in rows if row["steps"]], title, path)
-            report.print_path("plot", path)
-        return 0
+    @property
+    def stem(self) -> str:
+        return f"batch-size-{self.workload}"
 
-    def _check(self) -> None:
+    @property
+    def runs(self) -> int:
+        return len(self.optimizers) * len(self.batch_sizes)
+
+    @property
+    def loss(self) -> float:
+        """The target."""
+        if self.target is None and self.workload not in TARGETS:
+            raise ValueError(f"{self.workload} has no target of its own, give one with --target")
+        return TARGETS[self.workload] if self.target is None else self.target
+
+    def check_options(self) -> None:
         self.check(positive=("batch_sizes", "factors", "seconds", "seeds"))
         if len(set(self.factors)) < len(self.factors):
             raise ValueError(f"factors must be different, got {self.factors}")
@@ -82,31 +73,48 @@ class BatchSize(Evidence):
         for name in self.optimizers:
             find(name).recipe(self.workload, self.size)
 
-    def _target(self) -> float:
-        if self.target is None and self.workload not in TARGETS:
-            raise ValueError(f"{self.workload} has no target of its own, give one with --target")
-        return TARGETS[self.workload] if self.target is None else self.target
+    def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
+        rows: list[Figures] = []
+        for batch_size in sorted(self.batch_sizes):  # the cheap ones first
+            workload = make_workload(self.workload, self.data_dir, self.size, batch_size)
+            for name in self.optimizers:
+                advance(f"{name}, batch {batch_size}")
+                rows.append(self.search(name, workload, partial(self.trial, cells, name, workload)))
+        return sorted(rows, key=lambda row: self.optimizers.index(row["optimizer"]))
 
-    def _search(self, cells: Cells, name: str, workload: Workload) -> Figures:
+    def search(self, name: str, workload: Workload, trial: Callable[[float, int, int], Figures | None]) -> Figures:
         """Try all rates, and the best one with the other seeds."""
         trials: dict[float, Figures] = {}
         limit = self.steps
         for factor in sorted(self.factors, key=lambda factor: (abs(math.log(factor)), factor)):
-            found = self._trial(cells, name, workload, factor, self.seed, limit)
-            if found is not None:
+            if (found := trial(factor, self.seed, limit)) is not None:
                 trials[factor] = found
                 limit = min(limit, found["taken"]) if found["end"] == "target" else limit
-        reached = {factor: trial["taken"] for factor, trial in trials.items() if trial["end"] == "target"}
+        reached = {factor: found["taken"] for factor, found in trials.items() if found["end"] == "target"}
         best = min(reached, key=lambda factor: reached[factor]) if reached else None
-        runs = [trials[best]] if best is not None else []
+        runs = [] if best is None else [trials[best]]
         if best is not None:
-            seeds = range(self.seed + 1, self.seed + self.seeds)
-            runs += [
-                run for seed in seeds if (run := self._trial(cells, name, workload, best, seed, self.steps)) is not None
-            ]
-        return self._row(name, workload.batch_size, best, trials, runs)
+            others = [trial(best, seed, self.steps) for seed in range(self.seed + 1, self.seed + self.seeds)]
+            runs += [run for run in others if run is not None]
+        steps = _median(runs, "taken")
+        return {
+            "optimizer": name,
+            "label": find(name).label,
+            "batch_size": workload.batch_size,
+            "factor": best,
+            "lr": None if best is None else trials[best]["lr"],
+            "at_edge": best is not None and len(trials) > 1 and best in {min(self.factors), max(self.factors)},
+            "steps": steps,
+            "examples": None if steps is None else steps * workload.batch_size,
+            "processor_seconds": _median(runs, "processor_seconds"),
+            "reached": [sum(run["end"] == "target" for run in runs), len(runs)],
+            "tried": len(trials),
+            "ends": {f"{factor:.3g}": found["end"] for factor, found in sorted(trials.items())},
+            "most_steps": max((run["taken"] for run in (*trials.values(), *runs)), default=0),
+            "note": next((found["note"] for found in trials.values() if found.get("note")), ""),
+        }
 
-    def _trial(
+    def trial(
         self, cells: Cells, name: str, workload: Workload, factor: float, seed: int, limit: int
     ) -> Figures | None:
         """Do one run, or take it from the cells, where the limit is no part of its name: it only ends what has lost.
@@ -115,7 +123,7 @@ class BatchSize(Evidence):
         """
         recipe = recipe_on(name, workload, self.size, self.data_dir).times(factor)
         identity = self.about(
-            workload, name, recipe.settings, factor=round(factor, 6), target=self._target(), steps=self.steps,
+            workload, name, recipe.settings, factor=round(factor, 6), target=self.loss, steps=self.steps,
             seconds=self.seconds, seed=seed,
         )  # fmt: skip
 
@@ -123,37 +131,21 @@ class BatchSize(Evidence):
             # Files of an earlier time have no limit: what was slower took as many steps as it was given.
             return bool(found["end"] != "slower" or limit <= found["limit" if "limit" in found else "taken"])
 
-        return cells.run(identity, partial(self._train, name, workload, recipe, seed, limit), counts)
+        def train() -> Figures:
+            trainer = trainer_of(name, recipe.settings, workload, seed)
+            end = train_until(trainer, limit, self.loss, self.seconds, cells.pause(identity))
+            end = "slower" if end == "steps" and limit < self.steps else end
+            own = {"lr": recipe.settings.get("lr"), "limit": limit, "note": recipe.note}
+            return {**figures_of(trainer, end), **own}
 
-    def _train(self, name: str, workload: Workload, recipe: Recipe, seed: int, limit: int) -> Figures:
-        trainer = trainer_of(name, recipe.settings, workload, seed)
-        end = train_until(trainer, limit, self._target(), self.seconds)
-        end = "slower" if end == "steps" and limit < self.steps else end
-        own = {"lr": recipe.settings.get("lr"), "limit": limit, "note": recipe.note}
-        return {**figures_of(trainer, end), **own}
+        return cells.run(identity, train, counts)
 
-    def _row(
-        self, name: str, batch_size: int, best: float | None, trials: Mapping[float, Figures], runs: Sequence[Figures]
-    ) -> Figures:
-        ended = sum(run["end"] == "target" for run in runs)
-        steps, seconds = _median(runs, "taken"), _median(runs, "processor_seconds")
-        row: Figures = {
-            "optimizer": name,
-            "label": find(name).label,
-            "batch_size": batch_size,
-            "factor": best,
-            "lr": None if best is None else trials[best]["lr"],
-            "at_edge": best is not None and len(trials) > 1 and best in {min(self.factors), max(self.factors)},
-            "steps": steps,
-            "examples": None if steps is None else steps * batch_size,
-            "processor_seconds": seconds,
-            "reached": [ended, len(runs)],
-            "tried": len(trials),
-            "ends": {f"{factor:.3g}": trial["end"] for factor, trial in sorted(trials.items())},
-            "most_steps": max((run["taken"] for run in (*trials.values(), *runs)), default=0),
-            "note": next((trial["note"] for trial in trials.values() if trial.get("note")), ""),
-        }
-        return row
+    def show(self, rows: list[Figures]) -> Shown:
+        title = f"{self.workload}: steps to a training loss of {self.loss:g}"
+        table = report.table_of(title, rows, _columns(rows, self.optimizers[0]), _caption(self.loss, rows))
+        about = {"workload": self.workload, "target": self.loss, "factors": list(self.factors)}
+        drawn = [row for row in rows if row["steps"]]
+        return Shown([table], about, partial(_plot, drawn, title) if drawn else None)
 
 
 def _median(runs: Sequence[Figures], key: str) -> float | None:

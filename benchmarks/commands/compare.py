@@ -1,6 +1,7 @@
 """``compare``: one workload, many optimizers, the same number of trials for each; a report in one HTML file.
 
-It can be stopped at any time and goes on where it was; results that lie in the repository are extended by later runs.
+It can be stopped at any time and goes on where it was, to the bit, also in the middle of a run: each is checkpointed
+every minute beside the results. Results that lie in the repository are extended by later runs.
 """
 
 import sys
@@ -15,13 +16,12 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks import report
+from benchmarks import report, store
 from benchmarks.commands.options import Common
-from benchmarks.compare import store
 from benchmarks.compare.html import write_report
 from benchmarks.compare.plan import STEP, Budget, Job, current, end_loss, pending
 from benchmarks.compare.roster import find
-from benchmarks.compare.runs import Setting, execute, key_of, measure_reference, recipe_of
+from benchmarks.compare.runs import Setting, execute, key_of, measure_reference, pause_of, recipe_of
 from benchmarks.compare.tables import summary_tables
 from benchmarks.locking import locked
 from benchmarks.peers import PEERS, available, set_paths, versions
@@ -88,7 +88,7 @@ class Compare(Common):
         path = self.results or self.out_dir / f"compare-{self.workload}-{self.size}.json"
         found = found_or_made_up(self.workload, self.data_dir, self.size, parse_settings(self.workload_set))
         with locked(path), found as (data_dir, made_up):
-            setting = self._setting(data_dir)
+            setting = self._setting(data_dir, path.with_suffix(".runs"))
             results = store.load(path, self._head(setting, made_up))
             results["command"] = command_line(sys.argv[1:])
             names = list(self.optimizers) or self._everyone()
@@ -121,12 +121,14 @@ class Compare(Common):
                     return
                 progress.update(task, description=", ".join(f"{j.optimizer} ({j.phase})" for j in running.values()))
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    del running[future]
+                    job = running.pop(future)
                     if isinstance(future.exception(), TimeoutError):
                         continue
                     results["runs"].append(future.result() | {"machine": len(results["machines"]) - 1})
                     results["runs"] = current(results["runs"], names, budget)
                     store.save(path, results)
+                    if pause := pause_of(job, setting, future.result()["key"]):
+                        pause.done()
                     progress.advance(task)
 
     def _budget(self, steps: int, share: float) -> Budget:
@@ -141,7 +143,7 @@ class Compare(Common):
         twins = [name for name in names if name in VARIANTS and plain[name] == plain[name.split("_")[0]]]
         return [name for name in names if name not in twins]
 
-    def _setting(self, data_dir: Path) -> Setting:
+    def _setting(self, data_dir: Path, pauses: Path) -> Setting:
         return Setting(
             self.workload,
             self.size,
@@ -152,6 +154,7 @@ class Compare(Common):
             peer_paths=tuple(self.peer_path),
             deadline=time.time() + 60 * self.minutes,
             workload_changes=parse_settings(self.workload_set),
+            pauses=pauses,
         )
 
     def _steps(self, workload: Workload) -> int:

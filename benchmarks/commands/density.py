@@ -7,24 +7,26 @@ without a window train with the same seeds, batches and schedule; dense and spar
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
 from matplotlib.axes import Axes
 
 from benchmarks import report
+from benchmarks.checkpoints import Pause
 from benchmarks.compare.roster import find, recipe_on
 from benchmarks.evidence import (
+    Cells,
     Evidence,
     Figures,
+    Shown,
     attempt,
     figures_of,
     lost,
     notes_text,
-    progress,
     train_until,
     trainer_of,
     why_lost,
@@ -51,6 +53,8 @@ PUBLISHED: Settings = {
 """For ResNet-20 on CIFAR-10 with density 0.01, batch 128 and 164 epochs."""
 SOURCE = "README and scripts of github.com/IST-DASLab/EFCP, ResNet-20 on CIFAR-10; 164 epochs there"
 
+SPARSE_ONLY = frozenset(("density", "block_size", "value_dtype", "error_feedback", "error_bits", "rank"))
+"""Keywords that a dense window does not take."""
 _WINDOW = ("window", "error", "gram")
 
 
@@ -89,42 +93,58 @@ class Density(Evidence):
     evaluate: bool = False
     """Take all held-out data, where the workload would take a part of it to save time."""
 
-    def run(self) -> int:
-        """Run the command, and return 0, or 1 when a run failed or diverged."""
-        self.check(positive=("seeds", "window_size", "steps", "factor"), shares=("densities",))
-        stem = f"density-{self.workload}" + ("-published" if self.settings == "published" else "")
-        cells = self.open_cells(stem)
-        workload = make_workload(self.workload, self.data_dir, self.size)
-        steps = workload.steps[self.size] if self.steps is None else self.steps
-        entries = list(self._entries(workload))
-        runs: dict[str, list[Figures]] = {entry.label: [] for entry in entries}
-        with progress(f"density, {self.workload}", self.seeds * len(entries)) as advance:
-            for seed in range(self.seed, self.seed + self.seeds):
-                for entry in entries:
-                    advance(f"{entry.label}, seed {seed}")
-                    own = {"steps": steps, "seed": seed, "everything": self.evaluate}
-                    identity = self.about(workload, entry.optimizer, entry.settings, **own)
-                    found = cells.run(identity, partial(attempt, partial(self._train, entry, workload, steps, seed)))
-                    runs[entry.label] += [found] if found else []
-        rows = [_summary(entry, runs[entry.label]) for entry in entries]
-        about = {"workload": self.workload, "steps": steps, "metric": workload.metric, "settings": self.settings}
-        source = SOURCE if self.settings == "published" else "the benchmarks' recipe"
-        table = report.table_of(
-            f"{self.workload}, {steps} steps", rows, _columns(rows, workload.metric), self._caption(rows)
-        )
-        path = self.publish(cells, [table], {**about, "source": source, "rows": rows})
-        if any(row["loss"] is not None and row["share"] is not None for row in rows):
-            _plot(rows, f"{self.workload}, {steps} steps: loss against the entries kept", path)
-            report.print_path("plot", path)
-        return int(any(run["failed"] or run["diverged"] for own in runs.values() for run in own))
+    @property
+    def stem(self) -> str:
+        return f"density-{self.workload}" + ("-published" if self.settings == "published" else "")
 
-    def _entries(self, workload: Workload) -> Iterator[_Entry]:
+    @property
+    def runs(self) -> int:
+        return self.seeds * (len(self.references) + len(self.densities) + 1)
+
+    @cached_property
+    def task(self) -> Workload:
+        """What is trained."""
+        return make_workload(self.workload, self.data_dir, self.size)
+
+    @property
+    def length(self) -> int:
+        """Steps of a run."""
+        return self.task.steps[self.size] if self.steps is None else self.steps
+
+    def check_options(self) -> None:
+        self.check(positive=("seeds", "window_size", "steps", "factor"), shares=("densities",))
+
+    def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
+        entries = list(self._entries())
+        runs: dict[str, list[Figures]] = {entry.label: [] for entry in entries}
+        for seed in range(self.seed, self.seed + self.seeds):
+            for entry in entries:
+                advance(f"{entry.label}, seed {seed}")
+                own = {"steps": self.length, "seed": seed, "everything": self.evaluate}
+                identity = self.about(self.task, entry.optimizer, entry.settings, **own)
+                train = partial(self._train, entry, seed, cells.pause(identity))
+                found = cells.run(identity, partial(attempt, train))
+                runs[entry.label] += [found] if found else []
+        return [_summary(entry, runs[entry.label]) for entry in entries]
+
+    def show(self, rows: list[Figures]) -> Shown:
+        """Return what is shown, and 1 when a run failed or diverged."""
+        source = SOURCE if self.settings == "published" else "the benchmarks' recipe"
+        metric, title = self.task.metric, f"{self.workload}, {self.length} steps"
+        about = {"workload": self.workload, "steps": self.length, "metric": metric, "settings": self.settings}
+        table = report.table_of(title, rows, _columns(rows, metric), self._caption(rows))
+        drawn = any(row["loss"] is not None and row["share"] is not None for row in rows)
+        draw = partial(_plot, rows, f"{title}: loss against the entries kept") if drawn else None
+        lost = any(row["failed"] or row["diverged"] for row in rows)
+        return Shown([table], {**about, "source": source}, draw, int(lost))
+
+    def _entries(self) -> Iterator[_Entry]:
         """Yield the lines of the table."""
         for name in self.references:
-            recipe = recipe_on(name, workload, self.size, self.data_dir)
+            recipe = recipe_on(name, self.task, self.size, self.data_dir)
             yield _Entry(find(name).label, name, recipe.settings, None, recipe.note)
-        sizes = [p.numel() for p in workload.build_model(self.seed).parameters()]
-        recipe = recipe_on("sparse_mfac", workload, self.size, self.data_dir)
+        sizes = [p.numel() for p in self.task.build_model(self.seed).parameters()]
+        recipe = recipe_on("sparse_mfac", self.task, self.size, self.data_dir)
         note = "" if self.settings == "published" else recipe.note
         shared = dict(PUBLISHED) if self.settings == "published" else dict(recipe.settings)
         shared["lr"] = float(f"{float(shared['lr'] or 0) * self.factor:.6g}")
@@ -133,13 +153,14 @@ class Density(Evidence):
         for density in sorted(self.densities):
             own = {**shared, "density": density}
             yield _Entry(f"{100 * density:g} %", "sparse_mfac", own, _kept_share(sizes, own), note)
-        dense = {key: value for key, value in shared.items() if key not in window_only(shared)}
+        dense = {key: value for key, value in shared.items() if key not in SPARSE_ONLY}
         yield _Entry("dense", "mfac", dense, 1.0, note)
 
-    def _train(self, entry: _Entry, workload: Workload, steps: int, seed: int) -> Figures:
-        trainer = trainer_of(entry.optimizer, entry.settings, workload, seed, partial(make_schedule, COSINE, steps))
-        end = train_until(trainer, steps)
-        metric = None if end == "diverged" else trainer.evaluate(self.evaluate)[workload.metric]
+    def _train(self, entry: _Entry, seed: int, pause: Pause | None = None) -> Figures:
+        schedule = partial(make_schedule, COSINE, self.length)
+        trainer = trainer_of(entry.optimizer, entry.settings, self.task, seed, schedule)
+        end = train_until(trainer, self.length, pause=pause)
+        metric = None if end == "diverged" else trainer.evaluate(self.evaluate)[self.task.metric]
         return {**figures_of(trainer, end), "metric": metric}
 
     def _caption(self, rows: Sequence[Row]) -> str:
@@ -150,11 +171,6 @@ class Density(Evidence):
             "Schedule: warm-up over a twentieth, then cosine to nothing. "
             f"Windows: {SOURCE if self.settings == 'published' else 'the recipe of sparse_mfac'}."
         ) + notes_text(rows)
-
-
-def window_only(settings: Settings) -> set[str]:
-    """Return the keywords that a dense window does not take."""
-    return {"density", "block_size", "value_dtype", "error_feedback", "error_bits", "rank"} & set(settings)
 
 
 def _kept_share(sizes: Sequence[int], settings: Settings) -> float:

@@ -8,14 +8,14 @@ in training it averages them, which no error of one batch shows.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
 from benchmarks import few_rows, report
-from benchmarks.evidence import Cells, Evidence, Figures, progress, trainer_of
+from benchmarks.evidence import Cells, Evidence, Figures, Shown, trainer_of
 from benchmarks.formulas import kept_rows
 from benchmarks.plot import Panel, Row, plot_rows
 from benchmarks.recipes import METHODS, MethodName, Settings
@@ -54,36 +54,42 @@ class RankFraction(Evidence):
     world: int = 4
     """Ranks of the plan whose bytes are sent."""
 
-    def run(self) -> int:
-        self._check()
-        cells = self.open_cells(f"rank-fraction-{self.workload}")
-        rows: list[Figures] = []
-        per_batch = 2 + len(self.fractions) * len(self.modes)
-        with progress(f"rank fraction, {self.workload}", per_batch * len(self.batch_sizes)) as advance:
-            for batch_size in self.batch_sizes:
-                workload = make_workload(self.workload, self.data_dir, self.size, batch_size)
-                advance(f"errors, batch {batch_size}")
-                errors = self._errors(cells, workload)
-                rows.append(_descent(workload.batch_size, errors))
-                advance(f"KFAC, batch {batch_size}")
-                rows += self._row(cells, workload, None, None, errors)
-                for fraction in sorted(self.fractions):
-                    for mode in self.modes:
-                        advance(f"HyLo, batch {batch_size}, {mode} {fraction:g}")
-                        rows += self._row(cells, workload, mode, fraction, errors)
-        title = f"{self.workload}: rows kept, and K-FAC"
-        table = report.table_of(title, rows, _columns(self.dampings), _caption(self.world))
-        path = self.publish(cells, [table], {"workload": self.workload, "world": self.world, "rows": rows})
-        timed = [row for row in rows if row["refresh_seconds"] is not None]
-        if timed:
-            _plot(timed, self.dampings, f"{self.workload}: HyLo with shares of its rows, and K-FAC", path)
-            report.print_path("plot", path)
-        return 0
+    @property
+    def stem(self) -> str:
+        return f"rank-fraction-{self.workload}"
 
-    def _check(self) -> None:
+    @property
+    def runs(self) -> int:
+        return (2 + len(self.fractions) * len(self.modes)) * len(self.batch_sizes)
+
+    def check_options(self) -> None:
         self.check(positive=("batch_sizes", "dampings", "refreshes", "world"), shares=("fractions",))
         if self.warmup < 0:
             raise ValueError(f"warmup must not be negative, got {self.warmup}")
+
+    def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
+        rows: list[Figures] = []
+        ways = [(None, None), *((mode, fraction) for fraction in sorted(self.fractions) for mode in self.modes)]
+        for batch_size in self.batch_sizes:
+            workload = make_workload(self.workload, self.data_dir, self.size, batch_size)
+            advance(f"errors, batch {batch_size}")
+            errors = self._errors(cells, workload)
+            rows.append(_descent(workload.batch_size, errors))
+            for mode, fraction in ways:
+                advance(
+                    f"KFAC, batch {batch_size}" if mode is None else f"HyLo, batch {batch_size}, {mode} {fraction:g}"
+                )
+                rows += self._row(cells, workload, mode, fraction, errors)
+        return rows
+
+    def show(self, rows: list[Figures]) -> Shown:
+        table = report.table_of(
+            f"{self.workload}: rows kept, and K-FAC", rows, _columns(self.dampings), _caption(self.world)
+        )
+        timed = [row for row in rows if row["refresh_seconds"] is not None]
+        title = f"{self.workload}: HyLo with shares of its rows, and K-FAC"
+        draw = partial(_plot, timed, self.dampings, title) if timed else None
+        return Shown([table], {"workload": self.workload, "world": self.world}, draw)
 
     def _trainer(self, name: MethodName, workload: Workload, changes: Settings) -> Trainer:
         return trainer_of(name, METHODS[name].settings(self.workload, changes), workload, self.seed)
@@ -206,12 +212,8 @@ def _plot(rows: Sequence[Row], dampings: Sequence[float], title: str, path: Path
         Panel("held, MB", {"": lambda row: row["held"] / 1e6}),
     ]
     if dampings:
-        panels.append(
-            Panel(
-                f"error, λ {dampings[0]:g}",
-                {"": lambda row: (row["errors"].get(f"{dampings[0]:g}") or {}).get("error")},
-            )
-        )
+        first = f"{dampings[0]:g}"
+        panels.append(Panel(f"error, λ {first}", {"": lambda row: (row["errors"].get(first) or {}).get("error")}))
     drawn = [row for row in rows if row["mode"] in (None, mode)]
     plot_rows(
         drawn, panels, lambda row: row["batch_size"],

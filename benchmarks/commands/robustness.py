@@ -18,18 +18,7 @@ from torch import nn
 
 from benchmarks import report
 from benchmarks.compare.roster import find
-from benchmarks.evidence import (
-    Cells,
-    Evidence,
-    Figures,
-    attempt,
-    figures_of,
-    lost,
-    progress,
-    train_until,
-    trainer_of,
-    why_lost,
-)
+from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt, lost, run_of, why_lost
 from benchmarks.plot import Row
 from benchmarks.recipes import METHODS, VARIANTS, MethodName, Settings
 from benchmarks.report import value
@@ -61,30 +50,20 @@ class Robustness(Evidence):
     tolerance: float = 0.02
     """At least as good: a loss of at most this much more, as a part of AdamW's way down from the start."""
 
-    def run(self) -> int:
-        self._check()
-        changes = parse_settings(self.set)
-        cells = self.open_cells("robustness-" + (self.workloads[0] if len(self.workloads) == 1 else "all"))
-        names = list(dict.fromkeys((REFERENCE, *self.optimizers)))
-        rows: list[Figures] = []
-        missing: list[DataMissingError] = []
-        with progress("robustness", self.seeds * len(names) * len(self.workloads)) as advance:
-            for kind in self.workloads:
-                try:
-                    found = self._runs(cells, kind, names, changes, advance)
-                except DataMissingError as err:
-                    missing.append(err)
-                    continue
-                rows += _rows(kind, names, found, self.tolerance)
-        if missing and not rows:
-            raise missing[0]
-        for gap in missing:
-            print(f"left out: {gap}")
-        data = {"reference": REFERENCE, "tolerance": self.tolerance, "share": self._share(), "rows": rows}
-        self.publish(cells, _tables(names, rows, self.tolerance), data)
-        return 0
+    @property
+    def stem(self) -> str:
+        return "robustness-" + (self.workloads[0] if len(self.workloads) == 1 else "all")
 
-    def _check(self) -> None:
+    @property
+    def names(self) -> list[str]:
+        """All optimizers."""
+        return list(dict.fromkeys((REFERENCE, *self.optimizers)))
+
+    @property
+    def runs(self) -> int:
+        return self.seeds * len(self.names) * len(self.workloads)
+
+    def check_options(self) -> None:
         if not self.workloads:
             raise ValueError("workloads must name at least one, got none")
         self.check(positive=("seeds",), shares=("share",))
@@ -93,31 +72,42 @@ class Robustness(Evidence):
         for name in self.optimizers:
             find(name)
 
-    def _runs(
-        self, cells: Cells, kind: WorkloadName, names: Sequence[str], changes: Settings, advance: Callable[[str], None]
-    ) -> dict[str, list[Figures]]:
-        """Train one workload with every optimizer."""
-        workload = make_workload(kind, self.data_dir, self.size)
-        found: dict[str, list[Figures]] = {}
-        for name in names:
-            own = changes if find(name).ours else {}
-            for seed in range(self.seed, self.seed + self.seeds):
-                advance(f"{kind}, {name}")
-                measure = partial(attempt, partial(self._train, name, own, workload, seed))
-                more = {"defaults": _defaults(name, own), "steps": self._steps(workload), "seed": seed}
-                run = cells.run(self.about(workload, name, own, **more), measure)
-                found.setdefault(name, []).extend([run] if run else [])
-        return found
+    def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
+        rows: list[Figures] = []
+        missing: list[DataMissingError] = []
+        for kind in self.workloads:
+            try:
+                workload = make_workload(kind, self.data_dir, self.size)
+                found = {name: self._runs(cells, workload, name, advance) for name in self.names}
+            except DataMissingError as err:
+                missing.append(err)
+                continue
+            rows += _rows(kind, found, self.tolerance)
+        if missing and not rows:
+            raise missing[0]
+        for gap in missing:
+            print(f"left out: {gap}")
+        return rows
+
+    def show(self, rows: list[Figures]) -> Shown:
+        about = {"reference": REFERENCE, "tolerance": self.tolerance, "share": self._share()}
+        return Shown(_tables(self.names, rows, self.tolerance), about)
 
     def _share(self) -> float:
         return SHARES[self.size] if self.share is None else self.share
 
-    def _steps(self, workload: Workload) -> int:
-        return max(WINDOW, round(self._share() * workload.steps[self.size]))
-
-    def _train(self, name: str, settings: Settings, workload: Workload, seed: int) -> Figures:
-        trainer = trainer_of(name, settings, workload, seed)
-        return figures_of(trainer, train_until(trainer, self._steps(workload)))
+    def _runs(self, cells: Cells, workload: Workload, name: str, advance: Callable[[str], None]) -> list[Figures]:
+        """Train one workload with one optimizer, once for each seed."""
+        settings = parse_settings(self.set) if find(name).ours else {}
+        steps = max(WINDOW, round(self._share() * workload.steps[self.size]))
+        runs = []
+        for seed in range(self.seed, self.seed + self.seeds):
+            advance(f"{workload.name}, {name}")
+            more = {"defaults": _defaults(name, settings), "steps": steps, "seed": seed}
+            identity = self.about(workload, name, settings, **more)
+            train = partial(run_of, name, settings, workload, seed, steps, pause=cells.pause(identity))
+            runs.append(cells.run(identity, partial(attempt, train)))
+        return [run for run in runs if run]
 
 
 def _defaults(name: str, settings: Settings) -> str | None:
@@ -135,11 +125,10 @@ def _defaults(name: str, settings: Settings) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _rows(kind: str, names: Sequence[str], found: Mapping[str, Sequence[Figures]], tolerance: float) -> list[Figures]:
+def _rows(kind: str, found: Mapping[str, Sequence[Figures]], tolerance: float) -> list[Figures]:
     """Return what each method reached on a workload."""
     rows = []
-    for name in names:
-        runs = found.get(name, [])
+    for name, runs in found.items():
         whole, told = lost(runs)
         row: Figures = {"workload": kind, "optimizer": name, "label": find(name).label, **told}
         for key in ("loss", "first", "processor_seconds"):

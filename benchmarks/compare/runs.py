@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.checkpoints import Pause
 from benchmarks.compare.plan import Job
 from benchmarks.compare.roster import find, recipe_on
 from benchmarks.peers import PeerMissingError, evaluating, set_paths, versions
+from benchmarks.peers.by_path import CHECKOUTS
 from benchmarks.recipes import COSINE, Method, Recipe, Schedule
 from benchmarks.runner import FAILURES, WINDOW, History, Trainer, optimizer_bytes
 from benchmarks.schedules import make_schedule
@@ -43,6 +45,8 @@ class Setting:
     deadline: float = math.inf
     """Time of day, in seconds since the epoch, at which runs that are not done are given up."""
     workload_changes: Mapping[str, Any] = field(default_factory=dict)
+    pauses: Path | None = None
+    """Folder of the checkpoints of runs that are under way; None: none are written."""
 
     def make_workload(self) -> Workload:
         """Return the workload, the same one each time: reading its data may take longer than a short run."""
@@ -102,6 +106,15 @@ def execute(job: Job, setting: Setting) -> dict[str, Any]:
         return entry | empty | {"failed": f"{type(err).__name__}: {err}"}
 
 
+def pause_of(job: Job, setting: Setting, key: str) -> Pause | None:
+    """Return where a run is kept while it runs; None for code of a checkout, whose state is not all in its dict."""
+    if setting.pauses is None or job.optimizer in CHECKOUTS:
+        return None
+    about: dict[str, Any] = {"fields": dict(setting.workload_changes), "versions": versions(job.optimizer)}
+    about |= {"workload": setting.workload, "size": setting.size, "batch_size": setting.batch_size, "key": key}
+    return Pause(setting.pauses / f"{job.optimizer}-{key}.pt", about)
+
+
 def _train(job: Job, setting: Setting, method: Method, recipe: Recipe) -> dict[str, Any]:
     workload = setting.make_workload()
     make = partial(method.construct, **recipe.settings)
@@ -110,8 +123,12 @@ def _train(job: Job, setting: Setting, method: Method, recipe: Recipe) -> dict[s
     torch.manual_seed(job.seed)  # of dropout, say
     trainer = Trainer(method.label, workload, make, job.seed, schedule, closure)
     reference = reference_of(workload, setting) if setting.reference_seconds else None
-    for step in range(job.steps):
+    pause = pause_of(job, setting, key_of(job, recipe))
+    seconds: list[float] = (pause and pause.resume(trainer)) or []  # that the reference took
+    for step in range(len(trainer.history.losses), job.steps):
         if time.time() > setting.deadline:
+            if pause:
+                pause.keep(trainer, seconds)
             raise TimeoutError(f"{method.label}: out of time after {len(trainer.history.losses)} steps")
         if trainer.diverged:
             break
@@ -119,7 +136,10 @@ def _train(job: Job, setting: Setting, method: Method, recipe: Recipe) -> dict[s
         if reference is not None and step % REFERENCE_EVERY == 0:
             with torch.random.fork_rng(devices=[]):  # dropout of the run goes on as if there were no reference
                 reference.step()
-    return _figures(trainer, job, setting) | _scaled(trainer.history, reference, setting)
+            seconds.append(reference.history.processor_seconds[-1])
+        if pause:
+            pause.after_step(trainer, seconds)
+    return _figures(trainer, job, setting) | _scaled(trainer.history, seconds, setting)
 
 
 def reference_of(workload: Workload, setting: Setting) -> Trainer:
@@ -137,15 +157,15 @@ def measure_reference(setting: Setting, steps: int = 12) -> float:
     return median(reference.history.processor_seconds[3:])
 
 
-def _scaled(history: History, reference: Trainer | None, setting: Setting) -> dict[str, Any]:
+def _scaled(history: History, reference: list[float], setting: Setting) -> dict[str, Any]:
     """Return the curve with seconds as they would be at the speed at which the comparison began.
 
     Other work on the machine slows a processor down: it shares caches, memory and clock. Steps of SGD in between are
     slowed down alike.
     """
-    if reference is None or setting.reference_seconds is None or not reference.history.processor_seconds:
+    if setting.reference_seconds is None or not reference:
         return {}
-    now = median(reference.history.processor_seconds)
+    now = median(reference)
     scale = setting.reference_seconds / now
     points = [[step, loss, _short(worked * scale), passed] for step, loss, worked, passed in curve(history)]
     return {"curve": points, "reference_seconds": _short(now)}

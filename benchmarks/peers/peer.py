@@ -19,26 +19,13 @@ class Peer(Optimizer):
     def __init__(
         self, *parts: Optimizer, before: Callable[[], object] | None = None, beside: Iterable[Any] = ()
     ) -> None:
-        """Put the parts together.
-
-        Args:
-            parts: The optimizers; no parameter belongs to two of them.
-            before: Called in each step before theirs, with all gradients there: a preconditioner.
-            beside: What else belongs to the optimizer: its tensors count, and its state is saved.
-        """
+        """Put the parts together."""
         self.parts = parts
         self._before, self._beside = before, tuple(beside)
         super().__init__(_groups(parts), {})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step with every part.
-
-        Args:
-            closure: Evaluates the loss anew, once.
-
-        Returns:
-            What the closure returned.
-        """
+        """Take a step with every part."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -72,16 +59,7 @@ def _groups(parts: Iterable[Optimizer]) -> list[dict[str, Any]]:
 
 
 def held_bytes(roots: object, leave_out: Iterable[Tensor | None] = ()) -> int:
-    """Return the bytes of all tensors that can be reached from some objects.
-
-    Args:
-        roots: Where to start: containers and objects of any class. Modules are not entered: what they hold is the
-            model's.
-        leave_out: Tensors that do not count, nor does what shares their memory.
-
-    Returns:
-        Number of bytes, memory that is shared counted once.
-    """
+    """Return the bytes of all tensors that can be reached from some objects."""
     storages = {tensor.untyped_storage() for tensor in _tensors(roots, set())}
     known = {tensor.untyped_storage() for tensor in leave_out if tensor is not None}
     return sum(storage.nbytes() for storage in storages - known)

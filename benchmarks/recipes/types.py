@@ -78,29 +78,12 @@ class Recipe:
     """What a reader of a comparison should know."""
 
     def at(self, world: int, batch_size: int, own_batch_size: int) -> "Recipe":
-        """Return the recipe for other numbers of ranks and of examples.
-
-        Args:
-            world: Ranks.
-            batch_size: Examples per rank.
-            own_batch_size: The workload's own number, which a recipe without one holds for.
-
-        Returns:
-            The recipe, its rates scaled by :attr:`rule`.
-        """
+        """Return the recipe for other numbers of ranks and of examples."""
         growth = world * batch_size / (self.world * (self.batch_size or own_batch_size))
         return replace(self.times(growth ** _EXPONENTS[self.rule], RATES), world=world, batch_size=batch_size)
 
     def times(self, factor: float, keywords: tuple[str, ...] | None = None) -> "Recipe":
-        """Return the recipe with some of its keywords multiplied.
-
-        Args:
-            factor: By what.
-            keywords: Which; unset: those that a search multiplies.
-
-        Returns:
-            The recipe.
-        """
+        """Return the recipe with some of its keywords multiplied."""
         chosen = self.searched if keywords is None else keywords
         scaled = {key: _scaled(value, factor) for key, value in self.settings.items() if key in chosen}
         return replace(self, settings={**self.settings, **scaled})
@@ -133,18 +116,7 @@ class Method:
     """Whether this package has it."""
 
     def recipe(self, workload: str, size: str = "cpu") -> Recipe:
-        """Return the recipe of a workload.
-
-        Args:
-            workload: Its name.
-            size: Its size; ``paper`` takes what was published, where there is something.
-
-        Returns:
-            The recipe.
-
-        Raises:
-            ValueError: When there is no recipe for that workload.
-        """
+        """Return the recipe of a workload."""
         if size == "paper" and workload in self.published:
             return self.published[workload]
         if workload not in self.recipes:
@@ -153,45 +125,17 @@ class Method:
         return self.recipes[workload]
 
     def settings(self, workload: str | None, changes: Settings | None = None, size: str = "cpu") -> Settings:
-        """Return the keywords of a recipe.
-
-        Args:
-            workload: Whose recipe; None starts from the constructor's defaults.
-            changes: Keywords that replace the recipe's.
-            size: Size of the workload.
-
-        Returns:
-            The keywords.
-        """
+        """Return the keywords of a recipe."""
         settings = self.recipe(workload, size).settings if workload else {}
         return {**settings, **(changes or {})}
 
     def needs_closure(self, workload: str | None = None, changes: Settings | None = None, size: str = "cpu") -> bool:
-        """Return whether a recipe evaluates the loss within a step.
-
-        Args:
-            workload: Whose recipe; None starts from the constructor's defaults.
-            changes: Keywords that replace the recipe's.
-            size: Size of the workload.
-
-        Returns:
-            Whether ``step`` has to be given a closure.
-        """
+        """Return whether a recipe evaluates the loss within a step."""
         settings = self.settings(workload, changes, size)
         return any(settings.get(key) for key in _WITH_CLOSURE)
 
     def build(
         self, model: nn.Module, workload: str | None = None, changes: Settings | None = None, size: str = "cpu"
     ) -> Optimizer:
-        """Return a new optimizer of ``model`` with the recipe of a workload.
-
-        Args:
-            model: The model to train.
-            workload: Whose recipe; None starts from the constructor's defaults.
-            changes: Keywords that replace the recipe's.
-            size: Size of the workload.
-
-        Returns:
-            The optimizer.
-        """
+        """Return a new optimizer of ``model`` with the recipe of a workload."""
         return self.construct(model, **self.settings(workload, changes, size))

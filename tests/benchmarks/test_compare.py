@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import store
 from benchmarks.cli import main
 from benchmarks.commands.compare import Compare, _failed, command_line
-from benchmarks.compare import store
 from benchmarks.compare.plan import STEP, Budget, Job, current, leaders, pending, sift, winner
 from benchmarks.compare.roster import find
 from benchmarks.compare.runs import Setting, curve, execute, key_of, recipe_of, schedule_of

@@ -210,20 +210,18 @@ def test_batch_size(data_dir, tmp_path, capsys):
     assert "128" in capsys.readouterr().out
 
 
-def test_seeds_that_did_not_get_there_are_infinite(monkeypatch):
+def test_seeds_that_did_not_get_there_are_infinite():
     ends = iter([("target", 20), ("target", 30), ("steps", 40), ("steps", 40)])
 
-    def trial(self, cells, name, workload, factor, seed, limit):
+    def trial(factor, seed, limit):
         end, taken = next(ends)
         return {"end": end, "taken": taken, "lr": 0.1, "processor_seconds": 1.0}
 
-    monkeypatch.setattr(BatchSize, "_trial", trial)
     command = BatchSize(workload="digits", optimizers=("sgd",), factors=(1.0,), seeds=3, steps=40)
-    row = command._search(None, "sgd", make_workload("digits", None, "smoke"))
+    row = command.search("sgd", make_workload("digits", None, "smoke"), trial)
     assert (row["steps"], row["reached"]) == (30, [2, 3])
-    row = command._row("sgd", 64, 1.0, {1.0: {"lr": 0.1, "end": "target", "taken": 20}}, [
-        {"end": end, "taken": 20, "processor_seconds": 1.0} for end in ("target", "steps", "diverged")
-    ])  # fmt: skip
+    ends = iter([("target", 20), ("steps", 20), ("diverged", 20)])
+    row = command.search("sgd", make_workload("digits", None, "smoke"), trial)
     assert (row["steps"], row["examples"], row["processor_seconds"], row["reached"]) == (None, None, None, [1, 3])
     shown = [column(row) for column in batch_size._columns([row], "sgd").values()]
     assert shown[4:9] == ["> 20", "-", "-", "-", "1 of 3"]
@@ -235,7 +233,7 @@ def test_what_lost_against_a_lower_limit_runs_again(tmp_path, data_dir):
     workload = make_workload("digits", data_dir, "smoke")
 
     def trial(limit):
-        found = command._trial(cells, "sgd", workload, 1.0, 0, limit)
+        found = command.trial(cells, "sgd", workload, 1.0, 0, limit)
         return found["end"], found["taken"], found["limit"]
 
     assert trial(12) == ("slower", 12, 12)
@@ -304,7 +302,7 @@ def test_a_window_that_lost_a_run_has_bytes_and_no_loss(monkeypatch):
 
 def test_density_gives_a_closure_to_who_needs_one(data_dir):
     entry = density._Entry("", "kfac_adaptive", METHODS["kfac_adaptive"].settings("digits"), None)
-    run = Density(workload="digits")._train(entry, make_workload("digits", data_dir, "smoke"), 2, 0)
+    run = Density(workload="digits", size="smoke", steps=2, data_dir=data_dir)._train(entry, 0)
     assert not run["diverged"]
 
 

@@ -1,0 +1,151 @@
+"""The store of all results: JSON files that later runs extend, of a comparison or of the cells of a study."""
+
+import datetime
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import machine, report
+from benchmarks.checkpoints import Pause
+from benchmarks.report import plain
+
+VERSION = 1
+CELLS_VERSION = 2
+"""Of the format of a file of cells."""
+
+Identity = Mapping[str, Any]
+"""Everything that the figures of a cell depend on, beside the code and the machine."""
+Figures = dict[str, Any]
+Machine = dict[str, Any]
+
+
+def load(path: Path, head: Mapping[str, Any]) -> dict[str, Any]:
+    """Read results, or begin new ones."""
+    if not path.exists():
+        return {"version": VERSION, **head, "machines": [], "runs": []}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        other = {key: found[key] for key in head if found[key] != head[key]}
+    except (ValueError, KeyError, TypeError) as err:
+        raise ValueError(f"{path} holds no results of a comparison: {err!r}") from err
+    if found.get("version") != VERSION or other:
+        told = ", ".join(f"{key} {value!r} instead of {head[key]!r}" for key, value in other.items())
+        raise ValueError(f"{path} is of another comparison ({told or 'another version'}): give another --results")
+    return dict(found)
+
+
+def save(path: Path, results: Mapping[str, Any]) -> None:
+    """Write the results of a comparison, a run a line."""
+    write(path, {key: found for key, found in results.items() if key != "runs"}, "runs", results["runs"])
+
+
+def write(path: Path, head: Mapping[str, Any], name: str, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Write a file, whole or not at all: one entry a line, so that a diff shows what came."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(plain(entry), allow_nan=False) for entry in entries)
+    text = json.dumps(plain(head), indent=1, allow_nan=False)[:-2] + f',\n "{name}": [\n' + lines + "\n]}\n"
+    draft = path.with_suffix(f".{os.getpid()}.part")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+def limits(threads: int) -> dict[str, Any]:
+    """Measure what the machine can do, with as many threads as the runs have."""
+    torch.set_num_threads(threads)
+    gemm, copying = machine.gemm_gflops(), machine.copy_gbytes()
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "processor": processor(),
+        "threads": threads,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gemm_gflops": {"median": round(gemm.median, 1), "best": round(gemm.best, 1)},
+        "copy_gbytes": {"median": round(copying.median, 1), "best": round(copying.best, 1)},
+    }
+
+
+def processor() -> str:
+    """Return the name of the processor, or of its architecture."""
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return names[0].split(":", 1)[1].strip() if names else platform.machine()
+
+
+@dataclass
+class Cells:
+    """The finished runs of one experiment, in a file."""
+
+    path: Path
+    budget: float | None = None
+    """Seconds after which no further run begins."""
+    left: int = 0
+    """Runs that were wanted and not begun."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    _started: float = field(default_factory=time.monotonic)
+
+    @cached_property
+    def _found(self) -> dict[str, tuple[Identity, Figures, Machine]]:
+        if not self.path.is_file():
+            return {}
+        data = json.loads(self.path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or data.get("version") != CELLS_VERSION or "cells" not in data:
+            raise ValueError(f"{self.path} is no file of finished runs of this version: move it away")
+        machines = data["machines"]
+        return {_key(cell["of"]): (cell["of"], cell["figures"], machines[cell["machine"]]) for cell in data["cells"]}
+
+    def get(self, identity: Identity) -> Figures | None:
+        """Return the figures of a cell, None while it is not done."""
+        return self._found.get(_key(_timed(identity)), (None, None, None))[1]
+
+    def run(
+        self, identity: Identity, measure: Callable[[], Figures], counts: Callable[[Figures], bool] = lambda _: True
+    ) -> Figures | None:
+        """Return the figures of a cell; run it if it is not done and there is time for it."""
+        found = self.get(identity)
+        if found is not None and counts(found):
+            return found
+        if self.budget is not None and time.monotonic() - self._started > self.budget:
+            self.left += 1
+            return None
+        identity = _timed(identity)  # before the measurement, which may set other threads
+        pause = self.pause(identity)
+        figures: Figures = plain(measure())
+        self._found[_key(identity)] = plain(identity), figures, {**report.environment(), "processor": processor()}
+        self.write()
+        pause.done()
+        return figures
+
+    def pause(self, identity: Identity) -> Pause:
+        """Return where a cell is kept while it runs."""
+        digest = hashlib.sha256(_key(_timed(identity)).encode()).hexdigest()[:16]
+        return Pause(self.path.with_suffix(".runs") / f"{digest}.pt", dict(plain(identity)))
+
+    def write(self) -> None:
+        """Write the file, a cell a line."""
+        head = self.payload()
+        write(self.path, head, "cells", head.pop("cells"))
+
+    def payload(self) -> dict[str, Any]:
+        """Return all that the file holds."""
+        found = list(self._found.values())
+        machines = [used for index, (_, _, used) in enumerate(found) if used not in [m for _, _, m in found[:index]]]
+        cells = [{"of": of, "figures": figures, "machine": machines.index(used)} for of, figures, used in found]
+        return {"version": CELLS_VERSION, "machines": machines, **self.summary, "cells": cells}
+
+
+def _timed(identity: Identity) -> Identity:
+    """Return an identity with the threads, which times among the figures depend on."""
+    return {**identity, "threads": torch.get_num_threads()}
+
+
+def _key(identity: Identity) -> str:
+    return json.dumps(plain(identity), sort_keys=True)
