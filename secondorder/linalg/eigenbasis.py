@@ -301,7 +301,6 @@ def pool(scale: Tensor, null_a: Tensor | None, null_g: Tensor | None) -> Tensor:
     s with the mean of each row over the null space of A in all its columns, and in the same way for the rows of the
     null space of G; ``scale`` itself if both are None. The sum does not change, and neither does s if no null space has
     two dimensions.
-        G; ``scale`` itself if both are None. The sum stays, and so does s where no null space has two dimensions.
     """
     for inside, axis in ((_across(null_a, -1), -1), (_across(null_g, -2), -2)):
         if inside is not None:

@@ -68,12 +68,11 @@ def result(method, model, batches, approx="expand", unscale=False, **keywords):
     return known, {name: before[name] - layer_values(model.get_submodule(name)) for name in names}
 
 
-def assert_same(one, other, times=1, tolerance=None):
-    """Factors to ``1e-9``; dense curvature, which is made of eigenvectors, to ``1e-7``."""
+def assert_same(one, other, times=1, known=1e-9, directions=1e-9):
     for name, value in other[0].items():
-        assert_close(one[0][name], value, tolerance or (1e-9 if " of " in name else 1e-7), name)
+        assert_close(one[0][name], value, known, name)
     for name, V in other[1].items():
-        assert_close(one[1][name], times * V, 1e-7, f"V of {name}")
+        assert_close(one[1][name], times * V, directions, f"V of {name}")
 
 
 @pairs(method=METHODS.keys(), kind=BUILDS.keys(), parts=[2, 4], approx=["expand", "reduce"], damping=[1e-2, 10.0])
@@ -129,7 +128,7 @@ def test_the_scale_of_a_grad_scaler(method, kind, approx, exponent, unscale):
     batches = [(x, y, F.cross_entropy)]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**exponent)
     found = result(method, build(), batches, approx, unscale, grad_scaler=scaler)
-    assert_same(found, result(method, build(), batches, approx), tolerance=1e-12 if method == "kfac" else 1e-9)
+    assert_same(found, result(method, build(), batches, approx), known=1e-12 if method == "kfac" else 1e-9)
 
 
 def test_a_short_window_counts_what_it_holds_and_leaks_nothing():

@@ -60,19 +60,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "split", "bound", "diagonal"), CASES)
-def test_an_inverse_solves_with_the_damped_curvature(kind, split, bound, diagonal):
+def test_an_inverse_solves_with_the_damped_curvature_and_knows_its_extremes(kind, split, bound, diagonal):
     group = group_of(bound, split)
     inverse, state = refreshed(kind, group, diagonal)
-    gradient = torch.randn(N_G, N_A, dtype=torch.float64)
-    expected = torch.linalg.solve(dense(state, split == "pi"), gradient.flatten()).reshape(N_G, N_A)
+    damped, gradient = dense(state, split == "pi"), torch.randn(N_G, N_A, dtype=torch.float64)
+    expected = torch.linalg.solve(damped, gradient.flatten()).reshape(N_G, N_A)
     torch.testing.assert_close(inverse.apply(state, group, gradient, Workspace()), expected)
-
-
-@pytest.mark.parametrize(("kind", "split", "bound", "diagonal"), CASES)
-def test_extremes_and_bounds_are_those_of_the_damped_curvature(kind, split, bound, diagonal):
-    group = group_of(bound, split)
-    inverse, state = refreshed(kind, group, diagonal)
-    values = torch.linalg.eigvalsh(dense(state, split == "pi"))
+    values = torch.linalg.eigvalsh(damped)
     found, above = inverse.extremes(state, group), inverse.bounds(state, group)
     torch.testing.assert_close(found.damping.double(), torch.tensor(DAMPING, dtype=torch.float64))
     if kind is not Cholesky:

@@ -26,31 +26,26 @@ def test_a_matrix_that_a_device_cannot_factorise_is_factorised_on_the_cpu_at_las
     torch.testing.assert_close(values.held, torch.ones(1, 3), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("factorise", [dense.eigh_psd, dense.inverse_pd])
-def test_a_failure_on_the_cpu_as_well_climbs_the_ladder(factorise):
+def test_a_failure_on_the_cpu_as_well_climbs_the_ladder():
     """NaN: the device does not have the function, and the CPU refuses the matrix."""
     error = NotImplementedError("The operator is not implemented for this device")
     x = torch.eye(3).repeat(2, 1, 1)
     x[1, 0, 0] = torch.nan
-    with SimulatedDevice(dict.fromkeys(OPERATORS, error)) as device:
-        *_, ok = factorise(device.tensor(x), True)
-    assert ok.held.tolist() == [True, False]
+    for factorise in (dense.eigh_psd, dense.inverse_pd):
+        with SimulatedDevice(dict.fromkeys(OPERATORS, error)) as device:
+            *_, ok = factorise(device.tensor(x), True)
+        assert ok.held.tolist() == [True, False]
 
 
-def test_a_lack_of_memory_is_told():
-    def greedy(x):
-        raise torch.OutOfMemoryError
-
-    with pytest.raises(torch.OutOfMemoryError):
-        dense.anywhere(greedy, torch.eye(2, device="meta"))
-
-
-def test_errors_of_the_cpu_itself_are_raised():
+@pytest.mark.parametrize(
+    ("error", "device"), [(torch.OutOfMemoryError("told"), "meta"), (NotImplementedError("told"), "cpu")]
+)
+def test_a_lack_of_memory_and_errors_of_the_cpu_itself_are_raised(error, device):
     def broken(x):
-        raise NotImplementedError("not for this type")
+        raise error
 
-    with pytest.raises(NotImplementedError, match="not for this type"):
-        dense.anywhere(broken, torch.eye(2))
+    with pytest.raises(type(error), match="told"):
+        dense.anywhere(broken, torch.eye(2, device=device))
 
 
 def test_devices_without_autocast_need_none():

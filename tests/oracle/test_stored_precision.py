@@ -10,11 +10,12 @@ from torch import nn
 
 from secondorder import EKFAC, KFAC
 from tests.support.grid import each
-from tests.support.kfac import all_factors, assert_close, backward, directions, layer_state, plain_kfac, train_step
+from tests.support.kfac import all_factors, assert_close, layer_state, next_directions, plain_kfac, train_step
 from tests.support.models import mlp, vectors
 from tests.support.oracles.kfac import expected_factors, solve_exact, solve_pi
 
 LOW = {"factor_dtype": torch.bfloat16, "inv_dtype": torch.bfloat16}
+PACKED = {"factor_storage": "packed"}
 METHODS = {
     "kfac eigen": (KFAC, {"inverse_method": "eigen"}),
     "kfac cholesky": (KFAC, {"inverse_method": "cholesky"}),
@@ -26,8 +27,8 @@ every_method = pytest.mark.parametrize("name", METHODS)
 OPTIONS = {"lr": 0.05, "factor_update_steps": 1, "inv_update_steps": 2, "damping": 0.1}
 
 
-def _batches(count, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def _batches(count):
+    generator = torch.Generator().manual_seed(0)
     return [
         (torch.randn(16, 12, generator=generator), torch.randint(4, (16,), generator=generator)) for _ in range(count)
     ]
@@ -38,100 +39,105 @@ def _net():
     return nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 4))
 
 
-def _train(name, batches, model=None, opt=None, **keywords):
+def _start(name, **keywords):
     cls, own = METHODS[name]
-    model = _net() if model is None else model
-    opt = cls(model, **OPTIONS, **own, **keywords) if opt is None else opt
+    model = _net()
+    return model, cls(model, **OPTIONS, **own, **keywords)
+
+
+def _go_on(model, opt, batches):
     for x, y in batches:
         train_step(opt, model, x, y, F.cross_entropy)
     return model, opt
+
+
+def _train(name, batches, **keywords):
+    return _go_on(*_start(name, **keywords), batches)
+
+
+def _same(model, other):
+    return all(p.equal(q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_the_running_mean_is_rounded_once_an_update():
     """The same factors as a second optimizer measures them in full, folded and rounded by hand."""
     low, full = _net(), _net()
     opt = KFAC(low, **{**OPTIONS, "lr": 0.0}, factor_dtype=torch.bfloat16)
-    expected = {}
+    expected, total = {}, 0.0
     for x, y in _batches(4):
         train_step(opt, low, x, y, F.cross_entropy)
-        weight = 16.0
+        total = 0.95 * total + 16
+        share = 16 / total
         for key, factors in expected_factors(full, x, y, F.cross_entropy).items():
-            old, kept = expected.get(key, (0.0, [torch.zeros_like(f) for f in factors]))
-            share = weight / (old * 0.95 + weight)
-            kept = [
+            kept = expected.get(key, [torch.zeros_like(f) for f in factors])
+            expected[key] = [
                 (k.float() * (1 - share) + share * f.float()).bfloat16() for k, f in zip(kept, factors, strict=True)
             ]
-            expected[key] = old * 0.95 + weight, kept
-    for key, (A, G) in all_factors(opt, low).items():
-        assert A.dtype == G.dtype == torch.bfloat16
-        for found, wanted in zip((A, G), expected[key][1], strict=True):
+    for key, held in all_factors(opt, low).items():
+        for found, wanted in zip(held, expected[key], strict=True):
+            assert found.dtype == torch.bfloat16
             # the sums of the products differ by float32 rounding, which may turn a last bit
             assert (found.float() - wanted.float()).abs().max() <= wanted.float().abs().max() / 128
             assert (found == wanted).double().mean() > 0.95
 
 
-@pytest.mark.parametrize(("method", "solve"), [("eigen", solve_exact), ("cholesky", solve_pi)])
-@pytest.mark.parametrize("which", ["factor_dtype", "inv_dtype"])
-def test_a_direction_is_off_by_rounding_times_the_condition_number(method, solve, which):
+@each(method={"eigen": solve_exact, "cholesky": solve_pi}, which=["factor_dtype", "inv_dtype"])
+def test_a_direction_is_off_by_rounding_times_the_condition_number(method, which):
     model, (x, y) = mlp().float(), vectors()
-    opt = plain_kfac(model, damping=0.1, inverse_method=method, **{which: torch.bfloat16})
+    inverse = "eigen" if method is solve_exact else "cholesky"
+    opt = plain_kfac(model, damping=0.1, inverse_method=inverse, **{which: torch.bfloat16})
     expected = expected_factors(mlp(), x, y, F.cross_entropy)
-    backward(model, x.float(), y, F.cross_entropy)
-    for name, (gradient, found) in directions(opt, model).items():
+    for name, (gradient, found) in next_directions(opt, model, x.float(), y, F.cross_entropy).items():
         A, G = expected[name]
-        wanted = solve(G, A, gradient.double(), 0.1)
+        wanted = method(G, A, gradient.double(), 0.1)
         largest = float(torch.linalg.eigvalsh(A)[-1] * torch.linalg.eigvalsh(G)[-1])
         error = float((found.double() - wanted).norm() / wanted.norm())
         assert 1e-6 < error < 2**-8 * (1 + largest / 0.1) * 2, name
 
 
 @every_method
-def test_half_the_bytes(name):
-    _, full = _train(name, _batches(2))
-    _, low = _train(name, _batches(2), **LOW)
-    whole, half = full.memory_usage(), low.memory_usage()
-    assert 2 * half["factors"] == whole["factors"] == 4 * (13**2 + 10**2 + 11**2 + 4**2)
-    values = 0 if name == "kfac cholesky" else 4 * (13 + 10 + 11 + 4)  # eigenvalues stay as they are
-    assert half["second_order"] - values == (whole["second_order"] - values) / 2
-    assert half.get("scale") == whole.get("scale")
-    assert low.plan(world_size=1).ranks[0].stored["factors"] == half["factors"]
-
-
-@every_method
-def test_training_goes_the_same_way(name):
+def test_half_the_bytes_train_the_same_way(name):
     batches = _batches(6) * 3
 
     def loss_of(model):
         with torch.no_grad():
             return float(F.cross_entropy(model(batches[0][0]), batches[0][1]))
 
-    start, losses = loss_of(_net()), [loss_of(_train(name, batches, **keywords)[0]) for keywords in ({}, LOW)]
+    (full, opt), (low, other) = (_train(name, batches, **keywords) for keywords in ({}, LOW))
+    start, losses = loss_of(_net()), [loss_of(full), loss_of(low)]
     assert losses[0] < start
     assert abs(losses[1] - losses[0]) < 0.1 * (start - losses[0])
+    whole, half = opt.memory_usage(), other.memory_usage()
+    assert 2 * half["factors"] == whole["factors"] == 4 * (13**2 + 10**2 + 11**2 + 4**2)
+    values = 0 if name == "kfac cholesky" else 4 * (13 + 10 + 11 + 4)  # eigenvalues stay as they are
+    assert half["second_order"] - values == (whole["second_order"] - values) / 2
+    assert half.get("scale") == whole.get("scale")
+    assert other.plan(world_size=1).ranks[0].stored["factors"] == half["factors"]
 
 
-@every_method
-def test_a_checkpoint_goes_on_to_the_bit(name):
+STORED = {"rounded": (LOW, LOW), "to packed": ({}, PACKED), "to dense": (PACKED, {})}
+
+
+@each(name=list(METHODS), ways=STORED)
+def test_a_checkpoint_goes_on_to_the_bit_in_either_storage(name, ways):
+    first, then = ways
     batches = _batches(7)
-    model, opt = _train(name, batches[:3], **LOW)
+    model, opt = _train(name, batches[:3], **first)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    cls, own = METHODS[name]
-    other = _net()
+    other, second = _start(name, **then)
     other.load_state_dict(saved["model"])
-    second = cls(other, **OPTIONS, **own, **LOW)
     second.load_state_dict(saved["opt"])
-    _train(name, batches[3:], model, opt)
-    _train(name, batches[3:], other, second)
-    assert all(p.equal(q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    _go_on(model, opt, batches[3:])
+    _go_on(other, second, batches[3:])
+    assert _same(model, other)
 
 
 def test_a_checkpoint_of_another_precision_is_converted():
     model, opt = _train("kfac eigen", _batches(3))
-    other = _net()
-    low = KFAC(other, **OPTIONS, **LOW)
+    other, low = _start("kfac eigen", **LOW)
     low.load_state_dict(opt.state_dict())
     for key in ("factor_a", "basis_g"):
         found, kept = (layer_state(o, m, "0")[key] for o, m in ((low, other), (opt, model)))
@@ -140,43 +146,35 @@ def test_a_checkpoint_of_another_precision_is_converted():
 
 
 def test_float32_means_float64_for_float64_parameters():
-    model, (x, y) = mlp(), vectors()
+    model = mlp()
     opt = plain_kfac(model, factor_dtype=torch.float32, inv_dtype=torch.float32)
-    train_step(opt, model, x, y, F.cross_entropy)
+    train_step(opt, model, *vectors(), F.cross_entropy)
     state = layer_state(opt, model, "0")
     assert state["factor_a"].dtype == state["basis_a"].dtype == torch.float64
 
 
-@each(keyword=["factor_dtype", "inv_dtype"], cls=[KFAC, EKFAC])
-def test_other_types_are_refused(cls, keyword):
-    with pytest.raises(ValueError, match=f"{keyword} must be torch.float32 or torch.bfloat16, got torch.float16"):
-        cls(_net(), **{keyword: torch.float16})
-    with pytest.raises(TypeError, match=f"{keyword} must be torch.float32 or torch.bfloat16, got 'bfloat16'"):
-        cls(_net(), **{keyword: "bfloat16"})
+@pytest.mark.parametrize("cls", [KFAC, EKFAC])
+def test_what_cannot_be_stored_is_refused(cls):
+    for keyword in ("factor_dtype", "inv_dtype"):
+        for value, error, told in ((torch.float16, ValueError, "torch.float16"), ("bfloat16", TypeError, "'bfloat16'")):
+            with pytest.raises(error, match=f"{keyword} must be torch.float32 or torch.bfloat16, got {told}"):
+                cls(_net(), **{keyword: value})
+    with pytest.raises(ValueError, match="factor_storage must be one of \\('dense', 'packed'\\), got 'sparse'"):
+        cls(_net(), factor_storage="sparse")
 
 
 def test_diagonal_factors_are_kept_so_too():
-    model = _net()
-    opt = KFAC(model, **OPTIONS, **LOW, max_factor_dim=5, inverse_method="cholesky")
-    for x, y in _batches(3):
-        train_step(opt, model, x, y, F.cross_entropy)
+    model, opt = _train("kfac cholesky", _batches(3), **LOW, max_factor_dim=5)
     state = layer_state(opt, model, "0")
     assert state["factor_a"].shape == (13,)
     assert state["factor_a"].dtype == torch.bfloat16
-    assert_close(
-        opt.dense_curvature("0").diagonal().view(10, 13)[:, 0], state["factor_g"].float() * state["factor_a"][0].float()
-    )
+    expected = state["factor_g"].float() * state["factor_a"][0].float()
+    assert_close(opt.dense_curvature("0").diagonal().view(10, 13)[:, 0], expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Triangles
 # ---------------------------------------------------------------------------------------------------------------------
-
-PACKED = {"factor_storage": "packed"}
-
-
-def _same(model, other):
-    return all(p.equal(q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
 @every_method
@@ -191,6 +189,9 @@ def test_packed_factors_are_the_same_to_the_bit(name):
     assert half["second_order"] == whole["second_order"]
     assert other.plan(world_size=1).ranks[0].stored["factors"] == half["factors"]
     assert other.plan(batch_size=16).ranks[0].flops == opt.plan(batch_size=16).ranks[0].flops
+    low, (both, opt) = (_train(name, batches, **LOW, **keywords) for keywords in ({}, PACKED))
+    assert _same(low[0], both)
+    assert opt.memory_usage()["factors"] == half["factors"] / 2
 
 
 @each(
@@ -224,30 +225,3 @@ def test_packed_factors_of_convolutions_and_beside_diagonal_ones(groups, extra):
     keys = set(opt.state[packed[0].weight])
     assert ("packed_a" in keys) is (extra.get("max_factor_dim") is None)
     assert ("factor_a" in keys) is (extra.get("max_factor_dim") is not None)
-
-
-@each(name=list(METHODS), ways={"to packed": ({}, PACKED), "to dense": (PACKED, {})})
-def test_checkpoints_of_either_storage_are_taken(name, ways):
-    first, then = ways
-    batches = _batches(7)
-    model, opt = _train(name, batches[:3], **first)
-    cls, own = METHODS[name]
-    other = _net()
-    other.load_state_dict(model.state_dict())
-    second = cls(other, **OPTIONS, **own, **then)
-    second.load_state_dict(opt.state_dict())
-    _train(name, batches[3:], model, opt)
-    _train(name, batches[3:], other, second)
-    assert _same(model, other)
-
-
-def test_packed_and_rounded():
-    batches = _batches(6)
-    (low, _), (both, opt) = (_train("kfac eigen", batches, **LOW, **keywords) for keywords in ({}, PACKED))
-    assert _same(low, both)
-    assert opt.memory_usage()["factors"] == (13 * 14 + 10 * 11 + 11 * 12 + 4 * 5)
-
-
-def test_another_storage_is_refused():
-    with pytest.raises(ValueError, match="factor_storage must be one of \\('dense', 'packed'\\), got 'sparse'"):
-        KFAC(_net(), factor_storage="sparse")

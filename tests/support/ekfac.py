@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import EKFAC
-from tests.support.kfac import backward, noise, owner
+from tests.support.kfac import assert_close, backward, noise, owner
 from tests.support.models import mlp
-from tests.support.oracles.ekfac import mean_gradient, values
+from tests.support.oracles.ekfac import mean_gradient, measured_scales, values
+from tests.support.oracles.kfac import covered_names
 
 HELD = 10**6
 # Every choice that a test does not make itself: plain steps along the preconditioned gradient, everything due always,
@@ -96,6 +97,14 @@ def next_directions(opt: EKFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Ca
     opt.zero_grad()
     backward(model, x, y, loss)
     return directions(opt, model, names)
+
+
+def assert_scales(opt, model, plain, x, y, loss, names=None, *, estimator="intra", factor=1.0, tolerance=1e-9) -> None:
+    """Every layer holds ``factor`` times what the definition finds for one batch in the bases that are held."""
+    for name in covered_names(model) if names is None else names:
+        layer = model.get_submodule(name)
+        expected = measured_scales(plain, name, x, y, held_bases(opt, layer), estimator, loss)
+        assert_close(held_scales(opt, layer), factor * expected, tolerance, name)
 
 
 def regression(n=12, seed=0):

@@ -73,6 +73,22 @@ def directions(opt: KFAC, model: nn.Module, names: list[str] | None = None) -> d
     return {name: (gradients[name], before[name] - after[name]) for name in names}
 
 
+def next_directions(opt: KFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable, scale: float = 1.0):
+    """One more batch, and (∇, V) of its step."""
+    opt.zero_grad()
+    backward(model, x, y, loss, scale)
+    return directions(opt, model)
+
+
+def assert_solves(
+    found: dict[str, tuple[Tensor, Tensor]], factors: dict, solve: Callable, damping: float, lr=1.0, tolerance=1e-8
+) -> None:
+    """Every step is ``lr`` times the solution with its layer's factors."""
+    for name, (gradient, step) in found.items():
+        A, B = (X.to(torch.float64) for X in factors[name])
+        assert_close(step.double(), lr * solve(B, A, gradient.double(), damping), tolerance, name)
+
+
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-9, what: str = "") -> None:
     """Relative to the largest entry of ``expected``: entries that cancel to zero are not judged by their own size."""
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
