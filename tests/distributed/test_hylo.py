@@ -5,10 +5,9 @@ What sampling and interpolation come to is told by one process that has all shar
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from secondorder.switching import ProbeError
 from tests.support.grid import only
 from tests.support.oracles.ranks import (
     EXAMPLES,
-    STRATEGIES,
     TASKS,
     Run,
     assert_replicas,
@@ -35,63 +33,79 @@ from tests.support.oracles.ranks import (
     shard,
 )
 from tests.support.pool import Failure, Pool, device_of
-from tests.support.rows import SETTINGS, Case, chosen_path, in_one_process, on_ranks, own_step
+from tests.support.rows import SETTINGS, Case, chosen_path, in_one_process, on_rank, on_ranks
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Paths
+# ---------------------------------------------------------------------------------------------------------------------
+
+SNGD = {"mode": "sngd"}
+RELATIVE = {**SNGD, "damping_mode": "relative", "damping": 10.0}
+EXPANDED = {**SNGD, "approx": "expand"}
+FACTORED = {**SNGD, "kfac_when_cheaper": True, "factor_decay": 0.7}
 EVERYWHERE = ("comm", "mem", "comm_owner", "mem_replicated", "chief", "chief_inverses")
-GRID = {2: EVERYWHERE, 3: (*EVERYWHERE, "hybrid_third"), 4: (*EVERYWHERE, "hybrid_half")}
-UNEQUAL = {2: (9, 3), 3: (1, 7, 4), 4: (5, 0, 6, 1)}
+SIZES = (3, 5, 4)
 
 
-def assert_like_one_process(
-    pool: Pool, case: Case, world: int, strategies: Sequence[str], same_bits: bool = True
-) -> None:
-    """Every rank under every strategy; rows are put together in one order, so that strategies agree to the bit."""
-    of_ranks, expected = pool.run(on_ranks, case, strategies, world=world), in_one_process(case, world)
-    of_strategies = [list(paths) for paths in zip(*of_ranks, strict=True)]
-    for paths in of_strategies:
-        assert_same_path(paths, expected, tolerance=1e-10)
-    if same_bits:
-        assert_replicas([paths[0] for paths in of_strategies])
+class Same(NamedTuple):
+    """What SNGD of the joined batch does too: a case, and strategies, which agree to the bit where rows are kept."""
+
+    case: Case
+    strategies: Sequence[str] = ("comm", "hybrid_third")
+    world: int = 3
+    to_the_bit: bool = True
 
 
-@only("3", world=[2, 3, 4])
-def test_sngd_of_unequal_batches_is_that_of_the_joined_batch(pool: Pool, world: int) -> None:
-    assert_like_one_process(pool, Case(sizes=UNEQUAL[world]), world, GRID[world])
-
-
-RELATIVE = {"damping_mode": "relative", "damping": 10.0}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "cnn": ("cnn", {"approx": "expand", **RELATIVE}),
-    "words": ("words", {"approx": "expand", "loss_terms": 3}),
-    "branches": ("branches", {}),
-    "branches_relative": ("branches", RELATIVE),
-    "lengths": ("lengths", {"approx": "expand"}),
-    "groups_relative": ("groups", RELATIVE),
-    "groups": ("groups", {"approx": "expand"}),
+SAME = {
+    "unequal-2": Same(Case(sizes=(9, 3), steps=7), EVERYWHERE, 2),
+    "unequal-3": Same(Case(sizes=(1, 7, 4), steps=7), (*EVERYWHERE, "hybrid_third")),
+    "unequal-4": Same(Case(sizes=(5, 0, 6, 1), steps=7), (*EVERYWHERE, "hybrid_half"), 4),
+    "cnn": Same(Case("cnn", {**RELATIVE, "approx": "expand"}, SIZES, 5)),
+    "words": Same(Case("words", {**EXPANDED, "loss_terms": 3}, SIZES, 5)),
+    "branches": Same(Case("branches", SNGD, SIZES, 5)),
+    "branches_relative": Same(Case("branches", RELATIVE, SIZES, 5)),
+    "lengths": Same(Case("lengths", EXPANDED, SIZES, 5)),
+    "groups_relative": Same(Case("groups", RELATIVE, SIZES, 5)),
+    "groups": Same(Case("groups", EXPANDED, SIZES, 5)),
+    "factors-reduce": Same(Case("cnn", FACTORED, SIZES, 5), ("mem", "comm_owner"), to_the_bit=False),
+    "factors-expand": Same(
+        Case("cnn", {**FACTORED, "approx": "expand"}, SIZES, 5), ("mem", "comm_owner"), to_the_bit=False
+    ),
+    "factors-groups": Same(
+        Case("groups", {**FACTORED, "approx": "expand"}, SIZES, 5), ("mem", "comm_owner"), to_the_bit=False
+    ),
 }
 
 
-@only("cnn", "words", "branches_relative", "groups", kind=KINDS)
-def test_sngd_of_every_kind_of_rows(pool: Pool, kind: tuple[str, dict[str, Any]]) -> None:
+@only("unequal-3", "cnn", "words", "branches_relative", "groups", "factors-groups", same=SAME)
+def test_sngd_is_that_of_the_joined_batch(pool: Pool, same: Same) -> None:
     """Lookup tables tell rows by indices; where positions differ, so does the form that is the smaller one."""
-    task, keywords = kind
-    case = Case(task, {"mode": "sngd", **keywords}, sizes=(3, 5, 4), steps=5)
-    assert_like_one_process(pool, case, 3, ("comm", "hybrid_third"))
+    case, strategies, world, to_the_bit = same
+    expected = in_one_process(case, world)
+    of_strategies = [list(paths) for paths in zip(*pool.run(on_ranks, case, strategies, world=world), strict=True)]
+    for paths in of_strategies:
+        assert_same_path(paths, expected, tolerance=1e-10)
+    if to_the_bit:
+        assert_replicas([paths[0] for paths in of_strategies])
 
 
-@only("groups", form={"reduce": ("cnn", "reduce"), "expand": ("cnn", "expand"), "groups": ("groups", "expand")})
-def test_factors_that_replace_rows(pool: Pool, form: tuple[str, str]) -> None:
-    task, approx = form
-    keywords = {"mode": "sngd", "kfac_when_cheaper": True, "approx": approx, "factor_decay": 0.7}
-    case = Case(task, keywords, sizes=(3, 5, 4), steps=5)
-    model = case.model()
-    optimizer = case.build(model)
-    case.backward(model, TASKS["cnn"].batch(0), 0)
-    optimizer.step()
-    factored = [b.is_factored for b in optimizer.blocks.values()]
-    assert any(factored)
-    assert task != "groups" or not all(factored)
-    assert_like_one_process(pool, case, 3, ("mem", "comm_owner"), same_bits=False)
+def test_factors_replace_rows_of_some_layers() -> None:
+    for task, everywhere in (("cnn", None), ("groups", False)):
+        case = Case(task, {**FACTORED, "approx": "expand"}, SIZES)
+        model = case.model()
+        optimizer = case.build(model)
+        case.backward(model, TASKS["cnn"].batch(0), 0)
+        optimizer.step()
+        factored = [b.is_factored for b in optimizer.blocks.values()]
+        assert any(factored)
+        assert everywhere is None or all(factored) == everywhere
+
+
+@pytest.mark.parametrize("mode", ["kid", "kis"])
+def test_every_row_is_sngd(pool: Pool, mode: str) -> None:
+    case = Case(keywords={"mode": mode, "rank_fraction": 1.0}, sizes=(5, 3, 4), steps=5)
+    expected = in_one_process(Case(sizes=case.sizes, steps=5), 3)
+    assert_same_path([paths[0] for paths in pool.run(on_ranks, case, ("mem",), world=3)], expected)
 
 
 RELATED = {"damping_mode": "relative", "damping": 3.0}
@@ -111,13 +125,6 @@ def test_chosen_rows_are_those_of_every_shard(pool: Pool, keywords: dict[str, An
     of_ranks = pool.run(on_ranks, case, ("comm", "mem", "hybrid_third"), world=3)
     assert_replicas([path for paths in of_ranks for path in paths])
     assert distance(of_ranks[0][0], expected) < 1e-9
-
-
-@pytest.mark.parametrize("mode", ["kid", "kis"])
-def test_every_row_is_sngd(pool: Pool, mode: str) -> None:
-    case = Case(keywords={"mode": mode, "rank_fraction": 1.0}, sizes=(5, 3, 4), steps=5)
-    expected = in_one_process(Case(sizes=case.sizes, steps=5), 3)
-    assert_same_path([paths[0] for paths in pool.run(on_ranks, case, ("mem",), world=3)], expected)
 
 
 def shards_and_owners(rank: int, world: int, run: Run) -> tuple[Tensor, dict[str, int]]:
@@ -140,9 +147,9 @@ def simulate_local_factors(run: Run, owners: dict[str, int], world: int) -> Tens
             inputs, targets = shard(run.batch(step), rank, world)
             optimizer.zero_grad()
             run.loss(model(inputs), targets).backward()
-        for together_ in zip(*(model.parameters() for model in models), strict=True):
-            mean = torch.stack([p.grad for p in together_]).mean(0)
-            for p in together_:
+        for replicas in zip(*(model.parameters() for model in models), strict=True):
+            mean = torch.stack([p.grad for p in replicas]).mean(0)
+            for p in replicas:
                 p.grad = mean.clone()
         for optimizer in optimizers:
             optimizer.step()
@@ -163,25 +170,49 @@ def test_local_factors_are_rows_of_the_owner_s_shard(pool: Pool, method: str) ->
     assert_same_path([path for path, _ in results], expected, tolerance=1e-10)
 
 
-def of_the_chief(rank: int, world: int, mode: str) -> dict[str, Tensor]:
-    """Curvature after a step, where statistics are those of the chief alone."""
-    case = Case(keywords={"mode": mode, "rank_fraction": 1.0}, sizes=(5, 7))
-    model = case.model()
-    with case.build(model, STRATEGIES["chief_own"]()) as optimizer:
-        own_step(model, optimizer, case, 0, rank, world)
-        return {name: optimizer.dense_curvature(name) for name in optimizer.blocks} if rank == 0 else {}
+def step_of_observed_rows(rank: int, world: int, strategy: type[CommOpt] | None) -> Tensor:
+    """Parameters after a step with Gauss-Newton rows, this rank having its share of the batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    x, y = (torch.randn(8, d, dtype=torch.float64).chunk(world)[rank] for d in (4, 1))
+    options = {"mode": "sngd", "update_steps": 1, "approx": "expand", "damping": 0.3, "momentum": 0.0}
+    with HyLo(model, lr=0.1, fisher="exact", comm=strategy and strategy(), **options) as optimizer:
+        network = model if strategy is None else DDP(model)
+        outputs = network(x)
+        optimizer.observe(outputs, "gaussian")
+        (outputs - y).square().sum(1).mean().backward()
+        optimizer.step()
+    return flat(model)
 
 
-@pytest.mark.parametrize("mode", ["sngd", "kid"])
-def test_chief_keeps_rows_of_its_own(pool: Pool, mode: str) -> None:
-    case = Case(keywords={"mode": "sngd"}, sizes=(5, 7))
-    model = case.model()
-    optimizer = case.build(model)
-    case.backward(model, case.shards(0, 2)[0], 0)
-    optimizer.step()
-    held, _ = pool.run(of_the_chief, mode, world=2)
-    for name, dense in held.items():
-        assert distance(dense, optimizer.dense_curvature(name)) < 1e-9, name
+@pytest.mark.parametrize("strategy", [CommOpt, MemOpt])
+def test_observed_rows_of_two_ranks_are_those_of_the_joined_batch(pool: Pool, strategy: type[CommOpt]) -> None:
+    expected = step_of_observed_rows(0, 1, None)
+    for found in pool.run(step_of_observed_rows, strategy, world=2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def rows_of_draws(rank: int, world: int) -> Any:
+    """Rows of all ranks, which have the same examples, at three steps that move nothing."""
+    torch.manual_seed(0)
+    model, x, found = nn.Linear(4, 3).double(), torch.randn(5, 4, dtype=torch.float64), []
+    with HyLo(model, lr=1e-300, fisher="mc", mode="sngd", update_steps=1, approx="expand") as optimizer:
+        for _ in range(3):
+            optimizer.zero_grad()
+            outputs = model(x)
+            optimizer.observe(outputs, "categorical")
+            outputs.logsumexp(1).mean().backward()
+            optimizer.step()
+            found += optimizer.state[model.weight]["rows_g"].clone().chunk(world)
+    return found
+
+
+def test_ranks_draw_apart_and_steps_too(pool: Pool) -> None:
+    """A rank whose draws are those of another, now or some steps ago, would add no information."""
+    found = pool.run(rows_of_draws, world=2)[0]
+    assert len(found) == 6
+    for i, one in enumerate(found):
+        assert not any(torch.equal(one, other) for other in found[:i])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,7 +221,7 @@ def test_chief_keeps_rows_of_its_own(pool: Pool, mode: str) -> None:
 
 
 def refreshed(rank: int, world: int, strategies: Sequence[str], keywords: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the second refresh sends by stage, what is kept, and shapes of the state, for each strategy."""
+    """What the second refresh sends by stage, and what is kept, for each strategy."""
     found = []
     for strategy in strategies:
         model = DDP(TASKS["mlp"].model(device_of(rank)))
@@ -209,7 +240,7 @@ def refreshed(rank: int, world: int, strategies: Sequence[str], keywords: Mappin
     return found
 
 
-SIZES = {"0": (6, 6), "2": (7, 5), "4": (6, 4)}
+SIDES = {"0": (6, 6), "2": (7, 5), "4": (6, 4)}
 """Of a and g, of the layers of the task."""
 
 
@@ -218,10 +249,10 @@ def test_bytes_of_a_refresh(pool: Pool, mode: str, r: int) -> None:
     """Rows of all ranks where every rank gets them, else of one; of the kernel a triangle, and nothing of λ."""
     keywords = {"mode": mode, **({} if mode == "sngd" else {"rank_fraction": 0.5})}
     of_ranks = pool.run(refreshed, ("comm", "mem", "comm_owner"), keywords, world=2)
-    rows = sum(r * (n_a + n_g) for n_a, n_g in SIZES.values()) + len(SIZES) * (r * r if mode == "kid" else 0)
-    kept = sum(2 * r * (n_a + n_g) for n_a, n_g in SIZES.values())
-    kernels = len(SIZES) * r * (2 * r + 1)
-    directions = sum(n_a * n_g for n_a, n_g in SIZES.values())
+    rows = sum(r * (n_a + n_g) for n_a, n_g in SIDES.values()) + len(SIDES) * (r * r if mode == "kid" else 0)
+    kept = sum(2 * r * (n_a + n_g) for n_a, n_g in SIDES.values())
+    kernels = len(SIDES) * r * (2 * r + 1)
+    directions = sum(n_a * n_g for n_a, n_g in SIDES.values())
     for comm, mem, owner in of_ranks:
         assert comm["sent"].pop("words") == mem["sent"].pop("words") == owner["sent"].pop("words")
         assert comm["sent"] == {"rows": 8 * 2 * rows, "curvature": 8 * kernels}
@@ -231,23 +262,17 @@ def test_bytes_of_a_refresh(pool: Pool, mode: str, r: int) -> None:
 
 @only("4", world=[2, 4])
 def test_kept_bytes_fall_as_the_number_of_ranks(pool: Pool, world: int) -> None:
-    keywords = {"mode": "kid", "rank_fraction": 0.5}
-    strategies = ("comm", "mem", "hybrid_half", "chief", "comm_owner")
-    by_strategy = {
-        strategy: list(of_ranks)
-        for strategy, of_ranks in zip(
-            strategies, zip(*pool.run(refreshed, strategies, keywords, world=world), strict=True), strict=True
-        )
-    }
+    strategies = ("comm", "comm_owner", "mem", "hybrid_half", "chief")
+    of_ranks = pool.run(refreshed, strategies, {"mode": "kid", "rank_fraction": 0.5}, world=world)
+    kept = dict(zip(strategies, ([found["kept"] for found in of] for of in zip(*of_ranks, strict=True)), strict=True))
     r = world * -(-EXAMPLES // world // 2)
-    whole = sum(8 * (r * (n_a + n_g) + r * r + 1) for n_a, n_g in SIZES.values())
-    assert [found["kept"] for found in by_strategy["comm"]] == [whole] * world
-    assert [found["kept"] for found in by_strategy["comm_owner"]] == [whole] * world
-    assert sum(found["kept"] for found in by_strategy["mem"]) == whole
-    assert sum(found["kept"] for found in by_strategy["hybrid_half"]) == (world // 2 if world > 2 else 1) * whole
-    assert [found["kept"] for found in by_strategy["chief"]] == [whole] + [0] * (world - 1)
-    for found in by_strategy["mem"]:
-        assert found["ranks"] == dict.fromkeys(found["owned"], r)
+    whole = sum(8 * (r * (n_a + n_g) + r * r + 1) for n_a, n_g in SIDES.values())
+    assert kept["comm"] == kept["comm_owner"] == [whole] * world
+    assert sum(kept["mem"]) == whole
+    assert sum(kept["hybrid_half"]) == world // 2 * whole
+    assert kept["chief"] == [whole] + [0] * (world - 1)
+    for of_rank in of_ranks:
+        assert of_rank[2]["ranks"] == dict.fromkeys(of_rank[2]["owned"], r)
 
 
 def test_bound_on_rows_is_one_on_those_of_all_ranks(pool: Pool) -> None:
@@ -256,30 +281,25 @@ def test_bound_on_rows_is_one_on_those_of_all_ranks(pool: Pool) -> None:
         assert set(of_rank[0]["ranks"].values()) == {8}
 
 
-def allocated(rank: int, world: int, strategy: str, keywords: Mapping[str, Any]) -> list[Any]:
+def allocated(rank: int, world: int, strategy: str, case: Case) -> tuple[Any, Any, Tensor]:
     """Shapes at construction and after a step on fewer examples than were told, and the trajectory."""
-    case = Case(keywords=keywords, sizes=(5, 3, 4), steps=4)
-    model = case.model()
-    with case.build(model, STRATEGIES[strategy]()) as optimizer:
-        shapes = [shapes_of(optimizer)]
-        path = torch.stack([own_step(model, optimizer, case, step, rank, world) for step in range(case.steps)])
-        return [*shapes, shapes_of(optimizer), path]
 
+    def shapes() -> dict[str, tuple[int, ...]]:
+        states = {name: optimizer.state[block.owner] for name, block in optimizer.blocks.items()}
+        kept = {"rows_a", "rows_g", "kernel"}
+        return {f"{name} {key}": tuple(of[key].shape) for name, of in states.items() for key in kept & of.keys()}
 
-def shapes_of(optimizer: HyLo) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{name} {key}": tuple(value.shape)
-        for name, block in optimizer.blocks.items()
-        for key, value in optimizer.state[block.owner].items()
-        if key in ("rows_a", "rows_g", "kernel")
-    }
+    with on_rank(case, strategy, rank, world) as (_, optimizer, go):
+        before = shapes()
+        path = go(*range(case.steps))
+        return before, shapes(), path
 
 
 @pytest.mark.parametrize("strategy", ["comm", "mem"])
 def test_rows_are_allocated_at_construction(pool: Pool, strategy: str) -> None:
     """For W ranks of the batch that was told; which is exact, filled up or not."""
-    told = {"mode": "sngd", "batch_size": 6}
-    results = pool.run(allocated, strategy, told, world=3)
+    case = Case(keywords={"mode": "sngd", "batch_size": 6}, sizes=(5, 3, 4), steps=4)
+    results = pool.run(allocated, strategy, case, world=3)
     shapes = {name: shape for before, _, _ in results for name, shape in before.items()}
     assert shapes["0 rows_a"] == (18, 1, 6)
     assert shapes["4 rows_g"] == (18, 1, 4)
@@ -287,8 +307,19 @@ def test_rows_are_allocated_at_construction(pool: Pool, strategy: str) -> None:
     for before, after, _ in results:
         assert before == after
         assert len(before) == (9 if strategy == "comm" else 3)
-    case = Case(sizes=(5, 3, 4), steps=4)
-    assert_same_path([path for _, _, path in results], in_one_process(case, 3), tolerance=1e-10)
+    assert_same_path([path for *_, path in results], in_one_process(Case(sizes=case.sizes, steps=4), 3), 1e-10)
+
+
+def asked(rank: int, world: int) -> tuple[list[str], list[str], str, str]:
+    """Blocks whose curvature this rank has and has not, its description, and the error for one that it has not."""
+    with on_rank(Case(), "mem", rank, world) as (_, optimizer, go):
+        go(0)
+        own = [name for name, block in optimizer.blocks.items() if optimizer.comm.refreshes(block.index)]
+        others = [name for name in optimizer.blocks if name not in own]
+        assert all(optimizer.dense_curvature(name).isfinite().all() for name in own)
+        with pytest.raises(RuntimeError) as error:
+            optimizer.dense_curvature(others[0])
+        return own, others, optimizer.describe(), str(error.value)
 
 
 def test_rows_of_other_ranks_are_told_to_be_there(pool: Pool) -> None:
@@ -297,21 +328,6 @@ def test_rows_of_other_ranks_are_told_to_be_there(pool: Pool) -> None:
         assert others
         assert text.count("elsewhere") >= len(others)
         assert "ask there" in error
-
-
-def asked(rank: int, world: int) -> tuple[list[str], list[str], str, str]:
-    """Blocks whose curvature this rank has and has not, its description, and the error for one that it has not."""
-    run = Run("mlp", "hylo_kid", SETTINGS)
-    model = DDP(TASKS["mlp"].model(device_of(rank)))
-    with optimizer_on(model, "mem", run) as optimizer:
-        descend(model, optimizer, shard(run.batch(0), rank, world), run)
-        blocks = optimizer.blocks.values()
-        own = [b.name for b in blocks if optimizer.comm.refreshes(b.index)]
-        others = [b.name for b in blocks if b.name not in own]
-        assert all(optimizer.dense_curvature(name).isfinite().all() for name in own)
-        with pytest.raises(RuntimeError) as error:
-            optimizer.dense_curvature(others[0])
-        return own, others, optimizer.describe(), str(error.value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -325,9 +341,8 @@ def decided(
     """Trajectory, switches and what the policy remembers."""
     found = []
     for strategy in strategies:
-        model = case.model()
-        with case.build(model, STRATEGIES[strategy]()) as optimizer:
-            path = torch.stack([own_step(model, optimizer, case, step, rank, world) for step in range(case.steps)])
+        with on_rank(case, strategy, rank, world) as (_, optimizer, go):
+            path = go(*range(case.steps))
             found.append((path, optimizer.diagnostics()["switches"], list(optimizer.switch.state_dict().values())))
     return found
 
@@ -349,8 +364,7 @@ def test_policies_decide_alike(pool: Pool, switch: Any) -> None:
 def energies(rank: int, world: int, sizes: tuple[int, ...]) -> tuple[dict[str, int], dict[str, int]]:
     """Rows that every rank sends for some energy, by layer, and what the neediest rank asks for by itself."""
     case = Case("mlp", {"mode": "kid", "rank_energy": 0.97}, sizes=sizes, batches=6)
-    model = case.model()
-    with case.build(model, STRATEGIES["comm"]()) as optimizer:
+    with on_rank(case, "comm", rank, world) as (_, optimizer, go):
         asked: dict[str, int] = {}
         selection = optimizer.preconditioner.selection
         by_energy = selection.by_energy
@@ -361,7 +375,7 @@ def energies(rank: int, world: int, sizes: tuple[int, ...]) -> tuple[dict[str, i
             return found
 
         selection.by_energy = listening
-        own_step(model, optimizer, case, 0, rank, world)
+        go(0)
         return optimizer.diagnostics()["rank"], asked
 
 
@@ -376,7 +390,7 @@ def test_energy_is_that_of_the_neediest_rank(pool: Pool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What goes wrong on one rank
+# Statistics and errors of one rank
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -386,33 +400,36 @@ def _measured_with_nan(measure: Callable[..., Measured], *args: Any) -> Measured
     return found
 
 
-def spoiled(rank: int, world: int, strategy: str) -> tuple[dict[str, Tensor], int]:
-    """Curvature after a step in which rank 1 captured something that is not finite, and how often that was counted."""
-    case = Case(keywords={"mode": "sngd"}, sizes=(5, 7))
-    model = case.model()
-    with case.build(model, STRATEGIES[strategy]()) as optimizer:
-        if rank == 1:
+def held(rank: int, world: int, strategy: str, case: Case, spoils: bool) -> tuple[dict[str, Tensor], int]:
+    """Curvature after a step in which rank 1 may have captured what is not finite, and how often that was counted."""
+    with on_rank(case, strategy, rank, world) as (_, optimizer, go):
+        if spoils and rank == 1:
             for block in optimizer.blocks.values():
                 block.measure = partial(_measured_with_nan, block.measure)
-        own_step(model, optimizer, case, 0, rank, world)
-        held = {
-            n: optimizer.dense_curvature(n) for n, b in optimizer.blocks.items() if optimizer.comm.estimates(b.index)
-        }
-        return held, optimizer.diagnostics()["skipped_statistics"]
+        go(0)
+        comm, blocks = optimizer.comm, optimizer.blocks
+        found = {n: optimizer.dense_curvature(n) for n, b in blocks.items() if comm.estimates(b.index)}
+        return found, optimizer.diagnostics()["skipped_statistics"]
 
 
-@pytest.mark.parametrize("strategy", ["comm", "mem"])
-def test_rows_that_are_not_finite_count_as_none(pool: Pool, strategy: str) -> None:
-    case = Case(keywords={"mode": "sngd"}, sizes=(5, 7))
+@pytest.mark.parametrize(("strategy", "mode", "spoils", "layers"), [
+    ("comm", "sngd", True, 6), ("mem", "sngd", True, 3), ("chief_own", "sngd", False, 3),
+    ("chief_own", "kid", False, 3),
+])  # fmt: skip
+def test_rows_are_those_of_the_chief_or_of_ranks_whose_rows_are_finite(
+    pool: Pool, strategy: str, mode: str, spoils: bool, layers: int
+) -> None:
+    case = Case(sizes=(5, 7))
     model = case.model()
     optimizer = case.build(model)
     case.backward(model, case.shards(0, 2)[0], 0)
     optimizer.step()
-    results = pool.run(spoiled, strategy, world=2)
-    assert [skipped for _, skipped in results] == [3, 3]
-    assert sum(len(held) for held, _ in results) == (6 if strategy == "comm" else 3)
-    for held, _ in results:
-        assert all(distance(dense, optimizer.dense_curvature(name)) < 1e-10 for name, dense in held.items())
+    other = Case(keywords={"mode": mode, "rank_fraction": 1.0}, sizes=(5, 7))
+    results = pool.run(held, strategy, other, spoils, world=2)
+    assert sum(len(found) for found, _ in results) == layers
+    assert [skipped for _, skipped in results] == [3 * spoils] * 2
+    for found, _ in results:
+        assert all(distance(dense, optimizer.dense_curvature(name)) < 1e-9 for name, dense in found.items())
 
 
 INVERT = "secondorder.preconditioners.rows.invert_kernels"
@@ -420,19 +437,18 @@ INVERT = "secondorder.preconditioners.rows.invert_kernels"
 
 def failing(rank: int, world: int, strategy: str, where: str) -> tuple[dict[str, Any], Tensor, list[int]]:
     """Three refreshes, the second of which goes wrong on one rank: counters, trajectory, refreshes of each layer."""
-    case = Case(keywords={"mode": "kid", "rank_fraction": 0.5, "update_steps": 1}, steps=3)
-    model = case.model()
-    with case.build(model, STRATEGIES[strategy]()) as optimizer:
-        path = []
-        for step in range(case.steps):
-            with pytest.MonkeyPatch.context() as patch:
-                if step == 1 and where == "choosing" and rank == 1:
-                    patch.setattr(optimizer.preconditioner.selection, "choose", raising)
-                if step == 1 and where == "inverting":
-                    patch.setattr(INVERT, none_inverted)
-                path.append(own_step(model, optimizer, case, step, rank, world))
+    case = Case(keywords={"mode": "kid", "rank_fraction": 0.5, "update_steps": 1})
+    with on_rank(case, strategy, rank, world) as (_, optimizer, go):
+        path = [go(0)]
+        with pytest.MonkeyPatch.context() as patch:
+            if where == "choosing" and rank == 1:
+                patch.setattr(optimizer.preconditioner.selection, "choose", raising)
+            if where == "inverting":
+                patch.setattr(INVERT, none_inverted)
+            path.append(go(1))
+        path.append(go(2))
         refreshes = [optimizer.state[b.owner]["refreshes"] for b in optimizer.blocks.values()]
-        return optimizer.diagnostics(), torch.stack(path), refreshes
+        return optimizer.diagnostics(), torch.cat(path), refreshes
 
 
 def none_inverted(kept: Mapping[Any, Any], *args: Any) -> dict[Any, Tensor]:
@@ -460,121 +476,43 @@ def test_error_of_one_rank_is_that_of_all(pool: Pool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
+# Checkpoints, and layers that change
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def resumed(rank: int, world: int, strategy: str) -> tuple[Tensor, Tensor]:
-    """Two runs to the same end: without a stop, and from what this rank alone has saved of the other."""
-    case = Case(keywords={"mode": "kid", "rank_fraction": 0.5}, sizes=(5, 7))
-    model = case.model()
-    with case.build(model, STRATEGIES[strategy]()) as optimizer:
-        for step in range(5):
-            own_step(model, optimizer, case, step, rank, world)
-        start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        path = torch.stack([own_step(model, optimizer, case, step, rank, world) for step in range(5, 8)])
-    model = case.model()
-    with case.build(model, STRATEGIES[strategy]()) as optimizer:
-        model.load_state_dict(start[0])
-        optimizer.load_state_dict(start[1])
-        return path, torch.stack([own_step(model, optimizer, case, step, rank, world) for step in range(5, 8)])
-
-
-@pytest.mark.filterwarnings("ignore:.*state_dict.* is partial")
-@pytest.mark.parametrize("strategy", ["comm", "mem"])
-def test_what_a_rank_saves_resumes_to_the_bit(pool: Pool, strategy: str) -> None:
-    assert_replicas([path for paths in pool.run(resumed, strategy, world=2) for path in paths])
-
-
 def saved(rank: int, world: int, strategy: str, case: Case, steps: range, start: Any = None) -> tuple[Any, Any, Tensor]:
-    """Train from a checkpoint, save: this rank's own, that of all ranks on rank 0, and the trajectory."""
-    model = case.model()
-    with case.build(model, STRATEGIES[strategy]()) as optimizer:
+    """Train from a checkpoint, save: the model, what all ranks hold on rank 0, and the trajectory."""
+    with on_rank(case, strategy, rank, world) as (model, optimizer, go):
         if start is not None:
             model.load_state_dict(start[0])
             optimizer.load_state_dict(start[1])
-        path = torch.stack([own_step(model, optimizer, case, step, rank, world) for step in steps])
+        path = go(*steps)
         optimizer.consolidate_state_dict()
         return model.state_dict(), optimizer.state_dict(), path
 
 
-@pytest.mark.parametrize(
-    "keywords", [{"mode": "sngd"}, {"mode": "sngd", "kfac_when_cheaper": True}], ids=["rows", "any"]
-)
+@pytest.mark.filterwarnings("ignore:.*state_dict.* is partial")
+@pytest.mark.parametrize("keywords", [SNGD, {**SNGD, "kfac_when_cheaper": True}], ids=["rows", "any"])
 def test_checkpoint_goes_on_anywhere(pool: Pool, keywords: dict[str, Any]) -> None:
     """In the middle of an interval; with rows of other sizes than this world's next ones."""
-    case = Case("cnn", keywords, sizes=(5, 3, 4))
-    first = pool.run(saved, "mem", case, range(5), world=3)
-    whole = pool.run(saved, "comm", case, range(8), world=3)
+    case = Case("cnn", keywords, sizes=(5, 3, 4), steps=8)
+    first = pool.run(saved, "mem", case, range(5), world=3)[0]
+    expected = in_one_process(case, 3)[5:]
     for world, strategy, sizes in ((2, "comm", (8, 4)), (4, "mem", (5, 3, 2, 2))):
         other = Case("cnn", keywords, sizes=sizes)
-        results = pool.run(saved, strategy, other, range(5, 8), first[0][:2], world=world)
-        assert_same_path([path for _, _, path in results], whole[0][2][5:], tolerance=1e-10)
+        results = pool.run(saved, strategy, other, range(5, 8), first[:2], world=world)
+        assert_same_path([path for _, _, path in results], expected, tolerance=1e-10)
 
 
 def frozen(rank: int, world: int, strategy: str) -> Tensor:
     """Freeze and thaw a layer, so that blocks are planned anew while ranks hold different rows."""
-    case = Case(keywords={"mode": "kid", "rank_fraction": 0.5})
-    model = case.model()
-    with case.build(model, STRATEGIES[strategy]()) as optimizer:
+    with on_rank(Case(keywords={"mode": "kid", "rank_fraction": 0.5}), strategy, rank, world) as (model, _, go):
         path = []
         for step in range(6):
             model[2].requires_grad_(step not in (2, 3))
-            path.append(own_step(model, optimizer, case, step, rank, world))
-        return torch.stack(path)
+            path.append(go(step))
+        return torch.cat(path)
 
 
 def test_layers_may_be_frozen_for_a_while(pool: Pool) -> None:
-    results = [path for strategy in ("comm", "mem") for path in pool.run(frozen, strategy, world=2)]
-    assert_replicas(results)
-
-
-def rows_of_draws(rank: int, world: int) -> Any:
-    """Rows of all ranks, which have the same examples, at three steps that move nothing."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3).double()
-    x = torch.randn(5, 4, dtype=torch.float64)
-    found = []
-    with HyLo(model, lr=1e-300, fisher="mc", mode="sngd", update_steps=1, approx="expand") as optimizer:
-        for _ in range(3):
-            optimizer.zero_grad()
-            outputs = model(x)
-            optimizer.observe(outputs, "categorical")
-            outputs.logsumexp(1).mean().backward()
-            optimizer.step()
-            found += optimizer.state[model.weight]["rows_g"].clone().chunk(world)
-    return found
-
-
-def test_ranks_draw_apart_and_steps_too(pool: Pool) -> None:
-    """A rank whose draws are those of another, now or some steps ago, would add no information."""
-    found = pool.run(rows_of_draws, world=2)[0]
-    assert len(found) == 6
-    for i, one in enumerate(found):
-        assert not any(torch.equal(one, other) for other in found[:i])
-
-
-def step_of_observed_rows(rank: int, world: int, comm: str | None) -> Any:
-    """Parameters after a step with Gauss-Newton rows, this rank having its share of the batch."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(8, d, dtype=torch.float64, generator=generator) for d in (4, 1))
-    x, y = x.chunk(world)[rank], y.chunk(world)[rank]
-    strategy = {None: None, "comm_opt": CommOpt, "mem_opt": MemOpt}[comm]
-    options = {"mode": "sngd", "update_steps": 1, "approx": "expand", "damping": 0.3, "momentum": 0.0}
-    with HyLo(model, lr=0.1, fisher="exact", comm=strategy and strategy(), **options) as optimizer:
-        network = model if comm is None else DDP(model)
-        outputs = network(x)
-        optimizer.observe(outputs, "gaussian")
-        (outputs - y).square().sum(1).mean().backward()
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("comm", ["comm_opt", "mem_opt"])
-def test_observed_rows_of_two_ranks_are_those_of_the_joined_batch(pool: Pool, comm: str) -> None:
-    expected = step_of_observed_rows(0, 1, None)
-    for found in pool.run(step_of_observed_rows, comm, world=2):
-        for p, q in zip(found, expected, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11)
+    assert_replicas([path for strategy in ("comm", "mem") for path in pool.run(frozen, strategy, world=2)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,15 +105,26 @@ class Groups(nn.Module):
 MODULES = {"branches": Branches, "lengths": Lengths, "groups": Groups}
 
 
+@contextmanager
+def on_rank(
+    case: Case, strategy: str, rank: int, world: int
+) -> Iterator[tuple[nn.Module, HyLo, Callable[..., Tensor]]]:
+    """A model, its optimizer, and what takes some steps: it returns the parameters after each ``[steps, P]``."""
+    model = case.model().to(device_of(rank))
+    with case.build(model, STRATEGIES[strategy]()) as optimizer:
+
+        def go(*steps: int) -> Tensor:
+            return torch.stack([own_step(model, optimizer, case, step, rank, world) for step in steps])
+
+        yield model, optimizer, go
+
+
 def on_ranks(rank: int, world: int, case: Case, strategies: Sequence[str]) -> list[Tensor]:
     """Trajectories ``[steps, P]`` under some strategies; gradients are averaged by the number of examples."""
     paths = []
     for strategy in strategies:
-        model = case.model().to(device_of(rank))
-        with case.build(model, STRATEGIES[strategy]()) as optimizer:
-            paths.append(
-                torch.stack([own_step(model, optimizer, case, step, rank, world) for step in range(case.steps)])
-            )
+        with on_rank(case, strategy, rank, world) as (_, _, go):
+            paths.append(go(*range(case.steps)))
     return paths
 
 
