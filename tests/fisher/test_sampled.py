@@ -16,23 +16,18 @@ from torch import Tensor, nn
 
 import secondorder
 from secondorder import EKFAC, KFAC
-from tests.support.grid import each
-from tests.support.kfac import all_factors, held_factors, labels, noise
+from tests.support.grid import each, pairs
+from tests.support.kfac import all_factors, assert_same_factors, held_factors, labels, noise
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
 from tests.support.oracles.fisher import METHODS, assert_mean, observed, observed_step, state_of, still
 from tests.support.oracles.kfac import covered_names
 
 SAMPLED = ["mc", "curvature_prop"]
-sampled = pytest.mark.parametrize("fisher", SAMPLED)
-both = each(method=METHODS)
 LIKELIHOODS = {
     "categorical": (lambda: "categorical", lambda f, y: F.cross_entropy(f, y, reduction="sum")),
     "gaussian": (lambda: "gaussian", lambda f, y: (f - y).square().sum()),
     "gaussian mean": (lambda: secondorder.Gaussian(mean=True), lambda f, y: (f - y).square().mean()),
-    "bernoulli": (
-        lambda: "bernoulli",
-        lambda f, y: F.binary_cross_entropy_with_logits(f, y, reduction="sum"),
-    ),
+    "bernoulli": (lambda: "bernoulli", lambda f, y: F.binary_cross_entropy_with_logits(f, y, reduction="sum")),
     "bernoulli mean": (lambda: secondorder.Bernoulli(mean=True), F.binary_cross_entropy_with_logits),
 }
 
@@ -61,26 +56,6 @@ def repeated(x: Tensor, times: int = 96) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@each(fisher=SAMPLED, likelihood=LIKELIHOODS.keys())
-def test_the_mean_over_draws_is_the_exact_fisher(fisher, likelihood):
-    model, x = mlp((3, 4, 3)), vectors(3, d=3)[0]
-    told, loss = LIKELIHOODS[likelihood]
-    rows = observed(model, ["0", "2"], x, any_targets(likelihood, 3, 3), loss)
-    found = draws(still(model, fisher), model, repeated(x), told(), 30)
-    for name, values in found.items():
-        assert_mean(values, rows[name].factors()[1], f"B of {name}")
-
-
-@sampled
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_convolutions(fisher, approx):
-    model, (x, y) = convnet(stride=2, padding=1), images(2)
-    rows = observed(model, covered_names(model), x, y, LIKELIHOODS["categorical"][1])
-    found = draws(still(model, fisher, approx=approx), model, repeated(x), "categorical", 30)
-    for name, values in found.items():
-        assert_mean(values, rows[name].factors(approx)[1], f"B of {name}", 0.1)
-
-
 class Mixing(nn.Module):
     """Per-token logits, each of which depends on all tokens of its example."""
 
@@ -93,49 +68,68 @@ class Mixing(nn.Module):
         return self.outer(h + torch.cumsum(h, 1).square() / 4)
 
 
-@sampled
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_tokens_draw_independently(fisher, approx):
-    """One draw for all tokens of an example would leave cross terms between them."""
-    model, x = seeded_build(Mixing), noise(2, 3, 3)
-    y = torch.tensor([[0, -100, 2], [1, 2, 0]])
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(4, 2)
 
-    def loss(f: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(f.flatten(0, 1), target.flatten(), reduction="sum") / (5 / 2)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.trunk(x))
+        return self.left(h), self.right(h)
 
-    rows = observed(model, ["inner", "outer"], x, y, loss)
-    found = draws(still(model, fisher, approx=approx), model, repeated(x), "categorical", 40, targets=repeated(y))
+
+def token_mean(f: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(f.flatten(0, 1), y.flatten(), reduction="sum") / (5 / 2)
+
+
+def of_two_heads(f: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(f[0], y[0], reduction="sum") + (f[1] - y[1]).square().sum()
+
+
+IGNORING = torch.tensor([[0, -100, 2], [1, 2, 0]])
+# name: model, batch, likelihood, targets that are told, loss of one example and its targets, precision
+PROBLEMS = {
+    **{
+        name: (lambda: mlp((3, 4, 3)), noise(3, 3), told, None, loss, any_targets(name, 3, 3), 0.05)
+        for name, (told, loss) in LIKELIHOODS.items()
+    },
+    "images": (
+        lambda: convnet(stride=2, padding=1), images(2)[0], lambda: "categorical", None,
+        LIKELIHOODS["categorical"][1], labels(2, 3), 0.1,
+    ),
+    # one draw for all tokens of an example, or for all heads, would leave cross terms between them
+    "tokens": (
+        lambda: seeded_build(Mixing), noise(2, 3, 3), lambda: "categorical", IGNORING, token_mean, IGNORING, 0.1
+    ),
+    "heads": (
+        lambda: seeded_build(TwoHeads), noise(3, 3), lambda: ("categorical", "gaussian"), None,
+        of_two_heads, (labels(3, 3), noise(3, 2)), 0.05,
+    ),
+}  # fmt: skip
+
+
+@pairs(
+    lambda approx, problem, **_: approx == "expand" or problem[0] in ("images", "tokens"),
+    fisher=SAMPLED,
+    problem={name: (name, *parts) for name, parts in PROBLEMS.items()},
+    approx=["expand", "reduce"],
+)
+def test_the_mean_over_draws_is_the_exact_fisher(fisher, problem, approx):
+    _, build, x, told, targets, loss, y, precision = problem
+    model = build()
+    rows = observed(model, covered_names(model), x, y, loss)
+    targets = None if targets is None else repeated(targets)
+    found = draws(still(model, fisher, approx=approx), model, repeated(x), told(), 40, targets=targets)
     for name, values in found.items():
-        assert_mean(values, rows[name].factors(approx)[1], f"B of {name}", 0.1)
+        assert_mean(values, rows[name].factors(approx)[1], f"B of {name}", precision)
 
 
-@sampled
-def test_several_heads_draw_independently(fisher):
-    class TwoHeads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.trunk, self.left, self.right = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = torch.tanh(self.trunk(x))
-            return self.left(h), self.right(h)
-
-    def loss(f: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(f[0], y[0], reduction="sum") + (f[1] - y[1]).square().sum()
-
-    model, x = seeded_build(TwoHeads), noise(3, 3)
-    rows = observed(model, ["trunk", "left", "right"], x, (labels(3, 3), noise(3, 2)), loss)
-    found = draws(still(model, fisher), model, repeated(x), ("categorical", "gaussian"), 30)
-    for name, values in found.items():
-        assert_mean(values, rows[name].factors()[1], f"B of {name}")
-
-
-@each(fisher=SAMPLED, likelihood=LIKELIHOODS.keys())
-def test_the_scales_of_ekfac(fisher, likelihood):
-    model, x = mlp((3, 4, 3)), vectors(3, d=3)[0]
+@each(fisher=SAMPLED, likelihood=LIKELIHOODS.keys(), samples=[1, 4])
+def test_the_scales_of_ekfac(fisher, likelihood, samples):
+    model, x = mlp((3, 4, 3)), noise(3, 3)
     told, loss = LIKELIHOODS[likelihood]
     rows = observed(model, ["0", "2"], x, any_targets(likelihood, 3, 3), loss)
-    opt = still(model, fisher, EKFAC, scale_decay=0.0, inv_update_steps=1000)
+    opt = still(model, fisher, EKFAC, fisher_samples=samples, scale_decay=0.0, inv_update_steps=1000)
     observed_step(opt, model, repeated(x), told())  # without a basis there is nothing to measure in
     found = draws(opt, model, repeated(x), told(), 30, key="scale")
     for name, values in found.items():
@@ -155,26 +149,6 @@ def test_more_samples_have_less_variance_about_the_same_mean(fisher, method):
         assert_mean(values, rows["0"].factors()[1], f"{samples} samples", 0.1)
         spread[samples] = float(values.var(0).sum())
     assert 2 < spread[1] / spread[4] < 8
-
-
-def test_more_samples_of_the_scales():
-    x = vectors(3, d=3)[0]
-    model = mlp((3, 4, 3))
-    rows = observed(model, ["0", "2"], x, vectors(3)[1], LIKELIHOODS["categorical"][1])
-    opt = still(model, "mc", EKFAC, fisher_samples=4, scale_decay=0.0, inv_update_steps=1000)
-    observed_step(opt, model, repeated(x, 32), "categorical")
-    for name, values in draws(opt, model, repeated(x, 32), "categorical", 30, key="scale").items():
-        state = state_of(opt, model, name)
-        assert_mean(values, rows[name].scale(state["basis_a"], state["basis_g"]), name)
-
-
-def test_one_sample_of_one_example_has_rank_one():
-    """A draw is one vector per example, not an average over several."""
-    model, x = mlp((3, 4, 3)), vectors(1, d=3)[0]
-    opt = still(model, "mc")
-    for _ in range(3):
-        observed_step(opt, model, x, "categorical")
-        assert int(torch.linalg.matrix_rank(held_factors(opt, model, "0")[1], rtol=1e-9)) == 1
 
 
 def test_draws_of_a_classifier_are_its_own_labels():
@@ -221,23 +195,19 @@ def test_the_seed_decides_the_draws_and_the_global_generator_does_not(fisher, me
     assert not any(torch.allclose(a, b) for a, b in zip(first, other, strict=True))
 
 
-@sampled
-def test_every_step_micro_batch_and_sample_draws_anew(fisher):
-    """Two equal micro-batches with equal draws would add up to one of them."""
+@pytest.mark.parametrize("fisher", SAMPLED)
+def test_every_step_micro_batch_sample_and_example_draws_anew(fisher):
+    """Two equal micro-batches with equal draws would add up to one of them, equal examples to a block of rank one."""
     found = sequence(fisher, steps=5)
     assert not any(torch.allclose(a, b) for i, a in enumerate(found) for b in found[:i])
     for keywords in ({"parts": 2}, {"fisher_samples": 4}):
         (other,) = sequence(fisher, steps=1, **keywords)
         assert not torch.allclose(other, found[0])
-
-
-@sampled
-def test_every_example_draws_anew(fisher):
-    """Equal examples with equal draws would make a block of rank one."""
-    model, x = mlp((3, 4, 3)), vectors(1, d=3)[0]
-    opt = still(model, fisher)
-    observed_step(opt, model, repeated(x, 16), "categorical")
-    assert int(torch.linalg.matrix_rank(held_factors(opt, model, "2")[1], rtol=1e-9)) == 2
+    for copies, rank in ((1, 1), (16, 2)):
+        model, x = mlp((3, 4, 3)), vectors(1, d=3)[0]
+        opt = still(model, fisher)
+        observed_step(opt, model, repeated(x, copies), "categorical")
+        assert int(torch.linalg.matrix_rank(held_factors(opt, model, "2")[1], rtol=1e-9)) == rank
 
 
 @each(fisher=["mc", "curvature_prop", "exact"], likelihood=["categorical", "gaussian", "bernoulli"])
@@ -265,50 +235,33 @@ def train(opt, model, seeds) -> None:
         observed_step(opt, model, x, "categorical", objective=lambda f, y=y: F.cross_entropy(f, y))
 
 
-@each(fisher=SAMPLED, method=METHODS)
-def test_a_resumed_run_goes_on_with_the_same_draws(fisher, method):
-    keywords = {"lr": 0.1, "momentum": 0.9, "factor_decay": 0.9, "deterministic_seed": 3}
-    model = mlp()
-    opt = still(model, fisher, method, **keywords)
-    train(opt, model, range(3))
+def saved(opt, model, fisher, method, **keywords):
+    """Through a file, into an optimizer of another seed: draws are state, so the one of the checkpoint goes on."""
     file = io.BytesIO()
     torch.save(opt.state_dict(), file)
     file.seek(0)
     resumed = mlp()
     resumed.load_state_dict(model.state_dict())
-    again = still(resumed, fisher, method, **keywords)
+    again = still(resumed, fisher, method, **keywords, deterministic_seed=4)
     again.load_state_dict(torch.load(file, weights_only=True))
+    return again, resumed
+
+
+def copied(opt, model, fisher, method, **keywords):
+    other, again = copy.deepcopy((model, opt))
+    again.attach(other)
+    return again, other
+
+
+@pairs(fisher=SAMPLED, method=METHODS, way=[saved, copied])
+def test_a_run_goes_on_with_the_same_draws(fisher, method, way):
+    keywords = {"lr": 0.1, "momentum": 0.9, "factor_decay": 0.9, "factor_batch_size": 3}
+    model = mlp()
+    opt = still(model, fisher, method, **keywords, deterministic_seed=3)
+    train(opt, model, range(3))
+    again, resumed = way(opt, model, fisher, method, **keywords)
     train(opt, model, range(3, 6))
     train(again, resumed, range(3, 6))
     for (name, p), q in zip(model.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(p, q), name
-    for name, (A, B) in all_factors(opt, model).items():
-        assert torch.equal(A, all_factors(again, resumed)[name][0])
-        assert torch.equal(B, all_factors(again, resumed)[name][1])
-
-
-@sampled
-def test_the_seed_of_a_checkpoint_is_the_one_that_goes_on(fisher):
-    """A run that was resumed under another seed keeps its own draws: they are state."""
-    model = mlp()
-    opt = still(model, fisher, deterministic_seed=3)
-    train(opt, model, range(2))
-    resumed = mlp()
-    resumed.load_state_dict(model.state_dict())
-    again = still(resumed, fisher, deterministic_seed=4)
-    again.load_state_dict(opt.state_dict())
-    train(opt, model, range(2, 3))
-    train(again, resumed, range(2, 3))
-    assert torch.equal(held_factors(again, resumed, "0")[1], held_factors(opt, model, "0")[1])
-
-
-@sampled
-def test_a_copy_goes_on_with_the_same_draws(fisher):
-    model = mlp()
-    opt = still(model, fisher)
-    train(opt, model, range(2))
-    other, again = copy.deepcopy((model, opt))
-    again.attach(other)
-    train(opt, model, range(2, 4))
-    train(again, other, range(2, 4))
-    assert torch.equal(held_factors(again, other, "0")[1], held_factors(opt, model, "0")[1])
+    assert_same_factors(again, resumed, all_factors(opt, model))

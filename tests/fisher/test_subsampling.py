@@ -25,7 +25,7 @@ from tests.support.kfac import (
     twin,
 )
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
-from tests.support.oracles.fisher import METHODS, assert_mean, observed, observed_step, state_of, still
+from tests.support.oracles.fisher import METHODS, assert_mean, observed, state_of, still
 from tests.support.oracles.kfac import covered_names, example_rows, expected_factors
 
 both = each(method=METHODS)
@@ -58,35 +58,60 @@ def copies(batch: tuple[Tensor, Tensor], times: int = 16) -> tuple[Tensor, Tenso
     return tuple(part.repeat(times, *[1] * (part.ndim - 1)) for part in batch)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Examples
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 def assert_unbiased(found, expected, precision: float) -> None:
     for name, (A, B) in expected.items():
         assert_mean(found[name][0], A, f"A of {name}", precision)
         assert_mean(found[name][1], B, f"B of {name}", precision)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Examples
-# ---------------------------------------------------------------------------------------------------------------------
+MODELS = {
+    "mlp": lambda: (mlp((4, 3, 3)), *vectors(6)),
+    "images": lambda: (convnet(stride=2, padding=1), *images(2)),
+    "tokens": lambda: (seeded_build(Tokens), noise(3, 5, 3), torch.randint(3, (3, 5))),
+    "pooled": lambda: (seeded_build(lambda: Tokens(read="mean")), noise(4, 5, 3), labels(4, 3)),
+}
 
 
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_some_examples_are_unbiased(approx, reduction):
-    model, (x, y) = mlp((4, 3, 3)), vectors(6)
-    expected = expected_factors(twin(model), x, y, F.cross_entropy, approx=approx)
-
-    def loss(f: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(f, target, reduction=reduction)
-
-    opt = still(model, "empirical", approx=approx, loss_reduction=reduction, factor_batch_size=30)
-    assert_unbiased(factor_draws(opt, model, [copies((x, y))], 40, loss=loss), expected, 0.1)
+def summed(f: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(f, y, reduction="sum")
 
 
-def test_some_images_are_unbiased():
-    model, (x, y) = convnet(stride=2), images(4)
-    expected = expected_factors(twin(model), x, y, F.cross_entropy)
-    opt = still(model, "empirical", factor_batch_size=24)
-    assert_unbiased(factor_draws(opt, model, [copies((x, y))], 40), expected, 0.1)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("mlp", {"factor_batch_size": 30}),
+        ("mlp", {"factor_batch_size": 30, "approx": "reduce", "loss_reduction": "sum"}),
+        ("mlp", {"factor_batch_size": 30, "fisher": "exact"}),
+        ("mlp", {"factor_batch_size": 30, "fisher": "mc"}),
+        ("images", {"factor_batch_size": 24}),
+        ("images", {"factor_positions": 3}),
+        ("images", {"factor_positions": 3, "fisher": "exact"}),
+        ("tokens", {"factor_positions": 2, "loss_terms": 5}),
+        ("pooled", {"factor_positions": 2, "factor_batch_size": 32}),
+    ],
+    ids=str,
+)
+def test_some_examples_and_positions_are_unbiased(kind, options):
+    model, x, y = MODELS[kind]()
+    fisher, approx = options.get("fisher", "empirical"), options.get("approx", "expand")
+    if fisher == "empirical":
+        terms = {"loss_terms": 5} if kind == "tokens" else {}
+        expected = expected_factors(twin(model), x, y, F.cross_entropy, approx=approx, **terms)
+    else:
+        rows = observed(model, covered_names(model), x, y, summed)
+        expected = {name: found.factors() for name, found in rows.items()}
+    opt = still(model, **{"fisher": fisher, **options})
+    found = factor_draws(
+        opt, model, [copies((x, y))], 60,
+        loss=summed if "loss_reduction" in options else F.cross_entropy,
+        likelihood=None if fisher == "empirical" else "categorical",
+    )  # fmt: skip
+    assert_unbiased(found, expected, 0.1)
 
 
 @pytest.mark.parametrize("first", [3, 1], ids=["equal", "unequal"])
@@ -101,16 +126,6 @@ def test_some_examples_of_every_micro_batch_are_unbiased(first):
 
     batches = [copies((x[:first], y[:first])), copies((x[first:], y[first:]))]
     assert_unbiased(factor_draws(opt, model, batches, 60, loss=loss), expected, 0.15)
-
-
-@pytest.mark.parametrize("fisher", ["exact", "mc"])
-def test_some_examples_of_an_observed_fisher_are_unbiased(fisher):
-    model, (x, y) = mlp((4, 3, 3)), vectors(6)
-    rows = observed(model, ["0", "2"], x, y, lambda f, target: F.cross_entropy(f, target, reduction="sum"))
-    expected = {name: found.factors() for name, found in rows.items()}
-    opt = still(model, fisher, factor_batch_size=30)
-    found = factor_draws(opt, model, [copies((x, y))], 40, likelihood="categorical")
-    assert_unbiased(found, expected, 0.15)
 
 
 def subsets_of(rows: Tensor, kept: int) -> dict[tuple[int, ...], Tensor]:
@@ -133,23 +148,29 @@ def test_the_kept_examples_are_as_many_as_asked_for_and_each_equally_often(kept)
     inputs = subsets_of(torch.stack([a[0, 0] for a in rows.a]), kept)
     outputs = subsets_of(torch.stack([g[0, 0] for g in rows.g]), kept)
     opt = still(model, "empirical", factor_batch_size=kept)
-    steps, drawn = 50, torch.zeros(6)
-    for _ in range(steps):
-        step(opt, model, [(x, y)])
-        A, B = held_factors(opt, model, "0")
+    drawn = torch.zeros(6)
+    for A, B in zip(*factor_draws(opt, model, [(x, y)], 50)["0"], strict=True):
         chosen = matching(A, inputs)
         assert matching(B, outputs) == chosen, "both factors are of the same examples"
         drawn[list(chosen)] += 1
     share = kept / 6
-    assert ((drawn / steps - share).abs() <= 5 * math.sqrt(share * (1 - share) / steps)).all()
+    assert ((drawn / 50 - share).abs() <= 5 * math.sqrt(share * (1 - share) / 50)).all()
 
 
-@pytest.mark.parametrize("kept", [6, 7, 1000])
-def test_as_many_examples_as_there_are_is_all_of_them(kept):
-    """As are the positions of a layer that has none."""
-    model, (x, y) = mlp((4, 3, 3)), vectors(6)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("mlp", {"factor_batch_size": 6, "factor_positions": 1}),  # a layer without positions has one
+        ("mlp", {"factor_batch_size": 1000}),
+        ("pooled", {"factor_positions": 5}),
+        ("pooled", {"factor_positions": 100}),
+    ],
+    ids=str,
+)
+def test_as_many_as_there_are_is_all_of_them(kind, options):
+    model, x, y = MODELS[kind]()
     expected = expected_factors(twin(model), x, y, F.cross_entropy)
-    opt = still(model, "empirical", factor_batch_size=kept, factor_positions=1)
+    opt = still(model, "empirical", **options)
     step(opt, model, [(x, y)])
     assert_factors(all_factors(opt, model), expected)
 
@@ -167,64 +188,21 @@ def test_micro_batches_keep_their_number_each():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_some_locations_of_a_convolution_are_unbiased():
-    model, (x, y) = convnet(stride=2, padding=1), images(2)
-    expected = expected_factors(twin(model), x, y, F.cross_entropy)
-    opt = still(model, "empirical", factor_positions=3)
-    assert_unbiased(factor_draws(opt, model, [copies((x, y))], 40), expected, 0.1)
-
-
-def test_some_tokens_are_unbiased():
-    model = seeded_build(Tokens)
-    x, y = noise(3, 5, 3), torch.randint(3, (3, 5))
-    expected = expected_factors(twin(model), x, y, F.cross_entropy, loss_terms=5)
-    opt = still(model, "empirical", factor_positions=2, loss_terms=5)
-    assert_unbiased(factor_draws(opt, model, [copies((x, y))], 40), expected, 0.1)
-
-
-def test_some_tokens_of_some_examples_are_unbiased():
-    model = seeded_build(lambda: Tokens(read="mean"))
-    x, y = noise(4, 5, 3), labels(4, 3)
-    expected = expected_factors(twin(model), x, y, F.cross_entropy)
-    opt = still(model, "empirical", factor_positions=2, factor_batch_size=32)
-    assert_unbiased(factor_draws(opt, model, [copies((x, y))], 60), expected, 0.15)
-
-
-def test_some_locations_of_an_observed_fisher_are_unbiased():
-    model, (x, y) = convnet(stride=2, padding=1), images(2)
-    rows = observed(model, covered_names(model), x, y, lambda f, target: F.cross_entropy(f, target, reduction="sum"))
-    opt = still(model, "exact", factor_positions=3)
-    found = factor_draws(opt, model, [copies((x, y))], 40, likelihood="categorical")
-    assert_unbiased(found, {name: r.factors() for name, r in rows.items()}, 0.1)
-
-
 @pytest.mark.parametrize("kept", [1, 2, 4])
 def test_the_kept_positions_are_as_many_as_asked_for(kept):
     """One example, so that A is the mean over its kept rows and B S/p times the sum over theirs."""
-    model = seeded_build(lambda: Tokens(read="mean"))
+    model = build()
     x, y = noise(1, 5, 3), labels(1, 3)
     rows = example_rows(twin(model), ["inner"], x, y, F.cross_entropy)["inner"]
     inputs = subsets_of(rows.a[0][0], kept)
     opt = still(model, "empirical", factor_positions=kept)
     seen = set()
-    for _ in range(50):
-        step(opt, model, [(x, y)])
-        A, B = held_factors(opt, model, "inner")
+    for A, B in zip(*factor_draws(opt, model, [(x, y)], 50)["inner"], strict=True):
         chosen = matching(A, inputs)
         g = rows.g[0][0][list(chosen)]
         assert_close(B, 5 / kept * g.T @ g, 1e-10, "B of the same positions")
         seen.add(chosen)
     assert len(seen) == math.comb(5, kept), "every subset comes up"
-
-
-@pytest.mark.parametrize("kept", [5, 100])
-def test_as_many_positions_as_there_are_is_all_of_them(kept):
-    model = seeded_build(lambda: Tokens(read="mean"))
-    x, y = noise(3, 5, 3), labels(3, 3)
-    expected = expected_factors(twin(model), x, y, F.cross_entropy, approx="expand")
-    opt = still(model, "empirical", factor_positions=kept, approx="expand")
-    step(opt, model, [(x, y)])
-    assert_factors(all_factors(opt, model), expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,24 +226,18 @@ def empirical_scale(rows, basis_a: Tensor, basis_g: Tensor) -> Tensor:
     return sum((basis_g.mT @ rows.gradient(i)[0] @ basis_a).square() for i in range(n)) / n
 
 
-@pytest.mark.parametrize("kind", ["mlp", "convnet"])
-def test_scales_of_some_examples_are_unbiased(kind):
-    model, (x, y) = (mlp((4, 3, 3)), vectors(6)) if kind == "mlp" else (convnet(stride=2), images(4))
-    rows = example_rows(twin(model), covered_names(model), x, y, F.cross_entropy)
-    opt = still(model, "empirical", EKFAC, scale_batch_size=24, scale_decay=0.0, inv_update_steps=1000)
-    for name, values in scale_draws(opt, model, *copies((x, y)), 40).items():
-        state = state_of(opt, model, name)
-        expected = empirical_scale(rows[name], state["basis_a"], state["basis_g"])
-        assert_mean(values, expected, f"scale of {name}", 0.1)
-
-
-def test_scales_of_some_examples_of_an_observed_fisher_are_unbiased():
-    model, (x, y) = mlp((4, 3, 3)), vectors(6)
-    rows = observed(model, ["0", "2"], x, y, lambda f, target: F.cross_entropy(f, target, reduction="sum"))
-    opt = still(model, "exact", EKFAC, scale_batch_size=24, scale_decay=0.0, inv_update_steps=1000)
-    for name, values in scale_draws(opt, model, *copies((x, y)), 40, likelihood="categorical").items():
-        state = state_of(opt, model, name)
-        assert_mean(values, rows[name].scale(state["basis_a"], state["basis_g"]), f"scale of {name}", 0.1)
+@pytest.mark.parametrize(("kind", "fisher"), [("mlp", "empirical"), ("images", "empirical"), ("mlp", "exact")])
+def test_scales_of_some_examples_are_unbiased(kind, fisher):
+    model, x, y = MODELS[kind]()
+    names = covered_names(model)
+    opt = still(model, fisher, EKFAC, scale_batch_size=24, scale_decay=0.0, inv_update_steps=1000)
+    rows = observed(model, names, x, y, summed) if fisher == "exact" else None
+    rows = example_rows(twin(model), names, x, y, F.cross_entropy) if rows is None else rows
+    likelihood = "categorical" if fisher == "exact" else None
+    for name, values in scale_draws(opt, model, *copies((x, y)), 40, likelihood=likelihood).items():
+        state, scale = state_of(opt, model, name), rows[name].scale if fisher == "exact" else None
+        bases = state["basis_a"], state["basis_g"]
+        assert_mean(values, scale(*bases) if scale else empirical_scale(rows[name], *bases), f"scale of {name}", 0.1)
 
 
 def test_the_examples_of_a_scale_are_as_many_as_asked_for():
@@ -279,19 +251,15 @@ def test_the_examples_of_a_scale_are_as_many_as_asked_for():
     assert len({matching(value, pairs) for value in values}) > 5
 
 
-def test_the_factors_are_of_all_examples_where_only_the_scales_are_subsampled():
-    model, (x, y) = mlp((4, 3, 3)), vectors(6)
+def test_options_of_the_factors_leave_the_scales_alone_and_the_other_way_round():
+    """Positions of a scale are summed inside the square: a part of them would not be an estimate of it."""
+    model, x, y = MODELS["pooled"]()
     expected = expected_factors(twin(model), x, y, F.cross_entropy)
     opt = still(model, "empirical", EKFAC, scale_batch_size=2)
     step(opt, model, [(x, y)])
     step(opt, model, [(x, y)])
     assert_factors(all_factors(opt, model), expected)
-
-
-def test_positions_of_a_scale_are_never_dropped():
-    """They are summed inside the square: a part of them would not be an estimate of it."""
-    model = seeded_build(lambda: Tokens(read="mean"))
-    x, y = noise(3, 5, 3), labels(3, 3)
+    model, x, y = MODELS["pooled"]()
     rows = example_rows(twin(model), ["inner"], x, y, F.cross_entropy)["inner"]
     opt = still(model, "empirical", EKFAC, factor_positions=2, scale_decay=0.0, inv_update_steps=1000)
     step(opt, model, [(x, y)])
@@ -309,7 +277,6 @@ OPTIONS = {
     "positions": {"factor_positions": 2},
     "both": {"factor_positions": 2, "factor_batch_size": 2},
 }
-options = pytest.mark.parametrize("option", OPTIONS)
 
 
 def build() -> nn.Module:
@@ -331,22 +298,17 @@ def sequence(option: str, method: type = KFAC, steps: int = 3, **keywords) -> li
 
 
 @each(option=OPTIONS.keys(), method=METHODS)
-def test_the_seed_decides_what_is_kept(option, method):
-    one, again = (sequence(option, method, deterministic_seed=1) for _ in range(2))
-    other = sequence(option, method, deterministic_seed=2)
-    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
-    assert not all(torch.allclose(a, b) for a, b in zip(one, other, strict=True))
-
-
-@options
-def test_every_step_keeps_others_and_the_user_s_generator_is_neither_read_nor_touched(option):
+def test_the_seed_decides_what_is_kept_and_the_user_s_generator_is_neither_read_nor_touched(option, method):
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = sequence(option, steps=4)
+    one = sequence(option, method, steps=4, deterministic_seed=1)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    assert all(torch.equal(a, b) for a, b in zip(first, sequence(option, steps=4), strict=True))
-    assert not all(torch.allclose(a, first[0]) for a in first)
+    again = sequence(option, method, steps=4, deterministic_seed=1)
+    other = sequence(option, method, steps=4, deterministic_seed=2)
+    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not all(torch.allclose(a, b) for a, b in zip(one, other, strict=True))
+    assert not all(torch.allclose(a, one[0]) for a in one), "every step keeps others"
 
 
 @each(option=OPTIONS.keys(), method=METHODS)
@@ -379,18 +341,18 @@ def test_gradients_are_those_of_the_whole_batch():
         assert torch.equal(p.grad, q.grad)
 
 
-@both
-def test_bad_values_are_refused(method):
-    for option in ("factor_batch_size", "factor_positions", *(["scale_batch_size"] if method is EKFAC else [])):
-        with pytest.raises(ValueError, match=option):
-            method(build(), **{option: 0})
-        with pytest.raises(TypeError, match=option):
-            method(build(), **{option: 2.5})
+def test_bad_values_are_refused():
+    for method, option in (
+        *((method, option) for method in METHODS.values() for option in ("factor_batch_size", "factor_positions")),
+        (EKFAC, "scale_batch_size"),
+    ):
+        for value, error in ((0, ValueError), (2.5, TypeError)):
+            with pytest.raises(error, match=option):
+                method(build(), **{option: value})
 
 
 @both
 def test_reduce_refuses_a_part_of_the_positions(method):
-
     with pytest.raises(ValueError, match=r"reduce.*factor_positions"):
         method(mlp(), approx="reduce", factor_positions=2)
     opt = method(mlp(), factor_positions=2)
@@ -399,23 +361,3 @@ def test_reduce_refuses_a_part_of_the_positions(method):
     with pytest.raises(ValueError, match=r"reduce.*factor_positions"):
         opt.load_state_dict(saved)
     assert opt.param_groups[0]["approx"] == "expand"
-
-
-def test_sampled_labels_and_sampled_examples_together_resume():
-    keywords = {"lr": 0.1, "factor_decay": 0.9, "factor_batch_size": 3}
-    model = mlp()
-    opt = still(model, "mc", **keywords)
-    run = lambda o, m, seed: observed_step(  # noqa: E731
-        o, m, vectors(6, seed=seed)[0], "categorical", objective=lambda f: F.cross_entropy(f, vectors(6, seed=seed)[1])
-    )
-    for seed in range(2):
-        run(opt, model, seed)
-    resumed = mlp()
-    resumed.load_state_dict(model.state_dict())
-    again = still(resumed, "mc", **keywords)
-    again.load_state_dict(opt.state_dict())
-    for seed in range(2, 4):
-        run(opt, model, seed)
-        run(again, resumed, seed)
-    for p, q in zip(model.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(p, q)
