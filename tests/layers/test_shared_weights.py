@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from secondorder import KFAC
 from tests.support.ekfac import held_bases, held_scales, measured, plain_ekfac, train_step
-from tests.support.grid import each
+from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, labels, noise, plain_kfac
 from tests.support.models import seeded_build
 from tests.support.oracles.ekfac import NORMS, as_matrices, mean_gradient, scales
@@ -235,9 +235,6 @@ def check_factors(opt: KFAC, name: str, approx: str = "expand", values: Callable
         assert_close(found, wanted, 1e-9, f"{side} of {name!r}")
 
 
-cases = pytest.mark.parametrize("name", CASES)
-
-
 def check_oracle(name: str) -> None:
     """What the rows of both layers sum up to is the gradient of the weight that they share."""
     model, (x, y) = build(CASES[name]), data(CASES[name])
@@ -248,8 +245,9 @@ def check_oracle(name: str) -> None:
     assert_close(found.gradients.mean(0), wanted)
 
 
-@cases
-def test_factors(name):
+@pytest.mark.parametrize("name", CASES)
+def test_statistics_are_those_of_both_uses(name):
+    """Factors of K-FAC, and the scale of EK-FAC in its own basis."""
     if name not in SCALED:
         check_oracle(name)
     for approx in ("expand", "reduce"):
@@ -258,6 +256,9 @@ def test_factors(name):
         train_step(opt, model, *data(CASES[name]), F.cross_entropy)
         assert set(opt.blocks) == {"first", "head"}
         check_factors(opt, name, approx)
+    model = build(CASES[name])
+    opt = measured(model, *data(CASES[name]), F.cross_entropy)
+    assert_close(held_scales(opt, model.first), scales(expected(name).gradients, *held_bases(opt, model.first)))
 
 
 class Attentions(nn.Module):
@@ -294,13 +295,6 @@ def test_attentions_of_other_heads_and_layouts():
             assert_close(found, factor)
 
 
-@cases
-def test_the_scale_of_ekfac(name):
-    model = build(CASES[name])
-    opt = measured(model, *data(CASES[name]), F.cross_entropy)
-    assert_close(held_scales(opt, model.first), scales(expected(name).gradients, *held_bases(opt, model.first)))
-
-
 @each(
     name=["stride", "padding_idx", "LayerNorm"],
     options={t: {"transport": t} for t in ("project", "kfac", "none", "recompute")}
@@ -320,9 +314,11 @@ def test_transports_and_estimators_of_ekfac(name, options):
         )
 
 
-@each(  # bags hold different numbers of indices, so HyLo covers them with "reduce" only
-    lambda name, approx: name not in BAGS or approx == "reduce", name=CASES.keys(), approx=["expand", "reduce"]
-)
+#: One of each kind; bags hold different numbers of indices, so HyLo covers them with "reduce" only.
+FOR_HYLO = ["dilation", "groups", "2d", "transposed, stride", "padding_idx", "GroupNorm", "BatchNorm1d", "mode"]
+
+
+@pairs(lambda name, approx: name not in BAGS or approx == "reduce", name=FOR_HYLO, approx=["expand", "reduce"])
 def test_directions_of_hylo(name, approx):
     model, (x, y) = build(CASES[name]), data(CASES[name])
     opt = plain_hylo(model, approx=approx, damping=DAMPING)
@@ -354,18 +350,13 @@ def test_observed_outputs(name):
 
 
 def test_compiled():
+    """Also where layers are frozen before the backward: its graph knows taps that are no longer there."""
     torch._dynamo.reset()
     name = "two padding_idx"
     model = build(CASES[name])
     opt = plain_kfac(model, inverse_method="cholesky")
     train_step(opt, torch.compile(model, backend="aot_eager"), *data(CASES[name]), F.cross_entropy)
     check_factors(opt, name)
-    torch._dynamo.reset()
-
-
-def test_a_compiled_forward_whose_layers_are_frozen_before_its_backward():
-    """Its graph knows taps that are no longer there."""
-    torch._dynamo.reset()
     model, (x, y) = build(CASES["stride"]), data(CASES["stride"])
     opt = plain_kfac(model, lr=0.0)
     loss = F.cross_entropy(torch.compile(model, backend="aot_eager")(x), y)
