@@ -18,11 +18,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder.curvature.eigenbasis import EigenbasisBlock
-from tests.support.grid import each, product, sample
+from tests.support.grid import sample
 from tests.support.oracles import ranks as oracle
 from tests.support.oracles.ranks import (
     CLASSES,
-    EXAMPLES,
     LENGTH,
     STRATEGIES,
     TASKS,
@@ -146,7 +145,7 @@ def test_every_rank_has_the_bases(pool: Pool, kind: tuple[str, dict[str, Any]], 
 
 @pytest.mark.parametrize("strategy", ["comm", "comm_owner", "chief_inverses", "local_factors"])
 def test_nothing_is_sent_where_bases_are_with_the_data(pool: Pool, strategy: str) -> None:
-    found = pool.run(trained, strategy, Run("wide", "ekfac_intra", RARE, steps=10), world=2)
+    found = pool.run(trained, strategy, Run("wide", "ekfac_intra", RARE, steps=10))
     for of_rank in found:
         assert not {"rows", "spread"} & of_rank["sent"].keys()
     assert_replicas(paths(found))
@@ -159,12 +158,12 @@ def test_nothing_is_sent_where_bases_are_with_the_data(pool: Pool, strategy: str
 
 def test_calls_and_micro_batches(pool: Pool) -> None:
     run = Run("twice", "ekfac_intra", steps=10, micro=2)
-    assert_same_path(paths(pool.run(trained, "mem", run, world=2)), reference("twice"), tolerance=1e-10)
+    assert_same_path(paths(pool.run(trained, "mem", run)), reference("twice"), tolerance=1e-10)
 
 
 def test_samples_differ_from_rank_to_rank_and_replicas_do_not(pool: Pool) -> None:
     run = Run("words", "ekfac_intra", {"scale_batch_size": 2, "token_is_example": True}, steps=10)
-    assert_replicas(paths(pool.run(trained, "mem", run, world=2)))
+    assert_replicas(paths(pool.run(trained, "mem", run)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -197,7 +196,7 @@ def one_rank_refuses(rank: int, world: int, run: Run) -> dict[str, Tensor]:
 def test_examples_of_one_rank_are_left_out(pool: Pool) -> None:
     """Of the scale alone: bases are those of all examples, so the other rank's share is measured in these."""
     run = Run("wide", "ekfac_intra", {**STILL, "transport": "recompute"})
-    found = pool.run(one_rank_refuses, run, world=2)
+    found = pool.run(one_rank_refuses, run)
     model = TASKS["wide"].model()
     optimizer = build(run.method, model, **run.keywords)
     for step in range(2):
@@ -219,37 +218,25 @@ def test_examples_of_one_rank_are_left_out(pool: Pool) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def bytes_of_steps(
-    rank: int, world: int, task: str, strategy: str, keywords: dict[str, Any]
-) -> tuple[list[dict[str, int]], Any]:
-    """Bytes by stage of each step of the second interval, and the plan that this rank makes."""
-    run, found = Run(task, "ekfac_intra", keywords), []
-    model, optimizer = started(rank, strategy, run)
+def spread_by_step(rank: int, world: int, keywords: dict[str, Any]) -> tuple[list[int], Any, dict[str, Any]]:
+    """Bytes of bases that are sent in each step of the second interval, what is stored, and the plan of this rank."""
+    run, found = Run("mixed", "ekfac_intra", keywords), []
+    model, optimizer = started(rank, "mem", run)
     with optimizer:
         for step in range(8):
             optimizer.comm.collectives.counter.clear()
             train(model, optimizer, rank, world, run, step, step + 1)
-            found.append(optimizer.comm.collectives.counter.bytes_by_stage())
-        return found[4:], optimizer.plan().to_dict()
+            found.append(optimizer.comm.collectives.counter.bytes_by_stage().get("spread", 0))
+        return found[4:], optimizer.memory_usage()["second_order"], optimizer.plan().ranks[rank]
 
 
-@each(place=[("mem", 3), ("hybrid_half", 4), ("mem_replicated", 2)], transport=["project", "recompute"])
-def test_a_plan_knows_where_bases_go(pool: Pool, place: tuple[str, int], transport: str) -> None:
-    strategy, world = place
-    model, keywords = TASKS["mixed"].model(), {**RARE, "transport": transport}
-    optimizer = build("ekfac_intra", model, **keywords)
-    inputs, targets = TASKS["mixed"].batch(0)
-    mean_loss(model(inputs), targets).backward()
-    optimizer.step()
-    plan = optimizer.plan(world, STRATEGIES[strategy](average_gradients=True), batch_size=EXAMPLES // world)
-    for rank, (steps, own) in enumerate(pool.run(bytes_of_steps, "mixed", strategy, keywords, world=world)):
-        stages = {stage for step in steps for stage in step}
-        mean = {stage: sum(step.get(stage, 0) for step in steps) / 4 for stage in stages}
-        assert {stage: sent for stage, sent in plan.ranks[rank].sent.items() if sent} == mean
-        assert plan.ranks[rank].stored["second_order"] >= 8 * numbers_in_bases("mixed")
-        assert own == plan.to_dict()
-        if strategy == "mem":  # with each of the two refreshes
-            assert [step.get("spread", 0) for step in steps] == [8 * numbers_in_bases("mixed"), 0] * 2
+@pytest.mark.parametrize("transport", ["project", "recompute"])
+def test_bases_are_sent_with_each_refresh_and_a_plan_knows_it(pool: Pool, transport: str) -> None:
+    nbytes = 8 * numbers_in_bases("mixed")
+    for sent, stored, plan in pool.run(spread_by_step, {**RARE, "transport": transport}, world=3):
+        assert sent == [nbytes, 0] * 2
+        assert plan.sent["spread"] == nbytes / 2
+        assert plan.stored["second_order"] == stored >= nbytes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -274,35 +261,38 @@ def broken_off(rank: int, world: int, run: Run, at: int) -> tuple[Any, Any, Tens
         return *saved, torch.stack(train(model, optimizer, rank, world, run, at, run.steps))
 
 
-def resumed(rank: int, world: int, run: Run, saved: list[tuple[Any, Any]], at: int, how: str) -> list[Tensor]:
+def resumed(rank: int, world: int, run: Run, saved: list[tuple[Any, Any]], at: int) -> dict[str, list[Tensor]]:
     """Go on, in a new optimizer, a copy or one that has bases; then again, from what the state was loaded as."""
-    model, optimizer = started(rank, "mem", run)
-    if how == "live":
-        train(model, optimizer, rank, world, run, 0, 2)
-    state, found = saved[rank][0], []
-    for _ in range(2):
-        model.load_state_dict(saved[rank][1])
-        optimizer.load_state_dict(state)
-        if how == "copied":
-            optimizer.close()
-            model, optimizer = copy.deepcopy(model), copy.deepcopy(optimizer)
-            optimizer.attach(model)
-        state = through_a_file(optimizer.state_dict())
-        found.append(torch.stack(train(model, optimizer, rank, world, run, at, run.steps)))
-    optimizer.close()
-    return found
+    paths: dict[str, list[Tensor]] = {}
+    for how in ("new", "live", "copied"):
+        model, optimizer = started(rank, "mem", run)
+        if how == "live":
+            train(model, optimizer, rank, world, run, 0, 2)
+        state, paths[how] = saved[rank][0], []
+        for _ in range(2):
+            model.load_state_dict(saved[rank][1])
+            optimizer.load_state_dict(state)
+            if how == "copied":
+                optimizer.close()
+                model, optimizer = copy.deepcopy(model), copy.deepcopy(optimizer)
+                optimizer.attach(model)
+            state = through_a_file(optimizer.state_dict())
+            paths[how].append(torch.stack(train(model, optimizer, rank, world, run, at, run.steps)))
+        optimizer.close()
+    return paths
 
 
 @pytest.mark.filterwarnings("ignore:.*is partial")
-@product(file=["new", "old"], how=["new", "live", "copied"], at=[3, 4])
-def test_a_resumed_run_goes_on_exactly(pool: Pool, at: int, how: str, file: str) -> None:
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_resumed_run_goes_on_exactly(pool: Pool, at: int) -> None:
     """Files that ranks without a basis saved load too: it is sent in the first step, which may measure the scale."""
     run = Run("mixed", "ekfac_intra", {**RARE, "factor_update_steps": 3}, steps=9)
-    before = pool.run(broken_off, run, at, world=2)
-    saved = [(without_bases(own) if file == "old" else own, model) for own, model, _ in before]
-    after = pool.run(resumed, run, saved, at, how, world=2)
-    for (_, _, expected), found in zip(before, after, strict=True):
-        assert all(torch.equal(path, expected) for path in found)
+    before = pool.run(broken_off, run, at)
+    for old in (False, True):
+        saved = [(without_bases(own) if old else own, model) for own, model, _ in before]
+        for (_, _, expected), found in zip(before, pool.run(resumed, run, saved, at), strict=True):
+            for how, paths in found.items():
+                assert all(torch.equal(path, expected) for path in paths), how
 
 
 def completed(rank: int, world: int, run: Run, saved: list[tuple[Any, Any]]) -> dict[str, Any]:
@@ -318,8 +308,8 @@ def completed(rank: int, world: int, run: Run, saved: list[tuple[Any, Any]]) -> 
 @pytest.mark.filterwarnings("ignore:.*is partial")
 def test_loaded_files_make_a_complete_one_at_once(pool: Pool) -> None:
     run = Run("mixed", "ekfac_intra", RARE, steps=4)
-    saved = [(without_bases(own), model) for own, model, _ in pool.run(broken_off, run, 3, world=2)]
-    for complete in pool.run(completed, run, saved, world=2):
+    saved = [(without_bases(own), model) for own, model, _ in pool.run(broken_off, run, 3)]
+    for complete in pool.run(completed, run, saved):
         model = TASKS[run.task].model()
         optimizer = build(run.method, model, **run.keywords)
         optimizer.load_state_dict(complete)
@@ -346,42 +336,37 @@ def test_the_file_of_one_process_goes_on_with_ranks(pool: Pool, kept: str) -> No
     run = Run("mixed", "ekfac_intra", {**RARE, "checkpoint_curvature": kept}, steps=10)
     model = TASKS[run.task].model()
     optimizer = build(run.method, model, **run.keywords)
-    whole = [torch.stack(train(model, optimizer, 0, 1, run, 0, at))]
+    train(model, optimizer, 0, 1, run, 0, at)
     complete = through_a_file(optimizer.state_dict()), through_a_file(model.state_dict())
-    whole.append(torch.stack(train(model, optimizer, 0, 1, run, at, run.steps)))
-    found = pool.run(resumed_from_complete, run, complete, at, world=2)
-    assert_same_path(found, whole[1], tolerance=1e-10)
+    expected = torch.stack(train(model, optimizer, 0, 1, run, at, run.steps))
+    assert_same_path(pool.run(resumed_from_complete, run, complete, at), expected, tolerance=1e-10)
 
 
-def frozen_for_a_while(rank: int, world: int, run: Run) -> Tensor:
+def freezing(model: nn.Module, optimizer: Any, step: int) -> None:
     """A bias is frozen after three steps and trained again after seven; a layer from the fifth to the eighth."""
-    model = TASKS[run.task].model()
-    comm = STRATEGIES["mem"](average_gradients=True) if world > 1 else None
-    with build(run.method, model, comm, **run.keywords) as optimizer:
-        path = []
-        for step in range(run.steps):
-            model.conv.bias.requires_grad_(not 3 <= step < 7)
-            model.wide.requires_grad_(not 5 <= step < 8)
-            descend(model, optimizer, shard(run.batch(step), rank, world), run)
-            path.append(flat(model))
-        return torch.stack(path)
+    model.conv.bias.requires_grad_(not 3 <= step < 7)
+    model.wide.requires_grad_(not 5 <= step < 8)
 
 
-def test_layers_that_change(pool: Pool) -> None:
-    run = Run("mixed", "ekfac_intra", RARE, steps=13)
-    expected = frozen_for_a_while(0, 1, run)
-    assert_same_path(pool.run(frozen_for_a_while, run, world=2), expected, tolerance=1e-10)
+def switching(model: nn.Module, optimizer: Any, step: int) -> None:
+    """The other estimator from the third step to the seventh."""
+    if step in (3, 7):
+        now = optimizer.param_groups[0]["estimator"]
+        optimizer.param_groups[0]["estimator"] = "running" if now == "intra" else "intra"
 
 
-def estimator_changes(rank: int, world: int, run: Run, first: str) -> tuple[Tensor, list[int]]:
+CHANGES = {"layers": (freezing, {}), "to running": (switching, {}), "to intra": (switching, {"estimator": "running"})}
+"""What is done before a step, and options."""
+
+
+def changing(rank: int, world: int, run: Run, change: str) -> tuple[Tensor, list[int]]:
     """The path, and numbers in the bases that are kept after every step."""
     model = TASKS[run.task].model()
     comm = STRATEGIES["mem"](average_gradients=True) if world > 1 else None
-    other = "running" if first == "intra" else "intra"
     with build(run.method, model, comm, **run.keywords) as optimizer:
         path, kept = [], []
         for step in range(run.steps):
-            optimizer.param_groups[0]["estimator"] = other if 3 <= step < 7 else first
+            CHANGES[change][0](model, optimizer, step)
             descend(model, optimizer, shard(run.batch(step), rank, world), run)
             path.append(flat(model))
             states = [optimizer.state[block.owner] for block in optimizer.blocks.values()]
@@ -389,15 +374,16 @@ def estimator_changes(rank: int, world: int, run: Run, first: str) -> tuple[Tens
         return torch.stack(path), kept
 
 
-@pytest.mark.parametrize("first", ["intra", "running"])
-def test_the_estimator_may_change(pool: Pool, first: str) -> None:
-    run = Run("mixed", "ekfac_intra", RARE, steps=13)
-    found = pool.run(estimator_changes, run, first, world=2)
-    assert_same_path([path for path, _ in found], estimator_changes(0, 1, run, first)[0], tolerance=1e-10)
-    bases = numbers_in_bases("mixed")
-    for step in range(run.steps):
-        kept = sum(numbers[step] for _, numbers in found)
-        assert kept == (2 * bases if (3 <= step < 7) == (first == "running") else bases), step
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_and_the_estimator_may_change(pool: Pool, change: str) -> None:
+    run = Run("mixed", "ekfac_intra", {**RARE, **CHANGES[change][1]}, steps=13)
+    found = pool.run(changing, run, change)
+    assert_same_path([path for path, _ in found], changing(0, 1, run, change)[0], tolerance=1e-10)
+    if change != "layers":
+        bases = numbers_in_bases("mixed")
+        for step in range(run.steps):
+            kept = sum(numbers[step] for _, numbers in found)
+            assert kept == (2 * bases if (3 <= step < 7) == (change == "to intra") else bases), step
 
 
 def observed(rank: int, world: int, run: Run) -> Tensor:
@@ -419,4 +405,4 @@ def observed(rank: int, world: int, run: Run) -> Tensor:
 @pytest.mark.parametrize("transport", ["project", "recompute"])
 def test_an_exact_fisher(pool: Pool, transport: str) -> None:
     run = Run("mlp", "ekfac_intra", {"fisher": "exact", "transport": transport}, steps=6)
-    assert_same_path(pool.run(observed, run, world=2), observed(0, 1, run), tolerance=1e-10)
+    assert_same_path(pool.run(observed, run), observed(0, 1, run), tolerance=1e-10)
