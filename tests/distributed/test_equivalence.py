@@ -6,7 +6,6 @@ to something else than the gradient of the joined batch, and statistics must not
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.support.grid import each, sample
+from tests.support.grid import each
 from tests.support.oracles.ranks import (
     EXAMPLES,
     LENGTH,
+    STRATEGIES,
     TASKS,
     Run,
     alone,
@@ -38,83 +38,62 @@ from tests.support.oracles.ranks import (
     together,
 )
 from tests.support.pool import Pool, device_of
-from tests.support.saving import started, train
+from tests.support.saving import train
 
 KRONECKER = ("kfac_eigen", "kfac_cholesky", "ekfac_running", "ekfac_intra")
-EXACT = (*KRONECKER, "hylo_sngd", "mfac", "mfac_sparse", "ggt")
 STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
-
-
-#: A strategy in a world; the overrides say where factors are.
-LAYOUTS = {
-    f"{strategy}-{world}": (strategy, world)
-    for strategy, world in [
-        ("comm", 2), ("hybrid_half", 4), ("mem", 3), ("hybrid_third", 3), ("comm", 4), ("mem", 4), ("mem", 2),
-    ]
-}  # fmt: skip
-OVERRIDES = {s: (s, 3) for s in ("comm_owner", "mem_replicated", "chief", "chief_inverses")}
-FEW = {name: LAYOUTS[name] for name in ("comm-2", "mem-3", "hybrid_half-4")}
 BOTH = ["comm", "mem"]
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Paths
+# ---------------------------------------------------------------------------------------------------------------------
 
-@cache
-def reference(task: str, method: str, steps: int = 12) -> Tensor:
-    return alone(Run(task, method, steps=steps))[0]
-
-
-@sample(
-    lambda method, layout: method in KRONECKER or layout not in OVERRIDES.values(),
-    method=EXACT,
-    layout=LAYOUTS | OVERRIDES,
-)
-def test_shards_equal_the_joined_batch(pool: Pool, method: str, layout: tuple[str, int]) -> None:
-    strategy, world = layout
-    paths = pool.run(together, strategy, Run("mlp", method, steps=12), world=world)
-    assert_same_path(paths, reference("mlp", method))
-
-
-@pytest.mark.parametrize("layout", FEW)
-def test_refreshes_beside_training_are_adopted_in_the_same_step_as_in_one_process(pool: Pool, layout: str) -> None:
-    run = Run(keywords={"overlap": True, "factor_update_steps": 1, "inv_update_steps": 2}, steps=8)
-    assert_same_path(pool.run(together, FEW[layout][0], run, world=FEW[layout][1]), alone(run)[0])
-
-
+OVERLAP = {"overlap": True, "factor_update_steps": 1, "inv_update_steps": 2}
 WHITENING = {"lr": 0.01, "power": 0.5, "momentum_mode": "pre", "kl_clip": None}
-
-
-BROAD = {"intra": ("ekfac_intra", {}), "running": ("ekfac_running", {}), "whitening": ("ekfac_running", WHITENING)}
-
-
-@each(run_of=BROAD, layout={name: LAYOUTS[name] for name in ("comm-2", "mem-3")})
-def test_null_spaces_are_the_same_for_any_number_of_ranks(
-    pool: Pool, run_of: tuple[str, dict[str, Any]], layout: tuple[str, int]
-) -> None:
-    """Rounding decides on the basis of a null space, and differs between shards and the joined batch."""
-    run = Run("broad", *run_of, steps=10)
-    assert_same_path(pool.run(together, layout[0], run, world=layout[1]), alone(run)[0])
-
-
 KINDS = {
-    f"{task}-{method}": (task, method)
-    for task, methods in {
-        "words": ("kfac_eigen", "ekfac_intra", "ekfac_running", "hylo_sngd", "mfac_sparse"),
-        "cnn": ("kfac_cholesky", "ekfac_intra", "hylo_sngd"),
-        "attention": ("kfac_eigen", "ekfac_intra"),
-    }.items()
-    for method in methods
+    "words": ("kfac_eigen", "ekfac_intra", "ekfac_running", "hylo_sngd", "mfac_sparse"),
+    "cnn": ("kfac_cholesky", "ekfac_intra", "hylo_sngd"),
+    "attention": ("kfac_eigen", "ekfac_intra"),
 }
+RUNS = [
+    *(Run("mlp", method, steps=12) for method in (*KRONECKER, "hylo_sngd", "mfac", "mfac_sparse", "ggt")),
+    # adopted in the same step as in one process
+    Run(keywords=OVERLAP, steps=8),
+    # Rounding decides on the basis of a null space, and differs between shards and the joined batch.
+    Run("broad", "ekfac_intra", steps=10),
+    Run("broad", "ekfac_running", steps=10),
+    Run("broad", "ekfac_running", WHITENING, steps=10),
+    # every kind of layer
+    *(Run(task, method, steps=6) for task, methods in KINDS.items() for method in methods),
+    # without synchronization
+    *(Run("mlp", method, steps=10, micro=2) for method in (*KRONECKER, "hylo_sngd", "mfac")),
+]
+LAYOUTS = [("comm", 2), ("hybrid_half", 4), ("mem", 3), ("hybrid_third", 3), ("comm", 4), ("mem", 4), ("mem", 2)]
+#: Where factors are; of K-FAC and EK-FAC alone.
+OVERRIDES = [("comm_owner", 3), ("mem_replicated", 3), ("chief", 3), ("chief_inverses", 3)]
 
 
-@sample(kind=KINDS, layout=FEW)
-def test_every_kind_of_layer(pool: Pool, kind: tuple[str, str], layout: tuple[str, int]) -> None:
-    paths = pool.run(together, layout[0], Run(*kind, steps=6), world=layout[1])
-    assert_same_path(paths, reference(*kind, 6))
+def runs_of(strategy: str, world: int, rest: bool) -> list[Run]:
+    """Every run has one strategy of either list under which it is always seen; under the others it is slow."""
+    layouts, runs = (LAYOUTS, RUNS) if (strategy, world) in LAYOUTS else (OVERRIDES, RUNS[: len(KRONECKER)])
+    found = []
+    for i, run in enumerate(runs):
+        fit = [layout for layout in layouts if EXAMPLES // layout[1] % run.micro == 0]
+        if (strategy, world) in fit and (fit[i % len(fit)] != (strategy, world)) == rest:
+            found.append(run)
+    return found
 
 
-@each(method=[*KRONECKER, "hylo_sngd", "mfac"], strategy=BOTH)
-def test_micro_batches_without_synchronization(pool: Pool, method: str, strategy: str) -> None:
-    paths = pool.run(together, strategy, Run("mlp", method, steps=10, micro=2), world=2)
-    assert_same_path(paths, reference("mlp", method, 10))
+def paths_of_runs(rank: int, world: int, strategy: str, runs: list[Run]) -> list[Tensor]:
+    return [together(rank, world, strategy, run) for run in runs]
+
+
+@pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["a_share", "all_others"])
+@pytest.mark.parametrize(("strategy", "world"), LAYOUTS + OVERRIDES)
+def test_shards_equal_the_joined_batch(pool: Pool, strategy: str, world: int, rest: bool) -> None:
+    runs = runs_of(strategy, world, rest)
+    for run, *paths in zip(runs, *pool.run(paths_of_runs, strategy, runs, world=world, timeout=120), strict=True):
+        assert_same_path(paths, alone(run)[0])
 
 
 @each(method=["hylo_kid", "hylo_kis"], of={"2": (2, BOTH), "4": (4, [*BOTH, "hybrid_half"])})
@@ -195,25 +174,22 @@ def masked_shards(rank: int, world: int, strategy: str, run: Run) -> tuple[Tenso
         return masked_steps(model, optimizer, rank, world), curvatures(optimizer)
 
 
-def decaying(rank: int, world: int, strategy: str, run: Run) -> Tensor:
+def decaying(rank: int, world: int, strategy: str | None, run: Run) -> Tensor:
     """Parameters after each step, between which the decay changes."""
-    model, optimizer = started(rank, strategy, run) if world > 1 else started_alone(run)
-    path = []
-    for step in range(9):
-        optimizer.param_groups[0]["factor_decay"] = 0.5 if step % 2 else 0.9
-        path += train(model, optimizer, rank, world, run, step, step + 1)
-    return torch.stack(path)
-
-
-def started_alone(run: Run) -> tuple[nn.Module, Any]:
     model = TASKS[run.task].model()
-    return model, build(run.method, model, **run.keywords)
+    comm = STRATEGIES[strategy](average_gradients=True) if strategy else None
+    with build(run.method, model, comm, **run.keywords) as optimizer:
+        path = []
+        for step in range(9):
+            optimizer.param_groups[0]["factor_decay"] = 0.5 if step % 2 else 0.9
+            path += train(model, optimizer, rank, world, run, step, step + 1)
+        return torch.stack(path)
 
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_a_decay_edited_between_steps_is_that_of_the_step_that_measured(pool: Pool, strategy: str) -> None:
     run = Run(keywords={"factor_update_steps": 1, "inv_update_steps": 4, "refresh_warmup": False})
-    assert_same_path(pool.run(decaying, strategy, run), decaying(0, 1, "", run), tolerance=1e-11)
+    assert_same_path(pool.run(decaying, strategy, run), decaying(0, 1, None, run), tolerance=1e-11)
 
 
 @each(method=["kfac_eigen", "ekfac_intra"], strategy=BOTH)
@@ -250,15 +226,15 @@ def factors_by_example(model: nn.Module, inputs: Tensor, targets: Tensor) -> dic
     return {name: (a / len(inputs), g / len(inputs)) for name, (a, g) in sums.items()}
 
 
-@pytest.mark.parametrize("strategy", ["comm", "mem", "hybrid_third", "chief", "chief_inverses", "chief_own"])
-def test_factors_are_those_of_a_plain_list_of_examples(pool: Pool, strategy: str) -> None:
+def test_factors_are_those_of_a_plain_list_of_examples(pool: Pool) -> None:
     run = Run("mlp", "kfac_eigen", STILL)
-    own = 5 if strategy == "chief_own" else EXAMPLES  # the chief's shard alone
-    expected = factors_by_example(TASKS["mlp"].model(), *(t[:own] for t in run.batch(0)))
-    held = pool.run(statistics_of_shards, strategy, run, [(5, 4, 3)], world=3)
-    assert_held(held, {name: torch.kron(g, a) for name, (a, g) in expected.items()}, strategy == "comm")
-    if strategy.startswith("chief"):
-        assert [len(of_rank) for of_rank in held] == [3, 0, 0]
+    for strategy in ("comm", "mem", "hybrid_third", "chief", "chief_inverses", "chief_own"):
+        own = 5 if strategy == "chief_own" else EXAMPLES  # the chief's shard alone
+        expected = factors_by_example(TASKS["mlp"].model(), *(t[:own] for t in run.batch(0)))
+        held = pool.run(statistics_of_shards, strategy, run, [(5, 4, 3)], world=3)
+        assert_held(held, {name: torch.kron(g, a) for name, (a, g) in expected.items()}, strategy == "comm")
+        if strategy.startswith("chief"):
+            assert [len(of_rank) for of_rank in held] == [3, 0, 0]
 
 
 def test_batches_tell_the_difference(pool: Pool) -> None:
@@ -266,4 +242,4 @@ def test_batches_tell_the_difference(pool: Pool) -> None:
     run = Run("mlp", "kfac_eigen", steps=10)
     local = pool.run(together, "local_factors", run, world=2)
     assert_replicas(local)
-    assert distance(local[0], reference("mlp", "kfac_eigen", 10)) > 1e-4
+    assert distance(local[0], alone(run)[0]) > 1e-4

@@ -24,12 +24,10 @@ from tests.support.oracles.ranks import (
     Run,
     assert_replicas,
     assert_same_path,
-    build,
     descend,
     distance,
     flat,
     optimizer_on,
-    path_of,
     shard,
 )
 from tests.support.pool import Failure, Pool, device_of
@@ -125,49 +123,6 @@ def test_chosen_rows_are_those_of_every_shard(pool: Pool, keywords: dict[str, An
     of_ranks = pool.run(on_ranks, case, ("comm", "mem", "hybrid_third"), world=3)
     assert_replicas([path for paths in of_ranks for path in paths])
     assert distance(of_ranks[0][0], expected) < 1e-9
-
-
-def shards_and_owners(rank: int, world: int, run: Run) -> tuple[Tensor, dict[str, int]]:
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-    with optimizer_on(model, "local_factors", run) as optimizer:
-        owners = {name: optimizer.comm.owner(block.index) for name, block in optimizer.blocks.items()}
-        return path_of(model, optimizer, rank, world, run), owners
-
-
-def simulate_local_factors(run: Run, owners: dict[str, int], world: int) -> Tensor:
-    """One process: a copy of the model for each rank captures from its shard alone and steps with the joined gradient.
-
-    Of each layer the step of the copy of its owner counts, for all copies.
-    """
-    models = [TASKS[run.task].model() for _ in range(world)]
-    optimizers = [build(run.method, model, **run.keywords) for model in models]
-    path = []
-    for step in range(run.steps):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            inputs, targets = shard(run.batch(step), rank, world)
-            optimizer.zero_grad()
-            run.loss(model(inputs), targets).backward()
-        for replicas in zip(*(model.parameters() for model in models), strict=True):
-            mean = torch.stack([p.grad for p in replicas]).mean(0)
-            for p in replicas:
-                p.grad = mean.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-        with torch.no_grad():
-            for name, rank in owners.items():
-                source = models[rank].get_submodule(name).state_dict()
-                for model in models:
-                    model.get_submodule(name).load_state_dict(source)
-        path.append(flat(models[0]))
-    return torch.stack(path)
-
-
-@pytest.mark.parametrize("method", ["hylo_sngd", "hylo_kid"])
-def test_local_factors_are_rows_of_the_owner_s_shard(pool: Pool, method: str) -> None:
-    run = Run("mlp", method, {"rank_fraction": 1.0}, steps=5)
-    results = pool.run(shards_and_owners, run, world=3)
-    expected = simulate_local_factors(run, results[0][1], 3)
-    assert_same_path([path for path, _ in results], expected, tolerance=1e-10)
 
 
 def step_of_observed_rows(rank: int, world: int, strategy: type[CommOpt] | None) -> Tensor:
