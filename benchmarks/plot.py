@@ -16,16 +16,24 @@ from benchmarks.runner import WINDOW, History
 # Okabe and Ito's colours, told apart with any colour vision; the styles tell the lines apart in grey, too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999999")
 STYLES = ("-", "--", "-.", ":")
-_OPTIMIZERS = ("KFAC", "AdamW", "EKFAC", "HyLo", "M-FAC", "sparse M-FAC", "SGD", "GGT")
+_OPTIMIZERS = (
+    "KFAC", "AdamW", "EKFAC", "HyLo", "M-FAC", "sparse M-FAC", "SGD", "GGT", "Muon", "SOAP", "Shampoo", "PSGD-Kron",
+    "schedule-free AdamW", "SINGD",
+)  # fmt: skip
 
 Row = Mapping[str, Any]
 
 
 def look(label: str, index: int) -> dict[str, str]:
-    """Return color and style of a line: an optimizer of this package has the same in all pictures."""
+    """Return color and style of a line: those of an optimizer are the same in all pictures.
+
+    A variant has the color of its method in another style; a line of anything else goes by its index.
+    """
     name = label.replace("K-FAC", "KFAC")
-    place = _OPTIMIZERS.index(name) if name in _OPTIMIZERS else index
-    return {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)]}
+    method = name.split(",")[0].split(" (")[0]
+    place = _OPTIMIZERS.index(method) if method in _OPTIMIZERS else index
+    style = place + place // len(COLOURS) + 2 * (name != method)
+    return {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[style % len(STYLES)]}
 
 
 def styled() -> AbstractContextManager[None]:

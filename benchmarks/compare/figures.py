@@ -1,18 +1,20 @@
-"""Figures of a comparison: loss against steps and seconds, every optimizer on its own, and the rates that were tried.
+"""Figures of a comparison: loss against steps and seconds, and every optimizer on its own.
 
-A dozen lines or more do not stay readable in one panel. So the first figure names a few, ours solid and in colours, and
-leaves the others thin and grey; the second gives each optimizer a panel of its own, before the lines of all.
+A dozen lines or more do not stay readable in one panel. So the first figure names a few, in the colors that optimizers
+have in all pictures, and leaves the others thin and grey; the second gives each optimizer a panel of its own, before
+the lines of all.
 """
 
 import io
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -21,53 +23,84 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from benchmarks.compare import statistics
-from benchmarks.compare.curves import Against, Array, Course, course, known
-from benchmarks.compare.statistics import Results
-from benchmarks.plot import COLOURS, styled
+from benchmarks.compare.statistics import Results, Run, Target
+from benchmarks.plot import look, styled
 
-OURS = (COLOURS[0], COLOURS[4], COLOURS[2])  # blue, vermilion, green
-REFERENCE, _FIRST, _THIN_OURS, _THIN = "#000000", "#666666", "#9CC3DE", "#C8C8C8"
-LOG_FROM = 5  # ratio of the largest to the smallest loss
+Against = Literal["steps", "seconds"]
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+_OURS = 3  # of ours, at most, that a panel names
+_THIN: dict[str, Any] = {"color": "#C8C8C8", "linewidth": 0.8, "zorder": 1}
+_LOG_FROM = 5  # ratio of the largest to the smallest loss
 _HEIGHT, _FOOT, _LINE = 3.7, 0.7, 0.19  # inches: of the axes, of what lies below, of one line of the legend
+_COLUMNS, _ROW, _HEAD, _BELOW = 4, 1.75, 0.25, 0.55  # of small panels, the rest in inches
 _LETTERS = 24  # of a label
 _LONGEST = 2.5  # of a panel, in seconds of the reference's run
 
 
 @dataclass(frozen=True)
-class Look:
-    """How a line is drawn, and what the legend calls it."""
+class Course:
+    """The curves of one optimizer's runs that finished, at the points of the first of them."""
 
     label: str
-    style: dict[str, Any] = field(default_factory=dict)
-    band: bool = True
+    steps: Array
+    seconds: Array
+    losses: Array
+    """[seeds, points]"""
+
+    @property
+    def mean(self) -> Array:
+        """Over the seeds."""
+        return np.asarray(self.losses.mean(axis=0))
+
+    def along(self, against: Against) -> Array:
+        """Return the steps, or the mean seconds at those."""
+        return self.steps if against == "steps" else self.seconds
 
 
-def highlighted(results: Results) -> dict[str, Look]:
+def course(results: Results, optimizer: str, phase: statistics.Phase = "final") -> Course | None:
+    """Return the curves of the runs that finished, None where none did."""
+    column = statistics.clock_column(results)
+    runs = [run for run in statistics.select(results, phase, optimizer) if not statistics.flaw(run)]
+    if not runs:
+        return None
+    steps = np.array([point[0] for point in known(runs[0])], dtype=float)
+    seconds = np.mean([_resampled(run, column, steps) for run in runs], axis=0)
+    return Course(runs[0]["label"], steps, seconds, np.array([_resampled(run, 1, steps) for run in runs]))
+
+
+def known(run: Run) -> list[Sequence[float]]:
+    """Return the points of a curve that have a loss."""
+    return [point for point in run["curve"] if statistics.finite(point[1])]
+
+
+def _resampled(run: Run, column: int, steps: Array) -> Array:
+    points = known(run)
+    return np.asarray(np.interp(steps, [point[0] for point in points], [point[column] for point in points]))
+
+
+def _courses(results: Results) -> dict[str, Course]:
+    """Return the curves of all, lowest final loss first."""
+    names = [found.optimizer for found in statistics.summaries(results)]
+    return {name: found for name in names if (found := course(results, name))}
+
+
+def highlighted(results: Results) -> list[str]:
     """Return the optimizers that a panel names: at most three of ours, the best first-order one, AdamW and SGD.
 
     Of ours the one that comes nearest to the target comes first, then those of lowest final loss.
     """
-    ours = _best_ours(results)
-    looks = {
-        name: Look(escaped(statistics.label_of(results, name)), {"color": colour, "linewidth": 2.0, "zorder": 4})
-        for name, colour in zip(ours, OURS, strict=False)
-    }
-    first = statistics.best_first(results)
-    if first is not None:
-        label = f"{escaped(statistics.label_of(results, first))}, reference"
-        looks[first] = Look(label, {"color": REFERENCE, "linewidth": 1.8, "linestyle": "--", "zorder": 5})
-    for name, line in (("adamw", "-."), ("sgd", ":")):
-        if name != first and name in statistics.optimizers(results):
-            style = {"color": _FIRST, "linewidth": 1.5, "linestyle": line, "zorder": 3}
-            looks[name] = Look(escaped(statistics.label_of(results, name)), style, band=False)
-    return looks
-
-
-def _best_ours(results: Results) -> list[str]:
-    target = next(iter(statistics.targets(results)), None)
+    target = _target(results)
     best = statistics.best_of_ours(results, target) if target else None
     ranked = [found.optimizer for found in statistics.summaries(results) if found.ours and found.loss]
-    return list(dict.fromkeys([*([best.optimizer] if best else []), *ranked]))[: len(OURS)]
+    ours = list(dict.fromkeys([*([best.optimizer] if best else []), *ranked]))[:_OURS]
+    first = statistics.best_first(results)
+    others = [name for name in ("adamw", "sgd") if name in statistics.optimizers(results)]
+    return list(dict.fromkeys([*ours, *([first] if first else []), *others]))
+
+
+def _target(results: Results) -> Target | None:
+    return next(iter(statistics.targets(results)), None)
 
 
 def losses_figure(results: Results, against: Against) -> Figure:
@@ -75,17 +108,27 @@ def losses_figure(results: Results, against: Against) -> Figure:
     with styled():
         figure = Figure(figsize=(5.8, _HEIGHT))
         axes = figure.subplots()
-        looks = highlighted(results)
-        handles: list[Artist] = _thin_lines(axes, results, against, looks)
-        for name, look in looks.items():
-            found = course(results, name)
-            if found is not None:
-                draw_line(axes, found, against, look)
-                handles = [*handles, Line2D([], [], label=look.label, **look.style)]
-            draw_broken(axes, results, name, against, look)
-        handles += _short_line(axes, results, against, looks)
-        _frame(axes, results, against)
-        handles = [*_in_order(handles), *_goal(axes, results, against)]
+        named, courses, handles = highlighted(results), _courses(results), list[Artist]()
+        for name, found in courses.items():
+            if name not in named:
+                axes.plot(found.along(against), found.mean, **_THIN)
+        for index, name in enumerate(named):
+            style = _style(results, name, index)
+            label = statistics.label_of(results, name)
+            if name in courses:
+                _draw(axes, courses[name], against, style)
+                reference = ", reference" * (name == statistics.best_first(results))
+                handles.append(Line2D([], [], label=escaped(label) + reference, **style))
+            _draw_broken(axes, results, name, against, style)
+            short = course(results, name, "short")
+            if short is not None and not any("short" in str(handle.get_label()) for handle in handles):
+                style |= {"marker": "o", "markersize": 6, "linewidth": 1.4}
+                axes.plot(short.along(against), short.mean, markevery=[-1], **style)
+                handles.append(Line2D([], [], label=f"{escaped(label)}, short schedule", **style))
+        if len(courses) > len(named):
+            handles.append(Line2D([], [], label="others", **_THIN))
+        _frame(axes, results, courses, against)
+        handles += _goal(axes, results, against)
         below = _FOOT + _LINE * math.ceil(len(handles) / 2)  # of the axes: their labels and the legend
         figure.set_size_inches(5.8, _HEIGHT + below)
         figure.subplots_adjust(left=0.135, right=0.985, top=0.985, bottom=below / (_HEIGHT + below))
@@ -93,112 +136,70 @@ def losses_figure(results: Results, against: Against) -> Figure:
     return figure
 
 
-def _thin_lines(axes: Axes, results: Results, against: Against, looks: dict[str, Look]) -> list[Artist]:
-    """Draw those that are not named, and return what the legend says of them."""
-    handles = {}
-    for found in statistics.summaries(results):
-        own = course(results, found.optimizer)
-        if found.optimizer not in looks and own is not None:
-            colour, line = (_THIN_OURS, "-") if found.ours else (_THIN, "--")
-            label = "further ones of ours" if found.ours else "further ones of others"
-            style: dict[str, Any] = {"color": colour, "linestyle": line, "linewidth": 1.0, "zorder": 2}
-            axes.plot(own.along(against), own.mean, **style)
-            handles[label] = Line2D([], [], label=label, **style)
-    return list(handles.values())
+def _style(results: Results, optimizer: str, index: int) -> dict[str, Any]:
+    return {**look(statistics.label_of(results, optimizer), index), "linewidth": 1.8, "zorder": 4}
 
 
-def _in_order(handles: list[Artist]) -> list[Artist]:
-    """Return the named lines before the thin ones."""
-    return sorted(handles, key=lambda handle: str(handle.get_label()).startswith("further"))
-
-
-def draw_line(axes: Axes, found: Course, against: Against, look: Look) -> None:
-    axes.plot(found.along(against), found.mean, **look.style)
-    if look.band and len(found.losses) > 1:
+def _draw(axes: Axes, found: Course, against: Against, style: dict[str, Any]) -> None:
+    axes.plot(found.along(against), found.mean, **style)
+    if len(found.losses) > 1:
         low, high = found.losses.min(axis=0), found.losses.max(axis=0)
-        axes.fill_between(found.along(against), low, high, color=look.style["color"], alpha=0.15, linewidth=0, zorder=1)
+        axes.fill_between(found.along(against), low, high, color=style["color"], alpha=0.15, linewidth=0, zorder=1)
 
 
-def draw_broken(axes: Axes, results: Results, optimizer: str, against: Against, look: Look) -> None:
+def _draw_broken(axes: Axes, results: Results, optimizer: str, against: Against, style: dict[str, Any]) -> None:
     """Draw the full runs that did not finish, each up to a cross."""
     column = 0 if against == "steps" else statistics.clock_column(results)
     for run in statistics.select(results, "final", optimizer):
         if statistics.flaw(run) and (points := known(run)):
-            style = {**look.style, "linewidth": 0.8}
-            axes.plot([p[column] for p in points], [p[1] for p in points], **style)
+            axes.plot([p[column] for p in points], [p[1] for p in points], **{**style, "linewidth": 0.8})
             axes.plot(points[-1][column], points[-1][1], "x", color=style["color"], zorder=6)
 
 
-def _short_line(axes: Axes, results: Results, against: Against, looks: dict[str, Look]) -> list[Artist]:
-    """Draw the short runs of the first named one that has some, ending in a dot."""
-    for name, look in looks.items():
-        found = course(results, name, "short")
-        if found is not None:
-            style = {**look.style, "linewidth": 1.4, "zorder": 6}
-            axes.plot(found.along(against), found.mean, marker="o", markevery=[-1], markersize=6, **style)
-            return [Line2D([], [], label=f"{look.label}, short schedule", marker="o", **style)]
-    return []
-
-
-def _frame(axes: Axes, results: Results, against: Against) -> None:
-    courses = [found for name in statistics.optimizers(results) if (found := course(results, name))]
-    axes.set_xlabel("optimizer steps" if against == "steps" else f"{_clock(results)} seconds")
+def _frame(axes: Axes, results: Results, courses: dict[str, Course], against: Against) -> None:
+    clock = "processor" if results["clock"] == "processor" else "wall-clock"
+    axes.set_xlabel("optimizer steps" if against == "steps" else f"{clock} seconds")
     axes.set_ylabel(f"training loss ({results['loss']})")
-    dress(axes)
-    if not courses:
-        return
-    set_losses(axes, [found.mean for found in courses])
-    ends = [float(found.along(against)[-1]) for found in courses]
-    target = next(iter(statistics.targets(results)), None)
-    limit = _LONGEST * target.seconds if target and against == "seconds" else math.inf
-    axes.set_xlim(0, 1.02 * max(min(max(ends), limit), min(ends)))
+    _dress(axes, list(courses.values()))
+    if courses:
+        ends = [float(found.along(against)[-1]) for found in courses.values()]
+        target = _target(results)
+        limit = _LONGEST * target.seconds if target and against == "seconds" else math.inf
+        axes.set_xlim(0, 1.02 * max(min(max(ends), limit), min(ends)))
 
 
 def cut_off(results: Results) -> list[str]:
     """Return the optimizers whose full runs are longer than the panel of seconds."""
-    target = next(iter(statistics.targets(results)), None)
-    if target is None:
-        return []
-    known = [found for found in statistics.summaries(results) if found.seconds]
-    return [s.label for s in known if s.seconds and s.seconds.mean > _LONGEST * target.seconds]
+    target = _target(results)
+    found = [(s.label, s.seconds.mean) for s in statistics.summaries(results) if s.seconds]
+    return [label for label, seconds in found if target and seconds > _LONGEST * target.seconds]
 
 
-def _clock(results: Results) -> str:
-    return "processor" if results["clock"] == "processor" else "wall-clock"
-
-
-def set_losses(axes: Axes, curves: Sequence[Array]) -> None:
+def _dress(axes: Axes, courses: Sequence[Course]) -> None:
     """Show from the lowest loss to where most curves begin; one that rises beyond leaves the panel."""
-    low, top = min(float(curve.min()) for curve in curves), median(float(curve[0]) for curve in curves)
-    if low > 0 and top > LOG_FROM * low:
-        set_log(axes)
+    axes.grid(axis="y", color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    if not courses:
+        return
+    low, top = min(float(c.mean.min()) for c in courses), median(float(c.mean[0]) for c in courses)
+    if low > 0 and top > _LOG_FROM * low:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.set_ylim(low / 1.15, top * 1.15)
     else:
         room = 0.05 * max(top - low, 1e-9)
         axes.set_ylim(low - room, top + room)
 
 
-def set_log(axes: Axes) -> None:
-    """Make the losses logarithmic, with plain numbers beside them."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
-
-
-def dress(axes: Axes) -> None:
-    axes.grid(axis="y", color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
-
-
 def _goal(axes: Axes, results: Results, against: Against) -> list[Artist]:
     """Mark the target: its loss as a line, and against steps the corner that the share of them cuts out below."""
-    target = next(iter(statistics.targets(results)), None)
+    target = _target(results)
     if target is None:
         return []
     low = axes.get_ylim()[0]
-    line = axes.axhline(target.loss, color="0.5", linewidth=0.8, zorder=0)
-    line.set_label("the reference's final loss")
+    line = axes.axhline(target.loss, color="0.5", linewidth=0.8, zorder=0, label="the reference's final loss")
     if against == "seconds":
         return [line]
     aim = results["share_target"]
@@ -206,6 +207,40 @@ def _goal(axes: Axes, results: Results, against: Against) -> list[Artist]:
     corner.set_label(f"target: {aim:g} of its steps")
     axes.add_patch(corner)
     return [line, corner]
+
+
+def each_figure(results: Results) -> Figure:
+    """Draw one small panel for each optimizer: its seeds, before the mean curves of all."""
+    finals = {run["optimizer"] for run in statistics.select(results, "final") if known(run)}
+    shown = [found for found in statistics.summaries(results) if found.optimizer in finals]
+    courses, target = _courses(results), _target(results)
+    rows = max(1, math.ceil(len(shown) / _COLUMNS))
+    height = _BELOW + _ROW * rows
+    with styled():
+        figure = Figure(figsize=(10.5, height))
+        edges = {"top": 1 - _HEAD / height, "bottom": _BELOW / height, "left": 0.075, "right": 0.99}
+        figure.subplots_adjust(**edges, wspace=0.08, hspace=0.42)
+        grid = list(np.ravel(figure.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False)))
+        for axes in grid[len(shown) :]:
+            axes.set_visible(False)
+        for axes in grid[max(0, len(shown) - _COLUMNS) : len(shown)]:
+            axes.tick_params(labelbottom=True)
+        for index, (axes, own) in enumerate(zip(grid, shown, strict=False)):
+            for other in courses.values():
+                axes.plot(other.steps, other.mean, **_THIN)
+            if target is not None:
+                axes.axhline(target.loss, color="0.6", linewidth=0.6, zorder=0)
+            style = _style(results, own.optimizer, index)
+            if own.optimizer in courses:
+                _draw(axes, courses[own.optimizer], "steps", style)
+            _draw_broken(axes, results, own.optimizer, "steps", style)
+            done = own.loss.count if own.loss else 0
+            more = "" if done == own.seeds else f" ({done} of {own.seeds})"
+            axes.set_title(escaped(own.label) + more, loc="left", fontsize=9.5)
+            _dress(axes, list(courses.values()))
+        figure.text(0.53, 0.06 / height, "optimizer steps", ha="center", va="bottom")
+        figure.text(0.004, 0.5, "training loss", ha="left", va="center", rotation="vertical")
+    return figure
 
 
 def escaped(text: str) -> str:

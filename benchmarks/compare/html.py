@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import figures, panels, statistics, wording
-from benchmarks.compare.curves import Against
+from benchmarks.compare import figures, statistics, wording
+from benchmarks.compare.figures import Against
 from benchmarks.compare.statistics import Results, Run
 from benchmarks.compare.tables import Rows, failure_rows, reach_rows, result_rows, sift_rows
 
@@ -78,7 +78,7 @@ def page(results: Results) -> str:
         *(_table(reach_rows(results, target)) for target in statistics.targets(results)),
         _losses(results),
         _each(results),
-        _sift(results),
+        _table(sift_rows(results)),
         _table(failure_rows(results), "prose"),
         _settings(results),
     ]
@@ -187,14 +187,14 @@ def command(results: Results) -> str:
     return str(results.get("command") or f"{made} --steps {results['steps']} --batch-size {results['batch_size']}")
 
 
-def _table(table: Rows, kind: str = "", figure: str = "") -> str:
+def _table(table: Rows, kind: str = "") -> str:
     """Return a section with one table in a box that scrolls by itself, empty for a table without rows."""
     if not table.rows:
         return ""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
     rows = "\n".join(_row(cells, index in table.ours) for index, cells in enumerate(table.rows))
     return (
-        f"<section>\n<h2>{escape(table.title)}</h2>\n{figure}"
+        f"<section>\n<h2>{escape(table.title)}</h2>\n"
         f'<div class="box" tabindex="0" role="region" aria-label="{escape(table.title)}">\n<table{_class(kind)}>\n'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>\n"
         f"{_paragraphs([table.caption] if table.caption else [], 'note')}\n</section>"
@@ -235,23 +235,12 @@ def _figure(drawn: str, kind: str, caption: str) -> str:
 def _each(results: Results) -> str:
     if not any(run["curve"] for run in statistics.select(results, "final")):
         return ""
-    drawn = figures.svg(panels.each_figure(results), "each", "Training loss of every optimizer, one panel each")
+    drawn = figures.svg(figures.each_figure(results), "each", "Training loss of every optimizer, one panel each")
     caption = (
-        "Lowest final loss first; ours in blue, others in orange, with the range of the seeds. Grey: all others. "
-        "Dashed: the best first-order optimizer, its final loss the thin line. A cross: a run that did not finish."
+        "Lowest final loss first, with the range of the seeds. Grey: all others. Thin line: the final loss of the best "
+        "first-order optimizer. A cross: a run that did not finish."
     )
     return f"<section>\n<h2>Every optimizer on its own</h2>\n{_figure(drawn, 'box wide', caption)}</section>"
-
-
-def _sift(results: Results) -> str:
-    if len({run["factor"] for run in statistics.select(results, "sift")}) < 2:
-        return _table(sift_rows(results))
-    drawn = figures.svg(panels.sift_figure(results), "sift", "Loss of the trials by learning rate, one panel each")
-    caption = (
-        "Filled: the rate that full runs took. Cross: a trial that did not finish; triangle: one whose loss lies above "
-        "the panel. Ours in blue, others in orange."
-    )
-    return _table(sift_rows(results), figure=_figure(drawn, "box wide", caption))
 
 
 def _settings(results: Results) -> str:

@@ -39,13 +39,6 @@ def summary_tables(results: Results) -> list[Table]:
     ]
 
 
-def markdown(results: Results) -> str:
-    """Return sentences and tables as Markdown, for a page that puts its own heading above them."""
-    parts = [plain(" ".join(wording.summary(results))), plain(" ".join(wording.fairness(results)))]
-    parts += [markdown_table(table) for table in all_rows(results)]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
 def markdown_table(table: Rows) -> str:
     """Return one table as Markdown: its title in bold, the rows, the caption."""
     head = [_line(table.columns), "|" + "|".join([" :--- ", *[" ---: "] * (len(table.columns) - 1)]) + "|"]
