@@ -63,7 +63,7 @@ class Pause:
     _last: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.run = {**self.run, "torch": torch.__version__, "threads": torch.get_num_threads()}
+        self.run = {**self.run, "torch": str(torch.__version__), "threads": torch.get_num_threads()}
 
     def resume(self, trainer: Trainer) -> Any:
         """Go on where an interrupted run was, and return what else was kept; None where there is nothing of use."""

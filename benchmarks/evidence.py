@@ -115,7 +115,7 @@ class Evidence(Common):
         stem = cells.path.stem
         if cells.left:
             print(f"{cells.left} runs are still to be done: the same command again goes on with them")
-        cells.summary = dict(data)
+        cells.summary = {**data, "tables": [report.texts(table) for table in tables]}
         cells.write()
         report.save(self.out_dir, stem, tables, cells.payload())
         if self.keep:

@@ -91,12 +91,12 @@ def save(out_dir: Path, name: str, tables: Sequence[Table], data: Mapping[str, A
         for table in tables:
             target.print(table)
     (out_dir / f"{name}.txt").write_text(text.getvalue(), encoding="utf-8")
-    payload = plain({"environment": environment(), **data, "tables": list(map(_texts, tables))})
+    payload = plain({"environment": environment(), **data, "tables": list(map(texts, tables))})
     (out_dir / f"{name}.json").write_text(json.dumps(payload, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     print_path("results", out_dir / f"{name}.json")
 
 
-def _texts(table: Table) -> dict[str, Any]:
+def texts(table: Table) -> dict[str, Any]:
     """Return the words of a table, of which `study overview` makes Markdown."""
     cells = [[str(cell) for cell in column.cells] for column in table.columns]
     return {

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import store
+from benchmarks import checkpoints, store
 from benchmarks.cli import main
+from benchmarks.commands import compare
 from benchmarks.commands.compare import Compare, _failed, command_line
 from benchmarks.compare.plan import STEP, Budget, Job, current, leaders, pending, sift, winner
 from benchmarks.compare.roster import find
 from benchmarks.compare.runs import Setting, curve, execute, key_of, recipe_of, schedule_of
 from benchmarks.recipes import COSINE, METHODS, Recipe, Schedule
-from benchmarks.runner import History
+from benchmarks.runner import History, Trainer
 from benchmarks.schedules import factor
 
 
@@ -37,13 +38,9 @@ def _run(optimizer, phase, loss, factor=1.0, seed=0, steps=100, ours=True):
 BUDGET = Budget(60, seeds=2, short_share=0.5)
 
 
-def test_the_first_trials_are_half_a_decade_apart_at_a_sixth_of_the_steps():
+def test_trials_are_half_a_decade_apart_and_go_on_beyond_the_end_of_their_row():
     jobs = sift([], "kfac", BUDGET)
-    assert [job.factor for job in jobs] == [1 / STEP, 1.0, STEP]
-    assert {job.steps for job in jobs} == {10}
-
-
-def test_a_best_rate_at_the_end_of_the_row_asks_for_one_beyond():
+    assert [(job.factor, job.steps) for job in jobs] == [(1 / STEP, 10), (1.0, 10), (STEP, 10)]
     for losses, further in [
         ((3.0, 2.0, 3.0), []),
         ((1.0, 2.0, 3.0), [1 / STEP**2]),
@@ -53,25 +50,16 @@ def test_a_best_rate_at_the_end_of_the_row_asks_for_one_beyond():
     ]:
         runs = [_run("kfac", "sift", loss, f) for loss, f in zip(losses, BUDGET.factors, strict=True)]
         assert [job.factor for job in sift(runs, "kfac", BUDGET)] == pytest.approx(further)
-
-
-def test_there_are_no_more_than_two_rates_beyond():
     runs = [_run("kfac", "sift", 100.0 - f, f) for f in (1 / STEP, 1.0, STEP, STEP**2)]
     assert len(sift(runs, "kfac", BUDGET)) == 1
     runs.append(_run("kfac", "sift", 0.0, STEP**3))
-    assert sift(runs, "kfac", BUDGET) == []
+    assert sift(runs, "kfac", BUDGET) == []  # two beyond are all there are
     assert winner(runs, "kfac") == STEP**3
-
-
-def test_of_one_rate_there_is_no_trial():
-    budget = Budget(60, (0.5,), seeds=1)
+    assert winner([_run("kfac", "sift", 1.0, f) for f in (1.0, STEP)], "kfac") == 1.0  # of equals the smaller
+    assert winner([_run("kfac", "sift", None)], "kfac") is None
+    budget = Budget(60, (0.5,), seeds=1)  # of one rate there is no trial
     assert sift([], "kfac", budget) == []
     assert [(job.phase, job.factor) for job in pending([], ["kfac"], (), budget)] == [("final", 0.5)]
-
-
-def test_of_equal_trials_the_smaller_rate_wins():
-    assert winner([_run("kfac", "sift", 1.0, f) for f in (1.0, STEP)], "kfac") == 1.0
-    assert winner([_run("kfac", "sift", None)], "kfac") is None
 
 
 def _work_through(budget, optimizers, short):
@@ -144,17 +132,12 @@ def test_adamw_has_a_second_rate_though_it_trails():
     assert leaders(runs[1:], ["muon", "kfac"], replace(BUDGET, leaders=1)) == ["kfac", "muon"]
 
 
-def test_a_run_keeps_its_key_when_another_rate_proves_better():
-    jobs = [Job("kfac", phase, 1.0, 0, 60) for phase in ("final", "long", "short")]
-    keys = [job.key({"lr": 0.1}) for job in jobs]
-    assert keys[0] == keys[1] != keys[2]
-
-
-def test_the_key_of_a_run_follows_its_settings():
-    job = Job("kfac", "final", 1.0, 0, 10)
-    assert job.key({"lr": 1.0}) == job.key({"lr": 1.0})
-    assert job.key({"lr": 1.0}) != job.key({"lr": 2.0})
-    assert job.key({"lr": 1.0}) != Job("kfac", "final", 1.0, 1, 10).key({"lr": 1.0})
+def test_the_key_of_a_run_follows_its_settings_and_not_how_its_rate_turns_out():
+    job = Job("kfac", "final", 1.0, 0, 60)
+    same = [job.key({"lr": 1.0}), replace(job, phase="long").key({"lr": 1.0})]
+    others = [replace(job, phase="short").key({"lr": 1.0}), replace(job, seed=1).key({"lr": 1.0}), job.key({"lr": 2.0})]
+    assert same[0] == same[1] == job.key({"lr": 1.0})
+    assert len({same[0], *others}) == 4
 
 
 def test_a_schedule_that_belongs_to_the_optimizer_stays():
@@ -208,11 +191,8 @@ def test_rates_follow_the_examples_of_a_step():
         assert recipe.settings["lr"] == pytest.approx(lr, rel=1e-5)
         assert recipe.note.endswith(note)
         assert ("not applied" in recipe.note) == bool(note)
-
-
-def test_fields_that_all_of_a_comparison_have_need_no_note():
     setting = Setting("vgg16", "paper", Path("data"), workload_changes={"dataset": "cifar100"})
-    assert "not applied" not in recipe_of(Job("kfac", "final", 1.0, 0, 10), setting).note
+    assert "not applied" not in recipe_of(Job("kfac", "final", 1.0, 0, 10), setting).note  # all of a comparison have it
 
 
 def test_a_run_that_ends_above_twice_its_first_loss_diverged(data_dir):
@@ -262,11 +242,87 @@ def test_seconds_are_scaled_to_the_speed_at_the_start(data_dir):
     assert 0 < run["reference_seconds"] < 10
 
 
-@pytest.mark.usefixtures("known_machine")
-def test_a_run_follows_from_its_seed_with_dropout_too(data_dir):
-    setting = Setting("chargpt", "smoke", data_dir, reference_seconds=1.0, workload_changes={"dropout": 0.5})
-    first, again = (execute(Job("kfac", "final", 1.0, 0, 4), setting)["curve"] for _ in range(2))
-    assert [point[1] for point in first] == [point[1] for point in again]
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def killed_after(monkeypatch):
+    """Let the process end after so many steps of any run, with checkpoints of all of them; tells the steps taken."""
+    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+    step, taken = Trainer.step, []
+
+    def limit(steps):
+        def counted(trainer):
+            if trainer.history.label != "reference":
+                if len(trainer.history.losses) == steps:
+                    raise Killed
+                taken.append(len(trainer.history.losses))
+            return step(trainer)
+
+        monkeypatch.setattr(Trainer, "step", counted)
+        return taken
+
+    return limit
+
+
+@pytest.mark.parametrize("name", ["kfac", "hylo", "sparse_mfac", "soap", "psgd_kron", "schedule_free"])
+def test_a_run_that_was_killed_goes_on_to_the_bit(name, data_dir, tmp_path, killed_after):
+    """Also with dropout, which draws from the generator of all."""
+    changes = {"dropout": 0.5}
+    setting = Setting("chargpt", "smoke", data_dir, reference_seconds=1.0, workload_changes=changes, pauses=tmp_path)
+    job = Job(name, "final", 1.0, 0, 8)
+    for steps in (3, 6):
+        killed_after(steps)
+        with pytest.raises(Killed):
+            execute(job, setting)
+        (path,) = tmp_path.iterdir()
+        assert torch.load(path, weights_only=True)["trainer"]["drawn"] == steps
+    taken = killed_after(None)
+    again = execute(job, setting)
+    assert taken == list(range(8))  # none was taken twice
+    whole = execute(job, replace(setting, pauses=None))
+    assert [point[:2] for point in again.pop("curve")] == [point[:2] for point in whole.pop("curve")]
+    assert again.pop("optimizer_bytes") == pytest.approx(whole.pop("optimizer_bytes"), rel=1e-3)  # but for counters
+    assert {**again, "reference_seconds": 0} == {**whole, "reference_seconds": 0}
+
+
+def test_a_checkpoint_of_another_run_does_not_count(data_dir, tmp_path, killed_after):
+    setting, job = Setting("digits", "smoke", data_dir, pauses=tmp_path), Job("sgd", "final", 1.0, 0, 8)
+    killed_after(5)
+    with pytest.raises(Killed):
+        execute(job, setting)
+    killed_after(None)
+    other = replace(setting, batch_size=16)
+    expected = execute(job, replace(other, pauses=None))["curve"]
+    assert [point[1] for point in execute(job, other)["curve"]] == [point[1] for point in expected]
+
+
+@pytest.mark.parametrize("words", [["--threads", "1"], ["--threads", "1", "--minutes", "0.0001"]])
+def test_a_comparison_goes_on_in_the_middle_of_a_run(words, tmp_path, data_dir, killed_after, monkeypatch):
+    """A killed one, and one whose time was over, end with the runs of one that was not interrupted."""
+    monkeypatch.setattr(store, "limits", lambda threads: {})
+    monkeypatch.setattr(compare, "write_report", lambda *_: None)
+    monkeypatch.setattr(Compare, "_report", lambda *_: None)
+    common = ["compare", "--workload", "digits", "--size", "smoke", "--steps", "12", "--optimizers", "sgd", "kfac"]
+    found = {}
+    for folder in ("part", "whole"):
+        command = [*common, "--out-dir", str(tmp_path / folder), *words[:2]]
+        if folder == "part":
+            killed_after(7)
+            with pytest.raises(Killed):
+                main(command)
+            assert len(list((tmp_path / "part" / "compare-digits-smoke.runs").iterdir())) == 1
+            taken = killed_after(None)
+            assert main([*command, *words[2:]]) == 0
+            assert main(command) == 0
+            assert taken == [*range(12), *range(12)]  # of sgd, and of kfac
+        assert main(command) == 0
+        assert not (tmp_path / folder / "compare-digits-smoke.runs").exists()
+        runs = json.loads((tmp_path / folder / "compare-digits-smoke.json").read_text())["runs"]
+        curves = [[point[:2] for point in run.pop("curve")] for run in runs]
+        found[folder] = curves, [{key: value for key, value in run.items() if key != "machine"} for run in runs]
+    assert found["part"] == found["whole"]
 
 
 def test_a_run_that_failed_is_tried_again(tmp_path, capsys):

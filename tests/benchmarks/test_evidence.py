@@ -7,7 +7,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from benchmarks import evidence, few_rows, timed_ranks
+from benchmarks import checkpoints, evidence, few_rows, timed_ranks
 from benchmarks.commands import batch_size, density, worlds
 from benchmarks.commands.batch_size import BatchSize
 from benchmarks.commands.density import PUBLISHED, Density
@@ -120,6 +120,34 @@ def test_what_ends_a_run():
         run = _Losses(losses).trainer
         assert train_until(run, 25, **keywords) == end
         assert len(run.history.losses) == taken
+
+
+def test_a_cell_that_was_killed_goes_on_in_its_middle(tmp_path, monkeypatch):
+    """To the bit, and no step is taken twice."""
+    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+    step, taken, ends = Trainer.step, [], iter([5, None, None])
+    words = {"workload": "digits", "size": "smoke", "optimizers": ("sgd",), "target": 0.0, "steps": 12}
+
+    def losses(folder):
+        end = next(ends)
+
+        def counted(trainer):
+            if len(trainer.history.losses) == end:
+                raise KeyboardInterrupt
+            taken.append(len(trainer.history.losses))
+            return step(trainer)
+
+        monkeypatch.setattr(Trainer, "step", counted)
+        assert BatchSize(batch_sizes=(64,), factors=(1.0,), out_dir=tmp_path / folder, **words).run() == 0
+        (cell,) = saved(tmp_path / folder / "batch-size-digits.json")["cells"]
+        return [point[:2] for point in cell["figures"]["curve"]]
+
+    with pytest.raises(KeyboardInterrupt):
+        losses("part")
+    again = losses("part")
+    assert taken == list(range(12))
+    assert not (tmp_path / "part" / "batch-size-digits.runs").exists()
+    assert again == losses("whole")
 
 
 def test_failures_are_results_but_missing_data_is_not():
