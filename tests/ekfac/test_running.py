@@ -13,9 +13,9 @@ from secondorder import EKFAC
 from tests.support.ekfac import (
     HELD,
     Branches,
+    assert_scales,
     held_bases,
     held_scales,
-    measure,
     measured,
     next_directions,
     plain_ekfac,
@@ -41,9 +41,7 @@ from tests.support.oracles.ekfac import (
 from tests.support.oracles.kfac import covered_names, expected_factors
 
 BUILDS = {"mlp": (mlp, vectors), "convnet": (lambda: convnet(stride=2, padding=1), images)}
-builds = pytest.mark.parametrize("kind", BUILDS)
-WHITE = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "factor_update_steps": 1}
-ADAM = {**WHITE, "momentum": 0.9, "lr": 1e-2}
+WHITE = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum": 0.9, "factor_update_steps": 1}
 
 
 def running(params, **keywords):
@@ -55,35 +53,34 @@ def running(params, **keywords):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@each(kind=list(BUILDS), decay=[0.0, 0.5, 0.95], steps=[1, 2])
-def test_first_value_is_the_number_of_examples_times_the_squared_mean(kind, decay, steps):
-    """It needs no rows, so the step that makes the basis measures too: the first batch alone, whatever the decay."""
-    build, data = BUILDS[kind]
+@each(kind=BUILDS, decay=[0.0, 0.95])
+def test_first_value_is_the_number_of_examples_times_the_squared_mean(kind, decay):
+    """It needs no rows, so the step that makes the basis measures too; the direction is the dense solve."""
+    (build, data), plain = kind, kind[0]()
     model, (x, y) = build(), data(7)
-    opt = running(model, scale_decay=decay)
+    opt, names = running(model, scale_decay=decay), covered_names(plain)
     with standing(opt):
-        for _ in range(steps):
+        for t in range(2):
             train_step(opt, model, x, y, F.cross_entropy)
-    for name in covered_names(model):
-        layer = model.get_submodule(name)
-        expected = measured_scales(build(), name, x, y, held_bases(opt, layer), "running", F.cross_entropy)
-        assert_close(held_scales(opt, layer), expected, 1e-9, name)
-        assert state_of(opt, layer)["scale_updates"] == steps
+            assert_scales(opt, model, plain, x, y, F.cross_entropy, estimator="running")
+            assert {state_of(opt, model.get_submodule(name))["scale_updates"] for name in names} == {t + 1}
+    for name, (gradient, V) in next_directions(opt, model, x, y, F.cross_entropy, names).items():
+        Q_B, Q_A = held_bases(opt, model.get_submodule(name))
+        s = measured_scales(plain, name, x, y, (Q_B, Q_A), "running", F.cross_entropy)
+        assert_close(V, solve(operator(Q_B, s, Q_A), gradient, 1e-2), 1e-8, name)
 
 
 def test_the_average_over_steps_is_a_debiased_ratio():
     """Batches of unequal size in one basis: W ← βW + n, s ← s + (n/W)(s_b − s)."""
-    model, plain = mlp(), mlp()
+    model, value, weight = mlp(), 0.0, 0.0
     opt = running(model, scale_decay=0.7)
-    batches = [vectors(n, seed=n) for n in (5, 2, 7, 4)]
     with standing(opt):
-        train_step(opt, model, *vectors(6, seed=9), F.cross_entropy)
-        value, weight = held_scales(opt, model[0]), 6.0
-        for x, y in batches:
+        for n in (6, 5, 2, 7, 4):
+            x, y = vectors(n, seed=n)
             train_step(opt, model, x, y, F.cross_entropy)
-            batch = measured_scales(plain, "0", x, y, held_bases(opt, model[0]), "running", F.cross_entropy)
-            weight = 0.7 * weight + len(x)
-            value = value + len(x) / weight * (batch - value)
+            batch = measured_scales(mlp(), "0", x, y, held_bases(opt, model[0]), "running", F.cross_entropy)
+            weight = 0.7 * weight + n
+            value = value + n / weight * (batch - value)
             assert_close(held_scales(opt, model[0]), value, 1e-10)
     assert float(state_of(opt, model[0])["scale_weight"]) == pytest.approx(weight)
 
@@ -100,7 +97,7 @@ def test_expectation_over_resampled_batches(mean):
 
     x, v = noise(2, 3), noise(2, 2, seed=1)
     population = torch.cat([x, x]), torch.cat([v + mean, mean - v])
-    model, plain = mlp((3, 2)), mlp((3, 2))
+    model = mlp((3, 2))
     opt = running(model, factor_decay=1.0)
     with standing(opt):
         train_step(opt, model, *population, linear_loss)
@@ -109,44 +106,23 @@ def test_expectation_over_resampled_batches(mean):
         state_of(opt, model[0])["scale_weight"].zero_()
         for pair in itertools.product(range(4), repeat=2):
             train_step(opt, model, *(t[list(pair)] for t in population), linear_loss)
-    G = layer_gradients(plain, "0", *population, linear_loss)
+    G = layer_gradients(mlp((3, 2)), "0", *population, linear_loss)
     expected = scales(G - G.mean(0), *bases) + 2 * scales(G.mean(0, keepdim=True), *bases)
     assert_close(held_scales(opt, model[0]), expected, 1e-10)
     if mean == 0:
         assert_close(expected, scales(G, *bases), 1e-10)
 
 
-def test_one_example_is_the_same_as_intra():
+def test_a_replicated_batch_counts_as_more_examples():
+    """The mean gradient is the same, so the estimate grows with the number of examples, and is "intra" for one."""
     x, y = vectors(1)
-    found = [measured(mlp(), x, y, F.cross_entropy, estimator=e).dense_curvature("0") for e in ("intra", "running")]
-    assert_close(found[1], found[0], 1e-9)
-
-
-@pytest.mark.parametrize("times", [2, 4])
-def test_a_replicated_batch_counts_as_more_examples(times):
-    """The mean gradient is the same, so the estimate grows with the number of examples, as documented."""
-    x, y = vectors()
-    once = measured(mlp(), x, y, F.cross_entropy, estimator="running").dense_curvature("0")
-    many = measured(mlp(), torch.cat([x] * times), torch.cat([y] * times), F.cross_entropy, estimator="running")
-    assert_close(many.dense_curvature("0"), times * once, 1e-8)
-
-
-@builds
-def test_direction_is_the_dense_solve(kind):
-    build, data = BUILDS[kind]
-    model, (x, y) = build(), data(7)
-    opt = measured(model, x, y, F.cross_entropy, estimator="running")
-    names = covered_names(model)
-    for name, (gradient, V) in next_directions(opt, model, x, y, F.cross_entropy, names).items():
-        bases = held_bases(opt, model.get_submodule(name))
-        s = measured_scales(build(), name, x, y, bases, "running", F.cross_entropy)
-        assert_close(V, solve(operator(bases[0], s, bases[1]), gradient, 1e-2), 1e-8, name)
-
-
-@pytest.mark.parametrize("fisher", ["mc", "exact", "curvature_prop"])
-def test_it_needs_the_empirical_gradient(fisher):
-    with pytest.raises((ValueError, RuntimeError), match="running"):
-        running(mlp(), fisher=fisher)
+    once, intra = (
+        measured(mlp(), x, y, F.cross_entropy, estimator=estimator).dense_curvature("0")
+        for estimator in ("running", "intra")
+    )
+    assert_close(once, intra, 1e-9)
+    many = measured(mlp(), x.repeat(4, 1), y.repeat(4), F.cross_entropy, estimator="running")
+    assert_close(many.dense_curvature("0"), 4 * once, 1e-8)
 
 
 def test_an_exponent_without_momentum_is_that_of_the_damped_block_and_may_be_scheduled():
@@ -169,16 +145,14 @@ def test_an_exponent_without_momentum_is_that_of_the_damped_block_and_may_be_sch
 class Restated:
     """The whole method for a network of Linear layers, on parameters of its own."""
 
-    def __init__(self, model, lr, beta1, beta2, eps, factor_decay=0.95, inv_update_steps=1):
-        self.model, self.lr, self.factor_decay, self.K = model, lr, factor_decay, inv_update_steps
-        self.names = covered_names(model)
-        self.rules = {name: Whitening(beta1, beta2, eps) for name in self.names}
+    def __init__(self, model, lr, beta1, beta2, eps, inv_update_steps):
+        self.model, self.lr, self.K = model, lr, inv_update_steps
+        self.rules = {name: Whitening(beta1, beta2, eps) for name in covered_names(model)}
         self.factors, self.bases, self.weight, self.t = {}, {}, 0.0, 0
 
     def step(self, x, y, loss):
-        found = expected_factors(self.model, x, y, loss)
-        self.weight = self.factor_decay * self.weight + len(x)
-        for name, pair in found.items():
+        self.weight = 0.95 * self.weight + len(x)
+        for name, pair in expected_factors(self.model, x, y, loss).items():
             old = self.factors.get(name, pair)
             self.factors[name] = tuple(a + len(x) / self.weight * (b - a) for a, b in zip(old, pair, strict=True))
             if self.t % self.K == 0:
@@ -186,79 +160,57 @@ class Restated:
                 self.bases[name] = eigenbasis(B)[1], eigenbasis(A)[1]
         self.model.zero_grad()
         backward(self.model, x, y, loss)
-        for name in self.names:
+        for name, rule in self.rules.items():
             layer = self.model.get_submodule(name)
-            V = self.rules[name].direction(mean_gradient(layer), *self.bases[name])[0]
+            V = rule.direction(mean_gradient(layer), *self.bases[name])[0]
             with torch.no_grad():
                 layer.weight.sub_(self.lr * V[:, : layer.weight.shape[1]])
                 layer.bias.sub_(self.lr * V[:, -1])
         self.t += 1
 
 
-@pytest.mark.parametrize(("steps", "K"), [(10, 1), (10, 3), (10, 100)])
-def test_whitening_against_its_restatement(steps, K):
+@pytest.mark.parametrize("K", [1, 3, 100])
+def test_whitening_against_its_restatement(K):
     """Every step of it moves parameters of its own: the trajectories agree only if every step does."""
-    model = mlp((3, 4, 2))
-    reference = Restated(mlp((3, 4, 2)), 0.03, 0.9, 0.8, 1e-6, inv_update_steps=K)
-    opt = plain_ekfac(
-        model, **{**WHITE, "lr": 0.03, "momentum": 0.9, "scale_decay": 0.8, "fallback_eps": 1e-6, "inv_update_steps": K}
-    )
-    start = {name: values(model.get_submodule(name)) for name in ("0", "2")}
-    for t in range(steps):
+    model, start = mlp((3, 4, 2)), mlp((3, 4, 2))
+    reference = Restated(mlp((3, 4, 2)), 0.03, 0.9, 0.8, 1e-6, K)
+    opt = plain_ekfac(model, **{**WHITE, "lr": 0.03, "scale_decay": 0.8, "fallback_eps": 1e-6, "inv_update_steps": K})
+    for t in range(10):
         x, y = noise(12, 3, seed=t), noise(12, 2, seed=t + 50)
         reference.step(x, y, F.mse_loss)
         train_step(opt, model, x, y, F.mse_loss)
-    for name in ("0", "2"):
-        moved = values(model.get_submodule(name)) - start[name]
-        expected = values(reference.model.get_submodule(name)) - start[name]
-        assert_close(moved, expected, 1e-6, name)
+    for i in (0, 2):
+        assert_close(values(model[i]) - values(start[i]), values(reference.model[i]) - values(start[i]), 1e-6, str(i))
 
 
-def test_whitening_ignores_the_number_of_examples():
-    """lr has the meaning that it has in Adam: the same mean gradient makes the same step."""
+def test_the_first_whitened_step_has_the_size_of_lr_whatever_the_number_of_examples():
+    """At t = 1 both moments are those of the gradient: every rotated entry moves by lr, up to ε, as in Adam."""
     x, y = vectors()
     found = []
     for times in (1, 3):
-        model = mlp()
-        opt = plain_ekfac(model, **{**WHITE, "lr": 0.1, "momentum": 0.9})
-        for _ in range(3):
-            train_step(opt, model, torch.cat([x] * times), torch.cat([y] * times), F.cross_entropy)
-        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        model = mlp((4, 3))
+        opt = plain_ekfac(model, **{**WHITE, "lr": 0.1, "scale_decay": 0.99, "fallback_eps": 1e-12})
+        batch = x.repeat(times, 1), y.repeat(times), F.cross_entropy
+        _, V = next_directions(opt, model, *batch, ["0"])["0"]
+        Q_B, Q_A = held_bases(opt, model[0])
+        rotated = (Q_B.mT @ V @ Q_A).abs()
+        null = rotated < 1e-3  # the logits' gradients sum to zero: one row of the rotated gradient is nothing
+        assert int(null.sum()) <= 5
+        assert_close(rotated[~null], torch.full_like(rotated[~null], 0.1), 1e-6)
+        for _ in range(2):
+            train_step(opt, model, *batch)
+        found.append(parameters_to_vector(model.parameters()).detach())
     assert_close(found[1], found[0], 1e-6)
 
 
-def test_the_first_whitened_step_has_the_size_of_lr():
-    """At t = 1 both moments are those of the gradient: every rotated entry moves by lr, up to ε."""
-    model, (x, y) = mlp((4, 3)), vectors()
-    opt = plain_ekfac(model, **{**WHITE, "lr": 0.1, "momentum": 0.9, "scale_decay": 0.99, "fallback_eps": 1e-12})
-    _, V = next_directions(opt, model, x, y, F.cross_entropy, ["0"])["0"]
-    Q_B, Q_A = held_bases(opt, model[0])
-    rotated = (Q_B.mT @ V @ Q_A).abs()
-    null = rotated < 1e-3  # the logits' gradients sum to zero: one row of the rotated gradient is nothing
-    assert int(null.sum()) <= 5
-    assert_close(rotated[~null], torch.full_like(rotated[~null], 0.1), 1e-6)
-
-
-@each(kind=list(BUILDS), intervals=[(1, HELD), (1, 1), (3, 6)])
+@each(kind=BUILDS, intervals=[(1, HELD), (1, 1), (3, 6)])
 def test_diagonal_factors_make_it_adam(kind, intervals):
     """Q = I on both sides, from the first step on: torch's Adam with β₂ = scale_decay, up to rounding."""
-    build, data = BUILDS[kind]
+    build, data = kind
     model, reference = build(), build()
-    betas, eps = (0.9, 0.99), 1e-8
-    opt = plain_ekfac(
-        model,
-        **{
-            **WHITE,
-            "lr": 0.01,
-            "momentum": betas[0],
-            "scale_decay": betas[1],
-            "fallback_eps": eps,
-            "max_factor_dim": 1,
-            "factor_update_steps": intervals[0],
-            "inv_update_steps": intervals[1],
-        },
-    )
-    adam = torch.optim.Adam(reference.parameters(), lr=0.01, betas=betas, eps=eps)
+    own = {"lr": 0.01, "scale_decay": 0.99, "fallback_eps": 1e-8, "max_factor_dim": 1}
+    opt = plain_ekfac(model, **{**WHITE, **own, "factor_update_steps": intervals[0], "inv_update_steps": intervals[1]})
+    adam = torch.optim.Adam(reference.parameters(), lr=0.01, betas=(0.9, 0.99), eps=1e-8)
     for t in range(12):
         x, y = data(4 + t % 3, seed=t)  # sizes must not matter
         train_step(opt, model, x, y, F.cross_entropy)
@@ -283,26 +235,22 @@ def test_momentum_before_the_preconditioner_is_a_mean_of_gradients(estimator):
 def test_the_first_mean_of_gradients_is_corrected_for_its_own_updates():
     """λ is so large that directions are multiples of what is preconditioned."""
     model = mlp()
-    opt = plain_ekfac(
-        model, lr=0.01, momentum=0.9, momentum_mode="pre", damping=1e9, inv_update_steps=0, max_factor_dim=None
-    )
+    opt = plain_ekfac(model, lr=0.01, momentum=0.9, momentum_mode="pre", damping=1e9, inv_update_steps=0)
     for seed in range(30):
         train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
     opt.param_groups[0]["inv_update_steps"] = HELD
     means = [torch.zeros_like(p) for p in model.parameters()]
     for t in range(3):
-        opt.zero_grad()
-        backward(model, *vectors(seed=30 + t), F.cross_entropy)
-        means = [0.9 * m + 0.1 * p.grad for m, p in zip(means, model.parameters(), strict=True)]
         with opt.keep_directions() as directions:
-            opt.step()
+            train_step(opt, model, *vectors(seed=30 + t), F.cross_entropy)
+        means = [0.9 * m + 0.1 * p.grad for m, p in zip(means, model.parameters(), strict=True)]
         for (name, _), m in zip(model.named_parameters(), means, strict=True):
             assert_close(1e9 * directions[name], m / (1 - 0.9 ** (t + 1)), 1e-6, name)
 
 
-@pytest.mark.parametrize("options", [ADAM, {"momentum_mode": "pre", "momentum": 0.9, "lr": 1e-2}], ids=["adam", "pre"])
+@pytest.mark.parametrize("options", [WHITE, {"momentum_mode": "pre", "momentum": 0.9}], ids=["adam", "pre"])
 def test_the_first_step_after_a_resume_without_curvature_is_that_of_a_new_optimizer(options):
-    options = {**options, "checkpoint_curvature": "none", "damping": 0.1, "inv_update_steps": 10}
+    options = {**options, "lr": 1e-2, "checkpoint_curvature": "none", "damping": 0.1, "inv_update_steps": 10}
     model = mlp()
     opt = plain_ekfac(model, **options)
     for seed in range(25):
@@ -341,36 +289,33 @@ class Mixed(nn.Module):
 
 def test_the_running_estimate_covers_every_layer():
     """No rows of single examples are needed, so layers whose input all examples share are covered too."""
-    model, plain = seeded_build(Mixed), seeded_build(Mixed)
+    model, y = seeded_build(Mixed), labels(7, 3)
     index = torch.randint(6, (7, 5), generator=torch.Generator().manual_seed(3))
-    y = labels(7, 3)
-    opt = plain_ekfac(model, estimator="running")
-    measure(opt, model, index, y, F.cross_entropy)
-    for name in ("words", "place", "norm", "conv", "head"):
-        layer = model.get_submodule(name)
-        expected = measured_scales(plain, name, index, y, held_bases(opt, layer), "running", F.cross_entropy)
-        assert_close(held_scales(opt, layer), expected, 1e-9, name)
+    opt = measured(model, index, y, F.cross_entropy, estimator="running")
+    names = ["words", "place", "norm", "conv", "head"]
+    assert_scales(opt, model, seeded_build(Mixed), index, y, F.cross_entropy, names, estimator="running")
 
 
 @each(terms=[1, 3], weighting=["samples", "update"])
 def test_a_summed_loss_has_the_running_scale_of_its_mean(terms, weighting):
     x, y = vectors(8)
-    mean = measured(mlp(), x, y, F.cross_entropy, estimator="running", weighting=weighting)
-    total = measured(
-        mlp(), x, y, lambda o, t: F.cross_entropy(o, t, reduction="sum"),
-        estimator="running", weighting=weighting, loss_reduction="sum", loss_terms=terms,
-    )  # fmt: skip
-    states = [opt.state[opt.blocks["0"].owner] for opt in (mean, total)]
-    assert_close(total.dense_curvature("0"), mean.dense_curvature("0"), 1e-9)
-    expected = (8 if weighting == "samples" else 1) * (1 + 0.95)
-    assert [float(state["scale_weight"]) for state in states] == pytest.approx([expected] * 2)
+    keywords = {"estimator": "running", "weighting": weighting}
+    total = {"loss_reduction": "sum", "loss_terms": terms}
+    opts = [
+        measured(mlp(), x, y, F.cross_entropy, **keywords),
+        measured(mlp(), x, y, lambda o, t: F.cross_entropy(o, t, reduction="sum"), **keywords, **total),
+    ]
+    assert_close(*(opt.dense_curvature("0") for opt in opts), 1e-9)
+    for opt in opts:
+        weight = float(opt.state[opt.blocks["0"].owner]["scale_weight"])
+        assert weight == pytest.approx((8 if weighting == "samples" else 1) * (1 + 0.95))
 
 
-@pytest.mark.parametrize("F_steps", [1, 10])
-def test_examples_are_counted_when_the_first_layer_takes_no_part(F_steps):
+@pytest.mark.parametrize("interval", [1, 10])
+def test_examples_are_counted_when_the_first_layer_takes_no_part(interval):
     model, plain = seeded_build(Branches), seeded_build(Branches)
     plain.both = False
-    opt = plain_ekfac(model, estimator="running", factor_update_steps=F_steps, scale_decay=0.0)
+    opt = running(model, factor_update_steps=interval, scale_decay=0.0)
     with standing(opt):
         for t in range(5):
             model.both = t == 0
@@ -378,8 +323,7 @@ def test_examples_are_counted_when_the_first_layer_takes_no_part(F_steps):
             train_step(opt, model, x, y, F.cross_entropy)
             assert state_of(opt, model.used)["scale_updates"] == t + 1
             assert float(state_of(opt, model.used)["scale_weight"]) == 4 + t
-    expected = measured_scales(plain, "used", x, y, held_bases(opt, model.used), "running", F.cross_entropy)
-    assert_close(held_scales(opt, model.used), expected, 1e-9)
+    assert_scales(opt, model, plain, x, y, F.cross_entropy, ["used"], estimator="running")
     assert state_of(opt, model.rare)["scale_updates"] == 1
 
 
@@ -400,24 +344,22 @@ class ChangesItsInput(nn.Module):
 @pytest.mark.filterwarnings("ignore:EKFAC")
 def test_examples_are_counted_when_the_first_layer_is_refused():
     model = seeded_build(ChangesItsInput).float()
-    opt = plain_ekfac(model, estimator="running", lr=0.0)
+    opt = running(model, lr=0.0)
     for seed in range(4):
         train_step(opt, model, noise(5, 3, seed=seed).float(), noise(5, 2).float(), F.mse_loss)
     assert state_of(opt, model.second)["scale_updates"] == 4
     assert float(state_of(opt, model.second)["scale_weight"]) == pytest.approx(5 * (1 + 0.95 + 0.95**2 + 0.95**3))
 
 
-@pytest.mark.parametrize(
-    "options", [{"transport": "recompute"}, {"token_is_example": True}, {"scale_batch_size": 4}], ids=str
-)
-def test_the_running_estimate_refuses_what_only_rows_can_have(options):
-    with pytest.raises(ValueError, match="running"):
-        plain_ekfac(mlp(), estimator="running", **options)
-    plain_ekfac(mlp(), **options)
+REFUSED = [{"transport": "recompute"}, {"token_is_example": True}, {"scale_batch_size": 4}]
 
 
-def sparse_factors(model):
-    return EKFAC(model, lr=0.01, estimator="running", factor_update_steps=3, inv_update_steps=3)
+def test_the_running_estimate_refuses_what_only_rows_can_have():
+    for options in REFUSED:
+        plain_ekfac(mlp(), **options)
+    for options in REFUSED + [{"fisher": fisher} for fisher in ("mc", "exact", "curvature_prop")]:
+        with pytest.raises((ValueError, RuntimeError), match="running"):
+            running(mlp(), **options)
 
 
 class Output:
@@ -428,6 +370,8 @@ class Output:
 
 
 class Wrapped(nn.Module):
+    """A network beside a head without a loss, in a container of its own or in a tuple."""
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.net, self.aux, self.kind = mlp(), nn.Linear(4, 2).double(), kind
@@ -437,39 +381,30 @@ class Wrapped(nn.Module):
         return Output(logits) if self.kind == "own class" else (self.aux(x), logits)
 
 
-@pytest.mark.parametrize("kind", ["own class", "unused head first"])
+FORWARDS = {
+    "own class": lambda net: (model := Wrapped("own class"), model.net, lambda x: model(x).logits),
+    "unused head first": lambda net: (model := Wrapped("tuple"), model.net, lambda x: model(x)[1]),
+    "compiled": lambda net: (net, net, torch.compile(net, backend="aot_eager")),
+    # a gradient of inputs counts no examples
+    "beside a gradient of inputs": lambda net: (net, net, lambda x: (input_gradient(net), net(x))[1]),
+}
+
+
+def input_gradient(net):
+    z = noise(8, 4, seed=1).requires_grad_()
+    return torch.autograd.grad(net(z).square().mean(), z)
+
+
+@pytest.mark.parametrize("kind", FORWARDS)
 def test_a_running_scale_is_measured_on_every_step_whatever_the_model_returns(kind):
-    model = Wrapped(kind)
-    optimizer = sparse_factors(model)
+    model, net, forward = FORWARDS[kind](mlp())
+    optimizer = EKFAC(model, lr=0.01, estimator="running", factor_update_steps=3, inv_update_steps=3)
+    weight = 0.0
     for step in range(6):
         optimizer.zero_grad()
-        output = model(noise(8, 4, seed=step))
-        (output.logits if kind == "own class" else output[1]).square().mean().backward()
+        forward(noise(8, 4, seed=step)).square().mean().backward()
         optimizer.step()
-    assert [optimizer.state[model.net[i].weight]["scale_updates"] for i in (0, 2)] == [6, 6]
-
-
-def test_a_running_scale_is_measured_on_every_step_of_a_compiled_model():
-    model = mlp()
-    optimizer = sparse_factors(model)
-    compiled = torch.compile(model, backend="aot_eager")
-    for step in range(6):
-        optimizer.zero_grad()
-        compiled(noise(8, 4, seed=step)).square().mean().backward()
-        optimizer.step()
-    assert optimizer.state[model[0].weight]["scale_updates"] == 6
-
-
-def test_a_gradient_of_inputs_counts_no_examples():
-    def weight(disturbed: bool) -> torch.Tensor:
-        model = mlp()
-        optimizer = sparse_factors(model)
-        loss = model(noise(8, 4)).square().mean()
-        if disturbed:
-            z = noise(8, 4, seed=1).requires_grad_()
-            torch.autograd.grad(model(z).square().mean(), z)
-        loss.backward()
-        optimizer.step()
-        return optimizer.state[model[0].weight]["scale_weight"]
-
-    assert weight(True) == weight(False) == 8
+        weight = 0.95 * weight + 8
+    for i in (0, 2):
+        assert optimizer.state[net[i].weight]["scale_updates"] == 6
+        assert float(optimizer.state[net[i].weight]["scale_weight"]) == pytest.approx(weight)
