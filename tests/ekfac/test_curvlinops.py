@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.support.ekfac import held_scales, plain_ekfac, standing, state_of
-from tests.support.grid import each, pairs
+from tests.support.grid import each
 from tests.support.kfac import assert_close, noise, twin
 from tests.support.models import convnet, images, mlp, vectors
 from tests.support.oracles.ekfac import layer_gradients, over_null_spaces, scales
@@ -101,7 +101,7 @@ def ours(model, x, y, loss, approx, fisher, bases=None):
     return opt
 
 
-@pairs(kind=list(MODELS), case=CASES, approx=["expand", "reduce"])
+@each(kind=list(MODELS), case=CASES, approx=["expand", "reduce"])
 def test_scales_in_their_basis(kind, case, approx):
     name, reduction, fisher = case
     model, x, y = MODELS[kind](name)
@@ -120,7 +120,7 @@ def test_scales_in_their_basis(kind, case, approx):
         assert_close(held_scales(opt, model.get_submodule(layer))[0], theirs, 1e-9, layer)
 
 
-@pairs(kind=["linear", "conv"], case=CASES, approx=["expand", "reduce"])
+@each(kind=["linear", "conv"], case=CASES, approx=["expand", "reduce"])
 def test_dense_blocks(kind, case, approx):
     name, reduction, fisher = case
     model, x, y = MODELS[kind](name)
