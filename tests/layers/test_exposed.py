@@ -28,7 +28,6 @@ D, H, T, N = 3, 4, 5, 3
 LAYERS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 CELLS = {"LSTMCell": nn.LSTMCell, "GRUCell": nn.GRUCell, "RNNCell": nn.RNNCell}
 layers = pytest.mark.parametrize("kind", LAYERS)
-cells = pytest.mark.parametrize("kind", CELLS)
 
 
 def build(kind: str, *sizes: int, **options) -> nn.Module:
@@ -190,15 +189,9 @@ def test_packed_sequences_of_any_lengths(lengths, both, kind):
     given = states(kind, 2 * (1 + both), len(lengths))
     pack = lambda xs: pack_sequence(xs, enforce_sorted=False)  # noqa: E731
     assert_equal(outcome(seen, inputs, given, kind, pack), outcome(plain, inputs, given, kind, pack))
-
-
-@layers
-def test_a_packed_output_is_a_packed_sequence(kind):
-    plain, seen = pair(kind, batch_first=True)
-    x = pack_padded_sequence(noise(N, T, D), [2, 5, 3], batch_first=True, enforce_sorted=False)
-    found, expected = (pad_packed_sequence(m(x)[0], batch_first=True) for m in (seen, plain))
-    assert isinstance(seen(x)[0], PackedSequence)
-    assert_equal(list(found), list(expected))
+    output, _ = seen(pack(inputs))
+    assert isinstance(output, PackedSequence)
+    assert_equal(list(pad_packed_sequence(output)), list(pad_packed_sequence(plain(pack(inputs))[0])))
 
 
 @each(kind=LAYERS.keys(), packed=[False, True])
@@ -213,34 +206,6 @@ def test_dropout_between_layers_draws_the_same_numbers(kind, packed):
 
 
 @pairs(
-    lambda options, same, weights: "kdim" not in options or same == "none",
-    options={
-        "": {}, "batch-first": {"batch_first": True, "dropout": 0.3}, "sizes": {"kdim": 2, "vdim": 5},
-        "no-bias": {"bias": False},
-    },
-    same=["all", "memory", "none"],
-    weights=[True, False],
-)  # fmt: skip
-def test_attention_to_the_last_bit(options, same, weights):
-    plain = build("MultiheadAttention", 6, 2, **options)
-    seen = expose(copy.deepcopy(plain))
-    x = noise(N, T, 6) if plain.batch_first else noise(T, N, 6)
-    key = x if same == "all" else noise(*x.shape[:2], options.get("kdim", 6), seed=1)
-    value = noise(*x.shape[:2], options.get("vdim", 6), seed=2) if same == "none" else key
-    results = []
-    for module in (plain, seen):
-        torch.manual_seed(2)
-        module.zero_grad()
-        mask = {"key_padding_mask": torch.eye(N, T, dtype=torch.bool), "attn_mask": torch.eye(T, dtype=torch.bool)}
-        out, scores = module(x, key, value, need_weights=weights, average_attn_weights=False, **mask)
-        out.square().sum().backward()
-        results.append([out, *([scores] if weights else []), *(p.grad for p in module.parameters())])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-        assert a.stride() == b.stride()
-
-
-@pairs(
     lambda kind, options, **_: "proj_size" not in options or kind == "LSTM",
     kind=LAYERS.keys(),
     dtypes={
@@ -250,29 +215,29 @@ def test_attention_to_the_last_bit(options, same, weights):
     options={
         "": {}, "dropout": {"batch_first": True, "dropout": 0.5}, "projected": {"proj_size": 2, "bidirectional": True},
     },
-    lengths={"": None, "packed": [5, 3, 3], "equal": [5, 5, 5]},
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-def test_autocast_gives_what_torch_gives_on_this_machine(kind, dtypes, options, lengths):
+def test_autocast_gives_what_torch_gives_on_this_machine(kind, dtypes, options):
     """Not every processor has every kernel in low precision: where torch refuses, the same error is raised at once."""
     dtype, computed_in = dtypes
     first = options.get("batch_first", False)
-    x = noise(N, T, D).to(dtype) if first else noise(T, N, D).to(dtype)
-    x = pack_padded_sequence(x, lengths, first) if lengths else x
-    results = []
-    for module in pair(kind, num_layers=2, **options):
-        torch.manual_seed(5)
-        try:
-            with torch.autocast("cpu", dtype=computed_in):
-                results.append([*flat(module.float()(x)), torch.rand(2)])
-        except RuntimeError as refusal:
-            results.append(str(refusal))
-    plain, seen = results
-    if isinstance(plain, str):
-        assert seen == plain
-    else:
-        for a, b in zip(seen, plain, strict=True):
-            torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+    for lengths in (None, [5, 3, 3], [5, 5, 5]):
+        x = noise(N, T, D).to(dtype) if first else noise(T, N, D).to(dtype)
+        x = pack_padded_sequence(x, lengths, first) if lengths else x
+        results = []
+        for module in pair(kind, num_layers=2, **options):
+            torch.manual_seed(5)
+            try:
+                with torch.autocast("cpu", dtype=computed_in):
+                    results.append([*flat(module.float()(x)), torch.rand(2)])
+            except RuntimeError as refusal:
+                results.append(str(refusal))
+        plain, seen = results
+        if isinstance(plain, str):
+            assert seen == plain
+        else:
+            for a, b in zip(seen, plain, strict=True):
+                torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,36 +245,27 @@ def test_autocast_gives_what_torch_gives_on_this_machine(kind, dtypes, options, 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@each(
-    kind=LAYERS.keys(),
-    arguments={
-        "dims": (noise(1, T, N, D), None),
-        "width": (noise(T, N, D + 1), None),
-        "dtype": (noise(T, N, D).float(), None),
-        "no steps": (noise(0, N, D), None),
-        "batch of state": (noise(T, N, D), noise(1, N + 1, H)),
-        "unbatched state": (noise(T, N, D), noise(1, H)),
-        "batched state": (noise(T, D), noise(1, N, H)),
-        "width of state": (noise(T, N, D), noise(1, N, H + 1)),
-    },
-)
-def test_layers_refuse_what_torch_refuses(kind, arguments):
-    x, h = arguments
-    hx = (h, h) if kind == "LSTM" and h is not None else h
-    for module in pair(kind):
-        with pytest.raises((RuntimeError, ValueError)):
-            module(x, hx)
+# what a layer is given, and the number of dimensions that torch expects of its state
+WRONG = [
+    (noise(1, T, N, D), None),
+    (noise(T, N, D + 1), None),
+    (noise(T, N, D).float(), None),
+    (noise(0, N, D), None),
+    (noise(T, N, D), (1, N + 1, H)),
+    (noise(T, N, D), (1, H)),
+    (noise(T, D), (1, N, H)),
+    (noise(T, N, D), (1, N, H + 1)),
+]
+WRONG_FOR_CELLS = [(noise(N, D), (1, H)), (noise(N, D), (N, 1)), (noise(T, N, D), None), (noise(D), (N, H))]
 
 
-@cells
-def test_cells_refuse_what_torch_refuses(kind):
-    def state(*shape):
-        return (noise(*shape), noise(*shape)) if kind == "LSTMCell" else noise(*shape)
-
-    wrong = [(noise(N, D), state(1, H)), (noise(N, D), state(N, 1)), (noise(T, N, D), None), (noise(D), state(N, H))]
-    for module, (x, hx) in itertools.product(pair(kind), wrong):
-        with pytest.raises((RuntimeError, ValueError)):
-            module(x, hx)
+@pytest.mark.parametrize("kind", [*LAYERS, *CELLS])
+def test_what_torch_refuses_is_refused(kind):
+    for x, shape in WRONG if kind in LAYERS else WRONG_FOR_CELLS:
+        hx = None if shape is None else as_hx(kind, (noise(*shape), noise(*shape)))
+        for module in pair(kind):
+            with pytest.raises((RuntimeError, ValueError)):
+                module(x, hx)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,21 +273,19 @@ def test_cells_refuse_what_torch_refuses(kind):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_the_input_goes_in_one_product_and_the_state_step_by_step(batch_first):
-    module = expose(build("LSTM", batch_first=batch_first, proj_size=2))
-    taps = tap_all(module)
+def test_the_input_goes_in_one_product_and_the_state_step_by_step():
+    """The state of packed data has the sequences that are alive."""
     x = noise(T, N, D)
-    module(x.transpose(0, 1) if batch_first else x)
-    assert {name: [tuple(a.shape) for a, *_ in tap.calls] for name, tap in taps.items()} == {
-        "ih_l0": [(T, N, D)],
-        "hh_l0": [(N, 2)] * T,
-        "hr_l0": [(N, H)] * T,
-    }
-    assert torch.equal(taps["ih_l0"].calls[0][0], x)
-
-
-def test_the_state_of_packed_data_has_the_sequences_that_are_alive():
+    for batch_first in (False, True):
+        module = expose(build("LSTM", batch_first=batch_first, proj_size=2))
+        taps = tap_all(module)
+        module(x.transpose(0, 1) if batch_first else x)
+        assert {name: [tuple(a.shape) for a, *_ in tap.calls] for name, tap in taps.items()} == {
+            "ih_l0": [(T, N, D)],
+            "hh_l0": [(N, 2)] * T,
+            "hr_l0": [(N, H)] * T,
+        }
+        assert torch.equal(taps["ih_l0"].calls[0][0], x)
     module = expose(build("GRU", bidirectional=True))
     taps = tap_all(module)
     module(pack_sequence([noise(3, D), noise(1, D)]))
@@ -345,23 +299,23 @@ def test_the_state_of_packed_data_has_the_sequences_that_are_alive():
 
 def test_parts_name_the_parameters():
     def named(module):
-        parts = expose(module).linear_parts()
-        assert all(len(part.taps) == 1 and part.taps[0][1] == -1 and part.groups == 1 for part in parts)
-        return [(part.suffix, part.weight_name, part.bias_name) for part in parts]
+        return [
+            (p.suffix, p.weight_name, p.bias_name, p.groups, [g for _, g in p.taps])
+            for p in expose(module).linear_parts()
+        ]
 
-    both = [("ih_l0", "weight_ih_l0", "bias_ih_l0"), ("hh_l0", "weight_hh_l0", "bias_hh_l0")]
-    back = [tuple(f"{name}_reverse" for name in names) for names in both]
-    assert named(build("GRU", bidirectional=True)) == both + back
-    bare = [("ih_l0", "weight_ih_l0", None), ("hh_l0", "weight_hh_l0", None), ("hr_l0", "weight_hr_l0", None)]
-    assert named(build("LSTM", bias=False, proj_size=2)) == bare
-    assert named(build("RNN", num_layers=2)) == both + [tuple(n.replace("l0", "l1") for n in names) for names in both]
-    assert named(build("LSTMCell")) == [("ih", "weight_ih", "bias_ih"), ("hh", "weight_hh", "bias_hh")]
-    assert named(build("RNNCell", bias=False)) == [("ih", "weight_ih", None), ("hh", "weight_hh", None)]
+    def one(name, bias=True):
+        return (name, f"weight_{name}", f"bias_{name}" if bias else None, 1, [-1])
 
+    def ones(*names, bias=True):
+        return [one(name, bias) for name in names]
 
-def test_parts_of_attention():
-    parts = expose(build("MultiheadAttention", 6, 2)).linear_parts()
-    assert [(p.suffix, p.weight_name, p.bias_name, p.groups, [g for _, g in p.taps]) for p in parts] == [
+    assert named(build("GRU", bidirectional=True)) == ones("ih_l0", "hh_l0", "ih_l0_reverse", "hh_l0_reverse")
+    assert named(build("LSTM", bias=False, proj_size=2)) == ones("ih_l0", "hh_l0", "hr_l0", bias=False)
+    assert named(build("RNN", num_layers=2)) == ones("ih_l0", "hh_l0", "ih_l1", "hh_l1")
+    assert named(build("LSTMCell")) == ones("ih", "hh")
+    assert named(build("RNNCell", bias=False)) == ones("ih", "hh", bias=False)
+    assert named(build("MultiheadAttention", 6, 2)) == [
         ("in_proj", "in_proj_weight", "in_proj_bias", 3, [-1, 0, 1, 2]),
         ("out_proj", "out_proj.weight", "out_proj.bias", 1, [-1]),
     ]
@@ -376,15 +330,14 @@ def test_parts_of_attention():
 def test_the_kernel_runs_when_no_tap_is_waiting(kind):
     module = expose(build(kind))
     taps = tap_all(module)
-    x = noise(T, N, D) if kind in LAYERS else noise(N, D)
-    counts = []
+    first, counts = next(iter(taps.values())), []
     for armed, training in itertools.product([True, False], [True, False]):
         module.train(training)
         for tap in taps.values():
             tap.armed = armed
         with torch.no_grad():
-            module(x)
-        counts.append(len(taps[next(iter(taps))].calls))
+            module(*arguments(kind))
+        counts.append(len(first.calls))
     assert counts == [1, 1, 1, 1]
 
 
@@ -412,12 +365,16 @@ def test_activation_checkpointing_with_dropout(kind, reentrant):
 # Conversion
 # ---------------------------------------------------------------------------------------------------------------------
 KINDS = {**dict.fromkeys([*LAYERS, *CELLS], (D, H)), "MultiheadAttention": (6, 2)}
-all_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-@all_kinds
-def test_states_load_both_ways(kind):
-    plain = build(kind, *KINDS[kind])
+def arguments(kind: str) -> list[Tensor]:
+    return [noise(N, D)] if kind in CELLS else [noise(T, N, D)] if kind in LAYERS else [noise(T, N, 6)] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_copies_and_functional_calls(kind):
+    """States load both ways; a copy has projections of its own; a functional call uses the weights it is given."""
+    plain, x = build(kind, *KINDS[kind]), arguments(kind)
     seen = getattr(secondorder.nn, kind)(*KINDS[kind]).double()
     assert list(seen.state_dict()) == list(plain.state_dict())
     seen.load_state_dict(plain.state_dict())
@@ -425,6 +382,20 @@ def test_states_load_both_ways(kind):
     back.load_state_dict({name: 2 * value for name, value in seen.state_dict().items()})
     for a, b in zip(plain.parameters(), back.parameters(), strict=True):
         assert torch.equal(2 * a, b)
+    module = expose(plain)
+    for copied in COPIES.values():
+        twin = copied(module)
+        assert type(twin) is type(module)
+        assert [part[:3] for part in twin.linear_parts()] == [part[:3] for part in module.linear_parts()]
+        own = set(module.modules())
+        assert not any(projection in own for part in twin.linear_parts() for projection, _ in part.taps)
+        for a, b in zip(flat(twin(*x)), flat(module(*x)), strict=True):
+            assert torch.equal(a, b)
+    tap_all(module)
+    other = {name: (0.5 * p).detach() for name, p in module.named_parameters()}
+    expected = build(kind, *KINDS[kind])
+    expected.load_state_dict(other)
+    assert_equal(flat(torch.func.functional_call(module, other, tuple(x))), flat(expected(*x)))
 
 
 class Model(nn.Module):
@@ -518,19 +489,6 @@ def test_a_subclass_keeps_what_it_adds(copied):
     assert_equal(outcome(twin, [noise(T, N, D)]), outcome(plain, [noise(T, N, D)]))
 
 
-@each(kind=KINDS.keys(), copied=COPIES)
-def test_copies(kind, copied):
-    module = expose(build(kind, *KINDS[kind]))
-    twin = copied(module)
-    assert type(twin) is type(module)
-    assert [part[:3] for part in twin.linear_parts()] == [part[:3] for part in module.linear_parts()]
-    own = set(module.modules())
-    assert not any(projection in own for part in twin.linear_parts() for projection, _ in part.taps)
-    x = [noise(N, D)] if kind in CELLS else [noise(T, N, D)] if kind in LAYERS else [noise(T, N, 6)] * 3
-    for a, b in zip(flat(twin(*x)), flat(module(*x)), strict=True):
-        assert torch.equal(a, b)
-
-
 @layers
 def test_flat_weights_stay_harmless(kind):
     plain, seen = pair(kind)
@@ -566,18 +524,6 @@ def test_a_weight_parametrized_later_is_not_computed_at_every_step(kind):
     assert counts[0] == counts[1]
 
 
-@all_kinds
-def test_a_functional_call_uses_the_weights_it_is_given(kind):
-    module = expose(build(kind, *KINDS[kind]))
-    tap_all(module)
-    x = [noise(N, D)] if kind in CELLS else [noise(T, N, D)] if kind in LAYERS else [noise(T, N, 6)] * 3
-    other = {name: (0.5 * p).detach() for name, p in module.named_parameters()}
-    expected = build(kind, *KINDS[kind])
-    expected.load_state_dict(other)
-    found = torch.func.functional_call(module, other, tuple(x))
-    assert_equal(flat(found), flat(expected(*x)))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Under torch.compile
 # ---------------------------------------------------------------------------------------------------------------------
@@ -593,8 +539,7 @@ def graph_breaks():
 
 @pytest.mark.parametrize("kind", ["RNN", "GRUCell", "MultiheadAttention"])
 def test_compiled(kind, graph_breaks):
-    plain = build(kind, *KINDS[kind])
+    plain, x = build(kind, *KINDS[kind]), arguments(kind)
     seen = torch.compile(expose(copy.deepcopy(plain)), backend="aot_eager")
-    x = [noise(N, D)] if kind in CELLS else [noise(2, N, D)] if kind in LAYERS else [noise(2, N, 6)] * 3
     assert_equal(flat(seen(*x)), flat(plain(*x)))
     assert graph_breaks() == (1 if kind in LAYERS else 0)  # torch breaks at every recurrent layer by its type
