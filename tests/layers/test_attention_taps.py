@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import secondorder.nn
 from secondorder.capture.layers.projections import Projection, WatchedAttention
 from tests.support.grid import each, pairs
 from tests.support.kfac import noise
@@ -149,8 +150,11 @@ def test_outputs_and_gradients_are_torchs_and_rows_make_the_gradients(options, k
         calls = {id(projection): tap(projection) for part in parts for projection, _ in part.taps}
         tensors = inputs(kind, plain)
         call = {**weights, **mask_options(masks, tensors, plain)}
-        assert_same_bits(outcome(seen, tensors, **call), outcome(plain, tensors, **call))
+        expected = outcome(plain, tensors, **call)
+        assert_same_bits(outcome(seen, tensors, **call), expected)
         check_rows(seen, parts, calls)
+        exposed = secondorder.nn.expose(copy.deepcopy(plain))
+        assert_same_bits(outcome(exposed, tensors, **call), expected)
 
 
 def rows(call: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -124,6 +124,17 @@ def test_its_block_is_the_second_moment_of_each_unit(case):
     assert_close(opt.state[params[0]]["factor_g"], torch.einsum("nci,ncj->cij", u, u) / N, 1e-5)
 
 
+def test_its_argument_may_be_given_by_name():
+    class Named(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(hidden_states=self.body(x))).mean(1)
+
+    model = Named(LlamaNorm(8), 8).double()
+    opt = plain_kfac(model, lr=0.0)
+    train_step(opt, model, noise(N, S, 3), labels(N, 4), F.cross_entropy)
+    assert opt.state[model.norm.weight]["factor_g"].abs().sum() > 0
+
+
 @pytest.mark.parametrize(("method", "bias"), [(KFAC, False), (EKFAC, True), (HyLo, False)])
 def test_a_model_trains_as_with_torchs_own(method, bias):
     models = [built(lambda size, kind=kind: kind(size, bias=bias), 16) for kind in (NanoGPTNorm, nn.LayerNorm)]
@@ -134,17 +145,6 @@ def test_a_model_trains_as_with_torchs_own(method, bias):
             train_step(opt, model, x, y, F.cross_entropy)
     for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_its_argument_may_be_given_by_name():
-    class Named(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.norm(hidden_states=self.body(x))).mean(1)
-
-    model = Named(LlamaNorm(8), 8).double()
-    opt = plain_kfac(model, lr=0.0)
-    train_step(opt, model, noise(N, S, 3), labels(N, 4), F.cross_entropy)
-    assert opt.state[model.norm.weight]["factor_g"].abs().sum() > 0
 
 
 def test_a_trial_leaves_the_module_as_it_is():
@@ -203,10 +203,10 @@ class Shy(NanoGPTNorm):
         raise RuntimeError("not now")
 
 
-@pytest.mark.parametrize("kind", [Scale, OverExamples, ChannelsSecond, Dropping, TwoInputs, SquaredScale, Shy])
-def test_what_computes_something_else_is_left_out_by_name(kind):
-    model = nn.Sequential(nn.Linear(3, 8), kind(8))
-    with pytest.warns(UserWarning, match=f"{kind.__name__} has no adapter"):
-        opt = KFAC(model)
-    assert list(opt.blocks) == ["0"]
-    assert follows_fallback(opt, "1.weight", "no adapter")
+def test_what_computes_something_else_is_left_out_by_name():
+    for kind in (Scale, OverExamples, ChannelsSecond, Dropping, TwoInputs, SquaredScale, Shy):
+        model = nn.Sequential(nn.Linear(3, 8), kind(8))
+        with pytest.warns(UserWarning, match=f"{kind.__name__} has no adapter"):
+            opt = KFAC(model)
+        assert list(opt.blocks) == ["0"]
+        assert follows_fallback(opt, "1.weight", "no adapter")

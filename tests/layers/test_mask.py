@@ -41,7 +41,6 @@ def padding_anywhere() -> Tensor:
 
 
 KEEPS = {"behind": padding_behind(), "anywhere": padding_anywhere(), "none": torch.ones(N, S, dtype=torch.bool)}
-keeps = pytest.mark.parametrize("where", KEEPS)
 
 
 class Tokens(nn.Module):
@@ -77,12 +76,12 @@ def expected(model: Tokens, x: Tensor, keep: Tensor, y: Tensor) -> dict:
     return expected_pairs(twin(model).by_hand, unpadded(x, keep), y.split(1), F.cross_entropy)
 
 
-def check(model: Tokens, keep: Tensor, given: Tensor | None = None, **keywords) -> None:
-    """A step under a mask (or what is given for it) has the factors of the rows without padding."""
+def check(model: Tokens, keep: Tensor, given: Tensor | None, **keywords) -> None:
+    """A step under a mask has the factors of the rows without padding."""
     x, y = garbage(noise(N, S, D), keep), labels(N, 3)
     pairs = expected(model, x, keep, y)
     opt = plain_kfac(model, **keywords)
-    with opt.mask(keep if given is None else given):
+    with opt.mask(given):
         output = model(x.transpose(0, 1).contiguous() if keywords else x.clone().requires_grad_(), keep)
     F.cross_entropy(output, y).backward()
     opt.step()
@@ -99,12 +98,26 @@ def garbage(x: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep[..., None], x, torch.full_like(x, 50.0))
 
 
-@keeps
-def test_statistics_are_those_of_the_unpadded_rows(where):
-    check(seeded_build(Tokens), KEEPS[where])
+SOME = padding_anywhere()
+# what is real, and what is given for it: masks of ones and zeros as tokenizers give them, or None where all is
+MASKS = {
+    "behind": (padding_behind(), padding_behind()),
+    "anywhere": (SOME, SOME),
+    "no padding": (KEEPS["none"], KEEPS["none"]),
+    "no mask": (KEEPS["none"], None),
+    "integers": (SOME, SOME.to(torch.int64)),
+    "bytes": (SOME, SOME.to(torch.uint8)),
+    "an example without a token": (padding_behind((5, 0, 4, 1)),) * 2,
+}
 
 
-@keeps
+@pytest.mark.parametrize("kind", MASKS)
+def test_statistics_are_those_of_the_unpadded_rows(kind):
+    keep, given = MASKS[kind]
+    check(seeded_build(Tokens), keep, given)
+
+
+@pytest.mark.parametrize("where", ["behind", "anywhere"])
 def test_a_table_of_words(where):
     model, keep, y = seeded_build(lambda: Tokens(words=True)), KEEPS[where], labels(N, 3)
     x = torch.randint(7, (N, S), generator=torch.Generator().manual_seed(0))
@@ -112,10 +125,10 @@ def test_a_table_of_words(where):
     opt = plain_kfac(model)
     with opt.mask(keep):
         train(opt, model, (x, keep), y, F.cross_entropy)
-    A = torch.diag(pairs["table"][0].diagonal())
-    check_block(opt, "table", (A, pairs["table"][1]), torch.kron(A, pairs["table"][1]))
-    for name in ("first", "second", "head"):
-        check_block(opt, name, pairs[name])
+    A, B = pairs.pop("table")
+    A = torch.diag(A.diagonal())
+    check_block(opt, "table", (A, B), torch.kron(A, B))
+    check_factors(opt, pairs)
 
 
 def test_gradients_are_as_without_the_mask_and_zero_at_padding():
@@ -153,10 +166,6 @@ def test_reduce_does_not_average_over_padding_unsaid():
     check_block(opt, "head", rows["head"])
 
 
-def test_an_example_without_a_real_token_is_an_example_still():
-    check(seeded_build(Tokens), padding_behind((5, 0, 4, 1)))
-
-
 def test_a_batch_of_nothing_but_padding_is_finite():
     model, keep, y = seeded_build(Tokens), torch.zeros(N, S, dtype=torch.bool), labels(N, 3)
     opt = plain_kfac(model, lr=0.1)
@@ -181,36 +190,36 @@ def test_each_micro_batch_has_its_own_mask():
     check_factors(opt, pairs)
 
 
-def test_forwards_outside_are_not_masked():
+@pytest.mark.parametrize("before", ["a paused forward", "an exception"])
+def test_forwards_outside_are_not_masked(before):
     model, keep, y = seeded_build(Tokens), KEEPS["behind"], labels(N, 3)
     x, everything = noise(N, S, D), KEEPS["none"]
     pairs = expected(model, x, everything, y)
     opt = plain_kfac(model)
-    with opt.mask(keep), opt.pause_capture():
-        model(x, keep)
+    if before == "an exception":
+        with pytest.raises(KeyError), opt.mask(keep):
+            raise KeyError("user's own")
+    else:
+        with opt.mask(keep), opt.pause_capture():
+            model(x, keep)
     train(opt, model, (x, everything), y, F.cross_entropy)
     check_factors(opt, pairs)
 
 
-def test_the_mask_ends_when_the_block_raises():
-    model, keep, y = seeded_build(Tokens), KEEPS["behind"], labels(N, 3)
-    x, everything = noise(N, S, D), KEEPS["none"]
-    pairs = expected(model, x, everything, y)
-    opt = plain_kfac(model)
-    with pytest.raises(KeyError), opt.mask(keep):
-        raise KeyError("user's own")
-    train(opt, model, (x, everything), y, F.cross_entropy)
-    check_factors(opt, pairs)
-
-
-@pytest.mark.parametrize("layout", ["flattened", "positions first", "heads"])
+@pytest.mark.parametrize(
+    "layout", ["flattened", "positions first", "batch second", "heads", "checkpointed", "checkpointed reentrant"]
+)
 def test_other_layouts_of_the_tokens(layout):
     class Laid(Tokens):
         def tokens(self, x):
+            if layout.startswith("checkpointed"):
+                return checkpoint(super().tokens, x, use_reentrant=layout.endswith("reentrant"))
             if layout == "flattened":
                 return super().tokens(x.flatten(0, 1)).unflatten(0, (N, S))
             if layout == "positions first":
                 return super().tokens(x.transpose(0, 1)).transpose(0, 1)
+            if layout == "batch second":
+                return super().tokens(x).transpose(0, 1)
             x = x[:, :, None].expand(-1, -1, 2, -1)  # [N, S, 2, D]: two rows per token
             return super().tokens(x).mean(2)
 
@@ -221,15 +230,8 @@ def test_other_layouts_of_the_tokens(layout):
             z = tape.linear("second", self.second, torch.tanh(tape.linear("first", self.first, x))).mean(2)
             return tape.linear("head", self.head, torch.tanh(z.mean(1)))
 
-    check(seeded_build(Laid), KEEPS["anywhere"])
-
-
-def test_a_model_whose_examples_lie_along_the_second_dimension():
-    class PositionsFirst(Tokens):
-        def forward(self, x, keep):
-            return self.head(torch.tanh(self.pooled(self.tokens(x).transpose(0, 1), keep)))
-
-    check(seeded_build(PositionsFirst), KEEPS["anywhere"], batch_dim=1)
+    keywords = {"batch_dim": 1} if layout == "batch second" else {}
+    check(seeded_build(Laid), SOME, SOME, **keywords)
 
 
 def test_layers_of_another_shape_are_left_alone():
@@ -276,13 +278,10 @@ def test_attention_s_projections_are_masked_too():
             self.attn = nn.MultiheadAttention(4, 2, batch_first=True)
             self.second = nn.Linear(4, 2)
 
-        def tokens(self, x, keep):
+        def forward(self, x, keep):
             x = torch.tanh(self.first(x))
             z, _ = self.attn(x, x, x, key_padding_mask=~keep, need_weights=False)
-            return self.second(z)
-
-        def forward(self, x, keep):
-            return self.head(torch.tanh(self.pooled(self.tokens(x, keep), keep)))
+            return self.head(torch.tanh(self.pooled(self.second(z), keep)))
 
         def by_hand(self, tape, x):
             x = torch.tanh(tape.linear("first", self.first, x))
@@ -295,10 +294,8 @@ def test_attention_s_projections_are_masked_too():
     opt = plain_kfac(model)
     with opt.mask(keep):
         train(opt, model, (x, keep), y, F.cross_entropy)
-    for name, pair in attention_pairs(pairs, "attn").items():
-        check_block(opt, name, pair)
-    for name in ("first", "second", "head"):
-        check_block(opt, name, pairs[name])
+    pairs |= attention_pairs(pairs, "attn")
+    check_factors(opt, {name: pair for name, pair in pairs.items() if name[-2:] not in (".q", ".k", ".v", "ut")})
 
 
 def test_norms_and_frozen_weights_are_untouched_by_padding_without_a_gradient():
@@ -325,41 +322,12 @@ def test_norms_and_frozen_weights_are_untouched_by_padding_without_a_gradient():
     assert_close(opt.state[model.first.bias]["factor_a"].flatten(), torch.ones(1, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_part_knows_the_mask_of_its_forward(reentrant):
-    class Checkpointed(Tokens):
-        def tokens(self, x):
-            return checkpoint(super().tokens, x, use_reentrant=reentrant)
-
-    check(seeded_build(Checkpointed), KEEPS["behind"])
-
-
-@pytest.mark.parametrize("kind", [torch.int64, torch.uint8], ids=str)
-def test_masks_of_ones_and_zeros_as_tokenizers_give_them(kind):
-    keep = KEEPS["anywhere"]
-    check(seeded_build(Tokens), keep, keep.to(kind))
-
-
-def test_no_mask_at_all():
-    """For loops whose batches may come without one."""
-    model, x, y = seeded_build(Tokens), noise(N, S, D), labels(N, 3)
-    pairs = expected(model, x, KEEPS["none"], y)
-    opt = plain_kfac(model)
-    with opt.mask(None):
-        train(opt, model, (x, KEEPS["none"]), y, F.cross_entropy)
-    check_factors(opt, pairs)
-
-
-@pytest.mark.parametrize("keep", [[[True]], "keep", torch.ones(N, S), torch.ones(N, S, dtype=torch.bfloat16)], ids=str)
-def test_a_mask_of_a_wrong_kind_is_refused(keep):
+def test_a_mask_of_a_wrong_kind_or_shape_is_refused():
     """A mask of floats is one to be added to scores: its zeros mean the opposite."""
     opt = plain_kfac(seeded_build(Tokens))
-    with pytest.raises(TypeError, match="mask"), opt.mask(keep):
-        pass
-
-
-@pytest.mark.parametrize("shape", [(N,), (N, S, 1), ()])
-def test_a_mask_of_a_wrong_shape_is_refused(shape):
-    opt = plain_kfac(seeded_build(Tokens))
-    with pytest.raises(ValueError, match="keep|mask"), opt.mask(torch.ones(shape, dtype=torch.bool)):
-        pass
+    for keep in ([[True]], "keep", torch.ones(N, S), torch.ones(N, S, dtype=torch.bfloat16)):
+        with pytest.raises(TypeError, match="mask"), opt.mask(keep):
+            pass
+    for shape in ((N,), (N, S, 1), ()):
+        with pytest.raises(ValueError, match="keep|mask"), opt.mask(torch.ones(shape, dtype=torch.bool)):
+            pass

@@ -78,16 +78,17 @@ SIZES = {"5x4": (5, 4), "4x4": (4, 4), "8x4": (8, 4), "2x4": (2, 4), "4x1": (4, 
 FLAT = {"sequences": False, "rows": True}
 
 
-@pairs(size=SIZES, flat=FLAT, transport=["project", "recompute"])
-def test_the_scale_of_sequence_first_batches(size, flat, transport):
+@pairs(size=SIZES, flat=FLAT)
+def test_the_scale_of_sequence_first_batches(size, flat):
     S, N = size
-    model, x, y = sequence_first(S, N, flat)
-    opt = plain_ekfac(model, batch_dim=1, transport=transport)
-    train(opt, model, x, lambda f: (f - y).square().sum((0, 2)).mean())
-    if flat and is_left_out(opt, model.layer):
-        return
-    G = gradients(model.layer, list(x.unbind(1)), lambda f, n: (f - y[:, n]).square().sum())
-    assert_close(held_scales(opt, model.layer), scales(G, *held_bases(opt, model.layer)), 1e-9)
+    for transport in ("project", "recompute"):
+        model, x, y = sequence_first(S, N, flat)
+        opt = plain_ekfac(model, batch_dim=1, transport=transport)
+        train(opt, model, x, lambda f, y=y: (f - y).square().sum((0, 2)).mean())
+        if flat and is_left_out(opt, model.layer):
+            continue
+        G = gradients(model.layer, list(x.unbind(1)), lambda f, n, y=y: (f - y[:, n]).square().sum())
+        assert_close(held_scales(opt, model.layer), scales(G, *held_bases(opt, model.layer)), 1e-9)
 
 
 @pairs(size=SIZES, flat=FLAT, way=["expand", "reduce", "mask"])
@@ -224,6 +225,18 @@ def test_tokens_as_data_in_cross_attention():
 T = 8
 
 
+class Grid(nn.Module):
+    """Features of positions, mapped once for the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.head = nn.Linear(2, 3), nn.Linear(3, 2)
+        self.register_buffer("grid", noise(T, 2, seed=5))
+
+    def forward(self, x):
+        return self.head(torch.tanh(x + self.place(self.grid)))
+
+
 class Positions(nn.Module):
     """Positions are looked up once for the whole batch."""
 
@@ -240,7 +253,7 @@ def read(f: Tensor) -> Tensor:
     return f.square().flatten(1).sum(1).mean()
 
 
-@pairs(N=[2, 3, 4, 8, 16], kind=["indices", "features"], method=["scale", "reduce"])
+@pairs(N=[2, 8, 16], kind=["indices", "features"], method=["scale", "reduce"])
 def test_shared_positions_are_never_split_among_the_examples(N, kind, method):
     model = seeded_build(Positions)
     x = torch.arange(N * T).view(N, T) % 5 if kind == "indices" else noise(N, T, 3)
@@ -274,35 +287,19 @@ def test_a_row_per_example_is_not_taken_for_a_shared_position(N):
         assert seen.nonzero().flatten().tolist() == sorted(set(x[:, i].tolist()))
 
 
-@pytest.mark.parametrize("N", [1, 3, 8])
-def test_factors_of_shared_positions_are_means_over_the_rows_there_are(N):
-    model = seeded_build(Positions)
-    opt = plain_kfac(model)
-    train(opt, model, torch.arange(N * T).view(N, T) % 5, read, steps=1)
-    expected = torch.full((T + 1,), 1 / T, dtype=torch.float64)
-    expected[T] = 0.0
-    assert_close(state_of(opt, model.place)["factor_a"], expected, 1e-9)
-
-
-class Grid(nn.Module):
-    """Features of positions, mapped once for the whole batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place, self.head = nn.Linear(2, 3), nn.Linear(3, 2)
-        self.register_buffer("grid", noise(T, 2, seed=5))
-
-    def forward(self, x):
-        return self.head(torch.tanh(x + self.place(self.grid)))
-
-
-@pytest.mark.parametrize("N", [4, 8])
-def test_a_linear_layer_on_shared_positions(N):
-    model = seeded_build(Grid)
-    opt = plain_kfac(model)
-    train(opt, model, noise(N, T, 3), read, steps=1)
-    rows = torch.cat([model.grid, torch.ones(T, 1, dtype=torch.float64)], 1)
-    assert_close(state_of(opt, model.place)["factor_a"], rows.mT @ rows / T, 1e-9)
+def test_factors_of_shared_positions_are_means_over_the_rows_there_are():
+    for N in (1, 3, 8):
+        model = seeded_build(Positions)
+        opt = plain_kfac(model)
+        train(opt, model, torch.arange(N * T).view(N, T) % 5, read, steps=1)
+        expected = torch.full((T + 1,), 1 / T, dtype=torch.float64)
+        expected[T] = 0.0
+        assert_close(state_of(opt, model.place)["factor_a"], expected, 1e-9)
+        model = seeded_build(Grid)
+        opt = plain_kfac(model)
+        train(opt, model, noise(N, T, 3), read, steps=1)
+        rows = torch.cat([model.grid, torch.ones(T, 1, dtype=torch.float64)], 1)
+        assert_close(state_of(opt, model.place)["factor_a"], rows.mT @ rows / T, 1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
