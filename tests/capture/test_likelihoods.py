@@ -157,15 +157,25 @@ def assert_zero_mean(vectors: Tensor) -> None:
 @cases
 @pytest.mark.parametrize("kind", ["sample", "rademacher"])
 def test_random_vectors_have_the_hessian_for_second_moment(name: str, kind: str) -> None:
+    """Their numbers come from the generator that is given alone."""
     case = CASES[name]
-    outputs, targets = batch(case, 1)
+    draw, (outputs, targets) = getattr(case.likelihood, kind), batch(case, 1)
     repeated, marks = outputs.expand(DRAWS, *case.shape), targets.expand(DRAWS, *targets.shape[1:])
-    found = getattr(case.likelihood, kind)(repeated, marks, generator())
+    found = draw(repeated, marks, generator())
     assert found.shape == repeated.shape
     assert found.dtype == outputs.dtype
     vectors = found.reshape(DRAWS, -1)
     assert_zero_mean(vectors)
     assert_second_moment(vectors, hessian(case, outputs, targets))
+    outputs, targets = batch(case, 30)
+    before, source = torch.get_rng_state(), generator(3)
+    first, second = draw(outputs, targets, source), draw(outputs, targets, source)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(1234)
+    assert torch.equal(draw(outputs, targets, generator(3)), first)
+    if name != "one class":  # which is certain
+        assert not torch.equal(first, second)
+        assert not torch.equal(draw(outputs, targets, generator(4)), first)
 
 
 def test_samples_are_gradients_of_the_loss_at_drawn_targets() -> None:
@@ -214,22 +224,6 @@ def test_logits_that_are_not_finite_stay_in_their_term() -> None:
         assert not ignored[1].any()
 
 
-@each(name=EVERY, kind=["sample", "rademacher"])
-def test_random_numbers_come_from_the_generator_alone(name: str, kind: str) -> None:
-    case = CASES[name]
-    outputs, targets = batch(case, 30)
-    draw = getattr(case.likelihood, kind)
-    before = torch.get_rng_state()
-    source = generator(3)
-    first, second = draw(outputs, targets, source), draw(outputs, targets, source)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(1234)
-    assert torch.equal(draw(outputs, targets, generator(3)), first)
-    if name != "one class":  # which is certain
-        assert not torch.equal(first, second)
-        assert not torch.equal(draw(outputs, targets, generator(4)), first)
-
-
 # ---------------------------------------------------------------- what a mean runs over
 def test_terms_count_what_a_mean_runs_over() -> None:
     for likelihood, shape, expected in (
@@ -244,48 +238,29 @@ def test_terms_count_what_a_mean_runs_over() -> None:
         found = likelihood.terms(torch.randn(shape), None)
         assert isinstance(found, int)
         assert found == expected
-
-
-def test_ignored_terms_are_not_counted() -> None:
-    targets = torch.tensor([[0, 1, -100], [-100, -100, 2]])
-    outputs = torch.randn(2, 3, 4)
-    found = Categorical().terms(outputs, targets)
-    assert isinstance(found, Tensor)
-    assert found.shape == ()
-    assert found.item() == 3
+    outputs, targets = torch.randn(2, 3, 4), torch.tensor([[0, 1, -100], [-100, -100, 2]])
+    counted = Categorical().terms(outputs, targets)
+    assert isinstance(counted, Tensor)
+    assert counted.shape == ()
+    assert counted.item() == Categorical(class_dim=1).terms(outputs.mT, targets).item() == 3
     assert Categorical(ignore_index=2).terms(outputs, targets).item() == 5
     assert Categorical(ignore_index=None).terms(outputs, targets.clamp(min=0)) == 6
-    assert Categorical(class_dim=1).terms(outputs.mT, targets).item() == 3
 
 
-def test_ignored_terms_have_no_curvature() -> None:
-    outputs, targets = torch.randn(2, 3, 4), torch.tensor([[0, 1, 3], [3, 3, 2]])
-    likelihood = Categorical(ignore_index=3)
-    for v in (
-        likelihood.sample(outputs, targets, generator()),
-        likelihood.rademacher(outputs, targets, generator()),
-        likelihood.hessian_product(outputs, targets, torch.randn_like(outputs)),
-    ):
-        assert torch.equal(v.any(-1), targets != 3)
-
-
-def test_ignored_terms_do_not_move_the_others() -> None:
+def test_ignored_terms_have_no_curvature_and_do_not_move_the_others() -> None:
+    """Probabilities as targets ignore nothing."""
     outputs, targets = torch.randn(4, 3, 5), torch.randint(5, (4, 3))
-    targets[1, 2] = -100
+    targets[1, 2] = targets[3, 0] = 7
+    likelihood, kept = Categorical(ignore_index=7), targets != 7
+    product = likelihood.hessian_product(outputs, targets, torch.randn_like(outputs))
+    assert torch.equal(product.any(-1), kept)
     for kind in ("sample", "rademacher"):
-        draw = getattr(Categorical(), kind)
+        draw = getattr(likelihood, kind)
         full, some = draw(outputs, None, generator()), draw(outputs, targets, generator())
-        kept = targets != -100
+        assert torch.equal(some.any(-1), kept)
         assert torch.equal(full[kept], some[kept])
-
-
-def test_probabilities_as_targets_ignore_nothing() -> None:
-    outputs = torch.randn(3, 4)
-    soft = outputs.softmax(1)
-    assert Categorical().terms(outputs, soft) == 3
-    assert torch.equal(
-        Categorical().sample(outputs, soft, generator()), Categorical().sample(outputs, None, generator())
-    )
+        assert torch.equal(draw(outputs, outputs.softmax(-1), generator()), full)
+    assert likelihood.terms(outputs, outputs.softmax(-1)) == 12
 
 
 # ---------------------------------------------------------------- layouts and precisions
@@ -313,36 +288,32 @@ LIKELIHOODS = [Categorical(), Bernoulli(), Bernoulli(mean=True), Gaussian(), Gau
 likelihoods = pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
 
 
-@each(likelihood=LIKELIHOODS, dtype=[torch.bfloat16, torch.float16, torch.float32])
-def test_low_precision_outputs_are_computed_in_float32(likelihood: Likelihood, dtype: torch.dtype) -> None:
-    """The result differs from that of the same numbers in float32 by its own rounding only."""
-    outputs = (4 * torch.randn(6, 50)).to(dtype)
-    exact, tangent = outputs.float(), torch.randn(6, 50).to(dtype)
-    for found, expected in (
-        (likelihood.sample(outputs, None, generator()), likelihood.sample(exact, None, generator())),
-        (likelihood.rademacher(outputs, None, generator()), likelihood.rademacher(exact, None, generator())),
-        (likelihood.column(outputs, None, 7), likelihood.column(exact, None, 7)),
-        (
-            likelihood.hessian_product(outputs, None, tangent),
-            likelihood.hessian_product(exact, None, tangent.float()),
-        ),
-    ):
-        assert found.dtype == dtype
-        assert torch.equal(found, expected.to(dtype))
+def everything(likelihood: Likelihood, outputs: Tensor, tangent: Tensor, random: bool = True) -> list[Tensor]:
+    drawn = [likelihood.sample, likelihood.rademacher] if random else []
+    exact = [likelihood.column(outputs, None, 3), likelihood.hessian_product(outputs, None, tangent)]
+    return [*exact, *(draw(outputs, None, generator()) for draw in drawn)]
 
 
 @likelihoods
-def test_float32_outputs_agree_with_float64(likelihood: Likelihood) -> None:
-    outputs = 3 * torch.randn(6, 20)
-    tangent = torch.randn(6, 20)
-    for single, double in (
-        (likelihood.column(outputs, None, 3), likelihood.column(outputs.double(), None, 3)),
-        (
-            likelihood.hessian_product(outputs, None, tangent),
-            likelihood.hessian_product(outputs.double(), None, tangent.double()),
-        ),
-    ):
+def test_precisions(likelihood: Likelihood) -> None:
+    """Low ones are computed in float32 and differ by their own rounding only; the graph is left alone."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        outputs, tangent = (4 * torch.randn(6, 50)).to(dtype), torch.randn(6, 50).to(dtype)
+        singles = everything(likelihood, outputs.float(), tangent.float())
+        for found, expected in zip(everything(likelihood, outputs, tangent), singles, strict=True):
+            assert found.dtype == dtype
+            assert torch.equal(found, expected.to(dtype))
+    outputs, tangent = 3 * torch.randn(6, 20), torch.randn(6, 20)
+    doubles = everything(likelihood, outputs.double(), tangent.double(), random=False)
+    for single, double in zip(everything(likelihood, outputs, tangent, random=False), doubles, strict=True):
         torch.testing.assert_close(single.double(), double, rtol=1e-5, atol=1e-6)
+    weights = torch.randn(6, 5, requires_grad=True)
+    outputs, tangent = weights * 2, torch.randn(6, 5)
+    before, given = outputs.detach().clone(), tangent.clone()
+    assert not any(v.requires_grad for v in everything(likelihood, outputs, tangent))
+    assert torch.equal(outputs, before)
+    assert torch.equal(tangent, given)
+    outputs.sum().backward()
 
 
 def test_certain_bits_keep_their_curvature() -> None:
@@ -350,25 +321,6 @@ def test_certain_bits_keep_their_curvature() -> None:
     logits = torch.tensor([[20.0], [-20.0]])
     expected = (logits.double().sigmoid() * (-logits.double()).sigmoid()).float()
     torch.testing.assert_close(Bernoulli().hessian_product(logits, None, torch.ones(2, 1)), expected)
-
-
-@likelihoods
-def test_outputs_and_the_graph_are_left_alone(likelihood: Likelihood) -> None:
-    weights = torch.randn(6, 5, requires_grad=True)
-    outputs = weights * 2
-    before = outputs.detach().clone()
-    tangent = torch.randn(6, 5)
-    given = tangent.clone()
-    results = (
-        likelihood.sample(outputs, None, generator()),
-        likelihood.rademacher(outputs, None, generator()),
-        likelihood.column(outputs, None, 0),
-        likelihood.hessian_product(outputs, None, tangent),
-    )
-    assert not any(v.requires_grad for v in results)
-    assert torch.equal(outputs, before)
-    assert torch.equal(tangent, given)
-    outputs.sum().backward()
 
 
 def test_no_examples() -> None:
@@ -379,15 +331,12 @@ def test_no_examples() -> None:
 
 
 # ---------------------------------------------------------------- refusals, and likelihoods of one's own
-def test_names_and_objects_are_resolved() -> None:
+def test_names_and_objects_are_resolved_and_nothing_else_is() -> None:
     assert resolve("categorical") == Categorical(ignore_index=-100, class_dim=-1)
     assert resolve("bernoulli") == Bernoulli(mean=False)
     assert resolve("gaussian") == Gaussian(variance=0.5, mean=False)
     mine = Categorical(ignore_index=0)
     assert resolve(mine) is mine
-
-
-def test_what_is_no_likelihood_is_refused() -> None:
     for name in ("poisson", "Categorical", "", "cross_entropy"):
         with pytest.raises(ValueError, match=f"'categorical', 'bernoulli', 'gaussian'.*{name!r}"):
             resolve(name)
@@ -410,10 +359,15 @@ def test_values_out_of_range_are_refused() -> None:
             Categorical(**keywords)
 
 
-def test_likelihoods_are_values() -> None:
+def test_likelihoods_are_values_and_need_a_sample() -> None:
+    class Nothing(Likelihood):
+        pass
+
     assert hash(Categorical(class_dim=1)) == hash(Categorical(class_dim=1))
     with pytest.raises(AttributeError):
         Gaussian().variance = 1.0
+    with pytest.raises(TypeError, match="sample"):
+        Nothing()
 
 
 def test_outputs_without_a_batch_are_refused() -> None:
@@ -432,20 +386,21 @@ def test_outputs_without_a_batch_are_refused() -> None:
                 call(outputs)
 
 
-@pytest.mark.parametrize("shape", [(6,), (3, 2), (2, 3, 1)])
-def test_targets_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
-    outputs, targets = torch.randn(2, 3, 4), torch.zeros(shape, dtype=torch.int64)
-    with pytest.raises(ValueError, match="do not fit outputs"):
-        Categorical().sample(outputs, targets, generator())
-    with pytest.raises(ValueError, match="do not fit outputs"):
-        Categorical().terms(outputs, targets)
+def test_targets_that_do_not_fit_are_refused() -> None:
+    outputs = torch.randn(2, 3, 4)
+    for shape in ((6,), (3, 2), (2, 3, 1)):
+        targets = torch.zeros(shape, dtype=torch.int64)
+        with pytest.raises(ValueError, match="do not fit outputs"):
+            Categorical().sample(outputs, targets, generator())
+        with pytest.raises(ValueError, match="do not fit outputs"):
+            Categorical().terms(outputs, targets)
 
 
-@likelihoods
-def test_outputs_that_are_not_real_are_refused(likelihood: Likelihood) -> None:
-    for outputs in (torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.complex64)):
-        with pytest.raises(TypeError, match="floating"):
-            likelihood.sample(outputs, None, generator())
+def test_outputs_that_are_not_real_are_refused() -> None:
+    for likelihood in LIKELIHOODS:
+        for dtype in (torch.int64, torch.complex64):
+            with pytest.raises(TypeError, match="floating"):
+                likelihood.sample(torch.ones(2, 3, dtype=dtype), None, generator())
 
 
 def test_a_likelihood_of_ones_own_needs_a_sample_only() -> None:
@@ -464,14 +419,6 @@ def test_a_likelihood_of_ones_own_needs_a_sample_only() -> None:
         mine.rademacher(outputs, None, generator())
     with pytest.raises(NotImplementedError, match="hessian_product.*define"):
         mine.hessian_product(outputs, None, outputs)
-
-
-def test_a_likelihood_needs_a_sample() -> None:
-    class Nothing(Likelihood):
-        pass
-
-    with pytest.raises(TypeError, match="sample"):
-        Nothing()
 
 
 # ---------------------------------------------------------------- nothing waits for the device
@@ -493,7 +440,8 @@ def test_no_value_is_looked_at(likelihood: Likelihood) -> None:
 
 @pytest.mark.gpu
 @each(likelihood=LIKELIHOODS, dtype=[torch.float32, torch.bfloat16])
-def test_a_device_is_not_waited_for(likelihood: Likelihood, dtype: torch.dtype) -> None:
+def test_a_device_is_not_waited_for_and_computes_the_same(likelihood: Likelihood, dtype: torch.dtype) -> None:
+    """A generator of the CPU serves outputs on a device, with the same numbers."""
     outputs = torch.randn(6, 5, device="cuda", dtype=dtype)
     targets = torch.tensor([0, 1, 2, -100, 4, 0], device="cuda") if isinstance(likelihood, Categorical) else None
     source = torch.Generator("cuda").manual_seed(0)
@@ -503,15 +451,7 @@ def test_a_device_is_not_waited_for(likelihood: Likelihood, dtype: torch.dtype) 
         use_everything(likelihood, outputs, targets, source)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-@likelihoods
-def test_a_device_computes_the_same(likelihood: Likelihood) -> None:
-    """A generator of the CPU serves outputs on a device, with the same numbers."""
-    outputs = torch.randn(6, 5)
-    there = outputs.cuda()
-    for kind in ("sample", "rademacher"):
-        draw = getattr(likelihood, kind)
-        torch.testing.assert_close(draw(there, None, generator()).cpu(), draw(outputs, None, generator()))
-    torch.testing.assert_close(likelihood.column(there, None, 2).cpu(), likelihood.column(outputs, None, 2))
+    outputs, tangent = torch.randn(6, 5), torch.randn(6, 5)
+    there = everything(likelihood, outputs.cuda(), tangent.cuda())
+    for found, expected in zip(there, everything(likelihood, outputs, tangent), strict=True):
+        torch.testing.assert_close(found.cpu(), expected)
