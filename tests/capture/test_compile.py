@@ -46,21 +46,51 @@ def graphs() -> int:
     return dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+def whole(model, x, y, backend):
+    backward(compiled(model, backend), x, y, F.cross_entropy)
+
+
+def unequal_micro_batches(model, x, y, backend):
+    fast, sizes = compiled(model, backend), [3, 2, len(x) - 5]
+    for a, b in zip(x.split(sizes), y.split(sizes), strict=True):
+        backward(fast, a, b, lambda o, t: F.cross_entropy(o, t, reduction="sum") / len(x))
+
+
+def among_others(model, x, y, backend):
+    """Forwards without a backward, and evaluation."""
+    fast = compiled(model, backend)
+    fast(torch.cat([x, x[:3]]))
+    with torch.no_grad():
+        fast(x)
+    fast.eval()
+    fast(x)
+    fast.train()
+    backward(fast, x, y, F.cross_entropy)
+
+
+def a_part(model, x, y, backend):
+    next(iter(model.children())).compile(backend=backend)
+    backward(model, x, y, F.cross_entropy)
+
+
+def around_the_model(model, x, y, backend):
+    """The user compiles a function that holds the forward and the loss."""
+    torch.compile(lambda a, b: F.cross_entropy(model(a), b), backend=backend)(x, y).backward()
+
+
 @backends
-@pytest.mark.parametrize("kind", ["mlp", "convnet"])
-def test_factors_equal_the_plain_form_without_a_graph_break(backend, kind):
-    build, (x, y) = {"mlp": (mlp, vectors()), "convnet": (convnet, images())}[kind]
+@each(kind=["mlp", "convnet"], run=[whole, unequal_micro_batches, among_others, a_part, around_the_model])
+def test_factors_equal_the_plain_form_without_a_graph_break(backend, kind, run):
+    build, (x, y) = {"mlp": (mlp, vectors(6)), "convnet": (convnet, images(6))}[kind]
     expected = expected_factors(build(), x, y, F.cross_entropy)
     model = build()
     opt = plain_kfac(model)
-    fast = compiled(model, backend)
-    opt.zero_grad()
-    backward(fast, x, y, F.cross_entropy)
+    run(model, x, y, backend)
     opt.step()
     assert_factors(all_factors(opt, model), expected)
     assert graph_breaks() == {}
-    # torch runs the hooks of a user's own root class outside the graph, as a frame of their own
-    assert graphs() <= (1 if kind == "mlp" else 2)
+    if run is whole:  # torch runs the hooks of a user's own root class outside the graph, as a frame of their own
+        assert graphs() <= (1 if kind == "mlp" else 2)
 
 
 @backends
@@ -129,62 +159,6 @@ def test_the_compiled_module_may_be_handed_to_the_optimizer():
     assert opt.dense_curvature("_orig_mod.0").shape == (25, 25)
 
 
-def test_micro_batches_of_unequal_size():
-    x, y = vectors(7)
-    expected = expected_factors(mlp(), x, y, F.cross_entropy)
-    model = mlp()
-    opt = plain_kfac(model)
-    fast = compiled(model)
-    for a, b in zip(x.split([4, 2, 1]), y.split([4, 2, 1]), strict=True):
-        backward(fast, a, b, lambda o, t: F.cross_entropy(o, t, reduction="sum") / 7)
-    opt.step()
-    assert_factors(all_factors(opt, model), expected)
-
-
-def test_forwards_without_a_backward_and_evaluation():
-    x, y = vectors()
-    expected = expected_factors(mlp(), x, y, F.cross_entropy)
-    model = mlp()
-    opt = plain_kfac(model)
-    fast = compiled(model)
-    fast(vectors(9)[0])
-    with torch.no_grad():
-        fast(x)
-    fast.eval()
-    fast(x)
-    fast.train()
-    backward(fast, x, y, F.cross_entropy)
-    opt.step()
-    assert_factors(all_factors(opt, model), expected)
-
-
-def test_a_compiled_part_of_an_eager_model():
-    x, y = vectors()
-    expected = expected_factors(mlp((4, 5, 6, 3)), x, y, F.cross_entropy)
-    model = mlp((4, 5, 6, 3))
-    opt = plain_kfac(model)
-    model[2].compile(backend="aot_eager")
-    train_step(opt, model, x, y, F.cross_entropy)
-    assert_factors(all_factors(opt, model), expected)
-
-
-def test_a_compiled_training_step_around_the_model():
-    """The user compiles a function that holds the forward and the loss."""
-    x, y = vectors()
-    expected = expected_factors(mlp(), x, y, F.cross_entropy)
-    model = mlp()
-    opt = plain_kfac(model)
-
-    @torch.compile(backend="aot_eager")
-    def objective(a, b):
-        return F.cross_entropy(model(a), b)
-
-    objective(x, y).backward()
-    opt.step()
-    assert_factors(all_factors(opt, model), expected)
-    assert graph_breaks() == {}
-
-
 def test_hooks_after_compilation_are_reported_once_by_layer_name():
     """torch.compile ignores hooks that come after its first call: the step says so and follows the fallback."""
     model, (x, y) = nn.Sequential(), vectors()
@@ -250,23 +224,17 @@ def test_models_of_a_class_that_train_in_turn_are_covered_where_torch_guards_hoo
         assert_factors(all_factors(opt, late), expected)
 
 
-def test_a_second_model_of_a_class_is_covered_after_a_reset():
+@pytest.mark.parametrize("first", ["adamw, then a reset", "kfac"])
+def test_a_second_model_of_a_class_is_covered_after_a_reset_or_an_optimizer_of_the_same_kind(first):
     expected = expected_factors(reused(), *vectors(), F.cross_entropy)
-    first, model = reused(), reused()
-    train_step(torch.optim.AdamW(first.parameters()), compiled(first, "eager"), *vectors(), F.cross_entropy)
+    other, model = reused(), reused()
+    opt = plain_kfac(other, lr=0.0) if first == "kfac" else torch.optim.AdamW(other.parameters())
+    train_step(opt, compiled(other, "eager"), *vectors(), F.cross_entropy)
     opt = plain_kfac(model, lr=0.0)
-    torch.compiler.reset()
+    if first != "kfac":
+        torch.compiler.reset()
     train_step(opt, compiled(model, "eager"), *vectors(), F.cross_entropy)
     assert_factors(all_factors(opt, model), expected)
-
-
-def test_a_second_model_of_a_class_needs_nothing_where_the_first_had_such_an_optimizer():
-    expected = expected_factors(reused(), *vectors(), F.cross_entropy)
-    for _ in range(2):
-        model = reused()
-        opt = plain_kfac(model, lr=0.0)
-        train_step(opt, compiled(model, "eager"), *vectors(), F.cross_entropy)
-        assert_factors(all_factors(opt, model), expected)
 
 
 def test_detach_leaves_a_compiled_model_that_works():

@@ -142,48 +142,34 @@ def test_a_layer_that_is_the_model_itself():
     assert_close(opt.state[block.owner]["factor_g"], expected[1])
 
 
-@pytest.mark.parametrize("build", [EKFAC, HyLo], ids=["EKFAC", "HyLo"])
-def test_the_curvature_of_the_other_layer_methods(build):
+@pytest.mark.parametrize(
+    ("build", "fisher"), [(EKFAC, "empirical"), (HyLo, "empirical"), (KFAC, "exact")], ids=["EKFAC", "HyLo", "observed"]
+)
+def test_the_curvature_of_other_methods_and_of_observed_outputs(build, fisher):
     """What a hook does is what a module does in its place."""
+    x, y = data("rows")
     found = []
     for hooked in (True, False):
         model = plain() if hooked else with_module()
         if hooked:
             model[0].register_forward_hook(times_three)
-        opt = build(model, lr=0.1, damping=0.01)
+        opt = build(model, lr=0.1, damping=0.01, fisher=fisher)
         before = model[0].weight.detach().clone()
-        F.cross_entropy(model(data("rows")[0]), data("rows")[1]).backward()
+        outputs = model(x)
+        opt.observe(outputs, "categorical")
+        F.cross_entropy(outputs, y).backward()
         opt.step()
         found.append(before - model[0].weight.detach())
     assert_close(*found)
 
 
-def test_observed_outputs():
-    found = []
-    for hooked in (True, False):
-        model = plain() if hooked else with_module()
-        if hooked:
-            model[0].register_forward_hook(times_three)
-        opt = plain_kfac(model, fisher="exact")
-        outputs = model(data("rows")[0])
-        opt.observe(outputs, "categorical")
-        F.cross_entropy(outputs, data("rows")[1]).backward()
-        opt.step()
-        found.append(block_state(opt, "0")["factor_g"])
-    assert_close(*found)
-
-
 def test_under_compilation():
+    """A hook that comes before the tap: the compiler has followed the order when it could be changed."""
     torch._dynamo.reset()
     model = plain()
     model[0].register_forward_hook(times_three)
     opt = plain_kfac(model)
     check_first_layer(opt, torch.compile(model, backend="aot_eager"))
-    torch._dynamo.reset()
-
-
-def test_a_hook_that_comes_before_the_tap_of_a_compiled_model():
-    """The compiler has followed the order of the hooks when it could be changed: no statistics but wrong ones."""
     torch._dynamo.reset()
     model = plain()
     opt = plain_kfac(model)
@@ -245,14 +231,14 @@ def test_full_backward_hooks_see_and_change_what_they_did():
 
 def test_a_hook_for_all_modules_that_changes_nothing():
     model, seen = plain(), []
+    expected = expected_factors(plain(), *data("rows"), F.cross_entropy, ["0"])["0"]
     handle = register_module_forward_hook(lambda m, args, output: seen.append(type(m)))
     try:
-        x, y = data("rows")
-        expected = expected_factors(plain(), x, y, F.cross_entropy, ["0"])["0"]
-        for found, wanted in zip(factors_of(plain_kfac(model), model), expected, strict=True):
-            assert_close(found, wanted)
+        found = factors_of(plain_kfac(model), model)
     finally:
         handle.remove()
+    for factor, wanted in zip(found, expected, strict=True):
+        assert_close(factor, wanted)
     assert nn.Linear in seen
 
 
