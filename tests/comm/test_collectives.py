@@ -6,7 +6,7 @@ tested on its own with random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -69,109 +69,60 @@ def collectives(capacity: int = 25 * 2**20, wire: torch.dtype | None = None) -> 
 WIRES = [None, torch.bfloat16]
 
 
+def forms() -> Iterator[Collectives]:
+    """Collectives of every capacity and wire dtype."""
+    for capacity in CAPACITIES:
+        for wire in WIRES:
+            yield collectives(capacity, wire)
+
+
 # ---------------------------------------------------------------------- sums
 def all_reduces(rank: int, world: int) -> None:
     expected = summed([tensors_of(r) for r in range(world)])
-    for capacity in CAPACITIES:
-        for wire in WIRES:
-            comm = collectives(capacity, wire)
-            for _ in range(2):  # the second time with buffers that are used again
-                ours = tensors_of(rank)
-                comm.all_reduce(ours, group=None, stage="s", symmetric=SYMMETRIC).wait()
-                same(ours, expected)
+    for comm in forms():
+        for _ in range(2):  # the second time with buffers that are used again
+            ours = tensors_of(rank)
+            comm.all_reduce(ours, group=None, stage="s", symmetric=SYMMETRIC).wait()
+            same(ours, expected)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_all_reduce(pool: Pool, world: int) -> None:
-    pool.run(all_reduces, world=world)
-
-
-def averages(rank: int, world: int) -> list[Tensor]:
+def averages(rank: int, world: int) -> None:
+    """They divide, and ignore the wire dtype."""
     ours = [t for t in tensors_of(rank) if t.is_floating_point()]
     expected = summed([[t for t in tensors_of(r) if t.is_floating_point()] for r in range(world)])
     collectives(64, torch.bfloat16).average(ours, group=None, stage="s", count=4).wait()
     same(ours, [t / 4 for t in expected])
-    return ours
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_average_divides_and_ignores_the_wire_dtype(pool: Pool, world: int) -> None:
-    pool.run(averages, world=world)
 
 
 def roots_of(world: int) -> list[dict[int, int]]:
     """Salts of lists by root: one each, in another order; one root alone; two; unequal."""
-    return [
-        {root: root for root in reversed(range(world))},
-        {world - 1: 7},
-        {0: 1, world - 1: 2},
-    ]
+    return [{root: root for root in reversed(range(world))}, {world - 1: 7}, {0: 1, world - 1: 2}]
 
 
-def reductions(rank: int, world: int) -> list[set[str]]:
-    kinds = []
-    for roots in roots_of(world):
-        for capacity in CAPACITIES:
-            for wire in WIRES:
-                comm = collectives(capacity, wire)
-                ours = {root: tensors_of(rank, salt) for root, salt in roots.items()}
-                before = {root: [t.clone() for t in tensors] for root, tensors in ours.items()}
-                flags = dict.fromkeys(roots, SYMMETRIC)
-                comm.reduce(ours, group=None, stage="s", symmetric=flags).wait()
-                for root, salt in roots.items():
-                    sums = summed([tensors_of(r, salt) for r in range(world)])
-                    same(ours[root], sums if root == rank else before[root])
-                kinds.append({record.kind for record in comm.counter.records})
-    return kinds
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_reduce_to_many_roots(pool: Pool, world: int) -> None:
+def reductions(rank: int, world: int) -> None:
     """Every form is among the cases, and what is not on its root stays as it was."""
-    kinds = pool.run(reductions, world=world)
-    assert all(of == kinds[0] for of in kinds)
-    assert set().union(*kinds[0]) == {"reduce_scatter", "all_to_all", "reduce"}
-
-
-def unequal_reductions(rank: int, world: int, numels: list[int]) -> list[Record]:
-    comm = collectives()
-    ours = {root: [torch.full((numel,), float(rank))] for root, numel in enumerate(numels)}
-    comm.reduce(ours, group=None, stage="s").wait()
-    assert ours[rank][0].tolist() == [float(sum(range(world)))] * numels[rank]
-    return comm.counter.records
-
-
-@pytest.mark.parametrize(
-    ("numels", "kind", "payloads"),
-    [
-        ([100, 100, 100], "reduce_scatter", [300]),
-        ([100, 100, 91], "reduce_scatter", [300]),  # 3 % of padding
-        ([110, 90, 90], "all_to_all", [290]),  # 14 %
-        ([90, 0, 60], "all_to_all", [150]),
-        ([100, 10, 10], "reduce", [100, 10, 10]),  # the first would receive 300 elements in place of 120
-        ([100, 0, 0], "reduce", [100]),
-    ],
-)
-def test_form_of_a_reduction(pool: Pool, numels: list[int], kind: str, payloads: list[int]) -> None:
-    expected = [Record("s", kind, 3, n, torch.float32, 4 * n) for n in payloads]
-    assert pool.run(unequal_reductions, numels, world=3) == [expected] * 3
+    kinds = set()
+    for roots in roots_of(world):
+        for comm in forms():
+            ours = {root: tensors_of(rank, salt) for root, salt in roots.items()}
+            before = {root: [t.clone() for t in tensors] for root, tensors in ours.items()}
+            comm.reduce(ours, group=None, stage="s", symmetric=dict.fromkeys(roots, SYMMETRIC)).wait()
+            for root, salt in roots.items():
+                sums = summed([tensors_of(r, salt) for r in range(world)])
+                same(ours[root], sums if root == rank else before[root])
+            kinds |= {record.kind for record in comm.counter.records}
+    assert world not in (2, 4) or kinds == {"reduce_scatter", "all_to_all", "reduce"}
 
 
 # ---------------------------------------------------------------------- copies
 def broadcasts(rank: int, world: int) -> None:
     for roots in roots_of(world):
-        for capacity in CAPACITIES:
-            for wire in WIRES:
-                ours = {root: tensors_of(rank, salt, moved=True) for root, salt in roots.items()}
-                flags = {root: [*SYMMETRIC, False, False] for root in roots}
-                collectives(capacity, wire).broadcast(ours, group=None, stage="s", symmetric=flags).wait()
-                for root, salt in roots.items():
-                    same(ours[root], tensors_of(root, salt, moved=True))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_broadcast_from_many_roots(pool: Pool, world: int) -> None:
-    pool.run(broadcasts, world=world)
+        for comm in forms():
+            ours = {root: tensors_of(rank, salt, moved=True) for root, salt in roots.items()}
+            flags = {root: [*SYMMETRIC, False, False] for root in roots}
+            comm.broadcast(ours, group=None, stage="s", symmetric=flags).wait()
+            for root, salt in roots.items():
+                same(ours[root], tensors_of(root, salt, moved=True))
 
 
 def gathers(rank: int, world: int) -> None:
@@ -189,12 +140,7 @@ def gathers(rank: int, world: int) -> None:
                 same(tensors, [torch.stack(tensors) for tensors in zip(*lists, strict=True)])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_gather_and_all_gather(pool: Pool, world: int) -> None:
-    pool.run(gathers, world=world)
-
-
-def uneven(rank: int, world: int) -> None:
+def unequal_parts(rank: int, world: int) -> None:
     dtypes = [torch.float32, torch.float64, torch.int16, torch.float32, torch.complex64]
     sizes = [[(3 * i + 5 * r) % 7 for r in range(world)] for i in range(len(dtypes))]
     sizes[3] = [0] * (world - 1) + [11]
@@ -209,12 +155,7 @@ def uneven(rank: int, world: int) -> None:
     assert not comm.counter.records
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_gather_of_unequal_parts(pool: Pool, world: int) -> None:
-    pool.run(uneven, world=world)
-
-
-def word_vectors(rank: int, world: int) -> None:
+def words(rank: int, world: int) -> None:
     comm = collectives()
     vector = torch.tensor([rank, 2**40 + rank, -rank])
     total = sum(range(world))
@@ -230,9 +171,59 @@ def word_vectors(rank: int, world: int) -> None:
     assert comm.counter.bytes_by_stage() == ({"w": 3 * 24} if world > 1 else {})
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_words(pool: Pool, world: int) -> None:
-    pool.run(word_vectors, world=world)
+def waits(rank: int, world: int) -> None:
+    """Waiting again changes nothing; parameters stay parameters."""
+    tensor = torch.ones(3)
+    comm = collectives()
+    work = comm.all_reduce([tensor, torch.ones(2)], group=None, stage="s")
+    work.wait()
+    tensor.zero_()
+    work.wait()
+    assert tensor.tolist() == [0.0] * 3
+    stacks = comm.all_gather([tensor], group=None, stage="s")
+    assert stacks.wait() is stacks.wait()
+    parameter = torch.nn.Parameter(torch.ones(2))
+    comm.all_reduce([parameter], group=None, stage="s").wait()
+    comm.broadcast({0: [parameter, torch.nn.Parameter(torch.ones(1))]}, group=None, stage="s").wait()
+    assert parameter.tolist() == [float(world)] * 2
+    assert parameter.requires_grad
+
+
+def every_kind(rank: int, world: int) -> None:
+    for kind in (all_reduces, averages, reductions, broadcasts, gathers, unequal_parts, words, waits):
+        kind(rank, world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_lists_of_all_ranks_are_added_and_copied(pool: Pool, world: int) -> None:
+    pool.run(every_kind, world=world)
+
+
+# ---------------------------------------------------------------------- forms of a reduction
+def unequal_reductions(rank: int, world: int, of_roots: list[list[int]]) -> list[list[Record]]:
+    records = []
+    for numels in of_roots:
+        comm = collectives()
+        ours = {root: [torch.full((numel,), float(rank))] for root, numel in enumerate(numels)}
+        comm.reduce(ours, group=None, stage="s").wait()
+        assert ours[rank][0].tolist() == [float(sum(range(world)))] * numels[rank]
+        records.append(comm.counter.records)
+    return records
+
+
+FORMS = [
+    ([100, 100, 100], "reduce_scatter", [300]),
+    ([100, 100, 91], "reduce_scatter", [300]),  # 3 % of padding
+    ([110, 90, 90], "all_to_all", [290]),  # 14 %
+    ([90, 0, 60], "all_to_all", [150]),
+    ([100, 10, 10], "reduce", [100, 10, 10]),  # the first would receive 300 elements in place of 120
+    ([100, 0, 0], "reduce", [100]),
+]
+
+
+def test_form_of_a_reduction(pool: Pool) -> None:
+    expected = [[Record("s", kind, 3, n, torch.float32, 4 * n) for n in payloads] for _, kind, payloads in FORMS]
+    assert pool.run(unequal_reductions, [numels for numels, *_ in FORMS], world=3) == [expected] * 3
 
 
 # ---------------------------------------------------------------------- rounding, and equality between ranks
@@ -337,27 +328,6 @@ def test_staging_is_bounded_and_used_again(pool: Pool) -> None:
         assert 0 < first <= 5 * 400
         assert last <= 5 * 400
         assert cleared == 0
-
-
-def waits(rank: int, world: int) -> None:
-    tensor = torch.ones(3)
-    comm = collectives()
-    work = comm.all_reduce([tensor, torch.ones(2)], group=None, stage="s")
-    work.wait()
-    tensor.zero_()
-    work.wait()
-    assert tensor.tolist() == [0.0] * 3
-    stacks = comm.all_gather([tensor], group=None, stage="s")
-    assert stacks.wait() is stacks.wait()
-    parameter = torch.nn.Parameter(torch.ones(2))
-    comm.all_reduce([parameter], group=None, stage="s").wait()
-    comm.broadcast({0: [parameter, torch.nn.Parameter(torch.ones(1))]}, group=None, stage="s").wait()
-    assert parameter.tolist() == [2.0, 2.0]
-    assert parameter.requires_grad
-
-
-def test_waiting_again_changes_nothing(pool: Pool) -> None:
-    pool.run(waits)
 
 
 SEEN = [

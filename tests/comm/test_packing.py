@@ -111,9 +111,8 @@ def test_messages_with_many_roots_stay_balanced() -> None:
     assert [[len(positions) for positions in message] for message in messages] == [[3] * 4] * 4
 
 
-@pytest.mark.parametrize(
-    ("shares", "kind", "rounded"),
-    [
+def test_form_of_a_reduction() -> None:
+    for shares, kind, rounded in [
         ([10, 10], "reduce_scatter", "all_to_all"),
         ([100, 82], "reduce_scatter", "all_to_all"),  # padded to 200: 9.9 % more than 182
         ([100, 81], "all_to_all", "all_to_all"),  # 10.5 %
@@ -121,10 +120,8 @@ def test_messages_with_many_roots_stay_balanced() -> None:
         ([100, 99, 0, 0], "reduce", "twice"),
         ([100, 0], "reduce", "all_to_all"),
         ([0, 0, 100], "reduce", "twice"),
-    ],
-)
-def test_form_of_a_reduction(shares: list[int], kind: str, rounded: str) -> None:
-    assert (reduce_kind(shares), reduce_kind(shares, rounded=True)) == (kind, rounded)
+    ]:
+        assert (reduce_kind(shares), reduce_kind(shares, rounded=True)) == (kind, rounded)
 
 
 # ---------------------------------------------------------------------- buffers

@@ -19,43 +19,40 @@ def test_grid_of_eight_ranks() -> None:
     assert (grid.width, grid.row_of(5), grid.column_of(5)) == (4, (4, 5, 6, 7), (1, 5))
 
 
-@pytest.mark.parametrize(
-    ("workers", "rows", "columns"), [(1, [tuple(range(8))], 8), (4, [(0, 1), (2, 3), (4, 5), (6, 7)], 2)]
-)
-def test_rows_are_runs_of_ranks(workers: int, rows: list[tuple[int, ...]], columns: int) -> None:
-    grid = Grid(8, workers)
-    assert grid.rows == rows
-    assert len(grid.columns) == columns
-    for rank in range(8):
-        assert set(grid.row_of(rank)) & set(grid.column_of(rank)) == {rank}
+def test_rows_are_runs_of_ranks() -> None:
+    for workers, rows, columns in [(1, [tuple(range(8))], 8), (4, [(0, 1), (2, 3), (4, 5), (6, 7)], 2)]:
+        grid = Grid(8, workers)
+        assert grid.rows == rows
+        assert len(grid.columns) == columns
+        for rank in range(8):
+            assert set(grid.row_of(rank)) & set(grid.column_of(rank)) == {rank}
 
 
-@pytest.mark.parametrize(("world", "workers"), [(8, 3), (8, 0), (8, 16), (3, 2), (1, 2)])
-def test_workers_must_divide(world: int, workers: int) -> None:
-    with pytest.raises(ValueError, match=f"{workers} gradient workers do not divide {world} ranks"):
-        Grid(world, workers)
+def test_workers_must_divide() -> None:
+    for world, workers in [(8, 3), (8, 0), (8, 16), (3, 2), (1, 2)]:
+        with pytest.raises(ValueError, match=f"{workers} gradient workers do not divide {world} ranks"):
+            Grid(world, workers)
 
 
-@pytest.mark.parametrize(
-    ("world", "fraction", "workers"),
-    [(1, 1, 1), (4, 1, 4), (4, 1.0, 4), (4, 0.5, 2), (4, 0.25, 1), (3, 1 / 3, 1), (3, 0.333333, 1), (49, 1 / 49, 1)],
-)
-def test_workers_of_a_fraction(world: int, fraction: float, workers: int) -> None:
-    assert workers_of(world, fraction) == workers
+def test_workers_of_a_fraction() -> None:
+    for world, fraction, workers in [
+        (1, 1, 1), (4, 1, 4), (4, 1.0, 4), (4, 0.5, 2), (4, 0.25, 1), (3, 1 / 3, 1), (3, 0.333333, 1), (49, 1 / 49, 1)
+    ]:  # fmt: skip
+        assert workers_of(world, fraction) == workers
 
 
-@pytest.mark.parametrize("world", [1, 2, 6, 48, 1024, 4096])
-def test_fractions_named_in_the_error_work(world: int) -> None:
-    with pytest.raises(ValueError, match="fractions that work") as error:
-        workers_of(world, 0.29)
-    named = str(error.value).rsplit(": ", 1)[1].split(", ")
-    assert [workers_of(world, float(word)) for word in named] == divisors(world)
+def test_fractions_named_in_the_error_work() -> None:
+    for world in [1, 2, 6, 48, 1024, 4096]:
+        with pytest.raises(ValueError, match="fractions that work") as error:
+            workers_of(world, 0.29)
+        named = str(error.value).rsplit(": ", 1)[1].split(", ")
+        assert [workers_of(world, float(word)) for word in named] == divisors(world)
 
 
-@pytest.mark.parametrize("fraction", [0, 0.1, -0.5, 2, 0.75, 0.26])
-def test_impossible_fractions(fraction: float) -> None:
-    with pytest.raises(ValueError, match=r"divides 4; fractions that work: 0.25, 0.5, 1$"):
-        workers_of(4, fraction)
+def test_impossible_fractions() -> None:
+    for fraction in [0, 0.1, -0.5, 2, 0.75, 0.26]:
+        with pytest.raises(ValueError, match=r"divides 4; fractions that work: 0.25, 0.5, 1$"):
+            workers_of(4, fraction)
 
 
 # ---------------------------------------------------------------------- owners
@@ -63,17 +60,14 @@ def loads(*costs: float) -> list[Load]:
     return [Load(float(cost), int(cost)) for cost in costs]
 
 
-@pytest.mark.parametrize(
-    ("workers", "owners"),
-    [
+def test_owners_on_eight_ranks() -> None:
+    for workers, owners in [
         (1, [0, 1, 2, 3, 4, 5, 6, 7, 7, 6]),
         (2, [0, 1, 2, 3, 7, 6, 5, 4, 4, 5]),
         (4, [0, 1, 3, 2, 4, 5, 7, 6, 6, 7]),
         (8, [0, 1, 2, 3, 4, 5, 6, 7, 7, 6]),
-    ],
-)
-def test_owners_on_eight_ranks(workers: int, owners: list[int]) -> None:
-    assert assign(loads(10, 9, 8, 7, 6, 5, 4, 3, 2, 1), Grid(8, workers)) == owners
+    ]:
+        assert assign(loads(10, 9, 8, 7, 6, 5, 4, 3, 2, 1), Grid(8, workers)) == owners
 
 
 def test_ties_go_to_the_lower_index() -> None:
@@ -155,11 +149,11 @@ BERT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "world"), [(RESNET20, 2), (RESNET20, 4), (BERT, 2), (BERT, 4), (BERT, 8)])
-def test_memory_is_divided(model: list[tuple[Load, int]], world: int) -> None:
-    owners = assign([load for load, _ in model], Grid(world, 1))
-    nbytes = [stored for _, stored in model]
-    assert most(nbytes, owners, world) <= 1.15 / world * sum(nbytes)
+def test_memory_is_divided() -> None:
+    for model, world in [(RESNET20, 2), (RESNET20, 4), (BERT, 2), (BERT, 4), (BERT, 8)]:
+        owners = assign([load for load, _ in model], Grid(world, 1))
+        nbytes = [stored for _, stored in model]
+        assert most(nbytes, owners, world) <= 1.15 / world * sum(nbytes)
 
 
 def test_time_is_divided() -> None:

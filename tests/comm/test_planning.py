@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.architectures import architecture
 from secondorder import EKFAC, KFAC, MFAC, ChiefOnly, CommOpt, HybridOpt, HyLo, LocalFactors, MemOpt
 from secondorder.comm import Local
-from secondorder.plan.plan import Plan, RankPlan, Sum, Traffic, means, spread
+from secondorder.plan.plan import Plan, Sum, Traffic, means, spread
 from secondorder.switching import LRChange
 
 MIB = 2**20
@@ -131,31 +131,31 @@ def test_half_the_bytes_with_a_narrow_wire() -> None:
     assert each(directions, "sent", "directions") == [DIRECTIONS / 2] * 2
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_a_window_is_cut_evenly(world: int) -> None:
+def test_a_window_is_cut_evenly() -> None:
     """`W` parts of a window of 8 rows: dots of 8 numbers, and the direction gathered; in float64, as it is small."""
-    model = network()
-    d = sum(p.numel() for p in model.parameters())
-    plan = MFAC(model, window_size=8).plan(world, MemOpt())
-    window = each(plan, "stored", "window")
-    assert sum(window) == 8 * 4 * d
-    assert max(window) - min(window) <= 2 * 8 * 4 * 16  # cut at multiples of 16 entries
-    assert each(plan, "sent", "dots") == [8 * 8 if world > 1 else 0] * world
-    assert max(each(plan, "sent", "directions")) == (8 * world * (max(window) // 32) if world > 1 else 0)
-    assert each(MFAC(model, window_size=8).plan(world, CommOpt()), "stored", "window") == [8 * 4 * d] * world
-
-
-def test_gradients_that_the_optimizer_averages() -> None:
-    nbytes = 4 * sum(p.numel() for p in network().parameters())
-    plan = KFAC(network()).plan(4, CommOpt(average_gradients=True))
-    assert each(plan, "sent", "gradients") == [nbytes] * 4
+    for world in [1, 2, 4, 8]:
+        model = network()
+        d = sum(p.numel() for p in model.parameters())
+        plan = MFAC(model, window_size=8).plan(world, MemOpt())
+        window = each(plan, "stored", "window")
+        assert sum(window) == 8 * 4 * d
+        assert max(window) - min(window) <= 2 * 8 * 4 * 16  # cut at multiples of 16 entries
+        assert each(plan, "sent", "dots") == [8 * 8 if world > 1 else 0] * world
+        assert max(each(plan, "sent", "directions")) == (8 * world * (max(window) // 32) if world > 1 else 0)
+        assert each(MFAC(model, window_size=8).plan(world, CommOpt()), "stored", "window") == [8 * 4 * d] * world
 
 
 @pytest.mark.filterwarnings("ignore:.*is not a multiple of factor_update_steps")
-def test_intervals_that_do_not_divide_each_other() -> None:
-    plan = KFAC(network(), factor_update_steps=3, inv_update_steps=7).plan(2, CommOpt())
-    assert each(plan, "sent", "statistics") == pytest.approx([STATISTICS / 3] * 2)
-    assert each(plan, "sent", "curvature") == pytest.approx([BASES / 7] * 2)
+def test_options_that_change_what_is_sent() -> None:
+    nbytes = 4 * sum(p.numel() for p in network().parameters())
+    averaging = KFAC(network()).plan(4, CommOpt(average_gradients=True))
+    assert each(averaging, "sent", "gradients") == [nbytes] * 4
+    uneven = KFAC(network(), factor_update_steps=3, inv_update_steps=7).plan(2, CommOpt())
+    assert each(uneven, "sent", "statistics") == pytest.approx([STATISTICS / 3] * 2)
+    assert each(uneven, "sent", "curvature") == pytest.approx([BASES / 7] * 2)
+    off = KFAC(network(), inv_update_steps=0).plan(4, CommOpt())
+    assert each(off, "sent", "statistics") == each(off, "sent", "curvature") == [0] * 4
+    assert each(off, "flops", "refresh") == [0] * 4
 
 
 def test_staggered_refreshes_flatten_the_worst_step() -> None:
@@ -164,23 +164,17 @@ def test_staggered_refreshes_flatten_the_worst_step() -> None:
     assert max(each(staggered, "worst_sent", "curvature")) < BASES / 2
 
 
-def test_preconditioning_that_is_off() -> None:
-    plan = KFAC(network(), inv_update_steps=0).plan(4, CommOpt())
-    assert each(plan, "sent", "statistics") == each(plan, "sent", "curvature") == [0] * 4
-    assert each(plan, "flops", "refresh") == [0] * 4
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Known models
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "mebibytes"), [("resnet50", 587), ("resnet32", 15.7)])
-def test_factors_of_known_models(model: str, mebibytes: float) -> None:
+def test_factors_of_known_models() -> None:
     """Of convolutions and the linear layer, as published; ours of the norms are 2 × 2 per unit."""
-    optimizer = KFAC(architecture(model).model, skip_layers=nn.BatchNorm2d)
-    stored = each(optimizer.plan(64, CommOpt()), "stored", "factors")
-    assert stored == [pytest.approx(mebibytes * MIB, rel=4e-3)] * 64
+    for model, mebibytes in [("resnet50", 587), ("resnet32", 15.7)]:
+        optimizer = KFAC(architecture(model).model, skip_layers=nn.BatchNorm2d)
+        stored = each(optimizer.plan(64, CommOpt()), "stored", "factors")
+        assert stored == [pytest.approx(mebibytes * MIB, rel=4e-3)] * 64
 
 
 def test_rows_of_known_models() -> None:
@@ -270,9 +264,8 @@ def test_one_rank_stores_what_it_says_it_does() -> None:
         assert sum(rank.stored.values()) == usage["total"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
+def test_what_is_refused() -> None:
+    for arguments, error, message in [
         ({"world_size": 0}, ValueError, "world_size must be >= 1, got 0"),
         ({"world_size": 2.0}, TypeError, "world_size must be an integer, got 2.0"),
         ({"world_size": True}, TypeError, "world_size must be an integer, got True"),
@@ -283,11 +276,9 @@ def test_one_rank_stores_what_it_says_it_does() -> None:
         ({"world_size": 4, "comm": ChiefOnly(root=4)}, ValueError, "root=4, but there are 4 ranks"),
         ({"batch_size": 0}, ValueError, "batch_size must be >= 1, got 0"),
         ({"batch_size": 1.5}, TypeError, "batch_size must be an integer, got 1.5"),
-    ],
-)
-def test_what_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        KFAC(network()).plan(**arguments)
+    ]:
+        with pytest.raises(error, match=message):
+            KFAC(network()).plan(**arguments)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -295,17 +286,12 @@ def test_what_is_refused(arguments: dict[str, Any], error: type[Exception], mess
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_fields_come_in_the_promised_order() -> None:
-    assert list(RankPlan.__dataclass_fields__)[:4] == ["stored", "sent", "worst_sent", "flops"]
-    assert next(iter(Plan.__dataclass_fields__)) == "ranks"
-
-
-@pytest.mark.parametrize("world", [1, 3, 64])
-def test_as_json(world: int) -> None:
-    plan = KFAC(network()).plan(world, MemOpt())
-    found = json.loads(json.dumps(plan.to_dict()))
-    assert len(found["ranks"]) == found["world_size"] == world
-    assert found["ranks"][0]["stored"] == plan.ranks[0].stored
+def test_as_json() -> None:
+    for world in [1, 3, 64]:
+        plan = KFAC(network()).plan(world, MemOpt())
+        found = json.loads(json.dumps(plan.to_dict()))
+        assert len(found["ranks"]) == found["world_size"] == world
+        assert found["ranks"][0]["stored"] == plan.ranks[0].stored
 
 
 def test_a_column_for_each_of_few_ranks() -> None:

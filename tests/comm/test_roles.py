@@ -15,73 +15,70 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "sizes"), SIZES.items())
-def test_default_roles_fill_the_world_in_order(world: int, sizes: tuple[int, int, int]) -> None:
-    found = roles.resolve(world, NONE)
-    assert (len(found.gradient), len(found.factor), len(found.inverse)) == sizes
-    assert (*found.gradient, *found.factor, *found.inverse) == tuple(range(world))
-    assert not found.colocated
+def test_default_roles_fill_the_world_in_order() -> None:
+    for world, sizes in SIZES.items():
+        found = roles.resolve(world, NONE)
+        assert (len(found.gradient), len(found.factor), len(found.inverse)) == sizes
+        assert (*found.gradient, *found.factor, *found.inverse) == tuple(range(world))
+        assert not found.colocated
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_world_too_small_for_three_roles_is_refused(world: int) -> None:
-    with pytest.raises(ValueError, match="at least 3"):
-        roles.resolve(world, NONE)
+def test_a_world_too_small_for_three_roles_is_refused() -> None:
+    for world in [1, 2]:
+        with pytest.raises(ValueError, match="at least 3"):
+            roles.resolve(world, NONE)
 
 
-@pytest.mark.parametrize(("world", "expected"), [
-    (2, Roles((0,), (1,), (1,))),
-    (3, Roles((0,), (1, 2), (1, 2))),
-    (4, Roles((0, 1), (2, 3), (2, 3))),
-    (8, Roles((0, 1, 2, 3), (4, 5, 6, 7), (4, 5, 6, 7))),
-])  # fmt: skip
-def test_colocated_default_roles(world: int, expected: Roles) -> None:
-    found = roles.resolve(world, NONE, allow_colocated=True)
-    assert found == expected
-    assert found.colocated
+def test_colocated_default_roles() -> None:
+    for world, expected in [
+        (2, Roles((0,), (1,), (1,))),
+        (3, Roles((0,), (1, 2), (1, 2))),
+        (4, Roles((0, 1), (2, 3), (2, 3))),
+        (8, Roles((0, 1, 2, 3), (4, 5, 6, 7), (4, 5, 6, 7))),
+    ]:
+        found = roles.resolve(world, NONE, allow_colocated=True)
+        assert found == expected
+        assert found.colocated
 
 
-@pytest.mark.parametrize(("given", "colocated", "expected"), [
-    ({"gradient": [2, 0], "factor": [1], "inverse": [3]}, False, Roles((2, 0), (1,), (3,))),
-    ({"gradient": [0], "factor": [1]}, False, Roles((0,), (1,), (2, 3))),
-    ({"factor": [3], "inverse": [0]}, False, Roles((1, 2), (3,), (0,))),
-    ({"gradient": [0, 1]}, True, Roles((0, 1), (2, 3), (2, 3))),
-    ({"inverse": [3]}, True, Roles((0, 1, 2), (3,), (3,))),
-    ({"gradient": [0, 3], "factor": [1], "inverse": [2]}, True, Roles((0, 3), (1,), (2,))),
-])  # fmt: skip
-def test_given_roles_and_what_is_left(given: dict[str, list[int]], colocated: bool, expected: Roles) -> None:
-    assert roles.resolve(4, roles.check({**NONE, **given}, colocated), colocated) == expected
+def test_given_roles_and_what_is_left() -> None:
+    for given, colocated, expected in [
+        ({"gradient": [2, 0], "factor": [1], "inverse": [3]}, False, Roles((2, 0), (1,), (3,))),
+        ({"gradient": [0], "factor": [1]}, False, Roles((0,), (1,), (2, 3))),
+        ({"factor": [3], "inverse": [0]}, False, Roles((1, 2), (3,), (0,))),
+        ({"gradient": [0, 1]}, True, Roles((0, 1), (2, 3), (2, 3))),
+        ({"inverse": [3]}, True, Roles((0, 1, 2), (3,), (3,))),
+        ({"gradient": [0, 3], "factor": [1], "inverse": [2]}, True, Roles((0, 3), (1,), (2,))),
+    ]:
+        assert roles.resolve(4, roles.check({**NONE, **given}, colocated), colocated) == expected
 
 
-@pytest.mark.parametrize(("given", "error", "match"), [
-    ({"gradient": []}, ValueError, "at least one"),
-    ({"gradient": [0, 0]}, ValueError, "different"),
-    ({"gradient": [-1]}, ValueError, "from 0 on"),
-    ({"gradient": [0], "factor": [0]}, ValueError, "rank 0 has two roles"),
-    ({"factor": [1], "inverse": [1]}, ValueError, "allow_colocated"),
-    ({"factor": 1}, TypeError, "list of ranks"),
-    ({"factor": [1.0]}, TypeError, "1.0"),
-    ({"factor": "12"}, TypeError, "list of ranks"),
-])  # fmt: skip
-def test_roles_that_no_world_can_have_are_refused(given: dict[str, object], error: type, match: str) -> None:
-    with pytest.raises(error, match=match):
-        roles.check({**NONE, **given}, allow_colocated=False)  # type: ignore[dict-item]
-
-
-@pytest.mark.parametrize(("given", "match"), [
-    ({"gradient": [0], "factor": [1], "inverse": [4]}, "beyond the world of 4"),
-    ({"gradient": [0], "factor": [1], "inverse": [2]}, r"ranks \[3\] of a world of 4 have no role"),
-    ({"gradient": [0]}, "name them"),
-    ({"gradient": [0, 1], "factor": [2, 3]}, "leaves no choice"),
-])  # fmt: skip
-def test_roles_that_do_not_fit_the_world_are_refused(given: dict[str, list[int]], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        roles.resolve(4, roles.check({**NONE, **given}, False))
-
-
-def test_factor_and_inverse_ranks_may_not_overlap_in_part() -> None:
-    with pytest.raises(ValueError, match="rank 2 has two roles"):
+def test_roles_that_no_world_can_have_are_refused() -> None:
+    for given, error, match in [
+        ({"gradient": []}, ValueError, "at least one"),
+        ({"gradient": [0, 0]}, ValueError, "different"),
+        ({"gradient": [-1]}, ValueError, "from 0 on"),
+        ({"gradient": [0], "factor": [0]}, ValueError, "rank 0 has two roles"),
+        ({"factor": [1], "inverse": [1]}, ValueError, "allow_colocated"),
+        ({"factor": 1}, TypeError, "list of ranks"),
+        ({"factor": [1.0]}, TypeError, "1.0"),
+        ({"factor": "12"}, TypeError, "list of ranks"),
+    ]:
+        with pytest.raises(error, match=match):
+            roles.check({**NONE, **given}, allow_colocated=False)  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="rank 2 has two roles"):  # factor and inverse ranks may not overlap in part
         roles.check({"gradient": [0], "factor": [1, 2], "inverse": [2, 3]}, allow_colocated=True)
+
+
+def test_roles_that_do_not_fit_the_world_are_refused() -> None:
+    for given, match in [
+        ({"gradient": [0], "factor": [1], "inverse": [4]}, "beyond the world of 4"),
+        ({"gradient": [0], "factor": [1], "inverse": [2]}, r"ranks \[3\] of a world of 4 have no role"),
+        ({"gradient": [0]}, "name them"),
+        ({"gradient": [0, 1], "factor": [2, 3]}, "leaves no choice"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            roles.resolve(4, roles.check({**NONE, **given}, False))
 
 
 def test_role_and_peers_of_a_rank() -> None:
@@ -101,11 +98,11 @@ def test_a_version_is_used_two_epochs_after_the_one_it_was_estimated_in() -> Non
     assert [step for step in range(10) if lockstep.ends_epoch(step, 3)] == [3, 6, 9]
 
 
-@pytest.mark.parametrize("period", [1, 2, 5])
-def test_parameters_behind_the_curvature_are_two_to_three_epochs_old(period: int) -> None:
-    versions = {step: lockstep.version_of(step, period) for step in range(20 * period)}
-    ages = [step - version * period for step, version in versions.items() if version is not None]
-    assert (min(ages), max(ages)) == (2 * period, 3 * period - 1)
+def test_parameters_behind_the_curvature_are_two_to_three_epochs_old() -> None:
+    for period in [1, 2, 5]:
+        versions = {step: lockstep.version_of(step, period) for step in range(20 * period)}
+        ages = [step - version * period for step, version in versions.items() if version is not None]
+        assert (min(ages), max(ages)) == (2 * period, 3 * period - 1)
 
 
 def test_the_order_of_work_is_random_by_version_and_the_same_in_every_run() -> None:

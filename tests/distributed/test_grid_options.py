@@ -146,20 +146,19 @@ def test_curvature_kept_in_bfloat16_is_sent_so_and_is_the_same_under_every_strat
     assert 0.5 * full < low < 0.65 * full  # eigenvalues are sent whole
 
 
-@pytest.mark.parametrize("make", [CommOpt, MemOpt, LocalFactors, ChiefOnly, lambda: HybridOpt(0.5)])
-def test_a_strategy_serves_one_optimizer(make: Callable[[], Any]) -> None:
-    comm, model = make(), _net()
-    optimizer = KFAC(model, comm=comm)
-    hooks = [len(m._forward_hooks) for m in model]
-    with pytest.raises(ValueError, match="serves another optimizer already"):
-        KFAC(model, comm=comm)
-    assert [len(m._forward_hooks) for m in model] == hooks
-    optimizer.close()
+def test_a_strategy_serves_one_optimizer() -> None:
+    for make in [CommOpt, MemOpt, LocalFactors, ChiefOnly, lambda: HybridOpt(0.5)]:
+        comm, model = make(), _net()
+        optimizer = KFAC(model, comm=comm)
+        hooks = [len(m._forward_hooks) for m in model]
+        with pytest.raises(ValueError, match="serves another optimizer already"):
+            KFAC(model, comm=comm)
+        assert [len(m._forward_hooks) for m in model] == hooks
+        optimizer.close()
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
+def test_bad_arguments_are_refused_by_name() -> None:
+    for make, error, text in [
         (lambda: CommOpt(replicate_factors="yes"), TypeError, "replicate_factors"),  # type: ignore[arg-type]
         (lambda: CommOpt(average_gradients=1), TypeError, "average_gradients"),  # type: ignore[arg-type]
         (lambda: MemOpt(wire_dtype=torch.float16), ValueError, "wire_dtype"),
@@ -173,11 +172,9 @@ def test_a_strategy_serves_one_optimizer(make: Callable[[], Any]) -> None:
         (lambda: ChiefOnly(root="0"), TypeError, "root"),  # type: ignore[arg-type]
         (lambda: ChiefOnly(deliver="factors"), ValueError, "deliver"),
         (lambda: ChiefOnly(statistics="root"), ValueError, "statistics"),
-    ],
-)
-def test_bad_arguments_are_refused_by_name(make: Callable[[], Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        make()
+    ]:
+        with pytest.raises(error, match=text):
+            make()
 
 
 def _refused(rank: int, world: int) -> list[tuple[str, str]]:
