@@ -96,7 +96,7 @@ def _sizes(unit: Any) -> list[int]:
     return [sum(column) for column in zip(*(unit.part.sizes(i) for i in range(len(unit.params))), strict=True)]
 
 
-@only("mem-3", "hybrid_half-4", layout=GRID)
+@only("mem-3", layout=GRID)
 def test_ranks_do_what_one_process_does(pool: Pool, layout: tuple[str, int, int]) -> None:
     """And send dots and directions for it, nothing else."""
     strategy, world, width = layout
@@ -242,17 +242,13 @@ def refused(rank: int, world: int, saved: dict[Any, Saved]) -> list[tuple[str, s
     return [raised(started(rank, "mem", *case)[1].load_state_dict, state) for case, state in saved.items()]
 
 
-@pytest.mark.parametrize("marked", [True, False])
-def test_parts_of_others_are_refused(pool: Pool, marked: bool) -> None:
-    found = pool.run(broken_off, "mem", world=2)
-    first = {case: dict(both[0]) for case, both in found[0].items()}
-    for state in first.values():
-        assert state["partial"]
-        if not marked:
-            del state["partial"]
-    answers = [pool.run(refused, first, world=2)[1], pool.run(refused, first, world=1)[0]]
-    for answer in answers:
-        for kind, text in answer:
+def test_parts_of_others_are_refused(pool: Pool) -> None:
+    """Also without the mark that they are parts, which trainers lose."""
+    marked = {case: own for case, (own, _) in pool.run(broken_off, "mem")[0].items()}
+    bare = {case: {key: value for key, value in own.items() if key != "partial"} for case, own in marked.items()}
+    assert all(own["partial"] for own in marked.values())
+    for parts in (marked, bare):
+        for kind, text in (*pool.run(refused, parts)[1], *pool.run(refused, parts, world=1)[0]):
             assert kind == "RuntimeError"
             assert "consolidate_state_dict() on all ranks" in text
 
