@@ -38,7 +38,7 @@ from tests.support.oracles.ranks import (
     together,
 )
 from tests.support.pool import Pool, device_of
-from tests.support.saving import train
+from tests.support.saving import started, train
 
 KRONECKER = ("kfac_eigen", "kfac_cholesky", "ekfac_running", "ekfac_intra")
 STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
@@ -85,7 +85,16 @@ def runs_of(strategy: str, world: int, rest: bool) -> list[Run]:
 
 
 def paths_of_runs(rank: int, world: int, strategy: str, runs: list[Run]) -> list[Tensor]:
-    return [together(rank, world, strategy, run) for run in runs]
+    """In turn under DDP, and with a strategy that averages the gradients itself."""
+    paths = []
+    for i, run in enumerate(runs):
+        if i % 2 == 0:
+            paths.append(together(rank, world, strategy, run))
+            continue
+        model, optimizer = started(rank, strategy, run)
+        paths.append(torch.stack(train(model, optimizer, rank, world, run, 0, run.steps)))
+        optimizer.close()
+    return paths
 
 
 @pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["a_share", "all_others"])
@@ -146,7 +155,7 @@ def test_path_of_a_summed_loss(pool: Pool, method: str, strategy: str) -> None:
     for step in range(run.steps):
         descend(model, optimizer, run.batch(step), run)
         path.append(flat(model))
-    assert_same_path(pool.run(together, strategy, run, world=2), torch.stack(path))
+    assert_same_path(pool.run(together, strategy, run), torch.stack(path))
 
 
 def masked_steps(model: nn.Module, optimizer: Any, rank: int, world: int) -> Tensor:
@@ -240,6 +249,6 @@ def test_factors_are_those_of_a_plain_list_of_examples(pool: Pool) -> None:
 def test_batches_tell_the_difference(pool: Pool) -> None:
     """Shards that all ranks had alike would hide an average that is missing."""
     run = Run("mlp", "kfac_eigen", steps=10)
-    local = pool.run(together, "local_factors", run, world=2)
+    local = pool.run(together, "local_factors", run)
     assert_replicas(local)
     assert distance(local[0], alone(run)[0]) > 1e-4

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import KFAC
-from tests.support.grid import pairs, product
+from tests.support.grid import each, product
 from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, build, descend, distance, flat, shard
 from tests.support.pool import Pool, device_of
 from tests.support.saving import raised
@@ -37,24 +37,18 @@ def owned(optimizer: Any) -> list[int]:
     return [optimizer.comm.owner(i) for i in range(count)]
 
 
-def uneven(
-    rank: int, world: int, strategy: str, run: Run, early: int, scheduled: bool = False, wrapped: bool = True
-) -> dict[str, Any]:
+def uneven(rank: int, world: int, strategy: str, run: Run, early: int, wrapped: bool = True) -> dict[str, Any]:
     """Train with fewer batches on one rank; path, counters and owners."""
     bare = TASKS[run.task].model(device_of(rank))
     model = DDP(bare) if wrapped else bare
     optimizer = build(run.method, model, STRATEGIES[strategy](average_gradients=not wrapped), **run.keywords)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if scheduled else None
     inside = []
     with Join([model, optimizer] if wrapped else [optimizer]):
         for batch in batches(rank, world, run, SHORT if rank == early else LONG):
             descend(model, optimizer, batch, run)
             inside.append(flat(model))
-            if schedule:
-                schedule.step()
     at_end = flat(model)
     sent = len(optimizer.comm.collectives.counter.records)
-    lrs = [group["lr"] for group in optimizer.param_groups]
     after = []
     for step in range(LONG, LONG + 3):  # as if nothing had been
         descend(model, optimizer, shard(run.batch(step), rank, world), run)
@@ -62,16 +56,16 @@ def uneven(
     stages = {record.stage for record in optimizer.comm.collectives.counter.records[sent:]}
     steps = [float(optimizer.state[p]["step"]) for p in model.parameters()]
     return {
-        "inside": torch.stack(inside), "path": torch.stack([at_end, *after]), "steps": steps, "lrs": lrs,
+        "inside": torch.stack(inside), "path": torch.stack([at_end, *after]), "steps": steps,
         "owners": owned(optimizer), "stages": stages, "t": optimizer.steps, "live": optimizer._join_config.enable,
     }  # fmt: skip
 
 
-@pairs(method=["kfac_eigen", "ekfac_intra"], strategy=["mem", "comm"], early=[0, 1])
+@each(method=["kfac_eigen", "ekfac_intra"], strategy=["mem", "comm"], early=[0, 1])
 def test_a_rank_that_ends_early_takes_the_steps_of_the_others(
     pool: Pool, method: str, strategy: str, early: int
 ) -> None:
-    answers = pool.run(uneven, strategy, Run(method=method, keywords=EAGER), early, world=2)
+    answers = pool.run(uneven, strategy, Run(method=method, keywords=EAGER), early)
     assert_replicas([answer["path"] for answer in answers])
     for answer in answers:
         assert early in answer["owners"]
@@ -88,7 +82,7 @@ def test_a_rank_that_ends_early_takes_the_steps_of_the_others(
 def test_last_steps_are_those_of_the_live_rank(pool: Pool, method: str) -> None:
     """DDP divides by the first number of ranks: a joined rank counts as one whose gradient is zero."""
     run = Run(method=method, keywords={} if method == "mfac" else EAGER)
-    answers = pool.run(uneven, "mem", run, 0, world=2)
+    answers = pool.run(uneven, "mem", run, 0)
     reference = pool.run(halved, run, world=1)[0]
     assert_replicas([answer["path"] for answer in answers])
     assert distance(answers[1]["inside"], reference) < 1e-9
@@ -115,11 +109,11 @@ def halved(rank: int, world: int, run: Run) -> Tensor:
 @pytest.mark.slow
 @product(method=["kfac_cholesky", "hylo_sngd", "hylo_kid", "mfac", "mfac_sparse", "ggt"], strategy=["mem", "comm"])
 def test_every_method_under_uneven_inputs(pool: Pool, method: str, strategy: str) -> None:
-    answers = pool.run(uneven, strategy, Run(method=method), 0, world=2)
+    answers = pool.run(uneven, strategy, Run(method=method), 0)
     assert_replicas([answer["path"] for answer in answers])
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("hybrid_half", 4), ("mem", 3), ("local_factors", 2), ("chief", 2)])
+@pytest.mark.parametrize(("strategy", "world"), [("hybrid_half", 4), ("local_factors", 2), ("chief", 3)])
 def test_other_worlds_and_strategies(pool: Pool, strategy: str, world: int) -> None:
     answers = pool.run(uneven, strategy, Run(keywords=EAGER), 0, world=world)
     assert_replicas([answer["path"] for answer in answers])
@@ -128,17 +122,10 @@ def test_other_worlds_and_strategies(pool: Pool, strategy: str, world: int) -> N
 
 def test_without_ddp(pool: Pool) -> None:
     """Where the optimizer averages the gradients itself, it is the only one to join."""
-    answers = pool.run(uneven, "mem", Run(keywords=EAGER), 0, False, False, world=2)
-    with_ddp = pool.run(uneven, "mem", Run(keywords=EAGER), 0, world=2)
+    answers = pool.run(uneven, "mem", Run(keywords=EAGER), 0, False)
+    with_ddp = pool.run(uneven, "mem", Run(keywords=EAGER), 0)
     assert_replicas([answer["path"] for answer in answers])
     assert distance(answers[0]["path"], with_ddp[0]["path"]) < 1e-9
-
-
-def test_options_follow_where_the_scheduler_runs(pool: Pool) -> None:
-    """Where data end early no scheduler ticks any more; all go on from where it went on to the end."""
-    answers = pool.run(uneven, "mem", Run(keywords=EAGER), 0, True, world=2)
-    assert_replicas([answer["path"] for answer in answers])
-    assert [answer["lrs"] for answer in answers] == [[0.05 * 0.5**LONG]] * 2
 
 
 def messages(rank: int, world: int, mode: str) -> tuple[list[Any], Tensor]:
@@ -152,9 +139,7 @@ def messages(rank: int, world: int, mode: str) -> tuple[list[Any], Tensor]:
 
 
 def test_even_inputs_cost_one_word_a_step_and_one_at_the_end(pool: Pool) -> None:
-    (outside, plain), (disabled, _), (inside, joined) = (
-        pool.run(messages, mode, world=2)[0] for mode in ("none", "off", "on")
-    )
+    (outside, plain), (disabled, _), (inside, joined) = (pool.run(messages, mode)[0] for mode in ("none", "off", "on"))
     assert disabled == outside
     assert len(inside) == len(outside) + 4 + 1
     assert torch.equal(plain, joined)
@@ -187,7 +172,7 @@ def refusals(rank: int, world: int) -> list[tuple[str, str]]:
 
 
 def test_what_a_rank_without_data_cannot_do_is_refused(pool: Pool) -> None:
-    for of_rank in pool.run(refusals, world=2):
+    for of_rank in pool.run(refusals):
         for (kind, text), word in zip(of_rank, ("grad_scaler", "adaptive_damping"), strict=True):
             assert kind == "NotImplementedError"
             assert word in text
