@@ -74,14 +74,10 @@ def test_no_cell_begins_when_the_time_is_over(tmp_path):
     assert cells.left == 1
     Cells(tmp_path / "cells.json").run({"seed": 0}, lambda: {"loss": 1.0})
     assert Cells(tmp_path / "cells.json", budget=-1.0).run({"seed": 0}, dict) == {"loss": 1.0}
-
-
-def test_a_file_of_something_else_is_left_alone(tmp_path):
-    path = tmp_path / "cells.json"
-    path.write_text('{"version": 7}')
-    with pytest.raises(ValueError, match=r"cells\.json is no file of finished runs"):
-        Cells(path).run({"seed": 0}, dict)
-    assert path.read_text() == '{"version": 7}'
+    (tmp_path / "other.json").write_text('{"version": 7}')
+    with pytest.raises(ValueError, match=r"other\.json is no file of finished runs"):
+        Cells(tmp_path / "other.json").run({"seed": 0}, dict)
+    assert (tmp_path / "other.json").read_text() == '{"version": 7}'
 
 
 def test_results_are_kept_apart_from_those_of_a_run(tmp_path, monkeypatch):
@@ -148,6 +144,11 @@ def test_a_cell_that_was_killed_goes_on_in_its_middle(tmp_path, monkeypatch):
     assert taken == list(range(12))
     assert not (tmp_path / "part" / "batch-size-digits.runs").exists()
     assert again == losses("whole")
+
+
+def test_a_run_has_a_closure_where_its_method_needs_one():
+    settings = METHODS["kfac_adaptive"].settings("digits")
+    assert evidence.run_of("kfac_adaptive", settings, make_workload("digits", None, "smoke"), 0, 2)["taken"] == 2
 
 
 def test_failures_are_results_but_missing_data_is_not():
@@ -326,12 +327,6 @@ def test_a_window_that_lost_a_run_has_bytes_and_no_loss(monkeypatch):
     monkeypatch.setattr(Figure, "savefig", record)
     density._plot([row, density._summary(entry, [run, run])], "", None)
     assert drawn == [1, 2]
-
-
-def test_density_gives_a_closure_to_who_needs_one(data_dir):
-    entry = density._Entry("", "kfac_adaptive", METHODS["kfac_adaptive"].settings("digits"), None)
-    run = Density(workload="digits", size="smoke", steps=2, data_dir=data_dir)._train(entry, 0)
-    assert not run["diverged"]
 
 
 def test_robustness(data_dir, tmp_path, capsys):

@@ -3,7 +3,6 @@
 import json
 from typing import get_args
 
-import pytest
 from torch import nn
 
 from benchmarks.cli import main
@@ -24,33 +23,26 @@ def test_an_alias_replaces_what_the_recipe_says_about_it():
     assert find_method("eigen").settings("digits") == rest
 
 
-@pytest.mark.parametrize(
-    ("option", "name", "setting"),
-    [("--optim", "kis", "update_steps=2"), ("--optim", "kgmfac", "window_size=4"), ("--optimizer", "sngd", "lr=0.01")],
-)
-def test_train_takes_the_names_of_other_programs(tmp_path, option, name, setting):
-    words = ["train", "--workload", "digits", option, name, "--size", "smoke", "--steps", "3", "--threads", "1"]
-    assert main([*words, "--set", setting, "--out-dir", str(tmp_path)]) == 0
-    saved = json.loads((tmp_path / f"train-digits-{name}.json").read_text())
-    assert len(saved["losses"]) == 3
-
-
-def test_train_takes_a_strategy_on_one_process(tmp_path, data_dir):
-    assert isinstance(find_method("eigen_dp").build(nn.Linear(3, 2), "digits").comm, LocalFactors)
-    words = ["train", "--workload", "digits", "--optim", "kfac", "--comm", "mem_opt", "--size", "smoke", "--steps", "3"]
-    assert main([*words, "--threads", "1", "--out-dir", str(tmp_path)]) == 0
-    saved = json.loads((tmp_path / "train-digits-kfac.json").read_text())
+def test_train_takes_the_names_of_other_programs_and_a_strategy(tmp_path):
+    words = ["train", "--workload", "digits", "--size", "smoke", "--steps", "3", "--threads", "1"]
+    for name, more in [
+        ("kis", ["--set", "update_steps=2"]),
+        ("kgmfac", ["--set", "window_size=4"]),
+        ("kfac", ["--comm", "mem_opt"]),
+    ]:
+        assert main([*words, "--optim", name, *more, "--out-dir", str(tmp_path)]) == 0
+        saved = json.loads((tmp_path / f"train-digits-{name}.json").read_text())
+        assert len(saved["losses"]) == 3
+        assert [rank["rank"] for rank in saved["ranks"]] == [0]
     assert saved["settings"]["comm"] == "mem_opt"
-    assert [rank["rank"] for rank in saved["ranks"]] == [0]
+    assert isinstance(find_method("eigen_dp").build(nn.Linear(3, 2), "digits").comm, LocalFactors)
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["--optimizer", "sgd", "--comm", "mem_opt"], "sgd has no curvature to place"),
-        (["--optimizer", "kfac", "--comm", "fast"], "unknown strategy 'fast': choose from local, comm_opt"),
-    ],
-)
-def test_a_bad_strategy_is_one_line_and_status_2(tmp_path, capsys, words, why):
-    assert main(["train", "--workload", "digits", "--size", "smoke", *words, "--out-dir", str(tmp_path)]) == 2
-    assert why in capsys.readouterr().err
+def test_a_bad_strategy_is_one_line_and_status_2(tmp_path, capsys):
+    for name, comm, why in [
+        ("sgd", "mem_opt", "sgd has no curvature to place"),
+        ("kfac", "fast", "unknown strategy 'fast': choose from local, comm_opt"),
+    ]:
+        words = ["--optimizer", name, "--comm", comm, "--out-dir", str(tmp_path)]
+        assert main(["train", "--workload", "digits", "--size", "smoke", *words]) == 2
+        assert why in capsys.readouterr().err

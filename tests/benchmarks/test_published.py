@@ -70,30 +70,21 @@ def test_it_says_who_found_it_and_how_long_it_runs():
             assert recipe.epochs is not None or "paper" in WORKLOADS[workload].steps
 
 
-def test_kaisa_multiplies_its_rate_by_the_ranks():
-    recipe = PUBLISHED["kfac"]["resnet50"]
-    assert recipe.at(64, 32, 256).settings["lr"] == pytest.approx(0.0125 * 64)
-    assert recipe.at(1, 32, 256).settings == recipe.settings
-    assert recipe.at(8, 128, 256).settings["lr"] == pytest.approx(0.4)
-    assert recipe.at(8, 128, 256).settings["weight_decay"] == 5e-5
-
-
-def test_dp_kfac_was_given_four_ranks():
-    recipe = PUBLISHED["kfac"]["resnet110"]
-    assert recipe.at(1, 128, 128).settings["lr"] == pytest.approx(0.1)
-    assert recipe.at(16, 128, 128).settings["lr"] == pytest.approx(1.6)
-
-
-def test_sgd_follows_the_linear_rule():
-    recipe = PUBLISHED["sgd"]["resnet50"]
-    assert recipe.at(256, 32, 256).settings["lr"] == pytest.approx(3.2)  # Goyal et al.: 8,192 images
-    assert recipe.at(1, 256, 256).settings["lr"] == pytest.approx(0.1)
-
-
-def test_adamw_and_windows_follow_the_square_root():
-    assert PUBLISHED["adamw"]["gpt2_small"].at(2, 60, 480).settings["lr"] == pytest.approx(3e-4)
-    assert PUBLISHED["mfac"]["resnet20"].at(4, 128, 128).settings["lr"] == pytest.approx(2e-3)
-    assert PUBLISHED["kfac"]["autoencoder"].at(4, 1000, 1000).settings["lr"] == 1.0
+def test_rules_give_the_rates_of_the_programs():
+    for method, workload, ranks, rate in [
+        ("kfac", "resnet50", (1, 32, 256), 0.0125),  # KAISA multiplies its rate by the ranks
+        ("kfac", "resnet50", (64, 32, 256), 0.0125 * 64),
+        ("kfac", "resnet50", (8, 128, 256), 0.4),
+        ("kfac", "resnet110", (1, 128, 128), 0.1),  # DP-KFAC was given four ranks
+        ("kfac", "resnet110", (16, 128, 128), 1.6),
+        ("sgd", "resnet50", (256, 32, 256), 3.2),  # Goyal et al.: 8,192 images
+        ("sgd", "resnet50", (1, 256, 256), 0.1),
+        ("adamw", "gpt2_small", (2, 60, 480), 3e-4),  # the square root
+        ("mfac", "resnet20", (4, 128, 128), 2e-3),
+        ("kfac", "autoencoder", (4, 1000, 1000), 1.0),
+    ]:
+        assert PUBLISHED[method][workload].at(*ranks).settings["lr"] == pytest.approx(rate)
+    assert PUBLISHED["kfac"]["resnet50"].at(8, 128, 256).settings["weight_decay"] == 5e-5
 
 
 def test_rates_fall_where_the_programs_let_them_fall():

@@ -73,18 +73,6 @@ def test_a_closure_only_where_the_loss_is_judged():
     assert not METHODS["kfac_adaptive"].needs_closure("autoencoder", {"adaptive_damping": False, "quadratic_model": 0})
 
 
-@pytest.mark.parametrize("name", ["sgd", "kfac", "ekfac_whiten"])
-def test_a_closure_changes_nothing_for_those_that_need_none(name, data_dir):
-    losses = []
-    for closure in (False, True):
-        make = partial(METHODS[name].build, workload="digits")
-        trainer = Trainer(name, make_workload("digits", data_dir, "smoke"), make, closure=closure)
-        for _ in range(4):
-            trainer.step()
-        losses.append(trainer.history.losses)
-    assert losses[0] == losses[1]
-
-
 @pytest.mark.parametrize("name", ["kfac_adaptive", "ekfac_adaptive"])
 def test_adaptive_damping_moves_with_the_exact_model(name, data_dir):
     trainer = _trainer(name, "digits", data_dir, damping=0.5, damping_interval=2)
