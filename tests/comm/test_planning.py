@@ -30,10 +30,6 @@ def triangle(n: int) -> int:
     return n * (n + 1) // 2
 
 
-def total(n: int, world: int) -> list[int]:
-    return [n] * world
-
-
 def each(plan: Plan, part: str, name: str) -> list[Any]:
     return [getattr(rank, part).get(name, 0) for rank in plan.ranks]
 
@@ -49,19 +45,21 @@ DIRECTIONS = 4 * sum(a * g for a, g in SIDES)
 FACTORS = 4 * sum(a * a + g * g for a, g in SIDES)
 
 
-@pytest.mark.parametrize(("method", "curvature"), [("eigen", BASES), ("cholesky", INVERSES)])
-def test_comm_opt(method: str, curvature: int) -> None:
-    split = {"damping_split": "pi"} if method == "cholesky" else {}
-    plan = KFAC(network(), inverse_method=method, **split).plan(4, CommOpt())
-    assert each(plan, "sent", "statistics") == [STATISTICS / FACTOR_STEPS] * 4
-    assert each(plan, "sent", "curvature") == [curvature / REFRESH_STEPS] * 4
-    assert each(plan, "sent", "directions") == [0] * 4
-    assert each(plan, "worst_sent", "curvature") == [curvature] * 4
-    assert each(plan, "worst_sent", "statistics") == [STATISTICS] * 4
-    assert each(plan, "stored", "factors") == [FACTORS] * 4
-    assert each(plan, "stored", "second_order") == [BASES if method == "eigen" else FACTORS] * 4
-    assert plan.groups == 1
-    assert plan.padding == 0
+def test_comm_opt() -> None:
+    for method, curvature, stored in (("eigen", BASES, BASES), ("cholesky", INVERSES, FACTORS)):
+        split = {"damping_split": "pi"} if method == "cholesky" else {}
+        plan = KFAC(network(), inverse_method=method, **split).plan(4, CommOpt())
+        for part, name, expected in (
+            ("sent", "statistics", STATISTICS / FACTOR_STEPS),
+            ("sent", "curvature", curvature / REFRESH_STEPS),
+            ("sent", "directions", 0),
+            ("worst_sent", "curvature", curvature),
+            ("worst_sent", "statistics", STATISTICS),
+            ("stored", "factors", FACTORS),
+            ("stored", "second_order", stored),
+        ):
+            assert each(plan, part, name) == [expected] * 4, (method, part, name)
+        assert (plan.groups, plan.padding) == (1, 0)
 
 
 def test_mem_opt_shares_everything_out() -> None:
@@ -105,18 +103,6 @@ def test_flops_of_statistics() -> None:
     local = optimizer.plan(4, LocalFactors(), batch_size=2)
     assert sum(each(local, "flops", "statistics")) == pytest.approx(2 * 5 * rows)
     assert local.notes == []
-
-
-def test_strategies_of_one_rank_each() -> None:
-    local = KFAC(network()).plan(4, LocalFactors())
-    assert each(local, "sent", "statistics") == [0] * 4
-    assert each(local, "sent", "directions") == [DIRECTIONS] * 4
-    chief = KFAC(network()).plan(4, ChiefOnly(root=2))
-    assert each(chief, "stored", "factors") == [0, 0, FACTORS, 0]
-    assert each(chief, "sent", "statistics") == [STATISTICS / FACTOR_STEPS] * 4
-    inverses = KFAC(network()).plan(4, ChiefOnly(deliver="inverses", statistics="chief"))
-    assert each(inverses, "sent", "statistics") == [0] * 4
-    assert each(inverses, "sent", "curvature") == [BASES / REFRESH_STEPS] * 4
 
 
 def test_half_the_bytes_with_a_narrow_wire() -> None:
@@ -198,13 +184,13 @@ def curvature(plan: Plan) -> list[int]:
     return [sum(n for kind, n in rank.stored.items() if kind not in rest) for rank in plan.ranks]
 
 
-@pytest.mark.parametrize(("model", "worlds"), [("resnet20", [4]), ("bert-base", [4, 8])])
 @pytest.mark.parametrize("build", [KFAC, lambda model: EKFAC(model, estimator="running")], ids=["KFAC", "EKFAC"])
-def test_mem_opt_divides_curvature_by_the_ranks(model: str, worlds: list[int], build: Any) -> None:
-    optimizer = build(architecture(model).model)
-    (alone,) = curvature(optimizer.plan(1))
-    for world in worlds:
-        assert max(curvature(optimizer.plan(world, MemOpt()))) <= 1.15 / world * alone
+def test_mem_opt_divides_curvature_by_the_ranks(build: Any) -> None:
+    for model, worlds in (("resnet20", [4]), ("bert-base", [4, 8])):
+        optimizer = build(architecture(model).model)
+        (alone,) = curvature(optimizer.plan(1))
+        for world in worlds:
+            assert max(curvature(optimizer.plan(world, MemOpt()))) <= 1.15 / world * alone
 
 
 def test_thousands_of_ranks() -> None:

@@ -143,17 +143,17 @@ def test_every_rank_has_the_bases(pool: Pool, kind: tuple[str, dict[str, Any]], 
         assert of_rank["bases"] == (numbers_in_bases(task) if task in SIDES else found[0]["bases"])
 
 
-@pytest.mark.parametrize("strategy", ["comm", "comm_owner", "chief_inverses", "local_factors"])
-def test_nothing_is_sent_where_bases_are_with_the_data(pool: Pool, strategy: str) -> None:
-    found = pool.run(trained, strategy, Run("wide", "ekfac_intra", RARE, steps=10))
-    for of_rank in found:
-        assert not {"rows", "spread"} & of_rank["sent"].keys()
-    assert_replicas(paths(found))
-    if strategy != "local_factors":
-        assert_same_path(paths(found), reference("wide", **RARE), tolerance=1e-10)
-    else:
-        whole = alone(Run("wide", "ekfac_intra", steps=1))[2].memory_usage()["second_order"]
-        assert found[0]["stored"] <= 1.15 * whole / 2
+def test_nothing_is_sent_where_bases_are_with_the_data(pool: Pool) -> None:
+    for strategy in ("comm", "comm_owner", "chief_inverses", "local_factors"):
+        found = pool.run(trained, strategy, Run("wide", "ekfac_intra", RARE, steps=10))
+        for of_rank in found:
+            assert not {"rows", "spread"} & of_rank["sent"].keys()
+        assert_replicas(paths(found))
+        if strategy != "local_factors":
+            assert_same_path(paths(found), reference("wide", **RARE), tolerance=1e-10)
+        else:
+            whole = alone(Run("wide", "ekfac_intra", steps=1))[2].memory_usage()["second_order"]
+            assert found[0]["stored"] <= 1.15 * whole / 2
 
 
 def test_calls_and_micro_batches(pool: Pool) -> None:
@@ -319,27 +319,6 @@ def test_loaded_files_make_a_complete_one_at_once(pool: Pool) -> None:
                     (owned,) = [own["state"][i][key] for own, _ in saved if key in own["state"][i]]
                     assert torch.equal(value, owned)
                     assert value.any()
-
-
-def resumed_from_complete(rank: int, world: int, run: Run, complete: tuple[Any, Any], at: int) -> Tensor:
-    model, optimizer = started(rank, "mem", run)
-    with optimizer:
-        model.load_state_dict(complete[1])
-        optimizer.load_state_dict(complete[0])
-        return torch.stack(train(model, optimizer, rank, world, run, at, run.steps))
-
-
-@pytest.mark.parametrize("kept", ["all", "factors"])
-def test_the_file_of_one_process_goes_on_with_ranks(pool: Pool, kept: str) -> None:
-    """With bases, and without them: then each owner derives its own, and sends them."""
-    at = 5  # no scale is due in this step, whose first measurement is left out without bases
-    run = Run("mixed", "ekfac_intra", {**RARE, "checkpoint_curvature": kept}, steps=10)
-    model = TASKS[run.task].model()
-    optimizer = build(run.method, model, **run.keywords)
-    train(model, optimizer, 0, 1, run, 0, at)
-    complete = through_a_file(optimizer.state_dict()), through_a_file(model.state_dict())
-    expected = torch.stack(train(model, optimizer, 0, 1, run, at, run.steps))
-    assert_same_path(pool.run(resumed_from_complete, run, complete, at), expected, tolerance=1e-10)
 
 
 def freezing(model: nn.Module, optimizer: Any, step: int) -> None:

@@ -197,7 +197,7 @@ def test_checkpoints_without_curvature_load_alike_everywhere(pool: Pool, kind: s
     """What they leave out is found anew, the same in every world; from the factors as if nothing had happened."""
     method, keywords = LEAN[kind]
     checkpoints = pool.run(save, "mem", (method,), keywords=keywords)[0]
-    for world, strategy in ((2, "comm"), (1, "mem"), (4, "hybrid_half"))[: None if kind == "none" else 2]:
+    for world, strategy in ((2, "comm"), (3, "mem"), (1, "mem"), (4, "hybrid_half"))[: None if kind == "none" else 3]:
         paths = pool.run(go_on, strategy, checkpoints, world=world)
         if kind == "none" and world == 2:
             checkpoints = [checkpoints[0]._replace(path=paths[0][0])]
