@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.support.kfac import assert_close, noise, plain_kfac, train_step, twin
 from tests.support.models import mlp, seeded_build, vectors
-from tests.support.oracles.kfac import Objective, empirical_block, example_rows
+from tests.support.oracles.kfac import Objective, covered_names, empirical_block, example_rows
 from tests.support.oracles.trajectory import curvlinops_exact
 
 
@@ -35,20 +35,26 @@ def crossed(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
     return x, y
 
 
+def assert_exact(model, x, y, loss, **keywords):
+    """Every block is that of the empirical Fisher."""
+    names = covered_names(model)
+    exact = {name: empirical_block(rows) for name, rows in example_rows(twin(model), names, x, y, loss).items()}
+    opt = plain_kfac(model, **keywords)
+    train_step(opt, model, x, y, loss)
+    for name, block in exact.items():
+        assert_close(opt.dense_curvature(name), block, 1e-9, name)
+    return opt
+
+
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_deep_linear_network_with_squared_loss(bias):
+    """And they are those of the Gauss-Newton matrix."""
     model = mlp((4, 3, 5, 2), bias=bias, activation=nn.Identity)
     x, y = crossed(model, noise(5, 4))
-    plain = twin(model)
-    names = ["0", "2", "4"]
-    exact = {name: empirical_block(rows) for name, rows in example_rows(plain, names, x, y, summed_square).items()}
-    loss = Objective(nn.MSELoss(reduction="sum"), "sum", 1, False)
-    ggn = curvlinops_exact("ggn", plain, x, y, loss)
-    opt = plain_kfac(model)
-    train_step(opt, model, x, y, summed_square)
-    for name in names:
-        assert_close(opt.dense_curvature(name), exact[name], 1e-9, f"empirical Fisher of {name}")
-        assert_close(opt.dense_curvature(name), ggn[name] / len(x), 1e-9, f"Gauss-Newton of {name}")
+    ggn = curvlinops_exact("ggn", twin(model), x, y, Objective(nn.MSELoss(reduction="sum"), "sum", 1, False))
+    opt = assert_exact(model, x, y, summed_square)
+    for name, block in ggn.items():
+        assert_close(opt.dense_curvature(name), block / len(x), 1e-9, name)
 
 
 class Shared(nn.Module):
@@ -73,19 +79,10 @@ def test_weight_sharing_cases_that_are_exact(approx, read, kind):
     """Expand with a loss term per position; reduce with positions averaged before the loss."""
     model = seeded_build(lambda: Shared(kind, read))
     x, y = crossed(model, noise(2, 2, 3, 3) if kind == "convolution" else noise(3, 5, 3))
-    exact = empirical_block(example_rows(twin(model), ["layer"], x, y, summed_square)["layer"])
-    opt = plain_kfac(model, approx=approx)
-    train_step(opt, model, x, y, summed_square)
-    assert_close(opt.dense_curvature("layer"), exact)
+    assert_exact(model, x, y, summed_square, approx=approx)
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_a_single_example_with_one_position_is_exact_in_any_network(bias, approx):
-    model, (x, y) = mlp((4, 5, 6, 3), bias=bias), vectors(1)
-    names = ["0", "2", "4"]
-    exact = {n: empirical_block(rows) for n, rows in example_rows(twin(model), names, x, y, F.cross_entropy).items()}
-    opt = plain_kfac(model, approx=approx)
-    train_step(opt, model, x, y, F.cross_entropy)
-    for name in names:
-        assert_close(opt.dense_curvature(name), exact[name], 1e-9, name)
+def test_a_single_example_with_one_position_is_exact_in_any_network(approx):
+    for bias in (True, False):
+        assert_exact(mlp((4, 5, 6, 3), bias=bias), *vectors(1), F.cross_entropy, approx=approx)
