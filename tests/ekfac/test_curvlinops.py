@@ -6,9 +6,9 @@ blocks are compared where each factor has a spectrum of simple eigenvalues (one 
 """
 
 import warnings
+from functools import partial
 
 import curvlinops
-import torch
 from torch import nn
 
 from tests.support.ekfac import held_scales, plain_ekfac, standing, state_of
@@ -17,23 +17,14 @@ from tests.support.kfac import assert_close, noise, twin
 from tests.support.models import convnet, images, mlp, vectors
 from tests.support.oracles.ekfac import layer_gradients, over_null_spaces, scales
 from tests.support.oracles.kfac import covered_names, objective
-from tests.support.oracles.trajectory import block_order
+from tests.support.oracles.trajectory import dense_blocks, operator
 
 
 def corrected(model, x, y, loss, approx, fisher):
     """Their operator with the eigenvalue correction."""
+    op = operator(model, x, y, loss, approx, fisher, kind=curvlinops.EKFACLinearOperator)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        op = curvlinops.EKFACLinearOperator(
-            model,
-            loss.module,
-            list(model.parameters()),
-            [(x, y)],
-            fisher_type=fisher,
-            kfac_approx=approx,
-            separate_weight_and_bias=False,
-            check_deterministic=False,
-        )
         op.compute_eigenvalue_correction()
     return op
 
@@ -44,24 +35,17 @@ def corrected_eigenvalues(op, layer):
     return next(iter(found.values())) if isinstance(found, dict) else found
 
 
-def linear(kind, examples=24):
-    model = mlp((4, 5, 3))
-    x, y = vectors(examples)
-    return model, x, y if kind == "ce" else noise(examples, 3, seed=1)
+def problem(build, data, kind):
+    x, y = data(24)
+    return build(), x, y if kind == "ce" else noise(24, 3, seed=1)
 
 
-def conv(kind, examples=24, **options):
-    model = convnet(stride=2, **options)
-    x, y = images(examples)
-    return model, x, y if kind == "ce" else noise(examples, 3, seed=1)
-
-
-def padded(kind):
-    """Sums over overlapping patches make A singular several times over under reduce."""
-    return conv(kind, padding=1)
-
-
-MODELS = {"linear": linear, "conv": conv, "padded conv": padded}
+MODELS = {
+    "linear": partial(problem, lambda: mlp((4, 5, 3)), vectors),
+    "conv": partial(problem, lambda: convnet(stride=2), images),
+    # sums over overlapping patches make A singular several times over under reduce
+    "padded conv": partial(problem, lambda: convnet(stride=2, padding=1), images),
+}
 LIKELIHOODS = {"ce": "categorical", "mse": "gaussian"}
 # (loss, reduction, Fisher); their Gaussian Hessian of a mean over C outputs is 2/C, so exact is compared with the sum
 CASES = {
@@ -128,11 +112,9 @@ def test_dense_blocks(kind, case, approx):
     plain = twin(model)
     op = corrected(plain, x, y, loss, approx, fisher)
     per_datum = len(x) if reduction == "sum" else 1
-    dense = op @ torch.eye(sum(p.numel() for p in model.parameters()), dtype=x.dtype) / per_datum
     opt = ours(model, x, y, loss, approx, fisher)
-    for layer in covered_names(model):
-        order = block_order(plain, layer)
-        assert_close(opt.dense_curvature(layer), dense[order][:, order], 1e-7, layer)
+    for layer, block in dense_blocks(op, plain, x.dtype).items():
+        assert_close(opt.dense_curvature(layer), block / per_datum, 1e-7, layer)
 
 
 @each(kind=list(MODELS), approx=["expand", "reduce"])

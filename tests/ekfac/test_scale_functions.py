@@ -531,27 +531,3 @@ def test_rounding_asymmetry_of_the_matrix_is_averaged() -> None:
     skew = 1e-3 * draw(1, 6, 6)
     skewed = given + skew - skew.mT
     torch.testing.assert_close(qr_refresh(skewed, basis)[1], qr_refresh(given, basis)[1], **EXACT)
-
-
-def test_the_host_is_never_asked() -> None:
-    """Sizes of results that depend on values would make a device wait: nothing here has any."""
-    aten = torch.ops.aten
-    waiting = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.is_nonzero.default}
-    waiting |= {aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default}
-
-    class Waits(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            assert func not in waiting, func
-            return func(*args, **(kwargs or {}))
-
-    a, g, (basis_a, basis_g) = draw(4, 3, 6), draw(4, 3, 5), bases("ag", 6, 5)
-    indices, keep, scale, lam = torch.randint(6, (4, 3)), torch.rand(4, 3) < 0.5, draw(5, 6).square(), draw().square()
-    given, basis = spectrum(FOUR_DECADES)
-    with Waits():
-        for route in ROUTES:
-            scale_intra(a, g, basis_a, basis_g, route)
-        table = EmbeddingAdapter(torch.nn.Embedding(6, 5), True)
-        table.example_squares(table.masked(indices, keep), g.flatten(0, 1) @ basis_g, 4)
-        precondition(a[0].new_ones(5, 6), basis_a, basis_g, scale, lam, 0.5, Workspace())
-        transport(scale, overlap(basis_a, basis_a), overlap(basis_g, basis_g))
-        qr_refresh(given, basis, sweeps=2)

@@ -101,26 +101,8 @@ RESTATED = {  # options, what the reference of each layer knows of them, what is
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", RESTATED)
-def test_options_of_the_schedule_against_the_restatement(case):
-    options, known, dues = RESTATED[case]
-    model = network()
-    opt = plain_ekfac(model, lr=0.05, **options)
-    follow(opt, model, [Reference(name, **known) for name in ("0", "2")], dues)
-
-
-@pytest.mark.parametrize("estimator", ["intra", "running"])
-def test_every_group_of_a_convolution_moves_with_its_own_basis(estimator):
-    model = nn.Sequential(seeded_build(lambda: nn.Conv1d(4, 4, 2, groups=2)))
-    opt = plain_ekfac(model, lr=0.05, inv_update_steps=2, estimator=estimator)
-
-    def sequences(n, seed):
-        return noise(n, 4, 6, seed=seed), noise(n, 4, 5, seed=seed + 100)
-
-    follow(opt, model, [Reference("0", estimator=estimator)], lambda t, j: due(t, 1, 1, 2), data=sequences)
-
-
-def test_groups_of_parameters_keep_intervals_of_their_own():
+def test_groups_keep_intervals_and_bases_of_their_own():
+    """Those of parameters, and those of a convolution."""
     model = network()
     groups = [
         {"params": list(model[0].parameters()), "scale_update_steps": 2},
@@ -129,6 +111,22 @@ def test_groups_of_parameters_keep_intervals_of_their_own():
     opt = plain_ekfac(groups, module=model, lr=0.05, inv_update_steps=4)
     references = [Reference("0"), Reference("2", 0.95, 0.5)]
     follow(opt, model, references, lambda t, j: due(t, 1, (2, 3)[j], 4))
+
+    def sequences(n, seed):
+        return noise(n, 4, 6, seed=seed), noise(n, 4, 5, seed=seed + 100)
+
+    for estimator in ("intra", "running"):
+        model = nn.Sequential(seeded_build(lambda: nn.Conv1d(4, 4, 2, groups=2)))
+        opt = plain_ekfac(model, lr=0.05, inv_update_steps=2, estimator=estimator)
+        follow(opt, model, [Reference("0", estimator=estimator)], lambda t, j: due(t, 1, 1, 2), data=sequences)
+
+
+@pytest.mark.parametrize("case", RESTATED)
+def test_options_of_the_schedule_against_the_restatement(case):
+    options, known, dues = RESTATED[case]
+    model = network()
+    opt = plain_ekfac(model, lr=0.05, **options)
+    follow(opt, model, [Reference(name, **known) for name in ("0", "2")], dues)
 
 
 def test_steps_without_a_due_update_leave_the_scales_bit_identical():

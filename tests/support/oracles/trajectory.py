@@ -9,10 +9,18 @@ from torch import Tensor, nn
 from tests.support.oracles.kfac import Objective, covered_names
 
 
-def operator(model: nn.Module, x: Tensor, y: Tensor, loss: Objective, approx: str, fisher: str):
+def operator(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    loss: Objective,
+    approx: str,
+    fisher: str,
+    kind=curvlinops.KFACLinearOperator,
+):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return curvlinops.KFACLinearOperator(
+        return kind(
             model,
             loss.module,
             list(model.parameters()),
@@ -50,23 +58,24 @@ def block_order(model: nn.Module, name: str) -> Tensor:
     return index.reshape(-1)
 
 
+def dense_blocks(op, model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The blocks of an operator over vec([W | b]) of each layer."""
+    dense = op @ torch.eye(sum(p.numel() for p in model.parameters()), dtype=dtype)
+    orders = {name: block_order(model, name) for name in covered_names(model)}
+    return {name: dense[order][:, order] for name, order in orders.items()}
+
+
 def curvlinops_dense(
     model: nn.Module, x: Tensor, y: Tensor, loss: Objective, approx: str, fisher: str = "empirical"
 ) -> dict[str, Tensor]:
     """The dense K-FAC block of every layer over vec([W | b])."""
     op = operator(model, x, y, loss, approx, fisher)
-    size = sum(p.numel() for p in model.parameters())
     per_datum = len(x) if loss.module.reduction == "sum" else 1
-    dense = op @ torch.eye(size, dtype=x.dtype) / per_datum
-    orders = {name: block_order(model, name) for name in covered_names(model)}
-    return {name: dense[order][:, order] for name, order in orders.items()}
+    return {name: block / per_datum for name, block in dense_blocks(op, model, x.dtype).items()}
 
 
 def curvlinops_exact(kind: str, model: nn.Module, x: Tensor, y: Tensor, loss: Objective) -> dict[str, Tensor]:
     """Blocks of the exact "ggn" or empirical Fisher ("ef") matrix over vec([W | b])."""
     Operator = {"ggn": curvlinops.GGNLinearOperator, "ef": curvlinops.EFLinearOperator}[kind]
     op = Operator(model, loss.module, list(model.parameters()), [(x, y)], check_deterministic=False)
-    size = sum(p.numel() for p in model.parameters())
-    dense = op @ torch.eye(size, dtype=x.dtype)
-    orders = {name: block_order(model, name) for name in covered_names(model)}
-    return {name: dense[order][:, order] for name, order in orders.items()}
+    return dense_blocks(op, model, x.dtype)
