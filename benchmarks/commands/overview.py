@@ -1,8 +1,8 @@
 """``overview``: what results that are kept say, as tables for the documentation.
 
 A page holds such tables between two comments, ``<!-- results: NAME -->`` and ``<!-- end of results -->``. NAME is that
-of a file of results without its ending, or ``all`` for what all comparisons say together; ``NAME 2`` is the second
-table of a file alone. ``--page`` renews them.
+of a file of results without its ending, or ``all`` or ``losses`` for what all comparisons say together; ``NAME 2``
+is the second table of a file alone. ``--page`` renews them.
 """
 
 import json
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.compare import wording
-from benchmarks.compare.overview import overview
+from benchmarks.compare.overview import losses, overview
 from benchmarks.compare.statistics import Results, targets
 from benchmarks.compare.tables import Rows, markdown_table, plain, reach_rows, result_rows
 
 _BLOCK = re.compile(
     r"(<!-- results: (?P<name>[\w-]+)(?: (?P<table>\d+))? -->\n).*?(?P<end><!-- end of results -->)", re.S
 )
+_TOGETHER = {"all": overview, "losses": losses}
 
 
 @dataclass
@@ -56,11 +57,11 @@ def renewed(text: str, results: Mapping[str, Results]) -> str:
 
 def _body(results: Mapping[str, Results], name: str, number: int | None) -> str:
     """Return what stands between the comments."""
-    if name == "all":
+    if name in _TOGETHER:
         comparisons = [found for found in results.values() if "runs" in found]
         if not comparisons:
             raise ValueError("the folder holds no results of compare")
-        return overview(comparisons)
+        return _TOGETHER[name](comparisons)
     if name not in results:
         raise ValueError(f"the page wants results of {name}, there are {', '.join(results)}")
     if "runs" in results[name]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.compare import statistics, wording
-from benchmarks.compare.statistics import Results
+from benchmarks.compare.statistics import Results, Summary
 from benchmarks.compare.tables import Rows, markdown_table
 from benchmarks.compare.wording import NOTHING, number, share
 
@@ -30,6 +30,37 @@ def best_rows(comparisons: Sequence[Results]) -> Rows:
         "ours: most seeds, then fewest steps. The aim is met when every seed is within this share of the steps. "
         "Seconds are not judged, because part of one run is compared with the whole of another.",
     )  # fmt: skip
+
+
+def losses(comparisons: Sequence[Results]) -> str:
+    """Return a table of final losses over several workloads as Markdown: AdamW's, and the lowest of either kind."""
+    rows = tuple(_losses(results) for results in comparisons)
+    columns = ("workload", "steps", "AdamW", "best first-order optimizer", "best of these methods")
+    caption = (
+        "Training loss at the end, mean over the seeds, each optimizer at the best of its learning rates; in brackets, "
+        "the time of a step divided by that of a step of SGD."
+    )
+    return markdown_table(Rows("Final losses", columns, rows, caption)) + "\n"
+
+
+def _losses(results: Results) -> tuple[str, ...]:
+    found = [(item.loss.mean, item) for item in statistics.summaries(results) if item.loss is not None]
+    adamw = [pair for pair in found if pair[1].optimizer == "adamw"]
+    first = [pair for pair in found if pair[1].order == "first"]
+    ours = [pair for pair in found if pair[1].ours]
+    best = [min(group, key=lambda pair: pair[0], default=None) for group in (adamw, first, ours)]
+    return (
+        results["workload"],
+        str(results["steps"]),
+        *(
+            NOTHING if pair is None else f"{_label(pair[1])}{number(pair[0])} ({share(pair[1].step_cost)})"
+            for pair in best
+        ),
+    )
+
+
+def _label(item: Summary) -> str:
+    return "" if item.optimizer == "adamw" else f"{item.label}: "
 
 
 def _name(results: Results) -> str:

@@ -11,7 +11,11 @@ from benchmarks.report import make_table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [page for page in (ROOT / "docs").rglob("*.md") if "<!-- results: " in page.read_text(encoding="utf-8")]
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+    if "<!-- results: " in page.read_text(encoding="utf-8")
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
