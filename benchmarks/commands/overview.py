@@ -66,6 +66,8 @@ def _body(results: Mapping[str, Results], name: str, number: int | None) -> str:
         raise ValueError(f"the page wants results of {name}, there are {', '.join(results)}")
     if "runs" in results[name]:
         return section(results[name])
+    if "tables" not in results[name]:
+        raise ValueError(f"the results of {name} have no tables: run the command that made them again")
     tables = [Rows(**table) for table in results[name]["tables"]]
     return "\n\n".join(map(markdown_table, tables if number is None else tables[number - 1 : number]))
 
