@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from secondorder import EKFAC, KFAC, HyLo, SecondOrderOptimizer
 
 DAMPING = 0.1
-Case = tuple[type[SecondOrderOptimizer], dict[str, Any]]
-CASES: dict[str, Case] = {
+CASES: dict[str, tuple[type[SecondOrderOptimizer], dict[str, Any]]] = {
     "cholesky": (KFAC, {"inverse_method": "cholesky"}),
     "eigen": (KFAC, {}),
     "ekfac": (EKFAC, {}),
@@ -30,11 +29,6 @@ def _model() -> nn.Sequential:
     convolutions = [nn.Conv2d(16, 64, 3, padding=1, bias=False), nn.Conv2d(64, 80, 1, bias=False)]
     linear = [nn.Linear(80, 96, bias=False), nn.Tanh(), nn.Linear(96, 64, bias=False), nn.Linear(64, 64, bias=False)]
     return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *linear).double()
-
-
-def _backward(model: nn.Module) -> None:
-    x = torch.randn(24, 16, 4, 4, dtype=torch.float64)
-    F.cross_entropy(model(x), torch.randint(64, (24,))).backward()
 
 
 def _solution(name: str, gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
@@ -52,15 +46,22 @@ def _solution(name: str, gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
     return q_g @ ((q_g.mT @ gradient @ q_a) / (state["scale"] + DAMPING)) @ q_a.mT
 
 
+def _kept(opt: SecondOrderOptimizer, model: nn.Module) -> dict[str, Tensor]:
+    """The directions of a step on one batch."""
+    x = torch.randn(24, 16, 4, 4, dtype=torch.float64)
+    F.cross_entropy(model(x), torch.randint(64, (24,))).backward()
+    with opt.keep_directions() as kept:
+        opt.step()
+    return dict(kept)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_layer_has_its_own_direction(name: str) -> None:
     model = _model()
     kind, keywords = CASES[name]
     opt = kind(model, damping=DAMPING, kl_clip=None, **keywords)
-    _backward(model)
-    gradients = {n: p.grad.flatten(1).clone() for n, p in model.named_parameters() if p.grad is not None}
-    with opt.keep_directions() as kept:
-        opt.step()
+    kept = _kept(opt, model)
+    gradients = {n: p.grad.flatten(1) for n, p in model.named_parameters() if p.grad is not None}
     for n, p in model.named_parameters():
         wanted = _solution(name, gradients[n], opt.state[p]).reshape(p.shape)
         torch.testing.assert_close(kept[n], wanted, rtol=1e-8, atol=0.0, msg=lambda text, n=n: f"{n}: {text}")
@@ -70,15 +71,9 @@ def test_every_layer_has_its_own_direction(name: str) -> None:
 def test_rows_of_every_layer_give_their_own_direction(mode: str) -> None:
     """Beside the same layer alone: all others are left out of the method."""
     whole = _model()
-    opt = HyLo(whole, damping=DAMPING, mode=mode, rank_fraction=0.5)
-    _backward(whole)
-    with opt.keep_directions() as kept:
-        opt.step()
+    kept = _kept(HyLo(whole, damping=DAMPING, mode=mode, rank_fraction=0.5), whole)
     for n, _ in whole.named_parameters():
         model = _model()
         others = [other for other, _ in model.named_children() if other != n.partition(".")[0]]
-        alone = HyLo(model, damping=DAMPING, mode=mode, rank_fraction=0.5, skip_layers=others)
-        _backward(model)
-        with alone.keep_directions() as found:
-            alone.step()
+        found = _kept(HyLo(model, damping=DAMPING, mode=mode, rank_fraction=0.5, skip_layers=others), model)
         torch.testing.assert_close(kept[n], found[n], rtol=1e-9, atol=1e-12)
