@@ -6,21 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.ekfac import (
-    held_bases,
-    held_scales,
-    next_directions,
-    plain_ekfac,
-    standing,
-    state_of,
-    train_step,
-)
+from tests.support.ekfac import assert_scales, next_directions, plain_ekfac, standing, state_of, train_step
 from tests.support.kfac import assert_close, plain_kfac
 from tests.support.models import mlp, vectors
-from tests.support.oracles.ekfac import (
-    measured_scales,
-    values,
-)
+from tests.support.oracles.ekfac import values
 
 ADAM = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum": 0.9, "lr": 1e-2}
 
@@ -45,10 +34,7 @@ def test_interval_and_estimator_of_the_scale_act_on_the_forward_that_begins(case
     updates = state_of(opt, model[0])["scale_updates"]
     train_step(opt, model, x, y, F.cross_entropy)
     assert state_of(opt, model[0])["scale_updates"] == updates + 1
-    for name in ("0", "2"):
-        layer = model.get_submodule(name)
-        expected = measured_scales(mlp(), name, x, y, held_bases(opt, layer), estimator, F.cross_entropy)
-        assert_close(held_scales(opt, layer), expected, 1e-9, name)
+    assert_scales(opt, model, mlp(), x, y, F.cross_entropy, estimator=estimator)
 
 
 CHANGES = {

@@ -26,14 +26,7 @@ from tests.support.kfac import assert_close, labels, noise, twin
 from tests.support.layer_cases import CASES, ONE_OF_EACH
 from tests.support.models import Tokens, images, mlp, seeded_build, vectors
 from tests.support.networks import CONVS, NORMED, SIZES, TOKENS, Flattened, RepeatedConv, Words, around, squares
-from tests.support.oracles.ekfac import (
-    exact_fisher,
-    layer_gradients,
-    operator,
-    over_null_spaces,
-    scales,
-    solve,
-)
+from tests.support.oracles.ekfac import exact_fisher, layer_gradients, operator, over_null_spaces, scales, solve
 from tests.support.oracles.kfac import covered_names
 
 

@@ -6,12 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from secondorder import KFAC
-from tests.support.ekfac import (
-    held_bases,
-    held_scales,
-    plain_ekfac,
-    standing,
-)
+from tests.support.ekfac import held_bases, held_scales, plain_ekfac, standing
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
@@ -19,34 +14,32 @@ from tests.support.oracles.ekfac import curvature_gradients, scales
 from tests.support.oracles.kfac import covered_names
 
 
+def observed(model, x, y, likelihood, factor=1.0, **keywords):
+    """Two steps without moving, on a multiple of the loss: only what was observed enters."""
+    opt = plain_ekfac(model, **keywords)
+    with standing(opt):
+        for _ in range(2):
+            opt.zero_grad()
+            outputs = model(x)
+            opt.observe(outputs, likelihood)
+            (factor * F.cross_entropy(outputs, y)).backward()
+            opt.step()
+    return opt
+
+
 @pytest.mark.parametrize("fisher", ["mc", "curvature_prop", "exact"])
 def test_the_loss_s_own_gradients_do_not_enter_observed_scales(fisher):
     found = []
     for factor in (1.0, 100.0):
-        model, (x, y) = mlp(), vectors()
-        opt = plain_ekfac(model, fisher=fisher)
-        with standing(opt):
-            for _ in range(2):
-                opt.zero_grad()
-                outputs = model(x)
-                opt.observe(outputs, "categorical")
-                (factor * F.cross_entropy(outputs, y)).backward()
-                opt.step()
-        found.append(held_scales(opt, model[0]))
+        model = mlp()
+        found.append(held_scales(observed(model, *vectors(), "categorical", factor, fisher=fisher), model[0]))
     assert torch.equal(*found)
 
 
 @each(likelihood=["categorical", "bernoulli", "gaussian"], kind=["mlp", "convnet"])
 def test_exact_fisher_against_columns_of_the_loss_hessian(kind, likelihood):
     model, (x, y) = (mlp(), vectors()) if kind == "mlp" else (convnet(), images())
-    opt = plain_ekfac(model, fisher="exact")
-    with standing(opt):
-        for _ in range(2):
-            opt.zero_grad()
-            outputs = model(x)
-            opt.observe(outputs, likelihood)
-            F.cross_entropy(outputs, y).backward()  # only what was observed enters
-            opt.step()
+    opt = observed(model, x, y, likelihood, fisher="exact")
     for name in covered_names(model):
         s = held_scales(opt, model.get_submodule(name))
         G = curvature_gradients(model, name, x, likelihood)

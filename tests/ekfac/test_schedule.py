@@ -25,15 +25,7 @@ from tests.support.ekfac import (
 from tests.support.grid import each
 from tests.support.kfac import assert_close, noise
 from tests.support.models import mlp, seeded_build, vectors
-from tests.support.oracles.ekfac import (
-    Reference,
-    diagonal_in,
-    exact_fisher,
-    layer_gradients,
-    operator,
-    scales,
-    solve,
-)
+from tests.support.oracles.ekfac import Reference, diagonal_in, exact_fisher, layer_gradients, operator, scales, solve
 
 modes = pytest.mark.parametrize("basis_update", ["eigh", "qr"])
 

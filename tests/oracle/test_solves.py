@@ -20,13 +20,7 @@ from tests.support.kfac import (
     twin,
 )
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
-from tests.support.oracles.kfac import (
-    expected_factors,
-    grouped,
-    layer_values,
-    solve_exact,
-    solve_pi,
-)
+from tests.support.oracles.kfac import expected_factors, grouped, layer_values, solve_exact, solve_pi
 
 METHODS = {
     "eigen": ({"inverse_method": "eigen"}, solve_exact),
