@@ -3,8 +3,6 @@
 Its weights are used without calling a module. Its factors are tested in `test_layer_types.py`.
 """
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +22,6 @@ from tests.support.oracles.layers import (
     follows_fallback,
     held,
     row_of,
-    rows_by_example,
     singles,
     train,
 )
@@ -65,6 +62,20 @@ def test_a_projection_that_is_frozen_has_no_block(frozen):
     ATTENTION.check(opt, {name: pair for name, pair in expected.items() if name != f"attn.{frozen}"})
 
 
+def test_an_unused_layer_is_no_trouble():
+    class Unused(Attends):
+        def forward(self, x, use: bool):
+            z = self.attn(x, x, x)[0] if use else x
+            return self.head(torch.tanh(z).mean(1))
+
+    model, x, y, expected = problem(Unused)
+    opt = plain_kfac(model, lr=0.0)
+    for use in (False, True, False):
+        train(opt, model, (x, use), y, F.cross_entropy)
+    for name in ("attn.in_proj", "attn.out_proj"):
+        check_block(opt, name, expected[name])
+
+
 @pytest.mark.parametrize(("kdim", "vdim", "bias"), [(3, 2, True), (E, 2, False), (3, 3, True)])
 def test_separate_projections(kdim, vdim, bias):
     """Keys and values of other widths have a weight each; every factor is that of its own product."""
@@ -81,52 +92,6 @@ def test_separate_projections(kdim, vdim, bias):
     check_block(opt, "attn.out_proj", expected["attn.out"])
     unseen = [name for name, p in model.named_parameters() if follows_fallback(opt, name)]
     assert all(name == "attn.in_proj_bias" and follows_fallback(opt, name, "bias") for name in unseen)
-
-
-def test_an_unused_layer_is_no_trouble():
-    class Unused(Attends):
-        def forward(self, x, use: bool):
-            z = self.attn(x, x, x)[0] if use else x
-            return self.head(torch.tanh(z).mean(1))
-
-    model, x, y, expected = problem(Unused)
-    opt = plain_kfac(model, lr=0.0)
-    train(opt, model, (x, False), y, F.cross_entropy)
-    train(opt, model, (x, True), y, F.cross_entropy)
-    train(opt, model, (x, False), y, F.cross_entropy)
-    for name in ("attn.in_proj", "attn.out_proj"):
-        check_block(opt, name, expected[name])
-
-
-def test_forwards_that_do_not_train_are_not_seen():
-    model, x, y, expected = problem()
-    opt = plain_kfac(model)
-    with torch.no_grad():
-        model(2 * x)
-    model.eval()
-    with torch.no_grad():
-        fast = model(x)
-    model.train()
-    with opt.pause_capture():
-        model(3 * x)
-    train(opt, model, (x,), y, F.cross_entropy)
-    assert fast.shape == (N, 3)
-    ATTENTION.check(opt, expected)
-
-
-def test_random_numbers_of_dropout_are_as_without_the_optimizer():
-    build = lambda: seeded_build(lambda: Attends(dropout=0.5))  # noqa: E731
-    model, plain, x, y = build(), build(), noise(N, T, E), labels(N, 3)
-    opt = plain_kfac(model)
-    torch.manual_seed(3)
-    expected = plain(x)
-    after = torch.rand(3)
-    torch.manual_seed(3)
-    output = model(x)
-    assert torch.equal(output, expected)
-    F.cross_entropy(output, y).backward()
-    opt.step()
-    assert torch.equal(torch.rand(3), after)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -164,16 +129,6 @@ def test_detach_leaves_the_module_as_it_was(trained_before):
     assert torch.equal(model(x), twin(model)(x))
 
 
-def test_a_copy_of_the_model_belongs_to_no_optimizer():
-    model, x, y, expected = problem()
-    opt = plain_kfac(model, lr=0.1)
-    other = copy.deepcopy(model)
-    F.cross_entropy(other(x), y).backward()
-    assert opt.memory_usage()["pending"] == 0
-    train(opt, model, (x,), y, F.cross_entropy)
-    ATTENTION.check(opt, expected)
-
-
 def test_two_optimizers_on_one_module_and_one_leaves():
     model, x, y, expected = problem()
     left, stays = plain_kfac(model, lr=0.0), plain_kfac(model, lr=0.0)
@@ -188,7 +143,7 @@ def test_two_optimizers_on_one_module_and_one_leaves():
     ATTENTION.check(stays, expected)
 
 
-def test_a_subclass_with_a_forward_of_its_own_takes_the_fallback_and_says_why():
+def test_a_subclass_with_a_forward_of_its_own_or_a_skipped_one_takes_the_fallback():
     class Mine(nn.MultiheadAttention):
         def forward(self, x):
             return self.out_proj(F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, -1)).sum(-2))
@@ -197,16 +152,8 @@ def test_a_subclass_with_a_forward_of_its_own_takes_the_fallback_and_says_why():
     opt = plain_kfac(model, lr=0.1)
     assert follows_fallback(opt, "0.in_proj_weight", "Mine")
     train(opt, model, (noise(N, T, E),), labels(N, 3), F.cross_entropy)
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
-def test_skip_layers_leaves_it_out():
-    model, x, y, expected = problem()
-    opt = plain_kfac(model, lr=0.1, skip_layers="attn")
-    assert set(opt.blocks) == {"head"}
-    train(opt, model, (x,), y, F.cross_entropy)
-    other = plain_kfac(seeded_build(Attends), skip_layers="attn.out_proj")
-    assert "attn.out_proj" not in other.blocks
+    assert set(plain_kfac(seeded_build(Attends), skip_layers="attn").blocks) == {"head"}
+    assert "attn.out_proj" not in plain_kfac(seeded_build(Attends), skip_layers="attn.out_proj").blocks
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,43 +238,3 @@ def test_a_whole_transformer(batch_first, norm_first):
     assert torch.equal(model(lay(src), lay(tgt)), plain(lay(src), lay(tgt)))
     train(opt, model, (lay(src), lay(tgt)), lay(y), loss)
     check_all(opt, model, plain, plain.by_hand, singles(src, tgt), y.split(1), loss)
-
-
-def test_a_stack_of_encoder_layers_with_a_padding_mask_trains():
-    """The layer stack may nest its tensors in evaluation; in training everything stays covered."""
-    stack = seeded_build(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 5, 0.1, batch_first=True), 2))
-    opt = plain_kfac(stack, lr=0.01)
-    padding = torch.zeros(N, T, dtype=torch.bool)
-    padding[0, 2] = True
-    before = {name: p.detach().clone() for name, p in stack.named_parameters()}
-    for seed in range(3):
-        opt.zero_grad()
-        stack(noise(N, T, E, seed=seed), src_key_padding_mask=padding).square().mean().backward()
-        opt.step()
-        stack.eval()
-        with torch.no_grad():
-            stack(noise(N, T, E), src_key_padding_mask=padding)
-        stack.train()
-    assert "fallback" not in opt.describe()
-    for name, p in stack.named_parameters():
-        assert torch.isfinite(p).all()
-        assert not torch.equal(p, before[name]), name
-
-
-def test_the_definitions_of_all_products_give_the_gradients():
-    """Checks the hand-written transformer itself."""
-    model, src, tgt = (
-        seeded_build(lambda: Translator(True)),
-        torch.tensor([[1, 2, 3], [4, 0, 1]]),
-        torch.tensor([[1, 2, 3]] * 2),
-    )
-    loss = lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten())  # noqa: E731
-    rows = rows_by_example(model.by_hand, singles(src, tgt), tgt.split(1), loss)
-    loss(model(src, tgt), tgt).backward()
-    for name in ("body.decoder.layers.1.linear2", "body.encoder.layers.0.linear1", "head"):
-        layer = model.get_submodule(name)
-        assert_close(rows[name].mean_gradient()[0], torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1), 1e-10)
-    for name in ("body.decoder.layers.0.multihead_attn", "body.encoder.layers.0.self_attn"):
-        layer = model.get_submodule(name)
-        stacked = torch.cat([rows[f"{name}.{part}"].mean_gradient()[0] for part in "qkv"])
-        assert_close(stacked, torch.cat([layer.in_proj_weight.grad, layer.in_proj_bias.grad[:, None]], 1), 1e-10)

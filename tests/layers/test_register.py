@@ -51,33 +51,19 @@ def check_own(opt: KFAC) -> None:
 
 
 def test_before_it_is_registered_the_reason_names_the_way():
-    model, *_ = problem(fresh())
-    opt = plain_kfac(model)
-    assert follows_fallback(opt, "own.kernel", "register_layer")
-    assert follows_fallback(opt, "own.offset", "register_layer")
-
-
-def test_an_optimizer_that_is_there_already_keeps_its_blocks():
+    """And an optimizer that is there already keeps its blocks."""
     kind = fresh()
     model, x, y = problem(kind)
     opt = plain_kfac(model, lr=0.1)
+    assert follows_fallback(opt, "own.kernel", "register_layer")
+    assert follows_fallback(opt, "own.offset", "register_layer")
     secondorder.register_layer(kind, GainAdapter)
     train(opt, model, (x,), y, F.cross_entropy)
     assert set(opt.blocks) == {"head"}
 
 
-def test_a_second_registration_replaces_the_first():
-    kind = fresh()
-    secondorder.register_layer(kind, UnscaledAdapter)
-    secondorder.register_layer(kind, GainAdapter)
-    model, x, y = problem(kind)
-    opt = plain_kfac(model)
-    train(opt, model, (x,), y, F.cross_entropy)
-    check_own(opt)
-
-
-def test_subclasses_follow_their_nearest_registered_base():
-    base = fresh()
+def test_a_second_registration_replaces_the_first_and_subclasses_follow_the_nearest():
+    twice, base = fresh(), fresh()
 
     class Derived(base):
         pass
@@ -85,12 +71,14 @@ def test_subclasses_follow_their_nearest_registered_base():
     class Further(Derived):
         pass
 
-    secondorder.register_layer(base, UnscaledAdapter)
+    for kind, adapter in ((twice, UnscaledAdapter), (twice, GainAdapter), (base, UnscaledAdapter)):
+        secondorder.register_layer(kind, adapter)
     secondorder.register_layer(Derived, GainAdapter)
-    model, x, y = problem(Further)
-    opt = plain_kfac(model)
-    train(opt, model, (x,), y, F.cross_entropy)
-    check_own(opt)
+    for kind in (twice, Further):
+        model, x, y = problem(kind)
+        opt = plain_kfac(model)
+        train(opt, model, (x,), y, F.cross_entropy)
+        check_own(opt)
 
 
 def test_a_subclass_with_a_forward_of_its_own_takes_the_fallback_and_says_why():
@@ -242,19 +230,10 @@ def test_it_counts_for_skip_layers_and_checkpoints():
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize(
-    "kind", [nn.Linear(2, 2), "Linear", int, None, F.linear], ids=["module", "name", "type", "None", "function"]
-)
-def test_a_module_type_of_a_wrong_kind_is_refused(kind):
-    with pytest.raises(TypeError, match="module_type"):
-        secondorder.register_layer(kind, GainAdapter)
-
-
-@pytest.mark.parametrize(
-    "adapter",
-    [int, "GainAdapter", None, Gain, lambda module: None, GainAdapter(Gain(2, 3), True, True)],
-    ids=["type", "name", "None", "module", "function", "adapter"],
-)
-def test_an_adapter_of_a_wrong_kind_is_refused(adapter):
-    with pytest.raises(TypeError, match="adapter"):
-        secondorder.register_layer(fresh(), adapter)
+def test_arguments_of_a_wrong_kind_are_refused():
+    for kind in (nn.Linear(2, 2), "Linear", int, None, F.linear):
+        with pytest.raises(TypeError, match="module_type"):
+            secondorder.register_layer(kind, GainAdapter)
+    for adapter in (int, "GainAdapter", None, Gain, lambda module: None, GainAdapter(Gain(2, 3), True, True)):
+        with pytest.raises(TypeError, match="adapter"):
+            secondorder.register_layer(fresh(), adapter)
