@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC, HyLo
 from secondorder.capture.batch import Input, Use, count_examples
-from tests.support.grid import each, pairs
+from tests.support.grid import pairs
 from tests.support.kfac import all_factors, assert_factors, held_factors, labels, noise, plain_kfac
 from tests.support.models import seeded_build
 from tests.support.oracles.kfac import expected_factors
@@ -66,11 +66,6 @@ def by_parts(model: Any, x: Tensor) -> Tensor:
     return model.decode(model.encode(x))
 
 
-def half_by_parts(model: Any, x: Tensor) -> Tensor:
-    """The forward of the model on the same batch, and a part of it once more."""
-    return model.decode(model.encode(x)) + 0.0 * model(x).sum()
-
-
 def data() -> tuple[Tensor, Tensor]:
     return noise(N, T, WIDTH), labels(N, CLASSES)
 
@@ -78,50 +73,28 @@ def data() -> tuple[Tensor, Tensor]:
 MODELS = {"sequence": Coder, "flattened in a part": lambda: Coder(Flat()), "two calls": Twice}
 
 
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-@pytest.mark.parametrize("kind", MODELS)
-def test_parts_that_are_called_without_the_model(kind: str, approx: str, recwarn: pytest.WarningsRecorder) -> None:
+@pairs(kind=MODELS.keys(), approx=["expand", "reduce"], size=[N, 10])
+def test_parts_that_are_called_without_the_model(
+    kind: str, approx: str, size: int, recwarn: pytest.WarningsRecorder
+) -> None:
     x, y = data()
     expected = expected_factors(seeded_build(MODELS[kind]), x, y, F.cross_entropy, approx=approx)
     model = seeded_build(MODELS[kind])
     opt = plain_kfac(model, approx=approx)
-    F.cross_entropy(by_parts(model, x), y).backward()
+    for some_x, some_y in zip(x.split(size), y.split(size), strict=True):
+        (F.cross_entropy(by_parts(model, some_x), some_y, reduction="sum") / N).backward()
     opt.step()
     assert_factors(all_factors(opt, model), expected)
     assert not recwarn.list
 
 
-@each(cls=[EKFAC, HyLo], kind=["sequence", "flattened in a part"])
-def test_directions_are_those_of_the_forward(cls: Any, kind: str) -> None:
-    x, y = data()
-    steps = []
-    for run in (lambda model, x: model(x), by_parts):
-        model = seeded_build(MODELS[kind])
-        opt = cls(model, lr=1.0, momentum=0.0, damping=1e-2, kl_clip=None)
-        F.cross_entropy(run(model, x), y).backward()
-        opt.step()
-        steps.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    torch.testing.assert_close(steps[1], steps[0], rtol=1e-9, atol=1e-12)
-
-
-def test_micro_batches_of_parts_add_up() -> None:
-    x, y = data()
-    expected = expected_factors(seeded_build(Coder), x, y, F.cross_entropy)
-    model = seeded_build(Coder)
-    opt = plain_kfac(model)
-    for some_x, some_y in zip(x.split(10), y.split(10), strict=True):
-        (F.cross_entropy(by_parts(model, some_x), some_y, reduction="sum") / N).backward()
-    opt.step()
-    assert_factors(all_factors(opt, model), expected)
-
-
-@each(sizes=[(N, N), (N, 10)], cls=[KFAC, EKFAC, HyLo])
-def test_two_batches_before_one_backward(sizes: tuple[int, int], cls: Any) -> None:
-    """By parts they are what two forwards of the model are, also where one is shorter."""
+@pairs(kind=["sequence", "flattened in a part"], sizes=[(N,), (N, N), (N, 10)], cls=[KFAC, EKFAC, HyLo])
+def test_directions_are_those_of_the_forward(kind: str, sizes: tuple[int, ...], cls: Any) -> None:
+    """Also of several batches before one backward, where one may be shorter."""
     batches = [noise(n, T, WIDTH, seed=n + i) for i, n in enumerate(sizes)]
     steps = []
     for run in (lambda model, x: model(x), by_parts):
-        model = seeded_build(Coder)
+        model = seeded_build(MODELS[kind])
         opt = cls(model, lr=1.0, momentum=0.0, damping=1e-2, kl_clip=None)
         outputs = [run(model, x) for x in batches]
         (sum(F.cross_entropy(z, labels(len(z), CLASSES), reduction="sum") for z in outputs) / sum(sizes)).backward()
@@ -218,30 +191,23 @@ def test_a_part_beside_the_whole_model_is_of_one_batch(order: str) -> None:
     assert_factors(all_factors(opt, model), {name: expected[name] for name in names})
 
 
-def test_layers_that_are_frozen_between_a_part_and_the_model() -> None:
-    """The hooks are made anew then, and what the part saw is not that of the model's forward any more."""
+@pytest.mark.parametrize("frozen", [False, True], ids=["forward given up", "layers frozen"])
+def test_what_came_before_does_not_join(frozen: bool) -> None:
+    """Of a forward that was given up, or of a part before layers are frozen: the hooks are made anew then."""
     x, y = data()
     model = seeded_build(Coder)
     opt = plain_kfac(model)
-    model.encode(x)
-    model.decoder.requires_grad_(False)
+    if frozen:
+        model.encode(x)
+        model.decoder.requires_grad_(False)
+    else:
+        model(noise(5, T, WIDTH))  # its output is gone
     expected = expected_factors(copy.deepcopy(model), x, y, F.cross_entropy)
-    F.cross_entropy(model(x), y).backward()
+    F.cross_entropy(model(x) if frozen else by_parts(model, x), y).backward()
     opt.step()
-    assert set(opt.blocks) == {"encoder.0", "inner"}
-    trained = {name: expected[name] for name in opt.blocks}
-    assert_factors({name: held_factors(opt, model, name) for name in trained}, trained)
-
-
-def test_a_forward_that_was_given_up_does_not_join() -> None:
-    x, y = data()
-    expected = expected_factors(seeded_build(Coder), x, y, F.cross_entropy)
-    model = seeded_build(Coder)
-    opt = plain_kfac(model)
-    model(noise(5, T, WIDTH))  # its output is gone
-    F.cross_entropy(by_parts(model, x), y).backward()
-    opt.step()
-    assert_factors(all_factors(opt, model), expected)
+    assert set(opt.blocks) == {"encoder.0", "inner"} | ({"decoder.0"} if not frozen else set())
+    found = {name: held_factors(opt, model, name) for name in opt.blocks}
+    assert_factors(found, {name: expected[name] for name in found})
 
 
 def test_rows_that_are_no_multiples_are_doubted() -> None:
@@ -297,16 +263,18 @@ def factor_of(model: Any, layer: nn.Linear, run: Callable[[], Tensor]) -> Tensor
     return g.T @ g
 
 
-@pytest.mark.parametrize("times", [1, N])
-def test_a_time_in_front_of_the_examples(times: int) -> None:
+@pytest.mark.parametrize(("times", "compiled"), [(1, False), (1, True), (N, False)])
+def test_a_time_in_front_of_the_examples(times: int, compiled: bool) -> None:
     t, x, y = noise(times), noise(N, WIDTH), labels(N, CLASSES)
     plain = seeded_build(Timed)
     B = factor_of(plain, plain.trunk, lambda: F.cross_entropy(plain(t, x), y, reduction="sum")) / N
     model = seeded_build(Timed)
     opt = plain_kfac(model)
-    F.cross_entropy(model(t, x), y).backward()
+    forward = torch.compile(model, backend="aot_eager") if compiled else model
+    F.cross_entropy(forward(t, x), y).backward()
     opt.step()
     torch.testing.assert_close(opt.state[model.trunk.weight]["factor_g"], B, rtol=1e-9, atol=1e-14)
+    torch.compiler.reset()
 
 
 @pairs(nodes=[38, 235], pooled=[True, False], edges_first=[True, False])
@@ -331,15 +299,6 @@ def test_graphs(nodes: int, pooled: bool, edges_first: bool, recwarn: pytest.War
     opt.step()
     torch.testing.assert_close(opt.state[model.second.weight]["factor_g"], B, rtol=1e-9, atol=1e-14)
     assert not recwarn.list
-
-
-def test_hylo_keeps_a_row_per_node() -> None:
-    model = seeded_build(lambda: Graph(False))
-    opt = HyLo(model, lr=0.1, mode="sngd")
-    edges = torch.randint(38, (2, 100), generator=torch.Generator().manual_seed(0))
-    F.cross_entropy(model(edges, noise(38, WIDTH), torch.zeros(38, dtype=torch.int64)), labels(38, CLASSES)).backward()
-    opt.step()
-    assert opt.state[model.first.weight]["rows_g"].shape[-3] == 38
 
 
 class Ambiguous(nn.Module):
@@ -385,38 +344,18 @@ def test_a_rule_survives_copies() -> None:
             assert twin.capture.take().total == 2
 
 
-@pytest.mark.parametrize(
-    ("rule", "error", "text"),
-    [
+def test_a_rule_that_cannot_be_followed_is_refused() -> None:
+    for rule, error, text in (
         ("y", ValueError, "is no argument of the forward of Ambiguous"),
         (3, TypeError, "batch_input must be the name of an argument of forward or a function, got 3"),
-    ],
-)
-def test_a_rule_that_cannot_be_followed_is_refused(rule: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        KFAC(Ambiguous(), lr=0.1, batch_input=rule)
-
-
-def test_a_rule_that_returns_no_number_is_refused_in_forward() -> None:
+    ):
+        with pytest.raises(error, match=text):
+            KFAC(Ambiguous(), lr=0.1, batch_input=rule)
     model = Ambiguous()
     opt = KFAC(model, lr=0.1, batch_input=lambda offsets, x: 2.5)
     with pytest.raises(TypeError, match=r"batch_input must return an int, got 2\.5"):
         model(torch.tensor([0, 3, 11]), noise(11, WIDTH).float())
     opt.close()
-
-
-def test_compiled_models_count_the_same() -> None:
-    t, x, y = noise(1), noise(N, WIDTH), labels(N, CLASSES)
-    found = []
-    for compiled in (False, True):
-        model = seeded_build(Timed)
-        opt = plain_kfac(model)
-        forward = torch.compile(model, backend="aot_eager") if compiled else model
-        F.cross_entropy(forward(t, x), y).backward()
-        opt.step()
-        found.append(opt.state[model.trunk.weight]["factor_g"])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-14)
-    torch.compiler.reset()
 
 
 # ------------------------------------------------------------------ the decision itself
@@ -449,9 +388,6 @@ def test_decision() -> None:
         uses = [linear(i, *shape) for i, shape in enumerate(layers)]
         found = count_examples([Input(*x) for x in inputs], outputs, uses, 0)
         assert (found.n, found.doubt) == (n, ""), case
-
-
-def test_decision_in_doubt() -> None:
     found = count_examples([Input((5,), True)], [(4, 3)], [linear(0, 11, 5)], 0)
     assert found.n == 5
     assert found.doubt == "its first input has 5, most of its layers have 11, its outputs have 4"

@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.nn.utils import parametrizations, parametrize, prune
 
 from secondorder import EKFAC, KFAC, HyLo
 from tests.support.grid import pairs
 from tests.support.kfac import assert_close, labels, noise, plain_kfac
 from tests.support.models import seeded_build
 from tests.support.oracles.kfac import expected_factors
-from tests.support.oracles.layers import block_state, follows_fallback
+from tests.support.oracles.layers import block_state
 
 WIDTH, N = 64, 12
 
@@ -240,34 +239,6 @@ def test_a_hook_for_all_modules_that_changes_nothing():
     for factor, wanted in zip(found, expected, strict=True):
         assert_close(factor, wanted)
     assert nn.Linear in seen
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated", "ignore:.*fallback rule")
-@pytest.mark.parametrize(
-    "reparametrize",
-    [
-        torch.nn.utils.weight_norm,
-        torch.nn.utils.spectral_norm,
-        parametrizations.weight_norm,
-        parametrizations.spectral_norm,
-        lambda layer: prune.random_unstructured(layer, "weight", 0.5),
-    ],
-    ids=["weight_norm, hook", "spectral_norm, hook", "weight_norm", "spectral_norm", "pruning"],
-)
-def test_weights_that_a_hook_computes_are_left_out_by_name(reparametrize):
-    model = plain()
-    reparametrize(model[0])
-    names = [name for name, _ in model.named_parameters() if name.startswith("0.") and name != "0.bias"]
-    opt = plain_kfac(model, lr=0.1)
-    assert all(follows_fallback(opt, name, "parametrized") for name in names)
-    assert set(opt.blocks) == {"2"}
-    assert not parametrize.is_parametrized(model[2])
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    F.cross_entropy(model(data("rows")[0]), data("rows")[1]).backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    opt.step()
-    for name, p in model.named_parameters():
-        assert name[0] == "2" or assert_close(before[name] - p.detach(), 0.1 * gradients[name], 1e-9, name) is None
 
 
 def test_a_closed_optimizer_leaves_the_user_s_hooks_in_their_order():
