@@ -20,6 +20,7 @@ import secondorder
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, SparseMFAC, TopK
 from secondorder.diagnostics import Analysis, read_events
 from tests.support.grid import each
+from tests.support.kfac import hook_counts
 
 EVERY = {"factor_update_steps": 1, "inv_update_steps": 1}
 METHODS = {
@@ -185,16 +186,15 @@ def test_a_layer_that_two_parts_share_counts_as_in_one_module(method, loop):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("method", ["kfac", "intra", "hylo"])
-def test_examples_are_counted_once_per_micro_batch(method):
+def test_examples_are_counted_once_per_micro_batch():
     """A count by part would halve the mean, whatever the direction."""
-    parts = make_parts()
-    opt = METHODS[method](parts)
-    ((x, y),) = micro_batches(0, 1)
-    chained(parts, [(x, y)])
-    taken = opt.capture.take()
-    assert set(taken.examples.values()) == {4}
-    assert taken.total == 4
+    for method in ("kfac", "intra", "hylo"):
+        parts = make_parts()
+        opt = METHODS[method](parts)
+        chained(parts, micro_batches(0, 1))
+        taken = opt.capture.take()
+        assert set(taken.examples.values()) == {4}
+        assert taken.total == 4
 
 
 @each(fisher=["mc", "exact"], build=[KFAC, EKFAC])
@@ -245,50 +245,34 @@ def test_the_schedules_of_torch_drive_several_stages(method, alone_in_a_group):
 
 
 def test_damping_adapts_by_the_loss_of_all_parts():
-    found = []
+    found, adaptive = [], {"adaptive_damping": True, "damping_interval": 1}
     for parts in (make_parts(), [nn.Sequential(*make_parts())]):
-        opt = KFAC(
-            parts if len(parts) > 1 else parts[0],
-            lr=0.1,
-            damping=0.1,
-            adaptive_damping=True,
-            damping_interval=1,
-            **EVERY,
-        )
+        opt = METHODS["kfac"](parts if len(parts) > 1 else parts[0], **adaptive)
         for step in range(3):
-            (batch,) = micro_batches(step, 1)
 
-            def closure(parts=parts, batch=batch, opt=opt):
+            def closure(parts=parts, step=step, opt=opt):
                 opt.zero_grad()
-                x = batch[0]
+                ((x, y),) = micro_batches(step, 1)
                 for part in parts:
                     x = part(x)
-                loss = F.cross_entropy(x, batch[1])
+                loss = F.cross_entropy(x, y)
                 loss.backward()
                 return loss
 
             opt.step(closure)
         found.append(opt)
-    assert found[0].param_groups[0]["damping"] == pytest.approx(found[1].param_groups[0]["damping"])
-    assert found[0].param_groups[0]["damping"] != 0.1
+    dampings = [opt.param_groups[0]["damping"] for opt in found]
+    assert dampings[0] == pytest.approx(dampings[1])
+    assert dampings[0] != 0.1
     assert_same(*found)
 
 
 @every_kind
-def test_groups_with_a_list_of_modules(method):
+def test_state_goes_from_parts_to_one_module_and_back(method):
+    """Of groups with a list of modules as of the list itself."""
     parts, model = make_parts(), nn.Sequential(*make_parts())
     named = [(f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()]
-    found = METHODS[method](named, module=tuple(parts))
-    expected = METHODS[method](model)
-    train(found, parts, chained)
-    train(expected, model, whole)
-    assert_same(found, expected)
-
-
-@every_kind
-def test_state_goes_from_parts_to_one_module_and_back(method):
-    parts, model = make_parts(), nn.Sequential(*make_parts())
-    split, joint = METHODS[method](parts), METHODS[method](model)
+    split, joint = METHODS[method](named, module=tuple(parts)), METHODS[method](model)
     train(split, parts, chained, 2)
     saved = io.BytesIO()
     torch.save([split.state_dict(), [p.state_dict() for p in parts]], saved)
@@ -304,6 +288,10 @@ def test_state_goes_from_parts_to_one_module_and_back(method):
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac", "hylo"])
 def test_a_copy_is_attached_to_a_list(method):
+    expected_parts = make_parts()
+    expected = METHODS[method](expected_parts)
+    train(expected, expected_parts, chained, 2)
+    train(expected, expected_parts, chained, 1)
     parts = make_parts()
     opt = METHODS[method](parts)
     train(opt, parts, chained, 2)
@@ -312,51 +300,37 @@ def test_a_copy_is_attached_to_a_list(method):
         with pytest.raises(RuntimeError, match="attach"):
             other.step()
         other.attach(other_parts)
-        expected_parts, expected = make_parts(), None
-        expected = METHODS[method](expected_parts)
-        train(expected, expected_parts, chained, 2)
         train(other, other_parts, chained, 1)
-        train(expected, expected_parts, chained, 1)
         assert_same(other, expected)
 
 
 def test_detach_and_attach_of_all_parts():
     parts = make_parts()
-    before = [[len(m._forward_hooks) + len(m._forward_pre_hooks) for m in part.modules()] for part in parts]
+    before = [hook_counts(part) for part in parts]
     opt = METHODS["kfac"](parts)
     assert all(part._forward_pre_hooks for part in parts)
     opt.detach()
-    assert [[len(m._forward_hooks) + len(m._forward_pre_hooks) for m in part.modules()] for part in parts] == before
+    assert [hook_counts(part) for part in parts] == before
     opt.attach(parts)
     train(opt, parts, chained, 1)
     assert all(opt.state[b.owner]["refreshes"] == 1 for b in opt.blocks.values())
 
 
 def test_every_method_is_created_from_a_list():
+    """Of wrapped parts too; layers are skipped by name; a ``ModuleList`` is one module as ever."""
     for name in ("kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt"):
         opt = secondorder.create(name, make_parts(), lr=0.01)
         assert "1.3.weight" in opt.describe()
-
-
-def test_a_module_list_is_one_module_as_ever():
+    make, names, parts = METHODS["kfac"], ["0.0", "0.2", "1.1", "1.3"], make_parts()
+    assert list(make([torch.compile(part, backend="eager") for part in parts]).blocks) == names
     layers = nn.ModuleList(make_parts())
-    opt = METHODS["kfac"](layers)
-    assert list(opt.blocks) == ["0.0", "0.2", "1.1", "1.3"]
+    opt = make(layers)
+    assert list(opt.blocks) == names
     assert opt.module is layers
-
-
-def test_layers_of_parts_are_skipped_by_name():
-    parts = make_parts()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert list(METHODS["kfac"](parts, skip_layers=["1.*"]).blocks) == ["0.0", "0.2"]
-        assert list(METHODS["kfac"](parts, skip_layers=[parts[0]]).blocks) == ["1.1", "1.3"]
-
-
-def test_wrapped_parts_are_unwrapped():
-    parts = make_parts()
-    opt = METHODS["kfac"]([torch.compile(part, backend="eager") for part in parts])
-    assert list(opt.blocks) == ["0.0", "0.2", "1.1", "1.3"]
+        assert list(make(parts, skip_layers=["1.*"]).blocks) == names[:2]
+        assert list(make(parts, skip_layers=[parts[0]]).blocks) == names[2:]
 
 
 def test_analysis_watches_parts(tmp_path):
@@ -375,29 +349,25 @@ def on_two_devices(part):
     return wrapped
 
 
-@pytest.mark.parametrize(
-    ("given", "kind", "text"),
-    [
-        (lambda parts: {"params": [], "module": []}, ValueError, "empty list"),
-        (lambda parts: {"params": parts, "module": parts[:1]}, ValueError, "give the module once"),
-        (lambda parts: {"params": [*parts, parts[0]]}, ValueError, "part 0 of the list of modules is part 2"),
-        (
-            lambda parts: {"params": [*parts, parts[1][3]]},
-            ValueError,
-            "part 2 .* is part 1 or inside it",
-        ),
-        (lambda parts: {"params": parts[0].parameters(), "module": [*parts, 3]}, TypeError, "a list with int"),
-        (lambda parts: {"params": parts[0].parameters(), "module": "net"}, TypeError, "got str"),
-        (lambda parts: {"params": [on_two_devices(parts[0])]}, NotImplementedError, "DataParallel"),
-        (
-            lambda parts: {"params": parts, "adaptive_damping": True, "likelihood": "categorical"},
-            NotImplementedError,
-            "likelihood=",
-        ),
-    ],
-)
-def test_what_is_no_list_of_parts_is_refused(given, kind, text):
-    parts = make_parts()
-    with pytest.raises(kind, match=text):
-        KFAC(**given(parts))
-    assert not any(m._forward_hooks or m._forward_pre_hooks for part in parts for m in part.modules())
+REFUSED = [
+    (lambda parts: {"params": [], "module": []}, ValueError, "empty list"),
+    (lambda parts: {"params": parts, "module": parts[:1]}, ValueError, "give the module once"),
+    (lambda parts: {"params": [*parts, parts[0]]}, ValueError, "part 0 of the list of modules is part 2"),
+    (lambda parts: {"params": [*parts, parts[1][3]]}, ValueError, "part 2 .* is part 1 or inside it"),
+    (lambda parts: {"params": parts[0].parameters(), "module": [*parts, 3]}, TypeError, "a list with int"),
+    (lambda parts: {"params": parts[0].parameters(), "module": "net"}, TypeError, "got str"),
+    (lambda parts: {"params": [on_two_devices(parts[0])]}, NotImplementedError, "DataParallel"),
+    (
+        lambda parts: {"params": parts, "adaptive_damping": True, "likelihood": "categorical"},
+        NotImplementedError,
+        "likelihood=",
+    ),
+]
+
+
+def test_what_is_no_list_of_parts_is_refused():
+    for given, kind, text in REFUSED:
+        parts = make_parts()
+        with pytest.raises(kind, match=text):
+            KFAC(**given(parts))
+        assert not any(m._forward_hooks or m._forward_pre_hooks for part in parts for m in part.modules())
