@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from secondorder.capture.layers import norms
+from secondorder.capture.layers.registry import find_adapter
 from tests.support.grid import pairs
 from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
 from tests.support.models import seeded_build
@@ -160,6 +161,28 @@ def test_a_block_per_unit_is_the_second_moment_of_per_example_gradients(case):
     check(case, "diagonal")
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_normalized_input_is_that_of_torch_in_low_precision_too(case):
+    model, x, _ = problem(case)
+    layer, has_bias = model.norm, getattr(model.norm, "bias", None) is not None
+    kind, _ = find_adapter(layer)
+    found = kind(layer, True, has_bias)
+    nn.init.ones_(layer.weight)
+    if has_bias:
+        nn.init.zeros_(layer.bias)
+    assert_close(found.normalized(x), layer(x).detach(), 1e-9)
+    low = (3 * x + 1).bfloat16()
+    assert found.normalized(low).dtype == torch.float32
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if isinstance(layer, nn.RMSNorm) else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(found.normalized(low).double(), layer(low.double()).detach(), **tolerance)
+    for trained in [(True, False), *([(True, True), (False, True)] if has_bias else [])]:
+        size, parts = layer.weight.numel(), sum(trained)
+        for curvature, shape in (("unit", (size, parts)), ("diagonal", (size * parts, 1))):
+            found = kind(layer, *trained, norm_curvature=curvature)
+            assert (found.groups, found.n_g) == shape
+            assert (found.n_a, found.constant_input, found.needs_input) == (1, True, trained[0])
+
+
 @pairs(
     case=["LayerNorm of tokens", "RMSNorm", "GroupNorm", "BatchNorm2d", "InstanceNorm1d"],
     frozen=["", "weight", "bias"],
@@ -209,12 +232,21 @@ def test_micro_batches_reductions_and_approximations_do_not_matter(case, keyword
     check(case, **keywords)
 
 
-@pytest.mark.parametrize(("layer", "shape"), [(nn.LayerNorm(4), (4,)), (nn.InstanceNorm1d(4, affine=True), (4, 5))])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.LayerNorm(4), (4,)),
+        (nn.LayerNorm((2, 3)), (2, 3)),
+        (nn.InstanceNorm1d(4, affine=True), (4, 5)),
+        (nn.InstanceNorm2d(4, affine=True), (4, 5, 3)),
+        (nn.InstanceNorm3d(4, affine=True), (4, 5, 3, 2)),
+    ],
+)
 def test_one_example_without_a_batch_axis(layer, shape):
     layer = twin(layer).double()
     opt = plain_kfac(layer)
     layer(noise(*shape)).tanh().square().sum().backward()
-    u = torch.stack([layer.weight.grad, layer.bias.grad], -1)
+    u = torch.stack([layer.weight.grad.flatten(), layer.bias.grad.flatten()], -1)
     opt.step()
     assert_close(opt.dense_curvature(""), torch.block_diag(*(u[:, :, None] * u[:, None, :])), 1e-9)
 

@@ -200,19 +200,23 @@ class Conv(nn.Module):
         return self.read(self.conv(x, *output_size))
 
     def by_hand(self, tape: Tape, x: Tensor, *output_size: Any) -> Tensor:
-        layer = self.conv
-        sizes = layer(x, *output_size).shape[2:]
-        if isinstance(layer, nn.modules.conv._ConvTransposeNd):
-            rows, weights = transposed_rows(layer, x[0], sizes), transposed_weight(layer, layer.weight)
-        else:
-            rows, weights = kfac.conv_rows(layer, x[0]), layer.weight.unflatten(0, (layer.groups, -1)).flatten(2)
-        biases = [None] * layer.groups if layer.bias is None else layer.bias.chunk(layer.groups)
-        products = [
-            tape.product(f"conv.{i}", a, weight, bias)
-            for i, (a, weight, bias) in enumerate(zip(rows, weights, biases, strict=True))
-        ]
-        z = torch.cat(products, -1).mT.unflatten(-1, sizes)[None]
+        z = conv_by_hand(tape, self.conv, x, *output_size)
         return tape.linear("head", self.head, torch.tanh(z).flatten(2).mean(2))
+
+
+def conv_by_hand(tape: Tape, layer: nn.Module, x: Tensor, *output_size: Any) -> Tensor:
+    """The output of a convolution, or of a transposed one, for one example: a product per group."""
+    sizes = layer(x, *output_size).shape[2:]
+    if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        rows, weights = transposed_rows(layer, x[0], sizes), transposed_weight(layer, layer.weight)
+    else:
+        rows, weights = kfac.conv_rows(layer, x[0]), layer.weight.unflatten(0, (layer.groups, -1)).flatten(2)
+    biases = [None] * layer.groups if layer.bias is None else layer.bias.chunk(layer.groups)
+    products = [
+        tape.product(f"conv.{i}", a, weight, bias)
+        for i, (a, weight, bias) in enumerate(zip(rows, weights, biases, strict=True))
+    ]
+    return torch.cat(products, -1).mT.unflatten(-1, sizes)[None]
 
 
 def conv(kind: type[nn.Module], sizes: tuple, options: dict, spatial: tuple[int, ...], *output_size: Any) -> LayerCase:
@@ -225,6 +229,36 @@ def conv(kind: type[nn.Module], sizes: tuple, options: dict, spatial: tuple[int,
         inputs,
         (lambda: [(x, *output_size) for x in inputs()[0].split(1)]) if output_size else None,
         {"conv": groups},
+    )
+
+
+class Shared(nn.Module):
+    """Two convolutions, or transposed ones, of one weight and bias, and of other strides, paddings and dilations."""
+
+    def __init__(self, kind: type[nn.Module], *sizes: Any, one: dict, other: dict, **options: Any) -> None:
+        super().__init__()
+        self.conv, self.second = kind(*sizes, **one, **options), kind(*sizes, **other, **options)
+        self.second.weight, self.second.bias = self.conv.weight, self.conv.bias
+        self.head = nn.Linear(sizes[1], 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (torch.tanh(layer(x)).flatten(2).mean(2) for layer in (self.conv, self.second))
+        return self.head(first - second / 2)
+
+    def by_hand(self, tape: Tape, x: Tensor) -> Tensor:
+        layers = self.conv, self.second
+        first, second = (torch.tanh(conv_by_hand(tape, layer, x)).flatten(2).mean(2) for layer in layers)
+        return tape.linear("head", self.head, first - second / 2)
+
+
+def shared(
+    kind: type[nn.Module], sizes: tuple, one: dict, other: dict, spatial: tuple[int, ...], **common
+) -> LayerCase:
+    groups = tuple(f"conv.{i}" for i in range(common.get("groups", 1)))
+    return LayerCase(
+        lambda: Shared(kind, *sizes, one=one, other=other, **common),
+        lambda: (noise(N, sizes[0], *spatial),),
+        groups={"conv": groups},
     )
 
 
@@ -764,6 +798,29 @@ CONVOLUTIONS = {
     "conv3d": conv(nn.Conv3d, (2, 3, 2), {"stride": (1, 2, 1)}, (3, 4, 2)),
 }
 
+SHARED = {
+    "shared-stride": shared(nn.Conv1d, (2, 3, 3), {}, {"stride": 2}, (7,)),
+    "shared-padding": shared(nn.Conv1d, (2, 3, 3), {"padding": "same"}, {"padding": "valid"}, (5,)),
+    "shared-circular": shared(
+        nn.Conv1d,
+        (2, 3, 3),
+        {"padding": 1, "padding_mode": "reflect"},
+        {"padding": 2, "padding_mode": "circular"},
+        (5,),
+    ),
+    "shared-groups": shared(nn.Conv1d, (4, 6, 2), {"dilation": 2}, {"stride": 2}, (6,), groups=2, bias=False),
+    "shared-2d": shared(nn.Conv2d, (2, 3, 2), {"padding": 1}, {"dilation": (2, 1), "stride": (1, 2)}, (3, 4)),
+    "shared-3d": shared(
+        nn.Conv3d, (2, 3, (2, 1, 2)), {"padding": 1}, {"stride": (2, 1, 1), "dilation": (1, 1, 2)}, (3, 2, 3)
+    ),
+    "shared-transposed": shared(TRANSPOSED_1D, (2, 3, 3), {"stride": 2}, {"stride": 2, "output_padding": 1}, (3,)),
+    "shared-transposed-padding": shared(TRANSPOSED_1D, (2, 3, 3), {}, {"padding": 1}, (4,)),
+    "shared-transposed-groups": shared(TRANSPOSED_1D, (4, 4, 2), {"dilation": 3}, {}, (3,), groups=2),
+    "shared-transposed-2d": shared(
+        TRANSPOSED_2D, (2, 3, 2), {"stride": (1, 2)}, {"dilation": (2, 1), "padding": 1}, (2, 3)
+    ),
+}
+
 TRANSPOSED = {
     "transposed-1d": conv(TRANSPOSED_1D, (2, 3, 3), {}, (4,)),
     "transposed-1d-stride": conv(TRANSPOSED_1D, (2, 3, 3), {"stride": 2}, (4,)),
@@ -865,11 +922,11 @@ EXPERTS = {
 }
 
 #: Every kind of layer that has products for rows.
-CASES = {**LINEAR, **CONVOLUTIONS, **TRANSPOSED, **TABLES, **BAGS, **ATTENTION, **RECURRENCE, **EXPERTS}
+CASES = {**LINEAR, **CONVOLUTIONS, **SHARED, **TRANSPOSED, **TABLES, **BAGS, **ATTENTION, **RECURRENCE, **EXPERTS}
 #: One of each kind, with whatever makes it hard.
 ONE_OF_EACH = (
     "linear-tied", "bilinear-tokens", "conv2d-groups", "conv1d-circular", "transposed-1d-groups",
-    "transposed-2d-stride", "transposed-3d", "embedding-padding", "bag-offsets", "bag-weights-padding", "attention",
+    "transposed-2d-stride", "transposed-3d", "shared-2d", "shared-transposed", "embedding-padding", "bag-offsets", "bag-weights-padding", "attention",
     "attention-cross-positions-first", "lstm-two-layers", "gru", "rnn-packed", "gru-cell",
     "experts-stacked", "registered",
 )  # fmt: skip
