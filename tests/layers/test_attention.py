@@ -21,6 +21,7 @@ from tests.support.oracles.layers import (
     expected_pairs,
     follows_fallback,
     held,
+    multihead,
     row_of,
     singles,
     train,
@@ -92,6 +93,34 @@ def test_separate_projections(kdim, vdim, bias):
     check_block(opt, "attn.out_proj", expected["attn.out"])
     unseen = [name for name, p in model.named_parameters() if follows_fallback(opt, name)]
     assert all(name == "attn.in_proj_bias" and follows_fallback(opt, name, "bias") for name in unseen)
+
+
+class TwoAttentions(nn.Module):
+    """Two attentions of one set of weights, with other numbers of heads and other layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.second = nn.MultiheadAttention(E, H, batch_first=True), nn.MultiheadAttention(E, E)
+        self.second.in_proj_weight, self.second.in_proj_bias = self.attn.in_proj_weight, self.attn.in_proj_bias
+        self.second.out_proj = self.attn.out_proj
+        self.head = nn.Linear(E, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x, x, x)[0]
+        z = x.transpose(0, 1)
+        return self.head((z + self.second(z, z, z, need_weights=False)[0]).mean(0))
+
+    def by_hand(self, tape: Tape, x: Tensor) -> Tensor:
+        for layer in (self.attn, self.second):
+            x = x + multihead(tape, "attn", layer, x, x, x)
+        return tape.linear("head", self.head, x.mean(1))
+
+
+def test_attentions_of_one_weight_with_other_heads_and_layouts():
+    model, x, y, expected = problem(TwoAttentions)
+    opt = plain_kfac(model)
+    train(opt, model, (x,), y, F.cross_entropy)
+    ATTENTION.check(opt, expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -138,6 +138,24 @@ def test_one_example_without_a_batch_axis(name):
     case.check(opt, expected)
 
 
+@pytest.mark.parametrize("name", ["shared-2d", "shared-table-other-padding"])
+def test_compiled(name):
+    """Also where layers are frozen before the backward: its graph knows taps that are no longer there."""
+    torch._dynamo.reset()
+    case, model = CASES[name], CASES[name].model()
+    expected, (inputs, y) = case.factors(case.model()), case.data()
+    opt = plain_kfac(model, lr=0.0)
+    fast = torch.compile(model, backend="aot_eager")
+    train(opt, fast, inputs, y, case.loss)
+    case.check(opt, expected)
+    loss = case.loss(fast(*inputs), y)
+    model.head.requires_grad_(False)
+    model(*inputs)  # another forward begins, and the optimizer looks at the model again
+    assert set(opt.blocks) == set(expected) - {"head"}
+    loss.backward()
+    torch._dynamo.reset()
+
+
 def test_describe_names_the_block_and_the_sizes_of_its_groups():
     opt = plain_kfac(CASES["transposed-1d-groups"].model())
     assert "conv" in row_of(opt, "conv.weight")

@@ -280,6 +280,54 @@ def test_examples_are_told_apart_in_other_layouts(layout):
     check(seeded_build(lambda: Laid(layout)), **({"batch_dim": 1} if layout.endswith("batch") else {}))
 
 
+PAIRS = {
+    "LayerNorm": ("LayerNorm of tokens", lambda: nn.LayerNorm(4, eps=1.0)),
+    "RMSNorm": ("RMSNorm", lambda: nn.RMSNorm(4, eps=1.0)),
+    "GroupNorm": ("GroupNorm of one group", lambda: nn.GroupNorm(4, 4)),
+    "BatchNorm": ("BatchNorm2d", lambda: nn.BatchNorm2d(4, eps=1.0)),
+    "InstanceNorm": ("InstanceNorm1d", lambda: nn.InstanceNorm1d(3, affine=True, eps=1.0)),
+}
+
+
+class Two(Normed):
+    """Two norms of one weight and bias that differ in what they do with it."""
+
+    def __init__(self, one: Normed, second: nn.Module) -> None:
+        super().__init__(one.norm, one.head.in_features, one.feature_dim)
+        self.second = second
+        second.weight = self.norm.weight
+        if getattr(second, "bias", None) is not None:
+            second.bias = self.norm.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.before(x)
+        return self.after(self.norm(z) - self.second(z).sin())
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_two_norms_of_one_weight(kind):
+    """Each with its own eps or groups; x̂ is that of the outputs, from which no gradient flows into it."""
+    case, second = PAIRS[kind]
+    one, x, y = problem(case)
+    model = seeded_build(lambda: Two(one, second()))
+    plain, us = twin(model), []
+    z = plain.before(x)
+    hats = [normalised(layer, z).detach() for layer in (plain.norm, plain.second)]
+    params = params_of(plain)
+    for n in range(N):
+        first, other = (
+            hat[n : n + 1] * shaped(plain.norm, params[0], z.ndim)
+            + (shaped(plain.norm, params[1], z.ndim) if len(params) > 1 else 0)
+            for hat in hats
+        )
+        value = F.cross_entropy(plain.after(first - other.sin()), y[n : n + 1])
+        us.append(torch.stack([g.flatten() for g in torch.autograd.grad(value, params)], -1))
+    u = torch.stack(us)
+    opt = plain_kfac(model)
+    train(opt, model, (x,), y, F.cross_entropy)
+    assert_close(opt.dense_curvature("norm"), torch.block_diag(*(torch.einsum("nci,ncj->cij", u, u) / N)), 1e-6)
+
+
 def test_rows_shared_over_the_batch_take_the_fallback_and_say_why():
     """Five normalised positions under six examples: no example's own gradient can be had."""
 

@@ -373,12 +373,48 @@ class Bags(nn.Module):
         return self.head(torch.tanh(z * feature))
 
     def by_hand(self, tape: Tape, feature: Tensor, indices: list[int], weights: list[float]) -> Tensor:
-        kept = [(i, w) for i, w in zip(indices, weights, strict=True) if i != self.bag.padding_idx]
-        row = torch.zeros(min(len(kept), 1), 7, dtype=torch.float64)  # nothing to look up is no row, as is padding
-        for i, w in kept:
-            row[0, i] += w / (len(kept) if self.bag.mode == "mean" else 1)
-        z = tape.product("bag", row, self.bag.weight.mT).sum(0, keepdim=True)
+        z = bag_by_hand(tape, "bag", self.bag, indices, weights)
         return tape.linear("head", self.head, torch.tanh(z * feature))
+
+
+def bag_by_hand(tape: Tape, name: str, bag: nn.EmbeddingBag, indices: list[int], weights: list[float]) -> Tensor:
+    kept = [(i, w) for i, w in zip(indices, weights, strict=True) if i != bag.padding_idx]
+    row = torch.zeros(min(len(kept), 1), 7, dtype=torch.float64)  # nothing to look up is no row, as is padding
+    for i, w in kept:
+        row[0, i] += w / (len(kept) if bag.mode == "mean" else 1)
+    return tape.product(name, row, bag.weight.mT).sum(0, keepdim=True)
+
+
+class SharedTables(nn.Module):
+    """Two tables of one weight, of other padding or another mode."""
+
+    def __init__(self, kind: type[nn.Module], one: dict, other: dict) -> None:
+        super().__init__()
+        self.embedding, self.second, self.head = kind(7, 3, **one), kind(7, 3, **other), nn.Linear(3, 3)
+        nn.init.normal_(self.embedding.weight)
+        self.second.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (pooled(torch.tanh(layer(x))) for layer in (self.embedding, self.second))
+        return self.head(first - second / 2)
+
+    def by_hand(self, tape: Tape, x: Tensor) -> Tensor:
+        first, second = (pooled(torch.tanh(self.looked_up(tape, z, x))) for z in (self.embedding, self.second))
+        return tape.linear("head", self.head, first - second / 2)
+
+    def looked_up(self, tape: Tape, layer: nn.Module, x: Tensor) -> Tensor:
+        if isinstance(layer, nn.EmbeddingBag):
+            return bag_by_hand(tape, "embedding", layer, x[0].tolist(), [1.0] * x.shape[1])
+        return embedding(tape, "embedding", x, layer.weight, layer.padding_idx)
+
+
+def shared_tables(kind: type[nn.Module], one: dict, other: dict) -> LayerCase:
+    return LayerCase(
+        lambda: SharedTables(kind, one, other),
+        lambda: (words(N, 4),),
+        tables=frozenset({"embedding"}),
+        positions=kind is nn.Embedding,
+    )
 
 
 RAGGED = [[0, 3, 3], [5], [1, 2, 6, 1], [4, 2], [6, 6, 6]]
@@ -816,6 +852,12 @@ SHARED = {
     "shared-transposed": shared(TRANSPOSED_1D, (2, 3, 3), {"stride": 2}, {"stride": 2, "output_padding": 1}, (3,)),
     "shared-transposed-padding": shared(TRANSPOSED_1D, (2, 3, 3), {}, {"padding": 1}, (4,)),
     "shared-transposed-groups": shared(TRANSPOSED_1D, (4, 4, 2), {"dilation": 3}, {}, (3,), groups=2),
+    "shared-table-padding": shared_tables(nn.Embedding, {"padding_idx": 3}, {}),
+    "shared-table-other-padding": shared_tables(nn.Embedding, {"padding_idx": 0}, {"padding_idx": -1}),
+    "shared-bag-mode": shared_tables(nn.EmbeddingBag, {"mode": "sum"}, {"mode": "mean"}),
+    "shared-bag-padding": shared_tables(
+        nn.EmbeddingBag, {"padding_idx": 2, "mode": "mean"}, {"padding_idx": 0, "mode": "mean"}
+    ),
     "shared-transposed-2d": shared(
         TRANSPOSED_2D, (2, 3, 2), {"stride": (1, 2)}, {"dilation": (2, 1), "padding": 1}, (2, 3)
     ),
@@ -926,7 +968,8 @@ CASES = {**LINEAR, **CONVOLUTIONS, **SHARED, **TRANSPOSED, **TABLES, **BAGS, **A
 #: One of each kind, with whatever makes it hard.
 ONE_OF_EACH = (
     "linear-tied", "bilinear-tokens", "conv2d-groups", "conv1d-circular", "transposed-1d-groups",
-    "transposed-2d-stride", "transposed-3d", "shared-2d", "shared-transposed", "embedding-padding", "bag-offsets", "bag-weights-padding", "attention",
+    "transposed-2d-stride", "transposed-3d", "shared-2d", "shared-transposed",
+    "shared-table-padding", "embedding-padding", "bag-offsets", "bag-weights-padding", "attention",
     "attention-cross-positions-first", "lstm-two-layers", "gru", "rnn-packed", "gru-cell",
     "experts-stacked", "registered",
 )  # fmt: skip
