@@ -1,7 +1,7 @@
 """Large known models on torch's ``meta`` device: all shapes and no numbers, so that they are built in a moment.
 
 They are there for what depends on shapes alone: bytes, messages and FLOPs. A forward pass on the ``meta`` device counts
-the positions of every layer, see :func:`benchmarks.flops.layer_shapes`.
+the positions of every layer, see :func:`benchmarks.flops.factor_flops`.
 """
 
 from collections.abc import Callable

@@ -14,13 +14,11 @@ from benchmarks.commands.compare import Compare
 from benchmarks.commands.demo import Demo
 from benchmarks.commands.density import Density
 from benchmarks.commands.fetch import Fetch
-from benchmarks.commands.gpu import Gpu
 from benchmarks.commands.kernel import Kernel
 from benchmarks.commands.linalg import Linalg
 from benchmarks.commands.memory import Memory
 from benchmarks.commands.overview import Overview
 from benchmarks.commands.rank_fraction import RankFraction
-from benchmarks.commands.ranks import Ranks
 from benchmarks.commands.regress import Regress
 from benchmarks.commands.robustness import Robustness
 from benchmarks.commands.scaling import Scaling
@@ -48,7 +46,7 @@ class Study:
 class Measure:
     """Time steps and their parts on this machine."""
 
-    what: OmitSubcommandPrefixes[OmitArgPrefixes[Gpu | Kernel | Linalg | Spikes | StepTime | Swap | Window]]
+    what: OmitSubcommandPrefixes[OmitArgPrefixes[Kernel | Linalg | Spikes | StepTime | Swap | Window]]
 
     def run(self) -> int:
         return self.what.run()
@@ -58,7 +56,7 @@ class Measure:
 class Scale:
     """Follow memory, bytes and time with the number of ranks: planned, modelled and run."""
 
-    what: OmitSubcommandPrefixes[OmitArgPrefixes[Annotated[Scaling, subcommand("plan")] | Ranks | Worlds]]
+    what: OmitSubcommandPrefixes[OmitArgPrefixes[Annotated[Scaling, subcommand("plan")] | Worlds]]
 
     def run(self) -> int:
         return self.what.run()

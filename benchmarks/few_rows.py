@@ -12,6 +12,7 @@ none       ``V / λ'`` with the λ' that brings it nearest: gradient descent, wi
 All in float64. Of every layer λ is a multiple of the mean of the diagonal of its kernel, ``⟨u_n, u_n⟩``.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -39,6 +40,11 @@ class Layer(NamedTuple):
     """Gradients of the outputs ``[n, d_o]``, scaled."""
     gradient: Tensor
     """V ``[d_o, d_i]``."""
+
+
+def kept_rows(examples: int, fraction: float, most: int) -> int:
+    """Return how many rows HyLo keeps of those of one rank."""
+    return max(1, min(math.ceil(round(fraction * examples, 9)), examples, most))
 
 
 def captured(trainer: Trainer, workload: Workload, seed: int) -> list[Layer]:

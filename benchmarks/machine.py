@@ -4,9 +4,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -27,65 +28,52 @@ class Rate:
 def gemm_gflops(
     trials: int = 7, side: int = GEMM_SIDE, dtype: torch.dtype = torch.float32, device: torch.device = CPU
 ) -> Rate:
-    """Measure matrix products.
-
-    Args:
-        trials: Number of products that are timed.
-        side: Rows and columns of both factors.
-        dtype: Their type.
-        device: Where they are.
-
-    Returns:
-        GFLOP per second.
-    """
+    """Return the GFLOP per second of matrix products."""
     a, b, out = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(3))
     return _rate(lambda: torch.mm(a, b, out=out), 2 * side**3 / 1e9, trials, device)
 
 
 def copy_gbytes(trials: int = 7, size: int = COPY_BYTES, device: torch.device = CPU) -> Rate:
-    """Measure copying a large tensor; what is read and what is written both count.
-
-    Args:
-        trials: Number of copies that are timed.
-        size: Bytes of the tensor.
-        device: Where it is.
-
-    Returns:
-        Gigabytes per second.
-    """
+    """Return the GB per second of copying a large tensor; what is read and what is written both count."""
     return _rate(copying(size, device), 2 * size / 1e9, trials, device)
 
 
 def copying(size: int, device: torch.device = CPU) -> Callable[[], object]:
-    """Return a function that copies a large tensor.
-
-    Args:
-        size: Bytes of the tensor.
-        device: Where it is.
-
-    Returns:
-        The function; each call reads and writes ``size`` bytes.
-    """
+    """Return a function that copies a large tensor."""
     source = torch.zeros(size // 4, device=device)
     target = torch.ones_like(source)
     return lambda: target.copy_(source)
 
 
 def seconds(work: Callable[[], object], device: torch.device = CPU) -> float:
-    """Return how long some work takes.
-
-    Args:
-        work: What to do.
-        device: Where it is done; CUDA is waited for, before and after.
-
-    Returns:
-        Seconds.
-    """
+    """Return how long some work takes; CUDA is waited for, before and after."""
     _wait_for(device)
     start = time.perf_counter()
     work()
     _wait_for(device)
     return time.perf_counter() - start
+
+
+def timed_in_turns(
+    ways: Mapping[Any, Callable[[], object]], trials: int, device: torch.device = CPU, least: float = 0.0
+) -> dict[Any, list[float]]:
+    """Return the seconds of every way, in turns, so that a busy moment of the machine hits all of them.
+
+    Each is repeated until it takes ``least`` seconds.
+    """
+    repeats = {}
+    for name, way in ways.items():
+        first = min(seconds(way, device) for _ in range(3 if least else 1))
+        repeats[name] = max(1, round(least / first))
+    times: dict[Any, list[float]] = {name: [] for name in ways}
+    for _ in range(trials):
+        for name, way in ways.items():
+            times[name].append(seconds(_repeated(way, repeats[name]), device) / repeats[name])
+    return times
+
+
+def _repeated(way: Callable[[], object], times: int) -> Callable[[], object]:
+    return lambda: [way() for _ in range(times)]
 
 
 def _wait_for(device: torch.device) -> None:
@@ -105,13 +93,6 @@ def peak_bytes(work: Callable[[], object], device: torch.device = CPU) -> int:
     The profiler's record of every allocation and release by torch's CPU allocator is summed up in order of time. That
     sees tensors and the buffers inside operators, but not the scratch memory that oneDNN and MKL take for themselves.
     On CUDA the allocator's own count is read.
-
-    Args:
-        work: Such as one training step.
-        device: Whose memory.
-
-    Returns:
-        Bytes at the highest point.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""Shapes of the parameters of known models: all that a window of gradients depends on."""
+"""Shapes of the parameters of known models, and what a sparse row keeps of them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.workloads import WorkloadName, make_workload
 from benchmarks.workloads.resnets import BlockName, imagenet_resnet
+from secondorder import TopK
 
 Shape = tuple[int, ...]
 SizeName = Literal["digits", "resnet20", "autoencoder", "large", "resnet50"]
@@ -22,6 +23,13 @@ def shapes_of(name: SizeName) -> list[Shape]:
 def count(shapes: Sequence[Shape]) -> int:
     """Return the number of entries of tensors, d."""
     return sum(math.prod(shape) for shape in shapes)
+
+
+def kept(length: int, top_k: TopK) -> int:
+    """Return how many entries of a block a row keeps."""
+    if length == top_k.block_size >= 64:
+        return min(length, max(8, 8 * round(top_k.density * length / 8)))
+    return max(1, math.ceil(top_k.density * length))
 
 
 def _of_workload(name: WorkloadName) -> list[Shape]:

@@ -9,6 +9,7 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.contender import Contender
 from benchmarks.machine import Rate
+from benchmarks.report import value
 from benchmarks.timing import StepClass, Work
 from secondorder import SecondOrderOptimizer
 from secondorder.diagnostics import StageClock
@@ -17,7 +18,6 @@ ROUNDS = 3
 """Refresh intervals of steps that are looked into."""
 SHOWN: Mapping[str, StepClass] = {"precondition": "plain", "capture": "factor", "refresh": "refresh"}
 """The stages that FLOPs set a floor for, and the class of steps that is looked into for each."""
-COLUMNS = ("optimizer", "stage", "GFLOP", "ms", "floor ms", "ratio")
 
 
 def stage_times(run: Contender) -> dict[str, float]:
@@ -52,20 +52,21 @@ def stage_figures(run: Contender, work: Work, gemm: Rate) -> dict[str, dict[str,
 def stage_table(results: list[dict[str, Any]]) -> Table:
     """Return the table of stages."""
     rows = [
-        (
-            result["label"] if not index else "",
-            stage,
-            f"{found['flops'] / 1e9:.2f}",
-            f"{1e3 * found['seconds']:.2f}",
-            f"{1e3 * found['floor']:.2f}",
-            f"{found['seconds'] / found['floor']:.2f}",
-        )
+        {"label": result["label"], "stage": stage, **found, "ratio": found["seconds"] / found["floor"]}
         for result in results
-        for index, (stage, found) in enumerate(result.get("stages", {}).items())
+        for stage, found in result.get("stages", {}).items()
     ]
     caption = (
         "Medians. Floor: the FLOPs of the stage at the measured rate of matrix products; of the products behind the "
         "factors one triangle counts. Capture is of a step that updates factors; with EK-FAC's scale, where it is "
         "measured example by example."
     )
-    return report.make_table("Stages of a step", COLUMNS, rows, caption)
+    columns = {
+        "optimizer": value("label"),
+        "stage": value("stage"),
+        "GFLOP": value("flops", ".2f", 1e-9),
+        "ms": value("seconds", ".2f", 1e3),
+        "floor ms": value("floor", ".2f", 1e3),
+        "ratio": value("ratio", ".2f"),
+    }
+    return report.table_of("Stages of a step", rows, columns, caption)

@@ -72,13 +72,14 @@ class Row:
 class Work:
     """FLOPs of a training step and of what a method with curvature of layers adds to it."""
 
-    training: int
-    precondition: int
-    factor: int
-    refresh: int
-    scale: int = 0
+    training: float
+    precondition: float
+    factor: float = 0.0
+    """Of the products behind the factors."""
+    refresh: float = 0.0
+    scale: float = 0.0
     """Of EK-FAC's scale, which every step measures."""
-    triangles: int = 0
+    triangles: float = 0.0
     """Of the factors, where of a symmetric product one triangle is computed."""
 
     def floor(self, intervals: Intervals) -> float:

@@ -31,12 +31,12 @@ from benchmarks.evidence import (
     trainer_of,
     why_lost,
 )  # fmt: skip
-from benchmarks.footprint import kept
 from benchmarks.plot import COLOURS, Panel, Row, look, plot_rows
 from benchmarks.recipes import COSINE, Settings, window_keywords
 from benchmarks.report import value
 from benchmarks.runner import WINDOW
 from benchmarks.schedules import make_schedule
+from benchmarks.shapes import kept
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import TopK
 

@@ -14,14 +14,10 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.commands.options import Alone
-from benchmarks.machine import GEMM_SIDE, seconds
+from benchmarks.machine import GEMM_SIDE, timed_in_turns
+from benchmarks.report import value
 from secondorder.linalg import kernel, woodbury
 from secondorder.linalg.kernel import Rows
-
-COLUMNS = ("R", "layer", "kernel ms", "beyond FLOPs", "projection ms", "beyond FLOPs", "GFLOP/s of a product")
-
-_LEAST = 0.02
-"""Seconds that a timed run takes at least, by repetition."""
 
 
 @dataclass
@@ -65,44 +61,28 @@ class Kernel(Alone):
             "projection": lambda: woodbury.apply(rows, inverse, damping, gradient),
             "product": lambda: square @ square,
         }
-        repeats = {
-            name: max(1, round(_LEAST / min(seconds(way, device) for _ in range(3)))) for name, way in ways.items()
+        middle = {
+            name: statistics.median(times) for name, times in timed_in_turns(ways, self.trials, device, 0.02).items()
         }
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(self.trials):
-            for name, way in ways.items():  # in turns, so that a busy moment of the machine hits all of them
-                times[name].append(seconds(_repeated(way, repeats[name]), device) / repeats[name])
-        middle = {name: statistics.median(found) for name, found in times.items()}
         rate = 2 * GEMM_SIDE**3 / middle["product"]
-        figures: dict[str, Any] = {"rank": rank, "d_i": d_i, "d_o": d_o, "gflops": rate / 1e9, "times": times}
+        figures: dict[str, Any] = {"rank": rank, "d_i": d_i, "d_o": d_o, "gflops": rate / 1e9}
         for name, flops in work.items():
             figures[f"{name}_seconds"], figures[f"{name}_ratio"] = middle[name], middle[name] * rate / flops
         return figures
 
 
-def _repeated(way: Callable[[], object], times: int) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(times):
-            way()
-
-    return run
-
-
 def _table(results: list[dict[str, Any]]) -> Table:
-    rows = [
-        (
-            str(r["rank"]),
-            f"{r['d_i']} × {r['d_o']}",
-            f"{1e3 * r['kernel_seconds']:.2f}",
-            f"{r['kernel_ratio']:.2f}",
-            f"{1e3 * r['projection_seconds']:.2f}",
-            f"{r['projection_ratio']:.2f}",
-            f"{r['gflops']:.0f}",
-        )
-        for r in results
-    ]
+    columns = {
+        "R": value("rank"),
+        "layer": lambda row: f"{row['d_i']} × {row['d_o']}",
+        "kernel ms": value("kernel_seconds", ".2f", 1e3),
+        "÷ its FLOPs": value("kernel_ratio", ".2f"),
+        "projection ms": value("projection_seconds", ".2f", 1e3),
+        "÷ those of it": value("projection_ratio", ".2f"),
+        "GFLOP/s of a product": value("gflops", ".0f"),
+    }
     caption = (
-        "Beyond FLOPs: time over that of 2 R² (d_i + d_o) FLOPs for the kernel and of 4 R d_i d_o for the projection, "
+        "Beside FLOPs: time over that of 2 R² (d_i + d_o) FLOPs for the kernel and of 4 R d_i d_o for the projection, "
         f"at the rate of products of side {GEMM_SIDE} timed in turns with them. Threads: {torch.get_num_threads()}."
     )
-    return report.make_table("HyLo's kernel and projection", COLUMNS, rows, caption)
+    return report.table_of("HyLo's kernel and projection", results, columns, caption)

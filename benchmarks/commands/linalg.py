@@ -17,7 +17,8 @@ how far it is from what the same rounds give in float64.
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -28,15 +29,13 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.commands.options import Alone
-from benchmarks.machine import seconds
+from benchmarks.machine import timed_in_turns
+from benchmarks.report import value
 from secondorder.linalg import dense, eigenbasis, polar
 
 Update = Literal["none", "eigh", "qr", "qr, 2 sweeps"]
 Inversion = Literal["none", "cholesky", "eigh", "newton", "newton, 2 rounds"]
 
-COLUMNS = ("n", "update", "ms", "eigh / this", "off the diagonal", "scale error", "scale error, median")
-INVERSE_COLUMNS = ("n", "update", "ms", "cholesky / this", "residual", "spectral norm", "error of a direction")
-POLAR_COLUMNS = ("n", "products", "ms", "float32 / this", "error at full rank", "error at rank n/16")
 _DECADES = 4.0  # over which the eigenvalues are spread
 _SMALL = 512  # side of matrices whose singular values are all found
 _TURN = 0.5  # between the eigenbases of the old part and of the new one
@@ -61,78 +60,69 @@ class Linalg(Alone):
         if self.damping <= 0:
             raise ValueError(f"damping must be positive, got {self.damping}")
         torch.set_num_threads(self.threads)
-        bases, inverses, polars = [], [], []
+        found: dict[str, list[dict[str, Any]]] = {"results": [], "inverses": [], "polars": []}
         with report.progress_bar() as progress:
             task = progress.add_task("factors", total=len(self.sizes))
             for n in self.sizes:
                 before, after = drifted(n, self.drift, self.seed)
-                bases += self._bases(n, before, after)
+                found["results"] += self._bases(n, before, after)
                 shift = self.damping * torch.eye(n, dtype=torch.float64)  # the trace is n
-                inverses += self._inverses(n, before + shift, after + shift)
-                polars += self._polars(n)
+                found["inverses"] += self._inverses(n, before + shift, after + shift)
+                found["polars"] += self._polars(n)
                 progress.advance(task)
         data = {"device": self.device, "seed": self.seed, "drift": self.drift, "damping": self.damping}
-        tables = [_table(bases, self.drift), _inverse_table(inverses, self.drift, self.damping), _polar_table(polars)]
-        report.save(self.out_dir, "linalg", tables, {**data, "results": bases, "inverses": inverses, "polars": polars})
+        report.save(self.out_dir, "linalg", _tables(found, self.drift, self.damping), {**data, **found})
         return 0
 
     def _bases(self, n: int, before: Tensor, after: Tensor) -> list[dict[str, Any]]:
         """Bring one basis up to date in every way."""
-        device = torch.device(self.device)
-        _, basis, _ = dense.eigh_psd(before[None].to(device, torch.float32), True)
-        ways = updates(after[None].to(device, torch.float32), basis)
-        times = self._times(ways, device)
-        return [
-            {"n": n, **_timed(name, times, "eigh"), **asdict(judge(after, way()[0].cpu().double()))}
-            for name, way in ways.items()
-        ]
+        _, basis, _ = dense.eigh_psd(before[None].to(self.device, torch.float32), True)
+        ways = updates(after[None].to(self.device, torch.float32), basis)
+        judged = {name: asdict(judge(after, way()[0].cpu().double())) for name, way in ways.items()}
+        return self._timed(n, ways, judged, "eigh")
 
     def _inverses(self, n: int, before: Tensor, after: Tensor) -> list[dict[str, Any]]:
         """Bring one inverse up to date in every way."""
-        device = torch.device(self.device)
-        last = torch.linalg.inv(before).to(device, torch.float32)
-        ways = inversions(after.to(device, torch.float32), last)
-        times = self._times(ways, device)
-        return [
-            {"n": n, **_timed(name, times, "cholesky"), **asdict(judge_inverse(after, way().cpu().double()))}
-            for name, way in ways.items()
-        ]
+        last = torch.linalg.inv(before).to(self.device, torch.float32)
+        ways = inversions(after.to(self.device, torch.float32), last)
+        judged = {name: asdict(judge_inverse(after, way().cpu().double())) for name, way in ways.items()}
+        return self._timed(n, ways, judged, "cholesky")
 
     def _polars(self, n: int) -> list[dict[str, Any]]:
         """Find a polar factor in every precision."""
-        device, generator = torch.device(self.device), torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(self.seed)
+        full = torch.randn(n, n, generator=generator).to(self.device)
         rank = max(1, n // 16)
-        full = torch.randn(n, n, generator=generator)
-        low = torch.randn(n, rank, generator=generator) @ torch.randn(rank, n, generator=generator)
-        matrix = full.to(device)
-        ways = {
-            "float32": lambda: polar.polar(matrix),
-            "bfloat16": lambda: polar.polar(matrix, dtype=torch.bfloat16),
+        low = (torch.randn(n, rank, generator=generator) @ torch.randn(rank, n, generator=generator)).to(self.device)
+        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        ways = {name: partial(polar.polar, full, dtype=dtype) for name, dtype in dtypes.items()}
+        judged = {
+            name: {"full": _polar_error(full, dtype), "low": _polar_error(low, dtype)} for name, dtype in dtypes.items()
         }
-        times, found = self._times(ways, device), []
-        for name in ways:
-            errors = (_polar_error(x.to(device), getattr(torch, name)) for x in (full, low))
-            found.append({"n": n, **_timed(name, times, "float32"), **dict(zip(("full", "low"), errors, strict=True))})
-        return found
+        return self._timed(n, ways, judged, "float32")
 
-    def _times(self, ways: Mapping[Any, Callable[[], Tensor]], device: torch.device) -> dict[str, list[float]]:
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for way in ways.values():
-            way()
-        for _ in range(self.trials):
-            for name, way in ways.items():  # in turns, so that a busy moment of the machine hits all of them
-                times[name].append(seconds(way, device))
-        return times
+    def _timed(
+        self,
+        n: int,
+        ways: Mapping[Any, Callable[[], Tensor]],
+        judged: Mapping[Any, Mapping[str, float]],
+        reference: str,
+    ) -> list[dict[str, Any]]:
+        """Return the figures of every way; doing nothing has no time."""
+        times = timed_in_turns(ways, self.trials, torch.device(self.device))
+        medians = {name: statistics.median(spent) for name, spent in times.items()}
+        found = []
+        for name in ways:
+            spent = None if name == "none" else medians[name]
+            speed = None if name == "none" else medians[reference] / medians[name]
+            own = {"n": n, "update": name, "times": times[name], "seconds": spent, "speed": speed}
+            found.append({**own, **judged[name]})
+        return found
 
 
 def _polar_error(x: Tensor, dtype: torch.dtype) -> float:
     exact = polar.polar(x.double())
     return float((polar.polar(x, dtype=dtype) - exact).norm() / exact.norm())
-
-
-def _timed(name: str, times: Mapping[str, list[float]], reference: str) -> dict[str, Any]:
-    own, other = statistics.median(times[name]), statistics.median(times[reference])
-    return {"update": name, "times": times[name], "seconds": own, "speed": None if name == "none" else other / own}
 
 
 @dataclass(frozen=True)
@@ -234,53 +224,37 @@ def _largest_singular_value(x: Tensor) -> float:
     return float(svds(x.numpy(), k=1, return_singular_vectors=False, v0=np.ones(len(x)))[0])
 
 
-def _rows(results: list[dict[str, Any]], quality: type[Quality] | type[InverseQuality]) -> list[tuple[str, ...]]:
+def _tables(found: Mapping[str, list[dict[str, Any]]], drift: float, damping: float) -> list[Table]:
+    def columns(reference: str, **figures: str) -> dict[str, report.Column]:
+        return {
+            "n": value("n"),
+            "update": value("update"),
+            "ms": value("seconds", ".2f", 1e3),
+            f"{reference} / this": value("speed", ".2f"),
+            **{head: value(key, ".2e") for key, head in figures.items()},
+        }
+
+    bases = columns(
+        "eigh", off_diagonal="off the diagonal", scale_error="scale error", median_error="scale error, median"
+    )
+    inverses = columns("cholesky", residual="residual", norm="spectral norm", direction_error="error of a direction")
+    polars = columns("float32", full="error at full rank", low="error at rank n/16")
     return [
-        (
-            str(r["n"]),
-            r["update"],
-            "-" if r["speed"] is None else f"{1e3 * r['seconds']:.2f}",
-            "-" if r["speed"] is None else f"{r['speed']:.2f}",
-            *(f"{r[field.name]:.2e}" for field in fields(quality)),
-        )
-        for r in results
-    ]
-
-
-def _table(results: list[dict[str, Any]], drift: float) -> Table:
-    caption = (
-        f"One float32 factor of side n whose eigenvalues span {_DECADES:g} decades, {drift:.0%} of it new. Off the "
-        "diagonal: ‖QᵀXQ − diag‖ / ‖X‖. Scale error: diag(QᵀXQ) against the eigenvalues, in norm, and the median of "
-        f"their relative differences. none: the basis stays. Threads: {torch.get_num_threads()}."
-    )
-    return report.make_table("A basis after a drift of its factor", COLUMNS, _rows(results, Quality), caption)
-
-
-def _inverse_table(results: list[dict[str, Any]], drift: float, damping: float) -> Table:
-    caption = (
-        f"The same factors, with λ = {damping:g} of their mean eigenvalue, {drift:.0%} of them new. Residual: "
-        "‖I − XY‖ / √n; spectral norm: of I − XY, below 1 where rounds of Newton and Schulz converge; error of a "
-        "direction: of Y g for random g. none: the inverse stays."
-    )
-    return report.make_table(
-        "An inverse after a drift of its factor", INVERSE_COLUMNS, _rows(results, InverseQuality), caption
-    )
-
-
-def _polar_table(results: list[dict[str, Any]]) -> Table:
-    rows = [
-        (
-            str(r["n"]),
-            r["update"],
-            f"{1e3 * r['seconds']:.2f}",
-            f"{r['speed']:.2f}",
-            f"{r['full']:.1e}",
-            f"{r['low']:.1e}",
-        )
-        for r in results
-    ]
-    caption = (
-        "Five rounds on a random float32 matrix of n rows and columns; error: against the same rounds in float64. "
-        "Matrices of fewer than 128 rows stay float32."
-    )
-    return report.make_table("A polar factor", POLAR_COLUMNS, rows, caption)
+        report.table_of(
+            "A basis after a drift of its factor", found["results"], bases,
+            f"One float32 factor of side n whose eigenvalues span {_DECADES:g} decades, {drift:.0%} of it new. Off the "
+            "diagonal: ‖QᵀXQ − diag‖ / ‖X‖. Scale error: diag(QᵀXQ) against the eigenvalues, in norm, and the median "
+            f"of their relative differences. none: the basis stays. Threads: {torch.get_num_threads()}.",
+        ),
+        report.table_of(
+            "An inverse after a drift of its factor", found["inverses"], inverses,
+            f"The same factors, with λ = {damping:g} of their mean eigenvalue, {drift:.0%} of them new. Residual: "
+            "‖I − XY‖ / √n; spectral norm: of I − XY, below 1 where rounds of Newton and Schulz converge; error of a "
+            "direction: of Y g for random g. none: the inverse stays.",
+        ),
+        report.table_of(
+            "A polar factor", found["polars"], polars,
+            "Five rounds on a random float32 matrix of n rows and columns; error: against the same rounds in float64. "
+            "Matrices of fewer than 128 rows stay float32.",
+        ),
+    ]  # fmt: skip

@@ -1,9 +1,8 @@
-"""``memory``: bytes that every method keeps beside parameters and gradients, against formulas, on one rank and several.
+"""``memory``: bytes that every method keeps beside parameters and gradients, on one rank and on several, and planned.
 
-One process: each optimizer takes a few steps, so that all its state is there, and its bytes are counted by kind. Beside
-them stands what the shapes of the layers make of the formulas (``benchmarks/formulas.py``), which knows nothing of how
-an optimizer counts. Several ranks: what ``plan()`` says of all of them, against the same formulas; the tests of the
-package hold ``plan()`` equal to the bytes of runs of 2 to 4 processes.
+One process: each optimizer takes a few steps, so that all its state is there, and its bytes are counted by kind; beside
+them stands what ``plan()`` says of one rank. Several ranks: what ``plan()`` says of them; the tests of the package hold
+it equal to the bytes of runs of 2 to 4 processes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from rich.table import Table
-from torch import nn
 
 from benchmarks import report
 from benchmarks.compare.roster import find, recipe_on
 from benchmarks.evidence import Evidence, Figures, notes_text, progress, trainer_of
-from benchmarks.flops import LayerShape, layer_shapes
-from benchmarks.formulas import Formula, Ranks, formula
 from benchmarks.peers import PEERS, PeerMissingError
 from benchmarks.recipes import METHODS as OURS
 from benchmarks.recipes import VARIANTS, MethodName, Recipe
@@ -30,15 +26,15 @@ from secondorder.comm import CommStrategy
 TEMPORARY = ("workspace", "pending")
 """Kinds that hold nothing between steps but memory to compute in."""
 COUNTERS = "buffers"
+UNPLANNED = 256
+"""Bytes of counters of a whole method, such as those of HyLo's policy, that no plan counts."""
 _MOMENTUM = ("momentum", "fallback")
-
-
 _OWN: tuple[MethodName, ...] = tuple(name for name in OURS if name not in VARIANTS)
 
 
 @dataclass
 class Memory(Evidence):
-    """Count the bytes of every method, by kind and by rank, and compare them with formulas."""
+    """Count the bytes of every method, by kind and by rank, and compare them with its plan."""
 
     workload: WorkloadName = "autoencoder"
     """Whose model."""
@@ -54,7 +50,7 @@ class Memory(Evidence):
     """Of HybridOpt: share of the ranks that precondition a layer."""
 
     def run(self) -> int:
-        """Run the command, and return 0, or 1 when bytes differ from the formula."""
+        """Run the command, and return 0, or 1 when bytes are not those of the plan."""
         self.check(positive=("steps", "world"))
         for name in self.optimizers:
             find(name)  # a name that is not known is no optimizer that cannot be built
@@ -68,6 +64,7 @@ class Memory(Evidence):
                 try:
                     recipe = recipe_on(name, workload, self.size, self.data_dir)
                     more = {key: getattr(self, key) for key in ("steps", "world", "worker_fraction")}
+                    more["beside"] = "plan"
                     measure = partial(self._measure, name, recipe, workload)
                     figures = cells.run(self.about(workload, name, recipe.settings, **more), measure)
                 except (PeerMissingError, ValueError) as err:
@@ -78,7 +75,7 @@ class Memory(Evidence):
             print(f"left out: {reason}")
         tables = [_table(self.workload, workload.batch_size, found), _spread_table(self.world, found)]
         self.publish(cells, tables, {"workload": self.workload, "optimizers": list(self.optimizers)})
-        return int(any(differences(figures) for figures in found))
+        return int(any(abs(difference(figures) or 0) > UNPLANNED for figures in found))
 
     def _measure(self, name: str, recipe: Recipe, workload: Workload) -> Figures:
         """Train a little, and count."""
@@ -86,43 +83,37 @@ class Memory(Evidence):
         for _ in range(self.steps):
             trainer.step()
         model, optimizer = trainer.model, trainer.optimizer
-        batch = next(workload.batches(self.seed))
-        shapes = layer_shapes(model, lambda: workload.loss(model, batch))
         figures = {
             "label": trainer.history.label,
             "note": recipe.note,
             "parameter_bytes": sum(p.nbytes for p in model.parameters() if p.requires_grad),
             "memory": memory_usage(optimizer),
-            "formula": formula(optimizer, model, shapes, workload.batch_size),
-            "plans": self._plans(optimizer, model, shapes, workload.batch_size)
-            if isinstance(optimizer, SecondOrderOptimizer)
-            else {},
+            "planned": None,
+            "plans": {},
         }
         if isinstance(optimizer, SecondOrderOptimizer):
+            (alone,) = optimizer.plan(1, batch_size=workload.batch_size).ranks
+            figures["planned"] = _sum(alone.stored)
+            figures["plans"] = self._plans(optimizer, workload.batch_size)
             optimizer.close()
         return figures
 
-    def _plans(
-        self, optimizer: SecondOrderOptimizer, model: nn.Module, shapes: Sequence[LayerShape], examples: int
-    ) -> dict[str, Figures]:
-        """Return what the ranks of a world keep."""
-        workers = max(1, round(self.worker_fraction * self.world))
-        strategies: dict[str, tuple[CommStrategy, Ranks]] = {
-            "CommOpt": (CommOpt(), Ranks(self.world, self.world, self.world)),
-            f"HybridOpt({self.worker_fraction:g})": (HybridOpt(self.worker_fraction), Ranks(self.world, workers)),
-            "MemOpt": (MemOpt(), Ranks(self.world)),
+    def _plans(self, optimizer: SecondOrderOptimizer, examples: int) -> dict[str, list[int]]:
+        """Return what each rank of a world keeps, by strategy."""
+        strategies: dict[str, CommStrategy] = {
+            "CommOpt": CommOpt(),
+            f"HybridOpt({self.worker_fraction:g})": HybridOpt(self.worker_fraction),
+            "MemOpt": MemOpt(),
         }
-        plans: dict[str, Figures] = {}
-        for name, (comm, ranks) in strategies.items():
-            plan = optimizer.plan(self.world, comm, batch_size=examples)
-            sums = [sum(n for kind, n in rank.stored.items() if kind != COUNTERS) for rank in plan.ranks]
-            wanted = formula(optimizer, model, shapes, examples, ranks)
-            plans[name] = {"ranks": sums, "formula": None if wanted is None else _sum(wanted, (COUNTERS,))}
-        return plans
+        return {
+            name: [_sum(rank.stored, COUNTERS) for rank in optimizer.plan(self.world, comm, batch_size=examples).ranks]
+            for name, comm in strategies.items()
+        }
 
 
-def _sum(kinds: Mapping[str, int], leave_out: Sequence[str] = ()) -> int:
-    return sum(n for kind, n in kinds.items() if kind not in leave_out)
+def _sum(kinds: Mapping[str, int], *left_out: str) -> int:
+    """Return the bytes of state, and of no memory to compute in."""
+    return sum(n for kind, n in kinds.items() if kind not in (*TEMPORARY, *left_out))
 
 
 def state_bytes(figures: Figures) -> int:
@@ -131,26 +122,22 @@ def state_bytes(figures: Figures) -> int:
     return memory["total"] - sum(memory.get(kind, 0) for kind in TEMPORARY)
 
 
-def differences(figures: Figures) -> list[int]:
-    """Return by how many bytes measured and planned state differ from the formulas."""
-    wanted: Formula | None = figures["formula"]
-    found = [] if wanted is None else [state_bytes(figures) - sum(wanted.values())]
-    found += [sum(plan["ranks"]) - plan["formula"] for plan in figures["plans"].values() if plan["formula"] is not None]
-    return [n for n in found if n]
+def difference(figures: Figures) -> int | None:
+    """Return by how many bytes the state of one process differs from its plan."""
+    return None if figures["planned"] is None else state_bytes(figures) - int(figures["planned"])
 
 
 def _table(workload: str, batch_size: int, found: Sequence[Figures]) -> Table:
     rows = [_row(figures) for figures in found]
     size = f"{found[0]['parameter_bytes'] / 1e6:.2f} MB of parameters" if found else "nothing measured"
     caption = (
-        "MB, the difference in bytes. Rest: counters. Temporary: memory to compute in that is kept from step to step, "
-        "which no formula is for. Optimizers of other projects are counted, tensor by tensor."
+        "MB, the difference from plan() in bytes. Rest: counters. Temporary: memory to compute in that "
+        "is kept from step to step. Optimizers of other projects are counted, tensor by tensor."
     ) + notes_text(found)
     columns = {
         "optimizer": value("label"),
         **{part: value(part, ".3f", 1e-6) for part in ("curvature", "momentum", "rest", "state")},
         "× parameters": value("multiple", ".2f"),
-        "formula": value("wanted", ".3f", 1e-6),
         "difference": value("difference", "+,"),
         "temporary": value("temporary", ".3f", 1e-6),
     }
@@ -162,38 +149,34 @@ def _row(figures: Figures) -> Figures:
     memory, total = figures["memory"], state_bytes(figures)
     momentum, rest = sum(memory.get(kind, 0) for kind in _MOMENTUM), memory.get(COUNTERS, 0)
     parts = {"curvature": total - momentum - rest, "momentum": momentum, "rest": rest}
-    wanted = None if figures["formula"] is None else _sum(figures["formula"])
     return {
         "label": figures["label"],
         **(parts if len(memory) > 1 else {}),  # of others the total is all that is known
         "state": total,
         "multiple": total / figures["parameter_bytes"],
-        "wanted": wanted,
-        "difference": None if wanted is None else total - wanted,
+        "difference": difference(figures),
         "temporary": memory["total"] - total if len(memory) > 1 else None,
     }
 
 
 def _spread_table(world: int, found: Sequence[Figures]) -> Table:
-    rows = []
-    for figures in found:
-        for name, plan in figures["plans"].items():
-            ranks, wanted = plan["ranks"], plan["formula"]
-            row = {"label": figures["label"], "strategy": name, "mean": sum(ranks) / len(ranks), "most": max(ranks)}
-            row["multiple"] = max(ranks) / figures["parameter_bytes"]
-            row["wanted"] = None if wanted is None else wanted / len(ranks)
-            row["difference"] = None if wanted is None else sum(ranks) - wanted
-            rows.append(row)
-    caption = (
-        "MB of a rank without counters, planned; the difference in bytes of all ranks. × parameters: of the fullest."
-    )
+    rows = [
+        {
+            "label": figures["label"],
+            "strategy": name,
+            "mean": sum(ranks) / len(ranks),
+            "most": max(ranks),
+            "multiple": max(ranks) / figures["parameter_bytes"],
+        }
+        for figures in found
+        for name, ranks in figures["plans"].items()
+    ]
+    caption = "MB of a rank without counters, planned. × parameters: of the fullest."
     columns = {
         "optimizer": value("label"),
         "strategy": value("strategy"),
         "mean of ranks": value("mean", ".3f", 1e-6),
         "fullest": value("most", ".3f", 1e-6),
         "× parameters": value("multiple", ".2f"),
-        "formula, mean": value("wanted", ".3f", 1e-6),
-        "difference": value("difference", "+,"),
     }
     return report.table_of(f"{world} ranks", rows, columns, caption)

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from benchmarks import few_rows, report
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, trainer_of
-from benchmarks.formulas import kept_rows
+from benchmarks.few_rows import kept_rows
 from benchmarks.plot import Panel, Row, plot_rows
 from benchmarks.recipes import METHODS, MethodName, Settings
 from benchmarks.report import value

@@ -16,7 +16,7 @@ messages         bytes that leave a rank over the link, that of a node where all
 and nothing overlaps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +29,9 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.architectures import Architecture, ModelName, architecture
-from benchmarks.flops import LayerShape, counted_flops, factor_flops, layer_shapes
+from benchmarks.flops import counted_flops, factor_flops
 from benchmarks.plot import COLOURS, STYLES, styled
+from benchmarks.report import value
 from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, HyLo, LocalFactors, MemOpt
 from secondorder.comm import CommStrategy, RankGrid
 from secondorder.plan.plan import Plan, RankPlan
@@ -58,7 +59,6 @@ STRATEGIES: dict[str, Callable[[int], CommStrategy]] = {
 }
 """By their name in the picture. The last one keeps all factors on every rank, as other implementations do."""
 
-COLUMNS = ("strategy", "ranks", "curvature, mean", "most", "sent / step", "in the worst", "step, model", "of it SGD")
 FIRST_ORDER = ("momentum", "fallback", "buffers")
 """Kinds of state that first-order methods have, too."""
 
@@ -225,12 +225,12 @@ class Base:
 def _base(found: Architecture, examples: int) -> Base:
     """Count FLOPs on shapes."""
     one = found.inputs(1)
-    shapes: Sequence[LayerShape] = layer_shapes(found.model, lambda: found.model(one))
+    statistics = factor_flops(found.model, lambda: found.model(one))
     training = counted_flops(lambda: found.model(one).sum().backward())
     nbytes = sum(p.numel() * p.element_size() for p in found.model.parameters())
     for p in found.model.parameters():
         p.grad = None
-    return Base(examples * training, nbytes, examples * factor_flops(shapes), examples)
+    return Base(examples * training, nbytes, examples * statistics, examples)
 
 
 def _unlike(plan: Plan) -> list[RankPlan]:
@@ -240,24 +240,24 @@ def _unlike(plan: Plan) -> list[RankPlan]:
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    cells = [
-        (
-            row["strategy"],
-            f"{row['world']:,}",
-            _human(row["curvature_mean"]),
-            _human(row["curvature_most"]),
-            _human(row["sent"]),
-            _human(row["worst_sent"]),
-            f"{1e3 * row['step_seconds']:,.1f} ms",
-            f"{row['sgd_seconds'] / row['step_seconds']:.0%}",
-        )
-        for row in rows
-    ]
+    def size(key: str) -> report.Column:
+        return lambda row: _human(row[key])
+
+    columns: Mapping[str, report.Column] = {
+        "strategy": value("strategy"),
+        "ranks": value("world", ","),
+        "curvature, mean": size("curvature_mean"),
+        "most": size("curvature_most"),
+        "sent / step": size("sent"),
+        "in the worst": size("worst_sent"),
+        "step, model": lambda row: f"{1e3 * row['step_seconds']:,.1f} ms",
+        "of it SGD": lambda row: f"{row['sgd_seconds'] / row['step_seconds']:.0%}",
+    }
     caption = (
         "Bytes are exact: the tests hold them equal to the counters of runs of 2 to 4 processes. Times are a model: "
         "nothing was measured, and nothing overlaps in it."
     )
-    return report.make_table(title, COLUMNS, cells, caption)
+    return report.table_of(title, rows, columns, caption)
 
 
 def _human(nbytes: float) -> str:

@@ -6,41 +6,32 @@ the machine hardly touches. The windows of window methods are full of random row
 what its rows cost; ``window`` compares them with a floor.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from rich.table import Table
 
-from benchmarks import flops, report
+from benchmarks import report
 from benchmarks.commands.options import Common
 from benchmarks.contender import Contender, measure
 from benchmarks.filling import fill_windows
-from benchmarks.flops import LayerShape, Scheme
-from benchmarks.kernel_flops import KernelScheme, kernel_work
-from benchmarks.machine import CPU, Rate, copy_gbytes, gemm_gflops
+from benchmarks.flops import counted_flops, factor_flops
+from benchmarks.machine import Rate, copy_gbytes, gemm_gflops
 from benchmarks.peers import PEERS, set_paths
 from benchmarks.precision import Amp, moved
 from benchmarks.recipes import METHODS, WINDOW_METHODS, MethodName, Settings
+from benchmarks.report import value
 from benchmarks.runner import Trainer, optimizer_bytes
 from benchmarks.stages import stage_figures, stage_table
 from benchmarks.timing import MEASURED, REPORTED, ROWS_REFRESHED, Intervals, StepClass, Work
 from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
 from benchmarks.workloads.random_data import random_workload
-from secondorder import EKFAC, KFAC, HyLo
+from secondorder import EKFAC, KFAC, SecondOrderOptimizer
 
 CLASSES: tuple[StepClass, ...] = get_args(StepClass)
-TIME_COLUMNS = (
-    "optimizer",
-    *(f"{kind} ms" for kind in CLASSES),
-    "intervals",
-    "ratio",
-    "floor",
-    "beyond SGD ms / least",
-)
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,7 @@ class _Family:
     """Whose recipe it takes."""
     keyword: Literal["inverse_method", "estimator", "mode"]
     """What makes the difference."""
-    schemes: tuple[Scheme | KernelScheme, ...]
+    schemes: tuple[str, ...]
     """Its values."""
     intervals: Settings
     """Keywords of the timed run."""
@@ -123,18 +114,15 @@ class StepTime(Common):
         with report.progress_bar() as progress:
             task = progress.add_task(f"{self.workload}, batch {workload.batch_size}", total=self.steps)
             measure(reference, contenders, self.steps, lambda: progress.advance(task))
-        shapes, training = workload_shapes(workload, self.seed, device)
-        work = factored_work(shapes, training, workload.batch_size)
-        work |= _rows_work(contenders, shapes, training, workload.batch_size)
+        base = _training(workload, self.seed, device)
         runs = [reference, *contenders]
-        results = [_figures(run, reference, work, rates["gemm_gflops"], self.memory) for run in runs]
+        results = [_figures(run, reference, base, rates["gemm_gflops"], self.memory) for run in runs]
         data = {
             "workload": self.workload,
             "batch_size": workload.batch_size,
             "device": self.device,
             "amp": self.amp,
-            "training_gflop": training / 1e9,
-            "factor_bytes": flops.factor_bytes(shapes),
+            "training_gflop": base.training / 1e9,
             **{name: asdict(rate) for name, rate in rates.items()},
             "results": results,
         }
@@ -164,9 +152,7 @@ class StepTime(Common):
 
     def _peer(self, workload: Workload) -> Contender:
         """Build the K-FAC of kfac-pytorch, whose steps are of the same classes as those of ours."""
-        changes = dict(
-            zip(("factor_update_steps", "inv_update_steps"), (MEASURED.factor, MEASURED.refresh), strict=True)
-        )
+        changes = {"factor_update_steps": MEASURED.factor, "inv_update_steps": MEASURED.refresh}
         peer = PEERS["kfac_pytorch"]
         make = partial(peer.build, workload=self.workload, changes=changes)
         trainer = Trainer(peer.label, workload, make, self.seed, device=self.device, amp=self.amp)
@@ -189,55 +175,34 @@ class StepTime(Common):
         """Build one optimizer and its model."""
         method = METHODS[name]
         make = partial(method.build, workload=self.workload, changes=changes)
-        closure = method.needs_closure(self.workload, changes)
-        trainer = Trainer(
-            label or method.label, workload, make, self.seed, closure=closure, device=self.device, amp=self.amp
-        )
+        closure, words = method.needs_closure(self.workload, changes), label or method.label
+        trainer = Trainer(words, workload, make, self.seed, closure=closure, device=self.device, amp=self.amp)
         return Contender(trainer)
 
 
-def workload_shapes(workload: Workload, seed: int, device: torch.device = CPU) -> tuple[list[LayerShape], int]:
-    """Return the layers of a workload, and count the FLOPs of one training step."""
+def _training(workload: Workload, seed: int, device: torch.device) -> Work:
+    """Count the FLOPs of a training step, and of the products behind the factors."""
     model, batch = workload.build_model(seed).to(device), moved(next(workload.batches(seed)), device)
-    shapes = flops.layer_shapes(model, lambda: workload.loss(model, batch))
-    return shapes, flops.counted_flops(lambda: torch.autograd.backward(workload.loss(model, batch)))
+    training = counted_flops(lambda: torch.autograd.backward(workload.loss(model, batch)))
+    factor, triangles = (factor_flops(model, lambda: workload.loss(model, batch), half) for half in (False, True))
+    return Work(training, 0.0, factor, triangles=triangles)
 
 
-def factored_work(shapes: Sequence[LayerShape], training: int, examples: int) -> dict[str, Work]:
-    """Count what K-FAC or EK-FAC adds to a training step."""
-    schemes: tuple[Scheme, ...] = get_args(Scheme)
-    return {
-        scheme: Work(
-            training,
-            flops.precondition_flops(shapes, scheme),
-            flops.factor_flops(shapes),
-            flops.refresh_flops(shapes, scheme),
-            flops.scale_flops(shapes, scheme, examples),
-            flops.factor_flops(shapes, triangle=True),
-        )
-        for scheme in schemes
-    }
+def _work(run: Contender, base: Work) -> Work | None:
+    """Return what a method with curvature of layers adds, by its plan, which says the mean of a refresh interval."""
+    optimizer = run.trainer.optimizer
+    if not run.scheme or not isinstance(optimizer, SecondOrderOptimizer):
+        return None
+    flops = optimizer.plan(batch_size=run.trainer.workload.batch_size).ranks[0].flops
+    if not isinstance(optimizer, KFAC | EKFAC):
+        base = replace(base, factor=0.0, triangles=0.0)
+    refresh = flops["refresh"] * run.measured.refresh
+    return replace(base, precondition=flops["precondition"], refresh=refresh, scale=flops.get("scale", 0.0))
 
 
-def _rows_work(
-    contenders: Sequence[Contender], shapes: Sequence[LayerShape], training: int, examples: int
-) -> dict[str, Work]:
-    """Count what methods add that keep rows of examples."""
-    work = {}
-    for run in contenders:
-        optimizer, scheme = run.trainer.optimizer, cast("KernelScheme", run.scheme)
-        if isinstance(optimizer, HyLo):
-            group = optimizer.param_groups[0]
-            rank = cast("Any", optimizer.preconditioner).plan.rank_of(group, examples)
-            work[str(run.scheme)] = kernel_work(shapes, training, examples, rank, scheme, group["approx"])
-    return work
-
-
-def _figures(
-    run: Contender, reference: Contender, work: Mapping[str, Work], gemm: Rate, memory: bool
-) -> dict[str, Any]:
+def _figures(run: Contender, reference: Contender, base: Work, gemm: Rate, memory: bool) -> dict[str, Any]:
     """Return the figures of one optimizer."""
-    sgd = reference.row.summary()["plain"]
+    sgd, work = reference.row.summary()["plain"], _work(run, base)
     figures: dict[str, Any] = {
         "label": run.row.label,
         "times": run.row.times,
@@ -252,19 +217,18 @@ def _figures(
             "ratio": run.row.ratio(intervals, reference.row),
             "ratio_of_minima": run.row.ratio(intervals, reference.row, minima=True),
         }
-        if run.scheme:
-            extra = work[run.scheme].extra(intervals)
-            entry["floor"] = work[run.scheme].floor(intervals)
+        if work is not None:
+            entry["floor"] = work.floor(intervals)
             entry["extra_seconds"] = (entry["ratio"] - 1) * sgd
-            entry["floor_seconds"] = extra / (gemm.median * 1e9)
+            entry["floor_seconds"] = work.extra(intervals) / (gemm.median * 1e9)
         figures["amortised"][intervals.name if run.scheme else "every step"] = entry
-    if run.measured == MEASURED and isinstance(run.trainer.optimizer, KFAC | EKFAC):
-        figures["stages"] = stage_figures(run, work[str(run.scheme)], gemm)
+    if work is not None and run.measured == MEASURED:
+        figures["stages"] = stage_figures(run, work, gemm)
     return figures
 
 
 def _tables(data: dict[str, Any]) -> list[Table]:
-    """Return the tables of times and of memory."""
+    """Return the tables of times, of stages and of memory."""
     results = data["results"]
     where = f"Threads: {torch.get_num_threads()}." if data["device"] == "cpu" else f"Device: {data['device']}."
     caption = (
@@ -275,36 +239,29 @@ def _tables(data: dict[str, Any]) -> list[Table]:
         f"Copying: {data['copy_gbytes']['median']:.1f} GB/s. {where}"
     )
     title = f"{data['workload']}, batch {data['batch_size']}: step times"
-    times = report.make_table(title, TIME_COLUMNS, [row for r in results for row in _time_rows(r)], caption)
-    memory = report.make_table(
-        "Memory in MB",
-        ("optimizer", "state", *(f"peak of a {kind} step" for kind in CLASSES)),
-        [
-            (r["label"], _mb(r["optimizer_bytes"]), *(_mb(r["peak_bytes"].get(kind)) for kind in CLASSES))
-            for r in results
-        ],
-        f"State beside parameters and gradients; the factors alone are {_mb(data['factor_bytes'])}. Peak: what torch "
-        "allocates in a step above the level between steps, gradients included, scratch memory of oneDNN and MKL not.",
+    columns: dict[str, report.Column] = {
+        "optimizer": value("label"),
+        **{f"{kind} ms": value(kind, ".1f", 1e3) for kind in CLASSES},
+        "intervals": value("intervals"),
+        "ratio": lambda row: f"{row['ratio']:.2f} ({row['ratio_of_minima']:.2f})",
+        "floor": value("floor", ".2f"),
+        "beyond SGD ms": value("extra_seconds", ".1f", 1e3),
+        "least": value("floor_seconds", ".1f", 1e3),
+    }
+    rows = [
+        {"label": result["label"], "intervals": name, **result["median"], **entry}
+        for result in results
+        for name, entry in result["amortised"].items()
+    ]
+    held: dict[str, report.Column] = {
+        "optimizer": value("label"),
+        "state": value("optimizer_bytes", ".2f", 1e-6),
+        **{f"peak of a {kind} step": value(kind, ".2f", 1e-6) for kind in CLASSES},
+    }
+    told = (
+        "State beside parameters and gradients. Peak: what torch allocates in a step above the level between steps, "
+        "gradients included, scratch memory of oneDNN and MKL not."
     )
-    stages = [stage_table(results)] if any("stages" in r for r in results) else []
-    return [times, *stages, memory]
-
-
-def _time_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return one row of the table of times for each pair of intervals."""
-    rows = []
-    for index, (name, entry) in enumerate(result["amortised"].items()):
-        own = (result["label"], *(_ms(result["median"].get(kind)) for kind in CLASSES)) if not index else ("",) * 4
-        ratio = f"{entry['ratio']:.2f} ({entry['ratio_of_minima']:.2f})"
-        floor = f"{entry['floor']:.2f}" if "floor" in entry else "-"
-        beyond = f"{_ms(entry['extra_seconds'])} / {_ms(entry['floor_seconds'])}" if "floor" in entry else "-"
-        rows.append((*own, name, ratio, floor, beyond))
-    return rows
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.1f}"
-
-
-def _mb(count: int | None) -> str:
-    return "-" if count is None else f"{count / 1e6:.2f}"
+    stages = [stage_table(results)] if any("stages" in result for result in results) else []
+    memory = report.table_of("Memory in MB", [{**result, **result["peak_bytes"]} for result in results], held, told)
+    return [report.table_of(title, rows, columns, caption), *stages, memory]

@@ -3,13 +3,14 @@
 Random gradients, one optimizer at a time, its window full from the start (``benchmarks/filling.py`` says how). Between
 any two steps stands a copy of a large tensor, and for dense rows also the plain pair ``torch.mv(G, g)``,
 ``torch.mv(G.T, a)``, so that the ratios are between things measured at the same moment. Floor of a step: the bytes that
-it must move (``benchmarks/footprint.py``) over the rate of the copies, and the FLOPs of the Cholesky factorisation over
-the measured rate of float64 matrix products.
+it must move over the rate of the copies, and the m³/3 FLOPs of the Cholesky factorization of the Gram matrix over the
+measured rate of float64 matrix products. A step reads the window twice, for the dots and for the combination; with TopK
+it also passes some six times over vectors of length d: accumulate, select, residual, row, direction, parameters.
 """
 
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -21,12 +22,12 @@ from torch.optim import Optimizer
 from benchmarks import report
 from benchmarks.commands.options import Alone
 from benchmarks.filling import dense_rows, fill_windows
-from benchmarks.footprint import footprint, moved_bytes, solve_flops
 from benchmarks.machine import COPY_BYTES, Rate, copying, gemm_gflops, peak_bytes, seconds
 from benchmarks.recipes import Settings, window_keywords
+from benchmarks.report import value
 from benchmarks.runner import memory_usage
 from benchmarks.shapes import SizeName, count, shapes_of
-from secondorder import MFAC
+from secondorder import MFAC, TopK
 
 StorageName = Literal["dense", "dense-bf16", "topk", "topk-bf16", "topk-bf16-4bit", "lowrank", "topk-triton"]
 
@@ -47,14 +48,13 @@ _ROWS = 1024
 _DENSE_ROWS: dict[SizeName, int] = {"autoencoder": 512, "large": 128, "resnet50": 128}
 """Where 1,024 dense rows are more than most machines hold."""
 
-_CASE = ("parameters", "rows", "m")
-TIME_COLUMNS = (*_CASE, "step ms", "floor ms", "ratio", "mv pair ms", "step / pair", "copy GB/s")
-BYTE_COLUMNS = (*_CASE, "window", "error", "Gram", "formula", "total", "dense / these", "peak of a step")
+_STATE = ("window", "error", "gram")
+_SPARSE_PASSES = 24  # bytes per parameter: six passes in float32
 
 
 @dataclass
 class Window(Alone):
-    """Time a step of M-FAC against the floor of memory bandwidth, and compare its bytes with the formulas."""
+    """Time a step of M-FAC against the floor of memory bandwidth, and count the bytes of its window."""
 
     sizes: tuple[SizeName, ...] = ("resnet20", "autoencoder", "large")
     """Whose parameters; large is ResNet-18 and resnet50 ResNet-50, for ImageNet."""
@@ -68,7 +68,6 @@ class Window(Alone):
     """Measure the peak memory of a step, too."""
 
     def run(self) -> int:
-        """Run the command, and return 0, or 1 when ``memory_usage()`` of a window is not what the formulas say."""
         torch.set_num_threads(self.threads)
         cases = [(size, storage) for size in self.sizes for storage in self.storages]
         gemm = gemm_gflops(dtype=torch.float64, device=torch.device(self.device))
@@ -81,7 +80,7 @@ class Window(Alone):
                 progress.advance(task)
         data = {"device": self.device, "seed": self.seed, "gemm_gflops_float64": asdict(gemm), "results": results}
         report.save(self.out_dir, "window", [_time_table(results, gemm), _byte_table(results)], data)
-        return int(any(result.get("bytes_as_formula") is False for result in results))
+        return 0
 
     def _measure(self, size: SizeName, storage: StorageName, gemm: Rate) -> dict[str, Any]:
         """Build one optimizer, fill its window, time its steps and count its bytes."""
@@ -100,13 +99,15 @@ class Window(Alone):
             times = bench.run(self.steps)
         except torch.OutOfMemoryError as err:  # of a GPU, which has room for the window and for no step
             return {**figures, "skipped": str(err)}
-        held = footprint(shapes, rows, keywords.get("compression"), keywords.get("window_dtype"))
-        moved = moved_bytes(shapes, held, keywords.get("compression"))
+        memory = memory_usage(optimizer)
+        moved = 2 * memory["window"]
+        moved += _SPARSE_PASSES * count(shapes) if isinstance(keywords.get("compression"), TopK) else 0
         return {
             **figures,
             "times": times,
-            **_ratios(times, moved, solve_flops(rows), gemm),
-            **_bytes(memory_usage(optimizer), asdict(held), 4 * rows * count(shapes)),
+            **_ratios(times, moved, rows**3 / 3, gemm),
+            "memory": memory,
+            "dense_over_state": 4 * rows * count(shapes) / sum(memory.get(kind, 0) for kind in _STATE),
             "peak_bytes": bench.peak() if self.memory else None,
         }
 
@@ -181,67 +182,49 @@ def _ratios(times: dict[str, list[float]], moved: int, flops: float, gemm: Rate)
     return figures
 
 
-def _bytes(memory: dict[str, int], formula: dict[str, int], dense: int) -> dict[str, Any]:
-    """Compare what an optimizer says that it holds with the formulas."""
-    state = sum(memory.get(kind, 0) for kind in formula)
-    return {
-        "memory": memory,
-        "formula": formula,
-        "bytes_as_formula": all(memory.get(kind, 0) == size for kind, size in formula.items()),
-        "dense_over_state": dense / state,
-        "dense_over_total": dense / memory["total"],
-    }
+_CASE: Mapping[str, report.Column] = {
+    "parameters": lambda row: f"{row['size']} {row['parameters'] / 1e6:.2f}M",
+    "rows": value("storage"),
+    "m": value("window_size"),
+}
 
 
 def _time_table(results: Sequence[dict[str, Any]], gemm: Rate) -> Table:
     """Return the table of times."""
-    rows = []
-    for r in results:
-        if "skipped" in r:
-            rows.append((*_case(r), "skipped"))
-            continue
-        pair = ("-", "-")
-        if "pair" in r:
-            pair = (_ms(r["pair"]), f"{r['step_over_pair']:.2f} ({r['step_over_pair_of_minima']:.2f})")
-        ratio = f"{r['ratio']:.2f} ({r['ratio_of_minima']:.2f})"
-        rows.append((*_case(r), _ms(r["step"]), _ms(r["floor"]), ratio, *pair, f"{r['copy_gbytes']:.1f}"))
+
+    def both(key: str) -> report.Column:
+        return lambda row: f"{row[key]:.2f} ({row[f'{key}_of_minima']:.2f})" if key in row else "-"
+
+    columns = {
+        **_CASE,
+        "step ms": value("step", ".1f", 1e3),
+        "floor ms": value("floor", ".1f", 1e3),
+        "ratio": both("ratio"),
+        "mv pair ms": value("pair", ".1f", 1e3),
+        "step / pair": both("step_over_pair"),
+        "copy GB/s": value("copy_gbytes", ".1f"),
+    }
     caption = (
         "Medians (ratios of minima in brackets). Floor: bytes that a step must move over the rate of copying between "
         f"steps, and m³/3 FLOPs at {gemm.median:.0f} GFLOP/s in float64. Threads: {torch.get_num_threads()}."
     )
-    reasons = [f"Skipped: {', '.join(_case(r))}: {r['skipped']}" for r in results if "skipped" in r]
-    return report.make_table("Time of a step of M-FAC, window full", TIME_COLUMNS, rows, "\n".join([caption, *reasons]))
+    for row in results:
+        if "skipped" in row:
+            caption += f"\nSkipped: {', '.join(column(row) for column in _CASE.values())}: {row['skipped']}"
+    return report.table_of("Time of a step of M-FAC, window full", results, columns, caption)
 
 
 def _byte_table(results: Sequence[dict[str, Any]]) -> Table:
     """Return the table of bytes."""
-    rows = []
-    for r in results:
-        if "skipped" in r:
-            continue
-        kinds = (_mb(r["memory"].get(kind, 0)) for kind in r["formula"])
-        verdict = "equal" if r["bytes_as_formula"] else _difference(r)
-        peak = "-" if r["peak_bytes"] is None else _mb(r["peak_bytes"])
-        rows.append((*_case(r), *kinds, verdict, _mb(r["memory"]["total"]), f"{r['dense_over_state']:.1f}", peak))
+    rows = [{**row, **row["memory"]} for row in results if "skipped" not in row]
+    columns = {
+        **_CASE,
+        **{kind: value(kind, ".2f", 1e-6) for kind in (*_STATE, "total")},
+        "dense / these": value("dense_over_state", ".1f"),
+        "peak of a step": value("peak_bytes", ".2f", 1e-6),
+    }
     caption = (
         "MB. Dense / these: 4 m d bytes of dense float32 rows over those of window, error and Gram matrix. Total: all "
         "that memory_usage() counts. Peak: what torch allocates in a step above the level between steps."
     )
-    return report.make_table("Memory", BYTE_COLUMNS, rows, caption)
-
-
-def _case(result: dict[str, Any]) -> tuple[str, ...]:
-    return f"{result['size']} {result['parameters'] / 1e6:.2f}M", result["storage"], str(result["window_size"])
-
-
-def _difference(result: dict[str, Any]) -> str:
-    pairs = ((kind, result["memory"].get(kind, 0) - size) for kind, size in result["formula"].items())
-    return ", ".join(f"{kind} {excess:+,}" for kind, excess in pairs if excess)
-
-
-def _ms(value: float) -> str:
-    return f"{1e3 * value:.1f}"
-
-
-def _mb(count: int) -> str:
-    return f"{count / 1e6:.2f}"
+    return report.table_of("Memory", rows, columns, caption)

@@ -84,47 +84,6 @@ def test_kernel_measures_kernel_and_projection(tmp_path, capsys):
     assert min(result["kernel_seconds"], result["kernel_ratio"], result["projection_ratio"]) > 0
 
 
-@pytest.mark.usefixtures("known_machine")
-def test_gpu_tries_itself_out_on_the_cpu(tmp_path, capsys):
-    words = ["measure", "gpu", "--device", "cpu", "--size", "smoke", "--steps", "10", "--out-dir", str(tmp_path)]
-    assert _run(*words, "--parts", "checks", "stacks") == 0
-    told = json.loads((tmp_path / "gpu.json").read_text())
-    assert [(part, outcome) for part, _, outcome in told["parts"]] == [("checks", "done"), ("stacks", "done")]
-    found = json.loads((tmp_path / "gpu-checks.json").read_text())["checks"]
-    assert {check["passed"] for check in found if "as on the CPU" in check["what"]} == {True}
-    assert {check["passed"] for check in found if "waits" in check["what"]} == {None}
-    assert "What holds on this device" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("known_machine")
-def test_gpu_times_steps_under_autocast(tmp_path):
-    words = ["measure", "gpu", "--device", "cpu", "--size", "smoke", "--steps", "10", "--out-dir", str(tmp_path)]
-    assert _run(*words, "--parts", "gpt2_small") == 0
-    steps = json.loads((tmp_path / "step-time-gpt2_small.json").read_text())
-    assert steps["amp"] == "bfloat16"
-    stages = next(result for result in steps["results"] if result["label"] == "KFAC eigen")["stages"]
-    assert set(stages) == {"precondition", "capture", "refresh"}
-    assert all(stage["seconds"] > 0 and stage["flops"] > 0 for stage in stages.values())
-
-
-def test_gpu_goes_on_after_a_part_that_fails(tmp_path, monkeypatch, capsys):
-    def fail(*_):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr("benchmarks.device_checks._as_on_cpu", fail)
-    monkeypatch.setattr("benchmarks.commands.gpu.Window.run", fail)
-    words = ["measure", "gpu", "--device", "cpu", "--size", "smoke", "--out-dir", str(tmp_path)]
-    assert _run(*words, "--parts", "checks", "windows", "stacks") == 1
-    outcomes = [outcome for *_, outcome in json.loads((tmp_path / "gpu.json").read_text())["parts"]]
-    assert outcomes == ["a check did not pass", "RuntimeError: out of memory", "done"]
-    assert main(["measure", "gpu", "--device", "cuda:0"]) == (2 if not torch.cuda.is_available() else 0)
-    assert main(["measure", "gpu", "--device", "nonsense"]) == 2
-    assert _run(*words, "--steps", "9") == 2
-    assert _run(*words, "--parts", "stacks", "--minutes", "-1") == 0
-    assert "no time left" in capsys.readouterr().out
-
-
 def test_random_batches_have_the_published_shapes():
     pictures, labels = next(random_workload("resnet50", "paper", batch_size=2).batches(0))
     assert pictures.shape == (2, 3, 224, 224)

@@ -8,7 +8,7 @@ import torch
 from benchmarks.architectures import architecture
 from benchmarks.cli import main
 from benchmarks.commands.scaling import STRATEGIES, Base, Scaling
-from benchmarks.flops import layer_shapes
+from benchmarks.flops import factor_flops
 from benchmarks.shapes import count, shapes_of
 from secondorder import KFAC, CommOpt, HybridOpt, MemOpt
 
@@ -32,12 +32,12 @@ def test_resnet50_is_that_of_the_window_benchmark():
     assert count(shapes) == 25_557_032
 
 
-def test_inputs_reach_every_layer():
+def test_statistics_are_of_every_position():
     found = architecture("resnet50")
-    x = found.inputs(2)
-    shapes = layer_shapes(found.model, lambda: found.model(x))
-    assert shapes[0].rows == 2 * 112 * 112
-    assert shapes[-1].rows == 2
+    one, two = (factor_flops(found.model, lambda n=n: found.model(found.inputs(n))) for n in (1, 2))
+    assert two == 2 * one
+    stem, head = 2 * 112 * 112 * (147**2 + 64**2), 2 * (2049**2 + 1000**2)
+    assert one > stem + head
 
 
 def model_of(**settings):
