@@ -40,122 +40,103 @@ class DataSet:
     files: tuple[File, ...]
 
 
-_MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-_CIFAR = "https://www.cs.toronto.edu/~kriz/"
-_SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/"
-_GLUE = "https://dl.fbaipublicfiles.com/glue/data/"
-_GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-_MULTI30K = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/tok/"
-_MEMBRANE = "https://raw.githubusercontent.com/zhixuhao/unet/master/data/membrane/train/"
+_CIFAR_LICENCE = "none is told; to be cited as A. Krizhevsky, Learning Multiple Layers of Features, 2009"
+
+
+def _files(
+    address: str, ending: str, checksums: dict[str, str | None], unpack: Unpack | None = None
+) -> tuple[File, ...]:
+    """Return files of one folder, each with its checksum."""
+    return tuple(
+        File(f"https://{address}/{name}{ending}", f"{name}{ending}", checksum, unpack)
+        for name, checksum in checksums.items()
+    )
+
 
 MNIST = DataSet(
     "mnist",
     "Creative Commons Attribution-Share Alike 3.0, Yann LeCun and Corinna Cortes",
-    tuple(
-        File(f"{_MNIST}{name}.gz", f"{name}.gz", f"md5:{md5}")
-        for name, md5 in (
-            ("train-images-idx3-ubyte", "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
-            ("train-labels-idx1-ubyte", "d53e105ee54ea40749a09fcbcd1e9432"),
-            ("t10k-images-idx3-ubyte", "9fb629c4189551a2d022fa330f9573f3"),
-            ("t10k-labels-idx1-ubyte", "ec29112dd5afa0611ce80d1b7f02629c"),
-        )
+    _files(
+        "ossci-datasets.s3.amazonaws.com/mnist",
+        ".gz",
+        {
+            "train-images-idx3-ubyte": "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "train-labels-idx1-ubyte": "md5:d53e105ee54ea40749a09fcbcd1e9432",
+            "t10k-images-idx3-ubyte": "md5:9fb629c4189551a2d022fa330f9573f3",
+            "t10k-labels-idx1-ubyte": "md5:ec29112dd5afa0611ce80d1b7f02629c",
+        },
     ),
 )
-_CIFAR_LICENCE = "none is told; to be cited as A. Krizhevsky, Learning Multiple Layers of Features, 2009"
-CIFAR10 = DataSet(
-    "cifar10",
-    _CIFAR_LICENCE,
-    (File(f"{_CIFAR}cifar-10-python.tar.gz", "cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a", "tar"),),
-)
-CIFAR100 = DataSet(
-    "cifar100",
-    _CIFAR_LICENCE,
-    (
-        File(
-            f"{_CIFAR}cifar-100-python.tar.gz",
-            "cifar-100-python.tar.gz",
-            "md5:eb9058c3a382ffc7106e4002c42a8d85",
-            "tar",
-        ),
-    ),
+CIFAR10, CIFAR100 = (
+    DataSet(name, _CIFAR_LICENCE, _files("www.cs.toronto.edu/~kriz", "-python.tar.gz", {file: md5}, "tar"))
+    for name, file, md5 in (
+        ("cifar10", "cifar-10", "md5:c58f30108f718f92721af3b95e74349a"),
+        ("cifar100", "cifar-100", "md5:eb9058c3a382ffc7106e4002c42a8d85"),
+    )
 )
 SHAKESPEARE = DataSet(
     "shakespeare",
     "public domain",
-    (
-        File(
-            "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-            "input.txt",
-            "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-        ),
+    _files(
+        "raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare",
+        ".txt",
+        {"input": "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"},
     ),
 )
+_GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 PIECES = DataSet(
     "gpt2",
     "modified MIT licence of github.com/openai/gpt-2",
-    (
-        File(
-            f"{_GPT2}encoder.json",
-            "vocab.json",
-            "sha256:196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-        ),
-        File(
-            f"{_GPT2}vocab.bpe",
-            "merges.txt",
-            "sha256:1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-        ),
+    tuple(
+        File(f"{_GPT2}/{there}", here, f"sha256:{checksum}")
+        for there, here, checksum in (
+            ("encoder.json", "vocab.json", "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"),
+            ("vocab.bpe", "merges.txt", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
+        )
     ),
 )
+_MULTI30K = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/tok"
 MULTI30K = DataSet(
     "multi30k",
     "told by https://github.com/multi30k/dataset; for research",
     tuple(
-        File(
-            f"{_MULTI30K}{part}.lc.norm.tok.{language}",
-            f"{part}.{language}",
-            None,
-            "gzip" if part == "train" else None,
-            f"train.{language}.gz" if part == "train" else "",
-        )
+        File(f"{_MULTI30K}/{part}.lc.norm.tok.{end}", f"{part}.{end}", None, *packed)
         for part in ("train", "val", "test_2016_flickr")
-        for language in ("de", "en")
+        for end in ("de", "en")
+        for packed in [("gzip", f"train.{end}.gz") if part == "train" else ()]
     ),
 )
 SQUAD = DataSet(
     "squad",
     "Creative Commons Attribution-Share Alike 4.0",
-    tuple(
-        File(f"{_SQUAD}{name}.json", f"{name}.json", f"md5:{md5}")
-        for name, md5 in (
-            ("train-v2.0", "62108c273c268d70893182d5cf8df740"),
-            ("dev-v2.0", "246adae8b7002f8679c027697b0b7cf8"),
-            ("train-v1.1", "981b29407e0affa3b1b156f72073b945"),
-            ("dev-v1.1", "3e85deb501d4e538b6bc56f786231552"),
-        )
+    _files(
+        "rajpurkar.github.io/SQuAD-explorer/dataset",
+        ".json",
+        {
+            "train-v2.0": "md5:62108c273c268d70893182d5cf8df740",
+            "dev-v2.0": "md5:246adae8b7002f8679c027697b0b7cf8",
+            "train-v1.1": "md5:981b29407e0affa3b1b156f72073b945",
+            "dev-v1.1": "md5:3e85deb501d4e538b6bc56f786231552",
+        },
     ),
 )
+_GLUE = ("CoLA", "MNLI", "QNLIv2", "QQP-clean", "RTE", "SST-2", "STS-B", "WNLI")
 GLUE = DataSet(
     "glue",
     "those of its parts, told by https://gluebenchmark.com/tasks; MRPC is Microsoft's and has to be asked for there",
-    tuple(
-        File(f"{_GLUE}{name}.zip", f"{name}.zip", checksum, "zip")
-        for name, checksum in (
-            ("CoLA", None),
-            ("MNLI", None),
-            ("QNLIv2", None),
-            ("QQP-clean", None),
-            ("RTE", None),
-            ("SST-2", "md5:9f81648d4199384278b86e315dac217c"),
-            ("STS-B", None),
-            ("WNLI", None),
-        )
+    _files(
+        "dl.fbaipublicfiles.com/glue/data",
+        ".zip",
+        {**dict.fromkeys(_GLUE), "SST-2": "md5:9f81648d4199384278b86e315dac217c"},
+        "zip",
     ),
 )
+_MEMBRANE = "https://raw.githubusercontent.com/zhixuhao/unet/master/data/membrane/train"
 MEMBRANE = DataSet(
     "membrane",
     "that of the ISBI 2012 challenge on segmentation of neuronal structures",
     tuple(
-        File(f"{_MEMBRANE}{part}/{number}.png", f"{part}/{number}.png")
+        File(f"{_MEMBRANE}/{part}/{number}.png", f"{part}/{number}.png")
         for part in ("image", "label")
         for number in range(30)
     ),
