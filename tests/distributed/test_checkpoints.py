@@ -70,26 +70,29 @@ def test_a_rank_alone_saves_what_it_holds_and_says_so(pool: Pool, strategy: str,
             assert [sum((i, key) in part for part in parts) for i in (0, 2, 4)] == [owners] * 3
 
 
-@pytest.mark.parametrize("method", ["kfac_cholesky", "ekfac_running"])
-def test_under_comm_opt_every_rank_saves_everything(pool: Pool, method: str) -> None:
-    first, second = pool.run(saved_alone, "comm", Run(method=method))
-    assert first[0].keys() == {"state", "param_groups"}
-    assert first[1:] == ([], [], 0)
-    assert_identical(second[0], first[0])
+def test_under_comm_opt_every_rank_saves_everything(pool: Pool) -> None:
+    for method in ["kfac_cholesky", "ekfac_running"]:
+        first, second = pool.run(saved_alone, "comm", Run(method=method))
+        assert first[0].keys() == {"state", "param_groups"}
+        assert first[1:] == ([], [], 0)
+        assert_identical(second[0], first[0])
 
 
-def saved_by_one(rank: int, world: int) -> Saved | None:
-    """Rank 0 saves alone in the middle of training, as trainers do."""
+def left_alone(rank: int, world: int) -> Saved | None:
+    """Rank 0 saves alone in the middle of training, as trainers do, and loads alone after it."""
     model, optimizer = started(rank, "mem", Run())
     saved = None
     for step in range(3):
         train(model, optimizer, rank, world, Run(), step, step + 1)
         saved = snapshot(optimizer) if rank == 0 else None
+    if saved is not None:
+        optimizer.load_state_dict(saved)
+    dist.barrier()
     return saved
 
 
-def test_one_rank_may_save_alone_while_the_others_train_on(pool: Pool) -> None:
-    saved, nothing = pool.run(saved_by_one, timeout=20)
+def test_one_rank_may_save_and_load_alone_while_the_others_are_elsewhere(pool: Pool) -> None:
+    saved, nothing = pool.run(left_alone, timeout=20)
     assert nothing is None
     assert "partial" in saved
 
@@ -135,21 +138,21 @@ def test_consolidated_state_is_that_of_one_process(pool: Pool, method: str, wher
             torch.testing.assert_close(tensor, tensors(expected)[place], rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["factors", "none"])
-def test_what_a_checkpoint_leaves_out_is_not_missed(pool: Pool, kind: str) -> None:
-    run = Run(keywords={"checkpoint_curvature": kind}, steps=BREAK)
-    first, second = pool.run(consolidated, "mem", 0, run)
-    assert tensors(first["complete"]).keys() == tensors(one_process(run)).keys()
-    assert ("partial" in second["own"]) == (kind == "factors")
+def test_what_a_checkpoint_leaves_out_is_not_missed(pool: Pool) -> None:
+    for kind in ["factors", "none"]:
+        run = Run(keywords={"checkpoint_curvature": kind}, steps=BREAK)
+        first, second = pool.run(consolidated, "mem", 0, run)
+        assert tensors(first["complete"]).keys() == tensors(one_process(run)).keys()
+        assert ("partial" in second["own"]) == (kind == "factors")
 
 
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra", "mfac"])
-def test_a_state_may_be_completed_on_every_rank(pool: Pool, method: str) -> None:
-    found = pool.run(consolidated, "mem", None, Run(method=method), world=3)
-    for of_rank in found:
-        assert "partial" not in of_rank["complete"]
-        assert_identical(of_rank["complete"], found[0]["complete"])
-        assert "partial" in of_rank["later"]
+def test_a_state_may_be_completed_on_every_rank(pool: Pool) -> None:
+    for method in ["kfac_eigen", "ekfac_intra", "mfac"]:
+        found = pool.run(consolidated, "mem", None, Run(method=method), world=3)
+        for of_rank in found:
+            assert "partial" not in of_rank["complete"]
+            assert_identical(of_rank["complete"], found[0]["complete"])
+            assert "partial" in of_rank["later"]
 
 
 def bad_targets(rank: int, world: int) -> list[tuple[str, str]]:
@@ -284,10 +287,10 @@ def own_state_again(rank: int, world: int, strategy: str, run: Run) -> tuple[Ten
     return paths[0], paths[1]
 
 
-@pytest.mark.parametrize("strategy", ["mem", "comm"])
-def test_loading_ones_own_state_changes_nothing(pool: Pool, strategy: str) -> None:
-    for silent, again in pool.run(own_state_again, strategy, Run()):
-        assert torch.equal(again, silent)
+def test_loading_ones_own_state_changes_nothing(pool: Pool) -> None:
+    for strategy in ["mem", "comm"]:
+        for silent, again in pool.run(own_state_again, strategy, Run()):
+            assert torch.equal(again, silent)
 
 
 def renewed_late(rank: int, world: int) -> dict[str, tuple[Tensor, list[int]]]:
@@ -342,22 +345,9 @@ def resumed_in_order(rank: int, world: int, method: str) -> tuple[Tensor, Tensor
     return paths[0], paths[1]
 
 
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra"])
-def test_the_order_of_keys_in_a_loaded_state_changes_nothing(pool: Pool, method: str) -> None:
-    assert_replicas([path for paths in pool.run(resumed_in_order, method) for path in paths])
-
-
-def one_rank_loads(rank: int, world: int, saved: Saved) -> bool:
-    """Loading sends nothing: a rank may do it while the others wait elsewhere."""
-    _, optimizer = started(rank, "mem", Run())
-    if rank == 0:
-        optimizer.load_state_dict(saved)
-    dist.barrier()
-    return True
-
-
-def test_loading_needs_no_other_rank(pool: Pool) -> None:
-    assert pool.run(one_rank_loads, one_process(Run(steps=BREAK)), timeout=20) == [True, True]
+def test_the_order_of_keys_in_a_loaded_state_changes_nothing(pool: Pool) -> None:
+    for method in ["kfac_eigen", "ekfac_intra"]:
+        assert_replicas([path for paths in pool.run(resumed_in_order, method) for path in paths])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -391,14 +391,14 @@ def fail_in(rank: int, world: int, where: str) -> None:
             descend(model, optimizer, step)
 
 
-@pytest.mark.parametrize(("where", "words"), [
-    ("refresh", "could not be factorised"),
-    ("factor", "the loader is empty"),
-    ("gradient", "the loader is empty"),
-])  # fmt: skip
-def test_an_error_on_one_rank_is_heard_on_all(pool: Pool, where: str, words: str) -> None:
-    found = pool.run(fail_in, where, world=3, timeout=50, expect_failure=True)
-    assert all(isinstance(f, Failure) and words in f.message for f in found), found
+def test_an_error_on_one_rank_is_heard_on_all(pool: Pool) -> None:
+    for where, words in [
+        ("refresh", "could not be factorised"),
+        ("factor", "the loader is empty"),
+        ("gradient", "the loader is empty"),
+    ]:
+        found = pool.run(fail_in, where, world=3, timeout=50, expect_failure=True)
+        assert all(isinstance(f, Failure) and words in f.message for f in found), found
 
 
 def misuse(rank: int, world: int) -> list[tuple[str, str]]:

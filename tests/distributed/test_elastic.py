@@ -235,8 +235,10 @@ def test_saved_while_training_goes_on(pool: Pool, tmp_path: Path, form: str) -> 
 @only("plain", "flat", form=FORMS)
 def test_windows_and_rows_on_the_same_ranks(pool: Pool, tmp_path: Path, form: str) -> None:
     """Slices of windows have names of their own, by which the same ranks find them."""
-    saved = pool.run(save, "mem", ("mfac", "mfac_sparse"), form, str(tmp_path))[0]
-    judge(saved, pool.run(go_on, "mem", saved, form), exact=True)
+    for partition in ("global", "layer"):
+        folder, keywords = str(tmp_path / partition), {"partition": partition}
+        saved = pool.run(save, "mem", ("mfac", "mfac_sparse"), form, folder, keywords=keywords)[0]
+        judge(saved, pool.run(go_on, "mem", saved, form), exact=True)
 
 
 @only("nested", form=FORMS)

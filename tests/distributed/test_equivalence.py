@@ -195,10 +195,10 @@ def decaying(rank: int, world: int, strategy: str | None, run: Run) -> Tensor:
         return torch.stack(path)
 
 
-@pytest.mark.parametrize("strategy", BOTH)
-def test_a_decay_edited_between_steps_is_that_of_the_step_that_measured(pool: Pool, strategy: str) -> None:
-    run = Run(keywords={"factor_update_steps": 1, "inv_update_steps": 4, "refresh_warmup": False})
-    assert_same_path(pool.run(decaying, strategy, run), decaying(0, 1, None, run), tolerance=1e-11)
+def test_a_decay_edited_between_steps_is_that_of_the_step_that_measured(pool: Pool) -> None:
+    for strategy in BOTH:
+        run = Run(keywords={"factor_update_steps": 1, "inv_update_steps": 4, "refresh_warmup": False})
+        assert_same_path(pool.run(decaying, strategy, run), decaying(0, 1, None, run), tolerance=1e-11)
 
 
 @each(method=["kfac_eigen", "ekfac_intra"], strategy=BOTH)

@@ -99,11 +99,11 @@ def test_factors_replace_rows_of_some_layers() -> None:
         assert everywhere is None or all(factored) == everywhere
 
 
-@pytest.mark.parametrize("mode", ["kid", "kis"])
-def test_every_row_is_sngd(pool: Pool, mode: str) -> None:
-    case = Case(keywords={"mode": mode, "rank_fraction": 1.0}, sizes=(5, 3, 4), steps=5)
-    expected = in_one_process(Case(sizes=case.sizes, steps=5), 3)
-    assert_same_path([paths[0] for paths in pool.run(on_ranks, case, ("mem",), world=3)], expected)
+def test_every_row_is_sngd(pool: Pool) -> None:
+    for mode in ["kid", "kis"]:
+        case = Case(keywords={"mode": mode, "rank_fraction": 1.0}, sizes=(5, 3, 4), steps=5)
+        expected = in_one_process(Case(sizes=case.sizes, steps=5), 3)
+        assert_same_path([paths[0] for paths in pool.run(on_ranks, case, ("mem",), world=3)], expected)
 
 
 RELATED = {"damping_mode": "relative", "damping": 3.0}
@@ -140,11 +140,11 @@ def step_of_observed_rows(rank: int, world: int, strategy: type[CommOpt] | None)
     return flat(model)
 
 
-@pytest.mark.parametrize("strategy", [CommOpt, MemOpt])
-def test_observed_rows_of_two_ranks_are_those_of_the_joined_batch(pool: Pool, strategy: type[CommOpt]) -> None:
+def test_observed_rows_of_two_ranks_are_those_of_the_joined_batch(pool: Pool) -> None:
     expected = step_of_observed_rows(0, 1, None)
-    for found in pool.run(step_of_observed_rows, strategy, world=2):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    for strategy in (CommOpt, MemOpt):
+        for found in pool.run(step_of_observed_rows, strategy, world=2):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 def rows_of_draws(rank: int, world: int) -> Any:
@@ -199,20 +199,20 @@ SIDES = {"0": (6, 6), "2": (7, 5), "4": (6, 4)}
 """Of a and g, of the layers of the task."""
 
 
-@pytest.mark.parametrize(("mode", "r"), [("sngd", 6), ("kid", 3), ("kis", 3)])
-def test_bytes_of_a_refresh(pool: Pool, mode: str, r: int) -> None:
+def test_bytes_of_a_refresh(pool: Pool) -> None:
     """Rows of all ranks where every rank gets them, else of one; of the kernel a triangle, and nothing of λ."""
-    keywords = {"mode": mode, **({} if mode == "sngd" else {"rank_fraction": 0.5})}
-    of_ranks = pool.run(refreshed, ("comm", "mem", "comm_owner"), keywords, world=2)
-    rows = sum(r * (n_a + n_g) for n_a, n_g in SIDES.values()) + len(SIDES) * (r * r if mode == "kid" else 0)
-    kept = sum(2 * r * (n_a + n_g) for n_a, n_g in SIDES.values())
-    kernels = len(SIDES) * r * (2 * r + 1)
-    directions = sum(n_a * n_g for n_a, n_g in SIDES.values())
-    for comm, mem, owner in of_ranks:
-        assert comm["sent"].pop("words") == mem["sent"].pop("words") == owner["sent"].pop("words")
-        assert comm["sent"] == {"rows": 8 * 2 * rows, "curvature": 8 * kernels}
-        assert mem["sent"] == {"rows": 8 * rows, "directions": 8 * directions}
-        assert owner["sent"] == {"rows": 8 * rows, "curvature": 8 * (kernels + kept)}
+    for mode, r in [("sngd", 6), ("kid", 3), ("kis", 3)]:
+        keywords = {"mode": mode, **({} if mode == "sngd" else {"rank_fraction": 0.5})}
+        of_ranks = pool.run(refreshed, ("comm", "mem", "comm_owner"), keywords, world=2)
+        rows = sum(r * (n_a + n_g) for n_a, n_g in SIDES.values()) + len(SIDES) * (r * r if mode == "kid" else 0)
+        kept = sum(2 * r * (n_a + n_g) for n_a, n_g in SIDES.values())
+        kernels = len(SIDES) * r * (2 * r + 1)
+        directions = sum(n_a * n_g for n_a, n_g in SIDES.values())
+        for comm, mem, owner in of_ranks:
+            assert comm["sent"].pop("words") == mem["sent"].pop("words") == owner["sent"].pop("words")
+            assert comm["sent"] == {"rows": 8 * 2 * rows, "curvature": 8 * kernels}
+            assert mem["sent"] == {"rows": 8 * rows, "directions": 8 * directions}
+            assert owner["sent"] == {"rows": 8 * rows, "curvature": 8 * (kernels + kept)}
 
 
 @only("4", world=[2, 4])
@@ -250,19 +250,19 @@ def allocated(rank: int, world: int, strategy: str, case: Case) -> tuple[Any, An
         return before, shapes(), path
 
 
-@pytest.mark.parametrize("strategy", ["comm", "mem"])
-def test_rows_are_allocated_at_construction(pool: Pool, strategy: str) -> None:
+def test_rows_are_allocated_at_construction(pool: Pool) -> None:
     """For W ranks of the batch that was told; which is exact, filled up or not."""
-    case = Case(keywords={"mode": "sngd", "batch_size": 6}, sizes=(5, 3, 4), steps=4)
-    results = pool.run(allocated, strategy, case, world=3)
-    shapes = {name: shape for before, _, _ in results for name, shape in before.items()}
-    assert shapes["0 rows_a"] == (18, 1, 6)
-    assert shapes["4 rows_g"] == (18, 1, 4)
-    assert shapes["2 kernel"] == (18, 18)
-    for before, after, _ in results:
-        assert before == after
-        assert len(before) == (9 if strategy == "comm" else 3)
-    assert_same_path([path for *_, path in results], in_one_process(Case(sizes=case.sizes, steps=4), 3), 1e-10)
+    for strategy in ["comm", "mem"]:
+        case = Case(keywords={"mode": "sngd", "batch_size": 6}, sizes=(5, 3, 4), steps=4)
+        results = pool.run(allocated, strategy, case, world=3)
+        shapes = {name: shape for before, _, _ in results for name, shape in before.items()}
+        assert shapes["0 rows_a"] == (18, 1, 6)
+        assert shapes["4 rows_g"] == (18, 1, 4)
+        assert shapes["2 kernel"] == (18, 18)
+        for before, after, _ in results:
+            assert before == after
+            assert len(before) == (9 if strategy == "comm" else 3)
+        assert_same_path([path for *_, path in results], in_one_process(Case(sizes=case.sizes, steps=4), 3), 1e-10)
 
 
 def asked(rank: int, world: int) -> tuple[list[str], list[str], str, str]:
@@ -367,24 +367,24 @@ def held(rank: int, world: int, strategy: str, case: Case, spoils: bool) -> tupl
         return found, optimizer.diagnostics()["skipped_statistics"]
 
 
-@pytest.mark.parametrize(("strategy", "mode", "spoils", "layers"), [
-    ("comm", "sngd", True, 6), ("mem", "sngd", True, 3), ("chief_own", "sngd", False, 3),
-    ("chief_own", "kid", False, 3),
-])  # fmt: skip
-def test_rows_are_those_of_the_chief_or_of_ranks_whose_rows_are_finite(
-    pool: Pool, strategy: str, mode: str, spoils: bool, layers: int
-) -> None:
+def test_rows_are_those_of_the_chief_or_of_ranks_whose_rows_are_finite(pool: Pool) -> None:
     case = Case(sizes=(5, 7))
     model = case.model()
     optimizer = case.build(model)
     case.backward(model, case.shards(0, 2)[0], 0)
     optimizer.step()
-    other = Case(keywords={"mode": mode, "rank_fraction": 1.0}, sizes=(5, 7))
-    results = pool.run(held, strategy, other, spoils, world=2)
-    assert sum(len(found) for found, _ in results) == layers
-    assert [skipped for _, skipped in results] == [3 * spoils] * 2
-    for found, _ in results:
-        assert all(distance(dense, optimizer.dense_curvature(name)) < 1e-9 for name, dense in found.items())
+    for strategy, mode, spoils, layers in [
+        ("comm", "sngd", True, 6),
+        ("mem", "sngd", True, 3),
+        ("chief_own", "sngd", False, 3),
+        ("chief_own", "kid", False, 3),
+    ]:
+        other = Case(keywords={"mode": mode, "rank_fraction": 1.0}, sizes=(5, 7))
+        results = pool.run(held, strategy, other, spoils, world=2)
+        assert sum(len(found) for found, _ in results) == layers
+        assert [skipped for _, skipped in results] == [3 * spoils] * 2
+        for found, _ in results:
+            assert all(distance(dense, optimizer.dense_curvature(name)) < 1e-9 for name, dense in found.items())
 
 
 INVERT = "secondorder.preconditioners.rows.invert_kernels"
@@ -414,13 +414,13 @@ def raising(*args: Any) -> Any:
     raise MemoryError("no room for rows")
 
 
-@pytest.mark.parametrize("strategy", ["comm", "mem", "comm_owner"])
-def test_kernels_that_cannot_be_inverted_leave_the_last_ones(pool: Pool, strategy: str) -> None:
-    results = pool.run(failing, strategy, "inverting", world=2)
-    assert_replicas([path for _, path, _ in results])
-    for told, _, refreshes in results:
-        assert told["refresh_failures"] == 3
-        assert refreshes == [2, 2, 2]
+def test_kernels_that_cannot_be_inverted_leave_the_last_ones(pool: Pool) -> None:
+    for strategy in ["comm", "mem", "comm_owner"]:
+        results = pool.run(failing, strategy, "inverting", world=2)
+        assert_replicas([path for _, path, _ in results])
+        for told, _, refreshes in results:
+            assert told["refresh_failures"] == 3
+            assert refreshes == [2, 2, 2]
 
 
 def test_error_of_one_rank_is_that_of_all(pool: Pool) -> None:

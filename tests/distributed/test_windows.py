@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from secondorder import GGT, MFAC, HybridOpt, LowRank, MemOpt, SparseMFAC, TopK
@@ -251,23 +248,3 @@ def test_parts_of_others_are_refused(pool: Pool) -> None:
         for kind, text in (*pool.run(refused, parts)[1], *pool.run(refused, parts, world=1)[0]):
             assert kind == "RuntimeError"
             assert "consolidate_state_dict() on all ranks" in text
-
-
-def through_dcp(rank: int, world: int, folder: str, partition: str) -> tuple[Tensor, Tensor]:
-    """All ranks write into one checkpoint, and every rank finds its own part in it again."""
-    model, optimizer = started(rank, "mem", "sparse", partition)
-    train(model, optimizer, 0, BREAK, rank, world)
-    dcp.save({"state": snapshot(optimizer)["state"]}, checkpoint_id=folder)
-    twin_model, twin = started(rank, "mem", "sparse", partition)
-    train(twin_model, twin, 0, 1, rank, world)
-    nn.utils.vector_to_parameters(flat(model).to(device_of(rank)), twin_model.parameters())
-    again = snapshot(twin)
-    dcp.load({"state": again["state"]}, checkpoint_id=folder)
-    twin.load_state_dict(again)
-    return train(model, optimizer, BREAK, STEPS, rank, world), train(twin_model, twin, BREAK, STEPS, rank, world)
-
-
-@pytest.mark.parametrize("partition", ["global", "layer"])
-def test_a_checkpoint_of_all_ranks_keeps_every_part(pool: Pool, partition: str, tmp_path: Path) -> None:
-    for expected, path in pool.run(through_dcp, str(tmp_path), partition, world=2):
-        assert torch.equal(path, expected)
