@@ -93,18 +93,7 @@ def plot_rows(
     more: Callable[[Sequence[Axes]], None] = lambda _: None,
     base: int = 2,
 ) -> None:
-    """Draw panels side by side: a line for each group of rows, with a point for each row that has the figure.
-
-    Args:
-        rows: Of one study.
-        panels: What to draw.
-        x: Place of a row; all of them are marked where the base is 2.
-        line: Name of the group of a row.
-        words: Title, and label of all axes x.
-        path: Image file to write; its suffix decides the format.
-        more: Draws what belongs to no row.
-        base: Of the scale of the axes x.
-    """
+    """Draw panels side by side: a line for each group of rows, with a point for each row that has the figure."""
     with styled():
         figure = Figure(figsize=(3.5 + 3.4 * len(panels), 4.2), layout="constrained")
         every = figure.subplots(1, len(panels), squeeze=False)[0]

@@ -52,16 +52,7 @@ Column = Callable[[Mapping[str, Any]], str]
 
 
 def value(key: str, spec: str = "", scale: float = 1.0) -> Column:
-    """Return what a column shows of a row: its figure, "-" where there is none.
-
-    Args:
-        key: Of the figure.
-        spec: How it is written.
-        scale: What it is multiplied by.
-
-    Returns:
-        The function.
-    """
+    """Return what a column shows of a row: its figure, "-" where there is none."""
 
     def shown(row: Mapping[str, Any]) -> str:
         found = row.get(key)

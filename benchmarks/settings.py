@@ -9,18 +9,7 @@ _WORDS: dict[str, Setting] = {"true": True, "false": False, "none": None}
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, Setting]:
-    """Read ``key=value`` pairs.
-
-    Args:
-        pairs: Such as ``"lr=0.3"``, ``"damping_mode=relative"``, ``"graft=none"``. A value that is a Python literal is
-            read as one, any other as text.
-
-    Returns:
-        The values by key.
-
-    Raises:
-        ValueError: When a pair lacks its ``=``, its key is no name, or its value is a container.
-    """
+    """Read ``key=value`` pairs."""
     settings: dict[str, Setting] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")

@@ -1,11 +1,10 @@
 """``regress``: what steps of every method do, counted, against the counts of an earlier time.
 
 Three small networks, every method, every class of its steps; from each count that of a step of SGD is taken away, so
-that what is left is the optimizer's own. Times are told, on request, and decide nothing.
+that what is left is the optimizer's own. Nothing is timed.
 """
 
 import json
-import statistics
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -22,7 +21,6 @@ import secondorder
 from benchmarks import report
 from benchmarks.counting import Counts, count, graph_breaks
 from benchmarks.filling import fill_windows, windows_of
-from benchmarks.machine import seconds
 from benchmarks.timing import Intervals, StepClass
 
 BASELINE = Path(__file__).parent.parent / "baseline.json"
@@ -94,8 +92,6 @@ class Regress:
     """File of the earlier counts."""
     update: bool = False
     """Write the counts of now into that file."""
-    time: bool = False
-    """Tell the time of steps over that of SGD's, too."""
     out_dir: Path = Path("bench-output")
     """Folder for the table and the results."""
 
@@ -105,23 +101,21 @@ class Regress:
         torch.set_num_threads(1)
         known = {} if self.update else _read(self.baseline)
         found: dict[str, dict[str, int]] = {}
-        ratios: dict[str, float] = {}
         with report.progress_bar() as bar:
             task = bar.add_task("steps", total=len(self.networks) * len(self.methods))
             for network in self.networks:
                 plain = _plain_step(network)
                 for method in self.methods:
-                    for kind, counts, ratio in _steps(network, method, plain, self.time):
+                    for kind, counts in _steps(network, method, plain):
                         found[f"{network}, {method}, {kind}"] = counts
-                        ratios[f"{network}, {method}, {kind}"] = ratio
                     bar.advance(task)
         if self.update:
             self._write(found)
         rows = list(_compared(found, known.get("counts", {}), self.tolerance))
         same = self.update or known["torch"] == torch.__version__
         lost = [] if self.update else self._unmatched(found, known["counts"])
-        data = {"torch": torch.__version__, "counts": found, "rows": rows, "compared": same, "ratios": ratios}
-        report.save(self.out_dir, "regress", [_table(found, rows, ratios if self.time else {})], data)
+        data = {"torch": torch.__version__, "counts": found, "rows": rows, "compared": same}
+        report.save(self.out_dir, "regress", [_table(found, rows)], data)
         if not same:
             told = f"the baseline is of torch {known['torch']}, this is {torch.__version__}"
             print(f"not judged: {told}", file=sys.stderr)
@@ -181,17 +175,15 @@ def _stepper(network: str, method: str | None) -> tuple[Any, Optimizer, nn.Modul
     return step, optimizer, model, x
 
 
-def _plain_step(network: str) -> tuple[Counts, float]:
-    """Return what a step of SGD does, and its seconds."""
+def _plain_step(network: str) -> Counts:
+    """Return what a step of SGD does."""
     step, *_ = _stepper(network, None)
     for _ in range(2):
         step()
-    return count(step), statistics.median(seconds(step, torch.device("cpu")) for _ in range(9))
+    return count(step)
 
 
-def _steps(
-    network: str, method: str, plain: tuple[Counts, float], timed: bool
-) -> Iterator[tuple[StepClass, dict[str, int], float]]:
+def _steps(network: str, method: str, plain: Counts) -> Iterator[tuple[StepClass, dict[str, int]]]:
     """Count the classes of a method's steps, once all of its buffers are there."""
     step, optimizer, model, x = _stepper(network, method)
     windowed = bool(windows_of(optimizer))
@@ -199,20 +191,19 @@ def _steps(
     for _ in range(3 * INTERVALS.refresh):  # the third refresh also compares the damping with the curvature, once a run
         step()
     counts: dict[StepClass, Counts] = {}
-    times: dict[StepClass, list[float]] = {}
-    for index in range(INTERVALS.refresh * (6 if timed else 1)):
+    for index in range(INTERVALS.refresh):
         kind: StepClass = "plain" if windowed else intervals.step_class(index)
         if kind == "factor" and method.startswith("hylo"):
             kind = "plain"
         if kind not in counts:
             counts[kind] = count(step)
         else:
-            times.setdefault(kind, []).append(seconds(step, torch.device("cpu")))
+            step()
     for kind, found in counts.items():
-        own = asdict(found - plain[0])
+        own = asdict(found - plain)
         if kind == "plain":
             own["graph_breaks"] = graph_breaks(model, (x,))
-        yield kind, own, statistics.median(times[kind]) / plain[1] if timed else 0.0
+        yield kind, own
     getattr(optimizer, "close", lambda: None)()
 
 
@@ -228,7 +219,7 @@ def _compared(
                 yield {"step": step, "quantity": quantity, "before": old, "now": value, "worse": value > allowed}
 
 
-def _table(found: Mapping[str, Mapping[str, int]], rows: list[dict[str, Any]], ratios: Mapping[str, float]) -> Table:
+def _table(found: Mapping[str, Mapping[str, int]], rows: list[dict[str, Any]]) -> Table:
     changed = {(row["step"], row["quantity"]): row for row in rows}
     names = [field.name for field in fields(Counts)] + ["graph_breaks"]
     cells = []
@@ -238,8 +229,8 @@ def _table(found: Mapping[str, Mapping[str, int]], rows: list[dict[str, Any]], r
             row = changed.get((step, name))
             text = f"{counts[name]:,}" if name in counts else "-"
             line.append(text if row is None else f"{text} ({'!' if row['worse'] else ''}{row['before']:,})")
-        cells.append((*line, f"{ratios[step]:.2f}") if ratios else tuple(line))
-    head = ("step", *(name.replace("_", " ") for name in names), *(("÷ SGD",) if ratios else ()))
+        cells.append(line)
+    head = ("step", *(name.replace("_", " ") for name in names))
     caption = (
         "Beyond a step of SGD with momentum; memory in bytes. moved: arguments and results of all operators. "
         "In brackets what it was; ! more than is allowed."

@@ -36,33 +36,21 @@ LINES: dict[Base, str] = {
 }
 """The line of the script."""
 
-_DAMPED = 'damping=1.0, damping_mode="relative"'
+_DAMPED = 'damping=1.0, damping_mode="relative", '
+_METHODS: dict[SwapMethod, tuple[str, str]] = {
+    "kfac": ("KFAC", ""),
+    "ekfac": ("EKFAC", ""),
+    "hylo": ("HyLo", ""),
+    "mfac": ("MFAC", f"window_size=128, {_DAMPED}"),
+    "sparse_mfac": ("SparseMFAC", _DAMPED),
+    "ggt": ("GGT", ""),
+}
 REPLACEMENTS: dict[SwapMethod, dict[Base, str]] = {
-    "kfac": {
-        "adamw": 'KFAC(model, lr=LR, weight_decay=WD, decoupled_weight_decay=True, graft="adam")',
-        "sgd": 'KFAC(model, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
-    },
-    "ekfac": {
-        "adamw": 'EKFAC(model, lr=LR, weight_decay=WD, decoupled_weight_decay=True, graft="adam")',
-        "sgd": 'EKFAC(model, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
-    },
-    "hylo": {
-        "adamw": 'HyLo(model, lr=LR, weight_decay=WD, decoupled_weight_decay=True, graft="adam")',
-        "sgd": 'HyLo(model, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
-    },
-    "mfac": {
-        "adamw": f"MFAC(model, window_size=128, {_DAMPED}, lr=LR, weight_decay=WD, decoupled_weight_decay=True, "
-        'graft="adam")',
-        "sgd": f'MFAC(model, window_size=128, {_DAMPED}, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
-    },
-    "sparse_mfac": {
-        "adamw": f'SparseMFAC(model, {_DAMPED}, lr=LR, weight_decay=WD, decoupled_weight_decay=True, graft="adam")',
-        "sgd": f'SparseMFAC(model, {_DAMPED}, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
-    },
-    "ggt": {
-        "adamw": 'GGT(model, lr=LR, weight_decay=WD, decoupled_weight_decay=True, graft="adam")',
-        "sgd": 'GGT(model, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
-    },
+    method: {
+        "adamw": f'{name}(model, {own}lr=LR, weight_decay=WD, decoupled_weight_decay=True, graft="adam")',
+        "sgd": f'{name}(model, {own}lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
+    }
+    for method, (name, own) in _METHODS.items()
 }
 """The line that replaces it; a test compares K-FAC's with the README."""
 
@@ -141,14 +129,9 @@ class Swap(Common):
         """Run a script before and after the change."""
         steps = workload.steps[self.size] if self.steps is None else self.steps
         script = SCRIPTS[name][base]
+        schedule = partial(make_schedule, Schedule("cosine"), steps)
         runs = [
-            Trainer(
-                base,
-                workload,
-                partial(build, line, script),
-                self.seed,
-                partial(make_schedule, Schedule("cosine"), steps),
-            )
+            Trainer(base, workload, partial(build, line, script), self.seed, schedule)
             for line in (LINES[base], REPLACEMENTS[self.method][base])
         ]
         race(runs, steps)

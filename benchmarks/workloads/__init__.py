@@ -65,21 +65,7 @@ def make_workload(
     batch_size: int | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> Workload:
-    """Return a workload.
-
-    Args:
-        name: Which one.
-        data_dir: Folder with one folder per data set.
-        size: ``"smoke"`` for the small version.
-        batch_size: Another batch size than the workload's own.
-        changes: Values of its fields that replace its own.
-
-    Returns:
-        The workload; its data is read at the first use.
-
-    Raises:
-        ValueError: When it has no such field.
-    """
+    """Return a workload."""
     kind = WORKLOADS[name]
     presets = {"smoke": kind.smoke, "cpu": kind, "paper": kind.paper}
     workload = presets[size](data_dir)

@@ -31,14 +31,7 @@ class DataMissingError(FileNotFoundError):
     """A data file is not where ``--data-dir`` says; the text names it and tells where to get it."""
 
     def __init__(self, folder: Path, missing: Sequence[str], origin: str, hint: str = "") -> None:
-        """Compose the message.
-
-        Args:
-            folder: Where the files were looked for.
-            missing: The names of those that are not there.
-            origin: Where the public can get them.
-            hint: A further sentence on how to mend it.
-        """
+        """Compose the message."""
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         names = ", ".join(missing[:_NAMED]) + more
         super().__init__(f"missing data: {folder} lacks {names}. Get it from {origin}. {hint}".strip())
@@ -101,62 +94,24 @@ class Supervised(ABC):
         return "categorical"
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return what the model makes of the inputs.
-
-        Args:
-            model: The model.
-            batch: Inputs and targets.
-
-        Returns:
-            Its logits.
-        """
+        """Return what the model makes of the inputs."""
         logits: Tensor = model(batch[0])
         return logits
 
     def targets(self, batch: Batch) -> Tensor:
-        """Return what the outputs are compared with.
-
-        Args:
-            batch: Inputs and targets.
-
-        Returns:
-            The targets.
-        """
+        """Return what the outputs are compared with."""
         return batch[1]
 
     @abstractmethod
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss.
-
-        Args:
-            outputs: Logits.
-            targets: What they should be.
-
-        Returns:
-            A 0-dim tensor.
-        """
+        """Return the loss."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the training loss of one batch.
-
-        Args:
-            model: The model.
-            batch: Inputs and targets.
-
-        Returns:
-            A 0-dim tensor.
-        """
+        """Return the training loss of one batch."""
         return self.criterion(self.outputs(model, batch), self.targets(batch))
 
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return what else the field reports of a trained model: here nothing.
-
-        Args:
-            model: The model, whose mode is left as it was.
-
-        Returns:
-            Figures by name.
-        """
+        """Return what else the field reports of a trained model: here nothing."""
         return {}
 
 
@@ -164,48 +119,18 @@ class Classification(Supervised):
     """What workloads on classes have in common."""
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy over all positions, in nats.
-
-        Args:
-            outputs: Logits ``[..., classes]``.
-            targets: Classes ``[...]``; positions that hold :data:`IGNORED` do not count.
-
-        Returns:
-            A 0-dim tensor.
-        """
+        """Return the mean cross-entropy over all positions, in nats."""
         return cross_entropy(outputs, targets)
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Return the mean cross-entropy over all positions, in nats.
-
-    Args:
-        outputs: Logits ``[..., classes]``.
-        targets: Classes ``[...]``; positions that hold :data:`IGNORED` do not count.
-        smoothing: Share of the probability that is spread evenly over all classes.
-
-    Returns:
-        A 0-dim tensor.
-    """
+    """Return the mean cross-entropy over all positions, in nats."""
     flat = outputs.flatten(0, -2)
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, label_smoothing=smoothing)
 
 
 def find_folder(candidates: Iterable[Path], files: Sequence[str], origin: str, hint: str = "") -> Path:
-    """Return the first folder that holds every one of ``files``.
-
-    Args:
-        candidates: Folders in order of preference.
-        files: Names that must all be there.
-        origin: Where the public can get the files, for the error.
-        hint: A further sentence for the error.
-
-    Returns:
-        The folder.
-
-    Raises:
-        DataMissingError: When no candidate is complete; it lists what the most complete one lacks.
-    """
+    """Return the first folder that holds every one of ``files``."""
     lacking = {folder: [name for name in files if not (folder / name).is_file()] for folder in candidates}
     best = min(lacking, key=lambda folder: len(lacking[folder]))
     if lacking[best]:
@@ -215,14 +140,7 @@ def find_folder(candidates: Iterable[Path], files: Sequence[str], origin: str, h
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Run the body with torch's CPU generator at ``seed``, and put its state back afterwards.
-
-    Args:
-        seed: The seed.
-
-    Yields:
-        Nothing.
-    """
+    """Run the body with torch's CPU generator at ``seed``, and put its state back afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -230,14 +148,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run the body in evaluation mode without gradients, then put the mode back.
-
-    Args:
-        model: The model to switch.
-
-    Yields:
-        Nothing.
-    """
+    """Run the body in evaluation mode without gradients, then put the mode back."""
     training = model.training
     model.eval()
     try:
@@ -248,19 +159,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def shuffled_indices(count: int, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield index batches for ever: a fresh permutation per epoch, the short rest of an epoch dropped.
-
-    Args:
-        count: Number of examples.
-        batch_size: Indices per batch.
-        generator: Source of the permutations.
-
-    Yields:
-        Index tensors ``[batch]``.
-
-    Raises:
-        ValueError: When there are fewer examples than one batch needs.
-    """
+    """Yield index batches for ever: a fresh permutation per epoch, the short rest of an epoch dropped."""
     if count < batch_size:
         raise ValueError(f"batch_size must be at most the number of examples, got {batch_size} for {count} examples")
     while True:
@@ -270,17 +169,7 @@ def shuffled_indices(count: int, batch_size: int, generator: torch.Generator) ->
 
 
 def accuracy(model: nn.Module, inputs: Tensor, targets: Tensor, batch_size: int = 500) -> float:
-    """Return the share of examples that the model classifies rightly.
-
-    Args:
-        model: Maps inputs to logits ``[batch, classes]``.
-        inputs: Examples ``[count, ...]``.
-        targets: Class numbers ``[count]``.
-        batch_size: Examples per forward pass.
-
-    Returns:
-        A number in [0, 1].
-    """
+    """Return the share of examples that the model classifies rightly."""
     parts = [slice(start, start + batch_size) for start in range(0, len(targets), batch_size)]
     with evaluating(model):
         hits = sum(int((model(inputs[part]).argmax(1) == targets[part]).sum()) for part in parts)

@@ -36,20 +36,8 @@ def _run(*args, threads=1):
 
 def test_demo_as_a_process(tmp_path):
     chosen = ("sgd", "kfac", "mfac")
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "demo",
-        "--optimizers",
-        *chosen,
-        "--steps",
-        "12",
-        "--threads",
-        "1",
-        "--out-dir",
-        str(tmp_path),
-    ]
+    words = ["--optimizers", *chosen, "--steps", "12", "--threads", "1", "--out-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks", "demo", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     methods = [METHODS[name] for name in chosen]
     for method in methods:
@@ -282,18 +270,7 @@ def test_swap_to_another_method(tmp_path, capsys, method):
 
 @pytest.mark.parametrize("workload", [pytest.param("autoencoder", marks=pytest.mark.slow), "resnet20", "chargpt"])
 def test_swap_on_made_up_data_of_the_real_format(workload, tmp_path, capsys):
-    words = (
-        "measure",
-        "swap",
-        "--workload",
-        workload,
-        "--threads",
-        "1",
-        "--data-dir",
-        str(tmp_path),
-        "--out-dir",
-        str(tmp_path),
-    )
+    words = ["measure", "swap", "--workload", workload, "--data-dir", str(tmp_path), "--out-dir", str(tmp_path)]
     assert _run(*words) == 0
     outcomes = json.loads((tmp_path / "swap-smoke.json").read_text())["outcomes"]
     assert [outcome["passed"] for outcome in outcomes] == [True, True]
