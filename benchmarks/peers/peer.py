@@ -19,7 +19,11 @@ class Peer(Optimizer):
     def __init__(
         self, *parts: Optimizer, before: Callable[[], object] | None = None, beside: Iterable[Any] = ()
     ) -> None:
-        """Put the parts together."""
+        """Put together parts that share no parameter.
+
+        ``before`` is called in each step before theirs, with all gradients there; what is ``beside`` them counts and is
+        saved with them.
+        """
         self.parts = parts
         self._before, self._beside = before, tuple(beside)
         super().__init__(_groups(parts), {})
@@ -59,7 +63,7 @@ def _groups(parts: Iterable[Optimizer]) -> list[dict[str, Any]]:
 
 
 def held_bytes(roots: object, leave_out: Iterable[Tensor | None] = ()) -> int:
-    """Return the bytes of all tensors that can be reached from some objects."""
+    """Return the bytes of all tensors that can be reached from some objects, modules not entered, each memory once."""
     storages = {tensor.untyped_storage() for tensor in _tensors(roots, set())}
     known = {tensor.untyped_storage() for tensor in leave_out if tensor is not None}
     return sum(storage.nbytes() for storage in storages - known)

@@ -171,7 +171,7 @@ def test_reach_by_hand():
     reference = make_run("adamw", losses=(2.0, 1.0, 0.7, 0.5))
     ours = [(2.0, 0.5, 0.4, 0.3), (2.0, 1.0, 0.4, 0.5), (2.0, 1.0, 0.9, 0.8)]
     # Short ones are judged by their end alone: the first dips below the target on its way, the second ends below.
-    short = [make_run("kfac", "short", seed, losses) for seed, losses in enumerate([(0.4, 0.6), (0.9, 0.5)])]
+    short = [make_run("kfac", "short", seed, losses) for seed, losses in enumerate([(0.4, 0.4, 0.6), (0.9, 0.9, 0.5)])]
     finals = [make_run("kfac", seed=seed, losses=losses) for seed, losses in enumerate(ours)]
     results = make_results(reference, *finals, *short)
     target = statistics.target_of(results, "adamw")
@@ -181,7 +181,7 @@ def test_reach_by_hand():
     assert (found.seconds, found.seconds_share) == pytest.approx((0.25, 0.25 / 0.4))
     assert not found.met(1.0)
     found = statistics.reach(results, "kfac", target, "short")
-    assert (found.reached, found.seeds, found.steps, found.steps_share) == (1, 2, 20, 0.5)
+    assert (found.reached, found.seeds, found.steps, found.steps_share) == (1, 2, 30, 0.75)
 
 
 def test_seconds_follow_the_clock_of_the_file():
