@@ -18,6 +18,7 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.commands.options import Common
 from benchmarks.recipes import METHODS, MethodName, Settings
+from benchmarks.report import value
 from benchmarks.runner import Trainer
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import SecondOrderOptimizer
@@ -28,7 +29,6 @@ WAYS: Mapping[str, Settings] = {
     "overlap": {"overlap": True},
     "stagger, overlap": {"stagger": True, "overlap": True},
 }
-COLUMNS = ("method", "refreshes", "median ms", "worst ms", "worst / median", "mean / SGD's mean")
 
 
 @dataclass
@@ -99,10 +99,14 @@ def summary(times: list[float], reference: list[float]) -> tuple[float, float, f
 
 
 def _table(data: Mapping[str, Any]) -> Table:
-    table = Table(*COLUMNS, title=f"{data['workload']}: steps by the clock, {data['threads']} threads")
-    for row in data["results"]:
-        median, worst, ratio, mean = summary(row["times"], data["sgd"])
-        table.add_row(
-            row["method"], row["way"], f"{1e3 * median:.0f}", f"{1e3 * worst:.0f}", f"{ratio:.2f}", f"{mean:.2f}"
-        )
-    return table
+    keys = ("median", "worst", "ratio", "mean")
+    rows = [{**row, **dict(zip(keys, summary(row["times"], data["sgd"]), strict=True))} for row in data["results"]]
+    columns = {
+        "method": value("method"),
+        "refreshes": value("way"),
+        "median ms": value("median", ".0f", 1e3),
+        "worst ms": value("worst", ".0f", 1e3),
+        "worst / median": value("ratio", ".2f"),
+        "mean / SGD's mean": value("mean", ".2f"),
+    }
+    return report.table_of(f"{data['workload']}: steps by the clock, {data['threads']} threads", rows, columns)
