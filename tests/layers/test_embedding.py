@@ -23,11 +23,6 @@ from tests.support.oracles.layers import (
 V, D, N, S = 7, 3, 4, 4
 
 
-def block(A: Tensor, B: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """The factors, and the block in the order of the weight ``[V, D]``."""
-    return (A, B), torch.kron(A, B)
-
-
 def test_more_padding_changes_nothing():
     """Two batches that differ in the number of padding positions only, with a loss summed over real tokens."""
 
@@ -47,14 +42,6 @@ def test_more_padding_changes_nothing():
     assert_close(held[2], held[0])
 
 
-def test_a_batch_of_nothing_but_padding_is_finite():
-    model, y = seeded_build(lambda: Words(padding_idx=0)), labels(N, 3)
-    opt = plain_kfac(model, lr=0.1)
-    train(opt, model, (torch.zeros(N, S, dtype=torch.int64),), y, F.cross_entropy)
-    train(opt, model, (words(N, S),), y, F.cross_entropy)
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
 class Positioned(nn.Module):
     """A position table looked up once for the whole batch."""
 
@@ -62,46 +49,34 @@ class Positioned(nn.Module):
         super().__init__()
         self.words, self.positions, self.head = nn.Embedding(V, D), nn.Embedding(6, D), nn.Linear(D, 3)
 
+    def positions_of(self, x: Tensor) -> Tensor:
+        return torch.arange(x.shape[1])
+
     def forward(self, x: Tensor) -> Tensor:
-        z = self.words(x) + self.positions(torch.arange(x.shape[1]))
+        z = self.words(x) + self.positions(self.positions_of(x))
         return self.head(torch.tanh(z).mean(1))
 
 
-@pytest.mark.parametrize("examples", [5, 4, 2, 1], ids=lambda n: f"{n} examples")
-def test_a_position_index_shared_over_the_batch(examples):
+@pytest.mark.parametrize(("examples", "axis"), [(5, None), (4, None), (1, None), (4, "expanded"), (4, "one")])
+def test_a_position_index_shared_over_the_batch(examples, axis):
     """One row set per forward: A is divided by the rows there are, B follows the rule of the captured gradients."""
-    model, x, y = seeded_build(Positioned), words(examples, S), labels(examples, 3)
+
+    class Axis(Positioned):
+        def positions_of(self, x):
+            index = super().positions_of(x)
+            return index if axis is None else index[None].expand(len(x) if axis == "expanded" else 1, -1)
+
+    model, x, y = seeded_build(Axis), words(examples, S), labels(examples, 3)
     plain = twin(model)
-    z = plain.positions.weight[:S]
-    shared = z.detach().clone().requires_grad_()
+    shared = plain.positions(plain.positions_of(x)).detach().requires_grad_()
     output = plain.head(torch.tanh(plain.words(x) + shared).mean(1))
     (g,) = torch.autograd.grad(F.cross_entropy(output, y), shared)
+    g = g.reshape(-1, D)
     A = torch.diag(torch.tensor([1.0] * S + [0.0] * (6 - S), dtype=torch.float64) / S)
     B = examples * g.mT @ g
     opt = plain_kfac(model)
     train(opt, model, (x,), y, F.cross_entropy)
-    check_block(opt, "positions", *block(A, B))
-
-
-@pytest.mark.parametrize("expanded", [True, False], ids=["expanded", "batch of one"])
-def test_a_position_index_with_a_batch_axis(expanded):
-    class Axis(Positioned):
-        def forward(self, x):
-            index = torch.arange(x.shape[1])[None]
-            z = self.words(x) + self.positions(index.expand(len(x), -1) if expanded else index)
-            return self.head(torch.tanh(z).mean(1))
-
-    model, x, y = seeded_build(Axis), words(N, S), labels(N, 3)
-    plain = twin(model)
-    shared = plain.positions.weight[:S].detach().repeat(N if expanded else 1, 1, 1).requires_grad_()
-    output = plain.head(torch.tanh(plain.words(x) + shared).mean(1))
-    (g,) = torch.autograd.grad(F.cross_entropy(output, y), shared)
-    g = g.flatten(0, 1)
-    A = torch.diag(torch.tensor([1.0] * S + [0.0] * (6 - S), dtype=torch.float64) / S)
-    B = N * g.mT @ g
-    opt = plain_kfac(model)
-    train(opt, model, (x,), y, F.cross_entropy)
-    check_block(opt, "positions", *block(A, B))
+    check_block(opt, "positions", (A, B), torch.kron(A, B))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,39 +118,42 @@ class Refused(nn.Module):
         return self.head(torch.tanh(z.mean(1) if z.ndim == 3 else z))
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "reason"),
-    [
-        (nn.Embedding, {"sparse": True}, "sparse"),
-        (nn.Embedding, {"max_norm": 1.0}, "max_norm"),
-        (nn.Embedding, {"scale_grad_by_freq": True}, "scale_grad_by_freq"),
-        (nn.EmbeddingBag, {"sparse": True}, "sparse"),
-        (nn.EmbeddingBag, {"max_norm": 1.0}, "max_norm"),
-        (nn.EmbeddingBag, {"scale_grad_by_freq": True}, "scale_grad_by_freq"),
-        (nn.EmbeddingBag, {"mode": "max"}, "max"),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_refused_options_take_the_fallback_say_why_and_are_told_once(kind, options, reason):
-    model, x, y = seeded_build(lambda: Refused(kind, **options)), words(N, S), labels(N, 3)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        opt = plain_kfac(model, lr=0.1)
-        assert follows_fallback(opt, "table.weight", reason)
-        assert "fallback" not in row_of(opt, "head.weight")
-        F.cross_entropy(model(x), y).backward()
-        ((gradient, moved),) = step_of(opt, [model.table.weight])
-        train(opt, model, (x,), y, F.cross_entropy)
-    gradient = gradient.to_dense() if gradient.is_sparse else gradient
-    assert_close(moved, 0.1 * gradient)
-    assert len([w for w in told if "table.weight" in str(w.message)]) == 1
-    assert any(reason in str(w.message) for w in told)
+REFUSALS = [
+    (nn.Embedding, {"sparse": True}, "sparse"),
+    (nn.Embedding, {"max_norm": 1.0}, "max_norm"),
+    (nn.Embedding, {"scale_grad_by_freq": True}, "scale_grad_by_freq"),
+    (nn.EmbeddingBag, {"sparse": True}, "sparse"),
+    (nn.EmbeddingBag, {"mode": "max"}, "max"),
+]
 
 
-def test_a_table_without_a_trained_weight_has_no_block():
+def test_refused_options_take_the_fallback_say_why_and_are_told_once():
+    x, y = words(N, S), labels(N, 3)
+    for kind, options, reason in REFUSALS:
+        model = seeded_build(lambda kind=kind, options=options: Refused(kind, **options))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            opt = plain_kfac(model, lr=0.1)
+            assert follows_fallback(opt, "table.weight", reason)
+            assert "fallback" not in row_of(opt, "head.weight")
+            F.cross_entropy(model(x), y).backward()
+            ((gradient, moved),) = step_of(opt, [model.table.weight])
+            train(opt, model, (x,), y, F.cross_entropy)
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        assert_close(moved, 0.1 * gradient)
+        (message,) = [str(w.message) for w in told if "table.weight" in str(w.message)]
+        assert reason in message
+
+
+def test_a_table_without_a_trained_weight_or_without_a_word_is_no_trouble():
     model, x, y = seeded_build(Words), words(N, S), labels(N, 3)
     model.embedding.weight.requires_grad_(False)
     opt = plain_kfac(model)
     train(opt, model, (x,), y, F.cross_entropy)
     assert set(opt.blocks) == {"head"}
     assert "frozen" in row_of(opt, "embedding.weight")
+    model = seeded_build(lambda: Words(padding_idx=0))
+    opt = plain_kfac(model, lr=0.1)
+    train(opt, model, (torch.zeros_like(x),), y, F.cross_entropy)  # nothing but padding
+    train(opt, model, (x,), y, F.cross_entropy)
+    assert all(torch.isfinite(p).all() for p in model.parameters())

@@ -199,10 +199,16 @@ def test_dropout_between_layers_draws_the_same_numbers(kind, packed):
     plain, seen = pair(kind, num_layers=3, dropout=0.4, bidirectional=True)
     inputs = [noise(T, D, seed=i) for i in range(N)]
     pack = pack_sequence if packed else lambda xs: torch.stack(xs, 1)
-    assert_equal(outcome(seen, inputs, None, kind, pack), outcome(plain, inputs, None, kind, pack))
-    for module in (plain, seen):
-        module.eval()
-    assert_equal(outcome(seen, inputs, None, kind, pack), outcome(plain, inputs, None, kind, pack))
+    for training in (True, False):
+        assert_equal(*(outcome(m.train(training), inputs, None, kind, pack) for m in (seen, plain)))
+    results = []
+    for module in (plain.train(), seen.train()):  # recomputed in backward, too
+        torch.manual_seed(3)
+        x = noise(T, N, D).requires_grad_()
+        module.zero_grad()
+        checkpoint(lambda z, m=module: m(z)[0], x, use_reentrant=packed).square().sum().backward()
+        results.append([x.grad, *(p.grad for p in module.parameters())])
+    assert_equal(results[1], results[0])
 
 
 @pairs(
@@ -341,26 +347,6 @@ def test_the_kernel_runs_when_no_tap_is_waiting(kind):
     assert counts == [1, 1, 1, 1]
 
 
-def test_the_projections_of_a_copied_layer_wait_for_nothing():
-    module = expose(build("LSTM"))
-    optimizer = KFAC(module, lr=0.1)
-    assert all(projection.watched for projection in module.projections.values())
-    assert not any(projection.watched for projection in copy.deepcopy(module).projections.values())
-    optimizer.detach()
-
-
-@each(kind=LAYERS.keys(), reentrant=[True, False])
-def test_activation_checkpointing_with_dropout(kind, reentrant):
-    plain, seen = pair(kind, num_layers=2, dropout=0.5)
-    results = []
-    for module in (plain, seen):
-        torch.manual_seed(3)
-        x = noise(T, N, D).requires_grad_()
-        checkpoint(lambda z, m=module: m(z)[0], x, use_reentrant=reentrant).square().sum().backward()
-        results.append([x.grad, *(p.grad for p in module.parameters())])
-    assert_equal(results[1], results[0])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Conversion
 # ---------------------------------------------------------------------------------------------------------------------
@@ -435,11 +421,15 @@ def test_a_model_is_converted_in_place():
     assert called == ["rnn", "rnn"]
 
 
-def test_a_converted_module_keeps_its_mode():
+def test_a_converted_module_keeps_its_mode_and_the_projections_of_its_copy_wait_for_nothing():
     module = expose(build("LSTM").eval())
     assert not any(child.training for child in module.modules())
     module.train()
     assert all(child.training for child in module.modules())
+    optimizer = KFAC(module, lr=0.1)
+    assert all(projection.watched for projection in module.projections.values())
+    assert not any(projection.watched for projection in copy.deepcopy(module).projections.values())
+    optimizer.detach()
 
 
 class Own(nn.GRU):
