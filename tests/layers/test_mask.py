@@ -146,6 +146,25 @@ def test_gradients_are_as_without_the_mask_and_zero_at_padding():
         assert torch.equal(p.grad, q.grad)
 
 
+def test_gradients_at_padding_do_not_count():
+    """Where the loss reads padded positions too, their rows are no rows all the same."""
+
+    class Reading(Tokens):
+        def pooled(self, z: Tensor, keep: Tensor) -> Tensor:
+            return z.mean(1)
+
+    model, keep, y = seeded_build(Reading), KEEPS["anywhere"], labels(N, 3)
+    plain, x, outputs = twin(model), noise(N, S, D), []
+    plain.second.register_forward_hook(lambda module, args, z: z.retain_grad() or outputs.append((args[0], z)))
+    F.cross_entropy(plain(x, keep), y).backward()
+    ((a, z),) = outputs
+    a, g = a.detach()[keep], N * z.grad[keep]
+    opt = plain_kfac(model)
+    with opt.mask(keep):
+        train(opt, model, (x, keep), y, F.cross_entropy)
+    check_block(opt, "second", (a.mT @ a / len(a), g.mT @ g / N))
+
+
 def test_reduce_does_not_average_over_padding_unsaid():
     """It follows the mask, or leaves the padded layers to the fallback with a warning by name; never the plain mean."""
     model, keep, y = seeded_build(Tokens), KEEPS["behind"], labels(N, 3)
