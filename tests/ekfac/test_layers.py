@@ -182,12 +182,13 @@ def test_a_side_above_the_limit_has_the_identity_for_a_basis(limit, sides):
 @pytest.mark.parametrize("function", [F.mse_loss, F.binary_cross_entropy_with_logits])
 def test_a_mean_over_outputs_multiplies_by_their_number(function):
     """T = C makes it the block of the summed loss over C, in the unit of the factors."""
-    for outputs in (2, 3):
+    for outputs, estimator in ((2, "intra"), (3, "intra"), (3, "running")):
         x, y = noise(6, 4), (noise(6, outputs, seed=1) > 0).double()
         model, total = mlp((4, 3, outputs)), mlp((4, 3, outputs))
-        opt = measured(model, x, y, function, loss_terms=outputs)
-        assert_scales(opt, model, total, x, y, function, factor=outputs)
-        other = measured(total, x, y, lambda o, t: function(o, t, reduction="sum"), loss_reduction="sum")
+        opt = measured(model, x, y, function, loss_terms=outputs, estimator=estimator)
+        assert_scales(opt, model, total, x, y, function, factor=outputs, estimator=estimator)
+        summed = {"loss_reduction": "sum", "estimator": estimator}
+        other = measured(total, x, y, lambda o, t: function(o, t, reduction="sum"), **summed)
         for name in ("0", "2"):
             assert_close(opt.dense_curvature(name), other.dense_curvature(name) / outputs, 1e-7)
 
