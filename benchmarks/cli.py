@@ -19,6 +19,7 @@ from benchmarks.commands.linalg import Linalg
 from benchmarks.commands.memory import Memory
 from benchmarks.commands.overview import Overview
 from benchmarks.commands.rank_fraction import RankFraction
+from benchmarks.commands.ranks import Ranks
 from benchmarks.commands.regress import Regress
 from benchmarks.commands.robustness import Robustness
 from benchmarks.commands.scaling import Scaling
@@ -56,7 +57,7 @@ class Measure:
 class Scale:
     """Follow memory, bytes and time with the number of ranks: planned, modelled and run."""
 
-    what: OmitSubcommandPrefixes[OmitArgPrefixes[Annotated[Scaling, subcommand("plan")] | Worlds]]
+    what: OmitSubcommandPrefixes[OmitArgPrefixes[Annotated[Scaling, subcommand("plan")] | Ranks | Worlds]]
 
     def run(self) -> int:
         return self.what.run()

@@ -1,0 +1,170 @@
+"""``ranks``: what each rank keeps and sends under every strategy, on processes of this machine, beside kfac-pytorch.
+
+The processes talk over gloo. Bytes are counted, not modelled: of tensors that the optimizer holds, and of what is
+handed to collectives, amortized over the intervals.
+"""
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import secondorder
+from benchmarks import report
+from benchmarks.peers.by_path import package, set_paths
+from benchmarks.workloads.resnet20 import ResNet20
+from secondorder import comm as strategies
+from secondorder.comm.names import from_name
+
+COLUMNS = ("strategy", "ranks", "curvature of a rank, MB", "of the fullest", "sent, MB a step")
+_CURVATURE = ("factors", "second_order", "scale")
+
+
+@dataclass
+class Ranks:
+    """Count what ranks keep and send, strategy by strategy."""
+
+    world: int = 4
+    """Processes."""
+    method: str = "kfac"
+    """Method of this package."""
+    strategies: tuple[str, ...] = ("comm_opt", "hybrid_opt:0.5", "mem_opt", "local_factors", "chief_only")
+    """Strategies by name."""
+    batch: int = 32
+    """Examples of each rank."""
+    steps: int = 20
+    """Steps, one refresh interval."""
+    factor_steps: int = 10
+    """Steps between factor updates; refreshes come once in all steps."""
+    kfac_pytorch: Path | None = None
+    """A checkout of kfac-pytorch, to count the same."""
+    out_dir: Path = Path("bench-output")
+    """Folder for the table and the results."""
+
+    def run(self) -> int:
+        cases = [("secondorder", name) for name in self.strategies]
+        if self.kfac_pytorch is not None:
+            cases += [("kfac-pytorch", name) for name in ("COMM_OPT", "HYBRID_OPT", "MEM_OPT")]
+        found = []
+        for whose, name in cases:
+            with tempfile.TemporaryDirectory() as folder:
+                results = Path(folder) / "results"
+                spawn(_work, (self, whose, name, folder, results), nprocs=self.world)
+                found.append({"whose": whose, "strategy": name, "world": self.world, "ranks": torch.load(results)})
+        report.save(self.out_dir, "ranks", [_table(found)], {"method": self.method, "results": found})
+        return 0
+
+
+def _work(rank: int, command: Ranks, whose: str, name: str, folder: str, results: Path) -> None:
+    """Train as one rank, and leave what all of them counted in a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=command.world)
+    torch.manual_seed(0)
+    model = ResNet20(Path()).build_model(0)
+    wrapped = DistributedDataParallel(model)
+    if whose == "secondorder":
+        step, told = _ours(model, command, name)
+    else:
+        step, told = _kfac_pytorch(model, command, name)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(command.steps):
+        x = torch.randn(command.batch, 3, 32, 32, generator=generator)
+        y = torch.randint(0, 10, (command.batch,), generator=generator)
+        model.zero_grad()
+        cross_entropy(wrapped(x), y).backward()
+        step()
+    mine = torch.tensor(told(), dtype=torch.float64)
+    everyone = [torch.zeros_like(mine) for _ in range(command.world)]
+    dist.all_gather(everyone, mine)
+    if rank == 0:
+        torch.save([row.tolist() for row in everyone], results)
+    dist.destroy_process_group()
+
+
+Told = Callable[[], tuple[float, float]]
+
+
+def _ours(model: nn.Module, command: Ranks, name: str) -> tuple[Callable[[], None], Told]:
+    """A step of this package, and what it kept and sent."""
+    intervals = {"factor_update_steps": command.factor_steps, "inv_update_steps": command.steps}
+    grid = from_name(name)
+    optimizer = secondorder.create(
+        command.method, model, lr=0.01, comm=grid, skip_layers=nn.BatchNorm2d, **intervals
+    )  # kfac-pytorch leaves norm layers out
+    assert isinstance(grid, strategies.RankGrid)
+
+    def told() -> tuple[float, float]:
+        usage = optimizer.memory_usage()
+        sent = grid.collectives.counter.bytes_by_stage()
+        sent.pop("agreement", None)
+        return float(sum(usage.get(kind, 0) for kind in _CURVATURE)), sum(sent.values()) / command.steps
+
+    return optimizer.step, told
+
+
+def _kfac_pytorch(model: nn.Module, command: Ranks, name: str) -> tuple[Callable[[], None], Told]:
+    """A step of kfac-pytorch with SGD, and what it kept and sent."""
+    set_paths([f"kfac_pytorch={command.kfac_pytorch}"])
+    strategies_of_it = package("kfac_pytorch", "kfac.enums").DistributedStrategy
+    KFACPreconditioner = package("kfac_pytorch", "kfac.preconditioner").KFACPreconditioner
+
+    sent = _Sent()
+    preconditioner = KFACPreconditioner(
+        model,
+        factor_update_steps=command.factor_steps,
+        inv_update_steps=command.steps,
+        grad_worker_fraction=strategies_of_it[name],
+        lr=0.01,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step() -> None:
+        with sent:
+            preconditioner.step()
+        optimizer.step()
+
+    return step, lambda: (float(preconditioner.memory_usage()["total"]), sent.nbytes / command.steps)
+
+
+class _Sent:
+    """Counts bytes handed to all-reduce and broadcast inside a ``with`` block."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._known: dict[str, Callable[..., Any]] = {}
+
+    def __enter__(self) -> None:
+        for name in ("all_reduce", "broadcast"):
+            self._known[name] = getattr(dist, name)
+            setattr(dist, name, self._counting(self._known[name]))
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self._known.items():
+            setattr(dist, name, function)
+
+    def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.nbytes += tensor.nbytes
+            return function(tensor, *args, **kwargs)
+
+        return counted
+
+
+def _table(found: Sequence[dict[str, Any]]) -> Table:
+    """Draw the results."""
+    rows = []
+    for entry in found:
+        kept, sent = zip(*entry["ranks"], strict=True)
+        numbers = f"{statistics.mean(kept) / 1e6:.2f}", f"{max(kept) / 1e6:.2f}", f"{statistics.mean(sent) / 1e6:.3f}"
+        rows.append((f"{entry['whose']} {entry['strategy']}", str(entry["world"]), *numbers))
+    return report.make_table("ResNet-20: what ranks keep and send", COLUMNS, rows)

@@ -1,0 +1,21 @@
+"""The command ``ranks``: bytes counted on real processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cli import main
+
+
+@pytest.mark.slow
+def test_ranks_keep_less_where_their_strategy_says_so(tmp_path: Path) -> None:
+    words = "scale ranks --world 2 --batch 2 --steps 2 --factor-steps 1 --strategies comm_opt mem_opt --out-dir"
+    assert main([*words.split(), str(tmp_path)]) == 0
+    told = json.loads((tmp_path / "ranks.json").read_text())
+    everyone, owner = ([rank[0] for rank in entry["ranks"]] for entry in told["results"])
+    assert everyone[0] == everyone[1]
+    assert sum(owner) == everyone[0]  # no layer twice, none lost
+    assert max(owner) <= 1.15 / 2 * everyone[0]
+    sent = [[rank[1] for rank in entry["ranks"]] for entry in told["results"]]
+    assert all(n > 0 for ranks in sent for n in ranks)
