@@ -133,7 +133,7 @@ class Scaling:
         return found | ({"DP-KFAC": lambda world: LocalFactors()} if self.dp_kfac else {})
 
     def _settings(self) -> dict[str, Any]:
-        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        return {name: value for name, value in asdict(self).items() if not isinstance(value, Path)}
 
     def _assumptions(self) -> str:
         return (
