@@ -2,7 +2,6 @@
 
 import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -11,14 +10,16 @@ from torch import Tensor, nn
 
 from secondorder import HyLo, ParamScheduler
 from secondorder.switching import Always, EpochList, GradNormChange, LRChange, ProbeError
-from tests.support.grid import pairs
+from tests.support.checkpoints import COPIES, assert_goes_on, assert_same_run, by_file
+from tests.support.grid import each
 from tests.support.models import convnet, images, mlp, vectors
 from tests.support.oracles.hylo import flat, plain_hylo, step
-from tests.support.saving import through_a_file
+from tests.support.tasks import assert_identical, snapshot
 
-STEPS = 17
+END = 17
 RUNS = {
     "auto": lambda: {"mode": "auto", "switch": GradNormChange(eta=0.5, period_steps=2)},
+    "frozen first": lambda: {"mode": "auto", "switch": GradNormChange(eta=0.5, period_steps=3)},
     "kis": lambda: {"mode": "kis"},
     "kis with replacement": lambda: {"mode": "kis", "kis_sampling": "replacement"},
     "kid": lambda: {"mode": "kid"},
@@ -35,11 +36,14 @@ RUNS = {
 
 def new(run, **keywords):
     model = convnet()
+    if run == "frozen first":
+        model.first.requires_grad_(False)
     made = {"lr": 0.05, "damping": 0.05, "rank_fraction": 0.3, "update_steps": 4, **RUNS[run](), **keywords}
     return model, HyLo(model, **made)
 
 
 def go_on(model, opt, begin, end):
+    """Train; the learning rate falls at step 9."""
     for number in range(begin, end):
         if number == 9:
             opt.param_groups[0]["lr"] = 0.01
@@ -51,37 +55,22 @@ def train(opt, model, begin, end, n=12):
         step(opt, model, *vectors(n, seed=seed), F.cross_entropy)
 
 
-def assert_equal(found, expected, path="state"):
-    if isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype, path
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=path)
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), path
-        for key in expected:
-            assert_equal(found[key], expected[key], f"{path}/{key}")
-    elif isinstance(expected, list | tuple):
-        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-            assert_equal(a, b, f"{path}/{i}")
-    else:
-        assert found == expected or found != found and expected != expected, path
-
-
-def assert_alike(opt, model, second, other):
-    assert torch.equal(flat(dict(other.named_parameters())), flat(dict(model.named_parameters())))
-    assert_equal(second.state_dict(), opt.state_dict())
+def assert_loads(opt, model, second, other, steps=3):
+    """The second optimizer takes over the state of the first, and both go on alike, to the bit."""
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for o, m in ((opt, model), (second, other)):
+        train(o, m, 100, 100 + steps)
+    assert_same_run((other, second), (model, opt))
     assert second.diagnostics()["mode"] == opt.diagnostics()["mode"]
 
 
-def assert_goes_on(opt, model, second, other, steps=6):
-    """Two optimizers on equal models do the same, to the bit."""
-    other.load_state_dict(model.state_dict())
-    for o, m in ((opt, model), (second, other)):
-        train(o, m, 100, 100 + steps)
-    assert_alike(opt, model, second, other)
-
-
-def tensors_of(opt):
-    return copy.deepcopy({i: dict(state) for i, state in enumerate(opt.state.values())})
+def assert_refused(second, saved, match):
+    before, told = snapshot(second), second.diagnostics()
+    with pytest.raises(ValueError, match=match):
+        second.load_state_dict(saved)
+    assert_identical(snapshot(second), before)
+    assert second.diagnostics() == told
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,38 +79,14 @@ def tensors_of(opt):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_stopped_run_goes_on_to_the_bit(run):
-    """From before the first step, from the middle of a refresh interval and from that of a period of the policy."""
-    (model, opt), saved, modes = new(run), {}, set()
-    for number in range(STEPS):
-        if number in (0, 1, 7):
-            saved[number] = through_a_file([model.state_dict(), opt.state_dict()])
-        go_on(model, opt, number, number + 1)
-        modes.add(opt.diagnostics()["mode"])
-    assert run not in ("auto", "learning rate", "epochs") or modes == {"kid", "kis"}
-    for middle, (weights, state) in saved.items():
-        other, second = new(run)
-        with torch.no_grad():
-            for p in other.parameters():
-                p.add_(1)
-        other.load_state_dict(weights)
-        second.load_state_dict(state)
-        assert_equal(second.state_dict(), state)
-        go_on(other, second, middle, STEPS)
-        assert_alike(opt, model, second, other)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_a_copy_goes_on_as_the_original(run):
-    (model, opt), copies = new(run), []
-    go_on(model, opt, 0, 5)
-    for other, second in (copy.deepcopy((model, opt)), pickle.loads(pickle.dumps((model, opt)))):
-        second.attach(other)
-        copies.append((other, second))
-    go_on(model, opt, 5, 12)
-    for other, second in copies:
-        go_on(other, second, 5, 12)
-        assert_alike(opt, model, second, other)
+def test_a_stopped_or_copied_run_goes_on_to_the_bit(run):
+    """From the first step, and from the middle of a refresh interval and that of a period of the policy."""
+    for stop, way in ((1, by_file), (7, by_file), (5, COPIES["deepcopy"]), (5, COPIES["pickle"])):
+        model, opt = assert_goes_on(lambda: new(run), go_on, stop, END, way)
+    if run in ("auto", "learning rate", "epochs"):
+        assert {mode for _, mode in opt.diagnostics()["switches"]} == {"kid", "kis"}
+    if run == "frozen first":
+        assert not math.isnan(opt.switch.state_dict()["last_norm"])
 
 
 @pytest.mark.parametrize("run", ["auto", "kis", "cheaper"])
@@ -131,43 +96,19 @@ def test_looking_changes_nothing(run):
         go_on(model, opt, number, number + 1)
         go_on(other, second, number, number + 1)
         opt.dense_curvature("second")
-        opt.diagnostics()
-        opt.describe()
-        opt.memory_usage()
-    assert_alike(opt, model, second, other)
+        for look in (opt.diagnostics, opt.describe, opt.memory_usage):
+            look()
+    assert_same_run((other, second), (model, opt))
 
 
-def test_a_checkpoint_without_curvature_starts_anew():
-    """Momentum, draws and what the policy remembers go on; rows come with the next refresh."""
-    found = {}
-    for kind in ("all", "none"):
-        model, opt = new("auto", **({"checkpoint_curvature": "none"} if kind == "none" else {}))
-        go_on(model, opt, 0, 5)
-        saved = through_a_file(opt.state_dict())
-        found[kind] = sum(t.numel() for s in saved["state"].values() for t in s.values() if isinstance(t, Tensor))
-    assert found["none"] < found["all"]
-    other, second = new("auto", checkpoint_curvature="none")
-    other.load_state_dict(model.state_dict())
-    second.load_state_dict(saved)
+def test_without_curvature_a_policy_goes_on_with_what_it_remembers():
+    model, opt = new("auto", checkpoint_curvature="none")
+    go_on(model, opt, 0, 5)
+    other, second = by_file(lambda: new("auto", checkpoint_curvature="none"), model, opt)
     assert second.switch.state_dict() == pytest.approx(opt.switch.state_dict(), rel=0, abs=0, nan_ok=True)
     assert second.diagnostics()["mode"] == opt.diagnostics()["mode"]
     go_on(other, second, 5, 10)
     assert torch.isfinite(flat(dict(other.named_parameters()))).all()
-
-
-@pytest.mark.parametrize("run", ["kid", "kis", "sngd"])
-def test_rows_survive_a_change_of_batch_size(run):
-    """The checkpoint of 12 examples, loaded by a run whose batches have 5 or 20."""
-    model, opt = new(run)
-    go_on(model, opt, 0, 6)
-    for n in (5, 20):
-        other, second = new(run)
-        step(second, other, *images(n, seed=50), F.cross_entropy)
-        other.load_state_dict(through_a_file(model.state_dict()))
-        second.load_state_dict(through_a_file(opt.state_dict()))
-        assert torch.equal(second.dense_curvature("second"), opt.dense_curvature("second"))
-        for seed in range(8):
-            assert torch.isfinite(flat(step(second, other, *images(n, seed=seed), F.cross_entropy))).all()
 
 
 def test_the_examples_per_step_may_be_told_in_advance():
@@ -189,29 +130,15 @@ def test_the_examples_per_step_may_be_told_in_advance():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [("auto", "kid"), ("kid", "auto"), ("kis", "sngd"), ("sngd", "kis"), ("auto", "sngd"), ("kis", "kid")],
-)
-def test_a_checkpoint_decides_the_mode(ours, theirs):
-    model, other = mlp(), mlp()
-    opt, second = (plain_hylo(m, lr=0.01, mode=k, rank_fraction=0.4) for m, k in ((model, theirs), (other, ours)))
-    train(opt, model, 0, 2)
-    train(second, other, 5, 6)
-    second.load_state_dict(opt.state_dict())
-    assert second.param_groups[0]["mode"] == theirs
-    assert_goes_on(opt, model, second, other, 3)
-
-
-@pairs(
-    change={"auto-kid": ("auto", "kid"), "kid-auto": ("kid", "auto"), "sngd-auto": ("sngd", "auto")},
+@each(
+    change={f"{a}-{b}": (a, b) for a, b in (("auto", "kid"), ("kid", "auto"), ("sngd", "auto"), ("kis", "sngd"))},
     how=["set", "scheduled"],
     stepped=[False, True],
 )
-def test_a_mode_that_changed_goes_with_the_checkpoint(change, how, stepped):
-    """Before and after the first step with it."""
+def test_a_checkpoint_decides_the_mode(change, how, stepped):
+    """Also a mode that changed on the way, before and after the first step with it."""
     before, after = change
-    for built in (before, after):
+    for built in (before, after, "kis"):
         model, other = mlp(), mlp()
         opt, second = (plain_hylo(m, lr=0.01, mode=mode) for m, mode in ((model, before), (other, built)))
         schedule = ParamScheduler(opt, mode={0: before, 3: after}) if how == "scheduled" else None
@@ -222,9 +149,10 @@ def test_a_mode_that_changed_goes_with_the_checkpoint(change, how, stepped):
         if schedule is None:
             opt.param_groups[0]["mode"] = after
         train(opt, model, 3, 3 + stepped)
+        train(second, other, 5, 6)
         second.load_state_dict(opt.state_dict())
         assert second.param_groups[0]["mode"] == after
-        assert_goes_on(opt, model, second, other, 3)
+        assert_loads(opt, model, second, other)
 
 
 def test_substituted_factors_load_where_nothing_is_substituted_and_stay_when_nothing_is_any_more():
@@ -237,27 +165,8 @@ def test_substituted_factors_load_where_nothing_is_substituted_and_stay_when_not
             opt.param_groups[0]["kfac_when_cheaper"] = False
             train(opt, model, 3, 5, 64)
         train(second, other, 5, 6, 64)
-        second.load_state_dict(opt.state_dict())
+        assert_loads(opt, model, second, other)
         assert all(b.is_factored for o in (opt, second) for b in o.blocks.values())
-        assert_goes_on(opt, model, second, other)
-
-
-def frozen_first() -> nn.Sequential:
-    model = mlp((4, 5, 6, 3))
-    model[0].requires_grad_(False)
-    return model
-
-
-def test_what_a_policy_remembers_is_kept_where_the_first_layer_is_frozen():
-    """In the middle of a period, with a decision taken before."""
-    built = {"lr": 0.05, "mode": "auto", "switch": GradNormChange(eta=0.5, period_steps=3), "rank_fraction": 0.3}
-    model, other = frozen_first(), frozen_first()
-    opt, second = plain_hylo(model, **built), plain_hylo(other, **built)
-    train(opt, model, 0, 10)
-    second.load_state_dict(opt.state_dict())
-    assert second.switch.state_dict() == pytest.approx(opt.switch.state_dict(), rel=0, abs=0, nan_ok=True)
-    assert not math.isnan(second.switch.state_dict()["last_norm"])
-    assert_goes_on(opt, model, second, other)
 
 
 def test_a_state_of_another_policy_is_refused_and_may_be_left_out():
@@ -267,43 +176,32 @@ def test_a_state_of_another_policy_is_refused_and_may_be_left_out():
     second = plain_hylo(other, lr=0.02, mode="auto", switch=ours, rank_fraction=0.3)
     train(opt, model, 0, 5)
     train(second, other, 5, 7)
-    saved = copy.deepcopy(opt.state_dict())
-    before, told = tensors_of(second), second.diagnostics()
-    with pytest.raises(ValueError, match=r"switch_state.*LRChange"):
-        second.load_state_dict(saved)
-    assert_equal(tensors_of(second), before)
-    assert second.diagnostics() == told
-    assert second.param_groups[0]["lr"] == 0.02
+    saved = snapshot(opt)
+    assert_refused(second, saved, r"switch_state.*LRChange")
+    assert_refused(plain_hylo(mlp(), mode="auto", switch=Always("kis")), saved, r"switch_state.*Always")
     for found in saved["state"].values():
         found.pop("switch_state", None)
     second.load_state_dict(saved)
     assert second.diagnostics()["step"] == 5
-    fresh = LRChange(hold=2, period_steps=4).state_dict()
-    assert second.switch.state_dict() == pytest.approx(fresh, nan_ok=True)
+    assert second.switch.state_dict() == pytest.approx(LRChange(hold=2, period_steps=4).state_dict(), nan_ok=True)
     train(second, other, 7, 9)
-    third = plain_hylo(mlp(), mode="auto", switch=Always("kis"))  # neither remembers anything
-    with pytest.raises(ValueError, match=r"switch_state.*Always"):
-        third.load_state_dict(opt.state_dict())
 
 
-@pytest.mark.parametrize("thawed", [True, False])
-def test_rows_of_another_bias_are_refused(thawed):
-    model, other = mlp((4, 3)), mlp((4, 3))
-    (model if thawed else other)[0].bias.requires_grad_(False)
-    opt, second = plain_hylo(model), plain_hylo(other)
-    train(opt, model, 0, 2)
-    train(second, other, 5, 7)
-    before = tensors_of(second)
-    with pytest.raises(ValueError, match="rows_a"):
-        second.load_state_dict(opt.state_dict())
-    assert_equal(tensors_of(second), before)
+def test_rows_of_another_bias_are_refused():
+    for thawed in (True, False):
+        model, other = mlp((4, 3)), mlp((4, 3))
+        (model if thawed else other)[0].bias.requires_grad_(False)
+        opt, second = plain_hylo(model), plain_hylo(other)
+        train(opt, model, 0, 2)
+        train(second, other, 5, 7)
+        assert_refused(second, opt.state_dict(), "rows_a")
 
 
 def test_the_log_of_switches_ends_at_the_loaded_step():
     model, policy = mlp(), EpochList([(0, 2), (4, 5)], steps_per_epoch=2)
     opt = plain_hylo(model, mode="auto", switch=policy, rank_fraction=0.3)
     train(opt, model, 0, 5)
-    saved = copy.deepcopy(opt.state_dict())
+    saved = snapshot(opt)
     train(opt, model, 5, 12)
     logged = opt.diagnostics()["switches"]
     assert [list(switch) for switch in logged] == [[0, "kid"], [4, "kis"], [8, "kid"], [10, "kis"]]
@@ -332,16 +230,15 @@ def test_a_policy_survives_a_load_while_nobody_asks_it():
     assert run(loads=True) == run(loads=False)
 
 
-@pairs(mode=["auto", "kid", "kis", "sngd", "energy", "cheaper"], approx=["reduce", "expand"])
-def test_a_state_holds_nothing_but_itself(mode, approx):
+@each(run=["auto", "kid", "kis", "sngd", "energy", "cheaper"], approx=["reduce", "expand"])
+def test_a_state_holds_nothing_but_itself(run, approx):
     """No parts of stacks or of the batch: they would be kept whole in memory, and written whole to files."""
-    options = {"energy": {"mode": "kid", "rank_energy": 0.5}, "cheaper": {"mode": "kid", "kfac_when_cheaper": True}}
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5)).double()
-    opt = plain_hylo(model, approx=approx, **options.get(mode, {"mode": mode, "rank_fraction": 0.3}))
+    opt = plain_hylo(model, approx=approx, **{"rank_fraction": 0.3, **RUNS[run]()})
     for seed, n in enumerate((12, 12, 8)):
         x = torch.randint(9, (n, 6), generator=torch.Generator().manual_seed(seed))
         step(opt, model, x, torch.zeros(n, 6, 5, dtype=torch.float64), F.mse_loss)
-    for p in opt.state:
-        for key, value in opt.state[p].items():
+    for state in opt.state.values():
+        for key, value in state.items():
             if isinstance(value, Tensor):
                 assert value.untyped_storage().nbytes() == value.nbytes, key

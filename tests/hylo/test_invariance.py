@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.grid import pairs
+from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, backward, noise
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import squares
@@ -58,32 +58,23 @@ def result(model, batches, **keywords):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pairs(
-    kind=list(BUILDS),
-    approx=APPROX,
-    mode=ORDERLESS,
-    sizes={"all": [8], "halves": [4, 4], "quarters": [2, 2, 2, 2], "1-7": [1, 7], "3-1-4": [3, 1, 4]},
-)
-def test_order_and_micro_batches(kind, approx, mode, sizes):
-    """Losses of micro-batches are weighted by their examples."""
+@pairs(kind=list(BUILDS), approx=APPROX, mode=ORDERLESS)
+def test_order_micro_batches_repetition_and_a_summed_loss(kind, approx, mode):
+    """Losses of micro-batches are weighted by their examples; a sum has the curvature of the mean."""
     build, data = BUILDS[kind]
     x, y = data(8)
     whole = result(build(), [(x, y, F.cross_entropy)], approx=approx, **mode)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
-    cut = [
-        (a, b, lambda out, target: cross_entropy_sum(out, target) / 8)
-        for a, b in zip(x[order].split(sizes), y[order].split(sizes), strict=True)
-    ]
-    assert_close(result(build(), cut, approx=approx, **mode), whole, 1e-8)
-
-
-@pairs(kind=list(BUILDS), approx=APPROX, mode=ORDERLESS, sizes={"whole": [7], "cut": [3, 4]})
-def test_mean_and_summed_loss_have_one_curvature(kind, approx, mode, sizes):
-    build, data = BUILDS[kind]
-    x, y = data(7)
-    mean = result(build(), [(x, y, F.cross_entropy)], approx=approx, **mode)
-    cut = [(a, b, cross_entropy_sum) for a, b in zip(x.split(sizes), y.split(sizes), strict=True)]
-    assert_close(result(build(), cut, loss_reduction="sum", approx=approx, **mode), 7 * mean, 1e-8)
+    for sizes in ([8], [4, 4], [2, 2, 2, 2], [1, 7], [3, 1, 4]):
+        parts = list(zip(x[order].split(sizes), y[order].split(sizes), strict=True))
+        cut = [(a, b, lambda out, target: cross_entropy_sum(out, target) / 8) for a, b in parts]
+        assert_close(result(build(), cut, approx=approx, **mode), whole, 1e-8, str(sizes))
+        summed = [(a, b, cross_entropy_sum) for a, b in parts]
+        assert_close(result(build(), summed, loss_reduction="sum", approx=approx, **mode), 8 * whole, 1e-8, str(sizes))
+    exact = result(build(), [(x, y, F.cross_entropy)], approx=approx)
+    for times in (2, 5):
+        repeated = (x.repeat(times, *[1] * (x.ndim - 1)), y.repeat(times), F.cross_entropy)
+        assert_close(result(build(), [repeated], approx=approx), exact, 1e-8, f"{times} times")
 
 
 @pairs(approx=APPROX, mode=["sngd", "kis-all"])
@@ -100,21 +91,12 @@ def test_micro_batches_whose_images_have_unequal_sizes(approx, mode):
         check_block(opt, model, name, U, kept, 1e-2)
 
 
-@pairs(kind=list(BUILDS), approx=APPROX, times=[2, 5])
-def test_replication_of_the_batch(kind, approx, times):
-    build, data = BUILDS[kind]
-    x, y = data(3)
-    whole = result(build(), [(x, y, F.cross_entropy)], approx=approx)
-    repeated = (x.repeat(times, *[1] * (x.ndim - 1)), y.repeat(times), F.cross_entropy)
-    assert_close(result(build(), [repeated], approx=approx), whole, 1e-8)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pairs(loss={"mse": F.mse_loss, "bce": F.binary_cross_entropy_with_logits}, outputs=[2, 3])
+@each(loss={"mse": F.mse_loss, "bce": F.binary_cross_entropy_with_logits}, outputs=[2, 3])
 def test_a_mean_over_outputs_multiplies_by_their_number(loss, outputs):
     """As everywhere in the package: the curvature is that of the summed loss over the number of terms."""
     x, y = noise(6, 4), (noise(6, outputs, seed=1) > 0).double()
@@ -125,7 +107,7 @@ def test_a_mean_over_outputs_multiplies_by_their_number(loss, outputs):
         check_block(opt, model, name, outputs**0.5 * layer_rows(plain, name, x, y, loss), kept, 1e-2)
 
 
-@pairs(kind=list(BUILDS), mode=["sngd", "kid", "kis"], exponent=[0, 7, 16], unscale=[False, True])
+@each(kind=list(BUILDS), mode=["sngd", "kid", "kis"], exponent=[0, 7, 16], unscale=[False, True])
 def test_the_scale_of_a_grad_scaler_leaves_no_trace(kind, mode, exponent, unscale):
     build, data = BUILDS[kind]
     x, y = data(8)
@@ -182,26 +164,22 @@ def test_a_tiled_image_is_the_same_example(approx):
     assert_close(tiled, one, 1e-8)
 
 
-@pytest.mark.parametrize("size", [(3, 3), (4, 3), (6, 5)], ids=str)
-def test_the_published_scale_of_convolutions_divides_by_the_positions(size):
-    """F is that of ``reduce`` over L²; at one position there is nothing to divide."""
+def test_the_published_scale_of_convolutions_divides_by_the_positions():
+    """F is that of ``reduce`` over L²; at one position, and in other layers, there is nothing to divide."""
 
     def build():
         return nn.Sequential(seeded_build(lambda: nn.Conv2d(2, 3, 3)), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
-    (x, y), model, plain = images(4, size=size), build(), build()
-    opt = plain_hylo(model, approx="reduce", conv_scale="hylo")
-    kept = step(opt, model, x, y, F.cross_entropy)
-    count = (size[0] - 2) * (size[1] - 2)
-    U = as_rows(plain, "0", reduced_gradients(plain, "0", (x,), y, F.cross_entropy, per_position=True))
-    whole = layer_rows(plain, "0", x, y, F.cross_entropy, "reduce")
-    assert_close(U, whole / count, 1e-12)
-    V, moved = vectors_of(model, "0", kept)
-    assert_close(moved, sngd(U, V, 1e-2), 1e-8)
-    assert_close(opt.dense_curvature("0"), fisher(whole)[0] / count**2, 1e-8)
-
-
-def test_the_published_scale_is_for_convolutions_alone():
+    for size, count in (((3, 3), 1), ((4, 3), 2), ((6, 5), 12)):
+        (x, y), model, plain = images(4, size=size), build(), build()
+        opt = plain_hylo(model, approx="reduce", conv_scale="hylo")
+        kept = step(opt, model, x, y, F.cross_entropy)
+        U = as_rows(plain, "0", reduced_gradients(plain, "0", (x,), y, F.cross_entropy, per_position=True))
+        whole = layer_rows(plain, "0", x, y, F.cross_entropy, "reduce")
+        assert_close(U, whole / count, 1e-12)
+        V, moved = vectors_of(model, "0", kept)
+        assert_close(moved, sngd(U, V, 1e-2), 1e-8)
+        assert_close(opt.dense_curvature("0"), fisher(whole)[0] / count**2, 1e-8)
     build, data = BUILDS["tokens"]
     batch = (*data(4), F.cross_entropy)
     assert torch.equal(*(result(build(), [batch], approx="reduce", conv_scale=scale) for scale in ("exact", "hylo")))
@@ -267,7 +245,7 @@ def test_single_precision_does_not_end_at_a_number_of_rows():
     assert max(errors.values()) < 5 * errors[1024]
 
 
-@pairs(approx=APPROX, mode=["sngd", "kid"])
+@each(approx=APPROX, mode=["sngd", "kid"])
 def test_single_precision_of_a_network(approx, mode):
     found = []
     for dtype in (torch.float32, torch.float64):
@@ -277,7 +255,7 @@ def test_single_precision_of_a_network(approx, mode):
     assert error(*found) <= 1e-3
 
 
-@pairs(approx=APPROX, mode=["sngd", "kid", "kis"])
+@each(approx=APPROX, mode=["sngd", "kid", "kis"])
 def test_autocast_to_bfloat16(approx, mode):
     """Rows of half the digits; the kernel and the direction are float32 all the same."""
     x, y = images(12)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import secondorder.nn
-from tests.support.grid import pairs
+from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise, twin
 from tests.support.layer_cases import Attends, Pair, Sequences
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
@@ -67,18 +67,18 @@ def check_against(plain, model, inputs, y, loss, names, approx="expand", given=N
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pairs(positions=[(), (1,), (4,), (2, 3)], sizes=[(2, 2), (12, 9)], bias=[True, False], approx=APPROX)
+@each(positions=[(), (1,), (4,), (2, 3)], sizes=[(2, 2), (12, 9)], bias=[True, False], approx=APPROX)
 def test_linear_with_leading_dimensions(positions, sizes, bias, approx):
     d_in, d_out = sizes
     x, y = noise(4, *positions, d_in), noise(4, *positions, d_out, seed=1)
     check(lambda: nn.Sequential(seeded_build(lambda: nn.Linear(d_in, d_out, bias=bias))), x, y, squares, ["0"], approx)
 
 
-@pytest.mark.parametrize("positions", [2, 3, 30])
-def test_both_sides_of_the_cost_rule(positions):
+def test_both_sides_of_the_cost_rule():
     """L²(d_i + d_o) against d_i d_o = 80: the border is between 2 and 3 positions."""
-    x, y = noise(5, positions, 9), noise(5, positions, 8, seed=1)
-    check(lambda: nn.Sequential(seeded_build(lambda: nn.Linear(9, 8))), x, y, squares, ["0"])
+    for positions in (2, 3, 30):
+        x, y = noise(5, positions, 9), noise(5, positions, 8, seed=1)
+        check(lambda: nn.Sequential(seeded_build(lambda: nn.Linear(9, 8))), x, y, squares, ["0"])
 
 
 @approximations
@@ -93,11 +93,12 @@ def test_tokens_in_the_batch_axis_still_belong_to_their_example(approx):
     check_against(plain, model, noise(4, 5, 3), noise(4, 5, 2, seed=1), squares, ["inner", "outer"], approx)
 
 
-@pairs(read=["positions", "mean"], approx=APPROX)
-def test_tokens(read, approx):
+@approximations
+def test_tokens(approx):
     """A mean over tokens is the loss of the example itself."""
-    y = labels(20, 3).view(4, 5) if read == "positions" else labels(4, 3)
-    check(lambda: seeded_build(lambda: Tokens(read=read)), noise(4, 5, 3), y, F.cross_entropy, ["inner"], approx)
+    x = noise(4, 5, 3)
+    for read, y in (("positions", labels(20, 3).view(4, 5)), ("mean", labels(4, 3))):
+        check(lambda r=read: seeded_build(lambda: Tokens(read=r)), x, y, F.cross_entropy, ["inner"], approx)
 
 
 def test_examples_on_the_second_axis():
@@ -149,54 +150,34 @@ def test_masked_positions_are_no_rows(approx):
 # Convolutions
 # ---------------------------------------------------------------------------------------------------------------------
 
-# By name: the class, its axes, channels, sizes of images, and what else it is given.
+# The class, its channels, the size of images, and what else it is given.
 CONVOLUTIONS = {
-    **{f"{a}-d padding {p}": (CONVS[a], a, (2, 3), None, {"padding": p}) for a in (1, 2, 3) for p in (0, 1)},
-    **{f"{a}-d same": (CONVS[a], a, (2, 3), None, {"padding": "same", "kernel_size": 3}) for a in (1, 2, 3)},
-    **{m: (CONVS[2], 2, (2, 3), None, {"padding": 1, "padding_mode": m}) for m in ("reflect", "replicate", "circular")},
-    **{
-        f"1-d stride {s} dilation {d} groups {g}": (
-            CONVS[1],
-            1,
-            (4, 4),
-            None,
-            {"stride": s, "dilation": d, "groups": g, "bias": (s > 1) == (d > 1), "padding": 1},
-        )
-        for s in (1, 3)
-        for d in (1, 2)
-        for g in (1, 2)
-    },
-    "strides by axis": (CONVS[2], 2, (4, 4), None, {"stride": (2, 1), "dilation": (1, 2), "padding": 1}),
-    "strides and groups": (CONVS[2], 2, (4, 4), None, {"stride": (1, 3), "dilation": 2, "groups": 2, "padding": 1}),
-    "groups without bias": (CONVS[2], 2, (4, 4), None, {"groups": 2, "padding": 1, "bias": False}),
-    "3-d groups": (CONVS[3], 3, (4, 4), None, {"stride": (1, 2, 1), "dilation": (1, 2, 1), "groups": 2, "padding": 1}),
-    "depthwise": (CONVS[2], 2, (4, 4), None, {"groups": 4, "kernel_size": 3}),
-    "depthwise, two each": (CONVS[2], 2, (4, 8), None, {"groups": 4, "kernel_size": 3, "bias": False}),
+    **{f"{a}-d": (CONVS[a], (2, 3), SIZES[a], {"padding": a % 2}) for a in (1, 2, 3)},
+    **{f"{a}-d same": (CONVS[a], (2, 3), SIZES[a], {"padding": "same", "kernel_size": 3}) for a in (1, 2, 3)},
+    "other padding": (nn.Conv2d, (2, 3), (5, 4), {"padding": 1, "padding_mode": "circular"}),
+    "stride": (nn.Conv1d, (4, 4), (7,), {"stride": 3, "padding": 1, "bias": False}),
+    "dilation": (nn.Conv1d, (4, 4), (7,), {"dilation": 2, "groups": 2, "padding": 1, "bias": False}),
+    "strides by axis": (nn.Conv2d, (4, 4), (5, 4), {"stride": (2, 1), "dilation": (1, 2), "padding": 1}),
+    "strides and groups": (nn.Conv2d, (4, 4), (5, 4), {"stride": (1, 3), "dilation": 2, "groups": 2, "padding": 1}),
+    "3-d groups": (nn.Conv3d, (4, 4), (3, 4, 3), {"stride": (1, 2, 1), "groups": 2, "padding": 1}),
+    "depthwise": (nn.Conv2d, (4, 4), (5, 4), {"groups": 4, "kernel_size": 3}),
+    "depthwise, two each": (nn.Conv2d, (4, 8), (5, 4), {"groups": 4, "kernel_size": 3, "bias": False}),
     # 54 · 14 = 756 against L² · 69 of 1, 3 and 9 positions, and a layer with more positions than features.
-    "more positions than features": (CONVS[2], 2, (1, 2), (5, 4), {"kernel_size": 3}),
-    **{f"{s} pixels": (CONVS[2], 2, (6, 14), s, {"kernel_size": 3}) for s in ((3, 3), (3, 5), (5, 5))},
-    **{f"{a}-d transposed": (TRANSPOSED[a], a, (2, 4), None, {"groups": 1 + a % 2}) for a in (1, 2, 3)},
-    **{
-        f"{a}-d transposed, strided": (
-            TRANSPOSED[a],
-            a,
-            (2, 4),
-            None,
-            {"groups": 2 - a % 2, "stride": 2, "padding": 1, "output_padding": 1},
-        )
-        for a in (1, 2, 3)
-    },
+    "more positions than features": (nn.Conv2d, (1, 2), (5, 4), {"kernel_size": 3}),
+    **{f"{s} pixels": (nn.Conv2d, (6, 14), s, {"kernel_size": 3}) for s in ((3, 3), (3, 5), (5, 5))},
+    **{f"{a}-d transposed": (TRANSPOSED[a], (2, 4), SIZES[a], {"groups": 1 + a % 2}) for a in (1, 2, 3)},
+    "strided, transposed": (nn.ConvTranspose2d, (2, 4), (5, 4), {"stride": 2, "padding": 1, "output_padding": 1}),
 }
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS)
 def test_convolutions(case):
-    kind, axes, channels, sizes, keywords = CONVOLUTIONS[case]
+    kind, channels, size, keywords = CONVOLUTIONS[case]
 
     def build():
         return nn.Sequential(seeded_build(lambda: kind(*channels, **{"kernel_size": 2, **keywords})))
 
-    x = noise(3, channels[0], *(sizes or SIZES[axes]))
+    x = noise(3, channels[0], *size)
     for approx in APPROX:
         check(build, x, noise(*build()(x).shape, seed=1), squares, ["0"], approx)
 
@@ -215,13 +196,19 @@ def test_one_pixel_is_a_linear_layer(approx):
     assert_close(moved["0.bias"], expected["1.bias"], 1e-10)
 
 
-@pairs(frozen=["weight", "bias"], groups=[1, 2], approx=APPROX)
-def test_frozen_parts_of_convolutions(frozen, groups, approx):
+@each(frozen=["weight", "bias"], kind=["conv", "groups", "norm"], approx=APPROX)
+def test_frozen_parts(frozen, kind, approx):
     def build():
-        model = nn.Sequential(seeded_build(lambda: nn.Conv2d(2, 4, 2, groups=groups)))
-        getattr(model[0], frozen).requires_grad_(False)
+        if kind == "norm":
+            model = seeded_build(NORMED["LayerNorm tokens"][0])
+        else:
+            model = nn.Sequential(seeded_build(lambda: nn.Conv2d(2, 4, 2, groups=1 + (kind == "groups"))))
+        getattr(model.norm if kind == "norm" else model[0], frozen).requires_grad_(False)
         return model
 
+    if kind == "norm":
+        check(build, noise(6, 3, 4), labels(6, 3), F.cross_entropy, ["norm"], damping=1e-4)
+        return
     x = noise(3, 2, 4, 3)
     check(build, x, noise(*build()(x).shape, seed=1), squares, ["0"], approx)
 
@@ -243,7 +230,7 @@ def test_a_network_of_convolutions_and_a_summed_loss(approx):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pairs(times=[2, 3], tied=[False, True], tokens=[False, True], approx=APPROX)
+@each(times=[2, 3], tied=[False, True], tokens=[False, True], approx=APPROX)
 def test_calls_of_one_module_and_two_modules_with_one_weight(times, tied, tokens, approx):
     model, plain = (seeded_build(lambda t=t: Repeated(t, times)) for t in (tied, False))
     plain.load_state_dict(model.state_dict())
@@ -290,7 +277,7 @@ class Branching(nn.Module):
         return self.always(self.sometimes(x) if through else x)
 
 
-@pairs(mode=["kid", "kis", "sngd"], fraction=[0.1, 1.0])
+@each(mode=["kid", "kis", "sngd"], fraction=[0.1, 1.0])
 def test_a_layer_that_only_some_micro_batches_pass(mode, fraction):
     """Its rows are those of the examples that passed it; F is the mean over all of the step."""
     model = Branching().double()
@@ -313,17 +300,15 @@ def test_a_layer_that_only_some_micro_batches_pass(mode, fraction):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("padding_idx", [None, 0, 3])
-def test_embedding(padding_idx):
+def test_embedding():
     """Words that occur twice in an example are added before anything is squared; the padding has no gradient at all."""
-
-    def build():
-        return seeded_build(lambda: Words(padding_idx))
-
-    opt, _ = check(build, TOKENS, labels(5, 3), F.cross_entropy, ["words", "head"], at_once=False)
-    if padding_idx is not None:
-        assert not opt.dense_curvature("words").view(6, 3, 6, 3)[padding_idx].any()
-    assert "fallback" not in opt.describe()
+    for padding_idx in (None, 0, 3):
+        build = lambda p=padding_idx: seeded_build(lambda: Words(p))  # noqa: E731
+        opt, _ = check(build, TOKENS, labels(5, 3), F.cross_entropy, ["words", "head"], at_once=False)
+        if padding_idx is not None:
+            assert not opt.dense_curvature("words").view(6, 3, 6, 3)[padding_idx].any()
+        assert "fallback" not in opt.describe()
+    check(lambda: seeded_build(Words), TOKENS[:, 0], labels(5, 3), F.cross_entropy, ["words", "head"], at_once=False)
 
 
 def output_gradients(model, index, y):
@@ -370,7 +355,7 @@ def test_the_rows_of_a_large_table_are_exact(approx):
     assert not kept["words.weight"][6:].any()
 
 
-@pairs(lengths={"5-7": (5, 7), "7-5": (7, 5), "7-3-9": (7, 3, 9)}, cheaper=[False, True])
+@each(lengths={"5-7": (5, 7), "7-5": (7, 5), "7-3-9": (7, 3, 9)}, cheaper=[False, True])
 def test_a_table_of_six_and_micro_batches_of_different_lengths(lengths, cheaper):
     """Indices are kept of fewer positions than the table has columns, per-example gradients of more."""
     model, plain = (seeded_build(lambda: Table(6, 4)) for _ in range(2))
@@ -382,10 +367,6 @@ def test_a_table_of_six_and_micro_batches_of_different_lengths(lengths, cheaper)
         found.append(layer_rows(plain, "words", x, y, F.cross_entropy, at_once=False))
     V, moved = vectors_of(model, "words", taken(opt))
     assert_close(moved, sngd(torch.cat(found, 1), V, 1e-2), 1e-8)
-
-
-def test_embedding_of_one_token_per_example():
-    check(lambda: seeded_build(Words), TOKENS[:, 0], labels(5, 3), F.cross_entropy, ["words", "head"], at_once=False)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
@@ -436,7 +417,7 @@ def product(values, weight, bias, parts=1):
     return torch.cat(found, 1).reshape(parts, -1)
 
 
-@pairs(batch_first=[True, False], bias=[True, False], approx=APPROX)
+@each(batch_first=[True, False], bias=[True, False], approx=APPROX)
 def test_each_projection_of_attention_is_a_block_of_its_own(batch_first, bias, approx):
     model = seeded_build(lambda: Attends(batch_first=batch_first, bias=bias))
     plain, x, y = twin(model), noise(4, 3, 4), labels(4, 3)
@@ -450,7 +431,7 @@ def test_each_projection_of_attention_is_a_block_of_its_own(batch_first, bias, a
     check_block(opt, model, "head", from_tape(rows["head"], approx), kept, 1e-2)
 
 
-@pairs(kind=["LSTM", "GRU", "RNN"], approx=APPROX)
+@each(kind=["LSTM", "GRU", "RNN"], approx=APPROX)
 def test_exposed_recurrent_layers(kind, approx):
     model = seeded_build(lambda: Sequences(kind))
     plain, x, y = twin(model), noise(4, 3, 3), labels(4, 3)
@@ -468,7 +449,7 @@ def test_exposed_recurrent_layers(kind, approx):
         compare(opt, f"rnn.{part}", U, product(gradients(model), *names), product(kept, *names), 1e-4)
 
 
-@pairs(lead=[(), (4,)], bias=[True, False], approx=APPROX)
+@each(lead=[(), (4,)], bias=[True, False], approx=APPROX)
 def test_bilinear(lead, bias, approx):
     inputs, names = (noise(5, *lead, 3), noise(5, *lead, 2, seed=1)), ["left", "both", "head"]
     check(lambda: seeded_build(lambda: Pair(bias)), inputs, labels(5, 3), F.cross_entropy, names, approx, at_once=False)
@@ -479,22 +460,11 @@ def test_bilinear(lead, bias, approx):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", NORMED)
-def test_a_norm_layer_is_one_dense_block(kind):
+@approximations
+def test_a_norm_layer_is_one_dense_block(approx):
     """All units together, exact in both approximations."""
-    build, data = NORMED[kind]
-    for approx in APPROX:
-        check(lambda: seeded_build(build), data(), labels(6, 3), F.cross_entropy, ["norm"], approx, damping=1e-4)
-
-
-@pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_frozen_parts_of_norm_layers(frozen):
-    def build():
-        model = seeded_build(NORMED["LayerNorm tokens"][0])
-        getattr(model.norm, frozen).requires_grad_(False)
-        return model
-
-    check(build, noise(6, 3, 4), labels(6, 3), F.cross_entropy, ["norm"], damping=1e-4)
+    for build, data in NORMED.values():
+        check(lambda b=build: seeded_build(b), data(), labels(6, 3), F.cross_entropy, ["norm"], approx, damping=1e-4)
 
 
 @pytest.mark.parametrize("image", [False, True])
@@ -522,27 +492,24 @@ def test_batch_norm_takes_the_statistics_of_the_batch_as_constants(image):
 # Memory layouts and what models do around their layers
 # ---------------------------------------------------------------------------------------------------------------------
 
-LAYOUTS = {
-    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
-    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-    "strided": lambda x: torch.stack([x, x], -1)[..., 0],
-    "expanded": lambda x: x[:, :, :1].expand_as(x),
-}
 CHANGES = {
-    "in place": {"inplace": True},
-    "in place and views": {"inplace": True, "odd": True},
-    **dict.fromkeys(LAYOUTS),
+    "in place": ({"inplace": True}, lambda x: x),
+    "in place and views": ({"inplace": True, "odd": True}, lambda x: x),
+    "channels last": ({}, lambda x: x.contiguous(memory_format=torch.channels_last)),
+    "transposed": ({}, lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)),
+    "strided": ({}, lambda x: torch.stack([x, x], -1)[..., 0]),
+    "expanded": ({}, lambda x: x[:, :, :1].expand_as(x)),
 }
 
 
-@pairs(change=list(CHANGES), approx=APPROX)
-def test_in_place_activations_views_and_memory_layouts_change_nothing(change, approx):
-    (x, y), model = images(), around(**(CHANGES[change] or {}))
-    given = LAYOUTS[change](x) if change in LAYOUTS else x
-    if change == "channels last":
-        model = model.to(memory_format=torch.channels_last)
-    names = ["conv", "mid", "head"]
-    check_against(around(), model, given.contiguous(), y, F.cross_entropy, names, approx, given)
+@approximations
+def test_in_place_activations_views_and_memory_layouts_change_nothing(approx):
+    for change, (options, layout) in CHANGES.items():
+        (x, y), model, names = images(), around(**options), ["conv", "mid", "head"]
+        if change == "channels last":
+            model = model.to(memory_format=torch.channels_last)
+        given = layout(x)
+        check_against(around(), model, given.contiguous(), y, F.cross_entropy, names, approx, given)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -1,4 +1,6 @@
-"""Directions of float32 parameters within 1e-5 of the float64 solve, at dampings where x/λ − … keeps no digit."""
+"""Directions of float32 parameters are within 1e-5 of the float64 solve, where x/λ − … keeps no digit and where windows
+are too large for products in float64: these come in chunks of columns, blocks of rows and tiles.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from secondorder import GGT, MFAC
-from secondorder.curvature.window import rows
-from tests.support.grid import pairs
+from secondorder import GGT, MFAC, LowRank, TopK
+from secondorder.curvature.window import lowrank, rows
+from tests.support.grid import each, pairs
 from tests.support.oracles.window import Average, extended, fisher_direction, root_direction, solve
 from tests.support.window import assert_near, error_of, give, history, noise, parameters, push, put
 from tests.support.window_storages import METHODS, STORAGES, averaging, explicit, regular
@@ -108,15 +110,13 @@ def test_decay_beside_the_newest_row(method: str, value: float) -> None:
     assert error_of(u.double(), explicit(method, g[-M:], g[-1] + 0.125 * p, value)) <= 1e-5
 
 
-@over(solver=["cholesky", "auto", "eigh", None])
+@over(how={**{s: ("mfac", {"solver": s}) for s in ("cholesky", "auto", "eigh")}, "ggt": ("ggt", {})})
 @pytest.mark.usefixtures("products")
-def test_one_huge_gradient_does_not_silence_those_after_it(solver: str | None) -> None:
+def test_one_huge_gradient_does_not_silence_those_after_it(how: tuple[str, dict[str, str]]) -> None:
     """Small rows beside a large one are no rounding: they stay what they are until it leaves the window."""
-    params, g = parameters([(D,)], torch.float32), float32_rows("independent", 24)
-    g[3], method = g[3] * 1e4, "mfac" if solver else "ggt"
-    opt = METHODS[method](
-        params, lr=1.0, window_size=M, **regular(method, 1e-2), **({"solver": solver} if solver else {})
-    )
+    (method, keywords), params, g = how, parameters([(D,)], torch.float32), float32_rows("independent", 24)
+    g[3] *= 1e4
+    opt = METHODS[method](params, lr=1.0, window_size=M, **regular(method, 1e-2), **keywords)
     for step in range(24):
         u = push(opt, params, g[step])
     assert error_of(u, explicit(method, g, g[-1], 1e-2)) <= 1e-4
@@ -134,7 +134,7 @@ def test_ggt(kind: str, beta2: float) -> None:
 
 # ---------------------------------------------------------------------------------------------- nearly the same rows
 def push_through(rows: Tensor, damping: float) -> Tensor:
-    """``Gᵀ (λI + GGᵀ/n)⁻¹ e`` for the newest row, the last: fisher_direction for a large d."""
+    """``Gᵀ (λI + GGᵀ/n)⁻¹ e`` for the newest row, the last: `fisher_direction` for a large d."""
     G = extended(rows)
     unit = np.zeros(len(G))
     unit[-1] = 1
@@ -142,14 +142,15 @@ def push_through(rows: Tensor, damping: float) -> Tensor:
     return torch.from_numpy((G.T @ a).astype(np.float64))
 
 
-@pairs(d=[40, 2000], scale=[1e-3, 1.0, 100.0])  # products of the small window are exact
-def test_the_same_gradient_in_every_step(d: int, scale: float) -> None:
-    params, g = parameters([(d,)], torch.float32), scale * noise(d, dtype=torch.float32)
-    opt = MFAC(params, lr=1.0)
-    exact = g.double()
-    expected = exact / (1e-5 + exact @ exact)
-    for step in range(14):
-        assert_near(push(opt, params, g), expected, 1e-3, step)
+@pytest.mark.parametrize("d", [40, 2000])  # products of the small window are exact
+def test_the_same_gradient_in_every_step(d: int) -> None:
+    for scale in (1e-3, 1.0, 100.0):
+        params, g = parameters([(d,)], torch.float32), scale * noise(d, dtype=torch.float32)
+        opt = MFAC(params, lr=1.0)
+        exact = g.double()
+        expected = exact / (1e-5 + exact @ exact)
+        for step in range(14):
+            assert_near(push(opt, params, g), expected, 1e-3, f"{scale}, step {step}")
 
 
 @pytest.mark.parametrize("d", [40, 2000])
@@ -186,3 +187,43 @@ def test_float32_direction_of_correlated_rows(cosine: float) -> None:
         u = push(opt, params, rows[step])
         if step in (1, 9, 31, 37):
             assert_near(u, push_through(rows[max(0, step + 1 - m) : step + 1], 1e-6), 1e-5, step)
+
+
+# --------------------------------------------------------------------------------------------------------- wide windows
+@pytest.mark.parametrize("t", [1, 257])
+def test_products_in_chunks(t: int) -> None:
+    for d in (1, 4095, 4096, 4097, 16389, 33000):
+        window, x, a = (noise(*shape, seed=s, dtype=torch.float32) for s, shape in enumerate(((t, d), (d,), (t,))))
+        out = torch.full((d,), torch.nan)
+        rows.combine_rows(window, a, out)
+        dots, wanted = rows.row_dots(window, x), window.double() @ x.double()
+        lengths = window.double().norm(dim=1) * x.double().norm()
+        # What the filter of the spectrum takes for rounding.
+        assert float(((dots - wanted).abs() / lengths).max()) < 2e-7
+        assert error_of(out, window.double().T @ a.double()) < 2e-6
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "bfloat16": {"window_dtype": torch.bfloat16},
+    "topk": {"compression": TopK(density=0.05, block_size=4096)},
+    "low-rank": {"compression": LowRank(4)},
+}
+
+
+@each(cls=[MFAC, GGT], form=list(FORMS))
+def test_whole_steps_of_a_wide_window(cls: Any, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "TILE", 1 << 15)
+    monkeypatch.setattr(lowrank, "TILE", 1 << 12)
+    params = parameters([(130, 300), (77,)], torch.float32)  # d = 39,077: nine whole chunks and a rest
+    opt = cls(params, lr=1.0, window_size=20, **({"damping": 1e-4} if cls is MFAC else {}), **FORMS[form])
+    for step in range(27):
+        with opt.keep_directions() as kept:
+            push(opt, params, noise(39077, seed=step, dtype=torch.float32))
+    G = history(opt, params, [0, 1], 4096 if form == "topk" else 0)
+    u = torch.cat([d.flatten() for d in kept.values()])
+    if cls is MFAC:
+        assert_near(u, push_through(G, 1e-4), 1e-5)
+        return
+    values, vectors = torch.linalg.eigh(G @ G.T)
+    assert_near(u, G.T @ (vectors @ (vectors[-1] / (values.sqrt() + 1e-4))), 1e-5)

@@ -1,7 +1,6 @@
 """Windows in parts: where tensors are cut, and W ranks (threads) that do together what one process does."""
 
 import copy
-from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from math import prod
@@ -17,9 +16,9 @@ from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK
 from secondorder.curvature.window.shards import Cutting, join, plain
 from secondorder.preconditioners import window_plan
 from secondorder.preconditioners.window_plan import CATALOG
-from tests.support.grid import each, pairs
+from tests.support.grid import each
 from tests.support.saving import through_a_file
-from tests.support.window import assert_near, flat, give, noise, parameters, put
+from tests.support.window import assert_near, differences, flat, give, noise, parameters, push, put
 from tests.support.window_ranks import ThreadRank, run
 from tests.support.window_storages import METHODS, STORAGES, averaging
 
@@ -67,32 +66,33 @@ def test_whole_tensors_go_to_the_least_loaded_part(costs: list[int], parts: int)
     assert max(loads) - min(loads) <= max(costs)
 
 
-@pairs(compression={"dense": None, "topk": TopK()}, world=[1, 2, 4, 8])
-def test_a_resnet_is_cut_into_even_parts(compression: TopK | None, world: int) -> None:
+@pytest.mark.parametrize("compression", [None, TopK()], ids=["dense", "topk"])
+def test_a_resnet_is_cut_into_even_parts(compression: TopK | None) -> None:
     sizes = [prod(shape) for shape in RESNET]
     grain = compression.block_size if compression else 16
-    bounds = Cutting(grain, compression is not None).bounds(sizes, sizes, world)
-    loads = [sum(own[k + 1] - own[k] for own in bounds) for k in range(world)]
-    assert max(loads) <= 1.15 * sum(sizes) / world
+    for world in (1, 2, 4, 8):
+        bounds = Cutting(grain, compression is not None).bounds(sizes, sizes, world)
+        loads = [sum(own[k + 1] - own[k] for own in bounds) for k in range(world)]
+        assert max(loads) <= 1.15 * sum(sizes) / world
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_the_state_of_whole_tensors_is_cut_and_joined(storage: str) -> None:
-    params = parameters(SHAPES, torch.float32)
-    opt: Any = MFAC(params, lr=1.0, window_size=M, momentum=0.9, momentum_mode="pre", **STORAGES[storage].keywords)
-    for step in range(3):
-        give(params, noise(D, seed=step))
-        opt.step()
-    (unit,) = opt.preconditioner.plan.units
-    cutting, sizes = unit.window.form.cutting, [p.numel() for p in params]
-    for parts in (1, 2, 3, 7):
-        bounds = cutting.bounds(sizes, [unit.window.form.cost(p.shape) for p in params], parts)
-        for i, own in enumerate(bounds):
-            state = unit.window.state(i)
-            cuts = [cutting.cut_state(state, sizes[i], span) for span in pairwise(own)]
-            for key, value in state.items():
-                pieces = [cut[key].reshape(-1) for cut in cuts if key in cut]
-                assert torch.equal(join(key, pieces, value.shape), value), key
+def test_the_state_of_whole_tensors_is_cut_and_joined() -> None:
+    for storage in STORAGES.values():
+        params = parameters(SHAPES, torch.float32)
+        opt: Any = MFAC(params, lr=1.0, window_size=M, momentum=0.9, momentum_mode="pre", **storage.keywords)
+        for step in range(3):
+            give(params, noise(D, seed=step))
+            opt.step()
+        (unit,) = opt.preconditioner.plan.units
+        cutting, sizes = unit.window.form.cutting, [p.numel() for p in params]
+        for parts in (1, 2, 3, 7):
+            bounds = cutting.bounds(sizes, [unit.window.form.cost(p.shape) for p in params], parts)
+            for i, own in enumerate(bounds):
+                state = unit.window.state(i)
+                cuts = [cutting.cut_state(state, sizes[i], span) for span in pairwise(own)]
+                for key, value in state.items():
+                    pieces = [cut[key].reshape(-1) for cut in cuts if key in cut]
+                    assert torch.equal(join(key, pieces, value.shape), value), (storage, key)
 
 
 # ------------------------------------------------------------------------------------------------------------ the steps
@@ -167,32 +167,27 @@ def test_ranks_do_together_what_one_process_does(kind: str, ranks: tuple[int, in
 @each(storage=list(STORAGES), world=[3, 2], dtype=[torch.float32, torch.float64])
 def test_what_is_stored_does_not_depend_on_the_world(storage: str, world: int, dtype: torch.dtype) -> None:
     """Rows, residuals and the momentum's rest bit for bit, for the same gradients."""
+    settings = {"momentum": 0.9, "momentum_mode": "pre", "partition": "group"}
 
-    def push(opt: Any, params: list[nn.Parameter]) -> None:
+    def trained(comm: ThreadRank | None = None) -> tuple[Any, list[nn.Parameter]]:
+        opt, params = made(f"mfac {storage}", comm, dtype, **settings)
         for step in range(M + 3):
             give(params, noise(D, seed=step))
             opt.step()
-
-    settings = {"momentum": 0.9, "momentum_mode": "pre", "partition": "group"}
+        return opt, params
 
     def rank(comm: ThreadRank) -> list[dict[str, Tensor]]:
-        opt, params = made(f"mfac {storage}", comm, dtype, **settings)
-        push(opt, params)
+        opt, params = trained(comm)
         opt._checkpoint.gathered.gather(0, opt.steps, pieces=False)
-        found = opt._checkpoint.gathered.tensors
-        return [found.get(p, {}) for p in params]
+        return [opt._checkpoint.gathered.tensors.get(p, {}) for p in params]
 
-    single, params = made(f"mfac {storage}", None, dtype, **settings)
-    push(single, params)
+    single, params = trained()
+    shared = {*single.preconditioner.plan.units[0].window.shared_state(), "amplification"}
     for p, state in zip(params, run(world, rank)[0], strict=True):
-        assert state.keys() == set(single.state[p]) & set(CATALOG) - _shared(single)
+        assert state.keys() == set(single.state[p]) & set(CATALOG) - shared
         for key, value in state.items():
             assert value.dtype == single.state[p][key].dtype
             assert torch.equal(value, single.state[p][key]), key
-
-
-def _shared(opt: Any) -> set[str]:
-    return {*opt.preconditioner.plan.units[0].window.shared_state(), "amplification"}
 
 
 WORDS = {"mfac dense": M, "mfac topk": M, "pre": M + 1, "reg": 2 * M, "reg pre": 2 * M + 1, "momentum": M}
@@ -220,52 +215,44 @@ def test_one_sum_and_one_gather_per_step(kind: str, ranks: tuple[int, int]) -> N
 
 
 def test_units_share_their_messages_and_whole_ones_need_no_sum() -> None:
-    def rank(comm: ThreadRank, partition: str) -> list[tuple[str, int]]:
-        params = parameters(SHAPES)
-        opt = MFAC([{"params": params[:2]}, {"params": params[2:]}], window_size=M, comm=comm, partition=partition)
-        train(opt, params, range(1))
-        return comm.sent
+    def sent(partition: str, workers: int = 1) -> list[list[tuple[str, int]]]:
+        def rank(comm: ThreadRank) -> list[tuple[str, int]]:
+            params = parameters(SHAPES)
+            opt = MFAC([{"params": params[:2]}, {"params": params[2:]}], window_size=M, comm=comm, partition=partition)
+            train(opt, params, range(1))
+            return comm.sent
 
-    for first, second in run(2, lambda comm: rank(comm, "group")):
+        return run(2, rank, workers)
+
+    for first, second in sent("group"):
         assert first == ("sum", 2 * 8 * M)
         assert second[0] == "gather"
-    assert run(2, lambda comm: rank(comm, "layer")) == [[("directions", 8 * D)]] * 2
-    assert run(2, lambda comm: rank(comm, "global"), workers=2)[0][0][0] != "sum"
+    assert sent("layer") == [[("directions", 8 * D)]] * 2
+    assert sent("global", workers=2)[0][0][0] != "sum"
 
 
 def test_repeated_gradients_change_the_solver_on_all_ranks() -> None:
-    def steps(opt: Any, params: list[nn.Parameter]) -> Tensor:
-        path = []
-        for step in range(30):
-            put(params, torch.zeros(D))
-            give(params, noise(D, seed=0 if 2 <= step < 16 else step))
-            opt.step()
-            path.append(flat(params))
-        return torch.stack(path)
+    def steps(comm: ThreadRank | None = None) -> Tensor:
+        opt, params = made("mfac dense", comm, torch.float32, damping=1e-8)
+        return torch.stack([push(opt, params, noise(D, seed=0 if 2 <= i < 16 else i)) for i in range(30)])
 
-    keywords = {"damping": 1e-8}
-    expected = steps(*made("mfac dense", None, torch.float32, **keywords))
-    found = run(3, lambda comm: steps(*made("mfac dense", comm, torch.float32, **keywords)))
+    found = run(3, steps)
     assert all(torch.equal(path, found[0]) for path in found)
-    assert_near(found[0], expected, 1e-5)
+    assert_near(found[0], steps(), 1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------------- corners
-@pairs(storage=["dense", "topk", "rank-1"], partition=["global", "layer"])
+@each(storage=["dense", "topk", "rank-1"], partition=["global", "layer"])
 def test_more_ranks_than_there_is_to_hold(storage: str, partition: str) -> None:
-    def train_three(opt: Any, params: list[nn.Parameter]) -> Tensor:
-        for step in range(3):
-            give(params, noise(5, seed=step))
-            opt.step()
-        return flat(params)
+    keywords = {"window_size": M, "partition": partition, **STORAGES[storage].keywords}
 
-    def made_of_three(comm: ThreadRank | None) -> tuple[Any, list[nn.Parameter]]:
+    def steps(comm: ThreadRank | None = None) -> Tensor:
         params = parameters([(3,), (1, 2)])
-        return MFAC(params, lr=0.1, window_size=M, comm=comm, partition=partition, **STORAGES[storage].keywords), params
+        opt = MFAC(params, lr=0.1, comm=comm, **keywords)
+        return torch.stack([push(opt, params, noise(5, seed=step)) for step in range(3)])
 
-    expected = train_three(*made_of_three(None))
-    for found in run(5, lambda comm: train_three(*made_of_three(comm))):
-        assert_near(found, expected, 1e-12)
+    for found in run(5, steps):
+        assert_near(found, steps(), 1e-12)
 
 
 def sparse_run(opt: Any, params: list[nn.Parameter]) -> Tensor:
@@ -327,7 +314,7 @@ def test_a_closed_gate_changes_no_part(storage: str) -> None:
         assert_near(found, expected, 1e-9)
 
 
-def eventful(opt: Any, params: list[nn.Parameter], storage: str) -> Tensor:
+def eventful(opt: Any, params: list[nn.Parameter]) -> Tensor:
     """Groups and parameters that come and go, casts and another window size: nothing of it may move a row."""
     every, path = list(params), []
 
@@ -350,24 +337,24 @@ def eventful(opt: Any, params: list[nn.Parameter], storage: str) -> Tensor:
     for group in opt.param_groups:
         group["window_size"] = 3
     steps(8, 10)
-    for p in every:
-        p.data = p.data.float()
-    opt.zero_grad()
-    steps(10, 12)
-    for p in every:
-        p.data = p.data.double()
-    opt.zero_grad()
-    steps(12, 14)
+    for first, dtype in ((10, torch.float32), (12, torch.float64)):
+        for p in every:
+            p.data = p.data.to(dtype)
+        opt.zero_grad()
+        steps(first, first + 2)
     return torch.stack(path)
 
 
 @pytest.mark.parametrize(
     ("method", "storage", "partition", "averaged"),
     [
-        *[("mfac", storage, "global", True) for storage in ("dense", "topk", "topk-4-bit", "rank-1", "bfloat16")],
-        *[(method, "topk", partition, False) for method in METHODS for partition in ("group", "layer")],
-        ("ggt", "dense", "group", True),
+        ("mfac", "dense", "global", True),
+        ("mfac", "topk-4-bit", "global", True),
+        ("mfac", "bfloat16", "global", True),
         ("mfac", "rank-1", "layer", True),
+        ("mfac", "topk", "group", False),
+        ("ggt", "topk", "layer", False),
+        ("ggt", "dense", "group", True),
     ],
 )
 def test_a_life_with_changes(method: str, storage: str, partition: str, averaged: bool) -> None:
@@ -376,7 +363,7 @@ def test_a_life_with_changes(method: str, storage: str, partition: str, averaged
 
     def live(comm: ThreadRank | None = None) -> Tensor:
         params = parameters(SHAPES)
-        return eventful(METHODS[method](params, lr=1e-2, window_size=M, comm=comm, **keywords), params, storage)
+        return eventful(METHODS[method](params, lr=1e-2, window_size=M, comm=comm, **keywords), params)
 
     expected = live()
     found = run(3, live)
@@ -443,12 +430,12 @@ def test_a_refused_group_leaves_the_ranks_as_they_were(monkeypatch: pytest.Monke
 
 
 # --------------------------------------------------------------------------------------------------------- what is told
-@pairs(compression={"dense": None, "topk": TopK(0.05, 256), "rank": LowRank(2)}, world=[1, 2, 4])
+@each(compression={"dense": None, "topk": TopK(0.05, 256), "rank": LowRank(2)}, world=[2, 4])
 def test_bytes_fall_with_the_number_of_parts(compression: Any, world: int) -> None:
     shapes = [(40, 30), (70,), (50, 16), (64,), (30, 40), (6,), (12, 12, 3)]
     d, block = sum(prod(shape) for shape in shapes), 256 if isinstance(compression, TopK) else 16
 
-    def rank(comm: ThreadRank) -> dict[str, int]:
+    def rank(comm: ThreadRank | None = None) -> dict[str, int]:
         params = parameters(shapes, torch.float32)
         opt = MFAC(params, window_size=M, comm=comm, compression=compression)
         give(params, noise(d))
@@ -458,8 +445,7 @@ def test_bytes_fall_with_the_number_of_parts(compression: Any, world: int) -> No
         assert usage["gram"] == 8 * M * (M + 1) // 2
         return usage
 
-    whole = MFAC(parameters(shapes, torch.float32), window_size=M, compression=compression).memory_usage()
-    found = run(world, rank)
+    whole, found = rank(), run(world, rank)
     for kind in ("window", "error"):
         assert sum(usage[kind] for usage in found) == whole[kind]
     if compression is None:
@@ -547,19 +533,23 @@ def test_a_whole_checkpoint_loads_in_every_world(kind: str, partition: str) -> N
 
 @each(kind=RESUMED, partition=["global", "layer"])
 def test_every_rank_resumes_from_its_own_part_bit_for_bit(kind: str, partition: str) -> None:
-    def rank(comm: ThreadRank) -> None:
+    """No name of a slice is on two ranks: checkpoints that all ranks write keep one value of each name."""
+
+    def rank(comm: ThreadRank) -> list[str]:
         opt, params = made(kind, comm, partition=partition)
         train(opt, params, range(M + 2))
         del comm.sent[:]
         saved, start = through_a_file(_quiet(opt)), flat(params)
         assert not comm.sent
-        names = [key for state in saved["state"].values() for key in state]
-        assert all(key.endswith(f"@{comm.rank}of3") for key in names if "@" in key)
-        assert any("@" in key for key in names) == (partition == "global")
+        names = [f"{i} {key}" for i, state in saved["state"].items() for key in state if "@" in key]
+        assert all(name.endswith(f"@{comm.rank}of3") for name in names)
+        assert bool(names) == (partition == "global")
         expected = train(opt, params, range(M + 2, 3 * M))
         assert torch.equal(halves(kind, comm, saved, start, partition=partition), expected)
+        return names
 
-    run(3, rank)
+    names = [name for own in run(3, rank) for name in own]
+    assert len(names) == len(set(names))
 
 
 def _quiet(opt: Any) -> dict[str, Any]:
@@ -568,7 +558,7 @@ def _quiet(opt: Any) -> dict[str, Any]:
     return opt.state_dict()
 
 
-@pairs(kind=["mfac dense", "mfac topk"], marked=[True, False])
+@each(kind=["mfac dense", "mfac topk"], marked=[True, False])
 def test_the_part_of_another_rank_is_refused_with_the_mend(kind: str, marked: bool) -> None:
     """Also where a checkpoint library has dropped the mark."""
 
@@ -586,12 +576,7 @@ def test_the_part_of_another_rank_is_refused_with_the_mend(kind: str, marked: bo
         before = copy.deepcopy(_quiet(opt))
         with pytest.raises(RuntimeError, match=r"part.*consolidate_state_dict\(\)"):
             opt.load_state_dict(saved)
-        after = _quiet(opt)
-        assert all(
-            torch.equal(torch.as_tensor(value), torch.as_tensor(after["state"][i][key]))
-            for i, state in before["state"].items()
-            for key, value in state.items()
-        )
+        assert differences(before, _quiet(opt)) == set()
 
     other(None, parts[0])
     run(3, lambda comm: other(comm, parts[(comm.rank + 1) % 3]))
@@ -667,20 +652,3 @@ def test_without_curvature_nothing_is_partial() -> None:
         train(opt, params, range(2))
 
     run(2, rank)
-
-
-def names(parts: Sequence[dict[str, Any]]) -> list[str]:
-    return [f"{i} {key}" for saved in parts for i, state in saved["state"].items() for key in state if "@" in key]
-
-
-def test_no_name_of_a_slice_is_on_two_ranks() -> None:
-    """Checkpoints that are written by all ranks keep one value of each name."""
-
-    def rank(comm: ThreadRank) -> dict[str, Any]:
-        opt, params = made("pre", comm)
-        train(opt, params, range(2))
-        return _quiet(opt)
-
-    found = names(run(4, rank))
-    assert found
-    assert len(found) == len(set(found))

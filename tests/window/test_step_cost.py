@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from secondorder import GGT, MFAC, LowRank, TopK
 from secondorder.curvature.window import lowrank, rows, topk
-from tests.support.grid import pairs
+from tests.support.grid import each
 
 WIDE = (96, 512)  # d = 49,152
 TILE = 1 << 12
@@ -96,10 +96,7 @@ def test_no_temporary_is_larger_than_a_gradient(form: str) -> None:
 
 
 @pytest.mark.usefixtures("large")
-@pairs(cls=[MFAC, GGT], form=list(FORMS))
+@each(cls=[MFAC, GGT], form=list(FORMS))
 def test_operators_do_not_grow_with_the_window(cls: Any, form: str) -> None:
-    if cls is GGT and form == "pre":
-        keywords: dict[str, Any] = {"betas": (0.9, 0.99)}
-    else:
-        keywords = FORMS[form]
+    keywords = {"betas": (0.9, 0.99)} if cls is GGT and form == "pre" else FORMS[form]
     assert record(cls, 6, **keywords).operators == record(cls, 24, **keywords).operators

@@ -1,0 +1,327 @@
+"""M-FAC and GGT against explicit matrices: forms of the inverse, damping, decay of the window, momentum."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from secondorder import MFAC, SparseMFAC, TopK
+from secondorder.linalg import gram
+from tests.support.grid import each, pairs
+from tests.support.oracles.window import (
+    Average,
+    PublishedDynamic,
+    fisher_direction,
+    recursion,
+    root_direction,
+    woodbury,
+)
+from tests.support.window import assert_near, history, noise, parameters, push, ring, snapshot, states
+from tests.support.window_storages import METHODS, STORAGES, averaging, explicit, regular
+
+D, SMALL = 23, 1e-3  # SMALL is the damping, or ε
+
+methods = pytest.mark.parametrize("method", METHODS)
+
+
+def new(method: str = "mfac", d: int = D, value: float = SMALL, **keywords: Any) -> tuple[Any, list[Any]]:
+    params = parameters([(d,)])
+    return METHODS[method](params, **{"lr": 1.0, "window_size": 5, **regular(method, value), **keywords}), params
+
+
+def rows_at(g: Tensor, step: int, m: int = 5) -> Tensor:
+    """The gradients in a window of m rows after a step."""
+    return g[max(0, step + 1 - m) : step + 1]
+
+
+# -------------------------------------------------------------------------------------------------------------- inverse
+@pairs(m=[1, 2, 5, 30], solver=["auto", "cholesky", "eigh"])
+def test_push_through_is_woodbury_is_the_recursion_is_the_explicit_inverse(m: int, solver: str) -> None:
+    opt, params = new(window_size=m, solver=solver)
+    g = noise(3 * m + 2, D)
+    for step in range(len(g)):
+        u = push(opt, params, g[step])
+        if step > 6 and step % 7:
+            continue
+        rows = rows_at(g, step, m)
+        for form in (woodbury, recursion, fisher_direction):
+            assert_near(u, form(rows, rows[-1], SMALL, len(rows)), 1e-9, step)
+
+
+@pytest.mark.parametrize("m", [7, 8])
+def test_first_twenty_updates_of_the_published_dynamic_algorithm(m: int) -> None:
+    """The published optimizer: gradient with L2, put into the ring, multiplied by the inverse, subtracted times lr."""
+    lr, decay, target = 0.01, 0.1, noise(D, seed=7)
+    (p,) = params = parameters([(D,)])
+    p.data.copy_(noise(D, seed=8))
+    theirs = p.detach().numpy().copy()
+    published = PublishedDynamic(m, D, SMALL)
+    opt = MFAC(params, lr=lr, window_size=m, damping=SMALL, scale="window", weight_decay=decay)
+    g = noise(20, D, seed=1).numpy()
+    for step in range(20):
+        p.grad = torch.from_numpy(g[step]) * (p.detach() - target)
+        opt.step()
+        theirs = theirs - lr * published.step(g[step] * (theirs - target.numpy()) + decay * theirs)
+        assert np.linalg.norm(p.detach().numpy() - theirs) <= 1e-9 * np.linalg.norm(theirs), step
+
+
+@methods
+def test_a_window_of_one_row_in_closed_form(method: str) -> None:
+    for storage in ("dense", "float32", "bfloat16", "topk", "topk-4-bit", "rank-1"):
+        kind, params = STORAGES[storage], parameters([(4, 5), (3,)])
+        opt = METHODS[method](params, lr=1.0, window_size=1, **regular(method, SMALL), **kind.keywords)
+        for g in noise(4, D):
+            u, (row,) = push(opt, params, g), ring(opt, params, [0, 1], kind.block_size)
+            length = row @ row if method == "mfac" else row.norm()
+            assert_near(u, row / (SMALL + length), 1e-12, storage)
+
+
+@pytest.mark.parametrize("d", [3, 5])
+def test_more_rows_than_columns(d: int) -> None:
+    g = noise(70, d)
+    for method, keywords in (("mfac", {}), ("ggt", {"betas": (0.0, 0.95)})):
+        opt, params = new(method, d, window_size=31, **keywords)
+        for step in range(70):
+            expected = explicit(method, rows_at(g, step, 31), g[step], SMALL, 0.95)
+            assert_near(push(opt, params, g[step]), expected, 1e-9, step)
+
+
+def test_the_order_of_the_slots_does_not_matter() -> None:
+    """Rows loaded in another order, the slot to be written next apart."""
+    opt, params = new()
+    g = noise(8, D)
+    for row in g[:7]:
+        push(opt, params, row)
+    saved, order = snapshot(opt), [3, 4, 2, 1, 0]  # the next row goes to slot 2
+    state = saved["state"][0]
+    assert int(state["pos"]) == 2
+    dots = state["window"][order] @ state["window"][order].mT
+    row, column = torch.tril_indices(5, 5)
+    state["window"], state["gram"] = state["window"][order], dots[row, column]
+    other, others = new()
+    other.load_state_dict(saved)
+    assert_near(push(other, others, g[7]), push(opt, params, g[7]), 1e-12)
+
+
+DEPENDENT: dict[str, tuple[str, float, dict[str, Any]]] = {
+    **{f"mfac {s} {v:g}": ("mfac", v, {"solver": s}) for s in ("auto", "cholesky", "eigh") for v in (SMALL, 1e-6)},
+    **{f"ggt {beta2}": ("ggt", SMALL, {"betas": (0.0, beta2)}) for beta2 in (1.0, 0.9)},
+}
+
+
+def dependent(kind: str) -> Tensor:
+    """Gradients of which three at a time are the same, up to what is said."""
+    step = torch.arange(20)
+    factor = {"opposite": (-1.0) ** step, "scaled": 1 + step % 3, "with zeros": step % 3 > 0}.get(kind, step * 0 + 1)
+    g = factor[:, None] * noise(20, D)[step // 3]
+    return g + 1e-5 * noise(20, D, seed=1) if kind == "nearly" else g
+
+
+@pytest.mark.parametrize("how", DEPENDENT)
+def test_dependent_gradients_and_those_of_zero(how: str) -> None:
+    """A gradient of zero takes a slot and moves nothing."""
+    method, value, keywords = DEPENDENT[how]
+    tolerance = 1e-11 + 3e-14 / value if method == "mfac" else 1e-9  # of coefficients that grow as 1/λ
+    for kind in ("same", "opposite", "scaled", "with zeros", *(["nearly"] if method == "mfac" else [])):
+        (opt, params), g = new(method, value=value, window_size=6, **keywords), dependent(kind)
+        for step in range(20):
+            u = push(opt, params, g[step])
+            if not g[step].any():
+                assert u.norm() <= 1e-12
+                continue
+            expected = explicit(method, rows_at(g, step, 6), g[step], value, keywords.get("betas", (0.0, 1.0))[1])
+            assert_near(u, expected, tolerance, f"{kind}, step {step}")
+        assert int(states(opt)[0]["count"]) == 20
+
+
+@pairs(bad=[0, 1, 2], last_resort=[False, True])
+def test_a_failing_solve_does_not_change_the_others_of_its_batch(
+    bad: int, last_resort: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal rows whose length is a power of two: the second pivot is exactly zero."""
+    keywords: dict[str, Any] = {"lr": 1.0, "window_size": 5, "damping": 1e-18, "solver": "cholesky"}
+    params, others = parameters([(8,)] * 3), parameters([(8,)] * 3)
+    opt, fine = (MFAC(p, partition="layer", **keywords) for p in (params, others))
+    good = [push(fine, others, noise(24, seed=step)).view(3, 8) for step in range(6)]
+    assert fine.diagnostics()["solve_failures"] == 0
+    filtered, calls = gram.mfac_filtered, []
+
+    def second(*args: Any, **named: Any) -> Tensor:
+        calls.append(args)
+        if last_resort:
+            raise torch.linalg.LinAlgError("does not converge")
+        return filtered(*args, **named)
+
+    monkeypatch.setattr(gram, "mfac_filtered", second)
+    which, row = [i for i in range(3) if i != bad], torch.tensor([2.0] * 4 + [0.0] * 4, dtype=torch.float64)
+    for step in range(6):
+        g = noise(24, seed=step)
+        g[8 * bad : 8 * bad + 8] = row
+        u = push(opt, params, g).view(3, 8)
+        assert_near(u[which], good[step][which], 1e-12, step)
+        assert_near(u[bad], row / 16 * (min(step + 1, 5) if last_resort else 1), 1e-9, step)
+    assert calls
+    failures = [int(states(opt)[i]["solve_failures"]) for i in range(3)]
+    assert failures == [len(calls) if last_resort and i == bad else 0 for i in range(3)]
+
+
+# -------------------------------------------------------------------------------------------------------------- damping
+@pairs(scale=["count", "window"], mode=["absolute", "relative"])
+def test_scale_and_kind_of_damping(scale: str, mode: str) -> None:
+    """They differ while the window fills, and agree from then on."""
+    opt, params = new(scale=scale, damping_mode=mode, damping=0.1)
+    g = noise(17, D)
+    for step in range(len(g)):
+        rows = rows_at(g, step)
+        n = len(rows) if scale == "count" else 5
+        expected = fisher_direction(rows, rows[-1], 0.1, n, relative=mode == "relative")
+        assert_near(push(opt, params, g[step]), expected, 1e-9, step)
+
+
+DAMPINGS = [{"damping": value} for value in (1e-3, 1e-3, 5.0, 1e-6, 1e-6, 0.1)] * 3
+DECAYS = [(SMALL, 1.0), (SMALL, 0.5), (1.0, 0.5), (1e-5, 1.0), (1e-5, 0.9)] * 3
+SCHEDULES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
+    "dense": ("mfac", DAMPINGS, {"solver": "cholesky"}),
+    "topk": ("mfac", DAMPINGS, {"solver": "cholesky", **STORAGES["topk"].keywords}),
+    "rank-2, relative": ("mfac", DAMPINGS, {"damping_mode": "relative", **STORAGES["rank-2"].keywords}),
+    "ggt": ("ggt", [{"eps": eps, "betas": (0.0, beta2)} for eps, beta2 in DECAYS], {}),
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_options_changed_in_mid_run_are_a_fresh_optimizer_with_the_same_window(case: str) -> None:
+    """Nothing but the dots of the rows outlives a step."""
+    method, schedule, keywords = SCHEDULES[case]
+    opt, params = new(method, **keywords)
+    fresh = {str(options): new(method, **{**keywords, **options}) for options in schedule}
+    for g, options in zip(noise(len(schedule), D), schedule, strict=True):
+        opt.param_groups[0].update(options)
+        directions = {key: push(*value, g) for key, value in fresh.items()}
+        assert torch.equal(push(opt, params, g), directions[str(options)])
+
+
+@each(storage=["dense", "topk", "rank-2"], factor=[2.0**-20, 1e3])
+def test_directions_scale_inversely_with_gradients_at_relative_damping(storage: str, factor: float) -> None:
+    keywords = {"damping_mode": "relative", "damping": 0.01, **STORAGES[storage].keywords}
+    (opt, params), (scaled, others) = new(**keywords), new(**keywords)
+    for g in noise(14, D):
+        u, v = push(opt, params, g), push(scaled, others, factor * g)
+        # Stored values are float32: their rounding moves with a factor that is no power of two.
+        assert_near(factor * v, u, 1e-9 if factor < 1 or storage != "topk" else 1e-5)
+
+
+def test_large_damping_leaves_the_gradient_and_a_vanishing_one_the_pseudo_inverse() -> None:
+    (large, many), (small, few) = new(value=1e12), new(value=1e-13, solver="eigh")
+    root, others = new("ggt", value=1e12)
+    g = noise(9, D)
+    for step in range(9):
+        rows = rows_at(g, step)
+        assert_near(1e12 * push(large, many, g[step]), g[step], 1e-9)
+        assert_near(1e12 * push(root, others, g[step]), g[step], 1e-9)
+        assert_near(push(small, few, g[step]), len(rows) * torch.linalg.pinv(rows)[:, -1], 1e-9)
+
+
+# ------------------------------------------------------------------------------------------------ decay of GGT's window
+@pairs(m=[1, 4, 9], beta2=[1.0, 0.9, 0.5], eps=[1e-2, 1e-5])
+def test_decay_of_the_window(m: int, beta2: float, eps: float) -> None:
+    opt, params = new("ggt", betas=(0.0, beta2), window_size=m, eps=eps)
+    g = noise(3 * m + 2, D)
+    for step in range(len(g)):
+        expected = root_direction(rows_at(g, step, m), g[step], eps, beta2)
+        assert_near(push(opt, params, g[step]), expected, 1e-9, step)
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.9])
+def test_weight_of_the_complement(beta1: float) -> None:
+    """For the newest row it has no effect; for an average the span and the rest are weighted apart."""
+    for weight in (None, 0.0, 3.0, 1 / SMALL):
+        opt, params = new("ggt", betas=(beta1, 0.9), sgd_weight=weight)
+        g, average = noise(14, D), Average(D, beta1)
+        for step in range(14):
+            expected = root_direction(rows_at(g, step), average.add(g[step]), SMALL, 0.9, weight)
+            assert_near(push(opt, params, g[step]), expected, 1e-9, f"{weight}, step {step}")
+
+
+# ------------------------------------------------------------------------------------------------------------- momentum
+def naive_momentum(mode: str, directions: list[Tensor], mu: float, nesterov: bool) -> Tensor:
+    v = torch.zeros_like(directions[0])
+    for u in directions:
+        v = mu * v + (u if mode == "heavy_ball" else (1 - mu) * u)
+    return directions[-1] + mu * v if nesterov else v
+
+
+@methods
+def test_momentum_over_directions(method: str) -> None:
+    for mode, nesterov in (("heavy_ball", False), ("heavy_ball", True), ("ema", False)):
+        if mode == "ema" and method == "ggt":
+            continue
+        kind = {"momentum_mode": mode} if method == "mfac" else {}
+        opt, params = new(method, momentum=0.75, nesterov=nesterov, **kind, **STORAGES["topk"].keywords)
+        plain, others = new(method, **STORAGES["topk"].keywords)
+        directions: list[Tensor] = []
+        for g in noise(12, D):
+            directions.append(push(plain, others, g))
+            assert_near(push(opt, params, g), naive_momentum(mode, directions, 0.75, nesterov), 1e-12)
+
+
+AVERAGES: dict[str, tuple[str, float, float, float, dict[str, Any]]] = {
+    "mfac": ("mfac", SMALL, 0.9, 1.0, {}),
+    "mfac, small damping": ("mfac", 1e-6, 0.9, 1.0, {}),
+    "ggt": ("ggt", SMALL, 0.9, 1.0, {}),
+    "ggt, decay": ("ggt", SMALL, 0.9, 0.5, {}),
+    "ggt, short average": ("ggt", SMALL, 0.5, 0.9, {"bias_correction": True}),
+    "ggt, long average": ("ggt", SMALL, 0.99, 0.8, {"bias_correction": True}),
+}
+
+
+@pytest.mark.parametrize("case", AVERAGES)
+def test_momentum_on_gradients(case: str) -> None:
+    """Over four turns and more: most of the momentum comes from rows that are gone."""
+    method, value, beta1, beta2, more = AVERAGES[case]
+    for m in (1, 3, 8):
+        opt, params = new(method, value=value, window_size=m, **averaging(method, beta1, beta2), **more)
+        g, average = noise(4 * m + 10, D), Average(D, beta1)
+        for step in range(len(g)):
+            v = average.add(g[step], correct=bool(more))
+            expected = explicit(method, rows_at(g, step, m), v, value, beta2)
+            assert_near(push(opt, params, g[step]), expected, 1e-9, f"{m} rows, step {step}")
+
+
+@pytest.mark.parametrize("solver", ["cholesky", "eigh"])
+def test_momentum_on_gradients_inside_the_span(solver: str) -> None:
+    """Every gradient is still a row: nothing to cancel, at a damping where x/λ would leave few digits."""
+    opt, params = new(momentum=0.9, momentum_mode="pre", window_size=20, damping=1e-8, solver=solver)
+    g, average = noise(12, D), Average(D, 0.9)
+    for step in range(12):
+        v = average.add(g[step])
+        assert_near(push(opt, params, g[step]), fisher_direction(g[: step + 1], v, 1e-8), 1e-9, step)
+
+
+@pairs(
+    storage=["float32", "bfloat16", "topk", "topk-4-bit", "topk-8-bit", "rank-1", "rank-2"],
+    how={"ggt, decay": ("ggt", 0.0), "ggt": ("ggt", 0.9), "mfac": ("mfac", 0.5)},
+)
+def test_momentum_averages_what_was_stored(storage: str, how: tuple[str, float]) -> None:
+    """Without momentum the average is the newest row."""
+    (method, beta1), kind, params = how, STORAGES[storage], parameters([(4, 5), (3,)])
+    keywords = {**averaging(method, beta1, 0.8), **regular(method, SMALL), **kind.keywords}
+    opt, average = METHODS[method](params, lr=1.0, window_size=4, **keywords), Average(D, beta1)
+    for g in noise(14, D):
+        u, rows = push(opt, params, g), history(opt, params, [0, 1], kind.block_size)
+        assert_near(u, explicit(method, rows, average.add(rows[-1]), SMALL, 0.8))
+
+
+# --------------------------------------------------------------------------------------------------------------- sparse
+def test_sparse_mfac_is_mfac_with_top_k() -> None:
+    found = []
+    for cls, keywords in ((SparseMFAC, {}), (MFAC, {"compression": TopK()})):
+        params = parameters([(130, 40)], torch.float32)
+        opt = cls(params, lr=1.0, window_size=3, **keywords)
+        found.append([push(opt, params, noise(5200, seed=step)) for step in range(5)])
+        state = opt.state_dict()["state"][0]
+        assert state["window_idx"].shape == (1, 3, 40)
+        assert state["tail_idx"].shape == (1, 3, 12)  # ceil of 11.04
+        assert state["window_idx"].dtype == torch.int16
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
