@@ -12,6 +12,7 @@ own: the errors of the other draws are within a factor of 1.6 of their columns, 
 """
 
 import functools
+from itertools import product
 
 import pytest
 import torch
@@ -127,17 +128,8 @@ def test_pivots_of_qr_are_as_good_and_those_by_score_worse_on_average() -> None:
     assert 1.1 < ratio("score") < 2.6
 
 
-@pytest.mark.parametrize("damping", DAMPINGS)
 @pytest.mark.parametrize("pivoting", PIVOTINGS)
-def test_as_many_pivots_as_the_rank_of_each_kernel_are_exact(pivoting: str, damping: float) -> None:
+def test_as_many_pivots_as_the_rank_of_each_kernel_are_exact(pivoting: str) -> None:
     """Without noise the rows of a rank span 2·2 = 4 dimensions."""
-    for residual in RESIDUALS:
+    for damping, residual in product(DAMPINGS, RESIDUALS):
         assert float(Problem(0.0, damping, 0).interpolated(pivoting, residual)) < 1e-9
-
-
-@pytest.mark.parametrize("cell", [(0.05, 0.01), (0.3, 1)])
-def test_all_rows_are_exact(cell: tuple[float, float]) -> None:
-    problem = problems(*cell)[0]
-    assert float(problem.sampled("systematic", N, 2).max()) < 1e-11
-    for residual in RESIDUALS:
-        assert float(problem.interpolated(residual=residual, rank=N)) < 1e-9

@@ -11,6 +11,7 @@ from secondorder import HyLo
 from secondorder.linalg import woodbury
 from tests.support.kfac import assert_close, noise
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.networks import Sometimes
 from tests.support.oracles.hylo import (
     LATER,
     check_block,
@@ -141,20 +142,8 @@ def test_a_batch_that_overflows_is_dropped():
         assert torch.equal(*held)
 
 
-class Branches(nn.Module):
-    """A layer that takes part in some forwards only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rare, self.used = nn.Linear(4, 3), nn.Linear(4, 3)
-        self.both = True
-
-    def forward(self, x):
-        return self.used(x) + self.rare(x) if self.both else self.used(x)
-
-
 def test_rows_of_a_step_that_failed_are_forgotten(monkeypatch):
-    model = seeded_build(Branches)
+    model = seeded_build(Sometimes)
     opt = plain_hylo(model)
 
     def broken(*args):
@@ -166,8 +155,8 @@ def test_rows_of_a_step_that_failed_are_forgotten(monkeypatch):
             step(opt, model, *vectors(), F.cross_entropy)
     model.both = False
     step(opt, model, *vectors(seed=1), F.cross_entropy)
-    assert opt.state[model.used.weight]["refreshes"] == 1
-    assert opt.state[model.rare.weight]["refreshes"] == 0
+    assert opt.state[model.first.weight]["refreshes"] == 1
+    assert opt.state[model.second.weight]["refreshes"] == 0
     assert opt.memory_usage()["pending"] == 0
 
 

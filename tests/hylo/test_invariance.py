@@ -245,16 +245,6 @@ def test_single_precision_does_not_end_at_a_number_of_rows():
     assert max(errors.values()) < 5 * errors[1024]
 
 
-@each(approx=APPROX, mode=["sngd", "kid"])
-def test_single_precision_of_a_network(approx, mode):
-    found = []
-    for dtype in (torch.float32, torch.float64):
-        (x, y), model = images(12), convnet().to(dtype)
-        opt = plain_hylo(model, approx=approx, mode=mode, rank_fraction=0.6)
-        found.append(flat(step(opt, model, x.to(dtype), y, F.cross_entropy)).double())
-    assert error(*found) <= 1e-3
-
-
 @each(approx=APPROX, mode=["sngd", "kid", "kis"])
 def test_autocast_to_bfloat16(approx, mode):
     """Rows of half the digits; the kernel and the direction are float32 all the same."""

@@ -318,20 +318,6 @@ def fewest(U: Tensor, share: float) -> int:
     return next((r for r, part in enumerate(left, 1) if part <= 1 - share), len(order))
 
 
-def test_rank_by_energy():
-    """The fewest pivots with that share of the trace, rounded up to a multiple of 8."""
-    n = 40
-    a, g = noise(n, 9) * torch.logspace(0, -2, n, dtype=torch.float64)[:, None], noise(n, 8, seed=1)
-    U = outer(g, a)
-    for share in (0.5, 0.9, 0.99, 1 - 1e-6):
-        model = linear(9, 8)
-        opt = plain_hylo(model, mode="kid", rank_fraction=1.0, rank_energy=share)
-        moved = step(opt, model, a, g, products)["weight"].flatten()
-        rank = min(n, -(-fewest(U, share) // 8) * 8)
-        assert {int(r) for r in opt.diagnostics()["rank"].values()} == {rank}
-        assert_close(moved, kid_operator(U, greedy(U @ U.mT, rank), 1e-2) @ U.mean(0), 1e-6)
-
-
 class Spread(nn.Module):
     """A grouped convolution, a narrow and a wide layer: kernels of different energies."""
 

@@ -195,31 +195,6 @@ def test_decisions_follow_the_norms(place):
             assert found == expected[::every], (keywords, norms)
 
 
-@places
-def test_steps_that_are_not_observed_are_those_without_a_finite_norm(place):
-    """A batch that is dropped is not observed on a CPU, and has no finite norm on a device."""
-    answers = set()
-    for seed in range(4):
-        draw = torch.Generator().manual_seed(seed)
-        values = (torch.rand(24, generator=draw) + 1).tolist()
-        dropped = (torch.rand(24, generator=draw) < 0.4).tolist()
-        unobserved = [None if bad else value for value, bad in zip(values, dropped, strict=True)]
-        poisoned = [NAN if bad else value for value, bad in zip(values, dropped, strict=True)]
-        expected = run(GradNormChange(eta=0.1, period_steps=3), unobserved)
-        assert run(GradNormChange(eta=0.1, period_steps=3), poisoned, place=place, renew=reloaded) == expected
-        answers |= set(expected)
-    assert answers == {"D", "I"}
-
-
-@places
-def test_a_changed_rate_means_kid_for_some_periods(place):
-    lrs = [[0.1]] * 10 + [[0.01]] * 14
-    steady = [1.0] * 24
-    for hold, expected in ((0, "DDDD" + "I" * 20), (1, "DDDDIIIIIIDDI"), (3, "DDDDIIIIIIDDDDDDI")):
-        found = run(GradNormChange(period_steps=2, hold=hold), steady, lrs, place=place)
-        assert found == expected + "I" * (24 - len(expected))
-
-
 def test_the_reason_is_told():
     policy = GradNormChange(eta=0.1, period_steps=1)
     assert policy.reason == "nothing decided yet"

@@ -79,6 +79,19 @@ class Repeated(nn.Module):
         return x if x.ndim == 2 else x.mean(1)
 
 
+class Sometimes(nn.Module):
+    """A layer that takes part in some forwards only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.both = True
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        return self.head(torch.tanh(self.second(x)) if self.both else x)
+
+
 class RepeatedConv(nn.Module):
     def __init__(self) -> None:
         super().__init__()

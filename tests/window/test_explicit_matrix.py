@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import MFAC
-from tests.support.grid import each
+from tests.support.grid import each, pairs
 from tests.support.oracles.window import fisher_direction
 from tests.support.window import (
     assert_near,
@@ -46,7 +46,7 @@ def exists(storage: str, dtype: torch.dtype, partition: str, **others: str) -> b
     return dtype != torch.bfloat16 or storage in ("dense", "topk-bfloat16", "rank-1")
 
 
-@each(
+@pairs(
     exists,
     dtype=[torch.float64, torch.float32, torch.bfloat16],
     storage=list(STORAGES),

@@ -372,36 +372,26 @@ def test_a_life_with_changes(method: str, storage: str, partition: str, averaged
     assert_near(found[0], expected, 1e-4)  # sums in float32 since then
 
 
-def test_a_copy_goes_on_like_the_original() -> None:
-    def rank(comm: ThreadRank) -> None:
-        opt, params = made("pre", comm)
-        train(opt, params, range(M + 2))
-        opt.add_param_group({"params": parameters([(9, 4)])})  # cut otherwise than all at once would be
-        twin = copy.deepcopy(opt)
-        others = [p for group in twin.param_groups for p in group["params"]]
-        assert set(opt.state[params[0]]) == set(twin.state[others[0]])
-        assert torch.equal(train(opt, params, range(4)), train(twin, others[: len(params)], range(4)))
-
-    run(3, rank)
-
-
-def test_a_copy_is_attached_to_the_copy_of_a_module() -> None:
+def test_a_copy_goes_on_like_the_original_and_is_attached_to_the_copy_of_a_module() -> None:
     """Other parameters take the place of the optimizer's, with the cuts that their slices have."""
 
     def rank(comm: ThreadRank) -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).double()
         first, rest = list(net[0].named_parameters("0")), list(net[1].named_parameters("1"))
-        opt = MFAC([{"params": first}], lr=0.1, module=net, window_size=M, comm=comm)
-        opt.add_param_group({"params": rest})
-        give(list(net.parameters()), noise(53))
-        opt.step()
+        keywords = {"momentum": 0.9, "momentum_mode": "pre", "window_size": M, "comm": comm}
+        opt = MFAC([{"params": first}], lr=0.1, module=net, **keywords)
+        opt.add_param_group({"params": rest})  # cut otherwise than all at once would be
+        params = list(net.parameters())
+        push(opt, params, noise(53))
         twin, twin_net = copy.deepcopy(opt), copy.deepcopy(net)
-        twin.attach(twin_net)
-        for own, model in ((opt, net), (twin, twin_net)):
-            give(list(model.parameters()), noise(53, seed=1))
-            own.step()
-        assert torch.equal(flat(net.parameters()), flat(twin_net.parameters()))
+        others = [p for group in twin.param_groups for p in group["params"]]
+        for step in range(4):
+            if step == 2:
+                twin.attach(twin_net)
+                others = list(twin_net.parameters())
+            assert set(opt.state[params[0]]) == set(twin.state[others[0]])
+            assert torch.equal(push(opt, params, noise(53, seed=step)), push(twin, others, noise(53, seed=step)))
         assert opt.diagnostics()["units"] == twin.diagnostics()["units"]
 
     run(3, rank)
