@@ -34,10 +34,7 @@ def each(plan: Plan, part: str, name: str) -> list[Any]:
     return [getattr(rank, part).get(name, 0) for rank in plan.ranks]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Formulas
-# ---------------------------------------------------------------------------------------------------------------------
-
+# ------------------------------------------------------------------------------------------------------------- Formulas
 STATISTICS = 4 * sum(triangle(a) + triangle(g) for a, g in SIDES)
 BASES = 4 * sum(a * a + g * g + a + g for a, g in SIDES)
 INVERSES = STATISTICS
@@ -150,11 +147,7 @@ def test_staggered_refreshes_flatten_the_worst_step() -> None:
     assert max(each(staggered, "worst_sent", "curvature")) < BASES / 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Known models
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------------------------------- Known models
 def test_factors_of_known_models() -> None:
     """Of convolutions and the linear layer, as published; ours of the norms are 2 × 2 per unit."""
     for model, mebibytes in [("resnet50", 587), ("resnet32", 15.7)]:
@@ -199,11 +192,7 @@ def test_thousands_of_ranks() -> None:
     assert len(str(plan).splitlines()) < 30
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The call
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------------------------------- The call
 @pytest.mark.parametrize("build", [
     lambda model: EKFAC(model, factor_update_steps=1, inv_update_steps=2),
     lambda model: HyLo(model, update_steps=2, switch=LRChange(hold=1, period_steps=2)),
@@ -267,11 +256,7 @@ def test_what_is_refused() -> None:
             KFAC(network()).plan(**arguments)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The result
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ----------------------------------------------------------------------------------------------------------- The result
 def test_as_json() -> None:
     for world in [1, 3, 64]:
         plan = KFAC(network()).plan(world, MemOpt())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 import torch
 from torch import nn
 
@@ -43,31 +42,25 @@ def made(combines: bool = False) -> tuple[Report, nn.Parameter, nn.Parameter]:
 
 
 def test_bytes_are_counted_by_kind() -> None:
-    report, _, _ = made()
+    """Every kind of the schema is listed, even if nothing of it is stored."""
+    report, p, _ = made()
     assert report.memory_usage() == {
         "factors": 36, "momentum": 0, "fallback": 0, "pending": 20, "workspace": 0, "buffers": 110, "total": 166,
     }  # fmt: skip
-
-
-def test_every_kind_of_the_schema_is_listed_even_if_nothing_is_stored() -> None:
-    report, p, _ = made()
     del report.table.state[p]["factor"]
     assert report.memory_usage()["factors"] == 0
 
 
-@pytest.mark.parametrize(
-    ("key", "covered", "other"),
-    [
+def test_kinds_of_the_state() -> None:
+    report, p, q = made()
+    for key, covered, other in (
         ("factor", "factors", "factors"),
         ("momentum_buffer", "momentum", "momentum"),
         ("exp_avg", "momentum", "fallback"),
         ("exp_avg_sq", "momentum", "fallback"),
         ("step", "buffers", "buffers"),
-    ],
-)
-def test_kinds_of_the_state(key: str, covered: str, other: str) -> None:
-    report, p, q = made()
-    assert (report.kind(p, key), report.kind(q, key)) == (covered, other)
+    ):
+        assert (report.kind(p, key), report.kind(q, key)) == (covered, other)
 
 
 def test_a_description_has_a_row_for_each_parameter_and_the_bytes_of_its_state() -> None:
@@ -79,19 +72,20 @@ def test_a_description_has_a_row_for_each_parameter_and_the_bytes_of_its_state()
     assert covered == ["p", "3", "3", "0", "36", "B", "diagonal"]
 
 
-@pytest.mark.parametrize(
-    ("reason", "frozen", "expected"),
-    [("", False, "sgd fallback: not covered"), ("too large", False, "sgd fallback: too large"), ("", True, "frozen")],
-)
-def test_a_parameter_without_curvature_has_its_reason(reason: str, frozen: bool, expected: str) -> None:
-    report, _, q = made()
-    if reason:
-        report.table.reasons[q] = reason
-    if frozen:
-        q.requires_grad_(False)
-        report.table.name_parameters()
-    (line,) = (line for line in report.describe().splitlines() if line.startswith("q "))
-    assert line.endswith(f"  {expected}")
+def test_a_parameter_without_curvature_has_its_reason() -> None:
+    for reason, frozen, expected in (
+        ("", False, "sgd fallback: not covered"),
+        ("too large", False, "sgd fallback: too large"),
+        ("", True, "frozen"),
+    ):
+        report, _, q = made()
+        if reason:
+            report.table.reasons[q] = reason
+        if frozen:
+            q.requires_grad_(False)
+            report.table.name_parameters()
+        (line,) = (line for line in report.describe().splitlines() if line.startswith("q "))
+        assert line.endswith(f"  {expected}")
 
 
 def test_ranks_are_named_where_there_are_several() -> None:
@@ -118,9 +112,7 @@ def test_a_representation_shows_options_that_are_not_the_default() -> None:
     assert lines[:2] == ["Newton (", "Parameter Group 0"]
     assert "    lr: 0.5" in lines
     assert "    damping: 0.2" in shown({"damping": 0.2})
-
-
-def test_parameters_and_their_names_are_not_shown() -> None:
+    # ... and no parameters or their names
     assert not [line for line in shown({}) if "param" in line and not line.startswith(("Parameter", "    other"))]
 
 

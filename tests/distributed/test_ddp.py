@@ -16,7 +16,6 @@ from secondorder import ChiefOnly, CommOpt, HybridOpt, LocalFactors, MemOpt
 from secondorder.comm import Local
 from tests.support.grid import each, sample
 from tests.support.oracles.ranks import (
-    CLASSES,
     TASKS,
     Run,
     alone,
@@ -33,20 +32,16 @@ from tests.support.oracles.ranks import (
     shard,
     together,
 )
-from tests.support.pool import Pool, device_of
+from tests.support.pool import Pool, device_of, on_ranks
+from tests.support.rows import Branches
 
 STEPS = 8
 STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
 
 BOTH = ["comm", "mem"]
-both = pytest.mark.parametrize("strategy", BOTH)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Forms of DDP
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------------------------------- Forms of DDP
 def in_order(rank: int, world: int, order: str, strategy: str, run: Run) -> tuple[list[str], Tensor]:
     """Train with the optimizer made before or after DDP, from the wrapper or from what is inside."""
     bare = TASKS[run.task].model(device_of(rank))
@@ -75,70 +70,61 @@ def test_forms_of_ddp(pool: Pool, wrapping: dict[str, Any], method: str, strateg
     assert_same_path(pool.run(together, strategy, run, world=2, **wrapping), alone(run)[0])
 
 
-def gradients_of_a_step(rank: int, world: int, strategy: str, run: Run) -> list[bool]:
-    """Of every parameter: whether a step has left its gradient the same object with the same numbers."""
+@each(method=["kfac_eigen", "hylo_sngd", "mfac"], strategy=BOTH)
+@on_ranks(2)
+def test_gradients_stay_views_of_their_bucket(rank: int, world: int, method: str, strategy: str) -> None:
+    """A step leaves them the same objects with the same numbers."""
+    run = Run("mlp", method)
     model = DDP(TASKS[run.task].model(device_of(rank)), gradient_as_bucket_view=True)
     with optimizer_on(model, strategy, run) as optimizer:
         descend(model, optimizer, shard(run.batch(0), rank, world), run)
-        inputs, targets = shard(run.batch(1), rank, world)
-        mean_loss(model(inputs.to(device_of(rank))), targets.to(device_of(rank))).backward()
+        inputs, targets = (t.to(device_of(rank)) for t in shard(run.batch(1), rank, world))
+        mean_loss(model(inputs), targets).backward()
         before = [(p.grad, p.grad.clone()) for p in model.parameters()]
         optimizer.step()
-        pairs = zip(model.parameters(), before, strict=True)
-        return [p.grad is same and torch.equal(p.grad, numbers) for p, (same, numbers) in pairs]
+        for p, (same, numbers) in zip(model.parameters(), before, strict=True):
+            assert p.grad is same
+            assert torch.equal(p.grad, numbers)
 
 
-@each(method=["kfac_eigen", "hylo_sngd", "mfac"], strategy=BOTH)
-def test_gradients_stay_views_of_their_bucket(pool: Pool, method: str, strategy: str) -> None:
-    assert all(all(of_rank) for of_rank in pool.run(gradients_of_a_step, strategy, Run("mlp", method)))
-
-
-def hooked(
-    rank: int, world: int, strategy: str, hook: Callable[..., Any], run: Run
-) -> tuple[Tensor, dict[str, Tensor]]:
+def hooked(rank: int, world: int, strategy: str, run: Run) -> tuple[Tensor, dict[str, Tensor]]:
     model = DDP(TASKS[run.task].model(device_of(rank)))
-    model.register_comm_hook(None, hook)
+    model.register_comm_hook(None, fp16_compress_hook)
     with optimizer_on(model, strategy, run) as optimizer:
         return path_of(model, optimizer, rank, world, run), curvatures(optimizer)
 
 
-@both
+def assert_curvatures(held: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Of at least one layer."""
+    assert held
+    assert all(distance(dense, expected[name]) < 1e-10 for name, dense in held.items())
+
+
+@pytest.mark.parametrize("strategy", BOTH)
 def test_communication_hook_that_rounds_gradients_leaves_statistics_alone(pool: Pool, strategy: str) -> None:
     run = Run("mlp", "kfac_eigen", STILL, steps=2)
     expected = curvatures(alone(run)[2])
-    for _, held in pool.run(hooked, strategy, fp16_compress_hook, run):
-        assert held
-        assert all(distance(dense, expected[name]) < 1e-10 for name, dense in held.items())
+    for _, held in pool.run(hooked, strategy, run):
+        assert_curvatures(held, expected)
     moving = Run("mlp", "kfac_eigen", steps=STEPS)
-    paths = [path for path, _ in pool.run(hooked, strategy, fp16_compress_hook, moving)]
+    paths = [path for path, _ in pool.run(hooked, strategy, moving)]
     assert_replicas(paths)
     assert 1e-9 < distance(paths[0], alone(moving)[0]) < 0.1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks that do not do the same
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Branches(nn.Module):
+# ---------------------------------------------------------------------------------------- Ranks that do not do the same
+class Unused(Branches):
     """A layer that some passes use, and one that none does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = nn.Linear(5, 4)
-        self.sometimes = nn.Linear(4, 4)
         self.never = nn.Linear(4, 4)
-        self.head = nn.Linear(4, CLASSES)
-
-    def forward(self, inputs: Tensor, branch: bool) -> Tensor:
-        hidden = torch.tanh(self.trunk(inputs))
-        return self.head(hidden + torch.tanh(self.sometimes(hidden)) if branch else hidden)
 
 
-def branches() -> Branches:
+def branches() -> Unused:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Branches().double()
+        return Unused().double()
 
 
 def branching(
@@ -203,17 +189,12 @@ def test_different_numbers_of_micro_batches(pool: Pool, method: str, strategy: s
     run = Run("mlp", method, STILL, steps=2)
     expected = curvatures(alone(run)[2])
     for _, held in pool.run(unequal_accumulation, strategy, run):
-        assert held
-        assert all(distance(dense, expected[name]) < 1e-10 for name, dense in held.items())
+        assert_curvatures(held, expected)
     moving = Run("mlp", method, steps=STEPS)
     assert_replicas([path for path, _ in pool.run(unequal_accumulation, strategy, moving)])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers that are not finite
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------------ Numbers that are not finite
 def with_diagnostics(rank: int, world: int, strategy: str, run: Run) -> tuple[Tensor, int]:
     model = DDP(TASKS[run.task].model(device_of(rank)))
     with optimizer_on(model, strategy, run) as optimizer:
@@ -272,11 +253,8 @@ def test_statistics_with_a_nan_are_dropped_from_their_rank_alone(pool: Pool, met
         batch = run.batch(step)
         if ranks:
             descend(model, optimizer, batch if len(ranks) == 2 else shard(batch, 0, 2), run)
-        expected = curvatures(optimizer)
         for _, held, _ in results:
-            assert held[step]
-            for name, dense in held[step].items():
-                assert distance(dense, expected[name]) < 1e-10, (step, name)
+            assert_curvatures(held[step], curvatures(optimizer))
     assert [skipped > 0 for _, _, skipped in results] == [True, True]
 
 
@@ -290,19 +268,11 @@ def test_training_goes_on_after_statistics_with_a_nan(pool: Pool, method: str, s
     assert sum(skipped for *_, skipped in results) > 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which strategy
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def default_of(rank: int, world: int) -> tuple[str, int, int]:
-    optimizer = build("kfac_eigen", TASKS["mlp"].model(device_of(rank)))
-    return type(optimizer.comm).__name__, optimizer.comm.data_rank, optimizer.comm.data_world
-
-
-def test_default_strategy(pool: Pool) -> None:
-    assert pool.run(default_of) == [("CommOpt", 0, 2), ("CommOpt", 1, 2)]
-    assert isinstance(build("kfac_eigen", TASKS["mlp"].model()).comm, Local)
+# ------------------------------------------------------------------------------------------------------- Which strategy
+@on_ranks(2)
+def test_default_strategy(rank: int, world: int) -> None:
+    comm = build("kfac_eigen", TASKS["mlp"].model(device_of(rank))).comm
+    assert (type(comm), comm.data_rank, comm.data_world) == (CommOpt, rank, 2)
 
 
 ONE_PROCESS: list[Callable[[], Any]] = [
@@ -311,6 +281,7 @@ ONE_PROCESS: list[Callable[[], Any]] = [
 
 
 def test_strategies_of_one_process_do_what_it_does_without() -> None:
+    assert isinstance(build("kfac_eigen", TASKS["mlp"].model()).comm, Local)
     for make, method in zip(ONE_PROCESS, cycle(["kfac_eigen", "ekfac_intra", "hylo_kid", "mfac"])):
         run = Run("words", method, steps=4)
         path, _, optimizer = alone(run, make())

@@ -39,8 +39,8 @@ from tests.support.oracles.ranks import (
     path_of,
     shard,
 )
-from tests.support.pool import Pool, device_of
-from tests.support.saving import started, through_a_file, train
+from tests.support.pool import Pool, device_of, everywhere, on_ranks
+from tests.support.saving import broken_off, started, through_a_file, train
 
 WIDTH, LAYERS = 6, 12
 RARE = {"inv_update_steps": 2, "scale_update_steps": 4}
@@ -84,11 +84,7 @@ def numbers_in_bases(task: str) -> int:
     return sum(n_a**2 + n_g**2 for n_a, n_g in SIDES[task])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks against one process
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# -------------------------------------------------------------------------------------------- Ranks against one process
 @cache
 def reference(run_of: str, **keywords: Any) -> Tensor:
     return alone(Run(run_of, "ekfac_intra", keywords, steps=10))[0]
@@ -166,11 +162,7 @@ def test_samples_differ_from_rank_to_rank_and_replicas_do_not(pool: Pool) -> Non
     assert_replicas(paths(pool.run(trained, "mem", run)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks that cannot measure
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# -------------------------------------------------------------------------------------------- Ranks that cannot measure
 def one_rank_refuses(rank: int, world: int, run: Run) -> dict[str, Tensor]:
     """Two steps; the last rank cannot measure its scale in the second one."""
     model = DDP(TASKS[run.task].model(device_of(rank)))
@@ -213,37 +205,25 @@ def test_examples_of_one_rank_are_left_out(pool: Pool) -> None:
         assert distance(scale, expected) < 1e-10, name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Bytes
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def spread_by_step(rank: int, world: int, keywords: dict[str, Any]) -> tuple[list[int], Any, dict[str, Any]]:
-    """Bytes of bases that are sent in each step of the second interval, what is stored, and the plan of this rank."""
-    run, found = Run("mixed", "ekfac_intra", keywords), []
+# ---------------------------------------------------------------------------------------------------------------- Bytes
+@pytest.mark.parametrize("transport", ["project", "recompute"])
+@on_ranks(3)
+def test_bases_are_sent_with_each_refresh_and_a_plan_knows_it(rank: int, world: int, transport: str) -> None:
+    run, sent = Run("mixed", "ekfac_intra", {**RARE, "transport": transport}), []
     model, optimizer = started(rank, "mem", run)
     with optimizer:
         for step in range(8):
             optimizer.comm.collectives.counter.clear()
             train(model, optimizer, rank, world, run, step, step + 1)
-            found.append(optimizer.comm.collectives.counter.bytes_by_stage().get("spread", 0))
-        return found[4:], optimizer.memory_usage()["second_order"], optimizer.plan().ranks[rank]
+            sent.append(optimizer.comm.collectives.counter.bytes_by_stage().get("spread", 0))
+        stored, plan = optimizer.memory_usage()["second_order"], optimizer.plan().ranks[rank]
+    nbytes = 8 * numbers_in_bases("mixed")
+    assert sent[4:] == [nbytes, 0] * 2
+    assert plan.sent["spread"] == nbytes / 2
+    assert plan.stored["second_order"] == stored >= nbytes
 
 
-def test_bases_are_sent_with_each_refresh_and_a_plan_knows_it(pool: Pool) -> None:
-    for transport in ["project", "recompute"]:
-        nbytes = 8 * numbers_in_bases("mixed")
-        for sent, stored, plan in pool.run(spread_by_step, {**RARE, "transport": transport}, world=3):
-            assert sent == [nbytes, 0] * 2
-            assert plan.sent["spread"] == nbytes / 2
-            assert plan.stored["second_order"] == stored >= nbytes
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints, and layers that change
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------- Checkpoints, and layers that change
 def without_bases(state: dict[str, Any]) -> dict[str, Any]:
     """The file of a rank as it was when bases stayed on the ranks that precondition."""
     for found in state["state"].values():
@@ -253,15 +233,9 @@ def without_bases(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def broken_off(rank: int, world: int, run: Run, at: int) -> tuple[Any, Any, Tensor]:
-    model, optimizer = started(rank, "mem", run)
-    with optimizer:
-        train(model, optimizer, rank, world, run, 0, at)
-        saved = through_a_file(optimizer.state_dict()), through_a_file(model.state_dict())
-        return *saved, torch.stack(train(model, optimizer, rank, world, run, at, run.steps))
-
-
-def resumed(rank: int, world: int, run: Run, saved: list[tuple[Any, Any]], at: int) -> dict[str, list[Tensor]]:
+def resumed_in_every_way(
+    rank: int, world: int, run: Run, saved: list[tuple[Any, Any]], at: int
+) -> dict[str, list[Tensor]]:
     """Go on, in a new optimizer, a copy or one that has bases; then again, from what the state was loaded as."""
     paths: dict[str, list[Tensor]] = {}
     for how in ("new", "live", "copied"):
@@ -287,38 +261,38 @@ def resumed(rank: int, world: int, run: Run, saved: list[tuple[Any, Any]], at: i
 def test_a_resumed_run_goes_on_exactly(pool: Pool, at: int) -> None:
     """Files that ranks without a basis saved load too: it is sent in the first step, which may measure the scale."""
     run = Run("mixed", "ekfac_intra", {**RARE, "factor_update_steps": 3}, steps=9)
-    before = pool.run(broken_off, run, at)
+    before = pool.run(broken_off, "mem", run, at)
     for old in (False, True):
         saved = [(without_bases(own) if old else own, model) for own, model, _ in before]
-        for (_, _, expected), found in zip(before, pool.run(resumed, run, saved, at), strict=True):
+        for (_, _, expected), found in zip(before, pool.run(resumed_in_every_way, run, saved, at), strict=True):
             for how, paths in found.items():
                 assert all(torch.equal(path, expected) for path in paths), how
 
 
-def completed(rank: int, world: int, run: Run, saved: list[tuple[Any, Any]]) -> dict[str, Any]:
-    """The complete checkpoint of ranks that have loaded and taken no step."""
+def completed(rank: int, world: int, run: Run) -> Any:
+    """The complete checkpoint of ranks that have loaded and taken no step, with the bases that some of them lacked."""
+    state, weights, _ = broken_off(rank, world, "mem", run, 3)
+    saved = everywhere(without_bases(state))
     model, optimizer = started(rank, "mem", run)
     with optimizer:
-        model.load_state_dict(saved[rank][1])
-        optimizer.load_state_dict(saved[rank][0])
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(saved[rank])
         optimizer.consolidate_state_dict(to=None)
-        return through_a_file(optimizer.state_dict())
+        complete = through_a_file(optimizer.state_dict())
+    for i, found in complete["state"].items():
+        for key, value in found.items():
+            if key.startswith("basis_"):
+                (owned,) = [own["state"][i][key] for own in saved if key in own["state"][i]]
+                assert torch.equal(value, owned)
+                assert value.any()
+    return complete
 
 
 @pytest.mark.filterwarnings("ignore:.*is partial")
 def test_loaded_files_make_a_complete_one_at_once(pool: Pool) -> None:
     run = Run("mixed", "ekfac_intra", RARE, steps=4)
-    saved = [(without_bases(own), model) for own, model, _ in pool.run(broken_off, run, 3)]
-    for complete in pool.run(completed, run, saved):
-        model = TASKS[run.task].model()
-        optimizer = build(run.method, model, **run.keywords)
-        optimizer.load_state_dict(complete)
-        for i, found in complete["state"].items():
-            for key, value in found.items():
-                if key.startswith("basis_"):
-                    (owned,) = [own["state"][i][key] for own, _ in saved if key in own["state"][i]]
-                    assert torch.equal(value, owned)
-                    assert value.any()
+    for complete in pool.run(completed, run):
+        alone(run)[2].load_state_dict(complete)
 
 
 def freezing(model: nn.Module, optimizer: Any, step: int) -> None:

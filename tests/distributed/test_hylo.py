@@ -30,13 +30,10 @@ from tests.support.oracles.ranks import (
     optimizer_on,
     shard,
 )
-from tests.support.pool import Failure, Pool, device_of
+from tests.support.pool import Failure, Pool, device_of, everywhere, on_ranks
 from tests.support.rows import SETTINGS, Case, chosen_path, in_one_process, on_rank, on_ranks
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Paths
-# ---------------------------------------------------------------------------------------------------------------------
-
+# ---------------------------------------------------------------------------------------------------------------- Paths
 SNGD = {"mode": "sngd"}
 RELATIVE = {**SNGD, "damping_mode": "relative", "damping": 10.0}
 EXPANDED = {**SNGD, "approx": "expand"}
@@ -170,11 +167,7 @@ def test_ranks_draw_apart_and_steps_too(pool: Pool) -> None:
         assert not any(torch.equal(one, other) for other in found[:i])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is sent, and what is kept
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------------- What is sent, and what is kept
 def refreshed(rank: int, world: int, strategies: Sequence[str], keywords: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What the second refresh sends by stage, and what is kept, for each strategy."""
     found = []
@@ -236,88 +229,72 @@ def test_bound_on_rows_is_one_on_those_of_all_ranks(pool: Pool) -> None:
         assert set(of_rank[0]["ranks"].values()) == {8}
 
 
-def allocated(rank: int, world: int, strategy: str, case: Case) -> tuple[Any, Any, Tensor]:
-    """Shapes at construction and after a step on fewer examples than were told, and the trajectory."""
+@pytest.mark.parametrize("strategy", ["comm", "mem"])
+def test_rows_are_allocated_at_construction(pool: Pool, strategy: str) -> None:
+    """For W ranks of the batch that was told; which is exact, filled up or not."""
+    case = Case(keywords={"mode": "sngd", "batch_size": 6}, sizes=(5, 3, 4), steps=4)
+    paths = pool.run(allocated, strategy, case, world=3)
+    assert_same_path(paths, in_one_process(Case(sizes=case.sizes, steps=4), 3), 1e-10)
+
+
+def allocated(rank: int, world: int, strategy: str, case: Case) -> Tensor:
+    """The trajectory, on fewer examples than were told."""
 
     def shapes() -> dict[str, tuple[int, ...]]:
         states = {name: optimizer.state[block.owner] for name, block in optimizer.blocks.items()}
         kept = {"rows_a", "rows_g", "kernel"}
         return {f"{name} {key}": tuple(of[key].shape) for name, of in states.items() for key in kept & of.keys()}
 
+    expected = {"0 rows_a": (18, 1, 6), "4 rows_g": (18, 1, 4), "2 kernel": (18, 18)}
     with on_rank(case, strategy, rank, world) as (_, optimizer, go):
         before = shapes()
+        of_all = {name: shape for of_rank in everywhere(before) for name, shape in of_rank.items()}
+        assert {name: of_all[name] for name in expected} == expected
+        assert len(before) == (9 if strategy == "comm" else 3)
         path = go(*range(case.steps))
-        return before, shapes(), path
+        assert shapes() == before
+        return path
 
 
-def test_rows_are_allocated_at_construction(pool: Pool) -> None:
-    """For W ranks of the batch that was told; which is exact, filled up or not."""
-    for strategy in ["comm", "mem"]:
-        case = Case(keywords={"mode": "sngd", "batch_size": 6}, sizes=(5, 3, 4), steps=4)
-        results = pool.run(allocated, strategy, case, world=3)
-        shapes = {name: shape for before, _, _ in results for name, shape in before.items()}
-        assert shapes["0 rows_a"] == (18, 1, 6)
-        assert shapes["4 rows_g"] == (18, 1, 4)
-        assert shapes["2 kernel"] == (18, 18)
-        for before, after, _ in results:
-            assert before == after
-            assert len(before) == (9 if strategy == "comm" else 3)
-        assert_same_path([path for *_, path in results], in_one_process(Case(sizes=case.sizes, steps=4), 3), 1e-10)
-
-
-def asked(rank: int, world: int) -> tuple[list[str], list[str], str, str]:
-    """Blocks whose curvature this rank has and has not, its description, and the error for one that it has not."""
+@on_ranks(2)
+def test_rows_of_other_ranks_are_told_to_be_there(rank: int, world: int) -> None:
     with on_rank(Case(), "mem", rank, world) as (_, optimizer, go):
         go(0)
         own = [name for name, block in optimizer.blocks.items() if optimizer.comm.refreshes(block.index)]
         others = [name for name in optimizer.blocks if name not in own]
-        assert all(optimizer.dense_curvature(name).isfinite().all() for name in own)
-        with pytest.raises(RuntimeError) as error:
-            optimizer.dense_curvature(others[0])
-        return own, others, optimizer.describe(), str(error.value)
-
-
-def test_rows_of_other_ranks_are_told_to_be_there(pool: Pool) -> None:
-    for own, others, text, error in pool.run(asked, world=2):
         assert own
         assert others
-        assert text.count("elsewhere") >= len(others)
-        assert "ask there" in error
+        assert all(optimizer.dense_curvature(name).isfinite().all() for name in own)
+        with pytest.raises(RuntimeError, match="ask there"):
+            optimizer.dense_curvature(others[0])
+        assert optimizer.describe().count("elsewhere") >= len(others)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Decisions that all ranks share
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------- Decisions that all ranks share
+POLICIES = {"gradient norms": None, "errors of probes": ProbeError(layers=2, threshold=0.6)}
 
 
-def decided(
-    rank: int, world: int, strategies: Sequence[str], case: Case
-) -> list[tuple[Tensor, list[Any], list[float]]]:
-    """Trajectory, switches and what the policy remembers."""
+@pytest.mark.parametrize("policy", POLICIES)
+@on_ranks(3)
+def test_policies_decide_alike(rank: int, world: int, policy: str) -> None:
+    """Probes are of each rank's examples alone, and what is remembered is their mean."""
+    case = Case(keywords={"mode": "auto", "rank_fraction": 0.5, "switch": POLICIES[policy]}, sizes=(5, 3, 4))
     found = []
-    for strategy in strategies:
+    for strategy in ("comm", "mem"):
         with on_rank(case, strategy, rank, world) as (_, optimizer, go):
             path = go(*range(case.steps))
             found.append((path, optimizer.diagnostics()["switches"], list(optimizer.switch.state_dict().values())))
-    return found
-
-
-@pytest.mark.parametrize(
-    "switch", [None, ProbeError(layers=2, threshold=0.6)], ids=["gradient norms", "errors of probes"]
-)
-def test_policies_decide_alike(pool: Pool, switch: Any) -> None:
-    """Probes are of each rank's examples alone, and what is remembered is their mean."""
-    case = Case(keywords={"mode": "auto", "rank_fraction": 0.5, "switch": switch}, sizes=(5, 3, 4))
-    results = [result for of_rank in pool.run(decided, ("comm", "mem"), case, world=3) for result in of_rank]
+    results = [result for of_rank in everywhere(found) for result in of_rank]
     assert_replicas([path for path, _, _ in results])
     assert all(switches == results[0][1] for _, switches, _ in results)
-    if switch is not None:
+    if policy == "errors of probes":
         assert [mode for _, mode in results[0][1]] == ["kid", "kis"]
-        assert len({told[0] for _, _, told in results}) == 1
+        assert len({remembered[0] for _, _, remembered in results}) == 1
 
 
-def energies(rank: int, world: int, sizes: tuple[int, ...]) -> tuple[dict[str, int], dict[str, int]]:
-    """Rows that every rank sends for some energy, by layer, and what the neediest rank asks for by itself."""
+@on_ranks(3)
+def test_energy_is_that_of_the_neediest_rank(rank: int, world: int) -> None:
+    sizes = (40, 10, 22)
     case = Case("mlp", {"mode": "kid", "rank_energy": 0.97}, sizes=sizes, batches=6)
     with on_rank(case, "comm", rank, world) as (_, optimizer, go):
         asked: dict[str, int] = {}
@@ -331,24 +308,15 @@ def energies(rank: int, world: int, sizes: tuple[int, ...]) -> tuple[dict[str, i
 
         selection.by_energy = listening
         go(0)
-        return optimizer.diagnostics()["rank"], asked
+        kept = optimizer.diagnostics()["rank"]
+    of_ranks = everywhere(asked)
+    assert any(len({of[name] for of in of_ranks}) > 1 for name in kept)
+    for name, rows in kept.items():
+        most = max(of[name] for of in of_ranks)
+        assert rows == sum(min(n, most) for n in sizes)
 
 
-def test_energy_is_that_of_the_neediest_rank(pool: Pool) -> None:
-    sizes = (40, 10, 22)
-    results = pool.run(energies, sizes, world=3)
-    assert any(len(set(of_layer)) > 1 for of_layer in zip(*(asked.values() for _, asked in results), strict=True))
-    for kept, _ in results:
-        for name, rows in kept.items():
-            most = max(asked[name] for _, asked in results)
-            assert rows == sum(min(n, most) for n in sizes)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Statistics and errors of one rank
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------ Statistics and errors of one rank
 def _measured_with_nan(measure: Callable[..., Measured], *args: Any) -> Measured:
     found = measure(*args)
     found.rest.rows.g[0] = torch.nan
@@ -430,11 +398,7 @@ def test_error_of_one_rank_is_that_of_all(pool: Pool) -> None:
         assert "rank 1: choosing rows failed: MemoryError: no room for rows" in failure.message
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints, and layers that change
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------- Checkpoints, and layers that change
 def saved(rank: int, world: int, strategy: str, case: Case, steps: range, start: Any = None) -> tuple[Any, Any, Tensor]:
     """Train from a checkpoint, save: the model, what all ranks hold on rank 0, and the trajectory."""
     with on_rank(case, strategy, rank, world) as (model, optimizer, go):
@@ -459,15 +423,15 @@ def test_checkpoint_goes_on_anywhere(pool: Pool, keywords: dict[str, Any]) -> No
         assert_same_path([path for _, _, path in results], expected, tolerance=1e-10)
 
 
-def frozen(rank: int, world: int, strategy: str) -> Tensor:
-    """Freeze and thaw a layer, so that blocks are planned anew while ranks hold different rows."""
-    with on_rank(Case(keywords={"mode": "kid", "rank_fraction": 0.5}), strategy, rank, world) as (model, _, go):
-        path = []
-        for step in range(6):
-            model[2].requires_grad_(step not in (2, 3))
-            path.append(go(step))
-        return torch.cat(path)
-
-
-def test_layers_may_be_frozen_for_a_while(pool: Pool) -> None:
-    assert_replicas([path for strategy in ("comm", "mem") for path in pool.run(frozen, strategy, world=2)])
+@on_ranks(2)
+def test_layers_may_be_frozen_for_a_while(rank: int, world: int) -> None:
+    """Blocks are planned anew while ranks hold different rows."""
+    paths = []
+    for strategy in ("comm", "mem"):
+        with on_rank(Case(keywords={"mode": "kid", "rank_fraction": 0.5}), strategy, rank, world) as (model, _, go):
+            path = []
+            for step in range(6):
+                model[2].requires_grad_(step not in (2, 3))
+                path.append(go(step))
+        paths.append(torch.cat(path))
+    assert_replicas([path for of_rank in everywhere(paths) for path in of_rank])

@@ -153,10 +153,7 @@ def worst_of(steps: list[dict[str, int]]) -> dict[str, int]:
     return max(steps, key=lambda step: sum(step.values()))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Worlds larger than a machine: the same code as one rank of a thousand, in a process group that sends nothing
-# ---------------------------------------------------------------------------------------------------------------------
-
+# --------- Worlds larger than a machine: the same code as one rank of a thousand, in a process group that sends nothing
 THOUSAND = 1024
 LARGE: dict[str, Callable[..., Any]] = {
     "comm": CommOpt,
@@ -208,10 +205,7 @@ def test_one_of_a_thousand(nothing_arrives: Callable[[int], None], method: str, 
     optimizer.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks of different roles
-# ---------------------------------------------------------------------------------------------------------------------
-
+# --------------------------------------------------------------------------------------------- Ranks of different roles
 ROLES: dict[str, dict[str, Any]] = {
     "default": {},
     "colocated": {"allow_colocated": True},

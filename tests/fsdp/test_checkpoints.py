@@ -131,11 +131,7 @@ def test_windows_go_everywhere_once_gathered(pool: Pool, tmp_path: Path, name: s
     _judge(pool.run(go_on, name, "nested", tmp_path, wrap=None, world=1), saved, name)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Without DCP
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------------------------------- Without DCP
 def broken_off(rank: int, world: int, name: str) -> tuple[Tensor, Tensor]:
     """The path after a break, and that of a copy which has read its own file."""
     case = CASES[name]

@@ -23,11 +23,7 @@ from tests.support.sharding import Case, Wrap, descend, flat, fully_sharded, sta
 POISONED = 4
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One rank alone
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------------------------- One rank alone
 def poison(model: nn.Module, rank: int, bad: int, now: bool) -> None:
     """One entry of the gradient of the last rows is not a number, on the rank that has them."""
     grad = dict(model.named_parameters())["mix.weight"].grad
@@ -93,11 +89,7 @@ def test_join_is_refused(pool: Pool) -> None:
             assert "fully_shard" in text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layers that are not used
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------------------- Layers that are not used
 class Optional(nn.Module):
     """A layer that takes part in some steps, and one that never does."""
 
@@ -187,11 +179,7 @@ def test_layers_that_are_not_used_wait(pool: Pool) -> None:
     assert_all_like_one_process(pool.run(sometimes, world=1)[0], pool.run(sometimes, world=2))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tensor-parallel modules
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------------------- Tensor-parallel modules
 class Parallel(nn.Module):
     """Two layers that ranks may share, and two that each of them has whole."""
 
@@ -373,11 +361,7 @@ def test_parameters_swapped_for_cut_ones_under_averages_are_refused(pool: Pool, 
         assert "average_gradients=True is for plain parameters" in text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# FSDP1
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------------------------------------- FSDP1
 def wrapped(module: nn.Module) -> nn.Module:
     """As the first FSDP leaves a module; its own constructor wants an accelerator."""
     found = FullyShardedDataParallel.__new__(FullyShardedDataParallel)

@@ -55,6 +55,30 @@ def shifted(model: nn.Module) -> nn.Module:
     return model
 
 
+def broken_off(rank: int, world: int, strategy: str, run: Run, at: int) -> tuple[Saved, Saved, Tensor]:
+    """State of the optimizer and of the model that a rank has saved, and the path ``[steps, P]`` that follows."""
+    model, optimizer = started(rank, strategy, run)
+    train(model, optimizer, rank, world, run, 0, at)
+    saved = through_a_file(snapshot(optimizer)), through_a_file(model.state_dict())
+    path = torch.stack(train(model, optimizer, rank, world, run, at, run.steps))
+    optimizer.close()
+    return *saved, path
+
+
+def resumed(
+    rank: int, world: int, strategy: str, run: Run, saved: list[tuple[Saved, Saved, Tensor]], at: int
+) -> Tensor:
+    """Load what the same rank saved, into a model that is somewhere else, without a message; the path that follows."""
+    model, optimizer = started(rank, strategy, run)
+    shifted(model).load_state_dict(saved[rank][1])
+    before = len(optimizer.comm.collectives.counter.records)
+    optimizer.load_state_dict(saved[rank][0])
+    assert len(optimizer.comm.collectives.counter.records) == before
+    path = torch.stack(train(model, optimizer, rank, world, run, at, run.steps))
+    optimizer.close()
+    return path
+
+
 def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
     """Type and text of what a call raises."""
     try:
