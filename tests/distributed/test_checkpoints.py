@@ -15,7 +15,7 @@ from torch import Tensor
 from secondorder import LowRank
 from tests.support.grid import each
 from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, alone, assert_replicas, build
-from tests.support.pool import Pool, everywhere, on_ranks
+from tests.support.pool import Pool, everywhere, on_every_rank
 from tests.support.saving import Saved, broken_off, raised, resumed, snapshot, started, through_a_file, train
 from tests.support.tasks import assert_identical
 
@@ -44,7 +44,7 @@ def saved_with_warnings(optimizer: Any) -> tuple[Saved, list[str]]:
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("mem", 2), ("hybrid_half", 4), ("comm_owner", 2)])
-@on_ranks()
+@on_every_rank()
 def test_a_rank_alone_saves_what_it_holds_and_says_so(rank: int, world: int, strategy: str) -> None:
     """Once, without a message."""
     run = Run(steps=2)
@@ -70,7 +70,7 @@ def test_a_rank_alone_saves_what_it_holds_and_says_so(rank: int, world: int, str
             assert [sum((i, key) in part for part in parts) for i in (0, 2, 4)] == [owners] * 3
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_under_comm_opt_every_rank_saves_everything(rank: int, world: int) -> None:
     for method in ("kfac_cholesky", "ekfac_running"):
         run = Run(method=method)
@@ -82,7 +82,7 @@ def test_under_comm_opt_every_rank_saves_everything(rank: int, world: int) -> No
         assert_identical(*everywhere(through_a_file(saved)))
 
 
-@on_ranks(2, timeout=20)
+@on_every_rank(2, timeout=20)
 def test_one_rank_may_save_and_load_alone_while_the_others_are_elsewhere(rank: int, world: int) -> None:
     model, optimizer = started(rank, "mem", Run())
     for step in range(3):
@@ -143,7 +143,7 @@ def test_what_a_checkpoint_leaves_out_is_not_missed(pool: Pool) -> None:
         assert ("partial" in second["own"]) == (kind == "factors")
 
 
-@on_ranks(3)
+@on_every_rank(3)
 def test_a_state_may_be_completed_on_every_rank(rank: int, world: int) -> None:
     for method in ("kfac_eigen", "ekfac_intra", "mfac"):
         found = consolidated(rank, world, "mem", None, Run(method=method))
@@ -152,7 +152,7 @@ def test_a_state_may_be_completed_on_every_rank(rank: int, world: int) -> None:
         assert_identical(found["complete"], everywhere(found["complete"])[0])
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_there_must_be_such_a_rank(rank: int, world: int) -> None:
     _, optimizer = started(rank, "mem", Run())
     for to in (2, -1, True, "0"):
@@ -168,7 +168,7 @@ def test_one_process_has_everything_already() -> None:
         optimizer.consolidate_state_dict(1)
 
 
-@on_ranks(2, timeout=40, group_timeout=30)
+@on_every_rank(2, timeout=40, group_timeout=30)
 def test_on_some_ranks_only_it_raises_with_the_remedy(rank: int, world: int) -> None:
     model, optimizer = started(rank, "mem", Run(), timeout=2.0)
     train(model, optimizer, rank, world, Run(), 0, 1)
@@ -250,7 +250,7 @@ def test_what_one_rank_saved_is_refused_elsewhere(pool: Pool, method: str) -> No
             assert answers[0][:2] == [("", ""), ("", "")]
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_loading_ones_own_state_changes_nothing(rank: int, world: int) -> None:
     """Wrappers of optimizers load their own state at construction."""
     for strategy in ("mem", "comm"):
@@ -266,7 +266,7 @@ def test_loading_ones_own_state_changes_nothing(rank: int, world: int) -> None:
         assert_identical(*paths)
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_loaded_factors_may_be_saved_and_copied_before_the_first_step(rank: int, world: int) -> None:
     """Go on from factors alone: at once, from what is saved before the first step, and in a copy."""
     run = Run(keywords={"factor_update_steps": 1, "refresh_warmup": False, "checkpoint_curvature": "factors"})
@@ -295,7 +295,7 @@ def ordered(saved: Saved, backwards: bool) -> Saved:
     return {**saved, "state": state}
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_the_order_of_keys_in_a_loaded_state_changes_nothing(rank: int, world: int) -> None:
     """With the same order of keys on all ranks, and with another one on the last rank."""
     for method in ("kfac_eigen", "ekfac_intra"):
@@ -317,7 +317,7 @@ def test_the_order_of_keys_in_a_loaded_state_changes_nothing(rank: int, world: i
 @pytest.mark.parametrize(
     ("strategy", "method"), [("comm", "kfac_eigen"), ("comm", "hylo_kid"), ("mem", "kfac_eigen"), ("mem", "mfac")]
 )
-@on_ranks(2)
+@on_every_rank(2)
 def test_a_run_resumes_beside_a_frozen_layer(rank: int, world: int, strategy: str, method: str) -> None:
     """Where the curvature of a frozen layer is on one rank, it begins anew on all when the layer is unfrozen."""
     run = Run(method=method)

@@ -32,7 +32,7 @@ from tests.support.oracles.ranks import (
     shard,
     together,
 )
-from tests.support.pool import Pool, device_of, on_ranks
+from tests.support.pool import Pool, device_of, on_every_rank
 from tests.support.rows import Branches
 
 STEPS = 8
@@ -71,7 +71,7 @@ def test_forms_of_ddp(pool: Pool, wrapping: dict[str, Any], method: str, strateg
 
 
 @each(method=["kfac_eigen", "hylo_sngd", "mfac"], strategy=BOTH)
-@on_ranks(2)
+@on_every_rank(2)
 def test_gradients_stay_views_of_their_bucket(rank: int, world: int, method: str, strategy: str) -> None:
     """A step leaves them the same objects with the same numbers."""
     run = Run("mlp", method)
@@ -269,7 +269,7 @@ def test_training_goes_on_after_statistics_with_a_nan(pool: Pool, method: str, s
 
 
 # ------------------------------------------------------------------------------------------------------- Which strategy
-@on_ranks(2)
+@on_every_rank(2)
 def test_default_strategy(rank: int, world: int) -> None:
     comm = build("kfac_eigen", TASKS["mlp"].model(device_of(rank))).comm
     assert (type(comm), comm.data_rank, comm.data_world) == (CommOpt, rank, 2)

@@ -20,7 +20,7 @@ import secondorder
 from secondorder.comm.dedicated.workers import DedicatedWorkers
 from tests.support.delayed import Batch, Delayed
 from tests.support.oracles.ranks import flat
-from tests.support.pool import Failure, Pool, everywhere, on_ranks
+from tests.support.pool import Failure, Pool, everywhere, on_every_rank
 
 T = 2
 OPTIONS = {"lr": 0.1, "damping": 0.05, "factor_update_steps": 1, "inv_update_steps": T, "kl_clip": 0.01}
@@ -187,7 +187,7 @@ def test_the_end_comes_at_any_step_of_any_role(pool: Pool, world: int) -> None:
     assert all(role in ("factor", "inverse") for role in last)
 
 
-@on_ranks(3)
+@on_every_rank(3)
 def test_a_factor_rank_can_see_that_training_has_ended(rank: int, world: int) -> None:
     with working({}) as (model, comm, optimizer):
         if comm.role == "inverse":
@@ -353,7 +353,7 @@ REFUSED: list[tuple[Callable[[nn.Module, int], Any], type[Exception], str]] = [
 ]
 
 
-@on_ranks(3, timeout=30)
+@on_every_rank(3, timeout=30)
 def test_what_cannot_work_is_refused_on_all_ranks(rank: int, world: int) -> None:
     for make, error, words in REFUSED:
         dist.barrier()  # what is refused sends nothing: nobody may leave while others still come
@@ -384,7 +384,7 @@ def test_an_error_on_one_rank_is_heard_on_all(pool: Pool) -> None:
         assert all(isinstance(f, Failure) and words in f.message for f in found), found
 
 
-@on_ranks(3)
+@on_every_rank(3)
 def test_each_role_refuses_the_work_of_another(rank: int, world: int) -> None:
     """And what no role does."""
     words = ("this is a gradient rank", "this is a factor rank", r"calls comm\.serve\(optimizer\)")
@@ -402,7 +402,7 @@ def test_each_role_refuses_the_work_of_another(rank: int, world: int) -> None:
 # ------------------------------------------------------------------------------------------------- what ranks hold
 
 
-@on_ranks(4)
+@on_every_rank(4)
 def test_ranks_keep_what_their_role_needs(rank: int, world: int) -> None:
     with working({**APART, **WAIT}) as (model, strategy, optimizer):
         memory = optimizer.memory_usage()
@@ -418,7 +418,7 @@ def test_ranks_keep_what_their_role_needs(rank: int, world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is partial:UserWarning")
-@on_ranks(3)
+@on_every_rank(3)
 def test_every_rank_goes_on_from_what_it_saved(rank: int, world: int) -> None:
     """With the curvature that was in use, without a warm-up."""
     losses, saved = [], None

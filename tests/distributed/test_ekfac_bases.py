@@ -39,7 +39,7 @@ from tests.support.oracles.ranks import (
     path_of,
     shard,
 )
-from tests.support.pool import Pool, device_of, everywhere, on_ranks
+from tests.support.pool import Pool, device_of, everywhere, on_every_rank
 from tests.support.saving import broken_off, started, through_a_file, train
 
 WIDTH, LAYERS = 6, 12
@@ -207,7 +207,7 @@ def test_examples_of_one_rank_are_left_out(pool: Pool) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- Bytes
 @pytest.mark.parametrize("transport", ["project", "recompute"])
-@on_ranks(3)
+@on_every_rank(3)
 def test_bases_are_sent_with_each_refresh_and_a_plan_knows_it(rank: int, world: int, transport: str) -> None:
     run, sent = Run("mixed", "ekfac_intra", {**RARE, "transport": transport}), []
     model, optimizer = started(rank, "mem", run)

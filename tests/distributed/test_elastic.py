@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from secondorder import LowRank
 from tests.support.grid import only
 from tests.support.oracles.ranks import METHODS, Run, distance
-from tests.support.pool import Pool, everywhere, on_ranks
+from tests.support.pool import Pool, everywhere, on_every_rank
 from tests.support.saving import raised, shifted, snapshot, started, through_a_file, train
 from tests.support.tasks import assert_identical
 
@@ -254,7 +254,7 @@ def test_windows_in_parts_go_everywhere_once_gathered(pool: Pool, tmp_path: Path
 
 
 @pytest.mark.parametrize("form", ["nested", "flat"])
-@on_ranks(2)
+@on_every_rank(2)
 def test_full_state_of_one_rank_needs_consolidation(rank: int, world: int, form: str) -> None:
     """torch takes the keys of rank 0 alone: what is lost with those of the others is noticed where it is missed."""
     run = Run()

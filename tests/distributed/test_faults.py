@@ -18,7 +18,7 @@ from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, MemOpt
 from secondorder.curvature import factorization
 from tests.support.grid import each
 from tests.support.oracles.ranks import TASKS, Run, build, flat
-from tests.support.pool import Pool, everywhere, on_ranks
+from tests.support.pool import Pool, everywhere, on_every_rank
 from tests.support.saving import raised, snapshot, started, train
 from tests.support.tasks import assert_identical
 
@@ -101,7 +101,7 @@ def test_ranks_that_start_again_after_a_kill_end_as_if_nothing_had_happened(
 
 # ------------------------------------------------------------------------------------------------- An error on one rank
 @each(method=["kfac_eigen", "ekfac_intra"], where=[("mem", 1), ("comm", 0), ("comm", 1)])
-@on_ranks(2)
+@on_every_rank(2)
 def test_an_error_of_a_refresh_is_raised_on_all_ranks(
     rank: int, world: int, method: str, where: tuple[str, int]
 ) -> None:
@@ -125,7 +125,7 @@ def test_an_error_of_a_refresh_is_raised_on_all_ranks(
 
 
 @pytest.mark.parametrize("strategy", ["mem", "comm"])
-@on_ranks(2)
+@on_every_rank(2)
 def test_too_many_failures_in_a_row_end_training_on_all_ranks(rank: int, world: int, strategy: str) -> None:
     """One owner's results are never good."""
     run = Run(keywords={**EAGER, "max_failures": 3})
@@ -187,7 +187,7 @@ UNLIKE: dict[str, tuple[Build, Build, str]] = {
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@on_ranks(timeout=60, group_timeout=LONG)
+@on_every_rank(timeout=60, group_timeout=LONG)
 def test_ranks_that_are_not_alike_are_refused_everywhere(rank: int, world: int) -> None:
     """At once: no message is missed, for which ranks would wait as long as the group allows."""
     for what, (*builds, word) in UNLIKE.items():
@@ -198,7 +198,7 @@ def test_ranks_that_are_not_alike_are_refused_everywhere(rank: int, world: int) 
             assert any(word in of_rank for of_rank in everywhere(text)), what
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_ranks_that_start_apart_are_told_at_the_first_step(rank: int, world: int) -> None:
     """Of gradients that nobody averages, of other seeds, and of a checkpoint that one rank has."""
     bare = TASKS["mlp"].model()
@@ -219,7 +219,7 @@ def test_ranks_that_start_apart_are_told_at_the_first_step(rank: int, world: int
         train(model, twin, rank, world, Run(), 5, 6)
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_an_optimizer_on_one_rank_only_is_refused(rank: int, world: int) -> None:
     """Rank 1 has other things to do, and stays alive until the first one has given up."""
     if rank == 0:
@@ -231,7 +231,7 @@ def test_an_optimizer_on_one_rank_only_is_refused(rank: int, world: int) -> None
 
 
 @pytest.mark.slow
-@on_ranks(2, timeout=120, group_timeout=100)
+@on_every_rank(2, timeout=120, group_timeout=100)
 def test_a_rank_that_stays_away_from_a_step_is_an_error_after_the_timeout(rank: int, world: int) -> None:
     """The timeout of the strategy, not the one of the process group; long enough for a busy machine to make groups."""
     run = Run(keywords=EAGER)

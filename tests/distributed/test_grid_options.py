@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from secondorder import KFAC, MFAC, ChiefOnly, CommOpt, HybridOpt, LocalFactors, MemOpt
 from tests.support.oracles.ranks import TASKS, Run, build
-from tests.support.pool import everywhere, on_ranks
+from tests.support.pool import everywhere, on_every_rank
 from tests.support.saving import raised, started, train
 from tests.support.tasks import assert_identical
 
@@ -48,7 +48,7 @@ def _train(
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), optimizer
 
 
-@on_ranks(4)
+@on_every_rank(4)
 def test_a_mesh_is_the_grid(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     plain, _ = _train(rank, world, HybridOpt(0.5))
@@ -64,7 +64,7 @@ def test_a_mesh_is_the_grid(rank: int, world: int) -> None:
     assert everywhere(params) == [plain] * world
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_ranks_that_drift_apart_are_told_on_every_rank(rank: int, world: int) -> None:
     """Parameters, by verification, which names the step; and schedules, as those that follow a rank's own loss."""
 
@@ -92,7 +92,7 @@ ROUNDED = {"mem": (3, MemOpt), "comm": (2, CommOpt), "hybrid": (4, lambda **kw: 
 
 
 @pytest.mark.parametrize(("world", "kind"), [(world, kind) for kind, (world, _) in ROUNDED.items()])
-@on_ranks()
+@on_every_rank()
 def test_bfloat16_on_the_wire_halves_directions_and_keeps_replicas_equal(rank: int, world: int, kind: str) -> None:
     make = ROUNDED[kind][1]
     exact, plain = _train(rank, world, make())
@@ -104,7 +104,7 @@ def test_bfloat16_on_the_wire_halves_directions_and_keeps_replicas_equal(rank: i
     torch.testing.assert_close(torch.tensor(params), torch.tensor(exact), rtol=0.05, atol=5e-3)
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_curvature_kept_in_bfloat16_is_sent_so_and_is_the_same_under_every_strategy(rank: int, world: int) -> None:
     low = {"factor_dtype": torch.bfloat16, "inv_dtype": torch.bfloat16}
     paths, nbytes = {}, {}
@@ -144,7 +144,7 @@ def test_bad_arguments_are_refused_by_name() -> None:
             make()
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_what_the_number_of_ranks_does_not_allow_is_told_with_what_it_does(rank: int, world: int) -> None:
     (_, fraction), (_, root) = (raised(KFAC, _net(), comm=comm) for comm in (HybridOpt(0.3), ChiefOnly(root=7)))
     assert "0.5, 1" in fraction
@@ -168,7 +168,7 @@ def test_a_strategy_serves_one_optimizer() -> None:
             assert _hooks(model) == hooks
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_a_strategy_goes_on_serving_its_optimizer_and_another_one_after_it(rank: int, world: int) -> None:
     model, optimizer = started(rank, "mem", RUN)
     expected = train(model, optimizer, rank, world, RUN, 0, 7)
@@ -186,7 +186,7 @@ def test_a_strategy_goes_on_serving_its_optimizer_and_another_one_after_it(rank:
     assert_identical(again, expected)
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_copies_train_on_with_groups_of_their_own_and_are_verified_too(rank: int, world: int) -> None:
     model, optimizer = started(rank, "mem", RUN, verify_every=1)
     train(model, optimizer, rank, world, RUN, 0, 3)
@@ -196,7 +196,7 @@ def test_copies_train_on_with_groups_of_their_own_and_are_verified_too(rank: int
     assert_identical(path, train(model, optimizer, rank, world, RUN, 3, 7))
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_closing_outlives_the_default_group(rank: int, world: int, tmp_path: Path) -> None:
     left_over = [started(rank, "mem", RUN) for _ in range(2)]
     for model, optimizer in left_over:
@@ -210,7 +210,7 @@ def test_closing_outlives_the_default_group(rank: int, world: int, tmp_path: Pat
     assert _hooks(model, other) == 0
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_a_loss_scaler_is_refused_where_gradients_are_averaged_after_it(rank: int, world: int) -> None:
     def make(scaler: Any, **keywords: Any) -> KFAC:
         return KFAC(_net(), comm=MemOpt(**keywords), grad_scaler=scaler)
@@ -224,7 +224,7 @@ def test_a_loss_scaler_is_refused_where_gradients_are_averaged_after_it(rank: in
     make(scaler)
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_the_mean_of_large_float16_gradients_is_finite(rank: int, world: int) -> None:
     layer = nn.Linear(4, 4).half()
     optimizer = MFAC(layer.parameters(), lr=0.1, comm=MemOpt(average_gradients=True))

@@ -30,7 +30,7 @@ from tests.support.oracles.ranks import (
     optimizer_on,
     shard,
 )
-from tests.support.pool import Failure, Pool, device_of, everywhere, on_ranks
+from tests.support.pool import Failure, Pool, device_of, everywhere, on_every_rank
 from tests.support.rows import SETTINGS, Case, chosen_path, in_one_process, on_rank, on_ranks
 
 # ---------------------------------------------------------------------------------------------------------------- Paths
@@ -85,7 +85,7 @@ def test_sngd_is_that_of_the_joined_batch(pool: Pool, same: Same) -> None:
 
 
 def test_factors_replace_rows_of_some_layers() -> None:
-    for task, everywhere in (("cnn", None), ("groups", False)):
+    for task, all_layers in (("cnn", None), ("groups", False)):
         case = Case(task, {**FACTORED, "approx": "expand"}, SIZES)
         model = case.model()
         optimizer = case.build(model)
@@ -93,7 +93,7 @@ def test_factors_replace_rows_of_some_layers() -> None:
         optimizer.step()
         factored = [b.is_factored for b in optimizer.blocks.values()]
         assert any(factored)
-        assert everywhere is None or all(factored) == everywhere
+        assert all_layers is None or all(factored) == all_layers
 
 
 def test_every_row_is_sngd(pool: Pool) -> None:
@@ -256,7 +256,7 @@ def allocated(rank: int, world: int, strategy: str, case: Case) -> Tensor:
         return path
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_rows_of_other_ranks_are_told_to_be_there(rank: int, world: int) -> None:
     with on_rank(Case(), "mem", rank, world) as (_, optimizer, go):
         go(0)
@@ -275,7 +275,7 @@ POLICIES = {"gradient norms": None, "errors of probes": ProbeError(layers=2, thr
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@on_ranks(3)
+@on_every_rank(3)
 def test_policies_decide_alike(rank: int, world: int, policy: str) -> None:
     """Probes are of each rank's examples alone, and what is remembered is their mean."""
     case = Case(keywords={"mode": "auto", "rank_fraction": 0.5, "switch": POLICIES[policy]}, sizes=(5, 3, 4))
@@ -292,7 +292,7 @@ def test_policies_decide_alike(rank: int, world: int, policy: str) -> None:
         assert len({remembered[0] for _, _, remembered in results}) == 1
 
 
-@on_ranks(3)
+@on_every_rank(3)
 def test_energy_is_that_of_the_neediest_rank(rank: int, world: int) -> None:
     sizes = (40, 10, 22)
     case = Case("mlp", {"mode": "kid", "rank_energy": 0.97}, sizes=sizes, batches=6)
@@ -423,7 +423,7 @@ def test_checkpoint_goes_on_anywhere(pool: Pool, keywords: dict[str, Any]) -> No
         assert_same_path([path for _, _, path in results], expected, tolerance=1e-10)
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_layers_may_be_frozen_for_a_while(rank: int, world: int) -> None:
     """Blocks are planned anew while ranks hold different rows."""
     paths = []

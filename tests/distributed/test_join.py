@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from secondorder import KFAC
 from tests.support.grid import each, product
 from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, build, descend, distance, flat, shard
-from tests.support.pool import Pool, device_of, everywhere, on_ranks
+from tests.support.pool import Pool, device_of, everywhere, on_every_rank
 from tests.support.tasks import assert_identical
 
 LONG, SHORT = 5, 3
@@ -126,7 +126,7 @@ def test_without_ddp(pool: Pool) -> None:
     assert distance(answers[0]["path"], with_ddp[0]["path"]) < 1e-9
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_even_inputs_cost_one_word_a_step_and_one_at_the_end(rank: int, world: int) -> None:
     run, records, ends = Run(keywords=EAGER), {}, {}
     for mode in ("none", "off", "on"):
@@ -139,7 +139,7 @@ def test_even_inputs_cost_one_word_a_step_and_one_at_the_end(rank: int, world: i
     assert torch.equal(ends["none"], ends["on"])
 
 
-@on_ranks(2, timeout=30)
+@on_every_rank(2, timeout=30)
 def test_early_termination_raises_everywhere(rank: int, world: int) -> None:
     run = Run(keywords=EAGER)
     model, optimizer, joinables = joined(rank, world, "mem", run)
@@ -147,7 +147,7 @@ def test_early_termination_raises_everywhere(rank: int, world: int) -> None:
         descended(model, optimizer, rank, world, run, range(SHORT if rank == 0 else LONG))
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_what_a_rank_without_data_cannot_do_is_refused(rank: int, world: int) -> None:
     model = TASKS["mlp"].model(device_of(rank))
     scaled = build("kfac_eigen", model, STRATEGIES["comm"](), grad_scaler=torch.amp.GradScaler("cpu"))
@@ -166,7 +166,7 @@ def test_copies_are_joinable_and_outside_of_any_join() -> None:
     assert_identical(twin.state_dict(), optimizer.state_dict())
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_ranks_without_data_follow_an_interval_that_changes(rank: int, world: int) -> None:
     """It changes where data go on; the other rank has to measure in the same steps."""
     run = Run(keywords={"factor_update_steps": 4, "inv_update_steps": 8, "refresh_warmup": False})

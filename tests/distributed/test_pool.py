@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.pool import Failure, Pool, RankError, device_of, everywhere, on_ranks
+from tests.support.pool import Failure, Pool, RankError, device_of, everywhere, on_every_rank
 
 
 def sum_of_ranks(rank: int, world: int, start: float) -> tuple[int, float, torch.Tensor]:
@@ -29,19 +29,19 @@ def misbehave(rank: int, world: int, how: str) -> int:
     return rank
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def test_ranks_have_the_threads_that_the_environment_names(rank: int, world: int) -> None:
     assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
 
 
 @pytest.mark.parametrize(("world", "factor"), [(1, 2), (3, 1)])
-@on_ranks()
+@on_every_rank()
 def test_a_function_of_a_rank_is_a_test(rank: int, world: int, factor: int) -> None:
     assert everywhere(factor * rank) == [factor * r for r in range(world)]
     assert dist.get_world_size() == world
 
 
-@on_ranks(2)
+@on_every_rank(2)
 def judging(rank: int, world: int) -> None:
     assert rank == 0, "rank 1 has judged"
 

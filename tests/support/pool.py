@@ -17,7 +17,7 @@ for: nothing has to be grouped on one of them.
 
 A test whose ranks can judge by themselves what they see is one function::
 
-    @on_ranks(3)
+    @on_every_rank(3)
     def test_sum(rank: int, world: int) -> None:
         assert sum_of_ranks(rank, world, 1.0) == 6.0
 """
@@ -233,7 +233,7 @@ class Pool:
         return pickle.loads(answer[1:])
 
 
-def on_ranks(world: int | None = None, **limits: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_every_rank(world: int | None = None, **limits: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function of a rank a test, which asserts on every rank of a process group.
 
     Args:
