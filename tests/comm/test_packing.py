@@ -27,9 +27,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_triangle_comes_back_bit_for_bit(dtype: torch.dtype, device: str) -> None:
-    for n, batch in product([0, 1, 2, 3, 4, 5, 8, 33], [(), (3,), (2, 3)]):
+def test_triangle_comes_back_bit_for_bit(device: str) -> None:
+    dtypes = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
+    for (dtype, integers), n, batch in product(dtypes.items(), [0, 1, 2, 3, 4, 5, 8, 33], [(), (3,), (2, 3)]):
         matrix = torch.randn(*batch, n, n, dtype=dtype, device=device)
         matrix = matrix.tril() + matrix.tril(-1).mT
         if n > 1:
@@ -39,16 +39,7 @@ def test_triangle_comes_back_bit_for_bit(dtype: torch.dtype, device: str) -> Non
         pack(matrix, packed)
         result = torch.full_like(matrix, float("nan"))
         unpack(packed, result)
-        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[matrix.itemsize]
-        assert torch.equal(result.view(integers), matrix.contiguous().view(integers)), (n, batch)
-
-
-def test_every_element_of_the_triangle_travels_once() -> None:
-    for n in range(1, 9):
-        numbers = torch.arange(n * n, dtype=torch.float32).view(n, n)
-        packed = torch.full((packed_numel((n, n), True),), -1.0)
-        pack(numbers, packed)
-        assert sorted(packed.tolist()) == sorted(numbers[i, j].item() for i in range(n) for j in range(i + 1))
+        assert torch.equal(result.view(integers), matrix.contiguous().view(integers)), (dtype, n, batch)
 
 
 def test_lower_triangle_counts_and_dtypes_convert() -> None:

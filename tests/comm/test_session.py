@@ -43,15 +43,14 @@ def test_ranks_meet_again_when_units_were_placed() -> None:
     session.place(["a unit"])
     session.connect({"own": ["x"]})
     assert session.is_connected
-    assert comm.met == [
-        {
-            "the method": ["Newton"],
-            "parameters": ["group 0 parameter 0 (2,) torch.float32"],
-            "options of the groups": ["lr=0.5"],
-            "steps taken": ["3"],
-            "own": ["x"],
-        }
-    ]
+    (facts,) = comm.met
+    assert facts == {
+        "the method": ["Newton"],
+        "parameters": ["group 0 parameter 0 (2,) torch.float32"],
+        "options of the groups": ["lr=0.5"],
+        "steps taken": ["3"],
+        "own": ["x"],
+    }
     session.place(["another unit"])
     assert not session.is_connected
     assert comm.placed == [["a unit"], ["another unit"]]
