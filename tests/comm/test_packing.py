@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 
 from secondorder.comm.buffers import (
     Buffers,
-    Item,
     buckets,
-    by_dtype,
-    drain,
-    fill,
     pack,
     packed_numel,
     reduce_kind,
@@ -49,27 +45,6 @@ def test_lower_triangle_counts_and_dtypes_convert() -> None:
     result = torch.empty(3, 3, dtype=torch.float64).t()
     unpack(packed, result)
     assert result.tolist() == [[1.0, 2.0, 4.0], [2.0, 3.0, 5.0], [4.0, 5.0, 6.0]]
-
-
-def test_lists_come_back() -> None:
-    tensors = [torch.randn(3, 4), torch.eye(5), torch.randn(()), torch.empty(0), torch.randn(4, 2).t()]
-    flags = [False, True, False, False, False]
-    buffer = torch.full((60,), 7.0)
-    fill(buffer, [Item(t, flag) for t, flag in zip(tensors, flags, strict=True)])
-    assert buffer[12 + 15 + 1 + 8 :].tolist() == [7.0] * (60 - 36)
-    copies = [torch.zeros_like(t) for t in tensors]
-    drain(buffer, [Item(t, flag) for t, flag in zip(copies, flags, strict=True)])
-    assert all(torch.equal(copy, t) for copy, t in zip(copies, tensors, strict=True))
-    fill(buffer, [])
-    drain(buffer, [])
-
-
-def test_dtypes_apart_in_the_order_in_which_they_come() -> None:
-    items = [Item(torch.empty(1, dtype=dtype)) for dtype in (torch.float64, torch.float32, torch.float64)]
-    assert [[item.tensor.dtype for item in part] for part in by_dtype(items)] == [
-        [torch.float64, torch.float64],
-        [torch.float32],
-    ]
 
 
 # ---------------------------------------------------------------------- messages

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from secondorder import EKFAC, KFAC, MFAC, HyLo
 from secondorder.diagnostics import Analysis, read_events, rowtaps
 from tests.support.grid import each
+from tests.support.oracles import hylo as oracle
 from tests.support.tasks import (
     CNN,
     MLP,
@@ -93,74 +94,40 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]], re
 
 
 # -------------------------------------------------------------------------------------------------------- Dense oracles
-def layer_gradient(layer: nn.Module, gradients: dict[nn.Parameter, Tensor]) -> Vector:
-    """``vec([W | b])`` of a layer's gradient; of a grouped convolution one row per group."""
-    weight = gradients[layer.weight]
-    groups = getattr(layer, "groups", 1)
-    parts = [weight.reshape(groups, weight.shape[0] // groups, -1)]
-    if layer.bias is not None:
-        parts.append(gradients[layer.bias].reshape(groups, -1, 1))
-    return torch.cat(parts, -1).flatten(1).numpy()
-
-
-def gradients_of(model: nn.Module, loss: Tensor) -> dict[nn.Parameter, Tensor]:
-    trained = list(model.parameters())
-    return dict(zip(trained, torch.autograd.grad(loss, trained), strict=True))
-
-
 class Dense:
     """A layer's curvature ``F = Σ u uᵀ`` from the gradients of single examples, and updates from it.
 
     Attributes:
-        u: Rows ``[n, p]``, those of the mean loss's Fisher.
-        v: Gradient of the mean loss ``[p]``.
+        groups: Rows ``[Γ, n, p]``, those of the mean loss's Fisher.
+        u: Those of the first group.
     """
 
     def __init__(self, model: nn.Module, name: str, inputs: Tensor, targets: Tensor) -> None:
-        layer, n = model.get_submodule(name), len(inputs)
-        single = [
-            layer_gradient(layer, gradients_of(model, F.cross_entropy(model(inputs[i : i + 1]), targets[i : i + 1])))
-            for i in range(n)
-        ]
-        self.groups = np.stack(single, 1) / n**0.5  # [Γ, n, p]
-        self.u = self.groups[0]
-        self.v: Vector = np.mean(single, 0)[0]
+        self._rows = oracle.layer_rows(model, name, inputs, targets, F.cross_entropy)
+        self.groups: Vector = self._rows.numpy() / len(inputs) ** 0.5
+        self.u, self._v = self.groups[0], self._rows[0].mean(0)
 
     def exact(self, damping: float) -> Vector:
-        fisher = self.u.T @ self.u
-        return np.linalg.solve(fisher + damping * np.eye(len(fisher)), self.v)
+        return oracle.sngd(self._rows[:1], self._v, damping)[0].numpy()
 
     def interpolated(self, damping: float, r: int) -> tuple[Vector, float]:
-        """KID and the share of the trace, by definition: ``K ≈ Pᵀ K̂ P + diag(E)`` inside of Woodbury's identity."""
-        kernel = self.u @ self.u.T
-        pivots: list[int] = []
-        rest = kernel
-        for _ in range(r):
-            pivots.append(int(np.argmax(np.diag(rest))))
-            chosen = kernel[np.ix_(pivots, pivots)]
-            p = np.linalg.solve(chosen, kernel[pivots])
-            rest = kernel - p.T @ chosen @ p
-        kept = self.u[pivots]
-        inner = damping * np.eye(len(kernel)) + np.diag(np.diag(rest)) + p.T @ chosen @ p
-        z = p @ np.linalg.solve(inner, p.T @ (kept @ self.v))
-        return (self.v - kept.T @ z) / damping, float(1 - np.trace(rest) / np.trace(kernel))
+        """KID and the share of the trace."""
+        kernel = self._rows[0] @ self._rows[0].T
+        pivots = oracle.greedy(kernel, r)
+        rest = oracle.interpolation(kernel, pivots)[1]
+        update = oracle.kid_operator(self._rows[0], pivots, damping) @ self._v
+        return update.numpy(), float(1 - rest.trace() / kernel.trace())
 
     def sampled(self, damping: float, r: int, weights: Vector) -> Iterator[tuple[Vector, float]]:
         """KIS and its effective sample size, for every choice of r examples that could be drawn."""
         for chosen in combinations(range(len(self.u)), r):
             omega = weights[list(chosen)]
             kept = omega[:, None] * self.u[list(chosen)]
-            update = np.linalg.solve(kept.T @ kept + damping * np.eye(len(self.v)), self.v)
+            update = np.linalg.solve(kept.T @ kept + damping * np.eye(len(self._v)), self._v.numpy())
             yield update, float((omega**2).sum() ** 2 / (omega**4).sum())
 
     def systematic_weights(self, r: int) -> Vector:
-        """``1/√π`` with ``π = min(1, c q)`` and the sum r, by giving away what is above 1 until nothing is."""
-        q = (self.u**2).sum(1)
-        pi = r * q / q.sum()
-        while pi.max() > 1 + 1e-12:
-            full = pi >= 1 - 1e-12
-            pi = np.where(full, 1.0, (r - full.sum()) * q / q[~full].sum())
-        return 1 / np.sqrt(pi)
+        return 1 / np.sqrt(oracle.inclusion((self._rows[0] ** 2).sum(1), r).numpy())
 
 
 def errors(update: Vector, exact: Vector) -> tuple[float, float]:

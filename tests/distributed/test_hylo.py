@@ -19,7 +19,6 @@ from secondorder.capture.statistics.measurement import Measured
 from secondorder.switching import ProbeError
 from tests.support.grid import only
 from tests.support.oracles.ranks import (
-    EXAMPLES,
     TASKS,
     Run,
     assert_replicas,
@@ -169,7 +168,7 @@ def test_ranks_draw_apart_and_steps_too(pool: Pool) -> None:
 
 # --------------------------------------------------------------------------------------- What is sent, and what is kept
 def refreshed(rank: int, world: int, strategies: Sequence[str], keywords: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the second refresh sends by stage, and what is kept, for each strategy."""
+    """What the second refresh sends by stage, and the number of rows of each layer, for each strategy."""
     found = []
     for strategy in strategies:
         model = DDP(TASKS["mlp"].model(device_of(rank)))
@@ -178,13 +177,8 @@ def refreshed(rank: int, world: int, strategies: Sequence[str], keywords: Mappin
             for step in range(2):
                 optimizer.comm.collectives.counter.clear()
                 descend(model, optimizer, shard(run.batch(step), rank, world), run)
-            usage = optimizer.memory_usage()
-            found.append({
-                "sent": optimizer.comm.collectives.counter.bytes_by_stage(),
-                "kept": usage["rows"] + usage["kernel"],
-                "owned": [b.name for b in optimizer.blocks.values() if optimizer.comm.refreshes(b.index)],
-                "ranks": optimizer.diagnostics()["rank"],
-            })  # fmt: skip
+            sent = optimizer.comm.collectives.counter.bytes_by_stage()
+            found.append({"sent": sent, "ranks": optimizer.diagnostics()["rank"]})
     return found
 
 
@@ -192,41 +186,26 @@ SIDES = {"0": (6, 6), "2": (7, 5), "4": (6, 4)}
 """Of a and g, of the layers of the task."""
 
 
-def test_bytes_of_a_refresh(pool: Pool) -> None:
+@on_every_rank(2)
+def test_bytes_of_a_refresh(rank: int, world: int) -> None:
     """Rows of all ranks where every rank gets them, else of one; of the kernel a triangle, and nothing of λ."""
     for mode, r in [("sngd", 6), ("kid", 3), ("kis", 3)]:
         keywords = {"mode": mode, **({} if mode == "sngd" else {"rank_fraction": 0.5})}
-        of_ranks = pool.run(refreshed, ("comm", "mem", "comm_owner"), keywords, world=2)
+        comm, mem, owner = (found["sent"] for found in refreshed(rank, world, ("comm", "mem", "comm_owner"), keywords))
         rows = sum(r * (n_a + n_g) for n_a, n_g in SIDES.values()) + len(SIDES) * (r * r if mode == "kid" else 0)
         kept = sum(2 * r * (n_a + n_g) for n_a, n_g in SIDES.values())
         kernels = len(SIDES) * r * (2 * r + 1)
         directions = sum(n_a * n_g for n_a, n_g in SIDES.values())
-        for comm, mem, owner in of_ranks:
-            assert comm["sent"].pop("words") == mem["sent"].pop("words") == owner["sent"].pop("words")
-            assert comm["sent"] == {"rows": 8 * 2 * rows, "curvature": 8 * kernels}
-            assert mem["sent"] == {"rows": 8 * rows, "directions": 8 * directions}
-            assert owner["sent"] == {"rows": 8 * rows, "curvature": 8 * (kernels + kept)}
+        assert comm.pop("words") == mem.pop("words") == owner.pop("words")
+        assert comm == {"rows": 8 * 2 * rows, "curvature": 8 * kernels}
+        assert mem == {"rows": 8 * rows, "directions": 8 * directions}
+        assert owner == {"rows": 8 * rows, "curvature": 8 * (kernels + kept)}
 
 
-@only("4", world=[2, 4])
-def test_kept_bytes_fall_as_the_number_of_ranks(pool: Pool, world: int) -> None:
-    strategies = ("comm", "comm_owner", "mem", "hybrid_half", "chief")
-    of_ranks = pool.run(refreshed, strategies, {"mode": "kid", "rank_fraction": 0.5}, world=world)
-    kept = dict(zip(strategies, ([found["kept"] for found in of] for of in zip(*of_ranks, strict=True)), strict=True))
-    r = world * -(-EXAMPLES // world // 2)
-    whole = sum(8 * (r * (n_a + n_g) + r * r + 1) for n_a, n_g in SIDES.values())
-    assert kept["comm"] == kept["comm_owner"] == [whole] * world
-    assert sum(kept["mem"]) == whole
-    assert sum(kept["hybrid_half"]) == world // 2 * whole
-    assert kept["chief"] == [whole] + [0] * (world - 1)
-    for of_rank in of_ranks:
-        assert of_rank[2]["ranks"] == dict.fromkeys(of_rank[2]["owned"], r)
-
-
-def test_bound_on_rows_is_one_on_those_of_all_ranks(pool: Pool) -> None:
-    keywords = {"mode": "kid", "rank_fraction": 1.0, "max_rank": 9}
-    for of_rank in pool.run(refreshed, ("comm",), keywords, world=4):
-        assert set(of_rank[0]["ranks"].values()) == {8}
+@on_every_rank(4)
+def test_bound_on_rows_is_one_on_those_of_all_ranks(rank: int, world: int) -> None:
+    (found,) = refreshed(rank, world, ("comm",), {"mode": "kid", "rank_fraction": 1.0, "max_rank": 9})
+    assert set(found["ranks"].values()) == {8}
 
 
 @pytest.mark.parametrize("strategy", ["comm", "mem"])

@@ -1,16 +1,15 @@
-"""Windows of gradients cut over the ranks of a row, or owned one by one: paths, messages and bytes."""
+"""Windows of gradients cut over the ranks of a row, or owned one by one: paths and messages."""
 
 from __future__ import annotations
 
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secondorder import GGT, MFAC, HybridOpt, LowRank, MemOpt, SparseMFAC, TopK
-from tests.support.grid import each, only
+from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK
+from tests.support.grid import only
 from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, descend, distance, flat, shard
 from tests.support.pool import Pool, device_of
 
@@ -117,36 +116,3 @@ def assert_few_messages(case: tuple[str, str], width: int, sent: list[Any], part
         entries = width * max(map(sum, zip(*parts, strict=True)))  # padded to the largest part
         assert directions == ("directions", "all_gather", width, entries, torch.float64, 8 * entries)
         assert sum(map(sum, parts)) == d
-
-
-# ---------------------------------------------------------------------------------------------------------------- Bytes
-#: A ResNet-20 of half the width.
-NARROW = [
-    (8, 3, 3, 3), *[(8, 8, 3, 3)] * 6, (16, 8, 3, 3), *[(16, 16, 3, 3)] * 5, (32, 16, 3, 3), *[(32, 32, 3, 3)] * 5
-]  # fmt: skip
-
-
-def bytes_held(rank: int, world: int, strategy: str, compression: Any) -> dict[str, int]:
-    comm = MemOpt() if strategy == "mem" else HybridOpt(0.5)
-    params = [nn.Parameter(torch.zeros(shape)) for shape in NARROW]
-    optimizer = MFAC(params, window_size=16, comm=comm, compression=compression)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    return optimizer.memory_usage()
-
-
-@each(layout={name: GRID[name] for name in ("mem-4", "hybrid_half-4")}, block={"dense": 0, "blocks": 512})
-def test_window_bytes_fall_with_the_width_of_a_row(pool: Pool, layout: tuple[str, int, int], block: int) -> None:
-    strategy, world, width = layout
-    compression = TopK(density=0.0625, block_size=block) if block else None
-    d = sum(map(prod, NARROW))
-    whole = MFAC([nn.Parameter(torch.zeros(shape)) for shape in NARROW], window_size=16, compression=compression)
-    expected = whole.memory_usage()
-    held = pool.run(bytes_held, strategy, compression, world=world)
-    for kind in ("window", "error"):
-        assert sum(usage[kind] for usage in held) == expected[kind] * world // width
-        assert all(usage[kind] <= 1.15 / width * expected[kind] for usage in held)
-    if not block:
-        assert all(abs(usage["window"] - 16 * 4 * d / width) <= 16 * 4 * 16 for usage in held)
-    assert {usage["gram"] for usage in held} == {8 * 16 * 17 // 2}

@@ -186,10 +186,12 @@ def on_one_rank(rank: int, world: int, name: str, by_torch: bool) -> tuple[Any, 
     case = CASES[name]
     model, optimizer = _trained(rank, world, case)
     optimizer.consolidate_state_dict(pieces=not by_torch)
-    state = _state(model, optimizer, "nested", full_state_dict=True, cpu_offload=True)
-    if not by_torch:
-        state["optim"] = snapshot(optimizer)
-    saved = through_a_file([state["model"], state["optim"]]) if rank == 0 else None
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*partial")
+        gathered = get_optimizer_state_dict(model, optimizer, options=options) if by_torch else optimizer.state_dict()
+    saved = through_a_file([weights, gathered]) if rank == 0 else None
     return saved, _rest(model, optimizer, case, rank, world)
 
 
