@@ -116,17 +116,21 @@ def test_the_negative_gradient_is_half_a_turn(dtype: torch.dtype) -> None:
     assert report["qp_norm_ratio_u_g"] == 1.0
 
 
-def test_the_unsigned_ratio_adds_nothing_to_a_gradient_near_zero() -> None:
-    g, u = torch.tensor([1e-30, -1e-12, 1e-3]), torch.tensor([2e-30, 3e-12, -4e-3])
-    assert_is(quantify_preconditioning(g, u), oracle(g, u))
-    assert float(quantify_preconditioning(g, u, signed=True)["qp_min"]) == pytest.approx(-4.0)
-
-
-def test_the_cosine_is_summed_in_float64() -> None:
-    """In float32 the squares of these would be zero, and long sums of equal numbers would stall."""
-    g = torch.full((3000,), 1e-30)
-    g[0] = 1e-25
-    assert_is(quantify_preconditioning(g, torch.ones(3000)), oracle(g, torch.ones(3000)))
+def test_small_and_mixed_numbers_and_any_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = torch.full((3000,), 1e-30)  # whose squares are zero in float32, where long sums of them would stall
+    tiny[0] = 1e-25
+    near_zero, steep = torch.tensor([1e-30, -1e-12, 1e-3]), torch.tensor([2e-30, 3e-12, -4e-3])
+    assert float(quantify_preconditioning(near_zero, steep, signed=True)["qp_min"]) == pytest.approx(-4.0)
+    for g, u, tiles in (
+        (near_zero, steep, ()),
+        (tiny, torch.ones(3000), ()),
+        (torch.randn(50).bfloat16(), torch.randn(50, dtype=torch.float64), ()),
+        (with_zeros(211), torch.randn(211), (1, 3, 64, 1000)),
+    ):
+        assert_is(quantify_preconditioning(g, u), oracle(g, u))
+        for tile in tiles:
+            monkeypatch.setattr(preconditioning, "_TILE", tile)
+            assert_is(quantify_preconditioning(g, u), oracle(g, u))
 
 
 def test_a_result_is_a_tensor_on_the_device_and_a_count_an_int() -> None:
@@ -236,18 +240,6 @@ def test_sparse_gradients_of_an_embedding() -> None:
     assert float(report["qp_zero_grad_frac"]) == pytest.approx(0.8)
     assert float(report["qp_max"]) == 1.0
     assert float(report["qp_min"]) == 0.5  # the row that was looked up twice
-
-
-def test_a_gradient_may_have_another_dtype_than_the_direction() -> None:
-    g, u = torch.randn(50).bfloat16(), torch.randn(50, dtype=torch.float64)
-    assert_is(quantify_preconditioning(g, u), oracle(g, u))
-
-
-def test_tiles_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    g, u = with_zeros(211), torch.randn(211)
-    for tile in (1, 3, 64, 1000):
-        monkeypatch.setattr(preconditioning, "_TILE", tile)
-        assert_is(quantify_preconditioning(g, u), oracle(g, u))
 
 
 @pytest.mark.parametrize("tile", [1 << 20, 999])

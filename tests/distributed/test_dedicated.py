@@ -436,10 +436,11 @@ def test_every_rank_goes_on_from_what_it_saved(rank: int, world: int) -> None:
     assert comm.role != "gradient" or losses[7] < losses[6]
 
 
-def train_apart(rank: int, world: int) -> Any:
+@on_every_rank(4)
+def test_a_parameter_that_some_gradient_ranks_use_moves_on_all_of_them(rank: int, world: int) -> None:
     """Each gradient rank uses another layer, and nobody the third."""
     model = nn.ModuleList([nn.Linear(5, 3, dtype=torch.float64) for _ in range(3)])
-    before, gradients = flat(model), []
+    before, gradient = flat(model), torch.zeros(0)
     comm = DedicatedWorkers(warmup="identity")
     with kfac(model, comm, lr=1.0, momentum=0.0, kl_clip=None) as optimizer:
         if comm.role == "inverse":
@@ -447,18 +448,11 @@ def train_apart(rank: int, world: int) -> Any:
         else:
             x, y = batch(0, comm.data_rank, 0)
             loss(model[comm.data_rank](x), y).backward()
-            gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
             optimizer.step()
-    return flat(model) - before, gradients
-
-
-def test_a_parameter_that_some_gradient_ranks_use_moves_on_all_of_them(pool: Pool) -> None:
-    (first, own), (second, other), *_ = pool.run(train_apart, world=4)
+    (first, own), (second, other), *_ = everywhere((flat(model) - before, gradient))
     assert torch.equal(first, second)
-    assert own[4] is None
-    expected = torch.cat([g.flatten() for g in (*own[:2], *other[2:4])])
-    torch.testing.assert_close(first[:36], -expected / 2)
-    assert not first[36:].any()
+    torch.testing.assert_close(first, torch.cat([-own / 2, -other / 2, torch.zeros(18)]).double())
 
 
 # ----------------------------------------------------------------------------------------------------- one process

@@ -228,7 +228,7 @@ def test_saved_while_training_goes_on(pool: Pool, tmp_path: Path, form: str) -> 
     judge(saved, pool.run(go_on, "comm", saved, form, world=3))
 
 
-@only("plain", "flat", form=FORMS)
+@only("flat", form=FORMS)
 def test_windows_and_rows_on_the_same_ranks(pool: Pool, tmp_path: Path, form: str) -> None:
     """Slices of windows have names of their own, by which the same ranks find them."""
     for partition in ("global", "layer"):

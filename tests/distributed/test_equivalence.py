@@ -118,24 +118,23 @@ def test_selected_rows_do_not_depend_on_the_strategy(pool: Pool, method: str, of
 SIZES = {"2": [(6, 6), (5, 2), (1, 7)], "3": [(4, 4, 4), (5, 2, 1), (1, 8, 3)]}
 
 
-@each(
-    run_of=[("mlp", "kfac_eigen"), ("mlp", "kfac_cholesky"), ("mixed", "ekfac_intra"), ("words", "ekfac_intra")],
-    sizes=SIZES,
-    strategy=["mem", "comm"],
-)
+SUMMED = {**STILL, "loss_reduction": "sum"}
+MEASURED = {
+    "eigen": Run("mlp", "kfac_eigen", STILL),
+    "cholesky": Run("mlp", "kfac_cholesky", STILL),
+    "mixed": Run("mixed", "ekfac_intra", STILL),
+    "words": Run("words", "ekfac_intra", STILL),
+    **{f"sum {method}": Run("mlp", method, SUMMED, loss=sum_loss) for method in KRONECKER},
+}
+
+
+@each(run=MEASURED, sizes=SIZES, strategy=["mem", "comm"])
 def test_unequal_batches_are_weighted_by_their_examples(
-    pool: Pool, run_of: tuple[str, str], sizes: list[tuple[int, ...]], strategy: str
+    pool: Pool, run: Run, sizes: list[tuple[int, ...]], strategy: str
 ) -> None:
-    run = Run(*run_of, STILL)
+    """Of mean losses; statistics of a summed loss are those of the joined batch too."""
     held = pool.run(statistics_of_shards, strategy, run, sizes, world=len(sizes[0]))
     assert_held(held, joined_statistics(run, [sum(of_step) for of_step in sizes]), strategy == "comm")
-
-
-@each(method=KRONECKER, strategy=BOTH)
-def test_statistics_of_a_summed_loss(pool: Pool, method: str, strategy: str) -> None:
-    run = Run("mlp", method, {**STILL, "loss_reduction": "sum"}, loss=sum_loss)
-    held = pool.run(statistics_of_shards, strategy, run, [(4, 4, 4)] * 2, world=3)
-    assert_held(held, joined_statistics(run, [EXAMPLES] * 2), strategy == "comm")
 
 
 @each(method=["kfac_eigen", "ekfac_intra", "hylo_sngd"], strategy=BOTH)

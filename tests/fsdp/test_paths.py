@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -104,37 +103,24 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def like_one_process(cases: Mapping[str, Case], *chosen: str) -> pytest.MarkDecorator:
-    """Every case with 2 and 4 ranks; by default those that are named so."""
-    return only(*chosen, name={name.replace(" ", "_").replace(",", ""): name for name in cases}, world=[2, 4])
+#: Every method; any option; the strategy, which changes nothing in the result; any way to cut and keep parameters.
+ALIKE = {
+    f"{what}_{name}".replace(" ", "_").replace(",", ""): case
+    for what, cases in (("method", PLAIN), ("option", OPTIONS), ("strategy", STRATEGIC), ("cut", WRAPPED))
+    for name, case in cases.items()
+}
 
 
-@like_one_process(PLAIN, "kfac_eigen_odd-4", "ekfac_intra_cnn-2", "hylo_sngd_odd-2")
-def test_every_method_does_what_one_process_does(pool: Pool, name: str, world: int) -> None:
-    assert_like_one_process(pool, PLAIN[name], world)
-
-
-@like_one_process(
-    OPTIONS,
-    "together-2",
-    "window_together-4",
-    "inner_adamw-2",
-    "kfac_skipped-2",
-    "window_decay-2",
-    "low_rank_layer-2",
-)
-def test_every_option_means_what_it_means_in_one_process(pool: Pool, name: str, world: int) -> None:
-    assert_like_one_process(pool, OPTIONS[name], world)
-
-
-@like_one_process(STRATEGIC, "ekfac_intra_hybrid_half-4", "mfac_sparse_comm-2", "kfac_eigen_comm_owner-2")
-def test_the_strategy_changes_nothing_in_the_result(pool: Pool, name: str, world: int) -> None:
-    assert_like_one_process(pool, STRATEGIC[name], world)
-
-
-@like_one_process(WRAPPED, "kept_after_the_forward-2", "columns-4", "columns_and_a_sparse_window-2")
-def test_parameters_may_be_cut_and_kept_in_any_way(pool: Pool, name: str, world: int) -> None:
-    assert_like_one_process(pool, WRAPPED[name], world)
+@only(
+    "method_kfac_eigen_odd-4", "method_ekfac_intra_cnn-2", "method_hylo_sngd_odd-2",
+    "option_together-2", "option_window_together-4", "option_inner_adamw-2", "option_kfac_skipped-2",
+    "option_window_decay-2", "option_low_rank_layer-2",
+    "strategy_ekfac_intra_hybrid_half-4", "strategy_mfac_sparse_comm-2", "strategy_kfac_eigen_comm_owner-2",
+    "cut_kept_after_the_forward-2", "cut_columns-4", "cut_columns_and_a_sparse_window-2",
+    case=ALIKE, world=[2, 4],
+)  # fmt: skip
+def test_ranks_do_what_one_process_does(pool: Pool, case: Case, world: int) -> None:
+    assert_like_one_process(pool, case, world)
 
 
 @only("layers", "sparse window", case=REPLICATED)
