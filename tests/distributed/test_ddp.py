@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.support.oracles.ranks import (
 )
 from tests.support.pool import Pool, device_of, on_every_rank
 from tests.support.rows import Branches
+from tests.support.saving import paths_of, trained
 
 STEPS = 8
 STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
@@ -87,13 +89,6 @@ def test_gradients_stay_views_of_their_bucket(rank: int, world: int, method: str
             assert torch.equal(p.grad, numbers)
 
 
-def hooked(rank: int, world: int, strategy: str, run: Run) -> tuple[Tensor, dict[str, Tensor]]:
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-    model.register_comm_hook(None, fp16_compress_hook)
-    with optimizer_on(model, strategy, run) as optimizer:
-        return path_of(model, optimizer, rank, world, run), curvatures(optimizer)
-
-
 def assert_curvatures(held: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Of at least one layer."""
     assert held
@@ -104,10 +99,10 @@ def assert_curvatures(held: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 def test_communication_hook_that_rounds_gradients_leaves_statistics_alone(pool: Pool, strategy: str) -> None:
     run = Run("mlp", "kfac_eigen", STILL, steps=2)
     expected = curvatures(alone(run)[2])
-    for _, held in pool.run(hooked, strategy, run):
-        assert_curvatures(held, expected)
+    for found in pool.run(trained, strategy, run, fp16_compress_hook):
+        assert_curvatures(found["curvature"], expected)
     moving = Run("mlp", "kfac_eigen", steps=STEPS)
-    paths = [path for path, _ in pool.run(hooked, strategy, moving)]
+    paths = paths_of(pool.run(trained, strategy, moving, fp16_compress_hook))
     assert_replicas(paths)
     assert 1e-9 < distance(paths[0], alone(moving)[0]) < 0.1
 
@@ -176,29 +171,19 @@ def test_statistics_of_a_layer_used_on_one_rank_are_that_rank_s(pool: Pool, user
     assert all(distance(dense, expected) < 1e-10 for dense in held)
 
 
-def unequal_accumulation(rank: int, world: int, strategy: str, run: Run) -> tuple[Tensor, dict[str, Tensor]]:
-    """Rank 0 has two micro-batches where the others have one, all of the same size."""
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-    own = Run(run.task, run.method, run.keywords, run.steps, micro=2 if rank == 0 else 1, sizes=(8, 4))
-    with optimizer_on(model, strategy, own) as optimizer:
-        return path_of(model, optimizer, rank, world, own), curvatures(optimizer)
-
-
 @each(method=["kfac_eigen", "ekfac_intra"], strategy=BOTH)
 def test_different_numbers_of_micro_batches(pool: Pool, method: str, strategy: str) -> None:
-    run = Run("mlp", method, STILL, steps=2)
+    """Rank 0 has two micro-batches where the other has one, all of the same size."""
+    run, moving = Run("mlp", method, STILL, steps=2), Run("mlp", method, steps=STEPS)
+    of_ranks = ([replace(whole, micro=micro, sizes=(8, 4)) for micro in (2, 1)] for whole in (run, moving))
+    still, moved = (pool.run(trained, strategy, runs) for runs in of_ranks)
     expected = curvatures(alone(run)[2])
-    for _, held in pool.run(unequal_accumulation, strategy, run):
-        assert_curvatures(held, expected)
-    moving = Run("mlp", method, steps=STEPS)
-    assert_replicas([path for path, _ in pool.run(unequal_accumulation, strategy, moving)])
+    for found in still:
+        assert_curvatures(found["curvature"], expected)
+    assert_replicas(paths_of(moved))
 
 
 # ------------------------------------------------------------------------------------------ Numbers that are not finite
-def with_diagnostics(rank: int, world: int, strategy: str, run: Run) -> tuple[Tensor, int]:
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-    with optimizer_on(model, strategy, run) as optimizer:
-        return path_of(model, optimizer, rank, world, run), optimizer.diagnostics()["skipped_steps"]
 
 
 @sample(
@@ -209,11 +194,11 @@ def with_diagnostics(rank: int, world: int, strategy: str, run: Run) -> tuple[Te
 def test_batch_with_a_nan_on_one_rank_is_dropped_by_all(pool: Pool, method: str, strategy: str, poison: int) -> None:
     """One of the steps would have updated the estimates, and refreshed; the other would not."""
     run = Run("mlp", method, steps=STEPS, poison=poison)
-    results = pool.run(with_diagnostics, strategy, run)
-    paths = [path for path, _ in results]
+    results = pool.run(trained, strategy, run)
+    paths = paths_of(results)
     assert_same_path(paths, alone(run)[0])
     assert torch.equal(paths[0][poison], paths[0][poison - 1])
-    assert [skipped for _, skipped in results] == [1, 1]
+    assert [found["skipped"] for found in results] == [1, 1]
 
 
 def poisoned_backward(model: nn.Module, optimizer: Any, inputs: Tensor, targets: Tensor, poison: bool) -> None:

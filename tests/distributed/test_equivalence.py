@@ -40,7 +40,7 @@ from tests.support.oracles.ranks import (
     together,
 )
 from tests.support.pool import Pool, device_of
-from tests.support.saving import started, train
+from tests.support.saving import paths_of, started, train, trained
 
 KRONECKER = ("kfac_eigen", "kfac_cholesky", "ekfac_running", "ekfac_intra")
 STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
@@ -245,14 +245,6 @@ def test_batches_tell_the_difference(pool: Pool) -> None:
 
 
 # ------------------------------------------------------------------------- layers that see their owner's examples alone
-def shards_and_owners(rank: int, world: int, strategy: str, run: Run) -> tuple[Tensor, dict[str, int]]:
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-    keywords = {"root": 1} if strategy == "chief_own" else {}
-    with optimizer_on(model, strategy, run, **keywords) as optimizer:
-        owners = {name: optimizer.comm.owner(block.index) for name, block in optimizer.blocks.items()}
-        path = path_of(model, optimizer, rank, world, run)
-        assert "statistics" not in optimizer.comm.collectives.counter.bytes_by_stage()
-        return path, owners
 
 
 def simulated(run: Run, owners: dict[str, int], world: int) -> Tensor:
@@ -294,11 +286,11 @@ OWN_DATA = {
 @each(run=OWN_DATA, where=[("local_factors", 3), ("local_factors", 2), ("chief_own", 2)])
 def test_owners_estimate_from_their_own_examples(pool: Pool, run: Run, where: tuple[str, int]) -> None:
     strategy, world = where
-    found = pool.run(shards_and_owners, strategy, run, world=world)
-    owners = found[0][1]
-    assert all(of_rank == owners for _, of_rank in found)
+    found = pool.run(trained, strategy, run, world=world, **({"root": 1} if strategy == "chief_own" else {}))
+    owners = found[0]["owners"]
+    assert all(of_rank["owners"] == owners and "statistics" not in of_rank["sent"] for of_rank in found)
     assert set(owners.values()) == ({1} if strategy == "chief_own" else set(range(world)))
-    assert_same_path([path for path, _ in found], simulated(run, owners, world), tolerance=1e-10)
+    assert_same_path(paths_of(found), simulated(run, owners, world), tolerance=1e-10)
 
 
 # -------------------------------------------------------------------------------------------------- bits of replicas

@@ -10,8 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, build, descend, flat, shard
+from tests.support.oracles.ranks import (
+    STRATEGIES,
+    TASKS,
+    Run,
+    build,
+    curvatures,
+    descend,
+    flat,
+    optimizer_on,
+    path_of,
+    shard,
+)
 from tests.support.pool import device_of
 
 Saved = dict[str, Any]
@@ -53,6 +65,35 @@ def shifted(model: nn.Module) -> nn.Module:
         for parameter in model.parameters():
             parameter.add_(1)
     return model
+
+
+def trained(
+    rank: int, world: int, strategy: str, run: Run | list[Run], hook: Callable[..., Any] | None = None, **keywords: Any
+) -> dict[str, Any]:
+    """What a rank has after a run under DDP, the same for all ranks or one of each: its path, and what it holds.
+
+    A hook is one of DDP's communication; the keywords are those of the strategy.
+    """
+    own = run[rank] if isinstance(run, list) else run
+    model = DDP(TASKS[own.task].model(device_of(rank)))
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    with optimizer_on(model, strategy, own, **keywords) as optimizer:
+        path, blocks = path_of(model, optimizer, rank, world, own), getattr(optimizer, "blocks", {})
+        states = [optimizer.state[block.owner] for block in blocks.values()]
+        return {
+            "path": path,
+            "curvature": curvatures(optimizer) if blocks else {},
+            "owners": {name: optimizer.comm.owner(block.index) for name, block in blocks.items()},
+            "bases": sum(v.numel() for state in states for key, v in state.items() if key.startswith("basis_")),
+            "stored": optimizer.memory_usage(),
+            "sent": optimizer.comm.collectives.counter.bytes_by_stage(),
+            "skipped": optimizer.diagnostics()["skipped_steps"],
+        }
+
+
+def paths_of(found: list[dict[str, Any]]) -> list[Tensor]:
+    return [of_rank["path"] for of_rank in found]
 
 
 def broken_off(rank: int, world: int, strategy: str, run: Run, at: int) -> tuple[Saved, Saved, Tensor]:
