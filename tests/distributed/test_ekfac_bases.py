@@ -89,6 +89,11 @@ def reference(run_of: str, **keywords: Any) -> Tensor:
     return alone(Run(run_of, "ekfac_intra", keywords, steps=10))[0]
 
 
+def trained_here(rank: int, world: int, strategy: str, run: Run) -> dict[str, Any]:
+    """Tasks of this file are known to ranks that have imported it."""
+    return trained(rank, world, strategy, run)
+
+
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "wide": ("wide", RARE),
     "mixed": ("mixed", RARE),
@@ -113,7 +118,7 @@ PLACES = {
 def test_every_rank_has_the_bases(pool: Pool, kind: tuple[str, dict[str, Any]], place: tuple[str, int]) -> None:
     """And measures the scales of one process with them; rows are not sent."""
     (task, keywords), (strategy, world) = kind, place
-    found = pool.run(trained, strategy, Run(task, "ekfac_intra", keywords, steps=10), world=world)
+    found = pool.run(trained_here, strategy, Run(task, "ekfac_intra", keywords, steps=10), world=world)
     assert_same_path(paths_of(found), reference(task, **keywords), tolerance=1e-10)
     for of_rank in found:
         assert "rows" not in of_rank["sent"]
@@ -122,7 +127,7 @@ def test_every_rank_has_the_bases(pool: Pool, kind: tuple[str, dict[str, Any]], 
 
 def test_nothing_is_sent_where_bases_are_with_the_data(pool: Pool) -> None:
     for strategy in ("comm", "comm_owner", "chief_inverses", "local_factors"):
-        found = pool.run(trained, strategy, Run("wide", "ekfac_intra", RARE, steps=10))
+        found = pool.run(trained_here, strategy, Run("wide", "ekfac_intra", RARE, steps=10))
         for of_rank in found:
             assert not {"rows", "spread"} & of_rank["sent"].keys()
         assert_replicas(paths_of(found))
@@ -135,12 +140,12 @@ def test_nothing_is_sent_where_bases_are_with_the_data(pool: Pool) -> None:
 
 def test_calls_and_micro_batches(pool: Pool) -> None:
     run = Run("twice", "ekfac_intra", steps=10, micro=2)
-    assert_same_path(paths_of(pool.run(trained, "mem", run)), reference("twice"), tolerance=1e-10)
+    assert_same_path(paths_of(pool.run(trained_here, "mem", run)), reference("twice"), tolerance=1e-10)
 
 
 def test_samples_differ_from_rank_to_rank_and_replicas_do_not(pool: Pool) -> None:
     run = Run("words", "ekfac_intra", {"scale_batch_size": 2, "token_is_example": True}, steps=10)
-    assert_replicas(paths_of(pool.run(trained, "mem", run)))
+    assert_replicas(paths_of(pool.run(trained_here, "mem", run)))
 
 
 # -------------------------------------------------------------------------------------------- Ranks that cannot measure

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.support.oracles.ranks import (
     STRATEGIES,
     TASKS,
+    WINDOWED,
     Run,
     build,
     curvatures,
@@ -68,22 +69,36 @@ def shifted(model: nn.Module) -> nn.Module:
 
 
 def trained(
-    rank: int, world: int, strategy: str, run: Run | list[Run], hook: Callable[..., Any] | None = None, **keywords: Any
+    rank: int,
+    world: int,
+    strategy: str,
+    run: Run | list[Run],
+    hook: Callable[..., Any] | None = None,
+    dense: bool = False,
+    **keywords: Any,
 ) -> dict[str, Any]:
     """What a rank has after a run under DDP, the same for all ranks or one of each: its path, and what it holds.
 
-    A hook is one of DDP's communication; the keywords are those of the strategy.
+    Args:
+        rank: The rank.
+        world: Number of ranks.
+        strategy: Name of the strategy.
+        run: What to do.
+        hook: Of DDP's communication.
+        dense: Whether dense matrices of its curvature are wanted.
+        **keywords: Of the strategy.
     """
     own = run[rank] if isinstance(run, list) else run
     model = DDP(TASKS[own.task].model(device_of(rank)))
     if hook is not None:
         model.register_comm_hook(None, hook)
     with optimizer_on(model, strategy, own, **keywords) as optimizer:
-        path, blocks = path_of(model, optimizer, rank, world, own), getattr(optimizer, "blocks", {})
+        path = path_of(model, optimizer, rank, world, own)
+        blocks = {} if own.method in WINDOWED else optimizer.blocks
         states = [optimizer.state[block.owner] for block in blocks.values()]
         return {
             "path": path,
-            "curvature": curvatures(optimizer) if blocks else {},
+            "curvature": curvatures(optimizer) if dense else {},
             "owners": {name: optimizer.comm.owner(block.index) for name, block in blocks.items()},
             "bases": sum(v.numel() for state in states for key, v in state.items() if key.startswith("basis_")),
             "stored": optimizer.memory_usage(),
