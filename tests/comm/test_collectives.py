@@ -17,7 +17,7 @@ from torch import Tensor
 from secondorder.comm import counter
 from secondorder.comm.collectives import Collectives
 from secondorder.comm.counter import Counter, Record
-from tests.support.pool import Pool, device_of
+from tests.support.pool import device_of, everywhere, on_every_rank
 
 # shape, dtype, symmetric
 LIST: list[tuple[tuple[int, ...], torch.dtype, bool]] = [
@@ -189,26 +189,14 @@ def waits(rank: int, world: int) -> None:
     assert parameter.requires_grad
 
 
-def every_kind(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@on_every_rank()
+def test_lists_of_all_ranks_are_added_and_copied(rank: int, world: int) -> None:
     for kind in (all_reduces, averages, reductions, broadcasts, gathers, unequal_parts, words, waits):
         kind(rank, world)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_lists_of_all_ranks_are_added_and_copied(pool: Pool, world: int) -> None:
-    pool.run(every_kind, world=world)
-
-
 # ---------------------------------------------------------------------- forms of a reduction
-def unequal_reductions(rank: int, world: int, of_roots: list[list[int]]) -> list[list[Record]]:
-    records = []
-    for numels in of_roots:
-        comm = collectives()
-        ours = {root: [torch.full((numel,), float(rank))] for root, numel in enumerate(numels)}
-        comm.reduce(ours, group=None, stage="s").wait()
-        assert ours[rank][0].tolist() == [float(sum(range(world)))] * numels[rank]
-        records.append(comm.counter.records)
-    return records
 
 
 FORMS = [
@@ -221,14 +209,26 @@ FORMS = [
 ]
 
 
-def test_form_of_a_reduction(pool: Pool) -> None:
-    expected = [[Record("s", kind, 3, n, torch.float32, 4 * n) for n in payloads] for _, kind, payloads in FORMS]
-    assert pool.run(unequal_reductions, [numels for numels, *_ in FORMS], world=3) == [expected] * 3
+@on_every_rank(3)
+def test_form_of_a_reduction(rank: int, world: int) -> None:
+    for numels, kind, sent in FORMS:
+        comm = collectives()
+        ours = {root: [torch.full((numel,), float(rank))] for root, numel in enumerate(numels)}
+        comm.reduce(ours, group=None, stage="s").wait()
+        assert ours[rank][0].tolist() == [3.0] * numels[rank]
+        assert comm.counter.records == [Record("s", kind, 3, n, torch.float32, 4 * n) for n in sent]
 
 
 # ---------------------------------------------------------------------- rounding, and equality between ranks
-def rounded(rank: int, world: int, wire: torch.dtype | None) -> list[Tensor]:
-    """Random lists: an all-reduce, a broadcast of a matrix whose triangles differ, and sums on the first rank."""
+@pytest.mark.parametrize("wire", WIRES)
+@on_every_rank(3)
+def test_replicas_are_equal_bit_for_bit_and_sums_are_accumulated_in_float32(
+    rank: int, world: int, wire: torch.dtype | None
+) -> None:
+    """Random lists: an all-reduce, a broadcast of a matrix whose triangles differ, and sums on the first rank.
+
+    A sum on a root is that of the rounded parts in the order of ranks, itself not rounded.
+    """
     generator = torch.Generator().manual_seed(rank)
     comm = collectives(wire=wire)
     sums = [torch.randn(7, 7, generator=generator), torch.randn(5, generator=generator)]
@@ -239,49 +239,36 @@ def rounded(rank: int, world: int, wire: torch.dtype | None) -> list[Tensor]:
     comm.reduce({0: rows[:1], 1: rows[1:]}, group=None, stage="s").wait()
     comm.broadcast({1: copies}, group=None, stage="s", symmetric={1: [True, False]}).wait()
     comm.broadcast({1: exact}, group=None, stage="s", exact=True).wait()
-    return [*sums, *copies, *exact, rows[0], own]
-
-
-@pytest.mark.parametrize("wire", WIRES)
-def test_replicas_are_equal_bit_for_bit(pool: Pool, wire: torch.dtype | None) -> None:
-    results = pool.run(rounded, wire, world=3)
-    for tensors in zip(*[result[:-2] for result in results], strict=True):
+    for tensors in zip(*everywhere([*sums, *copies, *exact]), strict=True):
         assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
-    matrix, copied, exact = results[0][2:5]
-    assert torch.equal(matrix, matrix.mT)
-    assert torch.equal(copied, exact.to(wire or torch.float32).float())
+    assert torch.equal(copies[0], copies[0].mT)
+    assert torch.equal(copies[1], exact[0].to(wire or torch.float32).float())
+    parts = [part.to(wire or torch.float32).float() for part in everywhere(own)]
+    assert rank > 0 or wire is None or torch.equal(rows[0], parts[0] + parts[1] + parts[2])
 
 
-def test_rounded_sums_are_accumulated_in_float32(pool: Pool) -> None:
-    """The sum on the root is that of the rounded parts in the order of ranks, itself not rounded."""
-    results = pool.run(rounded, torch.bfloat16, world=3)
-    parts = [result[-1].bfloat16().float() for result in results]
-    assert torch.equal(results[0][-2], parts[0] + parts[1] + parts[2])
-
-
-def exchanged_twice(rank: int, world: int) -> list[Record]:
+@on_every_rank(4)
+def test_few_roots_and_a_wire_dtype(rank: int, world: int) -> None:
+    """Parts of three elements are added by every rank; the sums go to the roots in float32: 4 + 6/64 has more bits."""
     comm = collectives(wire=torch.bfloat16)
     ours = {1: [torch.full((9,), 1.0 + rank / 64)], 3: [torch.full((2,), 2.0)]}
     comm.reduce(ours, group=None, stage="s").wait()
-    expected = {1: [world + sum(range(world)) / 64] * 9, 3: [2.0 * world] * 2}
+    expected = {1: [4 + 6 / 64] * 9, 3: [8.0] * 2}
     if rank in ours:
         assert ours[rank][0].tolist() == expected[rank]
-    return comm.counter.records
-
-
-def test_few_roots_and_a_wire_dtype(pool: Pool) -> None:
-    """Parts of three elements are added by every rank; the sums go to the roots in float32: 4 + 6/64 has more bits."""
-    short, full = (torch.bfloat16, torch.float32)
-    expected = [Record("s", "all_to_all", 4, 12, short, 24), Record("s", "all_to_all", 4, 3, full, 12)]
-    assert pool.run(exchanged_twice, world=4) == [expected] * 4
+    assert comm.counter.records == [
+        Record("s", "all_to_all", 4, 12, torch.bfloat16, 24),
+        Record("s", "all_to_all", 4, 3, torch.float32, 12),
+    ]
 
 
 # ---------------------------------------------------------------------- groups, buffers, order
-def in_groups(rank: int, world: int) -> None:
+@on_every_rank(3)
+def test_groups_do_not_share_what_is_in_flight(rank: int, world: int) -> None:
     """Two groups of one size, with calls in flight in both at once: rank 1 is in both."""
-    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
-    comm = collectives()
     members = [[0, 1], [1, 2]]
+    groups = [dist.new_group(ranks) for ranks in members]
+    comm = collectives()
     pending = []
     for group, ranks in zip(groups, members, strict=True):
         if rank in ranks:
@@ -303,31 +290,21 @@ def in_groups(rank: int, world: int) -> None:
         assert set(gathered.wait()) == {rank} & {ranks[1]}
 
 
-def test_groups_do_not_share_what_is_in_flight(pool: Pool) -> None:
-    pool.run(in_groups, world=3)
-
-
-def staging(rank: int, world: int) -> tuple[int, int, int]:
+@on_every_rank(2)
+def test_staging_is_bounded_and_used_again(rank: int, world: int) -> None:
     comm = collectives(400)
-    ours = [torch.ones(30) for _ in range(200)]
-    comm.all_reduce(ours, group=None, stage="s").wait()
-    first = comm.nbytes
+    comm.all_reduce([torch.ones(30) for _ in range(200)], group=None, stage="s").wait()
+    assert 0 < comm.nbytes <= 5 * 400
     for numel in (30, 7, 50):  # other layouts use the same buffers
         comm.all_reduce([torch.ones(numel) for _ in range(200)], group=None, stage="s").wait()
     last = comm.nbytes
+    assert last <= 5 * 400
     big = torch.ones(1000)
     comm.all_reduce([big], group=None, stage="s").wait()  # in place, without a buffer
     assert comm.nbytes == last
     assert big.tolist() == [2.0] * 1000
     comm.buffers.clear()
-    return first, last, comm.nbytes
-
-
-def test_staging_is_bounded_and_used_again(pool: Pool) -> None:
-    for first, last, cleared in pool.run(staging):
-        assert 0 < first <= 5 * 400
-        assert last <= 5 * 400
-        assert cleared == 0
+    assert comm.nbytes == 0
 
 
 SEEN = [
@@ -336,20 +313,17 @@ SEEN = [
 ]  # fmt: skip
 
 
-def wrapped(rank: int, world: int) -> tuple[list[str], list[str]]:
+@on_every_rank(2)
+def test_what_wraps_torch_distributed_sees_what_is_counted(rank: int, world: int) -> None:
     calls: list[str] = []
 
     def spy(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return function(*args, **kwargs)
+        return lambda *args, **kwargs: calls.append(name) or function(*args, **kwargs)
 
-        return call
-
-    originals = {name: getattr(dist, name) for name in SEEN if hasattr(dist, name)}
-    try:
-        for name, function in originals.items():
-            setattr(dist, name, spy(name, function))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in SEEN:
+            if hasattr(dist, name):
+                patch.setattr(dist, name, spy(name, getattr(dist, name)))
         comm = collectives(64, torch.bfloat16)
         comm.all_reduce(tensors_of(rank), group=None, stage="a", symmetric=SYMMETRIC).wait()
         comm.reduce({r: tensors_of(rank) for r in range(world)}, group=None, stage="b").wait()
@@ -358,36 +332,24 @@ def wrapped(rank: int, world: int) -> tuple[list[str], list[str]]:
         comm.gather({0: tensors_of(rank)}, group=None, stage="d").wait()
         comm.all_gather(tensors_of(rank), group=None, stage="d").wait()
         comm.words(torch.ones(2), group=None, stage="e")
-    finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
     assert list(comm.counter.bytes_by_stage()) == ["a", "b", "c", "d", "e"]
-    return calls, [record.kind for record in comm.counter.records]
-
-
-def test_what_wraps_torch_distributed_sees_what_is_counted(pool: Pool) -> None:
-    results = pool.run(wrapped)
-    assert results[0] == results[1]
-    calls, kinds = results[0]
     names = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+    kinds = [record.kind for record in comm.counter.records]
     assert [names.get(call, call.removesuffix("_single")) for call in calls] == kinds
+    assert everywhere(calls) == [calls] * world
 
 
-def payloads(rank: int, world: int) -> list[tuple[str, int, int]]:
+@on_every_rank(3)
+def test_payloads(rank: int, world: int) -> None:
     comm = collectives()
     square, vector = torch.ones(10, 10), torch.ones(6)
     comm.all_reduce([square, vector], group=None, stage="s", symmetric=[True, False]).wait()
     comm.broadcast({0: [square, vector], 1: [vector]}, group=None, stage="s").wait()
     comm.all_gather([square, vector], group=None, stage="s").wait()
     comm.gather({0: [vector], 1: [square]}, group=None, stage="s").wait()
-    shards = [torch.ones([4, 1, 2][rank])]
-    comm.gather_uneven(shards, [[4, 1, 2]], group=None, stage="s").wait()
+    comm.gather_uneven([torch.ones([4, 1, 2][rank])], [[4, 1, 2]], group=None, stage="s").wait()
     assert comm.counter.bytes_by_stage() == {"s": sum(r.nbytes for r in comm.counter.records)}
-    return [(r.kind, r.numel, r.nbytes) for r in comm.counter.records]
-
-
-def test_payloads(pool: Pool) -> None:
-    expected = [
+    assert [(r.kind, r.numel, r.nbytes) for r in comm.counter.records] == [
         ("all_reduce", 61, 244),
         ("broadcast", 106, 424),
         ("broadcast", 6, 24),
@@ -395,7 +357,6 @@ def test_payloads(pool: Pool) -> None:
         ("all_to_all", 106, 424),
         ("all_gather", 12, 48),
     ]
-    assert pool.run(payloads, world=3) == [expected] * 3
 
 
 # ---------------------------------------------------------------------- what is counted

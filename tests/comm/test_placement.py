@@ -12,19 +12,17 @@ from secondorder.comm.placement import Grid, Load, assign, divisors, refresh_flo
 
 
 # ---------------------------------------------------------------------- grid
-def test_grid_of_eight_ranks() -> None:
-    grid = Grid(8, 2)
-    assert grid.rows == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert grid.columns == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert (grid.width, grid.row_of(5), grid.column_of(5)) == (4, (4, 5, 6, 7), (1, 5))
-
-
 def test_rows_are_runs_of_ranks() -> None:
-    for workers, rows, columns in [(1, [tuple(range(8))], 8), (4, [(0, 1), (2, 3), (4, 5), (6, 7)], 2)]:
+    for workers, rows, columns in [
+        (1, [tuple(range(8))], [(rank,) for rank in range(8)]),
+        (2, [(0, 1, 2, 3), (4, 5, 6, 7)], [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        (4, [(0, 1), (2, 3), (4, 5), (6, 7)], [(0, 2, 4, 6), (1, 3, 5, 7)]),
+    ]:
         grid = Grid(8, workers)
-        assert grid.rows == rows
-        assert len(grid.columns) == columns
+        assert (grid.rows, grid.columns, grid.width) == (rows, columns, 8 // workers)
         for rank in range(8):
+            assert grid.row_of(rank) in rows
+            assert grid.column_of(rank) in columns
             assert set(grid.row_of(rank)) & set(grid.column_of(rank)) == {rank}
 
 
@@ -32,9 +30,6 @@ def test_workers_must_divide() -> None:
     for world, workers in [(8, 3), (8, 0), (8, 16), (3, 2), (1, 2)]:
         with pytest.raises(ValueError, match=f"{workers} gradient workers do not divide {world} ranks"):
             Grid(world, workers)
-
-
-def test_workers_of_a_fraction() -> None:
     for world, fraction, workers in [
         (1, 1, 1), (4, 1, 4), (4, 1.0, 4), (4, 0.5, 2), (4, 0.25, 1), (3, 1 / 3, 1), (3, 0.333333, 1), (49, 1 / 49, 1)
     ]:  # fmt: skip
@@ -42,17 +37,14 @@ def test_workers_of_a_fraction() -> None:
 
 
 def test_fractions_named_in_the_error_work() -> None:
+    for fraction in [0, 0.1, -0.5, 2, 0.75, 0.26]:
+        with pytest.raises(ValueError, match=r"divides 4; fractions that work: 0.25, 0.5, 1$"):
+            workers_of(4, fraction)
     for world in [1, 2, 6, 48, 1024, 4096]:
         with pytest.raises(ValueError, match="fractions that work") as error:
             workers_of(world, 0.29)
         named = str(error.value).rsplit(": ", 1)[1].split(", ")
         assert [workers_of(world, float(word)) for word in named] == divisors(world)
-
-
-def test_impossible_fractions() -> None:
-    for fraction in [0, 0.1, -0.5, 2, 0.75, 0.26]:
-        with pytest.raises(ValueError, match=r"divides 4; fractions that work: 0.25, 0.5, 1$"):
-            workers_of(4, fraction)
 
 
 # ---------------------------------------------------------------------- owners
@@ -70,13 +62,10 @@ def test_owners_on_eight_ranks() -> None:
         assert assign(loads(10, 9, 8, 7, 6, 5, 4, 3, 2, 1), Grid(8, workers)) == owners
 
 
-def test_ties_go_to_the_lower_index() -> None:
+def test_ties_go_to_the_lower_index_and_the_order_of_units_does_not_matter() -> None:
     assert assign(loads(5, 5, 5, 5, 5), Grid(4, 1)) == [0, 1, 2, 3, 0]
     assert assign(loads(5, 5, 5, 5, 5), Grid(4, 2)) == [0, 1, 2, 3, 0]
     assert assign(loads(0, 0, 0), Grid(2, 1)) == [0, 1, 0]  # of which nothing is known
-
-
-def test_order_of_units_does_not_matter_to_the_loads() -> None:
     assert assign(loads(1, 8, 3), Grid(2, 1)) == [1, 0, 1]
 
 
@@ -149,14 +138,10 @@ BERT = [
 ]  # fmt: skip
 
 
-def test_memory_is_divided() -> None:
+def test_memory_and_time_are_divided() -> None:
     for model, world in [(RESNET20, 2), (RESNET20, 4), (BERT, 2), (BERT, 4), (BERT, 8)]:
         owners = assign([load for load, _ in model], Grid(world, 1))
         nbytes = [stored for _, stored in model]
         assert most(nbytes, owners, world) <= 1.15 / world * sum(nbytes)
-
-
-def test_time_is_divided() -> None:
-    owners = assign([load for load, _ in BERT], Grid(8, 1))
     flops = [int(load.flops) for load, _ in BERT]
     assert most(flops, owners, 8) <= 1.05 / 8 * sum(flops)

@@ -21,23 +21,14 @@ def test_default_roles_fill_the_world_in_order() -> None:
         assert (len(found.gradient), len(found.factor), len(found.inverse)) == sizes
         assert (*found.gradient, *found.factor, *found.inverse) == tuple(range(world))
         assert not found.colocated
-
-
-def test_a_world_too_small_for_three_roles_is_refused() -> None:
-    for world in [1, 2]:
+    for world in (1, 2):
         with pytest.raises(ValueError, match="at least 3"):
             roles.resolve(world, NONE)
-
-
-def test_colocated_default_roles() -> None:
-    for world, expected in [
-        (2, Roles((0,), (1,), (1,))),
-        (3, Roles((0,), (1, 2), (1, 2))),
-        (4, Roles((0, 1), (2, 3), (2, 3))),
-        (8, Roles((0, 1, 2, 3), (4, 5, 6, 7), (4, 5, 6, 7))),
-    ]:
+    for world, gradient, others in (
+        (2, (0,), (1,)), (3, (0,), (1, 2)), (4, (0, 1), (2, 3)), (8, (0, 1, 2, 3), (4, 5, 6, 7))
+    ):  # fmt: skip
         found = roles.resolve(world, NONE, allow_colocated=True)
-        assert found == expected
+        assert found == Roles(gradient, others, others)
         assert found.colocated
 
 
@@ -53,7 +44,7 @@ def test_given_roles_and_what_is_left() -> None:
         assert roles.resolve(4, roles.check({**NONE, **given}, colocated), colocated) == expected
 
 
-def test_roles_that_no_world_can_have_are_refused() -> None:
+def test_roles_that_no_world_or_this_world_cannot_have_are_refused() -> None:
     for given, error, match in [
         ({"gradient": []}, ValueError, "at least one"),
         ({"gradient": [0, 0]}, ValueError, "different"),
@@ -68,9 +59,6 @@ def test_roles_that_no_world_can_have_are_refused() -> None:
             roles.check({**NONE, **given}, allow_colocated=False)  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="rank 2 has two roles"):  # factor and inverse ranks may not overlap in part
         roles.check({"gradient": [0], "factor": [1, 2], "inverse": [2, 3]}, allow_colocated=True)
-
-
-def test_roles_that_do_not_fit_the_world_are_refused() -> None:
     for given, match in [
         ({"gradient": [0], "factor": [1], "inverse": [4]}, "beyond the world of 4"),
         ({"gradient": [0], "factor": [1], "inverse": [2]}, r"ranks \[3\] of a world of 4 have no role"),
@@ -93,12 +81,10 @@ def test_role_and_peers_of_a_rank() -> None:
 
 
 def test_a_version_is_used_two_epochs_after_the_one_it_was_estimated_in() -> None:
+    """Parameters behind the curvature are two to three epochs old."""
     used = [lockstep.version_of(step, 3) for step in range(13)]
     assert used == [None] * 6 + [0, 0, 0, 1, 1, 1, 2]
     assert [step for step in range(10) if lockstep.ends_epoch(step, 3)] == [3, 6, 9]
-
-
-def test_parameters_behind_the_curvature_are_two_to_three_epochs_old() -> None:
     for period in [1, 2, 5]:
         versions = {step: lockstep.version_of(step, period) for step in range(20 * period)}
         ages = [step - version * period for step, version in versions.items() if version is not None]

@@ -1,11 +1,11 @@
-"""What ranks compare before they train together, on plain values and a strategy that writes down what it is asked."""
+"""When ranks meet, and what they compare then, on plain values and a strategy that writes down what it is asked."""
 
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from secondorder.parallel.session import RankSession, words_of_options
+from secondorder.parallel.session import RankSession
 from secondorder.parameters import ParameterTable
 from secondorder.runtime import Runtime
 
@@ -16,30 +16,18 @@ class Recorder:
     combines = True
 
     def __init__(self) -> None:
-        self.placed: list[Any] = []
-        self.met: list[dict[str, list[str]]] = []
-        self.compared: list[dict[str, list[str]]] = []
-
-    def place(self, units: Any) -> None:
-        self.placed.append(units)
-
-    def connect(self, facts: dict[str, list[str]], device: torch.device) -> None:
-        self.met.append(facts)
-
-    def compare(self, facts: dict[str, list[str]]) -> None:
-        self.compared.append(facts)
+        self.place = lambda units: self.placed.append(units)
+        self.connect = lambda facts, device: self.met.append(facts)
+        self.compare = lambda facts: self.compared.append(facts)
+        self.placed, self.met, self.compared = [], [], []
 
 
-def opened(**options: Any) -> tuple[RankSession, Any, nn.Parameter]:
+def test_ranks_meet_again_when_units_were_placed_and_compare_the_start_once() -> None:
     p, comm = nn.Parameter(torch.ones(2)), Recorder()
-    table = ParameterTable("Newton", groups=[{"params": [p], **options}])
+    table = ParameterTable("Newton", groups=[{"params": [p], "lr": torch.tensor(0.5), "graft": None}])
     table.regroup()
     table.name_parameters()
-    return RankSession(cast(Any, comm), table, Runtime(step=3)), comm, p
-
-
-def test_ranks_meet_again_when_units_were_placed() -> None:
-    session, comm, _ = opened(lr=0.5)
+    session = RankSession(cast(Any, comm), table, Runtime(step=3))
     session.place(["a unit"])
     session.connect({"own": ["x"]})
     assert session.is_connected
@@ -47,7 +35,7 @@ def test_ranks_meet_again_when_units_were_placed() -> None:
         {
             "the method": ["Newton"],
             "parameters": ["group 0 parameter 0 (2,) torch.float32"],
-            "options of the groups": ["lr=0.5"],
+            "options of the groups": ["lr=0.5", "graft=None"],
             "steps taken": ["3"],
             "own": ["x"],
         }
@@ -55,15 +43,10 @@ def test_ranks_meet_again_when_units_were_placed() -> None:
     session.place(["another unit"])
     assert not session.is_connected
     assert comm.placed == [["a unit"], ["another unit"]]
-
-
-def test_the_start_is_compared_once() -> None:
-    session, comm, p = opened()
     for _ in range(2):
         session.compare_start({p: torch.full((2,), 2.0)})
     (facts,) = comm.compared
-    steps, values, gradients = facts.values()
-    assert (steps, values, gradients) == (["3"], ["group 0 parameter 0: 2.0"], ["group 0 parameter 0: 4.0"])
+    assert list(facts.values()) == [["3"], ["group 0 parameter 0: 2.0"], ["group 0 parameter 0: 4.0"]]
 
 
 def test_a_session_without_parameters_does_not_connect() -> None:
@@ -72,8 +55,3 @@ def test_a_session_without_parameters_does_not_connect() -> None:
     session.connect({})
     assert not session.is_connected
     assert not comm.met
-
-
-def test_options_in_words_leave_parameters_out() -> None:
-    groups = [{"params": [], "param_names": [], "lr": torch.tensor(0.5), "graft": None}]
-    assert words_of_options(groups) == ["lr=0.5", "graft=None"]

@@ -69,91 +69,57 @@ THEIRS = (0.25, 0.75, torch.nan, 0.125, 7.0)
 WITHOUT_DATA = [[numbers(1, 0, *THEIRS)], [torch.full((2,), 5.0)]]
 
 
-def test_outside_of_join_gradients_are_averaged_and_nothing_is_sent() -> None:
-    strategy = Strategy(0, (1, 0), [])
-    inputs, params, _ = made(strategy)
-    assert not inputs.average_gradients(optimizer(joins=False))
-    assert strategy.averaged == [params]
-    assert not strategy.copied
+def test_nothing_is_copied_outside_of_join_and_while_every_rank_has_data() -> None:
+    """Outside, gradients are averaged."""
+    for joins, live in ((False, (1, 0)), (True, (1, 1))):
+        strategy = Strategy(0, live, [])
+        inputs, params, _ = made(strategy)
+        assert not inputs.average_gradients(optimizer(joins))
+        assert joins or strategy.averaged == [params]
+        assert not strategy.copied
 
 
-def test_nothing_is_copied_while_every_rank_has_data() -> None:
-    strategy = Strategy(0, (1, 1), [])
-    assert not made(strategy)[0].average_gradients(optimizer())
-    assert not strategy.copied
-
-
-def test_a_rank_without_data_takes_gradients_and_options_of_a_live_one() -> None:
+@pytest.mark.parametrize("rate", [1.0, torch.tensor(1.0)], ids=["number", "tensor"])
+def test_a_rank_without_data_takes_gradients_and_options_of_a_live_one(rate: Any) -> None:
+    """A rate that is a tensor is changed in place."""
     strategy = Strategy(1, (1, 0), WITHOUT_DATA)
-    inputs, (p, q), group = made(strategy)
+    inputs, (p, q), group = made(strategy, lr=rate)
     inputs.has_joined = True
     assert inputs.average_gradients(optimizer())
     assert p.grad is not None
     assert p.grad.tolist() == [5.0, 5.0]
     assert q.grad is None  # it has none on the other rank
     assert {key: group[key] for key in OPTIONS} == {"lr": 0.125, "betas": (0.25, 0.75), "graft": None, "steps": 7}
+    assert not isinstance(rate, Tensor) or group["lr"] is rate
     assert [source for source, _ in strategy.copied] == [0, 0]
+    inputs.forget_gradients()
+    assert p.grad is None
 
 
-def test_a_rank_with_data_sends_and_changes_nothing() -> None:
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_rank_with_data_sends_and_changes_nothing(is_sparse: bool) -> None:
+    """A sparse gradient is sent dense, and frozen parameters are left out."""
     strategy = Strategy(0, (1, 0), [])
     inputs, (p, q), group = made(strategy)
-    p.grad = torch.ones(2)
+    p.grad = torch.tensor([0.0, 4.0]).to_sparse() if is_sparse else torch.tensor([0.0, 4.0])
     assert not inputs.average_gradients(optimizer())
     (_, (header,)), (_, (gradient,)) = strategy.copied
     torch.testing.assert_close(header, numbers(1, 0, 0.5, 0.5, torch.nan, 1, 3), equal_nan=True)
-    assert gradient.tolist() == [1.0, 1.0]
-    assert p.grad.tolist() == [1.0, 1.0]
+    assert gradient.tolist() == p.grad.to_dense().tolist() == [0.0, 4.0]
     assert q.grad is None
     assert group["lr"] == 1.0
-
-
-def test_a_sparse_gradient_is_sent_dense() -> None:
-    strategy = Strategy(0, (1, 0), [])
-    inputs, (p, _), _ = made(strategy)
-    p.grad = torch.tensor([0.0, 4.0]).to_sparse()
-    inputs.average_gradients(optimizer())
-    assert strategy.copied[1][1][0].tolist() == [0.0, 4.0]
-
-
-def test_frozen_parameters_are_left_out() -> None:
-    strategy = Strategy(0, (1, 0), [])
-    inputs, (p, _), _ = made(strategy)
     p.requires_grad_(False)
+    strategy.copied.clear()
     inputs.average_gradients(optimizer())
     assert len(strategy.copied[0][1][0]) == 1 + len(THEIRS)
 
 
-def test_a_rate_that_is_a_tensor_is_changed_in_place() -> None:
-    rate = torch.tensor(1.0)
-    inputs, _, group = made(Strategy(1, (1, 0), WITHOUT_DATA), lr=rate)
+@pytest.mark.parametrize("is_last", [False, True])
+def test_at_the_end_options_are_those_of_the_last_rank_and_every_rank_has_data_again(is_last: bool) -> None:
+    inputs, _, group = made(Strategy(0 if is_last else 1, (1, 0), [[numbers(*THEIRS)]]))
     inputs.has_joined = True
-    inputs.average_gradients(optimizer())
-    assert group["lr"] is rate
-    assert float(rate) == 0.125
-
-
-def test_old_gradients_are_forgotten() -> None:
-    inputs, params, _ = made(Strategy(1, (1, 0), []))
-    for p in params:
-        p.grad = torch.ones_like(p)
-    inputs.forget_gradients()
-    assert all(p.grad is None for p in params)
-
-
-def test_at_the_end_options_are_those_of_a_rank_with_data_and_the_rank_has_data_again() -> None:
-    inputs, _, group = made(Strategy(1, (1, 0), [[numbers(*THEIRS)]]))
-    inputs.has_joined = True
-    inputs.end(is_last_joiner=False)
-    assert (group["lr"], group["steps"]) == (0.125, 7)
-    assert not inputs.has_joined
-
-
-def test_the_last_rank_keeps_its_options() -> None:
-    inputs, _, group = made(Strategy(0, (1, 0), []))
-    inputs.has_joined = True
-    inputs.end(is_last_joiner=True)
-    assert group["lr"] == 1.0
+    inputs.end(is_last_joiner=is_last)
+    assert (group["lr"], group["steps"]) == ((1.0, 3) if is_last else (0.125, 7))
     assert not inputs.has_joined
 
 

@@ -6,8 +6,9 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.nn import functional as F
 
 from secondorder import EKFAC, KFAC, MFAC, HyLo
 from secondorder.diagnostics import Analysis, read_events, rowtaps
+from tests.support.grid import each
+from tests.support.oracles import hylo as oracle
 from tests.support.tasks import (
     CNN,
     MLP,
@@ -40,6 +43,7 @@ METHODS: dict[str, Make] = {
     "ekfac": partial(EKFAC, **_FACTORS),
     "hylo": partial(HyLo, **_USUAL, update_steps=2, rank_fraction=0.5),
 }
+PLAIN_KFAC = partial(KFAC, lr=0.1)
 every_method = pytest.mark.parametrize("make", METHODS.values(), ids=METHODS.keys())
 COLUMNS = {
     "rank": (
@@ -64,6 +68,17 @@ def events(folder: Path, tool: str, **wanted: Any) -> list[dict[str, Any]]:
     return [event for event in found if all(event[key] == value for key, value in wanted.items())]
 
 
+@contextmanager
+def watching(
+    folder: Path, tools: Any = tuple(COLUMNS), make: Make = PLAIN_KFAC, task: Task = MLP, **options: Any
+) -> Iterator[tuple[nn.Module, Any, Analysis]]:
+    """A model of a task, its optimizer and their analysis."""
+    model = task.model()
+    optimizer = make(model)
+    with Analysis(optimizer, folder, tools, **options) as analysis:
+        yield model, optimizer, analysis
+
+
 def one(folder: Path, tool: str, **wanted: Any) -> dict[str, Any]:
     (event,) = events(folder, tool, **wanted)
     return event
@@ -78,79 +93,41 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]], re
             assert event[key] == (pytest.approx(value, rel=rel, abs=1e-12) if isinstance(value, float) else value), key
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Dense oracles
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def layer_gradient(layer: nn.Module, gradients: dict[nn.Parameter, Tensor]) -> Vector:
-    """``vec([W | b])`` of a layer's gradient; of a grouped convolution one row per group."""
-    weight = gradients[layer.weight]
-    groups = getattr(layer, "groups", 1)
-    parts = [weight.reshape(groups, weight.shape[0] // groups, -1)]
-    if layer.bias is not None:
-        parts.append(gradients[layer.bias].reshape(groups, -1, 1))
-    return torch.cat(parts, -1).flatten(1).numpy()
-
-
-def gradients_of(model: nn.Module, loss: Tensor) -> dict[nn.Parameter, Tensor]:
-    trained = list(model.parameters())
-    return dict(zip(trained, torch.autograd.grad(loss, trained), strict=True))
-
-
+# -------------------------------------------------------------------------------------------------------- Dense oracles
 class Dense:
     """A layer's curvature ``F = Σ u uᵀ`` from the gradients of single examples, and updates from it.
 
     Attributes:
-        u: Rows ``[n, p]``, those of the mean loss's Fisher.
-        v: Gradient of the mean loss ``[p]``.
+        groups: Rows ``[Γ, n, p]``, those of the mean loss's Fisher.
+        u: Those of the first group.
     """
 
     def __init__(self, model: nn.Module, name: str, inputs: Tensor, targets: Tensor) -> None:
-        layer, n = model.get_submodule(name), len(inputs)
-        single = [
-            layer_gradient(layer, gradients_of(model, F.cross_entropy(model(inputs[i : i + 1]), targets[i : i + 1])))
-            for i in range(n)
-        ]
-        self.groups = np.stack(single, 1) / n**0.5  # [Γ, n, p]
-        self.u = self.groups[0]
-        self.v: Vector = np.mean(single, 0)[0]
+        self._rows = oracle.layer_rows(model, name, inputs, targets, F.cross_entropy)
+        self.groups: Vector = self._rows.numpy() / len(inputs) ** 0.5
+        self.u, self._v = self.groups[0], self._rows[0].mean(0)
 
     def exact(self, damping: float) -> Vector:
-        fisher = self.u.T @ self.u
-        return np.linalg.solve(fisher + damping * np.eye(len(fisher)), self.v)
+        return oracle.sngd(self._rows[:1], self._v, damping)[0].numpy()
 
     def interpolated(self, damping: float, r: int) -> tuple[Vector, float]:
-        """KID and the share of the trace, by definition: ``K ≈ Pᵀ K̂ P + diag(E)`` inside of Woodbury's identity."""
-        kernel = self.u @ self.u.T
-        pivots: list[int] = []
-        rest = kernel
-        for _ in range(r):
-            pivots.append(int(np.argmax(np.diag(rest))))
-            chosen = kernel[np.ix_(pivots, pivots)]
-            p = np.linalg.solve(chosen, kernel[pivots])
-            rest = kernel - p.T @ chosen @ p
-        kept = self.u[pivots]
-        inner = damping * np.eye(len(kernel)) + np.diag(np.diag(rest)) + p.T @ chosen @ p
-        z = p @ np.linalg.solve(inner, p.T @ (kept @ self.v))
-        return (self.v - kept.T @ z) / damping, float(1 - np.trace(rest) / np.trace(kernel))
+        """KID and the share of the trace."""
+        kernel = self._rows[0] @ self._rows[0].T
+        pivots = oracle.greedy(kernel, r)
+        rest = oracle.interpolation(kernel, pivots)[1]
+        update = oracle.kid_operator(self._rows[0], pivots, damping) @ self._v
+        return update.numpy(), float(1 - rest.trace() / kernel.trace())
 
     def sampled(self, damping: float, r: int, weights: Vector) -> Iterator[tuple[Vector, float]]:
         """KIS and its effective sample size, for every choice of r examples that could be drawn."""
         for chosen in combinations(range(len(self.u)), r):
             omega = weights[list(chosen)]
             kept = omega[:, None] * self.u[list(chosen)]
-            update = np.linalg.solve(kept.T @ kept + damping * np.eye(len(self.v)), self.v)
+            update = np.linalg.solve(kept.T @ kept + damping * np.eye(len(self._v)), self._v.numpy())
             yield update, float((omega**2).sum() ** 2 / (omega**4).sum())
 
     def systematic_weights(self, r: int) -> Vector:
-        """``1/√π`` with ``π = min(1, c q)`` and the sum r, by giving away what is above 1 until nothing is."""
-        q = (self.u**2).sum(1)
-        pi = r * q / q.sum()
-        while pi.max() > 1 + 1e-12:
-            full = pi >= 1 - 1e-12
-            pi = np.where(full, 1.0, (r - full.sum()) * q / q[~full].sum())
-        return 1 / np.sqrt(pi)
+        return 1 / np.sqrt(oracle.inclusion((self._rows[0] ** 2).sum(1), r).numpy())
 
 
 def errors(update: Vector, exact: Vector) -> tuple[float, float]:
@@ -163,80 +140,31 @@ def measured(event: dict[str, Any]) -> tuple[float, float]:
     return event["rel_error"], event["cos"]
 
 
-class Grouped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 6, 2, groups=2)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.conv(x)).mean((-2, -1)))
+# ---------------------------------------------------------------------------------------------- it changes nothing
+def noisy() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# It changes nothing
-# ---------------------------------------------------------------------------------------------------------------------
+def attention() -> nn.Module:
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+    return nn.Sequential(nn.Linear(5, 32), nn.Unflatten(1, (4, 8)), encoder, nn.Flatten(), nn.Linear(32, 3))
 
 
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.drop, self.second = nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.drop(torch.tanh(self.first(x))))
+WATCHED = [*TASKS, Task("noisy", noisy, MLP.draw), Task("attention", attention, MLP.draw)]
 
 
-NOISY = Task("noisy", Noisy, MLP.draw)
-
-
-@pytest.mark.parametrize("task", [*TASKS, NOISY], ids=[task.name for task in [*TASKS, NOISY]])
-@every_method
+@each(task={task.name: task for task in WATCHED}, make=METHODS)
 def test_parameters_state_and_random_numbers_are_the_same_to_the_bit(make: Make, task: Task, tmp_path: Path) -> None:
     found = []
     for watched in (True, False):
         model = task.model()
         optimizer = make(model)
         torch.manual_seed(1)
-        if watched:
-            with Analysis(optimizer, tmp_path, every=2):
-                train(model, optimizer, task, 5)
-        else:
+        with Analysis(optimizer, tmp_path, every=2) if watched else nullcontext():
             train(model, optimizer, task, 5)
         found.append({"model": values(model), "state": snapshot(optimizer), "random": torch.get_rng_state()})
     assert_identical(found[0], found[1])
-
-
-@every_method
-def test_gradients_stay_as_they_are(make: Make, tmp_path: Path) -> None:
-    model = MLP.model()
-    optimizer = make(model)
-    with Analysis(optimizer, tmp_path, every=1):
-        backward(model, optimizer, MLP, 0)
-        before = [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
-        optimizer.step()
-    for p, (grad, value) in zip(model.parameters(), before, strict=True):
-        assert p.grad is grad
-        assert torch.equal(grad, value)
-
-
-@pytest.mark.parametrize("cls", [KFAC, EKFAC])
-def test_steps_that_are_judged_by_their_loss_are_the_same_too(cls: Any, tmp_path: Path) -> None:
-    """Their closure runs again at other parameters, which must neither be captured nor cost the rows of the step."""
-    found = []
-    for watched in (True, False):
-        model = MLP.model()
-        optimizer = cls(model, lr=0.1, damping=0.1, adaptive_damping=True, damping_interval=1, reject_steps=True)
-        analysis = Analysis(optimizer, tmp_path, every=1, rank_fraction=0.5) if watched else None
-        for step in range(3):
-            assert optimizer.step(closure_of(model, optimizer, step)) is not None
-        found.append({"model": values(model), "state": snapshot(optimizer)})
-        if analysis is not None:
-            analysis.close()
-    assert_identical(found[0], found[1])
-    assert [event["m"] for event in events(tmp_path, "rank")] == [6] * 6
-    dense = Dense(MLP.model(), "first", *MLP.batch(0))
-    assert one(tmp_path, "rank", step=0, layer="first")["sigma_sum"] == pytest.approx((dense.u**2).sum(), rel=1e-12)
+    assert {e["layer"] for e in events(tmp_path, "rank")} == set(optimizer.blocks)
 
 
 def closure_of(model: nn.Module, optimizer: Any, step: int) -> Callable[[], Tensor]:
@@ -249,23 +177,21 @@ def closure_of(model: nn.Module, optimizer: Any, step: int) -> Callable[[], Tens
     return closure
 
 
-@pytest.mark.parametrize("keyword", [False, True])
-def test_a_closure_gives_the_lines_of_a_loop_without_one(keyword: bool, tmp_path: Path) -> None:
-    for name in ("with", "without"):
+@pytest.mark.parametrize("cls", [KFAC, EKFAC])
+def test_steps_that_are_judged_by_their_loss_are_the_same_too(cls: Any, tmp_path: Path) -> None:
+    """Their closure runs again at other parameters, which must neither be captured nor cost the rows of the step."""
+    found = []
+    for watched in (True, False):
         model = MLP.model()
-        optimizer = KFAC(model, lr=0.1)
-        with Analysis(optimizer, tmp_path / name, ("rank", "trend", "error"), every=1):
-            for step in range(2):
-                closure = closure_of(model, optimizer, step)
-                if name == "without":
-                    closure()
-                    optimizer.step()
-                elif keyword:
-                    optimizer.step(closure=closure)
-                else:
-                    optimizer.step(closure)
-    for tool in ("rank", "trend", "error"):
-        assert events(tmp_path / "with", tool) == events(tmp_path / "without", tool) != []
+        optimizer = cls(model, lr=0.1, damping=0.1, adaptive_damping=True, damping_interval=1, reject_steps=True)
+        with Analysis(optimizer, tmp_path, every=1, rank_fraction=0.5) if watched else nullcontext():
+            for step in range(3):
+                assert optimizer.step(closure_of(model, optimizer, step)) is not None
+            found.append({"model": values(model), "state": snapshot(optimizer)})
+    assert_identical(found[0], found[1])
+    assert [event["m"] for event in events(tmp_path, "rank")] == [6] * 6
+    dense = Dense(MLP.model(), "first", *MLP.batch(0))
+    assert one(tmp_path, "rank", step=0, layer="first")["sigma_sum"] == pytest.approx((dense.u**2).sum(), rel=1e-12)
 
 
 def hooks(model: nn.Module, optimizer: Any) -> list[Any]:
@@ -276,29 +202,35 @@ def hooks(model: nn.Module, optimizer: Any) -> list[Any]:
 
 
 @every_method
-def test_closing_removes_every_hook(make: Make, tmp_path: Path) -> None:
+def test_gradients_stay_and_closing_removes_every_hook(make: Make, tmp_path: Path) -> None:
     model = MLP.model()
     optimizer = make(model)
-    before = hooks(model, optimizer)
+    without = hooks(model, optimizer)
     analysis = Analysis(optimizer, tmp_path, every=1)
-    assert hooks(model, optimizer) != before
+    assert hooks(model, optimizer) != without
     backward(model, optimizer, MLP, 0)
-    analysis.close()
-    analysis.close()
-    assert hooks(model, optimizer) == before
+    before = [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
     optimizer.step()
-    assert analysis.events == {"rank": 0, "trend": 0, "error": 0, "profile": 0}
+    for p, (grad, value) in zip(model.parameters(), before, strict=True):
+        assert p.grad is grad
+        assert torch.equal(grad, value)
+    counted = dict(analysis.events)
+    assert counted["rank"] == 2
+    backward(model, optimizer, MLP, 1)
+    analysis.close()
+    analysis.close()
+    assert hooks(model, optimizer) == without
+    optimizer.step()
+    assert analysis.events == counted
     with pytest.raises(KeyError, match="stop"), Analysis(optimizer, tmp_path):
         raise KeyError("stop")
-    assert hooks(model, optimizer) == before
+    assert hooks(model, optimizer) == without
 
 
 def test_nothing_is_collected_between_the_steps_that_are_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, model = [], MLP.model()
-    original = rowtaps.ExampleRows
+    made, original = [], rowtaps.ExampleRows
     monkeypatch.setattr(rowtaps, "ExampleRows", lambda *args, **kw: made.append(step) or original(*args, **kw))
-    optimizer = KFAC(model, lr=0.1)
-    with Analysis(optimizer, tmp_path, every=3):
+    with watching(tmp_path, every=3) as (model, optimizer, _):
         for step in range(7):
             train(model, optimizer, MLP, 1, start=step)
     assert sorted(set(made)) == [0, 3, 6]
@@ -307,34 +239,28 @@ def test_nothing_is_collected_between_the_steps_that_are_due(tmp_path: Path, mon
 @pytest.mark.parametrize("tools", ["trend", "profile", ("profile", "trend")])
 def test_tools_without_rows_collect_none(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rowtaps, "ExampleRows", None)
-    model = MLP.model()
-    optimizer = KFAC(model, lr=0.1)
-    with Analysis(optimizer, tmp_path, tools, every=1) as analysis:
+    with watching(tmp_path, tools, every=1) as (model, optimizer, analysis):
         train(model, optimizer, MLP, 2)
     assert set(analysis.events) == ({tools} if isinstance(tools, str) else set(tools))
     assert {path.stem for path in tmp_path.iterdir()} == set(analysis.events)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Lines and columns
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------------------- lines and columns
 @every_method
 def test_one_line_per_event_with_these_columns_in_this_order(make: Make, tmp_path: Path) -> None:
-    model = MLP.model()
-    optimizer = make(model)
-    with Analysis(optimizer, tmp_path, every=2, kis_sampling=("systematic", "uniform")) as analysis:
-        train(model, optimizer, MLP, 5)
+    sampling = ("systematic", "uniform")
+    with watching(tmp_path, make=make, every=2, kis_sampling=sampling) as (model, optimizer, analysis):
+        for step in range(5):
+            train(model, optimizer, MLP, 1, start=step)
+            assert len(events(tmp_path, "rank")) == 2 * (step // 2 + 1)  # on disk already
     layers, steps = ["first", "second"], [0, 2, 4]
     assert analysis.events == {"rank": 6, "trend": 6, "error": 27, "profile": 3}
     for tool, columns in COLUMNS.items():
-        lines = (tmp_path / f"{tool}.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = [json.loads(line) for line in (tmp_path / f"{tool}.jsonl").read_text(encoding="utf-8").splitlines()]
         assert len(lines) == analysis.events[tool]
-        assert all(tuple(json.loads(line)) == columns for line in lines)
-        assert [json.loads(line) for line in lines] == events(tmp_path, tool)
-    for tool in ("rank", "trend"):
-        assert [(e["step"], e["layer"]) for e in events(tmp_path, tool)] == [(s, x) for s in steps for x in layers]
+        assert all(tuple(line) == columns for line in lines)
+        assert lines == events(tmp_path, tool)
+    assert lines_of_layers(tmp_path) == [(step, layer) for step in steps for layer in layers]
     modes = ["kid", "kis", "uniform KIS"]
     assert [(e["layer"], e["mode"]) for e in events(tmp_path, "error", step=2)] == [
         (layer, mode) for layer in [*layers, "all"] for mode in modes
@@ -342,13 +268,11 @@ def test_one_line_per_event_with_these_columns_in_this_order(make: Make, tmp_pat
     assert [e["step"] for e in events(tmp_path, "profile")] == steps
 
 
-def test_lines_are_on_disk_after_each_step(tmp_path: Path) -> None:
-    model = MLP.model()
-    optimizer = KFAC(model, lr=0.1)
-    with Analysis(optimizer, tmp_path, every=1):
-        for step in range(2):
-            train(model, optimizer, MLP, 1, start=step)
-            assert len(events(tmp_path, "rank")) == 2 * (step + 1)
+def lines_of_layers(folder: Path) -> list[tuple[int, str]]:
+    """Step and layer of the lines of two tools, which have the same ones."""
+    rank, trend = ([(e["step"], e["layer"]) for e in events(folder, tool)] for tool in ("rank", "trend"))
+    assert rank == trend
+    return rank
 
 
 def test_uncovered_frozen_and_skipped_parameters_have_no_lines(tmp_path: Path) -> None:
@@ -361,27 +285,21 @@ def test_uncovered_frozen_and_skipped_parameters_have_no_lines(tmp_path: Path) -
         train(model, optimizer, CNN, 1)
         model.get_submodule("first").requires_grad_(False)
         train(model, optimizer, CNN, 1)
-    for tool in ("rank", "trend"):
-        found = [(e["step"], e["layer"]) for e in events(tmp_path, tool)]
-        assert found == [(0, "first"), (1, "first"), (1, "second"), (2, "second")]
+    assert lines_of_layers(tmp_path) == [(0, "first"), (1, "first"), (1, "second"), (2, "second")]
 
 
 @every_method
 def test_a_resumed_run_goes_on_where_the_first_one_ended(make: Make, tmp_path: Path) -> None:
-    tools = "rank", "trend", "error"
-    model = MLP.model()
-    optimizer = make(model)
-    with Analysis(optimizer, tmp_path / "whole", tools, every=2, epoch_steps=3):
+    tools, options = ("rank", "trend", "error"), {"every": 2, "epoch_steps": 3}
+    with watching(tmp_path / "whole", tools, make, **options) as (model, optimizer, _):
         train(model, optimizer, MLP, 8)
-    model = MLP.model()
-    optimizer = make(model)
-    with Analysis(optimizer, tmp_path / "parts", tools, every=2, epoch_steps=3):
+    with watching(tmp_path / "parts", tools, make, **options) as (model, optimizer, _):
         train(model, optimizer, MLP, 5)
     resumed = MLP.model()
     resumed.load_state_dict(model.state_dict())
     other = make(resumed)
     other.load_state_dict(snapshot(optimizer))
-    with Analysis(other, tmp_path / "parts", tools, every=2, epoch_steps=3) as analysis:
+    with Analysis(other, tmp_path / "parts", tools, **options) as analysis:
         train(resumed, other, MLP, 3, start=5)
     assert analysis.events == {"rank": 2, "trend": 2, "error": 6}
     for tool in tools:
@@ -403,24 +321,14 @@ def test_broken_lines_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixt
     path.write_text('{"step": 0, "layer": "fi', encoding="utf-8")
     assert read_events(path) == []  # still being written
     assert not caplog.records
-    model = MLP.model()
-    optimizer = KFAC(model, lr=0.1)
-    with Analysis(optimizer, tmp_path, "rank"):
+    with watching(tmp_path, "rank") as (model, optimizer, _):
         train(model, optimizer, MLP, 11)
-    assert [(e["step"], e["layer"]) for e in read_events(path)] == [
-        (0, "first"),
-        (0, "second"),
-        (10, "first"),
-        (10, "second"),
-    ]
+    expected = [(step, layer) for step in (0, 10) for layer in ("first", "second")]
+    assert [(e["step"], e["layer"]) for e in read_events(path)] == expected
     assert "line 1" in caplog.text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rank
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# -------------------------------------------------------------------------------------------------------------- rank
 def assert_spectrum(event: dict[str, Any], groups: Vector, damping: float) -> None:
     """The numbers of a kernel's eigenvalues, those of all groups together."""
     sigma = np.sort(np.concatenate([np.linalg.svd(u, compute_uv=False) ** 2 for u in groups]))[::-1]
@@ -432,12 +340,9 @@ def assert_spectrum(event: dict[str, Any], groups: Vector, damping: float) -> No
     assert event["damping_over_sigma1"] == pytest.approx(damping / sigma[0], rel=1e-10)
 
 
-@pytest.mark.parametrize("approx", ["reduce", "expand"])
-@every_method
+@each(approx=["reduce", "expand"], make=METHODS)
 def test_rank_of_linear_layers(make: Make, approx: str, tmp_path: Path) -> None:
-    model = MLP.model()
-    optimizer = make(model, damping=0.02)
-    with Analysis(optimizer, tmp_path, "rank", every=1, approx=approx):
+    with watching(tmp_path, "rank", partial(make, damping=0.02), every=1, approx=approx) as (model, optimizer, _):
         for step in range(2):
             dense = {name: Dense(model, name, *MLP.batch(step)) for name in ("first", "second")}
             train(model, optimizer, MLP, 1, start=step)
@@ -448,14 +353,15 @@ def test_rank_of_linear_layers(make: Make, approx: str, tmp_path: Path) -> None:
 
 
 def test_rank_of_convolutions_with_groups(tmp_path: Path) -> None:
-    model, inputs = Grouped().double(), torch.randn(5, 4, 3, 4, dtype=torch.float64)
-    targets = torch.tensor([0, 1, 2, 0, 1])
-    dense = Dense(model, "conv", inputs, targets)
+    layers = nn.Conv2d(4, 6, 2, groups=2), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)
+    model = nn.Sequential(*layers).double()
+    inputs, targets = torch.randn(5, 4, 3, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
+    dense = Dense(model, "0", inputs, targets)
     optimizer = KFAC(model, lr=0.1)
     with Analysis(optimizer, tmp_path, approx="expand", damping=0.05, rank_fraction=1.0):
         F.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
-    assert_spectrum(one(tmp_path, "rank", layer="conv"), dense.groups, 0.05)
+    assert_spectrum(one(tmp_path, "rank", layer="0"), dense.groups, 0.05)
     for event in events(tmp_path, "error"):
         assert event["rel_error"] < 1e-12
         assert event["r"] == 5
@@ -464,58 +370,20 @@ def test_rank_of_convolutions_with_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cls", [KFAC, HyLo])
 def test_relative_damping_is_a_multiple_of_the_mean_eigenvalue(cls: Any, tmp_path: Path) -> None:
     """Of the Fisher, one for each parameter, or of the kernel, one for each example: as each method has it."""
-    model = MLP.model()
-    optimizer = cls(model, lr=0.1, damping=3.0, damping_mode="relative")
-    dense = Dense(model, "first", *MLP.batch(0))
-    with Analysis(optimizer, tmp_path, "rank"):
+    dense = Dense(MLP.model(), "first", *MLP.batch(0))
+    make = partial(cls, lr=0.1, damping=3.0, damping_mode="relative")
+    with watching(tmp_path, "rank", make) as (model, optimizer, _):
         train(model, optimizer, MLP, 1)
     eigenvalues = dense.u.shape[1] if cls is KFAC else len(dense.u)
     assert_spectrum(one(tmp_path, "rank", layer="first"), dense.groups, 3.0 * (dense.u**2).sum() / eigenvalues)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_micro_batches_are_one_batch(reduction: str, tmp_path: Path) -> None:
-    for name, parts in (("one", 1), ("three", 3)):
-        model = MLP.model()
-        optimizer = KFAC(model, lr=0.01, loss_reduction=reduction, damping=0.1)
-        with Analysis(optimizer, tmp_path / name, every=1, rank_fraction=1.0):
-            for step in range(2):
-                inputs, targets = MLP.batch(step)
-                optimizer.zero_grad()
-                for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
-                    (
-                        F.cross_entropy(model(x), y, reduction=reduction) / (parts if reduction == "mean" else 1)
-                    ).backward()
-                optimizer.step()
-    for tool in ("rank", "trend", "error"):
-        assert_alike(events(tmp_path / "three", tool), events(tmp_path / "one", tool), rel=1e-8)
-
-
-def test_a_summed_loss_has_the_rank_of_its_mean(tmp_path: Path) -> None:
-    for reduction in ("mean", "sum"):
-        model = MLP.model()
-        optimizer = KFAC(model, lr=0.01, loss_reduction=reduction, damping=0.1)
-        with Analysis(optimizer, tmp_path / reduction):
-            inputs, targets = MLP.batch(0)
-            F.cross_entropy(model(inputs), targets, reduction=reduction).backward()
-            optimizer.step()
-    assert_alike(events(tmp_path / "sum", "rank"), events(tmp_path / "mean", "rank"), rel=1e-10)
-    for a, b in zip(events(tmp_path / "mean", "error"), events(tmp_path / "sum", "error"), strict=True):
-        assert b["rel_error"] == pytest.approx(a["rel_error"], rel=1e-8)  # a gradient n times as long
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Error
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("r", [1, 3, 5])
-@every_method
+# ------------------------------------------------------------------------------------------------------------- error
+@each(r=[1, 3, 5], make=METHODS)
 def test_error_of_interpolation(make: Make, r: int, tmp_path: Path) -> None:
-    model, damping = MLP.model(), 0.01
-    dense = {name: Dense(model, name, *MLP.batch(0)) for name in ("first", "second")}
-    optimizer = make(model, damping=damping)
-    with Analysis(optimizer, tmp_path, "error", rank_fraction=r / 6):
+    damping = 0.01
+    dense = {name: Dense(MLP.model(), name, *MLP.batch(0)) for name in ("first", "second")}
+    with watching(tmp_path, "error", partial(make, damping=damping), rank_fraction=r / 6) as (model, optimizer, _):
         train(model, optimizer, MLP, 1)
     updates, references = [], []
     for name, layer in dense.items():
@@ -533,11 +401,11 @@ def test_error_of_interpolation(make: Make, r: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sampling", ["systematic", "unweighted", "uniform"])
 def test_error_of_sampling_is_that_of_one_of_the_choices(sampling: str, tmp_path: Path) -> None:
-    model, damping, r = MLP.model(), 0.01, 3
-    layer = Dense(model, "first", *MLP.batch(0))
+    damping, r = 0.01, 3
+    layer = Dense(MLP.model(), "first", *MLP.batch(0))
     weights = layer.systematic_weights(r) if sampling == "systematic" else np.full(6, (6 / r) ** 0.5)
-    optimizer = KFAC(model, lr=0.1, damping=damping)
-    with Analysis(optimizer, tmp_path, "error", rank_fraction=0.5, kis_sampling=sampling):
+    make, options = partial(KFAC, lr=0.1, damping=damping), {"rank_fraction": 0.5, "kis_sampling": sampling}
+    with watching(tmp_path, "error", make, **options) as (model, optimizer, _):
         train(model, optimizer, MLP, 1)
     event = one(tmp_path, "error", layer="first", mode="kis" if sampling == "systematic" else f"{sampling} KIS")
     assert (event["r"], event["kid_energy"]) == (r, None)
@@ -548,41 +416,31 @@ def test_error_of_sampling_is_that_of_one_of_the_choices(sampling: str, tmp_path
 
 def test_draws_depend_on_the_seed_and_on_nothing_else(tmp_path: Path) -> None:
     found = []
-    for seed in (0, 0, 1):
-        model = MLP.model()
-        optimizer = KFAC(model, lr=0.1)
-        folder = tmp_path / str(len(found))
-        torch.manual_seed(len(found))
-        with Analysis(optimizer, folder, "error", every=1, rank_fraction=0.5, seed=seed):
+    for number, seed in enumerate((0, 0, 1)):
+        folder = tmp_path / str(number)
+        torch.manual_seed(number)
+        with watching(folder, "error", every=1, rank_fraction=0.5, seed=seed) as (model, optimizer, _):
             train(model, optimizer, MLP, 3)
         found.append([e["rel_error"] for e in events(folder, "error", mode="kis")])
     assert found[0] == found[1] != found[2]
 
 
 def test_all_rows_leave_no_error(tmp_path: Path) -> None:
-    for task in TASKS:
-        for approx in ("reduce", "expand"):
-            model, folder = task.model(), tmp_path / task.name / approx
-            optimizer = KFAC(model, lr=0.1, damping=0.1)
-            with Analysis(optimizer, folder, "error", rank_fraction=1.0, approx=approx):
-                train(model, optimizer, task, 1)
-            found = events(folder, "error")
-            assert {e["layer"] for e in found} == {*optimizer.blocks, "all"}
-            assert max(e["rel_error"] for e in found) < 1e-10
-            assert min(e["cos"] for e in found) == pytest.approx(1, abs=1e-12)
+    for task, approx in product(TASKS, ("reduce", "expand")):
+        folder, options = tmp_path / task.name / approx, {"rank_fraction": 1.0, "approx": approx}
+        with watching(folder, "error", partial(KFAC, lr=0.1, damping=0.1), task, **options) as (model, optimizer, _):
+            train(model, optimizer, task, 1)
+        found = events(folder, "error")
+        assert {e["layer"] for e in found} == {*optimizer.blocks, "all"}
+        assert max(e["rel_error"] for e in found) < 1e-10
+        assert min(e["cos"] for e in found) == pytest.approx(1, abs=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Trend and profile
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------------------- trend and profile
 @every_method
 def test_norms_of_gradients_and_directions(make: Make, tmp_path: Path) -> None:
-    model = MLP.model()
-    optimizer = make(model)
     before: dict[str, float] = {}
-    with Analysis(optimizer, tmp_path, ("rank", "trend"), every=2, epoch_steps=2):
+    with watching(tmp_path, ("rank", "trend"), make, every=2, epoch_steps=2) as (model, optimizer, _):
         for step in range(4):
             backward(model, optimizer, MLP, step)
             with optimizer.keep_directions() as kept:  # the user's own look is not disturbed
@@ -598,15 +456,12 @@ def test_norms_of_gradients_and_directions(make: Make, tmp_path: Path) -> None:
                 assert event["epoch"] == step // 2
             if step % 2 == 0:
                 before = {e["layer"]: e["grad_norm"] for e in events(tmp_path, "trend", step=step)}
-    backward(model, optimizer, MLP, 4)
-    optimizer.step()
+    train(model, optimizer, MLP, 1, start=4)
     assert not optimizer._record.kept
 
 
 def test_directions_that_were_kept_before_are_not_taken_for_new_ones(tmp_path: Path) -> None:
-    model = MLP.model()
-    optimizer = KFAC(model, lr=0.1)
-    with Analysis(optimizer, tmp_path, "trend", every=1), optimizer.keep_directions():
+    with watching(tmp_path, "trend", every=1) as (model, optimizer, _), optimizer.keep_directions():
         train(model, optimizer, MLP, 1)
         for group in optimizer.param_groups:
             group["inv_update_steps"] = 0
@@ -617,9 +472,7 @@ def test_directions_that_were_kept_before_are_not_taken_for_new_ones(tmp_path: P
 
 @every_method
 def test_stages_are_parts_of_the_step(make: Make, tmp_path: Path) -> None:
-    model = MLP.model()
-    optimizer = make(model)
-    with Analysis(optimizer, tmp_path, "profile", every=2):
+    with watching(tmp_path, "profile", make, every=2) as (model, optimizer, _):
         for step in range(4):
             start = time.perf_counter()
             train(model, optimizer, MLP, 1, start=step)
@@ -636,56 +489,115 @@ def test_stages_are_parts_of_the_step(make: Make, tmp_path: Path) -> None:
     assert all(first[f"{stage}_ms"] > 0 for stage in ("capture", "statistics", "refresh", "precondition", "update"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training loops of many kinds
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------ lines are those of a plain loop
+Loop = Callable[[nn.Module, Any], Any]
 
 
-def sigma_sums(folder: Path) -> list[float]:
-    return [e["sigma_sum"] for e in events(folder, "rank", layer="first")]
+def plainly(model: nn.Module, optimizer: Any) -> None:
+    train(model, optimizer, MLP, 2)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_batch_whose_step_was_skipped_leaves_nothing_behind(set_to_none: bool, tmp_path: Path) -> None:
-    model = MLP.model()
-    optimizer = KFAC(model, lr=0.1)
-    dense = Dense(model, "first", *MLP.batch(0))
-    with Analysis(optimizer, tmp_path):
-        backward(model, optimizer, MLP, 7)  # as a loss scaler does that found an overflow: no step
-        optimizer.zero_grad(set_to_none=set_to_none)
-        MLP.loss(model, 0).backward()
-        optimizer.step()
-    assert one(tmp_path, "rank", layer="first")["m"] == 6
-    assert sigma_sums(tmp_path) == pytest.approx([(dense.u**2).sum()])
+def by_closure(model: nn.Module, optimizer: Any) -> None:
+    optimizer.step(closure_of(model, optimizer, 0))
+    optimizer.step(closure=closure_of(model, optimizer, 1))
 
 
-def test_forwards_inside_of_a_pause_are_not_seen(tmp_path: Path) -> None:
-    model = MLP.model()
-    optimizer = KFAC(model, lr=0.1)
-    dense = Dense(model, "first", *MLP.batch(0))
-    with Analysis(optimizer, tmp_path, "rank"):
-        with optimizer.pause_capture():
-            penalty = MLP.loss(model, 3) * 1e-9
-        (MLP.loss(model, 0) + penalty).backward()
-        with optimizer.pause_capture():
-            MLP.loss(model, 4).backward()
-        optimizer.step()
-    assert one(tmp_path, "rank", layer="first")["m"] == 6
-    assert sigma_sums(tmp_path) == pytest.approx([(dense.u**2).sum()])
+def compiled(model: nn.Module, optimizer: Any) -> None:
+    torch.compiler.reset()
+    train(torch.compile(model, backend="eager"), optimizer, MLP, 2)  # type: ignore[arg-type]
 
 
-def test_evaluation_between_steps_is_not_seen(tmp_path: Path) -> None:
-    model = MLP.model()
-    optimizer = KFAC(model, lr=0.1)
-    with Analysis(optimizer, tmp_path, "rank", every=1):
+def scaled(model: nn.Module, optimizer: Any) -> None:
+    for step in range(2):
+        optimizer.zero_grad()
+        optimizer.grad_scaler.scale(MLP.loss(model, step)).backward()
+        optimizer.grad_scaler.step(optimizer)
+        optimizer.grad_scaler.update()
+
+
+def in_parts(reduction: str, parts: int) -> Loop:
+    """Each step has micro-batches; of a loss that is a mean, each has its part of the mean."""
+
+    def loop(model: nn.Module, optimizer: Any) -> None:
         for step in range(2):
-            model.eval()
+            optimizer.zero_grad()
+            for x, y in zip(*(t.chunk(parts) for t in MLP.batch(step)), strict=True):
+                loss = F.cross_entropy(model(x), y, reduction=reduction)
+                (loss / parts if reduction == "mean" else loss).backward()
+            optimizer.step()
+
+    return loop
+
+
+def skipping(set_to_none: bool) -> Loop:
+    """A batch before each step has none, as where a loss scaler finds an overflow."""
+
+    def loop(model: nn.Module, optimizer: Any) -> None:
+        for step in range(2):
+            backward(model, optimizer, MLP, 7)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            MLP.loss(model, step).backward()
+            optimizer.step()
+
+    return loop
+
+
+def pausing(model: nn.Module, optimizer: Any) -> None:
+    """Forwards, and a backward whose gradients are given up, inside of pauses."""
+    for step in range(2):
+        optimizer.zero_grad()
+        with optimizer.pause_capture():
+            penalty = MLP.loss(model, 3) * 0
+            torch.autograd.grad(MLP.loss(model, 4), list(model.parameters()))
+        (MLP.loss(model, step) + penalty).backward()
+        optimizer.step()
+
+
+def evaluating(model: nn.Module, optimizer: Any) -> None:
+    for step in range(2):
+        model.eval()
+        MLP.loss(model, 9)
+        model.train()
+        with torch.no_grad():
             MLP.loss(model, 9)
-            model.train()
-            with torch.no_grad():
-                MLP.loss(model, 9)
-            train(model, optimizer, MLP, 1, start=step)
-    assert [e["m"] for e in events(tmp_path, "rank", layer="first")] == [6, 6]
+        train(model, optimizer, MLP, 1, start=step)
+
+
+SUMMED, PLAIN = {"loss_reduction": "sum", "lr": 0.01}, {"lr": 0.01}
+LOOPS: dict[str, tuple[Loop, Loop, dict[str, Any]]] = {
+    "closure": (by_closure, plainly, {}),
+    "compiled": (compiled, plainly, {}),
+    "scaled": (scaled, plainly, {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=2.0**12)}),
+    "micro-batches": (in_parts("mean", 3), in_parts("mean", 1), PLAIN),
+    "micro-batches of a sum": (in_parts("sum", 3), in_parts("sum", 1), SUMMED),
+    "skipped": (skipping(True), plainly, {}),
+    "skipped, gradients of zeros": (skipping(False), plainly, {}),
+    "pauses": (pausing, plainly, {}),
+    "evaluation": (evaluating, plainly, {}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_lines_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
+    *loops, keywords = LOOPS[name]
+    tools = ("rank", "trend", "error")
+    for folder, loop in zip(("found", "expected"), loops, strict=True):
+        own = keywords if loop is not plainly else {k: v for k, v in keywords.items() if k != "grad_scaler"}
+        make = partial(KFAC, **{"lr": 0.1, "damping": 0.1, **own})
+        with watching(tmp_path / folder, tools, make, every=1, rank_fraction=0.5) as (model, optimizer, _):
+            loop(model, optimizer)
+    for tool in tools:
+        assert_alike(events(tmp_path / "found", tool), events(tmp_path / "expected", tool), rel=1e-8)
+
+
+def test_a_summed_loss_has_the_rank_of_its_mean(tmp_path: Path) -> None:
+    for reduction in ("mean", "sum"):
+        make = partial(KFAC, lr=0.0, loss_reduction=reduction, damping=0.1)
+        with watching(tmp_path / reduction, make=make) as (model, optimizer, _):
+            in_parts(reduction, 1)(model, optimizer)
+    assert_alike(events(tmp_path / "sum", "rank"), events(tmp_path / "mean", "rank"), rel=1e-10)
+    for a, b in zip(events(tmp_path / "mean", "error"), events(tmp_path / "sum", "error"), strict=True):
+        assert b["rel_error"] == pytest.approx(a["rel_error"], rel=1e-8)  # a gradient n times as long
 
 
 def test_padding_is_left_out_as_the_optimizer_was_told(tmp_path: Path) -> None:
@@ -693,40 +605,43 @@ def test_padding_is_left_out_as_the_optimizer_was_told(tmp_path: Path) -> None:
     keep = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
     found = []
     for junk in (0.0, 100.0):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 3).double())
-        optimizer = KFAC(model, lr=0.1)
+        task = Task("padded", lambda: nn.Sequential(nn.Linear(5, 3)), MLP.draw)
         x = torch.where(keep.bool()[..., None], inputs, junk)
-        folder = tmp_path / str(junk)
-        with Analysis(optimizer, folder, "rank", approx="expand"):
+        with watching(tmp_path / str(junk), "rank", task=task, approx="expand") as (model, optimizer, _):
             with optimizer.mask(keep):
                 out = model(x)
             out.square().mean((-1, -2)).mean().backward()  # padded positions have a gradient, which must not count
             optimizer.step()
-        found.append(events(folder, "rank"))
+        found.append(events(tmp_path / str(junk), "rank"))
     assert_alike(found[1], found[0], rel=1e-12)
 
 
-def test_the_loss_scale_is_divided_out(tmp_path: Path) -> None:
-    for name in ("scaled", "plain"):
-        model = MLP.model()
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=name == "scaled")
-        optimizer = KFAC(model, lr=0.1, grad_scaler=scaler)
-        with Analysis(optimizer, tmp_path / name, ("rank", "trend", "error"), every=1):
-            for step in range(2):
-                optimizer.zero_grad()
-                scaler.scale(MLP.loss(model, step)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-    for tool in ("rank", "trend", "error"):
-        assert_alike(events(tmp_path / "scaled", tool), events(tmp_path / "plain", tool), rel=1e-9)
+def test_single_precision_is_measured_in_double(tmp_path: Path) -> None:
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model, folder = MLP.model(dtype), tmp_path / str(dtype)
+        optimizer = KFAC(model, lr=0.1, damping=0.01)
+        with Analysis(optimizer, folder, rank_fraction=0.5):
+            train(model, optimizer, MLP, 1)
+        found.append([e for tool in ("rank", "error") for e in events(folder, tool)])
+    assert_alike(*found, rel=1e-4)
 
 
+def test_two_of_them_share_an_optimizer(tmp_path: Path) -> None:
+    tools = ("rank", "trend", "error")
+    with watching(tmp_path / "a", tools, every=1) as (model, optimizer, first):
+        with Analysis(optimizer, tmp_path / "b", every=1):
+            train(model, optimizer, MLP, 2)
+        train(model, optimizer, MLP, 1)
+    assert first.events["trend"] == 6
+    for tool in tools:
+        assert events(tmp_path / "b", tool) == [e for e in events(tmp_path / "a", tool) if e["step"] < 2] != []
+
+
+# ------------------------------------------------------------------------------------- batches without sound numbers
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_batch_that_is_not_finite_gives_lines_without_numbers(bad: float, tmp_path: Path) -> None:
-    model = MLP.model()
-    optimizer = KFAC(model, lr=0.1)
-    with Analysis(optimizer, tmp_path, every=1):
+    with watching(tmp_path, every=1) as (model, optimizer, _):
         (MLP.loss(model, 0) * bad).backward()
         optimizer.step()
         train(model, optimizer, MLP, 1)
@@ -741,9 +656,7 @@ def test_a_batch_that_is_not_finite_gives_lines_without_numbers(bad: float, tmp_
 
 
 def test_gradients_of_zeros(tmp_path: Path) -> None:
-    model = MLP.model()
-    optimizer = KFAC(model, lr=0.1)
-    with Analysis(optimizer, tmp_path):
+    with watching(tmp_path) as (model, optimizer, _):
         (MLP.loss(model, 0) * 0).backward()
         optimizer.step()
     event = one(tmp_path, "rank", layer="first")
@@ -751,32 +664,21 @@ def test_gradients_of_zeros(tmp_path: Path) -> None:
     assert {e["rel_error"] for e in events(tmp_path, "error")} == {None}
 
 
-def test_a_step_without_gradients_is_none(tmp_path: Path) -> None:
-    model = MLP.model()
-    optimizer = KFAC(model, lr=0.1)
-    with Analysis(optimizer, tmp_path) as analysis:
+def test_without_a_gradient_a_step_is_none_and_a_layer_has_no_line(tmp_path: Path) -> None:
+    with watching(tmp_path) as (model, optimizer, analysis):
         optimizer.step()
         assert set(analysis.events.values()) == {0}
-        train(model, optimizer, MLP, 1)
-    assert [e["step"] for e in events(tmp_path, "profile")] == [0]
-
-
-def test_a_layer_without_a_gradient_has_no_line(tmp_path: Path) -> None:
-    model = MLP.model()
-    optimizer = KFAC(model, lr=0.1)
-    with Analysis(optimizer, tmp_path):
         backward(model, optimizer, MLP, 0)
         model.get_submodule("first").zero_grad()
         optimizer.step()
-    for tool in ("rank", "trend"):
-        assert [e["layer"] for e in events(tmp_path, tool)] == ["second"]
+    assert [e["step"] for e in events(tmp_path, "profile")] == [0]
+    assert lines_of_layers(tmp_path) == [(0, "second")]
 
 
 def test_why_a_layer_has_no_rows(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.EmbeddingBag(9, 4), nn.Linear(4, 2)).double()
-    optimizer = KFAC(model, lr=0.1)
-    assert set(optimizer.blocks) == {"0", "1"}
-    with Analysis(optimizer, tmp_path, approx="expand") as analysis:
+    task = Task("bag", lambda: nn.Sequential(nn.EmbeddingBag(9, 4), nn.Linear(4, 2)), MLP.draw)
+    with watching(tmp_path, task=task, approx="expand") as (model, optimizer, analysis):
+        assert set(optimizer.blocks) == {"0", "1"}
         model(torch.randint(9, (6, 3))).square().mean().backward()
         optimizer.step()
     assert {e["layer"] for e in events(tmp_path, "rank")} == {"1"}
@@ -798,89 +700,29 @@ def test_a_plan_that_changes_before_the_step(tmp_path: Path) -> None:
     assert len(events(tmp_path, "trend")) == 4
 
 
-def test_a_compiled_model(tmp_path: Path) -> None:
-    found = []
-    for compiled in (True, False):
-        torch.compiler.reset()
-        model = MLP.model()
-        optimizer = KFAC(model, lr=0.1)
-        folder = tmp_path / str(compiled)
-        with Analysis(optimizer, folder, ("rank", "error"), every=2):
-            train(torch.compile(model, backend="eager") if compiled else model, optimizer, MLP, 3)  # type: ignore[arg-type]
-        found.append([e for tool in ("rank", "error") for e in events(folder, tool)])
-    assert_alike(*found, rel=1e-9)
-
-
-def test_attention_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    found = []
-    for watched in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True), nn.Linear(8, 3))
-        optimizer = KFAC(model, lr=0.1, factor_update_steps=3, inv_update_steps=3)
-        analysis = Analysis(optimizer, tmp_path, every=2) if watched else None
-        for _ in range(4):
-            optimizer.zero_grad()
-            F.cross_entropy(model(torch.randn(5, 4, 8)).mean(1), torch.arange(5) % 3).backward()
-            optimizer.step()
-        found.append({"model": values(model), "state": snapshot(optimizer), "random": torch.get_rng_state()})
-        if analysis is not None:
-            analysis.close()
-            assert {e["layer"] for e in events(tmp_path, "rank")} == set(optimizer.blocks)
-    assert_identical(found[0], found[1])
-
-
 def test_the_scale_of_convolutions_is_that_of_the_method(tmp_path: Path) -> None:
     sums = {}
     for scale in ("exact", "hylo"):
-        model = CNN.model()
-        optimizer = HyLo(model, lr=0.1, conv_scale=scale)
-        with Analysis(optimizer, tmp_path / scale, "rank"):
+        make = partial(HyLo, lr=0.1, conv_scale=scale)
+        with watching(tmp_path / scale, "rank", make, CNN) as (model, optimizer, _):
             train(model, optimizer, CNN, 1)
         sums[scale] = {e["layer"]: e["sigma_sum"] for e in events(tmp_path / scale, "rank")}
     ratios = {name: value / sums["hylo"][name] for name, value in sums["exact"].items()}
     assert ratios == pytest.approx({"first": 16.0**2, "second": 4.0**2, "head": 1.0})
 
 
-def test_single_precision_is_measured_in_double(tmp_path: Path) -> None:
-    found = []
-    for dtype in (torch.float32, torch.float64):
-        model = MLP.model(dtype)
-        optimizer = KFAC(model, lr=0.1, damping=0.01)
-        folder = tmp_path / str(dtype)
-        with Analysis(optimizer, folder, rank_fraction=0.5):
-            train(model, optimizer, MLP, 1)
-        found.append([e for tool in ("rank", "error") for e in events(folder, tool)])
-    assert_alike(*found, rel=1e-4)
+# ---------------------------------------------------------------------------------------------------------- refusals
+def test_methods_without_layers_are_refused(tmp_path: Path) -> None:
+    for make, match in ((MFAC, "MFAC"), (lambda model, lr: torch.optim.SGD(model.parameters(), lr), "SGD")):
+        with pytest.raises(TypeError, match=match):
+            Analysis(make(MLP.model(), lr=0.1), tmp_path)
 
 
-def test_two_of_them_share_an_optimizer(tmp_path: Path) -> None:
+def test_bad_options_are_refused_and_leave_no_trace(tmp_path: Path) -> None:
     model = MLP.model()
     optimizer = KFAC(model, lr=0.1)
-    with Analysis(optimizer, tmp_path / "a", ("rank", "trend", "error"), every=1) as first:
-        with Analysis(optimizer, tmp_path / "b", every=1):
-            train(model, optimizer, MLP, 2)
-        train(model, optimizer, MLP, 1)
-    assert first.events["trend"] == 6
-    for tool in ("rank", "trend", "error"):
-        assert events(tmp_path / "b", tool) == [e for e in events(tmp_path / "a", tool) if e["step"] < 2] != []
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Refusals
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_methods_without_layers_are_refused(tmp_path: Path) -> None:
-    model = MLP.model()
-    with pytest.raises(TypeError, match="MFAC"):
-        Analysis(MFAC(model, lr=0.1), tmp_path)
-    with pytest.raises(TypeError, match="SGD"):
-        Analysis(torch.optim.SGD(model.parameters(), lr=0.1), tmp_path)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("keyword", "value", "error"),
-    [
+    before = hooks(model, optimizer)
+    for keyword, value, error in [
         ("tools", ("rank", "speed"), ValueError),
         ("tools", (3,), TypeError),
         ("every", 0, ValueError),
@@ -893,30 +735,19 @@ def test_methods_without_layers_are_refused(tmp_path: Path) -> None:
         ("approx", "exact", ValueError),
         ("kis_sampling", "best", ValueError),
         ("seed", -1, ValueError),
-    ],
-)
-def test_bad_options_are_refused_and_leave_no_trace(
-    keyword: str, value: Any, error: type[Exception], tmp_path: Path
-) -> None:
-    model = MLP.model()
-    optimizer = KFAC(model, lr=0.1)
-    before = hooks(model, optimizer)
-    with pytest.raises(error, match=keyword):
-        Analysis(optimizer, tmp_path / "new", **{keyword: value})
-    assert hooks(model, optimizer) == before
-    assert not (tmp_path / "new").exists()
+    ]:
+        with pytest.raises(error, match=keyword):
+            Analysis(optimizer, tmp_path / "new", **{keyword: value})
+        assert hooks(model, optimizer) == before
+        assert not (tmp_path / "new").exists()
 
 
-def test_stages_are_timed_by_one_of_them_only(tmp_path: Path) -> None:
+def test_an_optimizer_is_refused_without_its_hooks_and_while_another_one_times_it(tmp_path: Path) -> None:
     optimizer = KFAC(MLP.model(), lr=0.1)
     with Analysis(optimizer, tmp_path), pytest.raises(RuntimeError, match="timed already"):
         Analysis(optimizer, tmp_path)
     with Analysis(optimizer, tmp_path):
         pass
-
-
-def test_an_optimizer_without_its_hooks_is_refused(tmp_path: Path) -> None:
-    optimizer = KFAC(MLP.model(), lr=0.1)
     optimizer.close()
     with pytest.raises(RuntimeError, match="closed"):
         Analysis(optimizer, tmp_path)

@@ -11,7 +11,7 @@ import torch
 
 from secondorder import EKFAC, KFAC, HyLo
 from tests.support.methods import METHODS, Method
-from tests.support.tasks import MLP
+from tests.support.tasks import MLP, train
 
 LAYERWISE = [method for method in METHODS if method.layerwise]
 every_method = pytest.mark.parametrize("method", METHODS, ids=[method.name for method in METHODS])
@@ -19,14 +19,13 @@ every_layer_method = pytest.mark.parametrize("method", LAYERWISE, ids=[method.na
 
 
 @every_method
-def test_steps_are_counted_over_a_checkpoint(method: Method) -> None:
+def test_steps_are_counted_over_a_checkpoint_and_parameters_have_the_names_of_the_module(method: Method) -> None:
     model = MLP.model()
     optimizer: Any = method.build(model)
+    assert [optimizer.parameter_name(p) for p in model.parameters()] == [name for name, _ in model.named_parameters()]
     for number in range(3):
         assert optimizer.steps == number
-        optimizer.zero_grad()
-        MLP.loss(model, number).backward()
-        optimizer.step()
+        train(model, optimizer, MLP, 1, start=number)
     optimizer.zero_grad()
     optimizer.step()
     assert optimizer.steps == 3, "without a gradient no step is taken"
@@ -35,15 +34,8 @@ def test_steps_are_counted_over_a_checkpoint(method: Method) -> None:
     assert other.steps == 3
 
 
-@every_method
-def test_parameters_have_the_names_of_the_module(method: Method) -> None:
-    model = MLP.model()
-    optimizer: Any = method.build(model)
-    assert [optimizer.parameter_name(p) for p in model.parameters()] == [name for name, _ in model.named_parameters()]
-
-
 @every_layer_method
-def test_the_module_is_the_one_that_is_followed(method: Method) -> None:
+def test_the_module_is_the_one_that_is_followed_and_its_statistics_can_be_discarded(method: Method) -> None:
     model = MLP.model()
     optimizer: Any = method.build(model)
     assert optimizer.module is model
@@ -51,6 +43,10 @@ def test_the_module_is_the_one_that_is_followed(method: Method) -> None:
     assert twin.module is None
     with pytest.raises(RuntimeError, match="is a copy and has no module to capture from"):
         _ = twin.capture
+    MLP.loss(model, 0).backward()
+    assert optimizer.capture.statistics.by_site
+    optimizer.preconditioner.hooks.discard()
+    assert not optimizer.capture.statistics.by_site
     taps = optimizer.capture
     optimizer.detach()
     assert optimizer.module is None
@@ -60,16 +56,6 @@ def test_the_module_is_the_one_that_is_followed(method: Method) -> None:
     optimizer.attach(model)
     assert optimizer.module is model
     assert not optimizer.capture.gate.is_closed
-
-
-@every_layer_method
-def test_statistics_can_be_discarded(method: Method) -> None:
-    model = MLP.model()
-    optimizer: Any = method.build(model)
-    MLP.loss(model, 0).backward()
-    assert optimizer.capture.statistics.by_site
-    optimizer.preconditioner.hooks.discard()
-    assert not optimizer.capture.statistics.by_site
 
 
 @pytest.mark.parametrize("make", [KFAC, EKFAC])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from secondorder import LowRank
 from tests.support.grid import each
 from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, alone, assert_replicas, build
-from tests.support.pool import Pool
-from tests.support.saving import Saved, raised, shifted, snapshot, started, through_a_file, train
+from tests.support.pool import Pool, everywhere, on_every_rank
+from tests.support.saving import Saved, broken_off, raised, resumed, snapshot, started, through_a_file, train
 from tests.support.tasks import assert_identical
 
 BREAK, END = 5, 11
@@ -29,79 +31,70 @@ def shapes(saved: Saved) -> dict[tuple[int, str], Any]:
     return {place: tuple(t.shape) for place, t in tensors(saved).items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Alone
-# ---------------------------------------------------------------------------------------------------------------------
+def one_process(run: Run) -> Saved:
+    return copy.deepcopy(alone(run)[2].state_dict())
 
 
-def saved_alone(rank: int, world: int, strategy: str, run: Run) -> tuple[Saved, list[str], list[str], int]:
-    """What every rank saves by itself; what it warns of before training, twice after it; messages meanwhile."""
-    model, optimizer = started(rank, strategy, run)
-    texts = []
-    for steps in (0, 2, 0):
-        train(model, optimizer, rank, world, run, 0, steps)
-        before = len(optimizer.comm.collectives.counter.records)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            saved = optimizer.state_dict()
-        texts.append([str(w.message) for w in caught])
-    sent = len(optimizer.comm.collectives.counter.records) - before
-    return through_a_file(saved), texts[0] + texts[2], texts[1], sent
+# ------------------------------------------------------------------------------------------------------------- alone
+def saved_with_warnings(optimizer: Any) -> tuple[Saved, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        saved = optimizer.state_dict()
+    return saved, [str(w.message) for w in caught]
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("mem", 2), ("hybrid_half", 4), ("comm_owner", 2)])
-def test_a_rank_alone_saves_what_it_holds_and_says_so(pool: Pool, strategy: str, world: int) -> None:
-    found = pool.run(saved_alone, strategy, Run(), world=world)
-    parts = [shapes(saved) for saved, *_ in found]
-    for rank, (saved, otherwise, warned, sent) in enumerate(found):
-        (mark,) = saved["partial"]
-        assert f"rank {rank} of {world}" in mark
-        assert otherwise == []
-        assert len(warned) == 1
-        assert mark in warned[0]
-        assert MEND in warned[0]
-        assert sent == 0
+@on_every_rank()
+def test_a_rank_alone_saves_what_it_holds_and_says_so(rank: int, world: int, strategy: str) -> None:
+    """Once, without a message."""
+    run = Run(steps=2)
+    model, optimizer = started(rank, strategy, run)
+    assert saved_with_warnings(optimizer)[1] == []
+    train(model, optimizer, rank, world, run, 0, 2)
+    sent = len(optimizer.comm.collectives.counter.records)
+    saved, (warning,) = saved_with_warnings(optimizer)
+    assert saved_with_warnings(optimizer)[1] == []
+    assert len(optimizer.comm.collectives.counter.records) == sent
+    (mark,) = saved["partial"]
+    assert f"rank {rank} of {world}" in mark
+    assert mark in warning
+    assert MEND in warning
+    parts = everywhere(shapes(saved))
     if strategy == "mem":
         curvature = [{place for place in part if place[1].startswith(("factor_", "basis_"))} for part in parts]
         assert not curvature[0] & curvature[1]
-        assert parts[0] | parts[1] == shapes(one_process(Run(steps=2)))
+        optimizer.consolidate_state_dict(to=None)
+        assert parts[0] | parts[1] == shapes(optimizer.state_dict())
     if strategy == "hybrid_half":  # of two ranks in a column both precondition a layer, and one has its factors
         for key, owners in (("factor_a", 1), ("basis_a", 2)):
             assert [sum((i, key) in part for part in parts) for i in (0, 2, 4)] == [owners] * 3
 
 
-def test_under_comm_opt_every_rank_saves_everything(pool: Pool) -> None:
-    for method in ["kfac_cholesky", "ekfac_running"]:
-        first, second = pool.run(saved_alone, "comm", Run(method=method))
-        assert first[0].keys() == {"state", "param_groups"}
-        assert first[1:] == ([], [], 0)
-        assert_identical(second[0], first[0])
+@on_every_rank(2)
+def test_under_comm_opt_every_rank_saves_everything(rank: int, world: int) -> None:
+    for method in ("kfac_cholesky", "ekfac_running"):
+        run = Run(method=method)
+        model, optimizer = started(rank, "comm", run)
+        train(model, optimizer, rank, world, run, 0, 2)
+        saved, told = saved_with_warnings(optimizer)
+        assert saved.keys() == {"state", "param_groups"}
+        assert told == []
+        assert_identical(*everywhere(through_a_file(saved)))
 
 
-def left_alone(rank: int, world: int) -> Saved | None:
-    """Rank 0 saves alone in the middle of training, as trainers do, and loads alone after it."""
+@on_every_rank(2, timeout=20)
+def test_one_rank_may_save_and_load_alone_while_the_others_are_elsewhere(rank: int, world: int) -> None:
     model, optimizer = started(rank, "mem", Run())
-    saved = None
     for step in range(3):
         train(model, optimizer, rank, world, Run(), step, step + 1)
-        saved = snapshot(optimizer) if rank == 0 else None
-    if saved is not None:
+        saved = snapshot(optimizer) if rank == 0 else {}
+    if rank == 0:
+        assert "partial" in saved
         optimizer.load_state_dict(saved)
     dist.barrier()
-    return saved
 
 
-def test_one_rank_may_save_and_load_alone_while_the_others_are_elsewhere(pool: Pool) -> None:
-    saved, nothing = pool.run(left_alone, timeout=20)
-    assert nothing is None
-    assert "partial" in saved
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Together
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------------------------------- together
 def consolidated(rank: int, world: int, strategy: str, to: int | None, run: Run) -> dict[str, Any]:
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, BREAK)
@@ -113,18 +106,21 @@ def consolidated(rank: int, world: int, strategy: str, to: int | None, run: Run)
     return {"own": own, "complete": complete, "later": snapshot(optimizer)}
 
 
-def one_process(run: Run) -> Saved:
-    return copy.deepcopy(alone(run)[2].state_dict())
-
-
 #: The last batch is in no refresh yet: its statistics have to be in the checkpoint all the same.
 LATE = {"factor_update_steps": 1, "inv_update_steps": 3}
+DECAYED = {"weight_decay": 0.1, "weight_decay_mode": "both", "momentum_mode": "pre", "partition": "layer"}
+COMPLETE = {
+    "kfac": Run(method="kfac_eigen", keywords=LATE, steps=BREAK),
+    "ekfac": Run(method="ekfac_running", keywords=LATE, steps=BREAK),
+    "sparse": Run("cnn", "mfac_sparse", steps=BREAK),
+    "low rank": Run("cnn", "mfac", {"compression": LowRank(1)}, steps=BREAK),
+    "decay by layer": Run("cnn", "mfac", DECAYED, steps=BREAK),
+}
 
 
-@each(method=["kfac_eigen", "ekfac_running"], where=[("mem", 3, 2), ("hybrid_half", 4, 0)])
-def test_consolidated_state_is_that_of_one_process(pool: Pool, method: str, where: tuple[str, int, int]) -> None:
+@each(run=COMPLETE, where=[("mem", 3, 2), ("hybrid_half", 4, 0)])
+def test_consolidated_state_is_that_of_one_process(pool: Pool, run: Run, where: tuple[str, int, int]) -> None:
     strategy, world, to = where
-    run = Run(method=method, keywords=LATE, steps=BREAK)
     expected = one_process(run)
     found = pool.run(consolidated, strategy, to, run, world=world)
     assert [rank for rank, of_rank in enumerate(found) if "partial" not in of_rank["complete"]] == [to]
@@ -134,35 +130,30 @@ def test_consolidated_state_is_that_of_one_process(pool: Pool, method: str, wher
     assert shapes(complete) == shapes(expected)
     for place, tensor in tensors(complete).items():
         assert tensor.device.type == "cpu"
+        assert tensor.dtype == tensors(expected)[place].dtype
         if not place[1].startswith("basis"):  # signs of eigenvectors are chance
             torch.testing.assert_close(tensor, tensors(expected)[place], rtol=1e-8, atol=1e-10)
 
 
 def test_what_a_checkpoint_leaves_out_is_not_missed(pool: Pool) -> None:
-    for kind in ["factors", "none"]:
+    for kind in ("factors", "none"):
         run = Run(keywords={"checkpoint_curvature": kind}, steps=BREAK)
         first, second = pool.run(consolidated, "mem", 0, run)
         assert tensors(first["complete"]).keys() == tensors(one_process(run)).keys()
         assert ("partial" in second["own"]) == (kind == "factors")
 
 
-def test_a_state_may_be_completed_on_every_rank(pool: Pool) -> None:
-    for method in ["kfac_eigen", "ekfac_intra", "mfac"]:
-        found = pool.run(consolidated, "mem", None, Run(method=method), world=3)
-        for of_rank in found:
-            assert "partial" not in of_rank["complete"]
-            assert_identical(of_rank["complete"], found[0]["complete"])
-            assert "partial" in of_rank["later"]
-
-
-def bad_targets(rank: int, world: int) -> list[tuple[str, str]]:
+@on_every_rank(3)
+def test_a_state_may_be_completed_on_every_rank_that_there_is(rank: int, world: int) -> None:
+    for method in ("kfac_eigen", "ekfac_intra", "mfac"):
+        found = consolidated(rank, world, "mem", None, Run(method=method))
+        assert "partial" not in found["complete"]
+        assert "partial" in found["later"]
+        assert_identical(found["complete"], everywhere(found["complete"])[0])
     _, optimizer = started(rank, "mem", Run())
-    return [raised(optimizer.consolidate_state_dict, to) for to in (2, -1, True, "0")]
-
-
-def test_there_must_be_such_a_rank(pool: Pool) -> None:
-    for of_rank in pool.run(bad_targets):
-        assert all(kind == "ValueError" and "rank below 2" in text for kind, text in of_rank)
+    for to in (3, -1, True, "0"):
+        with pytest.raises(ValueError, match="rank below 3"):
+            optimizer.consolidate_state_dict(to)
 
 
 def test_one_process_has_everything_already() -> None:
@@ -173,63 +164,42 @@ def test_one_process_has_everything_already() -> None:
         optimizer.consolidate_state_dict(1)
 
 
-def alone_in_consolidation(rank: int, world: int) -> tuple[str, str]:
-    """Rank 0 consolidates while rank 1 is elsewhere; later both do."""
+@on_every_rank(2, timeout=40, group_timeout=30)
+def test_on_some_ranks_only_it_raises_with_the_remedy(rank: int, world: int) -> None:
     model, optimizer = started(rank, "mem", Run(), timeout=2.0)
     train(model, optimizer, rank, world, Run(), 0, 1)
-    answer = raised(optimizer.consolidate_state_dict) if rank == 0 else ("", "")
+    if rank == 0:  # while rank 1 is elsewhere
+        kind, text = raised(optimizer.consolidate_state_dict)
+        assert kind == "RuntimeError"
+        for word in ("consolidate_state_dict()", "on all ranks", "2 s", "only rank 0 of 2"):
+            assert word in text
     dist.barrier()
     train(model, optimizer, rank, world, Run(), 1, 2)
     optimizer.consolidate_state_dict()
-    return answer
 
 
-def test_on_some_ranks_only_it_raises_with_the_mend(pool: Pool) -> None:
-    (kind, text), _ = pool.run(alone_in_consolidation, timeout=40, group_timeout=30)
-    assert kind == "RuntimeError"
-    for word in ("consolidate_state_dict()", "on all ranks", "2 s", "only rank 0 of 2"):
-        assert word in text
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Loading what a rank saved alone
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def broken_off(rank: int, world: int, strategy: str, run: Run) -> tuple[Saved, Saved, Tensor]:
-    model, optimizer = started(rank, strategy, run)
-    train(model, optimizer, rank, world, run, 0, BREAK)
-    saved = through_a_file(snapshot(optimizer)), through_a_file(model.state_dict())
-    return *saved, torch.stack(train(model, optimizer, rank, world, run, BREAK, END))
-
-
-def resumed(rank: int, world: int, strategy: str, run: Run, saved: list[tuple[Saved, Saved, Tensor]]) -> Tensor:
-    """Load what the same rank saved, into a model that is somewhere else, without a message."""
-    model, optimizer = started(rank, strategy, run)
-    shifted(model).load_state_dict(saved[rank][1])
-    before = len(optimizer.comm.collectives.counter.records)
-    optimizer.load_state_dict(saved[rank][0])
-    assert len(optimizer.comm.collectives.counter.records) == before
-    return torch.stack(train(model, optimizer, rank, world, run, BREAK, END))
+# -------------------------------------------------------------------------------- loading what a rank has saved alone
+EXACTLY = {"rows": Run(method="hylo_kid"), **COMPLETE}
 
 
 @each(
-    method=["kfac_eigen", "ekfac_running", "hylo_kid"],
+    lambda run, where: where[0] != "local_factors" or run.task == "mlp",
     where=[("mem", 2), ("comm", 2), ("hybrid_half", 4), ("local_factors", 2)],
+    run=EXACTLY,
 )
-def test_every_rank_goes_on_exactly_with_what_it_saved(pool: Pool, method: str, where: tuple[str, int]) -> None:
+def test_every_rank_goes_on_exactly_with_what_it_saved(pool: Pool, run: Run, where: tuple[str, int]) -> None:
     strategy, world = where
-    run = Run(method=method)
-    before = pool.run(broken_off, strategy, run, world=world)
-    after = pool.run(resumed, strategy, run, before, world=world)
+    run = replace(run, steps=END)
+    before = pool.run(broken_off, strategy, run, BREAK, world=world)
+    after = pool.run(resumed, strategy, run, before, BREAK, world=world)
     for (_, _, expected), path in zip(before, after, strict=True):
         assert torch.equal(path, expected)
 
 
-def load(rank: int, world: int, strategy: str, *states: Saved) -> list[tuple[str, str]]:
+def load(rank: int, world: int, strategy: str, run: Run, *states: Saved) -> list[tuple[str, str]]:
     """What loading says; a state that is refused leaves the optimizer as it was."""
-    model, optimizer = started(rank, strategy, Run())
-    train(model, optimizer, rank, world, Run(), 0, 1)
+    model, optimizer = started(rank, strategy, run)
+    train(model, optimizer, rank, world, run, 0, 1)
     before, found = snapshot(optimizer), []
     for saved in states:
         found.append(raised(optimizer.load_state_dict, saved))
@@ -247,16 +217,19 @@ ELSEWHERE = {
     "another fraction": ("hybrid_half", 2, [0, 1]),
     "one process": ("mem", 1, [0]),
 }
+MISSING = {"kfac_eigen": "factor_a is missing", "mfac_sparse": "", "mfac": ""}
 
 
-def test_what_one_rank_saved_is_refused_elsewhere(pool: Pool) -> None:
+@pytest.mark.parametrize("method", MISSING)
+def test_what_one_rank_saved_is_refused_elsewhere(pool: Pool, method: str) -> None:
     """Also without the mark that it is a part, which trainers lose that copy the two usual keys only."""
-    saved = pool.run(broken_off, "mem", Run())[0][0]
+    run = Run(method=method, steps=BREAK + 1)
+    saved = pool.run(broken_off, "mem", run, BREAK)[0][0]
     bare = {key: value for key, value in saved.items() if key != "partial"}
-    wrong = one_process(Run(steps=BREAK))
+    wrong = one_process(run)
     wrong["state"][0]["surprise"] = torch.zeros(1)
     for other, (strategy, world, ranks) in ELSEWHERE.items():
-        answers = pool.run(load, strategy, saved, bare, wrong, world=world)
+        answers = pool.run(load, strategy, run, saved, bare, wrong, world=world)
         for rank in ranks:
             (kind, text), unmarked, _ = answers[rank]
             assert kind == "RuntimeError", (other, answers[rank])
@@ -264,7 +237,7 @@ def test_what_one_rank_saved_is_refused_elsewhere(pool: Pool) -> None:
                 assert word in text, other
             if other in ("another rank", "one process"):
                 assert unmarked[0] == "RuntimeError", other
-                assert "factor_a is missing" in unmarked[1]
+                assert MISSING[method] in unmarked[1]
                 assert MEND in unmarked[1]
         for _, _, (kind, text) in answers:  # a wrong checkpoint is still a wrong checkpoint
             assert kind == "ValueError"
@@ -273,33 +246,30 @@ def test_what_one_rank_saved_is_refused_elsewhere(pool: Pool) -> None:
             assert answers[0][:2] == [("", ""), ("", "")]
 
 
-def own_state_again(rank: int, world: int, strategy: str, run: Run) -> tuple[Tensor, Tensor]:
+@on_every_rank(2)
+def test_loading_ones_own_state_changes_nothing(rank: int, world: int) -> None:
     """Wrappers of optimizers load their own state at construction."""
-    paths = []
-    for again in (False, True):
-        model, optimizer = started(rank, strategy, run)
-        if again:
-            optimizer.load_state_dict(optimizer.state_dict())
-        path = train(model, optimizer, rank, world, run, 0, 3)
-        if again:
-            optimizer.load_state_dict(snapshot(optimizer))
-        paths.append(torch.stack(path + train(model, optimizer, rank, world, run, 3, 7)))
-    return paths[0], paths[1]
+    for strategy in ("mem", "comm"):
+        paths = []
+        for again in (False, True):
+            model, optimizer = started(rank, strategy, Run())
+            if again:
+                optimizer.load_state_dict(optimizer.state_dict())
+            path = train(model, optimizer, rank, world, Run(), 0, 3)
+            if again:
+                optimizer.load_state_dict(snapshot(optimizer))
+            paths.append(path + train(model, optimizer, rank, world, Run(), 3, 7))
+        assert_identical(*paths)
 
 
-def test_loading_ones_own_state_changes_nothing(pool: Pool) -> None:
-    for strategy in ["mem", "comm"]:
-        for silent, again in pool.run(own_state_again, strategy, Run()):
-            assert torch.equal(again, silent)
-
-
-def renewed_late(rank: int, world: int) -> dict[str, tuple[Tensor, list[int]]]:
+@on_every_rank(2)
+def test_loaded_factors_may_be_saved_and_copied_before_the_first_step(rank: int, world: int) -> None:
     """Go on from factors alone: at once, from what is saved before the first step, and in a copy."""
     run = Run(keywords={"factor_update_steps": 1, "refresh_warmup": False, "checkpoint_curvature": "factors"})
     trained, optimizer = started(rank, "mem", run)
     train(trained, optimizer, rank, world, run, 0, BREAK)
     optimizer.consolidate_state_dict(to=None)
-    saved, found = snapshot(optimizer), {}
+    saved, paths = snapshot(optimizer), []
     for how in ("once", "twice", "copied"):
         model, optimizer = started(rank, "mem", run)
         model.load_state_dict(trained.state_dict())
@@ -310,16 +280,9 @@ def renewed_late(rank: int, world: int) -> dict[str, tuple[Tensor, list[int]]]:
             model, optimizer = copy.deepcopy(model), copy.deepcopy(optimizer)
             optimizer.attach(model)
         refreshes = [optimizer.state[block.owner]["refreshes"] for block in optimizer.preconditioner.plan.blocks]
-        found[how] = torch.stack(train(model, optimizer, rank, world, run, BREAK, BREAK + 4)), refreshes
-    return found
-
-
-def test_loaded_factors_may_be_saved_and_copied_before_the_first_step(pool: Pool) -> None:
-    first, second = pool.run(renewed_late)
-    for how in ("once", "twice", "copied"):
-        assert torch.equal(first[how][0], second[how][0])
-        assert torch.equal(first[how][0], first["once"][0])
-        assert first[how][1] == second[how][1] == [2, 2, 2]
+        assert refreshes == [2, 2, 2]
+        paths.append(torch.stack(train(model, optimizer, rank, world, run, BREAK, BREAK + 4)))
+    assert_replicas([path for of_rank in everywhere(paths) for path in of_rank])
 
 
 def ordered(saved: Saved, backwards: bool) -> Saved:
@@ -328,37 +291,31 @@ def ordered(saved: Saved, backwards: bool) -> Saved:
     return {**saved, "state": state}
 
 
-def resumed_in_order(rank: int, world: int, method: str) -> tuple[Tensor, Tensor]:
-    """Paths after a break: with the same order of keys on all ranks, and with another one on the last rank."""
-    run = Run(method=method)
-    model, optimizer = started(rank, "mem", run)
-    train(model, optimizer, rank, world, run, 0, BREAK)
-    optimizer.consolidate_state_dict(to=None)
-    saved, paths = optimizer.state_dict(), []
-    for backwards in (False, rank == world - 1):
-        twin_model, twin = started(rank, "comm", run)
-        twin_model.load_state_dict(model.state_dict())
-        twin.load_state_dict(ordered(through_a_file(saved), backwards))
-        paths.append(torch.stack(train(twin_model, twin, rank, world, run, BREAK, BREAK + 4)))
-        twin.close()
-    optimizer.close()
-    return paths[0], paths[1]
+@on_every_rank(2)
+def test_the_order_of_keys_in_a_loaded_state_changes_nothing(rank: int, world: int) -> None:
+    """With the same order of keys on all ranks, and with another one on the last rank."""
+    for method in ("kfac_eigen", "ekfac_intra"):
+        run = Run(method=method)
+        model, optimizer = started(rank, "mem", run)
+        train(model, optimizer, rank, world, run, 0, BREAK)
+        optimizer.consolidate_state_dict(to=None)
+        saved, paths = optimizer.state_dict(), []
+        for backwards in (False, rank == world - 1):
+            twin_model, twin = started(rank, "comm", run)
+            twin_model.load_state_dict(model.state_dict())
+            twin.load_state_dict(ordered(through_a_file(saved), backwards))
+            paths.append(torch.stack(train(twin_model, twin, rank, world, run, BREAK, BREAK + 4)))
+            twin.close()
+        optimizer.close()
+        assert_replicas([path for of_rank in everywhere(paths) for path in of_rank])
 
 
-def test_the_order_of_keys_in_a_loaded_state_changes_nothing(pool: Pool) -> None:
-    for method in ["kfac_eigen", "ekfac_intra"]:
-        assert_replicas([path for paths in pool.run(resumed_in_order, method) for path in paths])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A layer that is frozen
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def resumed_beside_a_frozen_layer(
-    rank: int, world: int, strategy: str, method: str
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Paths of a run in which a layer is frozen for a while, and of one that is resumed meanwhile."""
+@pytest.mark.parametrize(
+    ("strategy", "method"), [("comm", "kfac_eigen"), ("comm", "hylo_kid"), ("mem", "kfac_eigen"), ("mem", "mfac")]
+)
+@on_every_rank(2)
+def test_a_run_resumes_beside_a_frozen_layer(rank: int, world: int, strategy: str, method: str) -> None:
+    """Where the curvature of a frozen layer is on one rank, it begins anew on all when the layer is unfrozen."""
     run = Run(method=method)
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, 3)
@@ -375,17 +332,9 @@ def resumed_beside_a_frozen_layer(
         paths.append(train(net, opt, rank, world, run, BREAK, 7))
         net[0].requires_grad_(True)
         paths[-1] += train(net, opt, rank, world, run, 7, END)
-    return paths[0], paths[1]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "method"), [("comm", "kfac_eigen"), ("comm", "hylo_kid"), ("mem", "kfac_eigen"), ("mem", "mfac")]
-)
-def test_a_run_resumes_beside_a_frozen_layer(pool: Pool, strategy: str, method: str) -> None:
-    """Where the curvature of a frozen layer is on one rank, it begins anew on all when the layer is unfrozen."""
-    for expected, found in pool.run(resumed_beside_a_frozen_layer, strategy, method):
-        if strategy == "comm":
-            assert_identical(found, expected)
-        else:  # layers and windows have other owners, which changes the order of sums
-            torch.testing.assert_close(found[: 7 - BREAK], expected[: 7 - BREAK])
-            assert all(x.isfinite().all() for x in found)
+    expected, found = paths
+    if strategy == "comm":
+        assert_identical(found, expected)
+    else:  # layers and windows have other owners, which changes the order of sums
+        torch.testing.assert_close(found[: 7 - BREAK], expected[: 7 - BREAK])
+        assert all(x.isfinite().all() for x in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -16,7 +17,6 @@ from secondorder import ChiefOnly, CommOpt, HybridOpt, LocalFactors, MemOpt
 from secondorder.comm import Local
 from tests.support.grid import each, sample
 from tests.support.oracles.ranks import (
-    CLASSES,
     TASKS,
     Run,
     alone,
@@ -33,20 +33,17 @@ from tests.support.oracles.ranks import (
     shard,
     together,
 )
-from tests.support.pool import Pool, device_of
+from tests.support.pool import Pool, device_of, on_every_rank
+from tests.support.rows import Branches
+from tests.support.saving import paths_of, trained
 
 STEPS = 8
 STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
 
 BOTH = ["comm", "mem"]
-both = pytest.mark.parametrize("strategy", BOTH)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Forms of DDP
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------------------------------- Forms of DDP
 def in_order(rank: int, world: int, order: str, strategy: str, run: Run) -> tuple[list[str], Tensor]:
     """Train with the optimizer made before or after DDP, from the wrapper or from what is inside."""
     bare = TASKS[run.task].model(device_of(rank))
@@ -75,70 +72,54 @@ def test_forms_of_ddp(pool: Pool, wrapping: dict[str, Any], method: str, strateg
     assert_same_path(pool.run(together, strategy, run, world=2, **wrapping), alone(run)[0])
 
 
-def gradients_of_a_step(rank: int, world: int, strategy: str, run: Run) -> list[bool]:
-    """Of every parameter: whether a step has left its gradient the same object with the same numbers."""
+@each(method=["kfac_eigen", "hylo_sngd", "mfac"], strategy=BOTH)
+@on_every_rank(2)
+def test_gradients_stay_views_of_their_bucket(rank: int, world: int, method: str, strategy: str) -> None:
+    """A step leaves them the same objects with the same numbers."""
+    run = Run("mlp", method)
     model = DDP(TASKS[run.task].model(device_of(rank)), gradient_as_bucket_view=True)
     with optimizer_on(model, strategy, run) as optimizer:
         descend(model, optimizer, shard(run.batch(0), rank, world), run)
-        inputs, targets = shard(run.batch(1), rank, world)
-        mean_loss(model(inputs.to(device_of(rank))), targets.to(device_of(rank))).backward()
+        inputs, targets = (t.to(device_of(rank)) for t in shard(run.batch(1), rank, world))
+        mean_loss(model(inputs), targets).backward()
         before = [(p.grad, p.grad.clone()) for p in model.parameters()]
         optimizer.step()
-        pairs = zip(model.parameters(), before, strict=True)
-        return [p.grad is same and torch.equal(p.grad, numbers) for p, (same, numbers) in pairs]
+        for p, (same, numbers) in zip(model.parameters(), before, strict=True):
+            assert p.grad is same
+            assert torch.equal(p.grad, numbers)
 
 
-@each(method=["kfac_eigen", "hylo_sngd", "mfac"], strategy=BOTH)
-def test_gradients_stay_views_of_their_bucket(pool: Pool, method: str, strategy: str) -> None:
-    assert all(all(of_rank) for of_rank in pool.run(gradients_of_a_step, strategy, Run("mlp", method)))
+def assert_curvatures(held: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Of at least one layer."""
+    assert held
+    assert all(distance(dense, expected[name]) < 1e-10 for name, dense in held.items())
 
 
-def hooked(
-    rank: int, world: int, strategy: str, hook: Callable[..., Any], run: Run
-) -> tuple[Tensor, dict[str, Tensor]]:
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-    model.register_comm_hook(None, hook)
-    with optimizer_on(model, strategy, run) as optimizer:
-        return path_of(model, optimizer, rank, world, run), curvatures(optimizer)
-
-
-@both
+@pytest.mark.parametrize("strategy", BOTH)
 def test_communication_hook_that_rounds_gradients_leaves_statistics_alone(pool: Pool, strategy: str) -> None:
     run = Run("mlp", "kfac_eigen", STILL, steps=2)
     expected = curvatures(alone(run)[2])
-    for _, held in pool.run(hooked, strategy, fp16_compress_hook, run):
-        assert held
-        assert all(distance(dense, expected[name]) < 1e-10 for name, dense in held.items())
+    for found in pool.run(trained, strategy, run, fp16_compress_hook, dense=True):
+        assert_curvatures(found["curvature"], expected)
     moving = Run("mlp", "kfac_eigen", steps=STEPS)
-    paths = [path for path, _ in pool.run(hooked, strategy, fp16_compress_hook, moving)]
+    paths = paths_of(pool.run(trained, strategy, moving, fp16_compress_hook))
     assert_replicas(paths)
     assert 1e-9 < distance(paths[0], alone(moving)[0]) < 0.1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks that do not do the same
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Branches(nn.Module):
+# ---------------------------------------------------------------------------------------- Ranks that do not do the same
+class Unused(Branches):
     """A layer that some passes use, and one that none does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = nn.Linear(5, 4)
-        self.sometimes = nn.Linear(4, 4)
         self.never = nn.Linear(4, 4)
-        self.head = nn.Linear(4, CLASSES)
-
-    def forward(self, inputs: Tensor, branch: bool) -> Tensor:
-        hidden = torch.tanh(self.trunk(inputs))
-        return self.head(hidden + torch.tanh(self.sometimes(hidden)) if branch else hidden)
 
 
-def branches() -> Branches:
+def branches() -> Unused:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Branches().double()
+        return Unused().double()
 
 
 def branching(
@@ -190,34 +171,19 @@ def test_statistics_of_a_layer_used_on_one_rank_are_that_rank_s(pool: Pool, user
     assert all(distance(dense, expected) < 1e-10 for dense in held)
 
 
-def unequal_accumulation(rank: int, world: int, strategy: str, run: Run) -> tuple[Tensor, dict[str, Tensor]]:
-    """Rank 0 has two micro-batches where the others have one, all of the same size."""
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-    own = Run(run.task, run.method, run.keywords, run.steps, micro=2 if rank == 0 else 1, sizes=(8, 4))
-    with optimizer_on(model, strategy, own) as optimizer:
-        return path_of(model, optimizer, rank, world, own), curvatures(optimizer)
-
-
 @each(method=["kfac_eigen", "ekfac_intra"], strategy=BOTH)
 def test_different_numbers_of_micro_batches(pool: Pool, method: str, strategy: str) -> None:
-    run = Run("mlp", method, STILL, steps=2)
+    """Rank 0 has two micro-batches where the other has one, all of the same size."""
+    run, moving = Run("mlp", method, STILL, steps=2), Run("mlp", method, steps=STEPS)
+    of_ranks = ([replace(whole, micro=micro, sizes=(8, 4)) for micro in (2, 1)] for whole in (run, moving))
+    still, moved = (pool.run(trained, strategy, runs, dense=runs[0].steps == 2) for runs in of_ranks)
     expected = curvatures(alone(run)[2])
-    for _, held in pool.run(unequal_accumulation, strategy, run):
-        assert held
-        assert all(distance(dense, expected[name]) < 1e-10 for name, dense in held.items())
-    moving = Run("mlp", method, steps=STEPS)
-    assert_replicas([path for path, _ in pool.run(unequal_accumulation, strategy, moving)])
+    for found in still:
+        assert_curvatures(found["curvature"], expected)
+    assert_replicas(paths_of(moved))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers that are not finite
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def with_diagnostics(rank: int, world: int, strategy: str, run: Run) -> tuple[Tensor, int]:
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-    with optimizer_on(model, strategy, run) as optimizer:
-        return path_of(model, optimizer, rank, world, run), optimizer.diagnostics()["skipped_steps"]
+# ------------------------------------------------------------------------------------------ Numbers that are not finite
 
 
 @sample(
@@ -228,11 +194,11 @@ def with_diagnostics(rank: int, world: int, strategy: str, run: Run) -> tuple[Te
 def test_batch_with_a_nan_on_one_rank_is_dropped_by_all(pool: Pool, method: str, strategy: str, poison: int) -> None:
     """One of the steps would have updated the estimates, and refreshed; the other would not."""
     run = Run("mlp", method, steps=STEPS, poison=poison)
-    results = pool.run(with_diagnostics, strategy, run)
-    paths = [path for path, _ in results]
+    results = pool.run(trained, strategy, run)
+    paths = paths_of(results)
     assert_same_path(paths, alone(run)[0])
     assert torch.equal(paths[0][poison], paths[0][poison - 1])
-    assert [skipped for _, skipped in results] == [1, 1]
+    assert [found["skipped"] for found in results] == [1, 1]
 
 
 def poisoned_backward(model: nn.Module, optimizer: Any, inputs: Tensor, targets: Tensor, poison: bool) -> None:
@@ -272,11 +238,8 @@ def test_statistics_with_a_nan_are_dropped_from_their_rank_alone(pool: Pool, met
         batch = run.batch(step)
         if ranks:
             descend(model, optimizer, batch if len(ranks) == 2 else shard(batch, 0, 2), run)
-        expected = curvatures(optimizer)
         for _, held, _ in results:
-            assert held[step]
-            for name, dense in held[step].items():
-                assert distance(dense, expected[name]) < 1e-10, (step, name)
+            assert_curvatures(held[step], curvatures(optimizer))
     assert [skipped > 0 for _, _, skipped in results] == [True, True]
 
 
@@ -290,19 +253,11 @@ def test_training_goes_on_after_statistics_with_a_nan(pool: Pool, method: str, s
     assert sum(skipped for *_, skipped in results) > 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which strategy
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def default_of(rank: int, world: int) -> tuple[str, int, int]:
-    optimizer = build("kfac_eigen", TASKS["mlp"].model(device_of(rank)))
-    return type(optimizer.comm).__name__, optimizer.comm.data_rank, optimizer.comm.data_world
-
-
-def test_default_strategy(pool: Pool) -> None:
-    assert pool.run(default_of) == [("CommOpt", 0, 2), ("CommOpt", 1, 2)]
-    assert isinstance(build("kfac_eigen", TASKS["mlp"].model()).comm, Local)
+# ------------------------------------------------------------------------------------------------------- Which strategy
+@on_every_rank(2)
+def test_default_strategy(rank: int, world: int) -> None:
+    comm = build("kfac_eigen", TASKS["mlp"].model(device_of(rank))).comm
+    assert (type(comm), comm.data_rank, comm.data_world) == (CommOpt, rank, 2)
 
 
 ONE_PROCESS: list[Callable[[], Any]] = [
@@ -311,6 +266,7 @@ ONE_PROCESS: list[Callable[[], Any]] = [
 
 
 def test_strategies_of_one_process_do_what_it_does_without() -> None:
+    assert isinstance(build("kfac_eigen", TASKS["mlp"].model()).comm, Local)
     for make, method in zip(ONE_PROCESS, cycle(["kfac_eigen", "ekfac_intra", "hylo_kid", "mfac"])):
         run = Run("words", method, steps=4)
         path, _, optimizer = alone(run, make())

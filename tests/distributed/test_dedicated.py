@@ -20,8 +20,7 @@ import secondorder
 from secondorder.comm.dedicated.workers import DedicatedWorkers
 from tests.support.delayed import Batch, Delayed
 from tests.support.oracles.ranks import flat
-from tests.support.pool import Failure, Pool
-from tests.support.saving import raised
+from tests.support.pool import Failure, Pool, everywhere, on_every_rank
 
 T = 2
 OPTIONS = {"lr": 0.1, "damping": 0.05, "factor_update_steps": 1, "inv_update_steps": T, "kl_clip": 0.01}
@@ -64,14 +63,9 @@ def descend(model: nn.Module, optimizer: Any, step: int) -> float:
 
 
 class Case(NamedTuple):
-    """A run of some roles.
+    """Arguments of the strategy, options of the optimizer, the delayed run that this equals, and the number of ranks.
 
-    Attributes:
-        comm: Arguments of the strategy.
-        options: Of the optimizer.
-        simulator: Of the delayed run that it equals.
-        world: Number of ranks.
-        exact: Whether to the bit: a sum over the examples of two ranks is not added in the order of one batch.
+    A sum over the examples of two ranks is not added in the order of one batch: then a run is not ``exact`` to the bit.
     """
 
     comm: dict[str, Any] = {}
@@ -193,11 +187,13 @@ def test_the_end_comes_at_any_step_of_any_role(pool: Pool, world: int) -> None:
     assert all(role in ("factor", "inverse") for role in last)
 
 
-def stop_early(rank: int, world: int) -> Any:
+@on_every_rank(3)
+def test_a_factor_rank_can_see_that_training_has_ended(rank: int, world: int) -> None:
     with working({}) as (model, comm, optimizer):
         if comm.role == "inverse":
             comm.serve(optimizer)
-            return comm.stopped
+            assert comm.stopped
+            return
         step = 0
         while step < 4 if comm.role == "gradient" else not comm.stopped:
             descend(model, optimizer, step)
@@ -205,14 +201,9 @@ def stop_early(rank: int, world: int) -> Any:
         before = flat(model)
         if comm.role == "factor":  # steps after the end do nothing
             descend(model, optimizer, step)
-        return torch.equal(flat(model), before), comm.stopped, step
-
-
-def test_a_factor_rank_can_see_that_training_has_ended(pool: Pool) -> None:
-    gradient, factor, inverse = pool.run(stop_early, world=3)
-    assert gradient == (True, False, 4)
-    assert factor == (True, True, 6)  # the end of the epoch in which training ended
-    assert inverse is True
+        assert torch.equal(flat(model), before)
+        # a factor rank stops at the end of the epoch in which training ended
+        assert (comm.stopped, step) == ((False, 4) if comm.role == "gradient" else (True, 6))
 
 
 # ------------------------------------------------------------------------------------------------------------- loss
@@ -350,32 +341,24 @@ def kfac(model: nn.Module, comm: DedicatedWorkers | None = None, **options: Any)
     return secondorder.KFAC(model, comm=comm or DedicatedWorkers(), **{**OPTIONS, **options})
 
 
-REFUSED: dict[str, tuple[Callable[[nn.Module, int], Any], type[Exception], str]] = {
-    "EKFAC": (lambda m, rank: secondorder.EKFAC(m, comm=DedicatedWorkers()), NotImplementedError, "Use KFAC"),
-    "HyLo": (lambda m, rank: secondorder.HyLo(m, comm=DedicatedWorkers()), NotImplementedError, "Use KFAC"),
-    "MFAC": (lambda m, rank: secondorder.MFAC(m, comm=DedicatedWorkers()), NotImplementedError, "MemOpt"),
-    "adaptive": (lambda m, rank: kfac(m, adaptive_damping=True), NotImplementedError, "adaptive_damping"),
-    "lean": (lambda m, rank: kfac(m, checkpoint_curvature="factors"), NotImplementedError, "checkpoint_curvature"),
-    "staleness": (lambda m, rank: kfac(m, DedicatedWorkers(max_staleness=4)), ValueError, "max_staleness=4"),
-    "different": (lambda m, rank: kfac(m, damping=0.1 * (rank + 1)), ValueError, "damping"),
-    "world": (lambda m, rank: kfac(m, DedicatedWorkers([0], [1], [3])), ValueError, "beyond the world of 3"),
-}
+REFUSED: list[tuple[Callable[[nn.Module, int], Any], type[Exception], str]] = [
+    (lambda m, rank: secondorder.EKFAC(m, comm=DedicatedWorkers()), NotImplementedError, "Use KFAC"),
+    (lambda m, rank: secondorder.HyLo(m, comm=DedicatedWorkers()), NotImplementedError, "Use KFAC"),
+    (lambda m, rank: secondorder.MFAC(m, comm=DedicatedWorkers()), NotImplementedError, "MemOpt"),
+    (lambda m, rank: kfac(m, adaptive_damping=True), NotImplementedError, "adaptive_damping"),
+    (lambda m, rank: kfac(m, checkpoint_curvature="factors"), NotImplementedError, "checkpoint_curvature"),
+    (lambda m, rank: kfac(m, DedicatedWorkers(max_staleness=4)), ValueError, "max_staleness=4"),
+    (lambda m, rank: kfac(m, damping=0.1 * (rank + 1)), ValueError, "damping"),
+    (lambda m, rank: kfac(m, DedicatedWorkers([0], [1], [3])), ValueError, "beyond the world of 3"),
+]
 
 
-def refused(rank: int, world: int) -> dict[str, tuple[str, str]]:
-    """What building an optimizer says."""
-    found = {}
-    for kind, (make, *_) in REFUSED.items():
+@on_every_rank(3, timeout=30)
+def test_what_cannot_work_is_refused_on_all_ranks(rank: int, world: int) -> None:
+    for make, error, words in REFUSED:
         dist.barrier()  # what is refused sends nothing: nobody may leave while others still come
-        found[kind] = raised(make, build(), rank)
-    return found
-
-
-def test_what_cannot_work_is_refused_on_all_ranks(pool: Pool) -> None:
-    for found in pool.run(refused, world=3, timeout=30):
-        for kind, (_, error, words) in REFUSED.items():
-            assert found[kind][0] == error.__name__, kind
-            assert words in found[kind][1]
+        with pytest.raises(error, match=words):
+            make(build(), rank)
 
 
 def fail_in(rank: int, world: int, where: str) -> None:
@@ -401,71 +384,63 @@ def test_an_error_on_one_rank_is_heard_on_all(pool: Pool) -> None:
         assert all(isinstance(f, Failure) and words in f.message for f in found), found
 
 
-def misuse(rank: int, world: int) -> list[tuple[str, str]]:
-    """What a rank says to the work of another role, and to what no role does."""
+@on_every_rank(3)
+def test_each_role_refuses_the_work_of_another(rank: int, world: int) -> None:
+    """And what no role does."""
+    words = ("this is a gradient rank", "this is a factor rank", r"calls comm\.serve\(optimizer\)")
     with working({}) as (_, comm, optimizer):
         foreign = optimizer.step if comm.role == "inverse" else lambda: comm.serve(optimizer)
-        return [raised(call) for call in (foreign, optimizer.consolidate_state_dict, optimizer.join_hook)]
-
-
-def test_each_role_refuses_the_work_of_another(pool: Pool) -> None:
-    own = ("this is a gradient rank", "this is a factor rank", "calls comm.serve(optimizer)")
-    for words, (foreign, gathered, joined) in zip(own, pool.run(misuse, world=3), strict=True):
-        assert [kind for kind, _ in (foreign, gathered, joined)] == [*["RuntimeError"] * 2, "NotImplementedError"]
-        assert words in foreign[1]
-        assert "state_dict() of every rank" in gathered[1]
-        assert "ranks without data" in joined[1]
+        for call, error, match in (
+            (foreign, RuntimeError, words[rank]),
+            (optimizer.consolidate_state_dict, RuntimeError, r"state_dict\(\) of every rank"),
+            (optimizer.join_hook, NotImplementedError, "ranks without data"),
+        ):
+            with pytest.raises(error, match=match):
+                call()
 
 
 # ------------------------------------------------------------------------------------------------- what ranks hold
 
 
-def held(rank: int, world: int) -> Any:
+@on_every_rank(4)
+def test_ranks_keep_what_their_role_needs(rank: int, world: int) -> None:
     with working({**APART, **WAIT}) as (model, strategy, optimizer):
         memory = optimizer.memory_usage()
         kept = [sorted(k for k in ("factor_a", "basis_a") if k in optimizer.state[p]) for p in model.parameters()]
-        return strategy.role, memory["factors"], memory["second_order"], kept[::2]
+        roles, held, layers = zip(*everywhere([strategy.role, memory, kept[::2]]), strict=True)
+    assert roles == ("gradient", "factor", "inverse", "inverse")
+    factors, second_order = ([of_rank[kind] for of_rank in held] for kind in ("factors", "second_order"))
+    assert factors[:2] == [0, factors[2] + factors[3]]
+    assert second_order[:2] == [second_order[2] + second_order[3], 0]
+    assert second_order[0] > 0
+    assert factors[1] > 0
+    assert all(sorted([*a, *b]) == ["basis_a", "factor_a"] for a, b in zip(*layers[2:], strict=True))
 
 
-def test_ranks_keep_what_their_role_needs(pool: Pool) -> None:
-    gradient, factor, *inverse = pool.run(held, world=4)
-    (_, factors, second_order, layers), (*_, other_factors, other_second_order, other_layers) = inverse
-    assert gradient[:3] == ("gradient", 0, second_order + other_second_order)
-    assert factor[:3] == ("factor", factors + other_factors, 0)
-    assert gradient[2] > 0
-    assert factor[1] > 0
-    assert all(sorted([*a, *b]) == ["basis_a", "factor_a"] for a, b in zip(layers, other_layers, strict=True))
-
-
-def resume(rank: int, world: int, steps: int) -> Any:
-    """Train, save, and train on from what was saved; the losses before and after, and whether curvature was there."""
-    found, saved, active = [], None, []
+@pytest.mark.filterwarnings("ignore:.*is partial:UserWarning")
+@on_every_rank(3)
+def test_every_rank_goes_on_from_what_it_saved(rank: int, world: int) -> None:
+    """With the curvature that was in use, without a warm-up."""
+    losses, saved = [], None
     for _ in range(2):
         with working({}) as (model, comm, optimizer):
             if saved is not None:
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
-                active = [comm.role != "gradient" or optimizer.role_worker.has_curvature(i) for i in range(3)]
+                assert comm.role != "gradient" or all(optimizer.role_worker.has_curvature(i) for i in range(3))
             if comm.role == "inverse":
                 comm.serve(optimizer)
             else:
-                found += [descend(model, optimizer, 0) for _ in range(steps)]
+                losses += [descend(model, optimizer, 0) for _ in range(7)]
             saved = model.state_dict(), optimizer.state_dict()
-    return comm.role, found, active
+    assert comm.role != "gradient" or losses[7] < losses[6]
 
 
-@pytest.mark.filterwarnings("ignore:.*is partial:UserWarning")
-def test_every_rank_goes_on_from_what_it_saved(pool: Pool) -> None:
-    (role, losses, active), *_ = pool.run(resume, 7, world=3)
-    assert role == "gradient"
-    assert all(active)  # with the curvature that was in use, without a warm-up
-    assert losses[7] < losses[6]
-
-
-def train_apart(rank: int, world: int) -> Any:
+@on_every_rank(4)
+def test_a_parameter_that_some_gradient_ranks_use_moves_on_all_of_them(rank: int, world: int) -> None:
     """Each gradient rank uses another layer, and nobody the third."""
     model = nn.ModuleList([nn.Linear(5, 3, dtype=torch.float64) for _ in range(3)])
-    before, gradients = flat(model), []
+    before, gradient = flat(model), torch.zeros(0)
     comm = DedicatedWorkers(warmup="identity")
     with kfac(model, comm, lr=1.0, momentum=0.0, kl_clip=None) as optimizer:
         if comm.role == "inverse":
@@ -473,18 +448,11 @@ def train_apart(rank: int, world: int) -> Any:
         else:
             x, y = batch(0, comm.data_rank, 0)
             loss(model[comm.data_rank](x), y).backward()
-            gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
             optimizer.step()
-    return flat(model) - before, gradients
-
-
-def test_a_parameter_that_some_gradient_ranks_use_moves_on_all_of_them(pool: Pool) -> None:
-    (first, own), (second, other), *_ = pool.run(train_apart, world=4)
+    (first, own), (second, other), *_ = everywhere((flat(model) - before, gradient))
     assert torch.equal(first, second)
-    assert own[4] is None
-    expected = torch.cat([g.flatten() for g in (*own[:2], *other[2:4])])
-    torch.testing.assert_close(first[:36], -expected / 2)
-    assert not first[36:].any()
+    torch.testing.assert_close(first, torch.cat([-own / 2, -other / 2, torch.zeros(18)]).double())
 
 
 # ----------------------------------------------------------------------------------------------------- one process

@@ -36,11 +36,10 @@ from tests.support.oracles.ranks import (
     flat,
     mean_loss,
     optimizer_on,
-    path_of,
     shard,
 )
-from tests.support.pool import Pool, device_of
-from tests.support.saving import started, through_a_file, train
+from tests.support.pool import Pool, device_of, everywhere, on_every_rank
+from tests.support.saving import broken_off, paths_of, started, through_a_file, train, trained
 
 WIDTH, LAYERS = 6, 12
 RARE = {"inv_update_steps": 2, "scale_update_steps": 4}
@@ -84,32 +83,15 @@ def numbers_in_bases(task: str) -> int:
     return sum(n_a**2 + n_g**2 for n_a, n_g in SIDES[task])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks against one process
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# -------------------------------------------------------------------------------------------- Ranks against one process
 @cache
 def reference(run_of: str, **keywords: Any) -> Tensor:
     return alone(Run(run_of, "ekfac_intra", keywords, steps=10))[0]
 
 
-def trained(rank: int, world: int, strategy: str, run: Run) -> dict[str, Any]:
-    """What a rank has after a run: its path, the bases that it keeps, and bytes that it holds and has sent."""
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-    with optimizer_on(model, strategy, run) as optimizer:
-        path = path_of(model, optimizer, rank, world, run)
-        states = [optimizer.state[block.owner] for block in optimizer.blocks.values()]
-        return {
-            "path": path,
-            "bases": sum(v.numel() for state in states for key, v in state.items() if key.startswith("basis_")),
-            "stored": optimizer.memory_usage()["second_order"],
-            "sent": optimizer.comm.collectives.counter.bytes_by_stage(),
-        }
-
-
-def paths(found: list[dict[str, Any]]) -> list[Tensor]:
-    return [of_rank["path"] for of_rank in found]
+def trained_here(rank: int, world: int, strategy: str, run: Run) -> dict[str, Any]:
+    """Tasks of this file are known to ranks that have imported it."""
+    return trained(rank, world, strategy, run)
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -136,8 +118,8 @@ PLACES = {
 def test_every_rank_has_the_bases(pool: Pool, kind: tuple[str, dict[str, Any]], place: tuple[str, int]) -> None:
     """And measures the scales of one process with them; rows are not sent."""
     (task, keywords), (strategy, world) = kind, place
-    found = pool.run(trained, strategy, Run(task, "ekfac_intra", keywords, steps=10), world=world)
-    assert_same_path(paths(found), reference(task, **keywords), tolerance=1e-10)
+    found = pool.run(trained_here, strategy, Run(task, "ekfac_intra", keywords, steps=10), world=world)
+    assert_same_path(paths_of(found), reference(task, **keywords), tolerance=1e-10)
     for of_rank in found:
         assert "rows" not in of_rank["sent"]
         assert of_rank["bases"] == (numbers_in_bases(task) if task in SIDES else found[0]["bases"])
@@ -145,32 +127,28 @@ def test_every_rank_has_the_bases(pool: Pool, kind: tuple[str, dict[str, Any]], 
 
 def test_nothing_is_sent_where_bases_are_with_the_data(pool: Pool) -> None:
     for strategy in ("comm", "comm_owner", "chief_inverses", "local_factors"):
-        found = pool.run(trained, strategy, Run("wide", "ekfac_intra", RARE, steps=10))
+        found = pool.run(trained_here, strategy, Run("wide", "ekfac_intra", RARE, steps=10))
         for of_rank in found:
             assert not {"rows", "spread"} & of_rank["sent"].keys()
-        assert_replicas(paths(found))
+        assert_replicas(paths_of(found))
         if strategy != "local_factors":
-            assert_same_path(paths(found), reference("wide", **RARE), tolerance=1e-10)
+            assert_same_path(paths_of(found), reference("wide", **RARE), tolerance=1e-10)
         else:
             whole = alone(Run("wide", "ekfac_intra", steps=1))[2].memory_usage()["second_order"]
-            assert found[0]["stored"] <= 1.15 * whole / 2
+            assert found[0]["stored"]["second_order"] <= 1.15 * whole / 2
 
 
 def test_calls_and_micro_batches(pool: Pool) -> None:
     run = Run("twice", "ekfac_intra", steps=10, micro=2)
-    assert_same_path(paths(pool.run(trained, "mem", run)), reference("twice"), tolerance=1e-10)
+    assert_same_path(paths_of(pool.run(trained_here, "mem", run)), reference("twice"), tolerance=1e-10)
 
 
 def test_samples_differ_from_rank_to_rank_and_replicas_do_not(pool: Pool) -> None:
     run = Run("words", "ekfac_intra", {"scale_batch_size": 2, "token_is_example": True}, steps=10)
-    assert_replicas(paths(pool.run(trained, "mem", run)))
+    assert_replicas(paths_of(pool.run(trained_here, "mem", run)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks that cannot measure
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# -------------------------------------------------------------------------------------------- Ranks that cannot measure
 def one_rank_refuses(rank: int, world: int, run: Run) -> dict[str, Tensor]:
     """Two steps; the last rank cannot measure its scale in the second one."""
     model = DDP(TASKS[run.task].model(device_of(rank)))
@@ -213,37 +191,25 @@ def test_examples_of_one_rank_are_left_out(pool: Pool) -> None:
         assert distance(scale, expected) < 1e-10, name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Bytes
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def spread_by_step(rank: int, world: int, keywords: dict[str, Any]) -> tuple[list[int], Any, dict[str, Any]]:
-    """Bytes of bases that are sent in each step of the second interval, what is stored, and the plan of this rank."""
-    run, found = Run("mixed", "ekfac_intra", keywords), []
+# ---------------------------------------------------------------------------------------------------------------- Bytes
+@pytest.mark.parametrize("transport", ["project", "recompute"])
+@on_every_rank(3)
+def test_bases_are_sent_with_each_refresh_and_a_plan_knows_it(rank: int, world: int, transport: str) -> None:
+    run, sent = Run("mixed", "ekfac_intra", {**RARE, "transport": transport}), []
     model, optimizer = started(rank, "mem", run)
     with optimizer:
         for step in range(8):
             optimizer.comm.collectives.counter.clear()
             train(model, optimizer, rank, world, run, step, step + 1)
-            found.append(optimizer.comm.collectives.counter.bytes_by_stage().get("spread", 0))
-        return found[4:], optimizer.memory_usage()["second_order"], optimizer.plan().ranks[rank]
+            sent.append(optimizer.comm.collectives.counter.bytes_by_stage().get("spread", 0))
+        stored, plan = optimizer.memory_usage()["second_order"], optimizer.plan().ranks[rank]
+    nbytes = 8 * numbers_in_bases("mixed")
+    assert sent[4:] == [nbytes, 0] * 2
+    assert plan.sent["spread"] == nbytes / 2
+    assert plan.stored["second_order"] == stored >= nbytes
 
 
-def test_bases_are_sent_with_each_refresh_and_a_plan_knows_it(pool: Pool) -> None:
-    for transport in ["project", "recompute"]:
-        nbytes = 8 * numbers_in_bases("mixed")
-        for sent, stored, plan in pool.run(spread_by_step, {**RARE, "transport": transport}, world=3):
-            assert sent == [nbytes, 0] * 2
-            assert plan.sent["spread"] == nbytes / 2
-            assert plan.stored["second_order"] == stored >= nbytes
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints, and layers that change
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------- Checkpoints, and layers that change
 def without_bases(state: dict[str, Any]) -> dict[str, Any]:
     """The file of a rank as it was when bases stayed on the ranks that precondition."""
     for found in state["state"].values():
@@ -253,15 +219,9 @@ def without_bases(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def broken_off(rank: int, world: int, run: Run, at: int) -> tuple[Any, Any, Tensor]:
-    model, optimizer = started(rank, "mem", run)
-    with optimizer:
-        train(model, optimizer, rank, world, run, 0, at)
-        saved = through_a_file(optimizer.state_dict()), through_a_file(model.state_dict())
-        return *saved, torch.stack(train(model, optimizer, rank, world, run, at, run.steps))
-
-
-def resumed(rank: int, world: int, run: Run, saved: list[tuple[Any, Any]], at: int) -> dict[str, list[Tensor]]:
+def resumed_in_every_way(
+    rank: int, world: int, run: Run, saved: list[tuple[Any, Any]], at: int
+) -> dict[str, list[Tensor]]:
     """Go on, in a new optimizer, a copy or one that has bases; then again, from what the state was loaded as."""
     paths: dict[str, list[Tensor]] = {}
     for how in ("new", "live", "copied"):
@@ -287,38 +247,38 @@ def resumed(rank: int, world: int, run: Run, saved: list[tuple[Any, Any]], at: i
 def test_a_resumed_run_goes_on_exactly(pool: Pool, at: int) -> None:
     """Files that ranks without a basis saved load too: it is sent in the first step, which may measure the scale."""
     run = Run("mixed", "ekfac_intra", {**RARE, "factor_update_steps": 3}, steps=9)
-    before = pool.run(broken_off, run, at)
+    before = pool.run(broken_off, "mem", run, at)
     for old in (False, True):
         saved = [(without_bases(own) if old else own, model) for own, model, _ in before]
-        for (_, _, expected), found in zip(before, pool.run(resumed, run, saved, at), strict=True):
+        for (_, _, expected), found in zip(before, pool.run(resumed_in_every_way, run, saved, at), strict=True):
             for how, paths in found.items():
                 assert all(torch.equal(path, expected) for path in paths), how
 
 
-def completed(rank: int, world: int, run: Run, saved: list[tuple[Any, Any]]) -> dict[str, Any]:
-    """The complete checkpoint of ranks that have loaded and taken no step."""
+def completed(rank: int, world: int, run: Run) -> Any:
+    """The complete checkpoint of ranks that have loaded and taken no step, with the bases that some of them lacked."""
+    state, weights, _ = broken_off(rank, world, "mem", run, 3)
+    saved = everywhere(without_bases(state))
     model, optimizer = started(rank, "mem", run)
     with optimizer:
-        model.load_state_dict(saved[rank][1])
-        optimizer.load_state_dict(saved[rank][0])
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(saved[rank])
         optimizer.consolidate_state_dict(to=None)
-        return through_a_file(optimizer.state_dict())
+        complete = through_a_file(optimizer.state_dict())
+    for i, found in complete["state"].items():
+        for key, value in found.items():
+            if key.startswith("basis_"):
+                (owned,) = [own["state"][i][key] for own in saved if key in own["state"][i]]
+                assert torch.equal(value, owned)
+                assert value.any()
+    return complete
 
 
 @pytest.mark.filterwarnings("ignore:.*is partial")
 def test_loaded_files_make_a_complete_one_at_once(pool: Pool) -> None:
     run = Run("mixed", "ekfac_intra", RARE, steps=4)
-    saved = [(without_bases(own), model) for own, model, _ in pool.run(broken_off, run, 3)]
-    for complete in pool.run(completed, run, saved):
-        model = TASKS[run.task].model()
-        optimizer = build(run.method, model, **run.keywords)
-        optimizer.load_state_dict(complete)
-        for i, found in complete["state"].items():
-            for key, value in found.items():
-                if key.startswith("basis_"):
-                    (owned,) = [own["state"][i][key] for own, _ in saved if key in own["state"][i]]
-                    assert torch.equal(value, owned)
-                    assert value.any()
+    for complete in pool.run(completed, run):
+        alone(run)[2].load_state_dict(complete)
 
 
 def freezing(model: nn.Module, optimizer: Any, step: int) -> None:

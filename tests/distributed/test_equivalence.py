@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.support.grid import each
+from tests.support.grid import each, only
 from tests.support.oracles.ranks import (
     EXAMPLES,
     LENGTH,
+    METHODS,
     STRATEGIES,
     TASKS,
     Run,
@@ -32,22 +33,20 @@ from tests.support.oracles.ranks import (
     flat,
     joined_statistics,
     optimizer_on,
+    path_of,
     shard,
     statistics_of_shards,
     sum_loss,
     together,
 )
 from tests.support.pool import Pool, device_of
-from tests.support.saving import started, train
+from tests.support.saving import paths_of, started, train, trained
 
 KRONECKER = ("kfac_eigen", "kfac_cholesky", "ekfac_running", "ekfac_intra")
 STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
 BOTH = ["comm", "mem"]
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Paths
-# ---------------------------------------------------------------------------------------------------------------------
-
+# ---------------------------------------------------------------------------------------------------------------- Paths
 OVERLAP = {"overlap": True, "factor_update_steps": 1, "inv_update_steps": 2}
 WHITENING = {"lr": 0.01, "power": 0.5, "momentum_mode": "pre", "kl_clip": None}
 KINDS = {
@@ -115,32 +114,27 @@ def test_selected_rows_do_not_depend_on_the_strategy(pool: Pool, method: str, of
         assert_same_path(of_strategy, paths[0][0], tolerance=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Statistics
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ----------------------------------------------------------------------------------------------------------- Statistics
 SIZES = {"2": [(6, 6), (5, 2), (1, 7)], "3": [(4, 4, 4), (5, 2, 1), (1, 8, 3)]}
 
 
-@each(
-    run_of=[("mlp", "kfac_eigen"), ("mlp", "kfac_cholesky"), ("mixed", "ekfac_intra"), ("words", "ekfac_intra")],
-    sizes=SIZES,
-    strategy=["mem", "comm"],
-)
+SUMMED = {**STILL, "loss_reduction": "sum"}
+MEASURED = {
+    "eigen": Run("mlp", "kfac_eigen", STILL),
+    "cholesky": Run("mlp", "kfac_cholesky", STILL),
+    "mixed": Run("mixed", "ekfac_intra", STILL),
+    "words": Run("words", "ekfac_intra", STILL),
+    **{f"sum {method}": Run("mlp", method, SUMMED, loss=sum_loss) for method in KRONECKER},
+}
+
+
+@each(run=MEASURED, sizes=SIZES, strategy=["mem", "comm"])
 def test_unequal_batches_are_weighted_by_their_examples(
-    pool: Pool, run_of: tuple[str, str], sizes: list[tuple[int, ...]], strategy: str
+    pool: Pool, run: Run, sizes: list[tuple[int, ...]], strategy: str
 ) -> None:
-    run = Run(*run_of, STILL)
+    """Of mean losses; statistics of a summed loss are those of the joined batch too."""
     held = pool.run(statistics_of_shards, strategy, run, sizes, world=len(sizes[0]))
     assert_held(held, joined_statistics(run, [sum(of_step) for of_step in sizes]), strategy == "comm")
-
-
-@each(method=KRONECKER, strategy=BOTH)
-def test_statistics_of_a_summed_loss(pool: Pool, method: str, strategy: str) -> None:
-    run = Run("mlp", method, {**STILL, "loss_reduction": "sum"}, loss=sum_loss)
-    held = pool.run(statistics_of_shards, strategy, run, [(4, 4, 4)] * 2, world=3)
-    assert_held(held, joined_statistics(run, [EXAMPLES] * 2), strategy == "comm")
 
 
 @each(method=["kfac_eigen", "ekfac_intra", "hylo_sngd"], strategy=BOTH)
@@ -213,11 +207,7 @@ def test_masked_tokens(pool: Pool, method: str, strategy: str) -> None:
     assert_held([of_rank[1] for of_rank in results], curvatures(optimizer), strategy == "comm")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Against a plain list of examples
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------- Against a plain list of examples
 def factors_by_example(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """A and G of every Linear layer of a sequence: means of aaᵀ and ggᵀ, from a backward pass for each example."""
     sums: dict[str, list[Tensor]] = {}
@@ -252,3 +242,95 @@ def test_batches_tell_the_difference(pool: Pool) -> None:
     local = pool.run(together, "local_factors", run)
     assert_replicas(local)
     assert distance(local[0], alone(run)[0]) > 1e-4
+
+
+# ------------------------------------------------------------------------- layers that see their owner's examples alone
+
+
+def simulated(run: Run, owners: dict[str, int], world: int) -> Tensor:
+    """One process: a copy of the model for each rank captures from its shard alone and steps with the joined gradient.
+
+    Of each layer the step of the copy of its owner counts, for all copies.
+    """
+    models = [TASKS[run.task].model() for _ in range(world)]
+    optimizers = [build(run.method, model, **run.keywords) for model in models]
+    path = []
+    for step in range(run.steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            inputs, targets = shard(run.batch(step), rank, world)
+            optimizer.zero_grad()
+            run.loss(model(inputs), targets).backward()
+        for replicas in zip(*(model.parameters() for model in models), strict=True):
+            mean = torch.stack([p.grad for p in replicas]).mean(0)
+            for p in replicas:
+                p.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            for name, rank in owners.items():
+                source = models[rank].get_submodule(name).state_dict()
+                for model in models:
+                    model.get_submodule(name).load_state_dict(source)
+        path.append(flat(models[0]))
+    return torch.stack(path)
+
+
+UNCLIPPED = {"kl_clip": None, "factor_update_steps": 1, "inv_update_steps": 2}
+OWN_DATA = {
+    **{method: Run("mlp", method, UNCLIPPED, steps=6) for method in ("kfac_eigen", "kfac_cholesky", "ekfac_intra")},
+    "hylo_sngd": Run("mlp", "hylo_sngd", steps=5),
+    "hylo_kid": Run("mlp", "hylo_kid", {"rank_fraction": 1.0}, steps=5),
+}
+
+
+@each(run=OWN_DATA, where=[("local_factors", 3), ("local_factors", 2), ("chief_own", 2)])
+def test_owners_estimate_from_their_own_examples(pool: Pool, run: Run, where: tuple[str, int]) -> None:
+    strategy, world = where
+    found = pool.run(trained, strategy, run, world=world, **({"root": 1} if strategy == "chief_own" else {}))
+    owners = found[0]["owners"]
+    assert all(of_rank["owners"] == owners and "statistics" not in of_rank["sent"] for of_rank in found)
+    assert set(owners.values()) == ({1} if strategy == "chief_own" else set(range(world)))
+    assert_same_path(paths_of(found), simulated(run, owners, world), tolerance=1e-10)
+
+
+# -------------------------------------------------------------------------------------------------- bits of replicas
+class Small(nn.Sequential):
+    """Two layers, so that 200 steps take a moment."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 4))
+
+
+def long_path(rank: int, world: int, strategy: str, method: str, steps: int) -> Tensor:
+    """Parameters after every step of a tiny model."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = DDP(Small().to(device_of(rank), torch.float64))
+    run = Run("mlp", method, {"lr": 0.01}, steps=steps)
+    with optimizer_on(model, strategy, run) as optimizer:
+        return path_of(model, optimizer, rank, world, run)
+
+
+#: Every method under every strategy that it works under: some say where factors are.
+OF_FACTORS = ("comm_owner", "mem_replicated", "local_factors", "chief", "chief_inverses", "chief_own")
+UNDER = {f"{m}-{s}": (m, s) for s in STRATEGIES for m in METHODS if m in KRONECKER or s not in OF_FACTORS}
+
+
+def world_of(strategy: str) -> int:
+    return {"hybrid_half": 4, "hybrid_third": 3}.get(strategy, 2)
+
+
+@only("ekfac_intra-mem", of=UNDER)
+def test_replicas_are_equal_for_200_steps(pool: Pool, of: tuple[str, str]) -> None:
+    method, strategy = of
+    paths = pool.run(long_path, strategy, method, 200, world=world_of(strategy))
+    assert_replicas(paths)
+    assert not torch.equal(paths[0][0], paths[0][-1])
+
+
+@only("kfac_eigen-mem", "hylo_kis-comm", "mfac_sparse-mem", of=UNDER)
+def test_a_repeated_run_has_the_same_bits(pool: Pool, of: tuple[str, str]) -> None:
+    method, strategy = of
+    run = Run("mlp", method, steps=6)
+    once, again = (pool.run(together, strategy, run, world=world_of(strategy)) for _ in range(2))
+    assert_replicas(once + again)

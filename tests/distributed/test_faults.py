@@ -5,29 +5,28 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, MemOpt
 from secondorder.curvature import factorization
 from tests.support.grid import each
 from tests.support.oracles.ranks import TASKS, Run, build, flat
-from tests.support.pool import Pool
-from tests.support.saving import raised, started, train
+from tests.support.pool import Pool, everywhere, on_every_rank
+from tests.support.saving import raised, snapshot, started, train
 from tests.support.tasks import assert_identical
 
 LONG = 600.0  # seconds that no test can wait
 EAGER = {"factor_update_steps": 1, "inv_update_steps": 1}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Killed
-# ---------------------------------------------------------------------------------------------------------------------
-
+# --------------------------------------------------------------------------------------------------------------- Killed
 # Where a step of the victim ends: before its first message, between two messages, after its last one.
 MOMENTS = ("reduce", "refresh_due", "apply")
 
@@ -63,86 +62,93 @@ def test_peers_of_a_killed_rank_raise(pool: Pool, strategy: str, world: int, vic
         assert answers[rank].type == "RuntimeError", answers[rank]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# An error on one rank
-# ---------------------------------------------------------------------------------------------------------------------
+def started_again(rank: int, world: int, strategy: str, how: str, folder: Path, killed: bool) -> Tensor:
+    """Train from the last checkpoint, of all or of each rank; a rank may be killed in the middle of a step."""
+    run, every, model_file = Run(), 4, folder / "model.pt"
+    file = folder / ("all.pt" if how == "one" else f"rank-{rank}.pt")
+    model, optimizer = started(rank, strategy, run)
+    first = 0
+    if file.exists():
+        first = every
+        model.load_state_dict(torch.load(model_file, weights_only=True))
+        optimizer.load_state_dict(torch.load(file, weights_only=True))
+    train(model, optimizer, rank, world, run, first, every)
+    if first == 0:
+        if how == "one":
+            optimizer.consolidate_state_dict()
+        if rank == 0:
+            torch.save(model.state_dict(), model_file)
+        if how == "each" or rank == 0:
+            torch.save(snapshot(optimizer), file)
+        dist.barrier()
+    if killed and rank == world - 1:
+        optimizer.preconditioner.refresh_due = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    return torch.stack(train(model, optimizer, rank, world, run, every, 8))
 
 
-def broken_refresh(rank: int, world: int, strategy: str, method: str, broken: int) -> tuple[tuple[str, str], Any]:
-    """An owner's factorisation raises; what every rank says, and whether they could go on."""
+@pytest.mark.parametrize(("strategy", "how"), [("mem", "one"), ("mem", "each"), ("comm", "one")])
+def test_ranks_that_start_again_after_a_kill_end_as_if_nothing_had_happened(
+    pool: Pool, tmp_path: Path, strategy: str, how: str
+) -> None:
+    limits = {"group_timeout": LONG, "expect_failure": True}
+    disturbed = pool.run(started_again, strategy, how, tmp_path, True, **limits)
+    assert [answer.type for answer in disturbed] == ["RuntimeError", "Died"]
+    again = pool.run(started_again, strategy, how, tmp_path, False)
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = pool.run(started_again, strategy, how, tmp_path / "undisturbed", False)
+    assert_identical(again, undisturbed)
+
+
+# ------------------------------------------------------------------------------------------------- An error on one rank
+@each(method=["kfac_eigen", "ekfac_intra"], where=[("mem", 1), ("comm", 0), ("comm", 1)])
+@on_every_rank(2)
+def test_an_error_of_a_refresh_is_raised_on_all_ranks(
+    rank: int, world: int, method: str, where: tuple[str, int]
+) -> None:
+    """An owner's factorisation raises; all ranks can go on after it."""
+    strategy, broken = where
     run = Run(method=method, keywords=EAGER)
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, 2)
-    right = factorization.eigh_psd
 
     def wrong(*args: Any) -> Any:
         raise ValueError(f"injected on rank {rank}")
 
-    try:
-        if rank == broken:
-            factorization.eigh_psd = wrong
-        answer = raised(train, model, optimizer, rank, world, run, 2, 3)
-    finally:
-        factorization.eigh_psd = right
-    train(model, optimizer, rank, world, run, 3, 5)
-    return answer, flat(model)
-
-
-@each(method=["kfac_eigen", "ekfac_intra"], where=[("mem", 1), ("comm", 0), ("comm", 1)])
-def test_an_error_of_a_refresh_is_raised_on_all_ranks(pool: Pool, method: str, where: tuple[str, int]) -> None:
-    strategy, broken = where
-    answers = pool.run(broken_refresh, strategy, method, broken, world=2)
-    (first, path), (second, other) = answers
-    assert first == second
-    kind, text = first
+    with mock.patch.object(factorization, "eigh_psd", wrong if rank == broken else factorization.eigh_psd):
+        kind, text = raised(train, model, optimizer, rank, world, run, 2, 3)
     assert kind == "RuntimeError"
     for word in (f"rank {broken}", "layer", "ValueError", f"injected on rank {broken}"):
         assert word in text
-    assert torch.equal(path, other)
+    assert everywhere(text) == [text] * world
+    train(model, optimizer, rank, world, run, 3, 5)
+    assert_identical(*everywhere(flat(model)))
 
 
-def failing_refresh(rank: int, world: int, strategy: str, most: int) -> tuple[list[int], tuple[str, str], Any]:
-    """One owner's results are never good: steps that were taken, and the error that ends them."""
-    run = Run(keywords={**EAGER, "max_failures": most})
+@pytest.mark.parametrize("strategy", ["mem", "comm"])
+@on_every_rank(2)
+def test_too_many_failures_in_a_row_end_training_on_all_ranks(rank: int, world: int, strategy: str) -> None:
+    """One owner's results are never good."""
+    run = Run(keywords={**EAGER, "max_failures": 3})
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, 1)
-    right, victim = factorization.eigh_psd, optimizer.comm.owner(0)
+    right, counts = factorization.eigh_psd, []
 
     def bad(*args: Any) -> Any:
         *found, ok = right(*args)
         return (*found, torch.zeros_like(ok))
 
-    counts = []
-    try:
-        if rank == victim:
-            factorization.eigh_psd = bad
-        answer = ("", "")
-        for step in range(1, 6):
-            answer = raised(train, model, optimizer, rank, world, run, step, step + 1)
-            if answer[0]:
-                break
+    with mock.patch.object(factorization, "eigh_psd", bad if rank == optimizer.comm.owner(0) else right):
+        for step in (1, 2):
+            train(model, optimizer, rank, world, run, step, step + 1)
             counts.append(optimizer.diagnostics()["refresh_failures"])
-    finally:
-        factorization.eigh_psd = right
-    return counts, answer, flat(model)
+        kind, text = raised(train, model, optimizer, rank, world, run, 3, 4)
+    assert kind == "RuntimeError"
+    assert "layer '" in text
+    assert "3 times in a row" in text
+    assert_identical(*everywhere([counts, text, flat(model)]))
 
 
-def test_too_many_failures_in_a_row_end_training_on_all_ranks(pool: Pool) -> None:
-    for strategy in ["mem", "comm"]:
-        first, second = pool.run(failing_refresh, strategy, 3, world=2)
-        assert_identical(first, second)
-        counts, (kind, text), _ = first
-        assert len(counts) == 2
-        assert kind == "RuntimeError"
-        assert "layer '" in text
-        assert "3 times in a row" in text
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks that are not alike
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------------------- Ranks that are not alike
 def _net(width: int = 6, dtype: torch.dtype = torch.float64, names: tuple[str, str] = ("first", "second")) -> nn.Module:
     net = nn.Sequential()
     net.add_module(names[0], nn.Linear(5, width))
@@ -180,75 +186,58 @@ UNLIKE: dict[str, tuple[Build, Build, str]] = {
 }
 
 
-def unlike(rank: int, world: int, cases: list[str]) -> dict[str, tuple[str, str]]:
-    """The last rank builds something else; what every rank says."""
-    return {what: raised(UNLIKE[what][rank == world - 1]) for what in cases}  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_are_not_alike_are_refused_everywhere(pool: Pool, world: int) -> None:
+@on_every_rank(timeout=60, group_timeout=LONG)
+def test_ranks_that_are_not_alike_are_refused_everywhere(rank: int, world: int) -> None:
     """At once: no message is missed, for which ranks would wait as long as the group allows."""
-    cases = [what for what in UNLIKE if (what == "groups of ranks") == (world == 4)]
-    answers = pool.run(unlike, cases, world=world, timeout=60, group_timeout=LONG)
-    for what in cases:
-        assert [of_rank[what][0] for of_rank in answers] == ["ValueError"] * world, answers
-        texts = [of_rank[what][1] for of_rank in answers]
-        assert any(UNLIKE[what][2] in text for text in texts), texts
-        assert all("rank" in text for text in texts)
+    for what, (*builds, word) in UNLIKE.items():
+        if (what == "groups of ranks") == (world == 4):
+            kind, text = raised(builds[rank == world - 1])
+            assert kind == "ValueError", what
+            assert "rank" in text, what
+            assert any(word in of_rank for of_rank in everywhere(text)), what
 
 
-def apart(rank: int, world: int) -> dict[str, tuple[str, str]]:
-    """What the first step says of gradients that nobody averages, other seeds, and a checkpoint that one rank has."""
+@on_every_rank(2)
+def test_ranks_that_start_apart_are_told_at_the_first_step(rank: int, world: int) -> None:
+    """Of gradients that nobody averages, of other seeds, and of a checkpoint that one rank has."""
     bare = TASKS["mlp"].model()
-    found = {"gradients of the first step": raised(train, bare, build("kfac_eigen", bare), rank, world, Run(), 0, 1)}
+    with pytest.raises(ValueError, match="gradients of the first step"):
+        train(bare, build("kfac_eigen", bare), rank, world, Run(), 0, 1)
     seeded, averaging = started(rank, "mem", Run())
     with torch.no_grad():
         seeded[0].weight.add_(rank)
-    found["values of the parameters"] = raised(train, seeded, averaging, rank, world, Run(), 0, 1)
+    with pytest.raises(ValueError, match="values of the parameters"):
+        train(seeded, averaging, rank, world, Run(), 0, 1)
     model, optimizer = started(rank, "comm", Run())
     train(model, optimizer, rank, world, Run(), 0, 5)
     twin = build("kfac_eigen", model, CommOpt(average_gradients=True))
     if rank == 0:
         twin.load_state_dict(optimizer.state_dict())
     optimizer.close()
-    found["steps taken"] = raised(train, model, twin, rank, world, Run(), 5, 6)
-    return found
+    with pytest.raises(ValueError, match="steps taken"):
+        train(model, twin, rank, world, Run(), 5, 6)
 
 
-def test_ranks_that_start_apart_are_told_at_the_first_step(pool: Pool) -> None:
-    for found in pool.run(apart):
-        for words, (kind, text) in found.items():
-            assert kind == "ValueError", words
-            assert words in text
-
-
-def alone(rank: int, world: int) -> tuple[str, str]:
+@on_every_rank(2)
+def test_an_optimizer_on_one_rank_only_is_refused(rank: int, world: int) -> None:
     """Rank 1 has other things to do, and stays alive until the first one has given up."""
-    answer = raised(KFAC, _net(), comm=MemOpt(timeout=1.0)) if rank == 0 else ("", "")
+    if rank == 0:
+        kind, text = raised(KFAC, _net(), comm=MemOpt(timeout=1.0))
+        assert kind == "RuntimeError"
+        for word in ("within 1 s only rank 0 of 2 came", "Every rank", "construct the optimizer"):
+            assert word in text
     dist.barrier()
-    return answer
-
-
-def test_an_optimizer_on_one_rank_only_is_refused(pool: Pool) -> None:
-    (kind, text), _ = pool.run(alone, world=2)
-    assert kind == "RuntimeError"
-    for word in ("within 1 s only rank 0 of 2 came", "Every rank", "construct the optimizer"):
-        assert word in text
-
-
-def away(rank: int, world: int, seconds: float) -> tuple[str, str]:
-    """Rank 1 leaves the loop early, without a word, and stays alive."""
-    run = Run(keywords=EAGER)
-    model, optimizer = started(rank, "mem", run, timeout=seconds)
-    train(model, optimizer, rank, world, run, 0, 2)
-    answer = ("", "") if rank else raised(train, model, optimizer, rank, world, run, 2, 3)
-    dist.barrier()
-    return answer
 
 
 @pytest.mark.slow
-def test_a_rank_that_stays_away_from_a_step_is_an_error_after_the_timeout(pool: Pool) -> None:
+@on_every_rank(2, timeout=120, group_timeout=100)
+def test_a_rank_that_stays_away_from_a_step_is_an_error_after_the_timeout(rank: int, world: int) -> None:
     """The timeout of the strategy, not the one of the process group; long enough for a busy machine to make groups."""
-    (kind, text), _ = pool.run(away, 15.0, world=2, timeout=120, group_timeout=100)
-    assert kind == "RuntimeError"
-    assert "imed out" in text
+    run = Run(keywords=EAGER)
+    model, optimizer = started(rank, "mem", run, timeout=15.0)
+    train(model, optimizer, rank, world, run, 0, 2)
+    if rank == 0:  # rank 1 leaves the loop early, without a word, and stays alive
+        with pytest.raises(RuntimeError, match="imed out"):
+            train(model, optimizer, rank, world, run, 2, 3)
+    dist.barrier()

@@ -19,7 +19,6 @@ from secondorder.capture.statistics.measurement import Measured
 from secondorder.switching import ProbeError
 from tests.support.grid import only
 from tests.support.oracles.ranks import (
-    EXAMPLES,
     TASKS,
     Run,
     assert_replicas,
@@ -30,13 +29,10 @@ from tests.support.oracles.ranks import (
     optimizer_on,
     shard,
 )
-from tests.support.pool import Failure, Pool, device_of
+from tests.support.pool import Failure, Pool, device_of, everywhere, on_every_rank
 from tests.support.rows import SETTINGS, Case, chosen_path, in_one_process, on_rank, on_ranks
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Paths
-# ---------------------------------------------------------------------------------------------------------------------
-
+# ---------------------------------------------------------------------------------------------------------------- Paths
 SNGD = {"mode": "sngd"}
 RELATIVE = {**SNGD, "damping_mode": "relative", "damping": 10.0}
 EXPANDED = {**SNGD, "approx": "expand"}
@@ -88,7 +84,7 @@ def test_sngd_is_that_of_the_joined_batch(pool: Pool, same: Same) -> None:
 
 
 def test_factors_replace_rows_of_some_layers() -> None:
-    for task, everywhere in (("cnn", None), ("groups", False)):
+    for task, all_layers in (("cnn", None), ("groups", False)):
         case = Case(task, {**FACTORED, "approx": "expand"}, SIZES)
         model = case.model()
         optimizer = case.build(model)
@@ -96,7 +92,7 @@ def test_factors_replace_rows_of_some_layers() -> None:
         optimizer.step()
         factored = [b.is_factored for b in optimizer.blocks.values()]
         assert any(factored)
-        assert everywhere is None or all(factored) == everywhere
+        assert all_layers is None or all(factored) == all_layers
 
 
 def test_every_row_is_sngd(pool: Pool) -> None:
@@ -170,13 +166,9 @@ def test_ranks_draw_apart_and_steps_too(pool: Pool) -> None:
         assert not any(torch.equal(one, other) for other in found[:i])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is sent, and what is kept
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------------- What is sent, and what is kept
 def refreshed(rank: int, world: int, strategies: Sequence[str], keywords: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the second refresh sends by stage, and what is kept, for each strategy."""
+    """What the second refresh sends by stage, and the number of rows of each layer, for each strategy."""
     found = []
     for strategy in strategies:
         model = DDP(TASKS["mlp"].model(device_of(rank)))
@@ -185,13 +177,8 @@ def refreshed(rank: int, world: int, strategies: Sequence[str], keywords: Mappin
             for step in range(2):
                 optimizer.comm.collectives.counter.clear()
                 descend(model, optimizer, shard(run.batch(step), rank, world), run)
-            usage = optimizer.memory_usage()
-            found.append({
-                "sent": optimizer.comm.collectives.counter.bytes_by_stage(),
-                "kept": usage["rows"] + usage["kernel"],
-                "owned": [b.name for b in optimizer.blocks.values() if optimizer.comm.refreshes(b.index)],
-                "ranks": optimizer.diagnostics()["rank"],
-            })  # fmt: skip
+            sent = optimizer.comm.collectives.counter.bytes_by_stage()
+            found.append({"sent": sent, "ranks": optimizer.diagnostics()["rank"]})
     return found
 
 
@@ -199,125 +186,94 @@ SIDES = {"0": (6, 6), "2": (7, 5), "4": (6, 4)}
 """Of a and g, of the layers of the task."""
 
 
-def test_bytes_of_a_refresh(pool: Pool) -> None:
+@on_every_rank(2)
+def test_bytes_of_a_refresh(rank: int, world: int) -> None:
     """Rows of all ranks where every rank gets them, else of one; of the kernel a triangle, and nothing of λ."""
     for mode, r in [("sngd", 6), ("kid", 3), ("kis", 3)]:
         keywords = {"mode": mode, **({} if mode == "sngd" else {"rank_fraction": 0.5})}
-        of_ranks = pool.run(refreshed, ("comm", "mem", "comm_owner"), keywords, world=2)
+        comm, mem, owner = (found["sent"] for found in refreshed(rank, world, ("comm", "mem", "comm_owner"), keywords))
         rows = sum(r * (n_a + n_g) for n_a, n_g in SIDES.values()) + len(SIDES) * (r * r if mode == "kid" else 0)
         kept = sum(2 * r * (n_a + n_g) for n_a, n_g in SIDES.values())
         kernels = len(SIDES) * r * (2 * r + 1)
         directions = sum(n_a * n_g for n_a, n_g in SIDES.values())
-        for comm, mem, owner in of_ranks:
-            assert comm["sent"].pop("words") == mem["sent"].pop("words") == owner["sent"].pop("words")
-            assert comm["sent"] == {"rows": 8 * 2 * rows, "curvature": 8 * kernels}
-            assert mem["sent"] == {"rows": 8 * rows, "directions": 8 * directions}
-            assert owner["sent"] == {"rows": 8 * rows, "curvature": 8 * (kernels + kept)}
+        assert comm.pop("words") == mem.pop("words") == owner.pop("words")
+        assert comm == {"rows": 8 * 2 * rows, "curvature": 8 * kernels}
+        assert mem == {"rows": 8 * rows, "directions": 8 * directions}
+        assert owner == {"rows": 8 * rows, "curvature": 8 * (kernels + kept)}
 
 
-@only("4", world=[2, 4])
-def test_kept_bytes_fall_as_the_number_of_ranks(pool: Pool, world: int) -> None:
-    strategies = ("comm", "comm_owner", "mem", "hybrid_half", "chief")
-    of_ranks = pool.run(refreshed, strategies, {"mode": "kid", "rank_fraction": 0.5}, world=world)
-    kept = dict(zip(strategies, ([found["kept"] for found in of] for of in zip(*of_ranks, strict=True)), strict=True))
-    r = world * -(-EXAMPLES // world // 2)
-    whole = sum(8 * (r * (n_a + n_g) + r * r + 1) for n_a, n_g in SIDES.values())
-    assert kept["comm"] == kept["comm_owner"] == [whole] * world
-    assert sum(kept["mem"]) == whole
-    assert sum(kept["hybrid_half"]) == world // 2 * whole
-    assert kept["chief"] == [whole] + [0] * (world - 1)
-    for of_rank in of_ranks:
-        assert of_rank[2]["ranks"] == dict.fromkeys(of_rank[2]["owned"], r)
+@on_every_rank(4)
+def test_bound_on_rows_is_one_on_those_of_all_ranks(rank: int, world: int) -> None:
+    (found,) = refreshed(rank, world, ("comm",), {"mode": "kid", "rank_fraction": 1.0, "max_rank": 9})
+    assert set(found["ranks"].values()) == {8}
 
 
-def test_bound_on_rows_is_one_on_those_of_all_ranks(pool: Pool) -> None:
-    keywords = {"mode": "kid", "rank_fraction": 1.0, "max_rank": 9}
-    for of_rank in pool.run(refreshed, ("comm",), keywords, world=4):
-        assert set(of_rank[0]["ranks"].values()) == {8}
+@pytest.mark.parametrize("strategy", ["comm", "mem"])
+def test_rows_are_allocated_at_construction(pool: Pool, strategy: str) -> None:
+    """For W ranks of the batch that was told; which is exact, filled up or not."""
+    case = Case(keywords={"mode": "sngd", "batch_size": 6}, sizes=(5, 3, 4), steps=4)
+    paths = pool.run(allocated, strategy, case, world=3)
+    assert_same_path(paths, in_one_process(Case(sizes=case.sizes, steps=4), 3), 1e-10)
 
 
-def allocated(rank: int, world: int, strategy: str, case: Case) -> tuple[Any, Any, Tensor]:
-    """Shapes at construction and after a step on fewer examples than were told, and the trajectory."""
+def allocated(rank: int, world: int, strategy: str, case: Case) -> Tensor:
+    """The trajectory, on fewer examples than were told."""
 
     def shapes() -> dict[str, tuple[int, ...]]:
         states = {name: optimizer.state[block.owner] for name, block in optimizer.blocks.items()}
         kept = {"rows_a", "rows_g", "kernel"}
         return {f"{name} {key}": tuple(of[key].shape) for name, of in states.items() for key in kept & of.keys()}
 
+    expected = {"0 rows_a": (18, 1, 6), "4 rows_g": (18, 1, 4), "2 kernel": (18, 18)}
     with on_rank(case, strategy, rank, world) as (_, optimizer, go):
         before = shapes()
+        of_all = {name: shape for of_rank in everywhere(before) for name, shape in of_rank.items()}
+        assert {name: of_all[name] for name in expected} == expected
+        assert len(before) == (9 if strategy == "comm" else 3)
         path = go(*range(case.steps))
-        return before, shapes(), path
+        assert shapes() == before
+        return path
 
 
-def test_rows_are_allocated_at_construction(pool: Pool) -> None:
-    """For W ranks of the batch that was told; which is exact, filled up or not."""
-    for strategy in ["comm", "mem"]:
-        case = Case(keywords={"mode": "sngd", "batch_size": 6}, sizes=(5, 3, 4), steps=4)
-        results = pool.run(allocated, strategy, case, world=3)
-        shapes = {name: shape for before, _, _ in results for name, shape in before.items()}
-        assert shapes["0 rows_a"] == (18, 1, 6)
-        assert shapes["4 rows_g"] == (18, 1, 4)
-        assert shapes["2 kernel"] == (18, 18)
-        for before, after, _ in results:
-            assert before == after
-            assert len(before) == (9 if strategy == "comm" else 3)
-        assert_same_path([path for *_, path in results], in_one_process(Case(sizes=case.sizes, steps=4), 3), 1e-10)
-
-
-def asked(rank: int, world: int) -> tuple[list[str], list[str], str, str]:
-    """Blocks whose curvature this rank has and has not, its description, and the error for one that it has not."""
+@on_every_rank(2)
+def test_rows_of_other_ranks_are_told_to_be_there(rank: int, world: int) -> None:
     with on_rank(Case(), "mem", rank, world) as (_, optimizer, go):
         go(0)
         own = [name for name, block in optimizer.blocks.items() if optimizer.comm.refreshes(block.index)]
         others = [name for name in optimizer.blocks if name not in own]
-        assert all(optimizer.dense_curvature(name).isfinite().all() for name in own)
-        with pytest.raises(RuntimeError) as error:
-            optimizer.dense_curvature(others[0])
-        return own, others, optimizer.describe(), str(error.value)
-
-
-def test_rows_of_other_ranks_are_told_to_be_there(pool: Pool) -> None:
-    for own, others, text, error in pool.run(asked, world=2):
         assert own
         assert others
-        assert text.count("elsewhere") >= len(others)
-        assert "ask there" in error
+        assert all(optimizer.dense_curvature(name).isfinite().all() for name in own)
+        with pytest.raises(RuntimeError, match="ask there"):
+            optimizer.dense_curvature(others[0])
+        assert optimizer.describe().count("elsewhere") >= len(others)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Decisions that all ranks share
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------- Decisions that all ranks share
+POLICIES = {"gradient norms": None, "errors of probes": ProbeError(layers=2, threshold=0.6)}
 
 
-def decided(
-    rank: int, world: int, strategies: Sequence[str], case: Case
-) -> list[tuple[Tensor, list[Any], list[float]]]:
-    """Trajectory, switches and what the policy remembers."""
+@pytest.mark.parametrize("policy", POLICIES)
+@on_every_rank(3)
+def test_policies_decide_alike(rank: int, world: int, policy: str) -> None:
+    """Probes are of each rank's examples alone, and what is remembered is their mean."""
+    case = Case(keywords={"mode": "auto", "rank_fraction": 0.5, "switch": POLICIES[policy]}, sizes=(5, 3, 4))
     found = []
-    for strategy in strategies:
+    for strategy in ("comm", "mem"):
         with on_rank(case, strategy, rank, world) as (_, optimizer, go):
             path = go(*range(case.steps))
             found.append((path, optimizer.diagnostics()["switches"], list(optimizer.switch.state_dict().values())))
-    return found
-
-
-@pytest.mark.parametrize(
-    "switch", [None, ProbeError(layers=2, threshold=0.6)], ids=["gradient norms", "errors of probes"]
-)
-def test_policies_decide_alike(pool: Pool, switch: Any) -> None:
-    """Probes are of each rank's examples alone, and what is remembered is their mean."""
-    case = Case(keywords={"mode": "auto", "rank_fraction": 0.5, "switch": switch}, sizes=(5, 3, 4))
-    results = [result for of_rank in pool.run(decided, ("comm", "mem"), case, world=3) for result in of_rank]
+    results = [result for of_rank in everywhere(found) for result in of_rank]
     assert_replicas([path for path, _, _ in results])
     assert all(switches == results[0][1] for _, switches, _ in results)
-    if switch is not None:
+    if policy == "errors of probes":
         assert [mode for _, mode in results[0][1]] == ["kid", "kis"]
-        assert len({told[0] for _, _, told in results}) == 1
+        assert len({remembered[0] for _, _, remembered in results}) == 1
 
 
-def energies(rank: int, world: int, sizes: tuple[int, ...]) -> tuple[dict[str, int], dict[str, int]]:
-    """Rows that every rank sends for some energy, by layer, and what the neediest rank asks for by itself."""
+@on_every_rank(3)
+def test_energy_is_that_of_the_neediest_rank(rank: int, world: int) -> None:
+    sizes = (40, 10, 22)
     case = Case("mlp", {"mode": "kid", "rank_energy": 0.97}, sizes=sizes, batches=6)
     with on_rank(case, "comm", rank, world) as (_, optimizer, go):
         asked: dict[str, int] = {}
@@ -331,24 +287,15 @@ def energies(rank: int, world: int, sizes: tuple[int, ...]) -> tuple[dict[str, i
 
         selection.by_energy = listening
         go(0)
-        return optimizer.diagnostics()["rank"], asked
+        kept = optimizer.diagnostics()["rank"]
+    of_ranks = everywhere(asked)
+    assert any(len({of[name] for of in of_ranks}) > 1 for name in kept)
+    for name, rows in kept.items():
+        most = max(of[name] for of in of_ranks)
+        assert rows == sum(min(n, most) for n in sizes)
 
 
-def test_energy_is_that_of_the_neediest_rank(pool: Pool) -> None:
-    sizes = (40, 10, 22)
-    results = pool.run(energies, sizes, world=3)
-    assert any(len(set(of_layer)) > 1 for of_layer in zip(*(asked.values() for _, asked in results), strict=True))
-    for kept, _ in results:
-        for name, rows in kept.items():
-            most = max(asked[name] for _, asked in results)
-            assert rows == sum(min(n, most) for n in sizes)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Statistics and errors of one rank
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------ Statistics and errors of one rank
 def _measured_with_nan(measure: Callable[..., Measured], *args: Any) -> Measured:
     found = measure(*args)
     found.rest.rows.g[0] = torch.nan
@@ -430,11 +377,7 @@ def test_error_of_one_rank_is_that_of_all(pool: Pool) -> None:
         assert "rank 1: choosing rows failed: MemoryError: no room for rows" in failure.message
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints, and layers that change
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------- Checkpoints, and layers that change
 def saved(rank: int, world: int, strategy: str, case: Case, steps: range, start: Any = None) -> tuple[Any, Any, Tensor]:
     """Train from a checkpoint, save: the model, what all ranks hold on rank 0, and the trajectory."""
     with on_rank(case, strategy, rank, world) as (model, optimizer, go):
@@ -459,15 +402,15 @@ def test_checkpoint_goes_on_anywhere(pool: Pool, keywords: dict[str, Any]) -> No
         assert_same_path([path for _, _, path in results], expected, tolerance=1e-10)
 
 
-def frozen(rank: int, world: int, strategy: str) -> Tensor:
-    """Freeze and thaw a layer, so that blocks are planned anew while ranks hold different rows."""
-    with on_rank(Case(keywords={"mode": "kid", "rank_fraction": 0.5}), strategy, rank, world) as (model, _, go):
-        path = []
-        for step in range(6):
-            model[2].requires_grad_(step not in (2, 3))
-            path.append(go(step))
-        return torch.cat(path)
-
-
-def test_layers_may_be_frozen_for_a_while(pool: Pool) -> None:
-    assert_replicas([path for strategy in ("comm", "mem") for path in pool.run(frozen, strategy, world=2)])
+@on_every_rank(2)
+def test_layers_may_be_frozen_for_a_while(rank: int, world: int) -> None:
+    """Blocks are planned anew while ranks hold different rows."""
+    paths = []
+    for strategy in ("comm", "mem"):
+        with on_rank(Case(keywords={"mode": "kid", "rank_fraction": 0.5}), strategy, rank, world) as (model, _, go):
+            path = []
+            for step in range(6):
+                model[2].requires_grad_(step not in (2, 3))
+                path.append(go(step))
+        paths.append(torch.cat(path))
+    assert_replicas([path for of_rank in everywhere(paths) for path in of_rank])

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import KFAC
-from tests.support.grid import each, product
+from tests.support.grid import each, only
 from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, build, descend, distance, flat, shard
-from tests.support.pool import Pool, device_of
-from tests.support.saving import raised
+from tests.support.pool import Pool, device_of, everywhere, on_every_rank
 from tests.support.tasks import assert_identical
 
 LONG, SHORT = 5, 3
@@ -25,40 +23,40 @@ LONG, SHORT = 5, 3
 EAGER = {"factor_update_steps": 1, "inv_update_steps": 2}
 
 
-def batches(rank: int, world: int, run: Run, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    for step in range(steps):
-        yield shard(run.batch(step), rank, world)
+def joined(rank: int, world: int, strategy: str, run: Run, wrapped: bool = True) -> tuple[nn.Module, Any, list[Any]]:
+    """A model, its optimizer, and what joins."""
+    model = TASKS[run.task].model(device_of(rank))
+    model = DDP(model) if wrapped else model
+    optimizer = build(run.method, model, STRATEGIES[strategy](average_gradients=not wrapped), **run.keywords)
+    return model, optimizer, [model, optimizer] if wrapped else [optimizer]
 
 
-def owned(optimizer: Any) -> list[int]:
-    """Owners of the blocks or windows."""
-    curvature = optimizer.preconditioner
-    count = len(curvature.plan.by_name)
-    return [optimizer.comm.owner(i) for i in range(count)]
+def descended(model: nn.Module, optimizer: Any, rank: int, world: int, run: Run, steps: range) -> list[Tensor]:
+    """Parameters after each of the steps."""
+    path = []
+    for step in steps:
+        descend(model, optimizer, shard(run.batch(step), rank, world), run)
+        path.append(flat(model))
+    return path
 
 
 def uneven(rank: int, world: int, strategy: str, run: Run, early: int, wrapped: bool = True) -> dict[str, Any]:
     """Train with fewer batches on one rank; path, counters and owners."""
-    bare = TASKS[run.task].model(device_of(rank))
-    model = DDP(bare) if wrapped else bare
-    optimizer = build(run.method, model, STRATEGIES[strategy](average_gradients=not wrapped), **run.keywords)
-    inside = []
-    with Join([model, optimizer] if wrapped else [optimizer]):
-        for batch in batches(rank, world, run, SHORT if rank == early else LONG):
-            descend(model, optimizer, batch, run)
-            inside.append(flat(model))
+    model, optimizer, joinables = joined(rank, world, strategy, run, wrapped)
+    with Join(joinables):
+        inside = descended(model, optimizer, rank, world, run, range(SHORT if rank == early else LONG))
     at_end = flat(model)
     sent = len(optimizer.comm.collectives.counter.records)
-    after = []
-    for step in range(LONG, LONG + 3):  # as if nothing had been
-        descend(model, optimizer, shard(run.batch(step), rank, world), run)
-        after.append(flat(model))
-    stages = {record.stage for record in optimizer.comm.collectives.counter.records[sent:]}
-    steps = [float(optimizer.state[p]["step"]) for p in model.parameters()]
+    after = descended(model, optimizer, rank, world, run, range(LONG, LONG + 3))  # as if nothing had been
     return {
-        "inside": torch.stack(inside), "path": torch.stack([at_end, *after]), "steps": steps,
-        "owners": owned(optimizer), "stages": stages, "t": optimizer.steps, "live": optimizer._join_config.enable,
-    }  # fmt: skip
+        "inside": torch.stack(inside),
+        "path": torch.stack([at_end, *after]),
+        "steps": [float(optimizer.state[p]["step"]) for p in model.parameters()],
+        "owners": [optimizer.comm.owner(i) for i in range(len(optimizer.preconditioner.plan.by_name))],
+        "stages": {record.stage for record in optimizer.comm.collectives.counter.records[sent:]},
+        "t": optimizer.steps,
+        "live": optimizer._join_config.enable,
+    }
 
 
 @each(method=["kfac_eigen", "ekfac_intra"], strategy=["mem", "comm"], early=[0, 1])
@@ -106,16 +104,21 @@ def halved(rank: int, world: int, run: Run) -> Tensor:
     return torch.stack(path)
 
 
-@pytest.mark.slow
-@product(method=["kfac_cholesky", "hylo_sngd", "hylo_kid", "mfac", "mfac_sparse", "ggt"], strategy=["mem", "comm"])
-def test_every_method_under_uneven_inputs(pool: Pool, method: str, strategy: str) -> None:
-    answers = pool.run(uneven, strategy, Run(method=method), 0)
-    assert_replicas([answer["path"] for answer in answers])
+ELSEWHERE = {
+    **{f"kfac_eigen-{s}": ("kfac_eigen", s, n) for s, n in (("hybrid_half", 4), ("local_factors", 2), ("chief", 3))},
+    **{
+        f"{method}-{strategy}": (method, strategy, 2)
+        for method in ("kfac_cholesky", "hylo_sngd", "hylo_kid", "mfac", "mfac_sparse", "ggt")
+        for strategy in ("mem", "comm")
+    },
+}
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("hybrid_half", 4), ("local_factors", 2), ("chief", 3)])
-def test_other_worlds_and_strategies(pool: Pool, strategy: str, world: int) -> None:
-    answers = pool.run(uneven, strategy, Run(keywords=EAGER), 0, world=world)
+@only("kfac_eigen-hybrid_half", "kfac_eigen-local_factors", "kfac_eigen-chief", of=ELSEWHERE)
+def test_other_methods_worlds_and_strategies(pool: Pool, of: tuple[str, str, int]) -> None:
+    method, strategy, world = of
+    run = Run(method=method, keywords=EAGER if method == "kfac_eigen" else {})
+    answers = pool.run(uneven, strategy, run, 0, world=world)
     assert_replicas([answer["path"] for answer in answers])
     assert {tuple(answer["steps"]) for answer in answers} == {(LONG + 3.0,) * 6}
 
@@ -128,54 +131,35 @@ def test_without_ddp(pool: Pool) -> None:
     assert distance(answers[0]["path"], with_ddp[0]["path"]) < 1e-9
 
 
-def messages(rank: int, world: int, mode: str) -> tuple[list[Any], Tensor]:
+@on_every_rank(2)
+def test_even_inputs_cost_one_word_a_step_and_one_at_the_end(rank: int, world: int) -> None:
+    run, records, ends = Run(keywords=EAGER), {}, {}
+    for mode in ("none", "off", "on"):
+        model, optimizer, joinables = joined(rank, world, "mem", run)
+        with Join(joinables, enable=mode == "on") if mode != "none" else nullcontext():
+            ends[mode] = descended(model, optimizer, rank, world, run, range(4))[-1]
+        records[mode] = [tuple(record) for record in optimizer.comm.collectives.counter.records]
+    assert records["off"] == records["none"]
+    assert len(records["on"]) == len(records["none"]) + 4 + 1
+    assert torch.equal(ends["none"], ends["on"])
+
+
+@on_every_rank(2, timeout=30)
+def test_early_termination_raises_everywhere(rank: int, world: int) -> None:
     run = Run(keywords=EAGER)
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-    optimizer = build(run.method, model, STRATEGIES["mem"](), **run.keywords)
-    with Join([model, optimizer], enable=mode == "on") if mode != "none" else nullcontext():
-        for batch in batches(rank, world, run, 4):
-            descend(model, optimizer, batch, run)
-    return [tuple(record) for record in optimizer.comm.collectives.counter.records], flat(model)
+    model, optimizer, joinables = joined(rank, world, "mem", run)
+    with pytest.raises(RuntimeError, match="exhausted"), Join(joinables, throw_on_early_termination=True):
+        descended(model, optimizer, rank, world, run, range(SHORT if rank == 0 else LONG))
 
 
-def test_even_inputs_cost_one_word_a_step_and_one_at_the_end(pool: Pool) -> None:
-    (outside, plain), (disabled, _), (inside, joined) = (pool.run(messages, mode)[0] for mode in ("none", "off", "on"))
-    assert disabled == outside
-    assert len(inside) == len(outside) + 4 + 1
-    assert torch.equal(plain, joined)
-
-
-def early_termination(rank: int, world: int) -> tuple[str, str]:
-    run = Run(keywords=EAGER)
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-    optimizer = build(run.method, model, STRATEGIES["mem"](), **run.keywords)
-
-    def train() -> None:
-        with Join([model, optimizer], throw_on_early_termination=True):
-            for batch in batches(rank, world, run, SHORT if rank == 0 else LONG):
-                descend(model, optimizer, batch, run)
-
-    return raised(train)
-
-
-def test_early_termination_raises_everywhere(pool: Pool) -> None:
-    answers = pool.run(early_termination, world=2, timeout=30)
-    assert [kind for kind, _ in answers] == ["RuntimeError"] * 2
-    assert all("exhausted" in text for _, text in answers)
-
-
-def refusals(rank: int, world: int) -> list[tuple[str, str]]:
+@on_every_rank(2)
+def test_what_a_rank_without_data_cannot_do_is_refused(rank: int, world: int) -> None:
     model = TASKS["mlp"].model(device_of(rank))
     scaled = build("kfac_eigen", model, STRATEGIES["comm"](), grad_scaler=torch.amp.GradScaler("cpu"))
     judged = KFAC(model, comm=STRATEGIES["comm"](), adaptive_damping=True)
-    return [raised(Join, [optimizer]) for optimizer in (scaled, judged)]
-
-
-def test_what_a_rank_without_data_cannot_do_is_refused(pool: Pool) -> None:
-    for of_rank in pool.run(refusals):
-        for (kind, text), word in zip(of_rank, ("grad_scaler", "adaptive_damping"), strict=True):
-            assert kind == "NotImplementedError"
-            assert word in text
+    for optimizer, word in ((scaled, "grad_scaler"), (judged, "adaptive_damping")):
+        with pytest.raises(NotImplementedError, match=word):
+            Join([optimizer])
 
 
 def test_copies_are_joinable_and_outside_of_any_join() -> None:
@@ -187,19 +171,15 @@ def test_copies_are_joinable_and_outside_of_any_join() -> None:
     assert_identical(twin.state_dict(), optimizer.state_dict())
 
 
-def rescheduled(rank: int, world: int) -> Tensor:
-    """An interval changes where data go on; the other rank has to measure in the same steps."""
+@on_every_rank(2)
+def test_ranks_without_data_follow_an_interval_that_changes(rank: int, world: int) -> None:
+    """It changes where data go on; the other rank has to measure in the same steps."""
     run = Run(keywords={"factor_update_steps": 4, "inv_update_steps": 8, "refresh_warmup": False})
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-    optimizer = build(run.method, model, STRATEGIES["comm"](), **run.keywords)
-    with Join([model, optimizer]):
-        for step in range(10 if rank == 0 else 4):
-            if step == 6:
-                optimizer.param_groups[0]["factor_update_steps"] = 3
-            descend(model, optimizer, shard(run.batch(step), rank, world), run)
-    return flat(model)
-
-
-def test_ranks_without_data_follow_an_interval_that_changes(pool: Pool) -> None:
-    first, second = pool.run(rescheduled)
-    assert torch.equal(first, second)
+    model, optimizer, joinables = joined(rank, world, "comm", run)
+    with Join(joinables):
+        descended(model, optimizer, rank, world, run, range(4))
+        if rank == 0:
+            descended(model, optimizer, rank, world, run, range(4, 6))
+            optimizer.param_groups[0]["factor_update_steps"] = 3
+            descended(model, optimizer, rank, world, run, range(6, 10))
+    assert_identical(*everywhere(flat(model)))

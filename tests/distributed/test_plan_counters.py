@@ -20,7 +20,7 @@ from secondorder import CommOpt, DedicatedWorkers, HybridOpt, MemOpt
 from secondorder.comm import rank_grid
 from secondorder.comm.buffers import Buffers
 from tests.support.grid import sample
-from tests.support.oracles.ranks import EXAMPLES, METHODS, STRATEGIES, TASKS, Batch, build, mean_loss, shard
+from tests.support.oracles.ranks import EXAMPLES, METHODS, STRATEGIES, TASKS, Batch, Run, build, descend, shard
 from tests.support.pool import Pool
 
 PERIOD = 4  # a multiple of all intervals
@@ -84,13 +84,15 @@ def train(optimizer: Any, model: nn.Module, rank: int, world: int, steps: range)
     """Bytes by stage of each step."""
     found = []
     for step in steps:
-        inputs, targets = batch_of(step, rank, world)
-        optimizer.zero_grad()
-        mean_loss(model(inputs), targets).backward()
         optimizer.comm.collectives.counter.clear()
-        optimizer.step()
+        descend(model, optimizer, batch_of(step, rank, world), Run())
         found.append(optimizer.comm.collectives.counter.bytes_by_stage())
     return found
+
+
+def stored(optimizer: Any) -> dict[str, int]:
+    usage = optimizer.memory_usage()
+    return {kind: usage.get(kind, 0) for kind in STORED}
 
 
 def measure(rank: int, world: int, wanted: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -98,16 +100,11 @@ def measure(rank: int, world: int, wanted: list[tuple[str, str]]) -> dict[tuple[
     results = {}
     for method, strategy in wanted:
         model = TASKS["words"].model()
-        comm = STRATEGIES[strategy](average_gradients=True)
-        with optimizer_of(method, model, world, comm) as optimizer:
+        with optimizer_of(method, model, world, STRATEGIES[strategy](average_gradients=True)) as optimizer:
             train(optimizer, model, rank, world, range(PERIOD))
             steps = train(optimizer, model, rank, world, range(PERIOD, 2 * PERIOD))
-            usage = optimizer.memory_usage()
-            results[method, strategy] = {
-                "steps": steps,
-                "stored": {kind: usage.get(kind, 0) for kind in STORED},
-                "own plan": optimizer.plan().to_dict(),
-            }
+            plan = optimizer.plan().to_dict()
+            results[method, strategy] = {"steps": steps, "stored": stored(optimizer), "own plan": plan}
     return results
 
 
@@ -116,9 +113,7 @@ def planned(method: str, strategy: str, world: int) -> Any:
     """Plan of one process that has never met another, and has taken a step with the batch of a rank."""
     model = TASKS["words"].model()
     optimizer = optimizer_of(method, model, world)
-    inputs, targets = batch_of(0, 0, world)
-    mean_loss(model(inputs), targets).backward()
-    optimizer.step()
+    descend(model, optimizer, batch_of(0, 0, world), Run())
     return optimizer.plan(world, STRATEGIES[strategy](average_gradients=True))
 
 
@@ -153,10 +148,7 @@ def worst_of(steps: list[dict[str, int]]) -> dict[str, int]:
     return max(steps, key=lambda step: sum(step.values()))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Worlds larger than a machine: the same code as one rank of a thousand, in a process group that sends nothing
-# ---------------------------------------------------------------------------------------------------------------------
-
+# --------- Worlds larger than a machine: the same code as one rank of a thousand, in a process group that sends nothing
 THOUSAND = 1024
 LARGE: dict[str, Callable[..., Any]] = {
     "comm": CommOpt,
@@ -190,9 +182,8 @@ def nothing_arrives(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int],
 def test_one_of_a_thousand(nothing_arrives: Callable[[int], None], method: str, strategy: str, rank: int) -> None:
     nothing_arrives(rank)
     model = TASKS["words"].model()
-    optimizer_of(
-        method, model, THOUSAND, LARGE[strategy]()
-    ).close()  # modules that are imported late are not of interest
+    # modules that are imported late are not of interest
+    optimizer_of(method, model, THOUSAND, LARGE[strategy]()).close()
     tracemalloc.start()
     optimizer = optimizer_of(method, model, THOUSAND, LARGE[strategy](average_gradients=True))
     _, peak = tracemalloc.get_traced_memory()
@@ -203,15 +194,11 @@ def test_one_of_a_thousand(nothing_arrives: Callable[[int], None], method: str, 
     own = optimizer.plan().ranks[rank]
     assert without_zeros(own.sent) == mean_of(steps)
     assert without_zeros(own.worst_sent) == worst_of(steps)
-    usage = optimizer.memory_usage()
-    assert {kind: own.stored.get(kind, 0) for kind in STORED} == {kind: usage.get(kind, 0) for kind in STORED}
+    assert {kind: own.stored.get(kind, 0) for kind in STORED} == stored(optimizer)
     optimizer.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks of different roles
-# ---------------------------------------------------------------------------------------------------------------------
-
+# --------------------------------------------------------------------------------------------- Ranks of different roles
 ROLES: dict[str, dict[str, Any]] = {
     "default": {},
     "colocated": {"allow_colocated": True},
@@ -228,12 +215,8 @@ def serve(rank: int, world: int, arguments: dict[str, Any], epochs: int) -> dict
             comm.serve(optimizer)
         else:
             for step in range(epochs * PERIOD):
-                inputs, targets = batch_of(step, comm.data_rank, comm.data_world)
-                optimizer.zero_grad()
-                mean_loss(model(inputs), targets).backward()
-                optimizer.step()
-    usage = optimizer.memory_usage()
-    return {"sent": comm.collectives.counter.bytes_by_stage(), "stored": {kind: usage.get(kind, 0) for kind in STORED}}
+                descend(model, optimizer, batch_of(step, comm.data_rank, comm.data_world), Run())
+    return {"sent": comm.collectives.counter.bytes_by_stage(), "stored": stored(optimizer)}
 
 
 @sample(arguments=list(ROLES), world={"3": 3, "4": 4})

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.pool import Failure, Pool, RankError, device_of
+from tests.support.pool import Failure, Pool, RankError, device_of, everywhere, on_every_rank
 
 
 def sum_of_ranks(rank: int, world: int, start: float) -> tuple[int, float, torch.Tensor]:
@@ -25,22 +25,34 @@ def misbehave(rank: int, world: int, how: str) -> int:
         if how == "hang":
             time.sleep(600)
         raise ValueError(f"bad {how}")
-    total = torch.zeros(1, device=device_of(rank))
-    dist.all_reduce(total)
+    dist.all_reduce(torch.zeros(1, device=device_of(rank)))
     return rank
 
 
-def threads(rank: int, world: int) -> int:
-    return torch.get_num_threads()
+@on_every_rank(2)
+def test_ranks_have_the_threads_that_the_environment_names(rank: int, world: int) -> None:
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
 
 
-def test_tests_and_ranks_have_the_threads_that_the_environment_names(pool: Pool) -> None:
-    number = int(os.environ["OMP_NUM_THREADS"])
-    assert torch.get_num_threads() == number
-    assert pool.run(threads, world=2) == [number] * 2
+@pytest.mark.parametrize(("world", "factor"), [(1, 2), (3, 1)])
+@on_every_rank()
+def test_a_function_of_a_rank_is_a_test(rank: int, world: int, factor: int) -> None:
+    assert everywhere(factor * rank) == [factor * r for r in range(world)]
+    assert dist.get_world_size() == world
+
+
+@on_every_rank(2)
+def judging(rank: int, world: int) -> None:
+    assert rank == 0, "rank 1 has judged"
+
+
+def test_what_a_rank_asserts_fails_the_test(pool: Pool) -> None:
+    with pytest.raises(RankError, match="AssertionError: rank 1 has judged"):
+        judging(pool)
 
 
 def test_results_by_rank(pool: Pool) -> None:
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
     for world in (1, 3, 2):
         results = pool.run(sum_of_ranks, 1.0, world=world)
         total = sum(1.0 + rank for rank in range(world))
@@ -48,27 +60,20 @@ def test_results_by_rank(pool: Pool) -> None:
         assert all(torch.equal(result[2], torch.tensor([total])) for result in results)
 
 
-def test_failure_is_told_with_its_traceback(pool: Pool) -> None:
+def test_a_failure_is_told_with_its_traceback_or_returned(pool: Pool) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2:(.|\n)*in misbehave(.|\n)*ValueError: bad raise"):
         pool.run(misbehave, "raise")
-    assert len(pool.run(sum_of_ranks, 1.0)) == 2
-
-
-def test_expected_failure_is_returned(pool: Pool) -> None:
     peer, own = pool.run(misbehave, "raise", expect_failure=True)
     assert own[:2] == ("ValueError", "bad raise")
     assert isinstance(peer, Failure)
     assert peer.type == "RuntimeError"
 
 
-def test_a_dead_rank_is_replaced(pool: Pool) -> None:
+def test_a_rank_that_is_dead_or_hung_is_replaced(pool: Pool) -> None:
     peer, own = pool.run(misbehave, "die", expect_failure=True)
     assert own[:2] == ("Died", "exit code 7")
     assert peer.type == "RuntimeError"
     assert len(pool.run(sum_of_ranks, 1.0)) == 2
-
-
-def test_a_hung_rank_is_killed_and_replaced(pool: Pool) -> None:
     with pytest.raises(RankError, match="rank 1 of 2: Hung"):
         pool.run(misbehave, "hang", timeout=2, group_timeout=1)
     assert len(pool.run(sum_of_ranks, 1.0)) == 2

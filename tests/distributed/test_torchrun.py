@@ -112,8 +112,7 @@ def test_two_agents_keep_directions_inside_an_agent(tmp_path):
         assert (sizes["directions"], sizes["curvature"], sizes["statistics"]) == (2, 2, 4)
         assert mine["parameters"] == found[0]["parameters"]
     assert len({mine["factors"] for mine in found}) > 1  # owner-only
-    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert saved["epoch"] == 1
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epoch"] == 1
 
 
 @pytest.mark.slow
@@ -162,18 +161,10 @@ def test_benchmarks_train_on_two_ranks_as_on_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "method", "comm"),
-    [
-        (2, "ekfac", "comm_opt"),
-        (2, "hylo", "mem_opt"),
-        (2, "sparse_mfac", "mem_opt"),
-        (2, "inverse_dp", "local_factors"),
-        (2, "kfac", "chief_only:deliver=inverses"),
-        (2, "kfac", "hybrid_opt:0.5"),
-        (4, "ggt", "hybrid_opt:0.5"),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "method", "comm"), [
+    (2, "ekfac", "comm_opt"), (2, "hylo", "mem_opt"), (2, "sparse_mfac", "mem_opt"), (2, "inverse_dp", "local_factors"),
+    (2, "kfac", "chief_only:deliver=inverses"), (2, "kfac", "hybrid_opt:0.5"), (4, "ggt", "hybrid_opt:0.5"),
+])  # fmt: skip
 def test_benchmarks_train_with_any_strategy(tmp_path, ranks, method, comm):
     words = ("--optim", method, "--comm", comm, "--steps", "12")
     found = _train(tmp_path / "all", ranks, *words)

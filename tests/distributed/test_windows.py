@@ -1,21 +1,19 @@
-"""Windows of gradients cut over the ranks of a row, or owned one by one: paths, messages, bytes and checkpoints."""
+"""Windows of gradients cut over the ranks of a row, or owned one by one: paths and messages."""
 
 from __future__ import annotations
 
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secondorder import GGT, MFAC, HybridOpt, LowRank, MemOpt, SparseMFAC, TopK
-from tests.support.grid import each, only
+from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK
+from tests.support.grid import only
 from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, descend, distance, flat, shard
 from tests.support.pool import Pool, device_of
-from tests.support.saving import Saved, raised, snapshot, through_a_file
 
-M, STEPS, BREAK = 4, 9, 6
+M, STEPS = 4, 9
 _TOPK = TopK(density=0.3, block_size=8)
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dense": (MFAC, {"momentum": 0.9}),
@@ -54,30 +52,19 @@ def train(model: nn.Module, optimizer: Any, first: int, last: int, rank: int = 0
 
 
 @cache
-def alone(kind: str, partition: str) -> tuple[Tensor, Saved]:
-    """Path of one process, and what it saved on the way."""
+def alone(kind: str, partition: str) -> Tensor:
+    """Path of one process."""
     model = TASKS["cnn"].model()
-    optimizer = optimizer_of(model, kind, partition)
-    path = train(model, optimizer, 0, BREAK)
-    saved = through_a_file(optimizer.state_dict())
-    return torch.cat([path, train(model, optimizer, BREAK, STEPS)]), saved
+    return train(model, optimizer_of(model, kind, partition), 0, STEPS)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Paths and messages
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def started(rank: int, strategy: str, kind: str, partition: str) -> tuple[nn.Module, Any]:
-    model = TASKS["cnn"].model(device_of(rank))
-    return model, optimizer_of(model, kind, partition, STRATEGIES[strategy](average_gradients=True))
-
-
+# --------------------------------------------------------------------------------------------------- Paths and messages
 def paths(rank: int, world: int, strategy: str) -> dict[tuple[str, str], tuple[Tensor, list[Any], list[list[int]]]]:
     """Of every case: the path, the messages of the last step, and the entries of every window in each part."""
     found = {}
     for case in CASES:
-        model, optimizer = started(rank, strategy, *case)
+        model = TASKS["cnn"].model(device_of(rank))
+        optimizer = optimizer_of(model, *case, STRATEGIES[strategy](average_gradients=True))
         path = train(model, optimizer, 0, STEPS - 1, rank, world)
         counter = optimizer.comm.collectives.counter
         counter.clear()
@@ -101,7 +88,7 @@ def test_ranks_do_what_one_process_does(pool: Pool, layout: tuple[str, int, int]
     for case in CASES:
         own = [of_rank[case][0] for of_rank in found]
         assert_replicas(own)
-        assert distance(own[0], alone(*case)[0]) <= 1e-9, case
+        assert distance(own[0], alone(*case)) <= 1e-9, case
         for of_rank in found:
             _, sent, parts = of_rank[case]
             assert_few_messages(case, width, sent, parts)
@@ -129,122 +116,3 @@ def assert_few_messages(case: tuple[str, str], width: int, sent: list[Any], part
         entries = width * max(map(sum, zip(*parts, strict=True)))  # padded to the largest part
         assert directions == ("directions", "all_gather", width, entries, torch.float64, 8 * entries)
         assert sum(map(sum, parts)) == d
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Bytes
-# ---------------------------------------------------------------------------------------------------------------------
-
-#: A ResNet-20 of half the width.
-NARROW = [
-    (8, 3, 3, 3),
-    *[(8, 8, 3, 3)] * 6,
-    (16, 8, 3, 3),
-    *[(16, 16, 3, 3)] * 5,
-    (32, 16, 3, 3),
-    *[(32, 32, 3, 3)] * 5,
-]
-
-
-def bytes_held(rank: int, world: int, strategy: str, compression: Any) -> dict[str, int]:
-    comm = MemOpt() if strategy == "mem" else HybridOpt(0.5)
-    params = [nn.Parameter(torch.zeros(shape)) for shape in NARROW]
-    optimizer = MFAC(params, window_size=16, comm=comm, compression=compression)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    return optimizer.memory_usage()
-
-
-@each(layout={name: GRID[name] for name in ("mem-4", "hybrid_half-4")}, block={"dense": 0, "blocks": 512})
-def test_window_bytes_fall_with_the_width_of_a_row(pool: Pool, layout: tuple[str, int, int], block: int) -> None:
-    strategy, world, width = layout
-    compression = TopK(density=0.0625, block_size=block) if block else None
-    d = sum(map(prod, NARROW))
-    whole = MFAC([nn.Parameter(torch.zeros(shape)) for shape in NARROW], window_size=16, compression=compression)
-    expected = whole.memory_usage()
-    held = pool.run(bytes_held, strategy, compression, world=world)
-    for kind in ("window", "error"):
-        assert sum(usage[kind] for usage in held) == expected[kind] * world // width
-        assert all(usage[kind] <= 1.15 / width * expected[kind] for usage in held)
-    if not block:
-        assert all(abs(usage["window"] - 16 * 4 * d / width) <= 16 * 4 * 16 for usage in held)
-    assert {usage["gram"] for usage in held} == {8 * 16 * 17 // 2}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
-# ---------------------------------------------------------------------------------------------------------------------
-
-SAVED = [("sparse", "global"), ("sparse", "layer"), ("low rank", "global"), ("decay", "layer")]
-
-
-def broken_off(rank: int, world: int, strategy: str) -> dict[tuple[str, str], tuple[Saved, Saved | None]]:
-    """The part of every rank, and on the last one the whole; each with the model."""
-    found = {}
-    for case in SAVED:
-        model, optimizer = started(rank, strategy, *case)
-        train(model, optimizer, 0, BREAK, rank, world)
-        own = through_a_file(snapshot(optimizer))
-        optimizer.consolidate_state_dict(to=world - 1)
-        whole = through_a_file(snapshot(optimizer)) if rank == world - 1 else None
-        found[case] = own, whole
-        optimizer.close()
-    return found
-
-
-def gone_on(
-    rank: int, world: int, strategy: str, saved: dict[Any, Saved] | list[Any], models: dict[Any, Tensor]
-) -> dict[Any, Tensor]:
-    """The rest of the paths, from a whole checkpoint or from the parts of all ranks."""
-    own = saved if isinstance(saved, dict) else {case: found[0] for case, found in saved[rank].items()}
-    paths = {}
-    for case, state in own.items():
-        model, optimizer = started(rank, strategy, *case)
-        nn.utils.vector_to_parameters(models[case].to(device_of(rank)), model.parameters())
-        before = len(optimizer.comm.collectives.counter.records)
-        optimizer.load_state_dict(state)
-        assert len(optimizer.comm.collectives.counter.records) == before
-        paths[case] = train(model, optimizer, BREAK, STEPS, rank, world)
-        optimizer.close()
-    return paths
-
-
-@only("hybrid_half-4", layout={"mem-2": ("mem", 2), "hybrid_half-4": ("hybrid_half", 4)})
-def test_checkpoints_go_on_in_every_world(pool: Pool, layout: tuple[str, int]) -> None:
-    """The whole under other strategies and numbers of ranks, and in one process; the parts on the same ranks."""
-    strategy, world = layout
-    found = pool.run(broken_off, strategy, world=world)
-    models = {case: alone(*case)[0][BREAK - 1] for case in SAVED}
-    whole = {case: both[1] for case, both in found[-1].items()}
-    for case, state in whole.items():
-        assert "partial" not in state
-        for i, reference in alone(*case)[1]["state"].items():
-            assert state["state"][i].keys() == reference.keys()
-            for key, value in reference.items():
-                if isinstance(value, Tensor):
-                    assert state["state"][i][key].dtype == value.dtype
-                    torch.testing.assert_close(state["state"][i][key], value, rtol=1e-8, atol=1e-10)
-    own = pool.run(gone_on, strategy, found, models, world=world)
-    for other, ranks in (("mem", 3), ("comm", 2)):
-        for paths_of_rank in pool.run(gone_on, other, whole, models, world=ranks):
-            for case, path in paths_of_rank.items():
-                assert distance(path, alone(*case)[0][BREAK:]) <= 1e-9, case
-    for paths_of_rank in own:
-        for case, path in paths_of_rank.items():
-            assert distance(path, alone(*case)[0][BREAK:]) <= 1e-9, case
-
-
-def refused(rank: int, world: int, saved: dict[Any, Saved]) -> list[tuple[str, str]]:
-    return [raised(started(rank, "mem", *case)[1].load_state_dict, state) for case, state in saved.items()]
-
-
-def test_parts_of_others_are_refused(pool: Pool) -> None:
-    """Also without the mark that they are parts, which trainers lose."""
-    marked = {case: own for case, (own, _) in pool.run(broken_off, "mem")[0].items()}
-    bare = {case: {key: value for key, value in own.items() if key != "partial"} for case, own in marked.items()}
-    assert all(own["partial"] for own in marked.values())
-    for parts in (marked, bare):
-        for kind, text in (*pool.run(refused, parts)[1], *pool.run(refused, parts, world=1)[0]):
-            assert kind == "RuntimeError"
-            assert "consolidate_state_dict() on all ranks" in text

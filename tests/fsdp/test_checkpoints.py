@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tests.support.grid import only
 from tests.support.oracles.ranks import STRATEGIES, assert_replicas, distance
-from tests.support.pool import Pool
+from tests.support.pool import Pool, everywhere, on_every_rank
 from tests.support.saving import raised, shifted, snapshot, through_a_file
 from tests.support.sharding import Case, Wrap, alone, flat, started, train
 
@@ -48,11 +48,23 @@ def _options(form: str, **keywords: Any) -> StateDictOptions:
     return StateDictOptions(flatten_optimizer_state_dict=form == "flat", **keywords)
 
 
-def _state(model: nn.Module, optimizer: Any, form: str) -> dict[str, Any]:
+def _state(model: nn.Module, optimizer: Any, form: str, **keywords: Any) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*partial")
-        optim = get_optimizer_state_dict(model, optimizer, options=_options(form))
-    return {"model": get_model_state_dict(model), "optim": optim}
+        optim = get_optimizer_state_dict(model, optimizer, options=_options(form, **keywords))
+    return {"model": get_model_state_dict(model, options=_options(form, **keywords)), "optim": optim}
+
+
+def _trained(rank: int, world: int, case: Case) -> tuple[nn.Module, Any]:
+    model, optimizer = started(rank, world, case)
+    train(model, optimizer, case, 0, BREAK, rank, world)
+    return model, optimizer
+
+
+def _rest(model: nn.Module, optimizer: Any, case: Case, rank: int = 0, world: int = 1) -> Tensor:
+    path = torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
+    optimizer.close()
+    return path
 
 
 def save(
@@ -60,14 +72,11 @@ def save(
 ) -> Tensor:
     """Train, save, and train on."""
     case = replace(CASES[name], wrap=wrap)
-    model, optimizer = started(rank, world, case)
-    train(model, optimizer, case, 0, BREAK, rank, world)
+    model, optimizer = _trained(rank, world, case)
     if gathered:
         optimizer.consolidate_state_dict(to=None, pieces=False)
     checkpoint.save(_state(model, optimizer, form), checkpoint_id=str(folder))
-    path = torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
-    optimizer.close()
-    return path
+    return _rest(model, optimizer, case, rank, world)
 
 
 def go_on(
@@ -87,16 +96,18 @@ def go_on(
     checkpoint.load(state, checkpoint_id=str(folder))
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optim"], options=_options(form))
-    path = torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
-    optimizer.close()
-    return path
+    return _rest(model, optimizer, case, rank, world)
+
+
+def _assert_near(path: Tensor, expected: Tensor) -> None:
+    assert distance(path[:1], expected[:1]) <= 1e-11
+    assert distance(path, expected) <= 1e-9
 
 
 def _judge(found: list[Tensor], saved: Tensor, name: str, exact: bool = False) -> None:
     assert_replicas(found)
     assert not exact or torch.equal(found[0], saved)
-    assert distance(found[0][:1], saved[:1]) <= 1e-11
-    assert distance(found[0], saved) <= 1e-9
+    _assert_near(found[0], saved)
     assert distance(found[0], alone(CASES[name])[BREAK:]) <= 1e-9
 
 
@@ -131,27 +142,18 @@ def test_windows_go_everywhere_once_gathered(pool: Pool, tmp_path: Path, name: s
     _judge(pool.run(go_on, name, "nested", tmp_path, wrap=None, world=1), saved, name)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Without DCP
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------------------------------- Without DCP
 def broken_off(rank: int, world: int, name: str) -> tuple[Tensor, Tensor]:
     """The path after a break, and that of a copy which has read its own file."""
     case = CASES[name]
-    model, optimizer = started(rank, world, case)
-    train(model, optimizer, case, 0, BREAK, rank, world)
+    model, optimizer = _trained(rank, world, case)
     own = through_a_file([model.state_dict(), snapshot(optimizer)])
     twin_model, twin = started(rank, world, case)
     shifted(twin_model).load_state_dict(own[0])
     sent = len(twin.comm.collectives.counter.records)
     twin.load_state_dict(own[1])
     assert len(twin.comm.collectives.counter.records) == sent  # loading sends nothing
-    pairs = ((model, optimizer), (twin_model, twin))
-    expected, path = (torch.stack(train(*pair, case, BREAK, END, rank, world)) for pair in pairs)
-    optimizer.close()
-    twin.close()
-    return expected, path
+    return _rest(model, optimizer, case, rank, world), _rest(twin_model, twin, case, rank, world)
 
 
 @only("cholesky-4", "ggt-2", name=list(CASES), world=[2, 4])
@@ -161,25 +163,19 @@ def test_every_rank_goes_on_from_its_own_file(pool: Pool, world: int, name: str)
         assert distance(path, alone(CASES[name])[BREAK:]) <= 1e-9
 
 
-def of_another_rank(rank: int, world: int, name: str) -> tuple[tuple[str, str], bool]:
-    """What a rank says to the state of another one, and whether it stays as it is."""
+@pytest.mark.parametrize("name", ["kfac", "sparse"])
+@on_every_rank(2)
+def test_state_of_another_rank_is_refused(rank: int, world: int, name: str) -> None:
     model, optimizer = started(rank, world, CASES[name])
     train(model, optimizer, CASES[name], 0, 1, rank, world)
     own = snapshot(optimizer)
     mine, theirs = (f"rank {r} of {world} under MemOpt()" for r in (rank, (rank + 1) % world))
     assert own["partial"] == {mine: {}}
     before = flat(model)
-    answer = raised(optimizer.load_state_dict, {**own, "partial": {theirs: {}}})
+    with pytest.raises(RuntimeError, match=r"consolidate_state_dict\(\)"):
+        optimizer.load_state_dict({**own, "partial": {theirs: {}}})
     optimizer.close()
-    return answer, torch.equal(flat(model), before)
-
-
-@pytest.mark.parametrize("name", ["kfac", "sparse"])
-def test_state_of_another_rank_is_refused(pool: Pool, name: str) -> None:
-    for (kind, text), same in pool.run(of_another_rank, name, world=2):
-        assert kind == "RuntimeError"
-        assert "consolidate_state_dict()" in text
-        assert same
+    assert torch.equal(flat(model), before)
 
 
 def on_one_rank(rank: int, world: int, name: str, by_torch: bool) -> tuple[Any, Tensor]:
@@ -187,21 +183,16 @@ def on_one_rank(rank: int, world: int, name: str, by_torch: bool) -> tuple[Any, 
 
     Either torch gathers what is cut as parameters are, or this is asked of the optimizer.
     """
-    case, options = CASES[name], StateDictOptions(full_state_dict=True, cpu_offload=True)
-    model, optimizer = started(rank, world, case)
-    train(model, optimizer, case, 0, BREAK, rank, world)
+    case = CASES[name]
+    model, optimizer = _trained(rank, world, case)
     optimizer.consolidate_state_dict(pieces=not by_torch)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*partial")
-        if by_torch:
-            state = get_optimizer_state_dict(model, optimizer, options=options)
-        else:
-            state = optimizer.state_dict()
-    weights = get_model_state_dict(model, options=options)
-    saved = through_a_file([weights, state]) if rank == 0 else None
-    path = torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
-    optimizer.close()
-    return saved, path
+        gathered = get_optimizer_state_dict(model, optimizer, options=options) if by_torch else optimizer.state_dict()
+    saved = through_a_file([weights, gathered]) if rank == 0 else None
+    return saved, _rest(model, optimizer, case, rank, world)
 
 
 @only("by_torch-kfac", "gathered-sparse", by_torch={"by_torch": True, "gathered": False}, name=list(CASES))
@@ -217,52 +208,34 @@ def test_a_file_of_one_rank_goes_on_in_one_process(pool: Pool, by_torch: bool, n
     else:
         assert "partial" not in state
         optimizer.load_state_dict(state)
-    path = torch.stack(train(model, optimizer, case, BREAK, END))
-    assert distance(path[:1], expected[:1]) <= 1e-11
-    assert distance(path, expected) <= 1e-9
-
-
-def broadcast(rank: int, world: int, name: str, gathered: bool) -> tuple[tuple[str, str], Tensor, Tensor | None]:
-    """The file of rank 0 alone, which torch deals out to new models: the answer, and the paths that follow."""
-    case, options = CASES[name], StateDictOptions(full_state_dict=True, cpu_offload=True)
-    model, optimizer = started(rank, world, case)
-    train(model, optimizer, case, 0, BREAK, rank, world)
-    if gathered:
-        optimizer.consolidate_state_dict(pieces=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*partial")
-        state = get_optimizer_state_dict(model, optimizer, options=options)
-    weights = get_model_state_dict(model, options=options)
-    weights, state = through_a_file([weights, state]) if rank == 0 else ({}, {})
-    expected = torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    other, second = started(rank, world, case)
-    set_model_state_dict(shifted(other), weights, options=options)
-    if gathered and name in WINDOWS:
-        second.consolidate_state_dict(to=None, pieces=False)  # torch leaves out what a rank has no key for
-    answer = raised(set_optimizer_state_dict, other, second, state, options=options)
-    dist.barrier()  # only some ranks may have refused it
-    path = torch.stack(train(other, second, case, BREAK, END, rank, world)) if gathered else None
-    optimizer.close()
-    second.close()
-    return answer, expected, path
-
-
-@pytest.mark.parametrize("name", ["kfac", pytest.param("mfac", marks=pytest.mark.slow)])
-def test_a_file_that_lacks_the_part_of_other_ranks_is_refused_by_them(pool: Pool, name: str) -> None:
-    """torch fills in what is missing from the optimizer that loads: zeros, which must not pass for curvature."""
-    answers = [answer for answer, _, _ in pool.run(broadcast, name, False, world=2)]
-    assert answers[1][0] == "RuntimeError"
-    for kind, text in answers:
-        assert kind in ("", "RuntimeError"), text
-        assert not kind or "consolidate_state_dict" in text
+    _assert_near(_rest(model, optimizer, case), expected)
 
 
 @pytest.mark.parametrize("name", ["kfac", "momentum", pytest.param("mfac", marks=pytest.mark.slow)])
-def test_a_gathered_file_of_one_rank_goes_on_with_all(pool: Pool, name: str) -> None:
-    found = pool.run(broadcast, name, True, world=2)
-    for answer, expected, path in found:
-        assert answer == ("", ""), answer[1]
-        assert distance(path[:1], expected[:1]) <= 1e-11
-        assert distance(path, expected) <= 1e-9
-    assert_replicas([path for _, _, path in found])
+@on_every_rank(2)
+def test_a_file_of_one_rank_is_dealt_out_to_all_if_it_was_gathered(rank: int, world: int, name: str) -> None:
+    """What torch lacks of other ranks it fills in from the optimizer that loads: zeros, which must not be curvature."""
+    case = CASES[name]
+    for gathered in (False, True):
+        model, optimizer = _trained(rank, world, case)
+        if gathered:
+            optimizer.consolidate_state_dict(pieces=False)
+        state = _state(model, optimizer, "nested", full_state_dict=True, cpu_offload=True)
+        weights, state = through_a_file([state["model"], state["optim"]]) if rank == 0 else ({}, {})
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        other, second = started(rank, world, case)
+        set_model_state_dict(shifted(other), weights, options=options)
+        if gathered and name in WINDOWS:
+            second.consolidate_state_dict(to=None, pieces=False)  # torch leaves out what a rank has no key for
+        kind, text = raised(set_optimizer_state_dict, other, second, state, options=options)
+        dist.barrier()  # only some ranks may have refused it
+        if gathered:
+            assert (kind, text) == ("", "")
+            expected, path = _rest(model, optimizer, case, rank, world), _rest(other, second, case, rank, world)
+            _assert_near(path, expected)
+            assert_replicas(everywhere(path))
+        else:
+            assert kind == "RuntimeError" or (rank == 0 and not kind), text
+            assert not kind or "consolidate_state_dict" in text
+            optimizer.close()
+            second.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -54,43 +53,32 @@ STRATEGIC = {
     if method[:2] in ("kf", "ek") or strategy in ("hybrid_half", "comm")
 }
 
-#: Options of what comes before and after the preconditioner.
+#: Options of what comes before and after the preconditioner; "together" has those that go with many others.
 OPTIONS = {
     "fallback adamw": Case(keywords={"fallback": "adamw", "fallback_lr": 0.01}),
     "no momentum": Case(keywords={"momentum": 0.0}),
-    "nesterov": Case(keywords={"nesterov": True}),
-    "weight decay": Case(keywords={"weight_decay": 0.1}),
     "decoupled weight decay": Case(keywords={"weight_decay": 0.1, "decoupled_weight_decay": True}),
     "graft adam": Case(keywords={"graft": "adam", "lr": 0.01}),
-    "graft sgd": Case("ekfac_running", keywords={"graft": "sgd"}),
-    "kl_clip": Case(keywords={"kl_clip": 1e-5}),
     "no kl_clip": Case(keywords={"kl_clip": None}),
     "clip_norm": Case(keywords={"clip_norm": 0.05}),
     "clip_value": Case(keywords={"clip_value": 0.01}),
     "inner adamw": Case(keywords={"inner": "adamw", "weight_decay": 0.1, "lr": 0.01}),
-    "stagger": Case(keywords={"stagger": True}),
     "maximize": Case(keywords={"maximize": True}),
     "foreach": Case(keywords={"foreach": True, "nesterov": True, "weight_decay": 0.1}),
     "no foreach": Case(keywords={"foreach": False, "inner": "adamw"}),
-    "groups": Case(split=True, keywords={"weight_decay": 0.1}),
     "diagonal factors": Case(keywords={"max_factor_dim": 5}),
     "damping of the trace": Case(keywords={"damping_split": "pi"}),
     "kfac skipped": Case(keywords={"skip_layers": ["conv", "squeeze"]}),
-    "accumulated": Case(micro=3, wrap=EACH),
     "accumulated and reduced": Case("ekfac_running", micro=3, sync=True, wrap=EACH),
     "momentum before": Case("ekfac_running", keywords={"momentum_mode": "pre", "power": 0.5, "lr": 0.01}),
     "examples in new bases": Case("ekfac_intra", keywords={"transport": "recompute", "scale_update_steps": 2}),
-    "frozen": Case(frozen="mix"),
-    "thawed": Case(frozen="mix", thaw=4),
     "window, fallback": Case("mfac", keywords={"skip_biases": True, "skip_norm_layers": True, "fallback": "adamw"}),
     "window, nesterov": Case("mfac", keywords={"nesterov": True, "weight_decay": 0.1}),
     "window, no momentum": Case("ggt", keywords={"momentum": 0.0, "betas": (0.9, 0.99), "bias_correction": True}),
-    "window, momentum before": Case("mfac", keywords={"momentum_mode": "pre", "weight_decay": 0.1}),
     "window, momentum ema": Case("mfac", keywords={"momentum_mode": "ema", "solver": "eigh"}),
     "window, decay": Case("mfac", keywords={"weight_decay": 0.1, "weight_decay_mode": "reg"}),
     "window, old decay": Case("ggt", keywords={"weight_decay": 0.1, "weight_decay_mode": "both"}),
     "window, decoupled": Case("mfac", keywords={"weight_decay": 0.1, "decoupled_weight_decay": True}),
-    "window, graft adam": Case("mfac", keywords={"graft": "adam", "lr": 0.01, "clip_norm": 0.1}),
     "window, graft sgd": Case("mfac_sparse", keywords={"graft": "sgd", "partition": "layer"}),
     "window, clip_norm": Case("ggt", keywords={"clip_norm": 0.1}),
     "window, clip_value": Case("mfac", keywords={"clip_value": 0.01}),
@@ -103,9 +91,7 @@ OPTIONS = {
     "low rank, layer": Case("mfac", keywords={"compression": LowRank(1), "partition": "layer", "momentum_mode": "pre"}),
     "packed errors": Case("ggt", keywords={"compression": TopK(density=0.3, block_size=8, error_bits=8)}),
     "rounded rows": Case("mfac", keywords={"window_dtype": torch.bfloat16}),
-    "window accumulated": Case("mfac", micro=3),
     "window frozen": Case("mfac_sparse", frozen="mix"),
-    "window thawed": Case("mfac", frozen="mix", thaw=4),
     "together": Case(
         "ekfac_running", micro=3, wrap=EACH, frozen="mix", thaw=4, split=True,
         keywords={"nesterov": True, "weight_decay": 0.1, "graft": "sgd", "kl_clip": 1e-3, "stagger": True},
@@ -117,37 +103,24 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def like_one_process(cases: Mapping[str, Case], *chosen: str) -> pytest.MarkDecorator:
-    """Every case with 2 and 4 ranks; by default those that are named so."""
-    return only(*chosen, name={name.replace(" ", "_").replace(",", ""): name for name in cases}, world=[2, 4])
+#: Every method; any option; the strategy, which changes nothing in the result; any way to cut and keep parameters.
+ALIKE = {
+    f"{what}_{name}".replace(" ", "_").replace(",", ""): case
+    for what, cases in (("method", PLAIN), ("option", OPTIONS), ("strategy", STRATEGIC), ("cut", WRAPPED))
+    for name, case in cases.items()
+}
 
 
-@like_one_process(PLAIN, "kfac_eigen_odd-4", "ekfac_intra_cnn-2", "hylo_sngd_odd-2")
-def test_every_method_does_what_one_process_does(pool: Pool, name: str, world: int) -> None:
-    assert_like_one_process(pool, PLAIN[name], world)
-
-
-@like_one_process(
-    OPTIONS,
-    "together-2",
-    "window_together-4",
-    "inner_adamw-2",
-    "kfac_skipped-2",
-    "window_decay-2",
-    "low_rank_layer-2",
-)
-def test_every_option_means_what_it_means_in_one_process(pool: Pool, name: str, world: int) -> None:
-    assert_like_one_process(pool, OPTIONS[name], world)
-
-
-@like_one_process(STRATEGIC, "ekfac_intra_hybrid_half-4", "mfac_sparse_comm-2", "kfac_eigen_comm_owner-2")
-def test_the_strategy_changes_nothing_in_the_result(pool: Pool, name: str, world: int) -> None:
-    assert_like_one_process(pool, STRATEGIC[name], world)
-
-
-@like_one_process(WRAPPED, "kept_after_the_forward-2", "columns-4", "columns_and_a_sparse_window-2")
-def test_parameters_may_be_cut_and_kept_in_any_way(pool: Pool, name: str, world: int) -> None:
-    assert_like_one_process(pool, WRAPPED[name], world)
+@only(
+    "method_kfac_eigen_odd-4", "method_ekfac_intra_cnn-2", "method_hylo_sngd_odd-2",
+    "option_together-2", "option_window_together-4", "option_inner_adamw-2", "option_kfac_skipped-2",
+    "option_window_decay-2", "option_low_rank_layer-2",
+    "strategy_ekfac_intra_hybrid_half-4", "strategy_mfac_sparse_comm-2", "strategy_kfac_eigen_comm_owner-2",
+    "cut_kept_after_the_forward-2", "cut_columns-4", "cut_columns_and_a_sparse_window-2",
+    case=ALIKE, world=[2, 4],
+)  # fmt: skip
+def test_ranks_do_what_one_process_does(pool: Pool, case: Case, world: int) -> None:
+    assert_like_one_process(pool, case, world)
 
 
 @only("layers", "sparse window", case=REPLICATED)

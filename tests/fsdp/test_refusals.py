@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,20 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from secondorder import EKFAC, GGT, KFAC, MFAC, CommOpt, DedicatedWorkers, HyLo, MemOpt, SparseMFAC, TopK
-from tests.support.grid import each, only, sample
+from tests.support.grid import only, sample
 from tests.support.oracles.ranks import assert_replicas, distance, mean_loss, shard
-from tests.support.pool import Pool, device_of
+from tests.support.pool import Pool, device_of, on_every_rank
 from tests.support.saving import raised
 from tests.support.sharding import Case, Wrap, descend, flat, fully_sharded, started, train
 
 POISONED = 4
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One rank alone
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------------------------- One rank alone
 def poison(model: nn.Module, rank: int, bad: int, now: bool) -> None:
     """One entry of the gradient of the last rows is not a number, on the rank that has them."""
     grad = dict(model.named_parameters())["mix.weight"].grad
@@ -74,30 +71,22 @@ def test_a_nan_in_the_piece_of_one_rank_drops_the_step_on_all(pool: Pool, method
     assert distance(path, reference) <= 1e-9
 
 
-def joined_step(model: nn.Module, optimizer: Any, case: Case, rank: int, world: int) -> None:
-    with Join([optimizer]):
-        train(model, optimizer, case, 0, 1, rank, world)
-
-
-def joined(rank: int, world: int) -> list[tuple[str, str]]:
-    cases = [Case("kfac_eigen"), Case("mfac")]
-    return [raised(joined_step, *started(rank, world, case), case, rank, world) for case in cases]
-
-
-def test_join_is_refused(pool: Pool) -> None:
+@on_every_rank(2)
+def test_join_is_refused(rank: int, world: int) -> None:
     """FSDP2 itself cannot go on without a rank."""
-    for answers in pool.run(joined, world=2):
-        for kind, text in answers:
-            assert kind in ("NotImplementedError", "RuntimeError", "ValueError")
-            assert "Join" in text
-            assert "fully_shard" in text
+
+    def joined(model: nn.Module, optimizer: Any, case: Case) -> None:
+        with Join([optimizer]):
+            train(model, optimizer, case, 0, 1, rank, world)
+
+    for case in (Case("kfac_eigen"), Case("mfac")):
+        kind, text = raised(joined, *started(rank, world, case), case)
+        assert kind in ("NotImplementedError", "RuntimeError", "ValueError")
+        assert "Join" in text
+        assert "fully_shard" in text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layers that are not used
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------------------- Layers that are not used
 class Optional(nn.Module):
     """A layer that takes part in some steps, and one that never does."""
 
@@ -114,33 +103,29 @@ class Optional(nn.Module):
         return self.head(torch.tanh(self.sometimes(hidden)) if self.on else hidden)
 
 
-def thawed_between(rank: int, world: int) -> list[list[str]]:
-    """Names of blocks before and after a layer is unfrozen while the module has whole parameters."""
+@on_every_rank(2)
+def test_no_layer_is_lost_while_the_module_has_whole_parameters(rank: int, world: int) -> None:
+    """What is trained is not in the module then, so that changes wait."""
     case = Case(frozen="mix", wrap=Wrap(each=False, reshard=False))
     model, optimizer = started(rank, world, case)
     inputs, _ = shard(case.batch(0), rank, world)
-    names = [list(optimizer.blocks)]
+    names = list(optimizer.blocks)
     model(inputs)  # not followed by a backward, after which they would be cut again
     for p in optimizer.param_groups[0]["params"]:
         p.requires_grad_(True)
     model(inputs)
-    names.append(list(optimizer.blocks))
+    assert list(optimizer.blocks) == names
     optimizer.close()
-    return names
 
 
-def test_no_layer_is_lost_while_the_module_has_whole_parameters(pool: Pool) -> None:
-    """What is trained is not in the module then, so that changes wait."""
-    for before, after in pool.run(thawed_between, world=2):
-        assert after == before
-
-
+_LAYERS = {"lr": 0.05, "damping": 0.1, "inv_update_steps": 2, "factor_update_steps": 1}
+_WINDOW = {"lr": 0.05, "damping": 0.1, "window_size": 4}
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "kfac": (KFAC, {"lr": 0.05, "damping": 0.1, "inv_update_steps": 2, "factor_update_steps": 1}),
-    "ekfac": (EKFAC, {"lr": 0.05, "damping": 0.1, "inv_update_steps": 2, "factor_update_steps": 1}),
-    "mfac": (MFAC, {"lr": 0.05, "damping": 0.1, "window_size": 4, "momentum": 0.9}),
-    "sparse": (SparseMFAC, {"lr": 0.05, "damping": 0.1, "window_size": 4, "compression": TopK(0.3, 8)}),
-    "by layer": (MFAC, {"lr": 0.05, "damping": 0.1, "window_size": 4, "partition": "layer"}),
+    "kfac": (KFAC, _LAYERS),
+    "ekfac": (EKFAC, _LAYERS),
+    "mfac": (MFAC, {**_WINDOW, "momentum": 0.9}),
+    "sparse": (SparseMFAC, {**_WINDOW, "compression": TopK(0.3, 8)}),
+    "by layer": (MFAC, {**_WINDOW, "partition": "layer"}),
     "ggt": (GGT, {"lr": 0.05, "eps": 0.1, "window_size": 4}),
 }
 
@@ -151,7 +136,7 @@ def steps_of(model: nn.Module, name: str, rank: int, world: int, shared: bool, *
     optimizer = cls(model, **own, **keywords)
     path = []
     generator = torch.Generator().manual_seed(1)
-    for step in range(8):
+    for step in range(6):
         model.on = step % 3 != 1
         inputs = torch.randn(12, 4, generator=generator, dtype=torch.float64)
         targets = torch.randint(4, (12,), generator=generator)
@@ -187,11 +172,7 @@ def test_layers_that_are_not_used_wait(pool: Pool) -> None:
     assert_all_like_one_process(pool.run(sometimes, world=1)[0], pool.run(sometimes, world=2))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tensor-parallel modules
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------------------- Tensor-parallel modules
 class Parallel(nn.Module):
     """Two layers that ranks may share, and two that each of them has whole."""
 
@@ -236,87 +217,65 @@ def test_windows_take_tensor_parallel_modules_and_layer_methods_skip_them_when_a
     assert_all_like_one_process(pool.run(tensor_parallel, world=1)[0], pool.run(tensor_parallel, world=world))
 
 
-def refused(rank: int, world: int) -> list[tuple[str, str]]:
-    return [raised(cls, parallel(rank, world)) for cls in (KFAC, EKFAC, HyLo)]
+@on_every_rank(2)
+def test_layer_methods_refuse_tensor_parallel_layers_by_name(rank: int, world: int) -> None:
+    for cls in (KFAC, EKFAC, HyLo):
+        kind, text = raised(cls, parallel(rank, world))
+        assert kind == "NotImplementedError"
+        for word in ("up", "down", "tensor", "skip_layers"):
+            assert word in text, text
 
 
-def test_layer_methods_refuse_tensor_parallel_layers_by_name(pool: Pool) -> None:
-    for answers in pool.run(refused, world=2):
-        for kind, text in answers:
-            assert kind == "NotImplementedError"
-            for word in ("up", "down", "tensor", "skip_layers"):
-                assert word in text, text
-
-
-def in_two_ways(rank: int, world: int) -> list[tuple[str, str]]:
+@on_every_rank(4)
+def test_parameters_that_are_cut_in_two_ways_are_refused_by_name(rank: int, world: int) -> None:
     """Shared by pairs of ranks, and each share cut over two of those."""
     torch.manual_seed(0)
     model = Parallel().to(device_of(rank), torch.float64)
     mesh = init_device_mesh(device_of(rank).type, (2, 2), mesh_dim_names=("data", "parallel"))
     parallelize_module(model, mesh["parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["data"])
-    return [raised(MFAC, model), raised(KFAC, model, skip_layers=["up", "down"])]
+    for cls, options in ((MFAC, {}), (KFAC, {"skip_layers": ["up", "down"]})):
+        with pytest.raises(NotImplementedError, match="parameter '"):
+            cls(model, **options)
 
 
-def test_parameters_that_are_cut_in_two_ways_are_refused_by_name(pool: Pool) -> None:
-    for answers in pool.run(in_two_ways, world=4):
-        for kind, text in answers:
-            assert kind == "NotImplementedError"
-            assert "parameter '" in text
+def whole_parallel(rank: int) -> tuple[nn.Module, Tensor]:
+    """A model with whole layers, and inputs."""
+    device = device_of(rank)
+    return Parallel().to(device, torch.float64), torch.ones(3, 4, dtype=torch.float64, device=device)
 
 
-def made_before(rank: int, world: int) -> list[tuple[str, str]]:
-    found = []
+@on_every_rank(2)
+def test_an_optimizer_made_before_sharding_says_so_at_its_first_step(rank: int, world: int) -> None:
     for name in ("kfac", "mfac"):
-        model = Parallel().to(device_of(rank), torch.float64)
+        model, inputs = whole_parallel(rank)
         cls, keywords = METHODS[name]
         optimizer = cls(model, **keywords)
         fully_shard(model)
-        model(torch.ones(3, 4, dtype=torch.float64, device=device_of(rank))).sum().backward()
-        found.append(raised(optimizer.step))
-    return found
+        model(inputs).sum().backward()
+        with pytest.raises(RuntimeError, match=r"make it after fully_shard\(\)"):
+            optimizer.step()
 
 
-def test_an_optimizer_made_before_sharding_says_so_at_its_first_step(pool: Pool) -> None:
-    for answers in pool.run(made_before, world=2):
-        for kind, text in answers:
-            assert kind == "RuntimeError"
-            assert "make it after fully_shard()" in text
+@on_every_rank(2)
+def test_a_plan_is_made_before_sharding(rank: int, world: int) -> None:
+    _, optimizer = started(rank, world, Case(task="mlp"))
+    with pytest.raises(NotImplementedError, match="before fully_shard"):
+        optimizer.plan()
 
 
-def planned(rank: int, world: int) -> tuple[str, str]:
-    model, optimizer = started(rank, world, Case(task="mlp"))
-    return raised(optimizer.plan)
-
-
-def test_a_plan_is_made_before_sharding(pool: Pool) -> None:
-    (kind, text), _ = pool.run(planned, world=2)
-    assert kind == "NotImplementedError"
-    assert "before fully_shard" in text
-
-
-UNFIT: dict[str, tuple[dict[str, Any], str]] = {
-    "averages": ({"comm": lambda: MemOpt(average_gradients=True)}, "average_gradients"),
-    "roles": ({"comm": DedicatedWorkers}, "DedicatedWorkers"),
-    "trial": ({"reject_steps": True}, "reject_steps"),
-    "adaptive": ({"adaptive_damping": True}, "adaptive_damping"),
-    "model": ({"quadratic_model": True}, "quadratic_model"),
-}
-
-
-def unfit(rank: int, world: int) -> dict[str, tuple[str, str]]:
-    found = {}
-    for name, (given, _) in UNFIT.items():
+@on_every_rank(3)
+def test_what_cannot_serve_sharded_parameters_is_refused_at_construction(rank: int, world: int) -> None:
+    for given, word in (
+        ({"comm": MemOpt(average_gradients=True)}, "average_gradients"),
+        ({"comm": DedicatedWorkers()}, "DedicatedWorkers"),
+        ({"reject_steps": True}, "reject_steps"),
+        ({"adaptive_damping": True}, "adaptive_damping"),
+        ({"quadratic_model": True}, "quadratic_model"),
+    ):
         model = fully_sharded(Case(task="mlp").model(device_of(rank)), rank, world, Wrap())
-        found[name] = raised(KFAC, model, **{k: value() if k == "comm" else value for k, value in given.items()})
-    return found
-
-
-def test_what_cannot_serve_sharded_parameters_is_refused_at_construction(pool: Pool) -> None:
-    for found in pool.run(unfit, world=3):
-        for name, (kind, text) in found.items():
-            assert kind == "NotImplementedError", text
-            assert UNFIT[name][1] in text
+        with pytest.raises(NotImplementedError, match=word):
+            KFAC(model, **given)
 
 
 class Complex(nn.Module):
@@ -331,26 +290,21 @@ class Complex(nn.Module):
         return (self.layer(x) * self.phase).abs()
 
 
-def with_complex(rank: int, world: int) -> list[tuple[str, str]]:
+@on_every_rank(2)
+def test_complex_parameters_beside_cut_ones_are_refused_by_name(rank: int, world: int) -> None:
     """The phase is whole on every rank, or cut like the layer."""
-    found = []
-    for whole_model in (False, True):
+    for whole_model, cls in product((False, True), (MFAC, KFAC)):
         model = Complex().to(device_of(rank))
         fully_shard(model if whole_model else model.layer, mesh=init_device_mesh(device_of(rank).type, (world,)))
-        found += [raised(cls, model, lr=0.1) for cls in (MFAC, KFAC)]
-    return found
+        with pytest.raises(NotImplementedError, match="'phase' is complex"):
+            cls(model, lr=0.1)
 
 
-def test_complex_parameters_beside_cut_ones_are_refused_by_name(pool: Pool) -> None:
-    for answers in pool.run(with_complex, world=2):
-        for kind, text in answers:
-            assert kind == "NotImplementedError", text
-            assert "'phase' is complex" in text
-
-
-def swapped(rank: int, world: int, name: str) -> tuple[str, str]:
+@pytest.mark.parametrize("name", ["kfac", pytest.param("mfac", marks=pytest.mark.slow)])
+@on_every_rank(2)
+def test_parameters_swapped_for_cut_ones_under_averages_are_refused(rank: int, world: int, name: str) -> None:
     """Made on plain parameters, under a strategy that averages gradients; then they are cut, in the groups too."""
-    model = Parallel().to(device_of(rank), torch.float64)
+    model, inputs = whole_parallel(rank)
     names = {p: path for path, p in model.named_parameters()}
     cls, keywords = METHODS[name]
     optimizer = cls(model, comm=CommOpt(average_gradients=True), **keywords)
@@ -360,24 +314,14 @@ def swapped(rank: int, world: int, name: str) -> tuple[str, str]:
         group["params"][:] = [cut[names[p]] for p in group["params"]]
 
     def step() -> None:
-        model(torch.ones(3, 4, dtype=torch.float64, device=device_of(rank))).sum().backward()
+        model(inputs).sum().backward()
         optimizer.step()
 
-    return raised(step)
+    with pytest.raises(NotImplementedError, match="average_gradients=True is for plain parameters"):
+        step()
 
 
-@pytest.mark.parametrize("name", ["kfac", pytest.param("mfac", marks=pytest.mark.slow)])
-def test_parameters_swapped_for_cut_ones_under_averages_are_refused(pool: Pool, name: str) -> None:
-    for kind, text in pool.run(swapped, name, world=2):
-        assert kind == "NotImplementedError", text
-        assert "average_gradients=True is for plain parameters" in text
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# FSDP1
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------------------------------------- FSDP1
 def wrapped(module: nn.Module) -> nn.Module:
     """As the first FSDP leaves a module; its own constructor wants an accelerator."""
     found = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
@@ -386,10 +330,10 @@ def wrapped(module: nn.Module) -> nn.Module:
     return found
 
 
-@each(cls=[KFAC, EKFAC, HyLo, MFAC, SparseMFAC, GGT], inside=[False, True])
-def test_the_first_fsdp_is_refused_with_the_mend(cls: Any, inside: bool) -> None:
-    model = wrapped(nn.Linear(4, 3))
-    kind, text = raised(cls, nn.Sequential(model) if inside else model)
-    assert kind == "NotImplementedError"
-    assert "FullyShardedDataParallel" in text
-    assert "fully_shard" in text
+def test_the_first_fsdp_is_refused_with_the_remedy() -> None:
+    for cls, inside in product((KFAC, EKFAC, HyLo, MFAC, SparseMFAC, GGT), (False, True)):
+        model = wrapped(nn.Linear(4, 3))
+        kind, text = raised(cls, nn.Sequential(model) if inside else model)
+        assert kind == "NotImplementedError"
+        assert "FullyShardedDataParallel" in text
+        assert "fully_shard" in text

@@ -14,13 +14,21 @@ for: nothing has to be grouped on one of them.
 
     def test_sum(pool: Pool) -> None:
         assert pool.run(sum_of_ranks, 1.0, world=3) == [6.0, 6.0, 6.0]
+
+A test whose ranks can judge by themselves what they see is one function::
+
+    @on_every_rank(3)
+    def test_sum(rank: int, world: int) -> None:
+        assert sum_of_ranks(rank, world, 1.0) == 6.0
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -223,6 +231,36 @@ class Pool:
         if not answer[0]:
             self._dismiss(worker)
         return pickle.loads(answer[1:])
+
+
+def on_every_rank(world: int | None = None, **limits: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function of a rank a test, which asserts on every rank of a process group.
+
+    Args:
+        world: Number of ranks; a parameter of the test where it is not given, as all arguments after the first two are.
+        **limits: Of `Pool.run`.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        def test(pool: Pool, **values: Any) -> None:
+            pool.run(function, **({"world": world} if world else {}), **limits, **values)
+
+        names = ["pool", *list(inspect.signature(function).parameters)[2 if world else 1 :]]
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        functools.update_wrapper(test, function)
+        test.of_rank = function  # type: ignore[attr-defined]
+        function.__qualname__ += ".of_rank"  # where ranks find it
+        return test
+
+    return decorate
+
+
+def everywhere(value: Any) -> list[Any]:
+    """The values of all ranks of the default group, by rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _import_path(function: Callable[..., Any]) -> tuple[str, str]:

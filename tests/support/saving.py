@@ -10,8 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, build, descend, flat, shard
+from tests.support.oracles.ranks import (
+    STRATEGIES,
+    TASKS,
+    WINDOWED,
+    Run,
+    build,
+    curvatures,
+    descend,
+    flat,
+    optimizer_on,
+    path_of,
+    shard,
+)
 from tests.support.pool import device_of
 
 Saved = dict[str, Any]
@@ -53,6 +66,73 @@ def shifted(model: nn.Module) -> nn.Module:
         for parameter in model.parameters():
             parameter.add_(1)
     return model
+
+
+def trained(
+    rank: int,
+    world: int,
+    strategy: str,
+    run: Run | list[Run],
+    hook: Callable[..., Any] | None = None,
+    dense: bool = False,
+    **keywords: Any,
+) -> dict[str, Any]:
+    """What a rank has after a run under DDP, the same for all ranks or one of each: its path, and what it holds.
+
+    Args:
+        rank: The rank.
+        world: Number of ranks.
+        strategy: Name of the strategy.
+        run: What to do.
+        hook: Of DDP's communication.
+        dense: Whether dense matrices of its curvature are wanted.
+        **keywords: Of the strategy.
+    """
+    own = run[rank] if isinstance(run, list) else run
+    model = DDP(TASKS[own.task].model(device_of(rank)))
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    with optimizer_on(model, strategy, own, **keywords) as optimizer:
+        path = path_of(model, optimizer, rank, world, own)
+        blocks = {} if own.method in WINDOWED else optimizer.blocks
+        states = [optimizer.state[block.owner] for block in blocks.values()]
+        return {
+            "path": path,
+            "curvature": curvatures(optimizer) if dense else {},
+            "owners": {name: optimizer.comm.owner(block.index) for name, block in blocks.items()},
+            "bases": sum(v.numel() for state in states for key, v in state.items() if key.startswith("basis_")),
+            "stored": optimizer.memory_usage(),
+            "sent": optimizer.comm.collectives.counter.bytes_by_stage(),
+            "skipped": optimizer.diagnostics()["skipped_steps"],
+        }
+
+
+def paths_of(found: list[dict[str, Any]]) -> list[Tensor]:
+    return [of_rank["path"] for of_rank in found]
+
+
+def broken_off(rank: int, world: int, strategy: str, run: Run, at: int) -> tuple[Saved, Saved, Tensor]:
+    """State of the optimizer and of the model that a rank has saved, and the path ``[steps, P]`` that follows."""
+    model, optimizer = started(rank, strategy, run)
+    train(model, optimizer, rank, world, run, 0, at)
+    saved = through_a_file(snapshot(optimizer)), through_a_file(model.state_dict())
+    path = torch.stack(train(model, optimizer, rank, world, run, at, run.steps))
+    optimizer.close()
+    return *saved, path
+
+
+def resumed(
+    rank: int, world: int, strategy: str, run: Run, saved: list[tuple[Saved, Saved, Tensor]], at: int
+) -> Tensor:
+    """Load what the same rank saved, into a model that is somewhere else, without a message; the path that follows."""
+    model, optimizer = started(rank, strategy, run)
+    shifted(model).load_state_dict(saved[rank][1])
+    before = len(optimizer.comm.collectives.counter.records)
+    optimizer.load_state_dict(saved[rank][0])
+    assert len(optimizer.comm.collectives.counter.records) == before
+    path = torch.stack(train(model, optimizer, rank, world, run, at, run.steps))
+    optimizer.close()
+    return path
 
 
 def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
