@@ -130,17 +130,6 @@ def test_what_belongs_to_an_example_is_summed_before_squaring(case):
     check(lambda: seeded_build(build), x, y, loss)
 
 
-@pytest.mark.parametrize(("frozen", "n_a"), [("bias", 4), ("weight", 1)])
-def test_frozen_parts(frozen, n_a):
-    def build():
-        model = mlp()
-        getattr(model[0], frozen).requires_grad_(False)
-        return model
-
-    opt, model = check(build, *vectors(), F.cross_entropy)
-    assert held_scales(opt, model[0]).shape == (1, 5, n_a)
-
-
 def test_dense_curvature_of_an_embedding_is_in_the_order_of_its_weight():
     model, y = seeded_build(Words), labels(5, 3)
     opt = measured(model, TOKENS, y, F.cross_entropy)
@@ -220,49 +209,6 @@ def test_scales_of_low_precision_parameters_are_float32(dtype, tolerance):
     assert held.dtype == torch.float32
     bases = (Q.double() for Q in held_bases(opt, model[0]))
     assert_close(held.double(), scales(layer_gradients(mlp(), "0", x, y, F.cross_entropy), *bases), tolerance)
-
-
-class Positions(nn.Module):
-    """A table of positions, which is looked up once for the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place, self.head = nn.Embedding(4, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(x + self.place(torch.arange(4)))).mean(1)
-
-
-def test_positions_that_all_examples_share_cannot_be_told_apart():
-    """That layer alone takes the fallback, and says why."""
-    model, x, y = seeded_build(Positions), noise(5, 4, 3), labels(5, 3)
-    with pytest.warns(UserWarning, match="place: .* shared by the whole batch"):
-        opt = measured(model, x, y, F.cross_entropy)
-    assert_scales(opt, model, seeded_build(Positions), x, y, F.cross_entropy, ["head"])
-    before = model.place.weight.detach().clone()
-    train_step(opt, model, x, y, F.cross_entropy)
-    assert_close(before - model.place.weight.detach(), model.place.weight.grad, 1e-9)
-    row = next(line for line in opt.describe().splitlines() if line.lstrip("| ").startswith("place.weight"))
-    assert "fallback" in row
-
-
-class Tabular(nn.Module):
-    """A column of categories beside numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kind, self.rest = nn.Embedding(3, 2), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.kind(x[:, 0].long()) + self.rest(x[:, 1:])
-
-
-def test_a_column_of_categories_is_no_table_of_positions():
-    """As many columns as examples: each row of the table still belongs to an example."""
-    model, rows = seeded_build(Tabular), noise(4, 4)
-    rows[:, 0] = torch.tensor([0.0, 1.0, 2.0, 0.0])
-    opt = measured(model, rows, torch.zeros(4, 2), F.mse_loss)
-    assert state_of(opt, model.kind)["scale_updates"] == 1
 
 
 class Video(nn.Module):

@@ -177,19 +177,6 @@ def test_the_route_of_a_layer() -> None:
     assert {sizes: choose_route(*sizes) for sizes in chosen} == chosen
 
 
-def test_the_choice_obeys_both_rules() -> None:
-    for positions, n_a, n_g in itertools.product([2, 3, 8, 30, 1000], [1, 10, 100, 3000], [1, 16, 500]):
-        route, costs = choose_route(positions, n_a, n_g), route_costs(positions, n_a, n_g)
-        if route == "gramian":
-            assert positions**2 * (n_a + n_g) < n_a * n_g
-        # Nothing that needs as little memory traffic saves flops.
-        assert not any(
-            cost.flops < costs[route].flops and cost.moved <= costs[route].moved
-            for name, cost in costs.items()
-            if name != "gramian"
-        )
-
-
 # memory of the temporaries
 
 

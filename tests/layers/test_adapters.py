@@ -21,7 +21,6 @@ from secondorder.capture.layers.embedding import EmbeddingAdapter, EmbeddingBagA
 from secondorder.capture.layers.norms import (
     BatchNormAdapter,
     LayerNormAdapter,
-    RMSNormAdapter,
 )
 from secondorder.capture.layers.others import (
     BilinearAdapter,
@@ -30,6 +29,7 @@ from secondorder.capture.layers.others import (
 )
 from tests.support.grid import each, pairs
 from tests.support.layer_cases import Conv1D
+from tests.support.networks import TRANSPOSED
 
 TRAINED = {"both": (True, True), "weight": (True, False), "bias": (False, True)}
 
@@ -133,7 +133,6 @@ def check_parameters(adapter, module: nn.Module, matrix: Tensor, grads: list[Ten
 # ---------------------------------------------------------------------------------------------------------------------
 # Transposed convolutions
 # ---------------------------------------------------------------------------------------------------------------------
-TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 
 
 @settings(max_examples=60)
@@ -183,14 +182,6 @@ def test_a_transposed_convolution_of_many_examples_comes_in_chunks():
 # ---------------------------------------------------------------------------------------------------------------------
 # Normalisation
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_rms_norm_without_eps_takes_that_of_torch():
-    tiny = torch.full((2, 4), 1e-3)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        module, x = nn.RMSNorm(4, dtype=dtype), tiny.to(dtype)
-        found = RMSNormAdapter(module, True).normalized(x).to(dtype)
-        torch.testing.assert_close(found, module(x).detach(), rtol=1e-2, atol=0)
 
 
 def test_examples_that_cannot_be_told_apart_are_refused_with_the_shape():
@@ -276,13 +267,6 @@ def test_embedding_whose_positions_come_first_or_are_shared():
     for question in (adapter.indices, adapter.input_sums, lambda x, n: adapter.example_squares(x, torch.ones(4, 3), n)):
         with pytest.raises(ValueError, match="do not split into the 3 examples"):
             question(x, 3)
-
-
-def test_natural_order_is_that_of_the_table():
-    adapter = EmbeddingAdapter(nn.Embedding(4, 3), True)
-    tables = torch.randn(5, 4, 3, dtype=torch.float64)
-    matrices = torch.stack([adapter.to_matrix(t, None).flatten() for t in tables])
-    close(adapter.natural_order(matrices.mT @ matrices), tables.flatten(1).mT @ tables.flatten(1))
 
 
 def dense_bags(module: nn.EmbeddingBag, bags: list[list[int]], weights: list[list[float]] | None) -> Tensor:
@@ -379,31 +363,6 @@ def test_sums_of_half_precision_are_not_rounded_to_it():
             sums = adapter.output_sums(torch.ones(shape, dtype=dtype), x, 1)
             assert sums.dtype == torch.float32
             assert set(sums.flatten().tolist()) == {257.0}  # bfloat16 has 8 bits
-
-
-REFUSALS = [
-    (EmbeddingAdapter, nn.Embedding(4, 3, sparse=True), "sparse"),
-    (EmbeddingAdapter, nn.Embedding(4, 3, max_norm=1.0), "max_norm"),
-    (EmbeddingAdapter, nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
-    (EmbeddingBagAdapter, nn.EmbeddingBag(4, 3, mode="max"), "max"),
-    (EmbeddingBagAdapter, nn.EmbeddingBag(4, 3, mode="sum", sparse=True), "sparse"),
-    (EmbeddingBagAdapter, nn.EmbeddingBag(4, 3, max_norm=1.0), "max_norm"),
-    (EmbeddingBagAdapter, nn.EmbeddingBag(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
-    (BatchNormAdapter, nn.SyncBatchNorm(3), "ranks"),
-    (EmbeddingAdapter, nn.Embedding(4, 3, padding_idx=1), ""),
-    (EmbeddingBagAdapter, nn.EmbeddingBag(4, 3, mode="sum", include_last_offset=True), ""),
-    (BatchNormAdapter, nn.BatchNorm2d(3), ""),
-    (LayerNormAdapter, nn.LayerNorm(3), ""),
-    (ConvTransposeAdapter, nn.ConvTranspose2d(1, 1, 1), ""),
-]
-
-
-def test_what_cannot_be_right_is_refused_in_words_and_nothing_else_is():
-    for adapter, module, word in REFUSALS:
-        reason = adapter.refusal(module)
-        assert word in reason
-        assert (type(module).__name__ in reason) == bool(word)
-        assert bool(reason) == bool(word)
 
 
 @pytest.mark.parametrize("kernel", [3, 5])

@@ -226,64 +226,9 @@ def test_other_precisions_autocast_and_batches_of_none_and_one():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pairs(batch_first=[True, False], kind=KINDS)
-def test_taps_see_time_first_then_the_batch(batch_first, kind):
-    module = attention(batch_first=batch_first)
-    projections = watch(module).projections
-    calls = {name: tap(p) for name, p in projections.named_children()}
-    tensors = inputs(kind, module)
-    outcome(module, tensors)
-    turned = [x.transpose(0, 1) if batch_first and x.dim() == 3 else x for x in tensors]
-    turned = [x if x.dim() == 3 else x[:, None] for x in turned]
-    names = ["packed"] if kind == "self" else ["query", "key", "value"]
-    for name, x in zip(names, turned, strict=False):
-        ((a, g),) = calls[name]
-        assert torch.equal(a, x)
-        assert g.shape == (*x.shape[:2], 3 * E if kind == "self" else E)
-    ((a, g),) = calls["out"]
-    assert a.shape == g.shape == turned[0].shape
-    assert {name for name, found in calls.items() if found} == {*names, "out"}
-    if kind == "self":  # each example is in its place
-        outcome(module, [tensors[0][1:] if batch_first else tensors[0][:, 1:]] * 3)
-        torch.testing.assert_close(a[:, 1:], calls["out"][1][0], rtol=1e-12, atol=1e-12)
-
-
-def test_parts_name_the_parameters():
-    def named(**options):
-        return [(p.suffix, p.weight_name, p.bias_name, p.groups) for p in watch(attention(**options)).linear_parts()]
-
-    assert named() == [
-        ("in_proj", "in_proj_weight", "in_proj_bias", 3),
-        ("out_proj", "out_proj.weight", "out_proj.bias", 1),
-    ]
-    assert named(bias=False) == [("in_proj", "in_proj_weight", None, 3), ("out_proj", "out_proj.weight", None, 1)]
-    separate = [(f"{x}_proj", f"{x}_proj_weight", None, 1) for x in "qkv"]
-    assert named(kdim=5, add_bias_kv=True) == [
-        *separate,
-        ("in_proj_bias", None, "in_proj_bias", 3),
-        ("out_proj", "out_proj.weight", "out_proj.bias", 1),
-    ]
-    assert named(vdim=5, bias=False) == [*separate, ("out_proj", "out_proj.weight", None, 1)]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The module stays as it is
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_of_the_module_changes_but_two_hooks():
-    module = attention()
-    before = (type(module), set(vars(module)), list(module.state_dict()), list(module.modules()), repr(module))
-    handles = WatchedAttention(module).install(lambda: True)
-    assert len(handles) == 2
-    assert len(module._forward_pre_hooks) == len(module._forward_hooks) == 1
-    outcome(module, inputs("self", module))
-    assert before == (type(module), set(vars(module)), list(module.state_dict()), list(module.modules()), repr(module))
-    for handle in handles:
-        handle.remove()
-    assert not module._forward_pre_hooks
-    assert not module._forward_hooks
-    assert not module._forward_hooks_always_called
 
 
 class Uncopyable:
@@ -462,19 +407,6 @@ def test_activation_checkpointing(reentrant):
     (call,) = [c for c in calls if len(c) == 2]
     a, g = rows(call)
     torch.testing.assert_close(g.T @ a, seen.in_proj_weight.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_two_watchers_see_the_same_calls():
-    module = attention()
-    first, second = WatchedAttention(module), WatchedAttention(module)
-    calls = [tap(watched.projections.packed) for watched in (first, second)]
-    handles = [watched.install(lambda: True) for watched in (first, second)]
-    outcome(module, inputs("self", module))
-    assert [len(found) for found in calls] == [1, 1]
-    for handle in handles[0]:
-        handle.remove()
-    outcome(module, inputs("self", module))
-    assert [len(found) for found in calls] == [2, 2]
 
 
 def test_other_weights_in_a_functional_call():

@@ -225,18 +225,6 @@ def test_tokens_as_data_in_cross_attention():
 T = 8
 
 
-class Grid(nn.Module):
-    """Features of positions, mapped once for the whole batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place, self.head = nn.Linear(2, 3), nn.Linear(3, 2)
-        self.register_buffer("grid", noise(T, 2, seed=5))
-
-    def forward(self, x):
-        return self.head(torch.tanh(x + self.place(self.grid)))
-
-
 class Positions(nn.Module):
     """Positions are looked up once for the whole batch."""
 
@@ -285,21 +273,6 @@ def test_a_row_per_example_is_not_taken_for_a_shared_position(N):
     for i, table in enumerate(model.tables):
         seen = held_scales(opt, table)[0].sum(0) > 0
         assert seen.nonzero().flatten().tolist() == sorted(set(x[:, i].tolist()))
-
-
-def test_factors_of_shared_positions_are_means_over_the_rows_there_are():
-    for N in (1, 3, 8):
-        model = seeded_build(Positions)
-        opt = plain_kfac(model)
-        train(opt, model, torch.arange(N * T).view(N, T) % 5, read, steps=1)
-        expected = torch.full((T + 1,), 1 / T, dtype=torch.float64)
-        expected[T] = 0.0
-        assert_close(state_of(opt, model.place)["factor_a"], expected, 1e-9)
-        model = seeded_build(Grid)
-        opt = plain_kfac(model)
-        train(opt, model, noise(N, T, 3), read, steps=1)
-        rows = torch.cat([model.grid, torch.ones(T, 1, dtype=torch.float64)], 1)
-        assert_close(state_of(opt, model.place)["factor_a"], rows.mT @ rows / T, 1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,8 +14,6 @@ from tests.support.oracles.kfac import (
     empirical_block,
     example_rows,
     expected_factors,
-    factors,
-    grouped,
     layer_gradient,
     objective,
     pi_factors,
@@ -97,21 +95,6 @@ def test_solves_undo_their_matrices():
     assert_close(B @ V @ A + 0.1 * V, gradient, 1e-12)
     B_damped, A_damped = pi_factors(B, A, 0.1)
     assert_close(B_damped @ solve_pi(B, A, gradient, 0.1) @ A_damped, gradient, 1e-12)
-
-
-def test_factors_of_a_group_do_not_mix_channels():
-    layer = seeded_build(lambda: nn.Conv1d(4, 2, 2, groups=2))
-    x, y = noise(3, 4, 5), noise(3, 2, 4, seed=1)
-    A, B = factors(example_rows(layer, [""], x, y, F.mse_loss)[""])
-    halves = [seeded_build(lambda: nn.Conv1d(2, 1, 2)) for _ in range(2)]
-    for g, half in enumerate(halves):
-        half.weight.data.copy_(layer.weight.data[g : g + 1])
-        half.bias.data.copy_(layer.bias.data[g : g + 1])
-        # the mean over both output channels is half of the mean over one
-        own = factors(example_rows(half, [""], x[:, 2 * g : 2 * g + 2], y[:, g : g + 1], F.mse_loss)[""])
-        assert_close(A[g], own[0][0], 1e-12)
-        assert_close(B[g], own[1][0] / 4, 1e-12)
-    assert grouped(A).shape == (2, 5, 5)
 
 
 def test_ratio_average_weighs_by_examples():

@@ -71,14 +71,3 @@ def test_refreshes_leave_the_factors_bit_identical(method):
         train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
     assert layer_state(opt, model, "0")["refreshes"] == before + 5
     assert_same_factors(opt, model, held)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_factors_of_low_precision_parameters_are_float32(dtype):
-    model, (x, y) = mlp().to(dtype), vectors()
-    opt = plain_kfac(model, lr=0.01, grad_scaler=torch.amp.GradScaler("cpu", enabled=False))  # nothing is scaled
-    train_step(opt, model, x.to(dtype), y, lambda out, target: F.cross_entropy(out.float(), target))
-    exact = expected_factors(mlp(), x, y, F.cross_entropy)["0"]
-    for found, wanted, tolerance in zip(held_factors(opt, model, "0"), exact, (3e-2, 6e-2), strict=True):
-        assert found.dtype == torch.float32
-        assert_close(found.double(), wanted, tolerance)

@@ -62,17 +62,6 @@ def test_factors_and_factorisations_are_renewed_when_they_are_due(layers, option
     assert found == {"factor_updates": updated, "refreshes": refreshed}
 
 
-def test_stagger_spreads_the_work_but_changes_no_estimate():
-    found = []
-    for stagger in (False, True):
-        model = mlp()
-        opt = plain_kfac(model, lr=0.0, stagger=stagger, factor_update_steps=2, inv_update_steps=4)
-        for t in range(5):
-            train_step(opt, model, *vectors(seed=t), F.cross_entropy)
-        found.append(all_factors(opt, model))
-    assert_same_factors(opt, model, found[0])
-
-
 def branches(both, **options):
     model = seeded_build(Branches)
     model.both = both
@@ -127,20 +116,6 @@ def test_a_covered_layer_without_statistics_moves_by_its_fallback():
         assert_close(old - p.detach(), 0.1 * p.grad)
 
 
-def test_intervals_are_read_from_their_group_at_use():
-    """A changed one acts on the very next step."""
-    model = mlp()
-    opt = plain_kfac(model, lr=0.01)
-    updates = []
-    for t in range(8):
-        interval = 3 if 1 <= t < 5 else 1 if t < 6 else 2
-        opt.param_groups[0].update(factor_update_steps=interval, inv_update_steps=interval)
-        train_step(opt, model, *vectors(seed=t), F.cross_entropy)
-        state = layer_state(opt, model, "0")
-        updates.append((state["factor_updates"], state["refreshes"]))
-    assert updates == [(1, 1)] * 3 + [(2, 2)] * 2 + [(3, 3)] + [(4, 4)] * 2
-
-
 def test_all_micro_batches_of_a_due_step_are_captured_and_none_of_another():
     model = mlp()
     opt = plain_kfac(model, lr=0.0, factor_update_steps=2, inv_update_steps=2, factor_decay=0.0)
@@ -163,18 +138,3 @@ def test_between_refreshes_the_old_inverse_meets_the_new_gradient():
     moved = next_directions(opt, model, *vectors(seed=1), F.cross_entropy)
     assert not torch.equal(held_factors(opt, model, "0")[0], at_refresh["0"][0])
     assert_solves(moved, at_refresh, solve_exact, 1e-2, 0.1)
-
-
-def test_preconditioning_that_is_turned_on_late_begins_with_the_batch_of_then():
-    """Off it is SGD: `tests/contract/test_switched_off.py`."""
-    x, y = vectors()
-    model = mlp()
-    opt = plain_kfac(model, lr=0.1, momentum=0.9, inv_update_steps=0)
-    for _ in range(3):
-        train_step(opt, model, x, y, F.cross_entropy)
-    assert layer_state(opt, model, "0").get("factor_updates", 0) == 0
-    opt.param_groups[0].update(inv_update_steps=1, momentum=0.0)
-    plain = mlp()
-    plain.load_state_dict(model.state_dict())
-    moved = next_directions(opt, model, x, y, F.cross_entropy)
-    assert_solves(moved, expected_factors(plain, x, y, F.cross_entropy), solve_exact, 1e-2, 0.1)

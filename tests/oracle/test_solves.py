@@ -20,7 +20,7 @@ from tests.support.kfac import (
     twin,
 )
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
-from tests.support.oracles.kfac import expected_factors, grouped, layer_values, solve_exact, solve_pi
+from tests.support.oracles.kfac import expected_factors, grouped, solve_exact, solve_pi
 
 METHODS = {
     "eigen": ({"inverse_method": "eigen"}, solve_exact),
@@ -187,46 +187,6 @@ def test_layers_of_one_shape_in_groups_of_their_own_do_not_mix():
         A, B = held_factors(opt, model, name)
         assert A.dtype == B.dtype == moved[name][1].dtype == (torch.float64 if double else torch.float32)
         assert_solves({name: moved[name]}, {name: (A, B)}, solve_exact, damping, tolerance=1e-8 if double else 1e-4)
-
-
-def unclipped(model, x, y, **keywords):
-    """(∇, V) of a copy of ``model`` with lr = 1 and no clip."""
-    copy = twin(model)
-    return next_directions(plain_kfac(copy, **keywords), copy, x, y, F.cross_entropy)
-
-
-OPTIONS = {  # what becomes of a direction V of gradient ∇ and values θ, and to which precision
-    "weight decay": ({"weight_decay": 0.1}, lambda V, gradient, values: V + 0.1 * values, 1e-9),
-    "decoupled": (
-        {"weight_decay": 0.1, "decoupled_weight_decay": True},
-        lambda V, gradient, values: V + 0.1 * values,
-        1e-9,
-    ),
-    "maximize": ({"maximize": True}, lambda V, gradient, values: -V, 1e-8),
-    "clip value": ({"clip_value": 0.05}, lambda V, gradient, values: V.clamp(-0.05, 0.05), 1e-8),
-    "graft sgd": (
-        {"graft": "sgd", "kl_clip": 1e-9},  # sizes come from the graft: no clip on top
-        lambda V, gradient, values: V * gradient.norm() / V.norm(),
-        1e-9,
-    ),
-    # at the first step of Adam m̂ = ∇ and v̂ = ∇²
-    "graft adam": (
-        {"graft": "adam", "momentum": 0.9, "kl_clip": 1e-9},
-        lambda V, gradient, values: V * (gradient / (gradient.abs() + 1e-8)).norm() / V.norm(),
-        1e-7,
-    ),
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_what_an_option_makes_of_a_direction(option):
-    keywords, expected, tolerance = OPTIONS[option]
-    model, (x, y) = mlp(), vectors()
-    free = unclipped(model, x, y)
-    before = {name: layer_values(model.get_submodule(name)) for name in free}
-    opt = plain_kfac(model, lr=0.5, **keywords)
-    for name, (gradient, step) in next_directions(opt, model, x, y, F.cross_entropy).items():
-        assert_close(step, 0.5 * expected(free[name][1], gradient, before[name]), tolerance, name)
 
 
 def test_grafting_on_adam_preconditions_the_first_moment():
