@@ -6,9 +6,9 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from secondorder import EKFAC
+from secondorder import EKFAC, KFAC
 from tests.support.ekfac import (
     HELD,
     assert_scales,
@@ -71,23 +71,23 @@ def test_a_sweep_that_fails_never_leaves_a_bad_basis(monkeypatch, mode):
     assert total[-1] == pytest.approx(float(held_scales(other, fine[0]).sum()), rel=1e-9)
 
 
-def float_vectors(seed):
-    x, y = vectors(seed=seed)
-    return x.float(), y
-
-
 def test_a_non_finite_square_is_dropped_for_its_block_alone_and_counted():
     """The gradient of the step is finite, so the step is taken, with the scales that there were."""
+
+    def batch(seed):
+        x, y = vectors(seed=seed)
+        return x.float(), y
+
     model = seeded_build(Rescaled).float()
     opt = plain_ekfac(model, lr=0.1, factor_update_steps=100, inv_update_steps=100)
     for seed in range(2):
-        train_step(opt, model, *float_vectors(seed), F.cross_entropy)
+        train_step(opt, model, *batch(seed), F.cross_entropy)
     before = snapshot(opt, model.first)
     other = snapshot(opt, model.second)
     skipped = opt.diagnostics()["skipped_statistics"]
     model.scale = 1e25
     weights = model.first.weight.detach().clone()
-    train_step(opt, model, *float_vectors(2), F.cross_entropy)
+    train_step(opt, model, *batch(2), F.cross_entropy)
     assert torch.isfinite(model.first.weight.grad).all()
     assert unchanged(opt, model.first, before, ("scale", "scale_weight"))
     assert not unchanged(opt, model.second, other, ("scale",))
@@ -95,7 +95,7 @@ def test_a_non_finite_square_is_dropped_for_its_block_alone_and_counted():
     assert torch.isfinite(model.first.weight).all()
     assert not torch.equal(model.first.weight, weights)
     model.scale = 1.0
-    train_step(opt, model, *float_vectors(3), F.cross_entropy)
+    train_step(opt, model, *batch(3), F.cross_entropy)
     assert not unchanged(opt, model.first, before, ("scale",))
     assert torch.isfinite(held_scales(opt, model.first)).all()
 
@@ -165,6 +165,28 @@ def test_an_input_buffer_may_be_filled_anew_between_micro_batches(transport):
     assert_scales(opt, model, mlp(), x, y, F.cross_entropy)
 
 
+@pytest.mark.parametrize("ignored", [0, 1])
+def test_a_head_whose_targets_are_all_ignored_takes_nothing_from_the_others(ignored):
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.one, self.two = (nn.Linear(4, n) for n in (4, 3, 3))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            z = torch.tanh(self.body(x))
+            return self.one(z), self.two(z)
+
+    model, (x, y) = seeded_build(Heads), vectors()
+    optimizer, outputs = KFAC(model, fisher="exact"), model(x)
+    targets = [torch.full_like(y, -100) if i == ignored else y for i in range(2)]
+    optimizer.observe(outputs, ["categorical", "categorical"], targets)
+    F.cross_entropy(outputs[1 - ignored], y).backward()
+    optimizer.step()
+    assert all(optimizer.state[layer.weight]["factor_g"].isfinite().all() for layer in model.children())
+    for used in (model.body, model.one if ignored else model.two):
+        assert optimizer.state[used.weight]["factor_g"].trace() > 0
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is left behind
 # ---------------------------------------------------------------------------------------------------------------------
@@ -204,13 +226,3 @@ def test_rotated_gradients_do_not_outlive_the_step():
     alive = [t for t in gc.get_objects() if isinstance(t, Tensor) and tuple(t.shape) == (30, 40)]
     known = [model[0].weight, *state_of(opt, model[0]).values()]
     assert [t for t in alive if not any(t is k for k in known)] == []
-
-
-def test_calls_that_are_kept_for_the_step_count_as_pending():
-    model, (x, y) = mlp((4, 3)), vectors(64)
-    opt = plain_ekfac(model, transport="recompute", inv_update_steps=1)
-    assert opt.memory_usage()["pending"] == 0
-    backward(model, x, y, F.cross_entropy)
-    assert opt.memory_usage()["pending"] >= (64 * 4 + 64 * 3 + 5 * 5 + 3 * 3) * 8
-    opt.step()
-    assert opt.memory_usage()["pending"] == 0
