@@ -402,7 +402,19 @@ def test_qr_converges_from_a_random_start() -> None:
 
 
 def test_qr_at_the_eigenvectors_stays_there() -> None:
-    """Sorted as ``eigh`` sorts them, with their signs, in whatever order they come."""
+    """Sorted as ``eigh`` sorts them, with their signs, in whatever order they come.
+
+    Of equal eigenvalues any basis of their space is one of eigenvectors, and so is any basis of nothing at all.
+    """
+    values = torch.tensor([1.0, 1, 1, 4, 4, 9, 9, 9]).double()
+    given, exact = spectrum(values)
+    turned = exact @ torch.block_diag(orthogonal(3), orthogonal(2), orthogonal(3))
+    for matrices, basis, wanted in ((given, turned, values), (0 * given, orthogonal(1, 8), 0 * values)):
+        found_values, found, permutation, reported, ok = qr_refresh(matrices, basis)
+        torch.testing.assert_close(found[0], basis[0][:, permutation[0]], rtol=0, atol=1e-10)
+        torch.testing.assert_close(found_values[0], wanted, **EXACT)
+        assert ok.all()
+        assert float(reported) < 1e-12
     given, exact = spectrum(FOUR_DECADES)
     order, signs = torch.randperm(30), torch.where(torch.rand(30) < 0.5, -1.0, 1.0).double()
     for shuffled, places in ((exact, torch.arange(30)), (exact[..., order] * signs, order)):
@@ -443,19 +455,6 @@ def test_null_space(dtype: torch.dtype) -> None:
     assert (values[0, :7] < small * values[0, -1]).all()
     assert (values >= 0).all()
     assert float(reported) < small
-
-
-def test_equal_eigenvalues_are_left_as_they_are() -> None:
-    """Any basis of their space is one of eigenvectors: all of them, of nothing at all, and of spaces of equal ones."""
-    values = torch.tensor([1.0, 1, 1, 4, 4, 9, 9, 9]).double()
-    given, exact = spectrum(values)
-    turned = exact @ torch.block_diag(orthogonal(3), orthogonal(2), orthogonal(3))
-    for matrices, basis, wanted in ((given, turned, values), (0 * given, orthogonal(1, 8), 0 * values)):
-        found_values, found, permutation, reported, ok = qr_refresh(matrices, basis)
-        torch.testing.assert_close(found[0], basis[0][:, permutation[0]], rtol=0, atol=1e-10)
-        torch.testing.assert_close(found_values[0], wanted, **EXACT)
-        assert float(reported) < 1e-12
-        assert ok.all()
 
 
 def test_neither_the_unit_of_the_matrix_nor_its_rounding_asymmetry_matters() -> None:

@@ -124,10 +124,12 @@ REFUSALS = [
     (nn.Embedding, {"scale_grad_by_freq": True}, "scale_grad_by_freq"),
     (nn.EmbeddingBag, {"sparse": True}, "sparse"),
     (nn.EmbeddingBag, {"mode": "max"}, "max"),
+    (nn.EmbeddingBag, {"max_norm": 1.0}, "max_norm"),
+    (nn.EmbeddingBag, {"scale_grad_by_freq": True}, "scale_grad_by_freq"),
 ]
 
 
-def test_refused_options_take_the_fallback_say_why_and_are_told_once():
+def test_refused_options_take_the_fallback_and_say_why_once():
     x, y = words(N, S), labels(N, 3)
     for kind, options, reason in REFUSALS:
         model = seeded_build(lambda kind=kind, options=options: Refused(kind, **options))

@@ -117,6 +117,9 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+LENGTHS = {"packed": [5, 2, 2], "unsorted": [2, 4, 1], "alone": [3]}  # of packed sequences
+
+
 def check_rows(module: nn.Module, taps: dict[str, Tap]) -> None:
     """Rows of each part make the gradients of its parameters, and every parameter is in one part."""
     named, covered = dict(module.named_parameters()), []
@@ -133,7 +136,7 @@ def check_rows(module: nn.Module, taps: dict[str, Tap]) -> None:
 @pairs(
     lambda kind, form, batch_first, **_: not (form == "sequence" and batch_first),
     kind=LAYERS.keys(),
-    form=["batch", "sequence", "packed", "unsorted"],
+    form=["batch", "sequence", "packed", "unsorted", "alone"],
     states_given=[False, True],
     num_layers=[1, 2],
     bidirectional=[False, True],
@@ -149,15 +152,15 @@ def test_layers_give_torchs_results_and_their_rows_make_the_gradients(
     if own:
         options |= {"LSTM": {"proj_size": 2}, "RNN": {"nonlinearity": "relu"}}.get(kind, {})
     plain, seen, taps = tapped(kind, **options)
-    batch = () if form == "sequence" else (N,)
+    batch = {"sequence": (), "alone": (1,)}.get(form, (N,))
     number = num_layers * (1 + bidirectional)
     given = states(kind, number, *batch, proj=options.get("proj_size", 0)) if states_given else None
     pack = None
     inputs = [noise(T, *batch, D)]
     if batch_first:
         inputs = [inputs[0].transpose(0, 1)]
-    if form in ("packed", "unsorted"):
-        lengths = [5, 2, 2] if form == "packed" else [2, 4, 1]
+    if form in LENGTHS:
+        lengths = LENGTHS[form]
         inputs = [noise(length, D, seed=i) for i, length in enumerate(lengths)]
         pack = lambda xs: pack_sequence(xs, enforce_sorted=form == "packed")  # noqa: E731
     found, expected = (outcome(m, inputs, given, kind, pack) for m in (seen, plain))

@@ -7,26 +7,18 @@ import sys
 import types
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.kfac import assert_close, labels, noise, plain_kfac
+from secondorder.capture.layers.others import hugging_face_conv1d
+from tests.support.kfac import assert_close, noise, plain_kfac
 from tests.support.layer_cases import Conv1D, GPT2Attention, LayerCase
 from tests.support.models import seeded_build
 from tests.support.oracles.kfac import solve_exact
-from tests.support.oracles.layers import follows_fallback, train
+from tests.support.oracles.layers import follows_fallback
 
 CASE = LayerCase(GPT2Attention, lambda: (noise(4, 3, 4),))
-
-
-@pytest.fixture(autouse=True)
-def _installed(monkeypatch):
-    package, utils = types.ModuleType("transformers"), types.ModuleType("transformers.pytorch_utils")
-    package.pytorch_utils, utils.Conv1D = utils, Conv1D
-    monkeypatch.setitem(sys.modules, "transformers", package)
-    monkeypatch.setitem(sys.modules, "transformers.pytorch_utils", utils)
-    monkeypatch.setattr(Conv1D, "__module__", "transformers.pytorch_utils")
+MODULE = "transformers.pytorch_utils"
 
 
 def frozen(part: str) -> nn.Module:
@@ -38,12 +30,18 @@ def frozen(part: str) -> nn.Module:
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 @pytest.mark.parametrize("part", ["", "weight", "bias"], ids=["whole", "weight frozen", "bias frozen"])
-def test_factors_and_direction_are_those_of_the_product(part, approx):
+def test_factors_and_direction_are_those_of_the_product(part, approx, monkeypatch):
+    package, utils = types.ModuleType("transformers"), types.ModuleType(MODULE)
+    package.pytorch_utils, utils.Conv1D = utils, Conv1D
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    monkeypatch.setitem(sys.modules, MODULE, utils)
+    monkeypatch.setattr(Conv1D, "__module__", MODULE)
     model, (inputs, y) = frozen(part), CASE.data()
     expected = CASE.factors(frozen(part), approx)
     opt = plain_kfac(model, approx=approx)
     F.cross_entropy(model(*inputs), y).backward()
-    before, gradients = ({n: CASE.matrix(model, n, read) for n in expected} for read in (copied, gradient_of))
+    before = {name: CASE.matrix(model, name) for name in expected}
+    gradients = {name: CASE.matrix(model, name, lambda p: p.grad.clone()) for name in expected}
     opt.step()
     CASE.check(opt, expected)
     for name, (A, B) in expected.items():
@@ -51,24 +49,13 @@ def test_factors_and_direction_are_those_of_the_product(part, approx):
         assert_close(moved, solve_exact(B, A, gradients[name], 1e-2), 1e-8, name)
 
 
-def copied(p: nn.Parameter) -> torch.Tensor:
-    return p.detach().clone()
-
-
-def gradient_of(p: nn.Parameter) -> torch.Tensor:
-    return p.grad.clone()
-
-
-def test_a_module_that_merely_has_the_same_name_is_not_taken_for_it(monkeypatch):
-    monkeypatch.delitem(sys.modules, "transformers.pytorch_utils")
-    monkeypatch.setattr(Conv1D, "__module__", "somewhere.layers")
-
-    class Other(Conv1D):
-        def forward(self, x):
-            return super().forward(x).square()
-
-    Other.__name__ = "Conv1D"
-    model = seeded_build(lambda: nn.Sequential(Other(3, 4)))
-    opt = plain_kfac(model)
-    assert follows_fallback(opt, "0.weight", "Conv1D")
-    train(opt, model, (noise(4, 4),), labels(4, 3), F.cross_entropy)
+def test_it_is_found_once_it_is_imported_and_nothing_that_merely_has_its_name(monkeypatch):
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    assert hugging_face_conv1d() is None
+    library = types.ModuleType(MODULE)
+    monkeypatch.setitem(sys.modules, MODULE, library)
+    assert hugging_face_conv1d() is None
+    model = seeded_build(lambda: nn.Sequential(Conv1D(3, 4)))  # of the same name
+    assert follows_fallback(plain_kfac(model), "0.weight", "Conv1D")
+    library.Conv1D = Conv1D
+    assert hugging_face_conv1d() is Conv1D

@@ -7,12 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from secondorder import EKFAC, KFAC, HyLo
 from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
     assert_solves,
     held_factors,
+    labels,
     next_directions,
     noise,
     plain_kfac,
@@ -20,7 +22,7 @@ from tests.support.kfac import (
     twin,
 )
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
-from tests.support.oracles.kfac import expected_factors, grouped, solve_exact, solve_pi
+from tests.support.oracles.kfac import expected_factors, grouped, pi_factors, solve_exact, solve_pi
 
 METHODS = {
     "eigen": ({"inverse_method": "eigen"}, solve_exact),
@@ -201,3 +203,54 @@ def test_grafting_on_adam_preconditions_the_first_moment():
         V = solve_exact(B, A, mean, 1e-2)
         size = (mean / (square.sqrt() + 1e-8)).norm()
         assert_close(seen[1][name][1], 0.01 * V * size / V.norm(), 1e-7, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers without biases whose sides are multiples of 16, as most transformers and residual networks have them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def aligned() -> nn.Sequential:
+    """Its matrices need neither padding nor ones, so a direction could be memory that the next layer overwrites."""
+    convolutions = [nn.Conv2d(16, 64, 3, padding=1, bias=False), nn.Conv2d(64, 80, 1, bias=False)]
+    linear = [nn.Linear(80, 96, bias=False), nn.Tanh(), nn.Linear(96, 64, bias=False), nn.Linear(64, 64, bias=False)]
+    return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *linear)
+
+
+def kept_directions(opt, model):
+    x, y = noise(24, 16, 4, 4), labels(24, 64)
+    F.cross_entropy(model(x), y).backward()
+    with opt.keep_directions() as kept:
+        opt.step()
+    return dict(kept)
+
+
+@pytest.mark.parametrize("way", ["eigen", "cholesky", "intra", "running"])
+def test_every_layer_has_its_own_direction(way):
+    """Compared with an explicit solution from the factors in the state, layer by layer."""
+    model = seeded_build(aligned)
+    kind, keywords = (EKFAC, {"estimator": way}) if way in ("intra", "running") else (KFAC, {"inverse_method": way})
+    opt = kind(model, damping=0.1, kl_clip=None, **keywords)
+    kept = kept_directions(opt, model)
+    for name, p in model.named_parameters():
+        state, gradient = opt.state[p], p.grad.flatten(1)
+        if way == "cholesky":
+            g, a = pi_factors(state["factor_g"], state["factor_a"], 0.1)
+            wanted = torch.linalg.solve(g, torch.linalg.solve(a, gradient.mT).mT)
+        else:
+            scale = torch.outer(state["eigenvalues_g"], state["eigenvalues_a"]) if way == "eigen" else state["scale"]
+            q_a, q_g = state["basis_a"], state["basis_g"]
+            wanted = q_g @ ((q_g.mT @ gradient @ q_a) / (scale + 0.1)) @ q_a.mT
+        assert_close(kept[name].flatten(1), wanted, 1e-8, name)
+
+
+@pytest.mark.parametrize("mode", ["kid", "sngd"])
+def test_rows_of_every_layer_give_their_own_direction(mode):
+    """That of the same layer alone, when all others are left out of the method."""
+    whole, keywords = seeded_build(aligned), {"damping": 0.1, "mode": mode, "rank_fraction": 0.5}
+    kept = kept_directions(HyLo(whole, **keywords), whole)
+    for name, _ in whole.named_parameters():
+        model = seeded_build(aligned)
+        others = [other for other, _ in model.named_children() if other != name.partition(".")[0]]
+        found = kept_directions(HyLo(model, **keywords, skip_layers=others), model)
+        torch.testing.assert_close(kept[name], found[name], rtol=1e-9, atol=1e-12)
