@@ -29,7 +29,6 @@ from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
 from tests.support.oracles.ekfac import (
-    damped_power,
     layer_gradients,
     scales,
     solve,
@@ -74,53 +73,9 @@ def test_expectation_over_resampled_batches(mean):
         assert_close(expected, scales(G, *bases), 1e-10)
 
 
-def test_a_replicated_batch_counts_as_more_examples():
-    """The mean gradient is the same, so the estimate grows with the number of examples, and is "intra" for one."""
-    x, y = vectors(1)
-    once, intra = (
-        measured(mlp(), x, y, F.cross_entropy, estimator=estimator).dense_curvature("0")
-        for estimator in ("running", "intra")
-    )
-    assert_close(once, intra, 1e-9)
-    many = measured(mlp(), x.repeat(4, 1), y.repeat(4), F.cross_entropy, estimator="running")
-    assert_close(many.dense_curvature("0"), 4 * once, 1e-8)
-
-
-def test_an_exponent_without_momentum_is_that_of_the_damped_block_and_may_be_scheduled():
-    """It is read at use, like λ."""
-    model, (x, y) = mlp(), vectors()
-    opt = measured(model, x, y, F.cross_entropy, estimator="running", power=0.25)
-    dense = opt.dense_curvature("0")
-    for power in (0.25, 0.5, 1.0):
-        opt.param_groups[0].update(power=power)
-        model.load_state_dict(mlp().state_dict())
-        gradient, V = next_directions(opt, model, x, y, F.cross_entropy, ["0"])["0"]
-        assert_close(V, damped_power(dense, 1e-2, power, gradient), 1e-8)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Adam in the factors' eigenbasis
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_the_first_whitened_step_has_the_size_of_lr_whatever_the_number_of_examples():
-    """At t = 1 both moments are those of the gradient: every rotated entry moves by lr, up to ε, as in Adam."""
-    x, y = vectors()
-    found = []
-    for times in (1, 3):
-        model = mlp((4, 3))
-        opt = plain_ekfac(model, **{**WHITE, "lr": 0.1, "scale_decay": 0.99, "fallback_eps": 1e-12})
-        batch = x.repeat(times, 1), y.repeat(times), F.cross_entropy
-        _, V = next_directions(opt, model, *batch, ["0"])["0"]
-        Q_B, Q_A = held_bases(opt, model[0])
-        rotated = (Q_B.mT @ V @ Q_A).abs()
-        null = rotated < 1e-3  # the logits' gradients sum to zero: one row of the rotated gradient is nothing
-        assert int(null.sum()) <= 5
-        assert_close(rotated[~null], torch.full_like(rotated[~null], 0.1), 1e-6)
-        for _ in range(2):
-            train_step(opt, model, *batch)
-        found.append(parameters_to_vector(model.parameters()).detach())
-    assert_close(found[1], found[0], 1e-6)
 
 
 @each(kind=BUILDS, intervals=[(1, HELD), (1, 1), (3, 6)])
@@ -214,21 +169,6 @@ def test_the_running_estimate_covers_every_layer():
     opt = measured(model, index, y, F.cross_entropy, estimator="running")
     names = ["words", "place", "norm", "conv", "head"]
     assert_scales(opt, model, seeded_build(Mixed), index, y, F.cross_entropy, names, estimator="running")
-
-
-@each(terms=[1, 3], weighting=["samples", "update"])
-def test_a_summed_loss_has_the_running_scale_of_its_mean(terms, weighting):
-    x, y = vectors(8)
-    keywords = {"estimator": "running", "weighting": weighting}
-    total = {"loss_reduction": "sum", "loss_terms": terms}
-    opts = [
-        measured(mlp(), x, y, F.cross_entropy, **keywords),
-        measured(mlp(), x, y, lambda o, t: F.cross_entropy(o, t, reduction="sum"), **keywords, **total),
-    ]
-    assert_close(*(opt.dense_curvature("0") for opt in opts), 1e-9)
-    for opt in opts:
-        weight = float(opt.state[opt.blocks["0"].owner]["scale_weight"])
-        assert weight == pytest.approx((8 if weighting == "samples" else 1) * (1 + 0.95))
 
 
 REFUSED = [{"transport": "recompute"}, {"token_is_example": True}, {"scale_batch_size": 4}]

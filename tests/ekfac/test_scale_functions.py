@@ -76,8 +76,10 @@ ROWS = {"a row": (1, 1), "rows": (5, 1), "positions": (1, 9), "rows of two": (4,
 def test_every_route_is_the_loop_over_examples(shape: tuple[int, int]) -> None:
     """Of each group apart, in chunks of any size, with or without a 1 behind each row of the input."""
     n_a, n_g = shape
-    cases = itertools.product(ROWS.values(), [((), False), ((3,), True)], WHICH.values())
-    for (examples, positions), (groups, homogeneous), which in cases:
+    layouts = itertools.cycle([((), False), ((3,), True), ((), True), ((3,), False), ((), False)])
+    for ((examples, positions), which), (groups, homogeneous) in zip(
+        itertools.product(ROWS.values(), WHICH.values()), layouts, strict=False
+    ):
         a, g = (draw(*groups, examples, positions, n) for n in (n_a, n_g))
         basis_a, basis_g = bases(which, n_a, n_g, *groups)
         if homogeneous:
@@ -120,18 +122,6 @@ def test_layouts_and_precisions(route: str) -> None:
     a, g = draw(3, 4, 5, dtype=torch.float32), draw(3, 4, 6, dtype=torch.float32)
     a[:, 2:], g[:, 2:] = a[:, :2], -g[:, :2]  # every gradient cancels up to rounding, and no entry is negative
     assert (scale_intra(a, g, None, None, route) >= 0).all()
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_examples_add_up_and_do_not_change(route: str) -> None:
-    a, g, (basis_a, basis_g) = draw(6, 3, 5), draw(6, 3, 4), bases("ag", 5, 4)
-    kept = [x.clone() for x in (a, g, basis_a, basis_g) if x is not None]
-    whole = scale_intra(a, g, basis_a, basis_g, route)
-    parts = [scale_intra(a[part], g[part], basis_a, basis_g, route) for part in (slice(2), slice(2, 6))]
-    torch.testing.assert_close(parts[0] + parts[1], whole, **EXACT)
-    assert all(torch.equal(x, y) for x, y in zip((a, g, basis_a, basis_g), kept, strict=True) if x is not None)
-    assert torch.equal(scale_intra(a[:0], g[:0], basis_a, basis_g, route), torch.zeros_like(whole))
-    assert torch.equal(scale_intra(a[:, :0], g[:, :0], basis_a, basis_g, route), torch.zeros_like(whole))
 
 
 def test_an_unknown_route_is_refused() -> None:
@@ -288,17 +278,6 @@ def test_no_damping_is_the_rounding_of_the_largest_entry() -> None:
         torch.testing.assert_close(found[1], torch.ones(3, 4))
 
 
-def test_a_damping_below_the_rounding_of_a_singular_curvature_is_that_rounding() -> None:
-    """In bases of factors of rank 2 and 3, against the dense spectrum."""
-    rows_a, rows_g, grad = draw(2, 5), draw(3, 4), draw(4, 5)
-    (values_a, basis_a), (values_g, basis_g) = (torch.linalg.eigh(rows.T @ rows) for rows in (rows_a, rows_g))
-    values = torch.outer(values_g.clamp(min=0), values_a.clamp(min=0))
-    found = precondition(grad, basis_a, basis_g, values, draw().abs() * 1e-300, workspace=Workspace())
-    basis, floor = kron(basis_g, basis_a), torch.finfo(torch.float64).eps * values.max()
-    expected = (basis @ ((basis.T @ grad.flatten()) / (values.flatten() + floor))).view(4, 5)
-    assert torch.linalg.vector_norm(found - expected) <= 1e-9 * torch.linalg.vector_norm(expected)
-
-
 @pytest.mark.parametrize("which", WHICH.values(), ids=WHICH)
 def test_dense_is_the_sum_over_the_basis(which: str) -> None:
     n_a, n_g = 4, 3
@@ -332,20 +311,6 @@ def test_transport_is_the_diagonal_of_the_old_operator(old: str) -> None:
             torch.testing.assert_close(moved[k], (q.T @ operator[k] @ q).diagonal().view(n_g, n_a), **EXACT)
         torch.testing.assert_close(moved.sum((-2, -1)), scale.sum((-2, -1)), **EXACT)
         assert (moved >= 0).all()
-
-
-def test_transport_by_permutations_and_signs_is_exact() -> None:
-    """Of bases whose products are exact, so that not a bit may change."""
-    scale, order_a, order_g = torch.rand(4, 6), torch.randperm(6), torch.randperm(4)
-    assert transport(scale, None, None) is scale
-    old_a, old_g = torch.eye(6), torch.eye(4)
-    new_a = old_a[:, order_a] * torch.tensor([1.0, -1, 1, -1, -1, 1])
-    new_g = old_g[:, order_g] * torch.tensor([-1.0, -1, 1, 1])
-    moved = transport(scale, overlap(old_a, new_a), overlap(old_g, new_g))
-    assert torch.equal(moved, scale[order_g][:, order_a])
-    (random_a, random_g) = orthogonal(6), orthogonal(4)
-    moved = transport(scale.double(), overlap(random_a, random_a[:, order_a]), overlap(random_g, -random_g[:, order_g]))
-    torch.testing.assert_close(moved, scale[order_g][:, order_a].double(), **EXACT)
 
 
 def test_transport_keeps_the_sum_in_float32() -> None:

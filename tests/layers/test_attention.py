@@ -63,20 +63,6 @@ def test_a_projection_that_is_frozen_has_no_block(frozen):
     ATTENTION.check(opt, {name: pair for name, pair in expected.items() if name != f"attn.{frozen}"})
 
 
-def test_an_unused_layer_is_no_trouble():
-    class Unused(Attends):
-        def forward(self, x, use: bool):
-            z = self.attn(x, x, x)[0] if use else x
-            return self.head(torch.tanh(z).mean(1))
-
-    model, x, y, expected = problem(Unused)
-    opt = plain_kfac(model, lr=0.0)
-    for use in (False, True, False):
-        train(opt, model, (x, use), y, F.cross_entropy)
-    for name in ("attn.in_proj", "attn.out_proj"):
-        check_block(opt, name, expected[name])
-
-
 @pytest.mark.parametrize(("kdim", "vdim", "bias"), [(3, 2, True), (E, 2, False), (3, 3, True)])
 def test_separate_projections(kdim, vdim, bias):
     """Keys and values of other widths have a weight each; every factor is that of its own product."""

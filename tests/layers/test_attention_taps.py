@@ -323,19 +323,6 @@ class Outer(nn.MultiheadAttention):
         return super().forward(x, x, x, **options)
 
 
-class Recursive(nn.MultiheadAttention):
-    """Attends twice, by a call of itself."""
-
-    again = True
-
-    def forward(self, query, key, value, **options):
-        if self.again:
-            self.again = False
-            query = key = value = self(query, key, value)[0]
-            self.again = True
-        return super().forward(query, key, value, **options)
-
-
 @pytest.mark.parametrize("watched", ["outer", "inner", "both"])
 def test_attention_inside_of_attention(watched):
     outer, inner = Outer(E, HEADS).double(), attention()
@@ -347,17 +334,6 @@ def test_attention_inside_of_attention(watched):
     for name, (call,) in calls.items():
         a, g = rows(call)
         torch.testing.assert_close(g.T @ a, modules[name].in_proj_weight.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_attention_that_calls_itself():
-    plain = Recursive(E, HEADS).double()
-    seen = copy.deepcopy(plain)
-    calls = tap(watch(seen).projections.packed)
-    x = noise(L, N, E)
-    assert_same_bits(outcome(seen, [x] * 3), outcome(plain, [x] * 3))
-    assert len(calls) == 2
-    (a, g), (b, h) = map(rows, calls)
-    torch.testing.assert_close(g.T @ a + h.T @ b, seen.in_proj_weight.grad, rtol=1e-12, atol=1e-12)
 
 
 class Static(nn.MultiheadAttention):

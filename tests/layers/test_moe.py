@@ -9,7 +9,7 @@ from torch.nn.utils import prune
 from secondorder.nn import expose
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
-from tests.support.layer_cases import Experts, Mixture, Stacked, gates
+from tests.support.layer_cases import Experts
 from tests.support.models import seeded_build
 from tests.support.oracles.layers import (
     Tape,
@@ -56,27 +56,6 @@ def test_experts_without_tokens_in_a_step(calls_the_idle):
                 assert torch.equal(model.experts[i].weight, before.experts[i].weight)
         kept = {name: opt.dense_curvature(name) for name in opt.blocks if block_state(opt, name)["factor_updates"]}
     assert "fallback" not in opt.describe()
-
-
-def test_an_expert_of_one_micro_batch_only():
-    model, y, x = seeded_build(lambda: Experts(False)), labels(2 * N, 3), noise(2 * N, S, D)
-    route = torch.cat([routes(0, 2), routes(1)])
-    expected = expected_pairs(twin(model).by_hand, singles(x, route), y.split(1), F.cross_entropy)
-    opt = plain_kfac(model)
-    for part in (slice(0, N), slice(N, None)):
-        (F.cross_entropy(model(x[part], route[part]), y[part]) / 2).backward()
-    opt.step()
-    for name, pair in expected.items():
-        check_block(opt, name, pair)
-
-
-def test_stacked_experts_of_no_registered_type_take_the_fallback_and_say_why():
-    model, x, y = seeded_build(lambda: Mixture(Stacked)), noise(N, S, D), labels(N, 3)
-    opt = plain_kfac(model, lr=0.1)
-    assert follows_fallback(opt, "experts.weight", "Stacked", "register_layer")
-    F.cross_entropy(model(x, gates()), y).backward()
-    for gradient, moved in step_of(opt, list(model.experts.parameters())):
-        assert_close(moved, 0.1 * gradient)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
