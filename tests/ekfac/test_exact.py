@@ -8,30 +8,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from secondorder import EKFAC, KFAC
-from tests.support.ekfac import (
-    PLAIN,
-    held_bases,
-    held_scales,
-    measured,
-    next_directions,
-    plain_ekfac,
-    state_of,
-)
+from tests.support.ekfac import PLAIN, held_bases, held_scales, measured, next_directions, plain_ekfac, state_of
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise, twin
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import squares
-from tests.support.oracles.ekfac import (
-    damped_power,
-    diagonal_in,
-    exact_fisher,
-    frobenius,
-    kfac_operator,
-    layer_gradients,
-    operator,
-    over_null_spaces,
-    scales,
-)
+from tests.support.oracles import ekfac as oracle
+from tests.support.oracles.ekfac import damped_power, exact_fisher, frobenius, kfac_operator, layer_gradients, operator
 from tests.support.oracles.kfac import covered_names, grouped
 
 few = settings(derandomize=True, max_examples=10, deadline=None)
@@ -68,7 +51,7 @@ def test_scales_are_the_diagonal_of_the_exact_block_in_the_eigenbasis_of_both_fa
         s, (Q_B, Q_A) = held_scales(opt, layer), held_bases(opt, layer)
         fisher = exact_fisher(layer_gradients(model, name, x, y, loss))
         factors = [state_of(opt, layer)[f"factor_{side}"] for side in "ga"]
-        assert_close(s, over_null_spaces(diagonal_in(fisher, Q_B, Q_A, s), *factors), 1e-9, name)
+        assert_close(s, oracle.over_null_spaces(oracle.diagonal_in(fisher, Q_B, Q_A, s), *factors), 1e-9, name)
         assert float(s.min()) >= 0
         assert float(s.sum()) == pytest.approx(float(fisher.trace()), rel=1e-10)
         assert_close(opt.dense_curvature(name), operator(Q_B, s, Q_A), 1e-9, name)
@@ -131,7 +114,7 @@ def test_direction_is_the_dense_power_and_not_that_of_kfac(problem, damping, mod
     kfac = {name: kfac_operator(state["factor_g"], state["factor_a"]) for name, state in states.items()}
     for name, (gradient, V) in next_directions(opt, model, x, y, loss, names).items():
         Q_B, Q_A = held_bases(opt, model.get_submodule(name))
-        s = scales(layer_gradients(plain, name, x, y, loss), Q_B, Q_A)
+        s = oracle.scales(layer_gradients(plain, name, x, y, loss), Q_B, Q_A)
         fisher, added = operator(Q_B, s, Q_A), damping * (float(s.mean()) if mode == "relative" else 1)
         assert_close(V, damped_power(fisher, added, power, gradient), 1e-8, name)
         for other in (gradient, damped_power(kfac[name], added, power, gradient)):

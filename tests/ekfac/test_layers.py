@@ -8,15 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.ekfac import (
-    assert_scales,
-    held,
-    held_bases,
-    measured,
-    next_directions,
-    plain_ekfac,
-    standing,
-)
+from tests.support.ekfac import assert_scales, held, held_bases, measured, next_directions, plain_ekfac, standing
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise, twin
 from tests.support.layer_cases import CASES, ONE_OF_EACH

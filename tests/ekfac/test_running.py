@@ -12,27 +12,12 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from secondorder import EKFAC
-from tests.support.ekfac import (
-    HELD,
-    Branches,
-    assert_scales,
-    held_bases,
-    held_scales,
-    measured,
-    next_directions,
-    plain_ekfac,
-    standing,
-    state_of,
-    train_step,
-)
+from tests.support import ekfac
+from tests.support.ekfac import HELD, Branches, held_bases, measured, plain_ekfac, standing, state_of, train_step
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
-from tests.support.oracles.ekfac import (
-    layer_gradients,
-    scales,
-    solve,
-)
+from tests.support.oracles.ekfac import layer_gradients, scales, solve
 
 BUILDS = {"mlp": (mlp, vectors), "convnet": (lambda: convnet(stride=2, padding=1), images)}
 WHITE = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum": 0.9, "factor_update_steps": 1}
@@ -68,7 +53,7 @@ def test_expectation_over_resampled_batches(mean):
             train_step(opt, model, *(t[list(pair)] for t in population), linear_loss)
     G = layer_gradients(mlp((3, 2)), "0", *population, linear_loss)
     expected = scales(G - G.mean(0), *bases) + 2 * scales(G.mean(0, keepdim=True), *bases)
-    assert_close(held_scales(opt, model[0]), expected, 1e-10)
+    assert_close(ekfac.held_scales(opt, model[0]), expected, 1e-10)
     if mean == 0:
         assert_close(expected, scales(G, *bases), 1e-10)
 
@@ -101,7 +86,7 @@ def test_momentum_before_the_preconditioner_is_a_mean_of_gradients(estimator):
     opt = plain_ekfac(model, lr=0.1, momentum=beta, momentum_mode="pre", estimator=estimator, inv_update_steps=2)
     m = 0.0
     for t in range(1, 6):
-        gradient, change = next_directions(opt, model, *vectors(seed=t), F.cross_entropy, ["0"])["0"]
+        gradient, change = ekfac.next_directions(opt, model, *vectors(seed=t), F.cross_entropy, ["0"])["0"]
         m = beta * m + (1 - beta) * gradient
         expected = solve(opt.dense_curvature("0"), m / (1 - beta**t), 1e-2)
         assert_close(change, 0.1 * expected, 1e-8, f"at {t}")
@@ -168,7 +153,7 @@ def test_the_running_estimate_covers_every_layer():
     index = torch.randint(6, (7, 5), generator=torch.Generator().manual_seed(3))
     opt = measured(model, index, y, F.cross_entropy, estimator="running")
     names = ["words", "place", "norm", "conv", "head"]
-    assert_scales(opt, model, seeded_build(Mixed), index, y, F.cross_entropy, names, estimator="running")
+    ekfac.assert_scales(opt, model, seeded_build(Mixed), index, y, F.cross_entropy, names, estimator="running")
 
 
 REFUSED = [{"transport": "recompute"}, {"token_is_example": True}, {"scale_batch_size": 4}]

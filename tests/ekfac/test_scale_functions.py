@@ -10,18 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from secondorder.capture.layers.embedding import EmbeddingAdapter
+from secondorder.linalg import eigenbasis
 from secondorder.linalg.dense import Workspace
-from secondorder.linalg.eigenbasis import (
-    choose_route,
-    dense,
-    overlap,
-    precondition,
-    qr_refresh,
-    rotate,
-    route_costs,
-    scale_intra,
-    transport,
-)
+from secondorder.linalg.eigenbasis import dense, overlap, precondition, qr_refresh, route_costs, scale_intra, transport
 from tests.support.grid import each
 
 WHICH = {"both": "ag", "a": "a", "g": "g", "none": ""}
@@ -164,7 +155,7 @@ def test_the_route_of_a_layer() -> None:
         (256, 64 * 9, 64): "unprojected_a",  # more positions than rows of the gradient, fewer than columns
         (256, 64, 64 * 9): "unprojected_g",
     }
-    assert {sizes: choose_route(*sizes) for sizes in chosen} == chosen
+    assert {sizes: eigenbasis.choose_route(*sizes) for sizes in chosen} == chosen
 
 
 # memory of the temporaries
@@ -253,7 +244,7 @@ def test_precondition_is_the_dense_solve(which: str) -> None:
         grad, (basis_a, basis_g) = draw(*groups, n_g, n_a), bases(which, n_a, n_g, *groups)
         scale = torch.rand(*groups, n_g, n_a, dtype=torch.float64)
         torch.testing.assert_close(
-            rotate(grad, basis_a, basis_g), matrix(basis_g, n_g).mT @ grad @ matrix(basis_a, n_a), **EXACT
+            eigenbasis.rotate(grad, basis_a, basis_g), matrix(basis_g, n_g).mT @ grad @ matrix(basis_a, n_a), **EXACT
         )
         kept, lam = (grad.clone(), scale.clone()), torch.full(groups, 1e-2, dtype=torch.float64)
         found = precondition(grad, basis_a, basis_g, scale, lam, 1.0, workspace)

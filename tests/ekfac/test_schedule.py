@@ -7,21 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.ekfac import (
-    Branches,
-    assert_scales,
-    held_bases,
-    held_scales,
-    network,
-    next_directions,
-    plain_ekfac,
-    regression,
-    snapshot,
-    standing,
-    state_of,
-    train_step,
-    unchanged,
-)
+from tests.support import ekfac
+from tests.support.ekfac import Branches, held_bases, network, plain_ekfac, regression, standing, state_of, train_step
 from tests.support.grid import each
 from tests.support.kfac import assert_close, noise, plain_kfac
 from tests.support.models import mlp, seeded_build, vectors
@@ -48,7 +35,7 @@ def follow(opt, model, references, dues, lr=0.05, data=regression):
         plain.load_state_dict(model.state_dict())
         for j, reference in enumerate(references):
             reference.step(plain, x, y, F.mse_loss, dues(t, j))
-        moved = next_directions(opt, model, x, y, F.mse_loss, [reference.name for reference in references])
+        moved = ekfac.next_directions(opt, model, x, y, F.mse_loss, [reference.name for reference in references])
         for reference in references:
             name, fisher = reference.name, reference.operator()
             state, (gradient, change) = state_of(opt, model.get_submodule(name)), moved[name]
@@ -132,12 +119,12 @@ def test_what_a_refresh_makes_of_the_scales(transport, basis_update):
     with standing(opt):
         for t in range(3):
             train_step(opt, model, *regression(seed=t), F.mse_loss)
-        (Q_B, Q_A), s = held_bases(opt, model[0]), held_scales(opt, model[0])
+        (Q_B, Q_A), s = held_bases(opt, model[0]), ekfac.held_scales(opt, model[0])
         weight = 0.5 * float(state_of(opt, model[0])["scale_weight"]) + 12
         G = layer_gradients(plain, "0", *batch, F.mse_loss)
         s = s + 12 / weight * (scales(G, Q_B, Q_A) - s)
         train_step(opt, model, *batch, F.mse_loss)
-    state, now, held = state_of(opt, model[0]), held_bases(opt, model[0]), held_scales(opt, model[0])
+    state, now, held = state_of(opt, model[0]), held_bases(opt, model[0]), ekfac.held_scales(opt, model[0])
     assert state["refreshes"] == 2
     assert float((now[1] - Q_A).abs().max()) > 1e-3
     if transport == "none":  # by their index; cheap columns are sorted, and the scales with them
@@ -158,7 +145,7 @@ def test_what_a_refresh_makes_of_the_scales(transport, basis_update):
     with standing(opt):  # (β·start + batch) / (β + 1): the start weighs as one update
         train_step(opt, model, *regression(seed=4), F.mse_loss)
     batch_scales = scales(layer_gradients(plain, "0", *regression(seed=4), F.mse_loss), *now)
-    assert_close(held_scales(opt, model[0]), held + (batch_scales - held) / 1.5, 1e-10)
+    assert_close(ekfac.held_scales(opt, model[0]), held + (batch_scales - held) / 1.5, 1e-10)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,16 +209,16 @@ def test_a_late_branch_begins_with_a_basis_measures_afterwards_and_keeps_its_sca
         model.both = True
         for seed in (3, 4):
             train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
-        before, used = snapshot(opt, model.rare), held_scales(opt, model.used)
+        before, used = ekfac.snapshot(opt, model.rare), ekfac.held_scales(opt, model.used)
         model.both = False
         train_step(opt, model, *vectors(seed=5), F.cross_entropy)
-    assert unchanged(opt, model.rare, before)
-    assert not torch.equal(held_scales(opt, model.used), used)
+    assert ekfac.unchanged(opt, model.rare, before)
+    assert not torch.equal(ekfac.held_scales(opt, model.used), used)
     state = state_of(opt, model.rare)
     assert state["refreshes"] == 1
     assert state["scale_updates"] == (1 if estimator == "intra" else 2)
     if estimator == "intra":
-        assert_scales(opt, model, seeded_build(Branches), *vectors(seed=4), F.cross_entropy, ["rare"])
+        ekfac.assert_scales(opt, model, seeded_build(Branches), *vectors(seed=4), F.cross_entropy, ["rare"])
 
 
 @pytest.mark.parametrize("transport", ["project", "kfac", "none"])
@@ -249,7 +236,7 @@ def test_refreshes_before_the_first_measurement_leave_no_trace_in_it(transport):
                 assert_close(state["scale"], torch.outer(state["eigenvalues_g"], state["eigenvalues_a"]), 1e-12)
         opt.param_groups[0]["inv_update_steps"] = 10**6
         train_step(opt, model, *batch, F.mse_loss)
-    assert_scales(opt, model, network(), *batch, F.mse_loss)
+    ekfac.assert_scales(opt, model, network(), *batch, F.mse_loss)
     assert state["scale_updates"] == 1
     assert float(state["scale_weight"]) == 12
 
@@ -295,7 +282,7 @@ def test_interval_and_estimator_of_the_scale_act_on_the_forward_that_begins(case
     updates = state_of(opt, model[0])["scale_updates"]
     train_step(opt, model, x, y, F.cross_entropy)
     assert state_of(opt, model[0])["scale_updates"] == updates + 1
-    assert_scales(opt, model, mlp(), x, y, F.cross_entropy, estimator=estimator)
+    ekfac.assert_scales(opt, model, mlp(), x, y, F.cross_entropy, estimator=estimator)
 
 
 CHANGES = {
@@ -328,7 +315,7 @@ def test_options_that_decide_the_state_act_from_the_next_step_on(change, back):
             for _ in range(2):
                 train_step(opt, model, x, y, F.cross_entropy)
         assert keys == {name: set(opt.state[p]) for name, p in model.named_parameters()}
-        moved = next_directions(opt, model, x, y, F.cross_entropy, ["0", "2"])
+        moved = ekfac.next_directions(opt, model, x, y, F.cross_entropy, ["0", "2"])
         found.append((keys, {name: V for name, (_, V) in moved.items()}))
     optional = {"momentum_buffer"}  # made where it is first needed
     assert {n: k - optional for n, k in found[0][0].items()} == {n: k - optional for n, k in found[1][0].items()}

@@ -11,21 +11,8 @@ from torch import Tensor, nn
 from tests.support.kfac import assert_close, hook_counts, labels, noise, plain_kfac, twin
 from tests.support.layer_cases import CASES, Attends, attends, causal, spread
 from tests.support.models import seeded_build
-from tests.support.oracles.layers import (
-    Tape,
-    attention_pairs,
-    check_block,
-    decoder_layer,
-    embedding,
-    encoder_layer,
-    expected_pairs,
-    follows_fallback,
-    held,
-    multihead,
-    row_of,
-    singles,
-    train,
-)
+from tests.support.oracles import layers as oracle
+from tests.support.oracles.layers import Tape, check_block, embedding, expected_pairs, follows_fallback, singles, train
 
 N, T, S, E, H = 4, 3, 5, 4, 2
 ATTENTION = CASES["attention"]
@@ -50,7 +37,7 @@ def test_added_rows_of_keys_and_values_are_rows_of_no_block_and_say_so(batch_fir
         check_block(opt, name, pair)
     assert follows_fallback(opt, "attn.bias_k", "no linear map")
     assert follows_fallback(opt, "attn.bias_v", "no linear map")
-    assert "fallback" not in row_of(opt, "attn.in_proj_weight")
+    assert "fallback" not in oracle.row_of(opt, "attn.in_proj_weight")
 
 
 @pytest.mark.parametrize("frozen", ["in_proj", "out_proj"])
@@ -72,7 +59,7 @@ def test_separate_projections(kdim, vdim, bias):
     opt = plain_kfac(model)
     train(opt, model, inputs, y, F.cross_entropy)
     for part, width in (("q", E), ("k", kdim), ("v", vdim)):
-        A, B = held(opt, f"attn.{part}_proj")
+        A, B = oracle.held(opt, f"attn.{part}_proj")
         with_one = A.shape[-1] - width
         assert_close(A, expected[f"attn.{part}"][0][: width + with_one, : width + with_one])
         assert_close(B, expected[f"attn.{part}"][1])
@@ -98,7 +85,7 @@ class TwoAttentions(nn.Module):
 
     def by_hand(self, tape: Tape, x: Tensor) -> Tensor:
         for layer in (self.attn, self.second):
-            x = x + multihead(tape, "attn", layer, x, x, x)
+            x = x + oracle.multihead(tape, "attn", layer, x, x, x)
         return tape.linear("head", self.head, x.mean(1))
 
 
@@ -168,7 +155,7 @@ def check_all(opt, model: nn.Module, plain: nn.Module, run, examples, targets, l
     """Every product and every norm of a transformer, and not one parameter that follows the fallback."""
     expected = expected_pairs(run, examples, targets, loss)
     for name in {name.rpartition(".")[0] for name in expected if name.endswith(".out")}:
-        expected |= attention_pairs(expected, name)
+        expected |= oracle.attention_pairs(expected, name)
     products = {name: pair for name, pair in expected.items() if not name.endswith((".q", ".k", ".v", ".out"))}
     for name, pair in products.items():
         check_block(opt, name, pair, torch.kron(*pair) if name in ("source", "target") else None, 1e-8)
@@ -208,11 +195,11 @@ class Translator(nn.Module):
     def by_hand(self, tape: Tape, src: Tensor, tgt: Tensor) -> Tensor:
         memory = embedding(tape, "source", src, self.source.weight)
         for i, layer in enumerate(self.body.encoder.layers):
-            memory = encoder_layer(tape, f"body.encoder.layers.{i}", layer, memory)
+            memory = oracle.encoder_layer(tape, f"body.encoder.layers.{i}", layer, memory)
         memory = self.body.encoder.norm(memory)
         z = embedding(tape, "target", tgt, self.target.weight)
         for i, layer in enumerate(self.body.decoder.layers):
-            z = decoder_layer(tape, f"body.decoder.layers.{i}", layer, z, memory, causal(T))
+            z = oracle.decoder_layer(tape, f"body.decoder.layers.{i}", layer, z, memory, causal(T))
         return tape.linear("head", self.head, self.body.decoder.norm(z))
 
 

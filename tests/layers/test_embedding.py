@@ -13,21 +13,9 @@ from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, labels, plain_kfac, twin
 from tests.support.layer_cases import Words, words
 from tests.support.models import seeded_build
+from tests.support.oracles import layers as oracle
 from tests.support.oracles.kfac import solve_exact
-from tests.support.oracles.layers import (
-    Tape,
-    block_state,
-    check_block,
-    diagonal_of,
-    embedding,
-    expected_pairs,
-    follows_fallback,
-    largest_tensor,
-    row_of,
-    singles,
-    step_of,
-    train,
-)
+from tests.support.oracles.layers import Tape, check_block, embedding, expected_pairs, row_of, singles, step_of, train
 
 V, D, N, S = 7, 3, 4, 4
 
@@ -81,9 +69,9 @@ def test_a_large_vocabulary_makes_no_square_matrix_and_no_one_hot_rows(kind, met
     x, y = torch.randint(vocabulary, (8, 16)), labels(8, 2)
     model(x)
     opt = plain_kfac(model, inverse_method=method, momentum=0.0)
-    with largest_tensor() as largest:
+    with oracle.largest_tensor() as largest:
         train(opt, model, (x,), y, F.cross_entropy)
-    state = block_state(opt, "0")
+    state = oracle.block_state(opt, "0")
     assert state["factor_a"].shape == (vocabulary,)
     assert state["factor_g"].shape == (width, width)
     second = {"eigen": 2 * vocabulary + width + width**2, "cholesky": vocabulary + width**2}[method]
@@ -126,7 +114,7 @@ def test_refused_options_take_the_fallback_and_say_why_once():
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             opt = plain_kfac(model, lr=0.1)
-            assert follows_fallback(opt, "table.weight", reason)
+            assert oracle.follows_fallback(opt, "table.weight", reason)
             assert "fallback" not in row_of(opt, "head.weight")
             F.cross_entropy(model(x), y).backward()
             ((gradient, moved),) = step_of(opt, [model.table.weight])
@@ -212,7 +200,7 @@ def test_without_a_choice_the_shared_weight_takes_the_fallback_and_says_why():
         warnings.simplefilter("always")
         opt = plain_kfac(model, lr=0.1, tied=None)
     assert set(opt.blocks) == {"body"}
-    assert follows_fallback(opt, "words.weight", "tied")
+    assert oracle.follows_fallback(opt, "words.weight", "tied")
     assert [w for w in told if "tied" in str(w.message)]
     F.cross_entropy(model(x), y).backward()
     ((gradient, moved),) = step_of(opt, [model.words.weight])
@@ -234,7 +222,7 @@ def test_the_statistics_are_those_of_the_use_that_is_chosen(tied, head_first, ap
         check_block(opt, use, (A, B))
         assert_close(moved, solve_exact(B, A, gradient, 0.02), 1e-8)
     else:
-        A = diagonal_of(A)
+        A = oracle.diagonal_of(A)
         check_block(opt, use, (A, B), torch.kron(A, B))
         assert_close(moved.mT, solve_exact(B, A, gradient.mT, 0.02), 1e-8)
 

@@ -11,17 +11,8 @@ from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
 from tests.support.layer_cases import Experts
 from tests.support.models import seeded_build
-from tests.support.oracles.layers import (
-    Tape,
-    block_state,
-    check_block,
-    expected_pairs,
-    follows_fallback,
-    row_of,
-    singles,
-    step_of,
-    train,
-)
+from tests.support.oracles import layers as oracle
+from tests.support.oracles.layers import block_state, check_block, expected_pairs, row_of, singles, step_of, train
 
 N, S, D, E = 4, 3, 4, 3
 
@@ -93,7 +84,7 @@ class Tuned(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.layer(x)).mean(1))
 
-    def by_hand(self, tape: Tape, x: Tensor) -> Tensor:
+    def by_hand(self, tape: oracle.Tape, x: Tensor) -> Tensor:
         low = tape.linear("layer.lora_A", self.layer.lora_A, x)
         z = self.layer.base(x) + 0.5 * tape.linear("layer.lora_B", self.layer.lora_B, low)
         return tape.linear("head", self.head, torch.tanh(z).mean(1))
@@ -185,7 +176,7 @@ def test_parametrized_layers_take_the_fallback_say_why_and_train(wrapper, kind):
     opt = plain_kfac(model, lr=0.1)
     assert set(opt.blocks) == {"head"}
     for name in names:
-        assert follows_fallback(opt, f"layer.{name}", "parametri"), row_of(opt, f"layer.{name}")
+        assert oracle.follows_fallback(opt, f"layer.{name}", "parametri"), row_of(opt, f"layer.{name}")
     F.cross_entropy(model(x), y).backward()
     for gradient, moved in step_of(opt, list(model.layer.parameters())):
         assert_close(moved, 0.1 * gradient)
@@ -245,7 +236,7 @@ def test_parametrized_parts_promise_no_block_that_captures_nothing(kind):
         assert_close(moved, 0.1 * gradient)
     for name in rows.keys() - {"head.weight", "head.bias"}:
         if name in left_out:
-            assert follows_fallback(opt, name, "parametri"), row_of(opt, name)
+            assert oracle.follows_fallback(opt, name, "parametri"), row_of(opt, name)
         else:
             block = next(b for b in opt.blocks.values() if any(p is model.get_parameter(name) for p in b.params))
             assert block_state(opt, block.name)["factor_updates"] == 1, name

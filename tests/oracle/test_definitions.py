@@ -9,16 +9,8 @@ from tests.support.grid import each
 from tests.support.kfac import assert_close, assert_factors, backward, labels, noise
 from tests.support.models import Tokens, seeded_build
 from tests.support.networks import CONVS
-from tests.support.oracles.kfac import (
-    example_rows,
-    expected_factors,
-    layer_gradient,
-    objective,
-    pi_factors,
-    ratio_average,
-    solve_exact,
-    solve_pi,
-)
+from tests.support.oracles import kfac as oracle
+from tests.support.oracles.kfac import example_rows, layer_gradient, objective, pi_factors, ratio_average, solve_pi
 from tests.support.oracles.trajectory import curvlinops_blocks
 
 
@@ -54,14 +46,14 @@ def test_rows_reproduce_the_gradient_of_linear():
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 def test_own_token_factors_are_those_of_curvlinops(approx):
     model, x, y = seeded_build(Tokens), noise(4, 5, 3), labels(20, 3).view(4, 5)
-    own = expected_factors(model, x, y, nn.CrossEntropyLoss(), approx=approx, loss_terms=5)
+    own = oracle.expected_factors(model, x, y, nn.CrossEntropyLoss(), approx=approx, loss_terms=5)
     assert_factors(own, curvlinops_blocks(model, x, y, objective("ce", "mean", 3), approx), 1e-11)
 
 
 def test_solves_undo_their_matrices():
     root_a, root_b, gradient = noise(3, 3), noise(2, 2, seed=1), noise(2, 3, seed=2)
     A, B = root_a @ root_a.T, root_b @ root_b.T
-    V = solve_exact(B, A, gradient, 0.1)
+    V = oracle.solve_exact(B, A, gradient, 0.1)
     assert_close(B @ V @ A + 0.1 * V, gradient, 1e-12)
     B_damped, A_damped = pi_factors(B, A, 0.1)
     assert_close(B_damped @ solve_pi(B, A, gradient, 0.1) @ A_damped, gradient, 1e-12)

@@ -10,18 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support import kfac
 from tests.support.grid import pairs
-from tests.support.kfac import (
-    all_factors,
-    assert_close,
-    assert_factors,
-    held_factors,
-    labels,
-    noise,
-    one_step,
-    plain_kfac,
-    twin,
-)
+from tests.support.kfac import all_factors, assert_close, assert_factors, held_factors, labels, noise, one_step, twin
 from tests.support.models import Tokens, mlp, seeded_build, vectors
 from tests.support.networks import Flattened
 from tests.support.oracles.kfac import example_rows, expected_factors, factors, kron, objective
@@ -112,7 +103,7 @@ def test_an_input_shared_by_the_batch_counts_its_rows_once():
     value = F.cross_entropy(plain(tokens=x), y)
     (g,) = torch.autograd.grad(value, plain.shared)
     rows = torch.cat([plain.table, torch.ones(5, 1, dtype=x.dtype)], 1)
-    opt = plain_kfac(model)
+    opt = kfac.plain_kfac(model)
     F.cross_entropy(model(tokens=x), y).backward()
     opt.step()
     A, B = held_factors(opt, model, "positions")

@@ -9,21 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support import kfac
 from tests.support.ekfac import Branches
 from tests.support.grid import pairs
-from tests.support.kfac import (
-    all_factors,
-    assert_close,
-    assert_factors,
-    assert_same_factors,
-    assert_solves,
-    backward,
-    held_factors,
-    layer_state,
-    next_directions,
-    plain_kfac,
-    train_step,
-)
+from tests.support.kfac import all_factors, assert_close, backward, held_factors, layer_state, plain_kfac, train_step
 from tests.support.models import mlp, seeded_build, vectors
 from tests.support.oracles.kfac import expected_factors, ratio_average, solve_exact
 
@@ -50,7 +39,7 @@ def test_unequal_batches_against_a_list(decay, interval):
             assert state["factor_updates"] == len(history)
     if decay == 1 == interval:  # the pooled mean over all examples
         x, y = (torch.cat(parts) for parts in zip(*BATCHES, strict=True))
-        assert_factors(all_factors(opt, model), expected_factors(mlp(), x, y, F.cross_entropy), 1e-10)
+        kfac.assert_factors(all_factors(opt, model), expected_factors(mlp(), x, y, F.cross_entropy), 1e-10)
 
 
 def test_the_decay_is_read_from_its_group_at_use():
@@ -77,7 +66,7 @@ def test_refreshes_leave_the_factors_bit_identical(method):
     for seed in range(1, 6):
         train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
     assert layer_state(opt, model, "0")["refreshes"] == before + 5
-    assert_same_factors(opt, model, held)
+    kfac.assert_same_factors(opt, model, held)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -111,7 +100,7 @@ def test_factors_and_factorisations_are_renewed_when_they_are_due(layers, option
     assert list(opt.blocks) == names
     found = {"factor_updates": [[] for _ in names], "refreshes": [[] for _ in names]}
     for t in range(max(map(max, updated + refreshed)) + 1):
-        moved = next_directions(opt, model, *vectors(seed=t), F.cross_entropy)
+        moved = kfac.next_directions(opt, model, *vectors(seed=t), F.cross_entropy)
         for j, name in enumerate(names):
             state = layer_state(opt, model, name)
             for key, seen in found.items():
@@ -119,7 +108,7 @@ def test_factors_and_factorisations_are_renewed_when_they_are_due(layers, option
                 seen[j] += [t] * (state[key] - len(seen[j]))
             if found["refreshes"][j][-1] == t:
                 held = {name: held_factors(opt, model, name)}
-                assert_solves({name: moved[name]}, held, solve_exact, 1e-2, 1e-3, 1e-7)
+                kfac.assert_solves({name: moved[name]}, held, solve_exact, 1e-2, 1e-3, 1e-7)
     assert found == {"factor_updates": updated, "refreshes": refreshed}
 
 
@@ -140,9 +129,9 @@ def test_a_late_branch_is_estimated_and_factorised_when_it_first_appears():
     plain = seeded_build(Branches)
     plain.load_state_dict(model.state_dict())
     expected = expected_factors(plain, x, y, F.cross_entropy, names=["rare"])
-    moved = next_directions(opt, model, x, y, F.cross_entropy)
-    assert_factors(all_factors(opt, model), expected)
-    assert_solves({"rare": moved["rare"]}, expected, solve_exact, 1e-2, 0.1)
+    moved = kfac.next_directions(opt, model, x, y, F.cross_entropy)
+    kfac.assert_factors(all_factors(opt, model), expected)
+    kfac.assert_solves({"rare": moved["rare"]}, expected, solve_exact, 1e-2, 0.1)
     updates = []
     for _ in range(2):  # t = 4: not due, t = 5: due for all
         updates.append([layer_state(opt, model, name)["factor_updates"] for name in ("used", "rare")])
@@ -168,6 +157,6 @@ def test_between_refreshes_the_old_inverse_meets_the_new_gradient():
     opt = plain_kfac(model, lr=0.1, factor_update_steps=1, inv_update_steps=3)
     train_step(opt, model, *vectors(), F.cross_entropy)
     at_refresh = all_factors(opt, model)
-    moved = next_directions(opt, model, *vectors(seed=1), F.cross_entropy)
+    moved = kfac.next_directions(opt, model, *vectors(seed=1), F.cross_entropy)
     assert not torch.equal(held_factors(opt, model, "0")[0], at_refresh["0"][0])
-    assert_solves(moved, at_refresh, solve_exact, 1e-2, 0.1)
+    kfac.assert_solves(moved, at_refresh, solve_exact, 1e-2, 0.1)

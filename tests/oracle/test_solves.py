@@ -8,19 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from secondorder import EKFAC, KFAC, HyLo
-from tests.support.kfac import (
-    all_factors,
-    assert_close,
-    assert_factors,
-    assert_solves,
-    held_factors,
-    labels,
-    next_directions,
-    noise,
-    plain_kfac,
-    train_step,
-    twin,
-)
+from tests.support import kfac
+from tests.support.kfac import all_factors, assert_close, assert_solves, next_directions, noise, plain_kfac, train_step
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
 from tests.support.oracles.kfac import expected_factors, grouped, pi_factors, solve_exact, solve_pi
 
@@ -64,7 +53,7 @@ def test_direction_is_the_dense_solve_with_this_batch_s_factors(problem):
     model, x, y, loss = PROBLEMS[problem]()
     expected = expected_factors(model, x, y, loss)
     for method, damping, mode in product(METHODS, (1e-1, 1e-4), ("absolute", "relative")):
-        (keywords, solve), trained = METHODS[method], twin(model)
+        (keywords, solve), trained = METHODS[method], kfac.twin(model)
         opt = plain_kfac(trained, damping=damping, damping_mode=mode, **keywords)
         for name, (gradient, V) in next_directions(opt, trained, x, y, loss).items():
             pairs_of_groups = list(zip(*map(grouped, expected[name]), strict=True))
@@ -132,7 +121,7 @@ def test_invertible_affine_inputs_are_undone_without_damping():
     x, y = noise(40, 3), noise(40, 2, seed=1)
     M, c = noise(3, 3, seed=2) + 2 * torch.eye(3, dtype=torch.float64), noise(3, seed=3)
     plain = seeded_build(lambda: nn.Linear(3, 2))
-    moved, x_moved = twin(plain), x @ M.T + c
+    moved, x_moved = kfac.twin(plain), x @ M.T + c
     with torch.no_grad():
         moved.weight.copy_(plain.weight @ torch.linalg.inv(M))
         moved.bias.copy_(plain.bias - moved.weight @ c)
@@ -180,13 +169,13 @@ def test_layers_of_one_shape_in_groups_of_their_own_do_not_mix():
         {"params": list(model.layers[:2].parameters()), "damping": 0.3},
         {"params": list(model.layers[2:].parameters()), "damping": 0.02},
     ]
-    expected = expected_factors(twin(model), x, y, F.mse_loss)
+    expected = expected_factors(kfac.twin(model), x, y, F.mse_loss)
     opt = plain_kfac(groups, module=model)
     moved = next_directions(opt, model, x, y, F.mse_loss)
-    assert_factors(all_factors(opt, model), expected, 1e-4)  # all pass through float32 layers
+    kfac.assert_factors(all_factors(opt, model), expected, 1e-4)  # all pass through float32 layers
     for i, damping in enumerate((0.3, 0.3, 0.02, 0.02)):
         name, double = f"layers.{i}", i in (0, 2)
-        A, B = held_factors(opt, model, name)
+        A, B = kfac.held_factors(opt, model, name)
         assert A.dtype == B.dtype == moved[name][1].dtype == (torch.float64 if double else torch.float32)
         assert_solves({name: moved[name]}, {name: (A, B)}, solve_exact, damping, tolerance=1e-8 if double else 1e-4)
 
@@ -218,7 +207,7 @@ def aligned() -> nn.Sequential:
 
 
 def kept_directions(opt, model):
-    x, y = noise(24, 16, 4, 4), labels(24, 64)
+    x, y = noise(24, 16, 4, 4), kfac.labels(24, 64)
     F.cross_entropy(model(x), y).backward()
     with opt.keep_directions() as kept:
         opt.step()
