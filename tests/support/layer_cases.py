@@ -834,18 +834,10 @@ SHARED = {  # layers of one weight
     ),
 }  # fmt: skip
 
-TRANSPOSED = {
-    "transposed-1d": conv(TRANSPOSED_1D, (2, 3, 3), {}, (4,)),
+TRANSPOSED = {  # every option is in `test_layer_types.py`
     "transposed-1d-stride": conv(TRANSPOSED_1D, (2, 3, 3), {"stride": 2}, (4,)),
-    "transposed-1d-output-padding": conv(
-        TRANSPOSED_1D, (2, 3, 4), {"stride": 3, "padding": 1, "output_padding": 2}, (3,)
-    ),
-    "transposed-1d-dilation": conv(TRANSPOSED_1D, (2, 3, 3), {"dilation": 2, "padding": 1, "stride": 2}, (3,)),
-    "transposed-1d-wide-dilation": conv(TRANSPOSED_1D, (2, 3, 2), {"dilation": 3, "output_padding": 2}, (3,)),
     "transposed-1d-groups": conv(TRANSPOSED_1D, (4, 6, 3), {"groups": 2, "stride": 2}, (3,)),
     "transposed-1d-no-bias": conv(TRANSPOSED_1D, (2, 3, 3), {"bias": False, "padding": 2}, (4,)),
-    "transposed-1d-wide-padding": conv(TRANSPOSED_1D, (2, 3, 2), {"padding": 2, "stride": 2}, (4,)),
-    "transposed-1d-gaps": conv(TRANSPOSED_1D, (2, 3, 1), {"stride": 2, "output_padding": 1}, (3,)),
     "transposed-2d": conv(TRANSPOSED_2D, (2, 3, (2, 3)), {"stride": (2, 1), "padding": (0, 1)}, (2, 3)),
     "transposed-2d-stride": conv(TRANSPOSED_2D, (2, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}, (2, 3)),
     "transposed-2d-groups": conv(TRANSPOSED_2D, (4, 4, 2), {"groups": 2, "stride": 2, "bias": False}, (2, 2)),
