@@ -91,7 +91,7 @@ def test_a_direction_is_off_by_rounding_times_the_condition_number(method, which
 
 @pytest.mark.parametrize("name", METHODS)
 def test_half_the_bytes_train_the_same_way_and_triangles_to_the_bit(name):
-    on = batches(6) * 3
+    on = batches(6) * 2
 
     def loss_of(model):
         with torch.no_grad():
