@@ -6,23 +6,11 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from secondorder import EKFAC
-from tests.support.ekfac import (
-    HELD,
-    assert_scales,
-    held_bases,
-    held_scales,
-    network,
-    plain_ekfac,
-    regression,
-    snapshot,
-    standing,
-    state_of,
-    train_step,
-    unchanged,
-)
+from secondorder import EKFAC, KFAC
+from tests.support import ekfac
+from tests.support.ekfac import held_bases, network, plain_ekfac, regression, snapshot, standing, train_step, unchanged
 from tests.support.kfac import assert_close, backward, noise
 from tests.support.models import mlp, seeded_build, vectors
 from tests.support.networks import Rescaled
@@ -61,33 +49,33 @@ def test_a_sweep_that_fails_never_leaves_a_bad_basis(monkeypatch, mode):
             train_step(opt, model, *regression(seed=t), F.mse_loss)
             for Q in held_bases(opt, model[0]):
                 assert_close(Q.mT @ Q, torch.eye(Q.shape[-1], dtype=Q.dtype)[None], 1e-9)
-            total.append(float(held_scales(opt, model[0]).sum()))
+            total.append(float(ekfac.held_scales(opt, model[0]).sum()))
         monkeypatch.undo()
     fine = network()
     other = plain_ekfac(fine)
     with standing(other):
         for t in range(4):
             train_step(other, fine, *regression(seed=t), F.mse_loss)
-    assert total[-1] == pytest.approx(float(held_scales(other, fine[0]).sum()), rel=1e-9)
-
-
-def float_vectors(seed):
-    x, y = vectors(seed=seed)
-    return x.float(), y
+    assert total[-1] == pytest.approx(float(ekfac.held_scales(other, fine[0]).sum()), rel=1e-9)
 
 
 def test_a_non_finite_square_is_dropped_for_its_block_alone_and_counted():
     """The gradient of the step is finite, so the step is taken, with the scales that there were."""
+
+    def batch(seed):
+        x, y = vectors(seed=seed)
+        return x.float(), y
+
     model = seeded_build(Rescaled).float()
     opt = plain_ekfac(model, lr=0.1, factor_update_steps=100, inv_update_steps=100)
     for seed in range(2):
-        train_step(opt, model, *float_vectors(seed), F.cross_entropy)
+        train_step(opt, model, *batch(seed), F.cross_entropy)
     before = snapshot(opt, model.first)
     other = snapshot(opt, model.second)
     skipped = opt.diagnostics()["skipped_statistics"]
     model.scale = 1e25
     weights = model.first.weight.detach().clone()
-    train_step(opt, model, *float_vectors(2), F.cross_entropy)
+    train_step(opt, model, *batch(2), F.cross_entropy)
     assert torch.isfinite(model.first.weight.grad).all()
     assert unchanged(opt, model.first, before, ("scale", "scale_weight"))
     assert not unchanged(opt, model.second, other, ("scale",))
@@ -95,9 +83,9 @@ def test_a_non_finite_square_is_dropped_for_its_block_alone_and_counted():
     assert torch.isfinite(model.first.weight).all()
     assert not torch.equal(model.first.weight, weights)
     model.scale = 1.0
-    train_step(opt, model, *float_vectors(3), F.cross_entropy)
+    train_step(opt, model, *batch(3), F.cross_entropy)
     assert not unchanged(opt, model.first, before, ("scale",))
-    assert torch.isfinite(held_scales(opt, model.first)).all()
+    assert torch.isfinite(ekfac.held_scales(opt, model.first)).all()
 
 
 def failing(*args, **kwargs):
@@ -153,7 +141,7 @@ def test_one_side_that_cannot_be_factorised_keeps_the_other_back(monkeypatch, si
 @pytest.mark.parametrize("transport", ["recompute", "project"])
 def test_an_input_buffer_may_be_filled_anew_between_micro_batches(transport):
     model, buffer = mlp(), torch.empty(4, 4, dtype=torch.float64)
-    opt = plain_ekfac(model, transport=transport, inv_update_steps=1 if transport == "recompute" else HELD)
+    opt = plain_ekfac(model, transport=transport, inv_update_steps=1 if transport == "recompute" else ekfac.HELD)
     x, y = vectors(8)
     with standing(opt):
         for _ in range(2):
@@ -162,7 +150,29 @@ def test_an_input_buffer_may_be_filled_anew_between_micro_batches(transport):
                 backward(model, buffer.copy_(rows), targets, F.cross_entropy, 1 / 2)
             buffer.fill_(7.0)
             opt.step()
-    assert_scales(opt, model, mlp(), x, y, F.cross_entropy)
+    ekfac.assert_scales(opt, model, mlp(), x, y, F.cross_entropy)
+
+
+@pytest.mark.parametrize("ignored", [0, 1])
+def test_a_head_whose_targets_are_all_ignored_takes_nothing_from_the_others(ignored):
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.one, self.two = (nn.Linear(4, n) for n in (4, 3, 3))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            z = torch.tanh(self.body(x))
+            return self.one(z), self.two(z)
+
+    model, (x, y) = seeded_build(Heads), vectors()
+    optimizer, outputs = KFAC(model, fisher="exact"), model(x)
+    targets = [torch.full_like(y, -100) if i == ignored else y for i in range(2)]
+    optimizer.observe(outputs, ["categorical", "categorical"], targets)
+    F.cross_entropy(outputs[1 - ignored], y).backward()
+    optimizer.step()
+    assert all(optimizer.state[layer.weight]["factor_g"].isfinite().all() for layer in model.children())
+    for used in (model.body, model.one if ignored else model.two):
+        assert optimizer.state[used.weight]["factor_g"].trace() > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,15 +212,5 @@ def test_rotated_gradients_do_not_outlive_the_step():
     opt.zero_grad()
     gc.collect()
     alive = [t for t in gc.get_objects() if isinstance(t, Tensor) and tuple(t.shape) == (30, 40)]
-    known = [model[0].weight, *state_of(opt, model[0]).values()]
+    known = [model[0].weight, *ekfac.state_of(opt, model[0]).values()]
     assert [t for t in alive if not any(t is k for k in known)] == []
-
-
-def test_calls_that_are_kept_for_the_step_count_as_pending():
-    model, (x, y) = mlp((4, 3)), vectors(64)
-    opt = plain_ekfac(model, transport="recompute", inv_update_steps=1)
-    assert opt.memory_usage()["pending"] == 0
-    backward(model, x, y, F.cross_entropy)
-    assert opt.memory_usage()["pending"] >= (64 * 4 + 64 * 3 + 5 * 5 + 3 * 3) * 8
-    opt.step()
-    assert opt.memory_usage()["pending"] == 0

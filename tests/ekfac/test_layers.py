@@ -8,24 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secondorder import EKFAC
-from tests.support.ekfac import (
-    assert_scales,
-    held,
-    held_bases,
-    held_scales,
-    measured,
-    next_directions,
-    plain_ekfac,
-    standing,
-    state_of,
-    train_step,
-)
+from tests.support.ekfac import assert_scales, held, held_bases, measured, next_directions, plain_ekfac, standing
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise, twin
 from tests.support.layer_cases import CASES, ONE_OF_EACH
-from tests.support.models import Tokens, images, mlp, seeded_build, vectors
-from tests.support.networks import CONVS, NORMED, SIZES, TOKENS, Flattened, RepeatedConv, Words, around, squares
+from tests.support.models import mlp, seeded_build
+from tests.support.networks import CONVS, NORMED, SIZES, TOKENS, Words, squares
 from tests.support.oracles.ekfac import exact_fisher, layer_gradients, operator, over_null_spaces, scales, solve
 from tests.support.oracles.kfac import covered_names
 
@@ -116,31 +104,6 @@ def test_convolutions(axes, padding, mode, shape, stride, dilation, bias, limit)
     check(lambda: nn.Sequential(twin(layer)), x, noise(*layer(x).shape, seed=1), max_factor_dim=limit)
 
 
-SUMMED = {  # model, inputs, targets, loss
-    "tokens in the batch axis": (Flattened, noise(4, 5, 3), noise(4, 5, 2, seed=1), squares),
-    # loss_terms is the business of the factors: the loss of an example is the mean over its tokens
-    "a loss per token": (Tokens, noise(4, 5, 3), labels(20, 3).view(4, 5), F.cross_entropy),
-    "calls of unequal sizes": (RepeatedConv, *images(), F.cross_entropy),
-}
-
-
-@pytest.mark.parametrize("case", SUMMED)
-def test_what_belongs_to_an_example_is_summed_before_squaring(case):
-    build, x, y, loss = SUMMED[case]
-    check(lambda: seeded_build(build), x, y, loss)
-
-
-@pytest.mark.parametrize(("frozen", "n_a"), [("bias", 4), ("weight", 1)])
-def test_frozen_parts(frozen, n_a):
-    def build():
-        model = mlp()
-        getattr(model[0], frozen).requires_grad_(False)
-        return model
-
-    opt, model = check(build, *vectors(), F.cross_entropy)
-    assert held_scales(opt, model[0]).shape == (1, 5, n_a)
-
-
 def test_dense_curvature_of_an_embedding_is_in_the_order_of_its_weight():
     model, y = seeded_build(Words), labels(5, 3)
     opt = measured(model, TOKENS, y, F.cross_entropy)
@@ -164,16 +127,6 @@ def test_norm_layers_have_the_exact_block_of_a_unit(kind, curvature):
     assert_close(V, solve(expected, gradient, 1e-2), 1e-8)
 
 
-@pytest.mark.parametrize(("limit", "sides"), [(1, "ag"), (4, "a"), (5, "")])
-def test_a_side_above_the_limit_has_the_identity_for_a_basis(limit, sides):
-    """d_in + 1 = 5 and d_out = 3: s is measured all the same; both sides diagonal: squares of plain gradients."""
-    opt, model = check(lambda: mlp((4, 3)), *vectors(), F.cross_entropy, max_factor_dim=limit)
-    state = state_of(opt, model[0])
-    for side in "ag":
-        assert (f"basis_{side}" in state) == (side not in sides)
-        assert state[f"factor_{side}"].ndim == (1 if side in sides else 2)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # How the batch came in, and what models do around their layers
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,101 +144,3 @@ def test_a_mean_over_outputs_multiplies_by_their_number(function):
         other = measured(total, x, y, lambda o, t: function(o, t, reduction="sum"), **summed)
         for name in ("0", "2"):
             assert_close(opt.dense_curvature(name), other.dense_curvature(name) / outputs, 1e-7)
-
-
-LAYOUTS = {
-    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
-    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-    "strided": lambda x: torch.stack([x, x], -1)[..., 0],
-    "expanded": lambda x: x[:, :, :1].expand_as(x),
-}
-
-
-def test_in_place_activations_views_and_memory_layouts_change_nothing():
-    x, y = images()
-    ways = [(x, options) for options in ({"inplace": True}, {"odd": True}, {"inplace": True, "odd": True})]
-    for changed, options in ways + [(change(x), {}) for change in LAYOUTS.values()]:
-        model = around(**options)
-        if changed.is_contiguous(memory_format=torch.channels_last):
-            model = model.to(memory_format=torch.channels_last)
-        opt = measured(model, changed, y, F.cross_entropy)
-        assert_scales(opt, model, around(), changed.contiguous(), y, F.cross_entropy)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 5e-2), (torch.float32, 1e-5)])
-def test_scales_of_low_precision_parameters_are_float32(dtype, tolerance):
-    model, (x, y) = mlp().to(dtype), vectors()
-    opt = measured(model, x.to(dtype), y, lambda o, t: F.cross_entropy(o.float(), t))
-    held = held_scales(opt, model[0])
-    assert held.dtype == torch.float32
-    bases = (Q.double() for Q in held_bases(opt, model[0]))
-    assert_close(held.double(), scales(layer_gradients(mlp(), "0", x, y, F.cross_entropy), *bases), tolerance)
-
-
-class Positions(nn.Module):
-    """A table of positions, which is looked up once for the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place, self.head = nn.Embedding(4, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(x + self.place(torch.arange(4)))).mean(1)
-
-
-def test_positions_that_all_examples_share_cannot_be_told_apart():
-    """That layer alone takes the fallback, and says why."""
-    model, x, y = seeded_build(Positions), noise(5, 4, 3), labels(5, 3)
-    with pytest.warns(UserWarning, match="place: .* shared by the whole batch"):
-        opt = measured(model, x, y, F.cross_entropy)
-    assert_scales(opt, model, seeded_build(Positions), x, y, F.cross_entropy, ["head"])
-    before = model.place.weight.detach().clone()
-    train_step(opt, model, x, y, F.cross_entropy)
-    assert_close(before - model.place.weight.detach(), model.place.weight.grad, 1e-9)
-    row = next(line for line in opt.describe().splitlines() if line.lstrip("| ").startswith("place.weight"))
-    assert "fallback" in row
-
-
-class Tabular(nn.Module):
-    """A column of categories beside numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kind, self.rest = nn.Embedding(3, 2), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.kind(x[:, 0].long()) + self.rest(x[:, 1:])
-
-
-def test_a_column_of_categories_is_no_table_of_positions():
-    """As many columns as examples: each row of the table still belongs to an example."""
-    model, rows = seeded_build(Tabular), noise(4, 4)
-    rows[:, 0] = torch.tensor([0.0, 1.0, 2.0, 0.0])
-    opt = measured(model, rows, torch.zeros(4, 2), F.mse_loss)
-    assert state_of(opt, model.kind)["scale_updates"] == 1
-
-
-class Video(nn.Module):
-    """Frames on the axis ``first``, in the batch axis of its layers."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        self.conv, self.norm, self.first = nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), first
-
-    def forward(self, x):
-        frames = self.norm(self.conv(x.flatten(0, 1)))
-        return frames.unflatten(0, x.shape[:2]).mean(1 - self.first).flatten(1)
-
-
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_frames_of_videos_that_lie_time_first(approx):
-    clips, found = noise(3, 5, 2, 4, 4), []  # [N, T, …]
-    for first in (0, 1):
-        model = seeded_build(lambda first=first: Video(first))
-        opt = EKFAC(model, lr=0.0, approx=approx, batch_dim=first)
-        x = clips if first == 0 else clips.transpose(0, 1)
-        for _ in range(2):
-            train_step(opt, model, x, 0.0, lambda z, _: z.square().sum(1).mean())
-        found.append([opt.dense_curvature(name) for name in ("conv", "norm")])
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-10)

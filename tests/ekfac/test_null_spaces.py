@@ -117,24 +117,25 @@ class Restated:
         self.rows, self.t, self.weight = 0, 0, 0.0
         self.A = self.G = self.m = self.v = self.Q = None
 
-    def direction(self, x, g, refresh):
-        """Of inputs ``[N, n_a]`` and gradients of the examples' own losses ``[N, n_g]``."""
+    def direction(self, x, g, update, refresh):
+        """Of inputs ``[N, n_a]`` and gradients of the examples' own losses ``[N, n_g]``; the factors may be updated."""
         x, g, n = x.double(), g.double(), len(x)
         gradient, self.t = g.T @ x / n, self.t + 1
         if self.m is None:
             self.A, self.G, self.m, self.v = 0 * x.T @ x, 0 * g.T @ g, 0 * gradient, 0 * gradient
         self.m = self.beta1 * self.m + (1 - self.beta1) * gradient
-        if refresh:  # the factors are averaged then, too
+        if update:
             self.weight, self.rows = 0.95 * self.weight + n, self.rows + n
             self.A = self.A + n / self.weight * (x.T @ x / n - self.A)
             self.G = self.G + n / self.weight * (g.T @ g / n - self.G)
+        if refresh:
             new = [torch.linalg.eigh(X).eigenvectors for X in (self.G, self.A)]
             if self.Q is not None:
                 R_g, R_a = (Q.T @ P for Q, P in zip(new, self.Q, strict=True))
                 self.v = R_g**2 @ self.v @ (R_a**2).T
             self.Q = new
             self.nulls = [max(len(Q) - self.rows, 0) for Q in new]
-        self.v = self.beta2 * self.v + (1 - self.beta2) * self.rotated(gradient, refresh) ** 2
+        self.v = self.beta2 * self.v + (1 - self.beta2) * self.rotated(gradient, update) ** 2
         k_g, k_a = self.nulls
         v = self.v / (1 - self.beta2**self.t)
         if k_a:
@@ -144,7 +145,7 @@ class Restated:
         m = self.m / (1 - self.beta1**self.t)
         m = self.beta1 * m + (1 - self.beta1) * gradient if self.nesterov else m
         Q_g, Q_a = self.Q
-        return Q_g @ (self.rotated(m, refresh) / (v.sqrt() + self.eps)) @ Q_a.T
+        return Q_g @ (self.rotated(m, update) / (v.sqrt() + self.eps)) @ Q_a.T
 
     def rotated(self, gradient, seen):
         """In the basis; along the null spaces of all rows so far gradients are 0, not their rounding."""
@@ -165,31 +166,36 @@ def spectral(V):
 
 
 @pytest.mark.parametrize(
-    ("n_a", "n_g", "examples", "refreshes", "keywords"),
-    [
-        (512, 512, 64, [True], {}),
-        (512, 512, 64, [True], {"orthogonalize": True}),
-        (256, 384, 24, [True, True, True], {"orthogonalize": True, "nesterov": True}),
-        (384, 256, 24, [True, False, False], {}),
+    ("sizes", "steps", "intervals", "keywords"),
+    [  # n_a, n_g and the number of examples; steps; of factors and of bases
+        ((512, 512, 64), 1, (1, 1), {}),
+        ((512, 512, 64), 1, (1, 1), {"orthogonalize": True}),
+        ((256, 384, 24), 3, (1, 1), {"orthogonalize": True, "nesterov": True}),
+        ((384, 256, 24), 3, (100, 100), {}),
+        ((5, 4, 12), 10, (1, 1), {}),
+        ((5, 4, 12), 10, (1, 3), {"scale_decay": 0.8, "fallback_eps": 1e-6}),
+        ((5, 4, 12), 10, (1, 100), {"nesterov": True}),
     ],
 )
-def test_float32_steps_are_those_of_float64(n_a, n_g, examples, refreshes, keywords):
-    """In direction and in length: the rounding of coordinates that are 0 is not raised to the length of the others."""
+def test_steps_are_those_of_the_restatement(sizes, steps, intervals, keywords):
+    """In direction and in length; in float32 the rounding of coordinates that are 0 is not raised to their length."""
     torch.manual_seed(0)
-    layer = nn.Linear(n_a, n_g, bias=False)
-    schedule = {"inv_update_steps": 1 if all(refreshes) else 100, "factor_update_steps": 1 if all(refreshes) else 100}
-    opt = EKFAC(layer, lr=0.1, scale_decay=0.9, kl_clip=None, **ADAM, **schedule, **keywords)
-    reference = Restated(0.9, nesterov="nesterov" in keywords)
-    for t, refresh in enumerate(refreshes):
-        x, g = torch.randn(examples, n_a), torch.randn(examples, n_g)
+    n_a, n_g, examples = sizes
+    dtype, tolerance = (torch.float64, 1e-9) if n_a < 10 else (torch.float32, 2e-3)
+    layer = nn.Linear(n_a, n_g, bias=False, dtype=dtype)
+    options = {"scale_decay": 0.9, "factor_update_steps": intervals[0], "inv_update_steps": intervals[1], **keywords}
+    opt = EKFAC(layer, lr=0.1, kl_clip=None, **ADAM, **options)
+    reference = Restated(options["scale_decay"], options.get("fallback_eps", 1e-8), nesterov="nesterov" in keywords)
+    for t in range(steps):
+        x, g = torch.randn(examples, n_a, dtype=dtype), torch.randn(examples, n_g, dtype=dtype)
         opt.zero_grad()
         (layer(x) * g).sum(1).mean().backward()
         with opt.keep_directions() as kept:
             opt.step()
-        expected = reference.direction(x, g, refresh)
+        expected = reference.direction(x, g, *(t % interval == 0 for interval in intervals))
         expected = spectral(expected) if "orthogonalize" in keywords else expected
         error = torch.linalg.matrix_norm(kept["weight"].double() - expected) / torch.linalg.matrix_norm(expected)
-        assert error < 2e-3, f"off by {error:.3g} at step {t}"
+        assert error < tolerance, f"off by {error:.3g} at step {t}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -8,11 +8,11 @@ from secondorder import EKFAC, KFAC, ParamScheduler
 from secondorder.linalg import polar
 
 
-def _drawn(*shape, dtype=torch.float64, seed=0):
+def drawn(*shape, dtype=torch.float64, seed=0):
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-def _expected(x):
+def expected_step(x):
     """The step of a matrix: the published iteration on its singular values, one number at a time."""
     u, s, v = torch.linalg.svd(x, full_matrices=False)
     s = s / torch.linalg.vector_norm(s)
@@ -21,27 +21,27 @@ def _expected(x):
     return 0.2 * max(x.shape) ** 0.5 * u @ torch.diag(s) @ v
 
 
-def _is_uniform(step, width):
+def is_uniform(step, width):
     values = torch.linalg.svdvals(step) / (0.2 * width**0.5)
     return bool((values > 0.5).all() & (values < 1.3).all())
 
 
 def test_polar_moves_singular_values_and_nothing_else():
     for shape in ((5, 5), (3, 8), (8, 3)):
-        x = _drawn(*shape)
-        torch.testing.assert_close(polar.step_of(x), _expected(x), rtol=1e-10, atol=1e-12)
-        assert _is_uniform(polar.polar(x), 25)
-    low_rank = polar.step_of(torch.outer(_drawn(64), _drawn(32, seed=1)))  # moves no further than others
+        x = drawn(*shape)
+        torch.testing.assert_close(polar.step_of(x), expected_step(x), rtol=1e-10, atol=1e-12)
+        assert is_uniform(polar.polar(x), 25)
+    low_rank = polar.step_of(torch.outer(drawn(64), drawn(32, seed=1)))  # moves no further than others
     assert torch.linalg.matrix_norm(low_rank, 2) < 1.3 * 0.2 * 8
-    full = polar.step_of(torch.linalg.qr(_drawn(64, 32))[0])
+    full = polar.step_of(torch.linalg.qr(drawn(64, 32))[0])
     assert 0.12 < full.square().mean().sqrt() < 0.25
-    x = _drawn(4, 6, dtype=torch.float32)
+    x = drawn(4, 6, dtype=torch.float32)
     for size in (1e30, 1e-30):
         torch.testing.assert_close(polar.step_of(size * x), polar.step_of(x), rtol=1e-4, atol=1e-5)
 
 
 def test_stacks_are_matrices_one_by_one_and_nothing_stays_nothing():
-    x = _drawn(3, 4, 6)
+    x = drawn(3, 4, 6)
     x[1] = 0
     found = polar.step_of(x)
     for one, part in zip(x, found, strict=True):
@@ -49,7 +49,7 @@ def test_stacks_are_matrices_one_by_one_and_nothing_stays_nothing():
     assert not found[1].any()
 
 
-class _Net(nn.Module):
+class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.words = nn.Embedding(7, 6)
@@ -63,7 +63,7 @@ class _Net(nn.Module):
         return self.head(torch.tanh(self.conv(hidden.mT)).flatten(1))
 
 
-def _batches(count, seed=1):
+def batches(count, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return [
         (torch.randint(7, (8, 4), generator=generator), torch.randint(3, (8,), generator=generator))
@@ -71,23 +71,23 @@ def _batches(count, seed=1):
     ]
 
 
-def _step(opt, model, x, y):
+def moves_of(opt, model, x, y):
     """The change of each parameter, and of each layer with a bias as one matrix, for a rate of 1."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     opt.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()
     opt.step()
     moves = {name: (before[name] - p.detach()) / opt.param_groups[0]["lr"] for name, p in model.named_parameters()}
-    for name in ("inner", "conv", "head") if isinstance(model, _Net) else ():
+    for name in ("inner", "conv", "head") if isinstance(model, Net) else ():
         moves[name] = torch.cat([moves[f"{name}.weight"].flatten(1), moves[f"{name}.bias"][:, None]], 1)
     return moves
 
 
-def _train(kind, steps=4, **keywords):
+def train(kind, steps=4, **keywords):
     torch.manual_seed(0)
-    model = _Net().double()
+    model = Net().double()
     opt = kind(model, lr=0.01, factor_update_steps=1, inv_update_steps=1, **keywords)
-    return opt, [_step(opt, model, x, y) for x, y in _batches(steps)]
+    return opt, [moves_of(opt, model, x, y) for x, y in batches(steps)]
 
 
 ADAM = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum": 0.8}
@@ -98,10 +98,10 @@ ADAM = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum"
     [(EKFAC, ADAM), (EKFAC, {"damping": 0.01, "momentum": 0.0}), (KFAC, {"damping": 0.01, "momentum": 0.0})],
 )
 def test_the_first_step_is_the_plain_one_with_its_singular_values_moved(kind, keywords):
-    _, (plain,) = _train(kind, 1, kl_clip=None, **keywords)
-    _, (found,) = _train(kind, 1, kl_clip=None, orthogonalize=True, **keywords)
+    _, (plain,) = train(kind, 1, kl_clip=None, **keywords)
+    _, (found,) = train(kind, 1, kl_clip=None, orthogonalize=True, **keywords)
     for layer in ("inner", "conv", "head"):
-        torch.testing.assert_close(found[layer], _expected(plain[layer]), rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(found[layer], expected_step(plain[layer]), rtol=1e-7, atol=1e-9)
     for name in ("words.weight", "norm.weight", "norm.bias"):
         torch.testing.assert_close(found[name], plain[name])
 
@@ -110,14 +110,14 @@ def test_each_group_of_a_convolution_is_a_matrix():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(4, 6, 2, groups=2, bias=False), nn.Flatten(), nn.Linear(18, 3)).double()
     opt = EKFAC(model, lr=1.0, orthogonalize=True, momentum=0.0, kl_clip=None, damping=0.01)
-    moves = _step(opt, model, _drawn(8, 4, 4), torch.arange(8) % 3)
+    moves = moves_of(opt, model, drawn(8, 4, 4), torch.arange(8) % 3)
     for part in moves["0.weight"].flatten(1).chunk(2):
-        assert _is_uniform(part, 4)
+        assert is_uniform(part, 4)
 
 
 def test_steps_have_their_own_size_whatever_the_clip():
-    _, free = _train(EKFAC, kl_clip=None, orthogonalize=True, momentum=0.0)
-    _, clipped = _train(EKFAC, kl_clip=1e-9, orthogonalize=True, momentum=0.0)
+    _, free = train(EKFAC, kl_clip=None, orthogonalize=True, momentum=0.0)
+    _, clipped = train(EKFAC, kl_clip=1e-9, orthogonalize=True, momentum=0.0)
     for layer in ("inner", "head"):
         # the other layers are clipped, so that later gradients differ
         torch.testing.assert_close(clipped[0][layer], free[0][layer])
@@ -126,10 +126,10 @@ def test_steps_have_their_own_size_whatever_the_clip():
 
 
 def test_graft_gives_the_length_and_the_polar_factor_the_direction():
-    _, (plain,) = _train(KFAC, 1, graft="adam", damping=0.01)
-    _, (found,) = _train(KFAC, 1, graft="adam", damping=0.01, orthogonalize=True)
+    _, (plain,) = train(KFAC, 1, graft="adam", damping=0.01)
+    _, (found,) = train(KFAC, 1, graft="adam", damping=0.01, orthogonalize=True)
     for layer in ("inner", "conv", "head"):
-        expected = _expected(plain[layer])
+        expected = expected_step(plain[layer])
         expected *= plain[layer].norm() / expected.norm()
         torch.testing.assert_close(found[layer].norm(), plain[layer].norm())
         torch.testing.assert_close(found[layer] / expected.norm(), expected / expected.norm(), rtol=1e-6, atol=1e-8)
@@ -138,14 +138,14 @@ def test_graft_gives_the_length_and_the_polar_factor_the_direction():
 def test_nesterov_before_preconditioning_against_a_loop():
     """The gradient and the corrected mean are mixed as heavy-ball Nesterov mixes them; bases stay those of step one."""
     frozen = {**ADAM, "scale_decay": 1.0, "fallback_eps": 1e-2, "kl_clip": None}
-    x, y, moves = _drawn(6, 4), torch.arange(6) % 3, {}
+    x, y, moves = drawn(6, 4), torch.arange(6) % 3, {}
     for nesterov in (False, True):
         model = nn.Linear(4, 3, bias=False).double()
-        model.weight.data.copy_(_drawn(3, 4, seed=1))
+        model.weight.data.copy_(drawn(3, 4, seed=1))
         opt = EKFAC(model, lr=0.05, nesterov=nesterov, inv_update_steps=10**6, factor_update_steps=1, **frozen)
         gradients = []
         for _ in range(3):
-            moves[nesterov] = _step(opt, model, x, y)["weight"]
+            moves[nesterov] = moves_of(opt, model, x, y)["weight"]
             gradients.append(model.weight.grad.clone())
         state = opt.state[model.weight]
         scale = state["scale"].sqrt() + 1e-2
@@ -159,13 +159,13 @@ def test_nesterov_before_preconditioning_against_a_loop():
 
 def test_it_may_be_scheduled_and_chosen_by_group():
     torch.manual_seed(0)
-    model = _Net().double()
+    model = Net().double()
     groups = [{"params": list(model.inner.parameters()), "orthogonalize": True}]
     groups.append({"params": [p for n, p in model.named_parameters() if not n.startswith("inner")]})
     opt = EKFAC(groups, module=model, lr=0.01, kl_clip=None, **ADAM)
     schedule = ParamScheduler(opt, orthogonalize={0: True, 1: False})
     for whole in (True, False):
-        assert _is_uniform(_step(opt, model, *_batches(1)[0])["inner"], 7) == whole
+        assert is_uniform(moves_of(opt, model, *batches(1)[0])["inner"], 7) == whole
         schedule.step()
 
 
@@ -193,13 +193,13 @@ def test_what_does_not_go_with_it_is_refused(options, error, told):
 
 def test_a_resumed_run_goes_on_bit_for_bit():
     keywords = {**ADAM, "orthogonalize": True, "nesterov": True}
-    opt, _ = _train(EKFAC, 3, **keywords)
-    again, _ = _train(EKFAC, 0, **keywords)
+    opt, _ = train(EKFAC, 3, **keywords)
+    again, _ = train(EKFAC, 0, **keywords)
     again.module.load_state_dict(opt.module.state_dict())
     again.load_state_dict(opt.state_dict())
-    for x, y in _batches(3, seed=2):
+    for x, y in batches(3, seed=2):
         for one in (opt, again):
-            _step(one, one.module, x, y)
+            moves_of(one, one.module, x, y)
     for p, q in zip(opt.module.parameters(), again.module.parameters(), strict=True):
         assert torch.equal(p, q)
 
@@ -212,26 +212,26 @@ def test_the_plan_counts_the_iteration():
     assert extra - plain == 5 * (2 * 4 * 4 * 10 + 2 * 4 * 4 * 4 + 2 * 4 * 4 * 10)
 
 
-def _error(found, exact):
+def error_of(found, exact):
     return float((found - exact).norm() / exact.norm())
 
 
 def test_bfloat16_moves_a_step_of_full_rank_by_a_few_percent():
     """Small matrices and double precision stay."""
     for shape in ((128, 200), (2, 160, 128)):
-        x = _drawn(*shape, dtype=torch.float32)
-        exact = torch.stack([_expected(part) for part in x.double().reshape(-1, *shape[-2:])]).reshape(shape)
+        x = drawn(*shape, dtype=torch.float32)
+        exact = torch.stack([expected_step(part) for part in x.double().reshape(-1, *shape[-2:])]).reshape(shape)
         low = polar.step_of(x, torch.bfloat16)
         assert low.dtype == torch.float32
-        assert 1e-3 < _error(low, exact) < 0.05
-        assert _error(polar.step_of(x), exact) < 1e-4
+        assert 1e-3 < error_of(low, exact) < 0.05
+        assert error_of(polar.step_of(x), exact) < 1e-4
         assert torch.equal(polar.step_of(x), polar.step_of(x, torch.float32))
-    for x in (_drawn(127, 500, dtype=torch.float32), _drawn(128, 128)):
+    for x in (drawn(127, 500, dtype=torch.float32), drawn(128, 128)):
         assert torch.equal(polar.step_of(x), polar.step_of(x, torch.bfloat16))
 
 
 def test_of_a_low_rank_float32_leaves_zeros_and_bfloat16_does_not():
-    left, right = (torch.linalg.qr(_drawn(n, 8, dtype=torch.float32, seed=n))[0] for n in (160, 200))
+    left, right = (torch.linalg.qr(drawn(n, 8, dtype=torch.float32, seed=n))[0] for n in (160, 200))
     x = left @ right.T
     outside = torch.eye(160) - left @ left.T
     fine, low = (polar.step_of(x, dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -241,11 +241,11 @@ def test_of_a_low_rank_float32_leaves_zeros_and_bfloat16_does_not():
 
 @pytest.mark.parametrize("kind", [EKFAC, KFAC])
 def test_the_precision_of_the_products_can_be_chosen(kind):
-    steps, x = [], _drawn(200, 150, dtype=torch.float32)
+    steps, x = [], drawn(200, 150, dtype=torch.float32)
     for chosen in ({}, {"orthogonal_dtype": torch.float32}, {"orthogonal_dtype": torch.bfloat16}):
         torch.manual_seed(0)
         model = nn.Linear(150, 140)
         opt = kind(model, lr=1.0, damping=0.1, momentum=0.0, orthogonalize=True, **chosen)
-        steps.append(_step(opt, model, x, torch.arange(200) % 140)["weight"])
+        steps.append(moves_of(opt, model, x, torch.arange(200) % 140)["weight"])
     assert torch.equal(steps[0], steps[1])
-    assert 1e-3 < _error(steps[2], steps[0]) < 0.1
+    assert 1e-3 < error_of(steps[2], steps[0]) < 0.1

@@ -1,4 +1,4 @@
-"""When bases and scales are renewed, what a refresh makes of the scales, and what must leave them alone."""
+"""When bases and scales are renewed, what a refresh makes of the scales, what leaves them alone, changed options."""
 
 import copy
 
@@ -7,28 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.ekfac import (
-    Branches,
-    assert_scales,
-    held_bases,
-    held_scales,
-    network,
-    next_directions,
-    plain_ekfac,
-    regression,
-    snapshot,
-    standing,
-    state_of,
-    train_step,
-    unchanged,
-)
+from tests.support import ekfac
+from tests.support.ekfac import Branches, held_bases, network, plain_ekfac, regression, standing, state_of, train_step
 from tests.support.grid import each
-from tests.support.kfac import assert_close, noise
+from tests.support.kfac import assert_close, noise, plain_kfac
 from tests.support.models import mlp, seeded_build, vectors
-from tests.support.oracles.ekfac import Reference, diagonal_in, exact_fisher, layer_gradients, operator, scales, solve
-
-modes = pytest.mark.parametrize("basis_update", ["eigh", "qr"])
-
+from tests.support.oracles.ekfac import Reference, diagonal_in, layer_gradients, operator, scales, solve, values
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The order of a step
@@ -51,7 +35,7 @@ def follow(opt, model, references, dues, lr=0.05, data=regression):
         plain.load_state_dict(model.state_dict())
         for j, reference in enumerate(references):
             reference.step(plain, x, y, F.mse_loss, dues(t, j))
-        moved = next_directions(opt, model, x, y, F.mse_loss, [reference.name for reference in references])
+        moved = ekfac.next_directions(opt, model, x, y, F.mse_loss, [reference.name for reference in references])
         for reference in references:
             name, fisher = reference.name, reference.operator()
             state, (gradient, change) = state_of(opt, model.get_submodule(name)), moved[name]
@@ -121,20 +105,6 @@ def test_options_of_the_schedule_against_the_restatement(case):
     follow(opt, model, [Reference(name, **known) for name in ("0", "2")], dues)
 
 
-def test_steps_without_a_due_update_leave_the_scales_bit_identical():
-    """Also those on which the factors are due: λ is never added in place."""
-    model = network()
-    opt = plain_ekfac(model, lr=0.01, damping=0.3, scale_update_steps=5, inv_update_steps=10, factor_update_steps=1)
-    for t in range(6):
-        train_step(opt, model, *regression(seed=t), F.mse_loss)
-    before = snapshot(opt, model[0])
-    for t in range(6, 9):
-        train_step(opt, model, *regression(seed=t), F.mse_loss)
-        assert unchanged(opt, model[0], before)
-        assert unchanged(opt, model[0], before, ("basis_a", "basis_g"))
-    assert not unchanged(opt, model[0], before, ("factor_a", "factor_updates"))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Transport
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,12 +119,12 @@ def test_what_a_refresh_makes_of_the_scales(transport, basis_update):
     with standing(opt):
         for t in range(3):
             train_step(opt, model, *regression(seed=t), F.mse_loss)
-        (Q_B, Q_A), s = held_bases(opt, model[0]), held_scales(opt, model[0])
+        (Q_B, Q_A), s = held_bases(opt, model[0]), ekfac.held_scales(opt, model[0])
         weight = 0.5 * float(state_of(opt, model[0])["scale_weight"]) + 12
         G = layer_gradients(plain, "0", *batch, F.mse_loss)
         s = s + 12 / weight * (scales(G, Q_B, Q_A) - s)
         train_step(opt, model, *batch, F.mse_loss)
-    state, now, held = state_of(opt, model[0]), held_bases(opt, model[0]), held_scales(opt, model[0])
+    state, now, held = state_of(opt, model[0]), held_bases(opt, model[0]), ekfac.held_scales(opt, model[0])
     assert state["refreshes"] == 2
     assert float((now[1] - Q_A).abs().max()) > 1e-3
     if transport == "none":  # by their index; cheap columns are sorted, and the scales with them
@@ -175,26 +145,7 @@ def test_what_a_refresh_makes_of_the_scales(transport, basis_update):
     with standing(opt):  # (β·start + batch) / (β + 1): the start weighs as one update
         train_step(opt, model, *regression(seed=4), F.mse_loss)
     batch_scales = scales(layer_gradients(plain, "0", *regression(seed=4), F.mse_loss), *now)
-    assert_close(held_scales(opt, model[0]), held + (batch_scales - held) / 1.5, 1e-10)
-
-
-@each(transport=["project", "none"], basis_update=["eigh", "qr"])
-def test_the_sum_of_the_scales_survives_any_refresh(transport, basis_update):
-    """With β = 1 it is the pooled trace of the exact blocks, whatever happened to the basis in between."""
-    model, plain = network(), network()
-    opt = plain_ekfac(
-        model, factor_decay=1.0, inv_update_steps=1, transport=transport, basis_update=basis_update, full_every=3
-    )
-    traces = []
-    with standing(opt):
-        for t in range(8):
-            x, y = regression(seed=t)
-            train_step(opt, model, x, y, F.mse_loss)
-            if t:
-                traces.append(float(exact_fisher(layer_gradients(plain, "0", x, y, F.mse_loss)).trace()))
-                held = held_scales(opt, model[0])
-                assert float(held.sum()) == pytest.approx(sum(traces) / t, rel=1e-9)
-                assert float(held.min()) >= 0
+    assert_close(ekfac.held_scales(opt, model[0]), held + (batch_scales - held) / 1.5, 1e-10)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -258,16 +209,16 @@ def test_a_late_branch_begins_with_a_basis_measures_afterwards_and_keeps_its_sca
         model.both = True
         for seed in (3, 4):
             train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
-        before, used = snapshot(opt, model.rare), held_scales(opt, model.used)
+        before, used = ekfac.snapshot(opt, model.rare), ekfac.held_scales(opt, model.used)
         model.both = False
         train_step(opt, model, *vectors(seed=5), F.cross_entropy)
-    assert unchanged(opt, model.rare, before)
-    assert not torch.equal(held_scales(opt, model.used), used)
+    assert ekfac.unchanged(opt, model.rare, before)
+    assert not torch.equal(ekfac.held_scales(opt, model.used), used)
     state = state_of(opt, model.rare)
     assert state["refreshes"] == 1
     assert state["scale_updates"] == (1 if estimator == "intra" else 2)
     if estimator == "intra":
-        assert_scales(opt, model, seeded_build(Branches), *vectors(seed=4), F.cross_entropy, ["rare"])
+        ekfac.assert_scales(opt, model, seeded_build(Branches), *vectors(seed=4), F.cross_entropy, ["rare"])
 
 
 @pytest.mark.parametrize("transport", ["project", "kfac", "none"])
@@ -285,7 +236,7 @@ def test_refreshes_before_the_first_measurement_leave_no_trace_in_it(transport):
                 assert_close(state["scale"], torch.outer(state["eigenvalues_g"], state["eigenvalues_a"]), 1e-12)
         opt.param_groups[0]["inv_update_steps"] = 10**6
         train_step(opt, model, *batch, F.mse_loss)
-    assert_scales(opt, model, network(), *batch, F.mse_loss)
+    ekfac.assert_scales(opt, model, network(), *batch, F.mse_loss)
     assert state["scale_updates"] == 1
     assert float(state["scale_weight"]) == 12
 
@@ -301,3 +252,97 @@ def test_a_scale_that_starts_again_from_eigenvalues_weighs_as_one_update(options
             train_step(opt, model, *vectors(8, seed=t), F.cross_entropy)
     assert state_of(opt, model[0])["refreshes"] == 2
     assert float(state_of(opt, model[0])["scale_weight"]) == pytest.approx(8)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options that change between steps, and those of checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+ADAM = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum": 0.9, "lr": 1e-2}
+
+
+ACTING = {  # options of a layer whose scale is not due, and what is changed in front of a forward
+    "interval of intra": ("intra", {"scale_update_steps": 50}, {"scale_update_steps": 1}),
+    "interval of running": ("running", {"scale_update_steps": 50}, {"scale_update_steps": 1}),
+    "to intra": ("intra", {"estimator": "running"}, {"estimator": "intra"}),
+    "to running": ("running", {"estimator": "intra"}, {"estimator": "running"}),
+}
+
+
+@pytest.mark.parametrize("case", ACTING)
+def test_interval_and_estimator_of_the_scale_act_on_the_forward_that_begins(case):
+    estimator, before, after = ACTING[case]
+    model = mlp()
+    opt = plain_ekfac(model, **{"estimator": estimator, **before}, factor_update_steps=100, scale_decay=0.0, lr=0.0)
+    for seed in range(5):
+        train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
+    opt.param_groups[0].update(after)
+    x, y = vectors(7, seed=9)
+    updates = state_of(opt, model[0])["scale_updates"]
+    train_step(opt, model, x, y, F.cross_entropy)
+    assert state_of(opt, model[0])["scale_updates"] == updates + 1
+    ekfac.assert_scales(opt, model, mlp(), x, y, F.cross_entropy, estimator=estimator)
+
+
+CHANGES = {
+    "inverse": (plain_kfac, {"inverse_method": "eigen"}, {"inverse_method": "cholesky"}),
+    "bound": (plain_kfac, {"max_factor_dim": None}, {"max_factor_dim": 4}),
+    "bound of bases": (plain_ekfac, {"max_factor_dim": None}, {"max_factor_dim": 4}),
+    "bases": (plain_ekfac, {"basis_update": "eigh"}, {"basis_update": "qr"}),
+    "momentum": (plain_ekfac, {"momentum_mode": "post"}, {"momentum_mode": "pre"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+def test_options_that_decide_the_state_act_from_the_next_step_on(change, back):
+    """On one batch without memory: state and direction are those of an optimizer that had the option from the start."""
+    build, before, after = CHANGES[change]
+    if back:
+        before, after = after, before
+    x, y = vectors()
+    found = []
+    for first in (after, before):
+        model = mlp()
+        opt = build(model, factor_decay=0.0, inv_update_steps=1, **first)
+        with standing(opt):
+            for _ in range(3):
+                train_step(opt, model, x, y, F.cross_entropy)
+            opt.param_groups[0].update(after)
+            train_step(opt, model, x, y, F.cross_entropy)
+            keys = {name: set(opt.state[p]) for name, p in model.named_parameters()}
+            for _ in range(2):
+                train_step(opt, model, x, y, F.cross_entropy)
+        assert keys == {name: set(opt.state[p]) for name, p in model.named_parameters()}
+        moved = ekfac.next_directions(opt, model, x, y, F.cross_entropy, ["0", "2"])
+        found.append((keys, {name: V for name, (_, V) in moved.items()}))
+    optional = {"momentum_buffer"}  # made where it is first needed
+    assert {n: k - optional for n, k in found[0][0].items()} == {n: k - optional for n, k in found[1][0].items()}
+    for name in ("0", "2"):
+        assert_close(found[1][1][name], found[0][1][name], 1e-7, name)
+
+
+REFUSED_LOADS = {
+    "fisher": ({"estimator": "running"}, {"fisher": "mc"}),
+    "model": ({"momentum_mode": "pre"}, {"quadratic_model": True}),
+    "adaptive": (ADAM, {"adaptive_damping": True}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_LOADS)
+def test_a_checkpoint_whose_options_exclude_those_of_the_optimizer_is_refused_whole(case):
+    theirs, mine = REFUSED_LOADS[case]
+    model, other = mlp(), mlp()
+    opt, second = plain_ekfac(model, **theirs), plain_ekfac(other, **mine)
+    for seed in range(2):
+        train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in second.param_groups]
+    states, start = [copy.deepcopy(second.state[p]) for p in other.parameters()], values(other[0])
+    with pytest.raises(ValueError, match=r"running|pre"):
+        second.load_state_dict(opt.state_dict())
+    assert [{k: v for k, v in g.items() if k != "params"} for g in second.param_groups] == groups
+    assert torch.equal(values(other[0]), start)
+    for p, state in zip(other.parameters(), states, strict=True):
+        assert second.state[p].keys() == state.keys()
+        assert all(torch.equal(torch.as_tensor(second.state[p][k]), torch.as_tensor(v)) for k, v in state.items())

@@ -5,192 +5,67 @@ gradients of all other examples are set to zero. It is the oracle of everything 
 """
 
 import itertools
-import sys
-from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from secondorder.capture.layers import conv
 from secondorder.capture.layers.conv import ConvTransposeAdapter
 from secondorder.capture.layers.embedding import EmbeddingAdapter, EmbeddingBagAdapter
-from secondorder.capture.layers.norms import (
-    BatchNormAdapter,
-    LayerNormAdapter,
-    RMSNormAdapter,
-)
-from secondorder.capture.layers.others import (
-    BilinearAdapter,
-    StackedAdapter,
-    hugging_face_conv1d,
-)
+from secondorder.capture.layers.norms import BatchNormAdapter, LayerNormAdapter
+from secondorder.capture.layers.others import BilinearAdapter, StackedAdapter
 from tests.support.grid import each, pairs
-from tests.support.layer_cases import Conv1D
-
-TRAINED = {"both": (True, True), "weight": (True, False), "bias": (False, True)}
+from tests.support.networks import TRANSPOSED
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, check_dtype=False)
 
 
-def strange(x: Tensor) -> Tensor:
-    """The same values in memory of another order."""
-    return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+# ---------------------------------------------------------------------------------------------------------------------
+# Transposed convolutions; their factors under every option are in `test_layer_types.py`
+# ---------------------------------------------------------------------------------------------------------------------
 
 
-def gradients(module: nn.Module, y: Tensor, g: Tensor) -> list[Tensor | None]:
-    """Gradients of weight and bias, None where they are frozen or absent."""
-    params = [getattr(module, name, None) for name in ("weight", "bias")]
-    trained = [p for p in params if p is not None and p.requires_grad]
-    found = iter(torch.autograd.grad(y, trained, g, retain_graph=True))
-    return [next(found) if p is not None and p.requires_grad else None for p in params]
-
-
-def freeze(module: nn.Module, has_weight: bool, has_bias: bool) -> tuple[bool, bool]:
-    """Freeze parameters; returns which of the two are there and trained."""
-    module.weight.requires_grad_(has_weight)
-    bias = getattr(module, "bias", None)
-    if bias is not None:
-        bias.requires_grad_(has_bias)
-    return has_weight, has_bias and bias is not None
-
-
-def with_ones(adapter, rows: Tensor) -> Tensor:
-    return torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], -1) if adapter.has_bias else rows
-
-
-def check(adapter, module: nn.Module, args: tuple, examples: int, owner: Tensor | None = None, **kwargs) -> None:
-    """Every promise of an adapter about one call.
-
-    ``owner`` names the example of each element of the output, if it is not the first axis split evenly.
-    """
+def check_rows(adapter, module: nn.Module, args: tuple, examples: int, **kwargs) -> tuple[Tensor, ...]:
+    """Σ g aᵀ of the rows is the gradient; returns the prepared input, the output gradient, and both kinds of rows."""
     y = module(*args, **kwargs)
-    g = torch.randn_like(y)
-    if owner is None:
-        first = torch.arange(len(y)) // (len(y) // examples)
-        owner = first.view(-1, *[1] * (y.dim() - 1)).expand_as(y)
-    whole = gradients(module, y, g)
-    single = [gradients(module, y, g * (owner == n)) for n in range(examples)]
-    matrix, by_example = adapter.to_matrix(*whole), torch.stack([adapter.to_matrix(*one) for one in single])
-    lead = (adapter.groups,) if adapter.groups > 1 else ()
-    assert matrix.shape == (*lead, adapter.n_g, adapter.n_a)
-    x = adapter.prepare(args, kwargs)
-    for x_, g_ in ((x, g), (strange(x), strange(g))):
-        check_rows(adapter, x_, g_, examples, matrix, by_example)
-    check_parameters(adapter, module, matrix, whole)
-
-
-def check_rows(adapter, x: Tensor, g: Tensor, examples: int, matrix: Tensor, by_example: Tensor) -> None:
-    x_ = x if adapter.needs_input else None
-    rows, sums = adapter.output_rows(g, x_, examples), adapter.output_sums(g, x_, examples)
-    outputs = adapter.example_outputs(g, x_, examples)
-    close(outputs.sum(-2), sums)
-    close(rows.sum(-2), sums.sum(-2))
-    by_group = by_example.movedim(0, -3)  # [(Γ,) N, n_g, n_a]
-    if adapter.constant_input:
-        close(rows.sum(-2)[..., None], matrix)
-        close(sums[..., None], by_group)
-        return
-    a = with_ones(adapter, torch.cat(list(adapter.input_rows(x)), -2))
-    close(rows.mT @ a, matrix)
-    inputs = with_ones(adapter, adapter.example_inputs(x, examples))
-    close(outputs.mT @ inputs, by_group)
-    totals, positions = adapter.input_sums(x, examples)
-    assert positions == inputs.shape[-2]
-    close(totals, inputs.sum(-2)[..., : adapter.d_in])
-    squares, count = adapter.input_squares(x)
-    assert count == a.shape[-2]
-    close(squares, a.square().sum(-2)[..., : adapter.d_in])
-    sampled = adapter.sample_rows(x, g, 1, examples, torch.Generator().manual_seed(0))
-    if sampled is not None:
-        check_sample(sampled, a[..., : adapter.d_in], rows)
-
-
-def check_sample(sampled: tuple[Tensor, Tensor, float], a: Tensor, g: Tensor) -> None:
-    """Rows drawn at random are different ones of all rows, those of a and of g at the same positions."""
-    pairs, drawn = torch.cat([a, g], -1), torch.cat(sampled[:2], -1)
-    equal = (drawn[..., :, None, :] == pairs[..., None, :, :]).all(-1)
-    assert equal.any(-1).all()
-    assert equal.any(-2).sum() >= drawn.shape[-2]
-    assert drawn.shape[-2] * sampled[2] == pytest.approx(pairs.shape[-2])
-
-
-def check_parameters(adapter, module: nn.Module, matrix: Tensor, grads: list[Tensor | None]) -> None:
-    """Parameters to a matrix and back."""
-    back = adapter.from_matrix(matrix, module.weight if adapter.has_weight else None)
-    for part, gradient in zip(back, grads, strict=True):
-        assert (part is None) == (gradient is None)
-        if part is not None:
-            assert torch.equal(part, gradient)
-            assert part.is_contiguous()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Transposed convolutions
-# ---------------------------------------------------------------------------------------------------------------------
-TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
-
-
-@settings(max_examples=60)
-@given(st.data())
-def test_transposed_convolutions_of_every_option(data):
-    axes = data.draw(st.integers(1, 3))
-
-    def each(low, high):
-        return tuple(data.draw(st.integers(low, high)) for _ in range(axes))
-
-    groups = data.draw(st.integers(1, 2))
-    sizes, kernel, stride, dilation, padding = each(1, 4), each(1, 3), each(1, 3), each(1, 2), each(0, 3)
-    output_padding = tuple(data.draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
-    options = {"groups": groups, "stride": stride, "dilation": dilation, "padding": padding}
-    module = TRANSPOSED[axes](2 * groups, 3 * groups, kernel, output_padding=output_padding, **options).double()
-    out = [
-        (n - 1) * s - 2 * p + d * (k - 1) + extra + 1
-        for n, s, p, d, k, extra in zip(sizes, stride, padding, dilation, kernel, output_padding, strict=True)
-    ]
-    assume(min(out) > 0)
-    trained = freeze(module, *data.draw(st.sampled_from(list(TRAINED.values()))))
-    x = torch.randn(4, 2 * groups, *sizes, dtype=torch.float64)
-    check(ConvTransposeAdapter(module, *trained), module, (x,), data.draw(st.sampled_from([2, 4])))
+    g, x = torch.randn_like(y), adapter.prepare(args, kwargs)
+    a, rows = torch.cat(list(adapter.input_rows(x)), -2), adapter.output_rows(g, x, examples)
+    matrix = adapter.to_matrix(*torch.autograd.grad(y, [module.weight, module.bias], g))
+    close(rows.mT @ torch.cat([a, torch.ones_like(a[..., :1])], -1), matrix)
+    return x, g, a, rows
 
 
 @each(axes=[1, 2, 3], batched=[True, False], by_keyword=[True, False])
 def test_transposed_convolution_with_an_output_size(axes, batched, by_keyword):
     module = TRANSPOSED[axes](2, 3, 3, stride=3, padding=1).double()
     adapter = ConvTransposeAdapter(module, True, True)
-    x = torch.randn(2, 2, *[2, 3, 2][:axes], dtype=torch.float64)
+    x, size = torch.randn(2, 2, *[2, 3, 2][:axes], dtype=torch.float64), [6, 7, 5][:axes]  # the smallest is [4, 7, 4]
     x = x if batched else x[0]
-    size = [6, 7, 5][:axes]  # the smallest is [4, 7, 4]
     assert adapter.is_unbatched(adapter.prepare((x, size), {})) != batched
-    owner = None if batched else torch.zeros(3, *size, dtype=torch.int64)
     args, kwargs = ((x,), {"output_size": size}) if by_keyword else ((x, size), {})
-    check(adapter, module, args, 2 if batched else 1, owner, **kwargs)
+    check_rows(adapter, module, args, 2 if batched else 1, **kwargs)
 
 
-def test_a_transposed_convolution_of_many_examples_comes_in_chunks():
+def test_rows_of_many_examples_come_in_chunks_and_those_that_are_drawn_belong_together():
     module = nn.ConvTranspose2d(8, 2, 5, stride=4).double()
-    adapter = ConvTransposeAdapter(module, True, True)
-    x = torch.randn(3, 8, 16, 20, dtype=torch.float64)
+    adapter, x = ConvTransposeAdapter(module, True, True), torch.randn(3, 8, 16, 20, dtype=torch.float64)
     assert len(list(adapter.input_rows(x))) > 1
-    check(adapter, module, (x.to(memory_format=torch.channels_last),), 3)
+    x, g, *rows = check_rows(adapter, module, (x.to(memory_format=torch.channels_last),), 3)
+    *drawn, ratio = adapter.sample_rows(x, g, 2, 3, torch.Generator().manual_seed(0))
+    pairs_of_rows, drawn = torch.cat(rows, -1), torch.cat(drawn, -1)
+    equal = (drawn[:, None] == pairs_of_rows).all(-1)
+    assert equal.any(1).all()
+    assert equal.any(0).sum() == len(drawn) == 6  # different ones
+    assert len(drawn) * ratio == pytest.approx(len(pairs_of_rows))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Normalisation
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_rms_norm_without_eps_takes_that_of_torch():
-    tiny = torch.full((2, 4), 1e-3)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        module, x = nn.RMSNorm(4, dtype=dtype), tiny.to(dtype)
-        found = RMSNormAdapter(module, True).normalized(x).to(dtype)
-        torch.testing.assert_close(found, module(x).detach(), rtol=1e-2, atol=0)
 
 
 def test_examples_that_cannot_be_told_apart_are_refused_with_the_shape():
@@ -213,8 +88,10 @@ def check_table(adapter, module: nn.Module, args: tuple, rows: Tensor, owner: Te
     g, examples = torch.randn_like(y), int(owner.max()) + 1
     x = adapter.prepare(args, kwargs)
     flat, per_row = g.reshape(-1, module.embedding_dim), owner.view(*y.shape[:-1], 1)
-    whole = gradients(module, y, g)[0]
-    single = [gradients(module, y, g * (per_row == n))[0] for n in range(examples)]
+    whole, *single = (
+        torch.autograd.grad(y, module.weight, part, retain_graph=True)[0]
+        for part in (g, *(g * (per_row == n) for n in range(examples)))
+    )
     matrix = adapter.to_matrix(whole, None)
     assert matrix.shape == (adapter.n_g, adapter.n_a) == (module.embedding_dim, module.num_embeddings)
     found = adapter.output_rows(g, x, examples)
@@ -276,13 +153,6 @@ def test_embedding_whose_positions_come_first_or_are_shared():
     for question in (adapter.indices, adapter.input_sums, lambda x, n: adapter.example_squares(x, torch.ones(4, 3), n)):
         with pytest.raises(ValueError, match="do not split into the 3 examples"):
             question(x, 3)
-
-
-def test_natural_order_is_that_of_the_table():
-    adapter = EmbeddingAdapter(nn.Embedding(4, 3), True)
-    tables = torch.randn(5, 4, 3, dtype=torch.float64)
-    matrices = torch.stack([adapter.to_matrix(t, None).flatten() for t in tables])
-    close(adapter.natural_order(matrices.mT @ matrices), tables.flatten(1).mT @ tables.flatten(1))
 
 
 def dense_bags(module: nn.EmbeddingBag, bags: list[list[int]], weights: list[list[float]] | None) -> Tensor:
@@ -354,16 +224,6 @@ def test_positions_of_stacked_linears_come_first():
     assert adapter.is_unbatched(torch.ones(2))
 
 
-def test_the_conv1d_of_transformers_is_found_once_it_is_imported(monkeypatch):
-    monkeypatch.delitem(sys.modules, "transformers.pytorch_utils", raising=False)
-    assert hugging_face_conv1d() is None
-    library = ModuleType("transformers.pytorch_utils")
-    monkeypatch.setitem(sys.modules, "transformers.pytorch_utils", library)
-    assert hugging_face_conv1d() is None
-    library.Conv1D = Conv1D
-    assert hugging_face_conv1d() is Conv1D
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Precision and refusals
 # ---------------------------------------------------------------------------------------------------------------------
@@ -379,31 +239,6 @@ def test_sums_of_half_precision_are_not_rounded_to_it():
             sums = adapter.output_sums(torch.ones(shape, dtype=dtype), x, 1)
             assert sums.dtype == torch.float32
             assert set(sums.flatten().tolist()) == {257.0}  # bfloat16 has 8 bits
-
-
-REFUSALS = [
-    (EmbeddingAdapter, nn.Embedding(4, 3, sparse=True), "sparse"),
-    (EmbeddingAdapter, nn.Embedding(4, 3, max_norm=1.0), "max_norm"),
-    (EmbeddingAdapter, nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
-    (EmbeddingBagAdapter, nn.EmbeddingBag(4, 3, mode="max"), "max"),
-    (EmbeddingBagAdapter, nn.EmbeddingBag(4, 3, mode="sum", sparse=True), "sparse"),
-    (EmbeddingBagAdapter, nn.EmbeddingBag(4, 3, max_norm=1.0), "max_norm"),
-    (EmbeddingBagAdapter, nn.EmbeddingBag(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
-    (BatchNormAdapter, nn.SyncBatchNorm(3), "ranks"),
-    (EmbeddingAdapter, nn.Embedding(4, 3, padding_idx=1), ""),
-    (EmbeddingBagAdapter, nn.EmbeddingBag(4, 3, mode="sum", include_last_offset=True), ""),
-    (BatchNormAdapter, nn.BatchNorm2d(3), ""),
-    (LayerNormAdapter, nn.LayerNorm(3), ""),
-    (ConvTransposeAdapter, nn.ConvTranspose2d(1, 1, 1), ""),
-]
-
-
-def test_what_cannot_be_right_is_refused_in_words_and_nothing_else_is():
-    for adapter, module, word in REFUSALS:
-        reason = adapter.refusal(module)
-        assert word in reason
-        assert (type(module).__name__ in reason) == bool(word)
-        assert bool(reason) == bool(word)
 
 
 @pytest.mark.parametrize("kernel", [3, 5])

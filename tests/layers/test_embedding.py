@@ -1,5 +1,6 @@
-"""Lookup tables: padding, positions that the whole batch shares, memory, and what has no block."""
+"""Lookup tables: positions that the whole batch shares, memory, what has no block, tables that are heads as well."""
 
+import copy
 import warnings
 
 import pytest
@@ -7,39 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from secondorder import EKFAC, KFAC, HyLo
+from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, labels, plain_kfac, twin
 from tests.support.layer_cases import Words, words
 from tests.support.models import seeded_build
-from tests.support.oracles.layers import (
-    block_state,
-    check_block,
-    follows_fallback,
-    largest_tensor,
-    row_of,
-    step_of,
-    train,
-)
+from tests.support.oracles import layers as oracle
+from tests.support.oracles.kfac import solve_exact
+from tests.support.oracles.layers import Tape, check_block, embedding, expected_pairs, row_of, singles, step_of, train
 
 V, D, N, S = 7, 3, 4, 4
-
-
-def test_more_padding_changes_nothing():
-    """Two batches that differ in the number of padding positions only, with a loss summed over real tokens."""
-
-    class Summed(Words):
-        def forward(self, x):
-            z = torch.tanh(self.embedding(x)) * (x != 0)[..., None]
-            return self.head(z.sum(1))
-
-    y, short = labels(N, 3), words(N, S).clamp(min=1)
-    held = []
-    for x in (short, F.pad(short, (0, 3)), F.pad(short, (2, 0))):
-        model = seeded_build(lambda: Summed(padding_idx=0))
-        opt = plain_kfac(model)
-        train(opt, model, (x,), y, F.cross_entropy)
-        held.append(opt.dense_curvature("embedding"))
-    assert_close(held[1], held[0])
-    assert_close(held[2], held[0])
 
 
 class Positioned(nn.Module):
@@ -91,9 +69,9 @@ def test_a_large_vocabulary_makes_no_square_matrix_and_no_one_hot_rows(kind, met
     x, y = torch.randint(vocabulary, (8, 16)), labels(8, 2)
     model(x)
     opt = plain_kfac(model, inverse_method=method, momentum=0.0)
-    with largest_tensor() as largest:
+    with oracle.largest_tensor() as largest:
         train(opt, model, (x,), y, F.cross_entropy)
-    state = block_state(opt, "0")
+    state = oracle.block_state(opt, "0")
     assert state["factor_a"].shape == (vocabulary,)
     assert state["factor_g"].shape == (width, width)
     second = {"eigen": 2 * vocabulary + width + width**2, "cholesky": vocabulary + width**2}[method]
@@ -124,17 +102,19 @@ REFUSALS = [
     (nn.Embedding, {"scale_grad_by_freq": True}, "scale_grad_by_freq"),
     (nn.EmbeddingBag, {"sparse": True}, "sparse"),
     (nn.EmbeddingBag, {"mode": "max"}, "max"),
+    (nn.EmbeddingBag, {"max_norm": 1.0}, "max_norm"),
+    (nn.EmbeddingBag, {"scale_grad_by_freq": True}, "scale_grad_by_freq"),
 ]
 
 
-def test_refused_options_take_the_fallback_say_why_and_are_told_once():
+def test_refused_options_take_the_fallback_and_say_why_once():
     x, y = words(N, S), labels(N, 3)
     for kind, options, reason in REFUSALS:
         model = seeded_build(lambda kind=kind, options=options: Refused(kind, **options))
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             opt = plain_kfac(model, lr=0.1)
-            assert follows_fallback(opt, "table.weight", reason)
+            assert oracle.follows_fallback(opt, "table.weight", reason)
             assert "fallback" not in row_of(opt, "head.weight")
             F.cross_entropy(model(x), y).backward()
             ((gradient, moved),) = step_of(opt, [model.table.weight])
@@ -157,3 +137,154 @@ def test_a_table_without_a_trained_weight_or_without_a_word_is_no_trouble():
     train(opt, model, (torch.zeros_like(x),), y, F.cross_entropy)  # nothing but padding
     train(opt, model, (x,), y, F.cross_entropy)
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A table that is also the output projection, as in GPT-2: two kinds of use of one weight
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Language(nn.Module):
+    """Words, a layer, logits of words; ``tied`` says whether table and head are one weight."""
+
+    def __init__(self, tied: bool, head_first: bool = False, bias: bool = False) -> None:
+        super().__init__()
+        if head_first:
+            self.head = nn.Linear(D, V, bias=bias)
+        self.words, self.body = nn.Embedding(V, D), nn.Linear(D, D)
+        if not head_first:
+            self.head = nn.Linear(D, V, bias=bias)
+        nn.init.normal_(self.words.weight)
+        self.head.weight = self.words.weight if tied else nn.Parameter(self.words.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(self.words(x)))).transpose(1, 2)
+
+    def by_hand(self, tape: Tape, x: Tensor) -> Tensor:
+        z = embedding(tape, "words", x, self.words.weight)
+        z = torch.tanh(tape.linear("body", self.body, z))
+        return tape.linear("head", self.head, z).transpose(1, 2)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    words = torch.randint(V, (2, N, S), generator=torch.Generator().manual_seed(0))
+    return words[0], words[1]
+
+
+def untied_pairs(approx: str = "expand") -> dict:
+    """Statistics of each use, from a copy whose two weights are equal but not one."""
+    x, y = data()
+    plain = seeded_build(lambda: Language(False))
+    return expected_pairs(plain.by_hand, singles(x), y.split(1), F.cross_entropy, approx)
+
+
+@each(method=[KFAC, EKFAC, HyLo], head_first=[False, True])
+def test_by_default_the_head_has_the_block_without_a_warning(method, head_first):
+    (x, y), model = data(), seeded_build(lambda: Language(True, head_first))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt, chosen = method(model), method(copy.deepcopy(model), tied="head")
+        for optimizer in (opt, chosen):
+            for _ in range(3):
+                train(optimizer, optimizer.module, (x,), y, F.cross_entropy)
+    assert set(opt.blocks) == {"head", "body"}
+    assert "its use in words has no statistics" in opt.describe()
+    assert "fallback" not in opt.describe()
+    for mine, theirs in zip(opt.param_groups[0]["params"], chosen.param_groups[0]["params"], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_without_a_choice_the_shared_weight_takes_the_fallback_and_says_why():
+    (x, y), model = data(), seeded_build(lambda: Language(True))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        opt = plain_kfac(model, lr=0.1, tied=None)
+    assert set(opt.blocks) == {"body"}
+    assert oracle.follows_fallback(opt, "words.weight", "tied")
+    assert [w for w in told if "tied" in str(w.message)]
+    F.cross_entropy(model(x), y).backward()
+    ((gradient, moved),) = step_of(opt, [model.words.weight])
+    assert_close(moved, 0.1 * gradient)
+
+
+@pairs(tied=["embedding", "head"], head_first=[False, True], approx=["expand", "reduce"])
+def test_the_statistics_are_those_of_the_use_that_is_chosen(tied, head_first, approx):
+    (x, y), model = data(), seeded_build(lambda: Language(True, head_first))
+    model.load_state_dict(seeded_build(lambda: Language(True)).state_dict(), strict=True)
+    use = "words" if tied == "embedding" else "head"
+    A, B = untied_pairs(approx)[use]
+    opt = plain_kfac(model, tied=tied, approx=approx, damping=0.02)
+    assert set(opt.blocks) == {use, "body"}
+    assert "fallback" not in opt.describe()
+    F.cross_entropy(model(x), y).backward()
+    ((gradient, moved),) = step_of(opt, [model.words.weight])
+    if tied == "head":
+        check_block(opt, use, (A, B))
+        assert_close(moved, solve_exact(B, A, gradient, 0.02), 1e-8)
+    else:
+        A = oracle.diagonal_of(A)
+        check_block(opt, use, (A, B), torch.kron(A, B))
+        assert_close(moved.mT, solve_exact(B, A, gradient.mT, 0.02), 1e-8)
+
+
+def test_a_model_without_ties_does_not_care():
+    (x, y), expected = data(), untied_pairs()
+    for tied in (None, "embedding", "head"):
+        model = seeded_build(lambda: Language(False))
+        opt = plain_kfac(model, tied=tied)
+        train(opt, model, (x,), y, F.cross_entropy)
+        assert set(opt.blocks) == {"words", "body", "head"}
+        check_block(opt, "head", expected["head"])
+        check_block(opt, "words", expected["words"], torch.kron(*expected["words"]))
+
+
+class ThreeWay(nn.Module):
+    """Two tables and a head, as translators share them."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.source, self.target, self.body = nn.Embedding(V, D), nn.Embedding(V, D), nn.Linear(D, D)
+        self.head, weight = nn.Linear(D, V, bias=False), self.source.weight
+        self.target.weight = weight
+        self.head.weight = weight if tied else nn.Parameter(weight.detach().clone())
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        z = torch.tanh(self.source(x).mean(1, keepdim=True) * self.target(z))
+        return self.head(torch.tanh(self.body(z))).transpose(1, 2)
+
+    def by_hand(self, tape: Tape, x: Tensor, z: Tensor) -> Tensor:
+        x = embedding(tape, "source", x, self.source.weight)
+        z = torch.tanh(x.mean(1, keepdim=True) * embedding(tape, "source", z, self.source.weight))
+        return tape.linear("head", self.head, torch.tanh(tape.linear("body", self.body, z))).transpose(1, 2)
+
+
+@pytest.mark.parametrize("tied", ["embedding", "head", None])
+def test_two_tables_and_a_head_of_one_weight(tied):
+    """Two tables alone are one block without asking."""
+    (x, y), model = data(), seeded_build(lambda: ThreeWay(tied is not None))
+    plain = seeded_build(lambda: ThreeWay(False))
+    z = x.flip(0)[:, :2]
+    expected = expected_pairs(plain.by_hand, singles(x, z), y[:, :2].split(1), F.cross_entropy)
+    opt = plain_kfac(model, **({} if tied is None else {"tied": tied}))
+    train(opt, model, (x, z), y[:, :2], F.cross_entropy)
+    if tied != "head":
+        check_block(opt, "source", expected["source"], torch.kron(*expected["source"]))
+    if tied != "embedding":
+        check_block(opt, "head", expected["head"])
+    assert "fallback" not in opt.describe()
+
+
+def test_a_tied_head_with_a_bias_of_its_own():
+    """The bias has one use only; it is covered or says why, and the tie does not crash."""
+    x, y = data()
+    for tied in (None, "embedding", "head"):
+        model = seeded_build(lambda: Language(True, bias=True))
+        opt = plain_kfac(model, tied=tied, lr=0.1)
+        for _ in range(2):
+            train(opt, model, (x,), y, F.cross_entropy)
+        row = row_of(opt, "head.bias")
+        assert "fallback" in row or "block" in row
+        assert torch.isfinite(model.head.bias).all()
+    for value in ("both", 1, True):
+        with pytest.raises((ValueError, TypeError), match="tied"):
+            plain_kfac(model, tied=value)

@@ -10,11 +10,9 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -119,6 +117,9 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+LENGTHS = {"packed": [5, 2, 2], "unsorted": [2, 4, 1], "alone": [3]}  # of packed sequences
+
+
 def check_rows(module: nn.Module, taps: dict[str, Tap]) -> None:
     """Rows of each part make the gradients of its parameters, and every parameter is in one part."""
     named, covered = dict(module.named_parameters()), []
@@ -135,7 +136,7 @@ def check_rows(module: nn.Module, taps: dict[str, Tap]) -> None:
 @pairs(
     lambda kind, form, batch_first, **_: not (form == "sequence" and batch_first),
     kind=LAYERS.keys(),
-    form=["batch", "sequence", "packed", "unsorted"],
+    form=["batch", "sequence", "packed", "unsorted", "alone"],
     states_given=[False, True],
     num_layers=[1, 2],
     bidirectional=[False, True],
@@ -151,15 +152,15 @@ def test_layers_give_torchs_results_and_their_rows_make_the_gradients(
     if own:
         options |= {"LSTM": {"proj_size": 2}, "RNN": {"nonlinearity": "relu"}}.get(kind, {})
     plain, seen, taps = tapped(kind, **options)
-    batch = () if form == "sequence" else (N,)
+    batch = {"sequence": (), "alone": (1,)}.get(form, (N,))
     number = num_layers * (1 + bidirectional)
     given = states(kind, number, *batch, proj=options.get("proj_size", 0)) if states_given else None
     pack = None
     inputs = [noise(T, *batch, D)]
     if batch_first:
         inputs = [inputs[0].transpose(0, 1)]
-    if form in ("packed", "unsorted"):
-        lengths = [5, 2, 2] if form == "packed" else [2, 4, 1]
+    if form in LENGTHS:
+        lengths = LENGTHS[form]
         inputs = [noise(length, D, seed=i) for i, length in enumerate(lengths)]
         pack = lambda xs: pack_sequence(xs, enforce_sorted=form == "packed")  # noqa: E731
     found, expected = (outcome(m, inputs, given, kind, pack) for m in (seen, plain))
@@ -180,18 +181,6 @@ def test_cells_give_torchs_results_and_their_rows_make_the_gradients(kind, optio
     given = states(kind, *batch) if states_given else None
     assert_equal(*(outcome(m, [noise(*batch, D)], given, kind) for m in (seen, plain)))
     check_rows(seen, taps)
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.booleans(), st.sampled_from(list(LAYERS)))
-def test_packed_sequences_of_any_lengths(lengths, both, kind):
-    plain, seen = pair(kind, bidirectional=both, num_layers=2)
-    inputs = [noise(length, D, seed=i) for i, length in enumerate(lengths)]
-    given = states(kind, 2 * (1 + both), len(lengths))
-    pack = lambda xs: pack_sequence(xs, enforce_sorted=False)  # noqa: E731
-    assert_equal(outcome(seen, inputs, given, kind, pack), outcome(plain, inputs, given, kind, pack))
-    output, _ = seen(pack(inputs))
-    assert isinstance(output, PackedSequence)
-    assert_equal(list(pad_packed_sequence(output)), list(pad_packed_sequence(plain(pack(inputs))[0])))
 
 
 @each(kind=LAYERS.keys(), packed=[False, True])
@@ -301,30 +290,6 @@ def test_the_input_goes_in_one_product_and_the_state_step_by_step():
         "ih_l0_reverse": [(1, 4, D)],
         "hh_l0_reverse": [(1, H), (1, H), (2, H)],
     }
-
-
-def test_parts_name_the_parameters():
-    def named(module):
-        return [
-            (p.suffix, p.weight_name, p.bias_name, p.groups, [g for _, g in p.taps])
-            for p in expose(module).linear_parts()
-        ]
-
-    def one(name, bias=True):
-        return (name, f"weight_{name}", f"bias_{name}" if bias else None, 1, [-1])
-
-    def ones(*names, bias=True):
-        return [one(name, bias) for name in names]
-
-    assert named(build("GRU", bidirectional=True)) == ones("ih_l0", "hh_l0", "ih_l0_reverse", "hh_l0_reverse")
-    assert named(build("LSTM", bias=False, proj_size=2)) == ones("ih_l0", "hh_l0", "hr_l0", bias=False)
-    assert named(build("RNN", num_layers=2)) == ones("ih_l0", "hh_l0", "ih_l1", "hh_l1")
-    assert named(build("LSTMCell")) == ones("ih", "hh")
-    assert named(build("RNNCell", bias=False)) == ones("ih", "hh", bias=False)
-    assert named(build("MultiheadAttention", 6, 2)) == [
-        ("in_proj", "in_proj_weight", "in_proj_bias", 3, [-1, 0, 1, 2]),
-        ("out_proj", "out_proj.weight", "out_proj.bias", 1, [-1]),
-    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -210,3 +210,73 @@ def test_what_computes_something_else_is_left_out_by_name():
             opt = KFAC(model)
         assert list(opt.blocks) == ["0"]
         assert follows_fallback(opt, "1.weight", "no adapter")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A GPT as nanoGPT writes it is covered without a keyword: tied weights, a LayerNorm of its own, learned positions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+VOCABULARY, CONTEXT, SIZE = 31, 12, 16
+
+
+class Layer(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = NanoGPTNorm(SIZE, bias), NanoGPTNorm(SIZE, bias)
+        self.c_attn, self.c_proj = nn.Linear(SIZE, 3 * SIZE, bias=False), nn.Linear(SIZE, SIZE, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(SIZE, 4 * SIZE), nn.GELU(), nn.Linear(4 * SIZE, SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.c_attn(self.ln_1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, SIZE), nn.Embedding(CONTEXT, SIZE)
+        self.h, self.ln_f = nn.Sequential(Layer(bias), Layer(bias)), NanoGPTNorm(SIZE, bias)
+        self.lm_head = nn.Linear(SIZE, VOCABULARY, bias=False)
+        self.wte.weight = self.lm_head.weight
+
+    def forward(self, idx: Tensor) -> Tensor:
+        return self.lm_head(self.ln_f(self.h(self.wte(idx) + self.wpe(torch.arange(idx.shape[1])))))
+
+
+@pytest.mark.parametrize(
+    ("method", "bias", "keywords"),
+    [
+        (KFAC, True, {}),
+        (KFAC, False, {"lr": 1e-2, "graft": "adam"}),
+        (EKFAC, True, {"lr": 1e-2, "graft": "adam"}),
+        (HyLo, True, {"lr": 1e-2, "graft": "adam"}),
+    ],
+)
+def test_it_is_covered_but_for_positions_that_have_no_gradients_of_examples(method, bias, keywords):
+    """They are looked up once for the whole batch, which is nothing to K-FAC and one warning of the other methods."""
+    torch.manual_seed(0)
+    model, losses = GPT(bias), []
+    words = torch.randint(VOCABULARY, (5, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        opt = method(model, **keywords)
+        for _ in range(8):
+            opt.zero_grad()
+            loss = F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    rows = opt.describe().splitlines()
+    left_out = [row.split()[0] for row in rows if "fallback" in row]
+    if method is KFAC:
+        assert not found
+        assert left_out == []
+        assert len([row for row in rows if "block '" in row]) == len(list(model.parameters()))
+    else:
+        (warning,) = found
+        assert "(wpe: its 12 rows may be shared by the whole batch" in str(warning.message)
+        assert left_out == ["wpe.weight"]

@@ -9,7 +9,8 @@ from torch import nn
 
 from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, plain_kfac, twin
-from tests.support.layer_cases import CASES, ONE_OF_EACH, RECURRENCE, LayerCase, parameters_of
+from tests.support.layer_cases import CASES, ONE_OF_EACH, RECURRENCE, LayerCase, conv, parameters_of
+from tests.support.networks import TRANSPOSED
 from tests.support.oracles.kfac import solve_exact, solve_pi
 from tests.support.oracles.layers import Tape, row_of, train
 
@@ -47,6 +48,40 @@ def test_factors_are_those_of_the_definition(name):
             torch.testing.assert_close(p.grad, q.grad, **exact)
         opt.step()
         case.check(opt, case.factors(case.model(), approx))
+
+
+def output_exists(axes, kernel, stride, dilation, padding, output_padding, **_):
+    """For inputs of two pixels on each axis; torch wants the output padding below the stride or the dilation."""
+    return (
+        output_padding < max(stride, dilation) and stride - 2 * padding + dilation * (kernel - 1) + output_padding >= 0
+    )
+
+
+@pairs(
+    output_exists,
+    axes=[1, 2, 3],
+    kernel=[1, 2, 3],
+    stride=[1, 2, 3],
+    dilation=[1, 2],
+    padding=[0, 1, 3],
+    output_padding=[0, 1, 2],
+    groups=[1, 2],
+    trained=["both", "weight", "bias"],
+    approx=["expand", "reduce"],
+)
+def test_transposed_convolutions_of_every_option(
+    axes, kernel, stride, dilation, padding, output_padding, groups, trained, approx
+):
+    options = {"stride": stride, "dilation": dilation, "padding": padding, "output_padding": output_padding}
+    sizes = (2 * groups, 3 * groups, kernel)
+    case = conv(TRANSPOSED[axes], sizes, {"groups": groups, **options}, (2,) * axes)
+    model, (inputs, y) = case.model(), case.data()
+    for name, p in model.conv.named_parameters():
+        p.requires_grad_(trained in ("both", name))
+    expected = case.factors(twin(model), approx)
+    opt = plain_kfac(model, approx=approx)
+    train(opt, model, inputs, y, case.loss)
+    case.check(opt, expected)
 
 
 @each(

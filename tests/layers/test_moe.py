@@ -6,22 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-import secondorder
+from secondorder.nn import expose
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
-from tests.support.layer_cases import Experts, Mixture, Stacked, gates
+from tests.support.layer_cases import Experts
 from tests.support.models import seeded_build
-from tests.support.oracles.layers import (
-    Tape,
-    block_state,
-    check_block,
-    expected_pairs,
-    follows_fallback,
-    row_of,
-    singles,
-    step_of,
-    train,
-)
+from tests.support.oracles import layers as oracle
+from tests.support.oracles.layers import block_state, check_block, expected_pairs, row_of, singles, step_of, train
 
 N, S, D, E = 4, 3, 4, 3
 
@@ -56,27 +47,6 @@ def test_experts_without_tokens_in_a_step(calls_the_idle):
                 assert torch.equal(model.experts[i].weight, before.experts[i].weight)
         kept = {name: opt.dense_curvature(name) for name in opt.blocks if block_state(opt, name)["factor_updates"]}
     assert "fallback" not in opt.describe()
-
-
-def test_an_expert_of_one_micro_batch_only():
-    model, y, x = seeded_build(lambda: Experts(False)), labels(2 * N, 3), noise(2 * N, S, D)
-    route = torch.cat([routes(0, 2), routes(1)])
-    expected = expected_pairs(twin(model).by_hand, singles(x, route), y.split(1), F.cross_entropy)
-    opt = plain_kfac(model)
-    for part in (slice(0, N), slice(N, None)):
-        (F.cross_entropy(model(x[part], route[part]), y[part]) / 2).backward()
-    opt.step()
-    for name, pair in expected.items():
-        check_block(opt, name, pair)
-
-
-def test_stacked_experts_of_no_registered_type_take_the_fallback_and_say_why():
-    model, x, y = seeded_build(lambda: Mixture(Stacked)), noise(N, S, D), labels(N, 3)
-    opt = plain_kfac(model, lr=0.1)
-    assert follows_fallback(opt, "experts.weight", "Stacked", "register_layer")
-    F.cross_entropy(model(x, gates()), y).backward()
-    for gradient, moved in step_of(opt, list(model.experts.parameters())):
-        assert_close(moved, 0.1 * gradient)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,7 +84,7 @@ class Tuned(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.layer(x)).mean(1))
 
-    def by_hand(self, tape: Tape, x: Tensor) -> Tensor:
+    def by_hand(self, tape: oracle.Tape, x: Tensor) -> Tensor:
         low = tape.linear("layer.lora_A", self.layer.lora_A, x)
         z = self.layer.base(x) + 0.5 * tape.linear("layer.lora_B", self.layer.lora_B, low)
         return tape.linear("head", self.head, torch.tanh(z).mean(1))
@@ -206,7 +176,7 @@ def test_parametrized_layers_take_the_fallback_say_why_and_train(wrapper, kind):
     opt = plain_kfac(model, lr=0.1)
     assert set(opt.blocks) == {"head"}
     for name in names:
-        assert follows_fallback(opt, f"layer.{name}", "parametri"), row_of(opt, f"layer.{name}")
+        assert oracle.follows_fallback(opt, f"layer.{name}", "parametri"), row_of(opt, f"layer.{name}")
     F.cross_entropy(model(x), y).backward()
     for gradient, moved in step_of(opt, list(model.layer.parameters())):
         assert_close(moved, 0.1 * gradient)
@@ -214,85 +184,61 @@ def test_parametrized_layers_take_the_fallback_say_why_and_train(wrapper, kind):
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_a_parametrized_bias_alone():
-    class Double(nn.Module):
-        def forward(self, x):
-            return 2 * x
+class Projected(nn.Module):
+    """Attention or recurrence with a weight that is parametrized, a mean over positions, a head."""
 
-    def build() -> nn.Module:
-        layer = nn.Linear(4, 4)
-        nn.utils.parametrize.register_parametrization(layer, "bias", Double())
-        return Wrapped(layer)
+    def __init__(self, kind: str, wrapper: str, part: str) -> None:
+        super().__init__()
+        layer = nn.LSTM(4, 4, batch_first=True) if kind == "LSTM" else nn.MultiheadAttention(4, 2, batch_first=True)
+        self.layer, self.head = layer, nn.Linear(4, 3)
+        owner, names = (layer.out_proj, ()) if part == "out_proj" else (layer, (part,))
+        WRAPPERS[wrapper](owner, *names)
 
-    model, x, y = seeded_build(build), noise(N, 4), labels(N, 3)
-    opt = plain_kfac(model, lr=0.1)
-    assert follows_fallback(opt, "layer.parametrizations.bias.original", "parametri")
-    train(opt, model, (x,), y, F.cross_entropy)
-    assert all(torch.isfinite(p).all() for p in model.parameters())
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x) if isinstance(self.layer, nn.LSTM) else self.layer(x, x, x)
+        return self.head(torch.tanh(z[0]).mean(1))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:.*weight_norm.*deprecated")
-@pytest.mark.parametrize(("wrapper", "kind"), [("weight_norm", "attention"), ("weight_norm of old", "LSTM")])
-def test_parametrized_attention_and_recurrence_do_not_crash(wrapper, kind):
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            if kind == "LSTM":
-                self.layer = WRAPPERS[wrapper](nn.LSTM(4, 4, batch_first=True), "weight_hh_l0")
-            else:
-                self.layer = WRAPPERS[wrapper](nn.MultiheadAttention(4, 2, batch_first=True), "in_proj_weight")
-            self.head = nn.Linear(4, 3)
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
 
-        def forward(self, x):
-            z = self.layer(x)[0] if kind == "LSTM" else self.layer(x, x, x)[0]
-            return self.head(torch.tanh(z).mean(1))
 
-    model, x, y = seeded_build(Model), noise(N, S, 4), labels(N, 3)
-    model = secondorder.nn.expose(model)
-    opt = plain_kfac(model, lr=0.1)
-    F.cross_entropy(model(x), y).backward()
-    wrapped = [
-        (name, p) for name, p in model.layer.named_parameters() if "original" in name or name[-2:] in ("_g", "_v")
-    ]
-    assert len(wrapped) == 2
-    for (name, _), (gradient, moved) in zip(wrapped, step_of(opt, [p for _, p in wrapped]), strict=True):
-        assert follows_fallback(opt, f"layer.{name}"), name
-        assert_close(moved, 0.1 * gradient)
-    train(opt, model, (x,), y, F.cross_entropy)
-    assert all(torch.isfinite(p).all() for p in model.parameters())
+def doubled_bias() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    nn.utils.parametrize.register_parametrization(layer, "bias", Double())
+    return Wrapped(layer)
+
+
+PARAMETRIZED = {
+    "bias alone": (doubled_bias, noise(N, 4)),
+    "exposed LSTM": (lambda: expose(Projected("LSTM", "weight_norm of old", "weight_hh_l0")), noise(N, S, 4)),
+    "exposed attention": (lambda: expose(Projected("attention", "weight_norm", "in_proj_weight")), noise(N, S, 4)),
+    "attention": (lambda: Projected("attention", "weight_norm", "in_proj_weight"), noise(N, S, 4)),
+    "attention, old": (lambda: Projected("attention", "weight_norm of old", "in_proj_weight"), noise(N, S, 4)),
+    # torch itself never renews an out_proj under weight_norm of old
+    "outputs of attention": (lambda: Projected("attention", "weight_norm", "out_proj"), noise(N, S, 4)),
+}
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:.*weight_norm.*deprecated")
-@pytest.mark.parametrize(
-    ("part", "wrapper"),
-    [  # torch itself never renews an out_proj under weight_norm of old
-        ("in_proj_weight", "weight_norm"),
-        ("in_proj_weight", "weight_norm of old"),
-        ("out_proj", "weight_norm"),
-    ],
-)
-def test_parametrized_attention_promises_no_block_that_captures_nothing(wrapper, part):
+@pytest.mark.parametrize("kind", PARAMETRIZED)
+def test_parametrized_parts_promise_no_block_that_captures_nothing(kind):
     """Whatever is left of such a layer: a row that names a block has statistics behind it, the others say why not."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
-            if part == "out_proj":
-                WRAPPERS[wrapper](self.layer.out_proj)
-            else:
-                WRAPPERS[wrapper](self.layer, part)
-
-        def forward(self, x):
-            return self.head(torch.tanh(self.layer(x, x, x)[0]).mean(1))
-
-    model, x, y = seeded_build(Model), noise(N, S, 4), labels(N, 3)
+    build, x = PARAMETRIZED[kind]
+    model, y = seeded_build(build), labels(N, 3)
     opt = plain_kfac(model, lr=0.1)
-    promised = {name for name, _ in model.named_parameters() if "fallback" not in row_of(opt, name)}
+    rows = {name: row_of(opt, name) for name, _ in model.named_parameters()}
+    left_out = [name for name, row in rows.items() if "fallback" in row]
+    assert any("original" in name or name[-2:] in ("_g", "_v") for name in left_out)
+    F.cross_entropy(model(x), y).backward()
+    for gradient, moved in step_of(opt, [model.get_parameter(name) for name in left_out]):
+        assert_close(moved, 0.1 * gradient)
+    for name in rows.keys() - {"head.weight", "head.bias"}:
+        if name in left_out:
+            assert oracle.follows_fallback(opt, name, "parametri"), row_of(opt, name)
+        else:
+            block = next(b for b in opt.blocks.values() if any(p is model.get_parameter(name) for p in b.params))
+            assert block_state(opt, block.name)["factor_updates"] == 1, name
     train(opt, model, (x,), y, F.cross_entropy)
-    for name in promised - {"head.weight", "head.bias"}:
-        block = next(b for b in opt.blocks.values() if any(p is model.get_parameter(name) for p in b.params))
-        assert block_state(opt, block.name)["factor_updates"] == 1, name
-    for name, _ in model.named_parameters():
-        if name not in promised:
-            assert follows_fallback(opt, name, "parametri"), row_of(opt, name)
+    assert all(torch.isfinite(p).all() for p in model.parameters())

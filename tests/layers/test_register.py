@@ -1,6 +1,7 @@
-"""`register_layer`: a user's own layer in every method, by an adapter of a few lines."""
+"""`register_layer`: a user's own layer in every method, by an adapter of a few lines; and Hugging Face's `Conv1D`."""
 
-from collections.abc import Iterator
+import sys
+import types
 
 import pytest
 import torch
@@ -9,16 +10,12 @@ from torch import Tensor, nn
 
 import secondorder
 from secondorder import KFAC
-from tests.support.kfac import assert_close, labels, noise, plain_kfac, train_step
-from tests.support.layer_cases import CASES, Gain, GainAdapter, Own
+from secondorder.capture.layers.others import hugging_face_conv1d
+from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
+from tests.support.layer_cases import CASES, Conv1D, Gain, GainAdapter, GPT2Attention, LayerCase, Own
 from tests.support.models import seeded_build, vectors
-from tests.support.oracles.kfac import expected_factors
-from tests.support.oracles.layers import (
-    check_block,
-    follows_fallback,
-    step_of,
-    train,
-)
+from tests.support.oracles.kfac import solve_exact
+from tests.support.oracles.layers import Tape, check_block, expected_pairs, follows_fallback, singles, step_of, train
 
 N, S, D = 4, 3, 4
 REGISTERED = CASES["registered"]
@@ -104,56 +101,32 @@ class Rescaled(nn.Linear):
         return F.linear(2 * x, self.weight, self.bias)
 
 
-class RescaledAdapter(secondorder.Adapter):
+class RescaledAdapter(GainAdapter):
+    weight_name, bias_name = "weight", "bias"
+    to_matrix, from_matrix = secondorder.Adapter.to_matrix, secondorder.Adapter.from_matrix
+
     def __init__(self, module: Rescaled, has_weight: bool, has_bias: bool) -> None:
-        super().__init__(module, has_weight, has_bias)
+        secondorder.Adapter.__init__(self, module, has_weight, has_bias)
         self.d_out, self.d_in = module.weight.shape
-
-    def is_unbatched(self, x: Tensor) -> bool:
-        return x.dim() == 1
-
-    def input_rows(self, x: Tensor) -> Iterator[Tensor]:
-        yield 2 * x.reshape(-1, self.d_in)
-
-    def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
-        return g.reshape(-1, self.d_out)
-
-    def example_inputs(self, x: Tensor, examples: int) -> Tensor:
-        return 2 * x.reshape(examples, -1, self.d_in)
-
-    def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
-        return g.reshape(examples, -1, self.d_out)
+        self.gain = 2.0
 
 
 def test_a_subclass_of_a_torch_layer_with_a_forward_of_its_own_can_be_registered_itself():
     class Mine(Rescaled):
         pass
 
-    def build() -> nn.Module:
-        return nn.Sequential(Mine(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    def by_hand(tape: Tape, x: Tensor) -> Tensor:
+        z = tape.product("0", 2 * x, plain[0].weight, plain[0].bias)
+        return tape.linear("2", plain[2], torch.tanh(z))
 
-    class Doubled(nn.Module):
-        """The same network, the doubling in front of an ordinary layer."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-
-        def forward(self, x):
-            return self.inner(2 * x)
-
-    x, y = vectors()
-    before = plain_kfac(seeded_build(build))
-    assert follows_fallback(before, "0.weight", "Mine", "overrides")
-    plain = seeded_build(Doubled)
-    expected = expected_factors(plain, x, y, F.cross_entropy)
+    model, (x, y) = seeded_build(lambda: nn.Sequential(Mine(4, 5), nn.Tanh(), nn.Linear(5, 3))), vectors()
+    plain = twin(model)
+    assert follows_fallback(plain_kfac(twin(model)), "0.weight", "Mine", "overrides")
     secondorder.register_layer(Mine, RescaledAdapter)
-    model = seeded_build(build)
-    model.load_state_dict(plain.inner.state_dict())
     opt = plain_kfac(model)
-    train_step(opt, model, x, y, F.cross_entropy)
-    check_block(opt, "0", expected["inner.0"])
-    check_block(opt, "2", expected["inner.2"])
+    train(opt, model, (x,), y, F.cross_entropy)
+    for name, pair in expected_pairs(by_hand, singles(x), y.split(1), F.cross_entropy).items():
+        check_block(opt, name, pair)
 
 
 def test_a_refusal_of_the_adapter_is_the_reason_in_describe():
@@ -211,21 +184,18 @@ def test_rows_that_cannot_be_told_apart_leave_the_layer_to_the_fallback():
     opt.dense_curvature("own")
 
 
-def test_it_counts_for_skip_layers_and_checkpoints():
+def test_it_may_be_skipped_by_its_type_and_resumes():
     kind = fresh()
     secondorder.register_layer(kind, GainAdapter)
     model, x, y = problem(kind)
     assert set(plain_kfac(model, skip_layers=(kind,)).blocks) == {"head"}
-    opt = plain_kfac(model, lr=0.1, momentum=0.9)
-    for _ in range(2):
-        train(opt, model, (x,), y, F.cross_entropy)
-    other = problem(kind)[0]
+    opt, other = plain_kfac(model, lr=0.1, momentum=0.9), problem(kind)[0]
+    train(opt, model, (x,), y, F.cross_entropy)
     other.load_state_dict(model.state_dict())
     resumed = plain_kfac(other, lr=0.1, momentum=0.9)
     resumed.load_state_dict(opt.state_dict())
-    for _ in range(2):
-        train(opt, model, (x,), y, F.cross_entropy)
-        train(resumed, other, (x,), y, F.cross_entropy)
+    train(opt, model, (x,), y, F.cross_entropy)
+    train(resumed, other, (x,), y, F.cross_entropy)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
 
@@ -237,3 +207,52 @@ def test_arguments_of_a_wrong_kind_are_refused():
     for adapter in (int, "GainAdapter", None, Gain, lambda module: None, GainAdapter(Gain(2, 3), True, True)):
         with pytest.raises(TypeError, match="adapter"):
             secondorder.register_layer(fresh(), adapter)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conv1D is a linear layer whose weight lies transposed; a stand-in takes the place of the package
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+CASE = LayerCase(GPT2Attention, lambda: (noise(4, 3, 4),))
+MODULE = "transformers.pytorch_utils"
+
+
+def frozen(part: str) -> nn.Module:
+    model = CASE.model()
+    if part:
+        getattr(model.c_attn, part).requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("part", ["", "weight", "bias"], ids=["whole", "weight frozen", "bias frozen"])
+def test_factors_and_direction_are_those_of_the_product(part, approx, monkeypatch):
+    package, utils = types.ModuleType("transformers"), types.ModuleType(MODULE)
+    package.pytorch_utils, utils.Conv1D = utils, Conv1D
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    monkeypatch.setitem(sys.modules, MODULE, utils)
+    monkeypatch.setattr(Conv1D, "__module__", MODULE)
+    model, (inputs, y) = frozen(part), CASE.data()
+    expected = CASE.factors(frozen(part), approx)
+    opt = plain_kfac(model, approx=approx)
+    F.cross_entropy(model(*inputs), y).backward()
+    before = {name: CASE.matrix(model, name) for name in expected}
+    gradients = {name: CASE.matrix(model, name, lambda p: p.grad.clone()) for name in expected}
+    opt.step()
+    CASE.check(opt, expected)
+    for name, (A, B) in expected.items():
+        moved = before[name] - CASE.matrix(model, name)
+        assert_close(moved, solve_exact(B, A, gradients[name], 1e-2), 1e-8, name)
+
+
+def test_it_is_found_once_it_is_imported_and_nothing_that_merely_has_its_name(monkeypatch):
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    assert hugging_face_conv1d() is None
+    library = types.ModuleType(MODULE)
+    monkeypatch.setitem(sys.modules, MODULE, library)
+    assert hugging_face_conv1d() is None
+    model = seeded_build(lambda: nn.Sequential(Conv1D(3, 4)))  # of the same name
+    assert follows_fallback(plain_kfac(model), "0.weight", "Conv1D")
+    library.Conv1D = Conv1D
+    assert hugging_face_conv1d() is Conv1D

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.ekfac import held_bases, held_scales, plain_ekfac, state_of
+from tests.support.ekfac import assert_scales, held_bases, held_scales, plain_ekfac, state_of
 from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, labels, noise, plain_kfac
 from tests.support.models import seeded_build
@@ -70,6 +70,13 @@ class SequenceFirst(nn.Module):
         return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if self.flat else self.layer(x)
 
 
+def check_factors(opt, layer: nn.Module, rows: Tensor, g: Tensor, N: int) -> None:
+    state = state_of(opt, layer)
+    assert_close(state["factor_a"], rows.mT @ rows / len(rows), 1e-9)
+    assert_close(state["factor_g"], g.mT @ g / N, 1e-9)
+    assert float(state["factor_weight"]) == N
+
+
 def sequence_first(S: int, N: int, flat: bool) -> tuple[nn.Module, Tensor, Tensor]:
     return seeded_build(lambda: SequenceFirst(flat)), noise(S, N, 3), noise(S, N, 2, seed=1)
 
@@ -109,10 +116,7 @@ def test_factors_of_sequence_first_batches(size, flat, way):
         rows, g = x.mean(0), g.sum(0)
     else:
         rows, g = x.transpose(0, 1)[keep], g.transpose(0, 1)[keep]
-    state = state_of(opt, model.layer)
-    assert_close(state["factor_a"], rows.mT @ rows / len(rows), 1e-9)
-    assert_close(state["factor_g"], g.mT @ g / N, 1e-9)
-    assert float(state["factor_weight"]) == N
+    check_factors(opt, model.layer, rows, g, N)
 
 
 @pytest.mark.parametrize(("batch_dim", "S", "N"), [(0, 4, 4), (1, 5, 4), (1, 4, 4)])
@@ -123,11 +127,8 @@ def test_a_layer_that_is_the_whole_model(batch_dim, S, N):
     along = keep if batch_dim == 0 else keep.mT
     opt = plain_kfac(layer, batch_dim=batch_dim)
     train(opt, layer, x, lambda f: (f * along[..., None]).square().sum() / N, keep, steps=1)
-    rows, state = x[along], state_of(opt, layer)
-    g = 2 * rows @ layer.weight.detach().mT
-    assert_close(state["factor_a"], rows.mT @ rows / len(rows), 1e-9)
-    assert_close(state["factor_g"], g.mT @ g / N, 1e-9)
-    assert float(state["factor_weight"]) == N
+    rows = x[along]
+    check_factors(opt, layer, rows, 2 * rows @ layer.weight.detach().mT, N)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -135,44 +136,39 @@ def test_a_layer_that_is_the_whole_model(batch_dim, S, N):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def ragged(*lengths: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Micro-batches of three sequences each, with all their tokens real."""
-    return [
-        (noise(3, S, 3, seed=i), noise(3, S, 2, seed=i + 9), torch.ones(3, S).bool()) for i, S in enumerate(lengths)
-    ]
-
-
-def padded(*lengths: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    found = ragged(*[8] * len(lengths))
-    return [
-        (x, y, torch.arange(8)[None] < torch.tensor(n)[:, None]) for (x, y, _), n in zip(found, lengths, strict=True)
-    ]
+def batches(*lengths: int | list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Micro-batches of three sequences of so many tokens; a list has the numbers of real ones of 8."""
+    found = []
+    for i, n in enumerate(lengths):
+        size, real = (n, [n] * 3) if isinstance(n, int) else (8, n)
+        keep = torch.arange(size)[None] < torch.tensor(real)[:, None]
+        found.append((noise(3, size, 3, seed=i), noise(3, size, 2, seed=i + 9), keep))
+    return found
 
 
 BATCHES = {
-    "equal": ragged(4, 4),
-    "short first": ragged(4, 12),
-    "long first": ragged(12, 4),
-    "mask": padded([2, 2, 4]),
-    "masks": padded([2, 2, 4], [8, 1, 5]),
+    "equal": batches(4, 4),
+    "short first": batches(4, 12),
+    "long first": batches(12, 4),
+    "mask": batches([2, 2, 4]),
+    "masks": batches([2, 2, 4], [8, 1, 5]),
 }
 
 
 @each(case=BATCHES.keys(), reduction=["mean", "sum"])
 def test_the_scale_of_tokens_as_data(case, reduction):
     """A token's own gradient, squared, and the mean over the real tokens of the step; the loss is that mean too."""
-    batches = BATCHES[case]
-    total = 1 if reduction == "sum" else sum(int(keep.sum()) for *_, keep in batches)
+    total = 1 if reduction == "sum" else sum(int(keep.sum()) for *_, keep in BATCHES[case])
     model = seeded_build(lambda: nn.Sequential(nn.Linear(3, 2, bias=False)))
     opt = plain_ekfac(model, lr=0.0, token_is_example=True, loss_reduction=reduction)
     for _ in range(2):
         opt.zero_grad()
-        for x, y, keep in batches:
+        for x, y, keep in BATCHES[case]:
             with opt.mask(None if bool(keep.all()) else keep):
                 found = (model(x) - y).square().sum(-1)[keep]
             (found.sum() / total).backward()
         opt.step()
-    tokens = [(x[keep], y[keep]) for x, y, keep in batches]
+    tokens = [(x[keep], y[keep]) for x, y, keep in BATCHES[case]]
     rows, targets = (torch.cat(parts) for parts in zip(*tokens, strict=True))
     G = gradients(model[0], list(rows), lambda f, n: (f - targets[n]).square().sum())
     assert_close(held_scales(opt, model[0]), scales(G, *held_bases(opt, model[0])), 1e-9)
@@ -225,18 +221,6 @@ def test_tokens_as_data_in_cross_attention():
 T = 8
 
 
-class Grid(nn.Module):
-    """Features of positions, mapped once for the whole batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place, self.head = nn.Linear(2, 3), nn.Linear(3, 2)
-        self.register_buffer("grid", noise(T, 2, seed=5))
-
-    def forward(self, x):
-        return self.head(torch.tanh(x + self.place(self.grid)))
-
-
 class Positions(nn.Module):
     """Positions are looked up once for the whole batch."""
 
@@ -262,8 +246,13 @@ def test_shared_positions_are_never_split_among_the_examples(N, kind, method):
         warnings.simplefilter("always")
         train(opt, model, x, read, steps=3)
     assert is_left_out(opt, model.place)
-    assert any("place" in str(w.message) for w in caught)
+    assert any("place" in str(w.message) and "shared by the whole batch" in str(w.message) for w in caught)
     assert state_of(opt, model.head)["refreshes"] > 0
+    if method == "scale":
+        assert_scales(opt, model, seeded_build(Positions), x, torch.zeros(N), lambda f, _: read(f), ["head"])
+    opt.param_groups[0]["lr"], before = 0.1, model.place.weight.detach().clone()
+    opt.step()
+    assert_close(before - model.place.weight.detach(), 0.1 * model.place.weight.grad)
 
 
 class Columns(nn.Module):
@@ -285,21 +274,6 @@ def test_a_row_per_example_is_not_taken_for_a_shared_position(N):
     for i, table in enumerate(model.tables):
         seen = held_scales(opt, table)[0].sum(0) > 0
         assert seen.nonzero().flatten().tolist() == sorted(set(x[:, i].tolist()))
-
-
-def test_factors_of_shared_positions_are_means_over_the_rows_there_are():
-    for N in (1, 3, 8):
-        model = seeded_build(Positions)
-        opt = plain_kfac(model)
-        train(opt, model, torch.arange(N * T).view(N, T) % 5, read, steps=1)
-        expected = torch.full((T + 1,), 1 / T, dtype=torch.float64)
-        expected[T] = 0.0
-        assert_close(state_of(opt, model.place)["factor_a"], expected, 1e-9)
-        model = seeded_build(Grid)
-        opt = plain_kfac(model)
-        train(opt, model, noise(N, T, 3), read, steps=1)
-        rows = torch.cat([model.grid, torch.ones(T, 1, dtype=torch.float64)], 1)
-        assert_close(state_of(opt, model.place)["factor_a"], rows.mT @ rows / T, 1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,29 +1,31 @@
-"""`max_factor_dim`: a factor wider than it is kept as its diagonal, on one side or on both."""
+"""`max_factor_dim`: a factor wider than it is kept as its diagonal; its default, and one line that says so."""
 
 import copy
+import io
+import pickle
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from secondorder import EKFAC, KFAC
+from secondorder.curvature.factors import default_bound
 from tests.support.grid import each, pairs
-from tests.support.kfac import assert_close, backward, directions, labels, noise, plain_kfac, train_step, twin
+from tests.support.kfac import assert_close, backward, directions, labels, noise, plain_kfac, train_step
 from tests.support.layer_cases import CASES, ONE_OF_EACH
 from tests.support.models import mlp, vectors
-from tests.support.oracles.kfac import expected_factors, pi_factors, solve_exact, solve_pi
+from tests.support.oracles.kfac import expected_factors, solve_exact, solve_pi
 from tests.support.oracles.layers import block_state, check_block, diagonal_of, largest_tensor, row_of, train
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Diagonal factors
+# ---------------------------------------------------------------------------------------------------------------------
 
 # layer "0" has 5 inputs (with the 1) and 7 outputs, layer "2" 8 inputs and 3 outputs
 WIDTHS = (4, 7, 3)
-LIMITS = {
-    "one-each": 6,
-    "input-of-second": 7,
-    "input-and-output": 4,
-    "both": 2,
-    "none": 8,
-    "unset": None,
-}
+LIMITS = {"one each": 6, "input of the second": 7, "input and output": 4, "both": 2, "none": 8, "unset": None}
 
 
 def cut(X: Tensor, limit: int | None) -> Tensor:
@@ -31,18 +33,21 @@ def cut(X: Tensor, limit: int | None) -> Tensor:
     return X if limit is None or X.shape[-1] <= limit else diagonal_of(X)
 
 
-@each(limit=LIMITS, approx=["expand", "reduce"])
-def test_a_wide_factor_is_the_diagonal_of_the_full_one(limit, approx):
+@each(limit=LIMITS, approx=["expand", "reduce"], method=["eigen", "cholesky"])
+def test_a_wide_factor_is_the_diagonal_of_the_full_one(limit, approx, method):
     x, y = vectors(d=4)
     expected = expected_factors(mlp(WIDTHS), x, y, F.cross_entropy, approx=approx)
     model = mlp(WIDTHS)
-    opt = plain_kfac(model, max_factor_dim=limit, approx=approx)
+    opt = plain_kfac(model, max_factor_dim=limit, approx=approx, inverse_method=method)
     train_step(opt, model, x, y, F.cross_entropy)
     for name, (A, B) in expected.items():
         check_block(opt, name, (cut(A, limit), cut(B, limit)))
+        wide = {side: limit is not None and len(X) > limit for side, X in (("factor_a", A), ("factor_g", B))}
         for side, X in (("factor_a", A), ("factor_g", B)):
-            wide = limit is not None and len(X) > limit
-            assert block_state(opt, name)[side].shape == (X.shape[:1] if wide else X.shape)
+            assert block_state(opt, name)[side].shape == (X.shape[:1] if wide[side] else X.shape)
+        row = row_of(opt, f"{name}.weight")
+        assert ("diagonal" in row) == any(wide.values())
+        assert "fallback" not in row
 
 
 @pairs(
@@ -69,28 +74,6 @@ def test_direction_with_diagonal_sides(limit, way):
         else:
             wanted = gradient / (torch.outer(B.diagonal(), A.diagonal()) + 0.03)
         assert_close(V, wanted, 1e-8, name)
-
-
-def test_the_diagonal_of_an_inverse_of_cholesky_is_the_reciprocal_of_the_damped_diagonal():
-    x, y = vectors(d=4)
-    A, B = expected_factors(mlp(WIDTHS), x, y, F.cross_entropy)["2"]
-    model = mlp(WIDTHS)
-    opt = plain_kfac(model, damping=0.03, max_factor_dim=7, inverse_method="cholesky")
-    train_step(opt, model, x, y, F.cross_entropy)
-    damped_B, damped_A = pi_factors(B, diagonal_of(A), 0.03)
-    state = block_state(opt, "2")
-    assert_close(state["inverse_a"], 1 / damped_A.diagonal(), 1e-8)
-    assert_close(state["inverse_g"], torch.linalg.inv(damped_B), 1e-8)
-
-
-@each(limit=LIMITS, method=["eigen", "cholesky"])
-def test_describe_says_diagonal_where_a_side_is(limit, method):
-    model = mlp(WIDTHS)
-    opt = plain_kfac(model, max_factor_dim=limit, inverse_method=method)
-    for name, sizes in (("0", (5, 7)), ("2", (8, 3))):
-        row = row_of(opt, f"{name}.weight")
-        assert ("diagonal" in row) == (limit is not None and max(sizes) > limit), row
-        assert "fallback" not in row
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -125,49 +108,15 @@ def test_each_group_has_its_own_limit_and_a_diagonal_runs_like_any_estimate():
         check_block(opt, name, (cut(A, limit), cut(B, limit)))
 
 
-@each(change={"down": (None, 4), "up": (4, None), "between": (7, 4)}, method=["eigen", "cholesky"])
-def test_the_limit_may_change_between_steps(change, method):
-    first, second = change
-    model, (x, y) = mlp(WIDTHS), vectors(d=4)
-    expected = expected_factors(twin(model), x, y, F.cross_entropy)
-    opt = plain_kfac(model, lr=0.0, factor_decay=0.0, max_factor_dim=first, inverse_method=method)
-    train_step(opt, model, x, y, F.cross_entropy)
-    opt.param_groups[0]["max_factor_dim"] = second
-    for _ in range(2):
-        train_step(opt, model, x, y, F.cross_entropy)
-    for name, (A, B) in expected.items():
-        check_block(opt, name, (cut(A, second), cut(B, second)))
-
-
-@pytest.mark.parametrize("method", ["eigen", "cholesky"])
-def test_a_checkpoint_resumes_bit_for_bit(method):
-    model, (x, y) = mlp(WIDTHS), vectors(d=4)
-    options = {"lr": 0.1, "momentum": 0.9, "max_factor_dim": 4, "inverse_method": method, "inv_update_steps": 2}
-    opt = plain_kfac(model, **options)
-    for _ in range(3):
-        train_step(opt, model, x, y, F.cross_entropy)
-    other, saved = mlp(WIDTHS), copy.deepcopy(opt.state_dict())
-    other.load_state_dict(model.state_dict())
-    resumed = plain_kfac(other, **options)
-    resumed.load_state_dict(saved)
-    for _ in range(3):
-        train_step(opt, model, x, y, F.cross_entropy)
-        train_step(resumed, other, x, y, F.cross_entropy)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 @pytest.mark.parametrize("method", ["eigen", "cholesky"])
 def test_a_head_of_fifty_thousand_words_works_in_bounded_memory(method):
-    """By default: the limit lies between what is decomposed gladly and such a vocabulary."""
     words, width = 50_257, 8
     model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, words))
     x, y = noise(4, 4, dtype=torch.float32), labels(4, words)
     opt = plain_kfac(model, inverse_method=method)
     with largest_tensor() as largest:
-        train(opt, model, (x,), y, F.cross_entropy)
-        opt.zero_grad()
-        train(opt, model, (x,), y, F.cross_entropy)
+        for _ in range(2):
+            train(opt, model, (x,), y, F.cross_entropy)
     n_a = width + 1
     factors = words + n_a**2
     second = {"eigen": words + n_a + n_a**2, "cholesky": words + n_a**2}[method]
@@ -184,6 +133,104 @@ def test_a_head_of_fifty_thousand_words_works_in_bounded_memory(method):
 
 
 def test_a_wrong_limit_is_refused():
-    for value in (0, -1, 2.5, "wide", True):
-        with pytest.raises((ValueError, TypeError), match="max_factor_dim"):
+    for value in (2.5, "wide", True):
+        with pytest.raises(TypeError, match="max_factor_dim must be an integer"):
             plain_kfac(mlp(), max_factor_dim=value)
+    for value in (0, -1):
+        with pytest.raises(ValueError, match="max_factor_dim"):
+            plain_kfac(mlp(), max_factor_dim=value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The default: no refresh of many seconds unless it is asked for
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def wide(n: int) -> nn.Sequential:
+    """Made without data, so that nothing of the width is computed."""
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, n, bias=False))
+
+
+def made(method, *args, **keywords) -> tuple[KFAC, list[str]]:
+    """An optimizer, and what it warned of."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        opt = method(*args, **keywords)
+    return opt, [str(w.message) for w in found]
+
+
+@pytest.mark.parametrize(
+    ("method", "keywords", "bound"),
+    [(KFAC, {}, 2048), (EKFAC, {}, 2048), (KFAC, {"inverse_method": "cholesky"}, 4096)],
+)
+def test_the_widest_dense_side_on_a_cpu(method, keywords, bound):
+    opt, told = made(method, wide(bound), **keywords)
+    assert told == []
+    assert "diagonal" not in row_of(opt, "1.weight")
+    opt, (text,) = made(method, wide(bound + 1), **keywords)
+    for part in (f"more than {bound} rows", f"1 (outputs, {bound + 1})", "max_factor_dim=8192"):
+        assert part in text
+    assert f"diagonal {bound + 1}" in row_of(opt, "1.weight")
+
+
+def test_a_bound_that_is_given_stays_and_says_nothing():
+    for bound in (2048, 8192, None):
+        opt, told = made(KFAC, wide(2100), max_factor_dim=bound)
+        assert told == []
+        assert opt.param_groups[0]["max_factor_dim"] == bound
+        assert ("diagonal" in row_of(opt, "1.weight")) == (bound == 2048)
+
+
+def test_many_wide_layers_are_one_line_and_a_vocabulary_of_a_large_model_none():
+    _, (text,) = made(KFAC, nn.Sequential(*(nn.Linear(2100, 2, bias=False) for _ in range(9))))
+    assert "0 (inputs, 2100), 1 (inputs, 2100)" in text
+    assert "and 5 more" in text
+    assert made(KFAC, wide(8193))[1] == []  # nobody expects a matrix of that size
+
+
+def test_groups_choose_by_their_own_way():
+    model = wide(3000)
+    groups = [
+        {"params": list(model[0].parameters())},
+        {"params": list(model[1].parameters()), "inverse_method": "cholesky"},
+    ]
+    for given, found in ((None, [2048, 4096]), (100, [2048, 100]), ("auto", [7, 4096])):
+        if given is not None:
+            groups[1]["max_factor_dim"] = given
+        opt, told = made(KFAC, groups, module=model, **({"max_factor_dim": 7} if given == "auto" else {}))
+        assert told == []
+        assert [group["max_factor_dim"] for group in opt.param_groups] == found
+
+
+def test_other_devices_keep_wider_factors():
+    assert default_bound("cuda", "eigen") == default_bound("cuda", "cholesky") == 8192
+    with torch.device("meta"):
+        model = wide(3000)
+    assert KFAC(model).param_groups[0]["max_factor_dim"] == 8192
+
+
+@pytest.mark.parametrize("method", [KFAC, EKFAC])
+def test_a_file_with_a_dense_factor_loads_and_goes_on_with_it(method):
+    """Files of the former default, 8192: the bound is an option of the group, which a checkpoint brings."""
+    options = {"lr": 0.01, "inv_update_steps": 0}  # statistics alone: no refresh of this size in a test
+    before, after = wide(2060), wide(2060)
+    after.load_state_dict(before.state_dict())
+    old, (new, _) = method(before, max_factor_dim=8192, **options), made(method, after, **options)
+    before(torch.randn(5, 3)).square().mean().backward()
+    old.step()
+    file = io.BytesIO()
+    torch.save(old.state_dict(), file)
+    file.seek(0)
+    new.load_state_dict(torch.load(file, weights_only=True))
+    assert new.param_groups[0]["max_factor_dim"] == 8192
+    assert "diagonal" not in row_of(new, "1.weight")
+    assert torch.equal(new.state[after[1].weight]["factor_g"], old.state[before[1].weight]["factor_g"])
+
+
+def test_copies_choose_as_the_original():
+    model = wide(10)
+    for copied in (copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))):
+        opt = copied(KFAC(model))
+        opt.attach(copy.deepcopy(model))
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "inverse_method": "cholesky"})
+        assert opt.param_groups[1]["max_factor_dim"] == 4096

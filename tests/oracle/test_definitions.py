@@ -7,39 +7,11 @@ from torch import nn
 
 from tests.support.grid import each
 from tests.support.kfac import assert_close, assert_factors, backward, labels, noise
-from tests.support.models import Tokens, mlp, seeded_build, vectors
+from tests.support.models import Tokens, seeded_build
 from tests.support.networks import CONVS
-from tests.support.oracles.kfac import (
-    conv_rows,
-    empirical_block,
-    example_rows,
-    expected_factors,
-    factors,
-    grouped,
-    layer_gradient,
-    objective,
-    pi_factors,
-    ratio_average,
-    solve_exact,
-    solve_pi,
-    source_index,
-)
+from tests.support.oracles import kfac as oracle
+from tests.support.oracles.kfac import example_rows, layer_gradient, objective, pi_factors, ratio_average, solve_pi
 from tests.support.oracles.trajectory import curvlinops_blocks
-
-
-def test_source_index_reproduces_torch_padding():
-    x = torch.arange(1.0, 6.0)
-    for mode in ("reflect", "replicate", "circular", "zeros"):
-        padded = F.pad(x[None], (3, 2), mode="constant" if mode == "zeros" else mode)[0]
-        sources = [source_index(i - 3, 5, mode) for i in range(10)]
-        assert padded.tolist() == [0.0 if s is None else x[s].item() for s in sources], mode
-
-
-def test_patches_are_those_of_unfold():
-    layer = nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2)).double()
-    x = noise(1, 3, 6, 5)
-    unfolded = F.unfold(x, (3, 2), dilation=(1, 2), padding=(1, 2), stride=(2, 1))[0].T
-    assert torch.equal(conv_rows(layer, x[0])[0], unfolded)
 
 
 @each(
@@ -74,44 +46,17 @@ def test_rows_reproduce_the_gradient_of_linear():
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 def test_own_token_factors_are_those_of_curvlinops(approx):
     model, x, y = seeded_build(Tokens), noise(4, 5, 3), labels(20, 3).view(4, 5)
-    own = expected_factors(model, x, y, nn.CrossEntropyLoss(), approx=approx, loss_terms=5)
+    own = oracle.expected_factors(model, x, y, nn.CrossEntropyLoss(), approx=approx, loss_terms=5)
     assert_factors(own, curvlinops_blocks(model, x, y, objective("ce", "mean", 3), approx), 1e-11)
-
-
-def test_empirical_block_is_the_mean_outer_product_of_example_gradients():
-    model, (x, y) = mlp(), vectors()
-    rows = example_rows(model, ["0"], x, y, F.cross_entropy)["0"]
-    layer, vectors_of_examples = model[0], []
-    for n in range(len(x)):
-        model.zero_grad()
-        backward(model, x[n : n + 1], y[n : n + 1], F.cross_entropy)
-        vectors_of_examples.append(layer_gradient(layer).reshape(-1))
-    stacked = torch.stack(vectors_of_examples)
-    assert_close(empirical_block(rows), stacked.T @ stacked / len(x), 1e-12)
 
 
 def test_solves_undo_their_matrices():
     root_a, root_b, gradient = noise(3, 3), noise(2, 2, seed=1), noise(2, 3, seed=2)
     A, B = root_a @ root_a.T, root_b @ root_b.T
-    V = solve_exact(B, A, gradient, 0.1)
+    V = oracle.solve_exact(B, A, gradient, 0.1)
     assert_close(B @ V @ A + 0.1 * V, gradient, 1e-12)
     B_damped, A_damped = pi_factors(B, A, 0.1)
     assert_close(B_damped @ solve_pi(B, A, gradient, 0.1) @ A_damped, gradient, 1e-12)
-
-
-def test_factors_of_a_group_do_not_mix_channels():
-    layer = seeded_build(lambda: nn.Conv1d(4, 2, 2, groups=2))
-    x, y = noise(3, 4, 5), noise(3, 2, 4, seed=1)
-    A, B = factors(example_rows(layer, [""], x, y, F.mse_loss)[""])
-    halves = [seeded_build(lambda: nn.Conv1d(2, 1, 2)) for _ in range(2)]
-    for g, half in enumerate(halves):
-        half.weight.data.copy_(layer.weight.data[g : g + 1])
-        half.bias.data.copy_(layer.bias.data[g : g + 1])
-        # the mean over both output channels is half of the mean over one
-        own = factors(example_rows(half, [""], x[:, 2 * g : 2 * g + 2], y[:, g : g + 1], F.mse_loss)[""])
-        assert_close(A[g], own[0][0], 1e-12)
-        assert_close(B[g], own[1][0] / 4, 1e-12)
-    assert grouped(A).shape == (2, 5, 5)
 
 
 def test_ratio_average_weighs_by_examples():

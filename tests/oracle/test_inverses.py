@@ -1,9 +1,10 @@
-"""The inverses of Kronecker factors on plain dicts, in float64, against the dense curvature."""
+"""The inverses of Kronecker factors on plain dicts, and damping that is split over factors of a realistic width."""
 
 import pytest
 import torch
 from torch import nn
 
+from secondorder import KFAC
 from secondorder.curvature.factorization import factorise
 from secondorder.curvature.factors import STORAGES, KroneckerFactors
 from secondorder.curvature.inverse import Cholesky, Eigen, Entrywise
@@ -11,6 +12,7 @@ from secondorder.curvature.layer import Choices, LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.schema import tensors
 from secondorder.linalg.dense import Workspace
+from tests.support.oracles.kfac import pi_factors
 
 N_A, N_G, DAMPING = 4, 3, 0.3
 
@@ -39,31 +41,29 @@ def refreshed(kind, group, diagonal=""):
     return inverse, state
 
 
-def dense(state, split):
-    """The damped curvature over row-major ``vec``, and λ's two parts."""
+def damped_curvature(state, split):
+    """The damped curvature over row-major ``vec``."""
     a, g = (x if x.dim() > 1 else torch.diag(x) for x in (state["factor_a"], state["factor_g"]))
-    if not split:
-        return torch.kron(g, a) + DAMPING * torch.eye(N_A * N_G, dtype=torch.float64)
-    pi = ((a.trace() / N_A) / (g.trace() / N_G)).sqrt()
-    eye_a, eye_g = torch.eye(N_A, dtype=torch.float64), torch.eye(N_G, dtype=torch.float64)
-    return torch.kron(g + DAMPING**0.5 / pi * eye_g, a + pi * DAMPING**0.5 * eye_a)
+    if split == "pi":
+        return torch.kron(*pi_factors(g, a, DAMPING))
+    return torch.kron(g, a) + DAMPING * torch.eye(N_A * N_G, dtype=torch.float64)
 
 
-CASES = [
-    (Eigen, "exact", None, ""),
-    (Eigen, "exact", N_G, "a"),
-    (Eigen, "pi", None, ""),
-    (Cholesky, "pi", None, ""),
-    (Cholesky, "pi", N_G, "a"),
-    (Entrywise, "exact", 1, "ag"),
-]
-
-
-@pytest.mark.parametrize(("kind", "split", "bound", "diagonal"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "split", "bound", "diagonal"),
+    [
+        (Eigen, "exact", None, ""),
+        (Eigen, "exact", N_G, "a"),
+        (Eigen, "pi", None, ""),
+        (Cholesky, "pi", None, ""),
+        (Cholesky, "pi", N_G, "a"),
+        (Entrywise, "exact", 1, "ag"),
+    ],
+)
 def test_an_inverse_solves_with_the_damped_curvature_and_knows_its_extremes(kind, split, bound, diagonal):
     group = group_of(bound, split)
     inverse, state = refreshed(kind, group, diagonal)
-    damped, gradient = dense(state, split == "pi"), torch.randn(N_G, N_A, dtype=torch.float64)
+    damped, gradient = damped_curvature(state, split), torch.randn(N_G, N_A, dtype=torch.float64)
     expected = torch.linalg.solve(damped, gradient.flatten()).reshape(N_G, N_A)
     torch.testing.assert_close(inverse.apply(state, group, gradient, Workspace()), expected)
     values = torch.linalg.eigvalsh(damped)
@@ -71,25 +71,42 @@ def test_an_inverse_solves_with_the_damped_curvature_and_knows_its_extremes(kind
     torch.testing.assert_close(found.damping.double(), torch.tensor(DAMPING, dtype=torch.float64))
     if kind is not Cholesky:
         torch.testing.assert_close(torch.stack([found.smallest, found.largest]), values[[0, -1]])
+        assert inverse.extremes({}, group) is None
     assert above.largest >= values[-1] * (1 - 1e-12)
-
-
-def test_a_refresh_that_failed_changes_nothing():
-    group = group_of()
-    inverse, state = refreshed(Eigen, group)
-    before = {key: value.clone() for key, value in state.items()}
-    inverse.adopt(state, {side: (torch.zeros(n),) for side, n in (("a", N_A), ("g", N_G))}, torch.tensor(False))
-    torch.testing.assert_close(state, before)
-
-
-def test_an_inverse_without_its_state_has_no_extremes():
-    inverse, _ = refreshed(Eigen, group_of())
-    assert inverse.extremes({}, group_of()) is None
-    assert Cholesky(inverse.factors).bounds({}, group_of()) is None
 
 
 def test_mirrored_inverses_are_symmetric_bit_by_bit():
     group = group_of(split="pi")
     inverse, state = refreshed(Cholesky, group)
+    assert inverse.bounds({}, group) is None
     for (found,), _ in factorise(inverse.tasks(state, group), True, mirrors=True).values():
         assert torch.equal(found, found.mT)
+
+
+def direction_of_one_step(width, out, examples, **keywords):
+    """The optimizer, its layer, the gradient and the direction, in float32."""
+    torch.manual_seed(0)
+    layer = nn.Linear(width, out, bias=False)
+    opt = KFAC(layer, damping_split="pi", kl_clip=None, **keywords)
+    # Positive inputs make one eigenvalue hundreds of times the mean, and its rounding comparable to what λ adds.
+    x, y = torch.rand(examples, width) + 1, torch.randn(examples, out) + 1
+    (layer(x) * y).sum(1).mean().backward()
+    gradient = layer.weight.grad.clone()
+    with opt.keep_directions() as kept:
+        opt.step()
+    return opt.state[layer.weight], gradient, kept["weight"]
+
+
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+def test_nothing_is_added_to_a_damping_that_the_factors_contain(method):
+    """In float32, against a solve in float64 with the factors that the optimizer holds."""
+    state, gradient, found = direction_of_one_step(512, 64, 96, damping=0.1, inverse_method=method)
+    g, a = pi_factors(state["factor_g"].double(), state["factor_a"].double(), 0.1)
+    expected = torch.linalg.solve(g, torch.linalg.solve(a, gradient.double().mT).mT)
+    error = torch.linalg.vector_norm(found.double() - expected) / torch.linalg.vector_norm(expected)
+    assert error < 1e-3
+
+
+def test_a_split_damping_below_rounding_leaves_finite_steps():
+    *_, found = direction_of_one_step(32, 8, 4, damping=1e-30)
+    assert torch.isfinite(found).all()

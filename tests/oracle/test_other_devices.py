@@ -1,9 +1,12 @@
-"""Devices that lack a factorization or break down in it: what is done on the CPU, and what is raised.
+"""Devices that lack a factorization or break down in it, and switches of their precision that users have set.
 
 Training on such devices is in `tests/contract/test_devices.py`. Nothing asks for CUDA unless there is CUDA.
 """
 
 import ast
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,19 +41,72 @@ def test_a_failure_on_the_cpu_as_well_climbs_the_ladder():
 
 
 @pytest.mark.parametrize(
-    ("error", "device"), [(torch.OutOfMemoryError("told"), "meta"), (NotImplementedError("told"), "cpu")]
+    ("error", "device"), [(torch.OutOfMemoryError("a message"), "meta"), (NotImplementedError("a message"), "cpu")]
 )
 def test_a_lack_of_memory_and_errors_of_the_cpu_itself_are_raised(error, device):
     def broken(x):
         raise error
 
-    with pytest.raises(type(error), match="told"):
+    with pytest.raises(type(error), match="a message"):
         dense.anywhere(broken, torch.eye(2, device=device))
-
-
-def test_devices_without_autocast_need_none():
     with dense.full_precision(torch.device("meta")):
-        pass
+        pass  # devices without autocast need none
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TF32 is off while curvature is computed, whatever switches the user has used, and as it was afterwards
+# ---------------------------------------------------------------------------------------------------------------------
+
+SETTINGS = {
+    "nothing": "",
+    "old, on": "b.cuda.matmul.allow_tf32 = b.cudnn.allow_tf32 = True",
+    "old, off": "b.cuda.matmul.allow_tf32 = b.cudnn.allow_tf32 = False",
+    "words": "torch.set_float32_matmul_precision('high')",
+    "new, of convolutions": "b.cudnn.conv.fp32_precision = 'ieee'",
+    "new, of products": "b.cuda.matmul.fp32_precision = 'tf32'",
+    "new, of all": "b.fp32_precision = 'ieee'",
+}
+#: Torch does not forget which kind of switch was used, so each setting has a process, forked from one that has torch.
+PROGRAM = """
+import json, os, sys
+import torch
+from secondorder.linalg.dense import full_precision
+b = torch.backends
+new = hasattr(b.cudnn, "conv")
+
+def seen():
+    parts = (b.cuda.matmul, b.cudnn.conv) if new else (b.cuda.matmul, b.cudnn)
+    return tuple(part.fp32_precision if new else part.allow_tf32 for part in parts)
+
+def check(setting):
+    exec(setting)
+    before = seen()
+    with full_precision(torch.device("cuda")):
+        assert seen() == (("ieee", "ieee") if new else (False, False)), seen()
+    assert seen() == before, (before, seen())
+
+failed = []
+for name, setting in json.loads(sys.argv[1]).items():
+    if name.startswith("new") and not new:
+        continue  # this torch has the old ones only
+    if not (child := os.fork()):
+        try:
+            check(setting)
+        except BaseException as error:
+            print(name, repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(name)
+sys.exit(f"failed: {failed}" if failed else 0)
+"""
+
+
+def test_switches_of_either_kind():
+    """This needs no device."""
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(SETTINGS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -62,6 +118,7 @@ FACTORISATIONS = {
     "eigh", "eigvalsh", "cholesky_ex", "qr", "solve_triangular", "solve", "cholesky", "inv", "svd", "pinv", "lstsq",
     "cholesky_inverse", "cholesky_solve",
 }  # fmt: skip
+GUARDS = ('type == "cuda"', 'type != "cuda"', "_cuda is None", "cuda.is_available()")
 
 
 def dotted(node):
@@ -71,29 +128,23 @@ def dotted(node):
     return node.id if isinstance(node, ast.Name) else "?"
 
 
-def test_every_factorisation_may_go_to_the_cpu():
-    found = []
-    for path in sorted((ROOT / "secondorder").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call):
-                first, _, last = dotted(node.func).rpartition(".")
-                if first in ("torch", "torch.linalg") and last in FACTORISATIONS:
-                    found.append(f"{path.name}:{node.lineno}: {first}.{last}")
-    assert not found
-
-
-def test_cuda_is_named_only_where_a_device_is_known_to_be_one():
-    """Each place is a function that first asks for the type of the device, or for CUDA itself."""
-    guards = ('type == "cuda"', 'type != "cuda"', "_cuda is None", "cuda.is_available()")
+def test_every_factorisation_may_go_to_the_cpu_and_cuda_is_named_only_where_a_device_is_known_to_be_one():
+    """Each place that names it is a function that first asks for the type of the device, or for CUDA itself."""
     found = []
     for path in sorted([*(ROOT / "secondorder").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]):
         source = path.read_text(encoding="utf-8")
-        tree = ast.parse(source)
-        functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and dotted(node) == "torch.cuda":
+        if "torch.cuda" not in source and not any(f"{name}(" in source for name in FACTORISATIONS):
+            continue
+        nodes = list(ast.walk(ast.parse(source)))
+        functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        for node in nodes:
+            if isinstance(node, ast.Call) and path.is_relative_to(ROOT / "secondorder"):
+                first, _, last = dotted(node.func).rpartition(".")
+                if first in ("torch", "torch.linalg") and last in FACTORISATIONS:
+                    found.append(f"{path.name}:{node.lineno}: {first}.{last}")
+            if isinstance(node, ast.Attribute) and node.attr == "cuda" and dotted(node) == "torch.cuda":
                 around = [f for f in functions if f.lineno <= node.lineno <= (f.end_lineno or 0)]
                 text = ast.get_source_segment(source, around[-1]) if around else ""
-                if not any(guard in (text or "") for guard in guards):
+                if not any(guard in (text or "") for guard in GUARDS):
                     found.append(f"{path.name}:{node.lineno}")
     assert not found

@@ -1,4 +1,7 @@
-"""The ratio EMA of the factors against a plain Python list: W ← βW + w, X ← X + (w/W)(X_batch − X)."""
+"""The ratio EMA of the factors against a plain Python list: W ← βW + w, X ← X + (w/W)(X_batch − X); and its steps.
+
+The tables of every schedule are in `tests/schedule/test_refresh_schedule.py`.
+"""
 
 import warnings
 
@@ -6,19 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support import kfac
+from tests.support.ekfac import Branches
 from tests.support.grid import pairs
-from tests.support.kfac import (
-    all_factors,
-    assert_close,
-    assert_factors,
-    assert_same_factors,
-    held_factors,
-    layer_state,
-    plain_kfac,
-    train_step,
-)
-from tests.support.models import mlp, vectors
-from tests.support.oracles.kfac import expected_factors, ratio_average
+from tests.support.kfac import all_factors, assert_close, backward, held_factors, layer_state, plain_kfac, train_step
+from tests.support.models import mlp, seeded_build, vectors
+from tests.support.oracles.kfac import expected_factors, ratio_average, solve_exact
 
 BATCHES = [vectors(n, seed=seed) for seed, n in enumerate((5, 2, 7, 1, 4))]
 
@@ -43,7 +39,7 @@ def test_unequal_batches_against_a_list(decay, interval):
             assert state["factor_updates"] == len(history)
     if decay == 1 == interval:  # the pooled mean over all examples
         x, y = (torch.cat(parts) for parts in zip(*BATCHES, strict=True))
-        assert_factors(all_factors(opt, model), expected_factors(mlp(), x, y, F.cross_entropy), 1e-10)
+        kfac.assert_factors(all_factors(opt, model), expected_factors(mlp(), x, y, F.cross_entropy), 1e-10)
 
 
 def test_the_decay_is_read_from_its_group_at_use():
@@ -70,15 +66,97 @@ def test_refreshes_leave_the_factors_bit_identical(method):
     for seed in range(1, 6):
         train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
     assert layer_state(opt, model, "0")["refreshes"] == before + 5
-    assert_same_factors(opt, model, held)
+    kfac.assert_same_factors(opt, model, held)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_factors_of_low_precision_parameters_are_float32(dtype):
-    model, (x, y) = mlp().to(dtype), vectors()
-    opt = plain_kfac(model, lr=0.01, grad_scaler=torch.amp.GradScaler("cpu", enabled=False))  # nothing is scaled
-    train_step(opt, model, x.to(dtype), y, lambda out, target: F.cross_entropy(out.float(), target))
-    exact = expected_factors(mlp(), x, y, F.cross_entropy)["0"]
-    for found, wanted, tolerance in zip(held_factors(opt, model, "0"), exact, (3e-2, 6e-2), strict=True):
-        assert found.dtype == torch.float32
-        assert_close(found.double(), wanted, tolerance)
+# ---------------------------------------------------------------------------------------------------------------------
+# When factors and factorisations are renewed
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+RENEWED = [  # layers, options, steps at which each of them has its factors updated, and is refreshed
+    (2, {"factor_update_steps": 2, "inv_update_steps": 4}, [[0, 2, 4, 6, 8]] * 2, [[0, 4, 8]] * 2),
+    (2, {"factor_update_steps": 3, "inv_update_steps": 3}, [[0, 3, 6]] * 2, [[0, 3, 6]] * 2),
+    (
+        3,
+        {"stagger": True, "factor_update_steps": 3, "inv_update_steps": 6},
+        [[0, 3, 6, 9, 12]] * 3,
+        [[0, 6, 12], [0, 2, 8], [0, 4, 10]],
+    ),
+    (
+        5,
+        {"stagger": True, "factor_update_steps": 1, "inv_update_steps": 3},
+        [list(range(7))] * 5,
+        [[0, 3, 6], [0, 3, 6], [0, 1, 4], [0, 1, 4], [0, 2, 5]],
+    ),
+]
+
+
+@pytest.mark.parametrize(("layers", "options", "updated", "refreshed"), RENEWED)
+def test_factors_and_factorisations_are_renewed_when_they_are_due(layers, options, updated, refreshed):
+    """After each refresh V is the dense solve with the block's factors of that very step: both sides are renewed."""
+    model, names = mlp((4, *[3] * layers)), [str(2 * j) for j in range(layers)]
+    opt = plain_kfac(model, lr=1e-3, **options)
+    assert list(opt.blocks) == names
+    found = {"factor_updates": [[] for _ in names], "refreshes": [[] for _ in names]}
+    for t in range(max(map(max, updated + refreshed)) + 1):
+        moved = kfac.next_directions(opt, model, *vectors(seed=t), F.cross_entropy)
+        for j, name in enumerate(names):
+            state = layer_state(opt, model, name)
+            for key, seen in found.items():
+                assert state[key] - len(seen[j]) in (0, 1)
+                seen[j] += [t] * (state[key] - len(seen[j]))
+            if found["refreshes"][j][-1] == t:
+                held = {name: held_factors(opt, model, name)}
+                kfac.assert_solves({name: moved[name]}, held, solve_exact, 1e-2, 1e-3, 1e-7)
+    assert found == {"factor_updates": updated, "refreshes": refreshed}
+
+
+def branches(both, **options):
+    model = seeded_build(Branches)
+    model.both = both
+    return model, plain_kfac(model, lr=0.1, **options)
+
+
+def test_a_late_branch_is_estimated_and_factorised_when_it_first_appears():
+    """At t = 3 nothing else is due; from then on it keeps the common schedule."""
+    model, opt = branches(False, factor_update_steps=5, inv_update_steps=5)
+    x, y = vectors()
+    for _ in range(3):
+        train_step(opt, model, x, y, F.cross_entropy)
+    assert layer_state(opt, model, "rare").get("factor_updates", 0) == 0
+    model.both = True
+    plain = seeded_build(Branches)
+    plain.load_state_dict(model.state_dict())
+    expected = expected_factors(plain, x, y, F.cross_entropy, names=["rare"])
+    moved = kfac.next_directions(opt, model, x, y, F.cross_entropy)
+    kfac.assert_factors(all_factors(opt, model), expected)
+    kfac.assert_solves({"rare": moved["rare"]}, expected, solve_exact, 1e-2, 0.1)
+    updates = []
+    for _ in range(2):  # t = 4: not due, t = 5: due for all
+        updates.append([layer_state(opt, model, name)["factor_updates"] for name in ("used", "rare")])
+        train_step(opt, model, x, y, F.cross_entropy)
+    updates.append([layer_state(opt, model, name)["factor_updates"] for name in ("used", "rare")])
+    assert updates == [[1, 1], [1, 1], [2, 2]]
+
+
+@pytest.mark.filterwarnings("ignore:KFAC")
+def test_a_covered_layer_without_statistics_moves_by_its_fallback():
+    """Its gradient exists but nothing was captured: the rule of uncovered parameters, never nothing."""
+    model, opt = branches(True, fallback="sgd")
+    with opt.pause_capture():
+        backward(model, *vectors(), F.cross_entropy)
+    before = [p.detach().clone() for p in model.parameters()]
+    opt.step()
+    for old, p in zip(before, model.parameters(), strict=True):
+        assert_close(old - p.detach(), 0.1 * p.grad)
+
+
+def test_between_refreshes_the_old_inverse_meets_the_new_gradient():
+    model = mlp()
+    opt = plain_kfac(model, lr=0.1, factor_update_steps=1, inv_update_steps=3)
+    train_step(opt, model, *vectors(), F.cross_entropy)
+    at_refresh = all_factors(opt, model)
+    moved = kfac.next_directions(opt, model, *vectors(seed=1), F.cross_entropy)
+    assert not torch.equal(held_factors(opt, model, "0")[0], at_refresh["0"][0])
+    kfac.assert_solves(moved, at_refresh, solve_exact, 1e-2, 0.1)

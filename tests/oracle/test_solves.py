@@ -7,20 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.kfac import (
-    all_factors,
-    assert_close,
-    assert_factors,
-    assert_solves,
-    held_factors,
-    next_directions,
-    noise,
-    plain_kfac,
-    train_step,
-    twin,
-)
+from secondorder import EKFAC, KFAC, HyLo
+from tests.support import kfac
+from tests.support.kfac import all_factors, assert_close, assert_solves, next_directions, noise, plain_kfac, train_step
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
-from tests.support.oracles.kfac import expected_factors, grouped, layer_values, solve_exact, solve_pi
+from tests.support.oracles.kfac import expected_factors, grouped, pi_factors, solve_exact, solve_pi
 
 METHODS = {
     "eigen": ({"inverse_method": "eigen"}, solve_exact),
@@ -62,7 +53,7 @@ def test_direction_is_the_dense_solve_with_this_batch_s_factors(problem):
     model, x, y, loss = PROBLEMS[problem]()
     expected = expected_factors(model, x, y, loss)
     for method, damping, mode in product(METHODS, (1e-1, 1e-4), ("absolute", "relative")):
-        (keywords, solve), trained = METHODS[method], twin(model)
+        (keywords, solve), trained = METHODS[method], kfac.twin(model)
         opt = plain_kfac(trained, damping=damping, damping_mode=mode, **keywords)
         for name, (gradient, V) in next_directions(opt, trained, x, y, loss).items():
             pairs_of_groups = list(zip(*map(grouped, expected[name]), strict=True))
@@ -130,7 +121,7 @@ def test_invertible_affine_inputs_are_undone_without_damping():
     x, y = noise(40, 3), noise(40, 2, seed=1)
     M, c = noise(3, 3, seed=2) + 2 * torch.eye(3, dtype=torch.float64), noise(3, seed=3)
     plain = seeded_build(lambda: nn.Linear(3, 2))
-    moved, x_moved = twin(plain), x @ M.T + c
+    moved, x_moved = kfac.twin(plain), x @ M.T + c
     with torch.no_grad():
         moved.weight.copy_(plain.weight @ torch.linalg.inv(M))
         moved.bias.copy_(plain.bias - moved.weight @ c)
@@ -178,55 +169,15 @@ def test_layers_of_one_shape_in_groups_of_their_own_do_not_mix():
         {"params": list(model.layers[:2].parameters()), "damping": 0.3},
         {"params": list(model.layers[2:].parameters()), "damping": 0.02},
     ]
-    expected = expected_factors(twin(model), x, y, F.mse_loss)
+    expected = expected_factors(kfac.twin(model), x, y, F.mse_loss)
     opt = plain_kfac(groups, module=model)
     moved = next_directions(opt, model, x, y, F.mse_loss)
-    assert_factors(all_factors(opt, model), expected, 1e-4)  # all pass through float32 layers
+    kfac.assert_factors(all_factors(opt, model), expected, 1e-4)  # all pass through float32 layers
     for i, damping in enumerate((0.3, 0.3, 0.02, 0.02)):
         name, double = f"layers.{i}", i in (0, 2)
-        A, B = held_factors(opt, model, name)
+        A, B = kfac.held_factors(opt, model, name)
         assert A.dtype == B.dtype == moved[name][1].dtype == (torch.float64 if double else torch.float32)
         assert_solves({name: moved[name]}, {name: (A, B)}, solve_exact, damping, tolerance=1e-8 if double else 1e-4)
-
-
-def unclipped(model, x, y, **keywords):
-    """(∇, V) of a copy of ``model`` with lr = 1 and no clip."""
-    copy = twin(model)
-    return next_directions(plain_kfac(copy, **keywords), copy, x, y, F.cross_entropy)
-
-
-OPTIONS = {  # what becomes of a direction V of gradient ∇ and values θ, and to which precision
-    "weight decay": ({"weight_decay": 0.1}, lambda V, gradient, values: V + 0.1 * values, 1e-9),
-    "decoupled": (
-        {"weight_decay": 0.1, "decoupled_weight_decay": True},
-        lambda V, gradient, values: V + 0.1 * values,
-        1e-9,
-    ),
-    "maximize": ({"maximize": True}, lambda V, gradient, values: -V, 1e-8),
-    "clip value": ({"clip_value": 0.05}, lambda V, gradient, values: V.clamp(-0.05, 0.05), 1e-8),
-    "graft sgd": (
-        {"graft": "sgd", "kl_clip": 1e-9},  # sizes come from the graft: no clip on top
-        lambda V, gradient, values: V * gradient.norm() / V.norm(),
-        1e-9,
-    ),
-    # at the first step of Adam m̂ = ∇ and v̂ = ∇²
-    "graft adam": (
-        {"graft": "adam", "momentum": 0.9, "kl_clip": 1e-9},
-        lambda V, gradient, values: V * (gradient / (gradient.abs() + 1e-8)).norm() / V.norm(),
-        1e-7,
-    ),
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_what_an_option_makes_of_a_direction(option):
-    keywords, expected, tolerance = OPTIONS[option]
-    model, (x, y) = mlp(), vectors()
-    free = unclipped(model, x, y)
-    before = {name: layer_values(model.get_submodule(name)) for name in free}
-    opt = plain_kfac(model, lr=0.5, **keywords)
-    for name, (gradient, step) in next_directions(opt, model, x, y, F.cross_entropy).items():
-        assert_close(step, 0.5 * expected(free[name][1], gradient, before[name]), tolerance, name)
 
 
 def test_grafting_on_adam_preconditions_the_first_moment():
@@ -241,3 +192,54 @@ def test_grafting_on_adam_preconditions_the_first_moment():
         V = solve_exact(B, A, mean, 1e-2)
         size = (mean / (square.sqrt() + 1e-8)).norm()
         assert_close(seen[1][name][1], 0.01 * V * size / V.norm(), 1e-7, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers without biases whose sides are multiples of 16, as most transformers and residual networks have them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def aligned() -> nn.Sequential:
+    """Its matrices need neither padding nor ones, so a direction could be memory that the next layer overwrites."""
+    convolutions = [nn.Conv2d(16, 64, 3, padding=1, bias=False), nn.Conv2d(64, 80, 1, bias=False)]
+    linear = [nn.Linear(80, 96, bias=False), nn.Tanh(), nn.Linear(96, 64, bias=False), nn.Linear(64, 64, bias=False)]
+    return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *linear)
+
+
+def kept_directions(opt, model):
+    x, y = noise(24, 16, 4, 4), kfac.labels(24, 64)
+    F.cross_entropy(model(x), y).backward()
+    with opt.keep_directions() as kept:
+        opt.step()
+    return dict(kept)
+
+
+@pytest.mark.parametrize("way", ["eigen", "cholesky", "intra", "running"])
+def test_every_layer_has_its_own_direction(way):
+    """Compared with an explicit solution from the factors in the state, layer by layer."""
+    model = seeded_build(aligned)
+    kind, keywords = (EKFAC, {"estimator": way}) if way in ("intra", "running") else (KFAC, {"inverse_method": way})
+    opt = kind(model, damping=0.1, kl_clip=None, **keywords)
+    kept = kept_directions(opt, model)
+    for name, p in model.named_parameters():
+        state, gradient = opt.state[p], p.grad.flatten(1)
+        if way == "cholesky":
+            g, a = pi_factors(state["factor_g"], state["factor_a"], 0.1)
+            wanted = torch.linalg.solve(g, torch.linalg.solve(a, gradient.mT).mT)
+        else:
+            scale = torch.outer(state["eigenvalues_g"], state["eigenvalues_a"]) if way == "eigen" else state["scale"]
+            q_a, q_g = state["basis_a"], state["basis_g"]
+            wanted = q_g @ ((q_g.mT @ gradient @ q_a) / (scale + 0.1)) @ q_a.mT
+        assert_close(kept[name].flatten(1), wanted, 1e-8, name)
+
+
+@pytest.mark.parametrize("mode", ["kid", "sngd"])
+def test_rows_of_every_layer_give_their_own_direction(mode):
+    """That of the same layer alone, when all others are left out of the method."""
+    whole, keywords = seeded_build(aligned), {"damping": 0.1, "mode": mode, "rank_fraction": 0.5}
+    kept = kept_directions(HyLo(whole, **keywords), whole)
+    for name, _ in whole.named_parameters():
+        model = seeded_build(aligned)
+        others = [other for other, _ in model.named_children() if other != name.partition(".")[0]]
+        found = kept_directions(HyLo(model, **keywords, skip_layers=others), model)
+        torch.testing.assert_close(kept[name], found[name], rtol=1e-9, atol=1e-12)

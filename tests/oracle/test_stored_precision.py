@@ -23,48 +23,42 @@ METHODS = {
     "ekfac running": (EKFAC, {"estimator": "running"}),
     "ekfac qr": (EKFAC, {"estimator": "running", "basis_update": "qr"}),
 }
-every_method = pytest.mark.parametrize("name", METHODS)
 OPTIONS = {"lr": 0.05, "factor_update_steps": 1, "inv_update_steps": 2, "damping": 0.1}
 
 
-def _batches(count):
+def batches(count):
     generator = torch.Generator().manual_seed(0)
     return [
         (torch.randn(16, 12, generator=generator), torch.randint(4, (16,), generator=generator)) for _ in range(count)
     ]
 
 
-def _net():
+def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 4))
 
 
-def _start(name, **keywords):
-    cls, own = METHODS[name]
-    model = _net()
+def start(name, **keywords):
+    (cls, own), model = METHODS[name], net()
     return model, cls(model, **OPTIONS, **own, **keywords)
 
 
-def _go_on(model, opt, batches):
-    for x, y in batches:
+def train(model, opt, on):
+    for x, y in on:
         train_step(opt, model, x, y, F.cross_entropy)
     return model, opt
 
 
-def _train(name, batches, **keywords):
-    return _go_on(*_start(name, **keywords), batches)
-
-
-def _same(model, other):
+def same(model, other):
     return all(p.equal(q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_the_running_mean_is_rounded_once_an_update():
     """The same factors as a second optimizer measures them in full, folded and rounded by hand."""
-    low, full = _net(), _net()
+    low, full = net(), net()
     opt = KFAC(low, **{**OPTIONS, "lr": 0.0}, factor_dtype=torch.bfloat16)
     expected, total = {}, 0.0
-    for x, y in _batches(4):
+    for x, y in batches(4):
         train_step(opt, low, x, y, F.cross_entropy)
         total = 0.95 * total + 16
         share = 16 / total
@@ -95,24 +89,38 @@ def test_a_direction_is_off_by_rounding_times_the_condition_number(method, which
         assert 1e-6 < error < 2**-8 * (1 + largest / 0.1) * 2, name
 
 
-@every_method
-def test_half_the_bytes_train_the_same_way(name):
-    batches = _batches(6) * 3
+@pytest.mark.parametrize("name", METHODS)
+def test_half_the_bytes_train_the_same_way_and_triangles_to_the_bit(name):
+    on = batches(6) * 2
 
     def loss_of(model):
         with torch.no_grad():
-            return float(F.cross_entropy(model(batches[0][0]), batches[0][1]))
+            return float(F.cross_entropy(model(on[0][0]), on[0][1]))
 
-    (full, opt), (low, other) = (_train(name, batches, **keywords) for keywords in ({}, LOW))
-    start, losses = loss_of(_net()), [loss_of(full), loss_of(low)]
-    assert losses[0] < start
-    assert abs(losses[1] - losses[0]) < 0.1 * (start - losses[0])
-    whole, half = opt.memory_usage(), other.memory_usage()
-    assert 2 * half["factors"] == whole["factors"] == 4 * (13**2 + 10**2 + 11**2 + 4**2)
+    stored = {"whole": {}, "low": LOW, "packed": PACKED, "both": {**LOW, **PACKED}}
+    models, opts = {}, {}
+    for kind, keywords in stored.items():
+        models[kind], opts[kind] = train(*start(name, **keywords), on)
+    first, losses = loss_of(net()), [loss_of(models["whole"]), loss_of(models["low"])]
+    assert losses[0] < first
+    assert abs(losses[1] - losses[0]) < 0.1 * (first - losses[0])
+    assert same(models["whole"], models["packed"])
+    assert same(models["low"], models["both"])
+    assert opts["packed"].dense_curvature("0").equal(opts["whole"].dense_curvature("0"))
+    assert opts["packed"].diagnostics()["damping_by_layer"] == opts["whole"].diagnostics()["damping_by_layer"]
+    usage = {kind: opt.memory_usage() for kind, opt in opts.items()}
+    squares, triangles = 13**2 + 10**2 + 11**2 + 4**2, (13 * 14 + 10 * 11 + 11 * 12 + 4 * 5) // 2
+    bytes_of_factors = {"whole": 4 * squares, "low": 2 * squares, "packed": 4 * triangles, "both": 2 * triangles}
+    assert {kind: found["factors"] for kind, found in usage.items()} == bytes_of_factors
     values = 0 if name == "kfac cholesky" else 4 * (13 + 10 + 11 + 4)  # eigenvalues stay as they are
-    assert half["second_order"] - values == (whole["second_order"] - values) / 2
-    assert half.get("scale") == whole.get("scale")
-    assert other.plan(world_size=1).ranks[0].stored["factors"] == half["factors"]
+    whole = usage["whole"]["second_order"]
+    assert usage["low"]["second_order"] - values == (whole - values) / 2
+    assert usage["packed"]["second_order"] == whole
+    assert usage["low"].get("scale") == usage["whole"].get("scale")
+    for kind, opt in opts.items():
+        assert opt.plan(world_size=1).ranks[0].stored["factors"] == bytes_of_factors[kind]
+    flops = [opts[kind].plan(batch_size=16).ranks[0].flops for kind in ("whole", "packed")]
+    assert flops[0] == flops[1]
 
 
 STORED = {"rounded": (LOW, LOW), "to packed": ({}, PACKED), "to dense": (PACKED, {})}
@@ -120,24 +128,23 @@ STORED = {"rounded": (LOW, LOW), "to packed": ({}, PACKED), "to dense": (PACKED,
 
 @each(name=list(METHODS), ways=STORED)
 def test_a_checkpoint_goes_on_to_the_bit_in_either_storage(name, ways):
-    first, then = ways
-    batches = _batches(7)
-    model, opt = _train(name, batches[:3], **first)
+    (first, then), on = ways, batches(7)
+    model, opt = train(*start(name, **first), on[:3])
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    other, second = _start(name, **then)
+    other, second = start(name, **then)
     other.load_state_dict(saved["model"])
     second.load_state_dict(saved["opt"])
-    _go_on(model, opt, batches[3:])
-    _go_on(other, second, batches[3:])
-    assert _same(model, other)
+    train(model, opt, on[3:])
+    train(other, second, on[3:])
+    assert same(model, other)
 
 
 def test_a_checkpoint_of_another_precision_is_converted():
-    model, opt = _train("kfac eigen", _batches(3))
-    other, low = _start("kfac eigen", **LOW)
+    model, opt = train(*start("kfac eigen"), batches(3))
+    other, low = start("kfac eigen", **LOW)
     low.load_state_dict(opt.state_dict())
     for key in ("factor_a", "basis_g"):
         found, kept = (layer_state(o, m, "0")[key] for o, m in ((low, other), (opt, model)))
@@ -158,40 +165,18 @@ def test_what_cannot_be_stored_is_refused(cls):
     for keyword in ("factor_dtype", "inv_dtype"):
         for value, error, told in ((torch.float16, ValueError, "torch.float16"), ("bfloat16", TypeError, "'bfloat16'")):
             with pytest.raises(error, match=f"{keyword} must be torch.float32 or torch.bfloat16, got {told}"):
-                cls(_net(), **{keyword: value})
+                cls(net(), **{keyword: value})
     with pytest.raises(ValueError, match="factor_storage must be one of \\('dense', 'packed'\\), got 'sparse'"):
-        cls(_net(), factor_storage="sparse")
+        cls(net(), factor_storage="sparse")
 
 
 def test_diagonal_factors_are_kept_so_too():
-    model, opt = _train("kfac cholesky", _batches(3), **LOW, max_factor_dim=5)
+    model, opt = train(*start("kfac cholesky", **LOW, max_factor_dim=5), batches(3))
     state = layer_state(opt, model, "0")
     assert state["factor_a"].shape == (13,)
     assert state["factor_a"].dtype == torch.bfloat16
     expected = state["factor_g"].float() * state["factor_a"][0].float()
     assert_close(opt.dense_curvature("0").diagonal().view(10, 13)[:, 0], expected)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Triangles
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@every_method
-def test_packed_factors_are_the_same_to_the_bit(name):
-    batches = _batches(9)
-    (dense, opt), (packed, other) = (_train(name, batches, **keywords) for keywords in ({}, PACKED))
-    assert _same(dense, packed)
-    assert other.dense_curvature("0").equal(opt.dense_curvature("0"))
-    assert other.diagnostics()["damping_by_layer"] == opt.diagnostics()["damping_by_layer"]
-    whole, half = opt.memory_usage(), other.memory_usage()
-    assert half["factors"] == 4 * (13 * 14 + 10 * 11 + 11 * 12 + 4 * 5) // 2
-    assert half["second_order"] == whole["second_order"]
-    assert other.plan(world_size=1).ranks[0].stored["factors"] == half["factors"]
-    assert other.plan(batch_size=16).ranks[0].flops == opt.plan(batch_size=16).ranks[0].flops
-    low, (both, opt) = (_train(name, batches, **LOW, **keywords) for keywords in ({}, PACKED))
-    assert _same(low[0], both)
-    assert opt.memory_usage()["factors"] == half["factors"] / 2
 
 
 @each(
@@ -221,7 +206,7 @@ def test_packed_factors_of_convolutions_and_beside_diagonal_ones(groups, extra):
         return model, opt
 
     (dense, _), (packed, opt) = run(), run(**PACKED)
-    assert _same(dense, packed)
+    assert same(dense, packed)
     keys = set(opt.state[packed[0].weight])
     assert ("packed_a" in keys) is (extra.get("max_factor_dim") is None)
     assert ("factor_a" in keys) is (extra.get("max_factor_dim") is not None)

@@ -246,28 +246,6 @@ class Reference:
         return operator(self.Q_B, self.s, self.Q_A)
 
 
-class Whitening:
-    """Adam in a moving Kronecker eigenbasis, for one layer; both averages as Adam has them."""
-
-    def __init__(self, beta1: float, beta2: float, eps: float) -> None:
-        self.beta1, self.beta2, self.eps = beta1, beta2, eps
-        self.m = self.v = self.Q_B = self.Q_A = None
-        self.t = 0
-
-    def direction(self, gradient: Tensor, Q_B: Tensor, Q_A: Tensor) -> Tensor:
-        """``Q_B``, ``Q_A`` are those of this step: v moves to them before this gradient is squared in them."""
-        self.t += 1
-        if self.m is None:
-            self.m, self.v = torch.zeros_like(gradient), torch.zeros_like(gradient)
-            self.Q_B, self.Q_A = Q_B, Q_A
-        self.m = self.beta1 * self.m + (1 - self.beta1) * gradient
-        self.v = diagonal_in(operator(self.Q_B, self.v, self.Q_A), Q_B, Q_A, self.v)
-        self.v = self.beta2 * self.v + (1 - self.beta2) * (Q_B.mT @ gradient @ Q_A) ** 2
-        self.Q_B, self.Q_A = Q_B, Q_A
-        m, v = self.m / (1 - self.beta1**self.t), self.v / (1 - self.beta2**self.t)
-        return Q_B @ ((Q_B.mT @ m @ Q_A) / (v.sqrt() + self.eps)) @ Q_A.mT
-
-
 def measured_scales(
     model: nn.Module, name: str, x: Tensor, y: Tensor, bases: tuple[Tensor, Tensor], estimator: str, loss: Loss
 ) -> Tensor:

@@ -205,12 +205,6 @@ def kron(B: Tensor, A: Tensor) -> Tensor:
     return torch.block_diag(*(torch.kron(b, a) for b, a in zip(grouped(B), grouped(A), strict=True)))
 
 
-def empirical_block(rows: Rows) -> Tensor:
-    """The exact block (1/N) Σ_n vec(∇ℓ_n) vec(∇ℓ_n)ᵀ, without any Kronecker approximation."""
-    vectors = [rows.gradient(n).reshape(-1) for n in range(len(rows.a))]
-    return sum(torch.outer(v, v) for v in vectors) / len(vectors)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Gradients of a layer as [n_g, n_a], and what the method should make of them
 # ---------------------------------------------------------------------------------------------------------------------
