@@ -40,6 +40,7 @@ from secondorder.curvature.layer import LayerOptions, SkipRule
 from secondorder.curvature.mode import ModeSwitch
 from secondorder.linalg import selection
 from secondorder.methods import documentation
+from secondorder.methods.defaults import resolved_damping, with_step_size
 from secondorder.methods.layers import LayerRecipe, LayerRules
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.options import FisherOptions
@@ -139,13 +140,13 @@ class HyLo(SecondOrderOptimizer):
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor | None = None,
         momentum: float = 0.9,
         *,
         module: nn.Module | Sequence[nn.Module] | None = None,
         comm: CommStrategy | None = None,
-        damping: float = 1.0,
-        damping_mode: str = "absolute",
+        damping: float | None = None,
+        damping_mode: str | None = None,
         normalize_damping: bool = False,
         mode: str = "auto",
         switch: SwitchPolicy | None = None,
@@ -182,7 +183,7 @@ class HyLo(SecondOrderOptimizer):
         fallback_betas: tuple[float, float] | None = None,
         fallback_eps: float | None = None,
         inner: str = "sgd",
-        graft: str | None = None,
+        graft: str | None = "auto",
         clip_norm: float | None = None,
         clip_value: float | None = None,
         grad_scaler: Any = None,
@@ -190,7 +191,8 @@ class HyLo(SecondOrderOptimizer):
         max_failures: int = 10,
         deterministic_seed: int = 0,
     ) -> None:
-        given = locals()
+        given = with_step_size(locals(), rate=0.1, own_size=weight_decay_mode != "standard")
+        given |= resolved_damping(given, absolute=1.0)
         options.choice("empirical", "mc", "exact", "curvature_prop")("fisher", fisher)
         options.optional_whole(1)("batch_size", batch_size)
         if switch is not None and not isinstance(switch, SwitchPolicy):
@@ -201,7 +203,8 @@ class HyLo(SecondOrderOptimizer):
         layers = LayerOptions(
             skip_layers, max_failures=max_failures, tied=tied, batch_dim=batch_dim, batch_input=batch_input
         )
-        rules, own = LayerRules(partial(_exclude, fisher=fisher)), {"batch_size": batch_size, "modes": modes}
+        rules = LayerRules(partial(_exclude, fisher=fisher), mode_by_default=damping_mode is None)
+        own = {"batch_size": batch_size, "modes": modes}
         super().__init__(given, LayerRecipe(RowPreconditioner, rules, layers, FisherOptions(fisher), own))
 
     @property

@@ -33,6 +33,7 @@ from secondorder.curvature.solvers import MFACSolver
 from secondorder.curvature.window.form import Compression
 from secondorder.curvature.window.topk import TopK
 from secondorder.methods import documentation
+from secondorder.methods.defaults import resolved_damping, with_step_size
 from secondorder.methods.windows import WINDOW_CHECKS, WindowRules, window_recipe
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parameters import Group
@@ -84,14 +85,14 @@ class MFAC(SecondOrderOptimizer):
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor | None = None,
         momentum: float = 0.0,
         *,
         module: nn.Module | Sequence[nn.Module] | None = None,
         comm: CommStrategy | None = None,
         window_size: int = 1024,
-        damping: float = 1e-5,
-        damping_mode: str = "absolute",
+        damping: float | None = None,
+        damping_mode: str | None = None,
         scale: str = "count",
         partition: str = "global",
         compression: Compression = None,
@@ -113,15 +114,17 @@ class MFAC(SecondOrderOptimizer):
         fallback_betas: tuple[float, float] | None = None,
         fallback_eps: float | None = None,
         inner: str = "sgd",
-        graft: str | None = None,
+        graft: str | None = "auto",
         clip_norm: float | None = None,
         clip_value: float | None = None,
         grad_scaler: Any = None,
         deterministic_seed: int = 0,
         checkpoint_curvature: str = "all",
     ) -> None:
-        given = locals()
-        rules = WindowRules(_SHARED, partition, partial(_exclude, shares=partition == "global"))
+        given = with_step_size(locals(), rate=1e-3, own_size=weight_decay_mode != "standard")
+        given |= resolved_damping(given, absolute=1e-5)
+        exclude, by_default = partial(_exclude, shares=partition == "global"), damping_mode is None
+        rules = WindowRules(_SHARED, partition, exclude, mode_by_default=by_default)
         super().__init__(given, window_recipe(given, MFACSolver(), rules))
 
 
@@ -159,14 +162,14 @@ class SparseMFAC(MFAC):
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor | None = None,
         momentum: float = 0.0,
         *,
         module: nn.Module | Sequence[nn.Module] | None = None,
         comm: CommStrategy | None = None,
         window_size: int = 1024,
-        damping: float = 1e-5,
-        damping_mode: str = "absolute",
+        damping: float | None = None,
+        damping_mode: str | None = None,
         scale: str = "count",
         partition: str = "global",
         compression: Compression = TopK(),  # noqa: B008 - it cannot be changed
@@ -188,7 +191,7 @@ class SparseMFAC(MFAC):
         fallback_betas: tuple[float, float] | None = None,
         fallback_eps: float | None = None,
         inner: str = "sgd",
-        graft: str | None = None,
+        graft: str | None = "auto",
         clip_norm: float | None = None,
         clip_value: float | None = None,
         grad_scaler: Any = None,
