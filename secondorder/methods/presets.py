@@ -184,8 +184,8 @@ _ALL = (
             "fisher": "exact",
             "scale_decay": 0.8,
         },
-        needs="calls step(closure) with a closure that calls observe(outputs, 'gaussian') before backward() and returns "
-        "the loss and the outputs",
+        needs="calls step(closure) with a closure that calls observe(outputs, 'gaussian') before backward() and "
+        "returns the loss and the outputs",
         measured="docs/evidence.md, A physics-informed network",
     ),
     Preset(
