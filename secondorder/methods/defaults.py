@@ -15,8 +15,6 @@ from secondorder import options
 AUTO = "auto"
 #: Learning rate of steps that have the size of Adam's; AdamW has the same default.
 ADAM_RATE = 1e-3
-#: Relative damping of the methods whose published damping is a number of its own.
-RELATIVE = 0.1
 #: Keys of a parameter group that decide about the size of its steps.
 _SIZES = frozenset({"lr", "inner", "weight_decay_mode", "momentum_mode"})
 
@@ -55,12 +53,13 @@ def _in_groups(params: Any) -> bool:
     return any(isinstance(group, dict) and not _SIZES.isdisjoint(group) for group in groups)
 
 
-def resolved_damping(given: Mapping[str, Any], *, absolute: float) -> dict[str, Any]:
+def resolved_damping(given: Mapping[str, Any], *, absolute: float, relative: float) -> dict[str, Any]:
     """Return ``damping`` and ``damping_mode`` of a method whose published damping is a number.
 
     Args:
         given: The arguments of the constructor by name, with ``graft`` resolved.
         absolute: The published damping.
+        relative: The damping relative to the curvature.
 
     Returns:
         Both options. Without them, the damping is relative to the curvature where ``graft`` or ``inner`` sets the size
@@ -71,5 +70,5 @@ def resolved_damping(given: Mapping[str, Any], *, absolute: float) -> dict[str, 
         if mode is None:
             sized = given["graft"] is not None or options.is_adam(given["inner"])
             mode = "relative" if sized else "absolute"
-        damping = RELATIVE if mode == "relative" else absolute
+        damping = relative if mode == "relative" else absolute
     return {"damping": damping, "damping_mode": "absolute" if mode is None else mode}

@@ -56,11 +56,12 @@ class HyLo(SecondOrderOptimizer):
     """HyLo on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
-        damping: Damping λ, in units of the Fisher of the per-example loss, or a multiple as ``damping_mode`` says. A
-            change takes effect at the next refresh. In directions that no row covers, the step is that of the gradient
-            times η / λ.
+        damping: Damping λ, in units of the Fisher of the per-example loss, or a multiple as ``damping_mode`` says. If
+            None, it is 1. A change takes effect at the next refresh. In directions that no row covers, the step is that
+            of the gradient times η / λ.
         damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of the kernel of each block, which falls
-            with the gradients and with the number of examples.
+            with the gradients and with the number of examples. If None, it is ``"relative"`` if ``damping`` is not
+            given and ``graft`` or ``inner`` sets the size of the steps, and ``"absolute"`` otherwise.
         normalize_damping: Whether to multiply the direction by λ, so that it does not grow when λ falls, and equals the
             gradient where λ is large.
         mode: ``"kid"`` interpolates, ``"kis"`` samples, and ``"sngd"`` keeps every example. ``"auto"`` switches between
@@ -192,7 +193,7 @@ class HyLo(SecondOrderOptimizer):
         deterministic_seed: int = 0,
     ) -> None:
         given = with_step_size(locals(), rate=0.1, own_size=weight_decay_mode != "standard")
-        given |= resolved_damping(given, absolute=1.0)
+        given |= resolved_damping(given, absolute=1.0, relative=1.0)
         options.choice("empirical", "mc", "exact", "curvature_prop")("fisher", fisher)
         options.optional_whole(1)("batch_size", batch_size)
         if switch is not None and not isinstance(switch, SwitchPolicy):

@@ -38,6 +38,8 @@ from secondorder.methods.windows import WINDOW_CHECKS, WindowRules, window_recip
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parameters import Group
 
+#: Rows of a window where their number is not given.
+PUBLISHED_ROWS, GRAFTED_ROWS = 1024, 64
 #: Options on which the groups of one window must agree.
 _SHARED = "damping", "damping_mode", "scale", "solver", "momentum_mode"
 
@@ -48,9 +50,12 @@ class MFAC(SecondOrderOptimizer):
 
     Args:
         momentum: Coefficient μ of the momentum that ``momentum_mode`` selects.
-        window_size: m, the number of gradients in the window.
-        damping: Damping λ, in units of the squared norm of the gradient, or a multiple as ``damping_mode`` says.
-        damping_mode: ``"absolute"``, or ``"relative"`` to tr(S)/n, the mean squared norm of the rows.
+        window_size: m, the number of gradients in the window. If None, it is 1024, as published, except for dense
+            windows with ``graft``, where it is 64.
+        damping: Damping λ, in units of the squared norm of the gradient, or a multiple as ``damping_mode`` says. If
+            None, it is 0.1, relative, where ``graft`` or ``inner`` sets the size of the steps, and 1e-5 otherwise.
+        damping_mode: ``"absolute"``, or ``"relative"`` to tr(S)/n, the mean squared norm of the rows. If None, it is
+            ``"absolute"`` if ``damping`` is given.
         scale: What the sum over rows is divided by: the number of rows that are filled (``"count"``), or m
             (``"window"``). The published code uses m, with which updates are up to m times larger at first.
         solver: ``"cholesky"``, ``"eigh"``, which leaves out directions that consist of rounding errors, or ``"auto"``,
@@ -90,7 +95,7 @@ class MFAC(SecondOrderOptimizer):
         *,
         module: nn.Module | Sequence[nn.Module] | None = None,
         comm: CommStrategy | None = None,
-        window_size: int = 1024,
+        window_size: int | None = None,
         damping: float | None = None,
         damping_mode: str | None = None,
         scale: str = "count",
@@ -122,10 +127,18 @@ class MFAC(SecondOrderOptimizer):
         checkpoint_curvature: str = "all",
     ) -> None:
         given = with_step_size(locals(), rate=1e-3, own_size=weight_decay_mode != "standard")
-        given |= resolved_damping(given, absolute=1e-5)
+        given |= resolved_damping(given, absolute=1e-5, relative=0.1)
+        given["window_size"] = _window_size(given)
         exclude, by_default = partial(_exclude, shares=partition == "global"), damping_mode is None
         rules = WindowRules(_SHARED, partition, exclude, mode_by_default=by_default)
         super().__init__(given, window_recipe(given, MFACSolver(), rules))
+
+
+def _window_size(given: Mapping[str, Any]) -> Any:
+    """Return the number of rows: as given, else the published number, or fewer dense ones with the size of other steps."""
+    if given["window_size"] is not None:
+        return given["window_size"]
+    return PUBLISHED_ROWS if given["graft"] is None or given["compression"] is not None else GRAFTED_ROWS
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group], shares: bool) -> None:
@@ -167,7 +180,7 @@ class SparseMFAC(MFAC):
         *,
         module: nn.Module | Sequence[nn.Module] | None = None,
         comm: CommStrategy | None = None,
-        window_size: int = 1024,
+        window_size: int | None = None,
         damping: float | None = None,
         damping_mode: str | None = None,
         scale: str = "count",
