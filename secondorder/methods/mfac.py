@@ -135,7 +135,7 @@ class MFAC(SecondOrderOptimizer):
 
 
 def _window_size(given: Mapping[str, Any]) -> Any:
-    """Return the number of rows: as given, else the published number, or fewer dense ones with the size of other steps."""
+    """Return the number of rows: as given, else as published, or fewer dense ones where the step has another size."""
     if given["window_size"] is not None:
         return given["window_size"]
     return PUBLISHED_ROWS if given["graft"] is None or given["compression"] is not None else GRAFTED_ROWS
