@@ -12,6 +12,7 @@ from secondorder.methods.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = list(PRESETS)
+PAGE = ROOT / "docs" / "choose-a-method.md"
 
 
 class Tiny(nn.Module):
@@ -176,3 +177,22 @@ def test_bad_arguments_of_the_groups_are_refused():
         matrix_groups(network(), lr=0.1, head="top")
     with pytest.raises(ValueError, match="adjust_lr_fn must be one of .*, got 'spectral'"):
         matrix_groups(network(), lr=0.1, adjust_lr_fn="spectral")
+
+
+def test_the_page_shows_the_presets_of_today():
+    """`python -m tests.test_presets` writes the table anew."""
+    text = PAGE.read_text()
+    assert text == with_table(text)
+
+
+def with_table(text):
+    """The text of the page with a table of the presets between its two comments."""
+    lines = ["| preset | for | call | in the training loop |", "|---|---|---|---|"]
+    lines += [f"| `{p.name}` | {p.summary} | `{p}` | {p.needs or 'nothing new'} |" for p in PRESETS.values()]
+    start, end = "<!-- presets -->", "<!-- end of presets -->"
+    before, rest = text.split(start)
+    return "\n".join([before + start, "", *lines, "", end + rest.split(end)[1]])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))

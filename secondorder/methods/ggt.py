@@ -68,7 +68,7 @@ class GGT(SecondOrderOptimizer):
     Example:
         >>> import torch, secondorder
         >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = secondorder.GGT(model.parameters(), lr=1e-3, graft="adam", window_size=20)
+        >>> optimizer = secondorder.GGT(model.parameters(), lr=1e-3, graft="adamw", window_size=20)
         >>> model(torch.randn(8, 4)).square().mean().backward()
         >>> optimizer.step()
     """

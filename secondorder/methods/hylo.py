@@ -109,7 +109,7 @@ class HyLo(SecondOrderOptimizer):
     Example:
         >>> import torch, secondorder
         >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = secondorder.HyLo(model, lr=1e-3, graft="adam", damping=0.1, damping_mode="relative")
+        >>> optimizer = secondorder.HyLo(model, lr=1e-3, graft="adamw")
         >>> model(torch.randn(8, 4)).square().mean().backward()
         >>> optimizer.step()
     """

@@ -73,7 +73,7 @@ class MFAC(SecondOrderOptimizer):
     Example:
         >>> import torch, secondorder
         >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = secondorder.MFAC(model.parameters(), lr=1e-3, graft="adam", window_size=32)
+        >>> optimizer = secondorder.MFAC(model.parameters(), lr=1e-3, graft="adamw", window_size=32)
         >>> model(torch.randn(8, 4)).square().mean().backward()
         >>> optimizer.step()
     """
@@ -167,7 +167,7 @@ class SparseMFAC(MFAC):
     Example:
         >>> import torch, secondorder
         >>> model = torch.nn.Linear(400, 20)
-        >>> optimizer = secondorder.SparseMFAC(model.parameters(), lr=1e-3, graft="adam", window_size=32)
+        >>> optimizer = secondorder.SparseMFAC(model.parameters(), lr=1e-3, graft="adamw", window_size=32)
         >>> model(torch.randn(8, 400)).square().mean().backward()
         >>> optimizer.step()
     """
