@@ -11,9 +11,11 @@ from secondorder.factory import create
 from secondorder.linalg.inverse_fisher import inverse_fisher_diagonal, inverse_fisher_vector_product
 from secondorder.methods.ekfac import EKFAC
 from secondorder.methods.ggt import GGT
+from secondorder.methods.groups import matrix_groups
 from secondorder.methods.hylo import HyLo
 from secondorder.methods.kfac import KFAC
 from secondorder.methods.mfac import MFAC, SparseMFAC
+from secondorder.methods.presets import Preset, presets
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.schedule import ParamScheduler
 
@@ -39,6 +41,7 @@ __all__ = [
     "LowRank",
     "MemOpt",
     "ParamScheduler",
+    "Preset",
     "SecondOrderOptimizer",
     "SparseMFAC",
     "TopK",
@@ -46,5 +49,7 @@ __all__ = [
     "create",
     "inverse_fisher_diagonal",
     "inverse_fisher_vector_product",
+    "matrix_groups",
+    "presets",
     "register_layer",
 ]

@@ -1,11 +1,11 @@
-"""All methods by name, including the names in the programs that published them."""
+"""All methods and presets by name, including the names in the programs that published them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder.comm.names import from_name
@@ -16,6 +16,7 @@ from secondorder.methods.ggt import GGT
 from secondorder.methods.hylo import HyLo
 from secondorder.methods.kfac import KFAC
 from secondorder.methods.mfac import MFAC, SparseMFAC
+from secondorder.methods.presets import PRESETS
 from secondorder.optimizer import SecondOrderOptimizer
 
 #: The methods by the names that this package gives them.
@@ -63,13 +64,21 @@ ALIASES: Mapping[str, Alias] = {
 }
 
 
-def create(name: str, model: ParamsT | nn.Module | Sequence[nn.Module], **keywords: Any) -> SecondOrderOptimizer:
-    """Build a method by its name, in any case, with ``-``, ``_`` or neither.
+def create(
+    name: str,
+    model: ParamsT | nn.Module | Sequence[nn.Module],
+    lr: float | Tensor | None = None,
+    **overrides: Any,
+) -> SecondOrderOptimizer:
+    """Build a preset or a method by its name, in any case, with ``-``, ``_`` or neither.
 
-    ``functools.partial(secondorder.create, "kfac")`` is a factory ``(model, **keywords)``, which some trainers need.
+    ``functools.partial(secondorder.create, "from_adamw")`` is a factory ``(model, **keywords)``, which some trainers
+    need.
 
     | name | builds |
     |---|---|
+    | `from_adamw`, `from_adam`, `from_sgd`, `from_muon` | the preset for users of that optimizer |
+    | `large_batch`, `least_squares`, `physics_informed`, `low_memory` | the preset for that kind of problem |
     | `kfac`, `ekfac`, `hylo`, `mfac`, `sparse_mfac`, `ggt` | `KFAC`, `EKFAC`, `HyLo`, `MFAC`, `SparseMFAC`, `GGT` |
     | `eigen`, `inverse` | `KFAC(inverse_method="eigen")`, `KFAC(inverse_method="cholesky")` |
     | `eigen_dp`, `inverse_dp` | the same with `comm=LocalFactors()`; `dp_kfac` is `eigen_dp` |
@@ -78,30 +87,36 @@ def create(name: str, model: ParamsT | nn.Module | Sequence[nn.Module], **keywor
     | `ksggt`, `kdggt` | `GGT(compression=TopK())` |
     | `kid`, `kis`, `sngd` | `HyLo(mode="kid")`, `HyLo(mode="kis")`, `HyLo(mode="sngd")` |
 
+    :func:`presets` shows the calls that the presets stand for.
+
     Args:
-        name: Name of the method.
-        model: First argument of its constructor: the model, a list of its parts, or any argument that ``torch.optim``
-            takes.
-        **keywords: Keywords of its constructor. They replace those that the name stands for. ``comm`` may also be the
+        name: Name of the preset or of the method.
+        model: First argument of the constructor: the model, a list of its parts, or any argument that ``torch.optim``
+            takes. A preset takes the model only.
+        lr: Learning rate. If None, it is the one of the preset or of the constructor.
+        **overrides: Keywords of the constructor. They replace those that the name stands for. ``comm`` may also be the
             name of a strategy, see :func:`secondorder.comm.from_name`.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: If no method has this name; the message lists all names.
+        ValueError: If nothing has this name; the message lists all names.
         TypeError: If the name is not a string.
 
     Example:
         >>> import torch, secondorder
         >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = secondorder.create("eigen", model, lr=0.1, comm="mem_opt")
+        >>> optimizer = secondorder.create("from_adamw", model, lr=3e-4)
     """
-    method, options = resolve(name)
-    chosen = {**options, **keywords}
+    preset = _PRESETS.get(_plain(name)) if isinstance(name, str) else None
+    method, options = Alias("", {}) if preset else resolve(name)
+    chosen = {**options, **overrides}
     if isinstance(chosen.get("comm"), str):
         chosen["comm"] = from_name(chosen["comm"])
-    return METHODS[method](model, **chosen)
+    if preset:
+        return preset.build(cast("nn.Module", model), lr, **chosen)
+    return METHODS[method](model, lr=lr, **chosen)
 
 
 def resolve(name: str) -> Alias:
@@ -122,9 +137,15 @@ def resolve(name: str) -> Alias:
     known = {_plain(method): Alias(method, {}) for method in METHODS}
     known.update({_plain(alias): meaning for alias, meaning in ALIASES.items()})
     if _plain(name) not in known:
-        raise ValueError(f"unknown method {name!r}: choose from {', '.join(METHODS)}, or {', '.join(ALIASES)}")
+        raise ValueError(
+            f"unknown method {name!r}: choose a preset from {', '.join(PRESETS)}, a method from {', '.join(METHODS)}, "
+            f"or {', '.join(ALIASES)}"
+        )
     return known[_plain(name)]
 
 
 def _plain(name: str) -> str:
     return name.strip().lower().replace("-", "").replace("_", "")
+
+
+_PRESETS = {_plain(name): preset for name, preset in PRESETS.items()}

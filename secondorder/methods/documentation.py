@@ -6,7 +6,9 @@ describes only the arguments that other methods do not have, or that mean someth
 
 #: Every method.
 OPTIMIZER = """
-    lr: Learning rate η, a number or a tensor with one element.
+    lr: Learning rate η, a number or a tensor with one element. If None, it is 1e-3, the default of AdamW, where
+        ``graft`` or ``inner`` names Adam's rule; 1.0 with ``quadratic_model``; and otherwise 0.1 for layer methods and
+        1e-3 for window methods.
     momentum: Coefficient of the heavy-ball momentum on the preconditioned gradient.
     nesterov: Whether to use Nesterov momentum.
     maximize: Whether to maximize the objective instead of minimizing it.
@@ -24,7 +26,9 @@ OPTIMIZER = """
     inner: Rule that takes the preconditioned gradient as its gradient: ``"sgd"``, ``"adam"`` or ``"adamw"``.
     graft: Rule from which each block or window takes the size of its step, so that the learning rate schedule of that
         rule carries over: ``"sgd"``, ``"adam"`` or ``"adamw"``. With ``"adam"``, ``decoupled_weight_decay`` decides how
-        weights decay; with ``"adamw"``, the decay is always decoupled. If None, the step keeps its own size.
+        weights decay; with ``"adamw"``, the decay is always decoupled. If None, the step keeps its own size, as in the
+        publications. ``"auto"`` is ``"adamw"`` if no learning rate is given, so that an optimizer without arguments
+        trains like AdamW without arguments, and None otherwise.
     clip_value: Upper bound on the absolute value of each entry of the direction. If None, entries are not clipped.
 """
 

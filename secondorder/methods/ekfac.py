@@ -42,6 +42,7 @@ from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.eigenbasis import is_adam
 from secondorder.curvature.layer import SkipRule
 from secondorder.methods import documentation
+from secondorder.methods.defaults import with_step_size
 from secondorder.methods.kronecker import FACTOR_CHECKS, FactoredRules, chosen, factor_recipe, warn_of_options
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parameters import Group
@@ -107,7 +108,7 @@ class EKFAC(SecondOrderOptimizer):
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor | None = None,
         momentum: float = 0.9,
         *,
         module: nn.Module | Sequence[nn.Module] | None = None,
@@ -174,7 +175,7 @@ class EKFAC(SecondOrderOptimizer):
         fallback_betas: tuple[float, float] | None = None,
         fallback_eps: float | None = None,
         inner: str = "sgd",
-        graft: str | None = None,
+        graft: str | None = "auto",
         clip_norm: float | None = None,
         clip_value: float | None = None,
         grad_scaler: Any = None,
@@ -182,7 +183,7 @@ class EKFAC(SecondOrderOptimizer):
         max_failures: int = 10,
         deterministic_seed: int = 0,
     ) -> None:
-        given = locals()
+        given = with_step_size(locals(), rate=0.1, own_size=quadratic_model or momentum_mode == "pre")
         judged = Adaptation(**chosen(Adaptation, given))
         rules = FactoredRules(given, partial(_exclude, fisher=fisher, overlap=overlap, adaptation=judged))
         super().__init__(given, factor_recipe(given, ScalePreconditioner, rules))

@@ -28,6 +28,7 @@ from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.solvers import GGTSolver
 from secondorder.curvature.window.form import Compression
 from secondorder.methods import documentation
+from secondorder.methods.defaults import with_step_size
 from secondorder.methods.windows import WINDOW_CHECKS, WindowRules, window_betas, window_recipe
 from secondorder.optimizer import SecondOrderOptimizer
 
@@ -67,7 +68,7 @@ class GGT(SecondOrderOptimizer):
     Example:
         >>> import torch, secondorder
         >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = secondorder.GGT(model.parameters(), lr=1e-3, graft="adam", window_size=20)
+        >>> optimizer = secondorder.GGT(model.parameters(), lr=1e-3, graft="adamw", window_size=20)
         >>> model(torch.randn(8, 4)).square().mean().backward()
         >>> optimizer.step()
     """
@@ -85,7 +86,7 @@ class GGT(SecondOrderOptimizer):
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor | None = None,
         momentum: float = 0.0,
         *,
         module: nn.Module | Sequence[nn.Module] | None = None,
@@ -111,12 +112,12 @@ class GGT(SecondOrderOptimizer):
         fallback_betas: tuple[float, float] = (0.9, 0.999),
         fallback_eps: float = 1e-8,
         inner: str = "sgd",
-        graft: str | None = None,
+        graft: str | None = "auto",
         clip_norm: float | None = None,
         clip_value: float | None = None,
         grad_scaler: Any = None,
         deterministic_seed: int = 0,
         checkpoint_curvature: str = "all",
     ) -> None:
-        given = locals()
+        given = with_step_size(locals(), rate=1e-3, own_size=weight_decay_mode != "standard")
         super().__init__(given, window_recipe(given, GGTSolver(), GGTRules(_SHARED, partition)))

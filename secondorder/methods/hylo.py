@@ -40,6 +40,7 @@ from secondorder.curvature.layer import LayerOptions, SkipRule
 from secondorder.curvature.mode import ModeSwitch
 from secondorder.linalg import selection
 from secondorder.methods import documentation
+from secondorder.methods.defaults import resolved_damping, with_step_size
 from secondorder.methods.layers import LayerRecipe, LayerRules
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.options import FisherOptions
@@ -55,11 +56,12 @@ class HyLo(SecondOrderOptimizer):
     """HyLo on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
-        damping: Damping λ, in units of the Fisher of the per-example loss, or a multiple as ``damping_mode`` says. A
-            change takes effect at the next refresh. In directions that no row covers, the step is that of the gradient
-            times η / λ.
+        damping: Damping λ, in units of the Fisher of the per-example loss, or a multiple as ``damping_mode`` says. If
+            None, it is 1. A change takes effect at the next refresh. In directions that no row covers, the step is that
+            of the gradient times η / λ.
         damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of the kernel of each block, which falls
-            with the gradients and with the number of examples.
+            with the gradients and with the number of examples. If None, it is ``"relative"`` if ``damping`` is not
+            given and ``graft`` or ``inner`` sets the size of the steps, and ``"absolute"`` otherwise.
         normalize_damping: Whether to multiply the direction by λ, so that it does not grow when λ falls, and equals the
             gradient where λ is large.
         mode: ``"kid"`` interpolates, ``"kis"`` samples, and ``"sngd"`` keeps every example. ``"auto"`` switches between
@@ -107,7 +109,7 @@ class HyLo(SecondOrderOptimizer):
     Example:
         >>> import torch, secondorder
         >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = secondorder.HyLo(model, lr=1e-3, graft="adam", damping=0.1, damping_mode="relative")
+        >>> optimizer = secondorder.HyLo(model, lr=1e-3, graft="adamw")
         >>> model(torch.randn(8, 4)).square().mean().backward()
         >>> optimizer.step()
     """
@@ -139,13 +141,13 @@ class HyLo(SecondOrderOptimizer):
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor | None = None,
         momentum: float = 0.9,
         *,
         module: nn.Module | Sequence[nn.Module] | None = None,
         comm: CommStrategy | None = None,
-        damping: float = 1.0,
-        damping_mode: str = "absolute",
+        damping: float | None = None,
+        damping_mode: str | None = None,
         normalize_damping: bool = False,
         mode: str = "auto",
         switch: SwitchPolicy | None = None,
@@ -182,7 +184,7 @@ class HyLo(SecondOrderOptimizer):
         fallback_betas: tuple[float, float] | None = None,
         fallback_eps: float | None = None,
         inner: str = "sgd",
-        graft: str | None = None,
+        graft: str | None = "auto",
         clip_norm: float | None = None,
         clip_value: float | None = None,
         grad_scaler: Any = None,
@@ -190,7 +192,8 @@ class HyLo(SecondOrderOptimizer):
         max_failures: int = 10,
         deterministic_seed: int = 0,
     ) -> None:
-        given = locals()
+        given = with_step_size(locals(), rate=0.1, own_size=weight_decay_mode != "standard")
+        given |= resolved_damping(given, absolute=1.0, relative=1.0)
         options.choice("empirical", "mc", "exact", "curvature_prop")("fisher", fisher)
         options.optional_whole(1)("batch_size", batch_size)
         if switch is not None and not isinstance(switch, SwitchPolicy):
@@ -201,7 +204,8 @@ class HyLo(SecondOrderOptimizer):
         layers = LayerOptions(
             skip_layers, max_failures=max_failures, tied=tied, batch_dim=batch_dim, batch_input=batch_input
         )
-        rules, own = LayerRules(partial(_exclude, fisher=fisher)), {"batch_size": batch_size, "modes": modes}
+        rules = LayerRules(partial(_exclude, fisher=fisher), mode_by_default=damping_mode is None)
+        own = {"batch_size": batch_size, "modes": modes}
         super().__init__(given, LayerRecipe(RowPreconditioner, rules, layers, FisherOptions(fisher), own))
 
     @property

@@ -33,6 +33,7 @@ from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.layer import SkipRule
 from secondorder.methods import documentation
+from secondorder.methods.defaults import with_step_size
 from secondorder.methods.kronecker import (
     FACTOR_CHECKS,
     Exclusion,
@@ -83,7 +84,7 @@ class KFAC(SecondOrderOptimizer):
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor | None = None,
         momentum: float = 0.9,
         *,
         module: nn.Module | Sequence[nn.Module] | None = None,
@@ -143,7 +144,7 @@ class KFAC(SecondOrderOptimizer):
         fallback_betas: tuple[float, float] | None = None,
         fallback_eps: float | None = None,
         inner: str = "sgd",
-        graft: str | None = None,
+        graft: str | None = "auto",
         clip_norm: float | None = None,
         clip_value: float | None = None,
         grad_scaler: Any = None,
@@ -151,7 +152,7 @@ class KFAC(SecondOrderOptimizer):
         max_failures: int = 10,
         deterministic_seed: int = 0,
     ) -> None:
-        given = locals()
+        given = with_step_size(locals(), rate=0.1, own_size=quadratic_model)
         rules = KFACRules(given, _exclude)
         super().__init__(given, factor_recipe(given, self.preconditioner_type, rules))
         warn_of_options(type(self).__name__, self.param_groups, self.blocks.values(), rules)

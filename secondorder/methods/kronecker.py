@@ -50,9 +50,10 @@ class FactoredRules(LayerRules):
 
     def __init__(self, given: Mapping[str, Any], *exclusions: Exclusion) -> None:
         self.adaptation = Adaptation(**chosen(Adaptation, given))
-        super().__init__(partial(_exclude, adaptation=self.adaptation), *exclusions)
+        by_default = given["damping_mode"] is None
+        super().__init__(partial(_exclude, adaptation=self.adaptation), *exclusions, mode_by_default=by_default)
         self.fisher = FisherOptions(given["fisher"], given["fisher_samples"])
-        self.mode_by_default, self.chooses_bound = given["damping_mode"] is None, given["max_factor_dim"] == AUTO
+        self.chooses_bound = given["max_factor_dim"] == AUTO
         self.device_type = _device_type(given)
 
     def bound(self, group: Mapping[str, Any]) -> int:
@@ -61,13 +62,10 @@ class FactoredRules(LayerRules):
 
     def complete(self, given: dict[str, Any], defaults: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
         """Return an added group without options that are None, and with those that depend on others."""
-        found = dict(given)
-        for name in ("damping", "damping_mode", *INTERVALS):
+        found = super().complete(given, defaults, groups)
+        for name in INTERVALS:
             if name in found and found[name] is None:
                 del found[name]
-        if self.mode_by_default and "damping" in found:
-            # A number given as damping is λ itself unless a mode is given with it.
-            found.setdefault("damping_mode", "absolute")
         another_way = self.chooses_bound and "inverse_method" in found
         if found.get("max_factor_dim", AUTO if another_way else None) == AUTO:
             found["max_factor_dim"] = self.bound({**defaults, **found})

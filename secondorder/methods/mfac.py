@@ -33,10 +33,13 @@ from secondorder.curvature.solvers import MFACSolver
 from secondorder.curvature.window.form import Compression
 from secondorder.curvature.window.topk import TopK
 from secondorder.methods import documentation
+from secondorder.methods.defaults import resolved_damping, with_step_size
 from secondorder.methods.windows import WINDOW_CHECKS, WindowRules, window_recipe
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parameters import Group
 
+#: Rows of a window where their number is not given.
+PUBLISHED_ROWS, GRAFTED_ROWS = 1024, 64
 #: Options on which the groups of one window must agree.
 _SHARED = "damping", "damping_mode", "scale", "solver", "momentum_mode"
 
@@ -47,9 +50,12 @@ class MFAC(SecondOrderOptimizer):
 
     Args:
         momentum: Coefficient μ of the momentum that ``momentum_mode`` selects.
-        window_size: m, the number of gradients in the window.
-        damping: Damping λ, in units of the squared norm of the gradient, or a multiple as ``damping_mode`` says.
-        damping_mode: ``"absolute"``, or ``"relative"`` to tr(S)/n, the mean squared norm of the rows.
+        window_size: m, the number of gradients in the window. If None, it is 1024, as published, except for dense
+            windows with ``graft``, where it is 64.
+        damping: Damping λ, in units of the squared norm of the gradient, or a multiple as ``damping_mode`` says. If
+            None, it is 0.1, relative, where ``graft`` or ``inner`` sets the size of the steps, and 1e-5 otherwise.
+        damping_mode: ``"absolute"``, or ``"relative"`` to tr(S)/n, the mean squared norm of the rows. If None, it is
+            ``"absolute"`` if ``damping`` is given.
         scale: What the sum over rows is divided by: the number of rows that are filled (``"count"``), or m
             (``"window"``). The published code uses m, with which updates are up to m times larger at first.
         solver: ``"cholesky"``, ``"eigh"``, which leaves out directions that consist of rounding errors, or ``"auto"``,
@@ -67,7 +73,7 @@ class MFAC(SecondOrderOptimizer):
     Example:
         >>> import torch, secondorder
         >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = secondorder.MFAC(model.parameters(), lr=1e-3, graft="adam", window_size=32)
+        >>> optimizer = secondorder.MFAC(model.parameters(), lr=1e-3, graft="adamw", window_size=32)
         >>> model(torch.randn(8, 4)).square().mean().backward()
         >>> optimizer.step()
     """
@@ -84,14 +90,14 @@ class MFAC(SecondOrderOptimizer):
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor | None = None,
         momentum: float = 0.0,
         *,
         module: nn.Module | Sequence[nn.Module] | None = None,
         comm: CommStrategy | None = None,
-        window_size: int = 1024,
-        damping: float = 1e-5,
-        damping_mode: str = "absolute",
+        window_size: int | None = None,
+        damping: float | None = None,
+        damping_mode: str | None = None,
         scale: str = "count",
         partition: str = "global",
         compression: Compression = None,
@@ -113,16 +119,26 @@ class MFAC(SecondOrderOptimizer):
         fallback_betas: tuple[float, float] | None = None,
         fallback_eps: float | None = None,
         inner: str = "sgd",
-        graft: str | None = None,
+        graft: str | None = "auto",
         clip_norm: float | None = None,
         clip_value: float | None = None,
         grad_scaler: Any = None,
         deterministic_seed: int = 0,
         checkpoint_curvature: str = "all",
     ) -> None:
-        given = locals()
-        rules = WindowRules(_SHARED, partition, partial(_exclude, shares=partition == "global"))
+        given = with_step_size(locals(), rate=1e-3, own_size=weight_decay_mode != "standard")
+        given |= resolved_damping(given, absolute=1e-5, relative=0.1)
+        given["window_size"] = _window_size(given)
+        exclude, by_default = partial(_exclude, shares=partition == "global"), damping_mode is None
+        rules = WindowRules(_SHARED, partition, exclude, mode_by_default=by_default)
         super().__init__(given, window_recipe(given, MFACSolver(), rules))
+
+
+def _window_size(given: Mapping[str, Any]) -> Any:
+    """Return the number of rows: as given, else as published, or fewer dense ones where the step has another size."""
+    if given["window_size"] is not None:
+        return given["window_size"]
+    return PUBLISHED_ROWS if given["graft"] is None or given["compression"] is not None else GRAFTED_ROWS
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group], shares: bool) -> None:
@@ -151,7 +167,7 @@ class SparseMFAC(MFAC):
     Example:
         >>> import torch, secondorder
         >>> model = torch.nn.Linear(400, 20)
-        >>> optimizer = secondorder.SparseMFAC(model.parameters(), lr=1e-3, graft="adam", window_size=32)
+        >>> optimizer = secondorder.SparseMFAC(model.parameters(), lr=1e-3, graft="adamw", window_size=32)
         >>> model(torch.randn(8, 400)).square().mean().backward()
         >>> optimizer.step()
     """
@@ -159,14 +175,14 @@ class SparseMFAC(MFAC):
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor | None = None,
         momentum: float = 0.0,
         *,
         module: nn.Module | Sequence[nn.Module] | None = None,
         comm: CommStrategy | None = None,
-        window_size: int = 1024,
-        damping: float = 1e-5,
-        damping_mode: str = "absolute",
+        window_size: int | None = None,
+        damping: float | None = None,
+        damping_mode: str | None = None,
         scale: str = "count",
         partition: str = "global",
         compression: Compression = TopK(),  # noqa: B008 - it cannot be changed
@@ -188,7 +204,7 @@ class SparseMFAC(MFAC):
         fallback_betas: tuple[float, float] | None = None,
         fallback_eps: float | None = None,
         inner: str = "sgd",
-        graft: str | None = None,
+        graft: str | None = "auto",
         clip_norm: float | None = None,
         clip_value: float | None = None,
         grad_scaler: Any = None,

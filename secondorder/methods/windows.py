@@ -55,15 +55,19 @@ class WindowRules(GroupRules):
         shared: Options of the method on which all groups agree if they have one window.
         partition: Which parameters share a window.
         exclusions: What excludes each other.
+        mode_by_default: Whether the mode of the damping was left to the constructor.
     """
 
-    def __init__(self, shared: Sequence[str], partition: str, *exclusions: Callable[..., None]) -> None:
-        super().__init__(_exclude, *exclusions)
+    def __init__(
+        self, shared: Sequence[str], partition: str, *exclusions: Callable[..., None], mode_by_default: bool = False
+    ) -> None:
+        super().__init__(_exclude, *exclusions, mode_by_default=mode_by_default)
         self.shared = (*_SHARED, *shared) if partition == "global" else ()
 
     def complete(self, given: dict[str, Any], defaults: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
         """Return an added group with the current options of the common window, which a schedule may have changed."""
-        return {key: groups[0][key] for key in self.shared} | given if groups else given
+        found = super().complete(given, defaults, groups)
+        return {key: groups[0][key] for key in self.shared} | found if groups else found
 
     def check_saved(self, group: Mapping[str, Any], groups: list[Group]) -> None:
         """Do nothing, since loading replaces the options of all groups of a window."""

@@ -18,19 +18,24 @@ class GroupRules:
 
     Args:
         exclusions: Each raises ``ValueError`` if options of a group exclude each other, or those of the other groups.
+        mode_by_default: Whether the mode of the damping was left to the constructor.
 
     Attributes:
-        mode_by_default: Whether the mode of the damping was left to the constructor.
+        mode_by_default: The argument.
     """
 
-    mode_by_default = False
-
-    def __init__(self, *exclusions: Callable[[Mapping[str, Any], list[Group]], None]) -> None:
-        self.exclusions = exclusions
+    def __init__(
+        self, *exclusions: Callable[[Mapping[str, Any], list[Group]], None], mode_by_default: bool = False
+    ) -> None:
+        self.exclusions, self.mode_by_default = exclusions, mode_by_default
 
     def complete(self, given: Group, defaults: Mapping[str, Any], groups: list[Group]) -> Group:
-        """Return an added group with the options that depend on other options."""
-        return given
+        """Return an added group without a damping that is None, and with the options that depend on other options."""
+        found = {k: v for k, v in given.items() if v is not None or k not in ("damping", "damping_mode")}
+        if self.mode_by_default and "damping" in found:
+            # A number given as damping is λ itself unless a mode is given with it.
+            found.setdefault("damping_mode", "absolute")
+        return found
 
     def check(self, group: Mapping[str, Any], groups: list[Group]) -> None:
         """Raise ``ValueError`` if options of a group cannot be combined."""

@@ -1,0 +1,101 @@
+"""Parameter groups for optimizers that orthogonalize the steps of hidden matrices, as Muon does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+#: How Muon's implementations scale a step of unit spectral norm: the names of ``torch.optim.Muon``.
+SCALES = ("match_rms_adamw", "original")
+#: The layer to leave out as the head: the last one with a matrix.
+LAST = "last"
+
+
+def matrix_groups(
+    model: nn.Module,
+    *,
+    lr: float | Tensor,
+    others_lr: float | Tensor | None = None,
+    others_momentum: float = 0.9,
+    head: str | None = LAST,
+    adjust_lr_fn: str = SCALES[0],
+) -> list[dict[str, Any]]:
+    """Split the parameters of a model into hidden matrices, whose steps are orthogonalized, and all others.
+
+    The hidden layers are those with a matrix, except embeddings and the head. A weight that an embedding shares with
+    the head belongs to the others. The bias of a hidden layer stays with its weight, since one block covers both.
+
+    Args:
+        model: The model.
+        lr: Learning rate of the hidden layers.
+        others_lr: Learning rate of the others. If None, it is half of ``lr``.
+        others_momentum: Momentum of the others.
+        head: Name of the output layer as in ``named_modules()``. ``"last"`` is the last layer with a matrix, in the
+            order of registration. If None, there is no head, and every matrix outside embeddings is orthogonalized.
+        adjust_lr_fn: How ``lr`` was meant in the script of Muon, as in ``torch.optim.Muon``. With
+            ``"match_rms_adamw"`` it carries over as it is. With ``"original"``, it is multiplied by ``√max(1, n/m) /
+            (0.2 √max(n, m))`` for matrices ``[n, m]``, and there is one group for each shape.
+
+    Returns:
+        Parameter groups for :class:`~secondorder.EKFAC` or :class:`~secondorder.KFAC`, without empty ones.
+
+    Raises:
+        ValueError: If no layer has the name ``head``, or ``adjust_lr_fn`` is unknown.
+
+    Example:
+        >>> import torch, secondorder
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        >>> [len(group["params"]) for group in secondorder.matrix_groups(model, lr=0.02)]
+        [2, 2]
+    """
+    if adjust_lr_fn not in SCALES:
+        raise ValueError(f"adjust_lr_fn must be one of {SCALES}, got {adjust_lr_fn!r}")
+    hidden = _hidden_layers(model, head)
+    shared = {id(p) for module in model.modules() if module not in hidden for p in module.parameters(recurse=False)}
+    groups: dict[float, list[nn.Parameter]] = {}
+    for module in hidden:
+        found = [p for p in module.parameters(recurse=False) if id(p) not in shared]
+        factor = _adjustment(module) if adjust_lr_fn == "original" else 1.0
+        groups.setdefault(factor, []).extend(found)
+    others = [p for p in model.parameters() if id(p) in shared]
+    rate = 0.5 * lr if others_lr is None else others_lr
+    split: list[dict[str, Any]] = [
+        {"params": params, "lr": lr * factor, "orthogonalize": True} for factor, params in groups.items()
+    ]
+    split.append({"params": others, "lr": rate, "momentum": others_momentum})
+    return [group for group in split if group["params"]]
+
+
+def _hidden_layers(model: nn.Module, head: str | None) -> list[nn.Module]:
+    """Return the modules with a matrix of their own, without embeddings and the head."""
+    layers = dict(_matrix_layers(model))
+    if head == LAST:
+        head = next(reversed(layers), None)
+    elif head is not None and head not in layers:
+        raise ValueError(f"head={head!r} names no layer with a matrix: choose from {', '.join(layers)}, or None")
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    return [module for name, module in layers.items() if name != head and not isinstance(module, embeddings)]
+
+
+def _matrix_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that hold a parameter of two dimensions or more, by name."""
+    for name, module in model.named_modules():
+        # A part of an attention layer counts as a layer, the tensors that a container holds itself do not.
+        if _weight(module) is not None and (name or not list(model.children())):
+            yield name, module
+
+
+def _weight(module: nn.Module) -> nn.Parameter | None:
+    """Return the first matrix of a module's own parameters."""
+    return next((p for p in module.parameters(recurse=False) if p.dim() >= 2), None)
+
+
+def _adjustment(module: nn.Module) -> float:
+    """Return the rate of a step with entries of size 0.2, over that of a step of unit spectral norm."""
+    weight = _weight(module)
+    assert weight is not None
+    n, m = weight.shape[0], weight[0].numel()
+    return math.sqrt(max(1.0, n / m)) / (0.2 * math.sqrt(max(n, m)))

@@ -1,0 +1,237 @@
+"""Presets: the best known settings by name, for users of other optimizers and for kinds of problems."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from secondorder.methods.ekfac import EKFAC
+from secondorder.methods.groups import matrix_groups
+from secondorder.methods.hylo import HyLo
+from secondorder.methods.kfac import KFAC
+from secondorder.optimizer import SecondOrderOptimizer
+
+#: Keywords of :func:`matrix_groups` that a preset with such groups takes.
+_OF_GROUPS = tuple(name for name in inspect.signature(matrix_groups).parameters if name not in ("model", "lr"))
+_MATRICES: Mapping[str, Any] = {
+    "momentum": 0.8,
+    "nesterov": True,
+    "momentum_mode": "pre",
+    "estimator": "running",
+    "power": 0.5,
+    "scale_decay": 0.95,
+    "kl_clip": None,
+    "factor_update_steps": 2,
+    "inv_update_steps": 10,
+    "refresh_warmup": True,
+    "fallback": "adamw",
+    "betas": (0.9, 0.95),
+}
+_QUADRATIC: Mapping[str, Any] = {
+    "quadratic_model": True,
+    "kl_clip": None,
+    "factor_update_steps": 1,
+    "inv_update_steps": 5,
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A call of a constructor by name. ``str(preset)`` is the call.
+
+    Attributes:
+        name: The name that :func:`secondorder.create` takes.
+        summary: Who should use it, in one sentence.
+        method: The class that it builds.
+        lr: Learning rate unless another one is given.
+        options: The other keywords of the constructor.
+        needs: What the training loop has to do beyond ``loss.backward()`` and ``step()``; empty if nothing.
+        measured: Page and section of the documentation that has its measurements.
+        splits_matrices: Whether its parameter groups are those of :func:`secondorder.matrix_groups`.
+    """
+
+    name: str
+    summary: str
+    method: type[SecondOrderOptimizer]
+    lr: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+    needs: str = ""
+    measured: str = ""
+    splits_matrices: bool = False
+
+    def build(self, model: nn.Module, lr: float | Tensor | None = None, **overrides: Any) -> SecondOrderOptimizer:
+        """Build the optimizer.
+
+        Args:
+            model: The model.
+            lr: Learning rate. If None, it is the one of the preset.
+            **overrides: Keywords of the constructor, which replace those of the preset. A preset for Muon's users also
+                takes the keywords of :func:`secondorder.matrix_groups`.
+
+        Returns:
+            The optimizer, equal to that of the printed call.
+
+        Raises:
+            TypeError: If the constructor does not have a keyword, or ``model`` is not a module.
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"the preset {self.name!r} needs the model itself, got {type(model).__name__}; for parameter groups of "
+                f"your own, call the constructor: {self}"
+            )
+        of_groups, keywords = self._arguments(lr, overrides)
+        construct: Callable[..., SecondOrderOptimizer] = self.method
+        if not self.splits_matrices:
+            return construct(model, **keywords)
+        return construct(matrix_groups(model, **of_groups), module=model, **keywords)
+
+    def call(self, lr: float | Tensor | None = None, **overrides: Any) -> str:
+        """Return the call that :meth:`build` makes, as Python code with the variable ``model``."""
+        of_groups, keywords = self._arguments(lr, overrides)
+        model = f"matrix_groups(model, {_written(of_groups)}), module=model" if self.splits_matrices else "model"
+        return f"{self.method.__name__}({model}, {_written(keywords)})"
+
+    def __str__(self) -> str:
+        return self.call()
+
+    def _arguments(self, lr: float | Tensor | None, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+        """Return the keywords of the groups and those of the constructor."""
+        rate = self.lr if lr is None else lr
+        if not self.splits_matrices:
+            return {}, {"lr": rate, **self.options, **overrides}
+        of_groups = {"lr": rate, **{key: overrides[key] for key in _OF_GROUPS if key in overrides}}
+        others = of_groups.setdefault("others_lr", 0.5 * rate)
+        rest = {key: value for key, value in overrides.items() if key not in _OF_GROUPS}
+        return of_groups, {"lr": rate, "fallback_lr": float(others), **self.options, **rest}
+
+
+class Presets(dict[str, Preset]):
+    """All presets by name; ``print`` shows a table."""
+
+    def __str__(self) -> str:
+        return "\n\n".join(_described(preset) for preset in self.values())
+
+
+def _described(preset: Preset) -> str:
+    lines = [preset.name, f"    {preset.summary}", f"    {preset}"]
+    if preset.needs:
+        lines.append(f"    The training loop {preset.needs}.")
+    return "\n".join([*lines, f"    Measured: {preset.measured}"])
+
+
+def _written(keywords: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in keywords.items())
+
+
+_ALL = (
+    Preset(
+        "from_adamw",
+        "For a script that was tuned for AdamW: its learning rate, weight decay and schedule carry over.",
+        KFAC,
+        1e-3,
+        {"weight_decay": 1e-2, "graft": "adamw"},
+        measured="docs/performance.md, One changed line",
+    ),
+    Preset(
+        "from_adam",
+        "For a script that was tuned for Adam, whose weight decay is part of the gradient.",
+        KFAC,
+        1e-3,
+        {"graft": "adam"},
+        measured="docs/performance.md, One changed line",
+    ),
+    Preset(
+        "from_sgd",
+        "For a script that was tuned for SGD with momentum: its learning rate, weight decay and schedule carry over.",
+        KFAC,
+        0.1,
+        {"momentum": 0.9, "graft": "sgd"},
+        measured="docs/performance.md, One changed line",
+    ),
+    Preset(
+        "from_muon",
+        "For a transformer or a convolutional network where Muon would be the choice; its losses are the lowest here.",
+        EKFAC,
+        0.02,
+        _MATRICES,
+        measured="docs/evidence.md, All workloads",
+        splits_matrices=True,
+    ),
+    Preset(
+        "large_batch",
+        "For large batches and losses that are ill-conditioned rather than noisy; there is no learning rate to tune.",
+        KFAC,
+        1.0,
+        {**_QUADRATIC, "damping": 0.3, "damping_mode": "relative", "factor_decay": 0.8},
+        needs="calls step(closure), with a closure that returns the loss and the outputs if likelihood= is given",
+        measured="docs/evidence.md, An autoencoder",
+    ),
+    Preset(
+        "least_squares",
+        "For regression with a squared error on the same data at every step; there is no learning rate to tune.",
+        EKFAC,
+        1.0,
+        {
+            **_QUADRATIC,
+            "adaptive_damping": True,
+            "damping": 0.03,
+            "likelihood": "gaussian",
+            "fisher": "exact",
+            "scale_decay": 0.8,
+        },
+        needs="calls step(closure) with a closure that calls observe(outputs, 'gaussian') before backward() and "
+        "returns the loss and the outputs",
+        measured="docs/evidence.md, A physics-informed network",
+    ),
+    Preset(
+        "physics_informed",
+        "For physics-informed networks and other squared errors with one output per point.",
+        HyLo,
+        0.3,
+        {
+            "momentum": 0.0,
+            "damping": 0.01,
+            "kl_clip": 1.0,
+            "update_steps": 1,
+            "mode": "kis",
+            "kis_sampling": "uniform",
+            "rank_fraction": 0.25,
+            "approx": "expand",
+            "fisher": "exact",
+        },
+        needs='calls observe(outputs, "gaussian") between the forward and the backward pass, and lets the rate fall',
+        measured="docs/evidence.md, A physics-informed network",
+    ),
+    Preset(
+        "low_memory",
+        "For a model with AdamW that leaves little memory: about a tenth more than AdamW's state.",
+        HyLo,
+        1e-3,
+        {"weight_decay": 1e-2, "graft": "adamw"},
+        measured="docs/evidence.md, Memory",
+    ),
+)
+
+#: The presets by name.
+PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _ALL})
+
+
+def presets() -> Presets:
+    """Return the presets by name, each with the constructor call that it stands for.
+
+    ``print(secondorder.presets())`` shows all of them, and ``secondorder.create(name, model, lr=...)`` builds one.
+
+    Returns:
+        The presets. Changing the dictionary changes nothing else.
+
+    Example:
+        >>> import secondorder
+        >>> print(secondorder.presets()["from_adamw"])
+        KFAC(model, lr=0.001, weight_decay=0.01, graft='adamw')
+    """
+    return Presets(PRESETS)
