@@ -22,7 +22,8 @@ from torch import nn
 
 from secondorder import CommOpt, MemOpt
 from secondorder.integrations.lightning import SecondOrderCallback
-from tests.integrations.lightning_models import METHODS, Module, batches, network, parameters, trainer
+from tests.integrations.lightning_models import METHODS, Module, trainer
+from tests.integrations.small import batches, network, parameters
 
 STRATEGIES = {"comm": CommOpt, "mem": MemOpt}
 EPOCHS, KILLED_AT = 4, 8  # three steps per epoch and rank
@@ -104,12 +105,12 @@ def without_the_callback(folder: Path, make: Callable[[nn.Module], Any]) -> dict
 
 def main(folder: Path, strategy: str) -> None:
     makers = {name: lambda m, make=make: make(m, comm=STRATEGIES[strategy]()) for name, make in METHODS.items()}
-    answer: dict[str, Any] = {"killed": killed_and_resumed(folder, makers["KFAC"])}
-    for name in ("EKFAC", "SparseMFAC", "HyLo"):
+    answer: dict[str, Any] = {"killed": killed_and_resumed(folder, makers["kfac"])}
+    for name in ("ekfac", "sparse_mfac", "hylo"):
         # Without the callback: Lightning's own strategy has the state gathered.
         answer[name] = saved_and_resumed(folder / name, makers[name], callback=False)
-    answer["unaware"] = saved_and_resumed(folder / "unaware", makers["KFAC"], strategy=Unaware)
-    answer["without"] = without_the_callback(folder / "without", makers["KFAC"])
+    answer["unaware"] = saved_and_resumed(folder / "unaware", makers["kfac"], strategy=Unaware)
+    answer["without"] = without_the_callback(folder / "without", makers["kfac"])
     (folder / f"answer-{dist.get_rank()}.json").write_text(json.dumps(answer), encoding="utf-8")
     dist.destroy_process_group()
 

@@ -17,10 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from secondorder.integrations.lightning import SecondOrderCallback
-from tests.integrations.lightning_models import METHODS, Module, batches, trainer
+from tests.integrations.lightning_models import METHODS, Module, trainer
+from tests.integrations.small import batches
 
 EPOCHS = 4
-CASES = {"KFAC": (False, True), "SparseMFAC": (True,)}
+CASES = {"kfac": (False, True), "sparse_mfac": (True,)}
 
 
 class Sharded(Module):
