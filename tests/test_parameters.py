@@ -1,4 +1,7 @@
-"""The table of parameters on plain values: names, groups, gradients, and parameters that others have replaced."""
+"""The table of parameters on plain values: names, what a plan depends on, and parameters that others have replaced.
+
+What of it shows in training is in `tests/contract/test_groups.py` and `tests/capture/test_messages.py`.
+"""
 
 from __future__ import annotations
 
@@ -55,16 +58,6 @@ def test_a_module_that_is_not_followed_gives_names_only() -> None:
     assert [*table.inside().values()] == ["weight", "bias"]
 
 
-def test_a_late_group_is_named_if_the_others_are() -> None:
-    p, q = parameters(1, 1)
-    named, unnamed = table_of({"params": [p], "param_names": ["p"]}), table_of({"params": [p]})
-    assert named.named_like_the_others({"params": q, "lr": 1.0}) == {"params": [("group1.0", q)], "lr": 1.0}
-    assert named.named_like_the_others({"params": [("mine", q)]}) == {"params": [("mine", q)]}
-    assert unnamed.named_like_the_others({"params": q}) == {"params": [q]}
-    group: dict[str, Any] = {"params": {q}}  # a set is left for torch to refuse
-    assert table_of().named_like_the_others(group) is group
-
-
 def test_a_parameter_that_is_forgotten_leaves_nothing() -> None:
     p, q = parameters(1, 1)
     table = table_of({"params": [p, q]})
@@ -105,23 +98,6 @@ def test_parameters_count_as_replaced_once_there_is_a_plan() -> None:
     assert not table.was_replaced
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_state_of_replaced_parameters_is_dropped_with_a_warning_after_the_first_step(steps: int) -> None:
-    p, q = parameters(1, 1)
-    table = table_of({"params": [p], "param_names": ["p"]})
-    table.state = {p: {"momentum_buffer": p.detach()}}
-    table.groups[0]["params"] = [q]
-    table.regroup()
-    table.name_parameters()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        table.forget_replaced(steps)
-    assert [*table.names] == [q]
-    assert not table.state
-    texts = [str(warning.message) for warning in caught]
-    assert ["after 3 steps other parameters" in text for text in texts] == [True] * bool(steps)
-
-
 def test_a_module_with_other_parameters_is_refused() -> None:
     layer = nn.Linear(2, 2)
     table = table_of({"params": [*layer.parameters()]}, root=layer)
@@ -151,39 +127,14 @@ def test_a_module_that_does_not_fit_changes_nothing() -> None:
     assert [*table.state] == [layer.weight, layer.bias]
 
 
-# ------------------------------------------------------------------ what a step needs
-def test_gradients_are_dense_those_that_exist_and_negated_where_a_group_maximizes() -> None:
-    p, q, r, s = parameters(2, 2, 2, 3)
-    p.grad, q.grad, s.grad = torch.ones(2), torch.ones(2), torch.tensor([0.0, 2.0, 0.0]).to_sparse()
-    found = table_of({"params": [p, r, s], "maximize": False}, {"params": [q], "maximize": True}).gradients()
-    assert [*found] == [p, s, q]
-    assert found[p] is p.grad
-    assert [found[x].tolist() for x in (q, s)] == [[-1.0, -1.0], [0.0, 2.0, 0.0]]
-
-
-# ------------------------------------------------------------------ warnings
-def uncovered(table: ParameterTable, *covered: nn.Parameter) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        table.warn_uncovered(set(covered))
-    return [str(warning.message) for warning in caught]
-
-
 def test_uncovered_parameters_are_named_by_their_reason() -> None:
     p, q, r = parameters(1, 1, 1)
     table = table_of({"params": [p, q, r], "param_names": ["p", "q", "r"], "fallback": "sgd"})
     table.reasons = {q: "too large"}
-    (text,) = uncovered(table, p)
-    assert "Newton: some parameters get no curvature and follow the fallback rule" in text
-    assert "too large: q" in text
-    assert "not covered: r" in text
+    with pytest.warns(UserWarning, match=r"(?s)Newton: some parameters get no curvature.*too large: q.*not covered: r"):
+        table.warn_uncovered({p})
     q.requires_grad_(False)  # nothing is said of frozen and skipped parameters
     table.skipped_by_user = {r}
-    assert uncovered(table, p) == []
-
-
-def test_without_any_curvature_the_rules_are_named() -> None:
-    table = table_of({"params": parameters(1), "fallback": "sgd"}, {"params": parameters(1), "fallback": "adam"})
-    (text,) = uncovered(table)
-    assert "nothing is covered" in text
-    assert "'adam' or 'sgd'" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table.warn_uncovered({p})

@@ -1,4 +1,7 @@
-"""The first-order update on plain values: rules, the guard, and which parameters are updated in one call."""
+"""The first-order update on plain values: rules, what is preconditioned, gates, and what is updated in one call.
+
+The lengths of steps, which clips, grafts and rates give them, are in `tests/contract`.
+"""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -159,41 +162,6 @@ def test_a_step_counts_parameters_that_have_a_gradient() -> None:
     assert (update.steps_of(p), update.steps_of(q)) == (1.0, 0.0)
 
 
-# ------------------------------------------------------------------ the size of directions
-def bounded(direction: float, gradient: float, **options: Any) -> tuple[list[float], Update]:
-    update, p, _, _ = make(**options)
-    proposal = Proposal(ones(p, value=direction), ones(p, value=gradient), [(options.get("graft"), [p])])
-    return update.bound(proposal, ones(p, value=gradient))[p].tolist(), update
-
-
-def test_a_direction_without_limits_stays() -> None:
-    found, update = bounded(2.0, 4.0)
-    assert found == [2.0] * 3
-    assert update.kl_factor is None
-
-
-@pytest.mark.parametrize(("limit", "factor"), [(1e6, 1.0), (0.06, 0.1)])
-def test_the_kl_clip_is_a_factor_of_at_most_one(limit: float, factor: float) -> None:
-    found, update = bounded(2.0, 4.0, kl_clip=limit)  # lr² ⟨direction, gradient⟩ = 6
-    torch.testing.assert_close(found, [2.0 * factor] * 3)
-    assert update.kl_factor is not None
-    assert float(update.kl_factor) == pytest.approx(factor)
-
-
-def test_the_norm_and_the_entries_of_directions_are_limited() -> None:
-    torch.testing.assert_close(bounded(2.0, 1.0, clip_norm=3**0.5)[0], [1.0] * 3)
-    torch.testing.assert_close(bounded(0.5, 1.0, clip_norm=3**0.5)[0], [0.5] * 3)
-    assert bounded(-2.0, 1.0, clip_value=0.5)[0] == [-0.5] * 3
-
-
-def test_grafting_takes_the_length_and_remembers_its_factor() -> None:
-    update, p, _, _ = make(graft="sgd")
-    gradients = ones(p, value=4.0)
-    found = update.bound(Proposal(ones(p), gradients, [("sgd", [p])]), update.sources(gradients, None))
-    torch.testing.assert_close(found[p], gradients[p])
-    assert float(update.graft_factors[p]) == 4.0
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_set_with_one_bad_direction_becomes_its_sources_and_others_stay(bad: float) -> None:
     update, p, q, _ = make()
@@ -201,21 +169,3 @@ def test_a_set_with_one_bad_direction_becomes_its_sources_and_others_stay(bad: f
     found = update.bound(Proposal(directions, ones(p, q, value=7.0), [(None, [p]), (None, [q])]), sources)
     assert (found[p].tolist(), found[q].tolist()) == ([5.0] * 3, [1.0] * 3)
     assert not sources
-
-
-# ------------------------------------------------------------------ rates
-@pytest.mark.parametrize(
-    ("options", "moved"),
-    [
-        ({}, 1e-3),  # Adam's own rate
-        ({"fallback_lr": 0.2}, 0.2),
-        ({"fallback_lr": 0.2, "lr": 0.25}, 0.1),  # half of what the schedule of lr began with
-        ({"fallback_lr": 0.2, "fallback_base_lr": 0.0}, 0.2),
-        ({"graft": "sgd"}, 0.5),
-    ],
-)
-def test_rates_of_a_fallback_to_adam(options: dict[str, Any], moved: float) -> None:
-    update, _, q, _ = make(fallback="adam", weight_decay=0.0, **options)
-    update.count(ones(q))
-    apply(update, ones(q), {})
-    torch.testing.assert_close(q.detach(), torch.full((3,), 1 - moved))

@@ -77,9 +77,7 @@ def by_hand(
     return model, optimizer
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Automatic optimization, always with a closure
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- automatic optimization, always with a closure
 @pytest.mark.parametrize("precision", ["network", "module", "bf16-mixed"])
 @every_method
 def test_training_is_that_of_a_plain_loop(make: Make, precision: str) -> None:
@@ -100,17 +98,21 @@ def test_clipping_accumulation_and_a_schedule(make: Make) -> None:
     assert_same_bits(module.network, expected)
 
 
-@every_method
-def test_float16_is_that_of_a_plain_loop(make: Make) -> None:
+@pytest.mark.parametrize(
+    ("name", "callbacks"), [*((name, 0) for name in METHODS), ("kfac", 1)], ids=lambda value: str(value)
+)
+def test_float16_is_that_of_a_plain_loop(name: str, callbacks: int) -> None:
     """On the CPU, Lightning makes bfloat16 of "16-mixed"; its plugin for float16 is driven here as on a GPU.
 
-    The first scale makes the gradients overflow: those batches are left out, by both.
+    The first step finds the loss scaler by itself; the callback tells of it before. The first scale makes the gradients
+    overflow: those batches are left out, by both.
     """
+    make = METHODS[name]
     scaler, other = (torch.amp.GradScaler("cpu", init_scale=2.0**24) for _ in range(2))
     module, plugin = Module(make), MixedPrecision("16-mixed", "cpu", scaler=scaler)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "KFAC|EKFAC|HyLo|SparseMFAC")
-        fitted = fit(module, plugins=[plugin], gradient_clip_val=0.5, callbacks=[SecondOrderCallback()])
+        fitted = fit(module, plugins=[plugin], gradient_clip_val=0.5, callbacks=[SecondOrderCallback()] * callbacks)
     assert fitted.optimizers[0].grad_scaler is scaler
     expected, optimizer = by_hand(make, clip=0.5, cast=torch.float16, scaler=other)
     assert scaler.get_scale() == other.get_scale() < 2.0**24
@@ -156,9 +158,7 @@ def test_the_true_fisher_is_observed_in_the_training_step() -> None:
     assert_same_bits(module.network, expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Manual optimization
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- manual optimization
 class TwoPlayers(pl.LightningModule):
     """Two networks with an optimizer each, of which one is frozen while the other learns."""
 
@@ -200,9 +200,7 @@ def test_manual_optimization_with_two_optimizers(make: Make) -> None:
     assert_same_bits(toggled, expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- checkpoints
 @every_method
 def test_resumed_training_is_that_of_an_uninterrupted_one(make: Make, tmp_path: Path) -> None:
     """In the middle of an interval, and read with `weights_only`."""
@@ -227,9 +225,7 @@ def test_one_process_with_a_strategy_has_nothing_to_complete(tmp_path: Path) -> 
         assert "partial" not in saved.get("optimizer_states", [{}])[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The callback
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- the callback
 def logged(logger: TensorBoardLogger, tag: str) -> list[tuple[int, float]]:
     events = EventAccumulator(logger.log_dir).Reload()
     return [(event.step, event.value) for event in events.Scalars(f"secondorder/{tag}")]
@@ -282,9 +278,7 @@ def test_the_older_name_of_the_library_has_its_own_callback() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Averages of weights, and Fabric
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- averages of weights, and Fabric
 @every_method
 def test_averages_of_the_weights_leave_training_alone(make: Make) -> None:
     """The callback of a moving average copies the whole module, hooks included."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,21 +14,29 @@ import torch
 import wandb
 from torch import nn
 from wandb.proto import wandb_internal_pb2
-from wandb.sdk.internal.datastore import DataStore
 
 from secondorder import KFAC
 from secondorder.diagnostics import flat
 from secondorder.integrations.wandb import WandbCallback
 
+BLOCK, HEAD, MAGIC = 32768, 7, 7  # of LevelDB's log format, behind ":W&B" and a version
+
 
 def records(path: Path) -> Iterator[Any]:
-    """Records of a run's file."""
-    file = DataStore()
-    file.open_for_scan(str(path))
-    while data := file.scan_data():
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        yield record
+    """Records of a run's file: chunks of ``checksum, length, type``, where types 2, 3 and 4 make one record."""
+    data, at, parts = path.read_bytes(), MAGIC, b""
+    while at + HEAD <= len(data):
+        if at % BLOCK > BLOCK - HEAD:
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + HEAD : at + HEAD + length]
+        at += HEAD + length
+        if kind in {1, 4}:
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
 
 
 def history(path: Path) -> list[dict[str, Any]]:

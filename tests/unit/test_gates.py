@@ -41,10 +41,7 @@ def assert_near(actual, expected) -> None:
         assert_close(x, y, 1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# First-order rules under a gate
-# ---------------------------------------------------------------------------------------------------------------------
-
+# ---------------------------------------------------------------------- first-order rules under a gate
 SGD = {
     "plain": {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "decoupled": False},
     "momentum": {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0, "decoupled": False},
@@ -108,11 +105,7 @@ def test_adam_under_a_gate(weight_decay, decoupled, lr):
         assert_same(values + found[0] + found[1], draw(0) + moments(fresh)[0] + moments(fresh)[1])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The running estimate
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------- the running estimate
 def symmetric(n: int, seed: int) -> Tensor:
     x = noise(n, n, seed=seed)
     return x @ x.mT
@@ -149,11 +142,7 @@ def test_the_running_mean_of_a_device_is_that_of_the_cpu(decay, dtype, tolerance
     assert float(weight_here) == (((5 * decay) + 2) * decay) + 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A stack of matrices, one of which fails
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------- a stack of matrices, one of which fails
 @dataclass
 class OneFails:
     """A function of ``torch.linalg`` that returns garbage for the matrices marked by a huge first entry."""

@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -164,31 +163,6 @@ def saved_by(folder: Path, kind: str) -> list[int]:
     return steps
 
 
-def without_callback(folder: Path) -> dict[str, Any]:
-    """Two saves of a part each: what is warned of, and what becomes of it."""
-    model = classifier()
-    args = arguments(folder, max_steps=2, save_steps=1)
-    optimizer = optimizer_of(model, "mem")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        seen: list[int] = []
-        callback = EndAt(1, lambda: seen.extend(1 for w in caught if "is partial" in str(w.message)))
-        trainer = Trainer(model, args, train_dataset=Sentences(64), optimizers=(optimizer, None), callbacks=[callback])
-        trainer.train()
-    told = [str(w.message) for w in caught if "is partial" in str(w.message)]
-    dist.barrier()
-    saved = torch.load(folder / "checkpoint-2" / "optimizer.pt", weights_only=True)
-    other = optimizer_of(classifier(), "mem")
-    refused = ""
-    try:
-        other.load_state_dict(saved)
-    except RuntimeError as error:
-        refused = str(error)
-    for each in (optimizer, other):
-        each.close()
-    return {"told": told, "after_the_first_save": len(seen), "refused": refused}
-
-
 def die() -> None:
     """As a process dies that nobody asked: not even its files are closed."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -207,7 +181,6 @@ def main(folder: Path) -> None:
             name = f"{framework}-{strategy}"
             answers[name] = RUNS[framework](folder / f"{name}-whole", strategy, None, resume=False)
         answers["saves"] = {kind: saved_by(folder / kind, kind) for kind in SAVES}
-        answers["without callback"] = without_callback(folder / "partial")
         whole.write_text(json.dumps(answers), encoding="utf-8")
         dist.barrier()
         for framework, strategy in CASES:
