@@ -98,26 +98,40 @@ def test_clipping_accumulation_and_a_schedule(make: Make) -> None:
     assert_same_bits(module.network, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "callbacks"), [*((name, 0) for name in METHODS), ("kfac", 1)], ids=lambda value: str(value)
-)
-def test_float16_is_that_of_a_plain_loop(name: str, callbacks: int) -> None:
+@every_method
+def test_float16_is_that_of_a_plain_loop(make: Make) -> None:
     """On the CPU, Lightning makes bfloat16 of "16-mixed"; its plugin for float16 is driven here as on a GPU.
 
-    The first step finds the loss scaler by itself; the callback tells of it before. The first scale makes the gradients
-    overflow: those batches are left out, by both.
+    The first scale makes the gradients overflow: those batches are left out, by both.
     """
-    make = METHODS[name]
     scaler, other = (torch.amp.GradScaler("cpu", init_scale=2.0**24) for _ in range(2))
     module, plugin = Module(make), MixedPrecision("16-mixed", "cpu", scaler=scaler)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "KFAC|EKFAC|HyLo|SparseMFAC")
-        fitted = fit(module, plugins=[plugin], gradient_clip_val=0.5, callbacks=[SecondOrderCallback()] * callbacks)
+        fitted = fit(module, plugins=[plugin], gradient_clip_val=0.5, callbacks=[SecondOrderCallback()])
     assert fitted.optimizers[0].grad_scaler is scaler
     expected, optimizer = by_hand(make, clip=0.5, cast=torch.float16, scaler=other)
     assert scaler.get_scale() == other.get_scale() < 2.0**24
     assert 0 < optimizer.diagnostics()["step"] < 2 * BATCHES
     assert_same_bits(module.network, expected)
+
+
+def test_without_the_callback_the_first_step_finds_the_loss_scaler() -> None:
+    """The curvature of the last batch is that in float32 with nothing scaled."""
+
+    def make(model: nn.Module) -> KFAC:
+        return KFAC(model, lr=0.0, damping=0.1, factor_decay=0.0, factor_update_steps=1, inv_update_steps=1)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    (optimizer,) = fit(Module(make), 1, plugins=[plugin], gradient_clip_val=0.5).optimizers
+    assert optimizer.grad_scaler is scaler
+    assert optimizer.diagnostics()["step"] == BATCHES
+    _, plain = by_hand(make, 1)
+    assert len(optimizer.blocks) == len(plain.blocks) == 2
+    for ours, theirs in zip(optimizer.blocks, plain.blocks, strict=True):
+        expected = plain.dense_curvature(theirs)
+        assert float((optimizer.dense_curvature(ours) - expected).norm() / expected.norm()) < 2e-2, theirs
 
 
 def test_a_closure_may_be_called_again() -> None:
