@@ -15,10 +15,10 @@ from secondorder.curvature.factorization import factorise
 from secondorder.curvature.layer import Choices, LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.orthogonal_iteration import BasisIteration, Start, iterate
-from secondorder.curvature.schema import Place, keys, likes
+from secondorder.curvature.schema import Place, keys
 from secondorder.options import FisherOptions
 from secondorder.runtime import Runtime
-from tests.support.kfac import noise
+from tests.support.kfac import allocate, noise
 
 LAMBDA, N, D_IN, D_OUT = 0.3, 9, 4, 3
 GOOD = torch.tensor(True)
@@ -42,12 +42,6 @@ def block_of(**changed: Any) -> EigenbasisBlock:
     draw_factors(block, 1)
     refresh(block)
     return block
-
-
-def allocate(block: Any, schema: dict[str, Any]) -> None:
-    """Fill a state with zeros in the shapes of a schema."""
-    zeros = {k: torch.zeros_like(v, device="cpu") if isinstance(v, Tensor) else v for k, v in likes(schema).items()}
-    block.state.update(zeros)
 
 
 def draw_factors(block: EigenbasisBlock, seed: int) -> None:

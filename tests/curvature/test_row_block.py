@@ -21,7 +21,7 @@ from secondorder.linalg.kernel import Rows
 from secondorder.options import FisherOptions
 from secondorder.parallel.rows import census_of, filled_up, put_together, words_of
 from secondorder.runtime import Runtime
-from tests.curvature.test_eigenbasis_block import allocate
+from tests.support.kfac import allocate
 
 LAMBDA, N, D_IN, D_OUT = 0.3, 9, 4, 3
 GOOD = torch.tensor(True)

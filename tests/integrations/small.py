@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -45,3 +47,14 @@ def assert_same_bits(found: nn.Module, expected: nn.Module) -> None:
     ours, theirs = parameters(found), parameters(expected)
     assert ours.keys() == theirs.keys()
     assert not {name for name, p in ours.items() if not torch.equal(p, theirs[name])}
+
+
+def give_a_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a loss scaler to every accelerator that is made from now on, as Accelerate does not on a CPU."""
+    made = Accelerator.__init__
+
+    def with_scaler(self: Accelerator, *args: Any, **settings: Any) -> None:
+        made(self, *args, **settings)
+        self.scaler, self.native_amp = torch.amp.GradScaler("cpu", init_scale=2.0**10), True
+
+    monkeypatch.setattr(Accelerator, "__init__", with_scaler)

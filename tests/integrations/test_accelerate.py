@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from secondorder.integrations.accelerate import consolidate_before_save
 from secondorder.optimizer import SecondOrderOptimizer
-from tests.integrations.scaling import give_a_scaler
-from tests.integrations.small import METHODS, assert_same_bits, batches, make, network, parameters
+from tests.integrations.small import METHODS, assert_same_bits, batches, give_a_scaler, make, network, parameters
 
 ACCUMULATED, EPOCHS = 2, 2
 

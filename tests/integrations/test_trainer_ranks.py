@@ -11,7 +11,7 @@ import pytest
 from tests.support.launching import ROOT, launch, restarting
 
 SCRIPT = ROOT / "tests" / "integrations" / "scripts" / "trainer_ranks.py"
-SECONDS, WORLD = 900, 2  # for a program that takes thirty, on a machine that is busy
+SECONDS, WORLD = 240, 2  # for a program that takes thirty, on a machine that is busy
 STEPS, EVERY = 8, 3
 
 

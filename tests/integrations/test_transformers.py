@@ -16,9 +16,8 @@ from secondorder import KFAC
 from secondorder.integrations.transformers import SecondOrderCallback, decay_groups, optimizer_factory
 from secondorder.optimizer import SecondOrderOptimizer
 from tests.integrations import sentences
-from tests.integrations.scaling import give_a_scaler
 from tests.integrations.sentences import BY_FALLBACK, METHODS, Sentences, classifier
-from tests.integrations.small import assert_same_bits
+from tests.integrations.small import assert_same_bits, give_a_scaler
 
 SIZE, STEPS, CLIP = 8, 6, 0.5
 
