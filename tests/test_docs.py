@@ -1,11 +1,11 @@
-"""The documentation is complete, its links lead somewhere, its Python examples run and its commands exist.
+"""The documentation is complete, its links lead somewhere, its examples run, its commands and tests exist.
 
 What a comment before a block may say stands in :mod:`tests.support.code_blocks`. Blocks that need other libraries
 are run by ``tests/integrations``.
 """
 
 import ast
-import importlib.util
+import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +26,13 @@ from tests.support.code_blocks import (
     name_of,
     pages_with,
     run,
+    script,
     words_of,
 )
 
 LINK = re.compile(r"(?<!`)\[[^\]\n]*\]\(([^)\s]+)\)|<img [^>]*src=\"([^\"]+)\"")
+# With the folder of all tests before it, or with its own folder alone as in long tables.
+NAMED_TEST = re.compile(r"`(?:tests/)?((?<=tests/)test_\w+\.py|(?!tests/)[a-z_]+/test_\w+\.py)(?:::(test_\w+))?`")
 #: Languages of blocks, and what is done with them: run, parsed, or only shown.
 LANGUAGES = {"python", "diff", *SHELL, "text", "yaml", "toml", "json", "bibtex"}
 #: What stands for a value that a sentence leaves open.
@@ -58,31 +61,28 @@ def test_slow_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         run(page, {"slow"})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_no_block_escapes(page: Path) -> None:
+def test_no_block_escapes() -> None:
     """A fence that is not recognised would not be run either."""
-    fences = re.findall(r"^ *(?:`{3,}|~{3,}).*$", page.read_text(encoding="utf-8"), re.M)
-    found = list(blocks(page))
-    assert len(fences) == 2 * len(found), f"{name_of(page)}: a fence that does not end, or ends another"
-    unknown = [
-        f"{name_of(page)}:{block.line}: {block.language!r}" for block in found if block.language not in LANGUAGES
-    ]
-    assert not unknown, f"languages of fences must be among {sorted(LANGUAGES)}: {unknown}"
-    python = [
-        block.line for block in found if block.language == "text" and re.search(r"^(import|from) \w", block.code, re.M)
-    ]
-    assert not python, f"{name_of(page)}: Python as text in lines {python}"
+    wrong = []
+    for page in PAGES:
+        fences = re.findall(r"^ *(?:`{3,}|~{3,}).*$", page.read_text(encoding="utf-8"), re.M)
+        found = list(blocks(page))
+        if len(fences) != 2 * len(found):
+            wrong.append(f"{name_of(page)}: a fence that does not end, or ends another")
+        for block in found:
+            if block.language not in LANGUAGES:
+                wrong.append(f"{name_of(page)}:{block.line}: {block.language!r} is not among {sorted(LANGUAGES)}")
+            if block.language == "text" and re.search(r"^(import|from) \w", block.code, re.M):
+                wrong.append(f"{name_of(page)}:{block.line}: Python as text")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_both_sides_of_a_diff_compile(page: Path) -> None:
-    for block in blocks(page):
-        if block.language == "diff":
-            for taken, left_out in ("+-", "-+"):
-                lines = [line for line in block.code.splitlines() if not line.startswith(left_out)]
-                ast.parse(
-                    "\n".join(line.removeprefix(taken).removeprefix(" " * line.startswith(" ")) for line in lines)
-                )
+def test_both_sides_of_a_diff_compile() -> None:
+    for name, block in [(name_of(page), b) for page in PAGES for b in blocks(page) if b.language == "diff"]:
+        for taken, left_out in ("+-", "-+"):
+            lines = [line for line in block.code.splitlines() if not line.startswith(left_out)]
+            side = (line.removeprefix(taken).removeprefix(" " * line.startswith(" ")) for line in lines)
+            ast.parse("\n".join(side), f"{name}:{block.line}, {taken}")
 
 
 # ---------------------------------------------------------------------- commands
@@ -150,17 +150,17 @@ PROGRAMS: dict[str, Callable[[list[str]], None]] = {
 }
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))], ids=name_of)
-def test_commands_exist(page: Path) -> None:
-    for line, command in commands(page):
+def test_commands_exist() -> None:
+    wrong = []
+    for name, line, command in [(name_of(page), *found) for page in PAGES for found in commands(page)]:
         _, words = words_of(command)
         if not words:
             continue  # only variables, or a comment
-        assert words[0] in PROGRAMS, f"{name_of(page)}:{line}: say in tests/test_docs.py how to check {words[0]!r}"
         try:
-            PROGRAMS[words[0]](words[1:])
-        except (AssertionError, StopIteration) as error:
-            pytest.fail(f"{name_of(page)}:{line}: {command}: {error!r}")
+            PROGRAMS[words[0]](words[1:])  # an unknown program needs a row there
+        except (AssertionError, StopIteration, KeyError, pytest.fail.Exception) as error:
+            wrong.append(f"{name}:{line}: {command}: {error!r}")
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
@@ -170,37 +170,47 @@ def test_commands_exist(page: Path) -> None:
         ("sbatch", "job.sbatch --unheard-of"),
         ("torchrun", "train.py --unheard-of"),
         ("python", "no.py"),
+        ("python", "-m benchmarks train --unheard-of"),
     ],
 )
 def test_a_command_that_does_not_exist_is_found(program: str, words: str) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
         PROGRAMS[program](words.split())
 
 
-def test_an_option_that_does_not_exist_is_found() -> None:
-    with pytest.raises(pytest.fail.Exception):
-        _benchmarks(["train", "--unheard-of"])
+# ---------------------------------------------------------------------- links and names
+def test_links_lead_to_files() -> None:
+    missing = []
+    for page in PAGES:
+        targets = [a or b for a, b in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8")))]
+        local = [t.split("#")[0] for t in targets if not re.match(r"[a-z]+:", t) and not t.startswith("#")]
+        missing += [f"{name_of(page)} links to {t}" for t in local if not (page.parent / t).exists()]
+    assert not missing, "\n".join(missing)
 
 
-# ---------------------------------------------------------------------- links
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_to_files(page: Path) -> None:
-    text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    targets = [a or b for a, b in LINK.findall(text)]
-    local = [t.split("#")[0] for t in targets if not re.match(r"[a-z]+:", t) and not t.startswith("#")]
-    missing = [t for t in local if not (page.parent / t).exists()]
-    assert not missing, f"{name_of(page)} links to {missing}"
+def functions(path: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)}
+
+
+def test_named_tests_exist() -> None:
+    pages = [page for page in PAGES if page.name == "README.md" or DOCS in page.parents]
+    named = [
+        (name_of(page), *found) for page in pages for found in NAMED_TEST.findall(page.read_text(encoding="utf-8"))
+    ]
+    assert sum(page == "docs/reliability.md" for page, _, _ in named) > 40
+    assert any(page == "docs/migrating/kfac-pytorch.md" for page, _, _ in named)
+    missing = []
+    for page, file, name in named:
+        path = ROOT / "tests" / file
+        if not path.exists() or (name and name not in functions(path)):
+            missing.append(f"{page} names {file}::{name}")
+    assert not missing, "\n".join(missing)
 
 
 @pytest.fixture
 def hooks() -> ModuleType:
-    """The part of the site build that looks for undocumented names; lies outside any package."""
-    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The part of the site build that looks for undocumented names."""
+    return script("hooks")
 
 
 def test_every_public_name_is_documented(hooks: ModuleType) -> None:
@@ -222,9 +232,7 @@ def test_an_undocumented_name_is_found(hooks: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("module", ["secondorder.comm", "secondorder.diagnostics", "secondorder.schedule"])
-def test_the_modules_of_the_package_are_looked_at(
-    hooks: ModuleType, module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_module_is_looked_at(hooks: ModuleType, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unheard_of() -> None: ...
 
     target = importlib.import_module(module)

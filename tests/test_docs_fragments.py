@@ -17,19 +17,17 @@ from torch.utils.data import DistributedSampler
 
 import secondorder
 from secondorder import KFAC, DedicatedWorkers, HybridOpt
-from tests.support.code_blocks import PAGES, ROOT, examples, name_of
+from tests.support.code_blocks import PAGES, examples, name_of
 from tests.support.pool import Pool
 
-
-def _fragments() -> dict[str, list[str]]:
-    """Code of the fragments, by page."""
-    found = {name_of(page): [b.code for b in examples(page) if "fragment" in b.marks] for page in PAGES}
-    return {page: codes for page, codes in found.items() if codes}
+#: Code of the fragments, by page.
+FRAGMENTS = {name_of(page): [b.code for b in examples(page) if "fragment" in b.marks] for page in PAGES}
 
 
-def _fragment(page: str, number: int = 0) -> Any:
-    code = [b.code for b in examples(ROOT / page) if "fragment" in b.marks][number]
-    return compile(code, f"{page}, fragment {number}", "exec")
+def _run(page: str, number: int = 0, **names: Any) -> dict[str, Any]:
+    """Run a fragment with the names that its surroundings have; the names that it leaves."""
+    exec(compile(FRAGMENTS[page][number], f"{page}, fragment {number}", "exec"), names)
+    return names
 
 
 def _model() -> nn.Module:
@@ -38,18 +36,13 @@ def _model() -> nn.Module:
 
 
 def test_every_fragment_runs_here() -> None:
-    assert {page: len(codes) for page, codes in _fragments().items()} == {
-        "SECURITY.md": 1,
-        "docs/quickstart.md": 1,
-        "docs/nodes.md": 2,
-        "docs/strategies.md": 1,
-    }
+    expected = {"SECURITY.md": 1, "docs/quickstart.md": 1, "docs/nodes.md": 2, "docs/strategies.md": 1}
+    assert {page: len(codes) for page, codes in FRAGMENTS.items() if codes} == expected
 
 
 @pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled:UserWarning")
 def test_a_scaler_is_handed_over() -> None:
-    names: dict[str, Any] = {"torch": torch, "KFAC": KFAC, "model": _model()}
-    exec(_fragment("docs/quickstart.md"), names)
+    names = _run("docs/quickstart.md", torch=torch, KFAC=KFAC, model=_model())
     assert names["opt"].grad_scaler is names["scaler"]
     names["opt"].close()
 
@@ -58,29 +51,19 @@ def test_a_checkpoint_loads_without_code(tmp_path: Any, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     opt = KFAC(_model())
     torch.save(opt.state_dict(), "checkpoint.pt")
-    names: dict[str, Any] = {"torch": torch}
-    exec(_fragment("SECURITY.md"), names)
-    opt.load_state_dict(names["state"])
+    opt.load_state_dict(_run("SECURITY.md", torch=torch)["state"])
     opt.close()
 
 
 def _script_of_a_rank(rank: int, world: int) -> tuple[int, int]:
     """The group of the pool is there already; two ranks are a node."""
-    names: dict[str, Any] = {
-        "dist": SimpleNamespace(init_process_group=lambda *args, **kwargs: None),
-        "gpu": False,
-        "device": "cpu",
-        "make_model": _model,
-        "data": range(12),
-        "os": os,
-        "secondorder": secondorder,
-        "HybridOpt": HybridOpt,
-        "timedelta": datetime.timedelta,
-        "DistributedDataParallel": DistributedDataParallel,
-        "DistributedSampler": DistributedSampler,
-    }
     with patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
-        exec(_fragment("docs/nodes.md"), names)
+        names = _run(
+            "docs/nodes.md", dist=SimpleNamespace(init_process_group=lambda *args, **kwargs: None), gpu=False,
+            device="cpu", make_model=_model, data=range(12), os=os, secondorder=secondorder, HybridOpt=HybridOpt,
+            timedelta=datetime.timedelta, DistributedDataParallel=DistributedDataParallel,
+            DistributedSampler=DistributedSampler,
+        )  # fmt: skip
     opt = names["opt"]
     names["wrapped"](torch.randn(5, 4)).square().mean().backward()
     opt.step()
@@ -90,15 +73,10 @@ def _script_of_a_rank(rank: int, world: int) -> tuple[int, int]:
 
 
 def _on_a_mesh(rank: int, world: int) -> tuple[int, int]:
-    names: dict[str, Any] = {
-        "init_device_mesh": lambda device, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs),
-        "nodes": 2,
-        "ranks_per_node": 2,
-        "model": _model(),
-        "KFAC": KFAC,
-        "HybridOpt": HybridOpt,
-    }
-    exec(_fragment("docs/nodes.md", 1), names)
+    names = _run(
+        "docs/nodes.md", 1, init_device_mesh=lambda device, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs),
+        nodes=2, ranks_per_node=2, model=_model(), KFAC=KFAC, HybridOpt=HybridOpt,
+    )  # fmt: skip
     names["model"](torch.randn(5, 4)).square().mean().backward()
     for p in names["model"].parameters():
         torch.distributed.all_reduce(p.grad)
@@ -119,14 +97,10 @@ def _with_roles(rank: int, world: int) -> tuple[str, list[float]]:
         for _ in range(6):
             yield torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)
 
-    names: dict[str, Any] = {
-        "DedicatedWorkers": DedicatedWorkers,
-        "KFAC": KFAC,
-        "model": _model(),
-        "part_of_the_data": part_of_the_data,
-        "cross_entropy": cross_entropy,
-    }
-    exec(_fragment("docs/strategies.md"), names)
+    names = _run(
+        "docs/strategies.md", DedicatedWorkers=DedicatedWorkers, KFAC=KFAC, model=_model(),
+        part_of_the_data=part_of_the_data, cross_entropy=cross_entropy,
+    )  # fmt: skip
     return names["comm"].role, torch.cat([p.flatten() for p in names["model"].parameters()]).tolist()
 
 

@@ -3,9 +3,7 @@
 import ast
 import inspect
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +20,6 @@ STRATEGIES = [
     comm.RankGrid, comm.CommOpt, comm.HybridOpt, comm.MemOpt, comm.LocalFactors, comm.ChiefOnly, comm.DedicatedWorkers,
 ]  # fmt: skip
 CLASSES: list[type] = [*METHODS, *STRATEGIES]
-EVERY_CLASS = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 FRAGMENTS = {name: text for name, text in vars(documentation).items() if name.isupper()}
 
 
@@ -44,37 +41,32 @@ def arguments_of(cls: type) -> list[str]:
     return list(inspect.signature(cls).parameters)
 
 
-@EVERY_CLASS
-def test_every_argument_is_described_once_in_the_order_of_the_signature(cls: type) -> None:
-    assert list(described(inspect.getdoc(cls) or "")) == arguments_of(cls)
+def test_every_argument_is_described_once_in_the_order_of_the_signature() -> None:
+    found = {cls: list(described(inspect.getdoc(cls) or "")) for cls in CLASSES}
+    assert found == {cls: arguments_of(cls) for cls in CLASSES}
 
 
-@EVERY_CLASS
-def test_what_the_source_says_stays(cls: type) -> None:
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_descriptions_are_those_of_the_source_in_whole_sentences(cls: type) -> None:
     """All but the section of arguments is as it is written, and of that section every description."""
     shown, written = inspect.getdoc(cls) or "", in_the_source(cls)
     assert set(described(written).items()) <= set(described(shown).items())
     assert [text.split("Args:\n")[0] for text in (shown, written)] == [written.split("Args:\n")[0]] * 2
     assert shown.partition("\n\nRaises:")[2] == written.partition("\n\nRaises:")[2]
-
-
-@EVERY_CLASS
-def test_descriptions_are_whole_sentences_without_placeholders(cls: type) -> None:
-    for name, words in described(inspect.getdoc(cls) or "").items():
+    for name, words in described(shown).items():
         assert words.endswith("."), name
         assert words[0].isupper() or words[0] in "`mpcβκλρεFKT", f"{name}: {words}"
         assert not re.search(r"[{}]|%\(|Of the|[Uu]nset:", words), f"{name}: {words}"
 
 
-@EVERY_CLASS
-def test_no_description_is_a_copy(cls: type) -> None:
+def test_no_description_is_a_copy() -> None:
     """What a class describes itself differs from what it would get."""
-    shared: dict[str, set[str]] = {}
-    for text in [*FRAGMENTS.values(), *(base.__doc__ or "" for base in cls.__mro__[1:] if base in CLASSES)]:
-        for name, words in described(text).items():
-            shared.setdefault(name, set()).add(words)
-    copies = [name for name, words in described(in_the_source(cls)).items() if words in shared.get(name, ())]
-    assert not copies, f"{cls.__name__} repeats the descriptions of {copies}"
+    copies = []
+    for cls in CLASSES:
+        sources = [*FRAGMENTS.values(), *(base.__doc__ or "" for base in cls.__mro__[1:] if base in CLASSES)]
+        shared = {item for text in sources for item in described(text).items()}
+        copies += [f"{cls.__name__}: {name}" for name, _ in described(in_the_source(cls)).items() & shared]
+    assert not copies
 
 
 def test_every_fragment_is_used() -> None:
@@ -84,24 +76,16 @@ def test_every_fragment_is_used() -> None:
             assert len(users) > 1, f"{argument} of {name} has {len(users)} users: describe it in the class"
 
 
-# ---------------------------------------------------------------------- the site
-@pytest.fixture(scope="module")
-def on_the_site() -> Callable[[type], Any]:
-    """What the site reads of a class, by static analysis with the extension of the site."""
+def test_the_site_shows_the_same_arguments() -> None:
+    """By static analysis with the extension of the site."""
     griffe = pytest.importorskip("griffe")  # of the extra "docs"
     extensions = griffe.load_extensions(str(ROOT / "docs" / "docstrings.py"))
     package = griffe.load("secondorder", search_paths=[ROOT], extensions=extensions)
-    return lambda cls: package[f"{cls.__module__.removeprefix('secondorder.')}.{cls.__name__}"]
-
-
-@EVERY_CLASS
-def test_the_site_shows_the_same_arguments(on_the_site: Callable[[type], Any], cls: type) -> None:
-    docstring = on_the_site(cls).docstring
-    sections = docstring.parse("google")
-    shown = [item for part in sections if part.kind.value == "parameters" for item in part.value]
-    expected = described(inspect.getdoc(cls) or "")
-    assert [item.name for item in shown] == arguments_of(cls)
-    assert {item.name: " ".join(item.description.split()) for item in shown} == expected
+    for cls in CLASSES:
+        docstring = package[f"{cls.__module__.removeprefix('secondorder.')}.{cls.__name__}"].docstring
+        parameters = [part.value for part in docstring.parse("google") if part.kind.value == "parameters"]
+        shown = [(item.name, " ".join(item.description.split())) for items in parameters for item in items]
+        assert shown == list(described(inspect.getdoc(cls) or "").items()), cls.__name__
 
 
 # ---------------------------------------------------------------------- the decorator

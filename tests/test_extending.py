@@ -15,7 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from secondorder import EKFAC, KFAC, CommOpt, HyLo, MemOpt, SecondOrderOptimizer, options
 from secondorder.methods.layers import LayerRecipe
 from tests.support.code_blocks import DOCS, blocks, examples, run
+from tests.support.kfac import labels, noise
+from tests.support.models import seeded_build
 from tests.support.pool import Pool
+from tests.support.quadratic import flat
 
 PAGE = DOCS / "extending.md"
 #: The most lines of each example, without imports, comments and docstrings.
@@ -37,25 +40,22 @@ def _classes() -> dict[str, Any]:
 
 
 def _batch(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 3, 6, 6, generator=generator).double(), torch.randint(5, (n,), generator=generator)
+    return noise(n, 3, 6, 6, seed=seed), labels(n, 5, seed)
 
 
 def _net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 5)).double()
+    return seeded_build(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 5)))
 
 
-def _train(model: nn.Module, opt: Any, steps: range) -> None:
+def _train(model: nn.Module, opt: Any, steps: range, rank: int = 0, world: int = 1) -> Tensor:
+    """Parameters after steps on a part of each batch."""
+    wrapped = DistributedDataParallel(model) if world > 1 else model
     for step in steps:
-        x, y = _batch(8, step)
+        x, y = (part.chunk(world)[rank] for part in _batch(8, step))
         opt.zero_grad()
-        cross_entropy(model(x), y).backward()
+        cross_entropy(wrapped(x), y).backward()
         opt.step()
-
-
-def _equal(first: nn.Module, second: nn.Module) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(first.parameters(), second.parameters(), strict=True))
+    return flat(model.parameters())
 
 
 def _gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -104,48 +104,54 @@ def test_the_method_has_the_squares_of_single_gradients(page: dict[str, Any]) ->
     opt.close()
 
 
-def _trained(cls: Any, rank: int, world: int, **chosen: Any) -> tuple[Tensor, int]:
+#: Of the examples that are methods: keywords under which estimates and inverses are not always of one age.
+KRONECKER = {"damping": 0.1, "factor_update_steps": 1, "inv_update_steps": 2}
+METHODS = {"DiagonalFisher": {"damping": 0.01, "inv_update_steps": 2}, "HalfKFAC": KRONECKER, "NewtonKFAC": KRONECKER}
+
+
+def _trained(cls: Any, rank: int = 0, world: int = 1, **chosen: Any) -> tuple[Tensor, int]:
+    """Parameters after some steps, and bytes of the estimate."""
     model = _net()
-    wrapped = DistributedDataParallel(model) if world > 1 else model
     opt = cls(model, lr=0.05, momentum=0.9, **chosen)
-    for step in range(4):
-        x, y = (part.chunk(world)[rank] for part in _batch(8, step))
-        opt.zero_grad()
-        cross_entropy(wrapped(x), y).backward()
-        opt.step()
+    found = _train(model, opt, range(4), rank, world)
     held = opt.memory_usage()["factors"]
     opt.close()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), held
+    return found, held
 
 
-def _method_on_ranks(rank: int, world: int, strategy: str) -> tuple[list[float], int]:
-    cls = _classes()["DiagonalFisher"]
-    found, held = _trained(
-        cls, rank, world, damping=0.01, inv_update_steps=2, comm={"c": CommOpt, "m": MemOpt}[strategy]()
-    )
+def _method_on_ranks(rank: int, world: int, name: str, strategy: Any) -> tuple[list[float], int]:
+    found, held = _trained(_classes()[name], rank, world, **METHODS[name], comm=strategy())
     return found.tolist(), held
 
 
-@pytest.mark.parametrize("strategy", ["c", "m"])
-def test_the_method_works_with_every_strategy(page: dict[str, Any], pool: Pool, strategy: str) -> None:
-    alone, held = _trained(page["DiagonalFisher"], 0, 1, damping=0.01, inv_update_steps=2)
-    for found, on_rank in pool.run(_method_on_ranks, strategy, world=2):
-        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), alone)
-        assert (on_rank < held) == (strategy == "m")  # the estimate is on its owner alone
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("DiagonalFisher", CommOpt), ("DiagonalFisher", MemOpt), ("HalfKFAC", MemOpt), ("NewtonKFAC", MemOpt)],
+)
+def test_methods_work_on_ranks(page: dict[str, Any], pool: Pool, name: str, strategy: Any) -> None:
+    alone, held = _trained(page[name], **METHODS[name])
+    tolerance = {"rtol": 0.0, "atol": 1e-3} if name == "HalfKFAC" else {}  # sums in another order are rounded otherwise
+    for found, on_rank in pool.run(_method_on_ranks, name, strategy, world=2):
+        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), alone, **tolerance)
+        assert (on_rank < held) == (strategy is MemOpt)  # then the estimate is on its owner alone
 
 
-def test_the_method_resumes_exactly(page: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", METHODS)
+def test_checkpoints_and_copies_continue_exactly(page: dict[str, Any], name: str) -> None:
     first, second = _net(), _net()
-    opt = page["DiagonalFisher"](first, momentum=0.9)
+    opt = page[name](first, momentum=0.9, **METHODS[name])
     _train(first, opt, range(3))
-    saved = opt.state_dict()
     second.load_state_dict(first.state_dict())
-    resumed = page["DiagonalFisher"](second, momentum=0.9)
-    resumed.load_state_dict(saved)
-    for model, one in ((first, opt), (second, resumed)):
-        _train(model, one, range(3, 6))
+    resumed = page[name](second, momentum=0.9, **METHODS[name])
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    third, copied = copy.deepcopy((first, opt))
+    copied.attach(third)
+    ends = []
+    for model, one in ((first, opt), (second, resumed), (third, copied)):
+        ends.append(_train(model, one, range(3, 6)))
         one.close()
-    assert _equal(first, second)
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
 
 
 def test_a_signature_may_leave_out_what_is_optional(page: dict[str, Any]) -> None:
@@ -160,15 +166,13 @@ def test_a_signature_may_leave_out_what_is_optional(page: dict[str, Any]) -> Non
             given = {**locals(), "inv_update_steps": 1}
             super().__init__(given, LayerRecipe(preconditioner))
 
-    first, second = _net(), _net()
-    for model, opt in (
-        (first, Least(first, 0.1, 0.01, 0.9)),
-        (second, page["DiagonalFisher"](second, 0.1, damping=0.01, factor_decay=0.9)),
-    ):
-        _train(model, opt, range(2))
+    ends = []
+    for cls in (Least, page["DiagonalFisher"]):
+        opt = cls(model := _net(), lr=0.1, damping=0.01, factor_decay=0.9)
+        ends.append(_train(model, opt, range(2)))
         assert opt.plan(4, batch_size=8)
         opt.close()
-    assert _equal(first, second)
+    assert torch.equal(*ends)
 
 
 def test_the_common_options_have_defaults() -> None:
@@ -180,9 +184,6 @@ def test_the_common_options_have_defaults() -> None:
 
 
 # ---------------------------------------------------------------------- the storage and the inverse
-KRONECKER = {"damping": 0.1, "factor_update_steps": 1, "inv_update_steps": 2}
-
-
 def _factors_of_the_head(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A, G and the gradient ``[W | b]`` of the last layer, from their definition."""
     inputs = model[:3](x).detach()
@@ -239,58 +240,24 @@ def test_the_inverse_solves_the_damped_system(page: dict[str, Any]) -> None:
     "chosen", [{}, {"overlap": True}, {"factor_storage": "packed"}, {"max_factor_dim": 30}], ids=str
 )
 def test_the_inverse_does_what_cholesky_does(page: dict[str, Any], chosen: dict[str, Any]) -> None:
-    first, second = _net(), _net()
-    for model, opt in (
-        (first, page["NewtonKFAC"](first, **KRONECKER, **chosen)),
-        (second, KFAC(second, **KRONECKER, **chosen, inverse_method="cholesky")),
-    ):
-        _train(model, opt, range(5))
+    ends = []
+    for cls, how in ((page["NewtonKFAC"], {}), (KFAC, {"inverse_method": "cholesky"})):
+        opt = cls(model := _net(), **KRONECKER, **chosen, **how)
+        ends.append(_train(model, opt, range(5)))
         opt.close()
-    for p, q in zip(first.parameters(), second.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-
-
-@pytest.mark.parametrize("name", ["HalfKFAC", "NewtonKFAC"])
-def test_checkpoints_and_copies_continue_exactly(page: dict[str, Any], name: str) -> None:
-    first, second = _net(), _net()
-    opt = page[name](first, **KRONECKER)
-    _train(first, opt, range(3))
-    second.load_state_dict(first.state_dict())
-    resumed = page[name](second, **KRONECKER)
-    resumed.load_state_dict(opt.state_dict())
-    third, copied = copy.deepcopy((first, opt))
-    copied.attach(third)
-    for model, one in ((first, opt), (second, resumed), (third, copied)):
-        _train(model, one, range(3, 6))
-        one.close()
-    assert _equal(first, second)
-    assert _equal(first, third)
-
-
-def _kronecker_on_ranks(rank: int, world: int, name: str) -> list[float]:
-    names: dict[str, Any] = {"KFAC": KFAC, **_classes()}
-    found, _ = _trained(names[name], rank, world, **KRONECKER, comm=MemOpt())
-    return found.tolist()
-
-
-@pytest.mark.parametrize("name", ["HalfKFAC", "NewtonKFAC"])
-def test_they_work_on_ranks(page: dict[str, Any], pool: Pool, name: str) -> None:
-    alone, _ = _trained(page[name], 0, 1, **KRONECKER)
-    tolerance = {"rtol": 0.0, "atol": 1e-3} if name == "HalfKFAC" else {}  # sums in another order are rounded otherwise
-    for found in pool.run(_kronecker_on_ranks, name, world=2):
-        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), alone, **tolerance)
+    torch.testing.assert_close(*ends)
 
 
 # ---------------------------------------------------------------------- the strategy
 def _strategy_on_ranks(rank: int, world: int) -> tuple[list[float], list[int], list[int]]:
     comm = _classes()["PerNode"](ranks_per_node=2)
-    found, _ = _trained(KFAC, rank, world, damping=0.1, factor_update_steps=1, inv_update_steps=2, comm=comm)
+    found, _ = _trained(KFAC, rank, world, **KRONECKER, comm=comm)
     assert repr(comm) == "PerNode(ranks_per_node=2)"
     return found.tolist(), list(comm.grid.row_of(rank)), [comm.owner(i) for i in range(2)]
 
 
 def test_the_strategy_does_what_one_process_does(pool: Pool) -> None:
-    alone, _ = _trained(KFAC, 0, 1, damping=0.1, factor_update_steps=1, inv_update_steps=2)
+    alone, _ = _trained(KFAC, **KRONECKER)
     for rank, (found, row, owners) in enumerate(pool.run(_strategy_on_ranks, world=4)):
         torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), alone)
         assert row == [rank // 2 * 2, rank // 2 * 2 + 1]  # directions stay inside a node
@@ -325,16 +292,14 @@ def test_the_layer_is_a_linear_one_and_a_product(page: dict[str, Any], method: A
     theirs = nn.Sequential(nn.Linear(6, 5), Times(0.5), nn.Tanh(), nn.Linear(5, 3), Times(2.0)).double()
     for p, q in zip(theirs.parameters(), mine.parameters(), strict=True):
         p.data.copy_(q.data)
-    x, y = torch.randn(8, 6).double(), torch.randint(3, (8,))
-    curvatures = []
+    x, y = noise(8, 6), labels(8, 3)
+    found = []
     for model, layer in ((mine, "2"), (theirs, "3")):
         opt = method(model, lr=0.05, damping=0.1)
         for _ in range(3):
             opt.zero_grad()
             cross_entropy(model(x), y).backward()
             opt.step()
-        curvatures.append(opt.dense_curvature(layer))
+        found.append((opt.dense_curvature(layer), *model.parameters()))
         opt.close()
-    torch.testing.assert_close(*curvatures)
-    for p, q in zip(theirs.parameters(), mine.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+    torch.testing.assert_close(*found)

@@ -12,14 +12,10 @@ network and no parameter group. A file that belongs to no row of ``MAY_IMPORT`` 
 
 import ast
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable
+from functools import cache
 
-import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "secondorder"
-FILES = sorted(PACKAGE.rglob("*.py"))
+from tests.support.source import PACKAGE, ROOT, dotted, file_of, imports, inside, trees
 
 #: Modules at the top level that share a row.
 TOP = {
@@ -91,60 +87,30 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
 # A constructor's signature names the type of `comm=` so that tools can resolve it; what a strategy does is for
 # optimizer.py alone.
 METHODS_MAY_NAME = {"secondorder.comm.strategy.CommStrategy"}
-PURE = {
-    "capture/fisher/likelihood.py": set(),
-    "capture/statistics/averages.py": {"linalg"},
-    "comm/placement.py": set(),
-    "curvature/extremes.py": {"linalg"},
-    "curvature/refresh_schedule.py": set(),
-    "curvature/window/rows.py": set(),
-    "curvature/window/shards.py": set(),
-    "curvature/schema.py": {"curvature"},
-} | {path.relative_to(PACKAGE).as_posix(): {"linalg"} for path in FILES if path.parent == PACKAGE / "linalg"}
+#: Rows of the table that modules may import which take and return tensors or numbers.
+PURE: dict[str, set[str]] = {
+    "capture.fisher.likelihood": set(),
+    "capture.statistics.averages": {"linalg"},
+    "comm.placement": set(),
+    "curvature.extremes": {"linalg"},
+    "curvature.refresh_schedule": set(),
+    "curvature.window.rows": set(),
+    "curvature.window.shards": set(),
+    "curvature.schema": {"curvature"},
+} | {name: {"linalg"} for name in trees() if name.split(".")[0] == "linalg"}
 PURE_FORBIDDEN = {"Module", "Parameter", "Optimizer", "param_groups"}
-
-
-def name_of(path: Path) -> str:
-    """Dotted name below the package."""
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+#: What reads the frames of callers, which depend on code that is not ours.
+OF_FRAMES = {
+    "_getframe", "_current_frames", "currentframe", "getouterframes", "getinnerframes", "walk_stack", "extract_stack",
+    "f_back", "f_code", "f_globals", "f_locals", "tb_frame", "gi_frame",
+}  # fmt: skip
+OF_STACKS = {"inspect.stack", "inspect.trace"}
 
 
 def row_of(name: str) -> str:
     """Row of a dotted name below the package: its folder, or the group of a module at the top level."""
     first = name.split(".")[0]
     return first if (PACKAGE / first).is_dir() else TOP.get(first, first)
-
-
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
-
-
-def for_types_only(module: ast.Module) -> set[ast.AST]:
-    """Nodes under ``if TYPE_CHECKING:``, which never run."""
-    blocks = [n for n in ast.walk(module) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
-    return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
-
-
-def imports(module: ast.Module, *, with_types: bool = True) -> Iterator[str]:
-    """Dotted names that a file imports; ``from a import b`` counts as ``a.b``."""
-    skipped = set() if with_types else for_types_only(module)
-    for node in ast.walk(module):
-        if node in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-MODULES = {name_of(path) for path in FILES}
-
-
-def inside(names: Iterator[str]) -> set[str]:
-    """Modules of the package among imported names, below the package."""
-    found = {name.removeprefix("secondorder.") for name in names if name.startswith("secondorder.")}
-    return {name if name in MODULES else name.rpartition(".")[0] for name in found}
 
 
 def excepted(name: str) -> set[str]:
@@ -167,45 +133,47 @@ def _folder_inside(name: str) -> str:
     return rest[0] if rest and (PACKAGE / first / rest[0]).is_dir() else ""
 
 
-def identifiers(module: ast.Module) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(module):
-        if isinstance(node, ast.Name):
-            yield node.id, node.lineno
-        elif isinstance(node, ast.Attribute):
-            yield ast.unparse(node), node.lineno
+@cache
+def identifiers(name: str) -> list[tuple[str, int]]:
+    """Dotted names that a module uses, and their lines; what it imports has line 0."""
+    nodes = (node for node in ast.walk(trees()[name]) if isinstance(node, ast.Name | ast.Attribute))
+    return [(n, 0) for n in imports(trees()[name])] + [(dotted(node), node.lineno) for node in nodes]
 
 
-def ids(path: Path) -> str:
-    return path.relative_to(PACKAGE).as_posix()
+def assert_none(offenders: Iterable[str]) -> None:
+    """Fail with every offender at once."""
+    assert not (found := list(offenders)), "\n".join(["", *found])
 
 
-def test_the_package_is_there() -> None:
-    assert FILES, "no Python files found: every other test here would pass by finding nothing"
-
-
-@pytest.mark.parametrize("path", [f for f in FILES if f.parent != PACKAGE or f.stem != "__init__"], ids=ids)
-def test_dependencies_point_one_way(path: Path) -> None:
-    name = name_of(path)
-    own = row_of(name)
-    assert own in MAY_IMPORT, f"{ids(path)} belongs to no known part: give {own!r} a row in MAY_IMPORT or TOP"
-    upward = {other for other in inside(imports(tree(path), with_types=False)) if is_upward(name, other)}
-    wrong, gone = upward - excepted(name), excepted(name) - upward
-    assert not wrong, f"{ids(path)} imports {sorted(wrong)}; {own} may import only {sorted(MAY_IMPORT[own])}"
-    assert not gone, f"{ids(path)} no longer imports {sorted(gone)}: delete that from KNOWN_EXCEPTIONS"
+def test_dependencies_point_one_way() -> None:
+    assert trees(), "no Python files found: every test here would pass by finding nothing"
+    found = []
+    for name, tree in trees().items():
+        own = row_of(name)
+        if name and own not in MAY_IMPORT:
+            found.append(f"{name} belongs to no known part: give {own!r} a row in MAY_IMPORT or TOP")
+        elif name:
+            upward = {other for other in inside(imports(tree, with_types=False)) if is_upward(name, other)}
+            if wrong := upward - excepted(name):
+                found.append(f"{name} imports {sorted(wrong)}; {own} may import only {sorted(MAY_IMPORT[own])}")
+            if gone := excepted(name) - upward:
+                found.append(f"{name} no longer imports {sorted(gone)}: delete that from KNOWN_EXCEPTIONS")
+    assert_none(found)
 
 
 def test_exceptions_name_modules_that_exist() -> None:
     named = {name for modules in KNOWN_EXCEPTIONS.values() for name in modules}
-    assert named <= MODULES, f"delete {sorted(named - MODULES)} from KNOWN_EXCEPTIONS"
+    assert named <= trees().keys(), f"delete {sorted(named - trees().keys())} from KNOWN_EXCEPTIONS"
 
 
-_METHODS = [f for f in FILES if f.parent == PACKAGE / "methods" and not f.stem.endswith("_optimizer")]
-
-
-@pytest.mark.parametrize("path", _METHODS, ids=ids)
-def test_methods_leave_communication_to_the_optimizer(path: Path) -> None:
-    named = {n for n in imports(tree(path)) if n.startswith("secondorder.comm")}
-    assert named <= METHODS_MAY_NAME, f"{ids(path)} imports {sorted(named - METHODS_MAY_NAME)}"
+def test_methods_leave_communication_to_the_optimizer() -> None:
+    methods = {n: t for n, t in trees().items() if n.count(".") == 1 and n.startswith("methods.")}
+    named = {n: {i for i in imports(t) if i.startswith("secondorder.comm")} for n, t in methods.items()}
+    assert_none(
+        f"{name} imports {sorted(found - METHODS_MAY_NAME)}"
+        for name, found in named.items()
+        if not name.endswith("_optimizer") and found - METHODS_MAY_NAME
+    )
 
 
 def test_no_part_imports_another_in_a_circle() -> None:
@@ -216,64 +184,49 @@ def test_no_part_imports_another_in_a_circle() -> None:
         needs = {name: others for name, others in needs.items() if name not in free}
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if PACKAGE / "comm" not in f.parents], ids=ids)
-def test_only_comm_knows_torch_distributed(path: Path) -> None:
-    module = tree(path)
-    named = [n for n in imports(module) if n.startswith("torch.distributed")]
-    used = [f"{n} (line {line})" for n, line in identifiers(module) if n.startswith("torch.distributed")]
-    assert not named + used, f"{ids(path)}: {named + used}; ask the communication strategy instead"
+def test_only_comm_knows_torch_distributed() -> None:
+    assert_none(
+        f"{name}, line {line}: {used}; ask the communication strategy instead"
+        for name in trees()
+        if name.split(".")[0] != "comm"
+        for used, line in identifiers(name)
+        if used.startswith("torch.distributed")
+    )
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_pure_modules_know_only_tensors(name: str) -> None:
-    path = PACKAGE / name
-    assert path.exists(), f"{name} is gone: delete its row in PURE"
-    module = tree(path)
-    outside = {n.split(".")[0] for n in imports(module)} - {"torch", "secondorder"} - sys.stdlib_module_names
-    assert not outside, f"{name} imports {sorted(outside)}; it may import torch and the standard library only"
-    assert {row_of(n) for n in inside(imports(module))} <= PURE[name], f"{name} may import only {sorted(PURE[name])}"
-    parts = [(n.rsplit(".", 1)[-1], line) for n, line in identifiers(module)]
-    parts += [(n.rsplit(".", 1)[-1], 0) for n in imports(module)]
-    found = [f"{n} (line {line})" for n, line in parts if n in PURE_FORBIDDEN]
-    assert not found, f"{name} mentions {found}; it takes and returns tensors or numbers"
+def test_pure_modules_know_only_tensors() -> None:
+    assert PURE.keys() <= trees().keys(), f"delete {sorted(PURE.keys() - trees().keys())} from PURE"
+    known = {"torch", "secondorder"} | sys.stdlib_module_names
+    for name, allowed in PURE.items():
+        tree = trees()[name]
+        outside = {n.split(".")[0] for n in imports(tree)} - known
+        assert not outside, f"{name} imports {sorted(outside)}; it may import torch and the standard library only"
+        assert {row_of(n) for n in inside(imports(tree))} <= allowed, f"{name} may import only {sorted(allowed)}"
+        found = [f"{n} (line {line})" for n, line in identifiers(name) if n.rpartition(".")[2] in PURE_FORBIDDEN]
+        assert not found, f"{name} mentions {found}; it takes and returns tensors or numbers"
 
 
-@pytest.mark.parametrize("path", FILES, ids=ids)
-def test_the_library_does_not_print(path: Path) -> None:
-    calls = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
-    lines = [call.lineno for call in calls if call.func.id == "print"]
-    assert not lines, f"{ids(path)} prints in lines {lines}: use logging, warnings or a returned text"
+def test_the_library_does_not_print() -> None:
+    assert_none(
+        f"{name} prints in line {node.lineno}: use logging, warnings or a returned text"
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    )
 
 
-@pytest.mark.parametrize("path", FILES, ids=ids)
-def test_no_path_leads_out_of_the_repository(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert "../" not in text
-    assert str(ROOT) not in text
+def test_no_path_leads_out_of_the_repository() -> None:
+    texts = {name: file_of(name).read_text(encoding="utf-8") for name in trees()}
+    assert_none(name for name, text in texts.items() if "../" in text or str(ROOT) in text)
 
 
-#: What reads the frames of callers, which depend on code that is not ours.
-OF_FRAMES = {
-    "_getframe", "_current_frames", "currentframe", "getouterframes", "getinnerframes", "walk_stack", "extract_stack",
-    "f_back", "f_code", "f_globals", "f_locals", "tb_frame", "gi_frame",
-}  # fmt: skip
+def frames_in(name: str) -> list[str]:
+    """What a module uses to read the frames of its callers."""
+    used = identifiers(name)
+    return [f"{n} (line {line})" for n, line in used if n in OF_STACKS or n.rpartition(".")[2] in OF_FRAMES]
 
 
-OF_STACKS = {"inspect.stack", "inspect.trace"}
-
-
-def looks_at_frames(path: Path) -> list[str]:
-    """What a file uses to read the frames of its callers."""
-    module = tree(path)
-    names = [(n, 0) for n in imports(module)] + list(identifiers(module))
-    return [f"{n} (line {line})" for n, line in names if n in OF_STACKS or n.rsplit(".", 1)[-1] in OF_FRAMES]
-
-
-@pytest.mark.parametrize("path", [f for f in FILES if name_of(f).split(".")[0] != "frames"], ids=ids)
-def test_only_one_module_looks_at_frames(path: Path) -> None:
-    found = looks_at_frames(path)
-    assert not found, f"{ids(path)}: {found}; put what reads frames into frames.py"
-
-
-def test_the_module_of_frames_would_be_found() -> None:
-    assert looks_at_frames(PACKAGE / "frames.py")
+def test_only_one_module_looks_at_frames() -> None:
+    found = {name: frames_in(name) for name in trees()}
+    assert found.pop("frames"), "the search would not find what reads frames"
+    assert_none(f"{name}: {names}; put what reads frames into frames.py" for name, names in found.items() if names)

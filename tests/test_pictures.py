@@ -1,38 +1,27 @@
 """The pictures of the documentation show what their scripts compute with the package."""
 
-import importlib.util
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.support.code_blocks import DOCS
-
-
-def _script(name):
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.support.code_blocks import DOCS, script
 
 
 @pytest.fixture(scope="module")
 def drawing():
-    return _script("draw_grids")
+    return script("draw_grids")
 
 
-def test_pictures_are_current(drawing):
-    stale = [name for name, drawn in drawing.pictures().items() if (drawing.FOLDER / name).read_text("utf-8") != drawn]
+def test_pictures_are_current_and_well_formed(drawing):
+    drawn = drawing.pictures()
+    stale = [name for name, text in drawn.items() if (drawing.FOLDER / name).read_text("utf-8") != text]
     assert not stale, f"run `python docs/draw_grids.py`: {stale}"
-
-
-def test_pictures_are_well_formed(drawing):
-    for name, drawn in drawing.pictures().items():
-        assert ElementTree.fromstring(drawn).tag.endswith("svg"), name
+    assert all(ElementTree.fromstring(text).tag.endswith("svg") for text in drawn.values())
 
 
 @pytest.fixture(scope="module")
 def curvature():
-    return _script("draw_curvature").pictures()
+    return script("draw_curvature").pictures()
 
 
 @pytest.mark.slow

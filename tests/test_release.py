@@ -1,4 +1,4 @@
-"""What a release is made of agrees: version, changelog, citation, supported Pythons and torch, pipelines, types."""
+"""What a release is made of agrees: version, changelog, citation, pins, supported versions, pipelines, types."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import secondorder
@@ -27,7 +28,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-by_name = pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 
 
 def text_of(name: str) -> str:
@@ -67,6 +67,10 @@ def test_citation_is_of_the_newest_release() -> None:
     assert {"cff-version", "message", "authors", "abstract"} <= set(CITATION)
 
 
+def test_the_version_is_a_literal_that_the_build_can_read() -> None:
+    assert re.findall(r'^__version__ = "(.+)"$', text_of("secondorder/__init__.py"), re.M) == [secondorder.__version__]
+
+
 def test_supported_versions_are_told_alike_everywhere() -> None:
     page = re.search(r"<!-- versions: supported -->\n(.*?)\n<!--", text_of("docs/versions.md"), re.S)
     assert page is not None
@@ -74,6 +78,41 @@ def test_supported_versions_are_told_alike_everywhere() -> None:
     assert page[1] == f"Python {first} to {last}, torch {oldest_torch()} or newer, without an upper bound."
     assert PROJECT["requires-python"] == f">={pythons()[0]}"
     assert Version(torch.__version__) >= Version(oldest_torch())
+
+
+# ------------------------------------------------------------------ pins
+def listed(name: str) -> list[Requirement]:
+    return [Requirement(line) for line in text_of(name).splitlines() if line and not line.startswith("#")]
+
+
+PINS, TRAINERS = listed("constraints.txt"), listed("constraints-integrations.txt")
+EXTRAS = PROJECT["optional-dependencies"].values()
+REQUIREMENTS = [Requirement(text) for texts in [PROJECT["dependencies"], *EXTRAS] for text in texts]
+
+
+def names_of(requirements: list[Requirement]) -> set[str]:
+    return {canonicalize_name(r.name) for r in requirements}
+
+
+def test_every_requirement_has_a_pin_that_satisfies_it() -> None:
+    pins = {canonicalize_name(pin.name): pin for pin in PINS if pin.marker is None or pin.marker.evaluate()}
+    for requirement in REQUIREMENTS:
+        if requirement.name == PROJECT["name"]:  # an extra that includes another
+            continue
+        pin = pins.get(canonicalize_name(requirement.name))
+        assert pin is not None, f"constraints.txt has no pin for {requirement}"
+        (exact,) = pin.specifier
+        assert exact.operator == "=="
+        assert requirement.specifier.contains(exact.version), f"{pin} does not satisfy {requirement}"
+    assert [str(pin) for pin in PINS if pin.name == "torch"] == ["torch==2.13.0"]  # without a local label
+    # These two break imports of other packages.
+    assert not {"torchvision", "timm"} & names_of([*PINS, *TRAINERS, *REQUIREMENTS])
+
+
+def test_trainers_add_to_the_pins_and_repeat_none() -> None:
+    assert {"transformers", "accelerate", "lightning", "tensorboard", "wandb"} <= names_of(TRAINERS)
+    assert not names_of(TRAINERS) & names_of(PINS)
+    assert all([exact.operator for exact in pin.specifier] == ["=="] for pin in TRAINERS)
 
 
 # ------------------------------------------------------------------ pipelines
@@ -87,47 +126,43 @@ def steps(path: Path) -> Iterator[dict[str, Any]]:
         yield from job["steps"]
 
 
-def test_there_are_pipelines_for_tests_docs_and_releases() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["docs", "release", "tests"]
-
-
-@by_name
-def test_a_pipeline_may_read_and_a_job_says_what_more_it_needs(path: Path) -> None:
-    assert yaml.safe_load(path.read_text(encoding="utf-8"))["permissions"] == {"contents": "read"}
-    may_write = {name: set(job.get("permissions", {})) for name, job in jobs(path).items()}
-    extra = {name: rights for name, rights in may_write.items() if rights}
+def test_a_pipeline_may_read_and_a_job_says_what_more_it_needs() -> None:
     expected = {"docs": {"deploy": {"pages", "id-token"}}, "release": {"publish": {"id-token"}}}
-    assert extra == expected.get(path.stem, {})
-    for name in extra:
-        assert jobs(path)[name]["environment"]
-        assert not any("run" in step for step in jobs(path)[name]["steps"])  # nothing of ours runs with such rights
+    for path in WORKFLOWS:
+        assert yaml.safe_load(path.read_text(encoding="utf-8"))["permissions"] == {"contents": "read"}
+        extra = {name: set(job["permissions"]) for name, job in jobs(path).items() if job.get("permissions")}
+        assert extra == expected.get(path.stem, {})
+        for name in extra:
+            assert jobs(path)[name]["environment"]
+            assert not any("run" in step for step in jobs(path)[name]["steps"])  # nothing of ours runs with such rights
 
 
-@by_name
-def test_every_job_ends_and_every_action_is_pinned_to_a_commit(path: Path) -> None:
-    assert all(job["timeout-minutes"] <= 60 for job in jobs(path).values())
-    for step in steps(path):
-        if "uses" in step:
+def test_every_job_ends_and_every_action_is_pinned_to_a_commit() -> None:
+    for path in WORKFLOWS:
+        assert all(job["timeout-minutes"] <= 60 for job in jobs(path).values())
+        for step in (step for step in steps(path) if "uses" in step):
             assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step["uses"])
             if step["uses"].startswith("actions/checkout"):
                 assert step["with"]["persist-credentials"] is False
-    for line in re.findall(r"uses: .*", path.read_text(encoding="utf-8")):
-        assert re.search(r"  # v\d+\.\d+\.\d+$", line), f"no version beside {line}"
+        for line in re.findall(r"uses: .*", path.read_text(encoding="utf-8")):
+            assert re.search(r"  # v\d+\.\d+\.\d+$", line), f"no version after {line}"
 
 
-@by_name
-def test_a_pipeline_calls_targets_that_exist(path: Path) -> None:
+def test_pipelines_call_targets_that_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):.*## ", text_of("Makefile"), re.M))
     called = {
-        word
-        for step in steps(path)
-        for line in re.findall(r"^make (.*)$", step.get("run", ""), re.M)
-        for word in line.split()
-        if re.fullmatch(r"[a-z][a-z-]*", word)
+        path.stem: {
+            word
+            for step in steps(path)
+            for line in re.findall(r"^make (.*)$", step.get("run", ""), re.M)
+            for word in line.split()
+            if re.fullmatch(r"[a-z][a-z-]*", word)
+        }
+        for path in WORKFLOWS
     }
-    assert called <= targets
-    expected = {"docs": {"docs"}, "release": {"dist"}, "tests": {"check", "install", "test", "test-integrations"}}
-    assert called == expected[path.stem]
+    tests = {"check", "install", "test", "test-integrations"}
+    assert called == {"docs": {"docs"}, "release": {"dist"}, "tests": tests}
+    assert set().union(*called.values()) <= targets
 
 
 def test_tests_run_on_every_python_and_on_the_oldest_pinned_and_newest_torch() -> None:

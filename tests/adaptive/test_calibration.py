@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from secondorder import EKFAC, KFAC
-from tests.support.quadratic import Loop, batch, flat, kfac, mlp
+from tests.support.grid import pairs
+from tests.support.quadratic import Loop, batch, damping, flat, kfac, mlp, problem, repeat
 
 GRID = [1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3]
 
 
-@pytest.mark.parametrize("inverse_method", ["eigen", "cholesky"])
-@pytest.mark.parametrize("mode", ["absolute", "relative"])
+@pairs(inverse_method=["eigen", "cholesky"], mode=["absolute", "relative"])
 def test_the_best_of_the_grid_is_taken(inverse_method: str, mode: str) -> None:
     model, (x, y) = mlp(), batch()
     options: dict[str, Any] = {"inverse_method": inverse_method, "damping_mode": mode, "momentum": 0.9, "lr": 2.0}
@@ -32,10 +32,9 @@ def test_the_best_of_the_grid_is_taken(inverse_method: str, mode: str) -> None:
     loop = Loop(model, optimizer, x, y)
     optimizer.step(loop)
     assert loop.calls == 1 + len(GRID)
-    assert optimizer.param_groups[0]["damping"] == pytest.approx(0.1 * best)
+    assert damping(optimizer) == pytest.approx(0.1 * best)
     assert loop.value() == pytest.approx(losses[best], rel=1e-12)
-    for _ in range(3):
-        optimizer.step(loop)
+    repeat(optimizer, loop, 3)
     assert loop.calls == 4 + len(GRID)
 
 
@@ -49,7 +48,7 @@ def test_the_step_is_that_of_the_damping_it_found(method: type[KFAC], options: d
     other, state = copy.deepcopy(model), torch.get_rng_state()
     optimizer = method(model, damping=0.1, calibrate_damping=True, **options)
     optimizer.step(Loop(model, optimizer, x, y))
-    plain = method(other, damping=optimizer.param_groups[0]["damping"], **options)
+    plain = method(other, damping=damping(optimizer), **options)
     torch.set_rng_state(state)
     plain.step(Loop(other, plain, x, y))
     assert torch.equal(flat(model.parameters()), flat(other.parameters()))
@@ -58,23 +57,25 @@ def test_the_step_is_that_of_the_damping_it_found(method: type[KFAC], options: d
         assert all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
 
 
-def test_it_waits_for_the_first_estimate() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, calibrate_damping=True)
-    loop = Loop(model, optimizer, x * math.nan, y)
+def test_it_waits_for_the_first_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profilers see the step that is taken, and none of those that are tried."""
+    _, optimizer, loop = problem(calibrate_damping=True)
+    loop.x, x = loop.x * math.nan, loop.x
     optimizer.step(loop)
     assert loop.calls == 1
     loop.x = x
+    stages: list[str] = []
+    stage = optimizer._runtime.stage
+    monkeypatch.setattr(optimizer._runtime, "stage", lambda name: (stages.append(name), stage(name))[1])
     optimizer.step(loop)
     assert loop.calls == 2 + len(GRID)
+    assert stages.count("update") == 1
 
 
 def test_where_no_candidate_has_a_finite_loss_the_greatest_damping_is_taken() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, calibrate_damping=True, max_damping=7.0)
-    loop = Loop(model, optimizer, x, y)
+    _, optimizer, loop = problem(calibrate_damping=True, max_damping=7.0)
     optimizer.step(lambda: (loop(), math.nan if loop.calls > 1 else 1.0)[1])
-    assert optimizer.param_groups[0]["damping"] == 7.0
+    assert damping(optimizer) == 7.0
 
 
 def test_a_late_group_keeps_its_damping() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,27 +14,31 @@ from torch import Tensor, nn
 
 from secondorder import KFAC
 from secondorder.diagnostics.step_record import StepRecord
-from tests.support.quadratic import Loop, batch, flat, gauss_newton, in_order, kfac, mlp
+from tests.support.grid import pairs
+from tests.support.quadratic import (
+    Loop,
+    batch,
+    damping,
+    flat,
+    gauss_newton,
+    in_order,
+    kfac,
+    mlp,
+    momenta,
+    problem,
+    ratio,
+    regression,
+    repeat,
+)
 
-
-def regression() -> tuple[nn.Module, Tensor, Tensor]:
-    """A problem whose loss is its own quadratic model."""
-    return nn.Linear(3, 2).double(), torch.randn(9, 3).double(), torch.randn(9, 2).double()
-
-
-def damping(optimizer: KFAC) -> float:
-    return float(optimizer.param_groups[0]["damping"])
-
-
-def ratio(optimizer: KFAC) -> float:
-    return float(optimizer.diagnostics()["reduction_ratio"])
+EVERY_STEP: dict[str, Any] = {"adaptive_damping": True, "damping_interval": 1}
 
 
 # ---------------------------------------------------------------------------------------------- the verdict
 def test_on_a_quadratic_the_ratio_is_one_and_damping_falls() -> None:
-    model, x, y = regression()
-    optimizer = kfac(model, lr=0.3, adaptive_damping=True, damping_interval=2, likelihood="gaussian")
-    loop = Loop(model, optimizer, x, y, lambda f, y: (f - y).square().sum() / len(f), outputs=True)
+    _, optimizer, loop = regression(
+        lr=0.3, adaptive_damping=True, damping_interval=2, likelihood="gaussian", outputs=True
+    )
     for _ in range(6):
         optimizer.step(loop)
         if loop.calls > 2:
@@ -41,19 +46,17 @@ def test_on_a_quadratic_the_ratio_is_one_and_damping_falls() -> None:
     assert damping(optimizer) == pytest.approx(0.1 * 0.95**6)
 
 
-@pytest.mark.parametrize("name", ["cheap", "exact"])
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("include", [False, True])
-def test_damping_over_steps_is_that_of_a_restatement(name: str, include: bool) -> None:
-    exact = name == "exact"
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(
-        model, lr=1.5, momentum=0.5, damping=0.02, adaptive_damping=True, damping_interval=3, min_damping=0.01,
-        max_damping=0.05, include_damping_in_model=include, likelihood="categorical" if exact else None,
+def test_damping_over_steps_is_that_of_a_restatement(exact: bool, include: bool) -> None:
+    model, optimizer, loop = problem(
+        lr=1.5, momentum=0.5, damping=0.02, adaptive_damping=True, damping_interval=3, min_damping=0.01,
+        max_damping=0.05, include_damping_in_model=include, likelihood="categorical" if exact else None, outputs=exact,
     )  # fmt: skip
-    loop, lam, seen = Loop(model, optimizer, x, y, outputs=exact), 0.02, set()
+    lam, seen = 0.02, set()
     for t in range(15):
         theta, before = flat(model.parameters()), loop.value()
-        C = gauss_newton(model, x, y)
+        C = gauss_newton(model, loop.x, loop.y)
         optimizer.step(loop)
         assert loop.calls == t + 1 + (t + 1) // 3
         if t % 3 == 2:
@@ -74,32 +77,23 @@ def test_damping_over_steps_is_that_of_a_restatement(name: str, include: bool) -
 
 
 def test_a_model_of_the_wrong_sign_raises_damping(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x, y = regression()
-    optimizer = kfac(model, lr=0.1, adaptive_damping=True, damping_interval=1)
+    _, optimizer, loop = regression(lr=0.1, **EVERY_STEP)
     for block in optimizer.blocks.values():
         monkeypatch.setattr(block, "product", lambda matrix: -1e3 * matrix)
-    optimizer.step(Loop(model, optimizer, x, y, F.mse_loss))
+    optimizer.step(loop)
     assert 0 < ratio(optimizer) < 0.25
     assert damping(optimizer) == pytest.approx(0.1 / 0.95)
 
 
-def test_a_loss_that_rises_raises_damping() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, lr=100.0, adaptive_damping=True, damping_interval=1)
-    optimizer.step(Loop(model, optimizer, x, y))
-    assert damping(optimizer) == pytest.approx(0.1 / 0.95)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("when", [1, 2])
-def test_a_ratio_that_is_not_finite_raises_damping(bad: float, when: int) -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, adaptive_damping=True, damping_interval=1)
-    loop = Loop(model, optimizer, x, y)
+@pytest.mark.parametrize(
+    ("bad", "call"), [(1e3, 2), *((x, i) for x in (math.nan, math.inf, -math.inf) for i in (1, 2))]
+)
+def test_a_loss_that_rises_or_is_not_finite_raises_damping(bad: float, call: int) -> None:
+    _, optimizer, loop = problem(**EVERY_STEP)
 
     def closure() -> float:
         loss = float(loop().detach())
-        return bad if loop.calls == when else loss
+        return bad if loop.calls == call else loss
 
     optimizer.step(closure)
     assert damping(optimizer) == pytest.approx(0.1 / 0.95)
@@ -107,9 +101,8 @@ def test_a_ratio_that_is_not_finite_raises_damping(bad: float, when: int) -> Non
 
 
 def test_a_batch_that_is_dropped_raises_damping_once() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, adaptive_damping=True, damping_interval=2)
-    loop = Loop(model, optimizer, x * math.nan, y)
+    _, optimizer, loop = problem(adaptive_damping=True, damping_interval=2)
+    loop.x = loop.x * math.nan
     optimizer.step(loop)
     assert damping(optimizer) == 0.1
     optimizer.step(loop)
@@ -123,36 +116,30 @@ def test_a_batch_that_is_dropped_raises_damping_once() -> None:
 )
 def test_a_batch_that_is_dropped_on_the_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """There the host does not know, and the stages run with a closed gate."""
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, momentum=0.9, adaptive_damping=True, damping_interval=2, reject_steps=True, **options)
-
+    model, optimizer, loop = problem(
+        momentum=0.9, adaptive_damping=True, damping_interval=2, reject_steps=True, outputs=True, **options
+    )
     monkeypatch.setattr(StepRecord, "gate", lambda self, finite: (True, finite))
-    loop = Loop(model, optimizer, x, y, outputs=True)
     optimizer.step(loop)
-    before, momentum = flat(model.parameters()), flat(optimizer.state[p]["momentum_buffer"] for p in model.parameters())
-    loop.x = x * math.nan
+    before, momentum = flat(model.parameters()), momenta(optimizer)
+    loop.x = loop.x * math.nan
     optimizer.step(loop)
     assert torch.equal(flat(model.parameters()), before)
-    assert torch.equal(flat(optimizer.state[p]["momentum_buffer"] for p in model.parameters()), momentum)
+    assert torch.equal(momenta(optimizer), momentum)
     assert damping(optimizer) == pytest.approx(0.1 / 0.95**2)
     assert optimizer.diagnostics()["rejected_steps"] == 0
 
 
 def test_no_step_is_no_evidence() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, lr=0.0, adaptive_damping=True, damping_interval=1)
-    for _ in range(3):
-        optimizer.step(Loop(model, optimizer, x, y))
+    _, optimizer, loop = problem(lr=0.0, **EVERY_STEP)
+    repeat(optimizer, loop, 3)
     assert damping(optimizer) == 0.1
 
 
 @pytest.mark.parametrize(("sign", "bound"), [(-1.0, 0.08), (1.0, 0.12)])
 def test_floor_and_ceiling(sign: float, bound: float) -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, adaptive_damping=True, damping_interval=1, min_damping=0.08, max_damping=0.12)
-    loop = Loop(model, optimizer, x, y)
-    for _ in range(8):
-        optimizer.step(lambda: (loop(), sign * loop.calls)[1])  # a loss that always falls, or always rises
+    _, optimizer, loop = problem(min_damping=0.08, max_damping=0.12, **EVERY_STEP)
+    repeat(optimizer, lambda: sign * loop.rising(), 8)  # a loss that always falls, or always rises
     assert damping(optimizer) == bound
 
 
@@ -163,7 +150,7 @@ def test_groups_change_by_one_factor() -> None:
         {"params": list(model[0].parameters()), "damping": 0.3},
         {"params": list(model[3].parameters()), "damping": 2.0, "damping_mode": "relative"},
     ]
-    optimizer = kfac(groups, module=model, lr=0.1, adaptive_damping=True, damping_interval=1)
+    optimizer = kfac(groups, module=model, lr=0.1, **EVERY_STEP)
     optimizer.step(Loop(model, optimizer, x, y))
     assert [g["damping"] for g in optimizer.param_groups] == [pytest.approx(0.3 * 0.95), pytest.approx(2 * 0.95)]
     assert [g["damping_mode"] for g in optimizer.param_groups] == ["absolute", "relative"]
@@ -179,19 +166,17 @@ def test_relative_damping_is_counted_as_it_is_used() -> None:
             first = kfac(probe)
             first.step(Loop(probe, first, x, y))
             options = {"damping": 2.0 * float(first.dense_curvature("").diagonal().mean())}
-        optimizer = kfac(model, adaptive_damping=True, damping_interval=1, include_damping_in_model=True, **options)
+        optimizer = kfac(model, include_damping_in_model=True, **EVERY_STEP, **options)
         optimizer.step(Loop(model, optimizer, x, y))
         ratios.append(ratio(optimizer))
     assert ratios[0] == pytest.approx(ratios[1], rel=1e-10)
 
 
 def test_cholesky_answers_at_once() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(
-        model, lr=0.1, adaptive_damping=True, damping_interval=1, inverse_method="cholesky", inv_update_steps=100,
-        factor_update_steps=100,
-    )  # fmt: skip
-    optimizer.step(Loop(model, optimizer, x, y))
+    model, optimizer, loop = problem(
+        lr=0.1, inverse_method="cholesky", inv_update_steps=100, factor_update_steps=100, **EVERY_STEP
+    )
+    optimizer.step(loop)
     found = [s["inverse_a"].clone() for p in model.parameters() if "inverse_a" in (s := optimizer.state[p])]
     other = kfac(model, inverse_method="cholesky", damping=damping(optimizer))
     other.load_state_dict({**optimizer.state_dict(), "param_groups": other.state_dict()["param_groups"]})
@@ -207,69 +192,54 @@ def test_maximizing_the_negative_is_the_same() -> None:
     found = []
     for sign in (1.0, -1.0):
         torch.manual_seed(0)
-        model, (x, y) = mlp(), batch()
-        optimizer = kfac(
-            model, maximize=sign < 0, adaptive_damping=True, damping_interval=2, quadratic_model=True, momentum=0.9,
-            likelihood="categorical",
+        model, optimizer, loop = problem(
+            maximize=sign < 0, adaptive_damping=True, damping_interval=2, quadratic_model=True, momentum=0.9,
+            likelihood="categorical", outputs=True,
         )  # fmt: skip
-        loop = Loop(model, optimizer, x, y, lambda f, y: sign * F.cross_entropy(f, y), outputs=True)  # noqa: B023
-        for _ in range(6):
-            optimizer.step(loop)
-        found.append((flat(model.parameters()), damping(optimizer), ratio(optimizer)))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
-    assert found[0][1:] == found[1][1:]
+        loop.loss = lambda f, y, sign=sign: sign * F.cross_entropy(f, y)
+        repeat(optimizer, loop, 6)
+        found.append([*flat(model.parameters()).tolist(), damping(optimizer), ratio(optimizer)])
+    assert found[0] == found[1]
 
 
 def test_one_objective_for_all_groups() -> None:
     model, (x, y) = mlp(), batch()
-    groups = [
-        {"params": list(model[0].parameters())},
-        {"params": list(model[3].parameters()), "maximize": True},
-    ]
-    optimizer = kfac(groups, module=model, adaptive_damping=True, damping_interval=1)
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[3].parameters()), "maximize": True}]
+    optimizer = kfac(groups, module=model, **EVERY_STEP)
     with pytest.raises(RuntimeError, match="some groups maximize the loss and others minimize it"):
         optimizer.step(Loop(model, optimizer, x, y))
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("modelled", [True, False])
+@pairs(exact=[True, False], modelled=[True, False])
 def test_a_sum_of_losses_is_treated_as_their_mean(exact: bool, modelled: bool) -> None:
     found = []
     for reduction in ("mean", "sum"):
         torch.manual_seed(0)
-        model, (x, y) = mlp(), batch()
-        lr = 0.5 if reduction == "mean" or modelled else 0.5 / len(x)  # the direction of a sum is N times as long
-        optimizer = kfac(
-            model, lr=lr, momentum=0.9, loss_reduction=reduction, adaptive_damping=True, damping_interval=2,
+        # The direction of a sum is N times as long.
+        lr = 0.5 if reduction == "mean" or modelled else 0.5 / len(batch()[0])
+        model, optimizer, loop = problem(
+            lr=lr, momentum=0.9, loss_reduction=reduction, adaptive_damping=True, damping_interval=2, outputs=exact,
             likelihood="categorical" if exact else None, quadratic_model=modelled, include_damping_in_model=True,
         )  # fmt: skip
-
-        def loss(f: Tensor, y: Tensor, reduction: str = reduction) -> Tensor:
-            return F.cross_entropy(f, y, reduction=reduction)
-
-        loop = Loop(model, optimizer, x, y, loss, outputs=exact)
-        for _ in range(4):
-            optimizer.step(loop)
+        loop.loss = partial(F.cross_entropy, reduction=reduction)
+        repeat(optimizer, loop, 4)
         found.append((ratio(optimizer), damping(optimizer), flat(model.parameters())))
     assert found[0][:2] == (pytest.approx(found[1][0], rel=1e-9), found[1][1])
     torch.testing.assert_close(found[0][2], found[1][2])
 
 
 def test_the_curvature_of_a_sum_needs_a_count() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, loss_reduction="sum", quadratic_model=True)
-    Loop(model, optimizer, x, y)()
+    _, optimizer, loop = problem(loss_reduction="sum", quadratic_model=True)
+    loop()
     with pytest.raises(RuntimeError, match=r"needs the number of examples.*call step\(closure\)"):
         optimizer.step()
 
 
 def test_damping_is_judged_in_the_step_before_a_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what it changes acts on the inverses made next, and both losses are those of one batch."""
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(
-        model, lr=0.1, momentum=0.9, adaptive_damping=True, damping_interval=4, factor_update_steps=4,
-        inv_update_steps=4,
-    )  # fmt: skip
+    _, optimizer, loop = problem(
+        lr=0.1, momentum=0.9, adaptive_damping=True, damping_interval=4, factor_update_steps=4, inv_update_steps=4
+    )
     events: list[tuple[str, float]] = []
     refresh = optimizer.preconditioner.refresh
 
@@ -279,8 +249,9 @@ def test_damping_is_judged_in_the_step_before_a_refresh(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(optimizer.preconditioner, "refresh", watched)
     for step in range(9):
-        loop = Loop(model, optimizer, x + step, y)  # each step has a batch of its own
+        loop.calls = 0
         optimizer.step(loop)
+        loop.x = loop.x + 1  # each step has a batch of its own
         events.append((f"step {step}, {loop.calls} calls", damping(optimizer)))
     names = [name for name, _ in events]
     expected = [f"step {t}, {2 if t % 4 == 3 else 1} calls" for t in range(9)]
@@ -292,10 +263,8 @@ def test_damping_is_judged_in_the_step_before_a_refresh(monkeypatch: pytest.Monk
 
 
 def test_parameters_without_a_block_count_with_their_gradient() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, skip_layers="3", adaptive_damping=True, damping_interval=1)
-    theta, loop = flat(model.parameters()), Loop(model, None, x, y)
-    before = loop.value()
+    model, optimizer, loop = problem(skip_layers="3", **EVERY_STEP)
+    theta, before = flat(model.parameters()), loop.value()
     optimizer.step(loop)
     delta = flat(model.parameters()) - theta
     F_block = in_order(model[0], [optimizer.dense_curvature("0")])
@@ -304,24 +273,12 @@ def test_parameters_without_a_block_count_with_their_gradient() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- no trace
-class Noisy(nn.Module):
-    """Dropout and running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.4), nn.Linear(6, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.body(x)
-        assert isinstance(found, Tensor)
-        return found
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_training_is_that_with_the_same_damping_set_by_hand(set_to_none: bool) -> None:
     """Parameters, gradients, buffers, generators and state are, to the bit, those of a run that never looks again."""
     torch.manual_seed(3)
-    watched = Noisy().double()
+    layers = [nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.4), nn.Linear(6, 4)]
+    watched = nn.Sequential(*layers).double()
     plain = copy.deepcopy(watched)
     options: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "factor_update_steps": 2, "inv_update_steps": 4}
     adaptive = kfac(watched, adaptive_damping=True, damping_interval=3, likelihood="categorical", **options)
@@ -353,59 +310,45 @@ def test_training_is_that_with_the_same_damping_set_by_hand(set_to_none: bool) -
             assert torch.equal(a, b)
 
 
-def test_gradients_are_the_same_tensors_after_a_second_look() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, adaptive_damping=True, damping_interval=1)
-    found: list[list[Tensor | None]] = []
-    loop = Loop(model, optimizer, x, y)
+def test_gradients_and_what_the_closure_returned_are_those_of_the_first_look() -> None:
+    model, optimizer, loop = problem(outputs=True, **EVERY_STEP)
+    returned: list[Any] = []
+    gradients: list[list[Tensor | None]] = []
 
-    def closure() -> Tensor:
-        loss = loop()
-        found.append([p.grad for p in model.parameters()])
-        return loss
+    def closure() -> Any:
+        returned.append(loop())
+        gradients.append([p.grad for p in model.parameters()])
+        return returned[-1]
 
-    optimizer.step(closure)
-    first, second = found
+    assert optimizer.step(closure) is returned[0]
+    first, second = gradients
     assert all(p.grad is g for p, g in zip(model.parameters(), first, strict=True))
     assert all(a is not b for a, b in zip(first, second, strict=True))
 
 
-def test_what_the_closure_returned_comes_back() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, adaptive_damping=True, damping_interval=1)
-    kept = []
+@pytest.mark.parametrize("at", ["the second look", "the update"])
+def test_an_error_undoes_the_step(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, loop = problem(momentum=0.9, **EVERY_STEP)
+    before, apply = flat(model.parameters()), optimizer._update.apply
 
-    def closure() -> Any:
-        kept.append(Loop(model, optimizer, x, y, outputs=True)())
-        return kept[-1]
+    def fail() -> Any:
+        raise ValueError("the data ran out")
 
-    assert optimizer.step(closure) is kept[0]
-    assert len(kept) == 2
-
-
-def test_a_second_look_that_fails_undoes_the_step() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, momentum=0.9, adaptive_damping=True, damping_interval=1)
-    loop, before = Loop(model, optimizer, x, y), flat(model.parameters())
-
-    def closure() -> Any:
-        if loop.calls == 1:
-            raise ValueError("the data ran out")
-        return loop()
-
+    if at == "the update":
+        monkeypatch.setattr(optimizer._update, "apply", lambda *args: (apply(*args), fail()))
     with pytest.raises(ValueError, match="the data ran out"):
-        optimizer.step(closure)
+        optimizer.step(lambda: fail() if loop.calls == 1 else loop())
     assert torch.equal(flat(model.parameters()), before)
-    assert all(not optimizer.state[p]["momentum_buffer"].any() for p in model.parameters())
-    optimizer.step(Loop(model, optimizer, x, y))
+    assert not momenta(optimizer).any()
+    monkeypatch.undo()
+    optimizer.step(Loop(model, optimizer, loop.x, loop.y))
 
 
 # ---------------------------------------------------------------------------------------------- refusals
 @pytest.mark.parametrize("name", ["adaptive_damping", "reject_steps", "calibrate_damping"])
 def test_without_a_closure(name: str) -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, **{name: True})
-    Loop(model, optimizer, x, y)()
+    model, optimizer, loop = problem(**{name: True})
+    loop()
     before = flat(model.parameters())
     with pytest.raises(RuntimeError, match=rf"{name}=True judges steps by their loss: call step\(closure\)"):
         optimizer.step()
@@ -413,31 +356,26 @@ def test_without_a_closure(name: str) -> None:
 
 
 def test_a_loss_scaler_cannot_pass_a_closure() -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    optimizer = kfac(mlp(), adaptive_damping=True, grad_scaler=scaler)
+    optimizer = kfac(mlp(), adaptive_damping=True, grad_scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(RuntimeError, match="train in bfloat16"):
         optimizer.step()
 
 
-@pytest.mark.parametrize("returned", [None, "loss", (), torch.zeros(2), (1.0, 2.0, 3.0, 4.0)], ids=str)
-def test_a_closure_that_returns_no_loss(returned: Any) -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, adaptive_damping=True, damping_interval=1)
-    loop = Loop(model, optimizer, x, y)
-    with pytest.raises(TypeError, match="need a closure that returns the loss"):
+@pytest.mark.parametrize(
+    ("returned", "error", "match"),
+    [
+        *((x, TypeError, "need a closure that returns the loss")
+          for x in (None, "loss", (), torch.zeros(2), (1.0, 2.0, 3.0, 4.0))),
+        ((0.0, torch.zeros(12, 4)), RuntimeError, "not among what the model returned"),
+        ((0.0, "outputs"), TypeError, "outputs must be a tensor, or one for each forward"),
+        ((0.0, [torch.zeros(12, 4)] * 2), RuntimeError, "returned 2 outputs and 2 targets, but ran 1 forwards"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_closure_may_not_return(returned: Any, error: type[Exception], match: str) -> None:
+    _, optimizer, loop = problem(likelihood="categorical", **EVERY_STEP)
+    with pytest.raises(error, match=match):
         optimizer.step(lambda: (loop(), returned)[1])
-
-
-def test_outputs_that_are_not_the_models() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, adaptive_damping=True, damping_interval=1, likelihood="categorical")
-    loop = Loop(model, optimizer, x, y)
-    with pytest.raises(RuntimeError, match="not among what the model returned"):
-        optimizer.step(lambda: (loop(), torch.zeros(12, 4)))
-    with pytest.raises(TypeError, match="outputs must be a tensor, or one for each forward"):
-        optimizer.step(lambda: (loop(), "outputs"))
-    with pytest.raises(RuntimeError, match="returned 2 outputs and 2 targets, but ran 1 forwards"):
-        optimizer.step(lambda: (loop(), [torch.zeros(12, 4)] * 2))
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from secondorder import EKFAC, KFAC
 from secondorder.capture.fisher.likelihood import Gaussian
 from tests.support.grid import pairs
-from tests.support.quadratic import Loop, batch, flat, gauss_newton, in_order, kfac, mlp
-
-
-def squares(f: Tensor, y: Tensor) -> Tensor:
-    return 0.5 * (f - y).square().sum() / len(f)
+from tests.support.quadratic import (
+    Loop,
+    batch,
+    damping,
+    flat,
+    gauss_newton,
+    in_order,
+    kfac,
+    mlp,
+    momenta,
+    problem,
+    ratio,
+    regression,
+    repeat,
+)
 
 
 def modelled(optimizer: KFAC) -> tuple[float, float]:
@@ -28,16 +37,17 @@ def modelled(optimizer: KFAC) -> tuple[float, float]:
 
 def test_on_a_quadratic_with_its_own_curvature_the_step_is_newtons(monkeypatch: pytest.MonkeyPatch) -> None:
     """With V = C⁻¹∇ the model leaves the step as it is, α = −1 and μ = 0, and the first one ends at the minimum."""
-    model, x, y = nn.Linear(3, 2).double(), torch.randn(9, 3).double(), torch.randn(9, 2).double()
-    optimizer = kfac(model, quadratic_model=True, momentum=0.9, likelihood=Gaussian(variance=1.0), damping=1e-30)
-    a = torch.cat([x, torch.ones(9, 1).double()], 1)
+    model, optimizer, loop = regression(
+        quadratic_model=True, momentum=0.9, likelihood=Gaussian(variance=1.0), damping=1e-30, outputs=True
+    )
+    loop.loss = lambda f, y: 0.5 * (f - y).square().sum() / len(f)
+    a = torch.cat([loop.x, torch.ones(9, 1).double()], 1)
     A = a.mT @ a / 9  # C = I ⊗ A
     (block,) = optimizer.blocks.values()
     monkeypatch.setattr(block, "precondition", lambda gradient: gradient @ torch.linalg.inv(A))
-    loop = Loop(model, optimizer, x, y, squares, outputs=True)
     optimizer.step(loop)
     assert modelled(optimizer) == (pytest.approx(-1), 0.0)
-    solution = torch.linalg.lstsq(a, y).solution
+    solution = torch.linalg.lstsq(a, loop.y).solution
     torch.testing.assert_close(model.weight.detach(), solution[:3].mT)
     torch.testing.assert_close(model.bias.detach(), solution[3])
     with torch.no_grad():
@@ -90,43 +100,42 @@ def test_several_dampings_enter_each_for_its_own_group() -> None:
 
 
 def test_without_momentum_the_previous_step_stays_out() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, quadratic_model=True, momentum=0.0, likelihood="categorical")
+    _, optimizer, loop = problem(quadratic_model=True, momentum=0.0, likelihood="categorical", outputs=True)
     for _ in range(3):
-        optimizer.step(Loop(model, optimizer, x, y, outputs=True))
+        optimizer.step(loop)
         assert modelled(optimizer)[1] == 0.0
     assert not any("momentum_buffer" in state for state in optimizer.state.values())
 
 
 def test_decoupled_decay_acts_on_the_parameters_alone() -> None:
-    model, (x, y) = mlp(), batch()
-    plain, found = copy.deepcopy(model), []
-    for m, decay in ((model, 0.2), (plain, 0.0)):
-        optimizer = kfac(
-            m, quadratic_model=True, likelihood="categorical", weight_decay=decay, decoupled_weight_decay=True, lr=0.5
+    found = []
+    for decay in (0.2, 0.0):
+        torch.manual_seed(0)
+        model, optimizer, loop = problem(
+            quadratic_model=True, likelihood="categorical", weight_decay=decay, decoupled_weight_decay=True, lr=0.5,
+            outputs=True,
         )  # fmt: skip
-        theta = flat(m.parameters())
-        optimizer.step(Loop(m, optimizer, x, y, outputs=True))
-        found.append(flat(m.parameters()) - (1 - 0.5 * decay) * theta)
+        theta = flat(model.parameters())
+        optimizer.step(loop)
+        found.append(flat(model.parameters()) - (1 - 0.5 * decay) * theta)
     torch.testing.assert_close(*found)
 
 
 def test_parameters_without_a_block_follow_their_own_rule() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, skip_layers="3", quadratic_model=True, likelihood="categorical", lr=0.2)
+    model, optimizer, loop = problem(
+        skip_layers="3", quadratic_model=True, likelihood="categorical", lr=0.2, outputs=True
+    )
     before = flat(model[3].parameters())
-    optimizer.step(Loop(model, optimizer, x, y, outputs=True))
+    optimizer.step(loop)
     gradient = flat(p.grad for p in model[3].parameters())
     torch.testing.assert_close(flat(model[3].parameters()), before - 0.2 * gradient)
 
 
 def test_by_hand_the_model_is_that_of_the_blocks() -> None:
     """With ``opt.step()`` there are no outputs; for fresh inverses and no momentum the model then agrees: α = −1."""
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, quadratic_model=True, likelihood="categorical")
+    _, optimizer, loop = problem(quadratic_model=True, likelihood="categorical")
     for _ in range(3):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        loop()
         optimizer.step()
         assert modelled(optimizer) == (pytest.approx(-1), 0.0)
 
@@ -135,67 +144,58 @@ def test_the_size_of_the_direction_does_not_matter() -> None:
     found = []
     for limit in (None, 1e-6):  # kl-clip makes the direction short; the model makes it as long as it should be
         torch.manual_seed(0)
-        model, (x, y) = mlp(), batch()
-        optimizer = kfac(model, quadratic_model=True, momentum=0.9, likelihood="categorical", kl_clip=limit)
-        for _ in range(4):
-            optimizer.step(Loop(model, optimizer, x, y, outputs=True))
+        model, optimizer, loop = problem(
+            quadratic_model=True, momentum=0.9, likelihood="categorical", kl_clip=limit, outputs=True
+        )
+        repeat(optimizer, loop, 4)
         found.append(flat(model.parameters()))
     torch.testing.assert_close(*found)
 
 
-def test_the_ratio_counts_the_step_that_was_taken() -> None:
+@pytest.mark.parametrize("lr", [1.0, 0.4])
+def test_the_ratio_counts_the_step_that_was_taken(lr: float) -> None:
     """Of the model's own step on a quadratic, and of the part of it that ``lr`` lets through, ρ is one."""
-    for lr in (1.0, 0.4):
-        model, x, y = nn.Linear(3, 2).double(), torch.randn(9, 3).double(), torch.randn(9, 2).double()
-        optimizer = kfac(
-            model, lr=lr, momentum=0.9, quadratic_model=True, adaptive_damping=True, damping_interval=1,
-            likelihood="gaussian",
-        )  # fmt: skip
-        loop = Loop(model, optimizer, x, y, lambda f, y: (f - y).square().sum() / len(f), outputs=True)
-        for _ in range(3):
-            optimizer.step(loop)
-            assert optimizer.diagnostics()["reduction_ratio"] == pytest.approx(1, abs=1e-6)
+    _, optimizer, loop = regression(
+        lr=lr, momentum=0.9, quadratic_model=True, adaptive_damping=True, damping_interval=1, likelihood="gaussian",
+        outputs=True,
+    )  # fmt: skip
+    for _ in range(3):
+        optimizer.step(loop)
+        assert ratio(optimizer) == pytest.approx(1, abs=1e-6)
 
 
 def test_micro_batches_in_one_closure() -> None:
     found = []
     for parts in (1, 2):
         torch.manual_seed(0)
-        model, (x, y) = mlp(), batch()
-        optimizer = kfac(
-            model, quadratic_model=True, momentum=0.9, adaptive_damping=True, damping_interval=2,
-            likelihood="categorical",
-        )  # fmt: skip
+        model, optimizer, whole = problem(
+            quadratic_model=True, momentum=0.9, adaptive_damping=True, damping_interval=2, likelihood="categorical"
+        )
 
-        def closure(parts: int = parts, model: nn.Module = model, x: Tensor = x, y: Tensor = y) -> Any:
+        def closure(parts: int = parts, model: nn.Module = model, whole: Loop = whole) -> Any:
             model.zero_grad()
             outputs, total = [], torch.zeros(())
-            for some_x, some_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
-                outputs.append(model(some_x))
-                loss = F.cross_entropy(outputs[-1], some_y) / parts
+            for x, y in zip(whole.x.chunk(parts), whole.y.chunk(parts), strict=True):
+                outputs.append(model(x))
+                loss = F.cross_entropy(outputs[-1], y) / parts
                 loss.backward()
                 total = total + loss.detach()
             return total, outputs
 
-        for _ in range(4):
-            optimizer.step(closure)
-        found.append((flat(model.parameters()), *modelled(optimizer), optimizer.param_groups[0]["damping"]))
+        repeat(optimizer, closure, 4)
+        found.append((flat(model.parameters()), *modelled(optimizer), damping(optimizer)))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_a_closed_gate_changes_nothing() -> None:
     """On a device a batch that is not finite is dropped without a look by the host: model step and momentum hold."""
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, quadratic_model=True, momentum=0.9, likelihood="categorical")
-    loop = Loop(model, optimizer, x, y, outputs=True)
-    for _ in range(2):
-        optimizer.step(loop)
-    before = flat(model.parameters())
-    buffers = flat(optimizer.state[p]["momentum_buffer"] for p in model.parameters())
+    model, optimizer, loop = problem(quadratic_model=True, momentum=0.9, likelihood="categorical", outputs=True)
+    repeat(optimizer, loop, 2)
+    before, buffers = flat(model.parameters()), momenta(optimizer)
     gradients = {p: torch.full_like(p, torch.nan) for p in model.parameters()}
     with torch.no_grad():
         directions, size = optimizer._trust.size(gradients, dict(gradients))
         optimizer._update.apply(gradients, directions, torch.tensor(False), size)
     assert torch.equal(flat(model.parameters()), before)
-    assert torch.equal(flat(optimizer.state[p]["momentum_buffer"] for p in model.parameters()), buffers)
+    assert torch.equal(momenta(optimizer), buffers)

@@ -8,14 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secondorder.linalg.quadratic import (
-    QuadraticModel,
-    bounded,
-    damping_factor,
-    is_rounding,
-    minimise,
-    reduction_ratio,
-)
+from secondorder.linalg.quadratic import QuadraticModel, bounded, damping_factor, is_rounding, minimise, reduction_ratio
 
 numbers = st.floats(-2, 2)
 
@@ -59,19 +52,10 @@ def test_without_curvature_the_step_is_taken_as_it_is(bad: float) -> None:
 
 
 def test_pieces_can_be_left_out() -> None:
-    def of(*rows: list[float]) -> torch.Tensor:
-        return torch.tensor(rows if len(rows) > 1 else rows[0], dtype=torch.float64)
-
-    model = QuadraticModel(
-        gradient=of([1.0, -2.0]),
-        curvature=of([3.0, 1.0], [1.0, 2.0]),
-        damping=of([0.5, 0.1], [0.1, 0.7]),
-        decay_gradient=of([0.2, 0.3]),
-        decay=of([0.4, 0.0], [0.0, 0.6]),
-    )
-    x = np.array([0.7, -0.4])
-    C, D, W = np.array([[3, 1], [1, 2]]), np.array([[0.5, 0.1], [0.1, 0.7]]), np.diag([0.4, 0.6])
-    g, w = np.array([1, -2]), np.array([0.2, 0.3])
+    x, g, w = np.array([0.7, -0.4]), np.array([1.0, -2.0]), np.array([0.2, 0.3])
+    C, D, W = np.array([[3.0, 1.0], [1.0, 2.0]]), np.array([[0.5, 0.1], [0.1, 0.7]]), np.diag([0.4, 0.6])
+    pieces = {"gradient": g, "curvature": C, "damping": D, "decay_gradient": w, "decay": W}
+    model = QuadraticModel(**{name: torch.tensor(piece) for name, piece in pieces.items()})
     assert float(model.change(torch.tensor(x), damped=False)) == pytest.approx(g @ x + 0.5 * x @ C @ x)
     assert float(model.change(torch.tensor(x), damped=True)) == pytest.approx(g @ x + 0.5 * x @ (C + D) @ x)
     np.testing.assert_allclose(model.minimum(1e-8).numpy(), -np.linalg.solve(C + D + W, g + w))
@@ -109,18 +93,20 @@ def test_ratio_of_nothing_is_not_a_number() -> None:
 
 
 def test_bounds() -> None:
-    assert bounded(1.0, 0.5, 0.1, 10.0) == 0.5
-    assert bounded(1.0, 0.01, 0.1, 10.0) == 0.1
-    assert bounded(1.0, 100.0, 0.1, 10.0) == 10.0
+    found = [bounded(1.0, 0.5, 0.1, 10.0), bounded(1.0, 0.01, 0.1, 10.0), bounded(1.0, 100.0, 0.1, 10.0)]
+    assert found == [0.5, 0.1, 10.0]
     assert math.isfinite(bounded(1e300, 1e300, 0.0, math.inf))
 
 
 def test_rounding() -> None:
-    assert is_rounding(1.0, 1e-16, -1e-16, 2e-16)
-    assert is_rounding(0.0, 0.0, 0.0, 2e-16)
-    assert not is_rounding(1.0, 1e-3, -1e-16, 2e-16)
-    assert not is_rounding(1.0, 1e-16, -1e-3, 2e-16)
-    assert not is_rounding(math.inf, math.nan, -1e-16, 2e-16)
-    assert not is_rounding(math.inf, -math.inf, -1e-16, 2e-16)
-    assert not is_rounding(math.nan, math.nan, -1e-16, 2e-16)
-    assert not is_rounding(1.0, 1e-16, math.nan, 2e-16)
+    for loss, actual, predicted in [(1.0, 1e-16, -1e-16), (0.0, 0.0, 0.0)]:
+        assert is_rounding(loss, actual, predicted, 2e-16)
+    for loss, actual, predicted in [
+        (1.0, 1e-3, -1e-16),
+        (1.0, 1e-16, -1e-3),
+        (1.0, 1e-16, math.nan),
+        (math.inf, math.nan, -1e-16),
+        (math.inf, -math.inf, -1e-16),
+        (math.nan, math.nan, -1e-16),
+    ]:
+        assert not is_rounding(loss, actual, predicted, 2e-16)

@@ -1,16 +1,18 @@
-"""Steps that raise the loss are undone to the bit, answered with more damping, and counted."""
+"""Steps that raise the loss are undone to the bit, answered with more damping, counted, and not repeated for ever."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
-from tests.support.quadratic import Loop, batch, flat, kfac, mlp
+from tests.support.grid import pairs
+from tests.support.quadratic import Loop, batch, damping, flat, mlp, momenta, problem, repeat
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "momentum": {"momentum": 0.9},
@@ -20,6 +22,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"quadratic_model": True, "momentum": 0.9, "likelihood": "categorical"},
     "decay": {"weight_decay": 0.1, "decoupled_weight_decay": True, "nesterov": True, "momentum": 0.5},
 }
+#: Momentum of the gradients instead of the directions.
+PRE = {
+    "momentum": 0.9, "momentum_mode": "pre", "kl_clip": None, "reject_steps": True,
+    "factor_update_steps": 1, "inv_update_steps": 1,
+}  # fmt: skip
 
 
 def rule_state(optimizer: KFAC) -> list[Tensor]:
@@ -27,27 +34,30 @@ def rule_state(optimizer: KFAC) -> list[Tensor]:
     return [v.clone() for s in optimizer.state.values() for k, v in s.items() if k in keys]
 
 
-@pytest.mark.parametrize("bad", [1e3, math.nan, math.inf])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_step_that_raised_the_loss_is_undone_to_the_bit(name: str, bad: float) -> None:
+def ekfac(**options: Any) -> tuple[nn.Sequential, EKFAC, Loop]:
     model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, lr=0.05, reject_steps=True, **OPTIONS[name])
-    loop, spoiled = Loop(model, optimizer, x, y, outputs=True), False
+    optimizer = EKFAC(model, **PRE, **options)
+    return model, optimizer, Loop(model, optimizer, x, y)
+
+
+@pairs(bad=[1e3, math.nan, math.inf], options=OPTIONS)
+def test_a_step_that_raised_the_loss_is_undone_to_the_bit(options: dict[str, Any], bad: float) -> None:
+    model, optimizer, loop = problem(lr=0.05, reject_steps=True, outputs=True, **options)
+    spoiled = False
 
     def closure() -> Any:
         loss, outputs = loop()
         return (loss.detach() + bad, outputs) if spoiled and loop.calls % 2 == 0 else (loss, outputs)
 
-    for _ in range(3):
-        optimizer.step(closure)
+    repeat(optimizer, closure, 3)
     assert optimizer.diagnostics()["rejected_steps"] == 0
-    before, state, moved = flat(model.parameters()), rule_state(optimizer), optimizer.param_groups[0]["damping"]
+    before, state, moved = flat(model.parameters()), rule_state(optimizer), damping(optimizer)
     spoiled = True
     optimizer.step(closure)
     assert loop.calls == 8
     assert torch.equal(flat(model.parameters()), before)
     assert all(torch.equal(a, b) for a, b in zip(rule_state(optimizer), state, strict=True))
-    assert optimizer.param_groups[0]["damping"] == pytest.approx(moved / 0.95**5)
+    assert damping(optimizer) == pytest.approx(moved / 0.95**5)
     assert optimizer.diagnostics()["rejected_steps"] == 1
     assert optimizer.diagnostics()["step"] == 4
     spoiled = False
@@ -55,84 +65,97 @@ def test_a_step_that_raised_the_loss_is_undone_to_the_bit(name: str, bad: float)
     assert not torch.equal(flat(model.parameters()), before)
 
 
-def test_momentum_in_the_gradient_is_undone_too() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = EKFAC(model, lr=0.1, momentum=0.9, momentum_mode="pre", kl_clip=None, damping=0.1, reject_steps=True)
-    loop = Loop(model, optimizer, x, y)
-    optimizer.step(loop)
-    state = rule_state(optimizer)
-    assert len(state) == 8
-    optimizer.step(lambda: (loop(), float(loop.calls))[1])
-    assert optimizer.diagnostics()["rejected_steps"] == 1
-    assert all(torch.equal(a, b) for a, b in zip(rule_state(optimizer), state, strict=True))
-
-
 def test_without_rejection_a_bad_step_stays() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, lr=100.0, adaptive_damping=True, damping_interval=1)
-    loop = Loop(model, optimizer, x, y)
+    _, optimizer, loop = problem(lr=100.0, adaptive_damping=True, damping_interval=1)
     before = loop.value()
     optimizer.step(loop)
     assert loop.value() > before
+    assert damping(optimizer) == pytest.approx(0.1 / 0.95)
     assert optimizer.diagnostics()["rejected_steps"] == 0
 
 
 def test_the_loss_never_rises() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, lr=8.0, momentum=0.9, reject_steps=True, adaptive_damping=True, damping_interval=3)
-    loop, losses = Loop(model, optimizer, x, y), []
+    _, optimizer, loop = problem(lr=8.0, momentum=0.9, reject_steps=True, adaptive_damping=True, damping_interval=3)
+    losses = []
     for _ in range(25):
         optimizer.step(loop)
         losses.append(loop.value())
-    assert all(b <= a for a, b in zip(losses, losses[1:], strict=False))
+    assert all(b <= a for a, b in pairwise(losses))
     assert 0 < optimizer.diagnostics()["rejected_steps"] < 25
     assert losses[-1] < 0.8 * losses[0]
     assert loop.calls == 50
 
 
 def test_a_rejected_step_raises_damping_once_and_by_the_ceiling() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, adaptive_damping=True, damping_interval=2, reject_steps=True, max_damping=0.12)
-    loop = Loop(model, optimizer, x, y)
+    _, optimizer, loop = problem(adaptive_damping=True, damping_interval=2, reject_steps=True, max_damping=0.12)
     seen = []
     for _ in range(3):
-        optimizer.step(lambda: (loop(), float(loop.calls))[1])
-        seen.append(optimizer.param_groups[0]["damping"])
+        optimizer.step(loop.rising)
+        seen.append(damping(optimizer))
     assert seen == [pytest.approx(0.1 / 0.95**2), 0.12, 0.12]
 
 
 def test_damping_rises_ever_faster_with_rejections_in_a_row() -> None:
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, adaptive_damping=True, damping_interval=1, reject_steps=True)
-    loop = Loop(model, optimizer, x, y)
-    seen = [optimizer.param_groups[0]["damping"]]
+    _, optimizer, loop = problem(adaptive_damping=True, damping_interval=1, reject_steps=True)
+    seen = [damping(optimizer)]
     for _ in range(5):
-        optimizer.step(lambda: (loop(), float(loop.calls))[1])
-        seen.append(optimizer.param_groups[0]["damping"])
-    assert [b / a for a, b in zip(seen, seen[1:], strict=False)] == pytest.approx([1 / 0.95, 2.0, 4.0, 8.0, 16.0])
+        optimizer.step(loop.rising)
+        seen.append(damping(optimizer))
+    assert [b / a for a, b in pairwise(seen)] == pytest.approx([1 / 0.95, 2.0, 4.0, 8.0, 16.0])
     optimizer.step(loop)  # taken: the count starts anew
-    before = optimizer.param_groups[0]["damping"]
-    optimizer.step(lambda: (loop(), float(loop.calls))[1])
-    assert optimizer.param_groups[0]["damping"] == pytest.approx(before / 0.95)
+    before = damping(optimizer)
+    optimizer.step(loop.rising)
+    assert damping(optimizer) == pytest.approx(before / 0.95)
 
 
-def test_momentum_that_is_rejected_twice_starts_anew() -> None:
+@pytest.mark.parametrize("key", ["momentum_buffer", "gradient_momentum"])
+def test_momentum_that_is_rejected_twice_starts_anew(key: str) -> None:
     """An isolated rejection restores momentum; one that would come again, whatever λ is, ends it."""
-    model, (x, y) = mlp(), batch()
-    optimizer = kfac(model, momentum=0.9, lr=0.05, reject_steps=True)
-    loop = Loop(model, optimizer, x, y)
-    optimizer.step(loop)
-    buffers = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
-    kept = flat(buffers)
+    if key == "gradient_momentum":
+        model, optimizer, loop = ekfac(lr=0.01, damping=0.1)
+    else:
+        model, optimizer, loop = problem(momentum=0.9, lr=0.05, reject_steps=True)
+    repeat(optimizer, loop, 3)
+    for _ in range(2):
+        kept, state, start = momenta(optimizer, key), rule_state(optimizer), flat(model.parameters())
+        assert kept.any()
+        optimizer.step(loop.rising)
+        assert all(torch.equal(a, b) for a, b in zip(rule_state(optimizer), state, strict=True))
+        assert torch.equal(flat(model.parameters()), start)
+        optimizer.step(loop)  # taken: the count starts anew
+    start = flat(model.parameters())
+    repeat(optimizer, loop.rising, 2)
+    assert not momenta(optimizer, key).any()
+    assert torch.equal(flat(model.parameters()), start)
 
-    def rising() -> float:
-        loop()
-        return float(loop.calls)
 
-    optimizer.step(rising)
-    assert torch.equal(flat(buffers), kept)
-    optimizer.step(loop)  # taken: the count starts anew
-    optimizer.step(rising)
-    assert flat(buffers).any()
-    optimizer.step(rising)
-    assert not flat(buffers).any()
+def test_the_step_after_two_rejections_is_along_the_gradient_of_now() -> None:
+    """λ is so large that the direction is a multiple of the bias-corrected mean of gradients."""
+    model, optimizer, loop = ekfac(lr=1e6, damping=1e9)
+    for t in range(4):
+        optimizer.step(Loop(model, optimizer, loop.x.roll(t, 1), loop.y))
+    assert optimizer.diagnostics()["rejected_steps"] == 0
+    loop.y = (loop.y + 1) % 4
+    repeat(optimizer, loop.rising, 2)
+    lam = damping(optimizer)
+    with optimizer.keep_directions() as directions:
+        optimizer.step(loop)
+    found = lam * flat(directions[name] for name, _ in model.named_parameters())
+    gradient = flat(p.grad for p in model.parameters())
+    assert float((found - gradient).norm()) <= 1e-6 * float(gradient.norm())
+
+
+def test_rejection_does_not_stall_on_a_quadratic() -> None:
+    model = nn.Sequential(nn.Linear(3, 2)).double()
+    x, y = torch.randn(16, 3).double(), torch.randn(16, 2).double()
+    optimizer = EKFAC(model, lr=1.0, damping=1.0, **PRE)
+    loop = Loop(model, optimizer, x, y, lambda f, t: (f - t).square().sum(1).mean())
+    losses, longest = [], 0
+    for _ in range(150):
+        losses += repeat(optimizer, loop, 1)
+        longest = max(longest, optimizer.param_groups[0]["rejected_in_a_row"])
+    rows = torch.cat([x, torch.ones(16, 1, dtype=torch.float64)], 1)
+    least = float((rows @ torch.linalg.lstsq(rows, y).solution - y).square().sum(1).mean())
+    assert optimizer.diagnostics()["rejected_steps"] > 0
+    assert longest <= 20
+    assert losses[-1] - least <= 0.05 * (losses[0] - least)

@@ -103,39 +103,22 @@ def random_direction(model: nn.Module) -> dict[nn.Parameter, Tensor]:
 
 
 def test_change_of_the_outputs_is_the_jacobian_times_the_direction(it: Case) -> None:
-    found, J = evaluate(it)
-    direction = random_direction(it.model)
-    change = output_change(it.model, found, direction, {})
-    torch.testing.assert_close(change.reshape(-1), J @ flat(direction.values()), rtol=1e-9, atol=1e-10)
-    assert change.shape == found.outputs.shape
-
-
-def test_at_the_parameters_before_a_step(it: Case) -> None:
-    found, J = evaluate(it)
-    direction, before = random_direction(it.model), {p: p.detach().clone() for p in it.model.parameters()}
-    with torch.no_grad():
-        for p in it.model.parameters():
-            p.add_(torch.randn_like(p))
-    change = output_change(it.model, found, direction, before)
-    torch.testing.assert_close(change.reshape(-1), J @ flat(direction.values()), rtol=1e-9, atol=1e-10)
-
-
-def test_some_parameters_only(it: Case) -> None:
-    found, J = evaluate(it)
-    first, *others = it.model.parameters()
-    direction = {first: torch.randn_like(first), nn.Parameter(torch.ones(2)): torch.ones(2)}  # one of another model
-    v = flat([direction[first], *map(torch.zeros_like, others)])
-    change = output_change(it.model, found, direction, {})
-    torch.testing.assert_close(change.reshape(-1), J @ v, rtol=1e-9, atol=1e-10)
-
-
-def test_nothing_is_left_behind(it: Case) -> None:
+    """Also of some parameters only, and at those before a step; nothing is left behind."""
     it.run().sum().backward()
-    found, _ = evaluate(it)
-    direction, rng = random_direction(it.model), torch.get_rng_state()
-    grads = {p: (p.grad, p.grad.clone()) for p in it.model.parameters() if p.grad is not None}
+    found, J = evaluate(it)
+    parameters = list(it.model.parameters())
+    direction, rng = {p: torch.randn_like(p) for p in parameters}, torch.get_rng_state()
+    grads = {p: (p.grad, p.grad.clone()) for p in parameters if p.grad is not None}
     state = {name: (id(t), t.clone()) for name, t in it.model.state_dict(keep_vars=True).items()}
-    output_change(it.model, found, direction, {})
+
+    def assert_change(direction: dict[nn.Parameter, Tensor], before: dict[nn.Parameter, Tensor]) -> None:
+        change = output_change(it.model, found, direction, before)
+        v = flat(direction.get(p, torch.zeros_like(p)) for p in parameters)
+        torch.testing.assert_close(change.reshape(-1), J @ v, rtol=1e-9, atol=1e-10)
+        assert change.shape == found.outputs.shape
+
+    assert_change(direction, {})
+    assert_change({parameters[0]: direction[parameters[0]], nn.Parameter(torch.ones(2)): torch.ones(2)}, {})
     assert torch.equal(torch.get_rng_state(), rng)
     for p, (grad, values) in grads.items():
         assert p.grad is grad
@@ -143,6 +126,11 @@ def test_nothing_is_left_behind(it: Case) -> None:
     for name, t in it.model.state_dict(keep_vars=True).items():
         assert id(t) == state[name][0]
         assert torch.equal(t, state[name][1])
+    before = {p: p.detach().clone() for p in parameters}
+    with torch.no_grad():
+        for p in parameters:
+            p.add_(torch.randn_like(p))
+    assert_change(direction, before)
 
 
 LOSSES: list[tuple[Likelihood, Callable[..., Tensor], Callable[[Tensor], Tensor]]] = [
@@ -170,34 +158,22 @@ def test_products_with_the_gauss_newton_matrix(
     torch.testing.assert_close(total, products * len(it.x), rtol=1e-9, atol=1e-12)
 
 
-def test_micro_batches_make_one_batch() -> None:
-    it = case("mlp")
-    it.model.double()[2].p = 0.0  # type: ignore[union-attr]
-    x, parts = torch.randn(7, 3).double(), (slice(0, 3), slice(3, 7))
-    directions = [random_direction(it.model), random_direction(it.model)]
-
-    def products(*slices: slice) -> Tensor:
-        with recorded(it.model, CPU) as forwards:
-            outputs = [it.model(x[s]) for s in slices]
-        matched = [Evaluated(f, o, None) for f, o in zip(forwards, outputs, strict=True)]
-        return exact_products(it.model, matched, Categorical(), directions, {}, mean=True)
-
-    torch.testing.assert_close(products(*parts), products(slice(0, 7)))
-
-
-def test_ignored_targets_have_no_curvature() -> None:
+def test_micro_batches_make_one_batch_and_ignored_targets_have_no_curvature() -> None:
     it = case("mlp")
     it.model.double()[2].p = 0.0  # type: ignore[union-attr]
     x, y = torch.randn(7, 3).double(), torch.randint(0, 4, (7,))
-    y[4:] = -100
-    directions = [random_direction(it.model)]
+    directions = [random_direction(it.model), random_direction(it.model)]
 
-    def products(x: Tensor, y: Tensor) -> Tensor:
+    def products(*slices: slice, targets: Tensor | None = None) -> Tensor:
         with recorded(it.model, CPU) as forwards:
-            outputs = it.model(x)
-        return exact_products(it.model, [Evaluated(*forwards, outputs, y)], Categorical(), directions, {}, mean=True)
+            outputs = [it.model(x[s]) for s in slices]
+        matched = [Evaluated(f, o, targets) for f, o in zip(forwards, outputs, strict=True)]
+        return exact_products(it.model, matched, Categorical(), directions, {}, mean=True)
 
-    torch.testing.assert_close(products(x, y), products(x[:4], y[:4]))
+    torch.testing.assert_close(products(slice(0, 3), slice(3, 7)), products(slice(0, 7)))
+    ignored = y.clone()
+    ignored[4:] = -100
+    torch.testing.assert_close(products(slice(0, 7), targets=ignored), products(slice(0, 4), targets=y[:4]))
 
 
 class Opaque(torch.autograd.Function):
@@ -210,15 +186,9 @@ class Opaque(torch.autograd.Function):
         return g
 
 
-class WithOpaque(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        found = Opaque.apply(super().forward(x))
-        assert isinstance(found, Tensor)
-        return found
-
-
-def test_an_operator_without_forward_mode_is_refused_with_a_mend() -> None:
-    it = Case(WithOpaque(3, 2), torch.randn(4, 3))
+def test_an_operator_without_forward_mode_is_refused_with_what_to_do() -> None:
+    it = Case(nn.Linear(3, 2), torch.randn(4, 3))
+    it.model.register_forward_hook(lambda module, args, output: Opaque.apply(output))
     found, _ = evaluate(it)
     with pytest.raises(RuntimeError, match=r"cannot.*jvp.*return the loss alone"):
         output_change(it.model, found, random_direction(it.model), {})
@@ -257,21 +227,18 @@ def test_autocast_is_that_of_the_forward() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+
 def test_recomputed_activations_are_one_forward() -> None:
     it = case("mlp")
-    inner = it.model
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            found = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
-            assert isinstance(found, Tensor)
-            return found
-
-    it.model = Outer()
+    it.model = Checkpointed(it.model)
     with recorded(it.model, CPU) as forwards:
         outputs = it.run()
         outputs.sum().backward()

@@ -15,9 +15,10 @@ from secondorder.curvature.factorization import factorise
 from secondorder.curvature.layer import Choices, LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.orthogonal_iteration import BasisIteration, Start, iterate
-from secondorder.curvature.schema import Place, keys, likes
+from secondorder.curvature.schema import Place, keys
 from secondorder.options import FisherOptions
 from secondorder.runtime import Runtime
+from tests.support.kfac import allocate, noise
 
 LAMBDA, N, D_IN, D_OUT = 0.3, 9, 4, 3
 GOOD = torch.tensor(True)
@@ -31,22 +32,13 @@ GROUP: dict[str, Any] = {
 CURRENT = Due(factors=False, scale=True)
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def block_of(**changed: Any) -> EigenbasisBlock:
     """The block of a linear layer without a bias, refreshed once from two random factors; its state is a plain dict."""
     model = nn.Linear(D_IN, D_OUT, bias=False).double()
     (layer,) = plan_layers(model, model.parameters(), Choices()).layers
     runtime = Runtime(step=1, states={layer.owner: {}}, blocks=1)
     block = EigenbasisBlock(layer, 0, {**GROUP, **changed}, runtime, LayerOptions(), FisherOptions())
-    block.state.update(
-        {
-            k: torch.zeros_like(v, device="cpu") if isinstance(v, Tensor) else v
-            for k, v in likes(block.schema(block.group, {})).items()
-        }
-    )
+    allocate(block, block.schema(block.group, {}))
     draw_factors(block, 1)
     refresh(block)
     return block
@@ -54,7 +46,7 @@ def block_of(**changed: Any) -> EigenbasisBlock:
 
 def draw_factors(block: EigenbasisBlock, seed: int) -> None:
     for side, n in (("a", D_IN), ("g", D_OUT)):
-        rows = drawn(2 * n, n, seed=seed)
+        rows = noise(2 * n, n, seed=seed)
         block.state[f"factor_{side}"].copy_(rows.mT @ rows)
 
 
@@ -66,7 +58,7 @@ def refresh(block: EigenbasisBlock, good: Tensor = GOOD) -> None:
 
 def with_scale(**changed: Any) -> EigenbasisBlock:
     block = block_of(**changed)
-    block.state["scale"].copy_(drawn(D_OUT, D_IN, seed=3).square())
+    block.state["scale"].copy_(noise(D_OUT, D_IN, seed=3).square())
     block.state["scale_updates"] = 1
     return block
 
@@ -79,7 +71,7 @@ def operator(block: EigenbasisBlock) -> Tensor:
 
 def per_example() -> tuple[Call, Tensor]:
     """A batch under a mean over examples, and the gradients of its examples ``[N, n_g, n_a]``."""
-    x, g = drawn(N, D_IN, seed=5), drawn(N, D_OUT, seed=6)
+    x, g = noise(N, D_IN, seed=5), noise(N, D_OUT, seed=6)
     return Call(x, g / N, block_of().adapter), torch.einsum("ni,nj->nij", g, x)
 
 
@@ -90,7 +82,7 @@ def squares(block: EigenbasisBlock, gradients: Tensor) -> Tensor:
 # ---------------------------------------------------------------------- use
 @pytest.mark.parametrize("power", [1.0, 0.5])
 def test_its_verbs_are_those_of_the_dense_operator(power: float) -> None:
-    block, x = with_scale(power=power), drawn(D_OUT, D_IN, seed=4)
+    block, x = with_scale(power=power), noise(D_OUT, D_IN, seed=4)
     curvature = operator(block)
     values, vectors = torch.linalg.eigh(curvature + LAMBDA * torch.eye(len(curvature), dtype=torch.float64))
     wanted = (vectors @ (vectors.mT @ x.flatten() / values**power)).view_as(x)
@@ -156,7 +148,7 @@ def test_stored_calls_replace_the_scale() -> None:
 
 @pytest.mark.parametrize(("mode", "factor"), [("post", N), ("pre", 1)])
 def test_the_square_of_the_mean_gradient(mode: str, factor: int) -> None:
-    block, gradient = block_of(estimator="running", momentum_mode=mode), drawn(D_OUT, D_IN, seed=8)
+    block, gradient = block_of(estimator="running", momentum_mode=mode), noise(D_OUT, D_IN, seed=8)
     before = block.state["scale"].clone()
     block.fold_gradient(gradient, N, 1, ~GOOD)
     torch.testing.assert_close(block.state["scale"], before, rtol=0, atol=0)
@@ -168,7 +160,7 @@ def test_the_square_of_the_mean_gradient(mode: str, factor: int) -> None:
 
 def test_the_square_of_a_summed_gradient_that_two_ranks_have_averaged() -> None:
     """N (S / N)² of the sum S over the N examples of both ranks, of which each rank has S / 2."""
-    sums = [drawn(D_OUT, D_IN, seed=8), drawn(D_OUT, D_IN, seed=9)]
+    sums = [noise(D_OUT, D_IN, seed=8), noise(D_OUT, D_IN, seed=9)]
     block = block_of(estimator="running", loss_reduction="sum")
     block.fold_gradient((sums[0] + sums[1]) / 2, N, 2, None)
     torch.testing.assert_close(block.state["scale"], N * squares(block, (sums[0] + sums[1]) / N))
@@ -190,7 +182,7 @@ def test_a_refresh_carries_the_scale_over(transport: str) -> None:
 
 
 def test_a_refresh_averages_the_scale_over_the_null_space_that_it_finds() -> None:
-    block, rows = with_scale(), drawn(D_IN - 2, D_IN, seed=7)
+    block, rows = with_scale(), noise(D_IN - 2, D_IN, seed=7)
     total = block.state["scale"].sum()
     block.state["factor_a"].copy_(rows.mT @ rows)
     refresh(block)
@@ -213,7 +205,7 @@ def test_sorted_columns_take_their_scale_along() -> None:
 def test_iterations_converge_to_the_eigenbasis_and_note_what_is_left() -> None:
     block = block_of(basis_update="qr")
     assert block.may_iterate
-    rows = drawn(2 * D_IN, D_IN, seed=2)
+    rows = noise(2 * D_IN, D_IN, seed=2)
     matrix = rows.mT @ rows
     (values, basis, *_), ok = iterate({"a": Start(matrix, block.basis("a"), 200)})["a"]
     assert ok

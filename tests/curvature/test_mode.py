@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from secondorder.curvature.mode import ModeSwitch
 from secondorder.switching import MODES, Always, EpochList
 
@@ -13,8 +11,9 @@ def switch_of(*spans: tuple[int, int]) -> ModeSwitch:
 
 
 def test_the_option_of_a_group_comes_before_the_policy() -> None:
-    switch = switch_of((0, 1))
-    assert [switch.mode_in({"mode": mode}) for mode in MODES] == list(MODES)
+    assert [switch_of((0, 1)).mode_in({"mode": mode}) for mode in MODES] == list(MODES)
+    # A policy with one mode need not be asked before.
+    assert [ModeSwitch(Always(mode), "HyLo").mode_in({"mode": "auto"}) for mode in MODES] == list(MODES)
 
 
 def test_the_policy_is_asked_for_the_mode_of_a_refresh() -> None:
@@ -25,11 +24,6 @@ def test_the_policy_is_asked_for_the_mode_of_a_refresh() -> None:
         chosen.append(switch.mode_in({"mode": "auto"}))
     assert chosen == ["kid", "kid", "kis", "kis", "kis", "kis"]
     assert switch.history == ((0, "kid"), (2, "kis"))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_policy_with_one_mode_tells_it_before_it_is_asked(mode: str) -> None:
-    assert ModeSwitch(Always(mode), "HyLo").mode_in({"mode": "auto"}) == mode
 
 
 def test_a_fixed_switch_stays_in_the_mode_of_now() -> None:

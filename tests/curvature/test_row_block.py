@@ -16,12 +16,12 @@ from secondorder.curvature.layer import Choices
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.row_choice import Energy, Pivots
-from secondorder.curvature.schema import likes
 from secondorder.linalg import kernel, selection, woodbury
 from secondorder.linalg.kernel import Rows
 from secondorder.options import FisherOptions
 from secondorder.parallel.rows import census_of, filled_up, put_together, words_of
 from secondorder.runtime import Runtime
+from tests.support.kfac import allocate
 
 LAMBDA, N, D_IN, D_OUT = 0.3, 9, 4, 3
 GOOD = torch.tensor(True)
@@ -36,12 +36,6 @@ def block_of(group: dict[str, Any] = GROUP) -> RowBlock:
     model = nn.Linear(D_IN, D_OUT).double()
     (layer,) = plan_layers(model, model.parameters(), Choices([], "head", "unit")).layers
     return RowBlock(layer, 0, group, Runtime(states={layer.owner: {}}), fisher=FisherOptions())
-
-
-def allocate(block: RowBlock, schema: dict[str, Any]) -> None:
-    block.state.update(
-        {k: torch.zeros_like(v, device="cpu") if isinstance(v, Tensor) else v for k, v in likes(schema).items()}
-    )
 
 
 def some_rows(seed: int = 0, n: int = N) -> Rows:

@@ -1,6 +1,5 @@
 """What a state holds: queries of plain schemas, and the schema of every method against its state."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from secondorder.curvature.schema import (
     tensors,
 )
 from secondorder.preconditioners.rows import RowPreconditioner
+from tests.support.kfac import labels, noise
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -62,32 +62,22 @@ def test_a_rank_holds_numbers_and_the_tensors_of_its_places(places: set[Place], 
     assert all(found[key] is SCHEMA[key] for key in found)
 
 
-@pytest.mark.parametrize(
-    ("place", "expected"),
-    [
-        (Place.ESTIMATE, ["first", "second"]),
-        (Place.CURVATURE, ["found", "told"]),
-        (Place.MEASURED, ["basis"]),
-        (Place.EVERYWHERE, []),
-        (Place.OWN, ["own"]),
-    ],
-)
-def test_keys_of_a_place_are_sorted_and_without_numbers(place: Place, expected: list[str]) -> None:
-    assert keys(SCHEMA, place) == expected
-    assert keys(dict(reversed(SCHEMA.items())), place) == expected
-
-
-def test_what_every_holder_finds_by_itself_does_not_travel() -> None:
-    assert keys(SCHEMA, Place.CURVATURE, known=False) == ["found"]
+def test_keys_of_a_place_are_sorted_and_without_numbers() -> None:
+    for place, expected in {
+        Place.ESTIMATE: ["first", "second"],
+        Place.CURVATURE: ["found", "told"],
+        Place.MEASURED: ["basis"],
+        Place.EVERYWHERE: [],
+        Place.OWN: ["own"],
+    }.items():
+        assert keys(SCHEMA, place) == keys(dict(reversed(SCHEMA.items())), place) == expected
+    assert keys(SCHEMA, Place.CURVATURE, known=False) == ["found"]  # every holder finds "told" by itself
     assert keys(SCHEMA, Place.ESTIMATE, known=False) == ["first", "second"]
 
 
-def test_bytes_are_counted_by_kind() -> None:
+def test_kinds_with_their_keys_and_bytes() -> None:
     assert nbytes(SCHEMA) == {"factors": 44, "buffers": 4, "second_order": 42, "momentum": 24}
     assert nbytes({}) == {}
-
-
-def test_kinds_and_their_keys() -> None:
     assert kinds(SCHEMA) == ["factors", "buffers", "second_order", "momentum"]
     assert of_kinds(SCHEMA, "buffers", "momentum") == {"number", "told", "own"}
     assert of_kinds(SCHEMA, "window") == set()
@@ -158,66 +148,44 @@ def _trained(cls: Any, chosen: dict[str, Any]) -> Any:
     model = _net()
     opt = cls(model, lr=0.01, **chosen)
     for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(6, 4, 4, 4, generator=generator), torch.randint(3, (6,), generator=generator)
         opt.zero_grad()
-        cross_entropy(model(x), y).backward()
+        cross_entropy(model(noise(6, 4, 4, 4, seed=step).float()), labels(6, 3, step)).backward()
         opt.step()
     return opt
 
 
-@pytest.fixture(params=METHODS)
-def opt(request: pytest.FixtureRequest) -> Iterator[Any]:
-    cls, chosen = METHODS[request.param]
-    optimizer = _trained(cls, chosen)
-    yield optimizer
-    optimizer.close()
-
-
-def _schemas(opt: Any) -> Iterator[tuple[nn.Parameter, dict[str, Entry]]]:
-    for group in opt.param_groups:
-        for p in group["params"]:
-            yield p, opt._checkpoint.curvature.schema_of(p, group, opt.state[p])
-
-
-def test_the_schema_is_the_state(opt: Any) -> None:
-    assert any(schema for _, schema in _schemas(opt))
-    for p, schema in _schemas(opt):
+@pytest.mark.parametrize(("cls", "chosen"), METHODS.values(), ids=METHODS)
+def test_the_schema_is_the_state(cls: Any, chosen: dict[str, Any]) -> None:
+    """Keys, shapes, symmetry, kinds of memory, and the facts of the catalog of the method."""
+    opt = _trained(cls, chosen)
+    schemas = {
+        p: opt._checkpoint.curvature.schema_of(p, group, opt.state[p])
+        for group in opt.param_groups
+        for p in group["params"]
+    }
+    assert any(schemas.values())
+    sizes = dict.fromkeys(kinds(opt.preconditioner.table.entries), 0)
+    for p, schema in schemas.items():
         state = {key: value for key, value in opt.state[p].items() if key not in FIRST_ORDER}
         required = {key for key, entry in schema.items() if not entry.optional}
         assert required <= state.keys() <= schema.keys()
         for key, value in state.items():
             like = schema[key].like
+            assert isinstance(like, Tensor if isinstance(value, Tensor) else int), key
             if isinstance(value, Tensor):
-                assert isinstance(like, Tensor), key
                 assert (value.shape, value.dtype) == (like.shape, like.dtype), key
-            else:
-                assert isinstance(like, int), key
-
-
-def test_what_is_symmetric_is(opt: Any) -> None:
-    for p, schema in _schemas(opt):
         for key, entry in schema.items():
+            fact = opt._recipe.catalog[key]
+            assert (entry.kind, entry.derived, entry.always) == (fact.kind, fact.derived, fact.always)
             if entry.symmetric:
                 torch.testing.assert_close(opt.state[p][key], opt.state[p][key].mT, msg=key)
-
-
-def test_kinds_sum_to_memory_usage(opt: Any) -> None:
-    expected = dict.fromkeys(kinds(opt.preconditioner.table.entries), 0)
-    for p, schema in _schemas(opt):
         for kind, size in nbytes({key: entry for key, entry in schema.items() if key in opt.state[p]}).items():
-            expected[kind] += size
+            sizes[kind] += size
     usage = opt.memory_usage()
-    assert expected.keys() <= usage.keys()
-    for kind in expected.keys() - {"buffers", "momentum"}:  # these count what is no curvature, too
-        assert usage[kind] == expected[kind], kind
-
-
-def test_the_catalog_has_the_facts_of_every_schema(opt: Any) -> None:
-    for _, schema in _schemas(opt):
-        for key, entry in schema.items():
-            known = opt._recipe.catalog[key]
-            assert (entry.kind, entry.derived, entry.always) == (known.kind, known.derived, known.always)
+    assert sizes.keys() <= usage.keys()
+    for kind in sizes.keys() - {"buffers", "momentum"}:  # these count what is no curvature, too
+        assert usage[kind] == sizes[kind], kind
+    opt.close()
 
 
 def test_every_rank_has_its_own_memory_of_the_policy() -> None:

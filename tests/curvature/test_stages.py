@@ -20,9 +20,7 @@ from secondorder.preconditioners.directions import WholeGradients
 from secondorder.preconditioners.layer_statistics import LayerStatistics
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a step captures
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- What a step captures
 def scheduled(step: int, *updates: int, learns: Any = lambda i: True) -> dict[int, Due]:
     """What is due in a step of blocks that were updated so often, every third step."""
     group = {"every": 3, "interval": 10}
@@ -37,22 +35,15 @@ def scheduled(step: int, *updates: int, learns: Any = lambda i: True) -> dict[in
     return found.find_due()
 
 
-def test_every_block_is_captured_at_its_interval() -> None:
+def test_blocks_are_captured_at_their_interval_and_at_once_if_they_have_no_estimate() -> None:
     assert scheduled(6, 2, 2) == {0: ESTIMATE_ALONE, 1: ESTIMATE_ALONE}
     assert scheduled(7, 2, 2) == {}
-
-
-def test_a_block_without_an_estimate_is_captured_at_once() -> None:
     assert scheduled(7, 2, 0) == {1: ESTIMATE_ALONE}
-
-
-def test_blocks_of_which_no_rank_uses_the_statistics_are_left_out() -> None:
+    # If no rank uses its statistics, a block is left out.
     assert scheduled(6, 2, 2, learns=lambda i: i == 1) == {1: ESTIMATE_ALONE}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is folded
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- What is folded
 class Estimate:
     """A block that folds a number."""
 
@@ -79,9 +70,7 @@ def test_a_batch_that_is_not_finite_is_counted_and_not_an_update(examples: int, 
     assert exchange.learned_at == ({"layer": 5} if updates else {})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is sent
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- What is sent
 def test_a_checkpoint_is_compared_as_if_nothing_had_been_sent() -> None:
     comm = SimpleNamespace(
         combines=True, estimates=lambda i: False, preconditions=lambda i: False, captures=lambda i: True,

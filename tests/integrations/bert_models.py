@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import transformers
-from datasets import Dataset
 from torch import Tensor, nn
-from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
 from secondorder import EKFAC, KFAC, HyLo, SparseMFAC, TopK
 
-BATCH, WINDOW, DENSITY = 8, 1024, 0.1
+VOCABULARY, N, S = 60, 8, 12  # words, examples, positions
+WINDOW, DENSITY = 1024, 0.1
 #: Adam says how long each step is, so learning rates are those of Adam.
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kfac": (KFAC, {"lr": 3e-3, "graft": "adam"}),
@@ -24,25 +23,43 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     # of matrices that are smaller than one block, so more than the usual hundredth
     "sparse_mfac": (SparseMFAC, {"lr": 1e-3, "graft": "adam", "compression": TopK(DENSITY), "window_size": WINDOW}),
 }
+#: Two layers of width 32, and weights as large as that width wants them. BERT has no dropout here: runs are compared.
+SIZES: dict[str, dict[str, Any]] = {
+    "Bert": {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
+        "max_position_embeddings": 40, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    },
+    "DistilBert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": S},
+    "Roberta": {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
+        "max_position_embeddings": S + 2, "type_vocab_size": 1, "pad_token_id": 1,
+    },
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": S, "pad_token_id": 0},
+}  # fmt: skip
+QUESTIONS, SENTENCES, LANGUAGE = "ForQuestionAnswering", "ForSequenceClassification", "LMHeadModel"
 Batch = dict[str, Tensor]
 
 
-def config(vocabulary: int, **changed: Any) -> BertConfig:
-    """Two layers of width 32, without dropout, and weights as large as that width wants them."""
-    sizes: dict[str, Any] = {
-        "vocab_size": vocabulary, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "intermediate_size": 48, "max_position_embeddings": 40, "initializer_range": 0.2,
-        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-    }  # fmt: skip
-    return BertConfig(**sizes | changed)
-
-
-def bert_for(features: Dataset, vocabulary: int, **changed: Any) -> nn.Module:
-    """The model with the head that features are for, from random weights."""
+def new_model(family: str, head: str, labels: int = 2, **changed: Any) -> nn.Module:
     torch.manual_seed(0)
-    if "labels" not in features.column_names:
-        return BertForQuestionAnswering(config(vocabulary, **changed))
-    return BertForSequenceClassification(config(vocabulary, num_labels=1 + max(features["labels"]), **changed))
+    settings = {"vocab_size": VOCABULARY, "initializer_range": 0.2, "num_labels": labels, **SIZES[family]}
+    config = getattr(transformers, f"{family}Config")(**settings | changed)
+    return getattr(transformers, f"{family}{head}")(config)
+
+
+def batch(family: str, head: str, labels: int = 2, length: int = S, seed: int = 1) -> Batch:
+    """Sentences of different lengths. Each example has positions of its own, so that its part in them can be told."""
+    torch.manual_seed(seed)
+    words = torch.randint(5, VOCABULARY, (N, length))
+    keep = torch.arange(length) < torch.arange(5, 5 + N)[:, None].clamp(max=length)
+    found = {"input_ids": words, "attention_mask": keep.long()}
+    found["position_ids"] = torch.arange(length).expand(N, -1) + 2 * (family == "Roberta")
+    if labels > 2:  # of pairs of sentences
+        found["token_type_ids"] = (torch.arange(length) > 3).long().expand(N, -1)
+    if head == QUESTIONS:
+        starts, ends = torch.randint(0, 5, (2, N))  # 0 stands for a question without an answer
+        return found | {"start_positions": starts, "end_positions": ends}
+    return found | {"labels": words if head == LANGUAGE else torch.arange(N) % labels}
 
 
 def optimizer_of(method: str, model: nn.Module, **changed: Any) -> Any:
@@ -50,33 +67,22 @@ def optimizer_of(method: str, model: nn.Module, **changed: Any) -> Any:
     return cls(model, **keywords | changed)
 
 
-def batches(features: Dataset, tokenizer: Any) -> Iterator[Batch]:
-    """All features once, in their order; each batch is as long as its longest row."""
-    collate = transformers.DataCollatorWithPadding(tokenizer)
-    for i in range(0, len(features), BATCH):
-        batch = dict(collate([features[j] for j in range(i, min(i + BATCH, len(features)))]))
-        # Positions by example, not looked up once for all: then what each example does to them can be told.
-        yield batch | {"position_ids": torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])}
-
-
-def mean_loss(model: nn.Module, data: list[Batch]) -> float:
-    """Over all examples, as in evaluation."""
-    model.eval()
-    with torch.no_grad():
-        losses = [float(model(**batch).loss) * len(batch["input_ids"]) for batch in data]
-    model.train()
-    return sum(losses) / sum(len(batch["input_ids"]) for batch in data)
-
-
-def step(model: nn.Module, optimizer: Any, batch: Batch) -> float:
+def step(model: nn.Module, optimizer: Any, batch: Batch, *, masked: bool = True) -> float:
     """One step, padding left out; its loss."""
     optimizer.zero_grad()
-    keep = batch["attention_mask"].bool()
-    with optimizer.mask(keep) if hasattr(optimizer, "mask") else nullcontext():  # windows know no positions
+    masked = masked and hasattr(optimizer, "mask")  # windows know no positions
+    with optimizer.mask(batch["attention_mask"].bool()) if masked else nullcontext():
         loss = model(**batch).loss
     loss.backward()
     optimizer.step()
     return float(loss.detach())
+
+
+def steps(model: nn.Module, optimizer: Any, batches: list[Batch], times: int) -> list[float]:
+    """Losses of steps through batches again and again, with whatever is warned of as an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return [step(model, optimizer, batch) for _ in range(times) for batch in batches]
 
 
 def linear_layers(model: nn.Module) -> dict[str, str]:
@@ -91,3 +97,7 @@ def treatment(optimizer: Any) -> dict[str, str]:
     names = {name for group in optimizer.param_groups for name in group["param_names"]}
     found = {line.split()[0]: line for line in lines if line.split() and line.split()[0] in names}
     return {name: line[min(i for w in words if (i := line.find(w)) >= 0) :] for name, line in found.items()}
+
+
+def on_fallback(optimizer: Any) -> list[str]:
+    return [name for name, how in treatment(optimizer).items() if "fallback" in how]

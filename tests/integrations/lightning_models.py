@@ -1,43 +1,23 @@
-"""A small task for Lightning, and the loop that a user would write for it by hand."""
+"""A small task for Lightning."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, TensorDataset
 
-from secondorder import EKFAC, KFAC, HyLo, SparseMFAC
+from tests.integrations import small
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # which devices there are, and such
 
-Make = Callable[[nn.Module], Optimizer]
-#: Several updates and refreshes in the dozen steps of a test, and an interval that no epoch ends with.
-METHODS: dict[str, Make] = {
-    "KFAC": lambda m, **k: KFAC(m, lr=0.05, damping=0.01, factor_update_steps=1, inv_update_steps=4, **k),
-    "EKFAC": lambda m, **k: EKFAC(m, lr=0.05, damping=0.01, factor_update_steps=2, inv_update_steps=4, **k),
-    "SparseMFAC": lambda m, **k: SparseMFAC(m, lr=1e-2, window_size=8, momentum=0.9, **k),
-    "HyLo": lambda m, **k: HyLo(m, lr=0.05, update_steps=4, **k),
-}
-BATCHES = 6
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def batches(size: int = 8) -> DataLoader[Any]:
-    """Six batches, the same in every epoch."""
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(BATCHES * size, 6, generator=generator)
-    return DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=size)
+Make = Callable[..., Any]  # of a module
+METHODS: dict[str, Make] = {name: partial(small.make, name) for name in small.METHODS}
 
 
 class Module(pl.LightningModule):
@@ -51,7 +31,7 @@ class Module(pl.LightningModule):
 
     def __init__(self, make: Make, *, whole: bool = False, schedule: Callable[[Optimizer], Any] | None = None) -> None:
         super().__init__()
-        self.network, self.make, self.whole, self.schedule = network(), make, whole, schedule
+        self.network, self.make, self.whole, self.schedule = small.network(), make, whole, schedule
         self.losses: list[float] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -79,11 +59,9 @@ def trainer(epochs: int = 2, **keywords: Any) -> pl.Trainer:
     )
 
 
-def parameters(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in module.named_parameters()}
-
-
-def assert_same_bits(found: nn.Module, expected: nn.Module) -> None:
-    theirs = parameters(expected)
-    for name, value in parameters(found).items():
-        assert torch.equal(value, theirs[name]), f"{name}: {(value - theirs[name]).abs().max()} apart"
+def fit(module: nn.Module, epochs: int = 2, **keywords: Any) -> pl.Trainer:
+    """Train a module on the batches of the task; the trainer that did."""
+    resume = {key: keywords.pop(key) for key in ("ckpt_path", "weights_only") if key in keywords}
+    fitted = trainer(epochs, **keywords)
+    fitted.fit(module, small.batches(), **resume)
+    return fitted

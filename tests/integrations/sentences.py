@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
@@ -19,7 +20,20 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
+    TrainingArguments,
 )
+
+from secondorder import EKFAC, KFAC, HyLo, SparseMFAC
+
+#: Adam says how long each step is.
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "kfac": (KFAC, {"lr": 0.03, "graft": "adam", "factor_update_steps": 1, "inv_update_steps": 2}),
+    "ekfac": (EKFAC, {"lr": 0.03, "graft": "adam", "factor_update_steps": 1, "inv_update_steps": 2}),
+    "sparse_mfac": (SparseMFAC, {"lr": 0.01, "graft": "adam", "window_size": 4}),
+    "hylo": (HyLo, {"lr": 0.03, "graft": "adam", "update_steps": 2}),
+}
+#: Nothing is known of an example in the one embedding of all positions, which is looked up for the whole batch.
+BY_FALLBACK = {name: {"bert.embeddings.position_embeddings.weight"} for name in ("ekfac", "hylo")}
 
 ANIMALS = ("cat", "dog", "owl")
 WORDS = ("a", "the", "small", "old", "grey", "saw", "met", "heard", "then", "and")
@@ -67,9 +81,9 @@ class Sentences(Dataset[dict[str, Any]]):
         return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
 
 
-def classifier(seed: int = 0) -> BertForSequenceClassification:
+def classifier() -> BertForSequenceClassification:
     """A BERT of one layer without dropout, from random weights."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(tokenizer()), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
         max_position_embeddings=LONGEST, type_vocab_size=1, num_labels=len(ANIMALS), pad_token_id=1,
@@ -78,9 +92,9 @@ def classifier(seed: int = 0) -> BertForSequenceClassification:
     return BertForSequenceClassification(config)
 
 
-def language_model(seed: int = 0) -> GPT2LMHeadModel:
+def language_model() -> GPT2LMHeadModel:
     """A GPT-2 of one layer without dropout, from random weights; its embedding is tied to its head."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=len(tokenizer()), n_embd=16, n_layer=1, n_head=2, n_positions=LONGEST,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=2, eos_token_id=3,
@@ -88,13 +102,9 @@ def language_model(seed: int = 0) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Copies by name."""
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """All parameters are equal bit by bit."""
-    assert found.keys() == expected.keys()
-    differ = [name for name in found if not torch.equal(found[name], expected[name])]
-    assert not differ
+def arguments(folder: Path, **changed: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True, "log_level": "error",
+        "logging_steps": 1,
+    }  # fmt: skip
+    return TrainingArguments(**settings | changed)

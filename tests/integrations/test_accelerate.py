@@ -11,22 +11,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LinearLR
-from torch.utils.data import DataLoader, TensorDataset
 
-from secondorder import EKFAC, KFAC, HyLo, SparseMFAC
 from secondorder.integrations.accelerate import consolidate_before_save
 from secondorder.optimizer import SecondOrderOptimizer
-from tests.integrations.sentences import assert_same, parameters
+from tests.integrations.small import METHODS, assert_same_bits, batches, give_a_scaler, make, network, parameters
 
-METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "kfac": (KFAC, {"lr": 0.1, "damping": 0.1, "factor_update_steps": 1, "inv_update_steps": 2}),
-    "ekfac": (EKFAC, {"lr": 0.1, "damping": 0.1, "factor_update_steps": 1, "inv_update_steps": 2}),
-    "sparse_mfac": (SparseMFAC, {"lr": 0.01, "window_size": 4}),
-    "hylo": (HyLo, {"lr": 0.1, "update_steps": 2}),
-}
-SIZE, ACCUMULATED, EPOCHS = 8, 2, 2
+ACCUMULATED, EPOCHS = 2, 2
 
 every_method = pytest.mark.parametrize("name", METHODS)
 
@@ -39,32 +32,16 @@ def _fresh_state() -> Iterator[None]:
     GradientState._reset_state()
 
 
-def network(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
-
-
-def loader(shuffle: bool = False) -> DataLoader[Any]:
-    draw = torch.Generator().manual_seed(1)
-    inputs = torch.randn(48, 6, generator=draw)
-    return DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=SIZE, shuffle=shuffle)
-
-
-def make(name: str, model: nn.Module, **changed: Any) -> SecondOrderOptimizer:
-    method, options = METHODS[name]
-    return method(model, **options | changed)
-
-
 class Run:
     """A script with Accelerate, in the words of its documentation."""
 
-    def __init__(self, name: str, **settings: Any) -> None:
+    def __init__(self, name: str, options: dict[str, Any] | None = None, **settings: Any) -> None:
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED, **settings)
         self.bare = network()
-        self.optimizer = make(name, self.bare)
+        self.optimizer = make(name, self.bare, **options or {})
         scheduler = LinearLR(self.optimizer, 1.0, 0.1, total_iters=8)
         self.model, self.prepared, self.loader, self.scheduler = self.accelerator.prepare(
-            self.bare, self.optimizer, loader(), scheduler
+            self.bare, self.optimizer, batches(), scheduler
         )
 
     def train(self, epochs: int) -> list[float]:
@@ -72,7 +49,7 @@ class Run:
         for _ in range(epochs):
             for inputs, targets in self.loader:
                 with self.accelerator.accumulate(self.model):
-                    loss = nn.functional.cross_entropy(self.model(inputs), targets)
+                    loss = cross_entropy(self.model(inputs), targets)
                     self.accelerator.backward(loss)
                     if self.accelerator.sync_gradients:
                         self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -83,13 +60,13 @@ class Run:
         return losses
 
 
-def by_hand(name: str) -> tuple[nn.Module, SecondOrderOptimizer]:
+def by_hand(name: str, **options: Any) -> tuple[nn.Module, SecondOrderOptimizer]:
     model = network()
-    optimizer = make(name, model)
+    optimizer = make(name, model, **options)
     scheduler = LinearLR(optimizer, 1.0, 0.1, total_iters=8)
     for _ in range(EPOCHS):
-        for i, (inputs, targets) in enumerate(loader()):
-            (nn.functional.cross_entropy(model(inputs), targets) / ACCUMULATED).backward()
+        for i, (inputs, targets) in enumerate(batches()):
+            (cross_entropy(model(inputs), targets) / ACCUMULATED).backward()
             if (i + 1) % ACCUMULATED == 0:
                 clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
@@ -103,8 +80,8 @@ def test_prepared_and_accumulated_is_as_by_hand(name: str) -> None:
     run = Run(name)
     run.train(EPOCHS)
     model, optimizer = by_hand(name)
-    assert_same(parameters(run.bare), parameters(model))
-    assert run.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < 0.05
+    assert_same_bits(run.bare, model)
+    assert run.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < METHODS[name][1]["lr"]
     assert not any("fallback" in line for line in run.optimizer.describe().splitlines()[2:])
     counts = [s.get("refreshes", s.get("count", 0)) for s in run.optimizer.state.values()]
     assert max(counts) > 0
@@ -122,10 +99,10 @@ def test_the_wrapper_changes_nothing_in_the_middle_of_training(name: str) -> Non
             prepared[0] = accelerator.prepare(optimizers[0])
         for model, optimizer in zip((wrapped, plain), prepared, strict=True):
             draw = torch.Generator().manual_seed(step)
-            nn.functional.cross_entropy(model(torch.randn(8, 6, generator=draw)), torch.arange(8) % 3).backward()
+            cross_entropy(model(torch.randn(8, 6, generator=draw)), torch.arange(8) % 3).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(parameters(wrapped), parameters(plain))
+    assert_same_bits(wrapped, plain)
 
 
 @every_method
@@ -141,7 +118,7 @@ def test_a_loaded_state_goes_on_with_the_same_bits(name: str, tmp_path: Path) ->
         resumed.bare[0].weight.zero_()  # comes from the state, too
     resumed.accelerator.load_state(str(tmp_path / "state"))
     assert resumed.train(1) == after
-    assert_same(parameters(resumed.bare), parameters(whole.bare))
+    assert_same_bits(resumed.bare, whole.bare)
 
 
 def test_saving_gathers_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,16 +149,10 @@ def test_other_optimizers_are_refused() -> None:
 class HalfRun(Run):
     """In float16: on a CPU Accelerate makes no scaler, so it is given one; all else is its own doing."""
 
-    def __init__(self, name: str) -> None:
-        made = Accelerator.__init__
-
-        def with_scaler(self: Accelerator, *args: Any, **settings: Any) -> None:
-            made(self, *args, **settings)
-            self.scaler, self.native_amp = torch.amp.GradScaler("cpu", init_scale=2.0**10), True
-
+    def __init__(self, name: str, **options: Any) -> None:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Accelerator, "__init__", with_scaler)
-            super().__init__(name, mixed_precision="fp16")
+            give_a_scaler(patched)
+            super().__init__(name, options, mixed_precision="fp16")
 
 
 @every_method
@@ -191,7 +162,7 @@ def test_a_batch_that_overflows_is_no_step(name: str) -> None:
     for i, (inputs, targets) in enumerate(run.loader):
         with run.accelerator.accumulate(run.model):
             outputs = run.model(inputs)
-            loss = nn.functional.cross_entropy(outputs, targets)
+            loss = cross_entropy(outputs, targets)
             run.accelerator.backward(loss * (float("inf") if i == 2 else 1.0))
             if run.accelerator.sync_gradients:
                 run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0)
@@ -213,9 +184,9 @@ def test_a_batch_that_overflows_is_no_step(name: str) -> None:
 
 
 def test_float16_trains_as_float32() -> None:
-    half = HalfRun("kfac")
+    half = HalfRun("kfac", lr=0.1, damping=0.1)
     half.optimizer.grad_scaler = half.accelerator.scaler  # or the statistics of the first batch are left out
     half.train(EPOCHS)
-    full, _ = by_hand("kfac")
+    full, _ = by_hand("kfac", lr=0.1, damping=0.1)
     for mine, theirs in zip(half.bare.parameters(), full.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3)

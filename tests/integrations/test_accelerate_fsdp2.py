@@ -6,7 +6,7 @@ Accelerate itself shards on accelerators only. Here it is told on a CPU that it 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,22 +19,17 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from secondorder import EKFAC, KFAC, CommOpt, MemOpt, SparseMFAC
+from secondorder import CommOpt, MemOpt
+from tests.integrations.small import make, network
 from tests.support.pool import Pool
 
 WORLD, STEPS, SAVED = 2, 6, 3
-FACTORS: dict[str, Any] = {"lr": 0.1, "damping": 0.1, "factor_update_steps": 1, "inv_update_steps": 2}
-METHODS: dict[str, Callable[[nn.Module], Any]] = {
-    "kfac, mem": lambda model: KFAC(model, comm=MemOpt(), **FACTORS),
-    "kfac, comm": lambda model: KFAC(model, comm=CommOpt(), **FACTORS),
-    "ekfac, mem": lambda model: EKFAC(model, comm=MemOpt(), **FACTORS),
-    "sparse_mfac, mem": lambda model: SparseMFAC(model.parameters(), lr=0.01, window_size=4, comm=MemOpt()),
-}
+STRATEGIES = {"mem": MemOpt, "comm": CommOpt}
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+def method_of(case: str, model: nn.Module) -> Any:
+    name, strategy = case.split(", ")
+    return make(name, model if name != "sparse_mfac" else model.parameters(), comm=STRATEGIES[strategy]())
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
@@ -70,7 +65,7 @@ def sharded(rank: int, world: int, name: str, kind: str, folder: Path, *, resume
     """Losses, and the whole parameters at the end; saves on the way, or begins with what was saved."""
     with sharding(rank, world, kind) as accelerator:
         bare = network()
-        optimizer = METHODS[name](bare)
+        optimizer = method_of(name, bare)
         model, prepared = accelerator.prepare(bare, optimizer)
         assert {type(p).__name__ for p in model.parameters()} == {"DTensor"}
         if resume:
@@ -95,7 +90,7 @@ def sharded(rank: int, world: int, name: str, kind: str, folder: Path, *, resume
 
 def replicated(rank: int, world: int, name: str) -> list[Any]:
     model = network()
-    wrapped, optimizer = DistributedDataParallel(model), METHODS[name](model)
+    wrapped, optimizer = DistributedDataParallel(model), method_of(name, model)
     for step in range(STEPS):
         loss_of(wrapped, step, rank).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -105,12 +100,10 @@ def replicated(rank: int, world: int, name: str) -> list[Any]:
     return [p.detach().numpy() for p in model.parameters()]
 
 
-def both(rank: int, world: int, name: str, kind: str, folder: Path) -> dict[str, Any]:
-    losses, trained = sharded(rank, world, name, kind, folder, resume=False)
-    later, resumed = sharded(rank, world, name, kind, folder, resume=True)
-    return {"losses": losses, "trained": trained, "later": later, "resumed": resumed} | {
-        "replicated": replicated(rank, world, name)
-    }
+def both(rank: int, world: int, name: str, kind: str, folder: Path) -> tuple[Any, ...]:
+    whole = sharded(rank, world, name, kind, folder, resume=False)
+    resumed = sharded(rank, world, name, kind, folder, resume=True)
+    return *whole, *resumed, replicated(rank, world, name)
 
 
 @pytest.mark.filterwarnings("ignore:.*is partial")
@@ -128,8 +121,9 @@ def both(rank: int, world: int, name: str, kind: str, folder: Path) -> dict[str,
 def test_sharded_parameters_train_as_replicated_ones_and_resume(
     pool: Pool, tmp_path: Path, name: str, kind: str
 ) -> None:
-    for found in pool.run(both, name, kind, tmp_path / "state", world=WORLD, timeout=120):
-        assert found["later"] == found["losses"][SAVED:]
-        for ours, again, theirs in zip(found["trained"], found["resumed"], found["replicated"], strict=True):
+    ranks = pool.run(both, name, kind, tmp_path / "state", world=WORLD, timeout=120)
+    for losses, trained, later, resumed, replicas in ranks:
+        assert later == losses[SAVED:]
+        for ours, again, theirs in zip(trained, resumed, replicas, strict=True):
             assert (ours == again).all()
             assert abs(ours - theirs).max() < 1e-6

@@ -1,122 +1,115 @@
-"""BERT for question answering and for sequences of words: every method trains it, and covers all of it."""
+"""BERT and its relatives, for question answering and classification: every method trains them, and covers all of it.
+
+The page on BERT, whose examples `test_docs_blocks.py` runs, reads the files of such tasks and trains tokenizers.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
-import datasets
 import pytest
 import torch
-from datasets import Dataset
 from torch import nn
-from transformers import BertForSequenceClassification
 
-from tests.integrations import bert_data, bert_sizes
+from tests.integrations import bert_sizes
 from tests.integrations.bert_models import (
-    BATCH,
     DENSITY,
+    LANGUAGE,
     METHODS,
+    QUESTIONS,
+    SENTENCES,
     WINDOW,
     Batch,
-    batches,
-    bert_for,
-    config,
+    N,
+    S,
+    batch,
     linear_layers,
-    mean_loss,
+    new_model,
+    on_fallback,
     optimizer_of,
     step,
+    steps,
     treatment,
 )
 
-#: Tasks, and how often their features are gone through.
-TASKS = {"squad1": 3, "squad2": 3, "sst2": 9, "mrpc": 12, "mnli": 8}
+#: Linear layers below the head, in two layers of each.
+LINEAR = {"Bert": 12, "DistilBert": 12, "Roberta": 12, "GPT2": 8}
+#: Families with heads and numbers of labels; three of them are for pairs of sentences.
+CASES = [(family, head, 2) for family in LINEAR for head in (QUESTIONS, SENTENCES)] + [("Bert", SENTENCES, 3)]
 every_method = pytest.mark.parametrize("method", METHODS)
-
-
-class Task:
-    """Features of a task, in batches."""
-
-    def __init__(self, features: Dataset, tokenizer: Any) -> None:
-        self.features, self.vocabulary = features, len(tokenizer)
-        self.batches = list(batches(features, tokenizer))
-
-    def model(self) -> nn.Module:
-        return bert_for(self.features, self.vocabulary)
-
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Task]]:
-    datasets.disable_progress_bars()
-    yield {name: Task(*bert_data.features_of(name, tmp_path_factory.mktemp(name))) for name in TASKS}
-    datasets.enable_progress_bars()
-
-
-def shapes_of(model: nn.Module) -> bert_sizes.Shapes:
-    answers = not isinstance(model, BertForSequenceClassification)
-    return bert_sizes.shapes_of(model.config, outputs=2 if answers else model.config.num_labels, pooler=not answers)
 
 
 def expected_bytes(method: str, shapes: bert_sizes.Shapes) -> dict[str, int]:
     if method in {"kfac", "ekfac"}:
         return bert_sizes.kronecker(shapes, scale=method == "ekfac")
     if method == "hylo":
-        return bert_sizes.rows(shapes, BATCH, bert_data.LENGTH)
+        return bert_sizes.rows(shapes, N, S)
     return bert_sizes.window(shapes, WINDOW, density=DENSITY, moments=2)
 
 
 @every_method
-@pytest.mark.parametrize("task", TASKS)
-def test_the_loss_falls_and_everything_is_covered(task: str, method: str, tasks: dict[str, Task]) -> None:
-    model, data = tasks[task].model(), tasks[task].batches
+@pytest.mark.parametrize(("family", "head", "labels"), CASES)
+def test_the_loss_falls_and_everything_is_covered(family: str, head: str, labels: int, method: str) -> None:
+    """Without a warning, over batches of different lengths. Of BERT the state has the bytes of the formulas."""
+    model = new_model(family, head, labels)
     optimizer = optimizer_of(method, model)
-    before = mean_loss(model, data)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(TASKS[task]):
-            for batch in data:
-                step(model, optimizer, batch)
-    assert mean_loss(model, data) < 0.7 * before
-
-    found = treatment(optimizer)
+    if family == "Bert":
+        losses = steps(model, optimizer, [batch(family, head, labels, length) for length in (S, S - 3)], 8)
+        assert sum(losses[-2:]) < 0.7 * sum(losses[:2])
+    else:
+        losses = steps(model, optimizer, [batch(family, head, labels)], 8)
+        assert losses[-1] < losses[0]
+    found, layers = treatment(optimizer), linear_layers(model)
     assert found.keys() == dict(model.named_parameters()).keys()
-    assert not [name for name, how in found.items() if "fallback" in how]
+    assert not on_fallback(optimizer)
+    assert len(layers) > LINEAR[family]
     if method != "sparse_mfac":  # a window holds parameters, whatever layer they belong to
-        layers = {
-            f"{name}.{own}": f"block '{name}' (Linear)" for name in linear_layers(model) for own in ("weight", "bias")
-        }
-        assert {name: found[name] for name in layers} == layers
-        assert len(layers) == 2 * (6 * 2 + (1 if task.startswith("squad") else 2))
-    shapes = shapes_of(model)
-    assert shapes.entries == sum(p.numel() for p in model.parameters())
-    assert bert_sizes.differences(optimizer.memory_usage(), expected_bytes(method, shapes), shapes.blocks) == {}
+        covered = {name: how for name, how in found.items() if name.rpartition(".")[0] in layers}
+        assert covered == {name: f"block '{(n := name.rpartition('.')[0])}' ({layers[n]})" for name in covered}
+        assert {f"{name}.weight" for name in layers} <= covered.keys()
+    if family == "Bert":
+        answers = head == QUESTIONS
+        assert len(layers) == LINEAR[family] + (1 if answers else 2)
+        shapes = bert_sizes.shapes_of(model.config, outputs=labels, pooler=not answers)
+        assert shapes.entries == sum(p.numel() for p in model.parameters())
+        assert bert_sizes.differences(optimizer.memory_usage(), expected_bytes(method, shapes), shapes.blocks) == {}
 
 
 @every_method
-def test_positions_that_are_looked_up_once_for_all(method: str, tasks: dict[str, Task]) -> None:
+def test_positions_that_are_looked_up_once_for_all(method: str) -> None:
     """As the models do it by themselves: then nothing is known of examples there, which not every method needs."""
-    model = tasks["sst2"].model()
-    batch = {name: value for name, value in tasks["sst2"].batches[0].items() if name != "position_ids"}
+    model, data = new_model("Bert", SENTENCES), batch("Bert", SENTENCES)
+    del data["position_ids"]
     optimizer = optimizer_of(method, model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            step(model, optimizer, batch)
-    left = [name for name, how in treatment(optimizer).items() if "fallback" in how]
-    if method in {"kfac", "sparse_mfac"}:
-        assert not left
-        assert not caught
-    else:
-        assert left == ["bert.embeddings.position_embeddings.weight"]
-        assert ["position_embeddings" in str(warning.message) for warning in caught] == [True]
+            step(model, optimizer, data)
+    needs_examples = method in {"ekfac", "hylo"}
+    assert on_fallback(optimizer) == ["bert.embeddings.position_embeddings.weight"] * needs_examples
+    assert ["position_embeddings" in str(warning.message) for warning in caught] == [True] * needs_examples
 
 
-def padded(batch: Batch, to: int) -> Batch:
+@pytest.mark.parametrize("tied", [None, "embedding", "head"])
+def test_a_word_embedding_that_is_the_head_too_may_have_either_block(tied: str | None) -> None:
+    model = new_model("GPT2", LANGUAGE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = optimizer_of("kfac", model, tied=tied)
+    assert ["tied='embedding' or 'head'" in str(warning.message) for warning in caught] == [True] * (tied is None)
+    losses = steps(model, optimizer, [batch("GPT2", LANGUAGE)], 8)
+    assert losses[-1] < losses[0]
+    how = treatment(optimizer)["transformer.wte.weight"]
+    expected = {"embedding": "block 'transformer.wte' (Embedding), tied", "head": "block 'lm_head' (Linear), tied"}
+    assert how.startswith(expected[tied] if tied else "adam fallback: tied across layers")
+
+
+def padded(data: Batch, to: int) -> Batch:
     """The same sentences with more padding."""
-    more = to - batch["input_ids"].shape[1]
-    longer = {name: nn.functional.pad(rows, (0, more)) for name, rows in batch.items() if rows.dim() == 2}
-    return batch | longer | {"position_ids": torch.arange(to).expand(len(batch["input_ids"]), -1)}
+    more = to - data["input_ids"].shape[1]
+    longer = {name: nn.functional.pad(rows, (0, more)) for name, rows in data.items() if rows.dim() == 2}
+    return data | longer | {"position_ids": torch.arange(to).expand(len(data["input_ids"]), -1)}
 
 
 def factors(optimizer: Any) -> dict[str, torch.Tensor]:
@@ -132,20 +125,13 @@ def factors(optimizer: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("masked", [True, False])
 def test_statistics_are_those_without_padding(masked: bool) -> None:
     """Under `mask`. Without it the padding counts as inputs, in all layers before the pooler."""
-    torch.manual_seed(1)
-    words = torch.randint(5, 60, (4, 10))
-    short: Batch = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": torch.tensor([0, 1, 1, 0])}
-    short |= {"position_ids": torch.arange(10).expand(4, -1), "token_type_ids": torch.tensor([0, 1]).repeat(4, 5)}
+    short = batch("Bert", SENTENCES, length=10)
+    short |= {"attention_mask": torch.ones(N, 10).long(), "token_type_ids": torch.tensor([0, 1]).repeat(N, 5)}
     found = []
-    for batch in (short, padded(short, 16)):
-        torch.manual_seed(0)
-        model = BertForSequenceClassification(config(60, num_labels=2)).double()
+    for data in (short, padded(short, 16)):
+        model = new_model("Bert", SENTENCES).double()
         optimizer = optimizer_of("kfac", model)
-        if masked:
-            step(model, optimizer, batch)
-        else:
-            model(**batch).loss.backward()
-            optimizer.step()
+        step(model, optimizer, data, masked=masked)
         found.append(factors(optimizer))
     assert len(found[0]) == 2 * (14 + 3 + 5)
     differ = {

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertForQuestionAnswering
 
-from tests.integrations.bert_models import METHODS, Batch, config, optimizer_of, step, treatment
+from tests.integrations import bert_models
+from tests.integrations.bert_models import METHODS, QUESTIONS, batch, on_fallback, optimizer_of, step
 
-VOCABULARY, N, S, STEPS = 60, 4, 12, 4
+STEPS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -25,35 +26,30 @@ def _compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def questions() -> Batch:
-    torch.manual_seed(1)
-    words = torch.randint(5, VOCABULARY, (N, S))
-    keep = torch.arange(S) < torch.tensor([[12], [9], [7], [10]])
-    starts, ends = torch.randint(1, 7, (2, N))
-    positions = torch.arange(S).expand(N, -1)
-    spans = {"start_positions": starts, "end_positions": ends}
-    return {"input_ids": words, "attention_mask": keep.long(), "position_ids": positions} | spans
-
-
-def new_model(attention: str = "sdpa") -> BertForQuestionAnswering:
-    torch.manual_seed(0)
-    return BertForQuestionAnswering(config(VOCABULARY, attn_implementation=attention)).double().train()
+def new_model(attention: str = "sdpa") -> Any:
+    return bert_models.new_model("Bert", QUESTIONS, attn_implementation=attention).double().train()
 
 
 def train(model: nn.Module, run: nn.Module, method: str, *, evaluate: bool = False) -> tuple[list[float], list[Tensor]]:
     """Losses of some steps through `run`, and the weights that they lead to."""
-    optimizer = optimizer_of(method, model)
+    optimizer, data = optimizer_of(method, model), batch("Bert", QUESTIONS)
     losses = []
     for _ in range(STEPS):
-        losses.append(step(run, optimizer, questions()))
+        losses.append(step(run, optimizer, data))
         if evaluate:
             model.eval()
             with torch.no_grad():
-                run(**questions())
-            run(**questions()).loss.item()  # with a graph that nobody goes back through
+                run(**data)
+            run(**data).loss.item()  # with a graph that nobody goes back through
             model.train()
-    assert not [name for name, how in treatment(optimizer).items() if "fallback" in how]
+    assert not on_fallback(optimizer)
     return losses, [p.detach() for p in model.parameters()]
+
+
+@cache
+def plain(method: str) -> tuple[list[float], list[Tensor]]:
+    model = new_model()
+    return train(model, model, method)
 
 
 PLAIN = ["eager attention", "checkpoints", "reentrant checkpoints", "evaluated"]
@@ -68,17 +64,15 @@ CASES += [  # compiling takes seconds: one case of it is run by default
 
 @pytest.mark.parametrize(("mode", "method"), CASES)
 def test_the_steps_are_the_same(mode: str, method: str) -> None:
-    plain = new_model()
-    losses, weights = train(plain, plain, method)
-    model: Any = new_model("eager" if mode == "eager attention" else "sdpa")
+    model = new_model("eager" if mode == "eager attention" else "sdpa")
     if "checkpoints" in mode:
         model.activation_checkpointing_enable({"use_reentrant": mode.startswith("reentrant")})
     run = torch.compile(model, backend="aot_eager") if "compiled" in mode else model
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        again, others = train(model, run, method, evaluate="evaluated" in mode)
+        found = train(model, run, method, evaluate="evaluated" in mode)
     assert not [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
-    assert_same((again, others), (losses, weights), mode, method)
+    assert_same(found, plain(method), mode, method)
 
 
 def assert_same(found: Any, expected: Any, mode: str, method: str) -> None:
@@ -93,9 +87,9 @@ def assert_same(found: Any, expected: Any, mode: str, method: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_steps_of_a_model_that_inductor_compiled_are_the_same(method: str) -> None:
-    plain, model = new_model(), new_model()
-    expected = train(plain, plain, method)
-    assert_same(train(model, torch.compile(model, backend="inductor"), method), expected, "eager attention", method)
+    model = new_model()
+    found = train(model, torch.compile(model, backend="inductor"), method)
+    assert_same(found, plain(method), "eager attention", method)
 
 
 @pytest.mark.slow
@@ -103,11 +97,12 @@ def test_a_model_that_was_compiled_and_run_before_is_named() -> None:
     """Its graphs know nothing of the optimizer: one warning says so, and what to write."""
     model = new_model()
     run = torch.compile(model, backend="aot_eager")
-    run(**questions()).loss.backward()
+    data = batch("Bert", QUESTIONS)
+    run(**data).loss.backward()
     optimizer = optimizer_of("kfac", model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            step(run, optimizer, questions())
+            step(run, optimizer, data)
     ours = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
     assert ["torch.compiler.reset" in text for text in ours] == [True]

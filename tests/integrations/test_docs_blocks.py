@@ -6,21 +6,18 @@ import pytest
 
 from tests.support.code_blocks import name_of, pages_with, run
 
-INTEGRATIONS = {"integrations"}
+MARKS = {"integrations"}
+FAST, SLOW = pages_with(MARKS), pages_with({*MARKS, "slow"})
+assert FAST
 
 
-def test_there_are_pages_to_run() -> None:
-    assert pages_with(INTEGRATIONS)
-
-
-@pytest.mark.parametrize("page", pages_with(INTEGRATIONS), ids=name_of)
-def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("page", "marks"),
+    [
+        *(pytest.param(page, MARKS, id=name_of(page)) for page in FAST),
+        *(pytest.param(page, {*MARKS, "slow"}, id=f"{name_of(page)} slow", marks=pytest.mark.slow) for page in SLOW),
+    ],
+)
+def test_examples_run(page: Path, marks: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run(page, INTEGRATIONS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", pages_with({*INTEGRATIONS, "slow"}), ids=name_of)
-def test_slow_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run(page, {*INTEGRATIONS, "slow"})
+    run(page, marks)

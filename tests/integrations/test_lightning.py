@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from secondorder import KFAC, MemOpt
 from secondorder.integrations.lightning import SecondOrderCallback
-from tests.integrations.lightning_models import (
-    BATCHES,
-    METHODS,
-    Make,
-    Module,
-    assert_same_bits,
-    batches,
-    network,
-    trainer,
-)
+from tests.integrations.lightning_models import METHODS, Make, Module, fit
+from tests.integrations.small import BATCHES, assert_same_bits, batches, network
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
@@ -45,45 +39,99 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
     return OneCycleLR(optimizer, max_lr=0.05, total_steps=20)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Automatic optimization, always with a closure
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["network", "module"])
-@every_method
-def test_training_is_that_of_a_plain_loop(make: Make, whole: bool) -> None:
-    module = Module(make, whole=whole)
-    trainer().fit(module, batches())
-    expected = network()
-    optimizer = make(expected)
-    for _ in range(2):
-        for inputs, targets in batches():
+def by_hand(
+    make: Make,
+    epochs: int = 2,
+    *,
+    accumulate: int = 1,
+    clip: float | None = None,
+    schedule: Callable[..., Any] | None = None,
+    cast: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    observe: Callable[..., None] = lambda optimizer, logits: None,
+) -> tuple[nn.Module, Any]:
+    """The loop that a user would write, with what the trainer is told to do."""
+    model = network()
+    optimizer = make(model, grad_scaler=scaler) if scaler else make(model)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    scheduler = schedule(optimizer) if schedule else None
+    autocast = torch.autocast("cpu", cast, cache_enabled=False) if cast else nullcontext()
+    for _ in range(epochs):
+        for number, (inputs, targets) in enumerate(batches()):
+            with autocast:
+                logits = model(inputs)
+                observe(optimizer, logits)
+                loss = cross_entropy(logits, targets) / accumulate
+            scaler.scale(loss).backward()
+            if (number + 1) % accumulate:
+                continue
+            if scaler.is_enabled():
+                scaler.unscale_(optimizer)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
-            cross_entropy(expected(inputs), targets).backward()
-            optimizer.step()
-    assert_same_bits(module.network, expected)
+            if scheduler:
+                scheduler.step()
+    return model, optimizer
+
+
+# ---------------------------------------------------------------------- automatic optimization, always with a closure
+@pytest.mark.parametrize("precision", ["network", "module", "bf16-mixed"])
+@every_method
+def test_training_is_that_of_a_plain_loop(make: Make, precision: str) -> None:
+    """The optimizer gets the network or the whole module."""
+    module = Module(make, whole=precision == "module")
+    half = precision == "bf16-mixed"
+    fit(module, **{"precision": precision} if half else {})
+    assert_same_bits(module.network, by_hand(make, cast=torch.bfloat16 if half else None)[0])
 
 
 @every_method
 def test_clipping_accumulation_and_a_schedule(make: Make) -> None:
     module = Module(make, schedule=one_cycle)
-    fitted = trainer(4, gradient_clip_val=0.1, accumulate_grad_batches=2)
-    fitted.fit(module, batches())
-    expected = network()
-    optimizer = make(expected)
-    scheduler = one_cycle(optimizer)
-    for _ in range(4):
-        for number, (inputs, targets) in enumerate(batches()):
-            (cross_entropy(expected(inputs), targets) / 2).backward()
-            if number % 2:
-                nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
+    fitted = fit(module, 4, gradient_clip_val=0.1, accumulate_grad_batches=2)
+    expected, optimizer = by_hand(make, 4, accumulate=2, clip=0.1, schedule=one_cycle)
     assert fitted.global_step == 4 * BATCHES // 2
     assert fitted.optimizers[0].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert_same_bits(module.network, expected)
+
+
+@every_method
+def test_float16_is_that_of_a_plain_loop(make: Make) -> None:
+    """On the CPU, Lightning makes bfloat16 of "16-mixed"; its plugin for float16 is driven here as on a GPU.
+
+    The first scale makes the gradients overflow: those batches are left out, by both.
+    """
+    scaler, other = (torch.amp.GradScaler("cpu", init_scale=2.0**24) for _ in range(2))
+    module, plugin = Module(make), MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "KFAC|EKFAC|HyLo|SparseMFAC")
+        fitted = fit(module, plugins=[plugin], gradient_clip_val=0.5, callbacks=[SecondOrderCallback()])
+    assert fitted.optimizers[0].grad_scaler is scaler
+    expected, optimizer = by_hand(make, clip=0.5, cast=torch.float16, scaler=other)
+    assert scaler.get_scale() == other.get_scale() < 2.0**24
+    assert 0 < optimizer.diagnostics()["step"] < 2 * BATCHES
+    assert_same_bits(module.network, expected)
+
+
+def test_without_the_callback_the_first_step_finds_the_loss_scaler() -> None:
+    """The curvature of the last batch is that in float32 with nothing scaled."""
+
+    def make(model: nn.Module) -> KFAC:
+        return KFAC(model, lr=0.0, damping=0.1, factor_decay=0.0, factor_update_steps=1, inv_update_steps=1)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    (optimizer,) = fit(Module(make), 1, plugins=[plugin], gradient_clip_val=0.5).optimizers
+    assert optimizer.grad_scaler is scaler
+    assert optimizer.diagnostics()["step"] == BATCHES
+    _, plain = by_hand(make, 1)
+    assert len(optimizer.blocks) == len(plain.blocks) == 2
+    for ours, theirs in zip(optimizer.blocks, plain.blocks, strict=True):
+        expected = plain.dense_curvature(theirs)
+        assert float((optimizer.dense_curvature(ours) - expected).norm() / expected.norm()) < 2e-2, theirs
 
 
 def test_a_closure_may_be_called_again() -> None:
@@ -93,19 +141,18 @@ def test_a_closure_may_be_called_again() -> None:
         return KFAC(module, lr=0.05, adaptive_damping=True, damping_interval=2)
 
     module = Module(make)
-    trainer().fit(module, batches())
+    fit(module)
     expected = network()
     optimizer = make(expected)
-    for _ in range(2):
-        for inputs, targets in batches():
+    for inputs, targets in [batch for _ in range(2) for batch in batches()]:
 
-            def closure(inputs: Any = inputs, targets: Any = targets) -> Any:
-                optimizer.zero_grad()
-                loss = cross_entropy(expected(inputs), targets)
-                loss.backward()
-                return loss
+        def closure(inputs: Any = inputs, targets: Any = targets) -> Any:
+            optimizer.zero_grad()
+            loss = cross_entropy(expected(inputs), targets)
+            loss.backward()
+            return loss
 
-            optimizer.step(closure)
+        optimizer.step(closure)
     assert_same_bits(module.network, expected)
 
 
@@ -120,34 +167,21 @@ def test_the_true_fisher_is_observed_in_the_training_step() -> None:
         return KFAC(module, lr=0.05, fisher="exact", factor_update_steps=1, inv_update_steps=4)
 
     module = Observed(make)
-    trainer().fit(module, batches())
-    expected = network()
-    optimizer = make(expected)
-    for _ in range(2):
-        for inputs, targets in batches():
-            optimizer.zero_grad()
-            logits = expected(inputs)
-            optimizer.observe(logits, "categorical")
-            cross_entropy(logits, targets).backward()
-            optimizer.step()
+    fit(module)
+    expected, _ = by_hand(make, observe=lambda optimizer, logits: optimizer.observe(logits, "categorical"))
     assert_same_bits(module.network, expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Manual optimization
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------- manual optimization
 class TwoPlayers(pl.LightningModule):
     """Two networks with an optimizer each, of which one is frozen while the other learns."""
 
-    def __init__(self, make: Make, toggled: bool = True) -> None:
+    def __init__(self, make: Make) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
         self.second = network()
-        self.make, self.toggled = make, toggled
-        self.automatic_optimization = False
+        self.make, self.automatic_optimization = make, False
 
     def configure_optimizers(self) -> Any:
         return self.make(self.first), self.make(self.second)
@@ -155,134 +189,67 @@ class TwoPlayers(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         inputs, targets = batch
         for number, optimizer in enumerate(self.optimizers()):
-            if self.toggled:
-                self.toggle_optimizer(optimizer)
+            self.toggle_optimizer(optimizer)
             optimizer.zero_grad()
             inner = self.first(inputs)
             loss = cross_entropy(self.second(inner.detach() if number else inner), targets)
             self.manual_backward(-loss if number else loss)
             optimizer.step()
-            if self.toggled:
-                self.untoggle_optimizer(optimizer)
+            self.untoggle_optimizer(optimizer)
 
 
 @every_method
 def test_manual_optimization_with_two_optimizers(make: Make) -> None:
     toggled, expected = TwoPlayers(make), TwoPlayers(make)
-    fitted = trainer()
-    fitted.fit(toggled, batches())
+    fitted = fit(toggled)
     first, second = expected.configure_optimizers()
-    for _ in range(2):
-        for inputs, targets in batches():
-            first.zero_grad()
-            cross_entropy(expected.second(expected.first(inputs)), targets).backward()
-            first.step()
-            second.zero_grad()
-            (-cross_entropy(expected.second(expected.first(inputs).detach()), targets)).backward()
-            second.step()
+    for inputs, targets in [batch for _ in range(2) for batch in batches()]:
+        first.zero_grad()
+        cross_entropy(expected.second(expected.first(inputs)), targets).backward()
+        first.step()
+        second.zero_grad()
+        (-cross_entropy(expected.second(expected.first(inputs).detach()), targets)).backward()
+        second.step()
     assert fitted.global_step == 4 * BATCHES
     assert_same_bits(toggled, expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Precision
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@every_method
-def test_bfloat16_is_that_of_a_plain_loop(make: Make) -> None:
-    module = Module(make)
-    trainer(precision="bf16-mixed").fit(module, batches())
-    expected = network()
-    optimizer = make(expected)
-    for _ in range(2):
-        for inputs, targets in batches():
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-                loss = cross_entropy(expected(inputs), targets)
-            loss.backward()
-            optimizer.step()
-    assert_same_bits(module.network, expected)
-
-
-@every_method
-def test_float16_is_that_of_a_plain_loop(make: Make) -> None:
-    """On the CPU, Lightning makes bfloat16 of "16-mixed"; its plugin for float16 is driven here as on a GPU.
-
-    The first scale makes the gradients overflow: those batches are left out, by both.
-    """
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-    module = Module(make)
-    fitted = trainer(
-        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)],
-        gradient_clip_val=0.5,
-        callbacks=[SecondOrderCallback()],
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "KFAC|EKFAC|HyLo|SparseMFAC")
-        fitted.fit(module, batches())
-    assert fitted.optimizers[0].grad_scaler is scaler
-
-    other = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-    expected = network()
-    optimizer = make(expected, grad_scaler=other)  # type: ignore[call-arg]
-    for _ in range(2):
-        for inputs, targets in batches():
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16, cache_enabled=False):
-                loss = cross_entropy(expected(inputs), targets)
-            other.scale(loss).backward()
-            other.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
-            other.step(optimizer)
-            other.update()
-    assert scaler.get_scale() == other.get_scale() < 2.0**24
-    assert 0 < optimizer.diagnostics()["step"] < 2 * BATCHES
-    assert_same_bits(module.network, expected)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------- checkpoints
 @every_method
 def test_resumed_training_is_that_of_an_uninterrupted_one(make: Make, tmp_path: Path) -> None:
     """In the middle of an interval, and read with `weights_only`."""
-    whole = Module(make, schedule=one_cycle)
-    trainer(3).fit(whole, batches())
-    begun = Module(make, schedule=one_cycle)
+    whole, begun, resumed = (Module(make, schedule=one_cycle) for _ in range(3))
+    fit(whole, 3)
     keep = ModelCheckpoint(tmp_path, save_last=True)
-    trainer(1, callbacks=[keep, SecondOrderCallback()], enable_checkpointing=True).fit(begun, batches())
+    fit(begun, 1, callbacks=[keep, SecondOrderCallback()], enable_checkpointing=True)
     saved = torch.load(keep.last_model_path, weights_only=True)
     assert saved["optimizer_states"][0]["state"]
-    resumed = Module(make, schedule=one_cycle)
-    trainer(3).fit(resumed, batches(), ckpt_path=keep.last_model_path, weights_only=True)
+    fit(resumed, 3, ckpt_path=keep.last_model_path, weights_only=True)
     assert begun.losses + resumed.losses == whole.losses
     assert_same_bits(resumed.network, whole.network)
 
 
-def test_a_checkpoint_of_weights_alone_is_saved(tmp_path: Path) -> None:
-    module = Module(METHODS["KFAC"])
-    fitted = trainer(1, callbacks=[SecondOrderCallback()])
-    fitted.fit(module, batches())
-    fitted.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    assert "optimizer_states" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+def test_one_process_with_a_strategy_has_nothing_to_complete(tmp_path: Path) -> None:
+    """Nor has a checkpoint of the weights alone."""
+    fitted = fit(Module(lambda module: KFAC(module, lr=0.05, comm=MemOpt())), 1, callbacks=[SecondOrderCallback()])
+    for alone in (False, True):
+        fitted.save_checkpoint(tmp_path / "one.ckpt", weights_only=alone)
+        saved = torch.load(tmp_path / "one.ckpt", weights_only=True)
+        assert ("optimizer_states" in saved) != alone
+        assert "partial" not in saved.get("optimizer_states", [{}])[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The callback
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- the callback
+def logged(logger: TensorBoardLogger, tag: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(logger.log_dir).Reload()
+    return [(event.step, event.value) for event in events.Scalars(f"secondorder/{tag}")]
 
 
 def test_diagnostics_go_to_every_logger(tmp_path: Path) -> None:
     loggers = [TensorBoardLogger(tmp_path, name="board"), CSVLogger(tmp_path, name="table")]
-    fitted = trainer(2, logger=loggers, callbacks=[SecondOrderCallback(log_every_n_steps=5)])
-    fitted.fit(Module(METHODS["KFAC"]), batches())
-    events = EventAccumulator(loggers[0].log_dir).Reload()
-    seen = events.Scalars("secondorder/step")
-    assert [(event.step, event.value) for event in seen] == [(5, 5.0), (10, 10.0)]
-    assert [e.value for e in events.Scalars("secondorder/damping/0")] == pytest.approx([0.01, 0.01])
+    fit(Module(METHODS["kfac"]), logger=loggers, callbacks=[SecondOrderCallback(log_every_n_steps=5)])
+    assert logged(loggers[0], "step") == [(5, 5.0), (10, 10.0)]
+    assert [value for _, value in logged(loggers[0], "damping/0")] == pytest.approx([0.01, 0.01])
     header = (Path(loggers[1].log_dir) / "metrics.csv").read_text(encoding="utf-8").splitlines()[0].split(",")
     assert {"secondorder/kl_clip_factor", "secondorder/skipped_steps", "step"} <= set(header)
 
@@ -295,39 +262,24 @@ def test_several_optimizers_are_told_apart(tmp_path: Path) -> None:
             return torch.optim.SGD(self.first.parameters(), lr=0.1), self.make(self.second)
 
     logger = TensorBoardLogger(tmp_path)
-    callback = SecondOrderCallback(log_every_n_steps=8)
-    trainer(1, logger=logger, callbacks=[callback]).fit(Mixed(METHODS["KFAC"]), batches())
-    events = EventAccumulator(logger.log_dir).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("secondorder/1/step")] == [(8, 4.0)]
-    assert not [tag for tag in events.Tags()["scalars"] if tag.startswith("secondorder/0/")]
+    fit(Mixed(METHODS["kfac"]), 1, logger=logger, callbacks=[SecondOrderCallback(log_every_n_steps=8)])
+    assert logged(logger, "1/step") == [(8, 4.0)]
+    tags = EventAccumulator(logger.log_dir).Reload().Tags()["scalars"]
+    assert not [tag for tag in tags if tag.startswith("secondorder/0/")]
 
 
 def test_a_resumed_run_logs_where_it_goes_on(tmp_path: Path) -> None:
-    module, callback = Module(METHODS["KFAC"]), SecondOrderCallback(log_every_n_steps=4)
-    fitted = trainer(1, callbacks=[callback])
-    fitted.fit(module, batches())
-    fitted.save_checkpoint(tmp_path / "at-6.ckpt")
-    logger = TensorBoardLogger(tmp_path)
-    again = trainer(2, logger=logger, callbacks=[SecondOrderCallback(log_every_n_steps=4)])
-    again.fit(Module(METHODS["KFAC"]), batches(), ckpt_path=tmp_path / "at-6.ckpt", weights_only=True)
-    events = EventAccumulator(logger.log_dir).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("secondorder/step")] == [(8, 8.0), (12, 12.0)]
+    callbacks = [SecondOrderCallback(log_every_n_steps=4)]
+    fit(Module(METHODS["kfac"]), 1, callbacks=callbacks).save_checkpoint(tmp_path / "at-6.ckpt")
+    logger, resume = TensorBoardLogger(tmp_path), {"ckpt_path": tmp_path / "at-6.ckpt", "weights_only": True}
+    fit(Module(METHODS["kfac"]), 2, logger=logger, callbacks=[SecondOrderCallback(log_every_n_steps=4)], **resume)
+    assert logged(logger, "step") == [(8, 8.0), (12, 12.0)]
 
 
 @pytest.mark.parametrize("steps", [-1, 1.5, True])
 def test_a_wrong_interval_is_refused(steps: Any) -> None:
     with pytest.raises(ValueError, match="log_every_n_steps"):
         SecondOrderCallback(log_every_n_steps=steps)
-
-
-def test_one_process_with_a_strategy_has_nothing_to_complete(tmp_path: Path) -> None:
-    def make(module: nn.Module) -> Any:
-        return KFAC(module, lr=0.05, comm=MemOpt())
-
-    fitted = trainer(1, callbacks=[SecondOrderCallback()])
-    fitted.fit(Module(make), batches())
-    fitted.save_checkpoint(tmp_path / "one.ckpt")
-    assert "partial" not in torch.load(tmp_path / "one.ckpt", weights_only=True)["optimizer_states"][0]
 
 
 @pytest.mark.slow
@@ -340,29 +292,17 @@ def test_the_older_name_of_the_library_has_its_own_callback() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Beside it
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------- averages of weights, and Fabric
 @every_method
-def test_a_moving_average_of_the_weights_leaves_training_alone(make: Make, tmp_path: Path) -> None:
-    """The callback copies the whole module, hooks included."""
-    plain, averaged = Module(make), Module(make)
-    trainer(3).fit(plain, batches())
-    fitted = trainer(3, callbacks=[EMAWeightAveraging(decay=0.5)])
-    fitted.fit(averaged, batches())
+def test_averages_of_the_weights_leave_training_alone(make: Make) -> None:
+    """The callback of a moving average copies the whole module, hooks included."""
+    plain, averaged, stochastic = Module(make), Module(make), Module(make)
+    fit(plain, 3)
+    fit(averaged, 3, callbacks=[EMAWeightAveraging(decay=0.5)])
     assert averaged.losses == plain.losses
     assert any(not torch.equal(a, b) for a, b in zip(averaged.parameters(), plain.parameters(), strict=True))
-
-
-@every_method
-def test_stochastic_weight_averaging_trains_on(make: Make) -> None:
-    module = Module(make)
-    trainer(4, callbacks=[StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2, annealing_epochs=1)]).fit(
-        module, batches()
-    )
-    assert sum(module.losses[-BATCHES:]) < sum(module.losses[:BATCHES])
+    fit(stochastic, 4, callbacks=[StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2, annealing_epochs=1)])
+    assert sum(stochastic.losses[-BATCHES:]) < sum(stochastic.losses[:BATCHES])
 
 
 @every_method

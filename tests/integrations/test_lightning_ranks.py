@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.launching import ROOT, launch, torchrun
+from tests.support.launching import ROOT, launch, restarting
 
-SCRIPTS = ROOT / "tests" / "integrations" / "scripts"
+SCRIPT = ROOT / "tests" / "integrations" / "scripts" / "lightning_ranks.py"
 SECONDS = 280  # for a program that takes twenty, on a machine that is busy
+
+
+def answers(folder: Path, how: str) -> list[dict[str, Any]]:
+    ended = launch(restarting(str(SCRIPT), str(folder), how), folder, SECONDS)
+    assert ended.returncode == 0, ended.stdout
+    return [json.loads((folder / f"answer-{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
 
 
 @pytest.mark.parametrize("strategy", ["mem", pytest.param("comm", marks=pytest.mark.slow)])
 def test_a_killed_rank_comes_back_and_checkpoints_are_whole(strategy: str, tmp_path: Path) -> None:
-    words = ("--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.2")
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
-    ended = launch(
-        torchrun(*words, *rendezvous, str(SCRIPTS / "lightning_ranks.py"), str(tmp_path), strategy), tmp_path, SECONDS
-    )
-    assert ended.returncode == 0, ended.stdout
-    answers = [json.loads((tmp_path / f"answer-{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
-    for rank, answer in enumerate(answers):
+    for rank, answer in enumerate(answers(tmp_path, strategy)):
         assert answer["killed"] == {"first step": 6, "same losses": True, "same bits": True}
-        assert [answer[name] for name in ("EKFAC", "SparseMFAC", "HyLo", "unaware")] == [True] * 4
+        assert [answer[name] for name in ("ekfac", "sparse_mfac", "hylo", "unaware")] == [True] * 4
         if strategy == "mem":
             assert answer["without"]["warnings"] == 1
             assert rank == 0 or "partial" in answer["without"]["refused"]
@@ -35,9 +35,5 @@ def test_a_killed_rank_comes_back_and_checkpoints_are_whole(strategy: str, tmp_p
 @pytest.mark.slow
 def test_sharded_models_resume_from_one_file_and_from_a_folder(tmp_path: Path) -> None:
     """FSDP2, where Lightning collects the state of optimizers itself: the callback completes it."""
-    script = SCRIPTS / "lightning_sharded.py"
-    ended = launch(torchrun("--standalone", "--nproc-per-node", "2", str(script), str(tmp_path)), tmp_path, SECONDS)
-    assert ended.returncode == 0, ended.stdout
-    for rank in range(2):
-        answer = json.loads((tmp_path / f"answer-{rank}.json").read_text(encoding="utf-8"))
-        assert answer == {"KFAC-False": True, "KFAC-True": True, "SparseMFAC-True": True}
+    for answer in answers(tmp_path, "sharded"):
+        assert answer == {"kfac-False": True, "kfac-True": True, "sparse_mfac-True": True}

@@ -8,27 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from transformers import SchedulerType, Trainer, TrainerCallback, TrainingArguments, get_scheduler
 
-from secondorder import EKFAC, KFAC, HyLo, SparseMFAC
+from secondorder import KFAC
 from secondorder.integrations.transformers import SecondOrderCallback, decay_groups, optimizer_factory
 from secondorder.optimizer import SecondOrderOptimizer
 from tests.integrations import sentences
-from tests.integrations.sentences import Sentences, assert_same, classifier, parameters
+from tests.integrations.sentences import BY_FALLBACK, METHODS, Sentences, classifier
+from tests.integrations.small import assert_same_bits, give_a_scaler
 
 SIZE, STEPS, CLIP = 8, 6, 0.5
-METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "kfac": (KFAC, {"lr": 0.03, "graft": "adam", "factor_update_steps": 1, "inv_update_steps": 2}),
-    "ekfac": (EKFAC, {"lr": 0.03, "graft": "adam", "factor_update_steps": 1, "inv_update_steps": 2}),
-    "sparse_mfac": (SparseMFAC, {"lr": 0.01, "graft": "adam", "window_size": 4}),
-    "hylo": (HyLo, {"lr": 0.03, "graft": "adam", "update_steps": 2}),
-}
-# One embedding of all positions is looked up for the whole batch: nothing is known of an example there.
-AFTERWARDS_BY_FALLBACK = {"ekfac": {"bert.embeddings.position_embeddings.weight"}}
-AFTERWARDS_BY_FALLBACK["hylo"] = AFTERWARDS_BY_FALLBACK["ekfac"]
 
 every_method = pytest.mark.parametrize("name", METHODS)
 pytestmark = [
@@ -37,18 +28,17 @@ pytestmark = [
 ]
 
 
-def make(name: str, model: nn.Module, **changed: Any) -> SecondOrderOptimizer:
+def make(name: str, model: nn.Module) -> SecondOrderOptimizer:
     method, options = METHODS[name]
-    return method(model, **options | changed)
+    return method(model, **options)
 
 
 def arguments(folder: Path, **changed: Any) -> TrainingArguments:
-    settings: dict[str, Any] = {
-        "output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True, "log_level": "error",
-        "per_device_train_batch_size": SIZE, "max_steps": STEPS, "logging_steps": 1, "max_grad_norm": CLIP,
-        "save_strategy": "no", "train_sampling_strategy": "sequential",
+    settings = {
+        "per_device_train_batch_size": SIZE, "max_steps": STEPS, "max_grad_norm": CLIP, "save_strategy": "no",
+        "train_sampling_strategy": "sequential",
     }  # fmt: skip
-    return TrainingArguments(**settings | changed)
+    return sentences.arguments(folder, **settings | changed)
 
 
 def losses(trainer: Trainer) -> list[float]:
@@ -98,32 +88,25 @@ def test_optimizers_trains_as_a_loop_by_hand(name: str, tmp_path: Path) -> None:
     optimizer = make(name, model)
     trainer = trained(model, args, optimizer)
     expected = by_hand(ours, make(name, ours), accumulate=2, warmup=2)
-    assert_same(parameters(model), parameters(ours))
+    assert_same_bits(model, ours)
     assert losses(trainer) == pytest.approx(expected, rel=1e-6)
-    assert_covered(optimizer, AFTERWARDS_BY_FALLBACK.get(name, set()))
+    assert_covered(optimizer, BY_FALLBACK.get(name, set()))
 
 
-@every_method
-def test_class_and_options_train_in_groups_with_and_without_decay(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "key"), [*((name, "module") for name in METHODS), ("kfac", "model")])
+def test_class_and_options_train_in_groups_with_and_without_decay(name: str, key: str, tmp_path: Path) -> None:
+    """With ``module=`` the groups are those of the trainer; a ``model=`` among the options comes first."""
     method, options = METHODS[name]
     model, ours = classifier(), classifier()
-    args = arguments(tmp_path, weight_decay=0.1)
-    trainer = trained(model, args, optimizer_cls_and_kwargs=(method, {"module": model, **options}))
+    decay = 0.1 if key == "module" else 0.0
+    args = arguments(tmp_path, weight_decay=decay)
+    trainer = trained(model, args, optimizer_cls_and_kwargs=(method, {key: model, **options}))
     optimizer = trainer.optimizer.optimizer
     assert type(optimizer) is method
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    by_hand(ours, method(decay_groups(ours, 0.1), module=ours, **options))
-    assert_same(parameters(model), parameters(ours))
-    assert_covered(optimizer, AFTERWARDS_BY_FALLBACK.get(name, set()))
-
-
-def test_a_model_among_the_options_comes_first(tmp_path: Path) -> None:
-    method, options = METHODS["kfac"]
-    model, ours = classifier(), classifier()
-    trainer = trained(model, arguments(tmp_path), optimizer_cls_and_kwargs=(method, {"model": model, **options}))
-    by_hand(ours, make("kfac", ours))
-    assert_same(parameters(model), parameters(ours))
-    assert_covered(trainer.optimizer.optimizer)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == ([0.1, 0.0] if decay else [0.0])
+    by_hand(ours, method(decay_groups(ours, 0.1), module=ours, **options) if decay else make(name, ours))
+    assert_same_bits(model, ours)
+    assert_covered(optimizer, BY_FALLBACK.get(name, set()))
 
 
 @pytest.mark.parametrize("name", ["kfac", "sparse_mfac"])
@@ -131,9 +114,9 @@ def test_a_factory_waits_for_the_model(name: str, tmp_path: Path) -> None:
     method, options = METHODS[name]
     ours = classifier()
     factory = (optimizer_factory(method), {**options, "weight_decay": 0.1})
-    trainer = trained(None, arguments(tmp_path), model_init=lambda: classifier(), optimizer_cls_and_kwargs=factory)
+    trainer = trained(None, arguments(tmp_path), model_init=classifier, optimizer_cls_and_kwargs=factory)
     by_hand(ours, method(decay_groups(ours, 0.1), module=ours, **options))
-    assert_same(parameters(trainer.model), parameters(ours))
+    assert_same_bits(trainer.model, ours)
     assert_covered(trainer.optimizer.optimizer)
 
 
@@ -198,14 +181,7 @@ def test_losses_of_a_classifier_are_summed_unless_told_otherwise(tmp_path: Path)
 
 
 def test_the_callback_tells_of_the_loss_scaler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate, which the trainer uses, makes none on a CPU: it is given one."""
-    made = Accelerator.__init__
-
-    def with_scaler(self: Accelerator, *args: Any, **settings: Any) -> None:
-        made(self, *args, **settings)
-        self.scaler, self.native_amp = torch.amp.GradScaler("cpu", init_scale=2.0**10), True
-
-    monkeypatch.setattr(Accelerator, "__init__", with_scaler)
+    give_a_scaler(monkeypatch)
     model = classifier()
     optimizer = make("kfac", model)
     settings = {"fp16": True, "per_device_train_batch_size": 16, "max_steps": 16, "gradient_accumulation_steps": 1}
@@ -217,13 +193,13 @@ def test_the_callback_tells_of_the_loss_scaler(tmp_path: Path, monkeypatch: pyte
     assert optimizer.diagnostics()["skipped_statistics"] == 0
 
 
-@pytest.mark.parametrize("name", ["kfac", "ekfac", "sparse_mfac", "hylo"])
+@every_method
 def test_bfloat16(name: str, tmp_path: Path) -> None:
     model = classifier()
     optimizer = make(name, model)
     trainer = trained(model, arguments(tmp_path, bf16=True, max_steps=16, per_device_train_batch_size=16), optimizer)
     assert sum(losses(trainer)[-4:]) < sum(losses(trainer)[:4])
-    assert_covered(optimizer, AFTERWARDS_BY_FALLBACK.get(name, set()))
+    assert_covered(optimizer, BY_FALLBACK.get(name, set()))
     floats = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     assert {v.dtype for v in floats if v.is_floating_point()} <= {torch.float32, torch.float64}
 
@@ -234,7 +210,7 @@ def test_evaluation_and_checkpointed_activations_change_nothing(tmp_path: Path) 
     args = arguments(tmp_path, eval_strategy="steps", eval_steps=1, gradient_checkpointing=True)
     trainer = trained(other, args, make("kfac", other), eval_dataset=Sentences(8, seed=1))
     assert sum("eval_loss" in line for line in trainer.state.log_history) == STEPS
-    assert_same(parameters(other), parameters(plain))
+    assert_same_bits(other, plain)
 
 
 @pytest.mark.slow
@@ -257,9 +233,8 @@ SCHEDULE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [kind.value for kind in SchedulerType])
-def test_every_schedule_moves_the_rates_as_those_of_sgd(kind: str) -> None:
-    def rates(make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> Iterator[list[float]]:
+def test_every_schedule_moves_the_rates_as_those_of_sgd() -> None:
+    def rates(kind: str, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> Iterator[list[float]]:
         model = nn.Linear(2, 1)
         optimizer = make_optimizer(model)
         scheduler = get_scheduler(kind, optimizer, 2, 10, SCHEDULE_OPTIONS.get(kind))
@@ -270,8 +245,10 @@ def test_every_schedule_moves_the_rates_as_those_of_sgd(kind: str) -> None:
             scheduler.step(float(step)) if with_metric else scheduler.step()
             yield [group["lr"] for group in optimizer.param_groups]
 
-    ours = list(rates(lambda model: KFAC(decay_groups(model, 0.1), module=model, lr=0.1)))
-    assert ours == list(rates(lambda model: torch.optim.SGD(decay_groups(model, 0.1), lr=0.1)))
+    for kind in SchedulerType:
+        ours = list(rates(kind.value, lambda model: KFAC(decay_groups(model, 0.1), module=model, lr=0.1)))
+        sgd = list(rates(kind.value, lambda model: torch.optim.SGD(decay_groups(model, 0.1), lr=0.1)))
+        assert ours == sgd, kind
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -294,7 +271,7 @@ def test_a_resumed_run_ends_with_the_same_bits(name: str, tmp_path: Path) -> Non
     saved = torch.load(tmp_path / "checkpoint-3" / "optimizer.pt", weights_only=True)
     assert "partial" not in saved
     assert saved["state"][0]["step"] == 3
-    assert_same(parameters(resumed.model), parameters(whole.model))
+    assert_same_bits(resumed.model, whole.model)
     assert losses(resumed)[-5:] == losses(whole)[-5:]
     assert resumed.optimizer.optimizer.diagnostics()["step"] == 8
 
@@ -312,18 +289,14 @@ class Events(TrainerCallback):
         self._step = state.global_step
 
 
+BEST = {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 3}
+#: Settings, and the steps whose state they save.
 SAVES: dict[str, tuple[dict[str, Any], set[int]]] = {
     "steps": ({"save_strategy": "steps", "save_steps": 2}, {2, 4, 6}),
     "epoch": ({"save_strategy": "epoch", "per_device_train_batch_size": 16}, {2, 4, 6}),
-    "best": (
-        {"save_strategy": "best", "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 3},
-        {3},
-    ),
-    "steps, best kept": (
-        {"save_steps": 3, "save_strategy": "steps", "load_best_model_at_end": True}
-        | {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 3},
-        {3, 6},
-    ),
+    "best": ({"save_strategy": "best", **BEST}, {3}),
+    "best kept": ({"save_steps": 3, "save_strategy": "steps", "load_best_model_at_end": True, **BEST}, {3, 6}),
+    "every node": ({"save_strategy": "steps", "save_steps": 3, "save_on_each_node": True}, {3, 6}),
     "the model only": ({"save_strategy": "steps", "save_steps": 2, "save_only_model": True}, set()),
 }
 
@@ -334,14 +307,13 @@ def test_the_state_is_gathered_before_every_save(kind: str, tmp_path: Path) -> N
     model = classifier()
     optimizer = make("kfac", model)
     events = Events(optimizer)
-    args = arguments(tmp_path, **settings)
     callbacks = [events, SecondOrderCallback(log=False)]
-    trained(model, args, optimizer, eval_dataset=Sentences(8, seed=1), callbacks=callbacks)
+    trained(model, arguments(tmp_path, **settings), optimizer, eval_dataset=Sentences(8, seed=1), callbacks=callbacks)
     saves = [(i, step) for i, (what, step) in enumerate(events.seen) if what == "state" and step]
     assert {step for _, step in saves} >= expected
     assert bool(saves) == bool(expected)
     for i, step in saves:
-        assert events.seen[i - 1] == ("gather to 0", step)
+        assert events.seen[i - 1] == (f"gather to {None if kind == 'every node' else 0}", step)
     gathers = [event for event in events.seen if event[0] != "state"]
     assert len(gathers) == len(set(gathers))  # once for each
 
@@ -351,27 +323,14 @@ def test_an_evaluation_outside_of_training_gathers_nothing(tmp_path: Path) -> No
     args = arguments(tmp_path, **SAVES["best"][0], max_steps=3)
     method, options = METHODS["kfac"]
     trainer = Trainer(
-        model,
-        args,
-        train_dataset=Sentences(32),
-        eval_dataset=Sentences(8, seed=1),
+        model, args, train_dataset=Sentences(32), eval_dataset=Sentences(8, seed=1), callbacks=[SecondOrderCallback()],
         optimizer_cls_and_kwargs=(method, {"module": model, **options}),
-        callbacks=[SecondOrderCallback()],
-    )
+    )  # fmt: skip
     trainer.evaluate()  # when there is no optimizer yet
     trainer.train()
     events = Events(trainer.optimizer.optimizer)
     trainer.evaluate()
     assert events.seen == []
-
-
-def test_where_every_node_saves_every_rank_gathers(tmp_path: Path) -> None:
-    model = classifier()
-    optimizer = make("kfac", model)
-    events = Events(optimizer)
-    args = arguments(tmp_path, save_strategy="steps", save_steps=3, save_on_each_node=True)
-    trained(model, args, optimizer, callbacks=[events, SecondOrderCallback(log=False)])
-    assert [event for event in events.seen if event[0] != "state"] == [("gather to None", 3), ("gather to None", 6)]
 
 
 # ---------------------------------------------------------------------- the log
@@ -397,10 +356,8 @@ def test_figures_stand_beside_every_training_loss(tmp_path: Path) -> None:
 
 def test_reporters_get_the_figures_of_a_named_trainer(tmp_path: Path) -> None:
     model, reporter = classifier(), Reporter()
-    args = arguments(tmp_path, logging_steps=2)
-    trainer = Trainer(
-        model, args, train_dataset=Sentences(32), optimizers=(make("kfac", model), None), callbacks=[reporter]
-    )
+    args, optimizers = arguments(tmp_path, logging_steps=2), (make("kfac", model), None)
+    trainer = Trainer(model, args, train_dataset=Sentences(32), optimizers=optimizers, callbacks=[reporter])
     trainer.add_callback(SecondOrderCallback(trainer=trainer, by_layer=True))
     trainer.train()
     found = [line for line in reporter.lines if "secondorder/step" in line]
@@ -414,9 +371,8 @@ def test_figures_of_layers_are_left_out_unless_asked_for(tmp_path: Path) -> None
         model = classifier()
         optimizer = make("kfac", model)
         optimizer.diagnostics = lambda: {"step": 1, "by_layer": {"a": 2.0}}
-        trainer = trained(
-            model, arguments(tmp_path, max_steps=1), optimizer, callbacks=[SecondOrderCallback(**options)]
-        )
+        args = arguments(tmp_path, max_steps=1)
+        trainer = trained(model, args, optimizer, callbacks=[SecondOrderCallback(**options)])
         return {key for line in trainer.state.log_history for key in line if key.startswith("secondorder/")}
 
     assert keys() == {"secondorder/step"}

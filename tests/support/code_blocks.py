@@ -8,17 +8,17 @@ the fence changes that, with one or more of these words::
     <!-- example: integrations -->  needs transformers, lightning and the like: run in their environment only
 """
 
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [
-    p for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md") if p.exists()
-]
+PAGES = [page for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG") if (page := ROOT / f"{name}.md").exists()]
 PAGES += sorted(DOCS.rglob("*.md"))
 
 MARKS = {"slow", "fragment", "integrations"}
@@ -47,6 +47,16 @@ class Block(NamedTuple):
     marks: frozenset[str]
     line: int
     code: str
+
+
+def script(name: str) -> ModuleType:
+    """A script beside the pages, which lie outside any package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def name_of(page: Path) -> str:

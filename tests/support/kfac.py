@@ -3,11 +3,13 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from secondorder import KFAC
+from secondorder.curvature.schema import likes
 from tests.support.oracles.kfac import covered_names, layer_gradient, layer_values
 
 # Every choice that a test does not make itself: plain steps along the preconditioned gradient, everything due always.
@@ -139,3 +141,9 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 
 def labels(n: int, classes: int, seed: int = 0) -> Tensor:
     return torch.randint(classes, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def allocate(block: Any, schema: dict[str, Any]) -> None:
+    """Fill a state with zeros in the shapes of a schema."""
+    zeros = {k: torch.zeros_like(v, device="cpu") if isinstance(v, Tensor) else v for k, v in likes(schema).items()}
+    block.state.update(zeros)

@@ -69,6 +69,13 @@ def torchrun(*words: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *words]
 
 
+def restarting(*words: str, world: int = 2) -> list[str]:
+    """The words of a ``torchrun`` that starts all ranks again, once, after one of them has died."""
+    ranks = ("--nproc-per-node", str(world), "--max-restarts", "1", "--monitor-interval", "0.2")
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
+    return torchrun(*ranks, *rendezvous, *words)
+
+
 def _end(mark: str) -> None:
     """Kill all processes of one launch."""
     needle = f"{_MARK}={mark}".encode()

@@ -52,10 +52,48 @@ class Loop:
         loss.backward()
         return (loss, outputs) if self.outputs else loss
 
+    def rising(self) -> float:
+        """In place of the closure: a loss that is higher with every call."""
+        self()
+        return float(self.calls)
+
     def value(self) -> float:
         """The loss as it is, without a trace."""
         with torch.no_grad():
             return float(self.loss(self.model(self.x), self.y))
+
+
+def problem(*, outputs: bool = False, dropout: float = 0.0, **options: Any) -> tuple[nn.Sequential, KFAC, Loop]:
+    """A classification of one batch, K-FAC with options for it, and the closure."""
+    model, (x, y) = mlp(dropout), batch()
+    optimizer = kfac(model, **options)
+    return model, optimizer, Loop(model, optimizer, x, y, outputs=outputs)
+
+
+def regression(*, outputs: bool = False, **options: Any) -> tuple[nn.Linear, KFAC, Loop]:
+    """The same of a linear layer and the sum of squares of each example, which is its own quadratic model."""
+    model = nn.Linear(3, 2).double()
+    x, y = torch.randn(9, 3).double(), torch.randn(9, 2).double()
+    optimizer = kfac(model, **options)
+    return model, optimizer, Loop(model, optimizer, x, y, lambda f, y: (f - y).square().sum() / len(f), outputs)
+
+
+def repeat(optimizer: KFAC, closure: Callable[[], Any], times: int) -> list[float]:
+    """Losses of so many steps."""
+    returned = [optimizer.step(closure) for _ in range(times)]
+    return [float(torch.as_tensor(found[0] if isinstance(found, tuple) else found).detach()) for found in returned]
+
+
+def damping(optimizer: KFAC) -> float:
+    return float(optimizer.param_groups[0]["damping"])
+
+
+def ratio(optimizer: KFAC) -> float:
+    return float(optimizer.diagnostics()["reduction_ratio"])
+
+
+def momenta(optimizer: KFAC, key: str = "momentum_buffer") -> Tensor:
+    return flat(state[key] for state in optimizer.state.values() if key in state)
 
 
 def flat(tensors: Any) -> Tensor:

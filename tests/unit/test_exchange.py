@@ -6,8 +6,9 @@ Several ranks find out only what a message costs; here it shows what is in it. A
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -89,28 +90,21 @@ def schemas(blocks: Sequence[Block], schema: Schema) -> Mapping[Block, Schema]:
     return dict.fromkeys(blocks, schema)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Statistics
-# ---------------------------------------------------------------------------------------------------------------------
-def test_nothing_travels_of_a_layer_that_another_rank_alone_captures() -> None:
-    comm, blocks = Recorder(captures=[0], preconditions=[]), layers(2)
-    StatisticsExchange(comm).post(schemas(blocks, SUMS), {0: measured(3.0)}, [])
-    assert sizes(comm.reduced) == {0: [(2, 2)], 1: []}
-    assert [parcel.symmetric for parcel in comm.reduced] == [(True,), ()]
-
-
-def test_a_rank_that_has_not_seen_a_layer_that_it_captures_sends_zeros() -> None:
-    comm, blocks = Recorder(captures=[0, 1], preconditions=[]), layers(2)
-    StatisticsExchange(comm).post(schemas(blocks, SUMS), {0: measured(3.0)}, [])
-    assert sizes(comm.reduced) == {0: [(2, 2)], 1: [(2, 2)]}
-    assert comm.reduced[0].tensors[0].unique().tolist() == [3.0 * 0.5 * 4]
-    assert comm.reduced[1].tensors[0].unique().tolist() == [0.0]
-
-
-def test_ranks_that_do_not_capture_take_part_in_a_sum_over_several() -> None:
-    comm, blocks = Recorder(sources=2, captures=[], preconditions=[]), layers(1)
-    StatisticsExchange(comm).post(schemas(blocks, SUMS), {}, [])
-    assert sizes(comm.reduced) == {0: [(2, 2)]}
+@pytest.mark.parametrize(
+    ("roles", "batch", "sent"),
+    [
+        ({"captures": [0]}, {0: 3.0}, {0: 3.0, 1: None}),  # nothing of a layer that another rank alone captures
+        ({"captures": [0, 1]}, {0: 3.0}, {0: 3.0, 1: 0.0}),  # zeros of one that it has not seen
+        ({"captures": [], "sources": 2}, {}, {0: 0.0, 1: 0.0}),  # all ranks take part in a sum over several
+    ],
+)
+def test_statistics_are_sent_of_layers_that_ranks_capture(roles: Any, batch: Any, sent: Any) -> None:
+    comm = Recorder(preconditions=[], **roles)
+    StatisticsExchange(comm).post(schemas(layers(2), SUMS), {i: measured(x) for i, x in batch.items()}, [])
+    assert sizes(comm.reduced) == {i: [] if mean is None else [(2, 2)] for i, mean in sent.items()}
+    for parcel in comm.reduced:
+        assert parcel.symmetric == (True,) * len(parcel.tensors)
+        assert all(t.unique().tolist() == [sent[parcel.index] * 0.5 * 4] for t in parcel.tensors)
 
 
 def test_sums_become_means_where_the_estimate_is_and_words_are_added_up() -> None:
@@ -132,22 +126,13 @@ def test_a_batch_that_is_not_finite_is_sent_as_zeros_and_counted() -> None:
     assert found.keys() == {1}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Curvature
-# ---------------------------------------------------------------------------------------------------------------------
-def test_only_ranks_that_precondition_a_layer_take_part_in_sharing_its_curvature() -> None:
+def test_only_ranks_that_precondition_a_layer_share_what_they_do_not_compute_themselves() -> None:
     comm, blocks = Recorder(captures=[0, 1], preconditions=[1]), layers(2)
     StatisticsExchange(comm).share(schemas(blocks, STATE))
-    assert [parcel.index for parcel in comm.shared] == [1]
-    assert all(parcel.tensors for parcel in comm.shared)
-    assert comm.spreads == []
-
-
-def test_estimates_and_what_every_rank_computes_itself_are_not_shared() -> None:
-    comm, (block,) = Recorder(captures=[0], preconditions=[0]), layers(1)
-    StatisticsExchange(comm).share({block: STATE})
     (parcel,) = comm.shared
-    assert {id(t) for t in parcel.tensors} == {id(block.state["basis"]), id(block.state["values"])}
+    assert parcel.index == 1
+    assert {id(t) for t in parcel.tensors} == {id(blocks[1].state["basis"]), id(blocks[1].state["values"])}
+    assert comm.spreads == []
 
 
 def test_what_a_layer_is_measured_with_goes_to_all_ranks_that_capture_it() -> None:

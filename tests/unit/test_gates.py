@@ -24,10 +24,6 @@ def draw(seed: int) -> list[Tensor]:
     return [noise(*shape, seed=seed + i) for i, shape in enumerate(SHAPES)]
 
 
-def copies(*lists: list[Tensor]) -> tuple[list[Tensor], ...]:
-    return copy.deepcopy(lists)
-
-
 def poisoned() -> list[Tensor]:
     values = draw(90)
     values[0][1, 2] = float("nan")
@@ -45,11 +41,7 @@ def assert_near(actual, expected) -> None:
         assert_close(x, y, 1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# First-order rules under a gate
-# ---------------------------------------------------------------------------------------------------------------------
-
-LRS = {"number": 0.1, "tensor": torch.tensor(0.1, dtype=torch.float64)}
+# ---------------------------------------------------------------------- first-order rules under a gate
 SGD = {
     "plain": {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "decoupled": False},
     "momentum": {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0, "decoupled": False},
@@ -59,91 +51,61 @@ SGD = {
     "coupled nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.3, "decoupled": False},
     "decay alone": {"momentum": 0.0, "nesterov": False, "weight_decay": 0.3, "decoupled": True},
 }
-lrs = pytest.mark.parametrize("lr", LRS.values(), ids=LRS)
-sgd_cases = pytest.mark.parametrize("keywords", SGD.values(), ids=SGD)
-
-
-@lrs
-@sgd_cases
-def test_sgd_with_an_open_gate_is_sgd(keywords, lr):
-    params, buffers = draw(0), draw(10)
-    gated, plain = copies(params, buffers), copies(params, buffers)
-    for step in range(3):
-        for (values, momenta), gate in ((gated, OPEN), (plain, None)):
-            directions = draw(20 + step)
-            first_order.sgd_(
-                values, directions, momenta if keywords["momentum"] else None, lr=lr, gate=gate, **keywords
-            )
-            assert_same(directions, draw(20 + step))
-    assert_near(gated[0], plain[0])
-    assert_near(gated[1], plain[1])
-
-
-@lrs
-@sgd_cases
-def test_sgd_with_a_shut_gate_changes_nothing(keywords, lr):
-    params, buffers = draw(0), draw(10)
-    values, momenta = copies(params, buffers)
-    first_order.sgd_(values, poisoned(), momenta if keywords["momentum"] else None, lr=lr, gate=SHUT, **keywords)
-    assert_same(values, params)
-    assert_same(momenta, buffers)
-
-
+rates = pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1, dtype=torch.float64)], ids=["number", "tensor"])
 BETAS = (0.9, 0.999)
 
 
-def moments() -> tuple[list[Tensor], list[Tensor]]:
-    return draw(30), [x.square() for x in draw(40)]
+@rates
+@pytest.mark.parametrize("keywords", SGD.values(), ids=SGD)
+def test_sgd_under_a_gate(keywords, lr):
+    params, buffers = draw(0), draw(10)
+    has_momentum = bool(keywords["momentum"])
+
+    def step(values, momenta, directions, gate):
+        first_order.sgd_(values, directions, momenta if has_momentum else None, lr=lr, gate=gate, **keywords)
+
+    gated, plain, shut = (copy.deepcopy((params, buffers)) for _ in range(3))
+    for i in range(3):
+        for lists, gate in ((gated, OPEN), (plain, None)):
+            directions = draw(20 + i)
+            step(*lists, directions, gate)
+            assert_same(directions, draw(20 + i))
+    assert_near(gated[0] + gated[1], plain[0] + plain[1])
+    step(*shut, poisoned(), SHUT)
+    assert_same(shut[0] + shut[1], params + buffers)
 
 
-def test_adam_moments_with_an_open_gate_are_adam_s():
-    gated, plain = moments(), moments()
-    for step in range(3):
-        first_order.adam_moments_(draw(50 + step), *gated, BETAS, OPEN)
-        first_order.adam_moments_(draw(50 + step), *plain, BETAS)
-    assert_near(gated[0], plain[0])
-    assert_near(gated[1], plain[1])
+def moments(fresh: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    return [x * (not fresh) for x in draw(30)], [x.square() * (not fresh) for x in draw(40)]
 
 
-def test_adam_moments_with_a_shut_gate_stay():
-    found = moments()
-    first_order.adam_moments_(poisoned(), *found, BETAS, SHUT)
-    assert_same(found[0], moments()[0])
-    assert_same(found[1], moments()[1])
+def test_moments_of_adam_under_a_gate():
+    gated, plain, shut = moments(), moments(), moments()
+    for i in range(3):
+        first_order.adam_moments_(draw(50 + i), *gated, BETAS, OPEN)
+        first_order.adam_moments_(draw(50 + i), *plain, BETAS)
+    assert_near(gated[0] + gated[1], plain[0] + plain[1])
+    first_order.adam_moments_(poisoned(), *shut, BETAS, SHUT)
+    assert_same(shut[0] + shut[1], moments()[0] + moments()[1])
 
 
-@lrs
+@rates
 @pytest.mark.parametrize(("weight_decay", "decoupled"), [(0.0, True), (0.3, True), (0.3, False)])
-def test_adam_with_an_open_gate_is_adam(weight_decay, decoupled, lr):
+def test_adam_under_a_gate(weight_decay, decoupled, lr):
     keywords = {"lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": weight_decay, "decoupled": decoupled}
     gated, plain = (draw(0), *moments()), (draw(0), *moments())
-    for step in range(3):
-        first_order.adam_(gated[0], draw(50 + step), *gated[1:], [step + 1.0, step + 4.0], gate=OPEN, **keywords)
-        first_order.adam_(plain[0], draw(50 + step), *plain[1:], [step + 1.0, step + 4.0], **keywords)
+    for i in range(3):
+        for (values, *found), gate in ((gated, OPEN), (plain, None)):
+            first_order.adam_(values, draw(50 + i), *found, [i + 1.0, i + 4.0], gate=gate, **keywords)
     for one, other in zip(gated, plain, strict=True):
         assert_near(one, other)
+    for fresh in (False, True):  # before the first step, too
+        values, found = draw(0), moments(fresh)
+        first_order.adam_(values, poisoned(), *found, [1.0, 7.0], gate=SHUT, **keywords)
+        assert_same(values + found[0] + found[1], draw(0) + moments(fresh)[0] + moments(fresh)[1])
 
 
-@lrs
-@pytest.mark.parametrize(("weight_decay", "decoupled"), [(0.0, True), (0.3, True), (0.3, False)])
-@pytest.mark.parametrize("fresh", [False, True], ids=["running", "first step"])
-def test_adam_with_a_shut_gate_changes_nothing(weight_decay, decoupled, lr, fresh):
-    first, second = moments()
-    if fresh:
-        first, second = [x * 0 for x in first], [x * 0 for x in second]
-    values, means, squares = copies(draw(0), first, second)
-    keywords = {"lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": weight_decay, "decoupled": decoupled}
-    first_order.adam_(values, poisoned(), means, squares, [1.0, 7.0], gate=SHUT, **keywords)
-    assert_same(values, draw(0))
-    assert_same(means, first)
-    assert_same(squares, second)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The running estimate
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------- the running estimate
 def symmetric(n: int, seed: int) -> Tensor:
     x = noise(n, n, seed=seed)
     return x @ x.mT
@@ -180,11 +142,7 @@ def test_the_running_mean_of_a_device_is_that_of_the_cpu(decay, dtype, tolerance
     assert float(weight_here) == (((5 * decay) + 2) * decay) + 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A stack of matrices, one of which fails
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------- a stack of matrices, one of which fails
 @dataclass
 class OneFails:
     """A function of ``torch.linalg`` that returns garbage for the matrices marked by a huge first entry."""
@@ -236,30 +194,21 @@ def test_only_the_matrix_that_failed_climbs(monkeypatch, method, rungs):
 
 @pytest.mark.parametrize("method", ROUTINES)
 def test_without_a_look_by_the_host_nothing_climbs(monkeypatch, method):
-    name, factorise = ROUTINES[method]
-    *expected, _ = factorise(stack(), False)
-    routine = OneFails(getattr(torch.linalg, name), 9, [])
-    monkeypatch.setattr(torch.linalg, name, routine)
-    *found, ok = factorise(stack(), False)
-    assert routine.calls == [(4, 3, 3)]
-    assert ok.tolist() == [True, True, False, True]
-    for part, wanted in zip(found, expected, strict=True):
-        assert_same(part[[0, 1, 3]], wanted[[0, 1, 3]])
-
-
-@pytest.mark.parametrize("method", ROUTINES)
-def test_a_routine_that_raises_for_the_stack_is_asked_matrix_by_matrix(monkeypatch, method):
+    """A routine that raises for the stack is asked matrix by matrix."""
     name, factorise = ROUTINES[method]
     original = getattr(torch.linalg, name)
-    *expected, _ = factorise(stack(), True)
+    *expected, _ = factorise(stack(), False)
 
-    def fails(x):
+    def raises(x):
         if (x[..., 0, 0] > 50).any():
             raise torch.linalg.LinAlgError("made to fail")
         return original(x)
 
-    monkeypatch.setattr(torch.linalg, name, fails)
-    *found, ok = factorise(stack(), False)
-    assert ok.tolist() == [True, True, False, True]
-    for part, wanted in zip(found, expected, strict=True):
-        assert_close(part[[0, 1, 3]], wanted[[0, 1, 3]], 1e-12)
+    garbage = OneFails(original, 9, [])
+    for routine, tolerance in ((garbage, 0.0), (raises, 1e-12)):
+        monkeypatch.setattr(torch.linalg, name, routine)
+        *found, ok = factorise(stack(), False)
+        assert ok.tolist() == [True, True, False, True]
+        for part, wanted in zip(found, expected, strict=True):
+            assert_close(part[[0, 1, 3]], wanted[[0, 1, 3]], tolerance)
+    assert garbage.calls == [(4, 3, 3)]

@@ -6,24 +6,18 @@ from tests.support import mutations
 from tests.support.mutants import MUTATIONS, Mutation
 
 
-def test_every_mutation_changes_one_line_into_another_that_is_valid() -> None:
+def test_every_mutation_changes_a_line_of_its_own_into_another_and_names_tests_that_exist() -> None:
+    assert len({m.name for m in MUTATIONS}) == len({(m.file, m.old) for m in MUTATIONS}) == len(MUTATIONS)
     for mutation in MUTATIONS:
         text = (mutations.ROOT / "secondorder" / mutation.file).read_text()
         changed = mutations.mutated(text, mutation)
         compile(changed, mutation.file, "exec")
         assert sum(a != b for a, b in zip(text.split("\n"), changed.split("\n"), strict=True)) == 1, mutation.name
-
-
-def test_every_mutation_names_tests_that_exist() -> None:
-    for mutation in MUTATIONS:
-        for arguments in mutation.tests:
-            assert mutations.paths_of(arguments), mutation.name
-            assert all((mutations.ROOT / path).exists() for path in mutations.paths_of(arguments)), mutation.name
         assert mutation.tests, mutation.name
-
-
-def test_mutations_have_different_names_and_change_different_lines() -> None:
-    assert len({m.name for m in MUTATIONS}) == len({(m.file, m.old) for m in MUTATIONS}) == len(MUTATIONS)
+        for arguments in mutation.tests:
+            paths = mutations.paths_of(arguments)
+            assert paths, mutation.name
+            assert all((mutations.ROOT / path).exists() for path in paths), mutation.name
 
 
 @pytest.mark.parametrize(("old", "new"), [("missing", "x"), ("a", "b"), ("b = 2", "b = 2"), ("b = 2", "b = 2\n")])

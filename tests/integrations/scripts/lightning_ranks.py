@@ -1,6 +1,7 @@
 """Lightning under torchrun: training that saves, is killed on the first attempt, and goes on from what was saved.
 
-Arguments: folder, strategy of the optimizer. Every rank writes what it found to ``answer-<rank>.json``.
+Arguments: folder; strategy of the optimizer, or ``sharded`` for a run in two parts with FSDP2. Every rank writes what
+it found to ``answer-<rank>.json``.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from secondorder import CommOpt, MemOpt
 from secondorder.integrations.lightning import SecondOrderCallback
-from tests.integrations.lightning_models import METHODS, Module, batches, network, parameters, trainer
+from tests.integrations.lightning_models import METHODS, Module, trainer
+from tests.integrations.small import batches, network, parameters
 
 STRATEGIES = {"comm": CommOpt, "mem": MemOpt}
 EPOCHS, KILLED_AT = 4, 8  # three steps per epoch and rank
@@ -102,17 +106,53 @@ def without_the_callback(folder: Path, make: Callable[[nn.Module], Any]) -> dict
     return {"warnings": len(advice), "refused": refused}
 
 
-def main(folder: Path, strategy: str) -> None:
+class Sharded(Module):
+    def configure_model(self) -> None:
+        if isinstance(next(self.network.parameters()), DTensor):
+            return  # called again when a checkpoint is loaded
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.network:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(self.network, mesh=mesh)
+
+
+def losses_sharded(method: str, epochs: int, distributed: bool, file: Path | None = None) -> list[float]:
+    """Train, from a checkpoint if it is there, and write it otherwise."""
+    strategy = ModelParallelStrategy(2, 1, save_distributed_checkpoint=distributed)
+    module, found = Sharded(METHODS[method]), file is not None and file.exists()
+    fitted = trainer(epochs, devices=2, strategy=strategy, callbacks=[SecondOrderCallback()])
+    fitted.fit(module, batches(), ckpt_path=file if found else None)
+    if file is not None and not found:
+        fitted.save_checkpoint(file)
+    return module.losses
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    """Whether a run in two parts ends as one in one part, through one file and through a folder."""
+    warnings.filterwarnings("error", ".*is partial")
+    answer = {}
+    for method, distributed in (("kfac", False), ("kfac", True), ("sparse_mfac", True)):
+        file = folder / f"{method}-{distributed}.ckpt"
+        begun = losses_sharded(method, EPOCHS // 2, distributed, file)
+        resumed = losses_sharded(method, EPOCHS, distributed, file)
+        answer[file.stem] = begun + resumed == losses_sharded(method, EPOCHS, False)
+    return answer
+
+
+def replicated(folder: Path, strategy: str) -> dict[str, Any]:
     makers = {name: lambda m, make=make: make(m, comm=STRATEGIES[strategy]()) for name, make in METHODS.items()}
-    answer: dict[str, Any] = {"killed": killed_and_resumed(folder, makers["KFAC"])}
-    for name in ("EKFAC", "SparseMFAC", "HyLo"):
+    answer: dict[str, Any] = {"killed": killed_and_resumed(folder, makers["kfac"])}
+    for name in ("ekfac", "sparse_mfac", "hylo"):
         # Without the callback: Lightning's own strategy has the state gathered.
         answer[name] = saved_and_resumed(folder / name, makers[name], callback=False)
-    answer["unaware"] = saved_and_resumed(folder / "unaware", makers["KFAC"], strategy=Unaware)
-    answer["without"] = without_the_callback(folder / "without", makers["KFAC"])
-    (folder / f"answer-{dist.get_rank()}.json").write_text(json.dumps(answer), encoding="utf-8")
-    dist.destroy_process_group()
+    answer["unaware"] = saved_and_resumed(folder / "unaware", makers["kfac"], strategy=Unaware)
+    answer["without"] = without_the_callback(folder / "without", makers["kfac"])
+    return answer
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    where, how = Path(sys.argv[1]), sys.argv[2]
+    found = sharded(where) if how == "sharded" else replicated(where, how)
+    (where / f"answer-{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()

@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -27,21 +26,16 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from secondorder import EKFAC, KFAC, CommOpt, HyLo, MemOpt, SparseMFAC
+from secondorder import CommOpt, MemOpt
 from secondorder.integrations.accelerate import consolidate_before_save
 from secondorder.integrations.transformers import SecondOrderCallback, decay_groups
 from secondorder.optimizer import SecondOrderOptimizer
-from tests.integrations.sentences import Sentences, classifier
+from tests.integrations import sentences
+from tests.integrations.sentences import METHODS, Sentences, classifier
 
 STEPS, EVERY, END = 8, 3, 5
 CASES = [(framework, strategy) for framework in ("transformers", "accelerate") for strategy in ("comm", "mem")]
 STRATEGIES: dict[str, Callable[[], Any]] = {"comm": CommOpt, "mem": MemOpt}
-METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "kfac": (KFAC, {"lr": 0.03, "factor_update_steps": 1, "inv_update_steps": 2}),
-    "ekfac": (EKFAC, {"lr": 0.03, "factor_update_steps": 1, "inv_update_steps": 2}),
-    "hylo": (HyLo, {"lr": 0.03, "update_steps": 2}),
-    "sparse_mfac": (SparseMFAC, {"lr": 0.01, "window_size": 4}),
-}
 #: Kinds of memory that strategies spread over the ranks.
 HELD = {"second_order", "kernel", "window", "error"}
 CHOSEN = sys.argv[2] if len(sys.argv) > 2 else "kfac"
@@ -53,16 +47,15 @@ class GoneError(Exception):
 
 def arguments(folder: Path, **changed: Any) -> TrainingArguments:
     settings: dict[str, Any] = {
-        "output_dir": str(folder), "use_cpu": True, "ddp_backend": "gloo", "report_to": [], "disable_tqdm": True,
-        "log_level": "error", "per_device_train_batch_size": 4, "max_steps": STEPS, "logging_steps": 1,
-        "save_strategy": "steps", "save_steps": EVERY, "gradient_accumulation_steps": 2, "warmup_steps": 2,
+        "ddp_backend": "gloo", "per_device_train_batch_size": 4, "max_steps": STEPS, "save_strategy": "steps",
+        "save_steps": EVERY, "gradient_accumulation_steps": 2, "warmup_steps": 2,
     }  # fmt: skip
-    return TrainingArguments(**settings | changed)
+    return sentences.arguments(folder, **settings | changed)
 
 
 def optimizer_of(model: nn.Module, strategy: str) -> SecondOrderOptimizer:
     method, options = METHODS[CHOSEN]
-    return method(decay_groups(model, 0.1), module=model, comm=STRATEGIES[strategy](), graft="adam", **options)
+    return method(decay_groups(model, 0.1), module=model, comm=STRATEGIES[strategy](), **options)
 
 
 class EndAt(TrainerCallback):
@@ -156,14 +149,8 @@ def saved_by(folder: Path, kind: str) -> list[int]:
     model = classifier()
     args = arguments(folder, **{"max_steps": 4, "gradient_accumulation_steps": 1, **SAVES[kind]})
     optimizer = optimizer_of(model, "mem")
-    trainer = Trainer(
-        model,
-        args,
-        train_dataset=Sentences(64),
-        eval_dataset=Sentences(16, seed=1),
-        optimizers=(optimizer, None),
-        callbacks=[SecondOrderCallback()],
-    )
+    data = {"train_dataset": Sentences(64), "eval_dataset": Sentences(16, seed=1)}
+    trainer = Trainer(model, args, optimizers=(optimizer, None), callbacks=[SecondOrderCallback()], **data)
     trainer.train()
     dist.barrier()
     steps = []
@@ -174,31 +161,6 @@ def saved_by(folder: Path, kind: str) -> list[int]:
         other.close()
     optimizer.close()
     return steps
-
-
-def without_callback(folder: Path) -> dict[str, Any]:
-    """Two saves of a part each: what is warned of, and what becomes of it."""
-    model = classifier()
-    args = arguments(folder, max_steps=2, save_steps=1)
-    optimizer = optimizer_of(model, "mem")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        seen: list[int] = []
-        callback = EndAt(1, lambda: seen.extend(1 for w in caught if "is partial" in str(w.message)))
-        trainer = Trainer(model, args, train_dataset=Sentences(64), optimizers=(optimizer, None), callbacks=[callback])
-        trainer.train()
-    told = [str(w.message) for w in caught if "is partial" in str(w.message)]
-    dist.barrier()
-    saved = torch.load(folder / "checkpoint-2" / "optimizer.pt", weights_only=True)
-    other = optimizer_of(classifier(), "mem")
-    refused = ""
-    try:
-        other.load_state_dict(saved)
-    except RuntimeError as error:
-        refused = str(error)
-    for each in (optimizer, other):
-        each.close()
-    return {"told": told, "after_the_first_save": len(seen), "refused": refused}
 
 
 def die() -> None:
@@ -219,7 +181,6 @@ def main(folder: Path) -> None:
             name = f"{framework}-{strategy}"
             answers[name] = RUNS[framework](folder / f"{name}-whole", strategy, None, resume=False)
         answers["saves"] = {kind: saved_by(folder / kind, kind) for kind in SAVES}
-        answers["without callback"] = without_callback(folder / "partial")
         whole.write_text(json.dumps(answers), encoding="utf-8")
         dist.barrier()
         for framework, strategy in CASES:

@@ -1,0 +1,60 @@
+"""What tests of several trainers share: methods, a small network, its batches, and comparison to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from secondorder import EKFAC, KFAC, HyLo, SecondOrderOptimizer, SparseMFAC
+
+#: Several updates and refreshes in the dozen steps of a test, and an interval that no epoch ends with.
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "kfac": (KFAC, {"lr": 0.05, "damping": 0.01, "factor_update_steps": 1, "inv_update_steps": 4}),
+    "ekfac": (EKFAC, {"lr": 0.05, "damping": 0.01, "factor_update_steps": 2, "inv_update_steps": 4}),
+    "sparse_mfac": (SparseMFAC, {"lr": 0.01, "window_size": 8, "momentum": 0.9}),
+    "hylo": (HyLo, {"lr": 0.05, "update_steps": 4}),
+}
+BATCHES = 6
+
+
+def make(name: str, model: nn.Module, **changed: Any) -> SecondOrderOptimizer:
+    method, options = METHODS[name]
+    return method(model, **options | changed)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batches(size: int = 8) -> DataLoader[Any]:
+    """Six batches, the same in every epoch."""
+    inputs = torch.randn(BATCHES * size, 6, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=size)
+
+
+def parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Copies by name."""
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def assert_same_bits(found: nn.Module, expected: nn.Module) -> None:
+    ours, theirs = parameters(found), parameters(expected)
+    assert ours.keys() == theirs.keys()
+    assert not {name for name, p in ours.items() if not torch.equal(p, theirs[name])}
+
+
+def give_a_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a loss scaler to every accelerator that is made from now on, as Accelerate does not on a CPU."""
+    made = Accelerator.__init__
+
+    def with_scaler(self: Accelerator, *args: Any, **settings: Any) -> None:
+        made(self, *args, **settings)
+        self.scaler, self.native_amp = torch.amp.GradScaler("cpu", init_scale=2.0**10), True
+
+    monkeypatch.setattr(Accelerator, "__init__", with_scaler)
