@@ -33,7 +33,6 @@ def save(path: Path, trainer: Trainer, ranks: Ranks, run: dict[str, Any], more: 
 
 
 def load(path: Path, trainer: Trainer, run: dict[str, Any], trusted: bool = False) -> Any:
-    """Go on from a checkpoint, and return what else was saved."""
     if not path.is_file():
         raise ValueError(f"no checkpoint {path}: --resume auto starts anew where there is none")
     try:
@@ -83,7 +82,6 @@ class Pause:
             self.keep(trainer, more)
 
     def keep(self, trainer: Trainer, more: Any = None) -> None:
-        """Write a checkpoint."""
         save(self.path, trainer, Ranks(), self.run, more)
         self._last = time.monotonic()
 

@@ -67,7 +67,6 @@ Command = Analyse | Compare | Demo | Fetch | Measure | Regress | Scale | Study |
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run one command."""
     # Layers that a recipe leaves out are meant to follow the fallback rule.
     warnings.filterwarnings("ignore", message=".*follow the fallback rule")
     command = tyro.cli(Command, prog="python -m benchmarks", description=__doc__, args=args)

@@ -30,18 +30,15 @@ class Contender:
 
     @property
     def next_class(self) -> StepClass:
-        """Class of the next step."""
         return self.measured.step_class(self.taken) if self.scheme else "plain"
 
     def step(self, record: bool = True) -> None:
-        """Take one step."""
         kind, seconds = self.next_class, self.trainer.step()
         self.taken += 1
         if record:
             self.row.times.setdefault(kind, []).append(seconds)
 
     def peaks(self) -> dict[StepClass, int]:
-        """Take one refresh interval of further steps."""
         peaks: dict[StepClass, int] = {}
         for _ in range(self.measured.refresh if self.scheme else 1):
             kind = self.next_class

@@ -38,7 +38,6 @@ class Counts:
     """Their number."""
 
     def __sub__(self, other: "Counts") -> "Counts":
-        """Return what one step does beyond another."""
         mine, theirs = asdict(self), asdict(other)
         return Counts(**{field.name: mine[field.name] - theirs[field.name] for field in fields(self)})
 
@@ -79,7 +78,6 @@ def _uncounted_flops(name: str, given: list[Tensor]) -> int:
 
 
 def count(step: Callable[[], object]) -> Counts:
-    """Count what a step does."""
     with FlopCounterMode(display=False) as products, _Counter() as counter:
         step()
     return Counts(

@@ -46,7 +46,6 @@ _CIFAR_LICENCE = "none is told; to be cited as A. Krizhevsky, Learning Multiple 
 def _files(
     address: str, ending: str, checksums: dict[str, str | None], unpack: Unpack | None = None
 ) -> tuple[File, ...]:
-    """Return files of one folder, each with its checksum."""
     return tuple(
         File(f"https://{address}/{name}{ending}", f"{name}{ending}", checksum, unpack)
         for name, checksum in checksums.items()
@@ -165,7 +164,6 @@ BY_HAND: dict[WorkloadName, str] = {
 
 
 def pooch() -> Any:
-    """Return the package that fetches files."""
     try:
         return importlib.import_module("pooch")
     except ImportError as err:
@@ -190,7 +188,6 @@ def fetch(data_set: DataSet, data_dir: Path, only: str = "") -> list[Path]:
 
 
 def _compressed(path: Path, target: Path) -> Path:
-    """Compress a file, and take it away."""
     with path.open("rb") as plain, gzip.open(target, "wb") as packed:
         shutil.copyfileobj(plain, packed)
     path.unlink()

@@ -39,7 +39,6 @@ _IDLE_MS = 0.05  # more than a refresh takes that finds nothing to do
 
 
 def load(folder: Path) -> dict[str, list[Event]]:
-    """Read all events of a folder."""
     paths = {name: folder / f"{name}.jsonl" for name in FILES}
     return {name: read_events(path) if path.exists() else [] for name, path in paths.items()}
 
@@ -57,7 +56,6 @@ def series(events: Iterable[Event], x: str, y: str | Callable[[Event], float | N
 
 
 def where(events: Iterable[Event], **values: object) -> list[Event]:
-    """Return the events that have these values."""
     return [event for event in events if all(event[key] == value for key, value in values.items())]
 
 
@@ -67,13 +65,11 @@ def rank_share(event: Event) -> float | None:
 
 
 def median(events: Iterable[Event], y: str | Callable[[Event], float | None]) -> float | None:
-    """Return the median of a column."""
     found = series(events, "step", y)[1]
     return statistics.median(found) if found else None
 
 
 def spans(events: Sequence[Event], mode: str) -> list[tuple[int, int]]:
-    """Return the periods in which some layer was in a mode."""
     modes: dict[int, set[str]] = {}
     for event in events:
         modes.setdefault(event["step"], set()).add(event["mode"])

@@ -55,7 +55,6 @@ class Evidence(Common):
 
     @property
     def stem(self) -> str:
-        """Name of the files, without their suffix."""
         raise NotImplementedError
 
     @property
@@ -71,7 +70,6 @@ class Evidence(Common):
         raise NotImplementedError
 
     def show(self, rows: list[Figures]) -> "Shown":
-        """Return what is shown of the rows."""
         raise NotImplementedError
 
     def run(self) -> int:
@@ -97,12 +95,10 @@ class Evidence(Common):
                     raise ValueError(f"{name} must be {words}, got {given}")
 
     def about(self, workload: Workload, optimizer: str, settings: Settings, **more: Any) -> Identity:
-        """Return what a cell of one optimizer depends on."""
         own = {"workload": workload.name, "size": self.size, "batch_size": workload.batch_size}
         return {**own, "optimizer": optimizer, "settings": dict(settings), **more}
 
     def open_cells(self, stem: str) -> "Cells":
-        """Set the threads, and read what is there already."""
         if self.minutes is not None and self.minutes <= 0:
             raise ValueError(f"minutes must be positive, got {self.minutes}")
         torch.set_num_threads(self.threads)
@@ -111,7 +107,6 @@ class Evidence(Common):
         return Cells(folder / f"{stem}.json", None if self.minutes is None else 60 * self.minutes)
 
     def publish(self, cells: "Cells", tables: Sequence[Table], data: Mapping[str, Any]) -> Path:
-        """Print and save tables and results."""
         stem = cells.path.stem
         if cells.left:
             print(f"{cells.left} runs are still to be done: the same command again goes on with them")
@@ -136,7 +131,6 @@ class Shown:
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Show how many runs are done."""
     bar: Progress
     with report.progress_bar() as bar:
         task = bar.add_task(title, total=total)
@@ -166,7 +160,6 @@ def trainer_of(
 
 
 def figures_of(trainer: Trainer, end: str) -> Figures:
-    """Return what is kept of a run that has ended."""
     history = trainer.history
     return {
         "label": history.label,
@@ -232,7 +225,6 @@ def train_until(
 def run_of(
     name: str, settings: Settings, workload: Workload, seed: int, steps: int, pause: Pause | None = None
 ) -> Figures:
-    """Train for so many steps, and return the figures."""
     trainer = trainer_of(name, settings, workload, seed)
     return figures_of(trainer, train_until(trainer, steps, pause=pause))
 

@@ -43,7 +43,6 @@ class Layer(NamedTuple):
 
 
 def kept_rows(examples: int, fraction: float, most: int) -> int:
-    """Return how many rows HyLo keeps of those of one rank."""
     return max(1, min(math.ceil(round(fraction * examples, 9)), examples, most))
 
 
@@ -78,7 +77,6 @@ def _layers(optimizer: HyLo) -> Iterator[Layer]:
 
 
 def errors(layers: list[Layer], damping: float, ranks: Mapping[str, int], seed: int) -> Errors:
-    """Return how far each way is from the exact update."""
     sums: dict[str, Sums] = {}
     draws = torch.Generator().manual_seed(seed)
     for layer in layers:
@@ -104,7 +102,6 @@ def _system(layer: Layer, damping: float) -> System:
 
 
 def _descent(gradient: Tensor, exact: Tensor) -> Tensor:
-    """Return the multiple of the gradient that is nearest to the exact update."""
     return gradient * ((gradient * exact).sum() / gradient.square().sum())
 
 

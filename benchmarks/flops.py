@@ -52,7 +52,6 @@ def factor_flops(model: nn.Module, forward: Callable[[], object], triangle: bool
 def _products(
     layer: nn.Module, args: tuple[Any, ...], out: Any, examples: int, pairs: Callable[[int], int]
 ) -> Iterator[int]:
-    """Yield the products of two numbers behind the factors of one call of a layer."""
     if isinstance(layer, nn.Linear):
         n_g, n_a = layer.weight.shape
         yield out.numel() // n_g * (pairs(n_a + (layer.bias is not None)) + pairs(n_g))

@@ -45,7 +45,6 @@ class Board:
         console: Console | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Prepare the board."""
         self._title, self._trainers, self._steps, self._now = title, list(trainers), steps, now
         self._console = report.console() if console is None else console
         self._table = shown and self._console.is_terminal
@@ -63,7 +62,6 @@ class Board:
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> "Board":
-        """Begin to show the runs."""
         for trainer in self._trainers if self._times else ():
             optimizer = trainer.optimizer
             if isinstance(optimizer, SecondOrderOptimizer):
@@ -76,14 +74,12 @@ class Board:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the table away; what is to stay is printed by the command."""
         for optimizer in self._timed:
             optimizer.time_stages(None)
         if self._table:
             self._live.stop()
 
     def update(self, trainer: Trainer) -> None:
-        """Take note of a step."""
         self._progress.advance(self._task)
         start, taken = self._now(), len(trainer.history.losses)
         if self._taken.get(id(trainer)) == taken:
@@ -102,7 +98,6 @@ class Board:
             )  # fmt: skip
 
     def render(self) -> Group:
-        """Return the tables as they are now."""
         found = [figures_of(trainer) for trainer in self._trainers]
         caption = f"loss and ms/step: mean of {WINDOW} steps; staleness: steps since the oldest refresh"
         rows = [[figures[name] for name in COLUMNS] for figures in found]

@@ -9,7 +9,6 @@ from filelock import FileLock, Timeout
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep others from a file for the time of the body."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
     try:

@@ -37,7 +37,6 @@ def look(label: str, index: int) -> dict[str, str]:
 
 
 def styled() -> AbstractContextManager[None]:
-    """Return a context in which figures have the look of all plots."""
     return mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
 
 

@@ -69,7 +69,6 @@ def table_of(
     columns: Mapping[str, Column],
     caption: str = "",
 ) -> Table:
-    """Return a table of rows of figures."""
     cells = [[column(row) for column in columns.values()] for row in rows]
     return make_table(title, list(columns), cells, caption)
 
@@ -99,12 +98,10 @@ def texts(table: Table) -> dict[str, Any]:
 
 
 def print_path(what: str, path: Path) -> None:
-    """Print a path unwrapped on one line."""
     print(f"{what}: {path.resolve()}")
 
 
 def environment() -> dict[str, str | int]:
-    """Return what the figures depend on beside the code."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),

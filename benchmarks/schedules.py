@@ -9,7 +9,6 @@ from benchmarks.recipes.types import Schedule
 
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:
-    """Return by what the learning rate of a step is multiplied."""
     warmup = math.ceil(schedule.warmup * steps)
     if step < warmup:
         return (step + 1) / warmup
@@ -24,5 +23,4 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
 
 
 def make_schedule(schedule: Schedule, steps: int, optimizer: Optimizer) -> LambdaLR:
-    """Return a learning-rate schedule."""
     return LambdaLR(optimizer, lambda step: factor(schedule, min(step, steps), steps))

@@ -16,17 +16,14 @@ SizeName = Literal["digits", "resnet20", "autoencoder", "large", "resnet50"]
 
 
 def shapes_of(name: SizeName) -> list[Shape]:
-    """Return the shapes of one model's parameters."""
     return _SIZES[name]()
 
 
 def count(shapes: Sequence[Shape]) -> int:
-    """Return the number of entries of tensors, d."""
     return sum(math.prod(shape) for shape in shapes)
 
 
 def kept(length: int, top_k: TopK) -> int:
-    """Return how many entries of a block a row keeps."""
     if length == top_k.block_size >= 64:
         return min(length, max(8, 8 * round(top_k.density * length / 8)))
     return max(1, math.ceil(top_k.density * length))

@@ -21,7 +21,6 @@ SHOWN: Mapping[str, StepClass] = {"precondition": "plain", "capture": "factor", 
 
 
 def stage_times(run: Contender) -> dict[str, float]:
-    """Take further steps and look into them."""
     optimizer = run.trainer.optimizer
     assert isinstance(optimizer, SecondOrderOptimizer)
     clock = StageClock(run.trainer.precision.device)
@@ -41,7 +40,6 @@ def stage_times(run: Contender) -> dict[str, float]:
 
 
 def stage_figures(run: Contender, work: Work, gemm: Rate) -> dict[str, dict[str, float]]:
-    """Compare the stages of a step with their floors."""
     flops = {"precondition": work.precondition, "capture": work.triangles + work.scale, "refresh": work.refresh}
     return {
         stage: {"flops": flops[stage], "seconds": spent, "floor": flops[stage] / (1e9 * gemm.median)}
@@ -50,7 +48,6 @@ def stage_figures(run: Contender, work: Work, gemm: Rate) -> dict[str, dict[str,
 
 
 def stage_table(results: list[dict[str, Any]]) -> Table:
-    """Return the table of stages."""
     rows = [
         {"label": result["label"], "stage": stage, **found, "ratio": found["seconds"] / found["floor"]}
         for result in results

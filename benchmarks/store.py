@@ -44,7 +44,6 @@ def load(path: Path, head: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save(path: Path, results: Mapping[str, Any]) -> None:
-    """Write the results of a comparison, a run a line."""
     write(path, {key: found for key, found in results.items() if key != "runs"}, "runs", results["runs"])
 
 
@@ -130,12 +129,10 @@ class Cells:
         return Pause(self.path.with_suffix(".runs") / f"{digest}.pt", dict(plain(identity)))
 
     def write(self) -> None:
-        """Write the file, a cell a line."""
         head = self.payload()
         write(self.path, head, "cells", head.pop("cells"))
 
     def payload(self) -> dict[str, Any]:
-        """Return all that the file holds."""
         found = list(self._found.values())
         machines = [used for index, (_, _, used) in enumerate(found) if used not in [m for _, _, m in found[:index]]]
         cells = [{"of": of, "figures": figures, "machine": machines.index(used)} for of, figures, used in found]
@@ -143,7 +140,6 @@ class Cells:
 
 
 def _timed(identity: Identity) -> Identity:
-    """Return an identity with the threads, which times among the figures depend on."""
     return {**identity, "threads": torch.get_num_threads()}
 
 

@@ -44,11 +44,9 @@ class Timed:
     intervals: Intervals
 
     def make_workload(self) -> Workload:
-        """Return the workload."""
         return make_workload(self.workload, self.data_dir, self.size, self.batch_size)
 
     def make_optimizer(self, model: nn.Module, strategy: str | None) -> Any:
-        """Return the optimizer of a rank."""
         if self.method is None:
             return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         comm = None if strategy is None else from_name(strategy)
@@ -56,14 +54,12 @@ class Timed:
 
 
 def keywords(method: str, intervals: Intervals) -> Mapping[str, Any]:
-    """Return the keywords of an optimizer that set its intervals."""
     if method == "hylo":
         return {"update_steps": intervals.refresh}
     return {"factor_update_steps": intervals.factor, "inv_update_steps": intervals.refresh, "refresh_warmup": False}
 
 
 def measure(timed: Timed, world: int) -> list[Medians]:
-    """Train as so many ranks."""
     timed.make_workload().build_model(timed.seed)  # if data is missing, one process says so
     if world == 1:
         return [_train(timed, 0, 1)]
@@ -89,7 +85,6 @@ def _work(rank: int, timed: Timed, world: int, folder: str, results: Path) -> No
 
 
 def _train(timed: Timed, rank: int, world: int) -> Medians:
-    """Take the steps of one rank."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

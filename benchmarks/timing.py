@@ -26,7 +26,6 @@ class Intervals:
         return f"{self.refresh}" if self.factor == self.refresh else f"{self.factor}/{self.refresh}"
 
     def step_class(self, step: int) -> StepClass:
-        """Return the class of a step."""
         if step % self.refresh == 0:
             return "refresh"
         return "factor" if step % self.factor == 0 else "plain"
@@ -38,7 +37,6 @@ class Intervals:
         return {"plain": 1 - factor - refresh, "factor": factor, "refresh": refresh}
 
     def amortise(self, values: dict[StepClass, float]) -> float:
-        """Return the mean step of the long run."""
         return sum(weight * values[kind] for kind, weight in self.weights().items() if weight > 0)
 
 
@@ -57,7 +55,6 @@ class Row:
     times: Times = field(default_factory=dict)
 
     def summary(self, statistic: Callable[[Sequence[float]], float] = statistics.median) -> dict[StepClass, float]:
-        """Return one figure per class of steps."""
         return {kind: statistic(values) for kind, values in self.times.items()}
 
     def ratio(self, intervals: Intervals, reference: "Row", minima: bool = False) -> float:
@@ -87,5 +84,4 @@ class Work:
         return 1 + self.extra(intervals) / self.training
 
     def extra(self, intervals: Intervals) -> float:
-        """Return the FLOPs that are added to a step on average."""
         return self.precondition + self.scale + self.factor / intervals.factor + self.refresh / intervals.refresh

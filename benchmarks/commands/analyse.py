@@ -104,7 +104,6 @@ class Analyse(Common):
         return Trainer(method.label, workload, make, self.seed, schedule, closure)
 
     def _train(self, trainer: Trainer, epoch_steps: int, rank_only: bool) -> Iterator[None]:
-        """Train, and write down what is seen."""
         optimizer = cast("SecondOrderOptimizer", trainer.optimizer)
         observe = partial(
             Analysis, optimizer, self.out_dir, rank_fraction=self.rank_fraction, approx=self.approx,
@@ -162,7 +161,6 @@ class Analyse(Common):
 
 
 def _layer_figures(found: Mapping[str, Sequence[Event]]) -> list[dict[str, Any]]:
-    """Return the medians of every layer over the run."""
     figures: list[dict[str, Any]] = []
     for name in [*events.layers(found["rank"]), ALL]:
         own = {file: events.where(found[file], layer=name) for file in ("rank", "trend", "error")}
@@ -181,12 +179,10 @@ def _layer_figures(found: Mapping[str, Sequence[Event]]) -> list[dict[str, Any]]
 
 
 def _modes(trend: Sequence[Event]) -> dict[str, list[tuple[int, int]]]:
-    """Return the periods of each mode."""
     return {mode: events.spans(trend, mode) for mode in dict.fromkeys(event["mode"] for event in trend)}
 
 
 def _layer_table(title: str, layers: Sequence[dict[str, Any]], modes: Mapping[str, Sequence[tuple[int, int]]]) -> Table:
-    """Return the table of layers."""
     columns = (
         "rank90_share", "eff_rank", "damping_over_sigma1", "kid_error", "kis_error", "grad_norm", "update_norm",
     )  # fmt: skip
@@ -210,7 +206,6 @@ def _layer_table(title: str, layers: Sequence[dict[str, Any]], modes: Mapping[st
 
 
 def _stage_table(times: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return the table of stages."""
     shown = [stage for stage in events.STAGES if any(found[stage] for found in times.values())]
     rows = [(stage, *(f"{found[stage]:.2f}" for found in times.values())) for stage in shown]
     rows.append(("sum", *(f"{sum(found.values()):.2f}" for found in times.values())))

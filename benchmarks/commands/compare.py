@@ -104,7 +104,6 @@ class Compare(Common):
         return int(_failed([run for run in results["runs"] if run["optimizer"] in names]))
 
     def _fill(self, results: dict[str, Any], names: list[str], setting: Setting, path: Path) -> None:
-        """Do the runs that are missing, saving after each."""
         budget = self._budget(results["steps"], TARGETS.get(self.workload, TARGET))
         _drop_outdated(results, names, setting)
         results["machines"].append(store.limits(self.threads))

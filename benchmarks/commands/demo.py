@@ -68,7 +68,6 @@ class Demo(Common):
 
 
 def _summary(trainer: Trainer, workload: Workload, target: float, reference: Trainer) -> dict[str, Any]:
-    """Return the figures of one run."""
     history, steps = trainer.history, trainer.history.steps_to(target)
     return {
         "label": history.label,

@@ -45,7 +45,6 @@ class Kernel(Alone):
         return 0
 
     def _measure(self, rank: int, d_i: int, d_o: int) -> dict[str, Any]:
-        """Time one size."""
         device, generator = torch.device(self.device), torch.Generator().manual_seed(self.seed)
 
         def random(*shape: int) -> torch.Tensor:

@@ -75,21 +75,18 @@ class Linalg(Alone):
         return 0
 
     def _bases(self, n: int, before: Tensor, after: Tensor) -> list[dict[str, Any]]:
-        """Bring one basis up to date in every way."""
         _, basis, _ = dense.eigh_psd(before[None].to(self.device, torch.float32), True)
         ways = updates(after[None].to(self.device, torch.float32), basis)
         judged = {name: asdict(judge(after, way()[0].cpu().double())) for name, way in ways.items()}
         return self._timed(n, ways, judged, "eigh")
 
     def _inverses(self, n: int, before: Tensor, after: Tensor) -> list[dict[str, Any]]:
-        """Bring one inverse up to date in every way."""
         last = torch.linalg.inv(before).to(self.device, torch.float32)
         ways = inversions(after.to(self.device, torch.float32), last)
         judged = {name: asdict(judge_inverse(after, way().cpu().double())) for name, way in ways.items()}
         return self._timed(n, ways, judged, "cholesky")
 
     def _polars(self, n: int) -> list[dict[str, Any]]:
-        """Find a polar factor in every precision."""
         generator = torch.Generator().manual_seed(self.seed)
         full = torch.randn(n, n, generator=generator).to(self.device)
         rank = max(1, n // 16)
@@ -138,7 +135,6 @@ class Quality:
 
 
 def drifted(n: int, drift: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Return a factor before and after it has moved."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.logspace(-_DECADES, 0, n, dtype=torch.float64)
     basis, _ = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))
@@ -150,7 +146,6 @@ def drifted(n: int, drift: float, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def updates(factor: Tensor, basis: Tensor) -> dict[Update, Callable[[], Tensor]]:
-    """Return every way to a new basis."""
     return {
         "none": lambda: basis,
         "eigh": lambda: dense.eigh_psd(factor, True)[1],
@@ -160,7 +155,6 @@ def updates(factor: Tensor, basis: Tensor) -> dict[Update, Callable[[], Tensor]]
 
 
 def judge(factor: Tensor, basis: Tensor) -> Quality:
-    """Measure a basis against a matrix."""
     seen = basis.mT @ factor @ basis
     diagonal, exact = seen.diagonal(), torch.linalg.eigvalsh(factor)
     ordered = diagonal.sort().values
@@ -184,8 +178,6 @@ class InverseQuality:
 
 
 def inversions(damped: Tensor, last: Tensor) -> dict[Inversion, Callable[[], Tensor]]:
-    """Return every way to a new inverse."""
-
     def by_eigenvalues() -> Tensor:
         values, basis, _ = dense.eigh_psd(damped[None], True)
         return (basis[0] / values[0]) @ basis[0].mT
@@ -207,7 +199,6 @@ def newton_schulz(x: Tensor, y: Tensor, rounds: int) -> Tensor:
 
 
 def judge_inverse(x: Tensor, y: Tensor) -> InverseQuality:
-    """Measure an inverse against its matrix."""
     rest = torch.eye(len(x), dtype=x.dtype) - x @ y
     g = torch.randn(len(x), generator=torch.Generator().manual_seed(0), dtype=x.dtype)
     exact = torch.linalg.solve(x, g)

@@ -41,13 +41,10 @@ class Overview:
 
 
 def load(folder: Path) -> dict[str, Results]:
-    """Read all results of a folder."""
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
 def renewed(text: str, results: Mapping[str, Results]) -> str:
-    """Return a page with the tables that belong to the results."""
-
     def block(match: re.Match[str]) -> str:
         number = None if match["table"] is None else int(match["table"])
         return f"{match[1]}\n{_body(results, match['name'], number).strip()}\n\n{match['end']}"
@@ -56,7 +53,6 @@ def renewed(text: str, results: Mapping[str, Results]) -> str:
 
 
 def _body(results: Mapping[str, Results], name: str, number: int | None) -> str:
-    """Return what stands between the comments."""
     if name in _TOGETHER:
         comparisons = [found for found in results.values() if "runs" in found]
         if not comparisons:
@@ -73,7 +69,6 @@ def _body(results: Mapping[str, Results], name: str, number: int | None) -> str:
 
 
 def section(results: Results) -> str:
-    """Return what a page says of one comparison."""
     tables = [result_rows(results), *(reach_rows(results, target) for target in targets(results)[:1])]
     sentences = [plain(" ".join(found)) for found in (wording.summary(results), wording.fairness(results))]
     parts = [*sentences, *map(markdown_table, tables)]

@@ -98,7 +98,6 @@ class RankFraction(Evidence):
     def _row(
         self, cells: Cells, workload: Workload, mode: Mode | None, fraction: float | None, errors: Figures | None
     ) -> list[Figures]:
-        """Return one row of the table."""
         name: MethodName = "kfac" if mode is None else "hylo"
         changes = self._changes(workload, mode, fraction)
         settings = METHODS[name].settings(self.workload, changes)
@@ -120,7 +119,6 @@ class RankFraction(Evidence):
         return {"mode": mode, "rank_fraction": fraction, "max_rank": most, "update_steps": INTERVAL}
 
     def _measure(self, name: MethodName, workload: Workload, changes: Settings) -> Figures:
-        """Train, and time the steps with a refresh and those without."""
         trainer = self._trainer(name, workload, changes)
         for _ in range(INTERVAL * (self.refreshes + 1)):  # the first refresh allocates, and is not counted
             trainer.step()
@@ -162,12 +160,10 @@ class RankFraction(Evidence):
 
 
 def _distances_of(errors: Figures | None, way: str) -> dict[str, dict[str, float] | None]:
-    """Return error and cosine of one way, by damping."""
     return {} if errors is None else {key: own.get(way) for key, own in errors["errors"].items()}
 
 
 def _descent(batch_size: int, errors: Figures | None) -> Figures:
-    """Return the row of the gradient itself, which costs nothing."""
     head = {"label": "gradient", "batch_size": batch_size, "mode": None, "fraction": None, "rows": None}
     return {**head, "refresh_seconds": None, "errors": _distances_of(errors, "none")}
 

@@ -62,7 +62,6 @@ class _Tokens(nn.Module):
 
 
 def _network(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return a model, inputs and classes."""
     torch.manual_seed(0)
     if name == "perceptron":
         model: nn.Module = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 32), nn.Tanh(), nn.Linear(32, 10))
@@ -156,7 +155,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _stepper(network: str, method: str | None) -> tuple[Any, Optimizer, nn.Module, Tensor]:
-    """Build a network and its optimizer."""
     model, x, y = _network(network)
     optimizer: Optimizer
     if method is None:
@@ -176,7 +174,6 @@ def _stepper(network: str, method: str | None) -> tuple[Any, Optimizer, nn.Modul
 
 
 def _plain_step(network: str) -> Counts:
-    """Return what a step of SGD does."""
     step, *_ = _stepper(network, None)
     for _ in range(2):
         step()

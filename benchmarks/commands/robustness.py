@@ -56,7 +56,6 @@ class Robustness(Evidence):
 
     @property
     def names(self) -> list[str]:
-        """All optimizers."""
         return list(dict.fromkeys((REFERENCE, *self.optimizers)))
 
     @property
@@ -126,7 +125,6 @@ def _defaults(name: str, settings: Settings) -> str | None:
 
 
 def _rows(kind: str, found: Mapping[str, Sequence[Figures]], tolerance: float) -> list[Figures]:
-    """Return what each method reached on a workload."""
     rows = []
     for name, runs in found.items():
         whole, told = lost(runs)

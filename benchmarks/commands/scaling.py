@@ -142,7 +142,6 @@ class Scaling:
         )
 
     def _row(self, name: str, comm: CommStrategy, plan: Plan, base: "Base", optimizer: Any) -> dict[str, Any]:
-        """What one plan comes to."""
         curvature = [sum(n for kind, n in rank.stored.items() if kind not in FIRST_ORDER) for rank in plan.ranks]
         sent = [sum(rank.sent.values()) for rank in plan.ranks]
         seconds = self._seconds(comm, plan, base, optimizer)
@@ -162,7 +161,6 @@ class Scaling:
         }
 
     def _seconds(self, comm: CommStrategy, plan: Plan, base: "Base", optimizer: Any) -> dict[str, float]:
-        """Seconds of a step of the busiest rank, by what they are spent on."""
         world, rate = plan.world_size, 1e12 * self.gpu_tflops
         interval = optimizer.param_groups[0].get("factor_update_steps")
         share = self._share(comm, plan, optimizer, base.examples)
@@ -200,11 +198,9 @@ class Scaling:
         return total
 
     def link(self, ranks: int) -> float:
-        """Return the bytes per second between the ranks of a world."""
         return self._rate(ranks <= NODE)
 
     def _rate(self, inside: bool) -> float:
-        """Bytes per second."""
         return 1e9 / 8 * (self.node_gbps if inside else self.link_gbps)
 
 
@@ -223,7 +219,6 @@ class Base:
 
 
 def _base(found: Architecture, examples: int) -> Base:
-    """Count FLOPs on shapes."""
     one = found.inputs(1)
     statistics = factor_flops(found.model, lambda: found.model(one))
     training = counted_flops(lambda: found.model(one).sum().backward())
@@ -266,7 +261,6 @@ def _human(nbytes: float) -> str:
 
 
 def _unit(largest: float) -> tuple[float, str]:
-    """Return the unit for numbers up to so many bytes."""
     return (2**30, "GiB") if largest >= 2**29 else (2**20, "MiB")
 
 

@@ -77,7 +77,6 @@ class Spikes(Common):
         return 0
 
     def _times(self, workload: Workload, name: MethodName, changes: Settings) -> list[float]:
-        """Train with one optimizer."""
         make = partial(METHODS[name].build, workload=self.workload, changes=changes)
         trainer = Trainer(METHODS[name].label, workload, make, self.seed)
         # Every way then has as many refreshes before it: one that overlaps is adopted a tenth of an interval later.
@@ -93,7 +92,6 @@ class Spikes(Common):
 
 
 def summary(times: list[float], reference: list[float]) -> tuple[float, float, float, float]:
-    """Return what counts of the times of steps."""
     median, worst = statistics.median(times), max(times)
     return median, worst, worst / median, statistics.mean(times) / statistics.mean(reference)
 

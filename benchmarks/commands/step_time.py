@@ -135,7 +135,6 @@ class StepTime(Common):
         return make_workload(self.workload, self.data_dir, self.size, self.batch_size)
 
     def _contenders(self, workload: Workload) -> tuple[Contender, list[Contender]]:
-        """Build the reference and the optimizers to time."""
         contenders = []
         for name in self.optimizers:
             if name in _FAMILIES:
@@ -159,7 +158,6 @@ class StepTime(Common):
         return Contender(trainer, "eigen")
 
     def _family(self, workload: Workload, name: MethodName) -> list[Contender]:
-        """Build the ways of a method whose steps are of several classes."""
         family = _FAMILIES[name]
         chosen = getattr(self, family.keyword)
         found = []
@@ -172,7 +170,6 @@ class StepTime(Common):
     def _contender(
         self, workload: Workload, name: MethodName, changes: Settings, label: str | None = None
     ) -> Contender:
-        """Build one optimizer and its model."""
         method = METHODS[name]
         make = partial(method.build, workload=self.workload, changes=changes)
         closure, words = method.needs_closure(self.workload, changes), label or method.label
@@ -181,7 +178,6 @@ class StepTime(Common):
 
 
 def _training(workload: Workload, seed: int, device: torch.device) -> Work:
-    """Count the FLOPs of a training step, and of the products behind the factors."""
     model, batch = workload.build_model(seed).to(device), moved(next(workload.batches(seed)), device)
     training = counted_flops(lambda: torch.autograd.backward(workload.loss(model, batch)))
     factor, triangles = (factor_flops(model, lambda: workload.loss(model, batch), half) for half in (False, True))
@@ -201,7 +197,6 @@ def _work(run: Contender, base: Work) -> Work | None:
 
 
 def _figures(run: Contender, reference: Contender, base: Work, gemm: Rate, memory: bool) -> dict[str, Any]:
-    """Return the figures of one optimizer."""
     sgd, work = reference.row.summary()["plain"], _work(run, base)
     figures: dict[str, Any] = {
         "label": run.row.label,
@@ -228,7 +223,6 @@ def _figures(run: Contender, reference: Contender, base: Work, gemm: Rate, memor
 
 
 def _tables(data: dict[str, Any]) -> list[Table]:
-    """Return the tables of times, of stages and of memory."""
     results = data["results"]
     where = f"Threads: {torch.get_num_threads()}." if data["device"] == "cpu" else f"Device: {data['device']}."
     caption = (

@@ -126,7 +126,6 @@ class Swap(Common):
         return int(not all(outcome.passed for outcome in outcomes))
 
     def _compare(self, name: ScriptName, base: Base, workload: Workload) -> Outcome:
-        """Run a script before and after the change."""
         steps = workload.steps[self.size] if self.steps is None else self.steps
         script = SCRIPTS[name][base]
         schedule = partial(make_schedule, Schedule("cosine"), steps)
@@ -141,7 +140,6 @@ class Swap(Common):
 
 
 def build(line: str, script: Script, model: nn.Module) -> Optimizer:
-    """Return the optimizer that a line of a script builds."""
     classes = {"KFAC": KFAC, "EKFAC": EKFAC, "HyLo": HyLo, "MFAC": MFAC, "SparseMFAC": SparseMFAC, "GGT": GGT}
     values = {"torch": torch, **classes, "model": model, "LR": script.lr, "WD": script.weight_decay}
     optimizer: Optimizer = eval(line, values)  # the very line that users read; it comes from this file

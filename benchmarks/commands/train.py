@@ -115,7 +115,6 @@ class Train(Planned):
     def _train(
         self, trainer: Trainer, ranks: Ranks, steps: int, identity: dict[str, Any]
     ) -> tuple[RankFigures, list[dict[str, float]]]:
-        """Do this rank's part of a run."""
         optimizer = trainer.optimizer
         measured: list[dict[str, float]] = []
         comm: Any = getattr(optimizer, "comm", None)  # an optimizer of torch has none
@@ -138,7 +137,6 @@ class Train(Planned):
     def _take_steps(
         self, trainer: Trainer, ranks: Ranks, steps: int, identity: dict[str, Any]
     ) -> list[dict[str, float]]:
-        """Train to the end, and write down what happens."""
         with ExitStack() as stack:
             title = f"{self.workload}, {trainer.history.label}"
             board = stack.enter_context(Board(title, [trainer], steps, ranks.first))
@@ -167,7 +165,6 @@ class Train(Planned):
         measured: list[dict[str, float]],
         made_up: bool,
     ) -> None:
-        """Print and save what the run did."""
         history, memory = trainer.history, ranks[0].memory
         found = trainer.evaluate(self.evaluate, quality=self.evaluate)
         figures = {

@@ -14,7 +14,6 @@ RANK_COLUMNS = 8
 
 
 def mean_losses(ranks: Sequence[RankFigures]) -> list[float]:
-    """Return the loss of each whole batch."""
     return [fmean(losses) for losses in zip(*(r.losses for r in ranks if r.role == "gradient"), strict=True)]
 
 

@@ -83,7 +83,6 @@ class Window(Alone):
         return 0
 
     def _measure(self, size: SizeName, storage: StorageName, gemm: Rate) -> dict[str, Any]:
-        """Build one optimizer, fill its window, time its steps and count its bytes."""
         gc.collect()  # the window before this one
         shapes, rows = shapes_of(size), self._rows(size, storage)
         figures: dict[str, Any] = {"size": size, "storage": storage, "window_size": rows, "parameters": count(shapes)}
@@ -121,7 +120,6 @@ class _Bench:
     """Steps of one optimizer, and what is timed between them."""
 
     def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter], seed: int) -> None:
-        """Keep what a step needs."""
         self.optimizer, self.params = optimizer, params
         self.device = params[0].device
         self._generator = torch.Generator(self.device).manual_seed(seed)
@@ -169,7 +167,6 @@ def _plain_pair(rows: Tensor) -> Callable[[], object]:
 
 
 def _ratios(times: dict[str, list[float]], moved: int, flops: float, gemm: Rate) -> dict[str, Any]:
-    """Return the floor of a step, and the ratios of medians and of minima."""
     figures: dict[str, Any] = {"moved_bytes": moved}
     for suffix, pick, rate in (("", statistics.median, gemm.median), ("_of_minima", min, gemm.best)):
         step, copy = pick(times["step"]), 2 * COPY_BYTES / pick(times["copy"])
@@ -190,8 +187,6 @@ _CASE: Mapping[str, report.Column] = {
 
 
 def _time_table(results: Sequence[dict[str, Any]], gemm: Rate) -> Table:
-    """Return the table of times."""
-
     def both(key: str) -> report.Column:
         return lambda row: f"{row[key]:.2f} ({row[f'{key}_of_minima']:.2f})" if key in row else "-"
 
@@ -215,7 +210,6 @@ def _time_table(results: Sequence[dict[str, Any]], gemm: Rate) -> Table:
 
 
 def _byte_table(results: Sequence[dict[str, Any]]) -> Table:
-    """Return the table of bytes."""
     rows = [{**row, **row["memory"]} for row in results if "skipped" not in row]
     columns = {
         **_CASE,

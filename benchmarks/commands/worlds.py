@@ -142,7 +142,6 @@ class Worlds(Evidence):
 
     # ------------------------------------------------------------------ modelling
     def _lines(self, way: Way, points: Mapping[int, Figures], training: Figures, rates: Figures) -> list[Figures]:
-        """Return the figures of all worlds."""
         method = _METHODS[way]
         base = training["ranks"][0]["plain"]
         own = points[1]["ranks"][0]
@@ -165,7 +164,6 @@ class Worlds(Evidence):
         return rows
 
     def _optimizer_after_a_step(self, way: Way) -> Any:
-        """Return an optimizer that knows how many rows an example has on each layer."""
         timed = replace(self._timed(way), intervals=_METHODS[way].reported)
         workload = timed.make_workload()
         model = workload.build_model(self.seed)
@@ -244,8 +242,6 @@ def _caption(assumptions: str) -> str:
 
 
 def _plot(rows: Sequence[Row], title: str, assumptions: str, path: Path) -> None:
-    """Draw the time of a step against the number of ranks."""
-
     def reference(panels: Sequence[Axes]) -> None:
         axes = panels[0]
         axes.axhline(1e3 * rows[0]["training"], color="0.6", linewidth=1.2, label="SGD")

@@ -50,7 +50,6 @@ class Course:
 
     @property
     def mean(self) -> Array:
-        """Over the seeds."""
         return np.asarray(self.losses.mean(axis=0))
 
     def along(self, against: Against) -> Array:
@@ -70,7 +69,6 @@ def course(results: Results, optimizer: str, phase: statistics.Phase = "final") 
 
 
 def known(run: Run) -> list[Sequence[float]]:
-    """Return the points of a curve that have a loss."""
     return [point for point in run["curve"] if statistics.finite(point[1])]
 
 
@@ -250,7 +248,6 @@ def escaped(text: str) -> str:
 
 
 def svg(figure: Figure, name: str, description: str) -> str:
-    """Return a figure as an element of a page."""
     stream = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):

@@ -11,7 +11,6 @@ _NONE = (NOTHING,) * 4
 
 
 def overview(comparisons: Sequence[Results]) -> str:
-    """Return a table over several workloads as Markdown."""
     table = best_rows(comparisons)
     return (markdown_table(table) if table.rows else "") + "\n"
 

@@ -10,7 +10,6 @@ from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
 
 
 def find(name: str) -> Method:
-    """Return an optimizer by its name."""
     everyone: dict[str, Method] = {**PEERS, **{str(key): method for key, method in METHODS.items()}}
     if name not in everyone:
         raise ValueError(f"optimizers must be of {', '.join(everyone)}, got {name!r}")

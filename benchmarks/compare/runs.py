@@ -62,13 +62,11 @@ def _read_once(
 
 
 def recipe_of(job: Job, setting: Setting) -> Recipe:
-    """Return the recipe of a run."""
     workload = setting.make_workload()
     return recipe_on(job.optimizer, workload, setting.size, setting.data_dir).times(job.factor)
 
 
 def key_of(job: Job, recipe: Recipe) -> str:
-    """Return what tells a run from others."""
     return job.key(recipe.settings, *([asdict(recipe.schedule)] if recipe.own_schedule else []))
 
 
@@ -78,7 +76,6 @@ def schedule_of(recipe: Recipe, setting: Setting) -> Schedule:
 
 
 def execute(job: Job, setting: Setting) -> dict[str, Any]:
-    """Do one run."""
     torch.set_num_threads(setting.threads)
     set_paths(setting.peer_paths)
     method, recipe = find(job.optimizer), recipe_of(job, setting)
@@ -149,7 +146,6 @@ def reference_of(workload: Workload, setting: Setting) -> Trainer:
 
 
 def measure_reference(setting: Setting, steps: int = 12) -> float:
-    """Return what a step of SGD takes."""
     torch.set_num_threads(setting.threads)
     reference = reference_of(setting.make_workload(), setting)
     for _ in range(steps + 3):
@@ -194,7 +190,6 @@ def _figures(trainer: Trainer, job: Job, setting: Setting) -> dict[str, Any]:
 
 
 def curve(history: History, points: int = POINTS) -> list[list[float]]:
-    """Return a run as a few points."""
     taken = len(history.losses)
     stride = max(1, math.ceil(taken / points))
     kept = sorted({taken, *range(taken, 0, -stride)} - {0})

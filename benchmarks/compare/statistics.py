@@ -69,7 +69,6 @@ class Reach:
 
     @property
     def everywhere(self) -> bool:
-        """Whether every seed got there."""
         return 0 < self.reached == self.seeds
 
     def met(self, share: float) -> bool:
@@ -134,7 +133,6 @@ def optimizers(results: Results) -> list[str]:
 
 
 def label_of(results: Results, optimizer: str) -> str:
-    """Return the name of an optimizer in tables."""
     return str(select(results, optimizer=optimizer)[0]["label"])
 
 
@@ -157,7 +155,6 @@ def clock_column(results: Results) -> int:
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Return mean, range and deviation of the values that are there."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return None
@@ -198,7 +195,6 @@ def seconds_per_step(results: Results, optimizer: str) -> float | None:
 
 
 def summarize(results: Results, optimizer: str) -> Summary:
-    """Return what is told of one optimizer."""
     runs, column = select(results, "final", optimizer), clock_column(results)
     done = [run for run in runs if not flaw(run)]
     own, base = seconds_per_step(results, optimizer), seconds_per_step(results, "sgd")

@@ -29,7 +29,6 @@ def seconds(value: float | None) -> str:
 
 
 def interval(values: Spread | None) -> str:
-    """Return the range of a number over several seeds."""
     return NOTHING if values is None or values.count == 1 else f"{number(values.low)}–{number(values.high)}"
 
 
@@ -39,12 +38,10 @@ def kind(ours: bool, order: str) -> str:
 
 
 def joined(words: Sequence[str]) -> str:
-    """Return a list as running text."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def summary(results: Results) -> list[str]:
-    """Return what came out, a few plain sentences."""
     targets = statistics.targets(results)
     first = targets[0] if targets and targets[0].optimizer == statistics.best_first(results) else None
     if first is None:
@@ -85,7 +82,6 @@ def _verdict(results: Results, target: Target) -> list[str]:
 
 
 def verdict(met: bool) -> str:
-    """Return in a word whether the target was met."""
     return "met" if met else "missed"
 
 
@@ -152,7 +148,6 @@ def _trials(results: Results) -> list[str]:
 
 
 def _second_rates(results: Results, seeds: int) -> list[str]:
-    """Return who ran whole at two rates, and which was the better one."""
     told = []
     for run in statistics.select(results, "long"):
         counted = next(

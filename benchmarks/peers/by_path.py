@@ -44,7 +44,6 @@ class PeerPaths:
     folders: dict[str, Path] = field(default_factory=dict)
 
     def set_paths(self, pairs: Iterable[str]) -> None:
-        """Take note of some checkouts."""
         for pair in pairs:
             name, equals, folder = pair.partition("=")
             if not equals or name not in CHECKOUTS:
@@ -57,13 +56,11 @@ class PeerPaths:
             self.folders[name] = path
 
     def folder(self, name: str) -> Path:
-        """Return the checkout of a peer."""
         if name not in self.folders:
             raise ValueError(f"{name} needs a checkout of {CHECKOUTS[name].repository}: --peer-path {name}=DIR")
         return self.folders[name]
 
     def versions(self) -> dict[str, str]:
-        """Return what the checkouts hold."""
         return {name: _version(folder, CHECKOUTS[name].file) for name, folder in self.folders.items()}
 
 
@@ -81,7 +78,6 @@ def _version(folder: Path, file: str) -> str:
 
 
 def package(name: str, module: str) -> Any:
-    """Import a package from a checkout."""
     with _in_front(PATHS.folder(name)):
         return importlib.import_module(module)
 

@@ -96,5 +96,4 @@ def _lu(matrix: Tensor, pivot: bool) -> tuple[Tensor]:
 
 
 def _one_by_one(functions: Sequence[Callable[[Any], Tensor]], inputs: Sequence[Any]) -> list[Tensor]:
-    """Call functions one after another, each with its input."""
     return [function(value) for function, value in zip(functions, inputs, strict=True)]

@@ -48,7 +48,6 @@ def hidden_matrices(model: nn.Module) -> list[Matrix]:
 
 
 def _weights(model: nn.Module) -> dict[str, Matrix]:
-    """Return all weights that multiply what comes in."""
     found: dict[str, Matrix] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):

@@ -18,7 +18,6 @@ class PeerMissingError(ImportError):
 
 
 def library(name: str) -> Any:
-    """Import a package of another project."""
     package = name.split(".")[0]
     try:
         importlib.import_module(package)
@@ -32,7 +31,6 @@ def library(name: str) -> Any:
 
 
 def has_library(name: str) -> bool:
-    """Return whether a package of another project can be imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except ValueError:  # None stands for it in sys.modules
@@ -40,7 +38,6 @@ def has_library(name: str) -> bool:
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of those that are installed."""
     found = {}
     for name in PACKAGES.values():
         try:

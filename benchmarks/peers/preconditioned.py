@@ -39,7 +39,6 @@ def shampoo(
 
 
 def psgd_kron(model: nn.Module, seed: int | None = None, **settings: Any) -> Optimizer:
-    """Return PSGD with Kronecker factors that are triangular."""
     kron = library("pytorch_optimizer").Kron(_trained(model), **settings)
     return _Seeded(kron, seed=_seed_of(model) if seed is None else seed)
 

@@ -36,7 +36,6 @@ def _recipes(
     searched: tuple[str, ...] = ("lr",),
     note: str = "",
 ) -> dict[str, Recipe]:
-    """Make the recipes of a method."""
     own = schedule is not COSINE
     return {
         name: Recipe(settings(name, _adamw(name)), source, schedule, searched=searched, own_schedule=own, note=note)

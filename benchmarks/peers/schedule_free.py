@@ -34,7 +34,6 @@ class Averaging(Protocol):
 
 
 def schedule_free(model: nn.Module, beta1: float = 0.9, beta2: float = 0.999, **settings: Any) -> Optimizer:
-    """Return schedule-free AdamW."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kind = library("schedulefree").AdamWScheduleFree
     return _ScheduleFree(kind(parameters, betas=(beta1, beta2), **settings))
@@ -73,7 +72,6 @@ def evaluating(optimizer: Optimizer, model: nn.Module, workload: Workload, seed:
 
 
 def _settle(model: nn.Module, workload: Workload, seed: int) -> None:
-    """Let batch norms see training batches."""
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return
     training = model.training

@@ -42,6 +42,5 @@ def singd(
 
 
 def _sides(layer: nn.Linear | nn.Conv2d) -> tuple[int, int]:
-    """Return the rows of both factors of a layer."""
     d_out = layer.weight.shape[0]
     return layer.weight[0].numel() + (layer.bias is not None), d_out

@@ -62,7 +62,6 @@ METHODS: dict[MethodName, Method] = {
 
 
 def find_method(name: MethodName | AliasName) -> Method:
-    """Return a method by any of its names."""
     if name in METHODS:
         return METHODS[name]
     alias = ALIASES[name]

@@ -25,7 +25,6 @@ def adamw(model: nn.Module, **settings: Any) -> Optimizer:
 
 
 def second_order(name: str, model: nn.Module, **settings: Any) -> Optimizer:
-    """Return a method of this package."""
     method = resolve(name).method
     keywords = window_keywords(settings) if method in _WINDOWED else layer_keywords(settings)
     if "kid_residual" in keywords:

@@ -18,7 +18,6 @@ def _table(
     layers: Settings | None = None,
     ggt: Settings | None = None,
 ) -> dict[MethodName, Settings]:
-    """Make recipes of one workload."""
     grafted: Settings = {"lr": rate, "graft": "adam"}
     natural: Settings = {**grafted, **(layers or {}), **(decayed or {})}
     whitening: Settings = {"lr": white or rate, "fallback_lr": rate, **(layers or {}), **WHITENING}

@@ -16,7 +16,6 @@ from benchmarks.recipes.types import MethodName, Recipe, Rule, Schedule, Setting
 
 
 def falling(epochs: float, *at: float, warmup: float = 0.0, gamma: float = 0.1) -> Schedule:
-    """Return a rate that falls at some epochs."""
     return Schedule("steps", warmup / epochs, tuple(epoch / epochs for epoch in at), gamma)
 
 

@@ -21,7 +21,6 @@ _BOTH = ("lr", "fallback_lr")
 def tuned(
     tables: Mapping[str, Settings], rule: Rule = "sqrt", searched: tuple[str, ...] = ("lr",), source: str = TUNED
 ) -> dict[str, Recipe]:
-    """Make recipes of plain tables of keywords."""
     return {name: Recipe(dict(table), source, rule=rule, searched=searched) for name, table in tables.items()}
 
 

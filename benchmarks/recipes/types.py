@@ -78,12 +78,10 @@ class Recipe:
     """What a reader of a comparison should know."""
 
     def at(self, world: int, batch_size: int, own_batch_size: int) -> "Recipe":
-        """Return the recipe for other numbers of ranks and of examples."""
         growth = world * batch_size / (self.world * (self.batch_size or own_batch_size))
         return replace(self.times(growth ** _EXPONENTS[self.rule], RATES), world=world, batch_size=batch_size)
 
     def times(self, factor: float, keywords: tuple[str, ...] | None = None) -> "Recipe":
-        """Return the recipe with some of its keywords multiplied."""
         chosen = self.searched if keywords is None else keywords
         scaled = {key: _scaled(value, factor) for key, value in self.settings.items() if key in chosen}
         return replace(self, settings={**self.settings, **scaled})
@@ -116,7 +114,6 @@ class Method:
     """Whether this package has it."""
 
     def recipe(self, workload: str, size: str = "cpu") -> Recipe:
-        """Return the recipe of a workload."""
         if size == "paper" and workload in self.published:
             return self.published[workload]
         if workload not in self.recipes:
@@ -125,12 +122,10 @@ class Method:
         return self.recipes[workload]
 
     def settings(self, workload: str | None, changes: Settings | None = None, size: str = "cpu") -> Settings:
-        """Return the keywords of a recipe."""
         settings = self.recipe(workload, size).settings if workload else {}
         return {**settings, **(changes or {})}
 
     def needs_closure(self, workload: str | None = None, changes: Settings | None = None, size: str = "cpu") -> bool:
-        """Return whether a recipe evaluates the loss within a step."""
         settings = self.settings(workload, changes, size)
         return any(settings.get(key) for key in _WITH_CLOSURE)
 

@@ -65,7 +65,6 @@ def make_workload(
     batch_size: int | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> Workload:
-    """Return a workload."""
     kind = WORKLOADS[name]
     presets = {"smoke": kind.smoke, "cpu": kind, "paper": kind.paper}
     workload = presets[size](data_dir)

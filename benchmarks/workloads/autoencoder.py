@@ -51,21 +51,17 @@ class Autoencoder(Supervised):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "Autoencoder":
-        """Return the small version of this workload."""
         return cls(data_dir, batch_size=64, widths=(128, 64, 16))
 
     @classmethod
     def paper(cls, data_dir: Path) -> "Autoencoder":
-        """Return the published version of this workload."""
         return cls(data_dir, batch_size=1000, growth_steps=500)
 
     @property
     def examples(self) -> int:
-        """Training examples: an epoch takes all of them once."""
         return len(self._train)
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the autoencoder with Xavier-uniform weights and zero biases."""
         widths = (PIXELS, *self.widths, *reversed(self.widths[:-1]), PIXELS)
         code = len(self.widths) - 1
         layers: list[nn.Module] = []
@@ -79,7 +75,6 @@ class Autoencoder(Supervised):
         return nn.Sequential(*layers)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled training batches for ever; the target of an image is the image."""
         generator = torch.Generator().manual_seed(seed)
         for index in self._indices(generator):
             images = self._train[index].float().div_(255)
@@ -98,11 +93,9 @@ class Autoencoder(Supervised):
             yield next(shuffled_indices(examples, size, generator))
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the reconstruction loss of one batch."""
         return F.binary_cross_entropy_with_logits(outputs, targets, reduction="sum") / len(targets)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the reconstruction loss on the test images."""
         with evaluating(model):
             images = self._test.float().div_(255)
             return float(self.loss(model, (images, images)))

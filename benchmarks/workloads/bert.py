@@ -51,7 +51,6 @@ class Bert(nn.Module):
     def __init__(
         self, shape: tuple[int, int, int], pieces: WordPieces, dropout: float = 0.0, pooled: bool = False
     ) -> None:
-        """Build the encoder with new weights from torch's generator."""
         super().__init__()
         layers, width, heads = shape
         self.words = nn.Embedding(len(pieces), width, pieces.padding)
@@ -64,7 +63,6 @@ class Bert(nn.Module):
         self.apply(_initialise)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Read sentences."""
         # Positions are looked up for every example, so that each has gradients of its own there.
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         there = tokens != self.padding
@@ -76,7 +74,6 @@ class Bert(nn.Module):
         return x
 
     def first(self, tokens: Tensor) -> Tensor:
-        """Read sentences and sum each up."""
         if self.pooler is None:
             raise ValueError("the encoder was built without a pooler, take pooled=True")
         return torch.tanh(self.pooler(self(tokens)[:, 0]))
@@ -128,7 +125,6 @@ def load_checkpoint(encoder: Bert, path: Path) -> None:
 
 
 def their_name(name: str) -> str:
-    """Return Hugging Face's name of a tensor."""
     pattern, to = next((pattern, to) for pattern, to in _THEIRS if re.match(pattern, name))
     return re.sub(pattern, to, name)
 

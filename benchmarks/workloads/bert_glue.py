@@ -77,7 +77,6 @@ class Glue(Supervised):
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 36_815}
 
     def __post_init__(self) -> None:
-        """Check the sizes."""
         find_task(self.task)
         if self.encoder not in SHAPES:
             raise ValueError(f"encoder must be one of {', '.join(SHAPES)}, got {self.encoder!r}")
@@ -86,7 +85,6 @@ class Glue(Supervised):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "Glue":
-        """Return the small version of this workload."""
         return cls(data_dir, batch_size=16, encoder="smallest", length=32, vocabulary=200)
 
     @classmethod
@@ -111,7 +109,6 @@ class Glue(Supervised):
 
     @property
     def examples(self) -> int:
-        """Training examples: an epoch takes all of them once."""
         return len(self._train[1])
 
     def build_model(self, seed: int) -> nn.Module:
@@ -124,14 +121,12 @@ class Glue(Supervised):
         return model
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled examples for ever."""
         tokens, labels = self._train
         generator = torch.Generator().manual_seed(seed)
         for index in shuffled_indices(len(labels), self.batch_size, generator):
             yield trimmed(tokens[index], self._pieces.padding), labels[index]
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss."""
         if self._task.classes:
             return cross_entropy(outputs, targets)
         return (outputs - targets).square().sum(1).mean()
@@ -143,7 +138,6 @@ class Glue(Supervised):
         return next(iter(self._marks(model, tokens[:count], labels[:count]).values()))
 
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return the marks of GLUE on each file of held-out data."""
         files = find_files(self.data_dir, self._task)[1]
         return {
             f"{name}, {file.stem}": value

@@ -73,7 +73,6 @@ class BertQA(Classification):
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 21_720}
 
     def __post_init__(self) -> None:
-        """Check the sizes."""
         if self.encoder not in SHAPES:
             raise ValueError(f"encoder must be one of {', '.join(SHAPES)}, got {self.encoder!r}")
         if not 0 <= self.stride < self.length <= POSITIONS:
@@ -83,7 +82,6 @@ class BertQA(Classification):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "BertQA":
-        """Return the small version of this workload."""
         return cls(data_dir, batch_size=8, encoder="smallest", length=48, stride=8, vocabulary=200)
 
     @classmethod
@@ -114,7 +112,6 @@ class BertQA(Classification):
         return model
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled windows for ever."""
         windows = self._train[1]
         generator = torch.Generator().manual_seed(seed)
         for index in shuffled_indices(len(windows.tokens), self.batch_size, generator):
@@ -132,12 +129,10 @@ class BertQA(Classification):
         return total / count
 
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return exact match and F1 of the answers to all questions of the validation set."""
         questions, windows = self._validation
         return marks(questions, self.answers(model, questions, windows))
 
     def answers(self, model: nn.Module, questions: list[Question], windows: Windows) -> list[str]:
-        """Answer questions."""
         logits: list[Tensor] = []
         with evaluating(model):
             for part in windows.tokens.split(EVAL_WINDOWS):

@@ -21,7 +21,6 @@ _PRINTABLE = (range(ord("!"), ord("~") + 1), range(ord("¡"), ord("¬") + 1), ra
 
 
 def byte_characters() -> dict[int, str]:
-    """Return the character that each byte is written as."""
     shown = {byte for span in _PRINTABLE for byte in span}
     hidden = [byte for byte in range(256) if byte not in shown]
     return {**{byte: chr(byte) for byte in shown}, **{byte: chr(256 + index) for index, byte in enumerate(hidden)}}
@@ -56,7 +55,6 @@ class BytePairs:
 
     @classmethod
     def read(cls, folder: Path) -> "BytePairs":
-        """Read the two files."""
         if missing := [name for name in FILES if not (folder / name).is_file()]:
             raise DataMissingError(folder, missing, ORIGIN)
         vocabulary, merges = (folder / name for name in FILES)
@@ -70,7 +68,6 @@ class BytePairs:
         return cls(numbers, _ranks(merges, lines))
 
     def encode(self, text: str) -> list[int]:
-        """Turn a text into numbers."""
         return [number for word in split_words(text) for number in self._word(word)]
 
     def _word(self, word: str) -> list[int]:
@@ -82,7 +79,6 @@ class BytePairs:
         return self._known[word]
 
     def _merged(self, parts: list[str]) -> list[str]:
-        """Merge neighbours, all places of the pair of the lowest rank at a time."""
         last = len(self.ranks)
         while len(parts) > 1:
             best = min(pairwise(parts), key=lambda pair: self.ranks.get(pair, last))

@@ -52,7 +52,6 @@ class CharGPT(Classification):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "CharGPT":
-        """Return the small version of this workload."""
         return cls(data_dir, batch_size=8, context=32, width=32, layers=1, heads=2)
 
     @classmethod
@@ -66,12 +65,10 @@ class CharGPT(Classification):
         return (len(self._split[0]) - 1) // self.context
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the transformer with weights from ``seed``; the text decides the vocabulary."""
         with seeded(seed):
             return GPT(self._vocabulary, self.context, self.width, self.layers, self.heads, dropout=self.dropout)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield windows at random places of the training text for ever."""
         generator = torch.Generator().manual_seed(seed)
         text, _ = self._split
         while True:
@@ -79,7 +76,6 @@ class CharGPT(Classification):
             yield self._windows(text, starts)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the loss on evenly spread windows of the held-out text."""
         _, text = self._split
         starts = torch.linspace(0, len(text) - self.context - 1, EVAL_WINDOWS).long()
         if everything:
@@ -89,13 +85,11 @@ class CharGPT(Classification):
             return sum(len(part) * float(self.loss(model, self._windows(text, part))) for part in parts) / len(starts)
 
     def _windows(self, text: Tensor, starts: Tensor) -> Batch:
-        """Cut windows and their shifted targets."""
         index = starts[:, None] + torch.arange(self.context)
         return text[index], text[index + 1]
 
     @property
     def _split(self) -> Batch:
-        """The training text and the held-out text."""
         tokens = self._tokens
         cut = int(TRAIN_SHARE * len(tokens))
         if len(tokens) - cut <= self.context:
@@ -104,14 +98,12 @@ class CharGPT(Classification):
 
     @cached_property
     def _tokens(self) -> Tensor:
-        """The text as numbers of its characters in sorted order."""
         text = self._text
         number = {character: index for index, character in enumerate(sorted(set(text)))}
         return torch.tensor([number[character] for character in text])
 
     @property
     def _vocabulary(self) -> int:
-        """Number of different tokens."""
         return int(self._tokens.max()) + 1
 
     @cached_property
@@ -126,7 +118,6 @@ class CharGPT(Classification):
 
 
 def read_text(path: Path) -> str:
-    """Read a text."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as err:

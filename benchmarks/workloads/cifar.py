@@ -79,20 +79,16 @@ class Cifar(Classification):
 
     @property
     def classes(self) -> int:
-        """Logits of the network."""
         return CIFAR[self.dataset].classes
 
     @property
     def examples(self) -> int:
-        """Training examples: an epoch takes all of them once."""
         return len(self._train[0])
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy, in nats."""
         return cross_entropy(outputs, targets, self.label_smoothing)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled training batches for ever, augmented as :attr:`augment` says."""
         images, labels = self._train
         generator = torch.Generator().manual_seed(seed)
         for index in shuffled_indices(len(images), self.batch_size, generator):
@@ -116,7 +112,6 @@ class Cifar(Classification):
         return accuracy(model, self._normalise(images[:count]), labels[:count])
 
     def _normalise(self, images: Tensor) -> Tensor:
-        """Scale bytes to zero mean and unit variance per channel."""
         files = CIFAR[self.dataset]
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (files.mean, files.std))
         return images.float().div_(255).sub_(mean).div_(std)
@@ -144,7 +139,6 @@ def random_crops(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _find(data_dir: Path, dataset: CifarName) -> Path:
-    """Return the standard folder of a data set."""
     files = CIFAR[dataset]
     parents = (data_dir / dataset, data_dir)
     packs = sorted({pack for parent in parents for pack in parent.glob("*.npz") if dataset == "cifar10"})
@@ -166,7 +160,6 @@ def _unpack_hint(pack: Path) -> str:
 
 
 def _read(folder: Path, names: tuple[str, ...], dataset: CifarName) -> Batch:
-    """Read and join batch files."""
     parts = [read_cifar_batch(folder / name, dataset) for name in names]
     images = np.concatenate([part[0] for part in parts])
     return torch.from_numpy(images), torch.from_numpy(np.concatenate([part[1] for part in parts]))

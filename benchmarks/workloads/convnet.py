@@ -45,21 +45,17 @@ class ConvNet(Classification):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "ConvNet":
-        """Return the small version of this workload."""
         return cls(data_dir, batch_size=32, channels=(4, 4))
 
     @classmethod
     def paper(cls, data_dir: Path) -> "ConvNet":
-        """Return the published version of this workload."""
         return cls(data_dir)
 
     @property
     def examples(self) -> int:
-        """Training examples: an epoch takes all of them once."""
         return len(self._train[0])
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the network with weights from ``seed``."""
         first, second = self.channels
         with seeded(seed):
             return nn.Sequential(
@@ -74,14 +70,12 @@ class ConvNet(Classification):
             )
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled training batches for ever."""
         images, labels = self._train
         generator = torch.Generator().manual_seed(seed)
         for index in shuffled_indices(len(images), self.batch_size, generator):
             yield images[index].float().div_(255), labels[index]
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the accuracy on the test images."""
         images, labels = self._test
         return accuracy(model, images.float().div_(255), labels)
 

@@ -75,7 +75,6 @@ TASKS: dict[TaskName, Task] = {
 
 
 def find_task(name: str) -> Task:
-    """Return a task."""
     for known, task in TASKS.items():
         if known == name:
             return task
@@ -83,7 +82,6 @@ def find_task(name: str) -> Task:
 
 
 def find_files(data_dir: Path, task: Task) -> tuple[Path, list[Path]]:
-    """Return the files of a task."""
     names = ("train.tsv", *task.validation)
     hint = f"Put {', '.join(names)} into <data-dir>/glue/{task.folder}."
     folder = find_folder((data_dir / "glue" / task.folder, data_dir / task.folder), names, ORIGIN, hint)
@@ -91,7 +89,6 @@ def find_files(data_dir: Path, task: Task) -> tuple[Path, list[Path]]:
 
 
 def read_glue(path: Path, task: Task) -> Sentences:
-    """Read one file."""
     try:
         lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except UnicodeDecodeError as err:
@@ -142,7 +139,6 @@ Marks = Callable[[Tensor, Tensor], dict[str, float]]
 
 
 def mark(name: str, task: Task) -> Marks:
-    """Return the marks that GLUE gives on a task."""
     if not task.classes:
         return correlations
     further: dict[str, tuple[str, Callable[[Tensor, Tensor], float]]] = {
@@ -181,5 +177,4 @@ def matthews(found: Tensor, right: Tensor) -> float:
 
 
 def labels_tensor(labels: Sequence[float], task: Task) -> Tensor:
-    """Return labels as the loss takes them."""
     return torch.tensor(labels).long() if task.classes else torch.tensor(labels).float()[:, None]

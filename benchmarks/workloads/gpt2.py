@@ -43,7 +43,6 @@ class GPT2(CharGPT):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "GPT2":
-        """Return the small version of this workload."""
         return cls(data_dir, batch_size=8, context=32, width=32, layers=1, heads=2)
 
     @classmethod
@@ -57,7 +56,6 @@ class GPT2(CharGPT):
         return cls(data_dir, batch_size=480, context=1024, width=768, layers=12, heads=12, tied=True, pieces=pieces)
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the transformer with weights from ``seed``; text or files decide the vocabulary."""
         with seeded(seed):
             return self.architecture(self._vocabulary)
 
@@ -104,7 +102,6 @@ def initialise(model: GPT) -> None:
 
 
 def _ends_of_halves(model: GPT) -> Iterator[nn.Linear]:
-    """Yield the maps whose outputs are added to the residual stream, two in each layer."""
     for layer in model.layers:
         assert isinstance(layer, Layer)
         last = layer.mlp[-1]

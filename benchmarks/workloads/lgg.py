@@ -71,12 +71,10 @@ class LGG(Segmentation):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "LGG":
-        """Return the small version of this workload."""
         return cls(data_dir, batch_size=4, width=4, levels=3, side=32)
 
     @classmethod
     def paper(cls, data_dir: Path) -> "LGG":
-        """Return the published version of this workload."""
         return cls(data_dir, batch_size=16, width=32, levels=5, side=256, augment="affine", dice=1.0)
 
     @property
@@ -85,7 +83,6 @@ class LGG(Segmentation):
         return sum(len(_slices(folder)) for folder in self._folders[0])
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield slices of random patients for ever, those with much tumour more often."""
         folders = self._folders[0]
         generator = torch.Generator().manual_seed(seed)
         while True:
@@ -95,7 +92,6 @@ class LGG(Segmentation):
             yield (images, masks) if self.augment == "none" else augmented(images, masks, self.augment, generator)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the Dice coefficient of the tumours of a patient, mean over every fifth of the held-out ones."""
         folders = self._folders[1][:: 1 if everything else EVAL_EVERY]
         with evaluating(model):
             return fmean(self._dice(model, self._patient(folder)) for folder in folders)
@@ -105,7 +101,6 @@ class LGG(Segmentation):
         return float(soft_dice(found.double(), patient.masks.double()))
 
     def _draw(self, patient: Patient, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw a slice."""
         areas = patient.masks.sum((1, 2, 3), dtype=torch.float64)
         weights = areas / areas.sum().clamp(min=1) + UNIFORM_SHARE / len(areas)
         index = int(torch.multinomial(weights, 1, generator=generator))
@@ -132,7 +127,6 @@ class LGG(Segmentation):
 
 
 def read_patient(folder: Path, side: int) -> Patient:
-    """Read the slices of a patient."""
     images, masks = [], []
     for picture, mask in _slices(folder):
         images.append(torch.from_numpy(read_colour_image(picture)))
@@ -164,7 +158,6 @@ def augmented(images: Tensor, masks: Tensor, augment: Augment, generator: torch.
 
 
 def _find(data_dir: Path) -> list[Path]:
-    """Return the folders of the patients, by name."""
     for place in PLACES:
         folders = sorted(folder for folder in (data_dir / place).glob("TCGA_*") if folder.is_dir())
         if folders:
@@ -173,7 +166,6 @@ def _find(data_dir: Path) -> list[Path]:
 
 
 def _slices(folder: Path) -> list[tuple[Path, Path]]:
-    """Return the pictures of a patient with their masks, in the order of the slices."""
     matches = [re.fullmatch(rf"{re.escape(folder.name)}_(\d+)\.tif", path.name) for path in folder.iterdir()]
     numbers = sorted(int(match[1]) for match in matches if match)
     names = [(f"{folder.name}_{number}.tif", f"{folder.name}_{number}_mask.tif") for number in numbers]

@@ -62,7 +62,6 @@ class Logistic(Classification):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "Logistic":
-        """Return the small version of this workload."""
         return cls(data_dir, batch_size=32, features=64)
 
     @classmethod
@@ -72,7 +71,6 @@ class Logistic(Classification):
 
     @property
     def examples(self) -> int:
-        """Training examples: an epoch takes all of them once."""
         return len(self._train[0])
 
     def build_model(self, seed: int) -> nn.Module:
@@ -81,14 +79,12 @@ class Logistic(Classification):
             return nn.Sequential(_RandomFeatures(PIXELS, self.features), nn.Linear(self.features, 10))
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled training batches for ever."""
         inputs, labels = self._train
         generator = torch.Generator().manual_seed(seed)
         for index in shuffled_indices(len(inputs), self.batch_size, generator):
             yield _normalise(inputs[index]), labels[index]
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the accuracy on the held-out examples."""
         inputs, labels = self._test
         return accuracy(model, _normalise(inputs), labels)
 
@@ -110,5 +106,4 @@ class Logistic(Classification):
 
 
 def _normalise(images: Tensor) -> Tensor:
-    """Scale bytes to zero mean and unit variance over the training set."""
     return images.float().div_(255).sub_(_MEAN).div_(_STD)

@@ -16,7 +16,6 @@ HINT = "Put the files into <data-dir>/mnist."
 
 
 def find_mnist(data_dir: Path, files: tuple[str, ...]) -> Path:
-    """Return the folder that holds some files of MNIST."""
     return find_folder((data_dir / "mnist", data_dir), files, ORIGIN, HINT)
 
 
@@ -29,7 +28,6 @@ def read_images(path: Path) -> Tensor:
 
 
 def read_labels(path: Path, count: int) -> Tensor:
-    """Read one file of labels."""
     labels = read_idx(path)
     if labels.shape != (count,) or (count and labels.max() > 9):
         raise ValueError(f"{path} must hold {count} labels from 0 to 9, got shape {labels.shape}")

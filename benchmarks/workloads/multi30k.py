@@ -73,7 +73,6 @@ class Multi30k(Classification):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "Multi30k":
-        """Return the small version of this workload."""
         return cls(data_dir, batch_size=16, vocabulary=200, length=20, width=32, layers=1, heads=2)
 
     @classmethod
@@ -98,18 +97,15 @@ class Multi30k(Classification):
 
     @property
     def examples(self) -> int:
-        """Training examples: an epoch takes all of them once."""
         return len(self._train[0])
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the transformer with weights from ``seed``; the text decides the vocabularies."""
         sizes = [len(words) for words in self._vocabularies]
         with seeded(seed):
             hidden = self.expansion * self.width
             return Translator(sizes, self.length, self.width, self.layers, self.heads, hidden, self.dropout)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled training pairs for ever, those of a batch of about the same length."""
         pairs = self._numbered(self._train)
         generator = torch.Generator().manual_seed(seed)
         pool = max(1, min(POOL, len(pairs) // self.batch_size))
@@ -119,18 +115,15 @@ class Multi30k(Classification):
                 yield _padded([pairs[i] for i in by_length[start : start + self.batch_size]])
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the logits of the word after each one of the target."""
         source, target = batch
         logits: Tensor = model(source, target[:, :-1])
         return logits
 
     def targets(self, batch: Batch) -> Tensor:
-        """Return the word after each one of the target."""
         target = batch[1][:, 1:]
         return target.masked_fill(target == PAD, IGNORED)
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the training loss."""
         return cross_entropy(outputs, targets, self.label_smoothing)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
@@ -171,7 +164,6 @@ class Multi30k(Classification):
         return [found[i] for i in range(len(order))]
 
     def _numbered(self, sentences: Sequence[Sentences]) -> list[Batch]:
-        """Turn pairs of sentences into numbers of words."""
         source, target = self._vocabularies
         return [
             (_numbers([*de[: self.length - 1], SPECIAL[END]], source), _numbers(self._marked(en), target))
@@ -232,7 +224,6 @@ def _numbers(words: Iterable[str], vocabulary: dict[str, int]) -> Tensor:
 
 
 def _padded(pairs: Sequence[Batch]) -> Batch:
-    """Stack sentences of unequal length."""
     source, target = (
         pad_sequence(list(side), batch_first=True, padding_value=PAD) for side in zip(*pairs, strict=True)
     )

@@ -96,7 +96,6 @@ class Poisson(Supervised):
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 300, "paper": 10_000}
 
     def __post_init__(self) -> None:
-        """Check the sizes."""
         if self.batch_size < 2:
             raise ValueError(f"batch_size must be at least 2, a point inside and one outside, got {self.batch_size}")
         if self.frequency < 1:
@@ -104,12 +103,10 @@ class Poisson(Supervised):
 
     @classmethod
     def smoke(cls, data_dir: Path | None = None) -> "Poisson":
-        """Return the small version of this workload."""
         return cls(data_dir, batch_size=68, widths=(16, 16))
 
     @classmethod
     def paper(cls, data_dir: Path | None = None) -> "Poisson":
-        """Return the largest of the paper's networks for this equation, with the same points."""
         return cls(data_dir, widths=(256, 256, 128, 128))
 
     @property
@@ -118,7 +115,6 @@ class Poisson(Supervised):
         return self.batch_size
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the perceptron, initialised as torch does by default."""
         with seeded(seed):
             return _ForwardLaplacian((2, *self.widths, 1), self._dtype)
 
@@ -146,11 +142,9 @@ class Poisson(Supervised):
             yield batch
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of all points."""
         return (outputs - targets).square().sum(1).mean()
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return how far the network is from the solution, on a grid."""
         axis = torch.linspace(0, 1, GRID, dtype=self._dtype)
         points = torch.cartesian_prod(axis, axis)
         true = self._solution(points)

@@ -39,7 +39,6 @@ _PICKLE_NAMES = {
 
 
 def read_idx(path: Path) -> UInt8Array:
-    """Read one gzipped IDX file of unsigned bytes."""
     try:
         raw = gzip.decompress(path.read_bytes())
     except (EOFError, zlib.error, gzip.BadGzipFile) as err:
@@ -94,7 +93,6 @@ def read_cifar_batch(path: Path, dataset: CifarName = "cifar10") -> tuple[UInt8A
 
 
 def read_gray_image(path: Path) -> UInt8Array:
-    """Read a picture in shades of gray, 8 bits a pixel."""
     with opened_picture(path) as picture:
         if picture.mode != "L":
             raise ValueError(f"{path} must have 8 bits of gray a pixel, got mode {picture.mode}")
@@ -102,7 +100,6 @@ def read_gray_image(path: Path) -> UInt8Array:
 
 
 def read_colour_image(path: Path) -> UInt8Array:
-    """Read a picture of three colours, 8 bits each."""
     with opened_picture(path) as picture:
         if picture.mode != "RGB":
             raise ValueError(f"{path} must have three colours of 8 bits a pixel, got mode {picture.mode}")
@@ -111,7 +108,6 @@ def read_colour_image(path: Path) -> UInt8Array:
 
 @contextmanager
 def opened_picture(path: Path) -> Iterator[Image.Image]:
-    """Open a picture and decode all of it for the time of the body."""
     try:
         picture = Image.open(path)
         picture.load()

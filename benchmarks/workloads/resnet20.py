@@ -30,16 +30,13 @@ class ResNet20(Cifar):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "ResNet20":
-        """Return the small version of this workload."""
         return cls(data_dir, batch_size=32, depth=1, channels=(4, 8, 16))
 
     @classmethod
     def paper(cls, data_dir: Path) -> "ResNet20":
-        """Return the published version of this workload."""
         return cls(data_dir, batch_size=128, augment="crops")
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the network with weights from ``seed``."""
         with seeded(seed):
             return cifar_resnet(self.depth, self.channels, self.classes)
 
@@ -65,5 +62,4 @@ class ResNet110(ResNet20):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "ResNet20":
-        """Return the small version of this workload."""
         return cls(data_dir, batch_size=32, depth=2, channels=(4, 8, 16))

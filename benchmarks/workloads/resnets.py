@@ -85,7 +85,6 @@ _BLOCKS: dict[BlockName, type[BasicBlock | Bottleneck]] = {"basic": BasicBlock, 
 
 
 def imagenet_resnet(block: BlockName, depths: Sequence[int], width: int = 64, classes: int = 1000) -> nn.Module:
-    """Return a ResNet of four stages, table 1 of the paper."""
     kind = _BLOCKS[block]
     stem = (*_conv_norm(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
     blocks, d_in = [], width

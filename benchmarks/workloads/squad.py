@@ -44,7 +44,6 @@ class Question:
 
 
 def read_squad(path: Path) -> list[Question]:
-    """Read questions."""
     try:
         articles = json.loads(path.read_text(encoding="utf-8"))["data"]
         return [
@@ -106,7 +105,6 @@ class Windows:
 
 
 def make_windows(questions: Sequence[Question], pieces: WordPieces, length: int, stride: int) -> Windows:
-    """Cut questions with their texts into windows."""
     if length < LONGEST_QUESTION + 4 and length < max(len(pieces.encode(q.text)) for q in questions) + 4:
         raise ValueError(f"length must leave room for a text beside the question, got {length}")
     texts: dict[str, list[Piece]] = {}

@@ -65,7 +65,6 @@ def write_tiny_data(data_dir: Path, seed: int = 0) -> None:
 
 
 def write_idx(path: Path, array: UInt8Array) -> None:
-    """Write a gzipped IDX file of unsigned bytes."""
     header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 0x08, array.ndim, *array.shape)
     path.write_bytes(gzip.compress(header + array.tobytes()))
 

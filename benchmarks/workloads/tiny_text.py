@@ -15,7 +15,6 @@ _THINGS = ("bread", "music", "maps", "old coins", "rain", "chess")
 
 
 def write_squad(path: Path, rng: np.random.Generator, paragraphs: int, version: float = 2.0) -> None:
-    """Write questions on made-up texts."""
     entries = [_paragraph(rng, number, version) for number in range(paragraphs)]
     data = {"version": f"v{version:.1f}", "data": [{"title": "People", "paragraphs": entries}]}
     path.parent.mkdir(parents=True, exist_ok=True)

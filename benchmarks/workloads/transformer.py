@@ -24,7 +24,6 @@ class Attention(nn.Module):
         self.heads, self.causal, self.dropout = heads, causal, dropout
 
     def forward(self, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Mix positions."""
         batch, length, width = x.shape
         split = (batch, length, self.heads, width // self.heads)
         q, k, v = (layer(x).view(split).transpose(1, 2) for layer in (self.query, self.key, self.value))
@@ -84,7 +83,6 @@ class GPT(nn.Module):
         activation: Callable[[], nn.Module] = nn.GELU,
         dropout: float = 0.0,
     ) -> None:
-        """Build the model."""
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.dropout = dropping(dropout)
@@ -97,7 +95,6 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Say which token comes next, at every place."""
         # Looked up for every example, so that each has gradients of its own there.
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         x = self.dropout(self.tokens(tokens) + self.positions(positions))

@@ -56,16 +56,13 @@ class Translator(nn.Module):
         self.head = nn.Linear(width, vocabularies[1])
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Say which word comes next, at every place of the target."""
         return self.decode(target, *self.encode(source))
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Read sentences."""
         padding = source == PAD
         return self.transformer.encoder(self.source(source), src_key_padding_mask=padding), padding
 
     def decode(self, target: Tensor, memory: Tensor, padding: Tensor, last: bool = False) -> Tensor:
-        """Say which word comes next."""
         length = target.shape[1]
         later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
         # The target's padding stands behind all that counts, where the causal mask hides it already.
@@ -75,7 +72,6 @@ class Translator(nn.Module):
 
 
 def greedy(next_word: Decoder, batch: int, length: int) -> list[list[int]]:
-    """Translate a batch of sentences word by word."""
     words = torch.full((batch, 1), BEGIN)
     ended = torch.zeros(batch, dtype=torch.bool)
     for _ in range(length):

@@ -31,7 +31,6 @@ MEAN, STD = 0.491, 0.171  # of the training pixels
 
 
 def _twice(d_in: int, d_out: int) -> nn.Sequential:
-    """Return two 3x3 convolutions, each with batch norm and ReLU."""
     layers: list[nn.Module] = []
     for channels in (d_in, d_out):
         layers += [nn.Conv2d(channels, d_out, 3, padding=1, bias=False), nn.BatchNorm2d(d_out), nn.ReLU()]
@@ -86,7 +85,6 @@ class Segmentation(Supervised):
             raise ValueError(f"dice must be >= 0 and finite, got {self.dice}")
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the network with weights from ``seed``."""
         with seeded(seed):
             return _UNet(self.width, self.levels, self.channels)
 
@@ -124,12 +122,10 @@ class UNet(Segmentation):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "UNet":
-        """Return the small version of this workload."""
         return cls(data_dir, batch_size=4, width=4, levels=3, crop=32)
 
     @classmethod
     def paper(cls, data_dir: Path) -> "UNet":
-        """Return the published version of this workload."""
         return cls(data_dir, batch_size=1, width=64, levels=5, crop=512)
 
     @property
@@ -139,7 +135,6 @@ class UNet(Segmentation):
         return (IMAGES - HELD_OUT) * (height // self.crop) * (width // self.crop)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield random crops of random training images for ever, each turned and mirrored at random."""
         pairs = self._pairs[:, : IMAGES - HELD_OUT]
         count, *size = pairs.shape[1:]
         generator = torch.Generator().manual_seed(seed)
@@ -149,7 +144,6 @@ class UNet(Segmentation):
             yield _as_batch(torch.stack([self._cut(pairs, *draw) for draw in draws], 1))
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the Dice coefficient of the membranes over every fifth tile of the held-out images."""
         tiles = self._pairs[:, IMAGES - HELD_OUT :].unfold(2, self.crop, self.crop).unfold(3, self.crop, self.crop)
         images, membranes = _as_batch(tiles.flatten(1, 3)[:, :: 1 if everything else EVAL_STRIDE])
         with evaluating(model):
@@ -157,7 +151,6 @@ class UNet(Segmentation):
         return float(soft_dice(found.double(), membranes.double()))
 
     def _cut(self, pairs: Tensor, image: int, top: int, left: int, turns: int, mirrored: int) -> Tensor:
-        """Cut one crop out of an image and its label."""
         crop = pairs[:, image, top : top + self.crop, left : left + self.crop].rot90(turns, (1, 2))
         return crop.flip(2) if mirrored else crop
 
@@ -180,6 +173,5 @@ def soft_dice(found: Tensor, targets: Tensor) -> Tensor:
 
 
 def _as_batch(pairs: Tensor) -> Batch:
-    """Turn bytes into what the network takes."""
     images, labels = pairs.unsqueeze(2)
     return images.float().div(255).sub(MEAN).div(STD), (labels < 128).float()

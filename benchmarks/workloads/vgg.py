@@ -23,7 +23,6 @@ GROWTH = (1, 2, 4, 8, 8)
 
 
 def vgg16(width: int, classes: int) -> nn.Module:
-    """Return the network."""
     widths = [growth * width for depth, growth in zip(STAGES, GROWTH, strict=True) for _ in range(depth)]
     last = {sum(STAGES[: stage + 1]) - 1 for stage in range(len(STAGES))}
     layers: list[nn.Module] = []
@@ -48,15 +47,12 @@ class VGG16(Cifar):
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "VGG16":
-        """Return the small version of this workload."""
         return cls(data_dir, batch_size=32, width=4)
 
     @classmethod
     def paper(cls, data_dir: Path) -> "VGG16":
-        """Return the published version of this workload."""
         return cls(data_dir, batch_size=128, width=64, augment="crops")
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the network with weights from ``seed``."""
         with seeded(seed):
             return vgg16(self.width, self.classes)

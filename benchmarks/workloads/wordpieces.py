@@ -41,7 +41,6 @@ class WordPieces:
     """A vocabulary of pieces."""
 
     def __init__(self, numbers: dict[str, int]) -> None:
-        """Check the vocabulary."""
         if missing := [name for name in SPECIAL[:4] if name not in numbers]:
             raise ValueError(f"a vocabulary must hold {', '.join(SPECIAL[:4])}, it lacks {', '.join(missing)}")
         self.numbers = numbers
@@ -78,7 +77,6 @@ class WordPieces:
         return cls({piece: number for number, piece in enumerate(pieces)})
 
     def encode(self, text: str) -> list[Piece]:
-        """Cut a text into pieces."""
         out: list[Piece] = []
         for found in re.finditer(r"\S+", text):
             chunk, offset = found[0], found.start()
@@ -110,7 +108,6 @@ def find_pieces(data_dir: Path, texts: Iterable[str], size: int) -> WordPieces:
 
 
 def _words(chunk: str) -> Iterator[_Word]:
-    """Cut what stands between two blanks into words, normalised."""
     letters: list[tuple[str, int]] = []
     for place, character in enumerate(chunk):
         alone = _stands_alone(character)
