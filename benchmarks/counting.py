@@ -81,11 +81,7 @@ def count(step: Callable[[], object]) -> Counts:
     with FlopCounterMode(display=False) as products, _Counter() as counter:
         step()
     return Counts(
-        counter.operators,
-        products.get_total_flops() + counter.flops,
-        counter.moved,
-        counter.allocated,
-        counter.tensors,
+        counter.operators, products.get_total_flops() + counter.flops, counter.moved, counter.allocated, counter.tensors
     )
 
 

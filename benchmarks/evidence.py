@@ -190,11 +190,7 @@ def why_lost(row: Mapping[str, Any]) -> str:
 
 
 def train_until(
-    trainer: Trainer,
-    steps: int,
-    target: float | None = None,
-    seconds: float | None = None,
-    pause: Pause | None = None,
+    trainer: Trainer, steps: int, target: float | None = None, seconds: float | None = None, pause: Pause | None = None
 ) -> str:
     """Train until something ends it, and return what: ``"target"``, ``"steps"``, ``"seconds"`` or ``"diverged"``.
 

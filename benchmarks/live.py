@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from benchmarks import report
@@ -53,10 +52,7 @@ class Board:
         self._timed: list[SecondOrderOptimizer] = []
         self._taken: dict[int, int] = {}
         self._stages: dict[str, None] = {}  # in the order in which they were first seen, so that columns stay
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TimeRemainingColumn(), console=self._console,
-        )  # fmt: skip
+        self._progress = report.progress_bar(self._console)
         done = sum(len(trainer.history.losses) for trainer in self._trainers)  # more than none in a run that goes on
         self._task = self._progress.add_task(title, total=steps * len(self._trainers), completed=done)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)

@@ -61,15 +61,12 @@ class Linalg(Alone):
             raise ValueError(f"damping must be positive, got {self.damping}")
         torch.set_num_threads(self.threads)
         found: dict[str, list[dict[str, Any]]] = {"results": [], "inverses": [], "polars": []}
-        with report.progress_bar() as progress:
-            task = progress.add_task("factors", total=len(self.sizes))
-            for n in self.sizes:
-                before, after = drifted(n, self.drift, self.seed)
-                found["results"] += self._bases(n, before, after)
-                shift = self.damping * torch.eye(n, dtype=torch.float64)  # the trace is n
-                found["inverses"] += self._inverses(n, before + shift, after + shift)
-                found["polars"] += self._polars(n)
-                progress.advance(task)
+        for n in report.tracked("factors", self.sizes):
+            before, after = drifted(n, self.drift, self.seed)
+            found["results"] += self._bases(n, before, after)
+            shift = self.damping * torch.eye(n, dtype=torch.float64)  # the trace is n
+            found["inverses"] += self._inverses(n, before + shift, after + shift)
+            found["polars"] += self._polars(n)
         data = {"device": self.device, "seed": self.seed, "drift": self.drift, "damping": self.damping}
         report.save(self.out_dir, "linalg", _tables(found, self.drift, self.damping), {**data, **found})
         return 0
@@ -203,9 +200,7 @@ def judge_inverse(x: Tensor, y: Tensor) -> InverseQuality:
     g = torch.randn(len(x), generator=torch.Generator().manual_seed(0), dtype=x.dtype)
     exact = torch.linalg.solve(x, g)
     return InverseQuality(
-        float(rest.norm() / len(x) ** 0.5),
-        _largest_singular_value(rest),
-        float((y @ g - exact).norm() / exact.norm()),
+        float(rest.norm() / len(x) ** 0.5), _largest_singular_value(rest), float((y @ g - exact).norm() / exact.norm())
     )
 
 

@@ -100,14 +100,11 @@ class Regress:
         torch.set_num_threads(1)
         known = {} if self.update else _read(self.baseline)
         found: dict[str, dict[str, int]] = {}
-        with report.progress_bar() as bar:
-            task = bar.add_task("steps", total=len(self.networks) * len(self.methods))
-            for network in self.networks:
-                plain = _plain_step(network)
-                for method in self.methods:
-                    for kind, counts in _steps(network, method, plain):
-                        found[f"{network}, {method}, {kind}"] = counts
-                    bar.advance(task)
+        for network in self.networks:
+            plain = _plain_step(network)
+            for method in report.tracked(network, self.methods):
+                for kind, counts in _steps(network, method, plain):
+                    found[f"{network}, {method}, {kind}"] = counts
         if self.update:
             self._write(found)
         rows = list(_compared(found, known.get("counts", {}), self.tolerance))

@@ -97,14 +97,11 @@ class Scaling:
         base = _base(found, examples)
         optimizer = _BUILD[self.method](found.model, examples)
         rows = []
-        with report.progress_bar() as progress:
-            task = progress.add_task("plans", total=len(STRATEGIES) * len(self.worlds))
-            for name, strategy in self._strategies().items():
-                for world in self.worlds:
-                    comm = strategy(world)
-                    plan = optimizer.plan(world, comm, batch_size=examples)
-                    rows.append(self._row(name, comm, plan, base, optimizer))
-                    progress.advance(task)
+        cases = [
+            (name, strategy(world), world) for name, strategy in self._strategies().items() for world in self.worlds
+        ]
+        for name, comm, world in report.tracked("plans", cases):
+            rows.append(self._row(name, comm, optimizer.plan(world, comm, batch_size=examples), base, optimizer))
         title = f"{type(optimizer).__name__} on {self.model}, {examples} examples per rank"
         path = self.out_dir / f"scaling-{self.model}-{self.method}.svg"
         report.save(self.out_dir, path.stem, [_table(title, rows)], {"settings": self._settings(), "results": rows})

@@ -62,16 +62,12 @@ class Spikes(Common):
             for method in (self.inverse_methods if self.optimizer == "kfac" else ("eigen",))
             for way, changes in WAYS.items()
         ]
-        with report.progress_bar() as progress:
-            task = progress.add_task(f"{self.workload}, batch {workload.batch_size}", total=len(asked) + 1)
-            reference = self._times(workload, "sgd", {})
-            results = []
-            for method, way, changes in asked:
-                progress.advance(task)
-                intervals = {name: getattr(self, name) for name in ("factor_update_steps", "inv_update_steps")}
-                times = self._times(workload, self.optimizer, {**intervals, "refresh_warmup": False, **changes})
-                results.append({"method": f"{METHODS[self.optimizer].label} {method}", "way": way, "times": times})
-            progress.advance(task)
+        reference = self._times(workload, "sgd", {})
+        intervals = {name: getattr(self, name) for name in ("factor_update_steps", "inv_update_steps")}
+        results = []
+        for method, way, changes in report.tracked(f"{self.workload}, batch {workload.batch_size}", asked):
+            times = self._times(workload, self.optimizer, {**intervals, "refresh_warmup": False, **changes})
+            results.append({"method": f"{METHODS[self.optimizer].label} {method}", "way": way, "times": times})
         data = {"workload": self.workload, "threads": self.threads, "sgd": reference, "results": results}
         report.save(self.out_dir, f"spikes-{self.workload}", [_table(data)], data)
         return 0

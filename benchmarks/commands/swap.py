@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.table import Table
@@ -110,15 +110,10 @@ class Swap(Common):
         names = list(SCRIPTS) if self.workload is None else [self.workload]
         bases = list(LINES) if self.base is None else [self.base]
         outcomes = []
-        with report.progress_bar() as progress:
-            task = progress.add_task("scripts", total=len(names) * len(bases))
-            for name in names:
-                with found_or_made_up(name, self.data_dir, self.size) as (data_dir, _):
-                    workload = make_workload(name, data_dir, self.size)
-                    for base in bases:
-                        progress.update(task, description=f"{name}, {base}")
-                        outcomes.append(self._compare(name, base, workload))
-                        progress.advance(task)
+        for name in report.tracked("scripts", names, str):
+            with found_or_made_up(name, self.data_dir, self.size) as (data_dir, _):
+                workload = make_workload(name, data_dir, self.size)
+                outcomes += [self._compare(name, base, workload) for base in bases]
         lines = {base: (line, REPLACEMENTS[self.method][base]) for base, line in LINES.items()}
         data = {"size": self.size, "seed": self.seed, "lines": lines, "outcomes": [asdict(o) for o in outcomes]}
         stem = f"swap-{self.size}" if self.method == "kfac" else f"swap-{self.size}-{self.method}"
@@ -152,16 +147,13 @@ def _quarters(history: History, steps: int) -> tuple[float, ...]:
 
 
 def _table(size: Size, outcomes: Sequence[Outcome]) -> Table:
-    rows = [_row(outcome) for outcome in outcomes]
+    rows = []
+    for found in outcomes:
+        losses = [f"{_short(a)} -> {_short(b)}" for a, b in zip(found.before, found.after, strict=True)]
+        rows.append([found.workload, found.base, str(found.steps), *losses, "PASS" if found.passed else "FAIL"])
     caption = "Losses at a quarter, half, three quarters and the end of the run: before the change -> after it."
     columns = ("workload", "script", "steps", "25 %", "50 %", "75 %", "end", "verdict")
     return report.make_table(f"One changed line, {outcomes[0].method}, {size}", columns, rows, caption)
-
-
-def _row(outcome: Outcome) -> tuple[str, ...]:
-    pairs: Any = zip(outcome.before, outcome.after, strict=True)
-    losses = (f"{_short(before)} -> {_short(after)}" for before, after in pairs)
-    return (outcome.workload, outcome.base, str(outcome.steps), *losses, "PASS" if outcome.passed else "FAIL")
 
 
 def _short(loss: float) -> str:

@@ -71,13 +71,7 @@ class Window(Alone):
         torch.set_num_threads(self.threads)
         cases = [(size, storage) for size in self.sizes for storage in self.storages]
         gemm = gemm_gflops(dtype=torch.float64, device=torch.device(self.device))
-        results = []
-        with report.progress_bar() as progress:
-            task = progress.add_task("windows", total=len(cases))
-            for size, storage in cases:
-                progress.update(task, description=f"{size}, {storage}")
-                results.append(self._measure(size, storage, gemm))
-                progress.advance(task)
+        results = [self._measure(*case, gemm) for case in report.tracked("windows", cases, ", ".join)]
         data = {"device": self.device, "seed": self.seed, "gemm_gflops_float64": asdict(gemm), "results": results}
         report.save(self.out_dir, "window", [_time_table(results, gemm), _byte_table(results)], data)
         return 0

@@ -5,11 +5,7 @@ import importlib.metadata
 import importlib.util
 from typing import Any
 
-PACKAGES = {
-    "pytorch_optimizer": "pytorch-optimizer",
-    "schedulefree": "schedulefree",
-    "singd": "singd",
-}
+PACKAGES = {"pytorch_optimizer": "pytorch-optimizer", "schedulefree": "schedulefree", "singd": "singd"}
 """Names of distributions, by what is imported."""
 
 

@@ -62,13 +62,7 @@ _POISSON: dict[MethodName, Settings] = {
     },
     "ekfac_whiten": {"lr": 0.03, "fallback_lr": 0.03, **WHITENING},  # squares the gradient of the loss
     "kfac_adaptive": {**WATCHFUL, "likelihood": "gaussian", "fisher": "exact", "damping": 1.0},
-    "ekfac_adaptive": {
-        **WATCHFUL,
-        "likelihood": "gaussian",
-        "fisher": "exact",
-        "damping": 1.0,
-        "scale_decay": 0.8,
-    },
+    "ekfac_adaptive": {**WATCHFUL, "likelihood": "gaussian", "fisher": "exact", "damping": 1.0, "scale_decay": 0.8},
 }
 _BERT = _table(0.03, 3e-4, 128, hylo={**HALF, **DAMPED})
 _TABLES: Mapping[str, dict[MethodName, Settings]] = {

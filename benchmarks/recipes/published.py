@@ -147,26 +147,14 @@ _AUTOENCODER = _recipe(
 KFAC: dict[str, Recipe] = {
     "autoencoder": _AUTOENCODER,
     "resnet32": _recipe(
-        {
-            "lr": 0.1,
-            "weight_decay": 5e-4,
-            "factor_update_steps": 1,
-            "inv_update_steps": 10,
-            **_KAISA_KEYWORDS,
-        },
+        {"lr": 0.1, "weight_decay": 5e-4, "factor_update_steps": 1, "inv_update_steps": 10, **_KAISA_KEYWORDS},
         "gpauloski/kfac-pytorch (KAISA), examples/torch_cifar10_resnet.py: its defaults, rate times ranks",
         falling(100, 35, 75, 90, warmup=5),
         (1, 128, 100),
         note=_KAISA_NOTE.format("0.003"),
     ),
     "resnet50": _recipe(
-        {
-            "lr": 0.0125,
-            "weight_decay": 5e-5,
-            "factor_update_steps": 10,
-            "inv_update_steps": 100,
-            **_KAISA_KEYWORDS,
-        },
+        {"lr": 0.0125, "weight_decay": 5e-5, "factor_update_steps": 10, "inv_update_steps": 100, **_KAISA_KEYWORDS},
         "gpauloski/kfac-pytorch (KAISA), examples/torch_imagenet_resnet.py: its defaults, rate times ranks",
         falling(55, 25, 35, 40, 45, 50, warmup=5),
         (1, 32, 55),
@@ -298,7 +286,7 @@ GGT: dict[str, Recipe] = {
         Schedule("cosine"),
         (1, 128, 10),
         "sqrt",
-    ),
+    )
 }
 
 PUBLISHED: Mapping[MethodName, Mapping[str, Recipe]] = {

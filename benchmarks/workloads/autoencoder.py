@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,18 +44,12 @@ class Autoencoder(Supervised):
         "cpu": 300,
         "paper": 500,
     }  # the small one needs them to leave its first plateau
+    small: ClassVar[dict[str, Any]] = {"batch_size": 64, "widths": (128, 64, 16)}
+    published: ClassVar[dict[str, Any]] = {"batch_size": 1000, "growth_steps": 500}
 
     def __post_init__(self) -> None:
         if self.growth_steps < 0 or self.growth_steps == 1:
             raise ValueError(f"growth_steps must be 0 or at least 2, got {self.growth_steps}")
-
-    @classmethod
-    def smoke(cls, data_dir: Path) -> "Autoencoder":
-        return cls(data_dir, batch_size=64, widths=(128, 64, 16))
-
-    @classmethod
-    def paper(cls, data_dir: Path) -> "Autoencoder":
-        return cls(data_dir, batch_size=1000, growth_steps=500)
 
     @property
     def examples(self) -> int:

@@ -4,11 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Self
 
 from secondorder import Likelihood
 
@@ -86,20 +87,39 @@ class Workload(Protocol):
 
 
 class Supervised(ABC):
-    """What most workloads have in common: the model takes the inputs, its outputs are compared with the targets."""
+    """What most workloads have in common: the model takes the inputs, its outputs are compared with the targets.
+
+    Fields have the values of the size ``cpu``.
+    """
+
+    small: ClassVar[dict[str, Any]] = {}
+    """Fields of the size ``smoke`` that are others."""
+    published: ClassVar[dict[str, Any]] = {}
+    """Fields of the size ``paper`` that are others."""
+
+    @classmethod
+    def smoke(cls, data_dir: Path | None = None) -> Self:
+        """Return the small version of this workload."""
+        make: Any = cls
+        workload: Self = make(data_dir, **cls.small)
+        return workload
+
+    @classmethod
+    def paper(cls, data_dir: Path | None = None) -> Self:
+        """Return the published version of this workload."""
+        make: Any = cls
+        workload: Self = make(data_dir, **cls.published)
+        return workload
 
     @property
     def likelihood(self) -> str | Likelihood:
-        """Classes, unless a workload says otherwise."""
         return "categorical"
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return what the model makes of the inputs."""
         logits: Tensor = model(batch[0])
         return logits
 
     def targets(self, batch: Batch) -> Tensor:
-        """Return what the outputs are compared with."""
         return batch[1]
 
     @abstractmethod
@@ -107,11 +127,9 @@ class Supervised(ABC):
         """Return the loss."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the training loss of one batch."""
         return self.criterion(self.outputs(model, batch), self.targets(batch))
 
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return what else the field reports of a trained model: here nothing."""
         return {}
 
 
@@ -119,7 +137,6 @@ class Classification(Supervised):
     """What workloads on classes have in common."""
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy over all positions, in nats."""
         return cross_entropy(outputs, targets)
 
 

@@ -7,14 +7,20 @@ question answering does without. The sizes below base are those of Turc et al., 
 
 import pickle
 import re
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
+from benchmarks.workloads.base import Batch, Supervised, seeded, shuffled_indices
 from benchmarks.workloads.transformer import Layer, dropping
-from benchmarks.workloads.wordpieces import WordPieces
+from benchmarks.workloads.wordpieces import WordPieces, find_pieces
 
 EncoderName = Literal["smallest", "tiny", "mini", "small", "medium", "base", "large"]
 SHAPES: dict[EncoderName, tuple[int, int, int]] = {
@@ -142,3 +148,74 @@ def _read_state(path: Path) -> dict[str, Tensor]:
     for old, new in today:
         names = {name: short.replace(old, new) for name, short in names.items()}
     return {names[name]: value for name, value in state.items()}
+
+
+# ---------------------------------------------------------------------- workloads
+@dataclass(frozen=True)
+class Encoding(Supervised):
+    """What the workloads on an encoder have in common.
+
+    Pieces come from a ``vocab.txt`` of BERT where there is one in ``<data-dir>/bert``, else from the words of the
+    training file. Without ``checkpoint`` the weights are new, and what the model learns in a short run is little.
+    """
+
+    data_dir: Path
+    batch_size: int = 16
+    encoder: EncoderName = "tiny"
+    """Size of the encoder."""
+    length: int = 192
+    """Pieces that are read at a time."""
+    vocabulary: int = 8000
+    """Pieces that are made where there is no vocabulary of BERT."""
+    dropout: float = 0.0
+    """Share of the hidden states that is dropped."""
+    checkpoint: str | None = None
+    """File with the weights of a published encoder."""
+
+    def __post_init__(self) -> None:
+        if self.encoder not in SHAPES:
+            raise ValueError(f"encoder must be one of {', '.join(SHAPES)}, got {self.encoder!r}")
+
+    @classmethod
+    def paper(cls, data_dir: Path | None = None) -> Self:
+        weights = (data_dir or Path()) / "bert" / "pytorch_model.bin"
+        make: Any = cls
+        workload: Self = make(data_dir, checkpoint=str(weights) if weights.is_file() else None, **cls.published)
+        return workload
+
+    @property
+    def examples(self) -> int:
+        return len(self.train[0])
+
+    def build_model(self, seed: int) -> nn.Module:
+        with seeded(seed):
+            model = self.model_of(SHAPES[self.encoder], self.pieces)
+        if self.checkpoint is not None:
+            encoder = model.encoder
+            assert isinstance(encoder, Bert)
+            load_checkpoint(encoder, Path(str(self.checkpoint)))
+        return model
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        tokens, targets = self.train
+        generator = torch.Generator().manual_seed(seed)
+        for index in shuffled_indices(len(tokens), self.batch_size, generator):
+            yield trimmed(tokens[index], self.pieces.padding), targets[index]
+
+    @cached_property
+    def pieces(self) -> WordPieces:
+        """The vocabulary."""
+        return find_pieces(self.data_dir, dict.fromkeys(self.texts()), self.vocabulary)
+
+    @abstractmethod
+    def texts(self) -> Iterable[str]:
+        """Return the texts of the training file."""
+
+    @abstractmethod
+    def model_of(self, shape: tuple[int, int, int], pieces: WordPieces) -> nn.Module:
+        """Return a new encoder with its head, from torch's generator."""
+
+    @cached_property
+    @abstractmethod
+    def train(self) -> Batch:
+        """All pieces that are trained on, padded to one length, and what is to be said of them."""

@@ -1,28 +1,18 @@
 """A task of GLUE, by an encoder of BERT and a map from what it makes of the first position.
 
-Pieces come from a ``vocab.txt`` of BERT where there is one in ``<data-dir>/bert``, else from the words of the training
-file. The loss is the cross-entropy of the class, or, for STS-B, the squared error of the score.
+The loss is the cross-entropy of the class, or, for STS-B, the squared error of the score.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workloads.base import (
-    Batch,
-    Size,
-    Supervised,
-    cross_entropy,
-    evaluating,
-    seeded,
-    shuffled_indices,
-)
-from benchmarks.workloads.bert import POSITIONS, SHAPES, Bert, EncoderName, load_checkpoint, new_head, trimmed
+from benchmarks.workloads.base import Batch, Size, cross_entropy, evaluating
+from benchmarks.workloads.bert import POSITIONS, Bert, Encoding, new_head, trimmed
 from benchmarks.workloads.glue import (
     Sentences,
     Task,
@@ -34,7 +24,7 @@ from benchmarks.workloads.glue import (
     read_glue,
 )
 from benchmarks.workloads.transformer import dropping
-from benchmarks.workloads.wordpieces import WordPieces, find_pieces
+from benchmarks.workloads.wordpieces import WordPieces
 from secondorder import Likelihood
 
 EVAL_SENTENCES = 256
@@ -55,47 +45,27 @@ class SentenceModel(nn.Module):
 
 
 @dataclass(frozen=True)
-class Glue(Supervised):
+class Glue(Encoding):
     """Cross-entropy of the class, or squared error of the score."""
 
-    data_dir: Path
     batch_size: int = 32
-    task: str = "mnli"
-    """mnli, qqp, mrpc, stsb, sst2, qnli, cola, rte or wnli."""
-    encoder: EncoderName = "tiny"
-    """Size of the encoder."""
     length: int = 64
     """Pieces of a pair of sentences; more are cut off."""
-    vocabulary: int = 8000
-    """Pieces that are made where there is no vocabulary of BERT."""
-    dropout: float = 0.0
-    """Share of the hidden states that is dropped."""
-    checkpoint: str | None = None
-    """File with the weights of a published encoder."""
+    task: str = "mnli"
+    """mnli, qqp, mrpc, stsb, sst2, qnli, cola, rte or wnli."""
 
     name: ClassVar[str] = "glue"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 36_815}
+    small: ClassVar[dict[str, Any]] = {"batch_size": 16, "encoder": "smallest", "length": 32, "vocabulary": 200}
+    # BERT-base on MNLI for three epochs of its 392,702 pairs, as the README of IST-DASLab/EFCP on GitHub has it; the
+    # batch is that of the model cards of M-FAC.
+    published: ClassVar[dict[str, Any]] = {"encoder": "base", "length": 128, "vocabulary": 30_522, "dropout": 0.1}
 
     def __post_init__(self) -> None:
         find_task(self.task)
-        if self.encoder not in SHAPES:
-            raise ValueError(f"encoder must be one of {', '.join(SHAPES)}, got {self.encoder!r}")
+        super().__post_init__()
         if not 8 <= self.length <= POSITIONS:
             raise ValueError(f"length must be from 8 to {POSITIONS}, got {self.length}")
-
-    @classmethod
-    def smoke(cls, data_dir: Path) -> "Glue":
-        return cls(data_dir, batch_size=16, encoder="smallest", length=32, vocabulary=200)
-
-    @classmethod
-    def paper(cls, data_dir: Path) -> "Glue":
-        """Return BERT-base on MNLI for three epochs of its 392,702 pairs, as the README of EFCP has it.
-
-        That is IST-DASLab/EFCP on GitHub; the batch is that of the model cards of M-FAC.
-        """
-        weights = data_dir / "bert" / "pytorch_model.bin"
-        checkpoint = str(weights) if weights.is_file() else None
-        return cls(data_dir, 32, encoder="base", length=128, vocabulary=30_522, dropout=0.1, checkpoint=checkpoint)
 
     @property
     def metric(self) -> str:
@@ -107,24 +77,12 @@ class Glue(Supervised):
         """Classes, or the squared error of a score."""
         return "categorical" if self._task.classes else "gaussian"
 
-    @property
-    def examples(self) -> int:
-        return len(self._train[1])
+    def model_of(self, shape: tuple[int, int, int], pieces: WordPieces) -> SentenceModel:
+        return SentenceModel(Bert(shape, pieces, self.dropout, pooled=True), self._task.outputs, self.dropout)
 
-    def build_model(self, seed: int) -> nn.Module:
-        """Return the encoder and its head with weights from ``seed``; the encoder's are the checkpoint's, if any."""
-        with seeded(seed):
-            encoder = Bert(SHAPES[self.encoder], self._pieces, self.dropout, pooled=True)
-            model = SentenceModel(encoder, self._task.outputs, self.dropout)
-        if self.checkpoint is not None:
-            load_checkpoint(model.encoder, Path(str(self.checkpoint)))
-        return model
-
-    def batches(self, seed: int) -> Iterator[Batch]:
-        tokens, labels = self._train
-        generator = torch.Generator().manual_seed(seed)
-        for index in shuffled_indices(len(labels), self.batch_size, generator):
-            yield trimmed(tokens[index], self._pieces.padding), labels[index]
+    def texts(self) -> Iterator[str]:
+        for pair in self._files[0].texts:
+            yield from pair
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self._task.classes:
@@ -147,7 +105,7 @@ class Glue(Supervised):
 
     def _marks(self, model: nn.Module, tokens: Tensor, labels: Tensor) -> dict[str, float]:
         with evaluating(model):
-            parts = [model(trimmed(part, self._pieces.padding)).float() for part in tokens.split(EVAL_SENTENCES)]
+            parts = [model(trimmed(part, self.pieces.padding)).float() for part in tokens.split(EVAL_SENTENCES)]
         outputs = torch.cat(parts)
         found = outputs.argmax(1) if self._task.classes else outputs[:, 0]
         return mark(self.task, self._task)(found, labels.flatten())
@@ -162,12 +120,7 @@ class Glue(Supervised):
         return read_glue(train, self._task), [read_glue(path, self._task) for path in validation]
 
     @cached_property
-    def _pieces(self) -> WordPieces:
-        texts = dict.fromkeys(text for pair in self._files[0].texts for text in pair)
-        return find_pieces(self.data_dir, texts, self.vocabulary)
-
-    @cached_property
-    def _train(self) -> Batch:
+    def train(self) -> Batch:
         return self._encoded(self._files[0])
 
     @cached_property
@@ -175,5 +128,5 @@ class Glue(Supervised):
         return [self._encoded(sentences) for sentences in self._files[1]]
 
     def _encoded(self, sentences: Sentences) -> Batch:
-        tokens = encode_sentences(sentences.texts, self._pieces, self.length)
+        tokens = encode_sentences(sentences.texts, self.pieces, self.length)
         return tokens, labels_tensor(sentences.labels, self._task)

@@ -1,31 +1,21 @@
 """Question answering: an encoder of BERT says where in a text the answer stands.
 
-Any file in the format of SQuAD will do, of version 1.1 or 2.0. Pieces come from a ``vocab.txt`` of BERT where there is
-one in ``<data-dir>/bert``, else from the words of the training file. Without ``checkpoint`` the weights are new, and
-what the model learns in a short run is little.
+Any file in the format of SQuAD will do, of version 1.1 or 2.0.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workloads.base import (
-    Batch,
-    Classification,
-    Size,
-    evaluating,
-    find_folder,
-    seeded,
-    shuffled_indices,
-)
-from benchmarks.workloads.bert import POSITIONS, SHAPES, Bert, EncoderName, load_checkpoint, new_head, trimmed
+from benchmarks.workloads.base import Batch, Classification, Size, evaluating, find_folder
+from benchmarks.workloads.bert import POSITIONS, Bert, Encoding, new_head, trimmed
 from benchmarks.workloads.squad import Question, Windows, best_answers, make_windows, marks, read_squad
-from benchmarks.workloads.wordpieces import WordPieces, find_pieces
+from benchmarks.workloads.wordpieces import WordPieces
 
 ORIGIN = "https://rajpurkar.github.io/SQuAD-explorer/"
 HINT = "Put train-v2.0.json and dev-v2.0.json, or those of v1.1, into <data-dir>/squad."
@@ -48,74 +38,40 @@ class SpanModel(nn.Module):
 
 
 @dataclass(frozen=True)
-class BertQA(Classification):
+class BertQA(Encoding, Classification):
     """Cross-entropy of the positions where the answer begins and ends, mean of both."""
 
-    data_dir: Path
-    batch_size: int = 16
-    encoder: EncoderName = "tiny"
-    """Size of the encoder."""
-    length: int = 192
-    """Pieces of a window."""
     stride: int = 64
     """Pieces of a text that neighbouring windows share."""
     version: float | None = None
     """2.0 or 1.1; unset: 2.0 where its files are there."""
-    vocabulary: int = 8000
-    """Pieces that are made where there is no vocabulary of BERT."""
-    dropout: float = 0.0
-    """Share of the hidden states that is dropped."""
-    checkpoint: str | None = None
-    """File with the weights of a published encoder."""
 
     name: ClassVar[str] = "bert_qa"
     metric: ClassVar[str] = "validation loss"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 21_720}
+    small: ClassVar[dict[str, Any]] = {
+        "batch_size": 8, "encoder": "smallest", "length": 48, "stride": 8, "vocabulary": 200,
+    }  # fmt: skip
+    # BERT-base on SQuAD 2.0 for two epochs, as the README of IST-DASLab/EFCP on GitHub has it; batch and length are
+    # those of the model cards of M-FAC. An epoch is counted by the 130,319 questions; there are a few more windows.
+    published: ClassVar[dict[str, Any]] = {
+        "batch_size": 12, "encoder": "base", "length": 384, "stride": 128, "version": 2.0, "dropout": 0.1,
+        "vocabulary": 30_522,
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.encoder not in SHAPES:
-            raise ValueError(f"encoder must be one of {', '.join(SHAPES)}, got {self.encoder!r}")
+        super().__post_init__()
         if not 0 <= self.stride < self.length <= POSITIONS:
             raise ValueError(f"stride < length <= {POSITIONS} must hold, got {self.stride} and {self.length}")
         if self.version not in (None, *VERSIONS):
             raise ValueError(f"version must be 2.0 or 1.1, got {self.version}")
 
-    @classmethod
-    def smoke(cls, data_dir: Path) -> "BertQA":
-        return cls(data_dir, batch_size=8, encoder="smallest", length=48, stride=8, vocabulary=200)
+    def model_of(self, shape: tuple[int, int, int], pieces: WordPieces) -> SpanModel:
+        return SpanModel(Bert(shape, pieces, self.dropout))
 
-    @classmethod
-    def paper(cls, data_dir: Path) -> "BertQA":
-        """Return BERT-base on SQuAD 2.0 for two epochs, as the README of IST-DASLab/EFCP on GitHub has it.
-
-        Batch and length are those of the model cards of M-FAC. An epoch is counted by the 130,319 questions; there are
-        a few more windows.
-        """
-        weights = data_dir / "bert" / "pytorch_model.bin"
-        checkpoint = str(weights) if weights.is_file() else None
-        return cls(
-            data_dir, 12, "base", length=384, stride=128, version=2.0, dropout=0.1, checkpoint=checkpoint,
-            vocabulary=30_522,
-        )  # fmt: skip
-
-    @property
-    def examples(self) -> int:
-        """Training windows: an epoch takes all of them once."""
-        return len(self._train[1].tokens)
-
-    def build_model(self, seed: int) -> nn.Module:
-        """Return the encoder and its head with weights from ``seed``; the encoder's are the checkpoint's, if any."""
-        with seeded(seed):
-            model = SpanModel(Bert(SHAPES[self.encoder], self._pieces, self.dropout))
-        if self.checkpoint is not None:
-            load_checkpoint(model.encoder, Path(str(self.checkpoint)))
-        return model
-
-    def batches(self, seed: int) -> Iterator[Batch]:
-        windows = self._train[1]
-        generator = torch.Generator().manual_seed(seed)
-        for index in shuffled_indices(len(windows.tokens), self.batch_size, generator):
-            yield trimmed(windows.tokens[index], self._pieces.padding), windows.targets[index]
+    def texts(self) -> Iterator[str]:
+        for question in self._questions[0]:
+            yield from (question.context, question.text)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         """Return the loss on the first 256 windows of the validation set."""
@@ -124,7 +80,7 @@ class BertQA(Classification):
         total = 0.0
         with evaluating(model):
             for part in torch.arange(count).split(EVAL_WINDOWS):
-                batch = trimmed(windows.tokens[part], self._pieces.padding), windows.targets[part]
+                batch = trimmed(windows.tokens[part], self.pieces.padding), windows.targets[part]
                 total += len(part) * float(self.loss(model, batch))
         return total / count
 
@@ -136,14 +92,8 @@ class BertQA(Classification):
         logits: list[Tensor] = []
         with evaluating(model):
             for part in windows.tokens.split(EVAL_WINDOWS):
-                logits += model(trimmed(part, self._pieces.padding)).float().unbind()
+                logits += model(trimmed(part, self.pieces.padding)).float().unbind()
         return best_answers(questions, windows.places, logits)
-
-    @cached_property
-    def _pieces(self) -> WordPieces:
-        questions = self._questions[0]
-        texts = dict.fromkeys(text for question in questions for text in (question.context, question.text))
-        return find_pieces(self.data_dir, texts, self.vocabulary)
 
     @cached_property
     def _questions(self) -> tuple[list[Question], list[Question]]:
@@ -151,15 +101,16 @@ class BertQA(Classification):
         return train, validation
 
     @cached_property
-    def _train(self) -> tuple[list[Question], Windows]:
-        return self._windows(self._questions[0])
+    def train(self) -> Batch:
+        windows = self._windows(self._questions[0])
+        return windows.tokens, windows.targets
 
     @cached_property
     def _validation(self) -> tuple[list[Question], Windows]:
-        return self._windows(self._questions[1])
+        return self._questions[1], self._windows(self._questions[1])
 
-    def _windows(self, questions: list[Question]) -> tuple[list[Question], Windows]:
-        return questions, make_windows(questions, self._pieces, self.length, self.stride)
+    def _windows(self, questions: list[Question]) -> Windows:
+        return make_windows(questions, self.pieces, self.length, self.stride)
 
     @property
     def _files(self) -> tuple[Path, Path]:

@@ -8,20 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workloads.base import (
-    Batch,
-    Classification,
-    DataMissingError,
-    Size,
-    evaluating,
-    find_folder,
-    seeded,
-)
+from benchmarks.workloads.base import Batch, Classification, DataMissingError, Size, evaluating, find_folder, seeded
 from benchmarks.workloads.transformer import GPT
 
 FILE = "input.txt"
@@ -49,15 +41,16 @@ class CharGPT(Classification):
     name: ClassVar[str] = "chargpt"
     metric: ClassVar[str] = "test loss"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 5000}
-
-    @classmethod
-    def smoke(cls, data_dir: Path) -> "CharGPT":
-        return cls(data_dir, batch_size=8, context=32, width=32, layers=1, heads=2)
-
-    @classmethod
-    def paper(cls, data_dir: Path) -> "CharGPT":
-        """Return the size of nanoGPT's ``config/train_shakespeare_char.py``, whose layers have no biases, though."""
-        return cls(data_dir, batch_size=64, context=256, width=384, layers=6, heads=6, dropout=0.2)
+    small: ClassVar[dict[str, Any]] = {"batch_size": 8, "context": 32, "width": 32, "layers": 1, "heads": 2}
+    # As in nanoGPT's config/train_shakespeare_char.py, whose layers have no biases, though.
+    published: ClassVar[dict[str, Any]] = {
+        "batch_size": 64,
+        "context": 256,
+        "width": 384,
+        "layers": 6,
+        "heads": 6,
+        "dropout": 0.2,
+    }
 
     @property
     def examples(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from sklearn.datasets import load_digits
@@ -28,14 +28,7 @@ class Digits(Classification):
     name: ClassVar[str] = "digits"
     metric: ClassVar[str] = "test accuracy"
     steps: ClassVar[dict[Size, int]] = {"smoke": 30, "cpu": 200, "paper": 200}
-
-    @classmethod
-    def smoke(cls, data_dir: Path | None = None) -> "Digits":
-        return cls(data_dir, batch_size=64, channels=(4, 8))
-
-    @classmethod
-    def paper(cls, data_dir: Path | None = None) -> "Digits":
-        return cls(data_dir)
+    small: ClassVar[dict[str, Any]] = {"batch_size": 64, "channels": (4, 8)}
 
     @property
     def examples(self) -> int:

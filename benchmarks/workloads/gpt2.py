@@ -11,13 +11,14 @@ has one block in methods by layers, and with it the curvature of one of its two 
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from benchmarks.workloads.base import Size, seeded
 from benchmarks.workloads.bytepairs import FILES, BytePairs
@@ -41,19 +42,17 @@ class GPT2(CharGPT):
     name: ClassVar[str] = "gpt2_small"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 600_000}
 
-    @classmethod
-    def smoke(cls, data_dir: Path) -> "GPT2":
-        return cls(data_dir, batch_size=8, context=32, width=32, layers=1, heads=2)
+    # The batch and the length of nanoGPT's config/train_gpt2.py: 480 times 1,024 tokens, for several GPUs. The text of
+    # that run, OpenWebText, has to be given.
+    published: ClassVar[dict[str, Any]] = {
+        "batch_size": 480, "context": 1024, "width": 768, "layers": 12, "heads": 12, "tied": True,
+    }  # fmt: skip
 
     @classmethod
-    def paper(cls, data_dir: Path) -> "GPT2":
-        """Return GPT-2 small with the batch and the length of nanoGPT's ``config/train_gpt2.py``.
-
-        A batch is 480 times 1,024 tokens, for several GPUs; the text of that run, OpenWebText, has to be given.
-        """
-        folder = data_dir / "gpt2"
-        pieces = str(folder) if all((folder / name).is_file() for name in FILES) else None
-        return cls(data_dir, batch_size=480, context=1024, width=768, layers=12, heads=12, tied=True, pieces=pieces)
+    def paper(cls, data_dir: Path | None = None) -> Self:
+        folder = (data_dir or Path()) / "gpt2"
+        workload = super().paper(data_dir)
+        return replace(workload, pieces=str(folder)) if all((folder / name).is_file() for name in FILES) else workload
 
     def build_model(self, seed: int) -> nn.Module:
         with seeded(seed):

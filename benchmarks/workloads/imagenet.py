@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -76,20 +76,14 @@ class ImageNet(Classification):
     metric: ClassVar[str] = "test accuracy"
     block: ClassVar[BlockName] = "basic"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 60, "paper": 450_000}
+    small: ClassVar[dict[str, Any]] = {"batch_size": 8, "classes": 4, "side": 32, "depths": (1, 1, 1, 1), "width": 8}
+    published: ClassVar[dict[str, Any]] = {"batch_size": 256, "classes": 1000, "side": 224, "width": 64, "workers": 8}
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
         if self.workers < 0:
             raise ValueError(f"workers must be >= 0, got {self.workers}")
-
-    @classmethod
-    def smoke(cls, data_dir: Path) -> "ImageNet":
-        return cls(data_dir, batch_size=8, classes=4, side=32, depths=(1, 1, 1, 1), width=8)
-
-    @classmethod
-    def paper(cls, data_dir: Path) -> "ImageNet":
-        return cls(data_dir, batch_size=256, classes=1000, side=224, width=64, workers=8)
 
     @property
     def examples(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -62,20 +62,16 @@ class LGG(Segmentation):
     name: ClassVar[str] = "lgg"
     channels: ClassVar[int] = 3
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 100, "paper": 20_000}
+    small: ClassVar[dict[str, Any]] = {"batch_size": 4, "width": 4, "levels": 3, "side": 32}
+    published: ClassVar[dict[str, Any]] = {
+        "batch_size": 16, "width": 32, "levels": 5, "side": 256, "augment": "affine", "dice": 1.0,
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_side("side", self.side)
         if self.augment not in get_args(Augment):
             raise ValueError(f"augment must be one of {', '.join(get_args(Augment))}, got {self.augment!r}")
-
-    @classmethod
-    def smoke(cls, data_dir: Path) -> "LGG":
-        return cls(data_dir, batch_size=4, width=4, levels=3, side=32)
-
-    @classmethod
-    def paper(cls, data_dir: Path) -> "LGG":
-        return cls(data_dir, batch_size=16, width=32, levels=5, side=256, augment="affine", dice=1.0)
 
     @property
     def examples(self) -> int:

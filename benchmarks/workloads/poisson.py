@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -94,20 +94,15 @@ class Poisson(Supervised):
     metric: ClassVar[str] = "relative L2 error"
     likelihood: ClassVar[str | Likelihood] = "gaussian"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 300, "paper": 10_000}
+    small: ClassVar[dict[str, Any]] = {"batch_size": 68, "widths": (16, 16)}
+    # The largest of the paper's networks for this equation.
+    published: ClassVar[dict[str, Any]] = {"widths": (256, 256, 128, 128)}
 
     def __post_init__(self) -> None:
         if self.batch_size < 2:
             raise ValueError(f"batch_size must be at least 2, a point inside and one outside, got {self.batch_size}")
         if self.frequency < 1:
             raise ValueError(f"frequency must be at least 1, got {self.frequency}")
-
-    @classmethod
-    def smoke(cls, data_dir: Path | None = None) -> "Poisson":
-        return cls(data_dir, batch_size=68, widths=(16, 16))
-
-    @classmethod
-    def paper(cls, data_dir: Path | None = None) -> "Poisson":
-        return cls(data_dir, widths=(256, 256, 128, 128))
 
     @property
     def examples(self) -> int:

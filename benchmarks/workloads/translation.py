@@ -32,14 +32,7 @@ class Translator(nn.Module):
     """``nn.Transformer`` with norms in front between embeddings and a head."""
 
     def __init__(
-        self,
-        vocabularies: Sequence[int],
-        length: int,
-        width: int,
-        layers: int,
-        heads: int,
-        hidden: int,
-        dropout: float,
+        self, vocabularies: Sequence[int], length: int, width: int, layers: int, heads: int, hidden: int, dropout: float
     ) -> None:
         super().__init__()
         self.source, self.target = (_Side(vocabulary, length, width) for vocabulary in vocabularies)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -115,18 +115,12 @@ class UNet(Segmentation):
 
     name: ClassVar[str] = "unet"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 100, "paper": 10_000}
+    small: ClassVar[dict[str, Any]] = {"batch_size": 4, "width": 4, "levels": 3, "crop": 32}
+    published: ClassVar[dict[str, Any]] = {"batch_size": 1, "width": 64, "levels": 5, "crop": 512}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_side("crop", self.crop)
-
-    @classmethod
-    def smoke(cls, data_dir: Path) -> "UNet":
-        return cls(data_dir, batch_size=4, width=4, levels=3, crop=32)
-
-    @classmethod
-    def paper(cls, data_dir: Path) -> "UNet":
-        return cls(data_dir, batch_size=1, width=64, levels=5, crop=512)
 
     @property
     def examples(self) -> int:

@@ -16,15 +16,13 @@ from torch import nn
 from benchmarks.runner import Trainer
 from benchmarks.workloads import DataMissingError, imagenet, make_workload
 from benchmarks.workloads.autoencoder import Autoencoder
-from benchmarks.workloads.cifar import PADDING, random_crops
-from benchmarks.workloads.convnet import ConvNet
+from benchmarks.workloads.cifar import PADDING, VGG16, ResNet20, ResNet32, ResNet110, random_crops
 from benchmarks.workloads.digits import Digits
 from benchmarks.workloads.imagenet import MEAN, STD, Pictures, ResNet18, ResNet50, middle_crop, random_crop
 from benchmarks.workloads.lgg import LGG
-from benchmarks.workloads.resnet20 import ResNet20, ResNet32, ResNet110
+from benchmarks.workloads.mnist import ConvNet
 from benchmarks.workloads.tiny import write_photographs
 from benchmarks.workloads.unet import UNet
-from benchmarks.workloads.vgg import VGG16
 from tests.support.launching import launch, torchrun
 
 # Trainable numbers of the published networks: those of torchvision for ImageNet, of the papers' tables else by hand.
