@@ -29,7 +29,6 @@ class Architecture:
 
 
 def architecture(name: ModelName) -> Architecture:
-    """Build a model on the ``meta`` device."""
     with torch.device("meta"):
         return _MODELS[name]()
 

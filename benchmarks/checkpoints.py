@@ -77,7 +77,6 @@ class Pause:
             return None  # of another run, or of an optimizer whose state is more than tensors: from the start
 
     def after_step(self, trainer: Trainer, more: Any = None) -> None:
-        """Write a checkpoint, if the last one is old."""
         if time.monotonic() - self._last >= self.seconds:
             self.keep(trainer, more)
 

@@ -158,7 +158,6 @@ DATA_SETS: dict[WorkloadName, tuple[DataSet, ...]] = {
 BY_HAND: dict[WorkloadName, str] = {
     "resnet18": "ImageNet asks for an account: https://www.image-net.org/download.php",
     "resnet50": "ImageNet asks for an account: https://www.image-net.org/download.php",
-    "lgg": "Kaggle asks for an account: https://www.kaggle.com/datasets/mateuszbuda/lgg-mri-segmentation",
 }
 """Workloads whose data nobody hands out without being asked."""
 

@@ -44,12 +44,10 @@ def load(folder: Path) -> dict[str, list[Event]]:
 
 
 def layers(events: Iterable[Event]) -> list[str]:
-    """Return the layers in the order in which they come, without the one that stands for all."""
     return [name for name in dict.fromkeys(event["layer"] for event in events) if name != ALL]
 
 
 def series(events: Iterable[Event], x: str, y: str | Callable[[Event], float | None]) -> tuple[list[Any], list[float]]:
-    """Return the points of a line; where there is no number there is no point."""
     values = ((event[x], event[y] if isinstance(y, str) else y(event)) for event in events)
     points = [(at, value) for at, value in values if value is not None]
     return [at for at, _ in points], [value for _, value in points]
@@ -60,7 +58,6 @@ def where(events: Iterable[Event], **values: object) -> list[Event]:
 
 
 def rank_share(event: Event) -> float | None:
-    """Return how large a part of the examples nine tenths of a layer's curvature comes from."""
     return None if event["rank90"] is None else event["rank90"] / event["m"]
 
 

@@ -24,7 +24,7 @@ from benchmarks.commands.options import Common
 from benchmarks.compare.roster import find
 from benchmarks.compare.runs import curve
 from benchmarks.peers import PeerMissingError
-from benchmarks.peers.by_path import set_paths
+from benchmarks.peers.checkouts import set_paths
 from benchmarks.recipes import Settings
 from benchmarks.runner import FAILURES, WINDOW, MakeScheduler, Trainer, memory_usage, optimizer_bytes
 from benchmarks.store import Cells, Figures, Identity
@@ -153,7 +153,6 @@ def notes_text(rows: Sequence[Mapping[str, Any]]) -> str:
 def trainer_of(
     name: str, settings: Settings, workload: Workload, seed: int, schedule: MakeScheduler | None = None
 ) -> Trainer:
-    """Return a run of an optimizer that has not begun."""
     method = find(name)
     make = partial(method.construct, **settings)
     return Trainer(method.label, workload, make, seed, schedule, method.needs_closure(None, settings))
@@ -185,7 +184,6 @@ def lost(runs: Sequence[Figures]) -> tuple[list[Figures], Figures]:
 
 
 def why_lost(row: Mapping[str, Any]) -> str:
-    """Return why a row has no loss."""
     return "failed" if row["failed"] else "diverged" if row["diverged"] else "not run"
 
 
@@ -226,7 +224,6 @@ def run_of(
 
 
 def attempt(measure: Callable[[], Figures]) -> Figures:
-    """Run a cell in which an optimizer may fail: that is a result, too."""
     try:
         return {"failed": None, **measure()}
     except (DataMissingError, PeerMissingError):

@@ -16,7 +16,6 @@ from secondorder.curvature.window.window import GradientWindow
 
 
 def fill_windows(optimizer: Optimizer, seed: int = 0) -> int:
-    """Fill every row of every window of an optimizer that has not taken a step."""
     windows = windows_of(optimizer)
     if not windows:
         raise ValueError(f"{type(optimizer).__name__} has no window of gradients")

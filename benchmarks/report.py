@@ -18,7 +18,6 @@ _WIDTH = 120  # of saved tables, and of printed ones where no terminal says how 
 
 
 def console() -> Console:
-    """Return a console for the terminal, or for a pipe."""
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 
@@ -43,7 +42,6 @@ def tracked(title: str, items: Sequence[T], name: Callable[[T], str] | None = No
 
 
 def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
-    """Return a table whose first column is text and whose other columns are numbers."""
     table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", overflow="fold")
@@ -87,7 +85,6 @@ def save(out_dir: Path, name: str, tables: Sequence[Table], data: Mapping[str, A
 
 
 def texts(table: Table) -> dict[str, Any]:
-    """Return the words of a table, of which `study overview` makes Markdown."""
     cells = [[str(cell) for cell in column.cells] for column in table.columns]
     return {
         "title": str(table.title),

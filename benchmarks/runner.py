@@ -259,5 +259,4 @@ def memory_usage(optimizer: Optimizer) -> dict[str, int]:
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes that an optimizer holds beside parameters and gradients."""
     return memory_usage(optimizer)["total"]

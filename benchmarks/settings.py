@@ -9,7 +9,6 @@ _WORDS: dict[str, Setting] = {"true": True, "false": False, "none": None}
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, Setting]:
-    """Read ``key=value`` pairs."""
     settings: dict[str, Setting] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")

@@ -22,8 +22,9 @@ from benchmarks.events import ALL, TRAIN, TRAIN_COLUMNS, Event
 from benchmarks.live import Board
 from benchmarks.plot_analysis import plot_analysis
 from benchmarks.recipes import METHODS, Schedule, Settings
+from benchmarks.recipes.types import make_schedule
+from benchmarks.report import value
 from benchmarks.runner import Trainer
-from benchmarks.schedules import make_schedule
 from benchmarks.settings import parse_settings
 from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
 from secondorder import SecondOrderOptimizer
@@ -33,9 +34,10 @@ from secondorder.diagnostics.jsonl import EventFile
 AnalysedMethod = Literal[
     "hylo", "kfac", "ekfac", "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive"
 ]  # fmt: skip
-LAYER_COLUMNS = (
-    "layer", "m", "d_i", "d_o", "rank90 / m", "eff. rank", "λ / σ₁", "KID error", "KIS error", "‖∇‖", "‖u‖",
-)  # fmt: skip
+_MEASURED = {
+    "rank90 / m": "rank90_share", "eff. rank": "eff_rank", "λ / σ₁": "damping_over_sigma1", "KID error": "kid_error",
+    "KIS error": "kis_error", "‖∇‖": "grad_norm", "‖u‖": "update_norm",
+}  # fmt: skip
 
 
 @dataclass
@@ -132,7 +134,6 @@ class Analyse(Common):
             print(f"no rank and no error of {name}: {reason}")
 
     def _report(self, trainer: Trainer) -> None:
-        """Print and save what was seen, as tables and plots."""
         found = events.load(self.out_dir)
         changes = parse_settings(self.set)
         settings = METHODS[self.method].settings(self.workload if self.recipe else None, changes)
@@ -183,17 +184,6 @@ def _modes(trend: Sequence[Event]) -> dict[str, list[tuple[int, int]]]:
 
 
 def _layer_table(title: str, layers: Sequence[dict[str, Any]], modes: Mapping[str, Sequence[tuple[int, int]]]) -> Table:
-    columns = (
-        "rank90_share", "eff_rank", "damping_over_sigma1", "kid_error", "kis_error", "grad_norm", "update_norm",
-    )  # fmt: skip
-    rows = [
-        (
-            layer["layer"],
-            *("-" if layer[key] is None else str(layer[key]) for key in ("m", "d_i", "d_o")),
-            *(_short(layer.get(key)) for key in columns),
-        )
-        for layer in layers
-    ]
     periods = "; ".join(
         f"{mode}: steps " + ", ".join(f"{start}-{end - 1}" for start, end in spans) for mode, spans in modes.items()
     )
@@ -202,7 +192,9 @@ def _layer_table(title: str, layers: Sequence[dict[str, Any]], modes: Mapping[st
         "nine tenths of their sum. Errors: of the update from few rows against that from all of them, with the same λ. "
         f"‖u‖: of the direction, after clips and grafting. Modes: {periods}."
     )
-    return report.make_table(title, LAYER_COLUMNS, rows, caption)
+    columns = {head: value(head) for head in ("layer", "m", "d_i", "d_o")}
+    columns |= {head: value(key, ".3g") for head, key in _MEASURED.items()}
+    return report.table_of(title, layers, columns, caption)
 
 
 def _stage_table(times: Mapping[str, Mapping[str, float]]) -> Table:
@@ -214,7 +206,3 @@ def _stage_table(times: Mapping[str, Mapping[str, float]]) -> Table:
         f"Threads: {torch.get_num_threads()}."
     )
     return report.make_table("Stages of a step", ("stage", *(f"{kind} step" for kind in times)), rows, caption)
-
-
-def _short(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"

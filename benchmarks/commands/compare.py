@@ -23,10 +23,10 @@ from benchmarks.compare.plan import STEP, Budget, Job, current, end_loss, pendin
 from benchmarks.compare.roster import find
 from benchmarks.compare.runs import Setting, execute, key_of, measure_reference, pause_of, recipe_of
 from benchmarks.compare.tables import summary_tables
-from benchmarks.locking import locked
 from benchmarks.peers import PEERS, available, set_paths, versions
 from benchmarks.recipes import METHODS, VARIANTS
 from benchmarks.settings import parse_settings
+from benchmarks.store import locked
 from benchmarks.workloads import Size, Workload, WorkloadName
 from benchmarks.workloads.stand_in import found_or_made_up
 

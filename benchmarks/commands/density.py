@@ -33,9 +33,9 @@ from benchmarks.evidence import (
 )  # fmt: skip
 from benchmarks.plot import COLOURS, Panel, Row, look, plot_rows
 from benchmarks.recipes import COSINE, Settings, window_keywords
+from benchmarks.recipes.types import make_schedule
 from benchmarks.report import value
 from benchmarks.runner import WINDOW
-from benchmarks.schedules import make_schedule
 from benchmarks.shapes import kept
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import TopK

@@ -17,7 +17,7 @@ how far it is from what the same rounds give in float64.
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -74,13 +74,13 @@ class Linalg(Alone):
     def _bases(self, n: int, before: Tensor, after: Tensor) -> list[dict[str, Any]]:
         _, basis, _ = dense.eigh_psd(before[None].to(self.device, torch.float32), True)
         ways = updates(after[None].to(self.device, torch.float32), basis)
-        judged = {name: asdict(judge(after, way()[0].cpu().double())) for name, way in ways.items()}
+        judged = {name: judge(after, way()[0].cpu().double()) for name, way in ways.items()}
         return self._timed(n, ways, judged, "eigh")
 
     def _inverses(self, n: int, before: Tensor, after: Tensor) -> list[dict[str, Any]]:
         last = torch.linalg.inv(before).to(self.device, torch.float32)
         ways = inversions(after.to(self.device, torch.float32), last)
-        judged = {name: asdict(judge_inverse(after, way().cpu().double())) for name, way in ways.items()}
+        judged = {name: judge_inverse(after, way().cpu().double()) for name, way in ways.items()}
         return self._timed(n, ways, judged, "cholesky")
 
     def _polars(self, n: int) -> list[dict[str, Any]]:
@@ -119,18 +119,6 @@ def _polar_error(x: Tensor, dtype: torch.dtype) -> float:
     return float((polar.polar(x, dtype=dtype) - exact).norm() / exact.norm())
 
 
-@dataclass(frozen=True)
-class Quality:
-    """How good a basis is."""
-
-    off_diagonal: float
-    """``‖QᵀXQ − diag‖ / ‖X‖``."""
-    scale_error: float
-    """``‖diag(QᵀXQ) − λ‖ / ‖λ‖``."""
-    median_error: float
-    """Median of ``|diag(QᵀXQ) / λ − 1|``, in which small eigenvalues count as much as large ones."""
-
-
 def drifted(n: int, drift: float, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     values = torch.logspace(-_DECADES, 0, n, dtype=torch.float64)
@@ -151,27 +139,20 @@ def updates(factor: Tensor, basis: Tensor) -> dict[Update, Callable[[], Tensor]]
     }
 
 
-def judge(factor: Tensor, basis: Tensor) -> Quality:
+def judge(factor: Tensor, basis: Tensor) -> dict[str, float]:
+    """Measure a basis Q against a matrix X of eigenvalues λ.
+
+    Off the diagonal: ``‖QᵀXQ − diag‖ / ‖X‖``; scale error: ``‖diag(QᵀXQ) − λ‖ / ‖λ‖``; median error: the median of
+    ``|diag(QᵀXQ) / λ − 1|``, in which small eigenvalues count as much as large ones.
+    """
     seen = basis.mT @ factor @ basis
     diagonal, exact = seen.diagonal(), torch.linalg.eigvalsh(factor)
     ordered = diagonal.sort().values
-    return Quality(
-        float(torch.linalg.norm(seen - diagonal.diag()) / torch.linalg.norm(factor)),
-        float(torch.linalg.norm(ordered - exact) / torch.linalg.norm(exact)),
-        float((ordered / exact - 1).abs().median()),
-    )
-
-
-@dataclass(frozen=True)
-class InverseQuality:
-    """How good an inverse is."""
-
-    residual: float
-    """``‖I − XY‖ / √n``."""
-    norm: float
-    """Largest singular value of ``I − XY``: below 1, a round of Newton and Schulz squares it."""
-    direction_error: float
-    """``‖Yg − X⁻¹g‖ / ‖X⁻¹g‖`` for random g."""
+    return {
+        "off_diagonal": float(torch.linalg.norm(seen - diagonal.diag()) / torch.linalg.norm(factor)),
+        "scale_error": float(torch.linalg.norm(ordered - exact) / torch.linalg.norm(exact)),
+        "median_error": float((ordered / exact - 1).abs().median()),
+    }
 
 
 def inversions(damped: Tensor, last: Tensor) -> dict[Inversion, Callable[[], Tensor]]:
@@ -189,19 +170,24 @@ def inversions(damped: Tensor, last: Tensor) -> dict[Inversion, Callable[[], Ten
 
 
 def newton_schulz(x: Tensor, y: Tensor, rounds: int) -> Tensor:
-    """Return a better inverse of x than y is, by ``Y ← Y (2I − XY)``: 4 n³ FLOPs a round."""
     for _ in range(rounds):
         y = torch.addmm(y, y, x @ y, beta=2, alpha=-1)
     return y
 
 
-def judge_inverse(x: Tensor, y: Tensor) -> InverseQuality:
+def judge_inverse(x: Tensor, y: Tensor) -> dict[str, float]:
+    """Measure an inverse Y against its matrix X: ``‖I − XY‖ / √n``, its norm, and the error of ``Yg`` for random g.
+
+    Where the largest singular value of ``I − XY`` is below 1, a round of Newton and Schulz squares it.
+    """
     rest = torch.eye(len(x), dtype=x.dtype) - x @ y
     g = torch.randn(len(x), generator=torch.Generator().manual_seed(0), dtype=x.dtype)
     exact = torch.linalg.solve(x, g)
-    return InverseQuality(
-        float(rest.norm() / len(x) ** 0.5), _largest_singular_value(rest), float((y @ g - exact).norm() / exact.norm())
-    )
+    return {
+        "residual": float(rest.norm() / len(x) ** 0.5),
+        "norm": _largest_singular_value(rest),
+        "direction_error": float((y @ g - exact).norm() / exact.norm()),
+    }
 
 
 def _largest_singular_value(x: Tensor) -> float:

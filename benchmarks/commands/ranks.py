@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import secondorder
 from benchmarks import report
-from benchmarks.peers.by_path import package, set_paths
+from benchmarks.peers.checkouts import package, set_paths
 from benchmarks.workloads.cifar import ResNet20
 from secondorder import comm as strategies
 from secondorder.comm.names import from_name

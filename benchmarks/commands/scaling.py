@@ -21,16 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 from rich.table import Table
 
 from benchmarks import report
 from benchmarks.architectures import Architecture, ModelName, architecture
-from benchmarks.flops import counted_flops, factor_flops
-from benchmarks.plot import COLOURS, STYLES, styled
+from benchmarks.counting import counted_flops, factor_flops
+from benchmarks.plot import Panel, Row, plot_rows
 from benchmarks.report import value
 from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, HyLo, LocalFactors, MemOpt
 from secondorder.comm import CommStrategy, RankGrid
@@ -161,13 +158,14 @@ class Scaling:
         world, rate = plan.world_size, 1e12 * self.gpu_tflops
         interval = optimizer.param_groups[0].get("factor_update_steps")
         share = self._share(comm, plan, optimizer, base.examples)
+        different = {tuple(rank.wire.items()): rank for rank in plan.ranks}.values()  # of thousands, few
         return {
             "training": base.training / rate,
-            "gradients": 2 * (world - 1) / world * base.gradient_bytes / self.link(world),
+            "gradients": 2 * (world - 1) / world * base.gradient_bytes / self._rate(world <= NODE),
             "statistics": share * base.statistics / interval / rate if interval else 0.0,
             "refresh": max(rank.flops.get("refresh", 0.0) for rank in plan.ranks) / (1e12 * self.refresh_tflops),
             "precondition": max(rank.flops.get("precondition", 0.0) for rank in plan.ranks) / rate,
-            "messages": max(self.messages(comm, rank, world) for rank in _unlike(plan)),
+            "messages": max(self.messages(comm, rank, world) for rank in different),
         }
 
     def _share(self, comm: CommStrategy, plan: Plan, optimizer: Any, examples: int) -> float:
@@ -193,9 +191,6 @@ class Scaling:
             inside = size <= NODE if stage in {"directions", "dots"} else world <= NODE
             total += wire / self._rate(inside) + rank.messages[stage] * latency * max(1, (size - 1).bit_length())
         return total
-
-    def link(self, ranks: int) -> float:
-        return self._rate(ranks <= NODE)
 
     def _rate(self, inside: bool) -> float:
         return 1e9 / 8 * (self.node_gbps if inside else self.link_gbps)
@@ -223,12 +218,6 @@ def _base(found: Architecture, examples: int) -> Base:
     for p in found.model.parameters():
         p.grad = None
     return Base(examples * training, nbytes, examples * statistics, examples)
-
-
-def _unlike(plan: Plan) -> list[RankPlan]:
-    """Ranks that send different things: of thousands, few."""
-    found = {tuple(rank.wire.items()): rank for rank in plan.ranks}
-    return list(found.values())
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
@@ -261,55 +250,27 @@ def _unit(largest: float) -> tuple[float, str]:
     return (2**30, "GiB") if largest >= 2**29 else (2**20, "MiB")
 
 
-# ---------------------------------------------------------------------- the picture
 def plot_scaling(rows: Sequence[dict[str, Any]], title: str, assumptions: str, path: Path) -> None:
     """Draw memory, bytes and modelled time of a step against the number of ranks."""
-    names = list(dict.fromkeys(row["strategy"] for row in rows))
     (in_memory, memory_unit), (on_wire, wire_unit) = (
         _unit(max(row[key] for row in rows)) for key in ("curvature_most", "sent")
     )
-    # The same bytes for the same figures, so that a picture under version control changes only when they do.
-    with styled(), mpl.rc_context({"svg.hashsalt": "scaling"}):
-        figure = Figure(figsize=(11, 4.2), layout="constrained")
-        memory, sent, time = figure.subplots(1, 3)
-        for index, name in enumerate(names):
-            own = [row for row in rows if row["strategy"] == name]
-            style = {"color": COLOURS[index], "linestyle": STYLES[index % len(STYLES)], "linewidth": 1.8}
-            worlds = [row["world"] for row in own]
-            memory.plot(worlds, [row["curvature_most"] / in_memory for row in own], label=name, **style)
-            memory.plot(worlds, [row["curvature_mean"] / in_memory for row in own], **style | {"linewidth": 0.8})
-            several = [row for row in own if row["world"] > 1]
-            sent.plot([row["world"] for row in several], [row["sent"] / on_wire for row in several], **style)
-            time.plot(worlds, [1e3 * row["step_seconds"] for row in own], **style)
-        first = [row for row in rows if row["strategy"] == names[0]]
+    first = [row for row in rows if row["strategy"] == rows[0]["strategy"]]
+
+    def more(panels: Sequence[Axes]) -> None:
         sgd = [1e3 * row["sgd_seconds"] for row in first]
-        time.plot([row["world"] for row in first], sgd, color="0.6", linewidth=1.2, label="SGD")
-        for axes, label in (
-            (memory, f"curvature on the fullest rank, {memory_unit} (thin: mean)"),
-            (sent, f"sent per rank and step, {wire_unit}"),
-            (time, "step of the busiest rank, ms (model)"),
-        ):
-            _dress(axes, label, sorted({row["world"] for row in rows}))
-        memory.set_yscale("log")
-        memory.set_ylim(bottom=min(row["curvature_most"] for row in rows) / in_memory / 4)
-        memory.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        memory.yaxis.set_minor_locator(NullLocator())
-        memory.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        sent.set_ylim(bottom=0)
-        time.set_ylim(bottom=0)
-        handles = [line for axes in (memory, time) for line in axes.get_lines() if not line.get_label().startswith("_")]
-        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        figure.supxlabel(assumptions, fontsize=8, color="0.4")
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        panels[2].plot([row["world"] for row in first], sgd, color="0.6", linewidth=1.2)
+        panels[0].plot([], [], color="0.6", linewidth=1.2, label="SGD")
+        panels[2].set_title(assumptions, fontsize=7, color="0.4", wrap=True)
 
-
-def _dress(axes: Axes, label: str, worlds: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_title(label, loc="left", fontsize=10)
-    axes.set_xlabel("ranks")
-    axes.xaxis.set_major_locator(FixedLocator(list(worlds[:: max(1, len(worlds) // 6)])))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda world, _: f"{world:,.0f}"))
-    axes.grid(axis="y", color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
+    memory: dict[str, Callable[[Row], float | None]] = {
+        "": lambda row: row["curvature_most"] / in_memory,
+        ":": lambda row: row["curvature_mean"] / in_memory,
+    }
+    panels = [
+        Panel(f"curvature on the fullest rank, {memory_unit} (dotted: mean)", memory),
+        Panel(f"sent per rank and step, {wire_unit}", {"": lambda row: row["sent"] / on_wire}, log=False),
+        Panel("step of the busiest rank, ms (model)", {"": lambda row: 1e3 * row["step_seconds"]}, log=False),
+    ]
+    words = title, "ranks"
+    plot_rows(rows, panels, lambda row: row["world"], lambda row: row["strategy"], words, path, more)

@@ -16,17 +16,26 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.commands.options import Common
-from benchmarks.contender import Contender, measure
+from benchmarks.counting import counted_flops, factor_flops
 from benchmarks.filling import fill_windows
-from benchmarks.flops import counted_flops, factor_flops
 from benchmarks.machine import Rate, copy_gbytes, gemm_gflops
 from benchmarks.peers import PEERS, set_paths
 from benchmarks.precision import Amp, moved
 from benchmarks.recipes import METHODS, WINDOW_METHODS, MethodName, Settings
 from benchmarks.report import value
 from benchmarks.runner import Trainer, optimizer_bytes
-from benchmarks.stages import stage_figures, stage_table
-from benchmarks.timing import MEASURED, REPORTED, ROWS_REFRESHED, Intervals, StepClass, Work
+from benchmarks.timing import (
+    MEASURED,
+    REPORTED,
+    ROWS_REFRESHED,
+    Contender,
+    Intervals,
+    StepClass,
+    Work,
+    measure,
+    stage_figures,
+    stage_table,
+)
 from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
 from benchmarks.workloads.random_data import random_workload
 from secondorder import EKFAC, KFAC, SecondOrderOptimizer

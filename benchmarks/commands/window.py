@@ -144,7 +144,6 @@ class _Bench:
         return times
 
     def peak(self) -> int:
-        """Return the bytes above the level at rest at the peak of a further step."""
         self._draw()
         return peak_bytes(lambda: self.optimizer.step(), self.device)
 
@@ -155,7 +154,6 @@ class _Bench:
 
 
 def _plain_pair(rows: Tensor) -> Callable[[], object]:
-    """Return the two products with a dense window that no step can do without, done the plain way."""
     vector = torch.ones_like(rows[0])
     return lambda: torch.mv(rows.T, torch.mv(rows, vector))
 

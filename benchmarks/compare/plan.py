@@ -84,7 +84,6 @@ def of(runs: Sequence[Run], optimizer: str, phase: Phase) -> list[Run]:
 
 
 def winner(runs: Sequence[Run], optimizer: str) -> float | None:
-    """Return the best factor of an optimizer's sift; of equals the smaller."""
     ranked = sorted((end_loss(run), run["factor"]) for run in of(runs, optimizer, "sift"))
     return ranked[0][1] if ranked and math.isfinite(ranked[0][0]) else None
 

@@ -15,10 +15,10 @@ from benchmarks.checkpoints import Pause
 from benchmarks.compare.plan import Job
 from benchmarks.compare.roster import find, recipe_on
 from benchmarks.peers import PeerMissingError, evaluating, set_paths, versions
-from benchmarks.peers.by_path import CHECKOUTS
+from benchmarks.peers.checkouts import CHECKOUTS
 from benchmarks.recipes import COSINE, Method, Recipe, Schedule
+from benchmarks.recipes.types import make_schedule
 from benchmarks.runner import FAILURES, WINDOW, History, Trainer, optimizer_bytes
-from benchmarks.schedules import make_schedule
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 
 POINTS = 60

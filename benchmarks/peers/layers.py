@@ -82,6 +82,5 @@ def _trains(module: nn.Module) -> bool:
 
 
 def others(model: nn.Module, taken: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters that another optimizer does not take."""
     known = {id(parameter) for parameter in taken}
     return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in known]

@@ -144,7 +144,6 @@ def muon(
     precision: str = "auto",
     **options: Any,
 ) -> Optimizer:
-    """Return Muon for the hidden matrices of a model, beside AdamW for all else."""
     if precision not in {"auto", "bfloat16", "float32"}:
         raise ValueError(f"precision must be auto, bfloat16 or float32, got {precision!r}")
     matrices = hidden_matrices(model)
@@ -161,7 +160,6 @@ def muon(
 
 
 def label() -> str:
-    """Return the name of Muon in tables, which tells where the iteration runs in float32."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return "Muon" if does_bfloat16(device) else "Muon (float32)"
 

@@ -19,7 +19,6 @@ def sgd(model: nn.Module, **settings: Any) -> Optimizer:
 
 
 def adamw(model: nn.Module, **settings: Any) -> Optimizer:
-    """Return AdamW; ``beta1`` and ``beta2`` stand for its ``betas``."""
     betas = (settings.pop("beta1", 0.9), settings.pop("beta2", 0.999))
     return torch.optim.AdamW(model.parameters(), betas=betas, **settings)
 
@@ -50,7 +49,6 @@ _FALLBACK_BETAS = {"fallback_beta1": 0.9, "fallback_beta2": 0.999}  # the constr
 
 
 def layer_keywords(settings: Settings) -> dict[str, Any]:
-    """Turn the plain values of a recipe or a command line into the keywords of a layer method."""
     keywords = _with_dtypes(settings)
     betas = {key: keywords.pop(key, default) for key, default in _FALLBACK_BETAS.items()}
     if not betas.keys().isdisjoint(settings):
@@ -74,7 +72,6 @@ _BETAS = {"beta1": 0.0, "beta2": 1.0}  # GGT's own defaults
 
 
 def window_keywords(settings: Settings) -> dict[str, Any]:
-    """Turn the plain values of a recipe or a command line into the keywords of a window method."""
     keywords = _with_dtypes(settings)
     top_k = {key: keywords.pop(key) for key in _TOP_K if key in keywords}
     rank = keywords.pop("rank", None)

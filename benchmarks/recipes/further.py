@@ -41,10 +41,6 @@ def _residual(sgd: float, window: int, rows: int) -> dict[MethodName, Settings]:
     return _table(sgd, 3e-3, window, hylo=HALF, decayed=DECAYED, white=1e-2, ggt=own)
 
 
-_LGG: dict[MethodName, Settings] = {
-    **_table(0.1, 3e-3, 100, hylo={}, whitened=False),
-    "hylo": {"lr": 0.1, "damping": 0.1, "rank_fraction": 1.0},  # few examples a step: all are kept
-}
 # All points on every step: nothing is noise, but rows of the loss vanish with the residuals.
 _POISSON: dict[MethodName, Settings] = {
     **_table(1e-3, 1e-2, 128, hylo={}, whitened=False, layers={"fisher": "exact", **DAMPED}),
@@ -72,7 +68,6 @@ _TABLES: Mapping[str, dict[MethodName, Settings]] = {
     "vgg16": _residual(0.1, 128, 100),
     "resnet18": _residual(0.03, 32, 32),
     "resnet50": _residual(0.03, 64, 50),
-    "lgg": _LGG,
     "convnet": _table(
         0.03, 3e-3, 128, hylo={"damping": 1e-2}, whitened=False, ggt={"lr": 3e-3, "graft": "adam", "window_size": 100}
     ),

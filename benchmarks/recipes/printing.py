@@ -55,7 +55,6 @@ def recipe_table(title: str, recipe: Recipe, own_batch_size: int, steps: str) ->
 def scaled_table(
     recipe: Recipe, world: int, batch_size: int, own_batch_size: int, fixed: tuple[str, ...] = ()
 ) -> Table:
-    """Return the rates that the rule gives for other numbers of ranks."""
     rates = [key for key in RATES if key not in fixed and isinstance(recipe.settings.get(key), float | int)]
     rows = []
     for ranks in sorted({*WORLDS, world, recipe.world}):

@@ -95,13 +95,6 @@ ADAMW: dict[str, Recipe] = {
         "sqrt",
         "length 128; 5 epochs on MRPC and WNLI; its trainer clips gradients to a norm of 1",
     ),
-    "lgg": _recipe(
-        {"lr": 1e-4, "weight_decay": 0.0},
-        "mateuszbuda/brain-segmentation-pytorch, train.py (Adam)",
-        Schedule(),
-        (1, 16, 100),
-        "sqrt",
-    ),
 }
 
 # ---------------------------------------------------------------------- K-FAC
@@ -205,13 +198,6 @@ HYLO: dict[str, Recipe] = {
         (64, 80, 55),
         note=f"{_HYLO_RANKS}: the abstract says up to 64; " + _HYLO_NOTE.format(0.04, *_HYLO_EPOCHS),
         workload={"label_smoothing": 0.1},
-    ),
-    "lgg": _recipe(
-        {"lr": 8e-4, "damping": 0.03, "weight_decay": 1e-4, "update_steps": 200, **_HYLO},
-        "hylo-dso/hylo, scripts/train-unet-brain-end-to-end.sh (SC 2022)",
-        Schedule("constant", 10 / 50),
-        (4, 16, 50),
-        note=f"{_HYLO_RANKS}: one node has 4; KID for 10 epochs there, then KIS: here the policy decides",
     ),
 }
 

@@ -39,17 +39,17 @@ def _grafted(further: Mapping[str, Settings], common: Settings | None = None) ->
     return {name: {"lr": _ADAMW[name], "graft": "adam", **own, **(common or {})} for name, own in further.items()}
 
 
+_WHITENED: dict[str, Settings] = {
+    "digits": {},
+    "autoencoder": {},
+    "resnet20": {"lr": 1e-2, "factor_batch_size": 32},
+    "chargpt": {"factor_positions": 32},
+    "logistic": {},
+    "multi30k": {"lr": 3e-3, "fallback_lr": 3e-3, "factor_batch_size": 32},
+    "unet": {"factor_batch_size": 2},
+}
 _WHITEN: dict[str, Settings] = {
-    name: {"lr": _ADAMW[name], "fallback_lr": _ADAMW[name], **WHITENING, **own}
-    for name, own in {
-        "digits": {},
-        "autoencoder": {},
-        "resnet20": {"lr": 1e-2, "factor_batch_size": 32},
-        "chargpt": {"factor_positions": 32},
-        "logistic": {},
-        "multi30k": {"lr": 3e-3, "fallback_lr": 3e-3, "factor_batch_size": 32},
-        "unet": {"factor_batch_size": 2},
-    }.items()
+    name: {"lr": _ADAMW[name], "fallback_lr": _ADAMW[name], **WHITENING, **own} for name, own in _WHITENED.items()
 }
 _NATURAL = _grafted({
     "digits": {"lr": 0.02, "factor_update_steps": 5, "inv_update_steps": 10},

@@ -1,11 +1,13 @@
 """What a recipe is: the keywords of one optimizer on one workload, where they come from, and how they scale."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 Setting = float | int | bool | str | None
 Settings = Mapping[str, Setting]
@@ -134,3 +136,21 @@ class Method:
     ) -> Optimizer:
         """Return a new optimizer of ``model`` with the recipe of a workload."""
         return self.construct(model, **self.settings(workload, changes, size))
+
+
+def factor(schedule: Schedule, step: int, steps: int) -> float:
+    warmup = math.ceil(schedule.warmup * steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    share = (step - warmup) / max(1, steps - warmup)
+    if schedule.shape == "cosine":
+        return 0.5 + 0.5 * math.cos(math.pi * share)
+    if schedule.shape == "linear":
+        return 1 - share
+    if schedule.shape == "steps":
+        return float(schedule.gamma ** sum(step >= milestone * steps for milestone in schedule.milestones))
+    return 1.0
+
+
+def make_schedule(schedule: Schedule, steps: int, optimizer: Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: factor(schedule, min(step, steps), steps))

@@ -5,32 +5,30 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.workloads.autoencoder import Autoencoder
 from benchmarks.workloads.base import Batch, DataMissingError, Size, Workload
-from benchmarks.workloads.bert_glue import Glue
-from benchmarks.workloads.bert_qa import BertQA
 from benchmarks.workloads.chargpt import CharGPT
 from benchmarks.workloads.cifar import VGG16, ResNet20, ResNet32, ResNet110
 from benchmarks.workloads.digits import Digits
+from benchmarks.workloads.glue import Glue
 from benchmarks.workloads.gpt2 import GPT2
 from benchmarks.workloads.imagenet import ResNet18, ResNet50
-from benchmarks.workloads.lgg import LGG
-from benchmarks.workloads.mnist import ConvNet, Logistic
+from benchmarks.workloads.mnist import Autoencoder, ConvNet, Logistic
 from benchmarks.workloads.multi30k import Multi30k
 from benchmarks.workloads.poisson import Poisson
+from benchmarks.workloads.squad import BertQA
 from benchmarks.workloads.unet import UNet
 
 __all__ = ["WORKLOADS", "Batch", "DataMissingError", "Size", "Workload", "WorkloadName", "make_workload"]
 
 WorkloadName = Literal[
     "digits", "autoencoder", "resnet20", "chargpt", "logistic", "multi30k", "unet",
-    "resnet32", "resnet110", "vgg16", "resnet18", "resnet50", "lgg", "convnet",
+    "resnet32", "resnet110", "vgg16", "resnet18", "resnet50", "convnet",
     "gpt2_small", "bert_qa", "glue", "poisson",
 ]  # fmt: skip
 
 _KINDS: tuple[Any, ...] = (
     Digits, Autoencoder, ResNet20, CharGPT, Logistic, Multi30k, UNet, ResNet32, ResNet110, VGG16, ResNet18, ResNet50,
-    LGG, ConvNet, GPT2, BertQA, Glue, Poisson,
+    ConvNet, GPT2, BertQA, Glue, Poisson,
 )  # fmt: skip
 WORKLOADS: dict[WorkloadName, Any] = {kind.name: kind for kind in _KINDS}
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from benchmarks.workloads.base import Batch, Supervised, seeded, shuffled_indices
+from benchmarks.workloads.base import Batch, Workload, seeded, shuffled_indices
 from benchmarks.workloads.transformer import Layer, dropping
 from benchmarks.workloads.wordpieces import WordPieces, find_pieces
 
@@ -102,7 +102,6 @@ def trimmed(tokens: Tensor, padding: int) -> Tensor:
 
 
 def new_head(width: int, outputs: int) -> nn.Linear:
-    """Return the map behind the encoder, initialised as the encoder is."""
     head = nn.Linear(width, outputs)
     _initialise(head)
     return head
@@ -152,7 +151,7 @@ def _read_state(path: Path) -> dict[str, Tensor]:
 
 # ---------------------------------------------------------------------- workloads
 @dataclass(frozen=True)
-class Encoding(Supervised):
+class Encoding(Workload):
     """What the workloads on an encoder have in common.
 
     Pieces come from a ``vocab.txt`` of BERT where there is one in ``<data-dir>/bert``, else from the words of the
@@ -204,7 +203,6 @@ class Encoding(Supervised):
 
     @cached_property
     def pieces(self) -> WordPieces:
-        """The vocabulary."""
         return find_pieces(self.data_dir, dict.fromkeys(self.texts()), self.vocabulary)
 
     @abstractmethod

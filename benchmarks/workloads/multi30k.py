@@ -10,9 +10,10 @@ the words that the model does not know. It is not comparable with BLEU of detoke
 import gzip
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +32,84 @@ from benchmarks.workloads.base import (
     seeded,
     shuffled_indices,
 )
-from benchmarks.workloads.translation import BEGIN, END, PAD, SPECIAL, UNKNOWN, Translator, bleu, greedy
+
+SPECIAL = ("<pad>", "<begin>", "<end>", "<unknown>")
+PAD, BEGIN, END, UNKNOWN = range(len(SPECIAL))
+
+Decoder = Callable[[Tensor], Tensor]
+"""Takes the words so far ``[batch, T]`` and returns logits of the next one ``[batch, vocabulary]``."""
+
+
+class _Side(nn.Module):
+    """Word and position embeddings of one language."""
+
+    def __init__(self, vocabulary: int, length: int, width: int) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(vocabulary, width, PAD), nn.Embedding(length, width)
+
+    def forward(self, words: Tensor) -> Tensor:
+        # Positions are looked up for every sentence, so that each has gradients of its own there.
+        positions = torch.arange(words.shape[1], device=words.device).expand_as(words)
+        out: Tensor = self.words(words) + self.positions(positions)
+        return out
+
+
+class Translator(nn.Module):
+    """``nn.Transformer`` with norms in front between embeddings and a head."""
+
+    def __init__(
+        self, vocabularies: Sequence[int], length: int, width: int, layers: int, heads: int, hidden: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.source, self.target = (_Side(vocabulary, length, width) for vocabulary in vocabularies)
+        options: dict[str, Any] = {
+            "dim_feedforward": hidden,
+            "dropout": dropout,
+            "batch_first": True,
+            "norm_first": True,
+        }
+        # nn.Transformer would build the same encoder, and warn that its norms rule out nested tensors.
+        layer = nn.TransformerEncoderLayer(width, heads, **options)
+        encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.transformer = nn.Transformer(width, heads, num_decoder_layers=layers, custom_encoder=encoder, **options)
+        self.head = nn.Linear(width, vocabularies[1])
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        return self.decode(target, *self.encode(source))
+
+    def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        padding = source == PAD
+        return self.transformer.encoder(self.source(source), src_key_padding_mask=padding), padding
+
+    def decode(self, target: Tensor, memory: Tensor, padding: Tensor, last: bool = False) -> Tensor:
+        length = target.shape[1]
+        later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
+        # The target's padding stands behind all that counts, where the causal mask hides it already.
+        hidden = self.transformer.decoder(self.target(target), memory, tgt_mask=later, memory_key_padding_mask=padding)
+        logits: Tensor = self.head(hidden[:, -1] if last else hidden)
+        return logits
+
+
+def greedy(next_word: Decoder, batch: int, length: int) -> list[list[int]]:
+    words = torch.full((batch, 1), BEGIN)
+    ended = torch.zeros(batch, dtype=torch.bool)
+    for _ in range(length):
+        chosen = next_word(words).argmax(-1).cpu()
+        ended |= chosen == END
+        words = torch.cat((words, chosen.masked_fill(ended, END)[:, None]), 1)
+        if ended.all():
+            break
+    return [row[: row.index(END)] if END in row else row for row in words[:, 1:].tolist()]
+
+
+def bleu(translations: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
+    try:
+        sacrebleu = import_module("sacrebleu")
+    except ImportError as err:
+        raise ValueError("BLEU needs sacrebleu: install the extra `bench`") from err
+    texts, right = ([" ".join(words) for words in side] for side in (translations, references))
+    return float(sacrebleu.corpus_bleu(texts, [right], tokenize="none", force=True).score)
+
 
 LANGUAGES = ("de", "en")  # source, target
 TRAIN_FILES = tuple(f"train.{language}.gz" for language in LANGUAGES)
@@ -145,7 +223,6 @@ class Multi30k(Classification):
         return {"BLEU, test_2016_flickr" if tested else "BLEU, validation": found}
 
     def translate(self, model: nn.Module, sentences: Sentences) -> Sentences:
-        """Translate sentences, the likeliest word at a time."""
         assert isinstance(model, Translator)
         words, device = list(self._vocabularies[1]), model.head.weight.device
         pairs = self._numbered([sentences, [[]] * len(sentences)])
@@ -196,7 +273,6 @@ class Multi30k(Classification):
 
 
 def read_sentences(path: Path) -> Sentences:
-    """Read sentences, one a line, their words set apart by blanks."""
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")

@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workloads.base import Batch, Size, Supervised, evaluating, seeded
+from benchmarks.workloads.base import Batch, Size, Workload, evaluating, seeded
 from secondorder import Likelihood
 
 BOUNDARY_SHARE = 120 / 1020
@@ -77,7 +77,7 @@ def _tanh(rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Poisson(Supervised):
+class Poisson(Workload):
     """Squared residuals of the equation inside and on the boundary, of all points on every step."""
 
     data_dir: Path | None = None

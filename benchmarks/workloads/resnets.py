@@ -33,7 +33,6 @@ class CifarBlock(nn.Module):
 
 
 def cifar_resnet(depth: int, channels: Sequence[int] = (16, 32, 64), classes: int = 10) -> nn.Module:
-    """Return a ResNet of three stages for 32x32 images, section 4.2 of the paper."""
     stem = (nn.Conv2d(3, channels[0], 3, 1, 1, bias=False), nn.BatchNorm2d(channels[0]), nn.ReLU())
     blocks, d_in = [], channels[0]
     for stage, d_out in enumerate(channels):

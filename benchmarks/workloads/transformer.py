@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 
 def dropping(share: float) -> nn.Module:
-    """Return dropout; of nothing, a module that draws no random numbers."""
     return nn.Dropout(share) if share else nn.Identity()
 
 

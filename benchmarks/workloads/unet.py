@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.workloads.base import Batch, Size, Supervised, evaluating, find_folder, seeded
+from benchmarks.workloads.base import Batch, Size, Workload, evaluating, find_folder, seeded
 from benchmarks.workloads.readers import read_gray_image
 from secondorder import Bernoulli, Likelihood
 
@@ -40,10 +40,10 @@ def _twice(d_in: int, d_out: int) -> nn.Sequential:
 class _UNet(nn.Module):
     """Half the size and twice the width per level on the way down; back up beside what the way down saw there."""
 
-    def __init__(self, width: int, levels: int, channels: int) -> None:
+    def __init__(self, width: int, levels: int) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(levels)]
-        steps = zip([channels, *widths], widths, strict=False)
+        steps = zip([1, *widths], widths, strict=False)
         self.down = nn.ModuleList(_twice(d_in, d_out) for d_in, d_out in steps)
         self.lift = nn.ModuleList(nn.ConvTranspose2d(2 * d_out, d_out, 2, stride=2) for d_out in widths[:-1])
         self.up = nn.ModuleList(_twice(2 * d_out, d_out) for d_out in widths[:-1])
@@ -64,8 +64,8 @@ class _UNet(nn.Module):
 
 
 @dataclass(frozen=True)
-class Segmentation(Supervised):
-    """Binary cross-entropy of all pixels, mean over them; a subclass adds the pictures and what is looked for."""
+class UNet(Workload):
+    """Binary cross-entropy of all pixels, mean over them: membrane against the rest, on random crops of 24 images."""
 
     data_dir: Path
     batch_size: int = 8
@@ -74,19 +74,25 @@ class Segmentation(Supervised):
     levels: int = 4
     dice: float = 0.0
     """Weight of a soft Dice loss that is added; see :meth:`criterion` for what it means to a method with curvature."""
+    crop: int = 128
+    """Side of the crops and of the held-out tiles."""
 
+    name: ClassVar[str] = "unet"
     metric: ClassVar[str] = "test Dice"
     likelihood: ClassVar[str | Likelihood] = Bernoulli(mean=True)
-    channels: ClassVar[int] = 1
-    """Of a picture."""
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 100, "paper": 10_000}
+    small: ClassVar[dict[str, Any]] = {"batch_size": 4, "width": 4, "levels": 3, "crop": 32}
+    published: ClassVar[dict[str, Any]] = {"batch_size": 1, "width": 64, "levels": 5, "crop": 512}
 
     def __post_init__(self) -> None:
         if not 0 <= self.dice < math.inf:
             raise ValueError(f"dice must be >= 0 and finite, got {self.dice}")
+        if self.crop < 1 or self.crop % 2 ** (self.levels - 1):  # it is halved once per level
+            raise ValueError(f"crop must be a multiple of {2 ** (self.levels - 1)}, got {self.crop}")
 
     def build_model(self, seed: int) -> nn.Module:
         with seeded(seed):
-            return _UNet(self.width, self.levels, self.channels)
+            return _UNet(self.width, self.levels)
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean binary cross-entropy over all pixels, and if asked for ``dice`` times a soft Dice loss.
@@ -99,28 +105,6 @@ class Segmentation(Supervised):
         """
         loss = F.binary_cross_entropy_with_logits(outputs, targets)
         return loss + self.dice * (1 - soft_dice(outputs.sigmoid(), targets)) if self.dice else loss
-
-    def _check_side(self, name: str, side: int) -> None:
-        """Refuse a side that cannot be halved once per level."""
-        if side < 1 or side % 2 ** (self.levels - 1):
-            raise ValueError(f"{name} must be a multiple of {2 ** (self.levels - 1)}, got {side}")
-
-
-@dataclass(frozen=True)
-class UNet(Segmentation):
-    """Membrane against the rest, on random crops of 24 images."""
-
-    crop: int = 128
-    """Side of the crops and of the held-out tiles."""
-
-    name: ClassVar[str] = "unet"
-    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 100, "paper": 10_000}
-    small: ClassVar[dict[str, Any]] = {"batch_size": 4, "width": 4, "levels": 3, "crop": 32}
-    published: ClassVar[dict[str, Any]] = {"batch_size": 1, "width": 64, "levels": 5, "crop": 512}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_side("crop", self.crop)
 
     @property
     def examples(self) -> int:

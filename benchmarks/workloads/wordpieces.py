@@ -61,7 +61,6 @@ class WordPieces:
 
     @classmethod
     def learn(cls, texts: Iterable[str], size: int) -> "WordPieces":
-        """Make a vocabulary of the most frequent words, and of characters for all others."""
         chunks = Counter(chunk for text in texts for chunk in text.split())
         words: Counter[str] = Counter()
         characters: Counter[str] = Counter()
@@ -102,7 +101,6 @@ class WordPieces:
 
 
 def find_pieces(data_dir: Path, texts: Iterable[str], size: int) -> WordPieces:
-    """Return the vocabulary of BERT in ``<data-dir>/bert``, or one that is made."""
     path = data_dir / "bert" / FILE
     return WordPieces.read(path) if path.is_file() else WordPieces.learn(texts, size)
 

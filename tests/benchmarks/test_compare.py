@@ -16,8 +16,8 @@ from benchmarks.compare.plan import STEP, Budget, Job, current, leaders, pending
 from benchmarks.compare.roster import find
 from benchmarks.compare.runs import Setting, curve, execute, key_of, recipe_of, schedule_of
 from benchmarks.recipes import COSINE, METHODS, Recipe, Schedule
+from benchmarks.recipes.types import factor
 from benchmarks.runner import History, Trainer
-from benchmarks.schedules import factor
 
 
 def _run(optimizer, phase, loss, factor=1.0, seed=0, steps=100, ours=True):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.commands.overview import best_rows, overview
 from benchmarks.compare import figures, html, statistics, tables, wording
-from benchmarks.compare.overview import best_rows, overview
 from benchmarks.plot import look
 
 STEP = math.sqrt(10)

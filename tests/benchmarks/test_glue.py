@@ -8,10 +8,10 @@ import torch
 from scipy import stats
 from sklearn.metrics import f1_score, matthews_corrcoef
 
-from benchmarks.workloads import DataMissingError, bert_glue, make_workload
-from benchmarks.workloads.bert_glue import Glue
+from benchmarks.workloads import DataMissingError, glue, make_workload
 from benchmarks.workloads.glue import (
     TASKS,
+    Glue,
     binary_f1,
     correlations,
     encode_sentences,
@@ -21,7 +21,7 @@ from benchmarks.workloads.glue import (
     matthews,
     read_glue,
 )
-from benchmarks.workloads.tiny_text import write_glue
+from benchmarks.workloads.tiny import write_glue
 from benchmarks.workloads.wordpieces import SPECIAL, WordPieces
 from secondorder.capture.fisher.likelihood import resolve
 
@@ -150,7 +150,7 @@ def test_both_held_out_files_of_mnli_count(data_dir, monkeypatch):
     model = workload.build_model(0)
     quality = workload.quality(model)
     assert list(quality) == ["accuracy, dev_matched", "accuracy, dev_mismatched"]
-    monkeypatch.setattr(bert_glue, "EVAL_SENTENCES", 7)
+    monkeypatch.setattr(glue, "EVAL_SENTENCES", 7)
     assert workload.quality(model) == quality
     assert workload.evaluate(model, everything=True) == quality["accuracy, dev_matched"]
 

@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks.commands.train import Train
 from benchmarks.recipes import METHODS
 from benchmarks.recipes.published import PUBLISHED, falling
-from benchmarks.schedules import factor
+from benchmarks.recipes.types import factor
 from benchmarks.workloads import WORKLOADS
 
 CASES = [(method, workload) for method, recipes in PUBLISHED.items() for workload in recipes]

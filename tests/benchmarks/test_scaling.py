@@ -8,7 +8,7 @@ import torch
 from benchmarks.architectures import architecture
 from benchmarks.cli import main
 from benchmarks.commands.scaling import STRATEGIES, Base, Scaling
-from benchmarks.flops import factor_flops
+from benchmarks.counting import factor_flops
 from benchmarks.shapes import count, shapes_of
 from secondorder import KFAC, CommOpt, HybridOpt, MemOpt
 

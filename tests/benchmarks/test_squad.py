@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.workloads import DataMissingError, bert_qa, make_workload
+from benchmarks.workloads import DataMissingError, make_workload, squad
 from benchmarks.workloads.bert import SHAPES, Bert, load_checkpoint, their_name
-from benchmarks.workloads.bert_qa import BertQA, SpanModel
 from benchmarks.workloads.squad import (
     Answer,
+    BertQA,
     Place,
     Question,
+    SpanModel,
     best_answers,
     exact_match,
     f1,
@@ -23,7 +24,7 @@ from benchmarks.workloads.squad import (
     normalise,
     read_squad,
 )
-from benchmarks.workloads.tiny_text import write_squad
+from benchmarks.workloads.tiny import write_squad
 from benchmarks.workloads.wordpieces import SPECIAL, Piece, WordPieces
 
 WORDS = (*SPECIAL, "where", "is", "ann", "in", "rome", "##s", "un", "##believ", "##able", "cafe", "!", "?", "中", "$")
@@ -331,7 +332,7 @@ def test_a_model_learns_to_answer(data_dir, monkeypatch):
     assert after["F1, %"] > before["F1, %"] + 10
     assert workload.evaluate(model) < loss
     whole = workload.evaluate(model, everything=True)
-    monkeypatch.setattr(bert_qa, "EVAL_WINDOWS", 7)
+    monkeypatch.setattr(squad, "EVAL_WINDOWS", 7)
     assert workload.evaluate(model, everything=True) == pytest.approx(whole)
     assert workload.quality(model) == after
 

@@ -19,8 +19,8 @@ from benchmarks.commands.train import Train
 from benchmarks.peers import PEERS
 from benchmarks.ranks import Ranks
 from benchmarks.recipes import COSINE, METHODS, Recipe, Schedule, printing
+from benchmarks.recipes.types import factor, make_schedule
 from benchmarks.runner import History, Trainer, mean_history
-from benchmarks.schedules import factor, make_schedule
 from benchmarks.workloads import make_workload
 
 ROOT = Path(__file__).parents[2]

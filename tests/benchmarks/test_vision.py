@@ -15,12 +15,10 @@ from torch import nn
 
 from benchmarks.runner import Trainer
 from benchmarks.workloads import DataMissingError, imagenet, make_workload
-from benchmarks.workloads.autoencoder import Autoencoder
 from benchmarks.workloads.cifar import PADDING, VGG16, ResNet20, ResNet32, ResNet110, random_crops
 from benchmarks.workloads.digits import Digits
 from benchmarks.workloads.imagenet import MEAN, STD, Pictures, ResNet18, ResNet50, middle_crop, random_crop
-from benchmarks.workloads.lgg import LGG
-from benchmarks.workloads.mnist import ConvNet
+from benchmarks.workloads.mnist import Autoencoder, ConvNet
 from benchmarks.workloads.tiny import write_photographs
 from benchmarks.workloads.unet import UNet
 from tests.support.launching import launch, torchrun
@@ -33,7 +31,6 @@ PUBLISHED = {
     VGG16: 14_724_042,
     ResNet18: 11_689_512,
     ResNet50: 25_557_032,
-    LGG: 7_763_041,
     UNet: 31_036_481,
     Autoencoder: 2_837_314,
     ConvNet: 14_682,
@@ -78,10 +75,9 @@ def test_fields_are_checked(tmp_path):
         ("resnet32", "label_smoothing", 1.0, r"label_smoothing must be in \[0, 1\), got 1.0"),
         ("resnet50", "label_smoothing", -0.1, r"label_smoothing must be in \[0, 1\), got -0.1"),
         ("resnet18", "workers", -1, "workers must be >= 0, got -1"),
-        ("lgg", "side", 100, "side must be a multiple of 8, got 100"),
-        ("lgg", "side", 0, "side must be a multiple of 8, got 0"),
-        ("lgg", "augment", "crops", "augment must be one of none, flips, affine, got 'crops'"),
-        ("lgg", "dice", -1.0, "dice must be >= 0 and finite, got -1.0"),
+        ("unet", "crop", 100, "crop must be a multiple of 8, got 100"),
+        ("unet", "crop", 0, "crop must be a multiple of 8, got 0"),
+        ("unet", "dice", -1.0, "dice must be >= 0 and finite, got -1.0"),
         ("autoencoder", "growth_steps", 1, "growth_steps must be 0 or at least 2, got 1"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -26,7 +26,6 @@ FILES = {
     "unet": ("membrane", "image/0.png", "zhixuhao/unet"),
     "vgg16": ("cifar10", "test_batch", "cs.toronto.edu"),
     "resnet18": ("imagenet", "train/<class>/*.JPEG, val/<class>/*.JPEG", "image-net.org"),
-    "lgg": ("lgg", "TCGA_*/TCGA_*.tif", "kaggle.com"),
 }
 
 
