@@ -21,8 +21,7 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.checkpoints import Pause
 from benchmarks.commands.options import Common
-from benchmarks.compare.roster import find
-from benchmarks.compare.runs import curve
+from benchmarks.compare.runs import curve, find
 from benchmarks.peers import PeerMissingError
 from benchmarks.peers.checkouts import set_paths
 from benchmarks.recipes import Settings
@@ -50,8 +49,6 @@ class Evidence(Common):
     """Checkouts of optimizers that are no package, as NAME=DIR."""
     keep: bool = False
     """Keep the results under benchmarks/results, rather than in the folder of this run only."""
-    out_dir: Path = Path("bench-output")
-    """Folder for tables, pictures and results."""
 
     @property
     def stem(self) -> str:

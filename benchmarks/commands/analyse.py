@@ -22,10 +22,10 @@ from benchmarks.events import ALL, TRAIN, TRAIN_COLUMNS, Event
 from benchmarks.live import Board
 from benchmarks.plot_analysis import plot_analysis
 from benchmarks.recipes import METHODS, Schedule, Settings
+from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import make_schedule
 from benchmarks.report import value
 from benchmarks.runner import Trainer
-from benchmarks.settings import parse_settings
 from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
 from secondorder import SecondOrderOptimizer
 from secondorder.diagnostics import Analysis

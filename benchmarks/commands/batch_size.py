@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 
 from benchmarks import report
 from benchmarks.commands.demo import TARGETS
-from benchmarks.compare.roster import find, recipe_on
+from benchmarks.compare.runs import find, recipe_on
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, figures_of, notes_text, train_until, trainer_of
 from benchmarks.plot import Panel, Row, look, plot_rows
 from benchmarks.report import value

@@ -96,5 +96,6 @@ def _table(name: str, steps: int, workload: Workload, target: float, results: li
         "optimizer bytes": value("optimizer_bytes", ","),
     }
     count = torch.get_num_threads()
-    caption = f"Training loss: mean of {WINDOW} steps. Step time: mean, all kinds of steps. {count} thread{'s' * (count > 1)}."
+    threads = f"{count} thread{'s' * (count > 1)}"
+    caption = f"Training loss: mean of {WINDOW} steps. Step time: mean, all kinds of steps. {threads}."
     return report.table_of(f"{name}: {steps} steps from the same weights and batches", results, columns, caption)

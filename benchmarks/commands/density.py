@@ -17,7 +17,8 @@ from matplotlib.axes import Axes
 
 from benchmarks import report
 from benchmarks.checkpoints import Pause
-from benchmarks.compare.roster import find, recipe_on
+from benchmarks.commands.window import kept
+from benchmarks.compare.runs import find, recipe_on
 from benchmarks.evidence import (
     Cells,
     Evidence,
@@ -36,7 +37,6 @@ from benchmarks.recipes import COSINE, Settings, window_keywords
 from benchmarks.recipes.types import make_schedule
 from benchmarks.report import value
 from benchmarks.runner import WINDOW
-from benchmarks.shapes import kept
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import TopK
 

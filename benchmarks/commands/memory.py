@@ -12,7 +12,7 @@ from functools import partial
 from rich.table import Table
 
 from benchmarks import report
-from benchmarks.compare.roster import find, recipe_on
+from benchmarks.compare.runs import find, recipe_on
 from benchmarks.evidence import Evidence, Figures, notes_text, progress, trainer_of
 from benchmarks.peers import PEERS, PeerMissingError
 from benchmarks.recipes import METHODS as OURS

@@ -14,6 +14,8 @@ class Common:
     """Threads that torch computes with."""
     data_dir: Path = Path("data")
     """Folder with one folder per data set: mnist, cifar10, cifar100, imagenet, shakespeare, multi30k, membrane."""
+    out_dir: Path = Path("bench-output")
+    """Folder for tables, pictures and results."""
 
 
 @dataclass

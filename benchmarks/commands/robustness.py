@@ -17,13 +17,13 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks import report
-from benchmarks.compare.roster import find
+from benchmarks.compare.runs import find
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt, lost, run_of, why_lost
 from benchmarks.plot import Row
 from benchmarks.recipes import METHODS, VARIANTS, MethodName, Settings
+from benchmarks.recipes.building import parse_settings
 from benchmarks.report import value
 from benchmarks.runner import WINDOW
-from benchmarks.settings import parse_settings
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 
 SHARES: dict[Size, float] = {"smoke": 1.0, "cpu": 1 / 3, "paper": 1.0}

@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -49,8 +48,6 @@ class Spikes(Common):
     """Timed intervals, after one that is not."""
     batch_size: int | None = None
     """Examples per step; unset: the workload's own number."""
-    out_dir: Path = Path("bench-output")
-    """Folder for the table and the results."""
 
     def run(self) -> int:
         if self.intervals < 1 or self.inv_update_steps < 1:

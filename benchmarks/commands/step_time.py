@@ -8,7 +8,6 @@ what its rows cost; ``window`` compares them with a floor.
 
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -108,8 +107,6 @@ class StepTime(Common):
     """Checkout of kfac-pytorch, as kfac_pytorch=DIR: it takes turns with the others, at the same intervals."""
     memory: bool = True
     """Measure the peak memory of a step, too."""
-    out_dir: Path = Path("bench-output")
-    """Folder for the table and the results."""
 
     def run(self) -> int:
         if self.steps < MEASURED.refresh:

@@ -9,7 +9,6 @@ methods differ from it in the name, in the damping, which follows the gradients,
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -80,8 +79,6 @@ class Swap(Common):
     """Optimizer steps; unset: the workload's own number for the size."""
     tolerance: float = 0.0
     """How far above the script's own loss still passes: 0.02 is two percent."""
-    out_dir: Path = Path("bench-output")
-    """Folder for the table and the results."""
 
     def run(self) -> int:
         """Run the command, and return 0 when every script passed, else 1."""

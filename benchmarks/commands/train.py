@@ -20,9 +20,9 @@ from benchmarks.journal import Journal
 from benchmarks.live import Board
 from benchmarks.ranks import RankFigures, Ranks, joined, own_device
 from benchmarks.recipes import Recipe
+from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import make_schedule
 from benchmarks.runner import WINDOW, History, Trainer, memory_usage, race
-from benchmarks.settings import parse_settings
 from benchmarks.workloads.stand_in import found_or_made_up
 from secondorder import SecondOrderOptimizer
 from secondorder.comm.counter import Counter
@@ -79,8 +79,6 @@ class Train(Planned):
     """Steps between evaluations along the way; unset: none."""
     tensorboard: bool = False
     """Write for TensorBoard, too, into a folder of --out-dir."""
-    out_dir: Path = Path("bench-output")
-    """Folder for the results."""
 
     def run(self) -> int:
         """Run the command, and return 0, or 1 when the loss was no longer finite."""

@@ -9,9 +9,11 @@ it also passes some six times over vectors of length d: accumulate, select, resi
 """
 
 import gc
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,8 +28,46 @@ from benchmarks.machine import COPY_BYTES, Rate, copying, gemm_gflops, peak_byte
 from benchmarks.recipes import Settings, window_keywords
 from benchmarks.report import value
 from benchmarks.runner import memory_usage
-from benchmarks.shapes import SizeName, count, shapes_of
+from benchmarks.workloads import WorkloadName, make_workload
+from benchmarks.workloads.resnets import BlockName, imagenet_resnet
 from secondorder import MFAC, TopK
+
+Shape = tuple[int, ...]
+SizeName = Literal["digits", "resnet20", "autoencoder", "large", "resnet50"]
+
+
+def shapes_of(name: SizeName) -> list[Shape]:
+    return _SIZES[name]()
+
+
+def count(shapes: Sequence[Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def kept(length: int, top_k: TopK) -> int:
+    if length == top_k.block_size >= 64:
+        return min(length, max(8, 8 * round(top_k.density * length / 8)))
+    return max(1, math.ceil(top_k.density * length))
+
+
+def _of_workload(name: WorkloadName) -> list[Shape]:
+    model = make_workload(name, Path()).build_model(0)  # these models do not depend on data
+    return [tuple(p.shape) for p in model.parameters()]
+
+
+def _resnet(block: BlockName, depths: Sequence[int]) -> list[Shape]:
+    with torch.device("meta"):
+        return [tuple(p.shape) for p in imagenet_resnet(block, depths).parameters()]
+
+
+_SIZES: dict[SizeName, Callable[[], list[Shape]]] = {
+    "digits": lambda: _of_workload("digits"),
+    "resnet20": lambda: _of_workload("resnet20"),
+    "autoencoder": lambda: _of_workload("autoencoder"),
+    "large": lambda: _resnet("basic", (2, 2, 2, 2)),
+    "resnet50": lambda: _resnet("bottleneck", (3, 4, 6, 3)),
+}
+
 
 StorageName = Literal["dense", "dense-bf16", "topk", "topk-bf16", "topk-bf16-4bit", "lowrank", "topk-triton"]
 

@@ -3,23 +3,47 @@
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from benchmarks.checkpoints import Pause
 from benchmarks.compare.plan import Job
-from benchmarks.compare.roster import find, recipe_on
-from benchmarks.peers import PeerMissingError, evaluating, set_paths, versions
+from benchmarks.peers import PEERS, PeerMissingError, evaluating, set_paths, versions
 from benchmarks.peers.checkouts import CHECKOUTS
-from benchmarks.recipes import COSINE, Method, Recipe, Schedule
+from benchmarks.recipes import COSINE, METHODS, Method, Recipe, Schedule
 from benchmarks.recipes.types import make_schedule
 from benchmarks.runner import FAILURES, WINDOW, History, Trainer, optimizer_bytes
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
+
+
+def find(name: str) -> Method:
+    everyone: dict[str, Method] = {**PEERS, **{str(key): method for key, method in METHODS.items()}}
+    if name not in everyone:
+        raise ValueError(f"optimizers must be of {', '.join(everyone)}, got {name!r}")
+    return everyone[name]
+
+
+def recipe_on(name: str, workload: Workload, size: Size, data_dir: Path) -> Recipe:
+    """Return the recipe of an optimizer for the workload that all of a comparison train, in one process.
+
+    A recipe may hold for other numbers of ranks and examples: its rates then follow its rule. Fields of the workload
+    that belong to it cannot be given to one optimizer alone: the note names them where the workload has other values.
+    """
+    recipe = find(name).recipe(workload.name, size)
+    own = make_workload(cast("WorkloadName", workload.name), data_dir, size).batch_size
+    other = [f"{key}={value}" for key, value in recipe.workload.items() if getattr(workload, key, None) != value]
+    if other:
+        told = f"published with {', '.join(other)}, which {'are' if len(other) > 1 else 'is'} not applied here"
+        recipe = replace(recipe, note="; ".join(text for text in (recipe.note, told) if text))
+    if recipe.batch_size is None and recipe.world == 1 and workload.batch_size == own:
+        return recipe
+    return recipe.at(1, workload.batch_size, own)
+
 
 POINTS = 60
 """Of a curve that is kept."""

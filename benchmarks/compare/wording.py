@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.compare import statistics
-from benchmarks.compare.roster import find
+from benchmarks.compare.runs import find
 from benchmarks.compare.statistics import Reach, Results, Run, Spread, Summary, Target
 from benchmarks.recipes.tuned import TUNED
 

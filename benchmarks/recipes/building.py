@@ -1,5 +1,7 @@
 """From the plain values of a recipe or a command line to an optimizer."""
 
+import ast
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -96,3 +98,28 @@ def _dtype(key: str, value: Setting) -> torch.dtype | None:
     if value is not None and not isinstance(found, torch.dtype):
         raise ValueError(f"{key} must be the name of a dtype, such as bfloat16, got {value!r}")
     return found
+
+
+_WORDS: dict[str, Setting] = {"true": True, "false": False, "none": None}
+
+
+def parse_settings(pairs: Sequence[str]) -> dict[str, Setting]:
+    settings: dict[str, Setting] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise ValueError(f"a setting must look like key=value, got {pair!r}")
+        settings[key] = _parse_value(text)
+    return settings
+
+
+def _parse_value(text: str) -> Setting:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        value = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+    if not isinstance(value, float | int | bool | str | None):
+        raise ValueError(f"a setting must be a number, a word, true, false or none, got {text!r}")
+    return value

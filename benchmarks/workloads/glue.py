@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.workloads.base import Batch, Size, cross_entropy, evaluating, find_folder
-from benchmarks.workloads.bert import POSITIONS, Bert, Encoding, new_head, trimmed
-from benchmarks.workloads.transformer import dropping
-from benchmarks.workloads.wordpieces import WordPieces
+from benchmarks.workloads.bert import POSITIONS, Bert, Encoding, WordPieces, new_head, trimmed
+from benchmarks.workloads.chargpt import dropping
 from secondorder import Likelihood
 
 ORIGIN = "https://gluebenchmark.com/tasks"

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from benchmarks.workloads.base import DataMissingError, Size, seeded
-from benchmarks.workloads.chargpt import CharGPT
-from benchmarks.workloads.transformer import GPT, Layer
+from benchmarks.workloads.chargpt import GPT, CharGPT, Layer
 
 FILES = ("vocab.json", "merges.txt")
 ORIGIN = "https://huggingface.co/openai-community/gpt2 (vocab.json and merges.txt)"
@@ -55,7 +54,11 @@ def _of_category(text: str, first: str, kind: str) -> str:
 
 @dataclass(frozen=True)
 class BytePairs:
-    """A vocabulary with its merges."""
+    """A vocabulary of byte pairs as GPT-2 has it, with its merges.
+
+    The text is cut into words, each with the blank in front of it. The bytes of a word are written as printable
+    characters, and neighbours are merged as long as a pair of them stands in the list of merges, the first one first.
+    """
 
     numbers: dict[str, int]
     """Number of each token."""

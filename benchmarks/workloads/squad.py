@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.workloads.base import Batch, Classification, Size, evaluating, find_folder
-from benchmarks.workloads.bert import POSITIONS, Bert, Encoding, new_head, trimmed
-from benchmarks.workloads.wordpieces import Piece, WordPieces
+from benchmarks.workloads.bert import POSITIONS, Bert, Encoding, Piece, WordPieces, new_head, trimmed
 
 LONGEST_QUESTION = 64
 """Pieces of a question; more are cut off."""

@@ -130,21 +130,8 @@ def test_byte_pairs_by_hand(tmp_path):
 def test_words_as_gpt2_cuts_them():
     text = "I'll say: 2½ naïve  cafés,\n\n don't_x"
     assert split_words(text) == [
-        "I",
-        "'ll",
-        " say",
-        ":",
-        " 2½",
-        " naïve",
-        " ",
-        " cafés",
-        ",",
-        "\n\n",
-        " don",
-        "'t",
-        "_",
-        "x",
-    ]
+        "I", "'ll", " say", ":", " 2½", " naïve", " ", " cafés", ",", "\n\n", " don", "'t", "_", "x",
+    ]  # fmt: skip
     assert "".join(split_words(text)) == text
     characters = byte_characters()
     assert len(set(characters.values())) == 256
