@@ -33,7 +33,6 @@ def save(path: Path, trainer: Trainer, ranks: Ranks, run: dict[str, Any], more: 
 
 
 def load(path: Path, trainer: Trainer, run: dict[str, Any], trusted: bool = False) -> Any:
-    """Go on from a checkpoint, and return what else was saved."""
     if not path.is_file():
         raise ValueError(f"no checkpoint {path}: --resume auto starts anew where there is none")
     try:
@@ -78,12 +77,10 @@ class Pause:
             return None  # of another run, or of an optimizer whose state is more than tensors: from the start
 
     def after_step(self, trainer: Trainer, more: Any = None) -> None:
-        """Write a checkpoint, if the last one is old."""
         if time.monotonic() - self._last >= self.seconds:
             self.keep(trainer, more)
 
     def keep(self, trainer: Trainer, more: Any = None) -> None:
-        """Write a checkpoint."""
         save(self.path, trainer, Ranks(), self.run, more)
         self._last = time.monotonic()
 

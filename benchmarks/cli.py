@@ -18,7 +18,6 @@ from benchmarks.commands.kernel import Kernel
 from benchmarks.commands.linalg import Linalg
 from benchmarks.commands.memory import Memory
 from benchmarks.commands.overview import Overview
-from benchmarks.commands.rank_fraction import RankFraction
 from benchmarks.commands.ranks import Ranks
 from benchmarks.commands.regress import Regress
 from benchmarks.commands.robustness import Robustness
@@ -28,7 +27,6 @@ from benchmarks.commands.step_time import StepTime
 from benchmarks.commands.swap import Swap
 from benchmarks.commands.train import Train
 from benchmarks.commands.window import Window
-from benchmarks.commands.worlds import Worlds
 from benchmarks.peers import PeerMissingError
 from benchmarks.workloads import DataMissingError
 
@@ -37,7 +35,7 @@ from benchmarks.workloads import DataMissingError
 class Study:
     """Measure one claim over a grid of runs that are kept, or print what all kept runs say."""
 
-    what: OmitSubcommandPrefixes[OmitArgPrefixes[BatchSize | Density | Memory | Overview | RankFraction | Robustness]]
+    what: OmitSubcommandPrefixes[OmitArgPrefixes[BatchSize | Density | Memory | Overview | Robustness]]
 
     def run(self) -> int:
         return self.what.run()
@@ -55,9 +53,9 @@ class Measure:
 
 @dataclass
 class Scale:
-    """Follow memory, bytes and time with the number of ranks: planned, modelled and run."""
+    """Follow memory, bytes and time with the number of ranks: planned, and bytes of real processes."""
 
-    what: OmitSubcommandPrefixes[OmitArgPrefixes[Annotated[Scaling, subcommand("plan")] | Ranks | Worlds]]
+    what: OmitSubcommandPrefixes[OmitArgPrefixes[Annotated[Scaling, subcommand("plan")] | Ranks]]
 
     def run(self) -> int:
         return self.what.run()
@@ -67,7 +65,6 @@ Command = Analyse | Compare | Demo | Fetch | Measure | Regress | Scale | Study |
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run one command."""
     # Layers that a recipe leaves out are meant to follow the fallback rule.
     warnings.filterwarnings("ignore", message=".*follow the fallback rule")
     command = tyro.cli(Command, prog="python -m benchmarks", description=__doc__, args=args)

@@ -46,7 +46,6 @@ _CIFAR_LICENCE = "none is told; to be cited as A. Krizhevsky, Learning Multiple 
 def _files(
     address: str, ending: str, checksums: dict[str, str | None], unpack: Unpack | None = None
 ) -> tuple[File, ...]:
-    """Return files of one folder, each with its checksum."""
     return tuple(
         File(f"https://{address}/{name}{ending}", f"{name}{ending}", checksum, unpack)
         for name, checksum in checksums.items()
@@ -159,13 +158,11 @@ DATA_SETS: dict[WorkloadName, tuple[DataSet, ...]] = {
 BY_HAND: dict[WorkloadName, str] = {
     "resnet18": "ImageNet asks for an account: https://www.image-net.org/download.php",
     "resnet50": "ImageNet asks for an account: https://www.image-net.org/download.php",
-    "lgg": "Kaggle asks for an account: https://www.kaggle.com/datasets/mateuszbuda/lgg-mri-segmentation",
 }
 """Workloads whose data nobody hands out without being asked."""
 
 
 def pooch() -> Any:
-    """Return the package that fetches files."""
     try:
         return importlib.import_module("pooch")
     except ImportError as err:
@@ -190,7 +187,6 @@ def fetch(data_set: DataSet, data_dir: Path, only: str = "") -> list[Path]:
 
 
 def _compressed(path: Path, target: Path) -> Path:
-    """Compress a file, and take it away."""
     with path.open("rb") as plain, gzip.open(target, "wb") as packed:
         shutil.copyfileobj(plain, packed)
     path.unlink()

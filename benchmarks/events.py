@@ -39,41 +39,34 @@ _IDLE_MS = 0.05  # more than a refresh takes that finds nothing to do
 
 
 def load(folder: Path) -> dict[str, list[Event]]:
-    """Read all events of a folder."""
     paths = {name: folder / f"{name}.jsonl" for name in FILES}
     return {name: read_events(path) if path.exists() else [] for name, path in paths.items()}
 
 
 def layers(events: Iterable[Event]) -> list[str]:
-    """Return the layers in the order in which they come, without the one that stands for all."""
     return [name for name in dict.fromkeys(event["layer"] for event in events) if name != ALL]
 
 
 def series(events: Iterable[Event], x: str, y: str | Callable[[Event], float | None]) -> tuple[list[Any], list[float]]:
-    """Return the points of a line; where there is no number there is no point."""
     values = ((event[x], event[y] if isinstance(y, str) else y(event)) for event in events)
     points = [(at, value) for at, value in values if value is not None]
     return [at for at, _ in points], [value for _, value in points]
 
 
 def where(events: Iterable[Event], **values: object) -> list[Event]:
-    """Return the events that have these values."""
     return [event for event in events if all(event[key] == value for key, value in values.items())]
 
 
 def rank_share(event: Event) -> float | None:
-    """Return how large a part of the examples nine tenths of a layer's curvature comes from."""
     return None if event["rank90"] is None else event["rank90"] / event["m"]
 
 
 def median(events: Iterable[Event], y: str | Callable[[Event], float | None]) -> float | None:
-    """Return the median of a column."""
     found = series(events, "step", y)[1]
     return statistics.median(found) if found else None
 
 
 def spans(events: Sequence[Event], mode: str) -> list[tuple[int, int]]:
-    """Return the periods in which some layer was in a mode."""
     modes: dict[int, set[str]] = {}
     for event in events:
         modes.setdefault(event["step"], set()).add(event["mode"])

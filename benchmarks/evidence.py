@@ -21,10 +21,9 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.checkpoints import Pause
 from benchmarks.commands.options import Common
-from benchmarks.compare.roster import find
-from benchmarks.compare.runs import curve
+from benchmarks.compare.runs import curve, find
 from benchmarks.peers import PeerMissingError
-from benchmarks.peers.by_path import set_paths
+from benchmarks.peers.checkouts import set_paths
 from benchmarks.recipes import Settings
 from benchmarks.runner import FAILURES, WINDOW, MakeScheduler, Trainer, memory_usage, optimizer_bytes
 from benchmarks.store import Cells, Figures, Identity
@@ -50,12 +49,9 @@ class Evidence(Common):
     """Checkouts of optimizers that are no package, as NAME=DIR."""
     keep: bool = False
     """Keep the results under benchmarks/results, rather than in the folder of this run only."""
-    out_dir: Path = Path("bench-output")
-    """Folder for tables, pictures and results."""
 
     @property
     def stem(self) -> str:
-        """Name of the files, without their suffix."""
         raise NotImplementedError
 
     @property
@@ -71,7 +67,6 @@ class Evidence(Common):
         raise NotImplementedError
 
     def show(self, rows: list[Figures]) -> "Shown":
-        """Return what is shown of the rows."""
         raise NotImplementedError
 
     def run(self) -> int:
@@ -97,12 +92,10 @@ class Evidence(Common):
                     raise ValueError(f"{name} must be {words}, got {given}")
 
     def about(self, workload: Workload, optimizer: str, settings: Settings, **more: Any) -> Identity:
-        """Return what a cell of one optimizer depends on."""
         own = {"workload": workload.name, "size": self.size, "batch_size": workload.batch_size}
         return {**own, "optimizer": optimizer, "settings": dict(settings), **more}
 
     def open_cells(self, stem: str) -> "Cells":
-        """Set the threads, and read what is there already."""
         if self.minutes is not None and self.minutes <= 0:
             raise ValueError(f"minutes must be positive, got {self.minutes}")
         torch.set_num_threads(self.threads)
@@ -111,7 +104,6 @@ class Evidence(Common):
         return Cells(folder / f"{stem}.json", None if self.minutes is None else 60 * self.minutes)
 
     def publish(self, cells: "Cells", tables: Sequence[Table], data: Mapping[str, Any]) -> Path:
-        """Print and save tables and results."""
         stem = cells.path.stem
         if cells.left:
             print(f"{cells.left} runs are still to be done: the same command again goes on with them")
@@ -136,7 +128,6 @@ class Shown:
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Show how many runs are done."""
     bar: Progress
     with report.progress_bar() as bar:
         task = bar.add_task(title, total=total)
@@ -159,14 +150,12 @@ def notes_text(rows: Sequence[Mapping[str, Any]]) -> str:
 def trainer_of(
     name: str, settings: Settings, workload: Workload, seed: int, schedule: MakeScheduler | None = None
 ) -> Trainer:
-    """Return a run of an optimizer that has not begun."""
     method = find(name)
     make = partial(method.construct, **settings)
     return Trainer(method.label, workload, make, seed, schedule, method.needs_closure(None, settings))
 
 
 def figures_of(trainer: Trainer, end: str) -> Figures:
-    """Return what is kept of a run that has ended."""
     history = trainer.history
     return {
         "label": history.label,
@@ -192,16 +181,11 @@ def lost(runs: Sequence[Figures]) -> tuple[list[Figures], Figures]:
 
 
 def why_lost(row: Mapping[str, Any]) -> str:
-    """Return why a row has no loss."""
     return "failed" if row["failed"] else "diverged" if row["diverged"] else "not run"
 
 
 def train_until(
-    trainer: Trainer,
-    steps: int,
-    target: float | None = None,
-    seconds: float | None = None,
-    pause: Pause | None = None,
+    trainer: Trainer, steps: int, target: float | None = None, seconds: float | None = None, pause: Pause | None = None
 ) -> str:
     """Train until something ends it, and return what: ``"target"``, ``"steps"``, ``"seconds"`` or ``"diverged"``.
 
@@ -232,13 +216,11 @@ def train_until(
 def run_of(
     name: str, settings: Settings, workload: Workload, seed: int, steps: int, pause: Pause | None = None
 ) -> Figures:
-    """Train for so many steps, and return the figures."""
     trainer = trainer_of(name, settings, workload, seed)
     return figures_of(trainer, train_until(trainer, steps, pause=pause))
 
 
 def attempt(measure: Callable[[], Figures]) -> Figures:
-    """Run a cell in which an optimizer may fail: that is a result, too."""
     try:
         return {"failed": None, **measure()}
     except (DataMissingError, PeerMissingError):

@@ -16,7 +16,6 @@ from secondorder.curvature.window.window import GradientWindow
 
 
 def fill_windows(optimizer: Optimizer, seed: int = 0) -> int:
-    """Fill every row of every window of an optimizer that has not taken a step."""
     windows = windows_of(optimizer)
     if not windows:
         raise ValueError(f"{type(optimizer).__name__} has no window of gradients")
@@ -26,12 +25,10 @@ def fill_windows(optimizer: Optimizer, seed: int = 0) -> int:
 
 
 def windows_of(optimizer: Optimizer) -> list[GradientWindow]:
-    """Return the windows of an optimizer."""
     return [unit.window for unit in optimizer.blocks.values()] if isinstance(optimizer, MFAC | GGT) else []
 
 
 def dense_rows(optimizer: Optimizer) -> Tensor | None:
-    """Return the matrix of all dense rows without a copy."""
     windows = windows_of(optimizer)
     parts = [window.state(i).get("window") for window in windows for i in range(len(window.places))]
     rows = [part for part in parts if part is not None]
@@ -44,7 +41,6 @@ def dense_rows(optimizer: Optimizer) -> Tensor | None:
 
 
 def _fill(window: GradientWindow, generator: torch.Generator) -> None:
-    """Fill the rows of one window."""
     sizes = [math.prod(place.shape) for place in window.places]
     for i, size in enumerate(sizes):
         _fill_tensor(window, i, size, sum(sizes) ** -0.5, generator)
@@ -56,7 +52,6 @@ def _fill(window: GradientWindow, generator: torch.Generator) -> None:
 
 
 def _fill_tensor(window: GradientWindow, i: int, size: int, std: float, generator: torch.Generator) -> None:
-    """Draw the part of all rows that belongs to one tensor."""
     state, rule = window.state(i), window.form.compression
     if "window" in state:
         state["window"].normal_(0, std, generator=generator)

@@ -21,7 +21,6 @@ class Journal:
     """
 
     def __init__(self, path: Path, trainer: Trainer, tensorboard: Path | None = None) -> None:
-        """Open the files."""
         self._trainer, self._written = trainer, len(trainer.history.losses)
         self._rate = self._next_rate()
         kept = _lines_until(path, self._written)
@@ -35,13 +34,11 @@ class Journal:
         self._file.writelines(kept)
 
     def __enter__(self) -> "Journal":
-        """Begin."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the files."""
         self._file.close()
         if self._board is not None:
             self._board.close()
@@ -80,7 +77,6 @@ def _measured(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def summary_writer(folder: Path, first_step: int) -> Any:
-    """Return a writer of TensorBoard."""
     try:
         from torch.utils.tensorboard import SummaryWriter  # only where it is asked for
     except ImportError as err:
@@ -89,7 +85,6 @@ def summary_writer(folder: Path, first_step: int) -> Any:
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
-    """Return the lines of an earlier run up to a step."""
     if not step or not path.is_file():
         return []
     lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]

@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from benchmarks import report
@@ -45,7 +44,6 @@ class Board:
         console: Console | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Prepare the board."""
         self._title, self._trainers, self._steps, self._now = title, list(trainers), steps, now
         self._console = report.console() if console is None else console
         self._table = shown and self._console.is_terminal
@@ -54,16 +52,12 @@ class Board:
         self._timed: list[SecondOrderOptimizer] = []
         self._taken: dict[int, int] = {}
         self._stages: dict[str, None] = {}  # in the order in which they were first seen, so that columns stay
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TimeRemainingColumn(), console=self._console,
-        )  # fmt: skip
+        self._progress = report.progress_bar(self._console)
         done = sum(len(trainer.history.losses) for trainer in self._trainers)  # more than none in a run that goes on
         self._task = self._progress.add_task(title, total=steps * len(self._trainers), completed=done)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> "Board":
-        """Begin to show the runs."""
         for trainer in self._trainers if self._times else ():
             optimizer = trainer.optimizer
             if isinstance(optimizer, SecondOrderOptimizer):
@@ -76,14 +70,12 @@ class Board:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the table away; what is to stay is printed by the command."""
         for optimizer in self._timed:
             optimizer.time_stages(None)
         if self._table:
             self._live.stop()
 
     def update(self, trainer: Trainer) -> None:
-        """Take note of a step."""
         self._progress.advance(self._task)
         start, taken = self._now(), len(trainer.history.losses)
         if self._taken.get(id(trainer)) == taken:
@@ -102,7 +94,6 @@ class Board:
             )  # fmt: skip
 
     def render(self) -> Group:
-        """Return the tables as they are now."""
         found = [figures_of(trainer) for trainer in self._trainers]
         caption = f"loss and ms/step: mean of {WINDOW} steps; staleness: steps since the oldest refresh"
         rows = [[figures[name] for name in COLUMNS] for figures in found]

@@ -28,7 +28,6 @@ class Rate:
 def gemm_gflops(
     trials: int = 7, side: int = GEMM_SIDE, dtype: torch.dtype = torch.float32, device: torch.device = CPU
 ) -> Rate:
-    """Return the GFLOP per second of matrix products."""
     a, b, out = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(3))
     return _rate(lambda: torch.mm(a, b, out=out), 2 * side**3 / 1e9, trials, device)
 
@@ -39,7 +38,6 @@ def copy_gbytes(trials: int = 7, size: int = COPY_BYTES, device: torch.device = 
 
 
 def copying(size: int, device: torch.device = CPU) -> Callable[[], object]:
-    """Return a function that copies a large tensor."""
     source = torch.zeros(size // 4, device=device)
     target = torch.ones_like(source)
     return lambda: target.copy_(source)

@@ -37,12 +37,10 @@ def look(label: str, index: int) -> dict[str, str]:
 
 
 def styled() -> AbstractContextManager[None]:
-    """Return a context in which figures have the look of all plots."""
     return mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
 
 
 def plot_losses(histories: Sequence[History], title: str, target: float, path: Path) -> None:
-    """Draw the smoothed loss of every run against steps and against seconds, side by side."""
     with styled():
         figure = Figure(figsize=(10, 4.2), layout="constrained")
         by_step, by_second = figure.subplots(1, 2, sharey=True)
@@ -94,7 +92,8 @@ def plot_rows(
     base: int = 2,
 ) -> None:
     """Draw panels side by side: a line for each group of rows, with a point for each row that has the figure."""
-    with styled():
+    # The same bytes for the same figures, so that a picture under version control changes only when they do.
+    with styled(), mpl.rc_context({"svg.hashsalt": "rows"}):
         figure = Figure(figsize=(3.5 + 3.4 * len(panels), 4.2), layout="constrained")
         every = figure.subplots(1, len(panels), squeeze=False)[0]
         for index, label in enumerate(dict.fromkeys(map(line, rows))):
@@ -117,7 +116,7 @@ def plot_rows(
             handles, labels, loc="outside upper right", ncols=min(6, 3 * len(panels)), frameon=False, fontsize=9
         )
         figure.suptitle(words[0], x=0.01, ha="left", fontsize=11)
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None)
 
 
 def _dress_rows(axes: Axes, panel: Panel, label: str, places: Sequence[float], base: int) -> None:

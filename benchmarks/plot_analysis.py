@@ -22,7 +22,6 @@ _UPRIGHT = 4  # layers whose names have room side by side
 
 
 def plot_analysis(folder: Path) -> list[Path]:
-    """Draw whatever the files of a folder allow for."""
     draw: dict[str, Callable[[Sequence[Event], Path], None]] = {
         "rank": plot_rank,
         "trend": plot_trend,

@@ -19,7 +19,6 @@ class Precision:
     """How the loss is computed, and how a step is taken; without arguments exactly as a plain loop does it."""
 
     def __init__(self, device: str | torch.device = "cpu", amp: Amp | None = None) -> None:
-        """Prepare autocast, and for float16 the scaler."""
         self.device = torch.device(device)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device {device}: torch {torch.__version__} sees no CUDA device here, take cpu")
@@ -27,7 +26,6 @@ class Precision:
         self.scaler = torch.amp.GradScaler(self.device.type) if amp == "float16" else None
 
     def prepare(self, optimizer: Optimizer, closure: bool) -> None:
-        """Tell an optimizer of the scaler."""
         if self.scaler is None:
             return
         if closure:
@@ -36,7 +34,6 @@ class Precision:
             optimizer.grad_scaler = self.scaler
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass."""
         return nullcontext() if self._dtype is None else torch.autocast(self.device.type, self._dtype)
 
     def backward(self, loss: Tensor) -> None:
@@ -44,7 +41,6 @@ class Precision:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self, optimizer: Optimizer) -> None:
-        """Take a step without a closure."""
         if self.scaler is None:
             optimizer.step()
         else:
@@ -58,19 +54,16 @@ class Precision:
         return time.perf_counter(), time.process_time()
 
     def random_state(self) -> dict[str, Tensor]:
-        """Return the state of torch's own generators."""
         found = {"cpu": torch.get_rng_state()}
         return {**found, "cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else found
 
     def restore_random_state(self, states: dict[str, Tensor]) -> None:
-        """Put torch's own generators back."""
         torch.set_rng_state(states["cpu"])
         if self.device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], self.device)
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Return tensors on a device."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, list | tuple):

@@ -47,15 +47,12 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process prints and writes."""
         return self.rank == 0
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        """Return what the forward pass calls."""
         return DistributedDataParallel(model) if self.readers(optimizer)[1] == self.size > 1 else model
 
     def share(self, batch: Batch, optimizer: Optimizer) -> Batch:
-        """Return the part of a batch that this rank trains on."""
         rank, size = self.readers(optimizer)
         examples = len(batch[0])
         if examples % size:
@@ -72,11 +69,9 @@ class Ranks:
         return (self.rank, self.size) if comm is None else (comm.data_rank, comm.data_world)
 
     def gather(self, mine: RankFigures) -> list[RankFigures]:
-        """Return the figures of all ranks."""
         return list(self.collect(mine))
 
     def collect(self, mine: Any) -> list[Any]:
-        """Return what each rank has to say."""
         if self.size == 1:
             return [mine]
         found: list[Any] = [None] * self.size
@@ -85,7 +80,6 @@ class Ranks:
 
 
 def own_device(kind: str) -> torch.device:
-    """Return the device of this process."""
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
 
 

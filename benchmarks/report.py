@@ -4,10 +4,10 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -18,27 +18,30 @@ _WIDTH = 120  # of saved tables, and of printed ones where no terminal says how 
 
 
 def console() -> Console:
-    """Return a console for the terminal, or for a pipe."""
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 
-def progress_bar(shown: bool = True) -> Progress:
+def progress_bar(target: Console | None = None) -> Progress:
     """Return a progress bar that says what runs, how far it is and how long it will take; silent in a pipe."""
-    terminal = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=terminal,
-        transient=True,
-        disable=not (shown and terminal.is_terminal),
-    )
+    terminal = target or Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, TimeRemainingColumn(), console=terminal, transient=True, disable=not terminal.is_terminal)
+
+
+T = TypeVar("T")
+
+
+def tracked(title: str, items: Sequence[T], name: Callable[[T], str] | None = None) -> Iterator[T]:
+    """Yield items, with a progress bar."""
+    with progress_bar() as bar:
+        task = bar.add_task(title, total=len(items))
+        for item in items:
+            bar.update(task, description=name(item) if name else title)
+            yield item
+            bar.advance(task)
 
 
 def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
-    """Return a table whose first column is text and whose other columns are numbers."""
     table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", overflow="fold")
@@ -63,13 +66,7 @@ def value(key: str, spec: str = "", scale: float = 1.0) -> Column:
     return shown
 
 
-def table_of(
-    title: str,
-    rows: Sequence[Mapping[str, Any]],
-    columns: Mapping[str, Column],
-    caption: str = "",
-) -> Table:
-    """Return a table of rows of figures."""
+def table_of(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column], caption: str = "") -> Table:
     cells = [[column(row) for column in columns.values()] for row in rows]
     return make_table(title, list(columns), cells, caption)
 
@@ -88,7 +85,6 @@ def save(out_dir: Path, name: str, tables: Sequence[Table], data: Mapping[str, A
 
 
 def texts(table: Table) -> dict[str, Any]:
-    """Return the words of a table, of which `study overview` makes Markdown."""
     cells = [[str(cell) for cell in column.cells] for column in table.columns]
     return {
         "title": str(table.title),
@@ -99,12 +95,10 @@ def texts(table: Table) -> dict[str, Any]:
 
 
 def print_path(what: str, path: Path) -> None:
-    """Print a path unwrapped on one line."""
     print(f"{what}: {path.resolve()}")
 
 
 def environment() -> dict[str, str | int]:
-    """Return what the figures depend on beside the code."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -65,7 +65,6 @@ class History:
 
     @property
     def seconds(self) -> list[float]:
-        """Training seconds up to and including each step."""
         total, sums = 0.0, []
         for value in self.step_seconds:
             total += value
@@ -90,7 +89,6 @@ class History:
 
 
 def mean_history(label: str, histories: Sequence[History]) -> History:
-    """Return one history for a whole run of several ranks."""
     losses = [fmean(column) for column in zip(*(h.losses for h in histories if h.losses), strict=True)]
     return History(label, losses, list(histories[0].step_seconds), list(histories[0].processor_seconds))
 
@@ -110,7 +108,6 @@ class Trainer:
         device: str | torch.device = "cpu",
         amp: Amp | None = None,
     ) -> None:
-        """Build the model and its optimizer."""
         self.workload = workload
         self.precision = Precision(device, amp)
         self.model = workload.build_model(seed).to(self.precision.device)
@@ -130,7 +127,6 @@ class Trainer:
         return self._ranks.size == 1 and self.history.diverged
 
     def step(self) -> float:
-        """Take one step on the next batch and record it."""
         batch = next(self._stream)
         self._drawn += 1
         start, worked = self.precision.now()
@@ -199,7 +195,6 @@ class Trainer:
                 group["lr"] = rate * course(scheduler.last_epoch)
 
     def _batches(self, skip: int = 0) -> Iterator[Batch]:
-        """Yield this rank's share of each batch, on its device."""
         draw: Callable[..., Iterator[Batch]] = self.workload.batches
         if "skip" in signature(draw).parameters:  # one that decodes no more than it has to
             rank, ranks = self._ranks.readers(self.optimizer)
@@ -223,7 +218,6 @@ class Trainer:
         return loss
 
     def _evaluate(self, batch: Batch) -> Evaluation:
-        """Compute the loss of a batch and its gradient."""
         workload = self.workload
         self.optimizer.zero_grad()
         with self.precision.autocast():
@@ -265,5 +259,4 @@ def memory_usage(optimizer: Optimizer) -> dict[str, int]:
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes that an optimizer holds beside parameters and gradients."""
     return memory_usage(optimizer)["total"]

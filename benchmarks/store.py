@@ -6,13 +6,15 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from benchmarks import machine, report
 from benchmarks.checkpoints import Pause
@@ -44,7 +46,6 @@ def load(path: Path, head: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save(path: Path, results: Mapping[str, Any]) -> None:
-    """Write the results of a comparison, a run a line."""
     write(path, {key: found for key, found in results.items() if key != "runs"}, "runs", results["runs"])
 
 
@@ -59,7 +60,6 @@ def write(path: Path, head: Mapping[str, Any], name: str, entries: Sequence[Mapp
 
 
 def limits(threads: int) -> dict[str, Any]:
-    """Measure what the machine can do, with as many threads as the runs have."""
     torch.set_num_threads(threads)
     gemm, copying = machine.gemm_gflops(), machine.copy_gbytes()
     return {
@@ -74,7 +74,6 @@ def limits(threads: int) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Return the name of the processor, or of its architecture."""
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
     return names[0].split(":", 1)[1].strip() if names else platform.machine()
@@ -103,7 +102,6 @@ class Cells:
         return {_key(cell["of"]): (cell["of"], cell["figures"], machines[cell["machine"]]) for cell in data["cells"]}
 
     def get(self, identity: Identity) -> Figures | None:
-        """Return the figures of a cell, None while it is not done."""
         return self._found.get(_key(_timed(identity)), (None, None, None))[1]
 
     def run(
@@ -125,17 +123,14 @@ class Cells:
         return figures
 
     def pause(self, identity: Identity) -> Pause:
-        """Return where a cell is kept while it runs."""
         digest = hashlib.sha256(_key(_timed(identity)).encode()).hexdigest()[:16]
         return Pause(self.path.with_suffix(".runs") / f"{digest}.pt", dict(plain(identity)))
 
     def write(self) -> None:
-        """Write the file, a cell a line."""
         head = self.payload()
         write(self.path, head, "cells", head.pop("cells"))
 
     def payload(self) -> dict[str, Any]:
-        """Return all that the file holds."""
         found = list(self._found.values())
         machines = [used for index, (_, _, used) in enumerate(found) if used not in [m for _, _, m in found[:index]]]
         cells = [{"of": of, "figures": figures, "machine": machines.index(used)} for of, figures, used in found]
@@ -143,9 +138,22 @@ class Cells:
 
 
 def _timed(identity: Identity) -> Identity:
-    """Return an identity with the threads, which times among the figures depend on."""
     return {**identity, "threads": torch.get_num_threads()}
 
 
 def _key(identity: Identity) -> str:
     return json.dumps(plain(identity), sort_keys=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as err:
+        raise ValueError(f"{path} is being written by another process: wait for it, or give another file") from err
+    try:
+        yield
+    finally:
+        lock.release()

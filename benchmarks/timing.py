@@ -1,13 +1,24 @@
-"""Arithmetic of step times: classes of steps, their amortised sums, and the floor that FLOPs set.
+"""Step times: classes of steps, optimizers under the clock that take turns, and the floor that FLOPs set.
 
 A step of K-FAC or EK-FAC is plain, or it updates the factors, or it also refreshes the inverses. All three are timed in
-one short run and weighed as longer intervals would weigh them. A step of HyLo is plain or a refresh.
+one short run and weighed as longer intervals would weigh them. A step of HyLo is plain or a refresh. Stages of a step
+stand beside the time that their own FLOPs take at the rate of large products.
 """
 
+import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.machine import Rate, peak_bytes
+from benchmarks.report import value
+from benchmarks.runner import Trainer
+from secondorder import SecondOrderOptimizer
+from secondorder.diagnostics import StageClock
 
 StepClass = Literal["plain", "factor", "refresh"]
 Times = dict[StepClass, list[float]]
@@ -26,7 +37,6 @@ class Intervals:
         return f"{self.refresh}" if self.factor == self.refresh else f"{self.factor}/{self.refresh}"
 
     def step_class(self, step: int) -> StepClass:
-        """Return the class of a step."""
         if step % self.refresh == 0:
             return "refresh"
         return "factor" if step % self.factor == 0 else "plain"
@@ -38,7 +48,6 @@ class Intervals:
         return {"plain": 1 - factor - refresh, "factor": factor, "refresh": refresh}
 
     def amortise(self, values: dict[StepClass, float]) -> float:
-        """Return the mean step of the long run."""
         return sum(weight * values[kind] for kind, weight in self.weights().items() if weight > 0)
 
 
@@ -57,7 +66,6 @@ class Row:
     times: Times = field(default_factory=dict)
 
     def summary(self, statistic: Callable[[Sequence[float]], float] = statistics.median) -> dict[StepClass, float]:
-        """Return one figure per class of steps."""
         return {kind: statistic(values) for kind, values in self.times.items()}
 
     def ratio(self, intervals: Intervals, reference: "Row", minima: bool = False) -> float:
@@ -87,5 +95,121 @@ class Work:
         return 1 + self.extra(intervals) / self.training
 
     def extra(self, intervals: Intervals) -> float:
-        """Return the FLOPs that are added to a step on average."""
         return self.precondition + self.scale + self.factor / intervals.factor + self.refresh / intervals.refresh
+
+
+REFERENCE_EVERY = 3
+
+
+@dataclass
+class Contender:
+    """One optimizer under the clock."""
+
+    trainer: Trainer
+    scheme: str | None = None
+    """How it inverts curvature; None for a method whose steps are all alike."""
+    measured: Intervals = MEASURED
+    """Intervals of the timed run."""
+    reported: tuple[Intervals, ...] = REPORTED
+    """Intervals to amortise over."""
+    row: Row = field(init=False)
+    taken: int = 0
+
+    def __post_init__(self) -> None:
+        self.row = Row(self.trainer.history.label)
+
+    @property
+    def next_class(self) -> StepClass:
+        return self.measured.step_class(self.taken) if self.scheme else "plain"
+
+    def step(self, record: bool = True) -> None:
+        kind, seconds = self.next_class, self.trainer.step()
+        self.taken += 1
+        if record:
+            self.row.times.setdefault(kind, []).append(seconds)
+
+    def peaks(self) -> dict[StepClass, int]:
+        peaks: dict[StepClass, int] = {}
+        for _ in range(self.measured.refresh if self.scheme else 1):
+            kind = self.next_class
+            if kind in peaks:
+                self.step(record=False)
+            else:
+                self.trainer.optimizer.zero_grad()  # gradients of the last step are part of no level at rest
+                peaks[kind] = peak_bytes(lambda: self.step(record=False), self.trainer.precision.device)
+        return peaks
+
+
+def measure(
+    reference: Contender, contenders: Sequence[Contender], steps: int, on_round: Callable[[], None] = lambda: None
+) -> None:
+    """Let the contenders take steps in turn, and the reference after every third of them."""
+    for contender in (reference, *contenders):
+        contender.step(record=False)
+    turns = 0
+    gc.disable()  # a collection in the middle of a step would be charged to it
+    try:
+        for _ in range(steps):
+            for contender in contenders:
+                contender.step()
+                turns += 1
+                if turns % REFERENCE_EVERY == 0:
+                    reference.step()
+            on_round()
+    finally:
+        gc.enable()
+
+
+ROUNDS = 3
+"""Refresh intervals of steps that are looked into."""
+SHOWN: Mapping[str, StepClass] = {"precondition": "plain", "capture": "factor", "refresh": "refresh"}
+"""The stages that FLOPs set a floor for, and the class of steps that is looked into for each."""
+
+
+def stage_times(run: Contender) -> dict[str, float]:
+    optimizer = run.trainer.optimizer
+    assert isinstance(optimizer, SecondOrderOptimizer)
+    clock = StageClock(run.trainer.precision.device)
+    times: dict[str, list[float]] = {stage: [] for stage in SHOWN}
+    optimizer.time_stages(clock)
+    try:
+        for _ in range(ROUNDS * run.measured.refresh):
+            kind = run.next_class
+            run.step(record=False)
+            found = clock.last_step()
+            for stage, shown in SHOWN.items():
+                if kind == shown:
+                    times[stage].append(found.get(stage, 0.0) / 1e3)
+    finally:
+        optimizer.time_stages(None)
+    return {stage: statistics.median(values) for stage, values in times.items() if values}
+
+
+def stage_figures(run: Contender, work: Work, gemm: Rate) -> dict[str, dict[str, float]]:
+    flops = {"precondition": work.precondition, "capture": work.triangles + work.scale, "refresh": work.refresh}
+    return {
+        stage: {"flops": flops[stage], "seconds": spent, "floor": flops[stage] / (1e9 * gemm.median)}
+        for stage, spent in stage_times(run).items()
+    }
+
+
+def stage_table(results: list[dict[str, Any]]) -> Table:
+    rows = [
+        {"label": result["label"], "stage": stage, **found, "ratio": found["seconds"] / found["floor"]}
+        for result in results
+        for stage, found in result.get("stages", {}).items()
+    ]
+    caption = (
+        "Medians. Floor: the FLOPs of the stage at the measured rate of matrix products; of the products behind the "
+        "factors one triangle counts. Capture is of a step that updates factors; with EK-FAC's scale, where it is "
+        "measured example by example."
+    )
+    columns = {
+        "optimizer": value("label"),
+        "stage": value("stage"),
+        "GFLOP": value("flops", ".2f", 1e-9),
+        "ms": value("seconds", ".2f", 1e3),
+        "floor ms": value("floor", ".2f", 1e3),
+        "ratio": value("ratio", ".2f"),
+    }
+    return report.table_of("Stages of a step", rows, columns, caption)

@@ -22,9 +22,10 @@ from benchmarks.events import ALL, TRAIN, TRAIN_COLUMNS, Event
 from benchmarks.live import Board
 from benchmarks.plot_analysis import plot_analysis
 from benchmarks.recipes import METHODS, Schedule, Settings
+from benchmarks.recipes.building import parse_settings
+from benchmarks.recipes.types import make_schedule
+from benchmarks.report import value
 from benchmarks.runner import Trainer
-from benchmarks.schedules import make_schedule
-from benchmarks.settings import parse_settings
 from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
 from secondorder import SecondOrderOptimizer
 from secondorder.diagnostics import Analysis
@@ -33,9 +34,10 @@ from secondorder.diagnostics.jsonl import EventFile
 AnalysedMethod = Literal[
     "hylo", "kfac", "ekfac", "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive"
 ]  # fmt: skip
-LAYER_COLUMNS = (
-    "layer", "m", "d_i", "d_o", "rank90 / m", "eff. rank", "λ / σ₁", "KID error", "KIS error", "‖∇‖", "‖u‖",
-)  # fmt: skip
+_MEASURED = {
+    "rank90 / m": "rank90_share", "eff. rank": "eff_rank", "λ / σ₁": "damping_over_sigma1", "KID error": "kid_error",
+    "KIS error": "kis_error", "‖∇‖": "grad_norm", "‖u‖": "update_norm",
+}  # fmt: skip
 
 
 @dataclass
@@ -104,7 +106,6 @@ class Analyse(Common):
         return Trainer(method.label, workload, make, self.seed, schedule, closure)
 
     def _train(self, trainer: Trainer, epoch_steps: int, rank_only: bool) -> Iterator[None]:
-        """Train, and write down what is seen."""
         optimizer = cast("SecondOrderOptimizer", trainer.optimizer)
         observe = partial(
             Analysis, optimizer, self.out_dir, rank_fraction=self.rank_fraction, approx=self.approx,
@@ -133,7 +134,6 @@ class Analyse(Common):
             print(f"no rank and no error of {name}: {reason}")
 
     def _report(self, trainer: Trainer) -> None:
-        """Print and save what was seen, as tables and plots."""
         found = events.load(self.out_dir)
         changes = parse_settings(self.set)
         settings = METHODS[self.method].settings(self.workload if self.recipe else None, changes)
@@ -162,7 +162,6 @@ class Analyse(Common):
 
 
 def _layer_figures(found: Mapping[str, Sequence[Event]]) -> list[dict[str, Any]]:
-    """Return the medians of every layer over the run."""
     figures: list[dict[str, Any]] = []
     for name in [*events.layers(found["rank"]), ALL]:
         own = {file: events.where(found[file], layer=name) for file in ("rank", "trend", "error")}
@@ -181,23 +180,10 @@ def _layer_figures(found: Mapping[str, Sequence[Event]]) -> list[dict[str, Any]]
 
 
 def _modes(trend: Sequence[Event]) -> dict[str, list[tuple[int, int]]]:
-    """Return the periods of each mode."""
     return {mode: events.spans(trend, mode) for mode in dict.fromkeys(event["mode"] for event in trend)}
 
 
 def _layer_table(title: str, layers: Sequence[dict[str, Any]], modes: Mapping[str, Sequence[tuple[int, int]]]) -> Table:
-    """Return the table of layers."""
-    columns = (
-        "rank90_share", "eff_rank", "damping_over_sigma1", "kid_error", "kis_error", "grad_norm", "update_norm",
-    )  # fmt: skip
-    rows = [
-        (
-            layer["layer"],
-            *("-" if layer[key] is None else str(layer[key]) for key in ("m", "d_i", "d_o")),
-            *(_short(layer.get(key)) for key in columns),
-        )
-        for layer in layers
-    ]
     periods = "; ".join(
         f"{mode}: steps " + ", ".join(f"{start}-{end - 1}" for start, end in spans) for mode, spans in modes.items()
     )
@@ -206,11 +192,12 @@ def _layer_table(title: str, layers: Sequence[dict[str, Any]], modes: Mapping[st
         "nine tenths of their sum. Errors: of the update from few rows against that from all of them, with the same λ. "
         f"‖u‖: of the direction, after clips and grafting. Modes: {periods}."
     )
-    return report.make_table(title, LAYER_COLUMNS, rows, caption)
+    columns = {head: value(head) for head in ("layer", "m", "d_i", "d_o")}
+    columns |= {head: value(key, ".3g") for head, key in _MEASURED.items()}
+    return report.table_of(title, layers, columns, caption)
 
 
 def _stage_table(times: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return the table of stages."""
     shown = [stage for stage in events.STAGES if any(found[stage] for found in times.values())]
     rows = [(stage, *(f"{found[stage]:.2f}" for found in times.values())) for stage in shown]
     rows.append(("sum", *(f"{sum(found.values()):.2f}" for found in times.values())))
@@ -219,7 +206,3 @@ def _stage_table(times: Mapping[str, Mapping[str, float]]) -> Table:
         f"Threads: {torch.get_num_threads()}."
     )
     return report.make_table("Stages of a step", ("stage", *(f"{kind} step" for kind in times)), rows, caption)
-
-
-def _short(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 
 from benchmarks import report
 from benchmarks.commands.demo import TARGETS
-from benchmarks.compare.roster import find, recipe_on
+from benchmarks.compare.runs import find, recipe_on
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, figures_of, notes_text, train_until, trainer_of
 from benchmarks.plot import Panel, Row, look, plot_rows
 from benchmarks.report import value
@@ -59,7 +59,6 @@ class BatchSize(Evidence):
 
     @property
     def loss(self) -> float:
-        """The target."""
         if self.target is None and self.workload not in TARGETS:
             raise ValueError(f"{self.workload} has no target of its own, give one with --target")
         return TARGETS[self.workload] if self.target is None else self.target
@@ -83,7 +82,6 @@ class BatchSize(Evidence):
         return sorted(rows, key=lambda row: self.optimizers.index(row["optimizer"]))
 
     def search(self, name: str, workload: Workload, trial: Callable[[float, int, int], Figures | None]) -> Figures:
-        """Try all rates, and the best one with the other seeds."""
         trials: dict[float, Figures] = {}
         limit = self.steps
         for factor in sorted(self.factors, key=lambda factor: (abs(math.log(factor)), factor)):

@@ -20,13 +20,12 @@ from benchmarks import report, store
 from benchmarks.commands.options import Common
 from benchmarks.compare.html import write_report
 from benchmarks.compare.plan import STEP, Budget, Job, current, end_loss, pending
-from benchmarks.compare.roster import find
-from benchmarks.compare.runs import Setting, execute, key_of, measure_reference, pause_of, recipe_of
+from benchmarks.compare.runs import Setting, execute, find, key_of, measure_reference, pause_of, recipe_of
 from benchmarks.compare.tables import summary_tables
-from benchmarks.locking import locked
 from benchmarks.peers import PEERS, available, set_paths, versions
 from benchmarks.recipes import METHODS, VARIANTS
-from benchmarks.settings import parse_settings
+from benchmarks.recipes.building import parse_settings
+from benchmarks.store import locked
 from benchmarks.workloads import Size, Workload, WorkloadName
 from benchmarks.workloads.stand_in import found_or_made_up
 
@@ -76,8 +75,6 @@ class Compare(Common):
     """NAME=DIR: where the checkout of a peer lies that is no package, such as kfac_pytorch=../kfac-pytorch."""
     results: Path | None = None
     """File of results to extend; unset: one in --out-dir."""
-    out_dir: Path = Path("bench-output")
-    """Folder for the report."""
 
     def run(self) -> int:
         """Run the command.
@@ -104,7 +101,6 @@ class Compare(Common):
         return int(_failed([run for run in results["runs"] if run["optimizer"] in names]))
 
     def _fill(self, results: dict[str, Any], names: list[str], setting: Setting, path: Path) -> None:
-        """Do the runs that are missing, saving after each."""
         budget = self._budget(results["steps"], TARGETS.get(self.workload, TARGET))
         _drop_outdated(results, names, setting)
         results["machines"].append(store.limits(self.threads))

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from benchmarks.commands.options import Common
 from benchmarks.live import Board
 from benchmarks.plot import plot_losses
 from benchmarks.recipes import METHODS, VARIANTS, MethodName
+from benchmarks.report import value
 from benchmarks.runner import WINDOW, Trainer, optimizer_bytes, race
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 
@@ -68,7 +70,6 @@ class Demo(Common):
 
 
 def _summary(trainer: Trainer, workload: Workload, target: float, reference: Trainer) -> dict[str, Any]:
-    """Return the figures of one run."""
     history, steps = trainer.history, trainer.history.steps_to(target)
     return {
         "label": history.label,
@@ -76,8 +77,8 @@ def _summary(trainer: Trainer, workload: Workload, target: float, reference: Tra
         "seconds_to_target": None if steps is None else history.seconds[steps - 1],
         "final_loss": math.nan if trainer.diverged else history.loss_at(len(history.losses)),
         "metric": workload.evaluate(trainer.model),
-        "seconds_per_step": _mean(history.step_seconds),
-        "step_time_ratio": _mean(history.step_seconds) / _mean(reference.history.step_seconds),
+        "seconds_per_step": fmean(history.step_seconds),
+        "step_time_ratio": fmean(history.step_seconds) / fmean(reference.history.step_seconds),
         "optimizer_bytes": optimizer_bytes(trainer.optimizer),
         "losses": history.losses,
         "step_seconds": history.step_seconds,
@@ -85,30 +86,16 @@ def _summary(trainer: Trainer, workload: Workload, target: float, reference: Tra
 
 
 def _table(name: str, steps: int, workload: Workload, target: float, results: list[dict[str, Any]]) -> Table:
-    columns = (
-        "optimizer", f"steps to loss {target:g}", "seconds to it", "final loss", workload.metric,
-        f"step time / {results[0]['label']}'s", "optimizer bytes",
-    )  # fmt: skip
-    rows = [
-        (
-            result["label"],
-            "not reached" if result["steps_to_target"] is None else str(result["steps_to_target"]),
-            "-" if result["seconds_to_target"] is None else f"{result['seconds_to_target']:.2f}",
-            f"{result['final_loss']:.4g}",
-            f"{result['metric']:.4g}",
-            f"{result['step_time_ratio']:.2f}",
-            f"{result['optimizer_bytes']:,}",
-        )
-        for result in results
-    ]
-    caption = f"Training loss: mean of {WINDOW} steps. Step time: mean, all kinds of steps. {_threads()}."
-    return report.make_table(f"{name}: {steps} steps from the same weights and batches", columns, rows, caption)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _threads() -> str:
+    columns: dict[str, report.Column] = {
+        "optimizer": value("label"),
+        f"steps to loss {target:g}": lambda row: str(row["steps_to_target"] or "not reached"),
+        "seconds to it": value("seconds_to_target", ".2f"),
+        "final loss": value("final_loss", ".4g"),
+        workload.metric: value("metric", ".4g"),
+        f"step time / {results[0]['label']}'s": value("step_time_ratio", ".2f"),
+        "optimizer bytes": value("optimizer_bytes", ","),
+    }
     count = torch.get_num_threads()
-    return f"{count} thread{'s' if count > 1 else ''}"
+    threads = f"{count} thread{'s' * (count > 1)}"
+    caption = f"Training loss: mean of {WINDOW} steps. Step time: mean, all kinds of steps. {threads}."
+    return report.table_of(f"{name}: {steps} steps from the same weights and batches", results, columns, caption)

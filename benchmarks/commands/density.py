@@ -17,7 +17,8 @@ from matplotlib.axes import Axes
 
 from benchmarks import report
 from benchmarks.checkpoints import Pause
-from benchmarks.compare.roster import find, recipe_on
+from benchmarks.commands.window import kept
+from benchmarks.compare.runs import find, recipe_on
 from benchmarks.evidence import (
     Cells,
     Evidence,
@@ -33,10 +34,9 @@ from benchmarks.evidence import (
 )  # fmt: skip
 from benchmarks.plot import COLOURS, Panel, Row, look, plot_rows
 from benchmarks.recipes import COSINE, Settings, window_keywords
+from benchmarks.recipes.types import make_schedule
 from benchmarks.report import value
 from benchmarks.runner import WINDOW
-from benchmarks.schedules import make_schedule
-from benchmarks.shapes import kept
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import TopK
 
@@ -103,12 +103,10 @@ class Density(Evidence):
 
     @cached_property
     def task(self) -> Workload:
-        """What is trained."""
         return make_workload(self.workload, self.data_dir, self.size)
 
     @property
     def length(self) -> int:
-        """Steps of a run."""
         return self.task.steps[self.size] if self.steps is None else self.steps
 
     def check_options(self) -> None:
@@ -128,7 +126,6 @@ class Density(Evidence):
         return [_summary(entry, runs[entry.label]) for entry in entries]
 
     def show(self, rows: list[Figures]) -> Shown:
-        """Return what is shown, and 1 when a run failed or diverged."""
         source = SOURCE if self.settings == "published" else "the benchmarks' recipe"
         metric, title = self.task.metric, f"{self.workload}, {self.length} steps"
         about = {"workload": self.workload, "steps": self.length, "metric": metric, "settings": self.settings}
@@ -139,7 +136,6 @@ class Density(Evidence):
         return Shown([table], {**about, "source": source}, draw, int(lost))
 
     def _entries(self) -> Iterator[_Entry]:
-        """Yield the lines of the table."""
         for name in self.references:
             recipe = recipe_on(name, self.task, self.size, self.data_dir)
             yield _Entry(find(name).label, name, recipe.settings, None, recipe.note)
@@ -174,7 +170,6 @@ class Density(Evidence):
 
 
 def _kept_share(sizes: Sequence[int], settings: Settings) -> float:
-    """Return the share of the entries of a gradient that a row really keeps."""
     rule = window_keywords(settings)["compression"]
     assert isinstance(rule, TopK)
     if rule.density >= 1:
@@ -187,7 +182,6 @@ def _kept_share(sizes: Sequence[int], settings: Settings) -> float:
 
 
 def _summary(entry: _Entry, runs: Sequence[Figures]) -> Figures:
-    """Return means and spreads over the runs of an entry."""
     whole, told = lost(runs)
     row: Figures = {
         "label": entry.label,

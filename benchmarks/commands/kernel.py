@@ -34,18 +34,12 @@ class Kernel(Alone):
     def run(self) -> int:
         torch.set_num_threads(self.threads)
         cases = [(rank, d_i, d_o) for d_i, d_o in self.layers for rank in self.ranks]
-        results = []
-        with report.progress_bar() as progress:
-            task = progress.add_task("kernels", total=len(cases))
-            for case in cases:
-                results.append(self._measure(*case))
-                progress.advance(task)
+        results = [self._measure(*case) for case in report.tracked("kernels", cases)]
         data = {"device": self.device, "seed": self.seed, "threads": self.threads, "results": results}
         report.save(self.out_dir, "kernel", [_table(results)], data)
         return 0
 
     def _measure(self, rank: int, d_i: int, d_o: int) -> dict[str, Any]:
-        """Time one size."""
         device, generator = torch.device(self.device), torch.Generator().manual_seed(self.seed)
 
         def random(*shape: int) -> torch.Tensor:
@@ -61,9 +55,8 @@ class Kernel(Alone):
             "projection": lambda: woodbury.apply(rows, inverse, damping, gradient),
             "product": lambda: square @ square,
         }
-        middle = {
-            name: statistics.median(times) for name, times in timed_in_turns(ways, self.trials, device, 0.02).items()
-        }
+        times = timed_in_turns(ways, self.trials, device, 0.02)
+        middle = {name: statistics.median(own) for name, own in times.items()}
         rate = 2 * GEMM_SIDE**3 / middle["product"]
         figures: dict[str, Any] = {"rank": rank, "d_i": d_i, "d_o": d_o, "gflops": rate / 1e9}
         for name, flops in work.items():

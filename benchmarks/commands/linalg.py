@@ -17,7 +17,7 @@ how far it is from what the same rounds give in float64.
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -61,35 +61,29 @@ class Linalg(Alone):
             raise ValueError(f"damping must be positive, got {self.damping}")
         torch.set_num_threads(self.threads)
         found: dict[str, list[dict[str, Any]]] = {"results": [], "inverses": [], "polars": []}
-        with report.progress_bar() as progress:
-            task = progress.add_task("factors", total=len(self.sizes))
-            for n in self.sizes:
-                before, after = drifted(n, self.drift, self.seed)
-                found["results"] += self._bases(n, before, after)
-                shift = self.damping * torch.eye(n, dtype=torch.float64)  # the trace is n
-                found["inverses"] += self._inverses(n, before + shift, after + shift)
-                found["polars"] += self._polars(n)
-                progress.advance(task)
+        for n in report.tracked("factors", self.sizes):
+            before, after = drifted(n, self.drift, self.seed)
+            found["results"] += self._bases(n, before, after)
+            shift = self.damping * torch.eye(n, dtype=torch.float64)  # the trace is n
+            found["inverses"] += self._inverses(n, before + shift, after + shift)
+            found["polars"] += self._polars(n)
         data = {"device": self.device, "seed": self.seed, "drift": self.drift, "damping": self.damping}
         report.save(self.out_dir, "linalg", _tables(found, self.drift, self.damping), {**data, **found})
         return 0
 
     def _bases(self, n: int, before: Tensor, after: Tensor) -> list[dict[str, Any]]:
-        """Bring one basis up to date in every way."""
         _, basis, _ = dense.eigh_psd(before[None].to(self.device, torch.float32), True)
         ways = updates(after[None].to(self.device, torch.float32), basis)
-        judged = {name: asdict(judge(after, way()[0].cpu().double())) for name, way in ways.items()}
+        judged = {name: judge(after, way()[0].cpu().double()) for name, way in ways.items()}
         return self._timed(n, ways, judged, "eigh")
 
     def _inverses(self, n: int, before: Tensor, after: Tensor) -> list[dict[str, Any]]:
-        """Bring one inverse up to date in every way."""
         last = torch.linalg.inv(before).to(self.device, torch.float32)
         ways = inversions(after.to(self.device, torch.float32), last)
-        judged = {name: asdict(judge_inverse(after, way().cpu().double())) for name, way in ways.items()}
+        judged = {name: judge_inverse(after, way().cpu().double()) for name, way in ways.items()}
         return self._timed(n, ways, judged, "cholesky")
 
     def _polars(self, n: int) -> list[dict[str, Any]]:
-        """Find a polar factor in every precision."""
         generator = torch.Generator().manual_seed(self.seed)
         full = torch.randn(n, n, generator=generator).to(self.device)
         rank = max(1, n // 16)
@@ -125,20 +119,7 @@ def _polar_error(x: Tensor, dtype: torch.dtype) -> float:
     return float((polar.polar(x, dtype=dtype) - exact).norm() / exact.norm())
 
 
-@dataclass(frozen=True)
-class Quality:
-    """How good a basis is."""
-
-    off_diagonal: float
-    """``‖QᵀXQ − diag‖ / ‖X‖``."""
-    scale_error: float
-    """``‖diag(QᵀXQ) − λ‖ / ‖λ‖``."""
-    median_error: float
-    """Median of ``|diag(QᵀXQ) / λ − 1|``, in which small eigenvalues count as much as large ones."""
-
-
 def drifted(n: int, drift: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Return a factor before and after it has moved."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.logspace(-_DECADES, 0, n, dtype=torch.float64)
     basis, _ = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))
@@ -150,7 +131,6 @@ def drifted(n: int, drift: float, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def updates(factor: Tensor, basis: Tensor) -> dict[Update, Callable[[], Tensor]]:
-    """Return every way to a new basis."""
     return {
         "none": lambda: basis,
         "eigh": lambda: dense.eigh_psd(factor, True)[1],
@@ -159,33 +139,23 @@ def updates(factor: Tensor, basis: Tensor) -> dict[Update, Callable[[], Tensor]]
     }
 
 
-def judge(factor: Tensor, basis: Tensor) -> Quality:
-    """Measure a basis against a matrix."""
+def judge(factor: Tensor, basis: Tensor) -> dict[str, float]:
+    """Measure a basis Q against a matrix X of eigenvalues λ.
+
+    Off the diagonal: ``‖QᵀXQ − diag‖ / ‖X‖``; scale error: ``‖diag(QᵀXQ) − λ‖ / ‖λ‖``; median error: the median of
+    ``|diag(QᵀXQ) / λ − 1|``, in which small eigenvalues count as much as large ones.
+    """
     seen = basis.mT @ factor @ basis
     diagonal, exact = seen.diagonal(), torch.linalg.eigvalsh(factor)
     ordered = diagonal.sort().values
-    return Quality(
-        float(torch.linalg.norm(seen - diagonal.diag()) / torch.linalg.norm(factor)),
-        float(torch.linalg.norm(ordered - exact) / torch.linalg.norm(exact)),
-        float((ordered / exact - 1).abs().median()),
-    )
-
-
-@dataclass(frozen=True)
-class InverseQuality:
-    """How good an inverse is."""
-
-    residual: float
-    """``‖I − XY‖ / √n``."""
-    norm: float
-    """Largest singular value of ``I − XY``: below 1, a round of Newton and Schulz squares it."""
-    direction_error: float
-    """``‖Yg − X⁻¹g‖ / ‖X⁻¹g‖`` for random g."""
+    return {
+        "off_diagonal": float(torch.linalg.norm(seen - diagonal.diag()) / torch.linalg.norm(factor)),
+        "scale_error": float(torch.linalg.norm(ordered - exact) / torch.linalg.norm(exact)),
+        "median_error": float((ordered / exact - 1).abs().median()),
+    }
 
 
 def inversions(damped: Tensor, last: Tensor) -> dict[Inversion, Callable[[], Tensor]]:
-    """Return every way to a new inverse."""
-
     def by_eigenvalues() -> Tensor:
         values, basis, _ = dense.eigh_psd(damped[None], True)
         return (basis[0] / values[0]) @ basis[0].mT
@@ -200,22 +170,24 @@ def inversions(damped: Tensor, last: Tensor) -> dict[Inversion, Callable[[], Ten
 
 
 def newton_schulz(x: Tensor, y: Tensor, rounds: int) -> Tensor:
-    """Return a better inverse of x than y is, by ``Y ← Y (2I − XY)``: 4 n³ FLOPs a round."""
     for _ in range(rounds):
         y = torch.addmm(y, y, x @ y, beta=2, alpha=-1)
     return y
 
 
-def judge_inverse(x: Tensor, y: Tensor) -> InverseQuality:
-    """Measure an inverse against its matrix."""
+def judge_inverse(x: Tensor, y: Tensor) -> dict[str, float]:
+    """Measure an inverse Y against its matrix X: ``‖I − XY‖ / √n``, its norm, and the error of ``Yg`` for random g.
+
+    Where the largest singular value of ``I − XY`` is below 1, a round of Newton and Schulz squares it.
+    """
     rest = torch.eye(len(x), dtype=x.dtype) - x @ y
     g = torch.randn(len(x), generator=torch.Generator().manual_seed(0), dtype=x.dtype)
     exact = torch.linalg.solve(x, g)
-    return InverseQuality(
-        float(rest.norm() / len(x) ** 0.5),
-        _largest_singular_value(rest),
-        float((y @ g - exact).norm() / exact.norm()),
-    )
+    return {
+        "residual": float(rest.norm() / len(x) ** 0.5),
+        "norm": _largest_singular_value(rest),
+        "direction_error": float((y @ g - exact).norm() / exact.norm()),
+    }
 
 
 def _largest_singular_value(x: Tensor) -> float:

@@ -12,7 +12,7 @@ from functools import partial
 from rich.table import Table
 
 from benchmarks import report
-from benchmarks.compare.roster import find, recipe_on
+from benchmarks.compare.runs import find, recipe_on
 from benchmarks.evidence import Evidence, Figures, notes_text, progress, trainer_of
 from benchmarks.peers import PEERS, PeerMissingError
 from benchmarks.recipes import METHODS as OURS
@@ -78,7 +78,6 @@ class Memory(Evidence):
         return int(any(abs(difference(figures) or 0) > UNPLANNED for figures in found))
 
     def _measure(self, name: str, recipe: Recipe, workload: Workload) -> Figures:
-        """Train a little, and count."""
         trainer = trainer_of(name, recipe.settings, workload, self.seed)
         for _ in range(self.steps):
             trainer.step()
@@ -99,7 +98,6 @@ class Memory(Evidence):
         return figures
 
     def _plans(self, optimizer: SecondOrderOptimizer, examples: int) -> dict[str, list[int]]:
-        """Return what each rank of a world keeps, by strategy."""
         strategies: dict[str, CommStrategy] = {
             "CommOpt": CommOpt(),
             f"HybridOpt({self.worker_fraction:g})": HybridOpt(self.worker_fraction),
@@ -117,7 +115,6 @@ def _sum(kinds: Mapping[str, int], *left_out: str) -> int:
 
 
 def state_bytes(figures: Figures) -> int:
-    """Return what an optimizer keeps between steps."""
     memory: dict[str, int] = figures["memory"]
     return memory["total"] - sum(memory.get(kind, 0) for kind in TEMPORARY)
 

@@ -13,7 +13,9 @@ class Common:
     threads: int = 2
     """Threads that torch computes with."""
     data_dir: Path = Path("data")
-    """Folder with one folder per data set: mnist, cifar10, cifar100, imagenet, lgg, shakespeare, multi30k, membrane."""
+    """Folder with one folder per data set: mnist, cifar10, cifar100, imagenet, shakespeare, multi30k, membrane."""
+    out_dir: Path = Path("bench-output")
+    """Folder for tables, pictures and results."""
 
 
 @dataclass

@@ -11,8 +11,8 @@ from benchmarks.commands.options import Common
 from benchmarks.peers import PEERS, set_paths
 from benchmarks.precision import Amp, DeviceName
 from benchmarks.recipes import METHODS, Method, MethodName, Recipe, Schedule, find_method, printing
+from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import Shape
-from benchmarks.settings import parse_settings
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 from secondorder.factory import ALIASES
 
@@ -84,7 +84,6 @@ class Planned(Common):
     """Train under autocast; float16 with a GradScaler."""
 
     def plan(self, world: int) -> Plan:
-        """Put together what is to run."""
         if self.peer_path:
             set_paths(self.peer_path)
         method = PEERS[self.optimizer] if self.optimizer in PEERS else find_method(cast("MethodName", self.optimizer))
@@ -102,7 +101,6 @@ class Planned(Common):
         return Plan(method, recipe, workload, own.batch_size, self._steps(recipe, workload, per_step))
 
     def _schedule(self, own: Schedule) -> Schedule:
-        """Return the course of the learning rate."""
         chosen = own
         if self.schedule != "recipe":
             chosen = Schedule(self.schedule, 0.0, self.milestones or own.milestones, own.gamma)
@@ -143,7 +141,6 @@ class Planned(Common):
         return 0
 
     def _words(self, per_step: int) -> list[str]:
-        """Return the words of a command that trains what was printed."""
         words = ["train", "--workload", self.workload, "--optimizer", self.optimizer, "--size", self.size]
         words += ["--batch-size", str(per_step), "--scale-recipe" if self.recipe else "--no-recipe"]
         for name in ("comm", "steps", "warmup", "amp"):
@@ -168,7 +165,6 @@ class Planned(Common):
 
 
 def _share(per_step: int, world: int) -> int:
-    """Return the examples of one rank."""
     if per_step % world:
         raise ValueError(f"{per_step} examples cannot be divided evenly among {world} ranks: say another --batch-size")
     return per_step // world

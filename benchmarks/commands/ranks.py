@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import secondorder
 from benchmarks import report
-from benchmarks.peers.by_path import package, set_paths
-from benchmarks.workloads.resnet20 import ResNet20
+from benchmarks.peers.checkouts import package, set_paths
+from benchmarks.workloads.cifar import ResNet20
 from secondorder import comm as strategies
 from secondorder.comm.names import from_name
 
@@ -66,7 +66,6 @@ class Ranks:
 
 
 def _work(rank: int, command: Ranks, whose: str, name: str, folder: str, results: Path) -> None:
-    """Train as one rank, and leave what all of them counted in a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=command.world)
     torch.manual_seed(0)
@@ -95,7 +94,6 @@ Told = Callable[[], tuple[float, float]]
 
 
 def _ours(model: nn.Module, command: Ranks, name: str) -> tuple[Callable[[], None], Told]:
-    """A step of this package, and what it kept and sent."""
     intervals = {"factor_update_steps": command.factor_steps, "inv_update_steps": command.steps}
     grid = from_name(name)
     optimizer = secondorder.create(
@@ -113,7 +111,6 @@ def _ours(model: nn.Module, command: Ranks, name: str) -> tuple[Callable[[], Non
 
 
 def _kfac_pytorch(model: nn.Module, command: Ranks, name: str) -> tuple[Callable[[], None], Told]:
-    """A step of kfac-pytorch with SGD, and what it kept and sent."""
     set_paths([f"kfac_pytorch={command.kfac_pytorch}"])
     strategies_of_it = package("kfac_pytorch", "kfac.enums").DistributedStrategy
     KFACPreconditioner = package("kfac_pytorch", "kfac.preconditioner").KFACPreconditioner
@@ -161,7 +158,6 @@ class _Sent:
 
 
 def _table(found: Sequence[dict[str, Any]]) -> Table:
-    """Draw the results."""
     rows = []
     for entry in found:
         kept, sent = zip(*entry["ranks"], strict=True)

@@ -62,7 +62,6 @@ class _Tokens(nn.Module):
 
 
 def _network(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return a model, inputs and classes."""
     torch.manual_seed(0)
     if name == "perceptron":
         model: nn.Module = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 32), nn.Tanh(), nn.Linear(32, 10))
@@ -101,14 +100,11 @@ class Regress:
         torch.set_num_threads(1)
         known = {} if self.update else _read(self.baseline)
         found: dict[str, dict[str, int]] = {}
-        with report.progress_bar() as bar:
-            task = bar.add_task("steps", total=len(self.networks) * len(self.methods))
-            for network in self.networks:
-                plain = _plain_step(network)
-                for method in self.methods:
-                    for kind, counts in _steps(network, method, plain):
-                        found[f"{network}, {method}, {kind}"] = counts
-                    bar.advance(task)
+        for network in self.networks:
+            plain = _plain_step(network)
+            for method in report.tracked(network, self.methods):
+                for kind, counts in _steps(network, method, plain):
+                    found[f"{network}, {method}, {kind}"] = counts
         if self.update:
             self._write(found)
         rows = list(_compared(found, known.get("counts", {}), self.tolerance))
@@ -156,7 +152,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _stepper(network: str, method: str | None) -> tuple[Any, Optimizer, nn.Module, Tensor]:
-    """Build a network and its optimizer."""
     model, x, y = _network(network)
     optimizer: Optimizer
     if method is None:
@@ -176,7 +171,6 @@ def _stepper(network: str, method: str | None) -> tuple[Any, Optimizer, nn.Modul
 
 
 def _plain_step(network: str) -> Counts:
-    """Return what a step of SGD does."""
     step, *_ = _stepper(network, None)
     for _ in range(2):
         step()

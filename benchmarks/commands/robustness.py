@@ -17,13 +17,13 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks import report
-from benchmarks.compare.roster import find
+from benchmarks.compare.runs import find
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt, lost, run_of, why_lost
 from benchmarks.plot import Row
 from benchmarks.recipes import METHODS, VARIANTS, MethodName, Settings
+from benchmarks.recipes.building import parse_settings
 from benchmarks.report import value
 from benchmarks.runner import WINDOW
-from benchmarks.settings import parse_settings
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 
 SHARES: dict[Size, float] = {"smoke": 1.0, "cpu": 1 / 3, "paper": 1.0}
@@ -56,7 +56,6 @@ class Robustness(Evidence):
 
     @property
     def names(self) -> list[str]:
-        """All optimizers."""
         return list(dict.fromkeys((REFERENCE, *self.optimizers)))
 
     @property
@@ -126,7 +125,6 @@ def _defaults(name: str, settings: Settings) -> str | None:
 
 
 def _rows(kind: str, found: Mapping[str, Sequence[Figures]], tolerance: float) -> list[Figures]:
-    """Return what each method reached on a workload."""
     rows = []
     for name, runs in found.items():
         whole, told = lost(runs)

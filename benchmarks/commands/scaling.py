@@ -21,20 +21,123 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import matplotlib as mpl
+import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks import report
-from benchmarks.architectures import Architecture, ModelName, architecture
-from benchmarks.flops import counted_flops, factor_flops
-from benchmarks.plot import COLOURS, STYLES, styled
+from benchmarks.counting import counted_flops, factor_flops
+from benchmarks.plot import Panel, Row, plot_rows
 from benchmarks.report import value
+from benchmarks.workloads.resnets import cifar_resnet, imagenet_resnet
 from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, HyLo, LocalFactors, MemOpt
 from secondorder.comm import CommStrategy, RankGrid
 from secondorder.plan.plan import Plan, RankPlan
+
+ModelName = Literal["resnet20", "resnet32", "resnet50", "bert-base", "bert-large", "decoder-7b"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model without numbers, and what one example of its input looks like."""
+
+    model: nn.Module
+    inputs: Callable[[int], Tensor]
+    """Makes a batch of so many examples."""
+    batch_size: int
+    """Examples per rank that are usual."""
+
+
+def architecture(name: ModelName) -> Architecture:
+    with torch.device("meta"):
+        return _MODELS[name]()
+
+
+# ---------------------------------------------------------------------- residual networks
+def _images(side: int) -> Callable[[int], Tensor]:
+    return lambda n: torch.empty(n, 3, side, side, device="meta")
+
+
+def _resnet50() -> Architecture:
+    return Architecture(imagenet_resnet("bottleneck", (3, 4, 6, 3)), _images(224), 32)
+
+
+def _resnet_cifar(depth: int) -> Architecture:
+    return Architecture(cifar_resnet(depth), _images(32), 128)
+
+
+# ---------------------------------------------------------------------- transformers
+class _Bert(nn.Module):
+    """An encoder with word, position and segment embeddings, and the transform of its masked-word head.
+
+    The head's last map is the table of words, which is tied to it and stands here once.
+    """
+
+    def __init__(self, width: int, depth: int, heads: int, words: int = 30522, positions: int = 512) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(words, width), nn.Embedding(positions, width)
+        self.segments = nn.Embedding(2, width)
+        self.norm = nn.LayerNorm(width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, activation="gelu", batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.transform, self.head_norm = nn.Linear(width, width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device).expand_as(x)
+        found = self.norm(self.words(x) + self.positions(places) + self.segments(torch.zeros_like(x)))
+        found = self.head_norm(F.gelu(self.transform(self.encoder(found))))
+        logits: Tensor = found @ self.words.weight.mT
+        return logits
+
+
+class _DecoderLayer(nn.Module):
+    """Attention and a gated feed-forward layer, without biases."""
+
+    def __init__(self, width: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        maps = (self.query, self.key, self.value)
+        query, key, value = (m(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in maps)
+        found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(found.transpose(1, 2).flatten(-2))
+        normed = self.norm2(x)
+        added: Tensor = self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return x + added
+
+
+def _words(words: int, positions: int) -> Callable[[int], Tensor]:
+    return lambda n: torch.empty(n, positions, dtype=torch.int64, device="meta")
+
+
+def _bert(width: int, depth: int) -> Architecture:
+    return Architecture(_Bert(width, depth, width // 64), _words(30522, 512), 8)
+
+
+def _decoder() -> Architecture:
+    width, words = 4096, 32000
+    layers = [_DecoderLayer(width, 32, 11008) for _ in range(32)]
+    head = [nn.RMSNorm(width), nn.Linear(width, words, bias=False)]
+    return Architecture(nn.Sequential(nn.Embedding(words, width), *layers, *head), _words(words, 2048), 2)
+
+
+_MODELS: dict[ModelName, Callable[[], Architecture]] = {
+    "resnet20": lambda: _resnet_cifar(3),
+    "resnet32": lambda: _resnet_cifar(5),
+    "resnet50": _resnet50,
+    "bert-base": lambda: _bert(768, 12),
+    "bert-large": lambda: _bert(1024, 24),
+    "decoder-7b": _decoder,
+}
+
 
 MethodName = Literal["kfac", "kfac-cholesky", "ekfac", "ekfac-running", "hylo", "mfac"]
 
@@ -97,14 +200,11 @@ class Scaling:
         base = _base(found, examples)
         optimizer = _BUILD[self.method](found.model, examples)
         rows = []
-        with report.progress_bar() as progress:
-            task = progress.add_task("plans", total=len(STRATEGIES) * len(self.worlds))
-            for name, strategy in self._strategies().items():
-                for world in self.worlds:
-                    comm = strategy(world)
-                    plan = optimizer.plan(world, comm, batch_size=examples)
-                    rows.append(self._row(name, comm, plan, base, optimizer))
-                    progress.advance(task)
+        cases = [
+            (name, strategy(world), world) for name, strategy in self._strategies().items() for world in self.worlds
+        ]
+        for name, comm, world in report.tracked("plans", cases):
+            rows.append(self._row(name, comm, optimizer.plan(world, comm, batch_size=examples), base, optimizer))
         title = f"{type(optimizer).__name__} on {self.model}, {examples} examples per rank"
         path = self.out_dir / f"scaling-{self.model}-{self.method}.svg"
         report.save(self.out_dir, path.stem, [_table(title, rows)], {"settings": self._settings(), "results": rows})
@@ -142,7 +242,6 @@ class Scaling:
         )
 
     def _row(self, name: str, comm: CommStrategy, plan: Plan, base: "Base", optimizer: Any) -> dict[str, Any]:
-        """What one plan comes to."""
         curvature = [sum(n for kind, n in rank.stored.items() if kind not in FIRST_ORDER) for rank in plan.ranks]
         sent = [sum(rank.sent.values()) for rank in plan.ranks]
         seconds = self._seconds(comm, plan, base, optimizer)
@@ -162,17 +261,17 @@ class Scaling:
         }
 
     def _seconds(self, comm: CommStrategy, plan: Plan, base: "Base", optimizer: Any) -> dict[str, float]:
-        """Seconds of a step of the busiest rank, by what they are spent on."""
         world, rate = plan.world_size, 1e12 * self.gpu_tflops
         interval = optimizer.param_groups[0].get("factor_update_steps")
         share = self._share(comm, plan, optimizer, base.examples)
+        different = {tuple(rank.wire.items()): rank for rank in plan.ranks}.values()  # of thousands, few
         return {
             "training": base.training / rate,
-            "gradients": 2 * (world - 1) / world * base.gradient_bytes / self.link(world),
+            "gradients": 2 * (world - 1) / world * base.gradient_bytes / self._rate(world <= NODE),
             "statistics": share * base.statistics / interval / rate if interval else 0.0,
             "refresh": max(rank.flops.get("refresh", 0.0) for rank in plan.ranks) / (1e12 * self.refresh_tflops),
             "precondition": max(rank.flops.get("precondition", 0.0) for rank in plan.ranks) / rate,
-            "messages": max(self.messages(comm, rank, world) for rank in _unlike(plan)),
+            "messages": max(self.messages(comm, rank, world) for rank in different),
         }
 
     def _share(self, comm: CommStrategy, plan: Plan, optimizer: Any, examples: int) -> float:
@@ -199,12 +298,7 @@ class Scaling:
             total += wire / self._rate(inside) + rank.messages[stage] * latency * max(1, (size - 1).bit_length())
         return total
 
-    def link(self, ranks: int) -> float:
-        """Return the bytes per second between the ranks of a world."""
-        return self._rate(ranks <= NODE)
-
     def _rate(self, inside: bool) -> float:
-        """Bytes per second."""
         return 1e9 / 8 * (self.node_gbps if inside else self.link_gbps)
 
 
@@ -223,7 +317,6 @@ class Base:
 
 
 def _base(found: Architecture, examples: int) -> Base:
-    """Count FLOPs on shapes."""
     one = found.inputs(1)
     statistics = factor_flops(found.model, lambda: found.model(one))
     training = counted_flops(lambda: found.model(one).sum().backward())
@@ -231,12 +324,6 @@ def _base(found: Architecture, examples: int) -> Base:
     for p in found.model.parameters():
         p.grad = None
     return Base(examples * training, nbytes, examples * statistics, examples)
-
-
-def _unlike(plan: Plan) -> list[RankPlan]:
-    """Ranks that send different things: of thousands, few."""
-    found = {tuple(rank.wire.items()): rank for rank in plan.ranks}
-    return list(found.values())
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
@@ -266,59 +353,30 @@ def _human(nbytes: float) -> str:
 
 
 def _unit(largest: float) -> tuple[float, str]:
-    """Return the unit for numbers up to so many bytes."""
     return (2**30, "GiB") if largest >= 2**29 else (2**20, "MiB")
 
 
-# ---------------------------------------------------------------------- the picture
 def plot_scaling(rows: Sequence[dict[str, Any]], title: str, assumptions: str, path: Path) -> None:
     """Draw memory, bytes and modelled time of a step against the number of ranks."""
-    names = list(dict.fromkeys(row["strategy"] for row in rows))
     (in_memory, memory_unit), (on_wire, wire_unit) = (
         _unit(max(row[key] for row in rows)) for key in ("curvature_most", "sent")
     )
-    # The same bytes for the same figures, so that a picture under version control changes only when they do.
-    with styled(), mpl.rc_context({"svg.hashsalt": "scaling"}):
-        figure = Figure(figsize=(11, 4.2), layout="constrained")
-        memory, sent, time = figure.subplots(1, 3)
-        for index, name in enumerate(names):
-            own = [row for row in rows if row["strategy"] == name]
-            style = {"color": COLOURS[index], "linestyle": STYLES[index % len(STYLES)], "linewidth": 1.8}
-            worlds = [row["world"] for row in own]
-            memory.plot(worlds, [row["curvature_most"] / in_memory for row in own], label=name, **style)
-            memory.plot(worlds, [row["curvature_mean"] / in_memory for row in own], **style | {"linewidth": 0.8})
-            several = [row for row in own if row["world"] > 1]
-            sent.plot([row["world"] for row in several], [row["sent"] / on_wire for row in several], **style)
-            time.plot(worlds, [1e3 * row["step_seconds"] for row in own], **style)
-        first = [row for row in rows if row["strategy"] == names[0]]
+    first = [row for row in rows if row["strategy"] == rows[0]["strategy"]]
+
+    def more(panels: Sequence[Axes]) -> None:
         sgd = [1e3 * row["sgd_seconds"] for row in first]
-        time.plot([row["world"] for row in first], sgd, color="0.6", linewidth=1.2, label="SGD")
-        for axes, label in (
-            (memory, f"curvature on the fullest rank, {memory_unit} (thin: mean)"),
-            (sent, f"sent per rank and step, {wire_unit}"),
-            (time, "step of the busiest rank, ms (model)"),
-        ):
-            _dress(axes, label, sorted({row["world"] for row in rows}))
-        memory.set_yscale("log")
-        memory.set_ylim(bottom=min(row["curvature_most"] for row in rows) / in_memory / 4)
-        memory.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        memory.yaxis.set_minor_locator(NullLocator())
-        memory.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        sent.set_ylim(bottom=0)
-        time.set_ylim(bottom=0)
-        handles = [line for axes in (memory, time) for line in axes.get_lines() if not line.get_label().startswith("_")]
-        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        figure.supxlabel(assumptions, fontsize=8, color="0.4")
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        panels[2].plot([row["world"] for row in first], sgd, color="0.6", linewidth=1.2)
+        panels[0].plot([], [], color="0.6", linewidth=1.2, label="SGD")
+        panels[2].set_title(assumptions, fontsize=7, color="0.4", wrap=True)
 
-
-def _dress(axes: Axes, label: str, worlds: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_title(label, loc="left", fontsize=10)
-    axes.set_xlabel("ranks")
-    axes.xaxis.set_major_locator(FixedLocator(list(worlds[:: max(1, len(worlds) // 6)])))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda world, _: f"{world:,.0f}"))
-    axes.grid(axis="y", color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
+    memory: dict[str, Callable[[Row], float | None]] = {
+        "": lambda row: row["curvature_most"] / in_memory,
+        ":": lambda row: row["curvature_mean"] / in_memory,
+    }
+    panels = [
+        Panel(f"curvature on the fullest rank, {memory_unit} (dotted: mean)", memory),
+        Panel(f"sent per rank and step, {wire_unit}", {"": lambda row: row["sent"] / on_wire}, log=False),
+        Panel("step of the busiest rank, ms (model)", {"": lambda row: 1e3 * row["step_seconds"]}, log=False),
+    ]
+    words = title, "ranks"
+    plot_rows(rows, panels, lambda row: row["world"], lambda row: row["strategy"], words, path, more)

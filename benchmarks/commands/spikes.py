@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -49,8 +48,6 @@ class Spikes(Common):
     """Timed intervals, after one that is not."""
     batch_size: int | None = None
     """Examples per step; unset: the workload's own number."""
-    out_dir: Path = Path("bench-output")
-    """Folder for the table and the results."""
 
     def run(self) -> int:
         if self.intervals < 1 or self.inv_update_steps < 1:
@@ -62,22 +59,17 @@ class Spikes(Common):
             for method in (self.inverse_methods if self.optimizer == "kfac" else ("eigen",))
             for way, changes in WAYS.items()
         ]
-        with report.progress_bar() as progress:
-            task = progress.add_task(f"{self.workload}, batch {workload.batch_size}", total=len(asked) + 1)
-            reference = self._times(workload, "sgd", {})
-            results = []
-            for method, way, changes in asked:
-                progress.advance(task)
-                intervals = {name: getattr(self, name) for name in ("factor_update_steps", "inv_update_steps")}
-                times = self._times(workload, self.optimizer, {**intervals, "refresh_warmup": False, **changes})
-                results.append({"method": f"{METHODS[self.optimizer].label} {method}", "way": way, "times": times})
-            progress.advance(task)
+        reference = self._times(workload, "sgd", {})
+        intervals = {name: getattr(self, name) for name in ("factor_update_steps", "inv_update_steps")}
+        results = []
+        for method, way, changes in report.tracked(f"{self.workload}, batch {workload.batch_size}", asked):
+            times = self._times(workload, self.optimizer, {**intervals, "refresh_warmup": False, **changes})
+            results.append({"method": f"{METHODS[self.optimizer].label} {method}", "way": way, "times": times})
         data = {"workload": self.workload, "threads": self.threads, "sgd": reference, "results": results}
         report.save(self.out_dir, f"spikes-{self.workload}", [_table(data)], data)
         return 0
 
     def _times(self, workload: Workload, name: MethodName, changes: Settings) -> list[float]:
-        """Train with one optimizer."""
         make = partial(METHODS[name].build, workload=self.workload, changes=changes)
         trainer = Trainer(METHODS[name].label, workload, make, self.seed)
         # Every way then has as many refreshes before it: one that overlaps is adopted a tenth of an interval later.
@@ -93,7 +85,6 @@ class Spikes(Common):
 
 
 def summary(times: list[float], reference: list[float]) -> tuple[float, float, float, float]:
-    """Return what counts of the times of steps."""
     median, worst = statistics.median(times), max(times)
     return median, worst, worst / median, statistics.mean(times) / statistics.mean(reference)
 

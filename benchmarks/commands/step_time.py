@@ -8,7 +8,6 @@ what its rows cost; ``window`` compares them with a floor.
 
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,17 +15,26 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.commands.options import Common
-from benchmarks.contender import Contender, measure
+from benchmarks.counting import counted_flops, factor_flops
 from benchmarks.filling import fill_windows
-from benchmarks.flops import counted_flops, factor_flops
 from benchmarks.machine import Rate, copy_gbytes, gemm_gflops
 from benchmarks.peers import PEERS, set_paths
 from benchmarks.precision import Amp, moved
 from benchmarks.recipes import METHODS, WINDOW_METHODS, MethodName, Settings
 from benchmarks.report import value
 from benchmarks.runner import Trainer, optimizer_bytes
-from benchmarks.stages import stage_figures, stage_table
-from benchmarks.timing import MEASURED, REPORTED, ROWS_REFRESHED, Intervals, StepClass, Work
+from benchmarks.timing import (
+    MEASURED,
+    REPORTED,
+    ROWS_REFRESHED,
+    Contender,
+    Intervals,
+    StepClass,
+    Work,
+    measure,
+    stage_figures,
+    stage_table,
+)
 from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
 from benchmarks.workloads.random_data import random_workload
 from secondorder import EKFAC, KFAC, SecondOrderOptimizer
@@ -99,8 +107,6 @@ class StepTime(Common):
     """Checkout of kfac-pytorch, as kfac_pytorch=DIR: it takes turns with the others, at the same intervals."""
     memory: bool = True
     """Measure the peak memory of a step, too."""
-    out_dir: Path = Path("bench-output")
-    """Folder for the table and the results."""
 
     def run(self) -> int:
         if self.steps < MEASURED.refresh:
@@ -135,7 +141,6 @@ class StepTime(Common):
         return make_workload(self.workload, self.data_dir, self.size, self.batch_size)
 
     def _contenders(self, workload: Workload) -> tuple[Contender, list[Contender]]:
-        """Build the reference and the optimizers to time."""
         contenders = []
         for name in self.optimizers:
             if name in _FAMILIES:
@@ -159,7 +164,6 @@ class StepTime(Common):
         return Contender(trainer, "eigen")
 
     def _family(self, workload: Workload, name: MethodName) -> list[Contender]:
-        """Build the ways of a method whose steps are of several classes."""
         family = _FAMILIES[name]
         chosen = getattr(self, family.keyword)
         found = []
@@ -172,7 +176,6 @@ class StepTime(Common):
     def _contender(
         self, workload: Workload, name: MethodName, changes: Settings, label: str | None = None
     ) -> Contender:
-        """Build one optimizer and its model."""
         method = METHODS[name]
         make = partial(method.build, workload=self.workload, changes=changes)
         closure, words = method.needs_closure(self.workload, changes), label or method.label
@@ -181,7 +184,6 @@ class StepTime(Common):
 
 
 def _training(workload: Workload, seed: int, device: torch.device) -> Work:
-    """Count the FLOPs of a training step, and of the products behind the factors."""
     model, batch = workload.build_model(seed).to(device), moved(next(workload.batches(seed)), device)
     training = counted_flops(lambda: torch.autograd.backward(workload.loss(model, batch)))
     factor, triangles = (factor_flops(model, lambda: workload.loss(model, batch), half) for half in (False, True))
@@ -201,7 +203,6 @@ def _work(run: Contender, base: Work) -> Work | None:
 
 
 def _figures(run: Contender, reference: Contender, base: Work, gemm: Rate, memory: bool) -> dict[str, Any]:
-    """Return the figures of one optimizer."""
     sgd, work = reference.row.summary()["plain"], _work(run, base)
     figures: dict[str, Any] = {
         "label": run.row.label,
@@ -228,7 +229,6 @@ def _figures(run: Contender, reference: Contender, base: Work, gemm: Rate, memor
 
 
 def _tables(data: dict[str, Any]) -> list[Table]:
-    """Return the tables of times, of stages and of memory."""
     results = data["results"]
     where = f"Threads: {torch.get_num_threads()}." if data["device"] == "cpu" else f"Device: {data['device']}."
     caption = (

@@ -7,9 +7,8 @@ methods differ from it in the name alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,8 +19,8 @@ from torch.optim import Optimizer
 from benchmarks import report
 from benchmarks.commands.options import Common
 from benchmarks.recipes import Schedule
+from benchmarks.recipes.types import make_schedule
 from benchmarks.runner import History, Trainer, race
-from benchmarks.schedules import make_schedule
 from benchmarks.workloads import Size, Workload, make_workload
 from benchmarks.workloads.stand_in import found_or_made_up
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, SparseMFAC
@@ -54,34 +53,13 @@ REPLACEMENTS: dict[SwapMethod, dict[Base, str]] = {
 """The line that replaces it; a test compares K-FAC's with the README."""
 
 
-@dataclass(frozen=True)
-class Script:
-    """What a script was tuned to, for its own optimizer and a cosine schedule over the run."""
-
-    lr: float
-    weight_decay: float
-
-
-SCRIPTS: dict[ScriptName, dict[Base, Script]] = {
-    "digits": {"adamw": Script(1e-2, 1e-2), "sgd": Script(0.1, 5e-4)},
-    "autoencoder": {"adamw": Script(1e-3, 1e-2), "sgd": Script(5e-3, 1e-5)},
-    "resnet20": {"adamw": Script(3e-3, 1e-2), "sgd": Script(0.1, 5e-4)},
-    "chargpt": {"adamw": Script(3e-3, 1e-2), "sgd": Script(0.3, 1e-4)},
+SCRIPTS: dict[ScriptName, dict[Base, tuple[float, float]]] = {
+    "digits": {"adamw": (1e-2, 1e-2), "sgd": (0.1, 5e-4)},
+    "autoencoder": {"adamw": (1e-3, 1e-2), "sgd": (5e-3, 1e-5)},
+    "resnet20": {"adamw": (3e-3, 1e-2), "sgd": (0.1, 5e-4)},
+    "chargpt": {"adamw": (3e-3, 1e-2), "sgd": (0.3, 1e-4)},
 }
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A script before and after the change."""
-
-    workload: ScriptName
-    method: SwapMethod
-    base: Base
-    steps: int
-    before: tuple[float, ...]
-    """Loss at each quarter of the run."""
-    after: tuple[float, ...]
-    passed: bool
+"""Learning rate and weight decay that a script was tuned to, for its own optimizer and a cosine over the run."""
 
 
 @dataclass
@@ -100,8 +78,6 @@ class Swap(Common):
     """Optimizer steps; unset: the workload's own number for the size."""
     tolerance: float = 0.0
     """How far above the script's own loss still passes: 0.02 is two percent."""
-    out_dir: Path = Path("bench-output")
-    """Folder for the table and the results."""
 
     def run(self) -> int:
         """Run the command, and return 0 when every script passed, else 1."""
@@ -109,23 +85,17 @@ class Swap(Common):
         names = list(SCRIPTS) if self.workload is None else [self.workload]
         bases = list(LINES) if self.base is None else [self.base]
         outcomes = []
-        with report.progress_bar() as progress:
-            task = progress.add_task("scripts", total=len(names) * len(bases))
-            for name in names:
-                with found_or_made_up(name, self.data_dir, self.size) as (data_dir, _):
-                    workload = make_workload(name, data_dir, self.size)
-                    for base in bases:
-                        progress.update(task, description=f"{name}, {base}")
-                        outcomes.append(self._compare(name, base, workload))
-                        progress.advance(task)
+        for name in report.tracked("scripts", names, str):
+            with found_or_made_up(name, self.data_dir, self.size) as (data_dir, _):
+                workload = make_workload(name, data_dir, self.size)
+                outcomes += [self._compare(name, base, workload) for base in bases]
         lines = {base: (line, REPLACEMENTS[self.method][base]) for base, line in LINES.items()}
-        data = {"size": self.size, "seed": self.seed, "lines": lines, "outcomes": [asdict(o) for o in outcomes]}
+        data = {"size": self.size, "seed": self.seed, "lines": lines, "outcomes": outcomes}
         stem = f"swap-{self.size}" if self.method == "kfac" else f"swap-{self.size}-{self.method}"
         report.save(self.out_dir, stem, [_table(self.size, outcomes)], data)
-        return int(not all(outcome.passed for outcome in outcomes))
+        return int(not all(outcome["passed"] for outcome in outcomes))
 
-    def _compare(self, name: ScriptName, base: Base, workload: Workload) -> Outcome:
-        """Run a script before and after the change."""
+    def _compare(self, name: ScriptName, base: Base, workload: Workload) -> dict[str, Any]:
         steps = workload.steps[self.size] if self.steps is None else self.steps
         script = SCRIPTS[name][base]
         schedule = partial(make_schedule, Schedule("cosine"), steps)
@@ -136,13 +106,13 @@ class Swap(Common):
         race(runs, steps)
         before, after = (_quarters(run.history, steps) for run in runs)
         passed = after[-1] <= before[-1] * (1 + self.tolerance)
-        return Outcome(name, self.method, base, steps, before, after, passed)
+        found = {"workload": name, "method": self.method, "base": base, "steps": steps}
+        return {**found, "before": before, "after": after, "passed": passed}
 
 
-def build(line: str, script: Script, model: nn.Module) -> Optimizer:
-    """Return the optimizer that a line of a script builds."""
+def build(line: str, script: tuple[float, float], model: nn.Module) -> Optimizer:
     classes = {"KFAC": KFAC, "EKFAC": EKFAC, "HyLo": HyLo, "MFAC": MFAC, "SparseMFAC": SparseMFAC, "GGT": GGT}
-    values = {"torch": torch, **classes, "model": model, "LR": script.lr, "WD": script.weight_decay}
+    values = {"torch": torch, **classes, "model": model, "LR": script[0], "WD": script[1]}
     optimizer: Optimizer = eval(line, values)  # the very line that users read; it comes from this file
     return optimizer
 
@@ -152,17 +122,15 @@ def _quarters(history: History, steps: int) -> tuple[float, ...]:
     return tuple(history.loss_at(max(1, steps * quarter // 4), window) for quarter in (1, 2, 3, 4))
 
 
-def _table(size: Size, outcomes: Sequence[Outcome]) -> Table:
-    rows = [_row(outcome) for outcome in outcomes]
+def _table(size: Size, outcomes: Sequence[dict[str, Any]]) -> Table:
+    rows = []
+    for found in outcomes:
+        losses = [f"{_short(a)} -> {_short(b)}" for a, b in zip(found["before"], found["after"], strict=True)]
+        head = [found["workload"], found["base"], str(found["steps"])]
+        rows.append([*head, *losses, "PASS" if found["passed"] else "FAIL"])
     caption = "Losses at a quarter, half, three quarters and the end of the run: before the change -> after it."
     columns = ("workload", "script", "steps", "25 %", "50 %", "75 %", "end", "verdict")
-    return report.make_table(f"One changed line, {outcomes[0].method}, {size}", columns, rows, caption)
-
-
-def _row(outcome: Outcome) -> tuple[str, ...]:
-    pairs: Any = zip(outcome.before, outcome.after, strict=True)
-    losses = (f"{_short(before)} -> {_short(after)}" for before, after in pairs)
-    return (outcome.workload, outcome.base, str(outcome.steps), *losses, "PASS" if outcome.passed else "FAIL")
+    return report.make_table(f"One changed line, {outcomes[0]['method']}, {size}", columns, rows, caption)
 
 
 def _short(loss: float) -> str:

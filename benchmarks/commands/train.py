@@ -8,23 +8,55 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
+from rich.table import Table
 
 from benchmarks import checkpoints, report
 from benchmarks.commands.planning import Plan, Planned
-from benchmarks.commands.train_tables import losses_at, mean_losses, rank_table
 from benchmarks.journal import Journal
 from benchmarks.live import Board
 from benchmarks.ranks import RankFigures, Ranks, joined, own_device
 from benchmarks.recipes import Recipe
-from benchmarks.runner import WINDOW, Trainer, memory_usage, race
-from benchmarks.schedules import make_schedule
-from benchmarks.settings import parse_settings
+from benchmarks.recipes.building import parse_settings
+from benchmarks.recipes.types import make_schedule
+from benchmarks.runner import WINDOW, History, Trainer, memory_usage, race
 from benchmarks.workloads.stand_in import found_or_made_up
 from secondorder import SecondOrderOptimizer
 from secondorder.comm.counter import Counter
+
+RANK_COLUMNS = 8
+"""Ranks that a table has a column for."""
+
+
+def mean_losses(ranks: Sequence[RankFigures]) -> list[float]:
+    return [fmean(losses) for losses in zip(*(r.losses for r in ranks if r.role == "gradient"), strict=True)]
+
+
+def rank_table(ranks: Sequence[RankFigures], steps: int) -> Table:
+    stages = list(dict.fromkeys(stage for rank in ranks for stage in rank.sent))
+    kinds = list(dict.fromkeys(kind for rank in ranks for kind, count in rank.memory.items() if count))
+    lines = [(f"sent per step, {stage}", [rank.sent.get(stage, 0.0) for rank in ranks]) for stage in stages]
+    lines += [(f"kept, {kind}", [float(rank.memory.get(kind, 0)) for rank in ranks]) for kind in kinds]
+    heads = [f"rank {rank.rank}" if rank.role == "gradient" else f"rank {rank.rank} ({rank.role})" for rank in ranks]
+    if len(ranks) > RANK_COLUMNS:
+        heads = ["least", "mean", "most"]
+        lines = [(what, [min(counts), fmean(counts), max(counts)]) for what, counts in lines]
+    return report.make_table(
+        f"Bytes of each rank over {steps} steps",
+        ("bytes", *heads),
+        [(what, *(f"{count:,.0f}" for count in counts)) for what, counts in lines],
+        "Sent: what a rank hands to the collectives of its optimizer, without what DistributedDataParallel sends.",
+    )
+
+
+def losses_at(history: History, checkpoints: tuple[int, ...]) -> tuple[list[str], list[str]]:
+    last = len(history.losses)
+    steps = [*(step for step in checkpoints if step < last), last]
+    return [str(step) for step in steps], [f"{history.loss_at(step):.4g}" for step in steps]
+
 
 CHECKPOINTS = (40, 75, 100, 140, 300)
 """Steps whose loss is reported, those of published runs of the autoencoder."""
@@ -47,8 +79,6 @@ class Train(Planned):
     """Steps between evaluations along the way; unset: none."""
     tensorboard: bool = False
     """Write for TensorBoard, too, into a folder of --out-dir."""
-    out_dir: Path = Path("bench-output")
-    """Folder for the results."""
 
     def run(self) -> int:
         """Run the command, and return 0, or 1 when the loss was no longer finite."""
@@ -115,7 +145,6 @@ class Train(Planned):
     def _train(
         self, trainer: Trainer, ranks: Ranks, steps: int, identity: dict[str, Any]
     ) -> tuple[RankFigures, list[dict[str, float]]]:
-        """Do this rank's part of a run."""
         optimizer = trainer.optimizer
         measured: list[dict[str, float]] = []
         comm: Any = getattr(optimizer, "comm", None)  # an optimizer of torch has none
@@ -138,7 +167,6 @@ class Train(Planned):
     def _take_steps(
         self, trainer: Trainer, ranks: Ranks, steps: int, identity: dict[str, Any]
     ) -> list[dict[str, float]]:
-        """Train to the end, and write down what happens."""
         with ExitStack() as stack:
             title = f"{self.workload}, {trainer.history.label}"
             board = stack.enter_context(Board(title, [trainer], steps, ranks.first))
@@ -167,7 +195,6 @@ class Train(Planned):
         measured: list[dict[str, float]],
         made_up: bool,
     ) -> None:
-        """Print and save what the run did."""
         history, memory = trainer.history, ranks[0].memory
         found = trainer.evaluate(self.evaluate, quality=self.evaluate)
         figures = {

@@ -9,9 +9,11 @@ it also passes some six times over vectors of length d: accumulate, select, resi
 """
 
 import gc
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,8 +28,46 @@ from benchmarks.machine import COPY_BYTES, Rate, copying, gemm_gflops, peak_byte
 from benchmarks.recipes import Settings, window_keywords
 from benchmarks.report import value
 from benchmarks.runner import memory_usage
-from benchmarks.shapes import SizeName, count, shapes_of
+from benchmarks.workloads import WorkloadName, make_workload
+from benchmarks.workloads.resnets import BlockName, imagenet_resnet
 from secondorder import MFAC, TopK
+
+Shape = tuple[int, ...]
+SizeName = Literal["digits", "resnet20", "autoencoder", "large", "resnet50"]
+
+
+def shapes_of(name: SizeName) -> list[Shape]:
+    return _SIZES[name]()
+
+
+def count(shapes: Sequence[Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def kept(length: int, top_k: TopK) -> int:
+    if length == top_k.block_size >= 64:
+        return min(length, max(8, 8 * round(top_k.density * length / 8)))
+    return max(1, math.ceil(top_k.density * length))
+
+
+def _of_workload(name: WorkloadName) -> list[Shape]:
+    model = make_workload(name, Path()).build_model(0)  # these models do not depend on data
+    return [tuple(p.shape) for p in model.parameters()]
+
+
+def _resnet(block: BlockName, depths: Sequence[int]) -> list[Shape]:
+    with torch.device("meta"):
+        return [tuple(p.shape) for p in imagenet_resnet(block, depths).parameters()]
+
+
+_SIZES: dict[SizeName, Callable[[], list[Shape]]] = {
+    "digits": lambda: _of_workload("digits"),
+    "resnet20": lambda: _of_workload("resnet20"),
+    "autoencoder": lambda: _of_workload("autoencoder"),
+    "large": lambda: _resnet("basic", (2, 2, 2, 2)),
+    "resnet50": lambda: _resnet("bottleneck", (3, 4, 6, 3)),
+}
+
 
 StorageName = Literal["dense", "dense-bf16", "topk", "topk-bf16", "topk-bf16-4bit", "lowrank", "topk-triton"]
 
@@ -71,19 +111,12 @@ class Window(Alone):
         torch.set_num_threads(self.threads)
         cases = [(size, storage) for size in self.sizes for storage in self.storages]
         gemm = gemm_gflops(dtype=torch.float64, device=torch.device(self.device))
-        results = []
-        with report.progress_bar() as progress:
-            task = progress.add_task("windows", total=len(cases))
-            for size, storage in cases:
-                progress.update(task, description=f"{size}, {storage}")
-                results.append(self._measure(size, storage, gemm))
-                progress.advance(task)
+        results = [self._measure(*case, gemm) for case in report.tracked("windows", cases, ", ".join)]
         data = {"device": self.device, "seed": self.seed, "gemm_gflops_float64": asdict(gemm), "results": results}
         report.save(self.out_dir, "window", [_time_table(results, gemm), _byte_table(results)], data)
         return 0
 
     def _measure(self, size: SizeName, storage: StorageName, gemm: Rate) -> dict[str, Any]:
-        """Build one optimizer, fill its window, time its steps and count its bytes."""
         gc.collect()  # the window before this one
         shapes, rows = shapes_of(size), self._rows(size, storage)
         figures: dict[str, Any] = {"size": size, "storage": storage, "window_size": rows, "parameters": count(shapes)}
@@ -121,7 +154,6 @@ class _Bench:
     """Steps of one optimizer, and what is timed between them."""
 
     def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter], seed: int) -> None:
-        """Keep what a step needs."""
         self.optimizer, self.params = optimizer, params
         self.device = params[0].device
         self._generator = torch.Generator(self.device).manual_seed(seed)
@@ -152,7 +184,6 @@ class _Bench:
         return times
 
     def peak(self) -> int:
-        """Return the bytes above the level at rest at the peak of a further step."""
         self._draw()
         return peak_bytes(lambda: self.optimizer.step(), self.device)
 
@@ -163,13 +194,11 @@ class _Bench:
 
 
 def _plain_pair(rows: Tensor) -> Callable[[], object]:
-    """Return the two products with a dense window that no step can do without, done the plain way."""
     vector = torch.ones_like(rows[0])
     return lambda: torch.mv(rows.T, torch.mv(rows, vector))
 
 
 def _ratios(times: dict[str, list[float]], moved: int, flops: float, gemm: Rate) -> dict[str, Any]:
-    """Return the floor of a step, and the ratios of medians and of minima."""
     figures: dict[str, Any] = {"moved_bytes": moved}
     for suffix, pick, rate in (("", statistics.median, gemm.median), ("_of_minima", min, gemm.best)):
         step, copy = pick(times["step"]), 2 * COPY_BYTES / pick(times["copy"])
@@ -190,8 +219,6 @@ _CASE: Mapping[str, report.Column] = {
 
 
 def _time_table(results: Sequence[dict[str, Any]], gemm: Rate) -> Table:
-    """Return the table of times."""
-
     def both(key: str) -> report.Column:
         return lambda row: f"{row[key]:.2f} ({row[f'{key}_of_minima']:.2f})" if key in row else "-"
 
@@ -215,7 +242,6 @@ def _time_table(results: Sequence[dict[str, Any]], gemm: Rate) -> Table:
 
 
 def _byte_table(results: Sequence[dict[str, Any]]) -> Table:
-    """Return the table of bytes."""
     rows = [{**row, **row["memory"]} for row in results if "skipped" not in row]
     columns = {
         **_CASE,

@@ -50,7 +50,6 @@ class Course:
 
     @property
     def mean(self) -> Array:
-        """Over the seeds."""
         return np.asarray(self.losses.mean(axis=0))
 
     def along(self, against: Against) -> Array:
@@ -59,7 +58,6 @@ class Course:
 
 
 def course(results: Results, optimizer: str, phase: statistics.Phase = "final") -> Course | None:
-    """Return the curves of the runs that finished, None where none did."""
     column = statistics.clock_column(results)
     runs = [run for run in statistics.select(results, phase, optimizer) if not statistics.flaw(run)]
     if not runs:
@@ -70,7 +68,6 @@ def course(results: Results, optimizer: str, phase: statistics.Phase = "final") 
 
 
 def known(run: Run) -> list[Sequence[float]]:
-    """Return the points of a curve that have a loss."""
     return [point for point in run["curve"] if statistics.finite(point[1])]
 
 
@@ -80,7 +77,6 @@ def _resampled(run: Run, column: int, steps: Array) -> Array:
 
 
 def _courses(results: Results) -> dict[str, Course]:
-    """Return the curves of all, lowest final loss first."""
     names = [found.optimizer for found in statistics.summaries(results)]
     return {name: found for name in names if (found := course(results, name))}
 
@@ -104,7 +100,6 @@ def _target(results: Results) -> Target | None:
 
 
 def losses_figure(results: Results, against: Against) -> Figure:
-    """Draw the loss of all full runs against steps or seconds, the named ones with the range of their seeds."""
     with styled():
         figure = Figure(figsize=(5.8, _HEIGHT))
         axes = figure.subplots()
@@ -148,7 +143,6 @@ def _draw(axes: Axes, found: Course, against: Against, style: dict[str, Any]) ->
 
 
 def _draw_broken(axes: Axes, results: Results, optimizer: str, against: Against, style: dict[str, Any]) -> None:
-    """Draw the full runs that did not finish, each up to a cross."""
     column = 0 if against == "steps" else statistics.clock_column(results)
     for run in statistics.select(results, "final", optimizer):
         if statistics.flaw(run) and (points := known(run)):
@@ -210,7 +204,6 @@ def _goal(axes: Axes, results: Results, against: Against) -> list[Artist]:
 
 
 def each_figure(results: Results) -> Figure:
-    """Draw one small panel for each optimizer: its seeds, before the mean curves of all."""
     finals = {run["optimizer"] for run in statistics.select(results, "final") if known(run)}
     shown = [found for found in statistics.summaries(results) if found.optimizer in finals]
     courses, target = _courses(results), _target(results)
@@ -250,7 +243,6 @@ def escaped(text: str) -> str:
 
 
 def svg(figure: Figure, name: str, description: str) -> str:
-    """Return a figure as an element of a page."""
     stream = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):

@@ -64,13 +64,11 @@ _MADE_UP = "Made-up data of the real format: the code paths ran, the figures bel
 
 
 def write_report(results: dict[str, Any], path: Path) -> None:
-    """Write the report."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(results), encoding="utf-8")
 
 
 def page(results: Results) -> str:
-    """Return the report as text."""
     title = f"{results['workload']} ({results['size']}): optimizers compared"
     parts = [
         _head(results, title),
@@ -169,7 +167,6 @@ def _machine(results: Results, index: int) -> str:
 
 
 def _versions(runs: Iterable[Run]) -> str:
-    """Return every version of every package that the runs name."""
     found: dict[str, dict[str, None]] = {}
     for run in runs:
         for name, version in (run.get("versions") or {}).items():
@@ -244,7 +241,6 @@ def _each(results: Results) -> str:
 
 
 def _settings(results: Results) -> str:
-    """Return the keywords, notes and versions of every optimizer, folded."""
     items = "\n".join(_setting(results, name) for name in statistics.optimizers(results))
     return f"<section>\n<h2>Settings</h2>\n{items}\n</section>" if items else ""
 

@@ -64,12 +64,10 @@ class Budget:
 
     @property
     def sift_steps(self) -> int:
-        """Steps of a trial."""
         return max(1, round(self.steps * self.sift_share))
 
     @property
     def short_steps(self) -> int:
-        """Steps of a short run."""
         return math.ceil(self.steps * self.short_share)
 
 
@@ -82,12 +80,10 @@ def end_loss(run: Run) -> float:
 
 
 def of(runs: Sequence[Run], optimizer: str, phase: Phase) -> list[Run]:
-    """Return the runs of one optimizer in one phase."""
     return [run for run in runs if run["optimizer"] == optimizer and run["phase"] == phase]
 
 
 def winner(runs: Sequence[Run], optimizer: str) -> float | None:
-    """Return the best factor of an optimizer's sift; of equals the smaller."""
     ranked = sorted((end_loss(run), run["factor"]) for run in of(runs, optimizer, "sift"))
     return ranked[0][1] if ranked and math.isfinite(ranked[0][0]) else None
 
@@ -112,7 +108,6 @@ def rivals(runs: Sequence[Run], optimizer: str, best: float | None) -> list[Run]
 
 
 def leaders(runs: Sequence[Run], optimizers: Sequence[str], budget: Budget) -> list[str]:
-    """Return who gets further seeds."""
     if not budget.leaders:
         return list(optimizers)
     first = [run for name in optimizers for run in of(runs, name, "final") if run["seed"] == 0]
@@ -125,7 +120,6 @@ def leaders(runs: Sequence[Run], optimizers: Sequence[str], budget: Budget) -> l
 
 
 def sift(runs: Sequence[Run], optimizer: str, budget: Budget) -> list[Job]:
-    """Return the trials that an optimizer still needs."""
     if len(budget.factors) == 1:
         return []
     done = sorted(run["factor"] for run in of(runs, optimizer, "sift"))
@@ -136,7 +130,6 @@ def sift(runs: Sequence[Run], optimizer: str, budget: Budget) -> list[Job]:
 
 
 def _beyond(done: Sequence[float], best: float | None) -> list[float]:
-    """Return the rate beyond the end of the row at which the best one lies."""
     if best is None or best == done[0]:
         return [done[0] / STEP]
     return [done[-1] * STEP] if best == done[-1] else []
@@ -187,7 +180,6 @@ def pending(runs: Sequence[Run], optimizers: Sequence[str], short: Sequence[str]
 
 
 def _seconds(runs: Sequence[Run], ahead: Sequence[str], budget: Budget) -> list[Job]:
-    """Return whole runs at the rate below that of the best trial."""
     if not budget.leaders or len(budget.factors) == 1:
         return []
     lower = {name: best / STEP for name in ahead if (best := winner(runs, name)) is not None}

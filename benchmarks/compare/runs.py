@@ -3,23 +3,47 @@
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from benchmarks.checkpoints import Pause
 from benchmarks.compare.plan import Job
-from benchmarks.compare.roster import find, recipe_on
-from benchmarks.peers import PeerMissingError, evaluating, set_paths, versions
-from benchmarks.peers.by_path import CHECKOUTS
-from benchmarks.recipes import COSINE, Method, Recipe, Schedule
+from benchmarks.peers import PEERS, PeerMissingError, evaluating, set_paths, versions
+from benchmarks.peers.checkouts import CHECKOUTS
+from benchmarks.recipes import COSINE, METHODS, Method, Recipe, Schedule
+from benchmarks.recipes.types import make_schedule
 from benchmarks.runner import FAILURES, WINDOW, History, Trainer, optimizer_bytes
-from benchmarks.schedules import make_schedule
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
+
+
+def find(name: str) -> Method:
+    everyone: dict[str, Method] = {**PEERS, **{str(key): method for key, method in METHODS.items()}}
+    if name not in everyone:
+        raise ValueError(f"optimizers must be of {', '.join(everyone)}, got {name!r}")
+    return everyone[name]
+
+
+def recipe_on(name: str, workload: Workload, size: Size, data_dir: Path) -> Recipe:
+    """Return the recipe of an optimizer for the workload that all of a comparison train, in one process.
+
+    A recipe may hold for other numbers of ranks and examples: its rates then follow its rule. Fields of the workload
+    that belong to it cannot be given to one optimizer alone: the note names them where the workload has other values.
+    """
+    recipe = find(name).recipe(workload.name, size)
+    own = make_workload(cast("WorkloadName", workload.name), data_dir, size).batch_size
+    other = [f"{key}={value}" for key, value in recipe.workload.items() if getattr(workload, key, None) != value]
+    if other:
+        told = f"published with {', '.join(other)}, which {'are' if len(other) > 1 else 'is'} not applied here"
+        recipe = replace(recipe, note="; ".join(text for text in (recipe.note, told) if text))
+    if recipe.batch_size is None and recipe.world == 1 and workload.batch_size == own:
+        return recipe
+    return recipe.at(1, workload.batch_size, own)
+
 
 POINTS = 60
 """Of a curve that is kept."""
@@ -62,13 +86,11 @@ def _read_once(
 
 
 def recipe_of(job: Job, setting: Setting) -> Recipe:
-    """Return the recipe of a run."""
     workload = setting.make_workload()
     return recipe_on(job.optimizer, workload, setting.size, setting.data_dir).times(job.factor)
 
 
 def key_of(job: Job, recipe: Recipe) -> str:
-    """Return what tells a run from others."""
     return job.key(recipe.settings, *([asdict(recipe.schedule)] if recipe.own_schedule else []))
 
 
@@ -78,7 +100,6 @@ def schedule_of(recipe: Recipe, setting: Setting) -> Schedule:
 
 
 def execute(job: Job, setting: Setting) -> dict[str, Any]:
-    """Do one run."""
     torch.set_num_threads(setting.threads)
     set_paths(setting.peer_paths)
     method, recipe = find(job.optimizer), recipe_of(job, setting)
@@ -149,7 +170,6 @@ def reference_of(workload: Workload, setting: Setting) -> Trainer:
 
 
 def measure_reference(setting: Setting, steps: int = 12) -> float:
-    """Return what a step of SGD takes."""
     torch.set_num_threads(setting.threads)
     reference = reference_of(setting.make_workload(), setting)
     for _ in range(steps + 3):
@@ -194,7 +214,6 @@ def _figures(trainer: Trainer, job: Job, setting: Setting) -> dict[str, Any]:
 
 
 def curve(history: History, points: int = POINTS) -> list[list[float]]:
-    """Return a run as a few points."""
     taken = len(history.losses)
     stride = max(1, math.ceil(taken / points))
     kept = sorted({taken, *range(taken, 0, -stride)} - {0})

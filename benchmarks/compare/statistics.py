@@ -69,7 +69,6 @@ class Reach:
 
     @property
     def everywhere(self) -> bool:
-        """Whether every seed got there."""
         return 0 < self.reached == self.seeds
 
     def met(self, share: float) -> bool:
@@ -108,12 +107,10 @@ class Summary:
 
 
 def finite(value: float | None) -> bool:
-    """Return whether a number is there and finite; JSON holds None for what is not."""
     return value is not None and math.isfinite(value)
 
 
 def flaw(run: Run) -> str:
-    """Return why a run does not count, empty when it does."""
     if run["failed"]:
         return f"failed: {run['failed']}"
     if run["diverged"] or (run["curve"] and not finite(run["curve"][-1][_LOSS])):
@@ -124,32 +121,26 @@ def flaw(run: Run) -> str:
 
 
 def select(results: Results, phase: Phase | None = None, optimizer: str | None = None) -> list[Run]:
-    """Return the runs of a phase and of an optimizer; None stands for all."""
     return [run for run in results["runs"] if phase in {None, run["phase"]} and optimizer in {None, run["optimizer"]}]
 
 
 def optimizers(results: Results) -> list[str]:
-    """Return every optimizer once, in order of appearance."""
     return list(dict.fromkeys(run["optimizer"] for run in results["runs"]))
 
 
 def label_of(results: Results, optimizer: str) -> str:
-    """Return the name of an optimizer in tables."""
     return str(select(results, optimizer=optimizer)[0]["label"])
 
 
 def unfinished(results: Results) -> list[tuple[Run, str]]:
-    """Return every run that does not count, and why."""
     return [(run, why) for run in results["runs"] if (why := flaw(run))]
 
 
 def final_loss(run: Run) -> float:
-    """Return the mean loss of the last ten steps, infinite for a run that did not finish."""
     return math.inf if flaw(run) else float(run["curve"][-1][_LOSS])
 
 
 def clock_column(results: Results) -> int:
-    """Return the column of a curve that holds the seconds of these results."""
     clock = results["clock"]
     if clock not in _CLOCKS:
         raise ValueError(f"clock is {clock!r}: known are {', '.join(_CLOCKS)}")
@@ -157,7 +148,6 @@ def clock_column(results: Results) -> int:
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Return mean, range and deviation of the values that are there."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return None
@@ -166,12 +156,10 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def rounded(factor: float) -> float:
-    """Return a factor without what dividing and multiplying by the same number leaves behind."""
     return float(f"{factor:.4g}")
 
 
 def sift_losses(results: Results, optimizer: str) -> dict[float, float]:
-    """Return the loss of every learning-rate factor that was tried, infinite where a run did not finish."""
     found: dict[float, list[float]] = {}
     for run in select(results, "sift", optimizer):
         found.setdefault(rounded(run["factor"]), []).append(final_loss(run))
@@ -179,13 +167,11 @@ def sift_losses(results: Results, optimizer: str) -> dict[float, float]:
 
 
 def best_factor(results: Results, optimizer: str) -> float | None:
-    """Return the factor with the lowest finite loss, the smaller one of two equals."""
     tried = {factor: loss for factor, loss in sift_losses(results, optimizer).items() if math.isfinite(loss)}
     return min(tried, key=lambda factor: (tried[factor], factor), default=None)
 
 
 def at_edge(results: Results, optimizer: str) -> bool:
-    """Return whether the best factor is the last of the row on either side: a wider row might do better."""
     tried, best = sift_losses(results, optimizer), best_factor(results, optimizer)
     return len(tried) > 1 and best in {min(tried), max(tried)}
 
@@ -198,7 +184,6 @@ def seconds_per_step(results: Results, optimizer: str) -> float | None:
 
 
 def summarize(results: Results, optimizer: str) -> Summary:
-    """Return what is told of one optimizer."""
     runs, column = select(results, "final", optimizer), clock_column(results)
     done = [run for run in runs if not flaw(run)]
     own, base = seconds_per_step(results, optimizer), seconds_per_step(results, "sgd")
@@ -220,7 +205,6 @@ def summarize(results: Results, optimizer: str) -> Summary:
 
 
 def summaries(results: Results) -> list[Summary]:
-    """Return what is told of every optimizer, lowest final loss first."""
     found = (summarize(results, name) for name in optimizers(results))
     return sorted(found, key=lambda s: s.loss.mean if s.loss else math.inf)
 
@@ -263,7 +247,6 @@ def target_of(results: Results, optimizer: str | None) -> Target | None:
 
 
 def targets(results: Results) -> list[Target]:
-    """Return the best first-order optimizer's final loss, and AdamW's where that is another one."""
     names = dict.fromkeys(name for name in (best_first(results), "adamw") if name)
     return [target for name in names if (target := target_of(results, name))]
 
@@ -305,7 +288,6 @@ def reach(results: Results, optimizer: str, target: Target, phase: Phase) -> Rea
 
 
 def reaches(results: Results, target: Target) -> list[Reach]:
-    """Return how every optimizer got to a target, short runs beside full ones: most seeds first, then fewest steps."""
     phases: tuple[Phase, ...] = ("final", "short")
     found = [reach(results, name, target, phase) for name in optimizers(results) for phase in phases]
 
@@ -334,6 +316,5 @@ def whole_share(results: Results, item: Reach, target: Target) -> float | None:
 
 
 def trials(results: Results) -> tuple[int, int]:
-    """Return the fewest and the most learning rates that any optimizer was given; both 0 without trials."""
     counts = [len(sift_losses(results, name)) for name in optimizers(results) if select(results, "final", name)]
     return min(counts, default=0), max(counts, default=0)

@@ -27,7 +27,6 @@ class Rows:
 
 
 def summary_tables(results: Results) -> list[Table]:
-    """Return the tables for the terminal."""
     return [
         make_table(
             escape(table.title),
@@ -51,21 +50,18 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """Return text that Markdown shows as it is, on one line."""
     for letter in ("\\", "|", "*", "_", "`", "<", "["):
         text = text.replace(letter, f"\\{letter}")
     return " ".join(text.split())
 
 
 def all_rows(results: Results) -> list[Rows]:
-    """Return every table that has rows."""
     reached = [reach_rows(results, target) for target in statistics.targets(results)]
     tables = [result_rows(results), *reached, sift_rows(results), failure_rows(results)]
     return [table for table in tables if table.rows]
 
 
 def result_rows(results: Results) -> Rows:
-    """Return what each optimizer came to in its full runs."""
     found = statistics.summaries(results)
     qualities = list(dict.fromkeys(name for run in _finals(results) for name in run.get("quality") or {}))
     low = "higher is better" if results["metric_better"] == "higher" else "lower is better"
@@ -122,7 +118,6 @@ def _ours(flags: Sequence[bool]) -> frozenset[int]:
 
 
 def reach_rows(results: Results, target: Target) -> Rows:
-    """Return when each optimizer reached the final loss of another."""
     found, aim = statistics.reaches(results, target), results["share_target"]
     return Rows(
         f"Reaching the final loss of {target.label}: {number(target.loss)}",
@@ -161,7 +156,6 @@ def _reach(item: Reach, aim: float) -> tuple[str, ...]:
 
 
 def sift_rows(results: Results) -> Rows:
-    """Return the loss of every learning rate that was tried."""
     names = [name for name in statistics.optimizers(results) if statistics.select(results, "sift", name)]
     tried = {name: statistics.sift_losses(results, name) for name in names}
     factors = sorted({factor for losses in tried.values() for factor in losses})

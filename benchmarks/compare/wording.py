@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.compare import statistics
-from benchmarks.compare.roster import find
+from benchmarks.compare.runs import find
 from benchmarks.compare.statistics import Reach, Results, Run, Spread, Summary, Target
 from benchmarks.recipes.tuned import TUNED
 
@@ -12,12 +12,10 @@ _DIFFERENT = 1.1  # ratio of measured rates from which on two machines do not co
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number with so many significant digits, a dash for None."""
     return NOTHING if value is None else f"{value:#.{digits}g}".rstrip(".")
 
 
 def share(value: float | None) -> str:
-    """Return a ratio with two decimals, a dash for None."""
     return NOTHING if value is None else f"{value:.2f}"
 
 
@@ -29,22 +27,18 @@ def seconds(value: float | None) -> str:
 
 
 def interval(values: Spread | None) -> str:
-    """Return the range of a number over several seeds."""
     return NOTHING if values is None or values.count == 1 else f"{number(values.low)}–{number(values.high)}"
 
 
 def kind(ours: bool, order: str) -> str:
-    """Return whether an optimizer is ours, or of which order."""
     return "ours" if ours else order
 
 
 def joined(words: Sequence[str]) -> str:
-    """Return a list as running text."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def summary(results: Results) -> list[str]:
-    """Return what came out, a few plain sentences."""
     targets = statistics.targets(results)
     first = targets[0] if targets and targets[0].optimizer == statistics.best_first(results) else None
     if first is None:
@@ -85,7 +79,6 @@ def _verdict(results: Results, target: Target) -> list[str]:
 
 
 def verdict(met: bool) -> str:
-    """Return in a word whether the target was met."""
     return "met" if met else "missed"
 
 
@@ -131,7 +124,6 @@ def _broken(results: Results) -> list[str]:
 
 
 def fairness(results: Results) -> list[str]:
-    """Return how the budget was shared out, and what speaks against the comparison."""
     budget = [*_trials(results), *_fewer(results), *_shorter(results)]
     told = [*_keywords(results), *_notes(results)]
     return [*budget, *_edges(results), *_strayed(results), *_machines(results), *told]
@@ -152,7 +144,6 @@ def _trials(results: Results) -> list[str]:
 
 
 def _second_rates(results: Results, seeds: int) -> list[str]:
-    """Return who ran whole at two rates, and which was the better one."""
     told = []
     for run in statistics.select(results, "long"):
         counted = next(
@@ -172,7 +163,6 @@ def _seeds(count: int) -> str:
 
 
 def _fewer(results: Results) -> list[str]:
-    """Return who has fewer full runs than others: not all are done, or no trial ended with a finite loss."""
     found = statistics.summaries(results)
     most = max((s.seeds for s in found), default=0)
     expected = {1} if statistics.select(results, "long") else set()  # of those that did not lead
@@ -199,7 +189,6 @@ def _edges(results: Results) -> list[str]:
 
 
 def _strayed(results: Results) -> list[str]:
-    """Return whose full runs took a rate that is not the best of its trials."""
     pairs = [(s.label, s.factor, statistics.best_factor(results, s.optimizer)) for s in statistics.summaries(results)]
     two = {run["label"] for run in statistics.select(results, "long")}
     labels = [label for label, ran, best in pairs if ran and best and statistics.rounded(ran) != best]

@@ -1,16 +1,16 @@
 """Optimizers of other projects, each behind one small function, to compare with those of this package.
 
 Most come from packages, ``pip install secondorder[peers]``, which are imported when one is built. Projects that publish
-no package are read from a checkout, see :mod:`benchmarks.peers.by_path`.
+no package are read from a checkout, see :mod:`benchmarks.peers.checkouts`.
 """
 
 from functools import partial
 
-from benchmarks.peers import by_path, checkouts, muon, preconditioned, recipes, schedule_free, singd
-from benchmarks.peers.by_path import set_paths
-from benchmarks.peers.libraries import PACKAGES, PeerMissingError, has_library, installed
+from benchmarks.peers import checkouts, muon, recipes
+from benchmarks.peers import libraries as packaged
+from benchmarks.peers.checkouts import CHECKOUTS, PATHS, set_paths
+from benchmarks.peers.libraries import PACKAGES, PeerMissingError, evaluating, has_library, installed
 from benchmarks.peers.peer import Peer
-from benchmarks.peers.schedule_free import evaluating
 from benchmarks.recipes.types import Method
 
 __all__ = ["PEERS", "Peer", "PeerMissingError", "available", "evaluating", "set_paths", "versions"]
@@ -21,12 +21,12 @@ _second = partial(Method, order="second", ours=False)
 PEERS: dict[str, Method] = {
     "muon": _first(muon.label(), muon.muon, recipes.MUON),
     "muon_short": _first(f"{muon.label()}, momentum 0.85", muon.muon, recipes.MUON_SHORT),
-    "soap": _first("SOAP", preconditioned.soap, recipes.SOAP),
-    "shampoo": _first("Shampoo", preconditioned.shampoo, recipes.SHAMPOO),
-    "psgd_kron": _first("PSGD-Kron", preconditioned.psgd_kron, recipes.PSGD_KRON),
-    "schedule_free": _first("schedule-free AdamW", schedule_free.schedule_free, recipes.SCHEDULE_FREE),
+    "soap": _first("SOAP", packaged.soap, recipes.SOAP),
+    "shampoo": _first("Shampoo", packaged.shampoo, recipes.SHAMPOO),
+    "psgd_kron": _first("PSGD-Kron", packaged.psgd_kron, recipes.PSGD_KRON),
+    "schedule_free": _first("schedule-free AdamW", packaged.schedule_free, recipes.SCHEDULE_FREE),
     "distributed_shampoo": _first("Shampoo (Meta)", checkouts.distributed_shampoo, recipes.DISTRIBUTED_SHAMPOO),
-    "singd": _second("SINGD", singd.singd, recipes.SINGD),
+    "singd": _second("SINGD", packaged.singd, recipes.SINGD),
     "kfac_pytorch": _second("K-FAC (kfac-pytorch)", checkouts.kfac_pytorch, recipes.KFAC_PYTORCH),
     "ist_mfac": _second("M-FAC (its authors')", checkouts.ist_mfac, recipes.IST_MFAC),
 }
@@ -44,13 +44,12 @@ _LIBRARIES = {
 def available() -> list[str]:
     """Return the peers that can be built: their package is installed, or their checkout known."""
     lacking = {name for name, package in _LIBRARIES.items() if not has_library(package)}
-    lacking |= {name for name in by_path.CHECKOUTS if name not in by_path.PATHS.folders}
+    lacking |= {name for name in CHECKOUTS if name not in PATHS.folders}
     return [name for name in PEERS if name not in lacking]
 
 
 def versions(name: str | None = None) -> dict[str, str]:
-    """Return the versions of the packages and checkouts that peers come from."""
-    found = {**installed(), **by_path.PATHS.versions()}
+    found = {**installed(), **PATHS.versions()}
     if name is None:
         return found
     own = {name, PACKAGES.get(_LIBRARIES.get(name, ""), "")}

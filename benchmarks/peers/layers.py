@@ -48,7 +48,6 @@ def hidden_matrices(model: nn.Module) -> list[Matrix]:
 
 
 def _weights(model: nn.Module) -> dict[str, Matrix]:
-    """Return all weights that multiply what comes in."""
     found: dict[str, Matrix] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -83,6 +82,5 @@ def _trains(module: nn.Module) -> bool:
 
 
 def others(model: nn.Module, taken: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters that another optimizer does not take."""
     known = {id(parameter) for parameter in taken}
     return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in known]

@@ -1,15 +1,32 @@
-"""Imports of other projects: only when one is built, and with a word on where to get it."""
+"""Optimizers by packages of others, which are imported only when one is built, with a word on where to get it.
+
+SOAP, Shampoo and PSGD-Kron by pytorch-optimizer. SINGD, K-FAC without inverses and with structured factors: Lin et al.,
+"Structured inverse-free natural gradient" (2024), by the authors' package. Schedule-free AdamW, averaged weights in
+place of a falling rate: Defazio et al., "The road less scheduled" (2024), by the authors' package; gradients are taken
+at one point, the model is evaluated at another, and :func:`evaluating` goes there and back.
+"""
 
 import importlib
 import importlib.metadata
 import importlib.util
-from typing import Any
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
 
-PACKAGES = {
-    "pytorch_optimizer": "pytorch-optimizer",
-    "schedulefree": "schedulefree",
-    "singd": "singd",
-}
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from benchmarks.peers.layers import heard_layers, others
+from benchmarks.peers.peer import Peer
+from benchmarks.workloads import Workload
+
+PACKAGES = {"pytorch_optimizer": "pytorch-optimizer", "schedulefree": "schedulefree", "singd": "singd"}
 """Names of distributions, by what is imported."""
 
 
@@ -18,7 +35,6 @@ class PeerMissingError(ImportError):
 
 
 def library(name: str) -> Any:
-    """Import a package of another project."""
     package = name.split(".")[0]
     try:
         importlib.import_module(package)
@@ -32,7 +48,6 @@ def library(name: str) -> Any:
 
 
 def has_library(name: str) -> bool:
-    """Return whether a package of another project can be imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except ValueError:  # None stands for it in sys.modules
@@ -40,7 +55,6 @@ def has_library(name: str) -> bool:
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of those that are installed."""
     found = {}
     for name in PACKAGES.values():
         try:
@@ -48,3 +62,168 @@ def installed() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def singd(
+    model: nn.Module,
+    lr: float = 1e-3,
+    adamw_lr: float = 1e-3,
+    weight_decay: float = 0.0,
+    structure: str = "dense",
+    largest: int = 4096,
+    **options: Any,
+) -> Optimizer:
+    layers = heard_layers(model)
+    small = [layer for layer in layers.values() if max(_sides(layer)) <= largest]
+    taken = list({id(p): p for layer in small for p in layer.parameters()}.values())
+    kind = library("singd.optim.optimizer").SINGD
+    parts: list[Optimizer] = []
+    if taken:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of structures whose products are naive
+            parts.append(
+                kind(model, taken, lr=lr, weight_decay=weight_decay, structures=(structure, structure), **options)
+            )
+    if rest := others(model, taken):
+        parts.append(torch.optim.AdamW(rest, lr=adamw_lr, weight_decay=weight_decay))
+    return Peer(*parts)
+
+
+def _sides(layer: nn.Linear | nn.Conv2d) -> tuple[int, int]:
+    d_out = layer.weight.shape[0]
+    return layer.weight[0].numel() + (layer.bias is not None), d_out
+
+
+GRAFTS = {"none": 0, "sgd": 1, "adagrad": 2, "rmsprop": 3}
+"""What gives a layer's step its length, by the package's numbers."""
+
+
+def soap(model: nn.Module, beta1: float = 0.95, beta2: float = 0.95, **settings: Any) -> Optimizer:
+    """Return SOAP: Adam in the eigenbasis of Shampoo. Its first step only gathers statistics."""
+    return Peer(library("pytorch_optimizer").SOAP(_trained(model), betas=(beta1, beta2), **settings))
+
+
+def shampoo(
+    model: nn.Module, beta1: float = 0.9, beta2: float = 0.999, graft: str = "rmsprop", every: int = 10, **settings: Any
+) -> Optimizer:
+    """Return Shampoo in blocks, the length of each layer's step taken from a simpler method."""
+    if graft not in GRAFTS:
+        raise ValueError(f"graft must be one of {', '.join(GRAFTS)}, got {graft!r}")
+    kind = library("pytorch_optimizer").ScalableShampoo
+    keywords = {
+        "start_preconditioning_step": every,
+        "preconditioning_compute_steps": every,
+        "moving_average_for_momentum": True,
+        "nesterov": False,
+        **settings,
+    }
+    return Peer(kind(_trained(model), betas=(beta1, beta2), graft_type=GRAFTS[graft], **keywords))
+
+
+def psgd_kron(model: nn.Module, seed: int | None = None, **settings: Any) -> Optimizer:
+    kron = library("pytorch_optimizer").Kron(_trained(model), **settings)
+    return _Seeded(kron, seed=_seed_of(model) if seed is None else seed)
+
+
+def _seed_of(model: nn.Module) -> int:
+    """Return a number that is the same for equal weights; vectors often begin as zeros or ones, whatever the seed."""
+    weights = next((p for p in _trained(model) if p.dim() > 1), _trained(model)[0])
+    return zlib.crc32(weights.detach().cpu().float().numpy().tobytes())
+
+
+class _Seeded(Peer):
+    """Draws from generators of its own: a run is then the same whatever ran before, and the model's draws are too."""
+
+    def __init__(self, *parts: Optimizer, seed: int) -> None:
+        super().__init__(*parts)
+        self._seed, self._taken = seed, 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        known = np.random.get_state()
+        devices = {p.device for group in self.param_groups for p in group["params"] if p.is_cuda}
+        with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
+            torch.manual_seed(hash((self._seed, self._taken)))
+            np.random.seed((self._seed + self._taken) % 2**32)
+            super().step()
+        np.random.set_state(known)
+        self._taken += 1
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seed": self._seed, "taken": self._taken}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._seed, self._taken = state_dict["seed"], state_dict["taken"]
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+SETTLING = 50
+"""Batches that norms see anew before an evaluation, as the package's documentation advises."""
+
+
+@runtime_checkable
+class Averaging(Protocol):
+    """An optimizer that keeps an average of the weights to evaluate with."""
+
+    def train(self) -> None:
+        """Put the weights of training into the model."""
+
+    def eval(self) -> None:
+        """Put the averaged weights into the model."""
+
+
+def schedule_free(model: nn.Module, beta1: float = 0.9, beta2: float = 0.999, **settings: Any) -> Optimizer:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kind = library("schedulefree").AdamWScheduleFree
+    return _ScheduleFree(kind(parameters, betas=(beta1, beta2), **settings))
+
+
+class _ScheduleFree(Peer):
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for part in self.parts:
+            if isinstance(part, Averaging):
+                part.train()
+        return super().step(closure)
+
+
+@contextmanager
+def evaluating(optimizer: Optimizer, model: nn.Module, workload: Workload, seed: int = 0) -> Iterator[None]:
+    """Run the body with the weights that an optimizer wants to be judged by.
+
+    Statistics of batch norms belong to the weights they were taken with, so they are taken anew, and put back at the
+    end. For every optimizer that keeps no average this does nothing.
+    """
+    averaging = [part for part in getattr(optimizer, "parts", ()) if isinstance(part, Averaging)]
+    if not averaging:
+        yield
+        return
+    norms = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for part in averaging:
+        part.eval()
+    try:
+        _settle(model, workload, seed)
+        yield
+    finally:
+        for part in averaging:
+            part.train()
+        for name, buffer in model.named_buffers():
+            buffer.copy_(norms[name])
+
+
+def _settle(model: nn.Module, workload: Workload, seed: int) -> None:
+    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return
+    training = model.training
+    model.train()
+    with torch.no_grad():
+        for batch in islice(workload.batches(seed), SETTLING):
+            workload.outputs(model, batch)
+    model.train(training)

@@ -38,7 +38,6 @@ class Float32Muon(Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
     ) -> None:
-        """Take note of the matrices."""
         if adjust_lr_fn not in {None, "original", "match_rms_adamw"}:
             raise ValueError(f"adjust_lr_fn must be original or match_rms_adamw, got {adjust_lr_fn!r}")
         defaults = {
@@ -66,7 +65,6 @@ class Float32Muon(Optimizer):
         return loss
 
     def _move(self, matrix: Tensor, group: dict[str, Any]) -> None:
-        """Take the step of one matrix."""
         grad, state = matrix.grad, self.state[matrix]
         assert grad is not None
         if "momentum_buffer" not in state:
@@ -90,7 +88,6 @@ def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps
 
 
 def _growth(rule: str | None, d_out: int, d_in: int) -> float:
-    """Return by what the rate of a matrix is multiplied."""
     if rule == "match_rms_adamw":
         return 0.2 * math.sqrt(max(d_out, d_in))
     return math.sqrt(max(1.0, d_out / d_in))
@@ -100,7 +97,6 @@ class MatrixMuon(Optimizer):
     """Muon on weights of any shape, each taken as a matrix ``[d_out, rest]`` or as several of them."""
 
     def __init__(self, matrices: Sequence[Matrix], bfloat16: bool, **options: Any) -> None:
-        """Give every matrix to Muon."""
         self._matrices = list(matrices)
         self._views = [[nn.Parameter(view) for view in matrix.views(matrix.parameter.detach())] for matrix in matrices]
         kind = torch.optim.Muon if bfloat16 else Float32Muon
@@ -108,7 +104,6 @@ class MatrixMuon(Optimizer):
         super().__init__([matrix.parameter for matrix in matrices], {"lr": self.muon.defaults["lr"]})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -124,7 +119,6 @@ class MatrixMuon(Optimizer):
 
     @staticmethod
     def _show(matrix: Matrix, views: list[nn.Parameter]) -> None:
-        """Let Muon see the weight as it lies in memory now, and its gradient."""
         parameter, grad = matrix.parameter, matrix.parameter.grad
         if not parameter.is_contiguous():
             raise ValueError(f"Muon needs contiguous weights, got one of strides {parameter.stride()}")
@@ -150,7 +144,6 @@ def muon(
     precision: str = "auto",
     **options: Any,
 ) -> Optimizer:
-    """Return Muon for the hidden matrices of a model, beside AdamW for all else."""
     if precision not in {"auto", "bfloat16", "float32"}:
         raise ValueError(f"precision must be auto, bfloat16 or float32, got {precision!r}")
     matrices = hidden_matrices(model)
@@ -167,7 +160,6 @@ def muon(
 
 
 def label() -> str:
-    """Return the name of Muon in tables, which tells where the iteration runs in float32."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return "Muon" if does_bfloat16(device) else "Muon (float32)"
 

@@ -29,7 +29,6 @@ class Peer(Optimizer):
         super().__init__(_groups(parts), {})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step with every part."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -70,7 +69,6 @@ def held_bytes(roots: object, leave_out: Iterable[Tensor | None] = ()) -> int:
 
 
 def _tensors(value: object, seen: set[int]) -> Iterator[Tensor]:
-    """Yield every tensor that can be reached from an object."""
     if isinstance(value, Tensor):
         yield value
         return

@@ -36,7 +36,6 @@ def _recipes(
     searched: tuple[str, ...] = ("lr",),
     note: str = "",
 ) -> dict[str, Recipe]:
-    """Make the recipes of a method."""
     own = schedule is not COSINE
     return {
         name: Recipe(settings(name, _adamw(name)), source, schedule, searched=searched, own_schedule=own, note=note)
@@ -94,12 +93,7 @@ def _kfac_pytorch(workload: str, _: float) -> Settings:
 
 
 def _meta_shampoo(_: str, rate: float) -> Settings:
-    return {
-        "lr": rate,
-        "max_preconditioner_dim": 1024,
-        "precondition_frequency": 10,
-        "start_preconditioning_step": 10,
-    }
+    return {"lr": rate, "max_preconditioner_dim": 1024, "precondition_frequency": 10, "start_preconditioning_step": 10}
 
 
 def _ist_mfac(workload: str, _: float) -> Settings:

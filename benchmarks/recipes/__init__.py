@@ -12,17 +12,7 @@ from typing import Literal
 from benchmarks.recipes.building import layer_keywords, second_order, window_keywords
 from benchmarks.recipes.published import PUBLISHED
 from benchmarks.recipes.tuned import OURS
-from benchmarks.recipes.types import (
-    CONSTANT,
-    COSINE,
-    Method,
-    MethodName,
-    Recipe,
-    Rule,
-    Schedule,
-    Setting,
-    Settings,
-)
+from benchmarks.recipes.types import CONSTANT, COSINE, Method, MethodName, Recipe, Rule, Schedule, Setting, Settings
 from secondorder.factory import ALIASES
 
 __all__ = [
@@ -62,7 +52,6 @@ METHODS: dict[MethodName, Method] = {
 
 
 def find_method(name: MethodName | AliasName) -> Method:
-    """Return a method by any of its names."""
     if name in METHODS:
         return METHODS[name]
     alias = ALIASES[name]

@@ -1,5 +1,7 @@
 """From the plain values of a recipe or a command line to an optimizer."""
 
+import ast
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -19,13 +21,11 @@ def sgd(model: nn.Module, **settings: Any) -> Optimizer:
 
 
 def adamw(model: nn.Module, **settings: Any) -> Optimizer:
-    """Return AdamW; ``beta1`` and ``beta2`` stand for its ``betas``."""
     betas = (settings.pop("beta1", 0.9), settings.pop("beta2", 0.999))
     return torch.optim.AdamW(model.parameters(), betas=betas, **settings)
 
 
 def second_order(name: str, model: nn.Module, **settings: Any) -> Optimizer:
-    """Return a method of this package."""
     method = resolve(name).method
     keywords = window_keywords(settings) if method in _WINDOWED else layer_keywords(settings)
     if "kid_residual" in keywords:
@@ -51,7 +51,6 @@ _FALLBACK_BETAS = {"fallback_beta1": 0.9, "fallback_beta2": 0.999}  # the constr
 
 
 def layer_keywords(settings: Settings) -> dict[str, Any]:
-    """Turn the plain values of a recipe or a command line into the keywords of a layer method."""
     keywords = _with_dtypes(settings)
     betas = {key: keywords.pop(key, default) for key, default in _FALLBACK_BETAS.items()}
     if not betas.keys().isdisjoint(settings):
@@ -75,7 +74,6 @@ _BETAS = {"beta1": 0.0, "beta2": 1.0}  # GGT's own defaults
 
 
 def window_keywords(settings: Settings) -> dict[str, Any]:
-    """Turn the plain values of a recipe or a command line into the keywords of a window method."""
     keywords = _with_dtypes(settings)
     top_k = {key: keywords.pop(key) for key in _TOP_K if key in keywords}
     rank = keywords.pop("rank", None)
@@ -100,3 +98,28 @@ def _dtype(key: str, value: Setting) -> torch.dtype | None:
     if value is not None and not isinstance(found, torch.dtype):
         raise ValueError(f"{key} must be the name of a dtype, such as bfloat16, got {value!r}")
     return found
+
+
+_WORDS: dict[str, Setting] = {"true": True, "false": False, "none": None}
+
+
+def parse_settings(pairs: Sequence[str]) -> dict[str, Setting]:
+    settings: dict[str, Setting] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise ValueError(f"a setting must look like key=value, got {pair!r}")
+        settings[key] = _parse_value(text)
+    return settings
+
+
+def _parse_value(text: str) -> Setting:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        value = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+    if not isinstance(value, float | int | bool | str | None):
+        raise ValueError(f"a setting must be a number, a word, true, false or none, got {text!r}")
+    return value

@@ -18,7 +18,6 @@ def _table(
     layers: Settings | None = None,
     ggt: Settings | None = None,
 ) -> dict[MethodName, Settings]:
-    """Make recipes of one workload."""
     grafted: Settings = {"lr": rate, "graft": "adam"}
     natural: Settings = {**grafted, **(layers or {}), **(decayed or {})}
     whitening: Settings = {"lr": white or rate, "fallback_lr": rate, **(layers or {}), **WHITENING}
@@ -42,10 +41,6 @@ def _residual(sgd: float, window: int, rows: int) -> dict[MethodName, Settings]:
     return _table(sgd, 3e-3, window, hylo=HALF, decayed=DECAYED, white=1e-2, ggt=own)
 
 
-_LGG: dict[MethodName, Settings] = {
-    **_table(0.1, 3e-3, 100, hylo={}, whitened=False),
-    "hylo": {"lr": 0.1, "damping": 0.1, "rank_fraction": 1.0},  # few examples a step: all are kept
-}
 # All points on every step: nothing is noise, but rows of the loss vanish with the residuals.
 _POISSON: dict[MethodName, Settings] = {
     **_table(1e-3, 1e-2, 128, hylo={}, whitened=False, layers={"fisher": "exact", **DAMPED}),
@@ -63,13 +58,7 @@ _POISSON: dict[MethodName, Settings] = {
     },
     "ekfac_whiten": {"lr": 0.03, "fallback_lr": 0.03, **WHITENING},  # squares the gradient of the loss
     "kfac_adaptive": {**WATCHFUL, "likelihood": "gaussian", "fisher": "exact", "damping": 1.0},
-    "ekfac_adaptive": {
-        **WATCHFUL,
-        "likelihood": "gaussian",
-        "fisher": "exact",
-        "damping": 1.0,
-        "scale_decay": 0.8,
-    },
+    "ekfac_adaptive": {**WATCHFUL, "likelihood": "gaussian", "fisher": "exact", "damping": 1.0, "scale_decay": 0.8},
 }
 _BERT = _table(0.03, 3e-4, 128, hylo={**HALF, **DAMPED})
 _TABLES: Mapping[str, dict[MethodName, Settings]] = {
@@ -79,7 +68,6 @@ _TABLES: Mapping[str, dict[MethodName, Settings]] = {
     "vgg16": _residual(0.1, 128, 100),
     "resnet18": _residual(0.03, 32, 32),
     "resnet50": _residual(0.03, 64, 50),
-    "lgg": _LGG,
     "convnet": _table(
         0.03, 3e-3, 128, hylo={"damping": 1e-2}, whitened=False, ggt={"lr": 3e-3, "graft": "adam", "window_size": 100}
     ),

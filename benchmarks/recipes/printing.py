@@ -26,7 +26,6 @@ _CLASSES = {sgd: "torch.optim.SGD", adamw: "torch.optim.AdamW"}
 
 
 def schedule_text(schedule: Schedule, epochs: float | None = None) -> str:
-    """Return a schedule in words."""
     if schedule.shape == "steps":
         numbers = ", ".join(f"{(epochs or 100) * share:.4g}" for share in schedule.milestones)
         course = f"× {schedule.gamma:g} after " + (f"epochs {numbers}" if epochs else f"{numbers} % of the run")
@@ -39,7 +38,6 @@ def schedule_text(schedule: Schedule, epochs: float | None = None) -> str:
 
 
 def recipe_table(title: str, recipe: Recipe, own_batch_size: int, steps: str) -> Table:
-    """Return all that a recipe says."""
     size = recipe.batch_size or own_batch_size
     rows = [(key, _told(value)) for key, value in recipe.settings.items()]
     rows += [(f"workload: {key}", _told(value)) for key, value in recipe.workload.items()]
@@ -57,7 +55,6 @@ def recipe_table(title: str, recipe: Recipe, own_batch_size: int, steps: str) ->
 def scaled_table(
     recipe: Recipe, world: int, batch_size: int, own_batch_size: int, fixed: tuple[str, ...] = ()
 ) -> Table:
-    """Return the rates that the rule gives for other numbers of ranks."""
     rates = [key for key in RATES if key not in fixed and isinstance(recipe.settings.get(key), float | int)]
     rows = []
     for ranks in sorted({*WORLDS, world, recipe.world}):
@@ -70,7 +67,6 @@ def scaled_table(
 
 
 def shell_line(words: Sequence[str], world: int) -> str:
-    """Return the command that trains so."""
     module = ["-m", "benchmarks", *words]
     return shlex.join(
         ["torchrun", "--standalone", "--nproc-per-node", str(world), *module] if world > 1 else ["python", *module]
@@ -78,7 +74,6 @@ def shell_line(words: Sequence[str], world: int) -> str:
 
 
 def python_line(method: Method, settings: Settings) -> str | None:
-    """Return the call that builds the optimizer."""
     construct = method.construct
     if construct in _CLASSES:
         return _call(_CLASSES[construct], "model.parameters()", _with_betas(settings))
@@ -94,7 +89,6 @@ def python_line(method: Method, settings: Settings) -> str | None:
 
 
 def _with_betas(settings: Settings) -> dict[str, Any]:
-    """Return the keywords of AdamW, which takes both betas as one."""
     plain = {key: value for key, value in settings.items() if key not in ("beta1", "beta2")}
     if len(plain) == len(settings):
         return plain
@@ -107,7 +101,6 @@ def _call(function: str, first: str | None, keywords: Mapping[str, Any]) -> str:
 
 
 def _code(value: Any) -> str:
-    """Return a keyword's value as source text."""
     if isinstance(value, type):
         return f"torch.nn.{value.__name__}"
     if isinstance(value, list | tuple):

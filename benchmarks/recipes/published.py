@@ -16,7 +16,6 @@ from benchmarks.recipes.types import MethodName, Recipe, Rule, Schedule, Setting
 
 
 def falling(epochs: float, *at: float, warmup: float = 0.0, gamma: float = 0.1) -> Schedule:
-    """Return a rate that falls at some epochs."""
     return Schedule("steps", warmup / epochs, tuple(epoch / epochs for epoch in at), gamma)
 
 
@@ -96,13 +95,6 @@ ADAMW: dict[str, Recipe] = {
         "sqrt",
         "length 128; 5 epochs on MRPC and WNLI; its trainer clips gradients to a norm of 1",
     ),
-    "lgg": _recipe(
-        {"lr": 1e-4, "weight_decay": 0.0},
-        "mateuszbuda/brain-segmentation-pytorch, train.py (Adam)",
-        Schedule(),
-        (1, 16, 100),
-        "sqrt",
-    ),
 }
 
 # ---------------------------------------------------------------------- K-FAC
@@ -148,26 +140,14 @@ _AUTOENCODER = _recipe(
 KFAC: dict[str, Recipe] = {
     "autoencoder": _AUTOENCODER,
     "resnet32": _recipe(
-        {
-            "lr": 0.1,
-            "weight_decay": 5e-4,
-            "factor_update_steps": 1,
-            "inv_update_steps": 10,
-            **_KAISA_KEYWORDS,
-        },
+        {"lr": 0.1, "weight_decay": 5e-4, "factor_update_steps": 1, "inv_update_steps": 10, **_KAISA_KEYWORDS},
         "gpauloski/kfac-pytorch (KAISA), examples/torch_cifar10_resnet.py: its defaults, rate times ranks",
         falling(100, 35, 75, 90, warmup=5),
         (1, 128, 100),
         note=_KAISA_NOTE.format("0.003"),
     ),
     "resnet50": _recipe(
-        {
-            "lr": 0.0125,
-            "weight_decay": 5e-5,
-            "factor_update_steps": 10,
-            "inv_update_steps": 100,
-            **_KAISA_KEYWORDS,
-        },
+        {"lr": 0.0125, "weight_decay": 5e-5, "factor_update_steps": 10, "inv_update_steps": 100, **_KAISA_KEYWORDS},
         "gpauloski/kfac-pytorch (KAISA), examples/torch_imagenet_resnet.py: its defaults, rate times ranks",
         falling(55, 25, 35, 40, 45, 50, warmup=5),
         (1, 32, 55),
@@ -218,13 +198,6 @@ HYLO: dict[str, Recipe] = {
         (64, 80, 55),
         note=f"{_HYLO_RANKS}: the abstract says up to 64; " + _HYLO_NOTE.format(0.04, *_HYLO_EPOCHS),
         workload={"label_smoothing": 0.1},
-    ),
-    "lgg": _recipe(
-        {"lr": 8e-4, "damping": 0.03, "weight_decay": 1e-4, "update_steps": 200, **_HYLO},
-        "hylo-dso/hylo, scripts/train-unet-brain-end-to-end.sh (SC 2022)",
-        Schedule("constant", 10 / 50),
-        (4, 16, 50),
-        note=f"{_HYLO_RANKS}: one node has 4; KID for 10 epochs there, then KIS: here the policy decides",
     ),
 }
 
@@ -299,7 +272,7 @@ GGT: dict[str, Recipe] = {
         Schedule("cosine"),
         (1, 128, 10),
         "sqrt",
-    ),
+    )
 }
 
 PUBLISHED: Mapping[MethodName, Mapping[str, Recipe]] = {

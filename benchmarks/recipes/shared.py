@@ -8,12 +8,7 @@ DAMPED: Settings = {"damping": 1.0, "damping_mode": "relative"}
 DECAYED: Settings = {"weight_decay": 1e-2, "decoupled_weight_decay": True}
 
 # Runs of a few hundred steps want fresh factors; of a convolution a part of the batch says as much.
-OFTEN: Settings = {
-    "factor_update_steps": 5,
-    "inv_update_steps": 10,
-    "refresh_warmup": False,
-    "factor_batch_size": 32,
-}
+OFTEN: Settings = {"factor_update_steps": 5, "inv_update_steps": 10, "refresh_warmup": False, "factor_batch_size": 32}
 
 # Adam in the eigenbasis of the Fisher, refreshed often because a stale basis mixes what the scale tells apart.
 WHITENING: Settings = {

@@ -21,28 +21,65 @@ _BOTH = ("lr", "fallback_lr")
 def tuned(
     tables: Mapping[str, Settings], rule: Rule = "sqrt", searched: tuple[str, ...] = ("lr",), source: str = TUNED
 ) -> dict[str, Recipe]:
-    """Make recipes of plain tables of keywords."""
     return {name: Recipe(dict(table), source, rule=rule, searched=searched) for name, table in tables.items()}
 
 
+_SGD = {
+    "digits": 0.1, "autoencoder": 3e-3, "resnet20": 0.1, "chargpt": 0.3, "logistic": 0.01, "multi30k": 0.1, "unet": 0.1,
+}  # fmt: skip
+_ADAMW = {
+    "digits": 1e-2, "autoencoder": 1e-3, "resnet20": 3e-3, "chargpt": 3e-3, "logistic": 1e-3, "multi30k": 1e-3,
+    "unet": 3e-3,
+}  # fmt: skip
+"""Learning rates; those of AdamW are also those of the methods that are grafted onto it."""
+
+
+def _grafted(further: Mapping[str, Settings], common: Settings | None = None) -> dict[str, Settings]:
+    """Return recipes at AdamW's rate, unless they say another, with its length of a step."""
+    return {name: {"lr": _ADAMW[name], "graft": "adam", **own, **(common or {})} for name, own in further.items()}
+
+
+_WHITENED: dict[str, Settings] = {
+    "digits": {},
+    "autoencoder": {},
+    "resnet20": {"lr": 1e-2, "factor_batch_size": 32},
+    "chargpt": {"factor_positions": 32},
+    "logistic": {},
+    "multi30k": {"lr": 3e-3, "fallback_lr": 3e-3, "factor_batch_size": 32},
+    "unet": {"factor_batch_size": 2},
+}
 _WHITEN: dict[str, Settings] = {
-    "digits": {"lr": 1e-2, "fallback_lr": 1e-2, **WHITENING},
-    "autoencoder": {"lr": 1e-3, "fallback_lr": 1e-3, **WHITENING},
-    "resnet20": {"lr": 1e-2, "fallback_lr": 3e-3, **WHITENING, "factor_batch_size": 32},
-    "chargpt": {"lr": 3e-3, "fallback_lr": 3e-3, **WHITENING, "factor_positions": 32},
-    "logistic": {"lr": 1e-3, "fallback_lr": 1e-3, **WHITENING},
-    "multi30k": {"lr": 3e-3, "fallback_lr": 3e-3, **WHITENING, "factor_batch_size": 32},
-    "unet": {"lr": 3e-3, "fallback_lr": 3e-3, **WHITENING, "factor_batch_size": 2},
+    name: {"lr": _ADAMW[name], "fallback_lr": _ADAMW[name], **WHITENING, **own} for name, own in _WHITENED.items()
 }
-_NATURAL: dict[str, Settings] = {
-    "digits": {"lr": 0.02, "graft": "adam", "factor_update_steps": 5, "inv_update_steps": 10},
-    "autoencoder": {"lr": 1e-3, "graft": "adam"},
-    "resnet20": {"lr": 3e-3, "graft": "adam", **DECAYED},
-    "chargpt": {"lr": 3e-3, "graft": "adam", **DECAYED},
-    "logistic": {"lr": 1e-3, "graft": "adam"},
-    "multi30k": {"lr": 1e-3, "graft": "adam"},
-    "unet": {"lr": 3e-3, "graft": "adam"},
-}
+_NATURAL = _grafted({
+    "digits": {"lr": 0.02, "factor_update_steps": 5, "inv_update_steps": 10},
+    "autoencoder": {},
+    "resnet20": DECAYED,
+    "chargpt": DECAYED,
+    "logistic": {},
+    "multi30k": {},
+    "unet": {},
+})  # fmt: skip
+_KFAC = _grafted({
+    "digits": {"lr": 0.02, "inverse_method": "cholesky", "factor_update_steps": 5, "inv_update_steps": 10},
+    "autoencoder": {},
+    "resnet20": {**DECAYED, **OFTEN},
+    "chargpt": {**DECAYED, **OFTEN, "factor_positions": 32},
+    "logistic": {},
+    "multi30k": {**OFTEN, "factor_batch_size": 32},
+    "unet": {**OFTEN, "factor_batch_size": 2},
+})  # fmt: skip
+_HYLO = _grafted({
+    "digits": {"lr": 0.02, "damping": 1e-2},
+    # The curvature of its layers differs a thousandfold: one λ cannot fit them all.
+    "autoencoder": {"damping": 1.0, "damping_mode": "relative"},
+    "resnet20": {**HALF, **DECAYED},
+    "chargpt": {**HALF, **DECAYED},
+    "logistic": {},
+    "multi30k": {**HALF, **DAMPED},
+})  # fmt: skip
+# Eight examples a step are few enough to keep them all.
+_HYLO["unet"] = {"lr": 0.1, "damping": 0.1, "rank_fraction": 1.0}
 
 _KFAC_ADAPTIVE: dict[str, Settings] = {
     "digits": {**WATCHFUL, "likelihood": "categorical", "damping": 0.01},
@@ -66,6 +103,13 @@ _EKFAC_ADAPTIVE: dict[str, Settings] = {
 _PUBLISHED_WINDOW: Settings = {
     "lr": 1e-3, "damping": 1e-4, "weight_decay": 1e-4, "window_size": 512, "scale": "window",
 }  # fmt: skip
+_ROWS = {"digits": 32, "autoencoder": 128, "chargpt": 128, "logistic": 100, "multi30k": 32, "unet": 100}
+_SPARSE = _grafted({name: {"window_size": rows} for name, rows in _ROWS.items()}, DAMPED)
+_SPARSE["resnet20"] = _PUBLISHED_WINDOW
+_MFAC = {**_SPARSE, "digits": {"lr": 0.3, "momentum": 0.9, "graft": "sgd", "window_size": 32, **DAMPED}}
+_GGT_ROWS = {"digits": 128, "autoencoder": 100, "resnet20": 100, "chargpt": 100, "multi30k": 32, "unet": 100}
+_GGT = _grafted({name: {"window_size": rows} for name, rows in _GGT_ROWS.items()})
+_GGT["logistic"] = {"lr": 1.0, "eps": 1e-5, "window_size": 100}
 
 _NO_MATRICES = "Embedding,LayerNorm,head"
 _ORTHOGONAL: dict[str, Settings] = {
@@ -113,130 +157,27 @@ _FIRST: dict[MethodName, Method] = {
     "sgd": Method(
         "SGD",
         sgd,
-        tuned(
-            {
-                "digits": {"lr": 0.1, "momentum": 0.9},
-                "autoencoder": {"lr": 3e-3, "momentum": 0.9},
-                "resnet20": {"lr": 0.1, "momentum": 0.9},
-                "chargpt": {"lr": 0.3, "momentum": 0.9},
-                "logistic": {"lr": 0.01, "momentum": 0.9},
-                "multi30k": {"lr": 0.1, "momentum": 0.9},
-                "unet": {"lr": 0.1, "momentum": 0.9},
-            },
-            "linear",
-        ),
+        tuned({name: {"lr": lr, "momentum": 0.9} for name, lr in _SGD.items()}, "linear"),
         order="first",
         ours=False,
     ),
     "adamw": Method(
-        "AdamW",
-        adamw,
-        tuned(
-            {
-                "digits": {"lr": 1e-2},
-                "autoencoder": {"lr": 1e-3},
-                "resnet20": {"lr": 3e-3},
-                "chargpt": {"lr": 3e-3},
-                "logistic": {"lr": 1e-3},
-                "multi30k": {"lr": 1e-3},
-                "unet": {"lr": 3e-3},
-            }
-        ),
-        order="first",
-        ours=False,
+        "AdamW", adamw, tuned({name: {"lr": lr} for name, lr in _ADAMW.items()}), order="first", ours=False
     ),
-    "kfac": Method(
-        "KFAC",
-        partial(second_order, "kfac"),
-        tuned(
-            {
-                "digits": {
-                    "lr": 0.02,
-                    "graft": "adam",
-                    "inverse_method": "cholesky",
-                    "factor_update_steps": 5,
-                    "inv_update_steps": 10,
-                },
-                "autoencoder": {"lr": 1e-3, "graft": "adam"},
-                "resnet20": {"lr": 3e-3, "graft": "adam", **DECAYED, **OFTEN},
-                "chargpt": {"lr": 3e-3, "graft": "adam", **DECAYED, **OFTEN, "factor_positions": 32},
-                "logistic": {"lr": 1e-3, "graft": "adam"},
-                "multi30k": {"lr": 1e-3, "graft": "adam", **OFTEN, "factor_batch_size": 32},
-                "unet": {"lr": 3e-3, "graft": "adam", **OFTEN, "factor_batch_size": 2},
-            }
-        ),
-    ),
+    "kfac": Method("KFAC", partial(second_order, "kfac"), tuned(_KFAC)),
+    # The exponent belongs to the problem: 1/2 where the noise of the gradient rules.
     "ekfac": Method(
         "EKFAC",
         partial(second_order, "ekfac"),
-        # The exponent belongs to the problem: 1/2 where the noise of the gradient rules.
         tuned(
             {**_NATURAL, **{name: _WHITEN[name] for name in ("resnet20", "chargpt", "multi30k", "unet")}},
             searched=_BOTH,
         ),
     ),
-    "hylo": Method(
-        "HyLo",
-        partial(second_order, "hylo"),
-        tuned(
-            {
-                "digits": {"lr": 0.02, "graft": "adam", "damping": 1e-2},
-                # The curvature of its layers differs a thousandfold: one λ cannot fit them all.
-                "autoencoder": {"lr": 1e-3, "graft": "adam", "damping": 1.0, "damping_mode": "relative"},
-                "resnet20": {"lr": 3e-3, "graft": "adam", **HALF, **DECAYED},
-                "chargpt": {"lr": 3e-3, "graft": "adam", **HALF, **DECAYED},
-                "logistic": {"lr": 1e-3, "graft": "adam"},
-                "multi30k": {"lr": 1e-3, "graft": "adam", **HALF, **DAMPED},
-                # Eight examples a step are few enough to keep them all.
-                "unet": {"lr": 0.1, "damping": 0.1, "rank_fraction": 1.0},
-            }
-        ),
-    ),
-    "mfac": Method(
-        "M-FAC",
-        partial(second_order, "mfac"),
-        tuned(
-            {
-                "digits": {"lr": 0.3, "momentum": 0.9, "graft": "sgd", "window_size": 32, **DAMPED},
-                "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 128, **DAMPED},
-                "resnet20": _PUBLISHED_WINDOW,
-                "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 128, **DAMPED},
-                "logistic": {"lr": 1e-3, "graft": "adam", "window_size": 100, **DAMPED},
-                "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32, **DAMPED},
-                "unet": {"lr": 3e-3, "graft": "adam", "window_size": 100, **DAMPED},
-            }
-        ),
-    ),
-    "sparse_mfac": Method(
-        "sparse M-FAC",
-        partial(second_order, "sparse_mfac"),
-        tuned(
-            {
-                "digits": {"lr": 1e-2, "graft": "adam", "window_size": 32, **DAMPED},
-                "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 128, **DAMPED},
-                "resnet20": _PUBLISHED_WINDOW,
-                "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 128, **DAMPED},
-                "logistic": {"lr": 1e-3, "graft": "adam", "window_size": 100, **DAMPED},
-                "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32, **DAMPED},
-                "unet": {"lr": 3e-3, "graft": "adam", "window_size": 100, **DAMPED},
-            }
-        ),
-    ),
-    "ggt": Method(
-        "GGT",
-        partial(second_order, "ggt"),
-        tuned(
-            {
-                "digits": {"lr": 1e-2, "graft": "adam", "window_size": 128},
-                "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 100},
-                "resnet20": {"lr": 3e-3, "graft": "adam", "window_size": 100},
-                "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 100},
-                "logistic": {"lr": 1.0, "eps": 1e-5, "window_size": 100},
-                "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32},
-                "unet": {"lr": 3e-3, "graft": "adam", "window_size": 100},
-            }
-        ),
-    ),
+    "hylo": Method("HyLo", partial(second_order, "hylo"), tuned(_HYLO)),
+    "mfac": Method("M-FAC", partial(second_order, "mfac"), tuned(_MFAC)),
+    "sparse_mfac": Method("sparse M-FAC", partial(second_order, "sparse_mfac"), tuned(_SPARSE)),
+    "ggt": Method("GGT", partial(second_order, "ggt"), tuned(_GGT)),
     "ekfac_natural": Method("EKFAC, power 1", partial(second_order, "ekfac"), tuned(_NATURAL, searched=_BOTH)),
     "ekfac_whiten": Method("EKFAC, power 1/2", partial(second_order, "ekfac"), tuned(_WHITEN, searched=_BOTH)),
     "kfac_adaptive": Method(

@@ -1,11 +1,13 @@
 """What a recipe is: the keywords of one optimizer on one workload, where they come from, and how they scale."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 Setting = float | int | bool | str | None
 Settings = Mapping[str, Setting]
@@ -78,12 +80,10 @@ class Recipe:
     """What a reader of a comparison should know."""
 
     def at(self, world: int, batch_size: int, own_batch_size: int) -> "Recipe":
-        """Return the recipe for other numbers of ranks and of examples."""
         growth = world * batch_size / (self.world * (self.batch_size or own_batch_size))
         return replace(self.times(growth ** _EXPONENTS[self.rule], RATES), world=world, batch_size=batch_size)
 
     def times(self, factor: float, keywords: tuple[str, ...] | None = None) -> "Recipe":
-        """Return the recipe with some of its keywords multiplied."""
         chosen = self.searched if keywords is None else keywords
         scaled = {key: _scaled(value, factor) for key, value in self.settings.items() if key in chosen}
         return replace(self, settings={**self.settings, **scaled})
@@ -116,7 +116,6 @@ class Method:
     """Whether this package has it."""
 
     def recipe(self, workload: str, size: str = "cpu") -> Recipe:
-        """Return the recipe of a workload."""
         if size == "paper" and workload in self.published:
             return self.published[workload]
         if workload not in self.recipes:
@@ -125,12 +124,10 @@ class Method:
         return self.recipes[workload]
 
     def settings(self, workload: str | None, changes: Settings | None = None, size: str = "cpu") -> Settings:
-        """Return the keywords of a recipe."""
         settings = self.recipe(workload, size).settings if workload else {}
         return {**settings, **(changes or {})}
 
     def needs_closure(self, workload: str | None = None, changes: Settings | None = None, size: str = "cpu") -> bool:
-        """Return whether a recipe evaluates the loss within a step."""
         settings = self.settings(workload, changes, size)
         return any(settings.get(key) for key in _WITH_CLOSURE)
 
@@ -139,3 +136,21 @@ class Method:
     ) -> Optimizer:
         """Return a new optimizer of ``model`` with the recipe of a workload."""
         return self.construct(model, **self.settings(workload, changes, size))
+
+
+def factor(schedule: Schedule, step: int, steps: int) -> float:
+    warmup = math.ceil(schedule.warmup * steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    share = (step - warmup) / max(1, steps - warmup)
+    if schedule.shape == "cosine":
+        return 0.5 + 0.5 * math.cos(math.pi * share)
+    if schedule.shape == "linear":
+        return 1 - share
+    if schedule.shape == "steps":
+        return float(schedule.gamma ** sum(step >= milestone * steps for milestone in schedule.milestones))
+    return 1.0
+
+
+def make_schedule(schedule: Schedule, steps: int, optimizer: Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: factor(schedule, min(step, steps), steps))

@@ -5,57 +5,32 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.workloads.autoencoder import Autoencoder
 from benchmarks.workloads.base import Batch, DataMissingError, Size, Workload
-from benchmarks.workloads.bert_glue import Glue
-from benchmarks.workloads.bert_qa import BertQA
 from benchmarks.workloads.chargpt import CharGPT
-from benchmarks.workloads.convnet import ConvNet
+from benchmarks.workloads.cifar import VGG16, ResNet20, ResNet32, ResNet110
 from benchmarks.workloads.digits import Digits
+from benchmarks.workloads.glue import Glue
 from benchmarks.workloads.gpt2 import GPT2
 from benchmarks.workloads.imagenet import ResNet18, ResNet50
-from benchmarks.workloads.lgg import LGG
-from benchmarks.workloads.logistic import Logistic
+from benchmarks.workloads.mnist import Autoencoder, ConvNet, Logistic
 from benchmarks.workloads.multi30k import Multi30k
 from benchmarks.workloads.poisson import Poisson
-from benchmarks.workloads.resnet20 import ResNet20, ResNet32, ResNet110
+from benchmarks.workloads.squad import BertQA
 from benchmarks.workloads.unet import UNet
-from benchmarks.workloads.vgg import VGG16
 
 __all__ = ["WORKLOADS", "Batch", "DataMissingError", "Size", "Workload", "WorkloadName", "make_workload"]
 
 WorkloadName = Literal[
     "digits", "autoencoder", "resnet20", "chargpt", "logistic", "multi30k", "unet",
-    "resnet32", "resnet110", "vgg16", "resnet18", "resnet50", "lgg", "convnet",
+    "resnet32", "resnet110", "vgg16", "resnet18", "resnet50", "convnet",
     "gpt2_small", "bert_qa", "glue", "poisson",
 ]  # fmt: skip
 
-WORKLOADS: dict[
-    WorkloadName,
-    type[
-        Digits | Autoencoder | ResNet20 | CharGPT | Logistic | Multi30k | UNet
-        | VGG16 | ResNet18 | ResNet50 | LGG | ConvNet | BertQA | Glue | Poisson
-    ],
-] = {
-    "digits": Digits,
-    "autoencoder": Autoencoder,
-    "resnet20": ResNet20,
-    "chargpt": CharGPT,
-    "logistic": Logistic,
-    "multi30k": Multi30k,
-    "unet": UNet,
-    "resnet32": ResNet32,
-    "resnet110": ResNet110,
-    "vgg16": VGG16,
-    "resnet18": ResNet18,
-    "resnet50": ResNet50,
-    "lgg": LGG,
-    "convnet": ConvNet,
-    "gpt2_small": GPT2,
-    "bert_qa": BertQA,
-    "glue": Glue,
-    "poisson": Poisson,
-}  # fmt: skip
+_KINDS: tuple[Any, ...] = (
+    Digits, Autoencoder, ResNet20, CharGPT, Logistic, Multi30k, UNet, ResNet32, ResNet110, VGG16, ResNet18, ResNet50,
+    ConvNet, GPT2, BertQA, Glue, Poisson,
+)  # fmt: skip
+WORKLOADS: dict[WorkloadName, Any] = {kind.name: kind for kind in _KINDS}
 
 
 def make_workload(
@@ -65,12 +40,12 @@ def make_workload(
     batch_size: int | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> Workload:
-    """Return a workload."""
     kind = WORKLOADS[name]
     presets = {"smoke": kind.smoke, "cpu": kind, "paper": kind.paper}
     workload = presets[size](data_dir)
     changed = {**(changes or {}), **({} if batch_size is None else {"batch_size": batch_size})}
-    known = [field.name for field in fields(workload)]
+    known = [field.name for field in fields(kind)]
     if unknown := [key for key in changed if key not in known]:
         raise ValueError(f"{name} has no field {', '.join(unknown)}, only {', '.join(known)}")
-    return replace(workload, **changed)
+    made: Workload = replace(workload, **changed)
+    return made

@@ -4,11 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Self
 
 from secondorder import Likelihood
 
@@ -37,89 +38,90 @@ class DataMissingError(FileNotFoundError):
         super().__init__(f"missing data: {folder} lacks {names}. Get it from {origin}. {hint}".strip())
 
 
-class Workload(Protocol):
-    """A model, a loss and a seeded stream of batches. Reading the data waits for the first batch."""
+class Workload(ABC):
+    """A model, a loss and a seeded stream of batches. Reading the data waits for the first batch.
+
+    Fields have the values of the size ``cpu``. Unless a workload says otherwise the model takes the inputs, and its
+    outputs, logits of classes, are compared with the targets.
+    """
 
     name: ClassVar[str]
     steps: ClassVar[dict[Size, int]]
     """Optimizer steps that a run of each size takes."""
+    small: ClassVar[dict[str, Any]] = {}
+    """Fields of the size ``smoke`` that are others."""
+    published: ClassVar[dict[str, Any]] = {}
+    """Fields of the size ``paper`` that are others."""
+
+    @classmethod
+    def smoke(cls, data_dir: Path | None = None) -> Self:
+        """Return the small version of this workload."""
+        make: Any = cls
+        workload: Self = make(data_dir, **cls.small)
+        return workload
+
+    @classmethod
+    def paper(cls, data_dir: Path | None = None) -> Self:
+        """Return the published version of this workload."""
+        make: Any = cls
+        workload: Self = make(data_dir, **cls.published)
+        return workload
 
     @property
+    @abstractmethod
     def metric(self) -> str:
         """What :meth:`evaluate` returns, for table heads."""
 
     @property
-    def likelihood(self) -> str | Likelihood:
-        """What the loss says of the outputs, as ``secondorder`` names it."""
-
-    @property
+    @abstractmethod
     def batch_size(self) -> int:
         """Examples per optimizer step."""
 
     @property
+    @abstractmethod
     def examples(self) -> int:
         """Training examples, of which an epoch takes as many."""
 
+    @property
+    def likelihood(self) -> str | Likelihood:
+        """What the loss says of the outputs, as ``secondorder`` names it."""
+        return "categorical"
+
+    @abstractmethod
     def build_model(self, seed: int) -> nn.Module:
         """Return a new model whose weights depend on ``seed`` only."""
 
+    @abstractmethod
     def batches(self, seed: int) -> Iterator[Batch]:
         """Yield batches for ever; equal seeds give equal batches."""
 
-    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the logits of one batch."""
-
-    def targets(self, batch: Batch) -> Tensor:
-        """Return what the outputs are compared with."""
-
+    @abstractmethod
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss, a 0-dim tensor."""
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the training loss of one batch, a 0-dim tensor."""
-
+    @abstractmethod
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         """Return :attr:`metric` on held-out data, on all of it or on a part; the model's mode is left as it was."""
 
-    def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return what else the field reports of a trained model, by name, on all held-out data; often nothing."""
-
-
-class Supervised(ABC):
-    """What most workloads have in common: the model takes the inputs, its outputs are compared with the targets."""
-
-    @property
-    def likelihood(self) -> str | Likelihood:
-        """Classes, unless a workload says otherwise."""
-        return "categorical"
-
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return what the model makes of the inputs."""
         logits: Tensor = model(batch[0])
         return logits
 
     def targets(self, batch: Batch) -> Tensor:
-        """Return what the outputs are compared with."""
         return batch[1]
 
-    @abstractmethod
-    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss."""
-
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the training loss of one batch."""
         return self.criterion(self.outputs(model, batch), self.targets(batch))
 
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return what else the field reports of a trained model: here nothing."""
+        """Return what else the field reports of a trained model, by name, on all held-out data; often nothing."""
         return {}
 
 
-class Classification(Supervised):
+class Classification(Workload):
     """What workloads on classes have in common."""
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy over all positions, in nats."""
         return cross_entropy(outputs, targets)
 
 

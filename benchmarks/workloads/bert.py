@@ -7,14 +7,158 @@ question answering does without. The sizes below base are those of Turc et al., 
 
 import pickle
 import re
+import unicodedata
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
-from benchmarks.workloads.transformer import Layer, dropping
-from benchmarks.workloads.wordpieces import WordPieces
+from benchmarks.workloads.base import Batch, Workload, seeded, shuffled_indices
+from benchmarks.workloads.chargpt import Layer, dropping
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+FILE = "vocab.txt"
+_LONGEST = 100
+"""Letters of a word; longer ones are unknown."""
+_CHINESE = (
+    (0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F),
+    (0x2B740, 0x2B81F), (0x2B820, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F),
+)  # fmt: skip
+
+
+class Piece(NamedTuple):
+    """A token, and where it stands in the text."""
+
+    number: int
+    start: int
+    stop: int
+
+
+class _Word(NamedTuple):
+    """A word as the vocabulary has it, and the place of each of its letters in the text."""
+
+    letters: str
+    places: tuple[int, ...]
+
+
+class WordPieces:
+    """A vocabulary of pieces, as BERT's uncased models have them.
+
+    A text is cut at blanks and around every punctuation mark and every Chinese character, lower-cased and freed of
+    accents. A word becomes the longest piece of the vocabulary that it begins with, then the longest that goes on from
+    there, and so forth; pieces that go on begin with ``##``. A word of which any part is not in the vocabulary is one
+    unknown word.
+    """
+
+    def __init__(self, numbers: dict[str, int]) -> None:
+        if missing := [name for name in SPECIAL[:4] if name not in numbers]:
+            raise ValueError(f"a vocabulary must hold {', '.join(SPECIAL[:4])}, it lacks {', '.join(missing)}")
+        self.numbers = numbers
+        self.padding, self.unknown, self.begin, self.separator = (numbers[name] for name in SPECIAL[:4])
+        self._known: dict[str, list[Piece]] = {}
+
+    def __len__(self) -> int:
+        return max(self.numbers.values()) + 1
+
+    @classmethod
+    def read(cls, path: Path) -> "WordPieces":
+        """Read a vocabulary in BERT's format, one piece a line."""
+        try:
+            lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+            return cls({line.rstrip("\r"): number for number, line in enumerate(lines)})
+        except ValueError as err:
+            raise ValueError(f"{path} must be a vocabulary of BERT: {err}") from err
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], size: int) -> "WordPieces":
+        chunks = Counter(chunk for text in texts for chunk in text.split())
+        words: Counter[str] = Counter()
+        characters: Counter[str] = Counter()
+        for chunk, count in chunks.items():
+            for word in _words(chunk):
+                words[word.letters] += count
+                for character in word.letters:
+                    characters[character] += count
+        alphabet = _ranked(characters)[: (size - len(SPECIAL)) // 4]
+        pieces = [*SPECIAL, *alphabet, *(f"##{character}" for character in alphabet)]
+        known = set(pieces)
+        pieces += [word for word in _ranked(words) if word not in known][: max(0, size - len(pieces))]
+        return cls({piece: number for number, piece in enumerate(pieces)})
+
+    def encode(self, text: str) -> list[Piece]:
+        out: list[Piece] = []
+        for found in re.finditer(r"\S+", text):
+            chunk, offset = found[0], found.start()
+            if chunk not in self._known:
+                self._known[chunk] = [piece for word in _words(chunk) for piece in self._pieces(word)]
+            out += [Piece(number, start + offset, stop + offset) for number, start, stop in self._known[chunk]]
+        return out
+
+    def _pieces(self, word: _Word) -> list[Piece]:
+        letters, places = word
+        out: list[Piece] = []
+        start = 0
+        while start < len(letters) <= _LONGEST:
+            prefix = "##" if start else ""
+            ends = range(len(letters), start, -1)
+            stop = next((end for end in ends if prefix + letters[start:end] in self.numbers), None)
+            if stop is None:
+                break
+            out.append(Piece(self.numbers[prefix + letters[start:stop]], places[start], places[stop - 1] + 1))
+            start = stop
+        whole = start == len(letters)
+        return out if whole else [Piece(self.unknown, places[0], places[-1] + 1)]
+
+
+def find_pieces(data_dir: Path, texts: Iterable[str], size: int) -> WordPieces:
+    path = data_dir / "bert" / FILE
+    return WordPieces.read(path) if path.is_file() else WordPieces.learn(texts, size)
+
+
+def _words(chunk: str) -> Iterator[_Word]:
+    letters: list[tuple[str, int]] = []
+    for place, character in enumerate(chunk):
+        alone = _stands_alone(character)
+        if alone and letters:
+            yield _word(letters)
+            letters = []
+        letters += [(letter, place) for letter in _normalised(character)]
+        if alone and letters:
+            yield _word(letters)
+            letters = []
+    if letters:
+        yield _word(letters)
+
+
+def _word(letters: list[tuple[str, int]]) -> _Word:
+    return _Word("".join(letter for letter, _ in letters), tuple(place for _, place in letters))
+
+
+def _stands_alone(character: str) -> bool:
+    """Return whether a character is a punctuation mark or Chinese: signs such as $ and ^ count as punctuation."""
+    code = ord(character)
+    if code < 128:
+        return character.isprintable() and not character.isalnum()
+    return unicodedata.category(character)[0] == "P" or any(low <= code <= high for low, high in _CHINESE)
+
+
+def _normalised(character: str) -> str:
+    if unicodedata.category(character)[0] == "C" or character == "\ufffd":
+        return ""
+    parts = unicodedata.normalize("NFD", character.lower())
+    return "".join(part for part in parts if unicodedata.category(part) != "Mn")
+
+
+def _ranked(counts: Counter[str]) -> list[str]:
+    return sorted(counts, key=lambda entry: (-counts[entry], entry))
+
 
 EncoderName = Literal["smallest", "tiny", "mini", "small", "medium", "base", "large"]
 SHAPES: dict[EncoderName, tuple[int, int, int]] = {
@@ -51,7 +195,6 @@ class Bert(nn.Module):
     def __init__(
         self, shape: tuple[int, int, int], pieces: WordPieces, dropout: float = 0.0, pooled: bool = False
     ) -> None:
-        """Build the encoder with new weights from torch's generator."""
         super().__init__()
         layers, width, heads = shape
         self.words = nn.Embedding(len(pieces), width, pieces.padding)
@@ -64,7 +207,6 @@ class Bert(nn.Module):
         self.apply(_initialise)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Read sentences."""
         # Positions are looked up for every example, so that each has gradients of its own there.
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         there = tokens != self.padding
@@ -76,7 +218,6 @@ class Bert(nn.Module):
         return x
 
     def first(self, tokens: Tensor) -> Tensor:
-        """Read sentences and sum each up."""
         if self.pooler is None:
             raise ValueError("the encoder was built without a pooler, take pooled=True")
         return torch.tanh(self.pooler(self(tokens)[:, 0]))
@@ -99,7 +240,6 @@ def trimmed(tokens: Tensor, padding: int) -> Tensor:
 
 
 def new_head(width: int, outputs: int) -> nn.Linear:
-    """Return the map behind the encoder, initialised as the encoder is."""
     head = nn.Linear(width, outputs)
     _initialise(head)
     return head
@@ -128,7 +268,6 @@ def load_checkpoint(encoder: Bert, path: Path) -> None:
 
 
 def their_name(name: str) -> str:
-    """Return Hugging Face's name of a tensor."""
     pattern, to = next((pattern, to) for pattern, to in _THEIRS if re.match(pattern, name))
     return re.sub(pattern, to, name)
 
@@ -146,3 +285,73 @@ def _read_state(path: Path) -> dict[str, Tensor]:
     for old, new in today:
         names = {name: short.replace(old, new) for name, short in names.items()}
     return {names[name]: value for name, value in state.items()}
+
+
+# ---------------------------------------------------------------------- workloads
+@dataclass(frozen=True)
+class Encoding(Workload):
+    """What the workloads on an encoder have in common.
+
+    Pieces come from a ``vocab.txt`` of BERT where there is one in ``<data-dir>/bert``, else from the words of the
+    training file. Without ``checkpoint`` the weights are new, and what the model learns in a short run is little.
+    """
+
+    data_dir: Path
+    batch_size: int = 16
+    encoder: EncoderName = "tiny"
+    """Size of the encoder."""
+    length: int = 192
+    """Pieces that are read at a time."""
+    vocabulary: int = 8000
+    """Pieces that are made where there is no vocabulary of BERT."""
+    dropout: float = 0.0
+    """Share of the hidden states that is dropped."""
+    checkpoint: str | None = None
+    """File with the weights of a published encoder."""
+
+    def __post_init__(self) -> None:
+        if self.encoder not in SHAPES:
+            raise ValueError(f"encoder must be one of {', '.join(SHAPES)}, got {self.encoder!r}")
+
+    @classmethod
+    def paper(cls, data_dir: Path | None = None) -> Self:
+        weights = (data_dir or Path()) / "bert" / "pytorch_model.bin"
+        make: Any = cls
+        workload: Self = make(data_dir, checkpoint=str(weights) if weights.is_file() else None, **cls.published)
+        return workload
+
+    @property
+    def examples(self) -> int:
+        return len(self.train[0])
+
+    def build_model(self, seed: int) -> nn.Module:
+        with seeded(seed):
+            model = self.model_of(SHAPES[self.encoder], self.pieces)
+        if self.checkpoint is not None:
+            encoder = model.encoder
+            assert isinstance(encoder, Bert)
+            load_checkpoint(encoder, Path(str(self.checkpoint)))
+        return model
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        tokens, targets = self.train
+        generator = torch.Generator().manual_seed(seed)
+        for index in shuffled_indices(len(tokens), self.batch_size, generator):
+            yield trimmed(tokens[index], self.pieces.padding), targets[index]
+
+    @cached_property
+    def pieces(self) -> WordPieces:
+        return find_pieces(self.data_dir, dict.fromkeys(self.texts()), self.vocabulary)
+
+    @abstractmethod
+    def texts(self) -> Iterable[str]:
+        """Return the texts of the training file."""
+
+    @abstractmethod
+    def model_of(self, shape: tuple[int, int, int], pieces: WordPieces) -> nn.Module:
+        """Return a new encoder with its head, from torch's generator."""
+
+    @cached_property
+    @abstractmethod
+    def train(self) -> Batch:
+        """All pieces that are trained on, padded to one length, and what is to be said of them."""

@@ -4,25 +4,109 @@ Its weights are initialised as torch does by default. The small embeddings of GP
 warm-up of the learning rate: without one SGD diverges or stays at the frequencies of the characters.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from benchmarks.workloads.base import (
-    Batch,
-    Classification,
-    DataMissingError,
-    Size,
-    evaluating,
-    find_folder,
-    seeded,
-)
-from benchmarks.workloads.transformer import GPT
+from benchmarks.workloads.base import Batch, Classification, DataMissingError, Size, evaluating, find_folder, seeded
+
+
+def dropping(share: float) -> nn.Module:
+    return nn.Dropout(share) if share else nn.Identity()
+
+
+class Attention(nn.Module):
+    """Self-attention with separate projections."""
+
+    def __init__(self, width: int, heads: int, causal: bool, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.heads, self.causal, self.dropout = heads, causal, dropout
+
+    def forward(self, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        batch, length, width = x.shape
+        split = (batch, length, self.heads, width // self.heads)
+        q, k, v = (layer(x).view(split).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=self.causal)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return out
+
+
+class Layer(nn.Module):
+    """One transformer layer, with its norms in front of its two halves or behind them."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        norm_first: bool = True,
+        eps: float = 1e-5,
+        activation: Callable[[], nn.Module] = nn.GELU,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width, eps), nn.LayerNorm(width, eps)
+        self.attention = Attention(width, heads, causal, dropout)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), activation(), nn.Linear(4 * width, width))
+        self.dropout = dropping(dropout)
+        self.norm_first = norm_first
+
+    def forward(self, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """Return the next hidden states; arguments as of :meth:`Attention.forward`."""
+        if self.norm_first:
+            x = x + self.dropout(self.attention(self.norm1(x), allowed))
+            first: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
+            return first
+        x = self.norm1(x + self.dropout(self.attention(x, allowed)))
+        last: Tensor = self.norm2(x + self.dropout(self.mlp(x)))
+        return last
+
+
+class GPT(nn.Module):
+    """Token and position embeddings, causal layers with their norms in front, a norm and a head.
+
+    The weights are initialised as torch does by default; :func:`benchmarks.workloads.gpt2.initialise` does it as GPT-2.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        context: int,
+        width: int,
+        layers: int,
+        heads: int,
+        *,
+        tied: bool = False,
+        activation: Callable[[], nn.Module] = nn.GELU,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.dropout = dropping(dropout)
+        self.layers = nn.Sequential(
+            *(Layer(width, heads, activation=activation, dropout=dropout) for _ in range(layers))
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=not tied)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        # Looked up for every example, so that each has gradients of its own there.
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        x = self.dropout(self.tokens(tokens) + self.positions(positions))
+        logits: Tensor = self.head(self.norm(self.layers(x)))
+        return logits
+
 
 FILE = "input.txt"
 ORIGIN = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -49,16 +133,16 @@ class CharGPT(Classification):
     name: ClassVar[str] = "chargpt"
     metric: ClassVar[str] = "test loss"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 5000}
-
-    @classmethod
-    def smoke(cls, data_dir: Path) -> "CharGPT":
-        """Return the small version of this workload."""
-        return cls(data_dir, batch_size=8, context=32, width=32, layers=1, heads=2)
-
-    @classmethod
-    def paper(cls, data_dir: Path) -> "CharGPT":
-        """Return the size of nanoGPT's ``config/train_shakespeare_char.py``, whose layers have no biases, though."""
-        return cls(data_dir, batch_size=64, context=256, width=384, layers=6, heads=6, dropout=0.2)
+    small: ClassVar[dict[str, Any]] = {"batch_size": 8, "context": 32, "width": 32, "layers": 1, "heads": 2}
+    # As in nanoGPT's config/train_shakespeare_char.py, whose layers have no biases, though.
+    published: ClassVar[dict[str, Any]] = {
+        "batch_size": 64,
+        "context": 256,
+        "width": 384,
+        "layers": 6,
+        "heads": 6,
+        "dropout": 0.2,
+    }
 
     @property
     def examples(self) -> int:
@@ -66,12 +150,10 @@ class CharGPT(Classification):
         return (len(self._split[0]) - 1) // self.context
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the transformer with weights from ``seed``; the text decides the vocabulary."""
         with seeded(seed):
             return GPT(self._vocabulary, self.context, self.width, self.layers, self.heads, dropout=self.dropout)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield windows at random places of the training text for ever."""
         generator = torch.Generator().manual_seed(seed)
         text, _ = self._split
         while True:
@@ -79,7 +161,6 @@ class CharGPT(Classification):
             yield self._windows(text, starts)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the loss on evenly spread windows of the held-out text."""
         _, text = self._split
         starts = torch.linspace(0, len(text) - self.context - 1, EVAL_WINDOWS).long()
         if everything:
@@ -89,13 +170,11 @@ class CharGPT(Classification):
             return sum(len(part) * float(self.loss(model, self._windows(text, part))) for part in parts) / len(starts)
 
     def _windows(self, text: Tensor, starts: Tensor) -> Batch:
-        """Cut windows and their shifted targets."""
         index = starts[:, None] + torch.arange(self.context)
         return text[index], text[index + 1]
 
     @property
     def _split(self) -> Batch:
-        """The training text and the held-out text."""
         tokens = self._tokens
         cut = int(TRAIN_SHARE * len(tokens))
         if len(tokens) - cut <= self.context:
@@ -104,14 +183,12 @@ class CharGPT(Classification):
 
     @cached_property
     def _tokens(self) -> Tensor:
-        """The text as numbers of its characters in sorted order."""
         text = self._text
         number = {character: index for index, character in enumerate(sorted(set(text)))}
         return torch.tensor([number[character] for character in text])
 
     @property
     def _vocabulary(self) -> int:
-        """Number of different tokens."""
         return int(self._tokens.max()) + 1
 
     @cached_property
@@ -126,7 +203,6 @@ class CharGPT(Classification):
 
 
 def read_text(path: Path) -> str:
-    """Read a text."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as err:

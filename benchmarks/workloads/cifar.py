@@ -1,18 +1,36 @@
-"""CIFAR-10 and CIFAR-100: where their files are, how they are read and augmented, and what their workloads share."""
+"""CIFAR-10 and CIFAR-100: where their files are, how they are read and augmented, and the networks that train on them.
+
+ResNet-20, -32 and -110 are after He et al., "Deep residual learning for image recognition" (2016), section 4.2: 6n + 2
+layers, identity shortcuts that subsample and pad with zero channels, batches of 128 images and 64,000 steps with flips
+and crops. VGG-16 is after Simonyan and Zisserman, "Very deep convolutional networks for large-scale image recognition"
+(2015), configuration D, in the form that is usual for 32x32 images: thirteen 3x3 convolutions, five times halved, batch
+norm after each, which needs no biases then, and one linear layer in place of three.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.workloads.base import Batch, Classification, accuracy, cross_entropy, find_folder, shuffled_indices
+from benchmarks.workloads.base import (
+    Batch,
+    Classification,
+    Size,
+    accuracy,
+    cross_entropy,
+    find_folder,
+    seeded,
+    shuffled_indices,
+)
 from benchmarks.workloads.readers import CifarName, read_cifar_batch
+from benchmarks.workloads.resnets import cifar_resnet, initialise_convolutions
 
 Augment = Literal["none", "flips", "crops"]
 """``flips``: each image is mirrored with probability one half. ``crops``: that, and crops of the padded image."""
@@ -79,20 +97,16 @@ class Cifar(Classification):
 
     @property
     def classes(self) -> int:
-        """Logits of the network."""
         return CIFAR[self.dataset].classes
 
     @property
     def examples(self) -> int:
-        """Training examples: an epoch takes all of them once."""
         return len(self._train[0])
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy, in nats."""
         return cross_entropy(outputs, targets, self.label_smoothing)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled training batches for ever, augmented as :attr:`augment` says."""
         images, labels = self._train
         generator = torch.Generator().manual_seed(seed)
         for index in shuffled_indices(len(images), self.batch_size, generator):
@@ -116,7 +130,6 @@ class Cifar(Classification):
         return accuracy(model, self._normalise(images[:count]), labels[:count])
 
     def _normalise(self, images: Tensor) -> Tensor:
-        """Scale bytes to zero mean and unit variance per channel."""
         files = CIFAR[self.dataset]
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (files.mean, files.std))
         return images.float().div_(255).sub_(mean).div_(std)
@@ -144,7 +157,6 @@ def random_crops(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _find(data_dir: Path, dataset: CifarName) -> Path:
-    """Return the standard folder of a data set."""
     files = CIFAR[dataset]
     parents = (data_dir / dataset, data_dir)
     packs = sorted({pack for parent in parents for pack in parent.glob("*.npz") if dataset == "cifar10"})
@@ -166,7 +178,84 @@ def _unpack_hint(pack: Path) -> str:
 
 
 def _read(folder: Path, names: tuple[str, ...], dataset: CifarName) -> Batch:
-    """Read and join batch files."""
     parts = [read_cifar_batch(folder / name, dataset) for name in names]
     images = np.concatenate([part[0] for part in parts])
     return torch.from_numpy(images), torch.from_numpy(np.concatenate([part[1] for part in parts]))
+
+
+PUBLISHED_STEPS = 64_000
+
+
+@dataclass(frozen=True)
+class ResNet20(Cifar):
+    """Cross-entropy on CIFAR with horizontal flips, and at the published size with crops."""
+
+    depth: int = 3
+    """Blocks of each of the three stages."""
+    channels: tuple[int, int, int] = (16, 32, 64)
+
+    name: ClassVar[str] = "resnet20"
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": PUBLISHED_STEPS}
+    small: ClassVar[dict[str, Any]] = {"batch_size": 32, "depth": 1, "channels": (4, 8, 16)}
+    published: ClassVar[dict[str, Any]] = {"batch_size": 128, "augment": "crops"}
+
+    def build_model(self, seed: int) -> nn.Module:
+        with seeded(seed):
+            return cifar_resnet(self.depth, self.channels, self.classes)
+
+
+@dataclass(frozen=True)
+class ResNet32(ResNet20):
+    """The same with five blocks a stage."""
+
+    depth: int = 5
+
+    name: ClassVar[str] = "resnet32"
+
+
+@dataclass(frozen=True)
+class ResNet110(ResNet20):
+    """The same with eighteen blocks a stage; a step takes six times as long as one of ResNet-20."""
+
+    batch_size: int = 64
+    depth: int = 18
+
+    name: ClassVar[str] = "resnet110"
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 60, "paper": PUBLISHED_STEPS}
+    small: ClassVar[dict[str, Any]] = {"batch_size": 32, "depth": 2, "channels": (4, 8, 16)}
+
+
+STAGES = (2, 2, 3, 3, 3)
+"""Convolutions before each halving."""
+GROWTH = (1, 2, 4, 8, 8)
+"""Their width, in widths of the first."""
+
+
+def vgg16(width: int, classes: int) -> nn.Module:
+    widths = [growth * width for depth, growth in zip(STAGES, GROWTH, strict=True) for _ in range(depth)]
+    last = {sum(STAGES[: stage + 1]) - 1 for stage in range(len(STAGES))}
+    layers: list[nn.Module] = []
+    for index, (d_in, d_out) in enumerate(pairwise([3, *widths])):
+        layers += [nn.Conv2d(d_in, d_out, 3, padding=1, bias=False), nn.BatchNorm2d(d_out), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] if index in last else []
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(widths[-1], classes))
+    initialise_convolutions(model)
+    return model
+
+
+@dataclass(frozen=True)
+class VGG16(Cifar):
+    """Cross-entropy on CIFAR with horizontal flips; a quarter as wide as published, unless at the published size."""
+
+    batch_size: int = 64
+    width: int = 16
+    """Channels of the first stage."""
+
+    name: ClassVar[str] = "vgg16"
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 100, "paper": 78_000}
+    small: ClassVar[dict[str, Any]] = {"batch_size": 32, "width": 4}
+    published: ClassVar[dict[str, Any]] = {"batch_size": 128, "width": 64, "augment": "crops"}
+
+    def build_model(self, seed: int) -> nn.Module:
+        with seeded(seed):
+            return vgg16(self.width, self.classes)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from sklearn.datasets import load_digits
@@ -28,20 +28,10 @@ class Digits(Classification):
     name: ClassVar[str] = "digits"
     metric: ClassVar[str] = "test accuracy"
     steps: ClassVar[dict[Size, int]] = {"smoke": 30, "cpu": 200, "paper": 200}
-
-    @classmethod
-    def smoke(cls, data_dir: Path | None = None) -> "Digits":
-        """Return the small version of this workload."""
-        return cls(data_dir, batch_size=64, channels=(4, 8))
-
-    @classmethod
-    def paper(cls, data_dir: Path | None = None) -> "Digits":
-        """Return the published version of this workload, which is that for a CPU: nobody published one."""
-        return cls(data_dir)
+    small: ClassVar[dict[str, Any]] = {"batch_size": 64, "channels": (4, 8)}
 
     @property
     def examples(self) -> int:
-        """Training examples: an epoch takes all of them once."""
         return len(self._train[0])
 
     def build_model(self, seed: int) -> nn.Module:
@@ -60,19 +50,16 @@ class Digits(Classification):
             )
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield shuffled training batches for ever."""
         images, labels = self._train
         generator = torch.Generator().manual_seed(seed)
         for index in shuffled_indices(len(images), self.batch_size, generator):
             yield images[index], labels[index]
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the accuracy on the test images."""
         return accuracy(model, *self._test)
 
     @cached_property
     def _examples(self) -> Batch:
-        """Images scaled to [0, 1] and labels, in one fixed random order."""
         digits = load_digits()
         order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         images = torch.from_numpy(digits.images).float().div(16).unsqueeze(1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,8 @@ class ImageNet(Classification):
     metric: ClassVar[str] = "test accuracy"
     block: ClassVar[BlockName] = "basic"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 60, "paper": 450_000}
+    small: ClassVar[dict[str, Any]] = {"batch_size": 8, "classes": 4, "side": 32, "depths": (1, 1, 1, 1), "width": 8}
+    published: ClassVar[dict[str, Any]] = {"batch_size": 256, "classes": 1000, "side": 224, "width": 64, "workers": 8}
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
@@ -83,32 +85,18 @@ class ImageNet(Classification):
         if self.workers < 0:
             raise ValueError(f"workers must be >= 0, got {self.workers}")
 
-    @classmethod
-    def smoke(cls, data_dir: Path) -> "ImageNet":
-        """Return the small version of this workload."""
-        return cls(data_dir, batch_size=8, classes=4, side=32, depths=(1, 1, 1, 1), width=8)
-
-    @classmethod
-    def paper(cls, data_dir: Path) -> "ImageNet":
-        """Return the published version of this workload."""
-        return cls(data_dir, batch_size=256, classes=1000, side=224, width=64, workers=8)
-
     @property
     def examples(self) -> int:
-        """Training examples: an epoch takes all of them once."""
         return len(self._train)
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the network with weights from ``seed``."""
         with seeded(seed):
             return imagenet_resnet(self.block, self.depths, self.width, self.classes)
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy, in nats."""
         return cross_entropy(outputs, targets, self.label_smoothing)
 
     def batches(self, seed: int, skip: int = 0, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
-        """Yield shuffled training batches for ever; they do not depend on the number of workers."""
         if self.batch_size % ranks:
             raise ValueError(f"a batch of {self.batch_size} cannot be divided evenly among {ranks} ranks")
         share = self.batch_size // ranks
@@ -125,7 +113,6 @@ class ImageNet(Classification):
         return hits / len(numbers)
 
     def _decoded(self, pictures: "Pictures", draws: Iterator[list[Draw]]) -> Iterator[Batch]:
-        """Decode batches, in their order."""
         # A generator of its own: the loader seeds its workers with it, and would take torch's otherwise.
         loader = DataLoader(
             pictures,
@@ -185,7 +172,6 @@ class Pictures(Dataset[tuple[Tensor, int]]):
     """The pictures of some folders, one folder a class, decoded and cropped when they are asked for."""
 
     def __init__(self, folder: Path, classes: Sequence[str], side: int) -> None:
-        """List the pictures."""
         self.folder, self.side = folder, side
         names: list[bytes] = []
         labels: list[int] = []
@@ -243,7 +229,6 @@ def _random_box(width: int, height: int, generator: torch.Generator) -> tuple[in
 
 
 def _draws(count: int, batch_size: int, seed: int) -> Iterator[list[Draw]]:
-    """Draw batches for ever."""
     generator = torch.Generator().manual_seed(seed)
     for index in shuffled_indices(count, batch_size, generator):
         seeds = torch.randint(2**62, (batch_size,), generator=generator)

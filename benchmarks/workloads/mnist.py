@@ -1,14 +1,47 @@
-"""MNIST in its standard files: where they are, and how they are read."""
+"""MNIST in its standard files, and the two classifiers on it.
 
+``logistic`` is a convex problem, where methods of full-matrix curvature are at home: multinomial logistic regression on
+random features of the pixels, ``max(0, W x + b)`` with fixed normal ``W`` and uniform ``b``, which are drawn once and
+never trained (Rahimi and Recht, "Weighted sums of random kitchen sinks", 2008). It has more parameters than the pixels
+alone would give.
+
+``convnet`` is the small network of the K-FAC examples for TensorFlow, ``kfac/examples/convnet.py`` of
+https://github.com/tensorflow/kfac: two 5x5 convolutions of 16 channels, each with ReLU and a 3x3 pooling of stride 2,
+then one linear layer; batches of 128. That program trains it with curvature on the chief of all workers, or with some
+workers for gradients, some for factors and one for inverses, as do these:
+
+    torchrun --nproc-per-node 2 -m benchmarks train --workload convnet --comm chief_only
+    torchrun --nproc-per-node 4 -m benchmarks train --workload convnet --comm dedicated_workers
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count, pairwise
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from benchmarks.workloads.base import find_folder
+from benchmarks.workloads.base import (
+    Batch,
+    Classification,
+    Size,
+    Workload,
+    accuracy,
+    evaluating,
+    find_folder,
+    seeded,
+    shuffled_indices,
+)
 from benchmarks.workloads.readers import read_idx
+from secondorder import Likelihood
 
-PIXELS = 784
+SIDE, CLASSES = 28, 10
+PIXELS = SIDE**2
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
 TEST_IMAGES, TEST_LABELS = "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"
 ORIGIN = "https://ossci-datasets.s3.amazonaws.com/mnist/ (or any mirror of the MNIST IDX files)"
@@ -16,21 +49,207 @@ HINT = "Put the files into <data-dir>/mnist."
 
 
 def find_mnist(data_dir: Path, files: tuple[str, ...]) -> Path:
-    """Return the folder that holds some files of MNIST."""
     return find_folder((data_dir / "mnist", data_dir), files, ORIGIN, HINT)
 
 
 def read_images(path: Path) -> Tensor:
     """Read one file of images as unsigned bytes, a quarter of what floats would take."""
     images = read_idx(path)
-    if images.shape[1:] != (28, 28):
+    if images.shape[1:] != (SIDE, SIDE):
         raise ValueError(f"{path} must hold 28x28 images, got shape {images.shape}")
     return torch.from_numpy(images.reshape(-1, PIXELS).copy())
 
 
 def read_labels(path: Path, count: int) -> Tensor:
-    """Read one file of labels."""
     labels = read_idx(path)
     if labels.shape != (count,) or (count and labels.max() > 9):
         raise ValueError(f"{path} must hold {count} labels from 0 to 9, got shape {labels.shape}")
     return torch.from_numpy(labels.astype("int64"))
+
+
+@dataclass(frozen=True)
+class Classifier(Classification):
+    """Cross-entropy on MNIST; a subclass adds the network."""
+
+    data_dir: Path
+    batch_size: int = 128
+
+    metric: ClassVar[str] = "test accuracy"
+
+    @property
+    def examples(self) -> int:
+        return len(self._train[0])
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        images, labels = self._train
+        generator = torch.Generator().manual_seed(seed)
+        for index in shuffled_indices(len(images), self.batch_size, generator):
+            yield self.inputs(images[index]), labels[index]
+
+    def evaluate(self, model: nn.Module, everything: bool = False) -> float:
+        images, labels = self._test
+        return accuracy(model, self.inputs(images), labels)
+
+    @abstractmethod
+    def inputs(self, images: Tensor) -> Tensor:
+        """Return what the network takes of bytes ``[count, 784]``."""
+
+    @cached_property
+    def _train(self) -> Batch:
+        return self._read(TRAIN_IMAGES, TRAIN_LABELS)
+
+    @cached_property
+    def _test(self) -> Batch:
+        return self._read(TEST_IMAGES, TEST_LABELS)
+
+    def _read(self, images: str, labels: str) -> Batch:
+        folder = find_mnist(self.data_dir, (TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS))
+        pixels = read_images(folder / images)
+        return pixels, read_labels(folder / labels, len(pixels))
+
+
+_FEATURE_SEED = 0  # the features are part of the workload, not of a run
+_MEAN, _STD = 0.1307, 0.3081  # of the training pixels
+
+
+class _RandomFeatures(nn.Module):
+    """A fixed random layer; its tensors are buffers, so that no optimizer sees them."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(_FEATURE_SEED)
+        self.register_buffer("weight", torch.randn(d_out, d_in, generator=generator) / d_in**0.5)
+        self.register_buffer("bias", torch.rand(d_out, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(F.linear(x, self.weight, self.bias))
+
+
+@dataclass(frozen=True)
+class Logistic(Classifier):
+    """Cross-entropy of a linear classifier over random features of the pixels."""
+
+    features: int = 2000
+    """Random features of the pixels."""
+
+    name: ClassVar[str] = "logistic"
+    # An epoch; ten epochs in batches of 128 are what EFCP has for this kind of model.
+    steps: ClassVar[dict[Size, int]] = {"smoke": 30, "cpu": 468, "paper": 4680}
+    small: ClassVar[dict[str, Any]] = {"batch_size": 32, "features": 64}
+
+    def build_model(self, seed: int) -> nn.Module:
+        with seeded(seed):
+            return nn.Sequential(_RandomFeatures(PIXELS, self.features), nn.Linear(self.features, CLASSES))
+
+    def inputs(self, images: Tensor) -> Tensor:
+        return images.float().div_(255).sub_(_MEAN).div_(_STD)
+
+
+@dataclass(frozen=True)
+class ConvNet(Classifier):
+    """Cross-entropy of the network of the examples for TensorFlow."""
+
+    channels: tuple[int, int] = (16, 16)
+
+    name: ClassVar[str] = "convnet"
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 200, "paper": 6000}
+    small: ClassVar[dict[str, Any]] = {"batch_size": 32, "channels": (4, 4)}
+
+    def build_model(self, seed: int) -> nn.Module:
+        layers: list[nn.Module] = []
+        with seeded(seed):
+            for d_in, d_out in pairwise((1, *self.channels)):
+                layers += [nn.Conv2d(d_in, d_out, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+            return nn.Sequential(*layers, nn.Flatten(), nn.Linear(self.channels[1] * (SIDE // 4) ** 2, CLASSES))
+
+    def inputs(self, images: Tensor) -> Tensor:
+        return images.view(-1, 1, SIDE, SIDE).float().div_(255)
+
+
+SHARES = 8
+"""Batches that grow have multiples of this, so that so many ranks can share each."""
+
+
+@dataclass(frozen=True)
+class Autoencoder(Workload):
+    """Binary cross-entropy of the pixels, summed over pixels, mean over the batch."""
+
+    data_dir: Path
+    batch_size: int = 512
+    widths: tuple[int, ...] = (1000, 500, 250, 30)
+    """Encoder widths; the decoder mirrors them. The last one is the linear code."""
+    growth_steps: int = 0
+    """Step at which a batch, growing exponentially from the first, is all of the training images; 0: none grows."""
+
+    name: ClassVar[str] = "autoencoder"
+    metric: ClassVar[str] = "test loss"
+    likelihood: ClassVar[str | Likelihood] = "bernoulli"
+    steps: ClassVar[dict[Size, int]] = {
+        "smoke": 200,
+        "cpu": 300,
+        "paper": 500,
+    }  # the small one needs them to leave its first plateau
+    small: ClassVar[dict[str, Any]] = {"batch_size": 64, "widths": (128, 64, 16)}
+    published: ClassVar[dict[str, Any]] = {"batch_size": 1000, "growth_steps": 500}
+
+    def __post_init__(self) -> None:
+        if self.growth_steps < 0 or self.growth_steps == 1:
+            raise ValueError(f"growth_steps must be 0 or at least 2, got {self.growth_steps}")
+
+    @property
+    def examples(self) -> int:
+        return len(self._train)
+
+    def build_model(self, seed: int) -> nn.Module:
+        widths = (PIXELS, *self.widths, *reversed(self.widths[:-1]), PIXELS)
+        code = len(self.widths) - 1
+        layers: list[nn.Module] = []
+        with seeded(seed):
+            for index, (d_in, d_out) in enumerate(pairwise(widths)):
+                linear = nn.Linear(d_in, d_out)
+                nn.init.xavier_uniform_(linear.weight)
+                nn.init.zeros_(linear.bias)
+                is_linear = index == code or index == len(widths) - 2
+                layers += [linear] if is_linear else [linear, nn.Tanh()]
+        return nn.Sequential(*layers)
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(seed)
+        for index in self._indices(generator):
+            images = self._train[index].float().div_(255)
+            yield images, images
+
+    def _indices(self, generator: torch.Generator) -> Iterator[Tensor]:
+        """Yield index batches for ever; each of those that grow is drawn from all images."""
+        examples = len(self._train)
+        if not self.growth_steps:
+            yield from shuffled_indices(examples, self.batch_size, generator)
+            return
+        growth = examples / self.batch_size
+        for step in count():
+            size = round(self.batch_size * growth ** min(1.0, step / (self.growth_steps - 1)))
+            size -= size % SHARES if size >= SHARES else 0
+            yield next(shuffled_indices(examples, size, generator))
+
+    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(outputs, targets, reduction="sum") / len(targets)
+
+    def evaluate(self, model: nn.Module, everything: bool = False) -> float:
+        with evaluating(model):
+            images = self._test.float().div_(255)
+            return float(self.loss(model, (images, images)))
+
+    @cached_property
+    def _folder(self) -> Path:
+        return find_mnist(self.data_dir, (TRAIN_IMAGES, TEST_IMAGES))
+
+    @cached_property
+    def _train(self) -> Tensor:
+        return read_images(self._folder / TRAIN_IMAGES)
+
+    @cached_property
+    def _test(self) -> Tensor:
+        return read_images(self._folder / TEST_IMAGES)

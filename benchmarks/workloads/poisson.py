@@ -29,12 +29,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workloads.base import Batch, Size, Supervised, evaluating, seeded
+from benchmarks.workloads.base import Batch, Size, Workload, evaluating, seeded
 from secondorder import Likelihood
 
 BOUNDARY_SHARE = 120 / 1020
@@ -77,7 +77,7 @@ def _tanh(rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Poisson(Supervised):
+class Poisson(Workload):
     """Squared residuals of the equation inside and on the boundary, of all points on every step."""
 
     data_dir: Path | None = None
@@ -94,23 +94,15 @@ class Poisson(Supervised):
     metric: ClassVar[str] = "relative L2 error"
     likelihood: ClassVar[str | Likelihood] = "gaussian"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 300, "paper": 10_000}
+    small: ClassVar[dict[str, Any]] = {"batch_size": 68, "widths": (16, 16)}
+    # The largest of the paper's networks for this equation.
+    published: ClassVar[dict[str, Any]] = {"widths": (256, 256, 128, 128)}
 
     def __post_init__(self) -> None:
-        """Check the sizes."""
         if self.batch_size < 2:
             raise ValueError(f"batch_size must be at least 2, a point inside and one outside, got {self.batch_size}")
         if self.frequency < 1:
             raise ValueError(f"frequency must be at least 1, got {self.frequency}")
-
-    @classmethod
-    def smoke(cls, data_dir: Path | None = None) -> "Poisson":
-        """Return the small version of this workload."""
-        return cls(data_dir, batch_size=68, widths=(16, 16))
-
-    @classmethod
-    def paper(cls, data_dir: Path | None = None) -> "Poisson":
-        """Return the largest of the paper's networks for this equation, with the same points."""
-        return cls(data_dir, widths=(256, 256, 128, 128))
 
     @property
     def examples(self) -> int:
@@ -118,7 +110,6 @@ class Poisson(Supervised):
         return self.batch_size
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the perceptron, initialised as torch does by default."""
         with seeded(seed):
             return _ForwardLaplacian((2, *self.widths, 1), self._dtype)
 
@@ -146,11 +137,9 @@ class Poisson(Supervised):
             yield batch
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of all points."""
         return (outputs - targets).square().sum(1).mean()
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return how far the network is from the solution, on a grid."""
         axis = torch.linspace(0, 1, GRID, dtype=self._dtype)
         points = torch.cartesian_prod(axis, axis)
         true = self._solution(points)

@@ -39,7 +39,6 @@ _PICKLE_NAMES = {
 
 
 def read_idx(path: Path) -> UInt8Array:
-    """Read one gzipped IDX file of unsigned bytes."""
     try:
         raw = gzip.decompress(path.read_bytes())
     except (EOFError, zlib.error, gzip.BadGzipFile) as err:
@@ -75,7 +74,6 @@ def _load_pickle(file: BinaryIO) -> dict[str, Any]:
 
 
 def read_cifar_batch(path: Path, dataset: CifarName = "cifar10") -> tuple[UInt8Array, npt.NDArray[np.int64]]:
-    """Read one file of the standard folders ``cifar-10-batches-py`` and ``cifar-100-python``."""
     label, key, classes = _CIFAR[dataset]
     try:
         with path.open("rb") as file:
@@ -94,24 +92,14 @@ def read_cifar_batch(path: Path, dataset: CifarName = "cifar10") -> tuple[UInt8A
 
 
 def read_gray_image(path: Path) -> UInt8Array:
-    """Read a picture in shades of gray, 8 bits a pixel."""
     with opened_picture(path) as picture:
         if picture.mode != "L":
             raise ValueError(f"{path} must have 8 bits of gray a pixel, got mode {picture.mode}")
         return np.array(picture, np.uint8)
 
 
-def read_colour_image(path: Path) -> UInt8Array:
-    """Read a picture of three colours, 8 bits each."""
-    with opened_picture(path) as picture:
-        if picture.mode != "RGB":
-            raise ValueError(f"{path} must have three colours of 8 bits a pixel, got mode {picture.mode}")
-        return np.array(picture, np.uint8).transpose(2, 0, 1).copy()
-
-
 @contextmanager
 def opened_picture(path: Path) -> Iterator[Image.Image]:
-    """Open a picture and decode all of it for the time of the body."""
     try:
         picture = Image.open(path)
         picture.load()

@@ -33,7 +33,6 @@ class CifarBlock(nn.Module):
 
 
 def cifar_resnet(depth: int, channels: Sequence[int] = (16, 32, 64), classes: int = 10) -> nn.Module:
-    """Return a ResNet of three stages for 32x32 images, section 4.2 of the paper."""
     stem = (nn.Conv2d(3, channels[0], 3, 1, 1, bias=False), nn.BatchNorm2d(channels[0]), nn.ReLU())
     blocks, d_in = [], channels[0]
     for stage, d_out in enumerate(channels):
@@ -85,7 +84,6 @@ _BLOCKS: dict[BlockName, type[BasicBlock | Bottleneck]] = {"basic": BasicBlock, 
 
 
 def imagenet_resnet(block: BlockName, depths: Sequence[int], width: int = 64, classes: int = 1000) -> nn.Module:
-    """Return a ResNet of four stages, table 1 of the paper."""
     kind = _BLOCKS[block]
     stem = (*_conv_norm(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
     blocks, d_in = [], width

@@ -12,11 +12,7 @@ from benchmarks.workloads.tiny import write_tiny_data
 
 @contextmanager
 def found_or_made_up(
-    name: WorkloadName,
-    data_dir: Path,
-    size: Size,
-    changes: Mapping[str, Any] | None = None,
-    talk: bool = True,
+    name: WorkloadName, data_dir: Path, size: Size, changes: Mapping[str, Any] | None = None, talk: bool = True
 ) -> Iterator[tuple[Path, bool]]:
     """Give the folder that a workload is to read: in the small size one of made-up files where some are missing."""
     missing = _missing(name, data_dir, size, changes) if size == "smoke" else None

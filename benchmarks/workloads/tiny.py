@@ -5,24 +5,24 @@ how well an optimizer does.
 """
 
 import gzip
+import json
 import pickle
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from benchmarks.workloads.chargpt import FILE as TEXT_FILE
 from benchmarks.workloads.cifar import CIFAR
-from benchmarks.workloads.glue import TASKS
+from benchmarks.workloads.glue import TASKS, Task
 from benchmarks.workloads.imagenet import PARTS as IMAGENET_PARTS
-from benchmarks.workloads.lgg import HELD_OUT_EVERY as LGG_HELD_OUT_EVERY
 from benchmarks.workloads.mnist import TEST_IMAGES, TEST_LABELS, TRAIN_IMAGES, TRAIN_LABELS
 from benchmarks.workloads.multi30k import TRAIN_FILES as SENTENCES_TRAIN
 from benchmarks.workloads.multi30k import VALIDATION_FILES as SENTENCES_VALIDATION
 from benchmarks.workloads.readers import UInt8Array
-from benchmarks.workloads.tiny_text import write_glue, write_squad
 from benchmarks.workloads.unet import FOLDERS as MEMBRANE_FOLDERS
 from benchmarks.workloads.unet import IMAGES as MEMBRANE_IMAGES
 
@@ -32,7 +32,6 @@ _TRANSLATED = ("der", "könig", "und", "königin", "soll", "sprechen", "von", "k
 
 
 def write_tiny_data(data_dir: Path, seed: int = 0) -> None:
-    """Write a tiny version of every data set, as ``--data-dir`` takes them."""
     rng = np.random.default_rng(seed)
     folder = _folder(data_dir / "mnist")
     for images, labels, count in ((TRAIN_IMAGES, TRAIN_LABELS, 256), (TEST_IMAGES, TEST_LABELS, 64)):
@@ -56,7 +55,6 @@ def write_tiny_data(data_dir: Path, seed: int = 0) -> None:
     for name in (*CIFAR["cifar100"].train, *CIFAR["cifar100"].test):
         write_cifar_batch(folder / name, rng, tints, count=64, key="fine_labels")
     write_photographs(data_dir / "imagenet", rng)
-    write_brains(data_dir / "lgg", rng)
     for version in (2.0, 1.1):
         for part, paragraphs in (("train", 24), ("dev", 8)):
             write_squad(data_dir / "squad" / f"{part}-v{version}.json", rng, paragraphs, version)
@@ -65,13 +63,11 @@ def write_tiny_data(data_dir: Path, seed: int = 0) -> None:
 
 
 def write_idx(path: Path, array: UInt8Array) -> None:
-    """Write a gzipped IDX file of unsigned bytes."""
     header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 0x08, array.ndim, *array.shape)
     path.write_bytes(gzip.compress(header + array.tobytes()))
 
 
 def write_sentences(path: Path, sentences: Iterable[Iterable[str]]) -> None:
-    """Write sentences, one a line."""
     text = "".join(" ".join(sentence) + "\n" for sentence in sentences).encode()
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
 
@@ -79,7 +75,6 @@ def write_sentences(path: Path, sentences: Iterable[Iterable[str]]) -> None:
 def write_cifar_batch(
     path: Path, rng: np.random.Generator, tints: np.typing.NDArray[np.int64], count: int, key: str = "labels"
 ) -> None:
-    """Write a batch file as Python 3 would, of noisy images in the colour of their class."""
     labels = rng.integers(0, len(tints), count)
     images = tints[labels] + rng.normal(0, 40, (count, 3, 32, 32))
     data = images.clip(0, 255).astype(np.uint8).reshape(count, -1)
@@ -110,20 +105,7 @@ def write_photographs(folder: Path, rng: np.random.Generator, classes: int = 4, 
                 picture.save(place / f"{place.name}_{number}.JPEG")
 
 
-def write_brains(folder: Path, rng: np.random.Generator, patients: int = LGG_HELD_OUT_EVERY, side: int = 32) -> None:
-    """Write slices with a bright spot each, and masks that are white there, as the glioma data set has them."""
-    grid = np.stack(np.meshgrid(np.arange(side), np.arange(side), indexing="ij"))
-    for patient in range(patients):
-        place = _folder(folder / f"TCGA_XX_{patient:04}_20000101")
-        for number in range(1, 4):
-            spot = ((grid - rng.uniform(side / 4, 3 * side / 4, (2, 1, 1))) ** 2).sum(0) < side
-            picture = 60 + 100 * spot[..., None] + rng.normal(0, 10, (side, side, 3))
-            for name, pixels in ((number, picture), (f"{number}_mask", 255 * spot)):
-                Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(place / f"{place.name}_{name}.tif")
-
-
 def _blobs(rng: np.random.Generator, count: int) -> tuple[UInt8Array, UInt8Array]:
-    """Return images of one round bright spot each, and which of nine places it is nearest to."""
     centres = rng.uniform(8, 20, (count, 2, 1, 1))
     grid = np.stack(np.meshgrid(np.arange(28), np.arange(28), indexing="ij"))
     distance = ((grid - centres) ** 2).sum(1)
@@ -134,3 +116,49 @@ def _blobs(rng: np.random.Generator, count: int) -> tuple[UInt8Array, UInt8Array
 def _folder(path: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+_PEOPLE = ("Anna", "Bruno", "Clara", "David", "Edith", "Felix", "Greta", "Henri")
+_PLACES = ("London", "the old harbour", "Rome", "a small village", "Köln", "the north tower", "Paris", "Oslo")
+_THINGS = ("bread", "music", "maps", "old coins", "rain", "chess")
+
+
+def write_squad(path: Path, rng: np.random.Generator, paragraphs: int, version: float = 2.0) -> None:
+    entries = [_paragraph(rng, number, version) for number in range(paragraphs)]
+    data = {"version": f"v{version:.1f}", "data": [{"title": "People", "paragraphs": entries}]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data), encoding="utf-8")
+
+
+def _paragraph(rng: np.random.Generator, number: int, version: float) -> dict[str, Any]:
+    people, places = rng.permutation(_PEOPLE)[:4], rng.permutation(_PLACES)[:4]
+    context, questions = "", []
+    for index, (person, place) in enumerate(zip(people[:3], places, strict=False)):
+        context += f"{person} lives in "
+        answers = [{"text": str(place), "answer_start": len(context)}]
+        context += f"{place} and likes {rng.choice(_THINGS)}. "
+        asked = {"id": f"{number}-{index}", "question": f"Where does {person} live?", "answers": answers}
+        questions.append(asked if version < 2 else {**asked, "is_impossible": False})
+    if version >= 2:
+        nothing = {"id": f"{number}-none", "question": f"Where does {people[3]} live?", "answers": []}
+        questions.append({**nothing, "is_impossible": True})
+    return {"context": context.strip(), "qas": questions}
+
+
+def write_glue(folder: Path, task: Task, rng: np.random.Generator, count: int) -> None:
+    """Write a tiny version of a task: pairs that share a word belong to the first class."""
+    heads = list(task.heads) or ["index", *task.texts, task.label]
+    (folder / task.folder).mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train.tsv", count), *((name, count // 2) for name in task.validation)):
+        lines = [] if task.heads else ["\t".join(heads)]
+        lines += ["\t".join(_row(heads, task, rng, number)) for number in range(rows)]
+        (folder / task.folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _row(heads: Sequence[str], task: Task, rng: np.random.Generator, number: int) -> list[str]:
+    kind = int(rng.integers(len(task.classes) or 6))
+    person, thing = rng.choice(_PEOPLE), _THINGS[kind]
+    label = task.classes[kind] if task.classes else f"{kind}.000"
+    cells = dict.fromkeys(heads, str(number))
+    cells |= dict.fromkeys(task.texts, f"{person} likes {thing}, too.")
+    return list({**cells, task.label: label}.values())

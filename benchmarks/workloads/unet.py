@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.workloads.base import Batch, Size, Supervised, evaluating, find_folder, seeded
+from benchmarks.workloads.base import Batch, Size, Workload, evaluating, find_folder, seeded
 from benchmarks.workloads.readers import read_gray_image
 from secondorder import Bernoulli, Likelihood
 
@@ -31,7 +31,6 @@ MEAN, STD = 0.491, 0.171  # of the training pixels
 
 
 def _twice(d_in: int, d_out: int) -> nn.Sequential:
-    """Return two 3x3 convolutions, each with batch norm and ReLU."""
     layers: list[nn.Module] = []
     for channels in (d_in, d_out):
         layers += [nn.Conv2d(channels, d_out, 3, padding=1, bias=False), nn.BatchNorm2d(d_out), nn.ReLU()]
@@ -41,10 +40,10 @@ def _twice(d_in: int, d_out: int) -> nn.Sequential:
 class _UNet(nn.Module):
     """Half the size and twice the width per level on the way down; back up beside what the way down saw there."""
 
-    def __init__(self, width: int, levels: int, channels: int) -> None:
+    def __init__(self, width: int, levels: int) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(levels)]
-        steps = zip([channels, *widths], widths, strict=False)
+        steps = zip([1, *widths], widths, strict=False)
         self.down = nn.ModuleList(_twice(d_in, d_out) for d_in, d_out in steps)
         self.lift = nn.ModuleList(nn.ConvTranspose2d(2 * d_out, d_out, 2, stride=2) for d_out in widths[:-1])
         self.up = nn.ModuleList(_twice(2 * d_out, d_out) for d_out in widths[:-1])
@@ -65,8 +64,8 @@ class _UNet(nn.Module):
 
 
 @dataclass(frozen=True)
-class Segmentation(Supervised):
-    """Binary cross-entropy of all pixels, mean over them; a subclass adds the pictures and what is looked for."""
+class UNet(Workload):
+    """Binary cross-entropy of all pixels, mean over them: membrane against the rest, on random crops of 24 images."""
 
     data_dir: Path
     batch_size: int = 8
@@ -75,20 +74,25 @@ class Segmentation(Supervised):
     levels: int = 4
     dice: float = 0.0
     """Weight of a soft Dice loss that is added; see :meth:`criterion` for what it means to a method with curvature."""
+    crop: int = 128
+    """Side of the crops and of the held-out tiles."""
 
+    name: ClassVar[str] = "unet"
     metric: ClassVar[str] = "test Dice"
     likelihood: ClassVar[str | Likelihood] = Bernoulli(mean=True)
-    channels: ClassVar[int] = 1
-    """Of a picture."""
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 100, "paper": 10_000}
+    small: ClassVar[dict[str, Any]] = {"batch_size": 4, "width": 4, "levels": 3, "crop": 32}
+    published: ClassVar[dict[str, Any]] = {"batch_size": 1, "width": 64, "levels": 5, "crop": 512}
 
     def __post_init__(self) -> None:
         if not 0 <= self.dice < math.inf:
             raise ValueError(f"dice must be >= 0 and finite, got {self.dice}")
+        if self.crop < 1 or self.crop % 2 ** (self.levels - 1):  # it is halved once per level
+            raise ValueError(f"crop must be a multiple of {2 ** (self.levels - 1)}, got {self.crop}")
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return the network with weights from ``seed``."""
         with seeded(seed):
-            return _UNet(self.width, self.levels, self.channels)
+            return _UNet(self.width, self.levels)
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean binary cross-entropy over all pixels, and if asked for ``dice`` times a soft Dice loss.
@@ -102,36 +106,6 @@ class Segmentation(Supervised):
         loss = F.binary_cross_entropy_with_logits(outputs, targets)
         return loss + self.dice * (1 - soft_dice(outputs.sigmoid(), targets)) if self.dice else loss
 
-    def _check_side(self, name: str, side: int) -> None:
-        """Refuse a side that cannot be halved once per level."""
-        if side < 1 or side % 2 ** (self.levels - 1):
-            raise ValueError(f"{name} must be a multiple of {2 ** (self.levels - 1)}, got {side}")
-
-
-@dataclass(frozen=True)
-class UNet(Segmentation):
-    """Membrane against the rest, on random crops of 24 images."""
-
-    crop: int = 128
-    """Side of the crops and of the held-out tiles."""
-
-    name: ClassVar[str] = "unet"
-    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 100, "paper": 10_000}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_side("crop", self.crop)
-
-    @classmethod
-    def smoke(cls, data_dir: Path) -> "UNet":
-        """Return the small version of this workload."""
-        return cls(data_dir, batch_size=4, width=4, levels=3, crop=32)
-
-    @classmethod
-    def paper(cls, data_dir: Path) -> "UNet":
-        """Return the published version of this workload."""
-        return cls(data_dir, batch_size=1, width=64, levels=5, crop=512)
-
     @property
     def examples(self) -> int:
         """Crops of the training images side by side: an epoch takes as many at random."""
@@ -139,7 +113,6 @@ class UNet(Segmentation):
         return (IMAGES - HELD_OUT) * (height // self.crop) * (width // self.crop)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield random crops of random training images for ever, each turned and mirrored at random."""
         pairs = self._pairs[:, : IMAGES - HELD_OUT]
         count, *size = pairs.shape[1:]
         generator = torch.Generator().manual_seed(seed)
@@ -149,7 +122,6 @@ class UNet(Segmentation):
             yield _as_batch(torch.stack([self._cut(pairs, *draw) for draw in draws], 1))
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the Dice coefficient of the membranes over every fifth tile of the held-out images."""
         tiles = self._pairs[:, IMAGES - HELD_OUT :].unfold(2, self.crop, self.crop).unfold(3, self.crop, self.crop)
         images, membranes = _as_batch(tiles.flatten(1, 3)[:, :: 1 if everything else EVAL_STRIDE])
         with evaluating(model):
@@ -157,7 +129,6 @@ class UNet(Segmentation):
         return float(soft_dice(found.double(), membranes.double()))
 
     def _cut(self, pairs: Tensor, image: int, top: int, left: int, turns: int, mirrored: int) -> Tensor:
-        """Cut one crop out of an image and its label."""
         crop = pairs[:, image, top : top + self.crop, left : left + self.crop].rot90(turns, (1, 2))
         return crop.flip(2) if mirrored else crop
 
@@ -180,6 +151,5 @@ def soft_dice(found: Tensor, targets: Tensor) -> Tensor:
 
 
 def _as_batch(pairs: Tensor) -> Batch:
-    """Turn bytes into what the network takes."""
     images, labels = pairs.unsqueeze(2)
     return images.float().div(255).sub(MEAN).div(STD), (labels < 128).float()

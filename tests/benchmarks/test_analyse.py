@@ -1,7 +1,6 @@
 """``analyse``: what it writes and draws, and figures from files made by hand."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -105,16 +104,6 @@ def test_a_run_that_diverges_is_told_by_its_status(tmp_path):
     words = ["--size", "smoke", "--steps", "6", "--no-recipe", "--set", "lr=1e30"]
     assert _run(tmp_path, *words) == 1
     assert read_events(tmp_path / "train.jsonl")[-1]["loss"] is None
-
-
-def test_unknown_methods_are_refused_with_those_there_are(tmp_path, capsys):
-    with pytest.raises(SystemExit) as caught:
-        _run(tmp_path, "--method", "mfac")
-    assert caught.value.code == 2
-    said = re.sub(r"[^\w-]+", " ", "".join(capsys.readouterr()))
-    for word in ("--method", "mfac", "hylo", "kfac", "ekfac"):
-        assert word in said
-    assert not list(tmp_path.iterdir())
 
 
 def test_no_steps_are_refused(tmp_path, capsys):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.commands.overview import best_rows, overview
 from benchmarks.compare import figures, html, statistics, tables, wording
-from benchmarks.compare.overview import best_rows, overview
 from benchmarks.plot import look
 
 STEP = math.sqrt(10)
@@ -284,10 +284,6 @@ def test_whose_keywords_were_tuned_is_told_by_the_sources():
     assert said[-2:] == ["MUON and ADAMW: as it is.", "SGD: other."]
 
 
-def test_numbers():
-    assert [wording.number(value) for value in (None, 0.5, 1234.4, 12345.0)] == ["–", "0.5000", "1234", "1.234e+04"]
-
-
 # ---------------------------------------------------------------------- the page
 class Parsed(HTMLParser):
     """Follows which elements are open."""
@@ -385,12 +381,6 @@ def test_a_loss_is_logarithmic_where_it_spans_more_than_five(field):
     assert figures.losses_figure(field, "steps").axes[0].get_yscale() == "log"
     results = make_results(make_run(losses=(1.0, 0.5)), make_run("kfac", losses=(1.0, 0.4)))
     assert figures.losses_figure(results, "seconds").axes[0].get_yscale() == "linear"
-
-
-def test_every_optimizer_has_a_panel_and_tells_its_broken_seeds(field):
-    shown = [axes.get_title(loc="left") for axes in figures.each_figure(field).axes if axes.get_visible()]
-    assert len(shown) == len(FIELD)
-    assert "GGT (2 of 3)" in shown
 
 
 def test_runs_beyond_the_panel_are_named():

@@ -7,24 +7,18 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from benchmarks import checkpoints, evidence, few_rows, timed_ranks
-from benchmarks.commands import batch_size, density, worlds
+from benchmarks import checkpoints, evidence
+from benchmarks.commands import batch_size, density
 from benchmarks.commands.batch_size import BatchSize
 from benchmarks.commands.density import PUBLISHED, Density
 from benchmarks.commands.memory import UNPLANNED, Memory, difference
-from benchmarks.commands.rank_fraction import RankFraction
 from benchmarks.commands.robustness import Robustness, _defaults, _judged
 from benchmarks.commands.scaling import Scaling
-from benchmarks.commands.worlds import Worlds, _computing
 from benchmarks.evidence import Cells, attempt, train_until
-from benchmarks.few_rows import kept_rows
-from benchmarks.machine import Rate
 from benchmarks.recipes import METHODS
 from benchmarks.runner import Trainer
-from benchmarks.timing import Intervals
 from benchmarks.workloads import DataMissingError, make_workload
 from secondorder import KFAC
-from secondorder.plan.plan import RankPlan
 
 HELD = ("kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt", "ekfac_natural")
 
@@ -161,11 +155,6 @@ def test_failures_are_results_but_missing_data_is_not():
 
 
 # ---------------------------------------------------------------------- bytes
-def test_kept_rows():
-    for size, fraction, most, rows in [(100, 0.07, 99, 7), (10, 0.01, 9, 1), (8, 1.0, 5, 5)]:
-        assert kept_rows(size, fraction, most) == rows
-
-
 @pytest.mark.parametrize("name", HELD)
 def test_what_is_held_is_what_is_planned(name, data_dir, tmp_path):
     """On one process; the tests of the package compare plans with runs of several."""
@@ -254,10 +243,8 @@ def test_values_that_are_refused():
         (Density(densities=(2.0,)), r"densities must be in \(0, 1\], got \(2\.0,\)"),
         (Density(seeds=0), "seeds must be positive, got 0"),
         (Memory(world=0), "world must be positive, got 0"),
-        (RankFraction(fractions=(0.0,)), r"fractions must be in \(0, 1\]"),
         (Robustness(share=1.5), r"share must be in \(0, 1\], got 1\.5"),
         (Robustness(workloads=()), "workloads must name at least one"),
-        (Worlds(measured=(0,)), "measured must be positive"),
         (Scaling(method="hylo", dp_kfac=True), "dp_kfac is a way to take the factors"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -348,89 +335,6 @@ def test_failed_methods_are_named(data_dir, tmp_path, capsys, monkeypatch):
     own = saved(tmp_path / "robustness-digits.json")["rows"][1]
     assert own["failed"][0].startswith("TypeError")
     assert own["as_good"] is False
-
-
-# ---------------------------------------------------------------------- rows
-def _layer(n=24, d_i=7, d_o=5):
-    torch.manual_seed(0)
-    a, g = torch.randn(n, d_i, dtype=torch.float64), torch.randn(n, d_o, dtype=torch.float64)
-    return few_rows.Layer(a, g, g.mT @ a)
-
-
-def test_errors_of_few_rows_by_hand():
-    layer = _layer()
-    found = few_rows.errors([layer, layer], 0.5, {"all": 24, "few": 6}, seed=0)
-    u = torch.einsum("ni,nj->nij", layer.g, layer.a).flatten(1)
-    damping = 0.5 * u.square().sum() / len(u)
-    exact = torch.linalg.solve(u.mT @ u + damping * torch.eye(35, dtype=u.dtype), layer.gradient.flatten())
-    factors = torch.kron(layer.g.mT @ layer.g, layer.a.mT @ layer.a / len(u))
-    kfac = torch.linalg.solve(factors + damping * torch.eye(35, dtype=u.dtype), layer.gradient.flatten())
-    assert found["kfac"]["error"] == pytest.approx(float((kfac - exact).norm() / exact.norm()))
-    cosine = torch.cosine_similarity(layer.gradient.flatten(), exact, dim=0)
-    assert found["none"]["cos"] == pytest.approx(float(cosine))
-    assert found["none"]["error"] == pytest.approx(float((1 - cosine**2).sqrt()))
-    assert found["kid all"]["error"] < 1e-9
-    assert found["kis all"]["error"] < 1e-9
-    assert found["kid few"]["error"] > 0
-    assert found["kis few"]["error"] > 0
-
-
-def test_captured_rows_are_the_gradients_of_examples(data_dir):
-    """Of the linear layers, the rows of all examples add up to the gradient, up to their scale."""
-    task = make_workload("autoencoder", data_dir, "smoke", 16)
-    run = Trainer("", task, lambda model: torch.optim.SGD(model.parameters()))
-    layers = few_rows.captured(run, task, 0)
-    assert len(layers) == 6
-    for layer in layers:
-        total = layer.g.mT @ layer.a
-        assert torch.cosine_similarity(total.flatten(), layer.gradient.flatten(), dim=0) > 1 - 1e-6
-
-
-def test_rank_fraction(data_dir, tmp_path, capsys, drawn):
-    words = {"data_dir": data_dir, "out_dir": tmp_path, "workload": "digits", "size": "smoke", "refreshes": 1}
-    command = RankFraction(batch_sizes=(16,), fractions=(0.25, 1.0), modes=("kis",), warmup=1, dampings=(1.0,), **words)
-    assert command.run() == 0
-    rows = saved(tmp_path / "rank-fraction-digits.json")["rows"]
-    assert [row["rows"] for row in rows] == [None, None, 4, 16]
-    assert rows[3]["errors"]["1"]["error"] < 1e-6 < rows[2]["errors"]["1"]["error"]
-    assert rows[2]["held"] < rows[3]["held"]
-    assert rows[2]["sent"] < rows[3]["sent"]
-    assert min(row["plain_seconds"] for row in rows[1:]) > 0
-    assert drawn == ["rank-fraction-digits.png"]
-    assert "gradient" in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------------- ranks
-def test_worlds_of_one_and_of_many(data_dir, tmp_path, capsys, monkeypatch, drawn):
-    monkeypatch.setattr(worlds, "gemm_gflops", lambda *args, **keywords: Rate(1.0, 1.0))
-    words = {"data_dir": data_dir, "out_dir": tmp_path, "workload": "digits", "size": "smoke", "rounds": 1}
-    assert Worlds(batch_size=16, worlds=(1, 4, 64), measured=(1,), methods=("dp_kfac", "hylo"), **words).run() == 0
-    rows = saved(tmp_path / "worlds-digits.json")["rows"]
-    assert [(row["method"], row["world"]) for row in rows] == [(m, w) for m in ("dp_kfac", "hylo") for w in (1, 4, 64)]
-    assert rows[0]["measured"] == pytest.approx(rows[0]["computing"], rel=0.05)
-    assert rows[1]["computing"] <= rows[0]["computing"]
-    assert rows[5]["computing"] >= rows[3]["computing"]
-    assert rows[0]["network"] == 0 < rows[1]["network"] < rows[2]["network"]
-    assert drawn == ["worlds-digits.png"]
-    assert "lines are a model" in " ".join(capsys.readouterr().out.split()).lower()
-
-
-def test_flops_of_a_rank_take_their_share_and_more_take_the_rate():
-    alone, less, more = (RankPlan({}, {}, {}, {"refresh": flops}) for flops in (100.0, 25.0, 300.0))
-    assert _computing(alone, alone, {"refresh": 2.0}, {"refresh": 50.0}) == 2.0
-    assert _computing(less, alone, {"refresh": 2.0}, {"refresh": 50.0}) == 0.5
-    assert _computing(more, alone, {"refresh": 2.0}, {"refresh": 50.0}) == 2.0 + 4.0
-
-
-@pytest.mark.slow
-def test_worlds_measured_as_processes(data_dir):
-    timed = timed_ranks.Timed(
-        "digits", "smoke", data_dir, 16, seed=0, rounds=1, method="dp_kfac", strategy="local_factors",
-        intervals=Intervals(2, 10),
-    )  # fmt: skip
-    found = timed_ranks.measure(timed, 2)
-    assert [sorted(rank) for rank in found] == [["factor", "plain", "refresh"]] * 2
-    assert min(seconds for rank in found for seconds in rank.values()) > 0
 
 
 def test_scaling_with_dp_kfac(tmp_path, drawn):

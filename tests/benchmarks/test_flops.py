@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.flops import counted_flops, factor_flops
+from benchmarks.counting import counted_flops, factor_flops
 from benchmarks.timing import Intervals, Work
 from benchmarks.workloads import make_workload
 from secondorder import EKFAC, KFAC, HyLo

@@ -8,10 +8,11 @@ import torch
 from scipy import stats
 from sklearn.metrics import f1_score, matthews_corrcoef
 
-from benchmarks.workloads import DataMissingError, bert_glue, make_workload
-from benchmarks.workloads.bert_glue import Glue
+from benchmarks.workloads import DataMissingError, make_workload
+from benchmarks.workloads.bert import SPECIAL, WordPieces
 from benchmarks.workloads.glue import (
     TASKS,
+    Glue,
     binary_f1,
     correlations,
     encode_sentences,
@@ -21,8 +22,7 @@ from benchmarks.workloads.glue import (
     matthews,
     read_glue,
 )
-from benchmarks.workloads.tiny_text import write_glue
-from benchmarks.workloads.wordpieces import SPECIAL, WordPieces
+from benchmarks.workloads.tiny import write_glue
 from secondorder.capture.fisher.likelihood import resolve
 
 # As the published files begin; columns between those that count are shortened.
@@ -145,24 +145,8 @@ def test_the_likelihood_of_scores_is_that_of_their_loss(tmp_path):
     assert labels_tensor([0.5, 1.0], TASKS["stsb"]).tolist() == [[0.5], [1.0]]
 
 
-def test_both_held_out_files_of_mnli_count(data_dir, monkeypatch):
-    workload = Glue.smoke(data_dir)
-    model = workload.build_model(0)
-    quality = workload.quality(model)
-    assert list(quality) == ["accuracy, dev_matched", "accuracy, dev_mismatched"]
-    monkeypatch.setattr(bert_glue, "EVAL_SENTENCES", 7)
-    assert workload.quality(model) == quality
-    assert workload.evaluate(model, everything=True) == quality["accuracy, dev_matched"]
-
-
 def test_bad_sizes_are_refused(data_dir):
     with pytest.raises(ValueError, match="length must be from 8 to 512, got 513"):
         replace(Glue.smoke(data_dir), length=513)
     with pytest.raises(ValueError, match="encoder must be one of smallest.*got 'huge'"):
         replace(Glue.smoke(data_dir), encoder="huge")
-
-
-def test_published_run(data_dir):
-    workload = Glue.paper(data_dir)
-    assert (workload.encoder, workload.batch_size, workload.length, workload.checkpoint) == ("base", 32, 128, None)
-    assert workload.steps["paper"] == 3 * 392_702 // 32

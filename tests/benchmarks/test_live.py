@@ -1,12 +1,10 @@
 """What a run shows while it runs: a table on a terminal, plain lines anywhere else."""
 
 import io
-import json
 from functools import partial
 
 from rich.console import Console
 
-from benchmarks.cli import main
 from benchmarks.live import COLUMNS, LINES, Board
 from benchmarks.recipes import METHODS
 from benchmarks.runner import Trainer, race
@@ -75,18 +73,3 @@ def test_a_run_that_diverged_says_nothing_more():
     assert len(run.history.losses) < 40
     lines = out.getvalue().splitlines()
     assert len(set(lines)) == len(lines)
-
-
-def test_a_process_that_leaves_the_talking_to_another_is_silent():
-    out, run = io.StringIO(), trainer("sgd")
-    with Board("digits", [run], 4, shown=False, console=Console(file=out)) as board:
-        race([run], 4, board.update)
-    assert not out.getvalue()
-
-
-def test_the_command_prints_lines_into_a_pipe(tmp_path, capsys):
-    words = ["train", "--steps", "4", "--optimizer", "kfac", "--size", "smoke", "--threads", "1"]
-    assert main([*words, "--out-dir", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("KFAC: step 4/4, loss ") for line in lines)
-    assert json.loads(next(tmp_path.glob("*.json")).read_text())

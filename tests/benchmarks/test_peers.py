@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.peers import PEERS, available, evaluating, preconditioned, versions
-from benchmarks.peers.by_path import CHECKOUTS, PATHS, PeerPaths
+from benchmarks.peers import PEERS, available, evaluating, libraries, versions
+from benchmarks.peers.checkouts import CHECKOUTS, PATHS, PeerPaths
 from benchmarks.peers.layers import heard_layers, hidden_matrices
 from benchmarks.peers.libraries import PeerMissingError
 from benchmarks.peers.muon import Float32Muon, does_bfloat16, label, orthogonalise
@@ -150,9 +150,9 @@ def test_psgd_draws_from_generators_of_its_own():
         assert torch.equal(torch.get_rng_state(), known)
         found.append(model[0].weight.detach().clone())
     assert torch.equal(*found)
-    seeds = [preconditioned._seed_of(_regression(seed)[2]) for seed in (0, 0, 1)]
+    seeds = [libraries._seed_of(_regression(seed)[2]) for seed in (0, 0, 1)]
     assert seeds[0] == seeds[1] != seeds[2]
-    assert preconditioned.psgd_kron(_regression()[2], seed=3)._seed == 3
+    assert libraries.psgd_kron(_regression()[2], seed=3)._seed == 3
 
 
 # Muon
@@ -228,7 +228,7 @@ def test_embeddings_and_tied_heads_are_no_hidden_matrices():
 
 
 def test_averaged_weights_are_there_for_the_evaluation_only(data_dir, monkeypatch):
-    monkeypatch.setattr("benchmarks.peers.schedule_free.SETTLING", 3)
+    monkeypatch.setattr("benchmarks.peers.libraries.SETTLING", 3)
     trainer = _trainer("schedule_free", "resnet20", data_dir)
     for _ in range(3):
         trainer.step()

@@ -4,9 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
-from benchmarks.recipes import METHODS, VARIANTS, layer_keywords
+from benchmarks.recipes import METHODS, VARIANTS
 from benchmarks.runner import Trainer
 from benchmarks.workloads import WORKLOADS, make_workload
 
@@ -48,13 +47,6 @@ def test_ekfac_takes_one_of_both_exponents_everywhere():
         exponents[workload] = settings.get("power", 1.0)
     assert exponents["autoencoder"] == 1.0
     assert exponents["resnet20"] == 0.5
-
-
-def test_layer_keywords():
-    assert layer_keywords({"lr": 1.0}) == {"lr": 1.0}
-    assert layer_keywords({"skip_layers": "head"}) == {"skip_layers": ["head"]}
-    found = layer_keywords({"skip_layers": "LayerNorm, *.norm, Embedding,"})
-    assert found == {"skip_layers": [nn.LayerNorm, "*.norm", nn.Embedding]}
 
 
 def test_skipped_layers_follow_the_fallback(data_dir):

@@ -5,11 +5,10 @@ import json
 import pytest
 import torch
 
-from benchmarks.architectures import architecture
 from benchmarks.cli import main
-from benchmarks.commands.scaling import STRATEGIES, Base, Scaling
-from benchmarks.flops import factor_flops
-from benchmarks.shapes import count, shapes_of
+from benchmarks.commands.scaling import STRATEGIES, Base, Scaling, architecture
+from benchmarks.commands.window import count, shapes_of
+from benchmarks.counting import factor_flops
 from secondorder import KFAC, CommOpt, HybridOpt, MemOpt
 
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.workloads import DataMissingError, bert_qa, make_workload
-from benchmarks.workloads.bert import SHAPES, Bert, load_checkpoint, their_name
-from benchmarks.workloads.bert_qa import BertQA, SpanModel
+from benchmarks.workloads import DataMissingError, make_workload
+from benchmarks.workloads.bert import SHAPES, SPECIAL, Bert, Piece, WordPieces, load_checkpoint, their_name
 from benchmarks.workloads.squad import (
     Answer,
+    BertQA,
     Place,
     Question,
+    SpanModel,
     best_answers,
     exact_match,
     f1,
@@ -23,8 +24,7 @@ from benchmarks.workloads.squad import (
     normalise,
     read_squad,
 )
-from benchmarks.workloads.tiny_text import write_squad
-from benchmarks.workloads.wordpieces import SPECIAL, Piece, WordPieces
+from benchmarks.workloads.tiny import write_squad
 
 WORDS = (*SPECIAL, "where", "is", "ann", "in", "rome", "##s", "un", "##believ", "##able", "cafe", "!", "?", "中", "$")
 
@@ -252,16 +252,20 @@ def test_published_weights_are_taken(tmp_path, pieces, prefix, old):
     state = _published(encoder, prefix, old)
     torch.save(state, tmp_path / "weights.bin")
     load_checkpoint(encoder, tmp_path / "weights.bin")
-    assert encoder.layers[1].attention.query.weight.equal(state[f"{prefix}encoder.layer.1.attention.self.query.weight"])
-    assert encoder.layers[0].attention.out.bias.equal(state[f"{prefix}encoder.layer.0.attention.output.dense.bias"])
-    assert encoder.layers[0].mlp[0].weight.equal(state[f"{prefix}encoder.layer.0.intermediate.dense.weight"])
-    assert encoder.layers[0].mlp[2].weight.equal(state[f"{prefix}encoder.layer.0.output.dense.weight"])
     norm = "gamma" if old else "weight"
-    assert encoder.layers[1].norm1.weight.equal(state[f"{prefix}encoder.layer.1.attention.output.LayerNorm.{norm}"])
-    assert encoder.layers[1].norm2.weight.equal(state[f"{prefix}encoder.layer.1.output.LayerNorm.{norm}"])
-    assert encoder.norm.weight.equal(state[f"{prefix}embeddings.LayerNorm.{norm}"])
-    assert encoder.segments.weight.equal(state[f"{prefix}embeddings.token_type_embeddings.weight"])
-    assert encoder.pooler.weight.equal(state[f"{prefix}pooler.dense.weight"])
+    own = encoder.state_dict()
+    for name, theirs in {
+        "layers.1.attention.query.weight": "encoder.layer.1.attention.self.query.weight",
+        "layers.0.attention.out.bias": "encoder.layer.0.attention.output.dense.bias",
+        "layers.0.mlp.0.weight": "encoder.layer.0.intermediate.dense.weight",
+        "layers.0.mlp.2.weight": "encoder.layer.0.output.dense.weight",
+        "layers.1.norm1.weight": f"encoder.layer.1.attention.output.LayerNorm.{norm}",
+        "layers.1.norm2.weight": f"encoder.layer.1.output.LayerNorm.{norm}",
+        "norm.weight": f"embeddings.LayerNorm.{norm}",
+        "segments.weight": "embeddings.token_type_embeddings.weight",
+        "pooler.weight": "pooler.dense.weight",
+    }.items():
+        assert own[name].equal(state[prefix + theirs])
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path, pieces):
@@ -304,19 +308,7 @@ def test_a_vocabulary_of_bert_is_taken_where_it_is(tmp_path):
         replace(workload, version=2.0).build_model(0)
 
 
-def test_padding_changes_nothing(data_dir):
-    workload = BertQA.smoke(data_dir)
-    model, (tokens, targets) = workload.build_model(0).double(), next(workload.batches(0))
-    losses, gradients = [], []
-    for pad in (0, 3):
-        loss = workload.loss(model, (F.pad(tokens, (0, pad)), targets))
-        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
-        losses.append(loss)
-    torch.testing.assert_close(losses[0], losses[1])
-    torch.testing.assert_close(gradients[0], gradients[1])
-
-
-def test_a_model_learns_to_answer(data_dir, monkeypatch):
+def test_a_model_learns_to_answer(data_dir):
     """The made-up texts say where everybody lives."""
     workload = replace(BertQA.smoke(data_dir), batch_size=16)
     model = workload.build_model(0)
@@ -330,10 +322,6 @@ def test_a_model_learns_to_answer(data_dir, monkeypatch):
     assert set(after) == {"exact match, %", "F1, %"}
     assert after["F1, %"] > before["F1, %"] + 10
     assert workload.evaluate(model) < loss
-    whole = workload.evaluate(model, everything=True)
-    monkeypatch.setattr(bert_qa, "EVAL_WINDOWS", 7)
-    assert workload.evaluate(model, everything=True) == pytest.approx(whole)
-    assert workload.quality(model) == after
 
 
 def test_bad_sizes_are_refused(data_dir):
@@ -345,9 +333,3 @@ def test_bad_sizes_are_refused(data_dir):
     ]:
         with pytest.raises(ValueError, match=why):
             make_workload("bert_qa", data_dir, "smoke", changes=change)
-
-
-def test_published_run(data_dir):
-    workload = BertQA.paper(data_dir)
-    assert (workload.encoder, workload.batch_size, workload.length, workload.checkpoint) == ("base", 12, 384, None)
-    assert workload.steps["paper"] == round(2 * 130_319 / 12)

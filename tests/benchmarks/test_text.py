@@ -10,12 +10,10 @@ import torch
 
 from benchmarks.workloads import DataMissingError, make_workload, multi30k
 from benchmarks.workloads.base import cross_entropy
-from benchmarks.workloads.bytepairs import BytePairs, byte_characters, split_words
 from benchmarks.workloads.chargpt import CharGPT
-from benchmarks.workloads.gpt2 import GPT2
-from benchmarks.workloads.multi30k import TEST_FILES, Multi30k
+from benchmarks.workloads.gpt2 import GPT2, BytePairs, byte_characters, split_words
+from benchmarks.workloads.multi30k import BEGIN, END, TEST_FILES, Multi30k, bleu, greedy
 from benchmarks.workloads.tiny import write_sentences
-from benchmarks.workloads.translation import BEGIN, END, bleu, greedy
 from secondorder import EKFAC, KFAC, HyLo
 
 MERGES = ["#version: 0.2", "Ġ l", "Ġl o", "w e", "e r", "Ġlo we"]
@@ -132,21 +130,8 @@ def test_byte_pairs_by_hand(tmp_path):
 def test_words_as_gpt2_cuts_them():
     text = "I'll say: 2½ naïve  cafés,\n\n don't_x"
     assert split_words(text) == [
-        "I",
-        "'ll",
-        " say",
-        ":",
-        " 2½",
-        " naïve",
-        " ",
-        " cafés",
-        ",",
-        "\n\n",
-        " don",
-        "'t",
-        "_",
-        "x",
-    ]
+        "I", "'ll", " say", ":", " 2½", " naïve", " ", " cafés", ",", "\n\n", " don", "'t", "_", "x",
+    ]  # fmt: skip
     assert "".join(split_words(text)) == text
     characters = byte_characters()
     assert len(set(characters.values())) == 256

@@ -8,25 +8,6 @@ from benchmarks.runner import History
 from benchmarks.timing import MEASURED, REPORTED, ROWS_REFRESHED, Intervals, Row
 
 
-def test_classes_of_the_measured_run():
-    kinds = [MEASURED.step_class(step) for step in range(11)]
-    factor, plain = "factor", "plain"
-    assert kinds == ["refresh", plain, *4 * [factor, plain], "refresh"]
-
-
-def test_weights():
-    for intervals, weights in [
-        (Intervals(10, 100), {"plain": 0.90, "factor": 0.09, "refresh": 0.01}),
-        (Intervals(1, 10), {"plain": 0.0, "factor": 0.9, "refresh": 0.1}),
-        (Intervals(2, 10), {"plain": 0.5, "factor": 0.4, "refresh": 0.1}),
-    ]:
-        assert intervals.weights() == pytest.approx(weights)
-
-
-def test_names():
-    assert [intervals.name for intervals in (*REPORTED, ROWS_REFRESHED)] == ["10/100", "1/10", "10"]
-
-
 def test_weights_are_the_shares_of_the_classes():
     for intervals in (*REPORTED, MEASURED, ROWS_REFRESHED):
         kinds = [intervals.step_class(step) for step in range(intervals.refresh)]

@@ -19,8 +19,8 @@ from benchmarks.commands.train import Train
 from benchmarks.peers import PEERS
 from benchmarks.ranks import Ranks
 from benchmarks.recipes import COSINE, METHODS, Recipe, Schedule, printing
+from benchmarks.recipes.types import factor, make_schedule
 from benchmarks.runner import History, Trainer, mean_history
-from benchmarks.schedules import factor, make_schedule
 from benchmarks.workloads import make_workload
 
 ROOT = Path(__file__).parents[2]
@@ -64,27 +64,6 @@ def _rows(folder, name="kfac"):
 
 
 # ---------------------------------------------------------------------- going on
-GOING_ON = [("kfac", None), ("hylo", COSINE), ("sparse_mfac", None)]
-GOING_ON += [
-    pytest.param(name, schedule, marks=pytest.mark.slow)
-    for name, schedule in product(("adamw", "kfac", "hylo", "sparse_mfac", "kfac_adaptive"), (None, COSINE))
-    if (name, schedule) not in GOING_ON and (name, schedule) != ("kfac_adaptive", COSINE)
-]
-
-
-@pytest.mark.parametrize(("name", "schedule"), GOING_ON)
-def test_a_run_goes_on_to_the_bit(tmp_path, name, schedule):
-    whole = _steps(_trainer(name, schedule), 10)
-    part = _steps(_trainer(name, schedule), 6)
-    checkpoints.save(tmp_path / "run.pt", part, Ranks(), {"seed": 0}, more=[1.5])
-    again = _trainer(name, schedule)
-    assert checkpoints.load(tmp_path / "run.pt", again, {"seed": 0}) == [1.5]
-    assert again.history.losses == part.history.losses
-    assert again.history.step_seconds == part.history.step_seconds
-    _steps(again, 4)
-    assert again.history.losses == whole.history.losses
-    assert all(map(torch.equal, again.model.parameters(), whole.model.parameters()))
-    assert again.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
 
 
 def test_a_longer_run_goes_on_with_the_rates_of_its_own_length():

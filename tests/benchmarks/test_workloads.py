@@ -1,22 +1,25 @@
 """Every workload: a seed decides weights and batches, missing data is named, and the sizes are the published ones."""
 
 import math
+import re
 import warnings
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.workloads import WORKLOADS, DataMissingError, chargpt, make_workload, multi30k
+from benchmarks.workloads import WORKLOADS, DataMissingError, chargpt, glue, make_workload, multi30k, squad
 from benchmarks.workloads.mnist import read_labels
 from benchmarks.workloads.multi30k import number_words, read_sentences
 from benchmarks.workloads.tiny import write_idx, write_sentences
 from secondorder import EKFAC, KFAC, HyLo
 from secondorder.capture.fisher.likelihood import resolve
 
+SIZES = ("smoke", "cpu", "paper")
 FILES = {
     "autoencoder": ("mnist", "train-images-idx3-ubyte.gz", "mnist"),
     "resnet20": ("cifar10", "data_batch_1", "cs.toronto.edu"),
@@ -26,7 +29,6 @@ FILES = {
     "unet": ("membrane", "image/0.png", "zhixuhao/unet"),
     "vgg16": ("cifar10", "test_batch", "cs.toronto.edu"),
     "resnet18": ("imagenet", "train/<class>/*.JPEG, val/<class>/*.JPEG", "image-net.org"),
-    "lgg": ("lgg", "TCGA_*/TCGA_*.tif", "kaggle.com"),
 }
 
 
@@ -57,6 +59,55 @@ def test_an_evaluation_is_a_number_and_leaves_the_mode(name, data_dir):
         assert model.training
         if "accuracy" in workload.metric or "Dice" in workload.metric:
             assert 0 <= found <= 1
+
+
+PARTS = {
+    "chargpt": (chargpt, "EVAL_WINDOWS", 3),
+    "multi30k": (multi30k, "EVAL_SENTENCES", 5),
+    "bert_qa": (squad, "EVAL_WINDOWS", 7),
+    "glue": (glue, "EVAL_SENTENCES", 7),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_evaluation_in_parts_is_that_of_the_whole(name, data_dir, monkeypatch):
+    workload = make_workload(name, data_dir, "smoke")
+    model = workload.build_model(0)
+    whole, quality = workload.evaluate(model, everything=True), workload.quality(model)
+    monkeypatch.setattr(*PARTS[name])
+    assert workload.evaluate(model, everything=True) == pytest.approx(whole)
+    assert workload.quality(model) == quality
+    assert name == "glue" or workload.evaluate(model) != whole
+
+
+def test_the_page_has_the_sizes_of_the_workloads(tmp_path):
+    """Trainable numbers of three sizes, examples of a step and steps; those of texts depend on their tokens."""
+    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    rows = [row for row in rows if row[0] != "multi30k"]
+    assert {row[0] for row in rows} == set(WORKLOADS) - {"chargpt", "gpt2_small", "multi30k", "bert_qa", "glue"}
+    for name, *counts, examples, steps in rows:
+        for size, count, batch, length in zip(SIZES, counts, examples.split(", "), steps.split(", "), strict=True):
+            workload = make_workload(name, tmp_path, size)
+            with torch.device("meta"):
+                model = workload.build_model(0)
+            assert f"{sum(p.numel() for p in model.parameters()):,}" == count
+            assert f"{workload.batch_size:,}" in batch  # or where it begins, if it grows
+            assert f"{workload.steps[size]:,}" == length
+
+
+@pytest.mark.parametrize("name", ["multi30k", "bert_qa"])
+def test_padding_changes_nothing(name, data_dir):
+    workload = make_workload(name, data_dir, "smoke")
+    model, (tokens, targets) = workload.build_model(0).double(), next(workload.batches(0))
+    losses, gradients = [], []
+    for pad in (0, 3):
+        batch = F.pad(tokens, (0, pad)), F.pad(targets, (0, pad)) if name == "multi30k" else targets
+        loss = workload.loss(model, batch)
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+        losses.append(loss)
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -113,15 +164,6 @@ def test_logistic_regression_is_convex_in_what_is_trained(data_dir):
             return workload.loss(model, batch).item()
 
     assert loss_at(0.5) < (loss_at(0.0) + loss_at(1.0)) / 2
-
-
-def test_all_of_the_held_out_text_in_parts_gives_the_mean_over_its_windows(data_dir, monkeypatch):
-    workload = make_workload("chargpt", data_dir, "smoke")
-    model = workload.build_model(0)
-    whole = workload.evaluate(model, everything=True)
-    monkeypatch.setattr(chargpt, "EVAL_WINDOWS", 3)
-    assert workload.evaluate(model, everything=True) == pytest.approx(whole)
-    assert workload.evaluate(model) != whole
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -214,18 +256,6 @@ def test_long_sentences_are_cut_and_rare_words_unknown(tmp_path):
     assert workload.outputs(workload.build_model(0), (source, target)).shape == (2, 6, 5)
 
 
-def test_padding_changes_nothing(data_dir):
-    workload = make_workload("multi30k", data_dir, "smoke")
-    model, (source, target) = workload.build_model(0).double(), next(workload.batches(0))
-    losses, gradients = [], []
-    for pad in (0, 3):
-        loss = workload.loss(model, (F.pad(source, (0, pad)), F.pad(target, (0, pad))))
-        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
-        losses.append(loss)
-    torch.testing.assert_close(losses[0], losses[1])
-    torch.testing.assert_close(gradients[0], gradients[1])
-
-
 def test_sentences_of_a_batch_are_of_about_the_same_length(data_dir):
     workload = make_workload("multi30k", data_dir, "smoke")
     sources = [source for source, _ in islice(workload.batches(0), 8)]
@@ -233,15 +263,6 @@ def test_sentences_of_a_batch_are_of_about_the_same_length(data_dir):
     assert len(set(lengths)) > 3
     assert lengths != sorted(lengths)
     assert sum(int((source == 0).sum()) for source in sources) < 0.1 * sum(source.numel() for source in sources)
-
-
-def test_evaluation_in_parts_gives_the_mean_over_all_words(data_dir, monkeypatch):
-    workload = make_workload("multi30k", data_dir, "smoke")
-    model = workload.build_model(0)
-    whole = workload.evaluate(model, everything=True)
-    monkeypatch.setattr(multi30k, "EVAL_SENTENCES", 5)
-    assert workload.evaluate(model, everything=True) == pytest.approx(whole)
-    assert workload.evaluate(model) != whole
 
 
 def test_damaged_translations_are_refused_by_name(tmp_path):
@@ -255,8 +276,7 @@ def test_damaged_translations_are_refused_by_name(tmp_path):
 
 
 def test_published_sizes(data_dir):
-    """Parameter counts by hand; those of other networks on pictures are in ``test_vision``."""
-    assert _count(make_workload("logistic", data_dir)) == 2000 * 10 + 10
+    """Parameter counts of texts, by hand."""
     vocabulary = len(set(_text(data_dir)))
     layer = 4 * (128 + 1) * 128 + (128 + 1) * 512 + (512 + 1) * 128 + 2 * 2 * 128
     embeddings = (vocabulary + 128) * 128
@@ -267,10 +287,6 @@ def test_published_sizes(data_dir):
     encoder, decoder = attention + mlp + 2 * norm, 2 * attention + mlp + 3 * norm
     expected = 2 * (encoder + decoder) + 2 * norm + 2 * (words + 40) * 256 + (256 + 1) * words
     assert _count(make_workload("multi30k", data_dir)) == expected
-    widths = [16, 32, 64, 128]
-    down = sum(9 * (a + b) * b + 4 * b for a, b in zip([1, *widths], widths, strict=False))
-    up = sum((4 * 2 * b + 1) * b + 9 * (2 * b + b) * b + 4 * b for b in widths[:-1])
-    assert _count(make_workload("unet", data_dir)) == down + up + 17 == 482_449
 
 
 def _count(workload):

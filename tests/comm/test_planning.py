@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.architectures import architecture
+from benchmarks.commands.scaling import architecture
 from secondorder import EKFAC, KFAC, MFAC, ChiefOnly, CommOpt, HybridOpt, HyLo, LocalFactors, MemOpt
 from secondorder.comm import Local
 from secondorder.plan.plan import Plan, Sum, Traffic, means, spread
