@@ -27,19 +27,13 @@ from tests.support.checkpoints import (
     through_pickle,
 )
 from tests.support.methods import Method, Variant
-from tests.support.tasks import TRANSFORMER, Task, assert_identical, backward, snapshot, train, values
-
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
+from tests.support.tasks import TRANSFORMER, Task, assert_identical, snapshot, train, values
 
 
 def hook_tables(model: nn.Module) -> list[dict[int, Any]]:
-    return [getattr(module, name) for module in model.modules() for name in HOOKS]
+    kinds = ("_forward_hooks", "_forward_pre_hooks")
+    names = (*kinds, *(f"{kind}_with_kwargs" for kind in kinds), "_forward_hooks_always_called")
+    return [getattr(module, name) for module in model.modules() for name in names]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -47,25 +41,29 @@ def hook_tables(model: nn.Module) -> list[dict[int, Any]]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cover(copier=COPIERS)
-def test_a_copied_model_computes_the_same_without_any_hook(method: Method, task: Task, copier: Any) -> None:
-    """Nor has it any trace of how hooks are left out."""
-    model, first = builder(method, task)()
-    second = method.build(model)
-    train(model, first, task, 2)
-    second.detach()  # the other's hooks stay, and stay out of copies
-    twin = copier(model)
-    assert_identical(values(twin), values(model))
-    assert_identical(task.loss(twin, 2).detach(), task.loss(model, 2).detach())
-    assert not [table for table in hook_tables(twin) if table or vars(table)]
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    assert not [table for table in hook_tables(averaged) if table]
-    first.detach()
-    assert not [table for table in hook_tables(model) if table or vars(table)]
+def test_a_copied_model_computes_the_same_without_any_hook(method: Method, task: Task) -> None:
+    """Nor has it any trace of how hooks are left out; another optimizer trains it like any model."""
+    fresh = method.trained(task, 4)
+    for copier in COPIERS.values():
+        model, first = method.start(task)
+        new = copier(model)
+        train(new, method.build(new), task, 4)
+        assert_identical(values(new), fresh)
+        second = method.build(model)
+        train(model, first, task, 2)
+        second.detach()  # the other's hooks stay, and stay out of copies
+        twin = copier(model)
+        assert_identical(values(twin), values(model))
+        assert_identical(task.loss(twin, 2).detach(), task.loss(model, 2).detach())
+        for bare in (twin, torch.optim.swa_utils.AveragedModel(model)):
+            assert not [table for table in hook_tables(bare) if table]
+        assert not [table for table in hook_tables(twin) if vars(table)]
+        first.detach()
+        assert not [table for table in hook_tables(model) if table or vars(table)]
 
 
 def test_deepcopy_of_the_model_takes_nothing_of_the_optimizer_along(method: Method, mlp: Task) -> None:
-    model, optimizer = builder(method, mlp)()
+    model, optimizer = method.start(mlp)
     train(model, optimizer, mlp, 2)
     memo: dict[int, Any] = {}
     copy.deepcopy(model, memo)
@@ -84,7 +82,7 @@ def saved(model: nn.Module) -> bytes:
 
 
 def test_saved_model_is_that_of_a_model_without_optimizer(method: Method, task: Task) -> None:
-    bare, (hooked, optimizer) = task.model(), builder(method, task)()
+    bare, (hooked, optimizer) = task.model(), method.start(task)
     assert saved(hooked) == saved(bare)
     assert b"secondorder" not in pickle.dumps(hooked)
     train(hooked, optimizer, task, 2)
@@ -121,30 +119,30 @@ class Noting:
         self.calls += 1
 
 
-@pytest.mark.cover(copier=COPIERS)
-def test_hooks_of_the_user_stay_in_copies(method: Method, mlp: Task, copier: Any) -> None:
-    model = mlp.model()
-    handles = [model.first.register_forward_hook(Noting(), with_kwargs=True)]
-    optimizer = method.build(model)
-    handles.append(model.register_forward_hook(Noting(), with_kwargs=True, always_call=True))
-    twin = copier(model)
-    mlp.loss(twin, 0)
-    mlp.loss(twin, 1)
-    for module in (twin.first, twin):
-        assert [(type(hook), hook.calls) for hook in module._forward_hooks.values()] == [(Noting, 2)]
-        assert list(module._forward_hooks_with_kwargs) == list(module._forward_hooks)
-    assert list(twin._forward_hooks_always_called) == list(twin._forward_hooks)
-    train(model, optimizer, mlp, 1)
-    for handle in handles:  # made before and after the optimizer: both still find their hook
-        handle.remove()
-    assert not [hook for table in hook_tables(model) for hook in table.values() if isinstance(hook, Noting)]
-    optimizer.detach()
-    assert not [table for table in hook_tables(model) if table]
+def test_hooks_of_the_user_stay_in_copies(method: Method, mlp: Task) -> None:
+    for copier in COPIERS.values():
+        model = mlp.model()
+        handles = [model.first.register_forward_hook(Noting(), with_kwargs=True)]
+        optimizer = method.build(model)
+        handles.append(model.register_forward_hook(Noting(), with_kwargs=True, always_call=True))
+        twin = copier(model)
+        mlp.loss(twin, 0)
+        mlp.loss(twin, 1)
+        for module in (twin.first, twin):
+            assert [(type(hook), hook.calls) for hook in module._forward_hooks.values()] == [(Noting, 2)]
+            assert list(module._forward_hooks_with_kwargs) == list(module._forward_hooks)
+        assert list(twin._forward_hooks_always_called) == list(twin._forward_hooks)
+        train(model, optimizer, mlp, 1)
+        for handle in handles:  # made before and after the optimizer: both still find their hook
+            handle.remove()
+        assert not [hook for table in hook_tables(model) for hook in table.values() if isinstance(hook, Noting)]
+        optimizer.detach()
+        assert not [table for table in hook_tables(model) if table]
 
 
 def test_hook_that_is_copied_alone_does_nothing(method: Method, mlp: Task) -> None:
     """Where a user copies hooks one by one, what comes out needs neither the optimizer nor this package."""
-    model, optimizer = builder(method, mlp)()
+    model, optimizer = method.start(mlp)
     hooks = [hook for table in hook_tables(model) for hook in table.values() if callable(hook)]
     assert bool(hooks) == method.layerwise
     for hook in hooks:
@@ -152,30 +150,6 @@ def test_hook_that_is_copied_alone_does_nothing(method: Method, mlp: Task) -> No
         for copier in (copy.deepcopy, through_pickle):
             assert copier(hook)(model, (), {}, None) is None
     optimizer.detach()
-
-
-@pytest.mark.cover(copier=COPIERS)
-def test_training_a_copied_model_does_not_reach_the_optimizer(method: Method, mlp: Task, copier: Any) -> None:
-    (model, optimizer), (alone, undisturbed) = builder(method, mlp)(), builder(method, mlp)()
-    train(model, optimizer, mlp, 1)
-    train(alone, undisturbed, mlp, 1)
-    teacher = copier(model)
-    for step in range(1, 6):
-        mlp.loss(teacher, 100 + step).backward()
-        backward(model, optimizer, mlp, step)
-        mlp.loss(teacher, 200 + step).backward()
-        optimizer.step()
-        train(alone, undisturbed, mlp, 1, start=step)
-    assert_same_run((model, optimizer), (alone, undisturbed))
-
-
-@pytest.mark.cover(copier=COPIERS)
-def test_new_optimizer_on_a_copied_model(method: Method, mlp: Task, copier: Any) -> None:
-    twin = copier(builder(method, mlp)()[0])
-    fresh, other = builder(method, mlp)()
-    train(twin, method.build(twin), mlp, 4)
-    train(fresh, other, mlp, 4)
-    assert_identical(values(twin), values(fresh))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,88 +165,66 @@ def test_attached_copy_goes_on_exactly(method: Method, variant: Variant, task: T
 
 @pytest.mark.option("window_size")
 @pytest.mark.cover(copier=COPIERS)
-def test_copied_window_goes_on_without_attach(method: Method, variant: Variant, mlp: Task, copier: Any) -> None:
+def test_copied_window_goes_on_and_loads_without_attach(
+    method: Method, variant: Variant, mlp: Task, copier: Any
+) -> None:
     """From the parameters alone; with a module `attach` does no harm either, see above."""
 
     def build() -> Pair:
         model = mlp.model()
         return model, method.build(model, model.parameters(), **variant.keywords)
 
-    assert_goes_on(build, steps_of(mlp), 5, 10, lambda build, *pair: copier(pair))
+    def copied(build: Build, *pair: Any) -> Pair:
+        earlier, parameters = snapshot(pair[1]), values(pair[0])
+        later, (model, optimizer) = copier(pair), copier(pair)
+        train(*later, mlp, 3)
+        later[1].load_state_dict(earlier)
+        later[0].load_state_dict(parameters)
+        assert_same_run(later, (model, optimizer))
+        return model, optimizer
+
+    assert_goes_on(build, steps_of(mlp), 5, 10, copied)
 
 
-def test_copy_and_original_are_independent(method: Method, variant: Variant, mlp: Task) -> None:
-    model, optimizer = builder(method, mlp, **variant.keywords)()
-    train(model, optimizer, mlp, 3)
-    other, second = copy.deepcopy((model, optimizer))
-    second.attach(other)
-    before, parameters = snapshot(optimizer), values(model)
-    train(other, second, mlp, 3, start=3)
-    assert_identical(snapshot(optimizer), before)
-    assert_identical(values(model), parameters)
-
-
-@pytest.mark.cover(copier=COPIERS)
-def test_copied_optimizer_keeps_state_groups_and_attributes(method: Method, mlp: Task, copier: Any) -> None:
-    model, optimizer = builder(method, mlp)()
+def test_copied_optimizer_keeps_state_groups_and_attributes(method: Method, mlp: Task) -> None:
+    """And the state that was put in the place of the old one."""
+    model, optimizer = method.start(mlp)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps `step`
     train(model, optimizer, mlp, 3)
     optimizer.remark = "mine"
-    twin = copier(optimizer)
-    assert type(twin) is type(optimizer)
-    assert_identical(snapshot(twin), snapshot(optimizer))
-    assert {key: twin.defaults[key] for key in optimizer.defaults} == optimizer.defaults  # torch adds a key of its own
-    assert repr(twin) == repr(optimizer)
+    first = next(model.parameters())
+    optimizer.state = copy.copy(optimizer.state)
+    optimizer.state[first] = {**optimizer.state[first], "step": torch.tensor(77.0)}
 
     def public(thing: Any) -> set[str]:
         return {name for name in vars(thing) if not name.startswith("_")}
 
-    assert public(twin) >= public(optimizer) - {"remark", "step"}  # a scheduler wrapped it
-
-
-@pytest.mark.cover(copier=COPIERS)
-def test_copies_have_the_state_that_was_put_in_the_place_of_the_old_one(method: Method, mlp: Task, copier: Any) -> None:
-    model, optimizer = builder(method, mlp)()
-    train(model, optimizer, mlp, 3)
-    first = next(model.parameters())
-    optimizer.state = copy.copy(optimizer.state)
-    optimizer.state[first] = {**optimizer.state[first], "step": torch.tensor(77.0)}
-    copied = copier(optimizer)
-    assert copied.state[copied.param_groups[0]["params"][0]]["step"] == 77.0
+    for copier in COPIERS.values():
+        twin = copier(optimizer)
+        assert type(twin) is type(optimizer)
+        assert_identical(snapshot(twin), snapshot(optimizer))
+        assert twin.state[twin.param_groups[0]["params"][0]]["step"] == 77.0
+        assert {key: twin.defaults[key] for key in optimizer.defaults} == optimizer.defaults  # torch adds its own
+        assert repr(twin) == repr(optimizer)
+        assert public(twin) >= public(optimizer) - {"remark", "step"}  # a scheduler wrapped it
 
 
 @pytest.mark.option("skip_layers")
 @pytest.mark.cover(copier=COPIERS)
 def test_a_copy_neither_steps_nor_loads_nor_changes_before_attach(method: Method, mlp: Task, copier: Any) -> None:
-    model, optimizer = builder(method, mlp)()
-    train(model, optimizer, mlp, 3)
+    model, optimizer = method.start(mlp, 3)
     earlier = snapshot(optimizer)
     train(model, optimizer, mlp, 1, start=3)
     second = copier(optimizer)
     for parameter in second.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(RuntimeError, match="attach"):
-        second.step()
-    with pytest.raises(RuntimeError, match="attach"):
-        second.load_state_dict(earlier)
+    for act in (second.step, lambda: second.load_state_dict(earlier)):
+        with pytest.raises(RuntimeError, match="attach"):
+            act()
     assert_identical(snapshot(second), snapshot(optimizer))
     second.attach(copier(model))
     second.load_state_dict(earlier)
     assert_identical(snapshot(second), earlier)
-
-
-@pytest.mark.option("window_size")
-@pytest.mark.cover(copier=COPIERS)
-def test_a_copy_of_a_window_loads_at_once(method: Method, variant: Variant, mlp: Task, copier: Any) -> None:
-    model, optimizer = builder(method, mlp, **variant.keywords)()
-    train(model, optimizer, mlp, 3)
-    earlier, parameters = snapshot(optimizer), values(model)
-    train(model, optimizer, mlp, 3, start=3)
-    other, second = copier((model, optimizer))
-    second.load_state_dict(earlier)
-    other.load_state_dict(parameters)
-    train(other, second, mlp, 3, start=3)
-    assert_same_run((other, second), (model, optimizer))
 
 
 @pytest.mark.option("skip_layers")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 
 from tests.support.checkpoints import assert_same_run, through_a_file
 from tests.support.methods import Method, Variant
-from tests.support.tasks import Task, assert_identical, snapshot, train, values
+from tests.support.tasks import Task, assert_identical, train, values
 
 BREAK, THAW, END = 5, 7, 12
 
@@ -39,72 +38,51 @@ def loaded(
     return other, second
 
 
-@pytest.mark.cover(frozen_at=[0, 3])
-def test_a_run_with_a_frozen_layer_resumes_to_the_bit(method: Method, mlp: Task, frozen_at: int) -> None:
-    model, optimizer = trained(method, mlp, method.variants[0], frozen_at)
-    other, second = loaded(method, mlp, method.variants[0], model, optimizer.state_dict(), frozen=True)
-    train(model, optimizer, mlp, END - BREAK, start=BREAK)
-    train(other, second, mlp, END - BREAK, start=BREAK)
-    assert_same_run((other, second), (model, optimizer))
-
-
 def test_a_layer_that_is_unfrozen_after_loading_goes_on(method: Method, variant: Variant, mlp: Task) -> None:
     """What was known of the layer is kept, and used again as soon as it is unfrozen."""
-    model, optimizer = trained(method, mlp, variant, frozen_at=3)
-    other, second = loaded(method, mlp, variant, model, optimizer.state_dict(), frozen=True)
-    assert_identical(second.state_dict(), optimizer.state_dict())
-    for net, opt in ((model, optimizer), (other, second)):
+    first = trained(method, mlp, variant, frozen_at=3)
+    second = loaded(method, mlp, variant, first[0], first[1].state_dict(), frozen=True)
+    assert_identical(second[1].state_dict(), first[1].state_dict())
+    for net, opt in (first, second):
         train(net, opt, mlp, THAW - BREAK, start=BREAK)
         net.first.requires_grad_(True)
         train(net, opt, mlp, END - THAW, start=THAW)
-    assert_same_run((other, second), (model, optimizer))
+    assert_same_run(second, first)
+
+
+#: When the first layer is frozen in the run that saves, whether in the one that loads, and when both unfreeze it.
+RUNS = {
+    "frozen all along": (0, True, None),
+    "frozen later": (3, True, None),
+    "trained after loading": (0, False, BREAK),  # it does what one does that is unfrozen in the middle of a run
+    "frozen for loading": (None, True, THAW),
+}
+
+
+@pytest.mark.cover(run=RUNS)
+def test_a_run_with_a_frozen_layer_resumes_to_the_bit(method: Method, mlp: Task, run: Any) -> None:
+    frozen_at, frozen, thaw = run
+    first = trained(method, mlp, method.variants[0], frozen_at)
+    second = loaded(method, mlp, method.variants[0], first[0], first[1].state_dict(), frozen)
+    first[0].first.requires_grad_(not frozen)
+    for net, opt in (first, second):
+        train(net, opt, mlp, (thaw or END) - BREAK, start=BREAK)
+        if thaw:
+            net.first.requires_grad_(True)
+            train(net, opt, mlp, END - thaw, start=thaw)
+    assert_identical(values(second[0]), values(first[0]))
+    if frozen_at is not None and frozen:
+        assert_same_run(second, first)
 
 
 def test_a_frozen_part_of_a_layer_resumes_to_the_bit(method: Method, mlp: Task) -> None:
-    model, other = mlp.model(), mlp.model()
-    optimizer = method.build(model, **method.variants[0].keywords)
-    train(model, optimizer, mlp, 3)
+    (model, optimizer), other = method.start(mlp, 3), mlp.model()
     for net in (model, other):
         net.first.bias.requires_grad_(False)
     train(model, optimizer, mlp, BREAK - 3, start=3)
     other.load_state_dict(model.state_dict())
-    second = method.build(other, **method.variants[0].keywords)
+    second = method.build(other)
     second.load_state_dict(through_a_file(optimizer.state_dict()))
     for net, opt in ((model, optimizer), (other, second)):
         train(net, opt, mlp, END - BREAK, start=BREAK)
     assert_identical(values(other), values(model))
-
-
-def test_a_layer_that_was_frozen_all_along_begins_when_it_is_trained(method: Method, mlp: Task) -> None:
-    """Unfrozen between two runs, it does what one does that is unfrozen in the middle of a run."""
-    model, optimizer = trained(method, mlp, method.variants[0], frozen_at=0)
-    other, second = loaded(method, mlp, method.variants[0], model, optimizer.state_dict(), frozen=False)
-    model.first.requires_grad_(True)
-    for net, opt in ((model, optimizer), (other, second)):
-        train(net, opt, mlp, END - BREAK, start=BREAK)
-    assert_identical(values(other), values(model))
-
-
-def test_a_layer_that_was_trained_may_be_frozen_when_it_is_loaded(method: Method, mlp: Task) -> None:
-    model, optimizer = trained(method, mlp, method.variants[0], frozen_at=None)
-    other, second = loaded(method, mlp, method.variants[0], model, optimizer.state_dict(), frozen=True)
-    model.first.requires_grad_(False)
-    for net, opt in ((model, optimizer), (other, second)):
-        train(net, opt, mlp, THAW - BREAK, start=BREAK)
-        net.first.requires_grad_(True)
-        train(net, opt, mlp, END - THAW, start=THAW)
-    assert_identical(values(other), values(model))
-
-
-def test_a_refused_checkpoint_changes_nothing_beside_a_frozen_layer(method: Method, mlp: Task) -> None:
-    model, optimizer = trained(method, mlp, method.variants[0], frozen_at=3)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][3].pop(method.landmark)
-    other = mlp.model()
-    other.first.requires_grad_(False)
-    second = method.build(other)
-    train(other, second, mlp, 2)
-    before = snapshot(second)
-    with pytest.raises((ValueError, RuntimeError), match="second.weight"):
-        second.load_state_dict(saved)
-    assert_identical(snapshot(second), before)

@@ -11,14 +11,7 @@ from torch import Tensor, nn
 from tests.support.checkpoints import builder
 from tests.support.methods import Method, Variant
 from tests.support.storages import compute_bytes
-from tests.support.tasks import (
-    Task,
-    assert_identical,
-    covered_layers,
-    covered_names,
-    train,
-    values,
-)
+from tests.support.tasks import Task, assert_identical, train, values
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -74,16 +67,22 @@ def test_keys_per_parameter(method: Method, variant: Variant, task: Task) -> Non
         assert optimizer.state[parameter].keys() == expected, name
 
 
-def test_no_momentum_buffer_without_momentum(method: Method, mlp: Task) -> None:
-    model, optimizer = method.start(mlp, 2, momentum=0.0)
+def test_step_momentum_and_fallback(method: Method, mlp: Task) -> None:
+    """Each parameter counts its own updates; no momentum has no buffer, and Adam's rule two moments."""
+    _, optimizer = method.start(mlp, 2, momentum=0.0)
     assert all("momentum_buffer" not in state for state in optimizer.state.values())
-
-
-@pytest.mark.option("fallback")
-def test_adamw_fallback_keeps_two_moments(method: Method, mlp: Task) -> None:
     model, optimizer = method.start(mlp, fallback="adamw", **method.leave_out)
     for name in method.left_out(model):
         assert optimizer.state[model.get_parameter(name)].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    model, optimizer = method.start(mlp, 2)
+    optimizer.zero_grad()
+    mlp.loss(model, 2).backward()
+    model.scale.gain.grad = None
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        count = optimizer.state[parameter]["step"]
+        assert_identical(count, torch.tensor(2.0 if name == "scale.gain" else 3.0))
+    assert optimizer.state[model.first.weight]["global_step"] == 3
 
 
 @pytest.mark.cover(dtype=[torch.float64, torch.float32, *HALF])
@@ -107,176 +106,78 @@ def test_curvature_is_at_least_single_precision(
 
 
 @pytest.mark.option("factor_update_steps")
-def test_factor_shapes(method: Method, variant: Variant) -> None:
+def test_factor_shapes(method: Method, mlp: Task) -> None:
     """Homogeneous inputs: one more row and column where there is a trainable bias; a batch of factors per group.
 
-    Every unit of a norm layer is a group; the factor of an index is a diagonal.
+    Every unit of a norm layer is a group; the factor of an index is a diagonal; a frozen weight leaves the block to the
+    bias.
     """
-    model = nn.Sequential(
-        nn.Conv2d(4, 6, 3, groups=2), nn.Conv2d(6, 4, 2, bias=False), nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 2),
-        nn.BatchNorm1d(5), nn.LayerNorm(4, bias=False), nn.Embedding(7, 2),
-    )  # fmt: skip
-    model[4].bias.requires_grad_(False)
-    optimizer = method.build(model, **variant.keywords)
-    dense = {0: (2, 19, 3), 1: (24, 4), 3: (5, 3), 4: (3, 2), 5: (5, 1, 2), 6: (4, 1, 1)}
-    expected = {layer: ((*batch, n_a, n_a), (*batch, n_g, n_g)) for layer, (*batch, n_a, n_g) in dense.items()}
-    for layer, shapes_of_both in {**expected, 7: ((7,), (2, 2))}.items():
-        state = optimizer.state[model[layer].weight]
-        assert (state["factor_a"].shape, state["factor_g"].shape) == shapes_of_both
+    for variant in method.variants:
+        model = nn.Sequential(
+            nn.Conv2d(4, 6, 3, groups=2), nn.Conv2d(6, 4, 2, bias=False), nn.Flatten(), nn.Linear(4, 3),
+            nn.Linear(3, 2), nn.BatchNorm1d(5), nn.LayerNorm(4, bias=False), nn.Embedding(7, 2),
+        )  # fmt: skip
+        model[4].bias.requires_grad_(False)
+        optimizer = method.build(model, **variant.keywords)
+        dense = {0: (2, 19, 3), 1: (24, 4), 3: (5, 3), 4: (3, 2), 5: (5, 1, 2), 6: (4, 1, 1)}
+        expected = {layer: ((*batch, n_a, n_a), (*batch, n_g, n_g)) for layer, (*batch, n_a, n_g) in dense.items()}
+        for layer, shapes_of_both in {**expected, 7: ((7,), (2, 2))}.items():
+            state = optimizer.state[model[layer].weight]
+            assert (state["factor_a"].shape, state["factor_g"].shape) == shapes_of_both
+
+        model = mlp.model()
+        model.first.weight.requires_grad_(False)
+        optimizer = method.build(model, **variant.keywords)
+        state = optimizer.state[model.first.bias]
+        assert state.keys() >= variant.owner_state
+        assert not optimizer.state[model.first.weight].keys() & variant.owner_state
+        train(model, optimizer, mlp, 3)
+        assert_identical(state["factor_a"], torch.ones(1, 1, dtype=torch.float64))
 
 
-@pytest.mark.option("factor_update_steps")
-def test_frozen_weight_leaves_the_block_to_the_bias(method: Method, variant: Variant, mlp: Task) -> None:
-    model = mlp.model()
-    model.first.weight.requires_grad_(False)
-    optimizer = method.build(model, **variant.keywords)
-    state = optimizer.state[model.first.bias]
-    assert state.keys() >= variant.owner_state
-    assert state["factor_a"].shape == (1, 1)
-    assert not optimizer.state[model.first.weight].keys() & variant.owner_state
-    train(model, optimizer, mlp, 3)
-    assert_identical(state["factor_a"], torch.ones(1, 1, dtype=torch.float64))
+def shapes_of_rows(state: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(state[key].shape) for key in ("rows_a", "rows_g", "kernel"))
 
 
 @pytest.mark.option("update_steps")
-def test_shapes_of_rows(method: Method, task: Task) -> None:
-    """Half of six examples, one row of each: the mean input (of indices a one-hot one; with the 1 of a bias), and g.
-
-    All units of a norm layer are one vector.
-    """
-    model, optimizer = method.start(task)
-    for steps in (0, 5):
-        train(model, optimizer, task, steps)
-        for name in covered_layers(model):
-            layer = model.get_submodule(name)
-            state = optimizer.state[layer.weight]
-            inputs = layer.weight[0].numel() + (getattr(layer, "bias", None) is not None)
-            outputs = layer.weight.shape[0]
-            if isinstance(layer, nn.LayerNorm):
-                inputs, outputs = 0, 2 * outputs
-            elif isinstance(layer, nn.Embedding):
-                inputs, outputs = layer.weight.shape
-            assert (state["rows_a"].shape, state["rows_g"].shape) == ((3, 1, inputs), (3, 1, outputs)), name
-            assert (state["kernel"].shape, state["kernel_damping"].shape) == ((3, 3), ()), name
-
-
-@pytest.mark.option("update_steps")
-def test_shapes_of_rows_of_groups(method: Method) -> None:
-    """Every group of a convolution has rows of its own."""
+def test_shapes_of_rows_of_groups_and_of_a_bias(method: Method, mlp: Task) -> None:
+    """Every group of a convolution has rows of its own; a frozen weight leaves the rows to the bias."""
     model = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Conv1d(6, 4, 2, bias=False), nn.BatchNorm1d(5))
     optimizer = method.build(model)
     expected = {0: ((2, 3, 1, 19), (2, 3, 1, 3), (2, 3, 3)), 1: ((3, 1, 12), (3, 1, 4), (3, 3))}
     for layer, found in {**expected, 2: ((3, 1, 0), (3, 1, 10), (3, 3))}.items():
-        state = optimizer.state[model[layer].weight]
-        assert tuple(tuple(state[key].shape) for key in ("rows_a", "rows_g", "kernel")) == found, layer
+        assert shapes_of_rows(optimizer.state[model[layer].weight]) == found, layer
 
-
-@pytest.mark.option("update_steps")
-def test_frozen_weight_leaves_the_rows_to_the_bias(method: Method, mlp: Task) -> None:
     model = mlp.model()
     model.first.weight.requires_grad_(False)
-    optimizer = method.build(model)
-    state = optimizer.state[model.first.bias]
-    assert (state["rows_a"].shape, state["rows_g"].shape) == ((3, 1, 0), (3, 1, 4))
+    optimizer, before = method.build(model), values(model)
     assert not optimizer.state[model.first.weight].keys() & method.variants[0].owner_state
-    before = values(model)
-    train(model, optimizer, mlp, 3)
-    assert (state["rows_a"].shape, state["rows_g"].shape) == ((3, 1, 0), (3, 1, 4))
+    for steps in (0, 3):
+        train(model, optimizer, mlp, steps)
+        assert shapes_of_rows(optimizer.state[model.first.bias]) == ((3, 1, 0), (3, 1, 4), (3, 3))
     moved = {name for name, value in values(model).items() if not torch.equal(value, before[name])}
     assert moved == before.keys() - {"first.weight"}
 
 
-@pytest.mark.option("window_size")
-def test_shapes_of_a_window(method: Method, variant: Variant, task: Task) -> None:
-    """One row per slot, of the shape of the parameter where rows are stored as they are."""
-    model, optimizer = method.start(task, **variant.keywords)
-    rows = method.keywords["window_size"]
-    scalars = ("pos", "count", "skipped", "solve_failures", "momentum_weight")
-    fixed = {"gram": (rows * (rows + 1) // 2,), "amplification": (10,), **dict.fromkeys(scalars, ())}
-    fixed |= {"momentum_coefficients": (rows,), "dots_momentum": (rows,)}
-    for parameter, state in optimizer.state.items():
-        own = {"window": (rows, *parameter.shape), "gradient_momentum": tuple(parameter.shape)}
-        for key, shape in {**fixed, **own}.items():
-            if key in state:
-                assert tuple(state[key].shape) == shape, key
-        if "window_idx" in state:
-            blocks = parameter.numel() // 8
-            assert state["window_idx"].shape == state["window_val"].shape
-            assert state["window_idx"].shape[:2] == (blocks, rows)
-            assert state["error"].shape[0] == blocks
-        if "tail_idx" in state:
-            assert state["tail_idx"].shape == state["tail_val"].shape
-            assert state["tail_idx"].shape[:2] == (1, rows)
-            assert state["tail_error"].shape[0] == 1
-        if "window_p" in state:
-            n0, n1 = parameter.shape[0], parameter[0].numel()
-            assert (state["window_p"].shape, state["window_q"].shape) == ((rows, 1, n0), (rows, 1, n1))
-            assert (state["q_prev"].shape, state["error"].shape) == ((n1, 1), parameter.shape)
+def test_counters_of_a_block_or_a_window(method: Method, variant: Variant, mlp: Task) -> None:
+    """Factors every 2 and refreshes every 4 steps; rows of examples are renewed every 2 steps.
 
-
-@pytest.mark.option("window_size")
-def test_counters_of_a_window(method: Method, variant: Variant, mlp: Task) -> None:
-    """The slot of the next row, and the rows that ever were."""
-    model, optimizer = method.start(mlp, **variant.keywords)
-    for steps in range(7):
-        for name in owners(variant, model):
-            state = optimizer.state[model.get_parameter(name)]
+    A window knows the slot of the next row and the rows that ever were.
+    """
+    keywords = {**variant.keywords, **({"stagger": False} if method.accepts("stagger") else {})}
+    model, optimizer = method.start(mlp, **keywords)
+    for steps in range(8):
+        for names in variant.units(model).values():
+            state = optimizer.state[model.get_parameter(names[0])]
+            if method.layerwise:
+                refreshes = (steps + 3) // 4 if method.family == "factors" else (steps + 1) // 2
+                if steps == 7 or not variant.keywords.get("overlap"):  # which adopts a step later
+                    assert (state["factor_updates"], state["refreshes"]) == ((steps + 1) // 2, refreshes)
+                if method.family == "factors":
+                    weight = 6.0 * sum(0.95**age for age in range((steps + 1) // 2))
+                    assert (state["factor_weight"].shape, state["factor_weight"].dtype) == ((), torch.float64)
+                    torch.testing.assert_close(state["factor_weight"].item(), weight, rtol=1e-12, atol=0)
+                continue
             assert (int(state["pos"]), int(state["count"])) == (steps % 4, steps)
             assert (int(state["skipped"]), int(state["solve_failures"])) == (0, 0)
         train(model, optimizer, mlp, 1, start=steps)
-
-
-@pytest.mark.option("window_size")
-def test_the_gram_matrix_in_the_state_is_that_of_the_stored_rows(method: Method, variant: Variant, mlp: Task) -> None:
-    """Lower triangle, row by row; rows that are stored as they are."""
-    model, optimizer = method.start(mlp, 6, **variant.keywords)
-    for names in variant.units(model).values():
-        states = [optimizer.state[model.get_parameter(name)] for name in names]
-        if not all("window" in state for state in states):
-            continue
-        rows = torch.cat([state["window"].double().flatten(1) for state in states], 1)
-        gram = torch.zeros(4, 4, dtype=torch.float64)
-        gram[tuple(torch.tril_indices(4, 4))] = states[0]["gram"]
-        torch.testing.assert_close(gram, (rows @ rows.mT).tril(), rtol=1e-12, atol=1e-15)
-
-
-def test_step_counts_updates_of_each_parameter(method: Method, mlp: Task) -> None:
-    model, optimizer = method.start(mlp, 2)
-    optimizer.zero_grad()
-    mlp.loss(model, 2).backward()
-    model.scale.gain.grad = None
-    optimizer.step()
-    for name, parameter in model.named_parameters():
-        count = optimizer.state[parameter]["step"]
-        assert_identical(count, torch.tensor(2.0 if name == "scale.gain" else 3.0))
-    assert optimizer.state[model.first.weight]["global_step"] == 3
-
-
-@pytest.mark.option("factor_update_steps")
-def test_counters_of_a_block(method: Method, variant: Variant, mlp: Task) -> None:
-    """Factors every 2 and refreshes every 4 steps: 4 and 2 in the first 7 steps."""
-    model, optimizer = method.start(mlp, 7, **{**variant.keywords, "stagger": False})
-    for name in owners(variant, model):
-        state = optimizer.state[model.get_parameter(name)]
-        assert (state["factor_updates"], state["refreshes"]) == (4, 2)
-        assert state["factor_weight"].shape == ()
-        assert state["factor_weight"].dtype == torch.float64
-        weight = 6.0 * sum(0.95**age for age in range(4))
-        torch.testing.assert_close(state["factor_weight"].item(), weight, rtol=1e-12, atol=0)
-
-
-@pytest.mark.option("update_steps")
-def test_counters_of_rows(method: Method, variant: Variant, mlp: Task) -> None:
-    """Renewed every 2 steps: 4 times in the first 7."""
-    model, optimizer = method.start(mlp, 7, **variant.keywords)
-    for name in owners(variant, model):
-        state = optimizer.state[model.get_parameter(name)]
-        assert (state["factor_updates"], state["refreshes"]) == (4, 4)
-
-
-def test_covered_and_uncovered_parameters_of_every_task(task: Task) -> None:
-    """The tasks are what the other tests take them for."""
-    model = task.model()
-    names = {name for name, _ in model.named_parameters()}
-    assert covered_names(model) < names
-    assert "scale.gain" in names - covered_names(model)

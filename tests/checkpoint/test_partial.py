@@ -8,15 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.checkpoints import (
-    DCP,
-    Pair,
-    Way,
-    builder,
-    by_file,
-    size_of_the_file,
-    through_a_file,
-)
+from tests.support.checkpoints import DCP, Pair, Way, builder, by_file, size_of_the_file, through_a_file
 from tests.support.methods import Method, Variant
 from tests.support.tasks import (
     Task,
@@ -44,58 +36,30 @@ def trained(method: Method, variant: Variant, task: Task, curvature: str, steps:
     return build, model, optimizer
 
 
-@pytest.mark.option("factor_update_steps")
-def test_what_is_left_out_of_factors(method: Method, variant: Variant, mlp: Task) -> None:
-    derived, sizes = variant.owner_state & DERIVED, []
-    for kind, kept, absent in (
-        ("none", frozenset(), derived | FACTORS),
-        ("factors", FACTORS, derived),
-        ("all", variant.owner_state, frozenset()),
-    ):
-        _, model, optimizer = trained(method, variant, mlp, kind)
-        saved = optimizer.state_dict()
-        keys = saved["state"][0].keys()
-        own = variant.own_state(model.first.weight)  # a mean of gradients belongs to the curvature that it is used with
-        momentum = {"momentum_buffer"} if variant.heavy_ball else own if kind != "none" else set()
-        assert keys >= kept | {"step"} | momentum, kind
-        assert not keys & (absent | (own if kind == "none" else set())), kind
-        assert optimizer.state[model.first.weight].keys() >= variant.owner_state, kind
-        sizes.append(size_of_the_file(saved))
-    assert sizes[0] < sizes[1] < sizes[2]
-
-
-@pytest.mark.option("window_size")
-def test_a_checkpoint_holds_all_of_a_window_or_nothing(method: Method, variant: Variant, mlp: Task) -> None:
-    sizes, plain = [], {"step", "global_step", "momentum_buffer"}
-    for kind in ("all", "none"):
-        _, model, optimizer = trained(method, variant, mlp, kind)
-        saved = optimizer.state_dict()
-        sizes.append(size_of_the_file(saved))
-        for index, (name, parameter) in enumerate(model.named_parameters()):
-            complete = variant.own_state(parameter) | (variant.owner_state if index == 0 else set())
-            assert optimizer.state[parameter].keys() >= complete, name
-            if kind == "all":
-                assert saved["state"][index].keys() >= complete, name
-            else:
-                assert saved["state"][index].keys() <= plain, name
-    assert sizes[1] < sizes[0]
-
-
-@pytest.mark.option("update_steps")
-def test_a_checkpoint_holds_all_rows_or_none(method: Method, variant: Variant, mlp: Task) -> None:
+def test_what_is_left_out(method: Method, variant: Variant, mlp: Task) -> None:
+    """Of factors what is derived from them, or all; of rows and windows all. The optimizer itself keeps everything."""
     sizes = []
-    for kind in ("all", "none"):
+    for kind in ("all", *method.partial):
         _, model, optimizer = trained(method, variant, mlp, kind)
         saved = optimizer.state_dict()
         sizes.append(size_of_the_file(saved))
         for index, (name, parameter) in enumerate(model.named_parameters()):
-            assert optimizer.state[parameter].keys() >= saved["state"][index].keys()
-            expected = {"step", "momentum_buffer"} | ({"global_step"} if index == 0 else set())
-            expected |= variant.first_state if index == 0 else set()  # of a policy, which is no curvature
-            if kind == "all" and name.endswith("weight"):
-                expected |= variant.of(model.get_submodule(name.rpartition(".")[0]))
-            assert saved["state"][index].keys() == expected, name
-    assert sizes[1] < sizes[0]
+            covered = name in method.covered(model)
+            owner = name in {names[0] for names in variant.units(model).values()}
+            own = variant.own_state(parameter) if covered else set()
+            curvature = own | (variant.of(model.get_submodule(name.rpartition(".")[0])) if owner else set())
+            held = {"step"} | ({"momentum_buffer"} if variant.heavy_ball or not covered else set())
+            held |= {"global_step"} | variant.first_state if index == 0 else set()  # a policy's is no curvature
+            assert optimizer.state[parameter].keys() == held | curvature, name
+            keys = saved["state"][index].keys()
+            # a mean of gradients belongs to the curvature that it is used with
+            kept = {"all": curvature, "factors": FACTORS & curvature | own, "none": set()}[kind]
+            absent = {"all": set(), "factors": DERIVED, "none": DERIVED | FACTORS | own}[kind]
+            assert keys >= held | kept, (kind, name)
+            assert not keys & absent, (kind, name)
+            assert keys == held | kept or method.family == "factors", (kind, name)
+    assert sizes == sorted(sizes, reverse=True)
+    assert len({*sizes}) == len(sizes)
 
 
 @pytest.mark.option("factor_update_steps")

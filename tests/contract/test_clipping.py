@@ -1,4 +1,4 @@
-"""`clip_norm` and `clip_value` bound the preconditioned direction."""
+"""`clip_norm` and `clip_value` bound the preconditioned direction; those of `torch.nn.utils` bound gradients before."""
 
 from __future__ import annotations
 
@@ -6,69 +6,91 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.support.methods import Method, Variant
 from tests.support.tasks import (
     Task,
+    assert_all_close,
     assert_identical,
+    assert_same_moves,
+    backward,
     block_vector,
-    displacements,
+    values,
 )
 
-pytestmark = pytest.mark.option("clip_norm", "clip_value")
+BOUND = 0.05
 
 
-def directions(method: Method, task: Task, steps: int = 4, **keywords: Any) -> list[dict[str, torch.Tensor]]:
-    model = task.model()
-    return list(displacements(model, method.build(model, **method.bare(**keywords)), task, steps))
-
-
-def test_value_clamps_each_number(method: Method, variant: Variant, mlp: Task) -> None:
-    bound = 0.05
-    free = directions(method, mlp, **variant.keywords)
-    clipped = directions(method, mlp, clip_value=bound, **variant.keywords)
-    covered = method.covered(mlp.model())
-    assert max(float(one[name].abs().max()) for one in free for name in covered) > bound
-    for before, after in zip(free, clipped, strict=True):
-        for name in covered:
-            torch.testing.assert_close(after[name], before[name].clamp(-bound, bound), rtol=1e-9, atol=1e-13)
-
-
-def test_norm_scales_all_blocks_alike(method: Method, variant: Variant, mlp: Task) -> None:
+def test_value_clamps_each_number_and_norm_scales_all_blocks_alike(method: Method, variant: Variant, mlp: Task) -> None:
     """As `torch.nn.utils.clip_grad_norm_`: one norm over everything that is preconditioned."""
-    bound = 0.05
+    free, clamped, scaled = (
+        method.bare_moves(mlp, 4, **variant.keywords, **bound)
+        for bound in ({}, {"clip_value": BOUND}, {"clip_norm": BOUND})
+    )
     names = sorted(method.covered(mlp.model()))
-    free = directions(method, mlp, **variant.keywords)
-    for before, after in zip(free, directions(method, mlp, clip_norm=bound, **variant.keywords), strict=True):
+    assert max(float(one[name].abs().max()) for one in free for name in names) > BOUND
+    for before, by_value, by_norm in zip(free, clamped, scaled, strict=True):
         norm = float(block_vector(before, names).norm())
-        assert norm > bound
-        expected = block_vector(before, names) * (bound / norm)
-        torch.testing.assert_close(block_vector(after, names), expected, rtol=1e-5, atol=1e-13)
+        assert norm > BOUND
+        for name in names:
+            torch.testing.assert_close(by_value[name], before[name].clamp(-BOUND, BOUND), rtol=1e-9, atol=1e-13)
+            torch.testing.assert_close(by_norm[name], before[name] * (BOUND / norm), rtol=1e-5, atol=1e-13)
 
 
-@pytest.mark.cover(keyword=["clip_norm", "clip_value"])
-def test_generous_bound_is_no_bound(method: Method, mlp: Task, keyword: str) -> None:
-    results = [method.trained(mlp, 5, **{keyword: bound}) for bound in (None, 1e9)]
-    assert_identical(results[1], results[0])
-
-
-@pytest.mark.cover(keyword=["clip_norm", "clip_value"])
-def test_bound_is_read_at_each_step(method: Method, mlp: Task, keyword: str) -> None:
-    model, optimizer = method.start(mlp, **method.bare(**{keyword: 1e-6}))
-
-    def lift() -> None:
+@pytest.mark.parametrize("keyword", ["clip_norm", "clip_value"])
+def test_a_bound_is_read_at_each_step_and_a_generous_one_is_none(method: Method, mlp: Task, keyword: str) -> None:
+    def lift(optimizer: Any) -> None:
         optimizer.param_groups[0][keyword] = None
 
-    first, second = displacements(model, optimizer, mlp, 2, lift)
-    expected = directions(method, mlp, steps=2)[1]
-    for name in method.covered(model):
-        assert first[name].abs().max() <= 1e-6 * (1 + 1e-6)
-        torch.testing.assert_close(second[name], expected[name], rtol=1e-9, atol=1e-13)
+    free = method.bare_moves(mlp, 2)
+    assert_identical(method.bare_moves(mlp, 2, **{keyword: 1e9}), free)
+    first, second = method.bare_moves(mlp, 2, between=lift, **{keyword: 1e-6})
+    covered = method.covered(mlp.model())
+    assert all(first[name].abs().max() <= 1e-6 * (1 + 1e-6) for name in covered)
+    assert_same_moves({n: second[n] for n in covered}, {n: free[1][n] for n in covered})
 
 
-def test_gradients_are_not_what_is_clipped(method: Method, mlp: Task) -> None:
-    model, optimizer = method.start(mlp, clip_norm=1e-6, clip_value=1e-6)
-    mlp.loss(model, 0).backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    optimizer.step()
-    assert_identical({name: p.grad for name, p in model.named_parameters()}, gradients)
+def gradients_clipped(method: Method, task: Task, clip: Any) -> dict[str, torch.Tensor]:
+    model, optimizer = method.start(task)
+    for step in range(4):
+        backward(model, optimizer, task, step)
+        clip(model)
+        optimizer.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("by", ["norm", "value"])
+def test_a_step_uses_gradients_that_were_clipped(method: Method, mlp: Task, by: str) -> None:
+    """A bound that they do not reach changes nothing: see `test_undisturbed.py`."""
+    bound = 0.01
+
+    def by_torch(model: nn.Module) -> None:
+        clip = nn.utils.clip_grad_norm_ if by == "norm" else nn.utils.clip_grad_value_
+        clip(model.parameters(), bound)
+
+    def by_hand(model: nn.Module) -> None:
+        gradients = [p.grad for p in model.parameters()]
+        norm = torch.sqrt(sum(g.square().sum() for g in gradients))
+        factor = bound / (norm + 1e-6)
+        for p, g in zip(model.parameters(), gradients, strict=True):
+            p.grad = g * factor if by == "norm" else g.clamp(-bound, bound)
+
+    found, expected, free = (gradients_clipped(method, mlp, clip) for clip in (by_torch, by_hand, lambda model: None))
+    assert_all_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert any(not torch.equal(found[name], free[name]) for name in free)
+
+
+@pytest.mark.option("factor_update_steps")
+def test_factors_know_nothing_of_gradients_that_were_clipped(method: Method, mlp: Task) -> None:
+    """They come from the backward itself: a direction is as much shorter as its gradient."""
+    steps = []
+    for bound in (None, 0.01):
+        model, optimizer = method.start(mlp, **method.bare())
+        backward(model, optimizer, mlp, 0)
+        before, scale = values(model), 1.0
+        if bound is not None:
+            scale = bound / (float(nn.utils.clip_grad_norm_(model.parameters(), bound)) + 1e-6)
+        optimizer.step()
+        steps.append({name: (value - before[name]) / scale for name, value in values(model).items()})
+    assert_all_close(steps[1], steps[0], rtol=1e-6, atol=1e-9)

@@ -1,51 +1,37 @@
-"""`step(closure)`: called once, under grad, its loss returned."""
+"""`step(closure)`, called once, under grad, its loss returned; and the hooks of `torch.optim.Optimizer`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.support.methods import Method
-from tests.support.tasks import Task, assert_identical, backward, train, values
-
-
-def test_closure_runs_once_per_step_with_grad_enabled_and_its_loss_comes_back(method: Method, mlp: Task) -> None:
-    model, optimizer = method.start(mlp)
-    for step in range(5):
-        grad_enabled, losses = [], []
-
-        def closure() -> torch.Tensor:
-            grad_enabled.append(torch.is_grad_enabled())  # noqa: B023 - used within the iteration
-            optimizer.zero_grad()
-            loss = mlp.loss(model, step)  # noqa: B023
-            loss.backward()
-            losses.append(loss)  # noqa: B023
-            return loss
-
-        with torch.no_grad():
-            returned = optimizer.step(closure)
-        assert grad_enabled == [True]
-        assert returned is losses[0]
+from tests.support.tasks import Task, assert_identical, backward, snapshot, train, values
 
 
 def test_training_by_closure_equals_training_by_hand(method: Method, task: Task) -> None:
-    """What is captured inside `step` counts for that very step."""
-    by_hand, by_closure = task.model(), task.model()
-    train(by_hand, method.build(by_hand), task, 6)
-    optimizer = method.build(by_closure)
+    """What is captured inside `step` counts for that very step; the closure runs once, with gradients enabled."""
+    model, optimizer = method.start(task)
+    calls: list[bool] = []
+    losses: list[torch.Tensor] = []
+
+    def closure() -> torch.Tensor:
+        step = len(calls)
+        calls.append(torch.is_grad_enabled())
+        losses.append(backward(model, optimizer, task, step))
+        return losses[-1]
+
     for step in range(6):
-        optimizer.step(lambda: backward(by_closure, optimizer, task, step))  # noqa: B023
-    assert_identical(values(by_closure), values(by_hand))
+        with torch.no_grad():
+            assert optimizer.step(closure) is losses[-1]
+        assert calls == [True] * (step + 1)
+    assert_identical(values(model), method.trained(task, 6))
 
 
-def test_step_without_closure_returns_none(method: Method, mlp: Task) -> None:
-    model, optimizer = method.start(mlp)
-    backward(model, optimizer, mlp, 0)
-    assert optimizer.step() is None
-    assert optimizer.step(closure=None) is None
-
-
-def test_closure_may_return_none(method: Method, mlp: Task) -> None:
+def test_a_step_returns_what_its_closure_does(method: Method, mlp: Task) -> None:
     model, optimizer = method.start(mlp)
     before = values(model)
 
@@ -54,11 +40,10 @@ def test_closure_may_return_none(method: Method, mlp: Task) -> None:
 
     assert optimizer.step(closure) is None
     assert not torch.equal(model.first.weight, before["first.weight"])
-
-
-def test_closure_may_return_a_float(method: Method, mlp: Task) -> None:
-    model, optimizer = method.start(mlp)
-    assert optimizer.step(lambda: float(backward(model, optimizer, mlp, 0))) == float(mlp.loss(mlp.model(), 0).detach())
+    expected = float(mlp.loss(model, 0).detach())
+    assert optimizer.step(lambda: float(backward(model, optimizer, mlp, 0))) == expected
+    assert optimizer.step() is None
+    assert optimizer.step(closure=None) is None
 
 
 def test_failing_closure_leaves_everything_as_it_was(method: Method, mlp: Task) -> None:
@@ -71,7 +56,82 @@ def test_failing_closure_leaves_everything_as_it_was(method: Method, mlp: Task) 
     with pytest.raises(RuntimeError, match="out of data"):
         optimizer.step(closure)
     assert_identical(values(model), before)
-    twin = mlp.model()
-    train(twin, method.build(twin), mlp, 3)
     train(model, optimizer, mlp, 3)
-    assert_identical(values(model), values(twin))
+    assert_identical(values(model), method.trained(mlp, 3))
+
+
+def test_step_hooks_run_around_the_step_until_they_are_removed(method: Method, mlp: Task) -> None:
+    model, optimizer = method.start(mlp)
+    start, seen = values(model), []
+
+    def note(name: str) -> Any:
+        def hook(opt: Any, args: Any, kwargs: Any) -> None:
+            assert opt is optimizer
+            seen.append((name, torch.equal(model.first.weight, start["first.weight"])))
+
+        return hook
+
+    handles = [
+        optimizer.register_step_pre_hook(note("pre")),
+        optimizer.register_step_post_hook(note("post")),
+        register_optimizer_step_pre_hook(note("global pre")),
+        register_optimizer_step_post_hook(note("global post")),
+    ]
+    try:
+        train(model, optimizer, mlp, 1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    train(model, optimizer, mlp, 1)
+    assert sorted(seen) == [("global post", False), ("global pre", True), ("post", False), ("pre", True)]
+
+
+def test_a_step_pre_hook_may_replace_arguments_and_gradients(method: Method, mlp: Task) -> None:
+    model, optimizer = method.start(mlp, momentum=0.0)
+
+    def clear(opt: Any, args: Any, kwargs: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+
+    handle = optimizer.register_step_pre_hook(clear)
+    train(model, optimizer, mlp, 1)
+    assert_identical(values(model), values(mlp.model()))
+    handle.remove()
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: ((opt, lambda: 3.0), {}))
+    assert optimizer.step() == 3.0
+
+
+def test_state_dict_hooks_run_in_order(method: Method, mlp: Task) -> None:
+    optimizer = method.build(mlp.model())
+    seen: list[str] = []
+
+    def replace(opt: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        seen.append("post")
+        return {**saved, "note": "mine"}
+
+    optimizer.register_state_dict_post_hook(replace)
+    optimizer.register_state_dict_pre_hook(lambda opt: seen.append("pre"))
+    optimizer.register_state_dict_pre_hook(lambda opt: seen.append("first"), prepend=True)
+    assert optimizer.state_dict()["note"] == "mine"
+    assert seen == ["first", "pre", "post"]
+
+
+def test_load_state_dict_hooks_run_in_order_and_may_complete_a_checkpoint(method: Method, mlp: Task) -> None:
+    """What torch's documentation tells users to do with a dict that does not fit: it is checked after the hook."""
+    _, optimizer = method.start(mlp, 2, lr=0.125)
+    saved, second, seen = snapshot(optimizer), method.build(mlp.model()), []
+
+    def before(opt: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        assert opt is second
+        assert float(opt.state_dict()["state"][0]["step"]) == 0
+        seen.append("pre")
+        return {**state_dict, "state": saved["state"]}
+
+    def after(opt: Any) -> None:
+        assert_identical(snapshot(opt), saved)
+        seen.append("post")
+
+    second.register_load_state_dict_pre_hook(before)
+    second.register_load_state_dict_post_hook(after)
+    second.load_state_dict({**saved, "state": {}})
+    assert seen == ["pre", "post"]

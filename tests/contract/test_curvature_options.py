@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import secondorder
-from tests.support.checkpoints import assert_goes_on, builder
+from tests.support.checkpoints import COPIES, DCP, Way, assert_goes_on, builder, by_file
 from tests.support.device import SimulatedDevice
 from tests.support.device_runs import DeviceRun, late
 from tests.support.methods import METHODS, Method
@@ -68,7 +68,13 @@ JUDGED: dict[str, dict[str, Any]] = {
     "modelled": {"quadratic_model": True, "lr": 1.0, "include_damping_in_model": True},
     "modelled exactly": {"quadratic_model": True, "lr": 0.1, "likelihood": "categorical"},
     "calibrated": {"calibrate_damping": True},
-}
+    "everything": {
+        "adaptive_damping": True, "damping_interval": 2, "reject_steps": True, "calibrate_damping": True,
+        "quadratic_model": True, "likelihood": "categorical",
+    },
+    "rejecting long steps": {"reject_steps": True, "lr": 3.0},
+    "adaptive, relative": {"adaptive_damping": True, "damping_mode": "relative", "damping": 3.0},
+}  # fmt: skip
 WAITING = {"rows by energy"}  # of every refresh, to know how many
 Run = Callable[[nn.Module, Any, Task, int, int], None]
 
@@ -84,20 +90,20 @@ def observe(model: nn.Module, optimizer: Any, task: Task, steps: int, start: int
 
 
 def by_closure(model: nn.Module, optimizer: Any, task: Task, steps: int, start: int = 0) -> None:
+    def closure(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad()
+        outputs = model(inputs)
+        loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+        loss.backward()
+        return loss, outputs
+
     for step in range(start, start + steps):
-
-        def closure() -> tuple[Tensor, Tensor]:
-            optimizer.zero_grad()
-            inputs, targets = task.batch(step, next(model.parameters()).dtype)  # noqa: B023
-            outputs = model(inputs)
-            loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
-            loss.backward()
-            return loss, outputs
-
-        optimizer.step(closure)
+        optimizer.step(partial(closure, *task.batch(step, next(model.parameters()).dtype)))
 
 
-def assert_trains_and_resumes(method: Method, task: Task, run: Run, **keywords: Any) -> dict[str, Tensor]:
+def assert_trains_and_resumes(
+    method: Method, task: Task, run: Run, way: Way = by_file, **keywords: Any
+) -> dict[str, Tensor]:
     """Everything moves and stays finite; what a checkpoint holds goes on as if it had not been one."""
     build = builder(method, task, **keywords)
     before = values(build()[0])
@@ -105,7 +111,7 @@ def assert_trains_and_resumes(method: Method, task: Task, run: Run, **keywords: 
     def from_to(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
         run(model, optimizer, task, last - first, first)
 
-    model, optimizer = assert_goes_on(build, from_to, MIDDLE, END)
+    model, optimizer = assert_goes_on(build, from_to, MIDDLE, END, way)
     assert_changed(model, before)
     assert optimizer.diagnostics()["skipped_steps"] == 0
     return values(model)
@@ -114,34 +120,35 @@ def assert_trains_and_resumes(method: Method, task: Task, run: Run, **keywords: 
 @functools.cache
 def plainly(method: str, task: Task) -> dict[str, Tensor]:
     """Where the settings alone lead to."""
-    model = task.model()
-    train(model, next(m for m in METHODS if m.name == method).build(model), task, END)
-    return values(model)
+    return next(m for m in METHODS if m.name == method).trained(task, END)
 
 
 @pytest.mark.rules(RULES)
 def test_every_choice_trains_resumes_and_changes_the_steps(method: Method, rule: str) -> None:
-    """Each of them means something to at least one of the models, unless it is the default."""
+    """Each of them means something to at least one of the models, unless it is the default; none waits for a device."""
     ends = [(assert_trains_and_resumes(method, t, train, **RULES[rule]), plainly(method.name, t)) for t in TASKS[1:]]
     if not method.build(CNN.model()).defaults.items() >= RULES[rule].items():
         assert any(not torch.equal(value, plain[name]) for end, plain in ends for name, value in end.items())
+    if rule not in WAITING:
+        with SimulatedDevice() as device:
+            DeviceRun(partial(method.build, **RULES[rule]), CNN, device).steps(7)
+        assert late(device) == []
 
 
-@pytest.mark.rules(OBSERVED)
-def test_curvature_that_is_observed(method: Method, task: Task, rule: str) -> None:
-    assert_trains_and_resumes(method, task, observe, **OBSERVED[rule])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.rules(OBSERVED | JUDGED)
+def test_curvature_that_is_observed_and_steps_that_are_judged(method: Method, task: Task, rule: str) -> None:
+    """Whatever is adapted is in the checkpoint and in copies: each case goes one of the ways, and the next another."""
+    rules, ways = OBSERVED | JUDGED, [by_file, *DCP.values(), *COPIES.values()]
+    way = ways[([*rules].index(rule) + METHODS.index(method) + TASKS.index(task)) % len(ways)]
+    assert_trains_and_resumes(method, task, observe if rule in OBSERVED else by_closure, way, **rules[rule])
 
 
-@pytest.mark.rules(JUDGED)
-def test_steps_that_are_judged_by_their_loss(method: Method, task: Task, rule: str) -> None:
-    assert_trains_and_resumes(method, task, by_closure, **JUDGED[rule])
-
-
-@pytest.mark.rules(JUDGED)
+@pytest.mark.rules({name: rule for name, rule in JUDGED.items() if name != "everything"})
 def test_they_need_a_closure_or_are_the_plain_step(method: Method, mlp: Task, rule: str) -> None:
     """By name, and before anything has moved."""
-    model = mlp.model()
-    optimizer, before = method.build(model, **JUDGED[rule]), values(model)
+    model, optimizer = method.start(mlp, **JUDGED[rule])
+    before = values(model)
     backward(model, optimizer, mlp, 0)
     if "quadratic_model" in JUDGED[rule]:
         optimizer.step()  # the model of the blocks needs no loss
@@ -150,13 +157,6 @@ def test_they_need_a_closure_or_are_the_plain_step(method: Method, mlp: Task, ru
     with pytest.raises(RuntimeError, match=next(iter(JUDGED[rule]))):
         optimizer.step()
     assert_identical(values(model), before)
-
-
-@pytest.mark.rules({name: rule for name, rule in RULES.items() if name not in WAITING})
-def test_no_choice_waits_for_the_device(method: Method, rule: str) -> None:
-    with SimulatedDevice() as device:
-        DeviceRun(partial(method.build, **RULES[rule]), CNN, device).steps(7)
-    assert late(device) == []
 
 
 @pytest.mark.rules({name: RULES[name] for name in ("some rows", "some squares", "drawn")} | OBSERVED)

@@ -3,51 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.support.checkpoints import DEFAULT_BUILDS
 from tests.support.methods import Method
-from tests.support.tasks import (
-    Task,
-    assert_changed,
-    backward,
-    put_back,
-    train,
-    values,
-)
-
-BUILDS: dict[str, Callable[[Method, nn.Module], Any]] = {
-    "module": lambda method, model: method.cls(model),
-    "parameters": lambda method, model: method.cls(model.parameters(), **needed(method, model)),
-    "named": lambda method, model: method.cls(model.named_parameters(), **needed(method, model)),
-    "groups": lambda method, model: method.cls(
-        [{"params": list(module.parameters())} for module in model.children() if list(module.parameters())],
-        **needed(method, model),
-    ),
-}
+from tests.support.tasks import Task, assert_changed, backward, displacements, train, values
 
 
-def needed(method: Method, model: nn.Module) -> dict[str, nn.Module]:
-    return {"module": model} if method.layerwise else {}
-
-
-@pytest.mark.cover(way=[*BUILDS])
-def test_trains(method: Method, task: Task, way: str) -> None:
-    trains(method, task, way, torch.float32)
-
-
-@pytest.mark.cover(dtype=[torch.float64, torch.bfloat16])
-def test_trains_in_another_precision(method: Method, task: Task, dtype: torch.dtype) -> None:
-    trains(method, task, "module", dtype)
-
-
-def trains(method: Method, task: Task, way: str, dtype: torch.dtype) -> None:
+def check(method: Method, task: Task, way: str, dtype: torch.dtype) -> None:
+    """It trains, and speaks of every parameter."""
     model = task.model(dtype)
-    optimizer, before = BUILDS[way](method, model), values(model)
+    optimizer, before = DEFAULT_BUILDS[way](method, model), values(model)
     losses = [float(backward(model, optimizer, task, 0))]
     for _ in range(6):
         optimizer.step()
@@ -57,13 +26,6 @@ def trains(method: Method, task: Task, way: str, dtype: torch.dtype) -> None:
     else:
         assert_changed(model, before)
         assert losses[-1] < losses[0]
-
-
-@pytest.mark.cover(way=[*BUILDS])
-def test_speaks_of_every_parameter(method: Method, task: Task, way: str) -> None:
-    model = task.model()
-    optimizer = BUILDS[way](method, model)
-    train(model, optimizer, task, 2)
     assert sum(bool(line.strip()) for line in optimizer.describe().splitlines()) >= len(list(model.parameters()))
     assert repr(optimizer).startswith(method.cls.__name__)
     usage = optimizer.memory_usage()
@@ -71,28 +33,38 @@ def test_speaks_of_every_parameter(method: Method, task: Task, way: str) -> None
     assert optimizer.diagnostics()["skipped_steps"] == 0
 
 
-@pytest.mark.option("window_size")
-def test_window_says_nothing_unasked(method: Method, task: Task) -> None:
+@pytest.mark.cover(way=[*DEFAULT_BUILDS])
+def test_trains_and_speaks_of_every_parameter(method: Method, task: Task, way: str) -> None:
+    check(method, task, way, torch.float32)
+
+
+@pytest.mark.cover(dtype=[torch.float64, torch.bfloat16])
+def test_trains_in_another_precision(method: Method, task: Task, dtype: torch.dtype) -> None:
+    check(method, task, "module", dtype)
+
+
+def test_nothing_is_said_unasked(method: Method, task: Task) -> None:
+    """On a model of covered layers only, and by a window method on any."""
+    models = [nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for build in BUILDS.values():
+        for model in models if task.name == "mlp" else []:
+            train(model, method.cls(model), task, 3)
+        for build in DEFAULT_BUILDS.values() if not method.layerwise else ():
             model = task.model()
             train(model, build(method, model), task, 3)
 
 
 @pytest.mark.option("window_size")
-@pytest.mark.cover(repeats=[3, 12])
-def test_one_batch_over_and_over(method: Method, mlp: Task, repeats: int) -> None:
+def test_one_batch_over_and_over(method: Method, mlp: Task) -> None:
     """Rows that are (nearly) the same again and again, at the small damping that is the default."""
     for dtype in (torch.float32, torch.float64):
         model = mlp.model(dtype)
-        optimizer, start = method.cls(model, lr=1.0), values(model)
-        for _ in range(repeats):
-            backward(model, optimizer, mlp, 0)
-            gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-            optimizer.step()
-            moved = {name: value - start[name] for name, value in values(model).items()}
-            put_back(model, start)
+        optimizer = method.cls(model, lr=1.0)
+        backward(model, optimizer, mlp, 0)
+        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        again = Task(mlp.name, mlp.build, lambda generator: mlp.draw(generator.manual_seed(1000)))
+        for moved in displacements(model, optimizer, again, 12):
             assert all(value.isfinite().all() for value in moved.values())
             if not method.variants[0].lingers:
                 assert sum(float((moved[name] * gradients[name]).sum()) for name in moved) < 0

@@ -1,14 +1,18 @@
-"""`describe()`: one row per parameter, starting with its name; "fallback" only where a parameter takes it."""
+"""`describe()`: one row per parameter, starting with its name; "fallback" only where a parameter takes it.
+
+And `repr(optimizer)`, which fits on a screen: learning rate, weight decay, and what was not left at its default.
+"""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 from torch import nn
 
-from tests.support.methods import Method, Variant
-from tests.support.tasks import TRANSFORMER, Task
+from tests.support.methods import Method
+from tests.support.tasks import TRANSFORMER, Task, train
 
 
 def rows(optimizer: Any, model: nn.Module) -> dict[str, str]:
@@ -23,70 +27,52 @@ def rows(optimizer: Any, model: nn.Module) -> dict[str, str]:
     return found
 
 
-def test_one_row_per_parameter(method: Method, task: Task) -> None:
-    model = task.model()
-    found = rows(method.build(model), model)
-    assert list(found) == [name for name, _ in model.named_parameters()]
+def reason(row: str) -> str:
+    return row.partition("fallback")[2].strip()
 
 
-def test_the_word_fallback_stands_in_rows_of_fallback_parameters_only(method: Method, task: Task) -> None:
+def test_rows_of_parameters_that_take_the_fallback_say_so_and_no_others(method: Method, task: Task) -> None:
+    """A weight that holds curvature is not in the fallback, and the other way round."""
     model, optimizer = method.start(task, **method.leave_out)
     found, left_out = rows(optimizer, model), method.left_out(model)
+    assert list(found) == [name for name, _ in model.named_parameters()]
     assert left_out
-    for name in left_out:
-        assert "fallback" in found[name], name
-    for name in method.covered(model) - set(left_out):
-        assert "fallback" not in found[name], name
+    plain = {"step", "momentum_buffer", "global_step"}
+    for name, row in found.items():
+        if name in left_out:
+            assert "fallback" in row, name
+        elif name in method.covered(model):
+            assert "fallback" not in row, name
+        if name.endswith("weight") or not method.layerwise:
+            assert ("fallback" in row) == (optimizer.state[model.get_parameter(name)].keys() <= plain), name
     with_it = [line for line in optimizer.describe().splitlines() if "fallback" in line.lower()]
     assert set(with_it) <= set(found.values())
 
 
-def test_rows_agree_with_the_state(method: Method, task: Task) -> None:
-    """A weight that holds curvature is not in the fallback, and the other way round."""
-    model, optimizer = method.start(task, **method.leave_out)
-    plain = {"step", "momentum_buffer", "global_step"}
-    for name, row in rows(optimizer, model).items():
-        if name.endswith("weight") or not method.layerwise:
-            assert ("fallback" in row) == (optimizer.state[model.get_parameter(name)].keys() <= plain), name
-
-
 @pytest.mark.option("window_size")
-def test_nothing_is_left_out_of_a_window_unasked(method: Method, variant: Variant, task: Task) -> None:
-    model = task.model()
-    for params in (None, model.named_parameters(), model.parameters()):
-        text = method.build(model, params, **variant.keywords).describe()
-        assert "fallback" not in text
-        assert len(text.splitlines()) >= len(list(model.parameters()))
+def test_nothing_is_left_out_of_a_window_unasked(method: Method, task: Task) -> None:
+    for variant in method.variants:
+        model = task.model()
+        for params in (None, model.named_parameters(), model.parameters()):
+            text = method.build(model, params, **variant.keywords).describe()
+            assert "fallback" not in text
+            assert len(text.splitlines()) >= len(list(model.parameters()))
 
 
 @pytest.mark.option("skip_norm_layers", "skip_biases")
 def test_two_ways_out_of_a_window_have_two_reasons(method: Method) -> None:
     model = TRANSFORMER.model()
     found = rows(method.build(model, skip_norm_layers=True, skip_biases=True), model)
-    assert {name for name, row in found.items() if "fallback" in row} == {
-        "norm.weight", "norm.bias", "qkv.bias", "out.bias",
-    }  # fmt: skip
-    reasons = {name: found[name].partition("fallback")[2].strip() for name in ("norm.weight", "qkv.bias")}
-    assert reasons["norm.weight"] != reasons["qkv.bias"]
+    out = {"norm.weight", "norm.bias", "qkv.bias", "out.bias"}
+    assert {name for name, row in found.items() if "fallback" in row} == out
+    assert reason(found["norm.weight"]) != reason(found["qkv.bias"])
 
 
 @pytest.mark.option("skip_layers")
-@pytest.mark.cover(skipped=["second", "sec*", nn.Linear])
-def test_skipped_layers_say_so(method: Method, mlp: Task, skipped: Any) -> None:
-    model = mlp.model()
-    found = rows(method.build(model, skip_layers=(skipped,)), model)
-    for name in ("second.weight", "second.bias"):
-        assert "fallback" in found[name]
-        assert "skip" in found[name]
-    assert ("fallback" in found["first.weight"]) == (skipped is nn.Linear)
-
-
-@pytest.mark.option("skip_layers")
-def test_reasons_differ(method: Method, mlp: Task) -> None:
-    """The row says *why*: a skipped layer and a bare parameter are two different stories."""
+def test_a_skipped_layer_and_a_bare_parameter_have_two_reasons(method: Method, mlp: Task) -> None:
     model = mlp.model()
     found = rows(method.build(model, skip_layers=("second",)), model)
-    assert found["scale.gain"].partition("fallback")[2].strip() != found["second.bias"].partition("fallback")[2].strip()
+    assert reason(found["scale.gain"]) != reason(found["second.bias"])
 
 
 def test_parameter_that_joins_late_gets_a_row(method: Method, mlp: Task) -> None:
@@ -94,25 +80,45 @@ def test_parameter_that_joins_late_gets_a_row(method: Method, mlp: Task) -> None
     optimizer = method.build(model, model.first.parameters(), module=model)  # a window takes the names from there
     assert set(rows(optimizer, model)) == {"first.weight", "first.bias"}
     optimizer.add_param_group({"params": [*model.scale.parameters(), *model.second.parameters()]})
+    train(model, optimizer, mlp, 2)
     found = rows(optimizer, model)
     assert len(found) == 5
     assert "fallback" not in found["second.weight"]
     assert ("fallback" in found["scale.gain"]) == method.layerwise
+    assert all(size in found["first.weight"] for size in "45")  # the shape of the weight
+    if method.layerwise:
+        before = optimizer.describe().count("fallback")
+        optimizer.add_param_group({"params": [nn.Parameter(model.scale.gain.detach().clone())]})
+        assert optimizer.describe().count("fallback") == before + 1  # of a parameter outside the module
 
 
-@pytest.mark.option("skip_layers")
-def test_parameter_outside_the_module_gets_a_row_with_its_reason(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, model.parameters())
-    before = optimizer.describe()
-    optimizer.add_param_group({"params": [nn.Parameter(model.scale.gain.detach().clone())]})
-    after = optimizer.describe()
-    count = [sum("fallback" in line for line in text.splitlines()) for text in (before, after)]
-    assert count == [1, 2]
+def lines_of(optimizer: object) -> list[str]:
+    return [line.strip() for line in repr(optimizer).splitlines()]
 
 
-def test_shapes_stand_in_the_rows_and_training_does_not_disturb(method: Method, mlp: Task) -> None:
-    model, optimizer = method.start(mlp, 3)
-    found = rows(optimizer, model)
-    assert "4" in found["first.weight"]
-    assert "5" in found["first.weight"]
+def test_repr_leaves_out_defaults_and_shows_what_was_chosen_or_scheduled(method: Method) -> None:
+    optimizer = method.cls(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), lr=0.03, weight_decay=0.25)
+    lines = lines_of(optimizer)
+    assert lines[0] == f"{method.cls.__name__} ("
+    assert lines[-1] == ")"
+    assert {"lr: 0.03", "weight_decay: 0.25"} <= set(lines)
+    assert len(lines) < 24
+    assert not any(line.startswith(("foreach", "nesterov", "param_names", "fallback_base_lr")) for line in lines)
+    group = optimizer.param_groups[0]
+    group.update(clip_norm=2.5, initial_lr=0.5)  # the latter as a scheduler adds it
+    lines = lines_of(copy.deepcopy(optimizer))
+    assert {"clip_norm: 2.5", "initial_lr: 0.5", "weight_decay: 0.25"} <= set(lines)
+    group.update(weight_decay=0.0, clip_norm=None)
+    assert "weight_decay: 0.0" in lines_of(optimizer)
+    assert not any("clip_norm" in line for line in lines_of(optimizer))
+
+
+def test_repr_shows_equal_groups_once(method: Method) -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(30)))
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    groups[7]["lr"] = 0.5
+    optimizer = method.cls(groups, lr=0.03, **({"module": model} if method.layerwise else {}))
+    lines = lines_of(optimizer)
+    titles = [line for line in lines if line.startswith("Parameter Group")]
+    assert titles == ["Parameter Groups 0 to 6", "Parameter Group 7", "Parameter Groups 8 to 29"]
+    assert [line for line in lines if line.startswith("lr:")] == ["lr: 0.03", "lr: 0.5", "lr: 0.03"]

@@ -1,6 +1,7 @@
-"""The rule of parameters without a block is torch's SGD or AdamW, to the bit, at the scheduled learning rate.
+"""The rule of parameters without a block is torch's SGD, Adam or AdamW, to the bit, at the scheduled learning rate.
 
-A layer method has no block for `scale.gain`; a window leaves out what it is told to.
+A layer method has no block for `scale.gain`; a window leaves out what its options name. `graft`, `fallback` and `inner`
+take both names of Adam's rule: `"adam"` decays weights as `decoupled_weight_decay` says, `"adamw"` always decoupled.
 """
 
 from __future__ import annotations
@@ -11,63 +12,61 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
-from tests.support.methods import Method, Variant
+from tests.contract.test_schedulers import SCHEDULERS, tick
+from tests.support.methods import METHODS, Method, Variant
 from tests.support.tasks import TRANSFORMER, Shadow, Task, assert_changed, assert_identical, backward, train, values
 
 pytestmark = pytest.mark.option("fallback", "fallback_lr")
 LAYERWISE = pytest.mark.option("skip_layers")
 WINDOWED = pytest.mark.option("skip_biases", "skip_norm_layers")
 
+LR, DECAY = 0.05, 0.1
 OWN: dict[str, Any] = {"fallback": "adamw", "fallback_lr": 0.02, "fallback_betas": (0.5, 0.75)}
 PLAIN = {"step", "global_step", "momentum_buffer", "exp_avg", "exp_avg_sq"}
 
 
-def momentum(p: Any) -> SGD:
-    return SGD(p, 0.05, momentum=0.9)
+def sgd(momentum: float = 0.9, **options: Any) -> Callable[[Any], Optimizer]:
+    return lambda p: SGD(p, LR, momentum=momentum, **options)
 
 
-def own_adamw(p: Any) -> AdamW:
-    return AdamW(p, 0.02, betas=(0.5, 0.75), weight_decay=0.0)
+def adamw(lr: float = LR, weight_decay: float = 0.0, **options: Any) -> Callable[[Any], Optimizer]:
+    return lambda p: AdamW(p, lr, weight_decay=weight_decay, **options)
 
 
-Case = tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]
+own_adamw = adamw(0.02, betas=(0.5, 0.75))
+
+Case = tuple[dict[str, Any], Callable[[Any], Optimizer]]
 CASES: dict[str, Case] = {
-    "default is sgd": ({}, momentum),
-    "sgd": ({"fallback": "sgd", "weight_decay": 0.1}, lambda p: SGD(p, 0.05, momentum=0.9, weight_decay=0.1)),
-    "sgd ignores fallback_lr": ({"fallback": "sgd", "fallback_lr": 7.0}, momentum),
-    "nesterov": ({"nesterov": True}, lambda p: SGD(p, 0.05, momentum=0.9, nesterov=True)),
-    "no momentum": ({"momentum": 0.0}, lambda p: SGD(p, 0.05)),
-    "maximize": ({"maximize": True}, lambda p: SGD(p, 0.05, momentum=0.9, maximize=True)),
-    "adamw": ({"fallback": "adamw"}, lambda p: AdamW(p, 1e-3, weight_decay=0.0)),
-    "adamw lr": ({"fallback": "adamw", "fallback_lr": 0.02}, lambda p: AdamW(p, 0.02, weight_decay=0.0)),
-    "adamw decay": (
-        {"fallback": "adamw", "fallback_lr": 0.02, "weight_decay": 0.1},
-        lambda p: AdamW(p, 0.02, weight_decay=0.1),
+    "default is sgd": ({}, sgd()),
+    "sgd": ({"fallback": "sgd", "weight_decay": DECAY}, sgd(weight_decay=DECAY)),
+    "sgd ignores fallback_lr": ({"fallback": "sgd", "fallback_lr": 7.0}, sgd()),
+    "nesterov": ({"nesterov": True}, sgd(nesterov=True)),
+    "no momentum": ({"momentum": 0.0}, sgd(0.0)),
+    "maximize": ({"maximize": True}, sgd(maximize=True)),
+    "adamw": ({"fallback": "adamw"}, adamw(1e-3)),
+    "adamw lr": ({"fallback": "adamw", "fallback_lr": 0.02}, adamw(0.02)),
+    "adamw decay": ({"fallback": "adamw", "fallback_lr": 0.02, "weight_decay": DECAY}, adamw(0.02, DECAY)),
+    "adamw betas": ({**OWN, "fallback_eps": 1e-3}, adamw(0.02, betas=(0.5, 0.75), eps=1e-3)),
+    "adamw maximize": ({"fallback": "adamw", "fallback_lr": 0.02, "maximize": True}, adamw(0.02, maximize=True)),
+    "graft sgd": ({"graft": "sgd"}, sgd()),
+    "graft sgd decay": ({"graft": "sgd", "weight_decay": DECAY}, sgd(weight_decay=DECAY)),
+    "graft adam": ({"graft": "adam"}, adamw()),
+    "graft adam coupled": ({"graft": "adam", "weight_decay": DECAY}, lambda p: Adam(p, LR, weight_decay=DECAY)),
+    "graft adam decoupled": (
+        {"graft": "adam", "weight_decay": DECAY, "decoupled_weight_decay": True},
+        adamw(LR, DECAY),
     ),
-    "adamw betas": (
-        {"fallback": "adamw", "fallback_lr": 0.02, "fallback_betas": (0.5, 0.75), "fallback_eps": 1e-3},
-        lambda p: AdamW(p, 0.02, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.0),
-    ),
-    "adamw maximize": (
-        {"fallback": "adamw", "fallback_lr": 0.02, "maximize": True},
-        lambda p: AdamW(p, 0.02, weight_decay=0.0, maximize=True),
-    ),
-    "graft sgd": ({"graft": "sgd"}, momentum),
-    "graft adam": ({"graft": "adam"}, lambda p: AdamW(p, 0.05, weight_decay=0.0)),
-    "graft adam, sgd asked": ({"graft": "adam", "fallback": "sgd"}, momentum),
-    "graft sgd, adamw asked": (
-        {"graft": "sgd", "fallback": "adamw"},
-        lambda p: AdamW(p, 0.05, weight_decay=0.0),
-    ),
-    "graft adam, lr asked": (
-        {"graft": "adam", "fallback_lr": 0.02},
-        lambda p: AdamW(p, 0.02, weight_decay=0.0),
-    ),
-    "inner adamw alone": ({"inner": "adamw"}, momentum),
+    "graft adamw": ({"graft": "adamw", "weight_decay": DECAY}, adamw(LR, DECAY)),
+    "graft adam, sgd asked": ({"graft": "adam", "fallback": "sgd"}, sgd()),
+    "graft sgd, adamw asked": ({"graft": "sgd", "fallback": "adamw"}, adamw()),
+    "graft adam, lr asked": ({"graft": "adam", "fallback_lr": 0.02}, adamw(0.02)),
+    "inner adamw alone": ({"inner": "adamw"}, sgd()),
 }
+#: Those whose rates and momenta are what any schedule sets for torch's own.
+SCHEDULED = {"graft sgd decay", "graft adam", "graft adam coupled", "graft adam decoupled", "graft adamw"}
 
 
 def uncovered(method: Method, model: nn.Module) -> list[nn.Parameter]:
@@ -82,12 +81,14 @@ def side_by_side(
     steps: int = 5,
     after: Callable[[], Any] | None = None,
 ) -> None:
-    """Train; torch's optimizers step on copies of what follows the fallback, with the same gradients."""
+    """Train; torch's optimizers step on copies of what follows the fallback, and both stay the same to the bit."""
     for step in range(steps):
         backward(model, optimizer, task, step)
         for shadow in shadows:
             shadow.step()
         optimizer.step()
+        for shadow in shadows:
+            shadow.assert_identical()
         if after is not None:
             after()
 
@@ -98,27 +99,41 @@ def test_uncovered_parameter_beside_covered_ones(method: Method, mlp: Task, rule
     keywords, reference = CASES[rule]
     model = mlp.model(dtype)
     optimizer = method.build(model, **method.leave_out, **keywords)
-    shadow, before = Shadow(uncovered(method, model), reference), values(model)
-    side_by_side(model, optimizer, mlp, shadow, steps=6, after=shadow.assert_identical)
+    before = values(model)
+    side_by_side(model, optimizer, mlp, Shadow(uncovered(method, model), reference), steps=6)
     assert_changed(model, before)
 
 
 @pytest.mark.cover(case=[*CASES])
-def test_a_model_that_everything_left_follows_the_fallback_alone(method: Method, case: str) -> None:
-    """All layers that are skipped, or all norm layers of a window."""
+def test_everything_on_the_fallback_follows_every_schedule_as_torchs_own(method: Method, case: str) -> None:
+    """All layers that are skipped, or all norm layers of a window; of the schedules each case has the next third."""
+    first = (METHODS.index(method) + [*CASES].index(case)) % 3
+    follow_schedules(method, case, [*SCHEDULERS][first::3] if case in SCHEDULED else [])
+
+
+@pytest.mark.slow
+@pytest.mark.cover(case=sorted(SCHEDULED))
+def test_every_case_of_a_method_follows_every_schedule(method: Method, case: str) -> None:
+    follow_schedules(method, case, [*SCHEDULERS])
+
+
+def follow_schedules(method: Method, case: str, names: list[str]) -> None:
     keywords, reference = CASES[case]
-    nets = [nn.Sequential(nn.LayerNorm(5), nn.LayerNorm(5)) for _ in range(2)]
-    left_out: dict[str, Any] = {"skip_layers": (nn.LayerNorm,)} if method.layerwise else {"skip_norm_layers": True}
-    optimizer = method.build(nets[0], **left_out, **keywords)
-    theirs = reference(nets[1].parameters())
-    for step in range(5):
-        inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
-        for net, opt in zip(nets, (optimizer, theirs), strict=True):
-            opt.zero_grad()
-            (net(inputs) - inputs.roll(1, 0)).square().sum().backward()
-            opt.step()
-    assert_identical(values(nets[0]), values(nets[1]))
-    assert all(state.keys() <= PLAIN for state in optimizer.state.values())
+    nothing = {"skip_layers": (nn.LayerNorm,)} if method.layerwise else {"skip_norm_layers": True}
+    for name in [None, *names]:
+        nets = [nn.Sequential(nn.LayerNorm(5), nn.LayerNorm(5)).double() for _ in range(2)]
+        optimizers = method.build(nets[0], **{"lr": LR, **keywords, **nothing}), reference(nets[1].parameters())
+        schedules = [SCHEDULERS[name](optimizer) for optimizer in optimizers if name]
+        for step in range(6):
+            inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                optimizer.zero_grad()
+                (net(inputs) - inputs.roll(1, 0)).square().sum().backward()
+                optimizer.step()
+            for schedule in schedules:
+                tick(schedule)
+        assert all(state.keys() <= PLAIN for state in optimizers[0].state.values())
+        assert_identical(values(nets[0]), values(nets[1]), str(name))
 
 
 @LAYERWISE
@@ -127,34 +142,24 @@ def test_a_model_whose_every_layer_is_skipped_follows_the_fallback(method: Metho
     everything = (nn.Linear, nn.Conv2d, nn.Embedding, nn.LayerNorm)
     present = tuple(kind for kind in everything if any(isinstance(module, kind) for module in model.modules()))
     train(model, method.build(model, skip_layers=present), task, 5)
-    train(twin, SGD(twin.parameters(), 0.05, momentum=0.9), task, 5)
+    train(twin, SGD(twin.parameters(), LR, momentum=0.9), task, 5)
     assert_identical(values(model), values(twin))
 
 
 @WINDOWED
-@pytest.mark.cover(how=["module", "named", "module="])
+@pytest.mark.parametrize("how", ["module", "named", "module=", "parameters"])
 def test_norm_layers_are_known_by_their_type(method: Method, how: str) -> None:
-    """Where there is a module: the gain of the model is one-dimensional too, and stays."""
+    """Where there is a module, or else by their one dimension, which the gain of the model and biases have too."""
     model = TRANSFORMER.model()
-    params = {"module": None, "named": model.named_parameters(), "module=": model.parameters()}[how]
-    extra = {} if how == "module" else {"module": model}
+    params = {"module": None, "named": model.named_parameters()}.get(how, model.parameters())
+    extra = {"module": model} if how in ("named", "module=") else {}
     optimizer = method.build(model, params, skip_norm_layers=True, **extra)
-    shadow, before = Shadow(list(model.norm.parameters()), momentum), values(model)
-    side_by_side(model, optimizer, TRANSFORMER, shadow)
-    shadow.assert_identical()
+    by_dimension = how == "parameters"
+    expected = {n for n, p in model.named_parameters() if (p.ndim <= 1 if by_dimension else n.startswith("norm."))}
+    before = values(model)
+    side_by_side(model, optimizer, TRANSFORMER, Shadow([model.get_parameter(name) for name in expected], sgd()))
     assert_changed(model, before)
-    out = {name for name, p in model.named_parameters() if optimizer.state[p].keys() <= PLAIN}
-    assert out == {"norm.weight", "norm.bias"}
-
-
-@WINDOWED
-def test_norm_layers_are_what_has_one_dimension_without_a_module(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, model.parameters(), skip_norm_layers=True)
-    shadow, before = Shadow([p for p in model.parameters() if p.ndim <= 1], momentum), values(model)
-    side_by_side(model, optimizer, mlp, shadow)
-    shadow.assert_identical()
-    assert_changed(model, before)
+    assert {name for name, p in model.named_parameters() if optimizer.state[p].keys() <= PLAIN} == expected
 
 
 @WINDOWED
@@ -178,62 +183,51 @@ def test_what_is_left_out_takes_no_part_in_the_window(method: Method, variant: V
 
 @LAYERWISE
 @pytest.mark.cover(skipped={"name": "second", "pattern": "sec*", "type": nn.Linear, "instance": None})
-def test_skipped_layers_follow_the_fallback(method: Method, mlp: Task, skipped: Any) -> None:
+def test_skipped_layers_follow_the_fallback_and_say_so(method: Method, mlp: Task, skipped: Any) -> None:
     model = mlp.model()
     optimizer = method.build(model, skip_layers=(model.second if skipped is None else skipped,))
-    shadow = Shadow(list(model.second.parameters()), momentum)
-    side_by_side(model, optimizer, mlp, shadow)
-    shadow.assert_identical()
+    side_by_side(model, optimizer, mlp, Shadow(list(model.second.parameters()), sgd()))
     assert optimizer.state[model.second.weight].keys() == {"step", "momentum_buffer"}
     assert (method.landmark in optimizer.state[model.first.weight]) == (skipped is not nn.Linear)
+    rows = {line.split()[0]: line for line in optimizer.describe().splitlines() if line.strip()}
+    for name in ("second.weight", "second.bias"):
+        assert "fallback" in rows[name]
+        assert "skip" in rows[name]
+    assert ("fallback" in rows["first.weight"]) == (skipped is nn.Linear)
 
 
-@WINDOWED
-def test_fallback_per_group_beside_a_window(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    named = [(name, p) for name, p in model.named_parameters() if name != "second.bias"]
-    groups: list[dict[str, Any]] = [{"params": named}, {"params": [("second.bias", model.second.bias)], **OWN}]
-    optimizer = method.build(model, groups, **method.leave_out)
-    sgd, adamw = Shadow([model.first.bias], momentum), Shadow([model.second.bias], own_adamw)
-    side_by_side(model, optimizer, mlp, sgd, adamw)
-    sgd.assert_identical()
-    adamw.assert_identical()
-
-
-@LAYERWISE
 def test_fallback_per_group(method: Method, mlp: Task) -> None:
     model = mlp.model()
-    rest = [(name, p) for name, p in model.named_parameters() if name != "scale.gain"]
-    groups: list[dict[str, Any]] = [{"params": rest}, {"params": [("scale.gain", model.scale.gain)], **OWN}]
-    optimizer = method.build(model, groups, skip_layers=("second",))
-    sgd, adamw = Shadow(list(model.second.parameters()), momentum), Shadow([model.scale.gain], own_adamw)
-    side_by_side(model, optimizer, mlp, sgd, adamw)
-    sgd.assert_identical()
-    adamw.assert_identical()
-
-
-def halved(optimizer: Any) -> Any:
-    return StepLR(optimizer, 1, 0.5)
+    left_out = {"skip_layers": ("second",)} if method.layerwise else method.leave_out
+    last = "scale.gain" if method.layerwise else "second.bias"
+    rest = [(name, p) for name, p in model.named_parameters() if name != last]
+    groups: list[dict[str, Any]] = [{"params": rest}, {"params": [(last, model.get_parameter(last))], **OWN}]
+    optimizer = method.build(model, groups, **left_out)
+    plain = list(model.second.parameters()) if method.layerwise else [model.first.bias]
+    side_by_side(model, optimizer, mlp, Shadow(plain, sgd()), Shadow([model.get_parameter(last)], own_adamw))
 
 
 def test_fallback_lr_is_scheduled_in_proportion_to_lr(method: Method, mlp: Task) -> None:
     """Halving is exact in floating point: equal to the bit."""
-    model, optimizer = method.start(mlp, fallback="adamw", fallback_lr=0.02, weight_decay=0.1, **method.leave_out)
-    shadow = Shadow(uncovered(method, model), lambda p: AdamW(p, 0.02, weight_decay=0.1))
-    schedules = [halved(optimizer), halved(shadow.optimizer)]
+    model, optimizer = method.start(mlp, fallback="adamw", fallback_lr=0.02, weight_decay=DECAY, **method.leave_out)
+    shadow = Shadow(uncovered(method, model), adamw(0.02, DECAY))
+    schedules = [StepLR(o, 1, 0.5) for o in (optimizer, shadow.optimizer)]
     side_by_side(model, optimizer, mlp, shadow, after=lambda: [schedule.step() for schedule in schedules])
-    shadow.assert_identical()
 
 
-@pytest.mark.cover(lr_as=[float, torch.tensor])
-def test_any_schedule_keeps_the_proportion(method: Method, mlp: Task, lr_as: Callable[[float], Any]) -> None:
-    model, optimizer = method.start(mlp, lr=lr_as(0.05), fallback="adamw", fallback_lr=0.02, **method.leave_out)
-    shadow = Shadow(uncovered(method, model), lambda p: AdamW(p, 0.02, weight_decay=0.0))
-    schedules = [CosineAnnealingLR(o, 7) for o in (optimizer, shadow.optimizer)]
-    side_by_side(model, optimizer, mlp, shadow, steps=6, after=lambda: [schedule.step() for schedule in schedules])
-    tolerance = 1e-12 if lr_as is float else 1e-6  # the tensor is single precision
-    for parameter, expected in zip(uncovered(method, model), shadow.values(), strict=True):
-        torch.testing.assert_close(parameter.detach(), expected, rtol=tolerance, atol=0)
+def test_any_schedule_keeps_the_proportion(method: Method, mlp: Task) -> None:
+    for lr in (0.05, torch.tensor(0.05, dtype=torch.float64)):
+        model, optimizer = method.start(mlp, lr=lr, fallback="adamw", fallback_lr=0.02, **method.leave_out)
+        shadow = Shadow(uncovered(method, model), adamw(0.02))
+        schedules = [CosineAnnealingLR(o, 7) for o in (optimizer, shadow.optimizer)]
+        for step in range(6):
+            backward(model, optimizer, mlp, step)
+            shadow.step()
+            optimizer.step()
+            for schedule in schedules:
+                schedule.step()
+        ours = [parameter.detach() for parameter in uncovered(method, model)]
+        torch.testing.assert_close(ours, shadow.values(), rtol=1e-12, atol=0)
 
 
 def test_proportion_survives_a_checkpoint(method: Method, mlp: Task) -> None:
@@ -241,42 +235,45 @@ def test_proportion_survives_a_checkpoint(method: Method, mlp: Task) -> None:
 
     def build() -> Any:
         model, optimizer = method.start(mlp, fallback="adamw", fallback_lr=0.02, **method.leave_out)
-        return model, optimizer, halved(optimizer)
+        return model, optimizer, StepLR(optimizer, 1, 0.5)
 
-    model, optimizer, schedule = build()
-    for step in range(2):
-        train(model, optimizer, mlp, 1, start=step)
-        schedule.step()
-    other, second, later = build()
-    other.load_state_dict(model.state_dict())
-    second.load_state_dict(optimizer.state_dict())
-    later.load_state_dict(schedule.state_dict())
-    for step in range(2, 5):
-        for net, opt, sched in ((model, optimizer, schedule), (other, second, later)):
-            train(net, opt, mlp, 1, start=step)
-            sched.step()
-    assert_identical(values(other), values(model))
+    def run(steps: range, model: nn.Module, optimizer: Any, schedule: StepLR) -> None:
+        for step in steps:
+            train(model, optimizer, mlp, 1, start=step)
+            schedule.step()
+
+    first, second = build(), build()
+    run(range(2), *first)
+    for mine, theirs in zip(second, first, strict=True):
+        mine.load_state_dict(theirs.state_dict())
+    for run_of in (first, second):
+        run(range(2, 5), *run_of)
+    assert_identical(values(second[0]), values(first[0]))
 
 
 @LAYERWISE
 def test_fallback_lr_of_a_group_that_joins_late(method: Method, mlp: Task) -> None:
     model = mlp.model()
-    optimizer = method.build(
-        model, [p for n, p in model.named_parameters() if n != "scale.gain"], fallback="adamw", fallback_lr=0.02
-    )
+    rest = [p for n, p in model.named_parameters() if n != "scale.gain"]
+    optimizer = method.build(model, rest, fallback="adamw", fallback_lr=0.02)
     optimizer.param_groups[0]["lr"] *= 0.5
     optimizer.add_param_group({"params": [model.scale.gain], "lr": 0.4})
-    shadow = Shadow([model.scale.gain], lambda p: AdamW(p, 0.02, weight_decay=0.0))
-    side_by_side(model, optimizer, mlp, shadow, steps=3)
-    shadow.assert_identical()
+    side_by_side(model, optimizer, mlp, Shadow([model.scale.gain], adamw(0.02)), steps=3)
 
 
 def test_kl_clip_and_clipping_leave_it_alone(method: Method, mlp: Task) -> None:
-    model = mlp.model()
     tight = {"kl_clip": 1e-9, "clip_norm": 1e-6, "clip_value": 1e-6}
     known = {keyword: bound for keyword, bound in tight.items() if method.accepts(keyword)}
-    optimizer = method.build(model, **known, **method.leave_out)
-    shadow, before = Shadow(uncovered(method, model), momentum), values(model)
-    side_by_side(model, optimizer, mlp, shadow, steps=3)
-    shadow.assert_identical()
+    model, optimizer = method.start(mlp, **known, **method.leave_out)
+    before = values(model)
+    side_by_side(model, optimizer, mlp, Shadow(uncovered(method, model), sgd()), steps=3)
     assert_changed(model, before)
+
+
+@pytest.mark.parametrize("spelled", ["adam", "adamw"])
+def test_the_fallback_is_named_like_the_graft(method: Method, mlp: Task, spelled: str) -> None:
+    optimizer = method.build(mlp.model(), graft=spelled, **method.leave_out)
+    assert optimizer.param_groups[0]["fallback"] == spelled
+    for name in method.left_out(mlp.model()):
+        (line,) = [line for line in optimizer.describe().splitlines() if line.startswith(name)]
+        assert f"{spelled} fallback" in line

@@ -1,8 +1,10 @@
-"""Parameter groups: every hyper-parameter per group, late groups, and the errors of `torch.optim`."""
+"""Parameter groups: every option per group, late groups, values that are refused, and the errors of `torch.optim`."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +17,8 @@ from tests.support.tasks import (
     assert_all_close,
     assert_changed,
     assert_identical,
+    assert_same_moves,
     backward,
-    block_vector,
-    covered_layers,
     displacements,
     snapshot,
     train,
@@ -32,19 +33,28 @@ def split(model: nn.Module, **second: object) -> list[dict[str, object]]:
     return [{"params": first}, {"params": rest, **second}]
 
 
-def test_module_parameters_and_named_parameters_train_alike(method: Method, task: Task) -> None:
-    results = [
-        method.trained(task, 5, params=params) for params in (None, nn.Module.parameters, nn.Module.named_parameters)
+def weights_and_biases(model: nn.Module, **second: object) -> list[dict[str, object]]:
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for name, p in named if not name.endswith("bias")]},
+        {"params": [p for name, p in named if name.endswith("bias")], **second},
     ]
-    assert_identical(results[1], results[0])
-    assert_identical(results[2], results[0])
 
 
-def test_split_into_equal_groups_changes_nothing(method: Method, mlp: Task) -> None:
-    whole, parted = mlp.model(), mlp.model()
-    train(whole, method.build(whole), mlp, 5)
-    train(parted, method.build(parted, split(parted)), mlp, 5)
-    assert_all_close(values(parted), values(whole), rtol=1e-12, atol=1e-14)
+def caught(action: Any) -> list[str]:
+    """Texts of the warnings of a call."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        action()
+    return [str(w.message) for w in found]
+
+
+def test_module_parameters_and_named_parameters_train_alike(method: Method, task: Task) -> None:
+    """And so do equal groups."""
+    expected = method.trained(task)
+    for params in (nn.Module.parameters, nn.Module.named_parameters):
+        assert_identical(method.trained(task, params=params), expected)
+    assert_all_close(method.trained(task, params=split), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_options_of_a_group_override_the_defaults(method: Method, mlp: Task) -> None:
@@ -54,92 +64,78 @@ def test_options_of_a_group_override_the_defaults(method: Method, mlp: Task) -> 
     assert (second["lr"], second["momentum"], second["weight_decay"]) == (0.2, 0.5, 0.1)
     assert (first["lr"], first["momentum"], first["weight_decay"]) == (method.keywords["lr"], 0.9, 0.0)
     assert first.keys() == second.keys()
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            flat = value if isinstance(value, tuple) else (value,)
+            plain = all(isinstance(item, (bool, int, float, str, type(None))) for item in flat)
+            assert plain or key in {"params", "param_names"}, key
 
 
-def test_lr_of_a_group_scales_its_step(method: Method, mlp: Task) -> None:
-    model, twin = mlp.model(), mlp.model()
-    plain = method.build(model, split(model), **method.bare())
-    scaled = method.build(twin, split(twin, lr=0.25), **method.bare())
-    for one, quarter in zip(displacements(model, plain, mlp, 3), displacements(twin, scaled, mlp, 3), strict=True):
-        for name in one:
-            factor = 1.0 if name.startswith("first.") else 0.25
-            torch.testing.assert_close(quarter[name], factor * one[name], rtol=1e-9, atol=1e-13)
+def test_lr_and_momentum_of_a_group_are_those_of_its_steps(method: Method, mlp: Task) -> None:
+    """Of a layer whose weight and bias are in different groups, too: they stay one block."""
+    plain = method.bare_moves(mlp, 3)
+    slow = method.bare_moves(mlp, 3, params=partial(split, lr=0.25))
+    parted = method.bare_moves(mlp, 3, params=partial(weights_and_biases, lr=0.5))
+    heavy = method.bare_moves(mlp, 2, params=partial(split, momentum=0.5))
+    for one, of_layers, of_biases in zip(plain, slow, parted, strict=True):
+        assert_same_moves(of_layers, {n: m if n.startswith("first.") else 0.25 * m for n, m in one.items()})
+        assert_same_moves(of_biases, {n: 0.5 * m if n.endswith("bias") else m for n, m in one.items()})
+    one, two, _ = plain
+    assert_same_moves(heavy[1], {n: m if n.startswith("first.") else m + 0.5 * one[n] for n, m in two.items()})
 
 
-def test_momentum_of_a_group_carries_its_last_direction(method: Method, mlp: Task) -> None:
-    model, twin = mlp.model(), mlp.model()
-    plain = method.build(model, split(model), **method.bare())
-    heavy = method.build(twin, split(twin, momentum=0.5), **method.bare())
-    one, two = displacements(model, plain, mlp, 2)
-    _, moved = displacements(twin, heavy, mlp, 2)
-    for name in one:
-        carried = 0.0 if name.startswith("first.") else 0.5
-        torch.testing.assert_close(moved[name], two[name] + carried * one[name], rtol=1e-9, atol=1e-13)
-
-
-@pytest.mark.cover(decoupled=[False, True])
+@pytest.mark.parametrize("decoupled", [False, True])
 def test_weight_decay_of_a_group_pulls_its_parameters_only(method: Method, mlp: Task, decoupled: bool) -> None:
     """Added to their direction; coupled decay of a window method to their gradients: see `test_weight_decay.py`."""
-    model, twin = mlp.model(), mlp.model()
     keywords = {**method.bare(), **(method.apart if not decoupled else {}), "decoupled_weight_decay": decoupled}
-    plain = method.build(model, split(model), **keywords)
-    decayed = method.build(twin, split(twin, weight_decay=0.1), **keywords)
-    if not method.layerwise and not decoupled:
-        plain.register_step_pre_hook(lambda *_: add_to_gradients(model, 0.1))
-        (without,), (pulled,) = displacements(model, plain, mlp, 1), displacements(twin, decayed, mlp, 1)
-        for name in without:
-            torch.testing.assert_close(pulled[name], without[name], rtol=1e-9, atol=1e-13)
-        return
-    (without,), (pulled,) = displacements(model, plain, mlp, 1), displacements(twin, decayed, mlp, 1)
-    for name, start in values(model).items():
-        pull = 0.0 if name.startswith("first.") else 0.1
-        torch.testing.assert_close(pulled[name], without[name] - pull * start, rtol=1e-9, atol=1e-13)
+    model, plain = method.start(mlp, params=split, **keywords)
+    start, enters = values(model), not method.layerwise and not decoupled
 
-
-def add_to_gradients(model: nn.Module, decay: float) -> None:
-    """What coupled decay adds, outside the first layer."""
-    with torch.no_grad():
+    def into_the_gradients(*_: object) -> None:
         for name, parameter in model.named_parameters():
             if not name.startswith("first."):
-                parameter.grad.add_(parameter, alpha=decay)
+                parameter.grad.add_(parameter.detach(), alpha=0.1)
+
+    if enters:
+        plain.register_step_pre_hook(into_the_gradients)
+    (without,) = displacements(model, plain, mlp, 1)
+    (pulled,) = method.moves(mlp, 1, params=partial(split, weight_decay=0.1), **keywords)
+    pull = {name: 0.0 if enters or name.startswith("first.") else 0.1 * value for name, value in start.items()}
+    assert_same_moves(pulled, {name: without[name] - pull[name] for name in pull})
 
 
 def test_damping_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> None:
     """A huge λ turns the direction into ∇/λ; set in one group, between two steps."""
-    model, twin = mlp.model(), mlp.model()
     keywords = method.bare(**method.apart, **method.eager)  # rows take a damping over when they are renewed
-    plain, damped = method.build(model, split(model), **keywords), method.build(twin, split(twin), **keywords)
+    model, damped = method.start(mlp, params=split, **keywords)
     huge = 1e9
 
     def raise_damping() -> None:
         damped.param_groups[1][method.damping] = huge
 
-    _, reference = displacements(model, plain, mlp, 2)
-    _, moved = displacements(twin, damped, mlp, 2, between=raise_damping)
-    backward(twin, damped, mlp, 1)
+    _, reference = method.moves(mlp, 2, params=split, **keywords)
+    _, moved = displacements(model, damped, mlp, 2, between=raise_damping)
+    backward(model, damped, mlp, 1)
     for name in method.covered(model):
         if name.startswith("first."):
             assert_identical(moved[name], reference[name])
         elif method.variants[0].lingers:  # not the gradient as it is
             assert 0 < moved[name].norm() < 1e-6 * reference[name].norm()
         else:
-            gradient = twin.get_parameter(name).grad
+            gradient = model.get_parameter(name).grad
             torch.testing.assert_close(moved[name], -gradient / huge, rtol=1e-6, atol=1e-16)
 
 
 @pytest.mark.option("damping", "window_size")
 def test_damping_of_all_groups_is_read_at_each_step(method: Method, variant: Variant, mlp: Task) -> None:
     """Nothing of an old λ is left in the state: raised between two steps, it is as if it had been there all along."""
-    model, twin = mlp.model(), mlp.model()
-    changed = method.build(model, split(model), **method.bare(**variant.keywords))
-    always = method.build(twin, split(twin), **method.bare(**variant.keywords, damping=0.75))
 
-    def raise_damping() -> None:
-        for group in changed.param_groups:
+    def raise_damping(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
             group["damping"] = 0.75
 
-    *_, moved = displacements(model, changed, mlp, 6, between=raise_damping)
-    *_, expected = displacements(twin, always, mlp, 6)
+    *_, moved = method.bare_moves(mlp, 6, params=split, between=raise_damping, **variant.keywords)
+    *_, expected = method.bare_moves(mlp, 6, params=split, **variant.keywords, damping=0.75)
     assert_identical(moved, expected)
 
 
@@ -153,139 +149,96 @@ def test_interval_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> 
     assert optimizer.state[model.first.weight]["factor_updates"] == 2
 
 
-def test_weight_and_bias_in_different_groups_stay_one_block(method: Method, mlp: Task) -> None:
-    """The direction is the block's; each of the two takes the learning rate of its own group."""
-    model, twin = mlp.model(), mlp.model()
-    whole = method.build(model, **method.bare())
-    weights = [p for name, p in twin.named_parameters() if not name.endswith("bias")]
-    biases = [p for name, p in twin.named_parameters() if name.endswith("bias")]
-    parted = method.build(twin, [{"params": weights}, {"params": biases, "lr": 0.5}], **method.bare())
-    for together, apart in zip(displacements(model, whole, mlp, 3), displacements(twin, parted, mlp, 3), strict=True):
-        for name in together:
-            factor = 0.5 if name.endswith("bias") else 1.0
-            torch.testing.assert_close(apart[name], factor * together[name], rtol=1e-9, atol=1e-13)
-
-
-def test_parameters_outside_all_groups_are_left_alone(method: Method, mlp: Task) -> None:
+@pytest.mark.parametrize("why", ["outside all groups", "frozen", "lr=0"])
+def test_parameters_that_are_left_alone(method: Method, mlp: Task, why: str) -> None:
     model = mlp.model()
-    optimizer = method.build(model, model.first.parameters())
-    before = values(model)
+    if why == "frozen":
+        model.scale.requires_grad_(False)
+        model.second.requires_grad_(False)
+    params = {"outside all groups": model.first.parameters(), "lr=0": split(model, lr=0.0)}.get(why)
+    optimizer, before = method.build(model, params), values(model)
     train(model, optimizer, mlp, 3)
     moved = {name for name, value in values(model).items() if not torch.equal(value, before[name])}
     assert moved == {"first.weight", "first.bias"}
-    assert optimizer.state.keys() == set(model.first.parameters())
+    if why == "outside all groups":
+        assert optimizer.state.keys() == set(model.first.parameters())
 
 
 def test_group_added_late_trains_like_one_given_at_once(method: Method, mlp: Task) -> None:
-    model, twin = mlp.model(), mlp.model()
-    at_once = method.build(model, split(model, lr=0.01))
-    late = method.build(twin, split(twin)[:1])
-    late.add_param_group(split(twin, lr=0.01)[1])
+    model, late = method.start(mlp, params=lambda model: split(model)[:1])
+    late.add_param_group(split(model, lr=0.01)[1])
     assert [len(group["params"]) for group in late.param_groups] == [2, 3]
     assert late.param_groups[1].keys() == late.param_groups[0].keys()
-    train(model, at_once, mlp, 5)
-    train(twin, late, mlp, 5)
-    assert_all_close(values(twin), values(model), rtol=1e-12, atol=1e-14)
+    train(model, late, mlp, 5)
+    expected = method.trained(mlp, params=partial(split, lr=0.01))
+    assert_all_close(values(model), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_group_added_between_steps_gets_blocks_and_trains(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, split(model)[:1])
-    train(model, optimizer, mlp, 3)
-    optimizer.add_param_group(split(model)[1])
-    before = values(model)
-    train(model, optimizer, mlp, 3, start=3)
-    assert all(not torch.equal(value, before[name]) for name, value in values(model).items())
-    late, early = model.second.weight, model.first.weight
-    if method.layerwise:
-        assert optimizer.state[late].keys() | {"global_step"} == optimizer.state[early].keys()
-    else:
-        assert optimizer.state[late].keys() == {"step", "momentum_buffer"} | method.variants[0].own_state(late)
-    assert float(optimizer.state[late]["step"]) == 3.0
+    """To a running window its columns are zero in the rows that came before it, which stay as they are."""
+    for variant in method.variants if not method.layerwise else method.variants[:1]:
+        model, optimizer = method.start(mlp, 6, params=lambda model: split(model)[:1], **variant.keywords)
+        before = snapshot(optimizer)["state"]
+        optimizer.add_param_group(split(model)[1])
+        after = snapshot(optimizer)["state"]
+        for index, state in after.items():
+            if index in before:
+                assert_identical(state, before[index])
+            elif not method.layerwise:
+                rows = [state[key] for key in ("window", "window_val", "tail_val", "window_p") if key in state]
+                assert not any(row.any() for row in rows)
+        start = values(model)
+        train(model, optimizer, mlp, 6, start=6)
+        assert_changed(model, start)
+        late, early = (optimizer.state[layer.weight] for layer in (model.second, model.first))
+        if method.layerwise:
+            assert late.keys() | {"global_step"} == early.keys()
+        elif variant is method.variants[0]:
+            assert late.keys() == {"step", "momentum_buffer"} | variant.own_state(model.second.weight)
+        assert float(late["step"]) == 6.0
 
 
-@pytest.mark.option("window_size")
-def test_group_added_to_a_running_window_leaves_what_is_there(method: Method, variant: Variant, mlp: Task) -> None:
-    """Its columns are zero in the rows that came before it."""
-    model = mlp.model()
-    optimizer = method.build(model, split(model)[:1], **variant.keywords)
-    train(model, optimizer, mlp, 6)
-    before = snapshot(optimizer)
-    optimizer.add_param_group(split(model)[1])
-    after = snapshot(optimizer)
-    assert_identical({index: after["state"][index] for index in before["state"]}, before["state"])
-    for index, state in after["state"].items():
-        if index not in before["state"]:
-            rows = [state[key] for key in ("window", "window_val", "tail_val", "window_p") if key in state]
-            assert not any(row.any() for row in rows)
-    start = values(model)
-    train(model, optimizer, mlp, 6, start=6)
-    assert all(value.isfinite().all() for value in values(model).values())
-    assert all(not torch.equal(value, start[name]) for name, value in values(model).items())
+@pytest.mark.option("module", "fallback")
+@pytest.mark.parametrize("named", [False, True])
+def test_an_added_parameter_that_the_module_does_not_hold(method: Method, mlp: Task, named: bool) -> None:
+    """A layer method knows no layer of it; unnamed it may join named ones, though torch wants names for all or none."""
 
+    def built() -> Any:
+        model = mlp.model()
+        params = None if named else model.parameters()
+        return model, method.build(model, params, momentum=0.0, fallback="sgd")
 
-@pytest.mark.option("skip_layers", "fallback")
-def test_added_parameter_that_the_module_does_not_hold_follows_the_fallback(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, model.parameters(), momentum=0.0, fallback="sgd")
+    model, optimizer = built()
     stranger = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
     optimizer.add_param_group({"params": [stranger], "lr": 0.5})
     backward(model, optimizer, mlp, 0)
     stranger.grad = torch.full_like(stranger, 0.25)
     optimizer.step()
-    assert_identical(stranger.detach(), torch.full_like(stranger, 1 - 0.5 * 0.25))
-    assert optimizer.state[stranger].keys() == {"step"}
+    if method.layerwise:
+        assert_identical(stranger.detach(), torch.full_like(stranger, 1 - 0.5 * 0.25))
+        assert optimizer.state[stranger].keys() == {"step"}
+    assert (stranger < 1).any()
+    assert len(optimizer.param_groups[1].get("param_names", [])) == named
+    _, second = built()
+    second.add_param_group({"params": nn.Parameter(stranger.detach().clone()), "lr": 0.5})
+    second.load_state_dict(snapshot(optimizer))
+    assert_identical(snapshot(second), snapshot(optimizer))
 
 
-def test_one_parameter_in_two_groups_is_refused(method: Method, mlp: Task) -> None:
+def test_a_parameter_that_comes_twice(method: Method, mlp: Task) -> None:
+    """Is refused in two groups, at once or late, which changes nothing; in one group torch warns."""
     model = mlp.model()
-    groups = [{"params": list(model.parameters())}, {"params": [model.first.weight]}]
-    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
-        method.build(model, groups)
-
-
-def test_late_group_with_a_known_parameter_is_refused_and_nothing_changes(method: Method, mlp: Task) -> None:
-    model = mlp.model()
+    several = "some parameters appear in more than one parameter group"
+    with pytest.raises(ValueError, match=several):
+        method.build(model, [{"params": list(model.parameters())}, {"params": [model.first.weight]}])
     optimizer = method.build(model, split(model)[:1])
-    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+    with pytest.raises(ValueError, match=several):
         optimizer.add_param_group({"params": list(model.parameters())})
     assert len(optimizer.param_groups) == 1
     assert optimizer.state.keys() == set(model.first.parameters())
     train(model, optimizer, mlp, 2)
-
-
-def test_one_parameter_twice_in_a_group_warns(method: Method, mlp: Task) -> None:
-    model = mlp.model()
     with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
         method.build(model, [model.first.weight, model.first.weight])
-
-
-def test_frozen_parameters_in_a_group_stay(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    model.first.requires_grad_(False)
-    optimizer = method.build(model)
-    before = values(model)
-    train(model, optimizer, mlp, 3)
-    for name, value in values(model).items():
-        assert torch.equal(value, before[name]) == name.startswith("first."), name
-
-
-def test_groups_hold_plain_values_only(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    for group in method.build(model).param_groups:
-        for key, value in group.items():
-            if key in {"params", "param_names"}:
-                continue
-            flat = value if isinstance(value, tuple) else (value,)
-            assert all(isinstance(item, (bool, int, float, str, type(None))) for item in flat), key
-
-
-def test_layers_of_different_groups_keep_their_own_direction(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, split(model, lr=0.0), **method.bare())
-    (moved,) = displacements(model, optimizer, mlp, 1)
-    for layer, names in covered_layers(model).items():
-        assert bool(block_vector(moved, names).norm() > 0) == (layer == "first")
 
 
 def test_group_dicts_that_are_replaced_are_followed(method: Method, mlp: Task) -> None:
@@ -298,11 +251,11 @@ def test_group_dicts_that_are_replaced_are_followed(method: Method, mlp: Task) -
         optimizer.param_groups[0]["lr"] = 0.0125
         optimizer.param_groups[0][method.damping] = 0.75
         train(model, optimizer, mlp, 5, start=1)
-        results.append([p.detach().clone() for p in model.parameters()])
+        results.append(values(model))
     assert_identical(*results)
 
 
-def replaced(model: nn.Module, optimizer: Any, path: str) -> None:
+def replace_parameter(model: nn.Module, optimizer: Any, path: str) -> None:
     """A new parameter in the place of another one, in the module and in the groups, as some trainers do."""
     module, _, name = path.rpartition(".")
     old = model.get_parameter(path)
@@ -312,18 +265,16 @@ def replaced(model: nn.Module, optimizer: Any, path: str) -> None:
         group["params"][:] = [new if p is old else p for p in group["params"]]
 
 
-@pytest.mark.cover(steps=[0, 3])
+@pytest.mark.parametrize("steps", [0, 3])
 def test_parameters_replaced_in_training_are_named_once(method: Method, mlp: Task, steps: int) -> None:
     """Their curvature and momentum begin anew: before the first step there is none to lose."""
     model, optimizer = method.start(mlp, steps)
     for path in ("first.weight", "second.weight"):
-        replaced(model, optimizer, path)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(model, optimizer, mlp, 3, start=steps)
-    told = [str(w.message) for w in caught if "other parameters have come" in str(w.message)]
-    assert len(told) == bool(steps)
-    for text in told:
+        replace_parameter(model, optimizer, path)
+    texts = caught(lambda: train(model, optimizer, mlp, 3, start=steps))
+    texts = [text for text in texts if "other parameters have come" in text]
+    assert len(texts) == bool(steps)
+    for text in texts:
         assert f"after {steps} steps" in text
         assert "first.weight" in text
         assert "second.weight" in text
@@ -339,10 +290,8 @@ def test_keys_that_a_group_cannot_have_are_named(method: Method, mlp: Task) -> N
             method.build(model, split(model, **{fixed: None}))
     with pytest.warns(UserWarning, match="'weight_decy' .* did you mean 'weight_decay'"):
         method.build(model, split(model, weight_decy=0.1))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        method.build(model, split(model, initial_lr=0.1, max_lr=1.0, max_momentum=0.9, name="rest", lr_scale=1.0))
-    assert not [w for w in caught if "has no effect" in str(w.message)]
+    known = {"initial_lr": 0.1, "max_lr": 1.0, "max_momentum": 0.9, "name": "rest", "lr_scale": 1.0}
+    assert not [text for text in caught(lambda: method.build(model, split(model, **known))) if "has no effect" in text]
 
 
 @pytest.mark.option("damping_mode", "factor_update_steps", "fallback")
@@ -370,33 +319,111 @@ def test_an_unset_fallback_of_a_group_follows_its_graft(method: Method, mlp: Tas
     assert_changed(model, before)
 
 
-@pytest.mark.option("module", "fallback")
-def test_an_unnamed_parameter_may_join_named_ones(method: Method, mlp: Task) -> None:
-    """An optimizer of a module names its parameters, and torch wants names for all or for none."""
-    model, optimizer = method.start(mlp, momentum=0.0, fallback="sgd")
-    stranger = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
-    optimizer.add_param_group({"params": [stranger], "lr": 0.5})
-    backward(model, optimizer, mlp, 0)
-    stranger.grad = torch.full_like(stranger, 0.25)
-    optimizer.step()
-    if method.layerwise:  # which knows no layer of it
-        assert_identical(stranger.detach(), torch.full_like(stranger, 1 - 0.5 * 0.25))
-    assert (stranger < 1).any()
-    assert len(optimizer.param_groups[1]["param_names"]) == 1
-    other, second = method.start(mlp, momentum=0.0, fallback="sgd")
-    second.add_param_group({"params": nn.Parameter(stranger.detach().clone()), "lr": 0.5})
-    second.load_state_dict(snapshot(optimizer))
-    assert_identical(snapshot(second), snapshot(optimizer))
-
-
 def test_a_set_of_parameters_is_refused_as_torch_does(method: Method, mlp: Task) -> None:
     model, stranger = mlp.model(), nn.Parameter(torch.ones(2, dtype=torch.float64))
-    reference = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(TypeError) as theirs:
-        reference.add_param_group({"params": {stranger}})
+        torch.optim.SGD(model.parameters(), 0.1).add_param_group({"params": {stranger}})
     for params in (None, model.parameters()):
         optimizer = method.build(model, params)
         with pytest.raises(TypeError) as ours:
             optimizer.add_param_group({"params": {stranger}})
         assert str(ours.value) == str(theirs.value)
         assert len(optimizer.param_groups) == 1
+
+
+BAD = [
+    ("lr", -0.1, ValueError),
+    ("weight_decay", float("nan"), ValueError),
+    ("momentum", "0.9", TypeError),
+    ("clip_norm", 0.0, ValueError),
+    ("graft", "adamax", ValueError),
+]
+
+
+def test_a_bad_value_is_refused_before_anything_changes(method: Method, mlp: Task) -> None:
+    model, optimizer = method.start(mlp, 3)
+    (group,) = optimizer.param_groups
+    for key, value, error in [*BAD, ("damping" if "damping" in group else "eps", -1.0, ValueError)]:
+        good, before, state = group[key], values(model), snapshot(optimizer)
+        group[key] = value
+        with pytest.raises(error, match=key):
+            train(model, optimizer, mlp, 1, start=3)
+        assert_identical(values(model), before)
+        group[key] = good
+        assert_identical(snapshot(optimizer), state)
+    train(model, optimizer, mlp, 2, start=3)
+    assert_identical(values(model), method.trained(mlp))
+    group.update(graft="sgd", inner="adam")
+    with pytest.raises(ValueError, match="both set the step size"):
+        train(model, optimizer, mlp, 1, start=1)
+
+
+@pytest.mark.option("factor_update_steps")
+def test_an_interval_of_zero_is_refused_in_the_forward(method: Method, mlp: Task) -> None:
+    model, optimizer = method.start(mlp, 1)
+    optimizer.param_groups[0]["factor_update_steps"] = 0
+    with pytest.raises(ValueError, match="factor_update_steps must be >= 1, got 0"):
+        model(mlp.batch(1)[0])
+
+
+def warned_of(method: Method, task: Task, **keywords: Any) -> list[str]:
+    """Texts of the warnings of a constructor about options without effect."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        method.build(task.model(), **keywords)
+    return [str(w.message) for w in caught if "no effect" in str(w.message)]
+
+
+def test_options_that_no_rule_reads_are_named_once(method: Method, mlp: Task) -> None:
+    own = "fallback_betas" if "sgd_weight" in method.build(mlp.model()).param_groups[0] else "betas"
+    quiet: list[dict[str, Any]] = [
+        {"momentum": 0.9, "nesterov": True, "graft": None},
+        {"momentum": 0.0, "graft": "adamw"},
+        {"momentum": 0.5, "graft": "adamw", "fallback": "sgd"},
+        {own: (0.8, 0.9), "fallback": "adamw"},
+    ]
+    if method.accepts("momentum_mode", "window_size"):
+        quiet.append({"momentum": 0.5, "momentum_mode": "pre", "graft": "adamw"})
+    assert [warned_of(method, mlp, **keywords) for keywords in quiet] == [[]] * len(quiet)
+    (text,) = warned_of(method, mlp, momentum=0.5, nesterov=True, graft="adamw")
+    assert f"momentum=0.5 and nesterov=True have no effect, because Adam's rule sets every step: use {own}" in text
+    (text,) = warned_of(method, mlp, momentum=0.9, **{own: (0.8, 0.9)})
+    assert f"{own}=(0.8, 0.9) has no effect, because only Adam's rule reads it" in text
+
+
+@pytest.mark.option("damping_mode")
+def test_damping_is_a_number_or_a_share_of_the_curvature(method: Method, mlp: Task) -> None:
+    """With factors a share until a number is given, without them a number until the mode says otherwise."""
+
+    def found(**keywords: Any) -> tuple[float, str]:
+        (group,) = method.cls(mlp.model(), **keywords).param_groups
+        return group["damping"], group["damping_mode"]
+
+    if method.accepts("factor_update_steps"):
+        assert found()[1] == "relative"
+        assert found(damping_mode="relative") == found()
+        assert found(damping_mode="absolute")[1] == "absolute"
+    else:
+        default = inspect.signature(method.cls).parameters["damping"].default
+        assert found() == (default, "absolute")
+        assert found(damping_mode="relative") == (default, "relative")
+    assert found(damping=1e-3) == (1e-3, "absolute")
+    assert found(damping=2.0, damping_mode="relative") == (2.0, "relative")
+
+
+@pytest.mark.option("damping_mode", "skip_layers")
+def test_damping_of_a_group_carries_its_own_mode(method: Method, mlp: Task) -> None:
+    for group, keywords, expected in (
+        ({"damping": 1e-3}, {}, (1e-3, "absolute")),
+        ({"damping": 2.0, "damping_mode": "relative"}, {}, (2.0, "relative")),
+        ({"damping": 2.0}, {"damping_mode": "relative"}, (2.0, "relative")),
+        ({"damping": 0.5}, {"damping": 0.1}, (0.5, "absolute")),
+        ({}, {"damping": 0.1}, (0.1, "absolute")),
+    ):
+        model = mlp.model()
+        groups = [{"params": layer.parameters()} for layer in (model.first, model.second)]
+        at_once = method.cls([groups[0], groups[1] | group], module=model, **keywords)
+        late = method.cls(model.first.parameters(), module=model, **keywords)
+        late.add_param_group({"params": model.second.parameters(), **group})
+        for found in (at_once.param_groups[1], late.param_groups[1]):
+            assert (found["damping"], found["damping_mode"]) == expected

@@ -16,29 +16,23 @@ from tests.support.tasks import Task, assert_all_close, assert_identical, covere
 
 pytestmark = pytest.mark.option("kl_clip")
 
-LRS = {"first": 0.3, "rest": 0.7}
-
 
 def lr_of(name: str) -> float:
-    return LRS["first"] if name.startswith("first.") else LRS["rest"]
+    return 0.3 if name.startswith("first.") else 0.7
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     named = list(model.named_parameters())
-    return [
-        {"params": [p for name, p in named if name.startswith("first.")], "lr": LRS["first"]},
-        {"params": [p for name, p in named if not name.startswith("first.")], "lr": LRS["rest"]},
-    ]
+    return [{"params": [p for name, p in named if lr_of(name) == lr], "lr": lr} for lr in (0.3, 0.7)]
 
 
 def check(method: Method, task: Task, kl_clip: float, gamma: float = 1.0, **keywords: Any) -> list[float]:
     """Compare with the formula over six steps, the learning rates multiplied by `gamma` after each; the factors."""
-    model, twin = task.model(), task.model()
-    plain = method.build(model, **method.bare(**keywords))
-    clipped = method.build(twin, groups(twin), **method.bare(**{**keywords, "kl_clip": kl_clip}))
+    twin, clipped = method.start(task, params=groups, **method.bare(**{**keywords, "kl_clip": kl_clip}))
     schedule = torch.optim.lr_scheduler.ExponentialLR(clipped, gamma)
     factors = []
-    pairs = zip(displacements(model, plain, task, 6), displacements(twin, clipped, task, 6, schedule.step), strict=True)
+    plain = method.bare_moves(task, 6, **keywords)
+    pairs = zip(plain, displacements(twin, clipped, task, 6, schedule.step), strict=True)
     for step, (direction, moved) in enumerate(pairs):
         gradients = {name: p.grad for name, p in twin.named_parameters()}
         lrs = {name: lr_of(name) * gamma**step for name in gradients}
@@ -65,41 +59,30 @@ def test_scheduled_lr_enters_the_factor(method: Method, mlp: Task) -> None:
     assert factors[-1] == 1.0
 
 
-def test_weight_decay_and_momentum_do_not_enter(method: Method, mlp: Task) -> None:
-    results = []
-    for options in ({}, {"weight_decay": 0.5, "decoupled_weight_decay": True}):
-        model, optimizer = method.start(mlp, **{**method.bare(lr=0.5), "kl_clip": 1e-6, **options})
-        start = values(model)
-        (moved,) = displacements(model, optimizer, mlp, 1)
-        pull = 0.5 * options.get("weight_decay", 0.0)
-        results.append({name: moved[name] + pull * start[name] for name in covered_names(model)})
-    assert_all_close(results[1], results[0], rtol=1e-6, atol=1e-12)
+def test_decoupled_weight_decay_does_not_enter(method: Method, mlp: Task) -> None:
+    start = values(mlp.model())
+    (plain,), (decayed,) = (
+        method.bare_moves(mlp, 1, lr=0.5, kl_clip=1e-6, weight_decay=decay, decoupled_weight_decay=True)
+        for decay in (0.0, 0.5)
+    )
+    expected = {name: plain[name] - 0.25 * start[name] for name in covered_names(mlp.model())}
+    assert_all_close({name: decayed[name] for name in expected}, expected, rtol=1e-6, atol=1e-12)
 
 
-def test_generous_bound_is_no_bound(method: Method, mlp: Task) -> None:
-    results = [method.trained(mlp, 5, kl_clip=kl_clip) for kl_clip in (None, 1e9)]
-    assert_identical(results[1], results[0])
-
-
-def test_tensor_lr_enters_the_factor(method: Method, mlp: Task) -> None:
-    results = []
-    for lr in (0.5, torch.tensor(0.5, dtype=torch.float64)):
-        model, optimizer = method.start(mlp, **{**method.bare(lr=lr), "kl_clip": 1e-6})
-        results.extend(displacements(model, optimizer, mlp, 1))
-    assert_all_close(results[1], results[0], rtol=1e-6, atol=1e-13)
+def test_tensor_lr_enters_the_factor_and_a_generous_bound_is_none(method: Method, mlp: Task) -> None:
+    by_float, by_tensor = (
+        method.bare_moves(mlp, 1, lr=lr, kl_clip=1e-6) for lr in (0.5, torch.tensor(0.5, dtype=torch.float64))
+    )
+    assert_all_close(by_tensor[0], by_float[0], rtol=1e-6, atol=1e-13)
+    assert_identical(method.trained(mlp, kl_clip=1e9), method.trained(mlp, kl_clip=None))
 
 
 def test_bound_is_read_at_each_step(method: Method, mlp: Task) -> None:
-    model, twin = mlp.model(), mlp.model()
-    optimizer = method.build(model, **{**method.bare(lr=0.5), "kl_clip": 1e-6})
-    free = method.build(twin, **method.bare(lr=0.5))
+    def lift(optimizer: Any) -> None:
+        optimizer.param_groups[0]["kl_clip"] = None
 
-    def lift() -> None:
-        for group in optimizer.param_groups:
-            group["kl_clip"] = None
-
-    _, expected = displacements(twin, free, mlp, 2)
-    first, second = displacements(model, optimizer, mlp, 2, lift)
-    for name in covered_names(model):
+    _, expected = method.bare_moves(mlp, 2, lr=0.5)
+    first, second = method.bare_moves(mlp, 2, lr=0.5, kl_clip=1e-6, between=lift)
+    for name in covered_names(mlp.model()):
         torch.testing.assert_close(second[name], expected[name], rtol=1e-9, atol=1e-13)
         assert first[name].norm() < 0.5 * expected[name].norm()

@@ -1,12 +1,16 @@
-"""`memory_usage()`: bytes by kind, exactly what the formulas say, and nothing held beside it."""
+"""`memory_usage()`: bytes by kind, exactly what the formulas say, and nothing held beside it.
+
+`diagnostics()` of the same ordinary training is plain data, and no step is skipped.
+"""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.support.methods import Method, Variant
 from tests.support.storages import shapes
@@ -18,13 +22,23 @@ KINDS = {
 }  # fmt: skip
 
 
+def check_diagnostics(optimizer: Any) -> None:
+    report = optimizer.diagnostics()
+    assert json.loads(json.dumps(report)) == report
+    assert type(report["skipped_steps"]) is int
+    assert report["skipped_steps"] == 0
+
+
 @pytest.mark.cover(dtype=[torch.float64, torch.float32, torch.bfloat16])
 def test_curvature_is_what_the_formula_says_and_kinds_sum_to_the_total(
     method: Method, variant: Variant, task: Task, dtype: torch.dtype
 ) -> None:
+    """The total of a window is its state and the workspace, which does not grow."""
     model = task.model(dtype)
-    optimizer = method.build(model, **variant.keywords)
+    optimizer, workspace = method.build(model, **variant.keywords), []
     for step in range(6):
+        check_diagnostics(optimizer)
+        optimizer.zero_grad()
         usage = optimizer.memory_usage()
         assert usage.keys() <= KINDS
         assert all(type(value) is int and value >= 0 for value in usage.values())
@@ -32,36 +46,18 @@ def test_curvature_is_what_the_formula_says_and_kinds_sum_to_the_total(
         if step in (0, 5):
             for kind, expected in variant.sizes(model, dtype).items():
                 assert usage[kind] in expected, kind
+        if not method.layerwise and step > 2:
+            check_total(optimizer)
+            workspace.append(usage.get("workspace", 0))
         train(model, optimizer, task, 1, start=step)
+    assert len(set(workspace)) <= 1
 
 
-def state_bytes(optimizer: Any) -> int:
-    return sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
-
-
-@pytest.mark.cover(rule=[{}, {"momentum": 0.0}, {"fallback": "adamw"}, {"graft": "adam"}])
-def test_between_steps_the_total_is_the_state(method: Method, mlp: Task, rule: dict[str, Any]) -> None:
-    """Up to the scalars (counts and step counters), and beside the memory that a step's temporaries reuse."""
-    between_steps(method, mlp, **rule)
-
-
-@pytest.mark.option("window_size")
-def test_between_steps_the_total_is_the_state_of_every_window(method: Method, variant: Variant, task: Task) -> None:
-    """Flat buffers that are not the state are counted too; the workspace does not grow."""
-    optimizer, model = between_steps(method, task, **variant.keywords)
-    train(model, optimizer, task, 3, start=3)
-    held = optimizer.memory_usage().get("workspace", 0)
-    train(model, optimizer, task, 3, start=6)
-    assert optimizer.memory_usage().get("workspace", 0) == held
-
-
-def between_steps(method: Method, task: Task, **keywords: Any) -> tuple[Any, nn.Module]:
-    model, optimizer = method.start(task, 3, **keywords)
-    optimizer.zero_grad()
-    scalars = 8 * 2 * len(list(model.parameters()))
+def check_total(optimizer: Any) -> None:
+    """It is the state up to the scalars (counts and step counters), and the memory that temporaries reuse."""
+    held = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
     usage = optimizer.memory_usage()
-    assert abs(usage["total"] - usage.get("workspace", 0) - state_bytes(optimizer)) <= scalars
-    return optimizer, model
+    assert abs(usage["total"] - usage.get("workspace", 0) - held) <= 8 * 2 * len(optimizer.state)
 
 
 @pytest.mark.option("skip_layers")
@@ -84,6 +80,10 @@ def test_momentum_and_fallback_bytes(method: Method, mlp: Task) -> None:
     rest = sum(model.get_parameter(name).numel() for name in left_out)
     assert 0 <= usage["fallback"] - 2 * 4 * rest <= 8 * len(left_out)  # step counters may be reported with it
     assert method.build(model, momentum=0.0).memory_usage().get("momentum", 0) == 0
+    for rule in ({}, {"momentum": 0.0}, {"fallback": "adamw"}, {"graft": "adam"}):
+        _, optimizer = method.start(mlp, 3, **rule)
+        optimizer.zero_grad()
+        check_total(optimizer)
 
 
 @pytest.mark.option("skip_layers")

@@ -20,20 +20,31 @@ NAMES = ["kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt", "inverse", "lrmf
 
 def plain_model():
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(64, 8),
-        nn.LayerNorm(8),
-        nn.Linear(8, 3),
-    )
+    head = (nn.Linear(64, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), *head)
 
 
 def batch(step):
     generator = torch.Generator().manual_seed(step)
     return torch.randn(8, 1, 6, 6, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def take_steps(count, model, opt, *shape):
+    for _ in range(count):
+        opt.zero_grad()
+        model(torch.randn(*shape)).square().mean().backward()
+        opt.step()
+
+
+def train_for(steps, name, **settings):
+    model = plain_model()
+    opt = create(name, model, lr=1e-3, **settings)
+    for step in range(steps):
+        opt.zero_grad()
+        x, y = batch(step)
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+    return opt
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,20 +89,12 @@ def test_parameters_without_curvature_are_named_once_and_blamed_on_the_caller():
             super().__init__(4, 3)
             self.scale = nn.Parameter(torch.ones(3))
 
-    model = nn.Sequential(Scaled(), nn.Linear(3, 2))
-    opt = []
+    model, opt = nn.Sequential(Scaled(), nn.Linear(3, 2)), []
     ((text, file),) = caught(lambda: opt.append(KFAC(model)))
     assert "0.scale" in text
     assert "skip_layers" in text
     assert file == __file__
-
-    def train():
-        for _ in range(3):
-            opt[0].zero_grad()
-            model(torch.randn(5, 4)).sum().backward()
-            opt[0].step()
-
-    assert caught(train) == []
+    assert caught(lambda: take_steps(3, model, opt[0], 5, 4)) == []
     assert caught(lambda: KFAC(model, skip_layers=["0"])) == []
 
 
@@ -99,28 +102,10 @@ def test_layers_that_were_not_seen_are_named_once_for_each_reason():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     opt = KFAC(model, factor_update_steps=1, inv_update_steps=1)
     model.eval()
-
-    def train():
-        for _ in range(3):
-            opt.zero_grad()
-            model(torch.randn(5, 4)).sum().backward()
-            opt.step()
-
-    ((text, file),) = caught(train)
+    ((text, file),) = caught(lambda: take_steps(3, model, opt, 5, 4))
     assert "(0, 1, 2: its hooks did not run)" in text
     assert "eval mode" in text
     assert file == __file__
-
-
-def train_for(steps, name, **settings):
-    model = plain_model()
-    opt = create(name, model, lr=1e-3, **settings)
-    for step in range(steps):
-        opt.zero_grad()
-        x, y = batch(step)
-        F.cross_entropy(model(x), y).backward()
-        opt.step()
-    return opt
 
 
 def too_large(name):
@@ -144,7 +129,7 @@ def test_damping_that_hides_all_curvature_is_reported_once_with_a_better_one(nam
 
 @pytest.mark.parametrize(("name", "split"), [("kfac", "exact"), ("kfac", "pi"), ("ekfac", None), ("inverse", "pi")])
 def test_bounds_of_factors_are_not_below_the_largest_eigenvalue(name, split):
-    opt = train_for(3, name, damping_split=split) if split else train_for(3, name)
+    opt = train_for(3, name, **({"damping_split": split} if split else {}))
     for block in opt.preconditioner.plan.blocks:
         bounds = block.bounds()
         truth = torch.linalg.eigvalsh(opt.dense_curvature(block.name).double())[-1]
@@ -155,14 +140,14 @@ def test_bounds_of_factors_are_not_below_the_largest_eigenvalue(name, split):
 @pytest.mark.parametrize("name", ["hylo", "kis", "sngd", "mfac", "sparse_mfac", "ggt"])
 def test_bounds_of_rows_are_close_above_the_largest_eigenvalue(name):
     opt = train_for(3, name, **too_large(name))
+    plan, pairs = opt.preconditioner.plan, []
     if name in ("hylo", "kis", "sngd"):
-        pairs = [(block.bounds(), block.extremes()) for block in opt.preconditioner.plan.blocks]
-        pairs = [(bounds.undamped, truth.largest - truth.damping) for bounds, truth in pairs]
+        for block in plan.blocks:
+            truth = block.extremes()
+            pairs.append((block.bounds().undamped, truth.largest - truth.damping))
     else:
-        pairs = [
-            (opt.preconditioner.solver.bounds(unit).extremes.undamped, opt.preconditioner.solver.extremes(unit)[1])
-            for unit in opt.preconditioner.plan.units
-        ]
+        solver = opt.preconditioner.solver
+        pairs = [(solver.bounds(unit).extremes.undamped, solver.extremes(unit)[1]) for unit in plan.units]
     for bound, truth in pairs:
         assert (bound >= truth * (1 - 1e-5)).all()
         assert (bound <= truth * 1.5).all()
@@ -171,18 +156,11 @@ def test_bounds_of_rows_are_close_above_the_largest_eigenvalue(name):
 def test_damping_of_a_matrix_that_has_one_eigenvalue_is_not_blamed():
     model = nn.Linear(1, 1, bias=False)
     opt = KFAC(model, lr=1e-3, damping=1e-3, damping_mode="absolute", factor_update_steps=1, inv_update_steps=1)
-
-    def train():
-        for _ in range(5):
-            opt.zero_grad()
-            model(torch.randn(8, 1)).square().mean().backward()
-            opt.step()
-
-    assert caught(train) == []
+    assert caught(lambda: take_steps(5, model, opt, 8, 1)) == []
     assert set(opt.diagnostics()["condition_number"].values()) == {1.0}
 
 
-def test_intervals_that_do_not_fit_are_told_once_for_all_groups():
+def test_intervals_that_do_not_fit_are_reported_once_for_all_groups():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     groups = [{"params": list(layer.parameters())} for layer in model]
     (found,) = caught(lambda: KFAC(groups, module=model, factor_update_steps=3, inv_update_steps=10))
@@ -190,7 +168,7 @@ def test_intervals_that_do_not_fit_are_told_once_for_all_groups():
     assert "Make it a multiple" in found[0]
 
 
-def test_what_expose_leaves_is_told_with_a_mend():
+def test_a_warning_says_what_to_do():
     class Own(nn.LSTM):
         def forward(self, x):
             return super().forward(x)
@@ -198,9 +176,6 @@ def test_what_expose_leaves_is_told_with_a_mend():
     (found,) = caught(lambda: expose(nn.Sequential(Own(3, 4))))
     assert "secondorder.nn" in found[0]
     assert "skip_layers" in found[0]
-
-
-def test_scheduled_damping_of_a_mode_by_default_is_told_with_a_mend():
     opt = KFAC(nn.Linear(3, 2))
     (found,) = caught(lambda: ParamScheduler(opt, damping=lambda _: 0.1))
     assert "Build the optimizer with damping=" in found[0]

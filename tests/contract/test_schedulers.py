@@ -11,7 +11,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from tests.support.methods import Method
-from tests.support.tasks import Task, assert_changed, assert_identical, backward, displacements, train, values
+from tests.support.tasks import Task, assert_changed, assert_identical, assert_same_moves, displacements, train, values
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
@@ -77,31 +77,22 @@ def test_every_scheduler_sets_what_it_sets_for_sgd(method: Method, mlp: Task) ->
 
 
 def test_step_uses_the_scheduled_lr(method: Method, mlp: Task) -> None:
-    model, twin = mlp.model(), mlp.model()
-    plain = method.build(model, **method.bare())
-    scheduled = method.build(twin, **method.bare())
+    model, scheduled = method.start(mlp, **method.bare())
     scheduler = lr_scheduler.StepLR(scheduled, 1, 0.5)
-    pairs = zip(
-        displacements(model, plain, mlp, 4), displacements(twin, scheduled, mlp, 4, scheduler.step), strict=True
-    )
+    pairs = zip(method.bare_moves(mlp, 4), displacements(model, scheduled, mlp, 4, scheduler.step), strict=True)
     for step, (full, halved) in enumerate(pairs):
-        for name in full:
-            torch.testing.assert_close(halved[name], full[name] * 0.5**step, rtol=1e-9, atol=1e-13)
+        assert_same_moves(halved, {name: value * 0.5**step for name, value in full.items()})
 
 
 def test_step_uses_the_scheduled_momentum(method: Method, mlp: Task) -> None:
     """`OneCycleLR` and `CyclicLR` cycle the momentum in the group."""
-    model, twin = mlp.model(), mlp.model()
-    plain = method.build(model, **method.bare())
-    cycled = method.build(twin, **method.bare(momentum=0.9))
 
-    def cycle() -> None:
-        cycled.param_groups[0]["momentum"] = 0.25
+    def cycle(optimizer: Any) -> None:
+        optimizer.param_groups[0]["momentum"] = 0.25
 
-    one, two = displacements(model, plain, mlp, 2)
-    _, moved = displacements(twin, cycled, mlp, 2, cycle)
-    for name in one:
-        torch.testing.assert_close(moved[name], two[name] + 0.25 * one[name], rtol=1e-9, atol=1e-13)
+    one, two = method.bare_moves(mlp, 2)
+    _, moved = method.bare_moves(mlp, 2, momentum=0.9, between=cycle)
+    assert_same_moves(moved, {name: two[name] + 0.25 * one[name] for name in one})
 
 
 def test_step_wrapped_on_the_instance_is_the_one_that_runs(method: Method, mlp: Task) -> None:
@@ -127,18 +118,16 @@ def test_scheduler_resumes_from_its_state(method: Method, mlp: Task) -> None:
         model, optimizer = method.start(mlp)
         return model, optimizer, lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=10)
 
-    model, optimizer, scheduler = fresh()
-    for step in range(3):
-        train(model, optimizer, mlp, 1, start=step)
-        scheduler.step()
-    resumed, second, later = fresh()
-    resumed.load_state_dict(model.state_dict())
-    second.load_state_dict(optimizer.state_dict())
-    later.load_state_dict(scheduler.state_dict())
-    for step in range(3, 7):
-        for net, opt, schedule in ((model, optimizer, scheduler), (resumed, second, later)):
-            backward(net, opt, mlp, step)
-            opt.step()
-            schedule.step()
-    assert_identical(values(resumed), values(model))
-    assert second.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    def run(steps: range, model: Any, optimizer: Any, scheduler: Any) -> None:
+        for step in steps:
+            train(model, optimizer, mlp, 1, start=step)
+            scheduler.step()
+
+    first, second = fresh(), fresh()
+    run(range(3), *first)
+    for mine, theirs in zip(second, first, strict=True):
+        mine.load_state_dict(theirs.state_dict())
+    for one in (first, second):
+        run(range(3, 7), *one)
+    assert_identical(values(second[0]), values(first[0]))
+    assert second[1].param_groups[0]["lr"] == first[1].param_groups[0]["lr"]

@@ -12,52 +12,29 @@ import secondorder
 from tests.support.methods import Method
 from tests.support.tasks import Task
 
-POSITIONAL = ("params", "lr", "momentum")
-
-
+#: First choices of options, which a method may not have: tuning changes numbers, not meanings (design 4.1).
+CHOICES: dict[str, typing.Any] = {
+    **dict.fromkeys(("graft", "clip_norm", "clip_value", "fallback", "module", "comm", "grad_scaler", "foreach")),
+    **dict.fromkeys(("compression", "window_dtype", "sgd_weight", "batch_input", "factor_batch_size")),
+    **dict.fromkeys(("factor_positions", "likelihood", "scale_decay", "scale_batch_size")),
+    **dict.fromkeys(("nesterov", "decoupled_weight_decay", "maximize", "bias_correction", "skip_norm_layers"), False),
+    **dict.fromkeys(("skip_biases", "decay_per_step", "weight_decay_in_curvature", "adaptive_damping"), False),
+    **dict.fromkeys(("include_damping_in_model", "reject_steps", "quadratic_model", "calibrate_damping"), False),
+    **dict.fromkeys(("token_is_example",), False),
+    "inner": "sgd", "loss_reduction": "mean", "loss_terms": 1, "weight_decay": 0.0, "scale": "count",
+    "partition": "global", "solver": "auto", "momentum_mode": "heavy_ball", "weight_decay_mode": "standard",
+    "betas": (0.9, 0.999), "deterministic_seed": 0, "checkpoint_curvature": "all", "damping_mode": "absolute",
+}  # fmt: skip
 LAYERWISE_CHOICES = {
-    "fisher": "empirical",
-    "fisher_samples": 1,
-    "approx": "expand",
-    "power": 1.0,
-    "norm_curvature": "unit",
-    "tied": "head",
-    "batch_dim": 0,
-    "batch_input": None,
-    "weighting": "samples",
-    "burnin_steps": 0,
-    "decay_per_step": False,
-    "factor_batch_size": None,
-    "factor_positions": None,
-    "weight_decay_in_curvature": False,
-    "adaptive_damping": False,
-    "include_damping_in_model": False,
-    "reject_steps": False,
-    "quadratic_model": False,
-    "likelihood": None,
-    "calibrate_damping": False,
-    "estimator": "intra",
-    "scale_decay": None,
-    "scale_update_steps": 1,
-    "scale_batch_size": None,
-    "token_is_example": False,
-    "transport": "project",
-    "basis_update": "eigh",
-    "momentum_mode": "post",
-}
+    "fisher": "empirical", "fisher_samples": 1, "approx": "expand", "power": 1.0, "norm_curvature": "unit",
+    "tied": "head", "batch_dim": 0, "weighting": "samples", "burnin_steps": 0, "estimator": "intra",
+    "scale_update_steps": 1, "transport": "project", "basis_update": "eigh", "momentum_mode": "post",
+}  # fmt: skip
 WITH_ROWS = {
-    "approx": "reduce",
-    "mode": "auto",
-    "switch": None,
-    "rank_energy": None,
-    "kis_sampling": "systematic",
-    "kid_pivoting": "cholesky",
-    "kid_residual": "diag",
-    "conv_scale": "exact",
-    "normalize_damping": False,
-    "kfac_when_cheaper": False,
-    "batch_size": None,
-}
+    **dict.fromkeys(("switch", "rank_energy", "batch_size")),
+    "approx": "reduce", "mode": "auto", "kis_sampling": "systematic", "kid_pivoting": "cholesky",
+    "kid_residual": "diag", "conv_scale": "exact", "normalize_damping": False, "kfac_when_cheaper": False,
+}  # fmt: skip
 
 
 def parameters(method: Method) -> list[inspect.Parameter]:
@@ -81,66 +58,30 @@ def test_a_star_import_keeps_the_name_of_torchs_modules() -> None:
 
 
 def test_every_keyword_has_a_type_and_a_default(method: Method) -> None:
+    """And only what torch has first may be positional."""
     given = parameters(method)
     hints = typing.get_type_hints(method.cls.__init__)
     assert given[0].name == "params"
     for parameter in given:
-        assert parameter.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        positional = parameter.name in ("params", "lr", "momentum")
+        assert parameter.kind is (parameter.POSITIONAL_OR_KEYWORD if positional else parameter.KEYWORD_ONLY)
         assert parameter.name in hints
         assert parameter.name == "params" or parameter.default is not inspect.Parameter.empty
-
-
-def test_only_what_torch_has_first_may_be_positional(method: Method) -> None:
-    positional = [p.name for p in parameters(method) if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    assert tuple(positional) == POSITIONAL
-
-
-def test_defaults_of_torchs_own_keywords(method: Method) -> None:
-    defaults = {p.name: p.default for p in parameters(method)}
-    expected = {"nesterov": False, "weight_decay": 0.0, "decoupled_weight_decay": False, "maximize": False}
-    assert {key: defaults[key] for key in expected} == expected
-    assert defaults["foreach"] is None
-    assert (defaults["lr"], defaults["momentum"]) == ((0.1, 0.9) if method.layerwise else (1e-3, 0.0))
+    assert list(inspect.signature(method.cls.step).parameters) == ["self", "closure"]
 
 
 def test_first_choices_are_the_defaults(method: Method) -> None:
-    """Tuning changes numbers, not meanings (design 4.1)."""
     defaults = {p.name: p.default for p in parameters(method)}
-    expected = {
-        "graft": None,
-        "clip_norm": None,
-        "clip_value": None,
-        "fallback": None,
-        "inner": "sgd",
-        "module": None,
-        "comm": None,
-        "grad_scaler": None,
-        "loss_reduction": "mean",
-        "loss_terms": 1,
-        "scale": "count",
-        "partition": "global",
-        "compression": None,
-        "window_dtype": None,
-        "solver": "auto",
-        "momentum_mode": "heavy_ball",
-        "weight_decay_mode": "standard",
-        "betas": (0.0, 1.0) if method.accepts("sgd_weight") else (0.9, 0.999),
-        "sgd_weight": None,
-        "bias_correction": False,
-        "skip_norm_layers": False,
-        "skip_biases": False,
-        "deterministic_seed": 0,
-        "checkpoint_curvature": "all",
-    }
+    expected = CHOICES | {"lr": 0.1 if method.layerwise else 1e-3, "momentum": 0.9 if method.layerwise else 0.0}
+    if method.accepts("sgd_weight"):
+        expected["betas"] = (0.0, 1.0)
     if method.layerwise:
         expected |= LAYERWISE_CHOICES | (WITH_ROWS if method.accepts("rank_fraction") else {})
-    else:
-        expected["damping_mode"] = "absolute"
+        del expected["damping_mode"]  # see `test_groups.py`
     if method.cls.__name__.startswith("Sparse"):
-        expected["compression"] = defaults["compression"]
-    assert {key: defaults[key] for key in expected if key in defaults} == {
-        key: value for key, value in expected.items() if key in defaults
-    }
+        del expected["compression"]
+    known = defaults.keys() & expected.keys()
+    assert {key: defaults[key] for key in known} == {key: expected[key] for key in known}
 
 
 def test_group_keys_that_schedulers_look_for(method: Method, mlp: Task) -> None:
@@ -175,11 +116,6 @@ def test_every_scalar_option_stands_in_the_groups(method: Method, mlp: Task) -> 
     other_names = {"fallback_betas", "fallback_eps"} - group.keys()  # of betas and eps
     assert {key for key in changing if method.accepts(key)} - other_names <= group.keys()
     assert not once & group.keys()
-
-
-def test_step_takes_a_closure_only(method: Method) -> None:
-    names = list(inspect.signature(method.cls.step).parameters)
-    assert names == ["self", "closure"]
 
 
 @pytest.mark.option("window_size")

@@ -7,10 +7,7 @@ Its parameters are bare, so a layer method gets `module=` a net that does not ho
 
 from __future__ import annotations
 
-import copy
-import io
 import unittest
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -23,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from tests.support.methods import METHODS, Method
-from tests.support.tasks import assert_identical
 
 
 @contextmanager
@@ -147,6 +143,11 @@ class Info(OptimizerInfo):
         extra = {"module": module} if self.method.layerwise else {}
         return self.optim_cls(params, **extra, **keywords)
 
+    def start(self, device: str, dtype: torch.dtype, **keywords: Any) -> tuple[Any, list[nn.Parameter], Any]:
+        """An optimizer of the problem, the parameters, and their loss."""
+        module, params, loss = self.problem(device, dtype)
+        return self.build(module, params, **keywords), params, loss
+
 
 class CoveredInfo(Info):
     """Least squares in the weight and bias of a layer, over more examples than either side has dimensions."""
@@ -186,8 +187,7 @@ class TestOptimizerInfo(TestCase):
         """In one of the two ways of `foreach` each: that they agree is for another test to say."""
         for index, config in enumerate(optim_info.optim_inputs_func(device, dtype)):
             foreach = index % 2 == 1 and not isinstance(config.kwargs.get("lr"), Tensor)
-            module, params, loss = optim_info.problem(device, dtype)
-            optimizer = optim_info.build(module, params, **{**config.kwargs, "foreach": foreach})
+            optimizer, _, loss = optim_info.start(device, dtype, **{**config.kwargs, "foreach": foreach})
             before = float(loss().detach())
             run(optimizer, loss, 20, maximize=bool(config.kwargs.get("maximize")))
             assert float(loss().detach()) < before, config.desc
@@ -197,8 +197,7 @@ class TestOptimizerInfo(TestCase):
         self, device: str, dtype: torch.dtype, optim_info: Any
     ) -> None:
         for schedulers in optim_info.scheduler_inputs:
-            module, params, loss = optim_info.problem(device, dtype)
-            optimizer = optim_info.build(module, params, **{**optim_info.keywords, "lr": 0.01})
+            optimizer, _, loss = optim_info.start(device, dtype, **{**optim_info.keywords, "lr": 0.01})
             chain, before = [make(optimizer) for make in schedulers], float(loss().detach())
             for _ in range(20):
                 run(optimizer, loss, 1)
@@ -225,8 +224,7 @@ class TestOptimizerInfo(TestCase):
                 continue
             tracker = TensorTracker({"rtol": 1e-12, "atol": 1e-14})
             for foreach in (False, True):
-                module, params, loss = optim_info.problem(device, dtype)
-                optimizer = optim_info.build(module, params, **{**config.kwargs, "foreach": foreach})
+                optimizer, params, loss = optim_info.start(device, dtype, **{**config.kwargs, "foreach": foreach})
                 for _ in range(5):
                     run(optimizer, loss, 1)
                     for parameter in params:
@@ -235,115 +233,6 @@ class TestOptimizerInfo(TestCase):
                         else:
                             tracker.add(parameter)
             assert tracker.all_popped()
-
-    @optims(OPTIMS, dtypes=WITH_COMPLEX)
-    def test_tensor_lr_matches_float(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
-        if dtype.is_complex and not optim_info.supports_complex:
-            return  # a complex layer has no block
-        results = []
-        for lr in (0.125, torch.tensor(0.125)):
-            module, params, loss = optim_info.problem(device, dtype)
-            run(optim_info.build(module, params, **{**optim_info.keywords, "lr": lr}), loss, 5)
-            results.append([parameter.detach() for parameter in params])
-        torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
-
-    @optims(OPTIMS, dtypes=EVERY)
-    def test_step_is_noop_without_gradients(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
-        for config in optim_info.optim_inputs_func(device, dtype):
-            module, params, _ = optim_info.problem(device, dtype)
-            before = [parameter.detach().clone() for parameter in params]
-            optim_info.build(module, params, **config.kwargs).step()
-            assert_identical([parameter.detach() for parameter in params], before)
-
-    @optims(OPTIMS, dtypes=EVERY)
-    def test_step_is_noop_for_zero_gradients(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
-        for config in optim_info.optim_inputs_func(device, dtype):
-            module, params, _ = optim_info.problem(device, dtype)
-            before = [parameter.detach().clone() for parameter in params]
-            optimizer = optim_info.build(module, params, **{**config.kwargs, "weight_decay": 0.0})
-            for parameter in params:
-                parameter.grad = torch.zeros_like(parameter)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a covered layer has gradients that no backward pass left
-                optimizer.step()
-            assert_identical([parameter.detach() for parameter in params], before)
-
-    @optims(OPTIMS, dtypes=EVERY)
-    def test_state_dict_is_deterministic_and_names_survive(
-        self, device: str, dtype: torch.dtype, optim_info: Any
-    ) -> None:
-        for named in (False, True):
-            module, params, loss = optim_info.problem(device, dtype)
-            given = [("w", params[0]), ("b", params[1])] if named else params
-            optimizer = optim_info.build(module, given, **optim_info.keywords)
-            run(optimizer, loss, 3)
-            saved = copy.deepcopy(optimizer.state_dict())
-            covered = optim_info.suffix == "covered"  # then the module holds the parameters, and knows their names
-            expected = ["w", "b"] if named else ["weight", "bias"] if covered else None
-            assert saved["param_groups"][0].get("param_names") == expected
-            fresh_module, fresh, fresh_loss = optim_info.problem(device, dtype)
-            with torch.no_grad():
-                for mine, theirs in zip(fresh, params, strict=True):
-                    mine.copy_(theirs)
-            given = [("w", fresh[0]), ("b", fresh[1])] if named else fresh
-            second = optim_info.build(fresh_module, given, **optim_info.keywords)
-            second.load_state_dict(saved)
-            run(optimizer, loss, 4)
-            run(second, fresh_loss, 4)
-            assert_identical([parameter.detach() for parameter in fresh], [parameter.detach() for parameter in params])
-            assert_identical(second.state_dict(), optimizer.state_dict())
-
-    @optims(OPTIMS, dtypes=EVERY)
-    def test_can_load_older_state_dict(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
-        for config in optim_info.optim_inputs_func(device, dtype):
-            module, params, loss = optim_info.problem(device, dtype)
-            optimizer = optim_info.build(module, params, **config.kwargs)
-            run(optimizer, loss, 3)
-            saved = copy.deepcopy(optimizer.state_dict())
-            for group in saved["param_groups"]:
-                for flag in optim_info.not_og_supported_flags:
-                    group.pop(flag, None)
-            optimizer.load_state_dict(saved)
-            run(optimizer, loss, 1)
-
-    @optims(OPTIMS, dtypes=EVERY)
-    def test_save_load_equality_with_weights_only(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
-        for config in optim_info.optim_inputs_func(device, dtype):
-            module, params, loss = optim_info.problem(device, dtype)
-            optimizer = optim_info.build(module, params, **config.kwargs)
-            run(optimizer, loss, 3)
-            with io.BytesIO() as file:
-                torch.save(optimizer.state_dict(), file)
-                file.seek(0)
-                loaded = torch.load(file, weights_only=True)
-            assert_identical(loaded, optimizer.state_dict())
-
-    @optims(OPTIMS, dtypes=EVERY)
-    def test_deepcopy_copies_all_public_attributes(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
-        def public(thing: Any) -> set[str]:
-            return {name for name in vars(thing) if not name.startswith("_")}
-
-        for config in optim_info.optim_inputs_func(device, dtype):
-            module, params, _ = optim_info.problem(device, dtype)
-            optimizer = optim_info.build(module, params, **config.kwargs)
-            assert public(copy.deepcopy(optimizer)) == public(optimizer)
-
-    @optims(OPTIMS, dtypes=EVERY)
-    def test_repr_is_printable(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
-        for config in optim_info.optim_inputs_func(device, dtype):
-            module, params, _ = optim_info.problem(device, dtype)
-            optimizer = optim_info.build(module, params, **config.kwargs)
-            assert f"Parameter Group 0\n    {sorted(optimizer.defaults)[0]}" in repr(optimizer)
-
-    @optims(OPTIMS, dtypes=EVERY)
-    def test_step_hooks_run_in_order(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
-        module, params, loss = optim_info.problem(device, dtype)
-        optimizer = optim_info.build(module, params, **optim_info.keywords)
-        seen: list[str] = []
-        optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
-        optimizer.register_step_post_hook(lambda *_: seen.append("post"))
-        run(optimizer, loss, 2)
-        assert seen == ["pre", "post"] * 2
 
     @optims(OPTIMS, dtypes=[torch.float32])
     def test_errors(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:

@@ -1,11 +1,16 @@
-"""Names of layers, and the wrappers that put a prefix before them."""
+"""Names of layers, the wrappers that put a prefix before them, and other ways to call a model."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 
 from tests.support.methods import Method
 from tests.support.tasks import Task, assert_identical, snapshot, train, values
@@ -24,15 +29,10 @@ class Namesake(nn.Module):
         return self.module.fc(torch.tanh(self.fc(x)))
 
 
-def namesake() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Namesake().double()
-
-
 @pytest.mark.option("module", "skip_layers")
 def test_a_child_called_module_keeps_its_name(method: Method) -> None:
-    model = namesake()
+    """A name in a rule leaves out the layer of that name alone."""
+    model = Namesake().double()
     optimizer = method.build(model)
     assert list(optimizer.blocks) == ["fc", "module.fc"]
     x = torch.randn(6, 4, dtype=torch.float64)
@@ -40,17 +40,11 @@ def test_a_child_called_module_keeps_its_name(method: Method) -> None:
     optimizer.step()
     assert optimizer.dense_curvature("fc").shape == (25, 25)
     assert optimizer.dense_curvature("module.fc").shape == (18, 18)
-    saved, other = snapshot(optimizer), namesake()
-    second = method.build(other)
+    saved, second = snapshot(optimizer), method.build(Namesake().double())
     second.load_state_dict(saved)
     assert_identical(snapshot(second), saved)
-
-
-@pytest.mark.option("module", "skip_layers")
-@pytest.mark.parametrize(("rule", "left"), [("fc", "module.fc"), ("module.fc", "fc")])
-def test_a_name_leaves_out_the_layer_of_that_name_alone(method: Method, rule: str, left: str) -> None:
-    optimizer = method.build(namesake(), skip_layers=rule)
-    assert list(optimizer.blocks) == [left]
+    for rule, left in (("fc", "module.fc"), ("module.fc", "fc")):
+        assert list(method.build(Namesake().double(), skip_layers=rule).blocks) == [left]
 
 
 @pytest.mark.option("module", "skip_layers")
@@ -70,7 +64,7 @@ def test_wrapper_prefixes_may_be_given_or_left_out(method: Method, mlp: Task, pr
 
 
 @pytest.mark.option("module", "skip_layers")
-@pytest.mark.cover(inside={"root": False, "inside": True})
+@pytest.mark.parametrize("inside", [False, True])
 def test_data_parallel_on_several_devices_is_refused_by_name(method: Method, mlp: Task, inside: bool) -> None:
     model = mlp.model()
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
@@ -84,13 +78,31 @@ def test_data_parallel_on_several_devices_is_refused_by_name(method: Method, mlp
     assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == hooks
 
 
-def test_data_parallel_without_a_choice_of_devices_changes_nothing(method: Method, mlp: Task) -> None:
-    bare, model = mlp.model(), mlp.model()
+def data_parallel(model: nn.Module) -> nn.Module:
+    """Without a choice of devices it calls the model itself, as it does on one device."""
     wrapped = nn.DataParallel(model)
-    wrapped.device_ids = [0]
-    method.build(wrapped).close()  # on one device it calls the model itself, as it does on none
     wrapped.device_ids = []
-    first, second = method.build(bare), method.build(wrapped)
-    train(bare, first, mlp, 4)
-    train(wrapped, second, mlp, 4)
-    assert_identical(values(model), values(bare))
+    return wrapped
+
+
+class ByFunction(nn.Module):
+    """Calls a model by `torch.func.functional_call` with its own parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return functional_call(self.module, dict(self.module.named_parameters()), (inputs,))
+
+
+WRAPPERS: tuple[Callable[[nn.Module], Any], ...] = (AveragedModel, data_parallel, ByFunction)
+
+
+def test_a_wrapper_that_calls_the_model_changes_nothing(method: Method, mlp: Task) -> None:
+    """It is a module like any other: names carry its prefix, and the layers inside get their blocks."""
+    expected = method.trained(mlp, 4)
+    for wrap in WRAPPERS:
+        wrapped = wrap(mlp.model())
+        train(wrapped, method.build(wrapped), mlp, 4)
+        assert_identical(values(wrapped.module), expected)

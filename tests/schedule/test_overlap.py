@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -38,18 +39,45 @@ def _make(name: str, model: nn.Module, **options: Any) -> Any:
     return kind(model, **{**settings, **chosen, **options})
 
 
+def _step(model: nn.Module, opt: Any, t: int) -> None:
+    p, generator = next(model.parameters()), torch.Generator().manual_seed(t)
+    x, y = (torch.randn(8, n, dtype=p.dtype, generator=generator).to(p.device) for n in (5, 3))
+    opt.zero_grad()
+    (model(x) - y).square().mean().backward()
+    opt.step()
+
+
 def _train(model: nn.Module, opt: Any, start: int, stop: int, after: Callable[[int], None] = lambda t: None) -> None:
     for t in range(start, stop):
-        generator = torch.Generator().manual_seed(t)
-        x, y = (torch.randn(8, n, dtype=torch.float64, generator=generator) for n in (5, 3))
-        opt.zero_grad()
-        (model(x) - y).square().mean().backward()
-        opt.step()
+        _step(model, opt, t)
         after(t)
+
+
+def _begun(name: str, stop: int = INTERVAL + 1, **options: Any) -> tuple[nn.Module, Any]:
+    """A model and its optimizer after some steps: a refresh is under way, unless they are fewer."""
+    model = _net()
+    opt = _make(name, model, **options)
+    _train(model, opt, 0, stop)
+    return model, opt
+
+
+def _rises(model: nn.Module, opt: Any, start: int, stop: int, key: str = "refreshes", block: int = 0) -> list[int]:
+    """The steps in which a counter of a block rises."""
+    counts = [_states(opt)[block][key]]
+    _train(model, opt, start, stop, lambda t: counts.append(_states(opt)[block][key]))
+    return [start + i for i, (old, new) in enumerate(pairwise(counts)) if new > old]
+
+
+def _states(opt: Any) -> list[dict[str, Any]]:
+    return [opt.state[block.owner] for block in opt.blocks.values()]
 
 
 def _parameters(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def _undisturbed(name: str, stop: int = 2 * INTERVAL + 5) -> Tensor:
+    return _parameters(_begun(name, stop)[0])
 
 
 def _found(opt: Any) -> list[Tensor]:
@@ -119,17 +147,17 @@ class _Later:
         self.wait = lambda: None
 
 
+def _lazily(name: str, device: str) -> Tensor:
+    model = _net().to(device)
+    opt = _make(name, model)
+    opt.preconditioner.refresher.background = _Lazy()
+    _train(model, opt, 0, 2 * INTERVAL + 5)
+    return _parameters(model)
+
+
 @every_method
 def test_how_long_the_work_takes_changes_no_bit(name: str) -> None:
-    ends = []
-    for lazy in (False, True):
-        model = _net()
-        opt = _make(name, model)
-        if lazy:
-            opt.preconditioner.refresher.background = _Lazy()
-        _train(model, opt, 0, 2 * INTERVAL + 5)
-        ends.append(_parameters(model))
-    assert torch.equal(*ends)
+    assert torch.equal(_lazily(name, "cpu"), _undisturbed(name))
 
 
 @pytest.mark.parametrize(
@@ -137,20 +165,15 @@ def test_how_long_the_work_takes_changes_no_bit(name: str) -> None:
     [*((name, INTERVAL + 1) for name in METHODS), *(("ekfac", stop) for stop in (INTERVAL, INTERVAL + 3))],
 )
 def test_a_run_resumes_to_the_bit_while_a_refresh_is_under_way(name: str, stop: int) -> None:
-    model, whole = _net(), _net()
-    _train(whole, _make(name, whole), 0, 2 * INTERVAL + 5)
-    opt = _make(name, model)
-    _train(model, opt, 0, stop)
+    whole, (model, opt), resumed = _undisturbed(name), _begun(name, stop), _net()
     saved = copy.deepcopy(opt.state_dict())
-    resumed = _net()
     resumed.load_state_dict(model.state_dict())
     other = _make(name, resumed)
     other.load_state_dict(saved)
-    _train(resumed, other, stop, 2 * INTERVAL + 5)
-    assert torch.equal(_parameters(resumed), _parameters(whole))
     copied = copy.deepcopy(opt)
-    _train(model, opt, stop, 2 * INTERVAL + 5)
-    assert torch.equal(_parameters(model), _parameters(whole))
+    for pair in ((resumed, other), (model, opt)):
+        _train(*pair, stop, 2 * INTERVAL + 5)
+        assert torch.equal(_parameters(pair[0]), whole)
     assert copied.state_dict()["param_groups"][0]["lr"] == saved["param_groups"][0]["lr"]
 
 
@@ -182,89 +205,73 @@ def test_steps_in_between_do_not_wait(name: str, gate: threading.Event) -> None:
 
 
 def test_a_checkpoint_and_the_end_do_not_need_what_was_begun(gate: threading.Event) -> None:
-    model = _net()
-    opt = _make("eigen", model)
-    _train(model, opt, 0, INTERVAL + 1)
-    saved = opt.state_dict()["state"][0]
-    assert saved["adopt_at"] == INTERVAL + LAG
+    _, opt = _begun("eigen")
+    assert opt.state_dict()["state"][0]["adopt_at"] == INTERVAL + LAG
     gate.set()
     opt.close()
     assert opt.memory_usage()["pending"] == 0
-
-
-def test_what_the_work_raises_is_raised_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _net()
-    opt = _make("eigen", model)
-    _train(model, opt, 0, INTERVAL)
-    monkeypatch.setattr(module, "factorise", _fail)
-    _train(model, opt, INTERVAL, INTERVAL + LAG)
-    with pytest.raises(RuntimeError, match="out of luck"):
-        _train(model, opt, INTERVAL + LAG, INTERVAL + LAG + 1)
 
 
 def _fail(*args: Any) -> Any:
     raise RuntimeError("out of luck")
 
 
+@pytest.mark.parametrize("at", ["the work", "its beginning"])
+def test_an_error_is_raised_where_the_result_is_wanted(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, opt = _begun("eigen", INTERVAL)
+    if at == "the work":
+        monkeypatch.setattr(module, "factorise", _fail)
+    else:
+        monkeypatch.setattr(opt.preconditioner.refresher.background, "submit", _fail)
+    _train(model, opt, INTERVAL, INTERVAL + LAG)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        _train(model, opt, INTERVAL + LAG, INTERVAL + LAG + 1)
+
+
 def test_factors_that_nothing_can_factorise_leave_the_last_good_curvature() -> None:
-    model = _net()
-    opt = _make("eigen", model)
-    _train(model, opt, 0, INTERVAL)
-    for block in opt.blocks.values():
-        opt.state[block.owner]["factor_a"].fill_(float("inf"))
+    model, opt = _begun("eigen", INTERVAL)
+    for state in _states(opt):
+        state["factor_a"].fill_(float("inf"))
     before = _found(opt)
     _train(model, opt, INTERVAL, INTERVAL + LAG + 1)
-    for x, y in zip(before, _found(opt), strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(_found(opt), before)
     assert opt.diagnostics()["refresh_failures"] == 2
 
 
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
 def test_checkpoints_load_with_and_without_overlap(before: bool, after: bool) -> None:
-    model, other = _net(), _net()
-    opt = _make("eigen", model, overlap=before)
-    _train(model, opt, 0, INTERVAL + 1)
+    (model, opt), other = _begun("eigen", overlap=before), _net()
     loaded = _make("eigen", other, overlap=after)
     loaded.load_state_dict(opt.state_dict())
     other.load_state_dict(model.state_dict())
-    for x, y in zip(_found(opt), _found(loaded), strict=True):
-        assert torch.equal(x, y)
+    torch.testing.assert_close(_found(opt), _found(loaded), rtol=0, atol=0)
     _train(other, loaded, INTERVAL + 1, 2 * INTERVAL + 5)
     assert loaded.state_dict()["state"][0]["refreshes"] >= 2
 
 
-def test_refreshes_that_are_spread_overlap_too() -> None:
+@pytest.mark.parametrize(
+    ("options", "block", "expected"),
+    [
+        ({"stagger": True}, 0, [0, INTERVAL + LAG, 2 * INTERVAL + LAG]),
+        ({"stagger": True}, 1, [0, *(n * INTERVAL // 2 + LAG for n in (1, 3, 5))]),
+        ({"refresh_warmup": True}, 0, [0, 1, 2, 4, 8, 16, INTERVAL + LAG, 2 * INTERVAL + LAG]),
+    ],
+    ids=["spread, first", "spread, second", "warm-up"],
+)
+def test_refreshes_that_are_spread_or_begin_often_overlap_too(
+    options: dict[str, Any], block: int, expected: list[int]
+) -> None:
     model = _net()
-    opt = _make("eigen", model, stagger=True)
-    counts = []
-    _train(model, opt, 0, 3 * INTERVAL, lambda t: counts.append([s["refreshes"] for s in _states(opt)]))
-    first, second = ([t for t in range(1, 60) if counts[t][i] > counts[t - 1][i]] for i in range(2))
-    assert first == [INTERVAL + LAG, 2 * INTERVAL + LAG]
-    assert second == [INTERVAL // 2 + LAG, 3 * INTERVAL // 2 + LAG, 5 * INTERVAL // 2 + LAG]
-
-
-def _states(opt: Any) -> list[dict[str, Any]]:
-    return [opt.state[block.owner] for block in opt.blocks.values()]
-
-
-def test_a_warm_up_is_refreshed_at_once() -> None:
-    model = _net()
-    opt = _make("eigen", model, refresh_warmup=True)
-    counts = []
-    _train(model, opt, 0, INTERVAL + LAG + 1, lambda t: counts.append(_states(opt)[0]["refreshes"]))
-    assert [t for t in range(1, len(counts)) if counts[t] > counts[t - 1]] == [1, 2, 4, 8, 16, INTERVAL + LAG]
+    assert _rises(model, _make("eigen", model, **options), 0, 3 * INTERVAL, block=block) == expected
 
 
 def test_a_step_that_is_left_out_leaves_the_adoption_to_the_next_one() -> None:
-    model = _net()
-    opt = _make("eigen", model)
-    _train(model, opt, 0, INTERVAL + LAG)
+    model, opt = _begun("eigen", INTERVAL + LAG)
     for p in model.parameters():
         p.grad = torch.full_like(p, float("nan"))
     opt.step()
     assert _states(opt)[0]["refreshes"] == 1
-    _train(model, opt, INTERVAL + LAG + 1, INTERVAL + LAG + 2)
-    assert _states(opt)[0]["refreshes"] == 2
+    assert _rises(model, opt, INTERVAL + LAG + 1, INTERVAL + LAG + 2) == [INTERVAL + LAG + 1]
 
 
 @every_method
@@ -273,12 +280,7 @@ def test_a_model_may_be_cast_while_a_refresh_is_under_way(name: str) -> None:
     opt = _make(name, model)
     _train(model.double(), opt, 0, INTERVAL + 1)
     before = _found(opt)
-    model.float()
-    for t in range(INTERVAL + 1, INTERVAL + LAG + 1):
-        x, y = (torch.randn(8, n, generator=torch.Generator().manual_seed(t)) for n in (5, 3))
-        opt.zero_grad()
-        (model(x) - y).square().mean().backward()
-        opt.step()
+    _train(model.float(), opt, INTERVAL + 1, INTERVAL + LAG + 1)
     found = _found(opt)
     assert found[0].dtype == torch.float32
     assert any(not torch.allclose(x.float(), y) for x, y in zip(before, found, strict=True))
@@ -286,91 +288,55 @@ def test_a_model_may_be_cast_while_a_refresh_is_under_way(name: str) -> None:
 
 @pytest.mark.parametrize(("first", "then"), [("eigen", "cholesky"), ("cholesky", "eigen")])
 def test_what_was_begun_for_another_way_is_not_adopted(first: str, then: str) -> None:
-    model = _net()
-    opt = _make(first, model)
-    _train(model, opt, 0, INTERVAL + 1)
-    for group in opt.param_groups:
-        group["inverse_method"] = then
-        group["damping_split"] = "pi" if then == "cholesky" else "exact"
+    model, opt = _begun(first)
+    opt.param_groups[0].update(inverse_method=then, damping_split="pi" if then == "cholesky" else "exact")
     wanted: list[Tensor] = []
     _train(model, opt, INTERVAL + 1, INTERVAL + 2, lambda t: wanted.extend(_wanted(opt)))
     _train(model, opt, INTERVAL + 2, INTERVAL + LAG + 2)
-    for x, y in zip(_found(opt), wanted, strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(_found(opt), wanted)
 
 
 def test_intervals_may_change_while_a_refresh_is_under_way() -> None:
-    model = _net()
-    opt = _make("eigen", model)
-    counts: list[int] = []
-
-    def count(t: int) -> None:
-        counts.append(_states(opt)[0]["refreshes"])
-
-    _train(model, opt, 0, INTERVAL + 1, count)
+    model, opt = _begun("eigen")
     opt.param_groups[0]["inv_update_steps"] = 50
-    _train(model, opt, INTERVAL + 1, 60, count)
-    assert [t for t in range(1, 60) if counts[t] > counts[t - 1]] == [INTERVAL + LAG, 55]
+    assert _rises(model, opt, INTERVAL + 1, 60) == [INTERVAL + LAG, 55]
 
 
 def test_newer_curvature_is_not_replaced_by_what_was_begun_before() -> None:
-    model = _net()
-    opt = _make("cholesky", model)
-    _train(model, opt, 0, INTERVAL + 1)
+    model, opt = _begun("cholesky")
     opt._trust.set_damping([0.3])  # as adaptive damping does: inverses of now
     wanted = _wanted(opt)
     _train(model, opt, INTERVAL + 1, INTERVAL + LAG + 1)
-    for x, y in zip(_found(opt), wanted, strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(_found(opt), wanted)
 
 
 def test_the_scale_is_measured_anew_in_every_basis_that_is_adopted() -> None:
     model = _net()
     opt = _make("recompute", model, factor_update_steps=10, scale_update_steps=10)
-    updates: list[int] = []
-    _train(model, opt, 0, 2 * INTERVAL + LAG + 1, lambda t: updates.append(_states(opt)[0]["scale_updates"]))
-    rises = [t for t in range(1, len(updates)) if updates[t] > updates[t - 1]]
-    assert rises == [10, 20, INTERVAL + LAG, 30, 40, 2 * INTERVAL + LAG]
-    plain = _states(opt)[0]["scale_weight"]
-    assert plain == 8.0  # of this step's examples alone
+    rises = _rises(model, opt, 0, 2 * INTERVAL + LAG + 1, "scale_updates")
+    assert rises == [0, 10, 20, INTERVAL + LAG, 30, 40, 2 * INTERVAL + LAG]
+    assert _states(opt)[0]["scale_weight"] == 8.0  # of this step's examples alone
 
 
-def test_blocks_of_short_intervals_do_not_wait_for_those_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_short_intervals_do_not_wait_for_those_of_long_ones() -> None:
     model = _net()
     first, last = list(model[0].parameters()), list(model[2].parameters())
     groups = [{"params": last, "inv_update_steps": 40}, {"params": first, "inv_update_steps": 10}]
     opt = KFAC(groups, module=model, lr=0.02, damping=0.1, factor_update_steps=1, overlap=True)
-    done: list[int] = []
-    plain = module.factorise
-    monkeypatch.setattr(module, "factorise", lambda tasks, *rest: done.append(len(tasks)) or plain(tasks, *rest))
     _train(model, opt, 0, 41)
     jobs = [opt.preconditioner.refresher.jobs[block] for block in opt.blocks.values()]
     assert jobs[0] is not jobs[1]
-    assert [_states(opt)[i]["adopt_at"] for i in range(2)] == [41, 44]
-
-
-def test_an_error_at_the_beginning_is_raised_where_the_result_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _net()
-    opt = _make("eigen", model)
-    _train(model, opt, 0, INTERVAL)
-    monkeypatch.setattr(opt.preconditioner.refresher.background, "submit", _fail)
-    _train(model, opt, INTERVAL, INTERVAL + LAG)
-    with pytest.raises(RuntimeError, match="out of luck"):
-        _train(model, opt, INTERVAL + LAG, INTERVAL + LAG + 1)
+    assert [state["adopt_at"] for state in _states(opt)] == [41, 44]
 
 
 def test_a_fork_goes_on_from_the_copies_and_close_ends_the_thread() -> None:
-    model, whole = _net(), _net()
-    _train(whole, _make("eigen", whole), 0, INTERVAL + LAG + 1)
-    opt = _make("eigen", model)
-    _train(model, opt, 0, INTERVAL + 1)
+    model, opt = _begun("eigen")
     for job in opt.preconditioner.refresher.jobs.values():
         job._process = -1  # as in a child: the thread is the parent's
     opt.preconditioner.refresher.background._process = -1
     _train(model, opt, INTERVAL + 1, INTERVAL + LAG + 1)
-    assert torch.equal(_parameters(model), _parameters(whole))
-    other = _make("eigen", _net())
-    _train(whole := _net(), other := _make("eigen", whole), 0, INTERVAL + 1)
+    assert torch.equal(_parameters(model), _undisturbed("eigen", INTERVAL + LAG + 1))
+    _, other = _begun("eigen")
     thread = other.preconditioner.refresher.background._thread
     other.close()
     assert thread is not None
@@ -380,20 +346,9 @@ def test_a_fork_goes_on_from_the_copies_and_close_ends_the_thread() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["cholesky", "ekfac"])
 def test_on_a_gpu_the_stream_changes_no_bit(name: str) -> None:
-    ends = []
-    for lazy in (False, True):
-        model = _net().cuda()
-        opt = _make(name, model)
-        if lazy:
-            opt.preconditioner.refresher.background = _Lazy()
-        for t in range(2 * INTERVAL + 5):
-            generator = torch.Generator().manual_seed(t)
-            x, y = (torch.randn(8, n, dtype=torch.float64, generator=generator).cuda() for n in (5, 3))
-            opt.zero_grad()
-            (model(x) - y).square().mean().backward()
-            opt.step()
-        ends.append(_parameters(model))
-    assert torch.equal(*ends)
+    model = _net().cuda()
+    _train(model, _make(name, model), 0, 2 * INTERVAL + 5)
+    assert torch.equal(_lazily(name, "cuda"), _parameters(model))
 
 
 def test_memory_is_that_of_the_copies() -> None:

@@ -39,6 +39,9 @@ def sgd(model: nn.Module, **options: Any) -> Optimizer:
     return SGD(model.parameters(), **{"lr": 0.05, "momentum": 0.9, **options})
 
 
+BUILDS = [sgd, kfac, mfac]
+
+
 def two_groups(kind: type[Optimizer] = SGD, **options: Any) -> Optimizer:
     model = network()
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
@@ -66,51 +69,36 @@ def option(optimizer: Optimizer, key: str) -> list[Any]:
     return [group[key] for group in optimizer.param_groups]
 
 
+def followed(schedule: ParamScheduler, key: str, steps: int) -> list[list[Any]]:
+    """An option of every group now, and after each of some steps of the schedule."""
+    found = [option(schedule.optimizer, key)]
+    for _ in range(steps):
+        schedule.step()
+        found.append(option(schedule.optimizer, key))
+    return found
+
+
 # ---------------------------------------------------------------- functions and milestones
-@pytest.mark.parametrize("build", [sgd, kfac, mfac])
+@pytest.mark.parametrize("build", BUILDS)
 def test_a_function_gives_the_value_of_each_step(build: Build) -> None:
-    optimizer = build(network())
-    schedule = ParamScheduler(optimizer, weight_decay=lambda t: 0.1 * 0.5**t)
-    found = [option(optimizer, "weight_decay")[0]]
-    for _ in range(4):
-        schedule.step()
-        found.append(option(optimizer, "weight_decay")[0])
-    assert found == [0.1 * 0.5**t for t in range(5)]
-
-
-def test_functions_are_called_once_per_step_with_whole_numbers() -> None:
+    """Called once per step, with whole numbers."""
     calls: list[Any] = []
-
-    def record(step: int) -> float:
-        calls.append(step)
-        return 0.0
-
-    schedule = ParamScheduler(two_groups(), weight_decay=record)
-    for _ in range(3):
-        schedule.step()
-    assert calls == [0, 1, 2, 3]
+    values = [0.1 * 0.5**t for t in range(5)]
+    schedule = ParamScheduler(build(network()), weight_decay=lambda t: calls.append(t) or values[t])
+    assert followed(schedule, "weight_decay", 4) == [[value] for value in values]
+    assert calls == [0, 1, 2, 3, 4]
     assert all(type(step) is int for step in calls)
 
 
 def test_milestones_hold_until_the_next() -> None:
-    optimizer = kfac(network())
-    schedule = ParamScheduler(optimizer, inv_update_steps={3: 5, 0: 10, 5: 100})
-    found = option(optimizer, "inv_update_steps")
-    for _ in range(6):
-        schedule.step()
-        found += option(optimizer, "inv_update_steps")
-    assert found == [10, 10, 10, 5, 5, 100, 100]
-
-
-def test_before_the_first_milestone_the_value_is_left_alone() -> None:
+    """Before the first one the value is left alone."""
+    schedule = ParamScheduler(kfac(network()), inv_update_steps={3: 5, 0: 10, 5: 100})
+    assert followed(schedule, "inv_update_steps", 6) == [[v] for v in (10, 10, 10, 5, 5, 100, 100)]
     optimizer = kfac(network(), damping=0.3)
     schedule = ParamScheduler(optimizer, damping={2: 0.1})
     assert option(optimizer, "damping") == [0.3]
     optimizer.param_groups[0]["damping"] = 0.25  # by hand, or by what adapts it
-    schedule.step()
-    assert option(optimizer, "damping") == [0.25]
-    schedule.step()
-    assert option(optimizer, "damping") == [0.1]
+    assert followed(schedule, "damping", 2) == [[0.25], [0.25], [0.1]]
 
 
 def test_values_are_absolute() -> None:
@@ -118,8 +106,7 @@ def test_values_are_absolute() -> None:
     optimizer = kfac(network(), damping=7.0)
     schedule = ParamScheduler(optimizer, damping=lambda t: 1.0 / (t + 1), kl_clip={0: 0.1})
     for step in range(1, 5):
-        for group in optimizer.param_groups:
-            group["damping"], group["kl_clip"] = 123.0, None
+        optimizer.param_groups[0].update(damping=123.0, kl_clip=None)
         schedule.step()
         assert option(optimizer, "damping") == [1.0 / (step + 1)]
         assert option(optimizer, "kl_clip") == [0.1]
@@ -147,44 +134,27 @@ def test_several_options_move_together() -> None:
     ]
 
 
-def test_without_schedules_nothing_happens() -> None:
+def test_without_schedules_nothing_happens_and_no_step_of_the_optimizer_is_needed() -> None:
     optimizer = sgd(network())
     before = held(optimizer)
     schedule = ParamScheduler(optimizer)
-    schedule.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step()
     assert held(optimizer) == before
     assert schedule.last_step == 1
 
 
-def test_any_callable_is_a_function() -> None:
-    class Halving:
-        def __call__(self, step: int) -> float:
-            return 2.0**-step
-
-    optimizer = sgd(network())
-    schedule = ParamScheduler(optimizer, lr=Halving(), momentum=[0.5, 0.25].__getitem__)
-    schedule.step()
-    assert option(optimizer, "lr") == [0.5]
-    assert option(optimizer, "momentum") == [0.25]
-
-
 # ---------------------------------------------------------------- groups
-def test_one_schedule_serves_all_groups() -> None:
-    optimizer = two_groups()
-    schedule = ParamScheduler(optimizer, lr=lambda t: 0.1 / (t + 1))
-    schedule.step()
-    assert option(optimizer, "lr") == [0.05, 0.05]
-
-
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_a_list_has_one_schedule_per_group(kind: type) -> None:
-    optimizer = two_groups(KFAC)
-    schedule = ParamScheduler(optimizer, damping=kind([lambda t: 0.1 / (t + 1), {0: 0.2, 2: 0.4}]))
-    found = [option(optimizer, "damping")]
-    for _ in range(2):
-        schedule.step()
-        found.append(option(optimizer, "damping"))
-    assert found == [[0.1, 0.2], [0.05, 0.2], [0.1 / 3, 0.4]]
+    """And one schedule serves all: any callable, of any option, such as one that the user has added."""
+    optimizer = SGD([{"params": network().parameters(), "temperature": 1.0}], lr=0.1)
+    assert followed(ParamScheduler(optimizer, temperature=[0.5, 0.25].__getitem__), "temperature", 1)[1] == [0.25]
+    schedule = ParamScheduler(two_groups(), lr=lambda t: 0.1 / (t + 1))
+    assert followed(schedule, "lr", 1)[1] == [0.05, 0.05]
+    schedule = ParamScheduler(two_groups(KFAC), damping=kind([lambda t: 0.1 / (t + 1), {0: 0.2, 2: 0.4}]))
+    assert followed(schedule, "damping", 2) == [[0.1, 0.2], [0.05, 0.2], [0.1 / 3, 0.4]]
 
 
 @pytest.mark.parametrize("kind", [SGD, KFAC])
@@ -192,18 +162,8 @@ def test_a_late_group_follows_at_the_next_step(kind: type[Optimizer]) -> None:
     optimizer = two_groups(kind)
     schedule = ParamScheduler(optimizer, weight_decay=lambda t: float(t), lr=[{0: 1.0}, {0: 2.0}])
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.5})
-    assert option(optimizer, "weight_decay") == [0.0, 0.0, 0.0]
-    schedule.step()
-    assert option(optimizer, "weight_decay") == [1.0, 1.0, 1.0]
+    assert followed(schedule, "weight_decay", 1) == [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     assert option(optimizer, "lr") == [1.0, 2.0, 0.5]  # a list is for the groups that were there
-
-
-def test_options_that_the_user_added_can_be_scheduled() -> None:
-    model = network()
-    optimizer = SGD([{"params": model.parameters(), "temperature": 1.0}], lr=0.1)
-    schedule = ParamScheduler(optimizer, temperature=lambda t: 1.0 - 0.1 * t)
-    schedule.step()
-    assert option(optimizer, "temperature") == [0.9]
 
 
 # ---------------------------------------------------------------- tensors and numbers of other libraries
@@ -240,31 +200,30 @@ def test_groups_that_share_a_tensor_get_their_own_for_their_own_schedules() -> N
     ParamScheduler(shared, lr=lambda t: 0.5)
     assert shared.param_groups[0]["lr"] is shared.param_groups[1]["lr"]
     schedule = ParamScheduler(apart, lr=[{0: 1.0, 1: 2.0}, {0: 3.0, 1: 4.0}])
-    assert [v.item() for v in option(apart, "lr")] == [1.0, 3.0]
-    tensors = option(apart, "lr")
-    schedule.step()
-    assert [v.item() for v in option(apart, "lr")] == [2.0, 4.0]
-    assert all(a is b for a, b in zip(option(apart, "lr"), tensors, strict=True))
+    (first, second), values = option(apart, "lr"), []
+    for steps in (0, 1):
+        followed(schedule, "lr", steps)
+        values.append([v.item() for v in option(apart, "lr")])
+    assert values == [[1.0, 3.0], [2.0, 4.0]]
+    assert apart.param_groups[0]["lr"] is first
+    assert apart.param_groups[1]["lr"] is second
 
 
-@pytest.mark.parametrize("make", [np.float32, np.float64, np.array, torch.tensor, lambda x: torch.tensor([x])])
 @pytest.mark.parametrize("build", [sgd, kfac])
-def test_numbers_of_other_libraries_become_plain(build: Build, make: Callable[[float], Any]) -> None:
-    optimizer = build(network())
-    ParamScheduler(optimizer, lr=lambda t: make(0.25), weight_decay={0: make(0.5)})
-    group = optimizer.param_groups[0]
-    assert (group["lr"], group["weight_decay"]) == (0.25, 0.5)
-    assert type(group["lr"]) is type(group["weight_decay"]) is float
-
-
-def test_whole_numbers_stay_whole() -> None:
-    optimizer = kfac(network())
-    ParamScheduler(optimizer, inv_update_steps=lambda t: np.int64(7))
-    assert type(option(optimizer, "inv_update_steps")[0]) is int
+def test_numbers_of_other_libraries_become_plain(build: Build) -> None:
+    for make in (np.float32, np.float64, np.array, torch.tensor, lambda x: torch.tensor([x])):
+        optimizer = build(network())
+        ParamScheduler(optimizer, lr=lambda t: make(0.25), weight_decay={0: make(0.5)})  # noqa: B023
+        group = optimizer.param_groups[0]
+        assert (group["lr"], group["weight_decay"]) == (0.25, 0.5)
+        assert type(group["lr"]) is type(group["weight_decay"]) is float
+    if build is kfac:
+        ParamScheduler(optimizer, inv_update_steps=lambda t: np.int64(7))
+        assert type(option(optimizer, "inv_update_steps")[0]) is int
 
 
 # ---------------------------------------------------------------- what a step sees
-@pytest.mark.parametrize("build", [sgd, kfac, mfac])
+@pytest.mark.parametrize("build", BUILDS)
 def test_training_follows_the_schedule_as_if_set_by_hand(build: Build) -> None:
     model, twin = network(), network()
     optimizer, other = build(model), build(twin)
@@ -291,30 +250,17 @@ def test_the_window_may_grow() -> None:
     assert option(optimizer, "window_size") == [5]
 
 
-def test_no_step_of_the_optimizer_is_needed() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        schedule = ParamScheduler(sgd(network()), lr=lambda t: 0.1)
-        schedule.step()
-        schedule.step()
-
-
 # ---------------------------------------------------------------- beside schedulers of the learning rate
-@pytest.mark.parametrize("build", [sgd, kfac, mfac])
+@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("first", [True, False], ids=["before it", "after it"])
 def test_schedulers_of_the_learning_rate_work_beside_it(build: Build, first: bool) -> None:
     model = network()
     optimizer = build(model)
-
-    def decay() -> Any:
-        return lr_scheduler.StepLR(optimizer, 2, 0.5)
-
-    def ours() -> ParamScheduler:
-        return ParamScheduler(optimizer, weight_decay=lambda t: 0.01 * t)
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        schedulers = [ours(), decay()] if first else [decay(), ours()]
+        ours = [ParamScheduler(optimizer, weight_decay=lambda t: 0.01 * t)] if first else []
+        decay = lr_scheduler.StepLR(optimizer, 2, 0.5)
+        schedulers = [*ours, decay] if first else [decay, ParamScheduler(optimizer, weight_decay=lambda t: 0.01 * t)]
         for step in range(1, 6):
             train(model, optimizer, step)
             for scheduler in schedulers:
@@ -323,151 +269,115 @@ def test_schedulers_of_the_learning_rate_work_beside_it(build: Build, first: boo
             assert option(optimizer, "weight_decay") == [0.01 * step]
 
 
-def test_one_cycle_works_beside_it() -> None:
+def test_one_cycle_and_another_of_its_kind_work_beside_it() -> None:
     model, twin = network(), network()
     optimizer, plain = kfac(model), kfac(twin)
     cycle, alone = (lr_scheduler.OneCycleLR(o, 0.1, total_steps=10) for o in (optimizer, plain))
     schedule = ParamScheduler(optimizer, damping=lambda t: 0.1 * 0.9**t)
+    other = ParamScheduler(optimizer, kl_clip=lambda t: 2.0 + t)
     for step in range(1, 6):
         for net, opt in ((model, optimizer), (twin, plain)):
             train(net, opt, step)
-        for scheduler in (cycle, schedule, alone):
+        for scheduler in (cycle, schedule, alone, other, other):
             scheduler.step()
         for key in ("lr", "momentum"):
             assert option(optimizer, key) == option(plain, key)
         assert option(optimizer, "damping") == [0.1 * 0.9**step]
-
-
-def test_two_schedulers_share_an_optimizer() -> None:
-    optimizer = kfac(network())
-    one, two = (
-        ParamScheduler(optimizer, damping=lambda t: 1.0 + t),
-        ParamScheduler(optimizer, kl_clip=lambda t: 2.0 + t),
-    )
-    one.step()
-    two.step()
-    two.step()
-    assert (option(optimizer, "damping"), option(optimizer, "kl_clip")) == ([2.0], [4.0])
+        assert option(optimizer, "kl_clip") == [2.0 + 2 * step]
 
 
 # ---------------------------------------------------------------- refusals leave everything as it was
-def refused(optimizer: Optimizer, error: type[Exception], match: str, **schedules: Any) -> None:
+def refused(optimizer: Optimizer, error: Any, match: str, **schedules: Any) -> None:
     before = held(optimizer)
     with pytest.raises(error, match=match):
         ParamScheduler(optimizer, **schedules)
     assert held(optimizer) == before
 
 
-@pytest.mark.parametrize("build", [sgd, kfac, mfac])
-def test_an_unknown_option_is_named_with_those_that_there_are(build: Build) -> None:
+@pytest.mark.parametrize("build", BUILDS)
+def test_what_is_no_option_is_refused(build: Build) -> None:
+    """And named with those that there are."""
     refused(
         build(network()), ValueError, r"'dampening_factor' is not an option.*lr, .*momentum, .*weight_decay",
         weight_decay=lambda t: 0.1, dampening_factor=lambda t: 1.0,
     )  # fmt: skip
+    for key in ("params", "param_names", "initial_lr", "fallback_base_lr"):
+        refused(build(network()), ValueError, f"'{key}' cannot be scheduled", **{key: lambda t: 1.0})
 
 
-def test_an_option_that_one_group_lacks_is_refused() -> None:
+def test_an_option_that_not_every_group_or_state_has_is_refused() -> None:
     model = network()
     groups = [{"params": model[0].parameters(), "mine": 1.0}, {"params": model[2].parameters()}]
     refused(SGD(groups, lr=0.1), ValueError, "'mine' is not an option of every", mine=lambda t: 1.0)
-
-
-@pytest.mark.parametrize("key", ["params", "param_names", "initial_lr", "fallback_base_lr"])
-@pytest.mark.parametrize("build", [sgd, kfac, mfac])
-def test_what_is_no_option_is_refused(build: Build, key: str) -> None:
-    refused(build(network()), ValueError, f"'{key}' cannot be scheduled", **{key: lambda t: 1.0})
-
-
-def test_what_decides_the_state_of_a_layer_is_refused() -> None:
     refused(kfac(network()), ValueError, "cannot be scheduled", inverse_method={0: "eigen", 5: "cholesky"})
 
 
-@pytest.mark.parametrize("schedule", [0.1, "linear", None, {1, 2}, torch.tensor(1.0), [0.1], [None]])
-def test_what_is_no_schedule_is_refused(schedule: Any) -> None:
-    refused(sgd(network()), TypeError, "lr: a schedule is a function", momentum=lambda t: 0.5, lr=schedule)
-
-
-def test_what_is_no_optimizer_is_refused() -> None:
+def test_what_is_no_schedule_or_no_optimizer_is_refused() -> None:
+    for schedule in (0.1, "linear", None, {1, 2}, torch.tensor(1.0), [0.1], [None]):
+        refused(sgd(network()), TypeError, "lr: a schedule is a function", momentum=lambda t: 0.5, lr=schedule)
+    for count in (0, 1, 3):
+        refused(two_groups(), ValueError, f"one schedule per group, got {count} for 2", lr=[{0: 0.1}] * count)
     for wrong in (network(), None, [{"params": [], "lr": 1.0}]):
         with pytest.raises(TypeError, match="must be a torch.optim.Optimizer"):
             ParamScheduler(wrong, lr=lambda t: 0.1)
 
 
-@pytest.mark.parametrize(
-    ("milestones", "error", "match"),
-    [
-        ({-1: 0.1}, ValueError, "milestone of lr must be >= 0, got -1"),
-        ({0.5: 0.1}, TypeError, "milestone of lr must be an integer, got 0.5"),
-        ({True: 0.1}, TypeError, "milestone of lr must be an integer"),
-        ({"5": 0.1}, TypeError, "milestone of lr must be an integer"),
-        ({}, ValueError, "lr: milestones must not be empty"),
-        ({0: lambda t: 0.1}, TypeError, "milestone 0 must not be a function"),
-    ],
-)
-def test_bad_milestones_are_refused(milestones: Any, error: type[Exception], match: str) -> None:
-    refused(sgd(network()), error, match, momentum=lambda t: 0.5, lr=milestones)
+BAD_MILESTONES: list[tuple[Any, type[Exception], str]] = [
+    ({-1: 0.1}, ValueError, "milestone of lr must be >= 0, got -1"),
+    ({0.5: 0.1}, TypeError, "milestone of lr must be an integer, got 0.5"),
+    ({True: 0.1}, TypeError, "milestone of lr must be an integer"),
+    ({"5": 0.1}, TypeError, "milestone of lr must be an integer"),
+    ({}, ValueError, "lr: milestones must not be empty"),
+    ({0: lambda t: 0.1}, TypeError, "milestone 0 must not be a function"),
+]
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_list_must_fit_the_groups(count: int) -> None:
-    refused(two_groups(), ValueError, f"one schedule per group, got {count} for 2", lr=[{0: 0.1}] * count)
+def test_bad_milestones_are_refused() -> None:
+    for milestones, error, match in BAD_MILESTONES:
+        refused(sgd(network()), error, match, momentum=lambda t: 0.5, lr=milestones)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "error"),
-    [
-        ("damping", -1.0, ValueError),
-        ("damping", 0, ValueError),
-        ("damping", float("nan"), ValueError),
-        ("damping", "high", TypeError),
-        ("inv_update_steps", 10.0, TypeError),
-        ("inv_update_steps", -1, ValueError),
-        ("factor_decay", 1.5, ValueError),
-        ("approx", "shrink", ValueError),
-        ("nesterov", 1, TypeError),
-        ("lr", -0.1, ValueError),
-        ("lr", None, TypeError),
-        ("betas", (0.9, 1.0), ValueError),
-    ],
-)
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
-def test_values_that_the_constructor_refuses_are_refused(
-    key: str, value: Any, error: type[Exception], later: bool
-) -> None:
+BAD_VALUES: list[tuple[str, Any, type[Exception]]] = [
+    ("damping", -1.0, ValueError),
+    ("damping", 0, ValueError),
+    ("damping", float("nan"), ValueError),
+    ("damping", "high", TypeError),
+    ("inv_update_steps", 10.0, TypeError),
+    ("inv_update_steps", -1, ValueError),
+    ("factor_decay", 1.5, ValueError),
+    ("approx", "shrink", ValueError),
+    ("nesterov", 1, TypeError),
+    ("lr", -0.1, ValueError),
+    ("lr", None, TypeError),
+    ("betas", (0.9, 1.0), ValueError),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "error"), BAD_VALUES)
+def test_values_that_the_constructor_refuses_are_refused(key: str, value: Any, error: type[Exception]) -> None:
+    """At once, at a milestone that comes later, or in the step in which a function returns them."""
     optimizer = kfac(network())
-    refused(optimizer, error, key, kl_clip=lambda t: 0.5, **{key: {3 if later else 0: value}})
-    if not later:
-        refused(optimizer, error, key, kl_clip=lambda t: 0.5, **{key: lambda t: value})
-        return
+    for schedule in ({0: value}, {3: value}, lambda t: value):
+        refused(optimizer, error, key, kl_clip=lambda t: 0.5, **{key: schedule})
     good = optimizer.param_groups[0][key]
-    schedule = ParamScheduler(optimizer, kl_clip=lambda t: 0.5 + t, **{key: lambda t: value if t == 2 else good})
-    schedule.step()
+    later = ParamScheduler(optimizer, kl_clip=lambda t: 0.5 + t, **{key: lambda t: value if t == 2 else good})
+    later.step()
     before = held(optimizer)
     for _ in range(2):  # tried again, it is the same step
         with pytest.raises(error, match=key):
-            schedule.step()
+            later.step()
         assert held(optimizer) == before
-        assert schedule.last_step == 1
-
-
-def test_a_bad_value_for_a_late_group_leaves_the_first_alone() -> None:
-    optimizer = two_groups(KFAC)
-    refused(optimizer, ValueError, "damping must be .*got -1", damping=[{0: 1.0}, {0: -1.0}])
+        assert later.last_step == 1
 
 
 def test_options_that_exclude_each_other_are_refused() -> None:
-    refused(
-        kfac(network(), momentum=0.9),
-        ValueError,
-        "nesterov needs momentum",
-        nesterov={0: True, 5: True},
-        momentum={3: 0.0},
-    )
+    """And a bad value of one group leaves the others alone."""
+    refused(two_groups(KFAC), ValueError, "damping must be .*got -1", damping=[{0: 1.0}, {0: -1.0}])
+    never = {"nesterov": {0: True, 5: True}, "momentum": {3: 0.0}}
+    refused(kfac(network(), momentum=0.9), ValueError, "nesterov needs momentum", **never)
     refused(kfac(network(), inner="adamw"), ValueError, "graft='sgd' and inner='adamw'", graft={4: "sgd"})
-    refused(
-        mfac(network(), decoupled_weight_decay=True), ValueError, "exclude each other",
-        weight_decay_mode={0: "legacy"},
-    )  # fmt: skip
+    decoupled = mfac(network(), decoupled_weight_decay=True)
+    refused(decoupled, ValueError, "exclude each other", weight_decay_mode={0: "legacy"})
 
 
 def test_groups_of_one_window_must_agree() -> None:
@@ -488,10 +398,10 @@ def test_a_check_leaves_the_groups_where_they_are() -> None:
     assert optimizer.param_groups[0] is first
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), "0.1", None])
-def test_what_cannot_fill_a_tensor_is_refused(value: Any) -> None:
-    optimizer = two_groups(lr=torch.tensor(0.05))
-    refused(optimizer, (TypeError, ValueError), "lr must be", momentum={0: 0.5}, lr=[{0: 0.1}, {0: value}])
+def test_what_cannot_fill_a_tensor_is_refused() -> None:
+    for value in (torch.ones(2), "0.1", None):
+        optimizer = two_groups(lr=torch.tensor(0.05))
+        refused(optimizer, (TypeError, ValueError), "lr must be", momentum={0: 0.5}, lr=[{0: 0.1}, {0: value}])
 
 
 def test_an_error_inside_a_function_changes_nothing() -> None:
@@ -530,7 +440,7 @@ def test_the_state_is_plain_numbers() -> None:
 
 
 @pytest.mark.parametrize("optimizer_first", [True, False])
-@pytest.mark.parametrize("build", [sgd, kfac, mfac])
+@pytest.mark.parametrize("build", BUILDS)
 def test_a_resumed_run_goes_on_exactly(build: Build, optimizer_first: bool) -> None:
     def fresh() -> tuple[nn.Module, Optimizer, ParamScheduler, Any]:
         model = network()
@@ -575,55 +485,43 @@ def test_a_scheduler_built_after_the_optimizer_was_loaded_is_put_right_by_its_st
     assert held(later) == held(optimizer)
 
 
-def test_loading_goes_back_too() -> None:
-    optimizer = sgd(network())
-    schedule = ParamScheduler(optimizer, lr=lambda t: 0.1 / (t + 1))
-    early = schedule.state_dict()
-    for _ in range(4):
-        schedule.step()
-    schedule.load_state_dict(early)
-    assert (schedule.last_step, option(optimizer, "lr")) == (0, [0.1])
-
-
-def test_loading_fills_a_tensor_in_place() -> None:
-    optimizer = sgd(network(), lr=torch.tensor(0.05))
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_loading_goes_back_and_forth(as_tensor: bool) -> None:
+    """It fills a tensor in place, and leaves its argument alone."""
+    optimizer = sgd(network(), lr=torch.tensor(0.05) if as_tensor else 0.05)
     schedule = ParamScheduler(optimizer, lr=lambda t: 0.5**t)
     inside = option(optimizer, "lr")[0]
-    schedule.load_state_dict({"last_step": 3})
-    assert option(optimizer, "lr")[0] is inside
-    assert inside.item() == 0.125
+    for step in (3, 0):
+        state = {"last_step": step, "of a later version": 1}
+        schedule.load_state_dict(state)
+        assert state == {"last_step": step, "of a later version": 1}
+        assert schedule.last_step == step
+        assert option(optimizer, "lr") == [0.5**step]
+        assert option(optimizer, "lr")[0] is inside or not as_tensor
 
 
-@pytest.mark.parametrize(
-    ("state", "error"),
-    [
-        ({}, ValueError),
-        (None, ValueError),
-        ({"last_epoch": 3}, ValueError),
-        ({"last_step": -1}, ValueError),
-        ({"last_step": "3"}, TypeError),
-        ({"last_step": 2.0}, TypeError),
-        ({"last_step": True}, TypeError),
-        ({"last_step": 9}, ValueError),  # where the schedule gives a value out of range
-    ],
-)
-def test_a_bad_state_changes_nothing(state: Any, error: type[Exception]) -> None:
+BAD_STATES: list[tuple[Any, type[Exception]]] = [
+    ({}, ValueError),
+    (None, ValueError),
+    ({"last_epoch": 3}, ValueError),
+    ({"last_step": -1}, ValueError),
+    ({"last_step": "3"}, TypeError),
+    ({"last_step": 2.0}, TypeError),
+    ({"last_step": True}, TypeError),
+    ({"last_step": 9}, ValueError),  # where the schedule gives a value out of range
+]
+
+
+def test_a_bad_state_changes_nothing() -> None:
     optimizer = kfac(network())
     schedule = ParamScheduler(optimizer, kl_clip=lambda t: 1.0 + t, damping=lambda t: 0.1 if t < 9 else -1.0)
     schedule.step()
     before = held(optimizer)
-    with pytest.raises(error, match="last_step|damping"):
-        schedule.load_state_dict(state)
-    assert held(optimizer) == before
-    assert schedule.last_step == 1
-
-
-def test_loading_leaves_its_argument_alone() -> None:
-    schedule = ParamScheduler(sgd(network()), lr=lambda t: 0.1)
-    state = {"last_step": 2, "of a later version": 1}
-    schedule.load_state_dict(state)
-    assert state == {"last_step": 2, "of a later version": 1}
-    assert schedule.last_step == 2
+    for state, error in BAD_STATES:
+        with pytest.raises(error, match="last_step|damping"):
+            schedule.load_state_dict(state)
+        assert held(optimizer) == before
+        assert schedule.last_step == 1
 
 
 def power(step: int) -> float:

@@ -66,15 +66,6 @@ def _take(refresher: Refresher, block: KroneckerBlock, step: int) -> list[int]:
     return refreshed
 
 
-def test_a_block_is_refreshed_when_it_has_an_estimate_and_then_every_interval() -> None:
-    block = _block()
-    refresher = _refresher(block)
-    assert [t for t in range(25) if _take(refresher, block, t)] == [0, 10, 20]
-    assert block.state["refreshes"] == 3
-    assert refresher.refreshed_at == {block.name: 20}
-    assert refresher.failures == {}
-
-
 def test_a_first_refresh_that_failed_waits_for_another_estimate_and_the_limit_raises() -> None:
     block = _block()
     refresher = _refresher(block)
@@ -96,44 +87,6 @@ def test_a_success_ends_the_count_of_failures() -> None:
         _learn(block, size)
         _take(refresher, block, step)
     assert (refresher.failed, refresher.failures, block.state["refreshes"]) == (1, {}, 1)
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-def test_the_background_factorizes_the_estimate_of_the_step_that_began(resumed: bool) -> None:
-    block = _block(overlap=True)
-    refresher = _refresher(block)
-    _take(refresher, block, 0)
-    _learn(block, 2.0)
-    assert _take(refresher, block, INTERVAL) == []
-    assert block.state["adopt_at"] == INTERVAL + LAG
-    assert float(block.state["eigenvalues_a"].max()) == 1.0
-    _learn(block, 3.0)
-    if resumed:
-        refresher.forget_jobs()  # a run that was resumed has the copies alone
-    assert _take(refresher, block, INTERVAL + LAG) == [0]
-    torch.testing.assert_close(block.state["eigenvalues_a"], torch.full((N,), 2.0, dtype=torch.float64))
-    assert block.state["adopt_at"] == 0
-    assert not refresher.jobs
-    refresher.close()
-
-
-def test_a_copy_has_the_counters_of_its_own() -> None:
-    block = _block()
-    refresher = _refresher(block)
-    copied = _refresher(block)
-    copied.follow(refresher)
-    _take(copied, block, 0)
-    assert (copied.refreshed_at, refresher.refreshed_at) == ({block.name: 0}, {})
-
-
-def test_blocks_that_a_checkpoint_left_out_are_not_refreshed_yet() -> None:
-    block = _block()
-    refresher = _refresher(block)
-    assert not refresher.is_refreshed(block)
-    _take(refresher, block, 0)
-    assert refresher.is_refreshed(block)
-    refresher.missing.add(block.name)
-    assert not refresher.is_refreshed(block)
 
 
 @pytest.mark.parametrize("forget", ["blocks", "by an error"])

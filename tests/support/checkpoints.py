@@ -55,6 +55,22 @@ def size_of_the_file(saved: Any) -> int:
     return len(file.getvalue())
 
 
+def needed(method: Method, model: nn.Module) -> dict[str, nn.Module]:
+    """What a class needs besides parameters."""
+    return {"module": model} if method.layerwise else {}
+
+
+#: What a user writes first: the class, and a model or its parameters.
+DEFAULT_BUILDS: dict[str, Callable[[Method, nn.Module], Any]] = {
+    "module": lambda method, model: method.cls(model),
+    "parameters": lambda method, model: method.cls(model.parameters(), **needed(method, model)),
+    "named": lambda method, model: method.cls(model.named_parameters(), **needed(method, model)),
+    "groups": lambda method, model: method.cls(
+        [{"params": list(module.parameters())} for module in model.children() if list(module.parameters())],
+        **needed(method, model),
+    ),
+}
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Ways from one run to another
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,12 +131,17 @@ def assert_same_run(actual: Pair, expected: Pair) -> None:
 
 
 def assert_goes_on(build: Build, run: Run, stop: int, end: int, way: Way = by_file) -> Pair:
-    """Stop, go elsewhere and continue both: they are the same at once and in the end. Returns the one that went."""
+    """Stop, go elsewhere and continue both: they are the same at once and in the end. Returns the one that went.
+
+    Neither has anything to do with the other: while the first one trains, the second one stays as it is.
+    """
     first = build()
     run(*first, 0, stop)
     second = way(build, *first)
     assert_same_run(second, first)
-    for pair in (first, second):
-        run(*pair, stop, end)
+    kept = copy.deepcopy((values(second[0]), second[1].state_dict()))
+    run(*first, stop, end)
+    assert_identical((values(second[0]), second[1].state_dict()), kept)
+    run(*second, stop, end)
     assert_same_run(second, first)
     return second

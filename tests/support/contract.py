@@ -4,7 +4,7 @@ The parameters of the test say what it runs over, and marks add to it:
 
 ==========================  ===========================================================================================
 `method`                    every method that has the keywords of `@pytest.mark.option("keyword", ...)`
-`method, variant`           every variant of them (but for `@pytest.mark.fixed_layout`, see `Variant.lazy`)
+`method, variant`           every variant of them
 `task`                      every task with every kind of method
 `@pytest.mark.cover(x=)`    every value of `x` with every kind of method
 `@pytest.mark.rules(RULES)` every `rule` of the mapping with every kind of method that knows its keywords
@@ -30,11 +30,35 @@ from tests.support.tasks import CNN, MLP, TASKS, TRANSFORMER, Task
 
 MARKS = {
     "option(*keywords)": "a contract test of methods that have these keywords",
-    "fixed_layout": "not for variants whose state has the sizes of the first batch",
     "rules(mapping)": "run for every `rule` of the mapping, by methods that know its keywords",
     "cover(**values)": "run for every value, by every kind of method",
     "once": "every value by any method, and every method with any value",
     "full": "all combinations that the default run leaves out are slow tests",
+}
+
+
+#: Rules of the update, which every method runs that has their keywords.
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {"momentum": 0.0},
+    "momentum": {},
+    "nesterov": {"nesterov": True},
+    "coupled-decay": {"weight_decay": 0.1},
+    "decoupled-decay": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    "adamw-fallback": {"fallback": "adamw", "weight_decay": 0.1},
+    "inner-adamw": {"inner": "adamw", "lr": 1e-3},
+    "graft-sgd": {"graft": "sgd"},
+    "graft-adam": {"graft": "adam", "lr": 1e-3},
+    "clipped": {"clip_norm": 0.5, "clip_value": 0.1},
+    "ema": {"momentum_mode": "ema", "weight_decay": 0.1},
+    "legacy-decay": {"weight_decay": 0.01, "weight_decay_mode": "legacy"},
+    "over-gradients": {"momentum_mode": "pre"},
+    "betas": {"betas": (0.9, 0.99), "bias_correction": True},
+    "in-the-span": {"betas": (0.5, 1.0), "sgd_weight": 0.0},
+    "decay-beside": {"weight_decay": 0.1, "weight_decay_mode": "reg"},
+    "both-decays": {"weight_decay": 0.01, "weight_decay_mode": "both"},
+    "relative-damping": {"damping": 0.1, "damping_mode": "relative"},
+    "window-scale": {"scale": "window"},
+    "eigh": {"solver": "eigh"},
 }
 
 
@@ -56,7 +80,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for mark in metafunc.definition.iter_markers("cover"):
         axes |= mark.kwargs
     with_variants = "variant" in metafunc.fixturenames
-    cases = list(_cases(needed, axes, rules, with_variants, "fixed_layout" not in marks))
+    cases = list(_cases(needed, axes, rules, with_variants))
     chosen = set(cover({case: _shown(case, [*axes], "once" in marks) for case in cases}))
     names = ("method", *(["variant"] if with_variants else []), *axes)
     metafunc.parametrize(
@@ -72,13 +96,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 Case = tuple[int, int, tuple[int, ...]]  # indices of the method, of its variant and of the value on every other axis
 
 
-def _cases(needed: set[str], axes: Mapping[str, Any], rules: Mapping[str, Any], variants: bool, lazy: bool) -> Any:
+def _cases(needed: set[str], axes: Mapping[str, Any], rules: Mapping[str, Any], variants: bool) -> Any:
     values = [values_of(given) for given in axes.values()]
     for m, method in enumerate(METHODS):
         if not method.accepts(*needed):
             continue
         for v, variant in enumerate(method.variants if variants else method.variants[:1]):
-            if variants and ((variant.lazy and not lazy) or needed & variant.excludes):
+            if variants and needed & variant.excludes:
                 continue
             for indices in product(*map(range, map(len, values))):
                 found = {name: of[index] for name, of, index in zip(axes, values, indices, strict=True)}

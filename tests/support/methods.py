@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -155,10 +155,19 @@ class Method:
         """The parameters after some steps; keywords as of `start`."""
         return values(self.start(task, steps, **keywords)[0])
 
-    def moves(self, task: Task, steps: int, **keywords: Any) -> list[dict[str, Tensor]]:
-        """What each step adds to the parameters, taken from where they began, of an optimizer as of `start`."""
+    def moves(
+        self, task: Task, steps: int, *, between: Callable[[Any], Any] | None = None, **keywords: Any
+    ) -> list[dict[str, Tensor]]:
+        """What each step adds to the parameters, taken from where they began, of an optimizer as of `start`.
+
+        `between` is called with the optimizer after each step.
+        """
         model, optimizer = self.start(task, **keywords)
-        return list(displacements(model, optimizer, task, steps))
+        return list(displacements(model, optimizer, task, steps, between and partial(between, optimizer)))
+
+    def bare_moves(self, task: Task, steps: int, *, params: Any = None, between: Any = None, **keywords: Any) -> Any:
+        """The same under the keywords of `bare`, which `keywords` change."""
+        return self.moves(task, steps, params=params, between=between, **self.bare(**keywords))
 
     def every(self, steps: int, capture: int | None = None) -> dict[str, Any]:
         """Keywords of a layer method for so many steps between refreshes, and `capture` between updates."""

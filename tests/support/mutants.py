@@ -33,7 +33,7 @@ EKFAC = ("tests/ekfac",)
 BLOCKS = ("tests/curvature", *EKFAC)
 WINDOW = ("tests/window",)
 ORACLE = ("tests/oracle",)
-RULES = ("tests/test_update.py", "tests/contract -k 'adam_rule or inner or momentum or weight_decay or fallback'")
+RULES = ("tests/test_update.py", "tests/contract -k 'graft or inner or momentum or weight_decay or fallback'")
 
 MUTATIONS: tuple[Mutation, ...] = (
     # ---------------------------------------------------------------- linalg: the mathematics
@@ -82,7 +82,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "damping-alone-is-relative", "methods/kronecker.py",
         'return damping, "absolute" if mode is None else mode', 'return damping, "relative" if mode is None else mode',
-        ("tests/oracle -k solves", "tests/contract -k defaults", *ORACLE),
+        ("tests/oracle -k solves", "tests/contract -k damping", *ORACLE),
     ),
     Mutation(
         "momentum-takes-in-a-dropped-batch", "linalg/first_order.py",

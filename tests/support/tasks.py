@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -215,6 +216,10 @@ def assert_all_close(
         torch.testing.assert_close(
             actual[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+#: For what steps add to the parameters, where it is worked out in another order.
+assert_same_moves = partial(assert_all_close, rtol=1e-9, atol=1e-13)
 
 
 def assert_changed(model: nn.Module, before: dict[str, Tensor]) -> None:

@@ -1,0 +1,214 @@
+"""Complex parameters and sparse gradients: what torch's rules do with them, the fallback does; no block sees them.
+
+In a window complex numbers are pairs of real ones, and sparse gradients are dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW
+
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Shadow, assert_all_close, assert_changed, assert_identical, snapshot, values
+
+LAYERWISE = pytest.mark.option("skip_layers", "fallback")
+WINDOWED = pytest.mark.option("window_size")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Complex parameters
+# ---------------------------------------------------------------------------------------------------------------------
+
+RULES: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
+    "sgd": ({"momentum": 0.0}, lambda p: SGD(p, 0.05)),
+    "momentum": ({}, lambda p: SGD(p, 0.05, momentum=0.9)),
+    "nesterov": (
+        {"nesterov": True, "weight_decay": 0.1, "maximize": True},
+        lambda p: SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.1, maximize=True),
+    ),
+    "adamw": (
+        {"fallback": "adamw", "fallback_lr": 0.01, "weight_decay": 0.1},
+        lambda p: AdamW(p, 0.01, weight_decay=0.1),
+    ),
+}
+
+
+def draw(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.complex128) for shape in shapes]
+
+
+@LAYERWISE
+@pytest.mark.cover(rule=[*RULES], foreach=[False, True, None])
+def test_fallback_of_complex_parameters_is_torchs(method: Method, rule: str, foreach: bool | None) -> None:
+    keywords, reference = RULES[rule]
+    parameters = [nn.Parameter(value) for value in draw(0, (3, 2), (4,))]
+    optimizer = method.build(nn.Linear(2, 2), parameters, foreach=foreach, **keywords)
+    shadow = Shadow(parameters, reference)
+    for step in range(5):
+        for parameter, gradient in zip(parameters, draw(1 + step, (3, 2), (4,)), strict=True):
+            parameter.grad = gradient
+        shadow.step()
+        optimizer.step()
+    for mine, theirs in zip(parameters, shadow.values(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs, rtol=1e-12, atol=1e-14)
+
+
+class Phase(nn.Module):
+    """A complex linear map between two real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.turn = nn.Linear(4, 4, dtype=torch.complex64)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.turn(self.first(inputs).to(self.turn.weight.dtype)).abs())
+
+
+def test_complex_layer_in_a_model_trains_and_is_in_the_checkpoint(method: Method) -> None:
+    model = Phase()
+    optimizer, before = method.build(model), values(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(5, 3, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+    assert_changed(model, before)
+    expected = {"step", "momentum_buffer"} | (set() if method.layerwise else {method.landmark})
+    keys = optimizer.state[model.turn.weight].keys()
+    assert keys == expected if method.layerwise else keys >= expected
+    second = method.build(Phase())
+    second.load_state_dict(optimizer.state_dict())
+    assert_identical(snapshot(second), snapshot(optimizer))
+
+
+WINDOW_RULES: dict[str, dict[str, Any]] = {
+    "momentum": {},
+    "plain": {"momentum": 0.0},
+    "nesterov": {"nesterov": True, "weight_decay": 0.1, "maximize": True},
+    "decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    "inner-adamw": {"inner": "adamw", "weight_decay": 0.1},
+    "graft-sgd": {"graft": "sgd"},
+    "graft-adam": {"graft": "adam"},
+    "clipped": {"clip_norm": 0.5, "clip_value": 0.1},
+}
+
+
+def trained_as_pairs(method: Method, pairs: bool, steps: int = 6, **keywords: Any) -> tuple[list[torch.Tensor], Any]:
+    """Complex parameters, or real ones in their place, and the optimizer; the values as pairs either way."""
+    shapes = (3, 2), (4,), ()
+    parameters = [nn.Parameter(torch.view_as_real(value) if pairs else value) for value in draw(0, *shapes)]
+    optimizer = method.cls(parameters, **{**method.keywords, **keywords})
+    for step in range(steps):
+        for parameter, gradient in zip(parameters, draw(1 + step, *shapes), strict=True):
+            parameter.grad = torch.view_as_real(gradient) if pairs else gradient
+        optimizer.step()
+    return [p.detach() if pairs else torch.view_as_real(p.detach()) for p in parameters], optimizer
+
+
+@WINDOWED
+@pytest.mark.cover(foreach=[False, True])
+@pytest.mark.rules(WINDOW_RULES)
+def test_window_takes_complex_numbers_as_pairs(method: Method, rule: str, foreach: bool) -> None:
+    keywords = {**WINDOW_RULES[rule], "foreach": foreach}
+    turned, paired = (trained_as_pairs(method, pairs, **keywords)[0] for pairs in (False, True))
+    torch.testing.assert_close(turned, paired, rtol=1e-12, atol=1e-14)
+
+
+@WINDOWED
+def test_every_window_trains_and_resumes_with_complex_numbers(method: Method, variant: Variant) -> None:
+    ahead, optimizer = trained_as_pairs(method, pairs=False, **variant.keywords)
+    assert all(value.isfinite().all() for value in ahead)
+    _, second = trained_as_pairs(method, pairs=False, steps=0, **variant.keywords)
+    second.load_state_dict(snapshot(optimizer))
+    assert_identical(snapshot(second), snapshot(optimizer))
+    known = variant.dtypes(torch.float64)
+    assert not [k for s in optimizer.state.values() for k in s.keys() & known.keys() if s[k].dtype.is_complex]
+    window = optimizer.state[optimizer.param_groups[0]["params"][0]].get("window")
+    assert window is None or window.shape == (method.keywords["window_size"], 3, 2, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sparse gradients
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Lookup(nn.Module):
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(9, 3, sparse=sparse)
+        self.head = nn.Linear(3, 2)
+        self.double()
+
+    def fill(self, step: int) -> torch.Tensor:
+        """The gradients of a step, of which that of the table is returned; several indices name the same row."""
+        generator = torch.Generator().manual_seed(step)
+        self.zero_grad()
+        indices = torch.randint(9, (6,), generator=generator)
+        F.cross_entropy(self.head(self.embed(indices)), torch.randint(2, (6,), generator=generator)).backward()
+        gradient = self.embed.weight.grad
+        assert gradient.is_sparse == self.embed.sparse
+        return gradient
+
+
+@LAYERWISE
+@pytest.mark.cover(momentum=[0.0, 0.9], foreach=[False, None])
+def test_sgd_fallback_takes_sparse_gradients_as_torchs_does(
+    method: Method, momentum: float, foreach: bool | None
+) -> None:
+    model = Lookup()
+    optimizer = method.build(model, momentum=momentum, foreach=foreach)
+    shadow = Shadow([model.embed.weight], lambda p: SGD(p, method.keywords["lr"], momentum=momentum))
+    before = values(model)
+    for step in range(4):
+        model.fill(step)
+        shadow.step()
+        optimizer.step()
+    torch.testing.assert_close(model.embed.weight.detach(), shadow.values()[0], rtol=1e-12, atol=1e-14)
+    assert not torch.equal(model.head.weight, before["head.weight"])
+
+
+def as_dense_ones(method: Method, **keywords: Any) -> None:
+    """Training with sparse gradients is that with dense ones; they are neither replaced nor written to."""
+    results = []
+    for sparse in (True, False):
+        model = Lookup(sparse)
+        optimizer = method.build(model, **keywords)
+        for step in range(6):
+            gradient = model.fill(step)
+            before = gradient.clone()
+            optimizer.step()
+            assert model.embed.weight.grad is gradient
+            assert_identical(gradient.to_dense(), before.to_dense())
+        results.append(values(model))
+    assert_all_close(*results)
+
+
+@LAYERWISE
+def test_adamw_fallback_takes_sparse_gradients_as_dense_ones(method: Method) -> None:
+    """`torch.optim.AdamW` refuses them; the rows that no index named still decay and keep their moments here."""
+    as_dense_ones(method, fallback="adamw", fallback_lr=0.01, skip_layers=(nn.Embedding,))
+
+
+@WINDOWED
+@pytest.mark.cover(foreach=[False, True, None], maximize=[False, True])
+def test_window_takes_sparse_gradients_as_dense_ones(
+    method: Method, variant: Variant, foreach: bool | None, maximize: bool
+) -> None:
+    as_dense_ones(method, foreach=foreach, maximize=maximize, weight_decay=0.1, **variant.keywords)
+
+
+def test_non_finite_sparse_gradient_drops_the_step(method: Method) -> None:
+    for bad in (float("nan"), float("inf")):
+        model = Lookup()
+        optimizer, before = method.build(model, momentum=0.0), values(model)
+        model.embed.weight.grad = model.fill(0) * bad
+        optimizer.step()
+        assert_identical(values(model), before)

@@ -1,0 +1,181 @@
+"""Options that say the same do the same: `maximize` of the negative loss, either `foreach`, a tensor as `lr`.
+
+Memory layout is no part of the result either: transposed weights and gradients, channels_last models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.contract import RULES
+from tests.support.methods import Method, Variant
+from tests.support.tasks import (
+    CNN,
+    Task,
+    assert_all_close,
+    assert_changed,
+    assert_identical,
+    assert_same_moves,
+    backward,
+    snapshot,
+    train,
+    values,
+)
+
+LR = 0.125  # exact in every dtype
+
+
+def ascended(method: Method, task: Task, **keywords: Any) -> dict[str, torch.Tensor]:
+    """The parameters after five steps that maximize the negative loss."""
+    model, optimizer = method.start(task, maximize=True, **keywords)
+    for step in range(5):
+        optimizer.zero_grad()
+        (-task.loss(model, step)).backward()
+        optimizer.step()
+    return values(model)
+
+
+def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert_all_close(actual, expected, rtol=1e-12, atol=1e-14)
+
+
+def check(method: Method, task: Task, **keywords: Any) -> None:
+    assert_identical(ascended(method, task, **keywords), method.trained(task, **keywords))
+    loop, batched = (method.trained(task, **keywords, foreach=foreach) for foreach in (False, True))
+    assert_close(batched, loop)
+
+
+def test_maximize_and_foreach_for_every_variant_and_task(method: Method, variant: Variant, task: Task) -> None:
+    check(method, task, **variant.keywords)
+
+
+@pytest.mark.full
+@pytest.mark.once
+@pytest.mark.rules(RULES)
+def test_maximize_foreach_and_tensor_lr_under_every_rule(method: Method, mlp: Task, rule: str) -> None:
+    check(method, mlp, **RULES[rule])
+    expected = method.trained(mlp, **{**RULES[rule], "lr": LR})
+    for shape, foreach in (((), False), ((1,), True), ((), None)):
+        lr = torch.full(shape, LR, dtype=torch.float64)
+        assert_close(method.trained(mlp, **{**RULES[rule], "lr": lr, "foreach": foreach}), expected)
+
+
+def test_maximize_is_read_from_each_group(method: Method, mlp: Task) -> None:
+    def groups(model: Any) -> list[dict[str, Any]]:
+        return [{"params": list(layer.parameters())} for layer in (model.first, model.second)]
+
+    def one_up_one_down(model: Any) -> list[dict[str, Any]]:
+        return [{**group, "maximize": up} for group, up in zip(groups(model), (False, True), strict=True)]
+
+    (descent,), (moved,) = (method.bare_moves(mlp, 1, params=params) for params in (groups, one_up_one_down))
+    assert_same_moves(moved, {n: -m if n.startswith("second.") else m for n, m in descent.items()})
+
+
+def test_foreach_with_parameters_of_several_dtypes(method: Method, mlp: Task) -> None:
+    results = []
+    for foreach in (False, True):
+        model = mlp.model()
+        model.second.float()
+        optimizer = method.build(model, foreach=foreach)
+        for step in range(4):
+            optimizer.zero_grad()
+            inputs, targets = mlp.batch(step)
+            hidden = model.scale(torch.tanh(model.first(inputs)))
+            torch.nn.functional.cross_entropy(model.second(hidden.float()), targets).backward()
+            optimizer.step()
+        results.append(values(model))
+    assert_all_close(results[1], results[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.option("skip_layers")
+def test_tensor_lr_where_the_method_is_switched_off(method: Method, mlp: Task) -> None:
+    rates = (LR, torch.tensor([LR], dtype=torch.float64))
+    by_float, by_tensor = (method.trained(mlp, 4, **method.every(0), lr=lr) for lr in rates)
+    assert_all_close(by_tensor, by_float, rtol=1e-11, atol=1e-13)
+
+
+def test_a_scheduler_moves_a_tensor_lr_in_place(method: Method, mlp: Task) -> None:
+    results = []
+    for lr in (LR, torch.tensor(LR, dtype=torch.float64)):
+        model, optimizer = method.start(mlp, lr=lr)
+        inside = optimizer.param_groups[0]["lr"]
+        assert inside is lr
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for step in range(4):
+            train(model, optimizer, mlp, 1, start=step)
+            assert float(optimizer.param_groups[0]["lr"]) == LR / 2**step  # a step does not change it
+            scheduler.step()
+        results.append(values(model))
+    assert optimizer.param_groups[0]["lr"] is inside
+    assert_close(results[1], results[0])
+
+
+def test_groups_do_not_share_a_tensor_lr_by_accident(method: Method, mlp: Task) -> None:
+    """A tensor in one group, the float default in another."""
+    model = mlp.model()
+    groups: list[dict[str, Any]] = [
+        {"params": list(model.first.parameters()), "lr": torch.tensor(LR)},
+        {"params": list(model.second.parameters())},
+    ]
+    optimizer = method.build(model, groups)
+    optimizer.param_groups[0]["lr"].fill_(0.0)
+    before = values(model)
+    train(model, optimizer, mlp, 2)
+    moved = {name for name, value in values(model).items() if not torch.equal(value, before[name])}
+    assert moved == {"second.weight", "second.bias"}
+
+
+def test_tensor_lr_survives_a_checkpoint(method: Method, mlp: Task) -> None:
+    _, optimizer = method.start(mlp, 2, lr=torch.tensor(LR))
+    second = method.build(mlp.model(), lr=torch.tensor(1.0))
+    saved = snapshot(optimizer)
+    second.load_state_dict(saved)
+    assert_identical(second.param_groups[0]["lr"], torch.tensor(LR))
+    saved["param_groups"][0]["lr"].fill_(7.0)  # the optimizer has one of its own
+    assert_identical(second.param_groups[0]["lr"], torch.tensor(LR))
+
+
+def test_tensor_lr_of_several_elements_is_refused(method: Method, mlp: Task) -> None:
+    with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
+        method.build(mlp.model(), lr=torch.tensor([0.1, 0.2]))
+
+
+def spread(gradient: torch.Tensor) -> torch.Tensor:
+    """The same numbers with gaps between them."""
+    return torch.stack([gradient, torch.zeros_like(gradient)], -1)[..., 0]
+
+
+def test_transposed_weights_and_gradients_with_gaps(method: Method, variant: Variant, mlp: Task) -> None:
+    model = mlp.model()
+    for layer in (model.first, model.second):
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+        assert not layer.weight.is_contiguous()
+    optimizer, before = method.build(model, **variant.keywords), values(model)
+    for step in range(5):
+        backward(model, optimizer, mlp, step)
+        for parameter in model.parameters() if step % 2 else ():
+            parameter.grad = spread(parameter.grad)
+            assert not parameter.grad.is_contiguous()
+        optimizer.step()
+    assert_changed(model, before)
+    assert_all_close(values(model), method.trained(mlp, **variant.keywords), rtol=1e-10, atol=1e-12)
+    assert model.first.weight.stride() == (1, 4)
+
+
+def test_channels_last(method: Method) -> None:
+    for variant in method.variants:
+        model = CNN.model().to(memory_format=torch.channels_last)
+        optimizer = method.build(model, **variant.keywords)
+        for step in range(5):
+            inputs, targets = CNN.batch(step)
+            if step % 2:
+                inputs = inputs.to(memory_format=torch.channels_last)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        assert_all_close(values(model), method.trained(CNN, **variant.keywords), rtol=1e-10, atol=1e-12)
+        assert model.first.weight.is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,297 @@
+"""`graft` and `inner`: a block steps in the method's direction, as far as SGD or Adam would, or Adam is fed with it.
+
+What the same rules do to parameters without a block is in `test_fallback.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW, lr_scheduler
+
+import secondorder
+from tests.contract.test_schedulers import SCHEDULERS
+from tests.support.methods import Method, Variant
+from tests.support.tasks import (
+    Shadow,
+    Task,
+    assert_identical,
+    assert_same_moves,
+    backward,
+    block_vector,
+    displacements,
+    train,
+    values,
+)
+
+RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: SGD(p, 0.05),
+    "adam": lambda p: AdamW(p, 0.05, weight_decay=0.0),
+}
+
+
+def lengths(variant: Variant, model: torch.nn.Module, moved: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {block: float(block_vector(moved, names).norm()) for block, names in variant.units(model).items()}
+
+
+def assert_same_direction(variant: Variant, model: torch.nn.Module, one: Any, other: Any) -> None:
+    for names in variant.units(model).values():
+        cosine = torch.cosine_similarity(block_vector(one, names), block_vector(other, names), dim=0)
+        torch.testing.assert_close(cosine, torch.ones_like(cosine), rtol=0, atol=1e-9)
+
+
+def compare_lengths(
+    method: Method, variant: Variant, task: Task, rule: str, steps: int = 6, scheduled: bool = False, **keywords: Any
+) -> None:
+    given = {"graft": rule, "lr": 0.05, "momentum": 0.0, **variant.keywords, **keywords}
+    model, optimizer = method.start(task, **given)
+    shadow = Shadow(list(model.parameters()), RULES[rule])
+    both = (optimizer, shadow.optimizer)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, steps) for o in both if scheduled]
+    names = [name for name, _ in model.named_parameters()]
+    for step in range(steps):
+        ours, theirs = values(model), shadow.values()
+        backward(model, optimizer, task, step)
+        shadow.step()
+        optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+        moved = {name: value - ours[name] for name, value in values(model).items()}
+        reference = {name: new - old for name, new, old in zip(names, shadow.values(), theirs, strict=True)}
+        assert lengths(variant, model, moved) == pytest.approx(lengths(variant, model, reference), rel=1e-6)
+
+
+@pytest.mark.cover(rule=[*RULES])
+def test_block_steps_are_as_long_as_the_rules(method: Method, variant: Variant, task: Task, rule: str) -> None:
+    """All of a block together; the size depends on the gradients seen, not on the parameters."""
+    compare_lengths(method, variant, task, rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_lengths_follow_the_schedule_and_kl_clip_does_not_shorten_them(method: Method, mlp: Task, rule: str) -> None:
+    compare_lengths(method, method.variants[0], mlp, rule, scheduled=True)
+    if method.accepts("kl_clip"):
+        compare_lengths(method, method.variants[0], mlp, rule, steps=3, kl_clip=1e-12)
+
+
+@pytest.mark.cover(rule=[*RULES])
+def test_first_direction_is_the_methods(method: Method, task: Task, rule: str) -> None:
+    """On the first step Adam's first moment is the gradient itself."""
+    (direction,), (moved,) = (method.bare_moves(task, 1, graft=graft) for graft in (None, rule))
+    assert_same_direction(method.variants[0], task.model(), moved, direction)
+
+
+def test_sgd_grafting_is_the_direction_scaled_at_every_step(method: Method, variant: Variant, mlp: Task) -> None:
+    model, grafted = method.start(mlp, **method.bare(graft="sgd", **variant.keywords))
+    plain = method.bare_moves(mlp, 6, **variant.keywords)
+    for direction, moved in zip(plain, displacements(model, grafted, mlp, 6), strict=True):
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        for names in variant.units(model).values():
+            v, g = block_vector(direction, names), block_vector(gradients, names)
+            torch.testing.assert_close(block_vector(moved, names), v * g.norm() / v.norm(), rtol=1e-6, atol=1e-13)
+
+
+def test_momentum_runs_over_grafted_directions_but_for_adams(method: Method, mlp: Task) -> None:
+    """Adam's first moment is the momentum."""
+    one, two, three = method.bare_moves(mlp, 3, graft="sgd")
+    *_, moved = method.bare_moves(mlp, 3, graft="sgd", momentum=0.5)
+    assert_same_moves(moved, {name: three[name] + 0.5 * two[name] + 0.25 * one[name] for name in moved})
+    without, with_momentum = (method.trained(mlp, graft="adam", lr=0.01, momentum=mu) for mu in (0.0, 0.9))
+    assert_identical(with_momentum, without)
+
+
+def test_adam_grafting_has_adams_betas_and_eps(method: Method, mlp: Task) -> None:
+    """With eps far above the gradients the step is the first moment over eps."""
+    model, optimizer = method.start(mlp, graft="adam", lr=1.0, fallback_betas=(0.5, 0.75), fallback_eps=1e6)
+    start, variant = values(model), method.variants[0]
+    train(model, optimizer, mlp, 1)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    moved = {name: value - start[name] for name, value in values(model).items()}
+    expected = {block: length / 1e6 for block, length in lengths(variant, model, gradients).items()}
+    assert lengths(variant, model, moved) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_weight_decay_is_not_grafted(method: Method, mlp: Task, rule: str) -> None:
+    """Decoupled: the parameters shrink by lr times decay beside the grafted step."""
+    start, decay = values(mlp.model()), {"weight_decay": 0.1, "decoupled_weight_decay": True}
+    (without,), (moved,) = (method.bare_moves(mlp, 1, lr=0.5, graft=rule, **more) for more in ({}, decay))
+    assert_same_moves(moved, {name: without[name] - 0.05 * start[name] for name in moved})
+
+
+@pytest.mark.option("window_size")
+def test_adam_grafting_goes_where_the_window_sends_adams_first_moment(method: Method, mlp: Task) -> None:
+    """The direction is that of the bias-corrected average of the stored gradients, linear in what they are."""
+    plain, grafted = (method.bare_moves(mlp, 6, fallback_betas=(0.0, 0.999), graft=graft) for graft in (None, "adam"))
+    for direction, moved in zip(plain, grafted, strict=True):
+        assert_same_direction(method.variants[0], mlp.model(), moved, direction)
+
+
+LR, DECAY = 0.05, 0.1
+
+
+@pytest.mark.parametrize("cycle", ["OneCycleLR", "CyclicLR"])
+def test_the_momentum_of_grafted_steps_follows_the_schedule(method: Method, mlp: Task, cycle: str) -> None:
+    """β₁ of the mean that is preconditioned, and of the one that gives steps their length, is the scheduled one."""
+    model, optimizer = method.start(mlp, graft="adam", lr=LR, weight_decay=DECAY)
+    schedule = SCHEDULERS[cycle](optimizer)
+    weight, mean, seen = model.first.weight, torch.zeros_like(model.first.weight), set()
+    for step in range(6):
+        backward(model, optimizer, mlp, step)
+        beta1 = optimizer.param_groups[0]["betas"][0]
+        seen.add(beta1)
+        mean.mul_(beta1).add_(weight.grad + DECAY * weight.detach(), alpha=1 - beta1)
+        optimizer.step()
+        schedule.step()
+        torch.testing.assert_close(optimizer.state[weight]["exp_avg"], mean, rtol=1e-12, atol=1e-14)
+    assert len(seen) > 2
+
+
+def test_grafted_steps_are_as_long_as_those_of_adam_with_its_decay(method: Method, mlp: Task) -> None:
+    """Coupled decay is a part of the gradient, whose moments Adam keeps; decoupled decay comes on top."""
+    for rule, option, decoupled in (("adam", False, False), ("adam", True, True), ("adamw", False, True)):
+        keywords = {"graft": rule, "lr": LR, "weight_decay": DECAY, "decoupled_weight_decay": option}
+        model, optimizer = method.start(mlp, **keywords)
+        moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+        for step in range(1, 6):
+            backward(model, optimizer, mlp, step)
+            before, expected = values(model), {}
+            for name, p in model.named_parameters():
+                gradient, (first, second) = p.grad + (0.0 if decoupled else DECAY * p.detach()), moments[name]
+                first.lerp_(gradient, 0.1)
+                second.lerp_(gradient.square(), 0.001)
+                expected[name] = LR * (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
+            optimizer.step()
+            kept = 1 - LR * DECAY if decoupled else 1.0
+            moved = {name: value - kept * before[name] for name, value in values(model).items()}
+            for names in method.variants[0].units(model).values():
+                length = block_vector(moved, names).norm()
+                torch.testing.assert_close(length, block_vector(expected, names).norm(), rtol=1e-9, atol=1e-12)
+
+
+def test_inner_adam_decays_as_its_name_says(method: Method, mlp: Task) -> None:
+    """Coupled, decay is a part of what Adam is fed with; of a window method, of what enters the window."""
+    results = {
+        (name, decoupled): method.trained(
+            mlp, 4, inner=name, fallback=name, lr=0.01, weight_decay=DECAY, decoupled_weight_decay=decoupled
+        )
+        for name in ("adam", "adamw")
+        for decoupled in (False, True)
+    }
+    assert_identical(results["adamw", False], results["adamw", True])
+    assert_identical(results["adam", True], results["adamw", True])
+    assert not torch.equal(results["adam", False]["first.weight"], results["adam", True]["first.weight"])
+
+
+def test_betas_of_ggt_are_not_those_of_its_fallback(mlp: Task) -> None:
+    """Its own options are named betas and eps, so those of Adam's rule keep their longer names there."""
+    given = {"betas": (0.5, 0.75), "eps": 1e-4, "fallback_betas": (0.25, 0.5), "fallback_eps": 1e-6}
+    group = secondorder.GGT(mlp.model().parameters(), graft="adam", **given).param_groups[0]
+    assert {key: group[key] for key in given} == given
+
+
+@pytest.mark.option("damping")
+def test_betas_and_eps_have_two_names_that_cannot_disagree(method: Method, mlp: Task) -> None:
+    new, old = {"betas": (0.5, 0.75), "eps": 1e-4}, {"fallback_betas": (0.5, 0.75), "fallback_eps": 1e-4}
+    groups = [
+        method.build(mlp.model(), graft="adam", **new).param_groups[0],
+        method.build(mlp.model(), graft="adam", **old).param_groups[0],
+        method.build(model := mlp.model(), [{"params": model.parameters(), **old}], graft="adam").param_groups[0],
+    ]
+    for group in groups:
+        assert (group["betas"], group["eps"]) == ((0.5, 0.75), 1e-4)
+        assert not old.keys() & group.keys()
+    with pytest.raises(ValueError, match="betas and fallback_betas are one option"):
+        method.build(mlp.model(), graft="adam", betas=(0.5, 0.75), fallback_betas=(0.5, 0.8))
+
+
+@pytest.mark.option("damping")
+def test_a_checkpoint_from_before_decays_as_it_did(method: Method, mlp: Task) -> None:
+    """Its groups have the old names of the options; with Adam's size, weights were decayed apart from the gradient."""
+    keywords = {"graft": "adam", "lr": LR, "weight_decay": DECAY}
+    model, optimizer = method.start(mlp, 3, **keywords, decoupled_weight_decay=True)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        group["fallback_betas"], group["fallback_eps"] = group.pop("betas"), group.pop("eps")
+        group["decoupled_weight_decay"], group["fallback"] = False, "adamw"
+    other, second = method.start(mlp, **keywords)
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(saved)
+    for net, opt in ((model, optimizer), (other, second)):
+        train(net, opt, mlp, 4, start=3)
+    assert_identical(values(other), values(model))
+
+
+def test_a_scheduler_of_options_knows_the_old_names(mlp: Task) -> None:
+    optimizer = secondorder.KFAC(mlp.model(), graft="adam")
+    secondorder.ParamScheduler(optimizer, fallback_eps=lambda step: 1e-6)
+    assert optimizer.param_groups[0]["eps"] == 1e-6
+    lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=8)
+    assert optimizer.param_groups[0]["betas"] == (0.95, 0.999)
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "decay": ({"weight_decay": 0.1}, {"weight_decay": 0.1}),
+    "betas": ({"fallback_betas": (0.5, 0.75), "fallback_eps": 1e-4}, {"betas": (0.5, 0.75), "eps": 1e-4}),
+    "momentum is not applied on top": ({"momentum": 0.9}, {}),
+    "decoupled is what it is anyway": ({"weight_decay": 0.1, "decoupled_weight_decay": True}, {"weight_decay": 0.1}),
+}
+
+
+@pytest.mark.cover(case=[*CASES])
+def test_is_adamw_fed_with_directions(method: Method, task: Task, case: str) -> None:
+    """The directions come from a twin whose step is the direction; every step starts from the same parameters."""
+    ours, theirs = CASES[case]
+    model, optimizer = method.start(task, **{**method.bare(lr=0.01, inner="adamw"), **ours})
+    names = sorted(method.covered(model))
+    start = values(model)
+    # the loss does not depend on the keys' bias: all that is there is rounding, divided by its own size and ε
+    noise = 1e-12 if method.accepts("factor_update_steps") else 1e-10
+    fed = {name: torch.nn.Parameter(start[name].clone()) for name in names}
+    reference = AdamW(fed.values(), 0.01, **{"weight_decay": 0.0, **theirs})
+    directions = method.bare_moves(task, 6)
+    for direction, moved in zip(directions, displacements(model, optimizer, task, 6), strict=True):
+        for name in names:
+            fed[name].grad = -direction[name]
+        reference.step()
+        with torch.no_grad():
+            for name in names:
+                torch.testing.assert_close(moved[name], fed[name] - start[name], rtol=1e-6, atol=noise)
+                fed[name].copy_(start[name])
+                if case == "plain":
+                    mean = reference.state[fed[name]]["exp_avg"]
+                    kept = optimizer.state[model.get_parameter(name)]["exp_avg"]
+                    torch.testing.assert_close(kept, mean, rtol=1e-9, atol=noise)
+
+
+def test_state_of_covered_parameters(method: Method, mlp: Task) -> None:
+    model, optimizer = method.start(mlp, 2, inner="adamw", **method.leave_out)
+    variant = method.variants[0]
+    own = variant.own_state(model.first.weight)
+    keys = optimizer.state[model.first.weight].keys()
+    kept = variant.of(model.first) | variant.first_state | own
+    assert keys == kept | {"step", "exp_avg", "exp_avg_sq", "global_step"}
+    for name in method.left_out(model):
+        assert optimizer.state[model.get_parameter(name)].keys() == {"step", "momentum_buffer"}
+
+
+@pytest.mark.option("inner", "skip_layers")
+def test_a_block_without_estimate_follows_adamw_under_inner_adamw(method: Method, task: Task) -> None:
+    given = {"weight_decay": 0.1, "fallback_betas": (0.8, 0.95), "fallback_eps": 1e-6}
+    model, optimizer = method.start(task, lr=0.02, inner="adamw", **given)
+    own = [model.get_parameter(name) for name in sorted(method.covered(model))]
+    shadow = Shadow(own, lambda copies: AdamW(copies, 0.02, (0.8, 0.95), 1e-6, 0.1))
+    with warnings.catch_warnings(), optimizer.pause_capture():
+        warnings.simplefilter("ignore")  # nothing is captured, on purpose
+        for step in range(4):
+            backward(model, optimizer, task, step)
+            shadow.step()
+            optimizer.step()
+    assert all(optimizer.state[block.owner]["refreshes"] == 0 for block in optimizer.blocks.values())
+    shadow.assert_identical()

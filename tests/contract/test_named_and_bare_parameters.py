@@ -1,0 +1,192 @@
+"""Parameters with names, and without a module.
+
+Names are kept in groups and checkpoints where the user gave them, and only there. A layer method asks for `module=`;
+what that module does not hold takes the fallback. A window method needs none, and covers every parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Shadow, Task, assert_all_close, assert_identical, snapshot, train, values
+
+
+def names_of(optimizer: object) -> list[object]:
+    return [group.get("param_names") for group in optimizer.param_groups]
+
+
+def test_names_are_those_that_were_given_or_of_the_module(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    named = list(model.named_parameters())
+    expected = [name for name, _ in named]
+    assert names_of(method.build(model, named)) == names_of(method.build(model)) == [expected]
+    unnamed = method.build(model, model.parameters())
+    assert "param_names" not in unnamed.param_groups[0]
+    assert ("param_names" in unnamed.state_dict()["param_groups"][0]) == method.layerwise  # a module knows them
+    optimizer = method.build(model, [{"params": named[:2]}, {"params": named[2:], "lr": 0.5}])
+    assert names_of(optimizer) == [expected[:2], expected[2:]]
+    assert optimizer.param_groups[0]["params"] == [parameter for _, parameter in named[:2]]
+
+
+def test_dict_with_names_loads_without_and_the_other_way_round(method: Method, mlp: Task) -> None:
+    kinds = torch.nn.Module.named_parameters, torch.nn.Module.parameters
+    for saved_by in kinds:
+        for loaded_by in kinds:
+            (_, first), (_, second) = method.start(mlp, 3, params=saved_by), method.start(mlp, params=loaded_by)
+            second.load_state_dict(first.state_dict())
+            assert_identical(snapshot(second)["state"], snapshot(first)["state"])
+            if saved_by is loaded_by:
+                assert names_of(second) == names_of(first)
+                assert_identical(second.state_dict(), first.state_dict())
+
+
+def test_unnamed_parameter_among_named_ones_is_refused(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    with pytest.raises(ValueError, match="all optimizer params should be with/without names"):
+        method.build(model, [("first.weight", model.first.weight), model.first.bias])
+    with pytest.raises(ValueError, match="all optimizer param groups should be with/without names"):
+        method.build(model, [{"params": [model.first.weight]}, {"params": [("first.bias", model.first.bias)]}])
+
+
+def test_names_do_not_change_the_result(method: Method, mlp: Task) -> None:
+    def strange(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(f"p{index}", parameter) for index, parameter in enumerate(model.parameters())]
+
+    assert_identical(method.trained(mlp, params=strange), method.trained(mlp))
+
+
+@pytest.mark.parametrize("how", ["named", "module"])
+def test_parameters_in_another_order_are_matched_by_name(method: Method, mlp: Task, how: str) -> None:
+    """Names are those that were given, or that a module has which is named beside the parameters."""
+    model, other = mlp.model(), mlp.model()
+    listed = torch.nn.Module.named_parameters if how == "named" else torch.nn.Module.parameters
+    needs_module = how == "module" and not method.layerwise
+    optimizer, second = (
+        method.build(net, given, **({"module": net} if needs_module else {}))
+        for net, given in ((model, list(listed(model))), (other, list(listed(other))[::-1]))
+    )
+    train(model, optimizer, mlp, 5)
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(optimizer.state_dict())
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        for key in {"momentum_buffer", "step"} & optimizer.state[p].keys():
+            assert_identical(second.state[q][key], optimizer.state[p][key], name)
+    for net, opt in ((model, optimizer), (other, second)):
+        train(net, opt, mlp, 4, start=5)
+    assert_all_close(values(other), values(model), rtol=1e-9, atol=1e-12)  # sums over all parameters have another order
+
+
+LAYERWISE = pytest.mark.option("module", "skip_layers")
+WINDOWED = pytest.mark.option("window_size")
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 4), (4,), (2, 3, 2), ()]
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
+
+
+def fill(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in params:
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def go_on(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int, start: int = 0) -> list[Tensor]:
+    """The parameters after some steps."""
+    for step in range(start, start + steps):
+        fill(params, step)
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def groups_of(params: list[nn.Parameter]) -> list[dict[str, object]]:
+    return [{"params": params[:2]}, {"params": params[2:], "lr": 0.25}]
+
+
+def named(params: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    return [(str(i), p) for i, p in enumerate(params)]
+
+
+WRAPS = (iter, list, groups_of, named)
+
+
+@LAYERWISE
+def test_without_a_module_the_error_says_what_to_pass(method: Method) -> None:
+    for wrap in WRAPS:
+        with pytest.raises(ValueError, match=r"module="):
+            method.cls(wrap(parameters()))
+
+
+@LAYERWISE
+@pytest.mark.parametrize("wrap", [list, groups_of])
+def test_with_a_foreign_module_they_follow_the_fallback(method: Method, wrap: Any) -> None:
+    params = parameters()
+    options = {"weight_decay": 0.1, "nesterov": True} if wrap is groups_of else {}
+    optimizer = method.build(nn.Linear(2, 2), wrap(params), **options)
+    shadow = Shadow(params, lambda copies: SGD(wrap(copies), method.keywords["lr"], momentum=0.9, **options))
+    for step in range(5):
+        fill(params, step)
+        shadow.step()
+        optimizer.step()
+    shadow.assert_identical()
+    assert all(state.keys() <= {"step", "momentum_buffer", "global_step"} for state in optimizer.state.values())
+
+
+@LAYERWISE
+def test_module_that_owns_some_of_them(method: Method, mlp: Task) -> None:
+    model, stranger = mlp.model(), parameters()[0]
+    optimizer = method.build(model, [*model.parameters(), stranger], momentum=0.0)
+    start = stranger.detach().clone()
+    mlp.loss(model, 0).backward()
+    go_on(optimizer, [stranger], 1)
+    assert_identical(stranger.detach(), start.add(stranger.grad, alpha=-method.keywords["lr"]))
+
+
+@WINDOWED
+def test_window_methods_cover_every_one(method: Method) -> None:
+    for wrap in WRAPS:
+        params = parameters()
+        before = [p.detach().clone() for p in params]
+        optimizer = method.cls(wrap(params), **method.keywords)
+        go_on(optimizer, params, 7)
+        for p, old in zip(params, before, strict=True):
+            assert p.isfinite().all()
+            assert not torch.equal(p, old)
+            assert optimizer.state[p].keys() >= method.variants[0].own_state(p)
+        assert "fallback" not in optimizer.describe()
+
+
+@WINDOWED
+def test_names_and_a_module_do_not_change_what_a_window_does(method: Method) -> None:
+    foreign = {"module": nn.Linear(2, 2)}
+    results = []
+    for wrap, keywords in ((list, {}), (named, {}), (named, foreign), (list, foreign)):
+        params = parameters()
+        results.append(go_on(method.cls(wrap(params), **method.keywords, **keywords), params, 6))
+    assert_identical(results[1:], results[:1] * 3)
+
+
+@WINDOWED
+def test_window_of_bare_parameters_resumes_exactly(method: Method, variant: Variant) -> None:
+    """With an empty parameter, too, which does no harm: as in torch it has state, and nothing to move."""
+    keywords = {**method.keywords, **variant.keywords}
+    empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
+    plain, params, others = parameters(), [*parameters(), empty], [*parameters(), nn.Parameter(empty.detach())]
+    optimizer = method.cls(params, **keywords)
+    expected = go_on(method.cls(plain, **keywords), plain, 6)
+    assert_identical(go_on(optimizer, params, 6)[:-1], expected)
+    assert empty in optimizer.state
+    with torch.no_grad():
+        for mine, theirs in zip(others, params, strict=True):
+            mine.copy_(theirs)
+    second = method.cls(others, **keywords)
+    second.load_state_dict(snapshot(optimizer))
+    assert_identical(go_on(second, others, 9, start=6), go_on(optimizer, params, 9, start=6))
+    assert_identical(second.state_dict(), optimizer.state_dict())

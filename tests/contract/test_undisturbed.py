@@ -1,0 +1,185 @@
+"""What goes on next to training changes no bit of it, neither of the parameters nor of the state.
+
+Averages and EMA teachers, evaluations, per-example gradients, copies that train on their own, hooks that come again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+from tests.support.checkpoints import COPIERS, Pair, assert_same_run
+from tests.support.methods import Method
+from tests.support.tasks import MLP, assert_identical, train, values
+
+Act = Callable[[int], object]  # what is done in a step, by its number
+Prepare = Callable[[nn.Module, Any], Act]
+STEPS = 5
+CONTEXTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "train": torch.enable_grad}
+
+
+def average(**kind: Any) -> Prepare:
+    def prepare(model: nn.Module, optimizer: Any) -> Act:
+        averaged = AveragedModel(model, **kind)
+        return lambda step: averaged.update_parameters(model)
+
+    return prepare
+
+
+def evaluation(mode: str, of_a_copy: bool) -> Prepare:
+    """A forward of the model itself or of a copy, which has no part in the loss."""
+
+    def prepare(model: nn.Module, optimizer: Any) -> Act:
+        teacher = copy.deepcopy(model) if of_a_copy else model
+
+        def act(step: int) -> None:
+            teacher.train(mode != "eval")
+            with CONTEXTS.get(mode, torch.no_grad)():
+                teacher(MLP.batch(100 + step)[0])
+            teacher.train()
+
+        return act
+
+    return prepare
+
+
+def training_of_a_copy(copier: Callable[[Any], Any]) -> Prepare:
+    def prepare(model: nn.Module, optimizer: Any) -> Act:
+        twin = copier(model)
+        return lambda step: MLP.loss(twin, 100 + step).backward()
+
+    return prepare
+
+
+def paused_training(model: nn.Module, optimizer: Any) -> Act:
+    def act(step: int) -> None:
+        with optimizer.pause_capture():
+            MLP.loss(model, 100 + step).backward()
+
+    return act
+
+
+def attaching_again(model: nn.Module, optimizer: Any) -> Act:
+    """Without and after `detach`: hooks are there once."""
+
+    def act(step: int) -> None:
+        if step % 2:
+            optimizer.detach()
+        optimizer.attach(model)
+
+    return act
+
+
+def hooks_of_the_step(model: nn.Module, optimizer: Any) -> Act:
+    def act(step: int) -> None:
+        optimizer.register_step_pre_hook(lambda *_: None)
+        optimizer.register_step_post_hook(lambda *_: None)
+
+    return act
+
+
+def foreign_parameters(model: nn.Module, optimizer: Any) -> Act:
+    """Fast weights of a meta-learner, per-example gradients, perturbed copies."""
+
+    def act(step: int) -> None:
+        inputs, targets = MLP.batch(100 + step)
+        fast = {name: value.requires_grad_() for name, value in values(model).items()}
+        F.cross_entropy(functional_call(model, fast, (inputs,)), targets).backward()
+        torch.func.grad(lambda own: functional_call(model, own, (inputs,)).sum())(values(model))
+
+    return act
+
+
+def clip_that_is_not_reached(clip: Callable[..., Any]) -> Prepare:
+    return lambda model, optimizer: lambda step: clip(model.parameters(), 1e6)
+
+
+COPIES = {f"training of a copy by {name}": training_of_a_copy(copier) for name, copier in COPIERS.items()}
+MOMENTS: dict[str, dict[str, Prepare]] = {
+    "between two steps": {
+        "average": average(),
+        "moving average": average(multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+        "average with buffers": average(use_buffers=True),
+        "paused training": paused_training,
+        "attaching again": attaching_again,
+        "hooks of the step": hooks_of_the_step,
+        **COPIES,
+    },
+    "between forward and backward": {
+        **{f"teacher, {mode}": evaluation(mode, True) for mode in (*CONTEXTS, "eval")},
+        **{f"the model itself, {mode}": evaluation(mode, False) for mode in ("no_grad", "inference_mode", "eval")},
+    },
+    "between backward and step": {
+        "foreign parameters": foreign_parameters,
+        "clip by norm": clip_that_is_not_reached(nn.utils.clip_grad_norm_),
+        "clip by value": clip_that_is_not_reached(nn.utils.clip_grad_value_),
+        **COPIES,
+    },
+}
+
+
+def trained(method: Method, moment: str = "", prepare: Prepare | None = None) -> Pair:
+    model, optimizer = method.start(MLP)
+    act = prepare(model, optimizer) if prepare else None
+    for step in range(STEPS):
+        acts = {moment: act} if act else {}
+        acts.get("between two steps", int)(step)
+        optimizer.zero_grad()
+        loss = MLP.loss(model, step)
+        acts.get("between forward and backward", int)(step)
+        loss.backward()
+        acts.get("between backward and step", int)(step)
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_training_is_undisturbed(method: Method, moment: str) -> None:
+    undisturbed = trained(method)
+    for name, prepare in MOMENTS[moment].items():
+        try:
+            assert_same_run(trained(method, moment, prepare), undisturbed)
+        except AssertionError as error:
+            raise AssertionError(f"disturbed by: {name}") from error
+
+
+@pytest.mark.option("window_size")
+def test_a_window_has_no_use_for_a_module(method: Method) -> None:
+    """Detached, or never with a module at all, it trains as with one, and closing it changes nothing."""
+    expected = trained(method)
+    model, twin = MLP.model(), MLP.model()
+    detached, alone = method.build(model), method.build(twin, twin.parameters())
+    detached.detach()
+    with alone:
+        for net, optimizer in ((model, detached), (twin, alone)):
+            train(net, optimizer, MLP, STEPS)
+    alone.detach()
+    assert_same_run((model, detached), expected)
+    assert_identical(values(twin), values(expected[0]))
+    assert_identical(alone.state_dict()["state"], expected[1].state_dict()["state"])
+    assert alone.memory_usage()["total"] > 0
+
+
+def test_batch_norm_update_does_not_reach_the_optimizer(method: Method) -> None:
+    """`update_bn` runs the averaged model in training mode."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    batches = [torch.randn(6, 3) for _ in range(3)]
+    optimizer = method.build(model)
+    averaged = AveragedModel(model)
+    for inputs in batches:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+    before = copy.deepcopy(optimizer.state_dict())
+    update_bn(batches, averaged)
+    update_bn(batches, model)
+    assert_identical(optimizer.state_dict(), before)
