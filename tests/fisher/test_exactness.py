@@ -20,13 +20,16 @@ from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, assert_factors, held_factors, labels, noise, twin
 from tests.support.layer_cases import CASES, ONE_OF_EACH
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
-from tests.support.networks import NORMED, Repeated
+from tests.support.networks import NORMED, Mixing, Repeated, TwoHeads
 from tests.support.oracles.ekfac import over_null_spaces
 from tests.support.oracles.fisher import (
+    LOSSES,
     METHODS,
     Loss,
     assert_observed,
+    cross_entropy,
     hessian_block,
+    mean_square,
     measured_scale,
     observed,
     observed_step,
@@ -42,41 +45,8 @@ APPROXIMATIONS = ["expand", "reduce"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Losses of one example, and how `observe` is told of them
+# Targets and steps
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def cross_entropy(f: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(f, y, reduction="sum")
-
-
-def summed_square(f: Tensor, y: Tensor) -> Tensor:
-    return (f - y).square().sum()
-
-
-def mean_square(f: Tensor, y: Tensor) -> Tensor:
-    return (f - y).square().mean()
-
-
-def summed_bce(f: Tensor, y: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(f, y, reduction="sum")
-
-
-def mean_bce(f: Tensor, y: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(f, y)
-
-
-LOSSES = {
-    "categorical": (lambda: "categorical", cross_entropy),
-    "Categorical": (secondorder.Categorical, cross_entropy),
-    "gaussian": (lambda: "gaussian", summed_square),
-    "Gaussian": (secondorder.Gaussian, summed_square),
-    "gaussian mean": (lambda: secondorder.Gaussian(mean=True), mean_square),
-    "gaussian variance": (lambda: secondorder.Gaussian(variance=0.3), lambda f, y: summed_square(f, y) / 0.6),
-    "bernoulli": (lambda: "bernoulli", summed_bce),
-    "Bernoulli": (secondorder.Bernoulli, summed_bce),
-    "bernoulli mean": (lambda: secondorder.Bernoulli(mean=True), mean_bce),
-}
 
 
 def targets_for(loss: str, outputs: Tensor, seed: int = 0) -> Tensor:
@@ -103,7 +73,7 @@ def factors_after(model: nn.Module, x: Tensor, likelihood, targets=None, **keywo
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", ["categorical", "gaussian", "gaussian mean", "bernoulli mean"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_the_oracle_s_block_is_the_hessian_of_a_piecewise_linear_network(loss):
     model, (x, _) = mlp((4, 5, 3), activation=nn.ReLU), vectors()
     y = targets_for(loss, outputs_of(model, x))
@@ -130,50 +100,12 @@ def test_linear_network_with_square_loss_is_the_hessian(method, approx, bias, lo
     data = (plain, x, y, objective("mse", "mean" if "mean" in loss else "sum", 2))
     ggn = curvlinops_exact("ggn", *data)
     opt = still(model, "exact", method, approx=approx)
-    measured_scale(opt, model, lambda: observed_step(opt, model, x, likelihood()))
+    measured_scale(opt, model, lambda: observed_step(opt, model, x, likelihood))
     for name in ("0", "2", "4"):
         exact = hessian_block(plain, name, lambda forward: value(forward(x), y) / (1 if "mean" in loss else len(x)))
         assert_close(opt.dense_curvature(name), exact, 1e-9, f"Hessian of {name}")
         per_datum = ggn[name] if "mean" in loss else ggn[name] / len(x)
         assert_close(opt.dense_curvature(name), per_datum, 1e-9, f"Gauss-Newton of {name}")
-
-
-@each(method=METHODS, loss=LOSSES.keys())
-def test_one_datum_in_a_piecewise_linear_network_is_the_hessian(method, loss):
-    model, (x, _) = mlp((4, 5, 6, 3), activation=nn.ReLU), vectors(1)
-    y, (likelihood, value) = targets_for(loss, outputs_of(model, x)), LOSSES[loss]
-    plain = twin(model)
-    opt = still(model, "exact", method)
-    measured_scale(opt, model, lambda: observed_step(opt, model, x, likelihood()))
-    for name in ("0", "2", "4"):
-        exact = hessian_block(plain, name, lambda forward: value(forward(x), y))
-        assert_close(opt.dense_curvature(name), exact, 1e-9, name)
-
-
-class PerCall(nn.Module):
-    """A linear layer or a convolution, of which every position has a loss term of its own, or their mean has one."""
-
-    def __init__(self, layer: nn.Module, mean: bool) -> None:
-        super().__init__()
-        self.layer, self.mean = layer, mean
-
-    def forward(self, x: Tensor) -> Tensor:
-        conv = isinstance(self.layer, nn.Conv2d)
-        z = self.layer(x) if conv else torch.stack([self.layer(x[:, s]) for s in range(x.shape[1])], 2)
-        return z.flatten(2).mean(2) if self.mean else z
-
-
-@pytest.mark.parametrize(("approx", "mean"), [("expand", False), ("reduce", True)])
-@pytest.mark.parametrize("kind", ["linear", "conv"])
-def test_weight_sharing_cases_that_are_the_hessian(kind, approx, mean):
-    """Expand with a loss term per position; reduce with positions averaged before the loss."""
-    layer = {"linear": lambda: nn.Linear(3, 4), "conv": lambda: nn.Conv2d(2, 3, 2)}[kind]
-    model = seeded_build(lambda: PerCall(layer(), mean))
-    x = noise(3, 5, 3) if kind == "linear" else noise(3, 2, 3, 4)
-    y = noise(*outputs_of(model, x).shape, seed=1)
-    exact = hessian_block(twin(model), "layer", lambda forward: summed_square(forward(x), y) / len(x))
-    opt = factors_after(model, x, "gaussian", approx=approx)
-    assert_close(opt.dense_curvature("layer"), exact, 1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,20 +139,6 @@ def test_token_mean_cross_entropy_equals_curvlinops():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Mixing(nn.Module):
-    """Per-token outputs ``[N, S, 3]`` of which each depends on all tokens of its example."""
-
-    def __init__(self, mixes: bool = True) -> None:
-        super().__init__()
-        self.inner, self.outer, self.mixes = nn.Linear(3, 4), nn.Linear(4, 3), mixes
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.inner(x))
-        if self.mixes:
-            h = h + torch.cumsum(h, 1).square() / 4
-        return self.outer(h)
-
-
 class Poisson(secondorder.Likelihood):
     """Counts of rate exp(f): ℓ = exp(f) − y f, of which the Hessian is diag(exp(f))."""
 
@@ -235,16 +153,6 @@ class Poisson(secondorder.Likelihood):
         chosen = torch.zeros_like(outputs)
         chosen.flatten(1)[:, index] = (outputs.flatten(1)[:, index] / 2).exp()
         return chosen
-
-
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.left, self.right = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.tanh(self.trunk(x))
-        return self.left(h), self.right(h)
 
 
 def of_two_heads(f: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> Tensor:
@@ -274,21 +182,21 @@ def token_mean(kept: float, class_dim: int = -1) -> Loss:
 
 @dataclass
 class Case:
-    """A model with a batch, the loss of one example, and how ``observe`` is told of it."""
+    """A model with a batch, the loss of one example, and what ``observe`` is given."""
 
     model: nn.Module
     x: Tensor
     y: Any
     loss: Loss
     likelihood: Any
-    told: Any = None
+    given: Any = None
     keywords: dict[str, Any] = field(default_factory=dict)
 
 
 def known(loss: str, model: nn.Module, x: Tensor, **keywords: Any) -> Case:
     """A likelihood of ``LOSSES``, which needs no targets."""
     likelihood, value = LOSSES[loss]
-    return Case(model, x, targets_for(loss, outputs_of(model, x)), value, likelihood(), keywords=keywords)
+    return Case(model, x, targets_for(loss, outputs_of(model, x)), value, likelihood, keywords=keywords)
 
 
 def classified(model: nn.Module, x: Tensor, y: Tensor, likelihood: Any = "categorical", class_dim: int = -1) -> Case:
@@ -346,7 +254,7 @@ DEFINITIONS: dict[str, Callable[[], Case]] = {
     ),
     "another ignored class": lambda: replace(
         classified(mixing(), TOKENS, torch.where(ONES == 1, -100, ONES), secondorder.Categorical(ignore_index=1)),
-        told=ONES,
+        given=ONES,
     ),
     "classes on axis one": lambda: classified(
         seeded_build(segmenting), noise(2, 2, 3, 3), token_labels(2, 3, 3, ignored=True),
@@ -370,13 +278,13 @@ def test_factors_and_scales_are_those_of_the_definition(name, approx):
     model, names = case.model, covered_names(case.model)
     rows = observed(model, names, case.x, case.y, case.loss)
     other = twin(model)
-    opt = factors_after(model, case.x, case.likelihood, case.told, approx=approx, **case.keywords)
+    opt = factors_after(model, case.x, case.likelihood, case.given, approx=approx, **case.keywords)
     assert_observed(opt, model, rows, approx)
     for layer, found in rows.items():
         A, B = found.factors(approx)
         assert_close(opt.dense_curvature(layer), kron(B, A), tolerance, f"dense block of {layer}")
     opt = still(other, "exact", EKFAC, approx=approx, inv_update_steps=1000, **case.keywords)
-    measured_scale(opt, other, lambda: observed_step(opt, other, case.x, case.likelihood, case.told))
+    measured_scale(opt, other, lambda: observed_step(opt, other, case.x, case.likelihood, case.given))
     for layer, found in rows.items():
         state = state_of(opt, other, layer)
         A, B = found.factors(approx)
@@ -448,7 +356,7 @@ def test_outputs_with_the_batch_on_their_second_axis(loss):
         opt = still(model, "exact", batch_dim=1)
         outputs = model(TOKENS.transpose(0, 1))
         try:
-            opt.observe(outputs.transpose(0, 1) if batch_first else outputs, likelihood())
+            opt.observe(outputs.transpose(0, 1) if batch_first else outputs, likelihood)
         except ValueError:
             assert not batch_first
             continue
