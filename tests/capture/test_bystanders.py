@@ -112,11 +112,7 @@ def test_evaluation_with_accumulating_backward_is_not_captured():
     assert_same_factors(opt, model, held)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# pause_capture
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- pause_capture
 @pytest.mark.parametrize("inside", ["forward and backward", "forward", "nested", "an exception"])
 def test_nothing_inside_a_pause_is_captured(inside):
     other, target = vectors(9, seed=5)
@@ -161,11 +157,7 @@ def test_a_pause_around_backward_alone(approx, mode):
     assert layer_state(opt, model, "0")["factor_updates"] == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Nothing is kept
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Nothing is kept
 class Watched(nn.Module):
     """Hands out weak references to every activation."""
 
@@ -259,28 +251,22 @@ def test_a_deleted_optimizer_is_freed_at_once(when):
         opt = plain_kfac(model)
         if when != "made":
             train_step(opt, model, x, y, F.cross_entropy)
-        if when == "between forward and backward":
-            F.cross_entropy(model(x), y)
+        if when.startswith("between"):
+            value = F.cross_entropy(model(x), y)
         if when == "between backward and step":
-            backward(model, x, y, F.cross_entropy)
-        factor = weakref.ref(layer_state(opt, model, "0")["factor_a"])
-        alive = weakref.ref(opt)
+            value.backward()
+        value = None
+        references = weakref.ref(layer_state(opt, model, "0")["factor_a"]), weakref.ref(opt)
         del opt
-        assert alive() is None
-        assert factor() is None
+        assert [reference() for reference in references] == [None, None]
     finally:
         gc.enable()
     assert hook_counts(model) == bare
-    model.zero_grad()
     backward(model, x, y, F.cross_entropy)
     assert torch.isfinite(model[0].weight.grad).all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Freezing
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Freezing
 def fresh_copy(model):
     plain = mlp((4, 5, 6, 3))
     plain.load_state_dict(model.state_dict())

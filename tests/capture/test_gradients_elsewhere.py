@@ -249,11 +249,7 @@ def test_unscaling_by_a_grad_scaler_does_not_count_as_a_replacement(gives_up: bo
     assert_factors(all_factors(optimizer, model), expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several ranks
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Several ranks
 def on_ranks(rank: int, world: int, kind: str, cut: bool) -> tuple[Tensor | None, int]:
     """Curvature of the last layer after a step in which a batch was given up, or rank 0 kept gradients; warnings."""
     model = net().to(device_of(rank))

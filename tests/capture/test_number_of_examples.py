@@ -20,7 +20,7 @@ from secondorder import EKFAC, KFAC, HyLo
 from secondorder.capture.batch import Input, Use, count_examples
 from tests.support.grid import pairs
 from tests.support.kfac import all_factors, assert_captures, assert_factors, held_factors, labels, noise, plain_kfac
-from tests.support.models import seeded_build
+from tests.support.models import mlp, seeded_build
 from tests.support.oracles.kfac import expected_factors
 
 WIDTH, CLASSES, N, T = 64, 10, 24, 7
@@ -141,21 +141,15 @@ def test_a_cell_that_a_script_runs_over_time() -> None:
 def test_a_part_that_is_not_trained_does_not_count() -> None:
     """The generator's batch, while the discriminator takes another one."""
 
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.generator = nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-            self.discriminator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
-
-    model = seeded_build(Pair)
+    parts = {"generator": mlp((5, WIDTH, WIDTH)), "discriminator": mlp((WIDTH, WIDTH, CLASSES))}
+    model = nn.ModuleDict(parts)
     opt = plain_kfac(model.discriminator.parameters(), module=model)
-    fake = model.generator(noise(N, 5)).detach()
-    x, y = torch.cat([noise(N, WIDTH), fake]), labels(2 * N, CLASSES)
-    plain = copy.deepcopy(model.discriminator)
+    x = torch.cat([noise(N, WIDTH), model.generator(noise(N, 5)).detach()])
+    y = labels(2 * N, CLASSES)
     F.cross_entropy(model.discriminator(x), y).backward()
+    plain = mlp((WIDTH, WIDTH, CLASSES))
     opt.step()
-    expected = expected_factors(plain, x, y, F.cross_entropy)
-    assert_factors(all_factors(opt, model.discriminator), expected)
+    assert_factors(all_factors(opt, model.discriminator), expected_factors(plain, x, y, F.cross_entropy))
 
 
 @pytest.mark.parametrize("order", ["part first", "model first"])

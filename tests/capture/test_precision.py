@@ -116,11 +116,7 @@ def test_a_model_cast_after_the_optimizer_was_made(dtype, when, keywords):
         assert dtype != torch.float64 or set(held.values()) == {torch.float64}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# GradScaler
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- GradScaler
 def scaled_step(opt, scaler, model, x, y, treatment):
     opt.zero_grad()
     scaler.scale(F.cross_entropy(model(x), y)).backward()

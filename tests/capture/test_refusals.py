@@ -184,11 +184,7 @@ def test_other_ways_to_the_gradients_are_captured(fill):
     assert_factors({name: held_factors(opt, model, name) for name in expected}, expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layers without statistics
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Layers without statistics
 def test_a_weight_used_outside_its_module_is_named():
     """F.linear with the weight of a covered layer: a gradient without statistics."""
 
@@ -322,11 +318,7 @@ def test_an_input_modified_in_place_after_its_layer_is_not_captured():
     assert layer_state(opt, plain, "middle")["factor_updates"] == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# skip_layers
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- skip_layers
 class Special(nn.Linear):
     pass
 

@@ -44,11 +44,7 @@ from tests.support.oracles.trajectory import curvlinops_blocks, curvlinops_exact
 APPROXIMATIONS = ["expand", "reduce"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Targets and steps
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Targets and steps
 def targets_for(loss: str, outputs: Tensor, seed: int = 0) -> Tensor:
     """Targets of the kind that the loss takes; second derivatives do not depend on which."""
     if "ategorical" in loss:
@@ -68,11 +64,7 @@ def factors_after(model: nn.Module, x: Tensor, likelihood, targets=None, **keywo
     return opt
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The oracle first
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- The oracle first
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_oracle_s_block_is_the_hessian_of_a_piecewise_linear_network(loss):
     model, (x, _) = mlp((4, 5, 3), activation=nn.ReLU), vectors()
@@ -87,11 +79,7 @@ def test_the_oracle_s_block_is_the_hessian_of_a_piecewise_linear_network(loss):
         assert_close(rows.block(), exact, 1e-10, name)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Equal to the Hessian
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Equal to the Hessian
 @pairs(method=METHODS, approx=APPROXIMATIONS, bias=[True, False], loss=["gaussian", "gaussian mean"])
 def test_linear_network_with_square_loss_is_the_hessian(method, approx, bias, loss):
     model, x = mlp((4, 3, 5, 2), bias=bias, activation=nn.Identity), noise(6, 4)
@@ -108,11 +96,7 @@ def test_linear_network_with_square_loss_is_the_hessian(method, approx, bias, lo
         assert_close(opt.dense_curvature(name), per_datum, 1e-9, f"Gauss-Newton of {name}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Equal to curvlinops' type-2 factors
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Equal to curvlinops' type-2 factors
 @each(approx=APPROXIMATIONS, kind=["mlp", "strided conv", "padded conv", "pooled tokens"])
 def test_cross_entropy_equals_curvlinops(kind, approx):
     if kind == "mlp":
@@ -134,11 +118,7 @@ def test_token_mean_cross_entropy_equals_curvlinops():
     assert_factors({name: held_factors(opt, model, name) for name in theirs}, theirs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Else: equal to the definition
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Else: equal to the definition
 class Poisson(secondorder.Likelihood):
     """Counts of rate exp(f): ℓ = exp(f) − y f, of which the Hessian is diag(exp(f))."""
 
@@ -239,6 +219,7 @@ DEFINITIONS: dict[str, Callable[[], Case]] = {
     "groups": lambda: known("categorical", seeded_build(of_groups), noise(3, 4, 6)),
     "frozen weight": lambda: known("categorical", frozen("weight"), X),
     "frozen bias": lambda: known("categorical", frozen("bias"), X),
+    "a layer that is the model": lambda: known("categorical", seeded_build(lambda: nn.Linear(4, 3)), X),
     "pooled tokens": lambda: known("bernoulli", seeded_build(lambda: Tokens(read="mean")), TOKENS),
     "a layer called twice": lambda: known("categorical", seeded_build(lambda: Repeated(False)), X),
     # every entry of an example's output is an output of the model; positions meet in the layers below
@@ -432,11 +413,7 @@ def test_a_mask_keeps_padding_out():
             assert_close(mine, theirs, 1e-9, name)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Every kind of layer
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Every kind of layer
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_every_kind_of_layer(name):
     """Of a Gaussian, columns of the Hessian are √2 e_k. EK-FAC keeps the trace, with a side that is diagonal too."""

@@ -63,11 +63,7 @@ def assert_running(opt, model, history, decays, weights) -> None:
         assert float(layer_state(opt, model, name)["factor_weight"]) == pytest.approx(total, rel=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Weights
 @pairs(
     method=METHODS,
     weighting=["samples", "update"],
@@ -98,11 +94,7 @@ def test_micro_batches_are_one_update():
     assert float(layer_state(opt, model, "0")["factor_weight"]) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Burn-in
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Burn-in
 @pytest.mark.parametrize(
     ("given", "decay", "burnin"),
     [
@@ -131,11 +123,7 @@ def test_scales_are_those_of_a_plain_list(given, decay, burnin):
     assert float(layer_state(opt, model, "0")["scale_weight"]) == pytest.approx(total, rel=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Decay per step
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Decay per step
 class Constant(nn.Module):
     """A layer whose A is the square of what it is given, and which may rest."""
 
@@ -208,11 +196,7 @@ def test_decay_per_step_counts_the_steps_that_went_by(method, schedule, resumes)
     assert_mean_of_squares(state, [(0.9 ** (t - before), t) for before, t in zip([0, *times], times, strict=False)])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Weight decay as curvature
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Weight decay as curvature
 def moved(opt, model) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """(θ, ∇, θ − θ') of every layer, for a step with the gradients that are there."""
     before = {name: layer_values(model.get_submodule(name)) for name in ("0", "2")}
@@ -245,11 +229,7 @@ def test_weight_decay_in_the_curvature_of_cholesky():
         assert_close(step, solve_pi(B, A, gradient, 1e-2 + 0.5) + 0.5 * theta, 1e-9, name)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Power
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Power
 def applied(model, method, gradients: dict[str, Tensor] | None, power: float, **keywords):
     """The direction of every layer at one curvature; with ``gradients``, of these instead of the loss's."""
     opt = method(model, **{**PLAIN, "factor_update_steps": 10, "inv_update_steps": 10, **keywords})

@@ -98,11 +98,7 @@ def scale_draws(opt, model, x, y, steps: int, **keywords) -> dict[str, Tensor]:
     return {name: values for name, (values,) in found.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Convergence of sampled Fishers
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Convergence of sampled Fishers
 def token_mean(f: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(f.flatten(0, 1), y.flatten(), reduction="sum") / (5 / 2)
 
@@ -186,10 +182,7 @@ def test_draws_of_a_classifier_are_its_own_labels():
     assert ((drawn - p).abs() <= 5 * (p * (1 - p) / 80).sqrt()).all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A part of the examples or of their positions
-# ---------------------------------------------------------------------------------------------------------------------
-
+# ---------------------------------------------------------------- A part of the examples or of their positions
 MODELS = {
     "mlp": lambda: (mlp((4, 3, 3)), *vectors(6)),
     "images": lambda: (convnet(stride=2, padding=1), *images(2)),
@@ -392,10 +385,7 @@ def test_bad_values_are_refused():
         assert opt.param_groups[0]["approx"] == "expand"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Where the randomness comes from
-# ---------------------------------------------------------------------------------------------------------------------
-
+# ---------------------------------------------------------------- Where the randomness comes from
 #: Options, and the side of the factor of the first layer that they draw.
 DRAWN = {
     "mc": ({"fisher": "mc"}, 1),
