@@ -15,7 +15,7 @@ from torch import nn
 import secondorder.capture.loss_scale
 from secondorder import EKFAC, KFAC, MFAC, HyLo
 from secondorder.diagnostics import Analysis, read_events
-from tests.support.grid import each
+from tests.support.grid import each, pairs
 
 METHODS = {
     "kfac": lambda model, **k: KFAC(model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=1, **k),
@@ -75,11 +75,6 @@ def assert_nothing_counted(opt):
         assert opt.state[block.owner]["refreshes"] == 0
 
 
-def unscaled_steps(opt, model, count):
-    for _ in range(count):
-        scaled_step(opt, model, make_scaler(enabled=False), half=False, step=lambda o: o.step())
-
-
 def make_scaler(**keywords):
     return torch.amp.GradScaler("cpu", init_scale=2.0**12, **keywords)
 
@@ -92,71 +87,81 @@ def silence():
         yield
 
 
-@each(method=METHODS, treatment=["plain", "unscale", "clip"])
-def test_a_scaler_given_or_set_late_or_found_gives_the_curvature_of_float32(method, treatment):
-    for way in ("given", "late", "found"):
-        model, scaler = make_model(), make_scaler()
-        opt = method(model, **({"grad_scaler": scaler} if way == "given" else {}))
-        if way == "late":
-            opt.grad_scaler = scaler
-        for _ in range(3):
-            scaled_step(opt, model, scaler, treatment)
-        assert opt.grad_scaler is scaler
-        assert_counted(method, opt, 2 if way == "found" else 3)
+def taken_at_once(opt, model, scaler, **keywords):
+    scaled_step(opt, model, make_scaler(enabled=False), half=False, step=lambda o: o.step())
 
 
-@each(method=METHODS, way=["late", "found"])
-def test_float16_may_begin_in_the_middle_of_training(method, way):
-    model, scaler = make_model(), make_scaler()
-    opt = method(model)
-    unscaled_steps(opt, model, 2)
-    if way == "late":
-        opt.grad_scaler = scaler
-    for _ in range(3):
-        scaled_step(opt, model, scaler)
-    assert opt.grad_scaler is scaler
-    assert_counted(method, opt, 5)
+def half(opt, model, scaler, **keywords):
+    scaled_step(opt, model, scaler, **keywords)
 
 
-@each(method=METHODS, half=[True, False])
-def test_the_step_that_finds_the_scaler_is_left_out_and_the_next_one_counts(method, half):
-    """In float32 too: those layers carry the same scale, and nothing in their gradients tells."""
-    model, scaler = make_model(), make_scaler()
-    opt = method(model)
-    scaled_step(opt, model, scaler, half=half)
-    assert_nothing_counted(opt)
-    scaled_step(opt, model, scaler, half=half)
-    assert_counted(method, opt, 1, 2e-2 if half else 1e-5)
+def single(opt, model, scaler, **keywords):
+    scaled_step(opt, model, scaler, half=False, **keywords)
 
 
-@methods
-def test_an_overflow_before_the_scaler_is_found_leaves_nothing(method):
-    model, scaler = make_model(), make_scaler()
-    opt = method(model)
+def overflow(opt, model, scaler, **keywords):
     scaled_step(opt, model, scaler, factor=float("inf"))  # the scaler leaves the step out
-    assert scaler.get_scale() == 2.0**11
-    assert opt.grad_scaler is None
-    for _ in range(2):
-        scaled_step(opt, model, scaler)
-    scaled_step(opt, model, scaler, factor=float("inf"))
-    scaled_step(opt, model, scaler)
-    assert_counted(method, opt, 2)
-    assert opt.diagnostics()["skipped_statistics"] == 0
 
 
-@methods
-def test_a_scaler_set_between_backward_and_step_leaves_that_batch_out(method):
-    model, scaler = make_model(), make_scaler()
-    opt = method(model)
+def by_hand(opt, model, scaler, **keywords):
+    def unscale_and_step(optimizer):
+        scaler.unscale_(optimizer)
+        optimizer.step()
 
-    def late(optimizer):
+    scaled_step(opt, model, scaler, half=False, step=unscale_and_step)
+
+
+def between_backward_and_step(opt, model, scaler, **keywords):
+    """A step for which the scaler is set late."""
+
+    def set_and_step(optimizer):
         optimizer.grad_scaler = scaler
         scaler.step(optimizer)
 
-    scaled_step(opt, model, scaler, half=False, step=late)
-    assert_nothing_counted(opt)
-    scaled_step(opt, model, scaler, half=False)
-    assert_counted(method, opt, 1, 1e-5)
+    scaled_step(opt, model, scaler, half=False, step=set_and_step)
+
+
+def given(opt, model, scaler, **keywords):
+    opt.grad_scaler = scaler
+
+
+#: What happens one after the other; in how many steps statistics count; whether the optimizer knows the scaler then.
+RUNS = {
+    "given": ([given, half, half, half], 3, True),
+    "found": ([half, half, half], 2, True),  # in float32 too: nothing in those gradients tells
+    "found in float32": ([single, single], 1, True),
+    "given in the middle of training": ([taken_at_once, taken_at_once, given, half, half, half], 5, True),
+    "found in the middle of training": ([taken_at_once, taken_at_once, half, half, half], 4, True),
+    "an overflow before it is found": ([overflow], 0, False),
+    "an overflow before it is found, and after": ([overflow, half, half, overflow, half], 2, True),
+    "set between backward and step": ([between_backward_and_step], 0, True),
+    "set between backward and step, and used": ([between_backward_and_step, single], 1, True),
+    # statistics of a loss that nothing scales, divided by the scale, would be too small by its square
+    "found, and then not stepping any more": ([half, half, taken_at_once], 1, False),
+    "found in float32, and then not stepping any more": ([single, single, *[taken_at_once] * 4], 4, False),
+    "given, whoever steps": ([given, by_hand, by_hand, by_hand], 3, True),
+    "given after it was found, whoever steps": ([single, single, given, by_hand, by_hand, by_hand], 4, True),
+}
+
+
+@pairs(method=METHODS, run=RUNS, treatment=["plain", "unscale", "clip"], by_keyword=[False, True])
+def test_statistics_are_those_of_float32_or_left_out(method, run, treatment, by_keyword):
+    """A step that finds a scaler is left out, and one that finds it gone."""
+    steps, counted, knows = run
+    model, scaler = make_model(), make_scaler()
+    if by_keyword and steps[0] is given:
+        opt, steps = method(model, grad_scaler=scaler), steps[1:]
+    else:
+        opt = method(model)
+    for step in steps:
+        step(opt, model, scaler, treatment=treatment)
+    assert opt.grad_scaler is (scaler if knows else None)
+    assert {opt.state[b.owner].get("factor_updates", 0) for b in opt.blocks.values()} == {counted}
+    if counted:
+        assert_counted(method, opt, counted, 2e-2 if half in steps else 1e-5)
+    else:
+        assert_nothing_counted(opt)
+    assert opt.diagnostics()["skipped_statistics"] == 0
 
 
 def test_the_stack_is_not_looked_through_at_every_step(monkeypatch):
@@ -306,38 +311,3 @@ def test_an_observer_never_sees_rows_that_carry_the_scale(tmp_path):
     assert {step for step, _ in found[True]} == {1, 2}
     for key, value in found[True].items():
         assert value == pytest.approx(found[False][key], rel=1e-4)
-
-
-@each(method=METHODS, half=[True, False])
-def test_a_scaler_that_was_found_is_given_up_once_it_does_not_step_any_more(method, half):
-    """Statistics of a loss that nothing scales, divided by the scale, would be too small by its square."""
-    model, scaler = make_model(), make_scaler()
-    opt = method(model)
-    for _ in range(2):
-        scaled_step(opt, model, scaler, half=half)
-    assert opt.grad_scaler is scaler
-    unscaled_steps(opt, model, 1)
-    assert opt.grad_scaler is None
-    unscaled_steps(opt, model, 3)
-    assert opt.grad_scaler is None
-    assert_counted(method, opt, 5)
-
-
-@each(method=METHODS, way=["given", "late", "after it was found"])
-def test_a_scaler_that_was_given_stays_whoever_steps(method, way):
-    model, scaler = make_model(), make_scaler()
-    opt = method(model, **({"grad_scaler": scaler} if way == "given" else {}))
-    found = 2 if way == "after it was found" else 0
-    for _ in range(found):
-        scaled_step(opt, model, scaler, half=False)
-    if way != "given":
-        opt.grad_scaler = scaler
-
-    def by_hand(optimizer):
-        scaler.unscale_(optimizer)
-        optimizer.step()
-
-    for _ in range(3):
-        scaled_step(opt, model, scaler, half=False, step=by_hand)
-        assert opt.grad_scaler is scaler
-    assert_counted(method, opt, 3 + max(found - 1, 0), 1e-5)
