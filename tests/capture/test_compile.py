@@ -1,4 +1,4 @@
-"""Models under torch.compile: equal factors, no graph break, no endless recompilation, and a late compile is told."""
+"""Models under torch.compile: equal factors, no graph break, no endless recompilation, and a warning where it comes too late."""
 
 import warnings
 

@@ -221,7 +221,7 @@ def alone_in_a_group():
 @pytest.mark.parametrize("method", ["kfac", "hylo"])
 @pytest.mark.filterwarnings("default:.*:FutureWarning", "default:.*:UserWarning:torch")
 def test_the_schedules_of_torch_drive_several_stages(method, alone_in_a_group):
-    """They scale gradients after the fact unless told not to, which no statistic could know of."""
+    """They scale gradients after the fact by default, which no statistic could know of."""
     widths = [torch.zeros(4, n, dtype=torch.float64) for n in (5, 6)]
 
     @functools.cache
