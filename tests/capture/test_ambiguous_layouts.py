@@ -5,7 +5,6 @@ Wanted are directions by per-example autograd, or the number of examples; where 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +68,17 @@ def solved(model: nn.Module, layer: nn.Module, x: Tensor, weights: Tensor, alone
     return found[:, 0], found[:, 1]
 
 
+def assert_solved(model: nn.Module, layer: nn.Module, x: Tensor, alone: bool = True) -> None:
+    """K-FAC's direction of a norm is that by its per-example gradients."""
+    weights = torch.randn(len(x), x[0].numel()).double()
+    optimizer = KFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
+    kept = step(optimizer, model, x, weights)
+    with optimizer.pause_capture():
+        expected = solved(model, layer, x, weights, alone)
+    for name, direction in zip(("weight", "bias"), expected, strict=True):
+        torch.testing.assert_close(kept[f"layer.{name}"], direction, rtol=1e-8, atol=1e-10)
+
+
 def step(optimizer: Any, model: nn.Module, x: Tensor, weights: Tensor) -> dict[str, Tensor]:
     optimizer.zero_grad()
     ((model(x) * weights).sum() / len(x)).backward()
@@ -90,14 +100,7 @@ TELLING = [
 def test_where_the_shape_tells(kind: Callable[[nn.Module], nn.Module], n: int, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     layer = nn.LayerNorm(5)
-    model = kind(layer).double()
-    x, weights = torch.randn(shape).double(), torch.randn(n, math.prod(shape[1:])).double()
-    optimizer = KFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
-    kept = step(optimizer, model, x, weights)
-    with optimizer.pause_capture():
-        weight, bias = solved(model, layer, x, weights)
-    torch.testing.assert_close(kept["layer.weight"], weight, rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(kept["layer.bias"], bias, rtol=1e-8, atol=1e-10)
+    assert_solved(kind(layer).double(), layer, torch.randn(shape).double())
 
 
 @pytest.mark.parametrize(
@@ -163,27 +166,50 @@ class Conditioned(nn.Module):
         return found
 
 
+class Prototypes(nn.Module):
+    """Features are compared with learned vectors, between which there is attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(3, 8)
+        self.vectors = nn.Parameter(torch.randn(1, 5, 8))
+        self.among = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        vectors = self.among(self.vectors, self.vectors, self.vectors, need_weights=False)[0][0]
+        found: Tensor = self.out(x) @ vectors.T
+        return found
+
+
+N = 32
+WORDS, FEATURES = torch.arange(N * 7).view(N, 7) % 20, torch.linspace(-1, 1, N * 3).view(N, 3).sin().double()
+SHARED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "latents, words": (lambda: Latents(words=True), WORDS),
+    "latents, features": (lambda: Latents(words=False), FEATURES),
+    "one vector": (Conditioned, WORDS[:, 0]),
+    "prototypes": (Prototypes, FEATURES),
+}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("case", ["latents, words", "latents, features", "one vector"])
+@pytest.mark.parametrize("case", SHARED)
 def test_what_all_examples_share_does_not_make_them_one(case: str) -> None:
     torch.manual_seed(0)
-    n = 32
-    model = (Conditioned() if case == "one vector" else Latents("words" in case)).double()
-    x = {
-        "latents, words": torch.randint(20, (n, 7)),
-        "latents, features": torch.randn(n, 3).double(),
-        "one vector": torch.randint(20, (n,)),
-    }[case]
+    build, x = SHARED[case]
+    model, gradients = build().double(), []
     optimizer = KFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
+
+    def keep_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(gradients.append)
+
+    model.out.register_forward_hook(keep_gradient)
     outputs = model(x)
-    outputs.retain_grad()
-    ((outputs * torch.randn(n, 3).double()).sum() / n).backward()
+    ((outputs * torch.randn_like(outputs)).sum() / N).backward()
     optimizer.step()
-    assert outputs.grad is not None
-    rows = outputs.grad * n
+    rows = gradients[0] * N
     state = optimizer.state[model.out.weight]
-    torch.testing.assert_close(state["factor_g"], rows.T @ rows / n)
-    assert state["factor_weight"] == n
+    torch.testing.assert_close(state["factor_g"], rows.T @ rows / N)
+    assert state["factor_weight"] == N
 
 
 class Known(nn.Module):
@@ -216,15 +242,8 @@ def test_modules_that_say_where_the_examples_are(case: str, n: int) -> None:
     beside = nn.LSTM(5, 5) if case == "LSTM" else nn.MultiheadAttention(5, 1, batch_first=windows)
     model = Known(beside, windows).double()
     beside.requires_grad_("frozen" not in case)
-    x = torch.randn(n, 16, 5).double()
-    weights = torch.randn(n, 80).double()
-    optimizer = KFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
-    kept = step(optimizer, model, x, weights)
-    with optimizer.pause_capture():
-        # Windows of as many positions as the batch has examples: one example alone cannot be cut into them.
-        weight, bias = solved(model, model.layer, x, weights, alone=not windows)
-    torch.testing.assert_close(kept["layer.weight"], weight, rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(kept["layer.bias"], bias, rtol=1e-8, atol=1e-10)
+    # Windows of as many positions as the batch has examples: one example alone cannot be cut into them.
+    assert_solved(model, model.layer, torch.randn(n, 16, 5).double(), alone=not windows)
 
 
 def test_as_many_positions_as_examples_beside_sequence_first_attention() -> None:
@@ -247,29 +266,9 @@ def test_observed_windows_are_left_out_too(kind: Any) -> None:
         optimizer.step()
 
 
-class Prototypes(nn.Module):
-    """Features are compared with learned vectors, between which there is attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(3, 8)
-        self.vectors = nn.Parameter(torch.randn(1, 5, 8))
-        self.among = nn.MultiheadAttention(8, 2, batch_first=True)
-
+class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        vectors = self.among(self.vectors, self.vectors, self.vectors, need_weights=False)[0][0]
-        found: Tensor = self.out(x) @ vectors.T
-        return found
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_attention_between_learned_vectors_alone() -> None:
-    torch.manual_seed(0)
-    model = Prototypes().double()
-    optimizer = KFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
-    (model(torch.randn(32, 3).double()).square().sum() / 32).backward()
-    optimizer.step()
-    assert optimizer.state[model.out.weight]["factor_weight"] == 32
+        return x.mean(-1)
 
 
 class Relative(nn.Module):
@@ -302,18 +301,6 @@ def test_a_table_of_pairs_has_no_examples(n: int) -> None:
         train()
 
 
-class Pooled(nn.Module):
-    """A convolution as wide as its input, and a layer on the means of its channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution, self.head = nn.Conv2d(3, 3, 3, padding=1), nn.Linear(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(torch.tanh(self.convolution(x)).mean((-2, -1)))
-        return found
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("what", ["features", "sequence", "picture", "pooled"])
 def test_a_model_without_a_batch_is_one_example(what: str) -> None:
@@ -321,7 +308,11 @@ def test_a_model_without_a_batch_is_one_example(what: str) -> None:
     layers: dict[str, tuple[nn.Module, Tensor]] = {
         "features": (nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(6)),
         "sequence": (nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), torch.randn(7, 6)),
-        "pooled": (Pooled(), torch.randn(3, 6, 6)),
+        "pooled": (
+            # a convolution as wide as its input, and a layer on the means of its channels
+            nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh(), nn.Flatten(-2), Mean(), nn.Linear(3, 4)),
+            torch.randn(3, 6, 6),
+        ),
         "picture": (nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 3)), torch.randn(2, 7, 7)),
     }
     model, x = layers[what]

@@ -1,4 +1,4 @@
-"""Models under torch.compile: equal factors, no graph break, no endless recompilation, and a late compile is told."""
+"""Models under torch.compile: equal factors, no graph break, no endless recompilation, and a warning where it comes too late."""
 
 import warnings
 
@@ -11,7 +11,9 @@ from torch import nn
 from secondorder import KFAC
 from tests.support.grid import each
 from tests.support.kfac import (
+    accumulate,
     all_factors,
+    assert_captures,
     assert_close,
     assert_factors,
     backward,
@@ -51,9 +53,7 @@ def whole(model, x, y, backend):
 
 
 def unequal_micro_batches(model, x, y, backend):
-    fast, sizes = compiled(model, backend), [3, 2, len(x) - 5]
-    for a, b in zip(x.split(sizes), y.split(sizes), strict=True):
-        backward(fast, a, b, lambda o, t: F.cross_entropy(o, t, reduction="sum") / len(x))
+    accumulate(compiled(model, backend), x, y, [3, 2, len(x) - 5])
 
 
 def among_others(model, x, y, backend):
@@ -79,18 +79,13 @@ def around_the_model(model, x, y, backend):
 
 
 @backends
-@each(kind=["mlp", "convnet"], run=[whole, unequal_micro_batches, among_others, a_part, around_the_model])
-def test_factors_equal_the_plain_form_without_a_graph_break(backend, kind, run):
-    build, (x, y) = {"mlp": (mlp, vectors(6)), "convnet": (convnet, images(6))}[kind]
-    expected = expected_factors(build(), x, y, F.cross_entropy)
-    model = build()
-    opt = plain_kfac(model)
-    run(model, x, y, backend)
-    opt.step()
-    assert_factors(all_factors(opt, model), expected)
+@pytest.mark.parametrize("run", [whole, unequal_micro_batches, among_others, a_part, around_the_model])
+def test_factors_equal_the_plain_form_without_a_graph_break(backend, run):
+    build, (x, y) = (convnet, images(6)) if run is whole else (mlp, vectors(6))
+    assert_captures(build(), build(), x, y, lambda model: run(model, x, y, backend))
     assert graph_breaks() == {}
     if run is whole:  # torch runs the hooks of a user's own root class outside the graph, as a frame of their own
-        assert graphs() <= (1 if kind == "mlp" else 2)
+        assert graphs() <= 2
 
 
 @backends
@@ -98,12 +93,9 @@ def test_factors_equal_the_plain_form_without_a_graph_break(backend, kind, run):
 def test_in_place_relu_reused_layer_and_checkpointing_inside(backend, mode, approx, tokens):
     x, y = vectors()
     x = noise(6, 3, 4) if tokens else x
-    expected = expected_factors(reused(repeat=2, tokens=tokens), x, y, F.cross_entropy, approx=approx)
     model = reused(mode=mode, inplace=True, repeat=2, tokens=tokens)
-    opt = plain_kfac(model, approx=approx)
-    backward(compiled(model, backend), x, y, F.cross_entropy)
-    opt.step()
-    assert_factors(all_factors(opt, model), expected)
+    plain = reused(repeat=2, tokens=tokens)
+    assert_captures(model, plain, x, y, lambda model: whole(model, x, y, backend), approx=approx)
 
 
 @backends
@@ -146,17 +138,20 @@ def test_plain_steps_run_the_graph_of_the_bare_model():
     assert graphs_seen[0] == graphs_seen[1]
 
 
-def test_the_compiled_module_may_be_handed_to_the_optimizer():
-    x, y = vectors()
-    expected = expected_factors(mlp(), x, y, F.cross_entropy)
-    model = mlp()
+def test_the_compiled_module_may_be_handed_to_the_optimizer_which_may_be_detached():
+    (x, y), model = vectors(), mlp()
     fast = compiled(model)
-    opt = KFAC(fast, lr=0.1, kl_clip=None, factor_update_steps=1, inv_update_steps=1)
+    opt = plain_kfac(fast, lr=0.1)
     backward(fast, x, y, F.cross_entropy)
     opt.step()
-    assert_factors(all_factors(opt, model), expected)
-    assert opt.dense_curvature("0").shape == (25, 25)
-    assert opt.dense_curvature("_orig_mod.0").shape == (25, 25)
+    assert_factors(all_factors(opt, model), expected_factors(mlp(), x, y, F.cross_entropy))
+    assert opt.dense_curvature("0").shape == opt.dense_curvature("_orig_mod.0").shape == (25, 25)
+    opt.detach()
+    reference = mlp()
+    reference.load_state_dict(model.state_dict())
+    model.zero_grad()
+    torch.testing.assert_close(backward(fast, x, y, F.cross_entropy), backward(reference, x, y, F.cross_entropy))
+    torch.testing.assert_close(model[0].weight.grad, reference[0].weight.grad)
 
 
 def test_hooks_after_compilation_are_reported_once_by_layer_name():
@@ -200,13 +195,15 @@ def train_two_of_a_class() -> tuple[KFAC, nn.Module, list[str]]:
 
 def test_a_second_model_of_a_class_is_named_with_the_remedy():
     """torch runs what it compiled for the first model, and does not look whether the second one has hooks."""
-    opt, _, messages = train_two_of_a_class()
+    opt, _, (message,) = train_two_of_a_class()
     assert [opt.state[b.owner]["factor_updates"] for b in opt.blocks.values()] == [0, 0, 0]
-    assert len(messages) == 1
-    assert "head" in messages[0]
-    assert "same class" in messages[0]
-    assert "torch._dynamo.config.skip_nnmodule_hook_guards = False" in messages[0]
-    assert "torch.compiler.reset()" in messages[0]
+    for part in (
+        "head",
+        "same class",
+        "torch._dynamo.config.skip_nnmodule_hook_guards = False",
+        "torch.compiler.reset()",
+    ):
+        assert part in message
 
 
 def test_models_of_a_class_that_train_in_turn_are_covered_where_torch_guards_hooks():
@@ -226,32 +223,12 @@ def test_models_of_a_class_that_train_in_turn_are_covered_where_torch_guards_hoo
 
 @pytest.mark.parametrize("first", ["adamw, then a reset", "kfac"])
 def test_a_second_model_of_a_class_is_covered_after_a_reset_or_an_optimizer_of_the_same_kind(first):
-    expected = expected_factors(reused(), *vectors(), F.cross_entropy)
-    other, model = reused(), reused()
+    (x, y), other = vectors(), reused()
     opt = plain_kfac(other, lr=0.0) if first == "kfac" else torch.optim.AdamW(other.parameters())
-    train_step(opt, compiled(other, "eager"), *vectors(), F.cross_entropy)
-    opt = plain_kfac(model, lr=0.0)
+    train_step(opt, compiled(other, "eager"), x, y, F.cross_entropy)
     if first != "kfac":
         torch.compiler.reset()
-    train_step(opt, compiled(model, "eager"), *vectors(), F.cross_entropy)
-    assert_factors(all_factors(opt, model), expected)
-
-
-def test_detach_leaves_a_compiled_model_that_works():
-    x, y = vectors()
-    model = mlp()
-    opt = plain_kfac(model)
-    fast = compiled(model)
-    backward(fast, x, y, F.cross_entropy)
-    opt.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        opt.detach()
-    reference = mlp()
-    reference.load_state_dict(model.state_dict())
-    model.zero_grad()
-    torch.testing.assert_close(backward(fast, x, y, F.cross_entropy), backward(reference, x, y, F.cross_entropy))
-    torch.testing.assert_close(model[0].weight.grad, reference[0].weight.grad)
+    assert_captures(reused(), reused(), x, y, lambda model: whole(model, x, y, "eager"))
 
 
 def test_autocast_inside_a_compiled_model():

@@ -6,7 +6,9 @@ The oracle is the curvature of the whole batch, from the per-example gradients o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ PARTS = 4
 EVERY_STEP = {KFAC: ("factor_update_steps", "inv_update_steps"), HyLo: ("update_steps",)}
 EVERY_STEP[EKFAC] = EVERY_STEP[KFAC]
 
-Loop = Callable[[nn.Module, torch.optim.Optimizer], None]
+Loop = Callable[[nn.Module, Any], None]
 
 
 def net() -> nn.Sequential:
@@ -41,94 +43,76 @@ def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
     return x, torch.randint(10, (64,), generator=generator)
 
 
-def losses(model: nn.Module) -> list[Callable[[], Tensor]]:
-    """The losses of the micro-batches, each divided by their number."""
+def losses(model: nn.Module, optimizer: Any) -> list[Callable[[], Tensor]]:
+    """The losses of the micro-batches, each divided by their number; `observe` is for the test of the exact Fisher."""
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        outputs = model(x)
+        optimizer.observe(outputs, "categorical")
+        return F.cross_entropy(outputs, y) / PARTS
+
     x, y = batch()
-    return [
-        lambda a=a, b=b: F.cross_entropy(model(a), b) / PARTS  # type: ignore[misc]
-        for a, b in zip(x.chunk(PARTS), y.chunk(PARTS), strict=True)
-    ]
+    return [partial(loss, a, b) for a, b in zip(x.chunk(PARTS), y.chunk(PARTS), strict=True)]
 
 
-def collect(model: nn.Module, gradients: Callable[[int, Callable[[], Tensor]], list[Tensor]]) -> None:
-    """Add up in buffers what a way to compute gradients gives, and put that into `.grad`."""
-    buffers = [torch.zeros_like(p) for p in model.parameters()]
-    for number, loss in enumerate(losses(model)):
-        for buffer, g in zip(buffers, gradients(number, loss), strict=True):
-            buffer += g
-    for p, buffer in zip(model.parameters(), buffers, strict=True):
-        p.grad = buffer
+def returned(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(loss(), list(model.parameters())))
 
 
-def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for loss in losses(model):
+def taken(model: nn.Module, loss: Callable[[], Tensor], **reset: bool) -> list[Tensor]:
+    """What a backward pass leaves in `.grad`, which is reset then."""
+    loss().backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad(**reset)
+    return found
+
+
+def collect(model: nn.Module, gradients: Iterable[list[Tensor]]) -> None:
+    """Add up in buffers what micro-batches give, and put that into `.grad`."""
+    for p, parts in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
+        p.grad = sum(parts)
+
+
+def accumulated(model: nn.Module, optimizer: Any) -> None:
+    for loss in losses(model, optimizer):
         loss().backward()
 
 
-def returned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    collect(model, lambda _, loss: list(torch.autograd.grad(loss(), list(model.parameters()))))
+def by_grad(model: nn.Module, optimizer: Any) -> None:
+    collect(model, [returned(model, loss) for loss in losses(model, optimizer)])
 
 
-def returned_and_clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    def clipped(_: int, loss: Callable[[], Tensor]) -> list[Tensor]:
-        found = torch.autograd.grad(loss(), list(model.parameters()))
-        return [g * 0.1 for g in found]
-
-    collect(model, clipped)
+def by_grad_and_clipped(model: nn.Module, optimizer: Any) -> None:
+    collect(model, [[g * 0.1 for g in returned(model, loss)] for loss in losses(model, optimizer)])
 
 
-def reset_to_none(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    def taken(_: int, loss: Callable[[], Tensor]) -> list[Tensor]:
-        loss().backward()
-        found = [p.grad for p in model.parameters()]
-        model.zero_grad()
-        return found
-
-    collect(model, taken)
+def reset_to_zeros(model: nn.Module, optimizer: Any) -> None:
+    collect(model, [taken(model, loss, set_to_none=False) for loss in losses(model, optimizer)])
 
 
-def reset_by_the_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    def taken(_: int, loss: Callable[[], Tensor]) -> list[Tensor]:
+def reset_to_none(model: nn.Module, optimizer: Any) -> None:
+    collect(model, [taken(model, loss) for loss in losses(model, optimizer)])
+
+
+def reset_by_the_optimizer(model: nn.Module, optimizer: Any) -> None:
+    found = []
+    for loss in losses(model, optimizer):
         optimizer.zero_grad()
         loss().backward()
-        return [p.grad.clone() for p in model.parameters()]
+        found.append([p.grad.clone() for p in model.parameters()])
+    collect(model, found)
 
-    collect(model, taken)
+
+def in_turn(model: nn.Module, optimizer: Any) -> None:
+    ways = (returned, taken) * 2
+    collect(model, [way(model, loss) for way, loss in zip(ways, losses(model, optimizer), strict=True)])
 
 
-def added_to_the_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    *first, last = losses(model)
-    buffers = [torch.zeros_like(p) for p in model.parameters()]
-    for loss in first:
-        loss().backward()
-        for buffer, p in zip(buffers, model.parameters(), strict=True):
-            buffer += p.grad
-            p.grad = None
+def added_to_the_last(model: nn.Module, optimizer: Any) -> None:
+    *first, last = losses(model, optimizer)
+    parts = [taken(model, loss) for loss in first]
     last().backward()
-    for buffer, p in zip(buffers, model.parameters(), strict=True):
-        p.grad += buffer
-
-
-def in_turn(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    def taken(number: int, loss: Callable[[], Tensor]) -> list[Tensor]:
-        if number % 2 == 0:
-            return list(torch.autograd.grad(loss(), list(model.parameters())))
-        loss().backward()
-        found = [p.grad for p in model.parameters()]
-        model.zero_grad()
-        return found
-
-    collect(model, taken)
-
-
-def reset_to_zeros(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    def taken(_: int, loss: Callable[[], Tensor]) -> list[Tensor]:
-        loss().backward()
-        found = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad(set_to_none=False)
-        return found
-
-    collect(model, taken)
+    collect(model, [*parts, [p.grad for p in model.parameters()]])
 
 
 def probe(model: nn.Module) -> Tensor:
@@ -136,43 +120,35 @@ def probe(model: nn.Module) -> Tensor:
     return F.cross_entropy(model(x[:9]), y[:9])
 
 
-def after_a_batch_that_was_given_up(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def after_batches_that_were_given_up(model: nn.Module, optimizer: Any) -> None:
+    for given_up_by in (model, optimizer):
+        probe(model).backward()
+        given_up_by.zero_grad()
+    accumulated(model, optimizer)
+
+
+def after_one_that_was_given_up_and_clipped(model: nn.Module, optimizer: Any) -> None:
     probe(model).backward()
     model.zero_grad()
     accumulated(model, optimizer)
-
-
-def after_one_that_was_given_up_and_clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    after_a_batch_that_was_given_up(model, optimizer)
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
-def after_the_optimizer_gave_up(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    probe(model).backward()
-    optimizer.zero_grad()
+def between_probes(model: nn.Module, optimizer: Any) -> None:
+    returned(model, partial(probe, model))
     accumulated(model, optimizer)
+    returned(model, partial(probe, model))
 
 
-def after_a_probe(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    torch.autograd.grad(probe(model), list(model.parameters()))
-    accumulated(model, optimizer)
-
-
-def before_a_probe(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    accumulated(model, optimizer)
-    torch.autograd.grad(probe(model), list(model.parameters()))
-
-
-def clipped_each_time(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for loss in losses(model):
+def clipped_each_time(model: nn.Module, optimizer: Any) -> None:
+    for loss in losses(model, optimizer):
         loss().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
 
 
 RIGHT = [
-    accumulated, returned, returned_and_clipped, reset_to_zeros, after_a_batch_that_was_given_up,
-    after_one_that_was_given_up_and_clipped, after_the_optimizer_gave_up, after_a_probe, before_a_probe,
-    clipped_each_time,
+    accumulated, by_grad, by_grad_and_clipped, reset_to_zeros, after_batches_that_were_given_up,
+    after_one_that_was_given_up_and_clipped, between_probes, clipped_each_time,
 ]  # fmt: skip
 LEFT_OUT = [reset_to_none, reset_by_the_optimizer, added_to_the_last, in_turn]
 
@@ -209,7 +185,7 @@ def test_left_out_with_one_warning_and_back_at_the_next_step(method: type, loop:
         warnings.simplefilter("error")
         optimizer.zero_grad()
         loop(model, optimizer)
-        optimizer.step()  # told once
+        optimizer.step()
         optimizer.zero_grad()
         accumulated(model, optimizer)
         optimizer.step()
@@ -219,7 +195,7 @@ def test_left_out_with_one_warning_and_back_at_the_next_step(method: type, loop:
 @pytest.mark.parametrize("method", [EKFAC, HyLo])
 def test_returned_gradients_make_the_same_steps(method: type) -> None:
     found = []
-    for loop in (accumulated, returned):
+    for loop in (accumulated, by_grad):
         model = net()
         optimizer = method(model, lr=0.1, **dict.fromkeys(EVERY_STEP[method], 1))
         for _ in range(3):
@@ -240,39 +216,20 @@ def test_a_window_takes_what_is_in_grad() -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["returned", "reset", "mixed"])
-def test_observed_statistics_follow_the_same_rules(kind: str) -> None:
-    x, y = batch()
+def test_observed_statistics_follow_the_same_rules() -> None:
     found = []
-    for elsewhere in (False, True):
+    for loop in (accumulated, by_grad, reset_to_none, in_turn):
         model = net()
         optimizer = plain_kfac(model, fisher="exact", lr=0.0)
-        buffers = [torch.zeros_like(p) for p in model.parameters()]
-        for number, (a, b) in enumerate(zip(x.chunk(PARTS), y.chunk(PARTS), strict=True)):
-            outputs = model(a)
-            optimizer.observe(outputs, "categorical")
-            loss = F.cross_entropy(outputs, b) / PARTS
-            if elsewhere and (kind == "returned" or (kind == "mixed" and number % 2)):
-                gradients = list(torch.autograd.grad(loss, list(model.parameters())))
-            else:
-                loss.backward()
-                gradients = [p.grad for p in model.parameters()]
-                if elsewhere and kind == "reset":
-                    model.zero_grad()
-            for buffer, g in zip(buffers, gradients, strict=True):
-                buffer += g
-        if elsewhere:
-            for p, buffer in zip(model.parameters(), buffers, strict=True):
-                p.grad = buffer
-        if elsewhere and kind != "returned":
-            with pytest.warns(UserWarning, match="are not those that its last backward passes left"):
-                optimizer.step()
-            assert [optimizer.state[b.owner]["factor_updates"] for b in optimizer.blocks.values()] == [0, 0]
-        else:
+        loop(model, optimizer)
+        if loop not in LEFT_OUT:
             optimizer.step()
             found.append(all_factors(optimizer, model))
-    if kind == "returned":
-        assert_factors(found[1], found[0])
+            continue
+        with pytest.warns(UserWarning, match="are not those that its last backward passes left"):
+            optimizer.step()
+        assert [optimizer.state[b.owner]["factor_updates"] for b in optimizer.blocks.values()] == [0, 0]
+    assert_factors(found[1], found[0])
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
@@ -284,7 +241,7 @@ def test_unscaling_by_a_grad_scaler_does_not_count_as_a_replacement(gives_up: bo
     if gives_up:
         scaler.scale(probe(model)).backward()
         model.zero_grad()
-    for loss in losses(model):
+    for loss in losses(model, optimizer):
         scaler.scale(loss()).backward()
     scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
@@ -292,11 +249,7 @@ def test_unscaling_by_a_grad_scaler_does_not_count_as_a_replacement(gives_up: bo
     assert_factors(all_factors(optimizer, model), expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several ranks
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Several ranks
 def on_ranks(rank: int, world: int, kind: str, cut: bool) -> tuple[Tensor | None, int]:
     """Curvature of the last layer after a step in which a batch was given up, or rank 0 kept gradients; warnings."""
     model = net().to(device_of(rank))
@@ -310,16 +263,15 @@ def on_ranks(rank: int, world: int, kind: str, cut: bool) -> tuple[Tensor | None
     if kind == "given up":
         F.cross_entropy(wrapped(x[:3]), y[:3]).backward()
         model.zero_grad()
-    buffers = [torch.zeros_like(p) for p in model.parameters()]
+    kept = []
     for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
-        (F.cross_entropy(wrapped(a), b) / 2).backward()
+        value = F.cross_entropy(wrapped(a), b) / 2
         if kind == "kept" and rank == 0:
-            for buffer, p in zip(buffers, model.parameters(), strict=True):
-                buffer += p.grad
-                p.grad = None
-    if kind == "kept" and rank == 0:
-        for buffer, p in zip(buffers, model.parameters(), strict=True):
-            p.grad = buffer
+            kept.append(taken(model, lambda value=value: value))
+        else:
+            value.backward()
+    if kept:
+        collect(model, kept)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.step()
@@ -327,21 +279,17 @@ def on_ranks(rank: int, world: int, kind: str, cut: bool) -> tuple[Tensor | None
     return (optimizer.dense_curvature("2") if optimizer.comm.estimates(1) else None), said
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["ddp", "fully_shard"])
-def test_a_batch_that_all_ranks_gave_up_leaves_no_trace(pool: Pool, cut: bool) -> None:
-    """Averaging, or cutting, after the backward pass does not count as a replacement."""
-    expected = expected_factors(net(), *batch(), F.cross_entropy)["2"]
-    for found, said in pool.run(on_ranks, "given up", cut, world=2):
-        assert not said
-        if found is not None:
-            assert distance(found, torch.kron(expected[1], expected[0])) < 1e-9
+@pytest.mark.parametrize(("kind", "cut"), [("given up", False), ("given up", True), ("kept", False)])
+def test_batches_given_up_and_gradients_kept_on_ranks(pool: Pool, kind: str, cut: bool) -> None:
+    """A batch that all gave up leaves no trace: averaging, or cutting, after the backward pass is no replacement.
 
-
-def test_a_rank_that_keeps_gradients_elsewhere_contributes_nothing(pool: Pool) -> None:
+    A rank that keeps gradients elsewhere contributes nothing.
+    """
     x, y = batch()
-    expected = expected_factors(net(), x.chunk(2)[1], y.chunk(2)[1], F.cross_entropy)["2"]
-    answers = pool.run(on_ranks, "kept", False, world=2)
-    assert [said for _, said in answers] == [1, 0]
+    counted = slice(32, None) if kind == "kept" else slice(None)
+    A, B = expected_factors(net(), x[counted], y[counted], F.cross_entropy)["2"]
+    answers = pool.run(on_ranks, kind, cut, world=2)
+    assert [said for _, said in answers] == ([1, 0] if kind == "kept" else [0, 0])
     for found, _ in answers:
         if found is not None:
-            assert distance(found, torch.kron(expected[1], expected[0])) < 1e-9
+            assert distance(found, torch.kron(B, A)) < 1e-9

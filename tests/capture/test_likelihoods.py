@@ -78,8 +78,7 @@ CASES = {
     "noise of variance 4": Case(Gaussian(variance=4.0), squared("sum", 0.125), (3,), reals(3)),
     "mean, variance 1": Case(Gaussian(variance=1.0, mean=True), squared("mean", 0.5), (3,), reals(3)),
 }
-EVERY = [*CASES]
-cases = pytest.mark.parametrize("name", EVERY)
+cases = pytest.mark.parametrize("name", CASES)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -116,18 +115,13 @@ def test_columns_and_products_are_those_of_the_hessian(name: str) -> None:
         torch.testing.assert_close(product[n].flatten(), H @ tangent[n].flatten(), rtol=1e-9, atol=1e-12)
 
 
-def test_a_column_belongs_to_one_term() -> None:
+def test_a_column_belongs_to_one_term_and_others_are_refused() -> None:
     outputs, targets = torch.randn(2, 3, 4), torch.tensor([[0, 1, 2], [3, -100, 1]])
     for index in range(12):
-        column = Categorical().column(outputs, targets, index)
-        term = index // 4
-        others = [t for t in range(3) if t != term]
-        assert not column[:, others].any()
+        column, term = Categorical().column(outputs, targets, index), index // 4
+        assert not column[:, [t for t in range(3) if t != term]].any()
         assert column[0, term].any()
         assert bool(column[1, term].any()) == (term != 1)
-
-
-def test_a_column_that_is_not_there_is_refused() -> None:
     for likelihood in (Categorical(), Bernoulli(), Gaussian()):
         for index in (-1, 4):
             with pytest.raises(IndexError, match=f"column {index} of 4"):
@@ -193,22 +187,18 @@ def test_samples_are_gradients_of_the_loss_at_drawn_targets() -> None:
     assert set(flipped.round().unique().tolist()) == {0.0, 1.0}
 
 
-def test_a_class_of_probability_zero_is_never_drawn() -> None:
+def test_impossible_classes_are_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the ends of the interval either, the smallest and the largest number that `torch.rand` can give."""
     outputs = torch.zeros(4000, 5)
     outputs[:, [0, 2, 4]] = -torch.inf
     v = Categorical().sample(outputs, None, generator())
     assert not v[:, [0, 2, 4]].any()
     assert torch.equal(v[:, 1].abs(), torch.full((4000,), 0.5))
-
-
-@pytest.mark.parametrize("u", [0.0, 1 - 2**-24])
-def test_the_ends_of_the_interval_draw_possible_classes(monkeypatch: pytest.MonkeyPatch, u: float) -> None:
-    """The smallest and the largest number that `torch.rand` can give."""
-    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, u))
     outputs = torch.randn(500, 9)
     outputs[:, [0, 8]] = -torch.inf
-    drawn = Categorical().sample(outputs, None, generator()).argmin(1)
-    assert (drawn == (7 if u else 1)).all()
+    for u, expected in ((0.0, 1), (1 - 2**-24, 7)):
+        monkeypatch.setattr(torch, "rand", lambda shape, u=u, **options: torch.full(shape, u))
+        assert (Categorical().sample(outputs, None, generator()).argmin(1) == expected).all()
 
 
 def test_logits_that_are_not_finite_stay_in_their_term() -> None:
@@ -265,23 +255,14 @@ def test_ignored_terms_have_no_curvature_and_do_not_move_the_others() -> None:
 
 # ---------------------------------------------------------------- layouts and precisions
 def test_layouts_of_the_classes_agree() -> None:
+    """In what they draw too; that their curvature is right is known from the Hessian."""
     last = torch.randn(2, 3, 5, 4, dtype=torch.float64)  # [N, H, W, C]
-    second = last.movedim(-1, 1)
     targets = torch.randint(4, (2, 3, 5))
     targets[0, 1, 2] = -100
-    a, b = Categorical(), Categorical(class_dim=1)
-    tangent = torch.randn_like(last)
-    torch.testing.assert_close(
-        b.hessian_product(second, targets, tangent.movedim(-1, 1)),
-        a.hessian_product(last, targets, tangent).movedim(-1, 1),
-    )
-    assert a.columns(last) == b.columns(second) == 60
-    torch.testing.assert_close(
-        b.sample(second, targets, generator()), a.sample(last, targets, generator()).movedim(-1, 1)
-    )
-    assert torch.equal(
-        Categorical(class_dim=-3).sample(second, targets, generator()), b.sample(second, targets, generator())
-    )
+    expected = Categorical().sample(last, targets, generator()).movedim(-1, 1)
+    for dim in (1, -3):
+        found = Categorical(class_dim=dim).sample(last.movedim(-1, 1), targets, generator())
+        torch.testing.assert_close(found, expected)
 
 
 LIKELIHOODS = [Categorical(), Bernoulli(), Bernoulli(mean=True), Gaussian(), Gaussian(variance=2.0, mean=True)]
@@ -297,6 +278,9 @@ def everything(likelihood: Likelihood, outputs: Tensor, tangent: Tensor, random:
 @likelihoods
 def test_precisions(likelihood: Likelihood) -> None:
     """Low ones are computed in float32 and differ by their own rounding only; the graph is left alone."""
+    empty = torch.empty(0, 4)
+    assert likelihood.sample(empty, None, generator()).shape == (0, 4)
+    assert likelihood.terms(empty, None) == 0
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         outputs, tangent = (4 * torch.randn(6, 50)).to(dtype), torch.randn(6, 50).to(dtype)
         singles = everything(likelihood, outputs.float(), tangent.float())
@@ -323,13 +307,6 @@ def test_certain_bits_keep_their_curvature() -> None:
     torch.testing.assert_close(Bernoulli().hessian_product(logits, None, torch.ones(2, 1)), expected)
 
 
-def test_no_examples() -> None:
-    empty = torch.empty(0, 4)
-    for likelihood in LIKELIHOODS:
-        assert likelihood.sample(empty, None, generator()).shape == (0, 4)
-        assert likelihood.terms(empty, None) == 0
-
-
 # ---------------------------------------------------------------- refusals, and likelihoods of one's own
 def test_names_and_objects_are_resolved_and_nothing_else_is() -> None:
     assert resolve("categorical") == Categorical(ignore_index=-100, class_dim=-1)
@@ -346,57 +323,41 @@ def test_names_and_objects_are_resolved_and_nothing_else_is() -> None:
 
 
 def test_values_out_of_range_are_refused() -> None:
-    for variance in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=f"variance must be > 0 and finite, got {variance}"):
-            Gaussian(variance=variance)
-    for keywords in ({"variance": "1"}, {"variance": True}, {"mean": 1}):
-        with pytest.raises(TypeError):
-            Gaussian(**keywords)
-    with pytest.raises(TypeError, match="mean must be True or False"):
-        Bernoulli(mean="mean")
-    for keywords in ({"ignore_index": 1.0}, {"class_dim": None}, {"class_dim": True}):
-        with pytest.raises(TypeError, match="must be an integer"):
-            Categorical(**keywords)
-
-
-def test_likelihoods_are_values_and_need_a_sample() -> None:
-    class Nothing(Likelihood):
-        pass
-
+    variances = (0.0, -1.0, float("inf"), float("nan"))
+    for make, keywords, error, message in (
+        *((Gaussian, {"variance": v}, ValueError, f"variance must be > 0 and finite, got {v}") for v in variances),
+        *((Gaussian, {"variance": v}, TypeError, "variance") for v in ("1", True)),
+        (Gaussian, {"mean": 1}, TypeError, "mean"),
+        (Bernoulli, {"mean": "mean"}, TypeError, "mean must be True or False"),
+        *((Categorical, {"class_dim": dim}, TypeError, "must be an integer") for dim in (None, True)),
+        (Categorical, {"ignore_index": 1.0}, TypeError, "must be an integer"),
+    ):
+        with pytest.raises(error, match=message):
+            make(**keywords)
     assert hash(Categorical(class_dim=1)) == hash(Categorical(class_dim=1))
     with pytest.raises(AttributeError):
         Gaussian().variance = 1.0
-    with pytest.raises(TypeError, match="sample"):
-        Nothing()
 
 
-def test_outputs_without_a_batch_are_refused() -> None:
-    classes, alone = torch.randn(4), torch.tensor(1.0)
-    cases: list[tuple[Likelihood, Tensor, str]] = [
-        *(
-            (Categorical(class_dim=dim), classes, r"behind the batch, got outputs of shape \(4,\)")
-            for dim in (-1, 1, 0)
-        ),
-        (Bernoulli(), alone, "batch"),
-        (Gaussian(), alone, "batch"),
+def test_outputs_and_targets_that_do_not_fit_are_refused() -> None:
+    alone = torch.tensor(1.0)
+    without_a_batch: list[tuple[Likelihood, Tensor, str]] = [
+        *((Categorical(class_dim=d), torch.randn(4), r"batch, got outputs of shape \(4,\)") for d in (-1, 1, 0)),
+        *((likelihood, alone, "batch") for likelihood in (Bernoulli(), Gaussian())),
     ]
-    for likelihood, outputs, text in cases:
+    for likelihood, outputs, text in without_a_batch:
         for call in (likelihood.terms, likelihood.columns, lambda f, x=likelihood: x.sample(f, None, generator())):
             with pytest.raises(ValueError, match=text):
                 call(outputs)
-
-
-def test_targets_that_do_not_fit_are_refused() -> None:
     outputs = torch.randn(2, 3, 4)
     for shape in ((6,), (3, 2), (2, 3, 1)):
         targets = torch.zeros(shape, dtype=torch.int64)
-        with pytest.raises(ValueError, match="do not fit outputs"):
-            Categorical().sample(outputs, targets, generator())
-        with pytest.raises(ValueError, match="do not fit outputs"):
-            Categorical().terms(outputs, targets)
-
-
-def test_outputs_that_are_not_real_are_refused() -> None:
+        for call in (
+            lambda y: Categorical().sample(outputs, y, generator()),
+            lambda y: Categorical().terms(outputs, y),
+        ):
+            with pytest.raises(ValueError, match="do not fit outputs"):
+                call(targets)
     for likelihood in LIKELIHOODS:
         for dtype in (torch.int64, torch.complex64):
             with pytest.raises(TypeError, match="floating"):
@@ -408,6 +369,11 @@ def test_a_likelihood_of_ones_own_needs_a_sample_only() -> None:
         def sample(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
             return torch.randn(outputs.shape, generator=generator).sign()
 
+    class Nothing(Likelihood):
+        pass
+
+    with pytest.raises(TypeError, match="sample"):
+        Nothing()
     mine = resolve(Laplace())
     outputs = torch.randn(5, 3)
     assert mine.terms(outputs, None) == 5

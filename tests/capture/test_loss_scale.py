@@ -15,7 +15,7 @@ from torch import nn
 import secondorder.capture.loss_scale
 from secondorder import EKFAC, KFAC, MFAC, HyLo
 from secondorder.diagnostics import Analysis, read_events
-from tests.support.grid import each
+from tests.support.grid import each, pairs
 
 METHODS = {
     "kfac": lambda model, **k: KFAC(model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=1, **k),
@@ -38,27 +38,21 @@ def batch(seed=0):
     return torch.randn(8, 5, generator=generator), torch.randint(3, (8,), generator=generator)
 
 
-def curvature(opt):
-    return {name: opt.dense_curvature(name).double() for name in opt.blocks}
+def assert_counted(method, opt, steps, tolerance=2e-2):
+    """The curvature is that after so many steps in float32.
 
-
-def assert_alike(found, expected, tolerance=2e-2):
-    assert found.keys() == expected.keys()
-    for name, matrix in expected.items():
-        # A wrong scale would be off by a factor of 2^10 or more; float16 rounds by half a thousandth.
-        assert float((found[name] - matrix).norm() / matrix.norm()) < tolerance, name
-
-
-def reference(method, steps):
-    """Curvature after so many steps that counted."""
-    model = make_model()
-    opt = method(model)
-    x, y = batch()
+    A wrong scale would be off by a factor of 2^10 or more; float16 rounds by half a thousandth.
+    """
+    model, (x, y) = make_model(), batch()
+    plain = method(model)
     for _ in range(steps):
-        opt.zero_grad()
+        plain.zero_grad()
         F.cross_entropy(model(x), y).backward()
-        opt.step()
-    return curvature(opt)
+        plain.step()
+    assert opt.blocks.keys() == plain.blocks.keys()
+    for name in opt.blocks:
+        expected = plain.dense_curvature(name)
+        assert float((opt.dense_curvature(name) - expected).norm() / expected.norm()) < tolerance, name
 
 
 def scaled_step(opt, model, scaler, treatment="plain", half=True, factor=1.0, step=None):
@@ -75,6 +69,12 @@ def scaled_step(opt, model, scaler, treatment="plain", half=True, factor=1.0, st
     scaler.update()
 
 
+def assert_nothing_counted(opt):
+    for block in opt.blocks.values():
+        assert opt.state[block.owner].get("factor_updates", 0) == 0
+        assert opt.state[block.owner]["refreshes"] == 0
+
+
 def make_scaler(**keywords):
     return torch.amp.GradScaler("cpu", init_scale=2.0**12, **keywords)
 
@@ -87,74 +87,81 @@ def silence():
         yield
 
 
-@each(method=METHODS, treatment=["plain", "unscale", "clip"])
-def test_a_scaler_given_or_set_late_or_found_gives_the_curvature_of_float32(method, treatment):
-    for way in ("given", "late", "found"):
-        model, scaler = make_model(), make_scaler()
-        opt = method(model, **({"grad_scaler": scaler} if way == "given" else {}))
-        if way == "late":
-            opt.grad_scaler = scaler
-        for _ in range(3):
-            scaled_step(opt, model, scaler, treatment)
-        assert opt.grad_scaler is scaler
-        assert_alike(curvature(opt), reference(method, 2 if way == "found" else 3))
+def taken_at_once(opt, model, scaler, **keywords):
+    scaled_step(opt, model, make_scaler(enabled=False), half=False, step=lambda o: o.step())
 
 
-@each(method=METHODS, way=["late", "found"])
-def test_float16_may_begin_in_the_middle_of_training(method, way):
-    model, scaler = make_model(), make_scaler()
-    opt = method(model)
-    for _ in range(2):
-        scaled_step(opt, model, make_scaler(enabled=False), half=False, step=lambda o: o.step())
-    if way == "late":
-        opt.grad_scaler = scaler
-    for _ in range(3):
-        scaled_step(opt, model, scaler)
-    assert opt.grad_scaler is scaler
-    assert_alike(curvature(opt), reference(method, 5))
+def half(opt, model, scaler, **keywords):
+    scaled_step(opt, model, scaler, **keywords)
 
 
-@each(method=METHODS, half=[True, False])
-def test_the_step_that_finds_the_scaler_is_left_out_and_the_next_one_counts(method, half):
-    """In float32 too: those layers carry the same scale, and nothing in their gradients tells."""
-    model, scaler = make_model(), make_scaler()
-    opt = method(model)
-    scaled_step(opt, model, scaler, half=half)
-    for block in opt.blocks.values():
-        assert opt.state[block.owner].get("factor_updates", 0) == 0
-        assert opt.state[block.owner]["refreshes"] == 0
-    scaled_step(opt, model, scaler, half=half)
-    assert_alike(curvature(opt), reference(method, 1), 2e-2 if half else 1e-5)
+def single(opt, model, scaler, **keywords):
+    scaled_step(opt, model, scaler, half=False, **keywords)
 
 
-@methods
-def test_an_overflow_before_the_scaler_is_found_leaves_nothing(method):
-    model, scaler = make_model(), make_scaler()
-    opt = method(model)
+def overflow(opt, model, scaler, **keywords):
     scaled_step(opt, model, scaler, factor=float("inf"))  # the scaler leaves the step out
-    assert scaler.get_scale() == 2.0**11
-    assert opt.grad_scaler is None
-    for _ in range(2):
-        scaled_step(opt, model, scaler)
-    scaled_step(opt, model, scaler, factor=float("inf"))
-    scaled_step(opt, model, scaler)
-    assert_alike(curvature(opt), reference(method, 2))
-    assert opt.diagnostics()["skipped_statistics"] == 0
 
 
-@methods
-def test_a_scaler_set_between_backward_and_step_leaves_that_batch_out(method):
-    model, scaler = make_model(), make_scaler()
-    opt = method(model)
+def by_hand(opt, model, scaler, **keywords):
+    def unscale_and_step(optimizer):
+        scaler.unscale_(optimizer)
+        optimizer.step()
 
-    def late(optimizer):
+    scaled_step(opt, model, scaler, half=False, step=unscale_and_step)
+
+
+def between_backward_and_step(opt, model, scaler, **keywords):
+    """A step for which the scaler is set late."""
+
+    def set_and_step(optimizer):
         optimizer.grad_scaler = scaler
         scaler.step(optimizer)
 
-    scaled_step(opt, model, scaler, half=False, step=late)
-    assert all(opt.state[b.owner]["refreshes"] == 0 for b in opt.blocks.values())
-    scaled_step(opt, model, scaler, half=False)
-    assert_alike(curvature(opt), reference(method, 1), 1e-5)
+    scaled_step(opt, model, scaler, half=False, step=set_and_step)
+
+
+def given(opt, model, scaler, **keywords):
+    opt.grad_scaler = scaler
+
+
+#: What happens one after the other; in how many steps statistics count; whether the optimizer knows the scaler then.
+RUNS = {
+    "given": ([given, half, half, half], 3, True),
+    "found": ([half, half, half], 2, True),  # in float32 too: nothing in those gradients tells
+    "found in float32": ([single, single], 1, True),
+    "given in the middle of training": ([taken_at_once, taken_at_once, given, half, half, half], 5, True),
+    "found in the middle of training": ([taken_at_once, taken_at_once, half, half, half], 4, True),
+    "an overflow before it is found": ([overflow], 0, False),
+    "an overflow before it is found, and after": ([overflow, half, half, overflow, half], 2, True),
+    "set between backward and step": ([between_backward_and_step], 0, True),
+    "set between backward and step, and used": ([between_backward_and_step, single], 1, True),
+    # statistics of a loss that nothing scales, divided by the scale, would be too small by its square
+    "found, and then not stepping any more": ([half, half, taken_at_once], 1, False),
+    "found in float32, and then not stepping any more": ([single, single, *[taken_at_once] * 4], 4, False),
+    "given, whoever steps": ([given, by_hand, by_hand, by_hand], 3, True),
+    "given after it was found, whoever steps": ([single, single, given, by_hand, by_hand, by_hand], 4, True),
+}
+
+
+@pairs(method=METHODS, run=RUNS, treatment=["plain", "unscale", "clip"], by_keyword=[False, True])
+def test_statistics_are_those_of_float32_or_left_out(method, run, treatment, by_keyword):
+    """A step that finds a scaler is left out, and one that finds it gone."""
+    steps, counted, knows = run
+    model, scaler = make_model(), make_scaler()
+    if by_keyword and steps[0] is given:
+        opt, steps = method(model, grad_scaler=scaler), steps[1:]
+    else:
+        opt = method(model)
+    for step in steps:
+        step(opt, model, scaler, treatment=treatment)
+    assert opt.grad_scaler is (scaler if knows else None)
+    assert {opt.state[b.owner].get("factor_updates", 0) for b in opt.blocks.values()} == {counted}
+    if counted:
+        assert_counted(method, opt, counted, 2e-2 if half in steps else 1e-5)
+    else:
+        assert_nothing_counted(opt)
+    assert opt.diagnostics()["skipped_statistics"] == 0
 
 
 def test_the_stack_is_not_looked_through_at_every_step(monkeypatch):
@@ -190,7 +197,7 @@ def test_the_scaler_is_found_through_wrappers_of_the_step():
         scheduler.step()
     assert opt.grad_scaler is scaler
     assert len(taken) == 2
-    assert_alike(curvature(opt), reference(make_kfac, 1))
+    assert_counted(make_kfac, opt, 1)
 
 
 def test_a_disabled_scaler_that_steps_costs_no_statistics():
@@ -198,9 +205,9 @@ def test_a_disabled_scaler_that_steps_costs_no_statistics():
     opt = make_kfac(model)
     scaled_step(opt, model, scaler, half=False)
     assert opt.grad_scaler is scaler
-    assert_alike(curvature(opt), reference(make_kfac, 1), 1e-5)
+    assert_counted(make_kfac, opt, 1, 1e-5)
     scaled_step(opt, model, scaler)  # float16, and nothing is scaled
-    assert_alike(curvature(opt), reference(make_kfac, 1))
+    assert_counted(make_kfac, opt, 1)
 
 
 class Mixed(nn.Module):
@@ -212,12 +219,9 @@ class Mixed(nn.Module):
         self.narrow, self.single = nn.Linear(5, 6), nn.Linear(6, 3)
 
     def forward(self, x):
-        with torch.autocast("cpu", enabled=False):
-            return self.single(self.half_of(x))
-
-    def half_of(self, x):
         with torch.autocast("cpu", dtype=torch.float16):
-            return self.narrow(x).float()
+            half = self.narrow(x)
+        return self.single(half.float())
 
 
 @methods
@@ -236,12 +240,9 @@ def test_float16_gradients_with_no_scaler_to_be_found_warn_once_and_leave_all_la
             opt.step()
     (message,) = [str(w.message) for w in caught]
     assert "narrow, single: the gradients of this batch are float16" in message
-    assert "scaler.step(optimizer)" in message
-    assert "optimizer.grad_scaler" in message
-    assert "GradScaler(enabled=False)" in message
-    for block in opt.blocks.values():
-        assert opt.state[block.owner].get("factor_updates", 0) == 0
-        assert opt.state[block.owner]["refreshes"] == 0
+    for remedy in ("scaler.step(optimizer)", "optimizer.grad_scaler", "GradScaler(enabled=False)"):
+        assert remedy in message
+    assert_nothing_counted(opt)
     assert "float16" in opt.describe()
     opt.grad_scaler = make_scaler(enabled=False)
     opt.zero_grad()
@@ -276,7 +277,7 @@ def test_window_methods_need_no_scaler():
         opt = MFAC(model, lr=0.1, window_size=4, damping=1e-2)
         for _ in range(3):
             scaled_step(opt, model, scaler, half=False)
-        found.append([p.detach().clone() for p in model.parameters()])
+        found.append(list(model.parameters()))
     for p, q in zip(*found, strict=True):
         assert torch.allclose(p, q, rtol=1e-4, atol=1e-6)
 
@@ -292,7 +293,7 @@ def test_a_copy_looks_for_the_scaler_again():
     for _ in range(2):
         scaled_step(opt_copy, model_copy, other)
     assert opt_copy.grad_scaler is other
-    assert_alike(curvature(opt_copy), reference(make_kfac, 1))
+    assert_counted(make_kfac, opt_copy, 1)
 
 
 def test_an_observer_never_sees_rows_that_carry_the_scale(tmp_path):
@@ -310,37 +311,3 @@ def test_an_observer_never_sees_rows_that_carry_the_scale(tmp_path):
     assert {step for step, _ in found[True]} == {1, 2}
     for key, value in found[True].items():
         assert value == pytest.approx(found[False][key], rel=1e-4)
-
-
-@each(method=METHODS, half=[True, False])
-def test_a_scaler_that_was_found_is_given_up_once_it_does_not_step_any_more(method, half):
-    """Statistics of a loss that nothing scales, divided by the scale, would be too small by its square."""
-    model, scaler, disabled = make_model(), make_scaler(), make_scaler(enabled=False)
-    opt = method(model)
-    for _ in range(2):
-        scaled_step(opt, model, scaler, half=half)
-    assert opt.grad_scaler is scaler
-    for _ in range(4):
-        scaled_step(opt, model, disabled, half=False, step=lambda o: o.step())
-        assert opt.grad_scaler is None
-    assert_alike(curvature(opt), reference(method, 5))
-
-
-@each(method=METHODS, way=["given", "late", "after it was found"])
-def test_a_scaler_that_was_given_stays_whoever_steps(method, way):
-    model, scaler = make_model(), make_scaler()
-    opt = method(model, **({"grad_scaler": scaler} if way == "given" else {}))
-    found = 2 if way == "after it was found" else 0
-    for _ in range(found):
-        scaled_step(opt, model, scaler, half=False)
-    if way != "given":
-        opt.grad_scaler = scaler
-
-    def by_hand(optimizer):
-        scaler.unscale_(optimizer)
-        optimizer.step()
-
-    for _ in range(3):
-        scaled_step(opt, model, scaler, half=False, step=by_hand)
-        assert opt.grad_scaler is scaler
-    assert_alike(curvature(opt), reference(method, 3 + max(found - 1, 0)), 1e-5)

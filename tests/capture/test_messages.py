@@ -14,7 +14,7 @@ METHODS = pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
 OFTEN = {KFAC: {"factor_update_steps": 1}, EKFAC: {"factor_update_steps": 1}, HyLo: {"update_steps": 1}}
 
 
-def told(run) -> list[str]:
+def messages_of(run) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         run()
@@ -37,10 +37,10 @@ def test_that_nothing_is_covered_is_said_first(method):
         def forward(self, x: Tensor) -> Tensor:
             return x @ self.w
 
-    (text,) = told(lambda: method(Own(), graft="adam"))
+    (text,) = messages_of(lambda: method(Own(), graft="adam"))
     assert text.startswith(f"{method.__name__}: nothing is covered. All parameters get no curvature")
     assert "rule 'adam' (Own has no adapter" in text
-    (text,) = told(lambda: method(nn.Sequential(nn.Linear(3, 3), Own())))
+    (text,) = messages_of(lambda: method(nn.Sequential(nn.Linear(3, 3), Own())))
     assert "nothing is covered" not in text
     assert "some parameters get no curvature" in text
 
@@ -51,36 +51,30 @@ def test_a_second_step_after_one_backward_pass_is_called_that(method):
     opt = method(model, lr=0.01, **OFTEN[method])
     x = torch.randn(8, 4)
     step(model, opt, x)
-    (text,) = told(lambda: [opt.step() for _ in range(3)])
+    (text,) = messages_of(lambda: [opt.step() for _ in range(3)])
     assert "without a backward pass in between" in text
     assert "eval mode" not in text
-    assert told(lambda: step(model, opt, x)) == []
+    assert messages_of(lambda: step(model, opt, x)) == []
     model.eval()
-    (text,) = told(lambda: step(model, opt, x))
+    (text,) = messages_of(lambda: step(model, opt, x))
     assert "the model was in eval mode" in text
 
 
+class Aside(nn.Module):
+    """A second layer, which is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x) + 0 * sum(p.sum() for p in self.idle.parameters())
+
+
 def test_a_layer_that_was_not_called_is_not_blamed_on_the_model():
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.idle = nn.Linear(4, 2), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
-
-    model = Two()
+    model = Aside()
     opt = KFAC(model, lr=0.01, factor_update_steps=1)
-    for p in model.idle.parameters():
-        p.grad = torch.zeros_like(p)
-
-    def train() -> None:
-        for _ in range(3):
-            opt.zero_grad(set_to_none=False)
-            model(torch.randn(8, 4)).square().mean().backward()
-            opt.step()
-
-    (text,) = told(train)
+    (text,) = messages_of(lambda: [step(model, opt, torch.randn(8, 4)) for _ in range(3)])
     assert text.startswith(
         "KFAC: nothing was captured for 1 of the 2 layers that have a gradient (idle: its hooks did not run). It keeps "
         "its last estimate, or follows the fallback rule until there is one. Usual causes: they were not called"
@@ -114,7 +108,7 @@ def test_many_experts_are_one_line(method):
     torch.manual_seed(0)
     model = Mixture()
     opt = method(model, lr=0.01, **OFTEN[method])
-    (text,) = told(lambda: [step(model, opt, torch.randn(4, 5, 8)) for _ in range(6)])
+    (text,) = messages_of(lambda: [step(model, opt, torch.randn(4, 5, 8)) for _ in range(6)])
     assert len(text) < 420
     assert "more: for example, its values of shape (" in text
     assert "fallback: its values of shape (" in opt.describe() or method is EKFAC  # which has old estimates by then
@@ -131,13 +125,13 @@ class Sequences(nn.Module):
 
 @pytest.mark.parametrize("method", [EKFAC, HyLo])
 @pytest.mark.parametrize("shape", [(7, 4), (4, 4)], ids=["another length", "as many positions as examples"])
-def test_time_first_is_told_of_batch_dim(method, shape):
+def test_time_first_is_pointed_to_batch_dim(method, shape):
     x = torch.randint(9, shape)
     model = Sequences()
-    (text,) = told(lambda: step(model, method(model, lr=0.01), x))
+    (text,) = messages_of(lambda: step(model, method(model, lr=0.01), x))
     assert "make the optimizer with batch_dim=1" in text
     model = Sequences()
-    assert told(lambda: step(model, method(model, lr=0.01, batch_dim=1), x)) == []
+    assert messages_of(lambda: step(model, method(model, lr=0.01, batch_dim=1), x)) == []
 
 
 class Positions(nn.Module):
@@ -157,7 +151,7 @@ class Positions(nn.Module):
 def test_one_layer_of_several_is_counted_as_one(method):
     model = Positions()
     opt = method(model, lr=0.01, damping=1e-3, **OFTEN[method])
-    (text,) = told(lambda: [step(model, opt, torch.randint(9, (4, 7))) for _ in range(3)])
+    (text,) = messages_of(lambda: [step(model, opt, torch.randint(9, (4, 7))) for _ in range(3)])
     assert text.startswith(
         f"{method.__name__}: nothing was captured for 1 of the 4 layers that have a gradient (positions: "
     )
@@ -176,7 +170,7 @@ def test_a_model_that_is_a_layer_is_called_by_its_type(method):
     with pytest.raises(ValueError, match=r"no block is named 'fc'; there are: '' \(the Linear itself\)"):
         opt.dense_curvature("fc")
     model.eval()
-    (text,) = told(lambda: step(model, opt, torch.randn(8, 4)))
+    (text,) = messages_of(lambda: step(model, opt, torch.randn(8, 4)))
     assert "(Linear: its hooks did not run)" in text
 
 

@@ -5,6 +5,7 @@ other: same names, same steps.
 """
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -113,12 +114,6 @@ def all_forwards_first(stages, count):
     yield from ((False, s, i) for i in reversed(range(count)) for s in reversed(range(stages)))
 
 
-def stage_by_stage(stages, count):
-    """All micro-batches through one stage before the next."""
-    yield from ((True, s, i) for s in range(stages) for i in range(count))
-    yield from ((False, s, i) for s in reversed(range(stages)) for i in range(count))
-
-
 def one_forward_one_backward(stages, count):
     """The second micro-batch enters before the first has left."""
     yield from ((True, s, 0) for s in range(stages))
@@ -132,7 +127,6 @@ def one_forward_one_backward(stages, count):
 LOOPS = {
     "chained": chained,
     "gpipe": pipelined(all_forwards_first),
-    "by_stage": pipelined(stage_by_stage),
     "1f1b": pipelined(one_forward_one_backward),
 }
 #: Every order where examples or calls are counted in ways of their own; the others in the order that tells most.
@@ -149,11 +143,9 @@ def train(opt, model, run, steps=3):
 
 def assert_same(found, expected):
     """Parameters, names and state."""
-    names = [n for g in found.param_groups for n in g["param_names"]]
-    assert names == [n for g in expected.param_groups for n in g["param_names"]]
-    pairs = zip(found.param_groups, expected.param_groups, strict=True)
-    for p, q in ((p, q) for g, h in pairs for p, q in zip(g["params"], h["params"], strict=True)):
-        assert torch.allclose(p, q, rtol=1e-12, atol=1e-12)
+    for group, other in zip(found.param_groups, expected.param_groups, strict=True):
+        assert group["param_names"] == other["param_names"]
+        torch.testing.assert_close(group["params"], other["params"], rtol=1e-12, atol=1e-12)
     mine, theirs = found.state_dict()["state"], expected.state_dict()["state"]
     for index, state in theirs.items():
         assert mine[index].keys() == state.keys()
@@ -164,37 +156,38 @@ def assert_same(found, expected):
                 assert mine[index][key] == value, key
 
 
-@orders
-def test_parts_step_as_the_one_module_does(method, loop):
-    parts, model = make_parts(), nn.Sequential(*make_parts())
+def assert_steps_as_one(method, run, tied=False):
+    """Parts under a loop, and the one module under accumulation."""
+    parts, model = make_parts(tied), nn.Sequential(*make_parts(tied))
     found, expected = METHODS[method](parts), METHODS[method](model)
-    train(found, parts, LOOPS[loop])
+    assert list(found.blocks) == list(expected.blocks)
+    train(found, parts, run)
     train(expected, model, whole)
     assert_same(found, expected)
     for name in ("0.0", "1.3"):
         a, b = found.dense_curvature(name), expected.dense_curvature(name)
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+    return found
+
+
+@orders
+def test_parts_step_as_the_one_module_does(method, loop):
+    assert_steps_as_one(method, LOOPS[loop])
 
 
 @each(method=LAYERED, loop=LOOPS.keys())
 def test_a_layer_that_two_parts_share_counts_as_in_one_module(method, loop):
-    parts, model = make_parts(tied=True), nn.Sequential(*make_parts(tied=True))
-    found, expected = METHODS[method](parts), METHODS[method](model)
-    assert list(found.blocks) == list(expected.blocks) == ["0.0", "0.2", "1.3"]
-    train(found, parts, LOOPS[loop])
-    train(expected, model, whole)
-    assert_same(found, expected)
+    assert list(assert_steps_as_one(method, LOOPS[loop], tied=True).blocks) == ["0.0", "0.2", "1.3"]
 
 
-def test_examples_are_counted_once_per_micro_batch():
+@pytest.mark.parametrize("method", ["kfac", "intra", "hylo"])
+def test_examples_are_counted_once_per_micro_batch(method):
     """A count by part would halve the mean, whatever the direction."""
-    for method in ("kfac", "intra", "hylo"):
-        parts = make_parts()
-        opt = METHODS[method](parts)
-        chained(parts, micro_batches(0, 1))
-        taken = opt.capture.take()
-        assert set(taken.examples.values()) == {4}
-        assert taken.total == 4
+    parts = make_parts()
+    opt = METHODS[method](parts)
+    chained(parts, micro_batches(0, 1))
+    taken = opt.capture.take()
+    assert set(taken.examples.values()) == {taken.total} == {4}
 
 
 @each(fisher=["mc", "exact"], build=[KFAC, EKFAC])
@@ -228,20 +221,19 @@ def alone_in_a_group():
 @pytest.mark.parametrize("method", ["kfac", "hylo"])
 @pytest.mark.filterwarnings("default:.*:FutureWarning", "default:.*:UserWarning:torch")
 def test_the_schedules_of_torch_drive_several_stages(method, alone_in_a_group):
-    """They scale gradients after the fact unless told not to, which no statistic could know of."""
-    parts, model = make_parts(), nn.Sequential(*make_parts())
+    """They scale gradients after the fact by default, which no statistic could know of."""
     widths = [torch.zeros(4, n, dtype=torch.float64) for n in (5, 6)]
-    stages = [PipelineStage(parts[i], i, 2, torch.device("cpu"), input_args=(widths[i],)) for i in range(2)]
-    schedule = ScheduleInterleaved1F1B(stages, 3, loss_fn=lambda o, y: F.cross_entropy(o, y) / 3, scale_grads=False)
 
-    def scheduled(_, batches):
+    @functools.cache
+    def schedule_of(*parts):
+        stages = [PipelineStage(parts[i], i, 2, torch.device("cpu"), input_args=(widths[i],)) for i in range(2)]
+        return ScheduleInterleaved1F1B(stages, 3, loss_fn=lambda o, y: F.cross_entropy(o, y) / 3, scale_grads=False)
+
+    def scheduled(parts, batches):
         x, y = (torch.cat(some) for some in zip(*batches, strict=True))
-        schedule.step(x, target=y)
+        schedule_of(*parts).step(x, target=y)
 
-    found, expected = METHODS[method](parts), METHODS[method](model)
-    train(found, parts, scheduled)
-    train(expected, model, whole)
-    assert_same(found, expected)
+    assert_steps_as_one(method, scheduled)
 
 
 def test_damping_adapts_by_the_loss_of_all_parts():
@@ -288,27 +280,23 @@ def test_state_goes_from_parts_to_one_module_and_back(method):
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac", "hylo"])
 def test_a_copy_is_attached_to_a_list(method):
-    expected_parts = make_parts()
-    expected = METHODS[method](expected_parts)
-    train(expected, expected_parts, chained, 2)
-    train(expected, expected_parts, chained, 1)
     parts = make_parts()
     opt = METHODS[method](parts)
     train(opt, parts, chained, 2)
-    for copied in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
-        other_parts, other = copied((parts, opt))
+    copies = [copy.deepcopy((parts, opt)), pickle.loads(pickle.dumps((parts, opt)))]
+    train(opt, parts, chained, 1)
+    for other_parts, other in copies:
         with pytest.raises(RuntimeError, match="attach"):
             other.step()
         other.attach(other_parts)
         train(other, other_parts, chained, 1)
-        assert_same(other, expected)
+        assert_same(other, opt)
 
 
 def test_detach_and_attach_of_all_parts():
     parts = make_parts()
     before = [hook_counts(part) for part in parts]
     opt = METHODS["kfac"](parts)
-    assert all(part._forward_pre_hooks for part in parts)
     opt.detach()
     assert [hook_counts(part) for part in parts] == before
     opt.attach(parts)

@@ -20,13 +20,16 @@ from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, assert_factors, held_factors, labels, noise, twin
 from tests.support.layer_cases import CASES, ONE_OF_EACH
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
-from tests.support.networks import NORMED, Repeated
+from tests.support.networks import NORMED, Mixing, Repeated, TwoHeads
 from tests.support.oracles.ekfac import over_null_spaces
 from tests.support.oracles.fisher import (
+    LOSSES,
     METHODS,
     Loss,
     assert_observed,
+    cross_entropy,
     hessian_block,
+    mean_square,
     measured_scale,
     observed,
     observed_step,
@@ -41,44 +44,7 @@ from tests.support.oracles.trajectory import curvlinops_blocks, curvlinops_exact
 APPROXIMATIONS = ["expand", "reduce"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Losses of one example, and how `observe` is told of them
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def cross_entropy(f: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(f, y, reduction="sum")
-
-
-def summed_square(f: Tensor, y: Tensor) -> Tensor:
-    return (f - y).square().sum()
-
-
-def mean_square(f: Tensor, y: Tensor) -> Tensor:
-    return (f - y).square().mean()
-
-
-def summed_bce(f: Tensor, y: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(f, y, reduction="sum")
-
-
-def mean_bce(f: Tensor, y: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(f, y)
-
-
-LOSSES = {
-    "categorical": (lambda: "categorical", cross_entropy),
-    "Categorical": (secondorder.Categorical, cross_entropy),
-    "gaussian": (lambda: "gaussian", summed_square),
-    "Gaussian": (secondorder.Gaussian, summed_square),
-    "gaussian mean": (lambda: secondorder.Gaussian(mean=True), mean_square),
-    "gaussian variance": (lambda: secondorder.Gaussian(variance=0.3), lambda f, y: summed_square(f, y) / 0.6),
-    "bernoulli": (lambda: "bernoulli", summed_bce),
-    "Bernoulli": (secondorder.Bernoulli, summed_bce),
-    "bernoulli mean": (lambda: secondorder.Bernoulli(mean=True), mean_bce),
-}
-
-
+# ---------------------------------------------------------------- Targets and steps
 def targets_for(loss: str, outputs: Tensor, seed: int = 0) -> Tensor:
     """Targets of the kind that the loss takes; second derivatives do not depend on which."""
     if "ategorical" in loss:
@@ -98,12 +64,8 @@ def factors_after(model: nn.Module, x: Tensor, likelihood, targets=None, **keywo
     return opt
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The oracle first
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("loss", ["categorical", "gaussian", "gaussian mean", "bernoulli mean"])
+# ---------------------------------------------------------------- The oracle first
+@pytest.mark.parametrize("loss", LOSSES)
 def test_the_oracle_s_block_is_the_hessian_of_a_piecewise_linear_network(loss):
     model, (x, _) = mlp((4, 5, 3), activation=nn.ReLU), vectors()
     y = targets_for(loss, outputs_of(model, x))
@@ -117,11 +79,7 @@ def test_the_oracle_s_block_is_the_hessian_of_a_piecewise_linear_network(loss):
         assert_close(rows.block(), exact, 1e-10, name)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Equal to the Hessian
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Equal to the Hessian
 @pairs(method=METHODS, approx=APPROXIMATIONS, bias=[True, False], loss=["gaussian", "gaussian mean"])
 def test_linear_network_with_square_loss_is_the_hessian(method, approx, bias, loss):
     model, x = mlp((4, 3, 5, 2), bias=bias, activation=nn.Identity), noise(6, 4)
@@ -130,7 +88,7 @@ def test_linear_network_with_square_loss_is_the_hessian(method, approx, bias, lo
     data = (plain, x, y, objective("mse", "mean" if "mean" in loss else "sum", 2))
     ggn = curvlinops_exact("ggn", *data)
     opt = still(model, "exact", method, approx=approx)
-    measured_scale(opt, model, lambda: observed_step(opt, model, x, likelihood()))
+    measured_scale(opt, model, lambda: observed_step(opt, model, x, likelihood))
     for name in ("0", "2", "4"):
         exact = hessian_block(plain, name, lambda forward: value(forward(x), y) / (1 if "mean" in loss else len(x)))
         assert_close(opt.dense_curvature(name), exact, 1e-9, f"Hessian of {name}")
@@ -138,49 +96,7 @@ def test_linear_network_with_square_loss_is_the_hessian(method, approx, bias, lo
         assert_close(opt.dense_curvature(name), per_datum, 1e-9, f"Gauss-Newton of {name}")
 
 
-@each(method=METHODS, loss=LOSSES.keys())
-def test_one_datum_in_a_piecewise_linear_network_is_the_hessian(method, loss):
-    model, (x, _) = mlp((4, 5, 6, 3), activation=nn.ReLU), vectors(1)
-    y, (likelihood, value) = targets_for(loss, outputs_of(model, x)), LOSSES[loss]
-    plain = twin(model)
-    opt = still(model, "exact", method)
-    measured_scale(opt, model, lambda: observed_step(opt, model, x, likelihood()))
-    for name in ("0", "2", "4"):
-        exact = hessian_block(plain, name, lambda forward: value(forward(x), y))
-        assert_close(opt.dense_curvature(name), exact, 1e-9, name)
-
-
-class PerCall(nn.Module):
-    """A linear layer or a convolution, of which every position has a loss term of its own, or their mean has one."""
-
-    def __init__(self, layer: nn.Module, mean: bool) -> None:
-        super().__init__()
-        self.layer, self.mean = layer, mean
-
-    def forward(self, x: Tensor) -> Tensor:
-        conv = isinstance(self.layer, nn.Conv2d)
-        z = self.layer(x) if conv else torch.stack([self.layer(x[:, s]) for s in range(x.shape[1])], 2)
-        return z.flatten(2).mean(2) if self.mean else z
-
-
-@pytest.mark.parametrize(("approx", "mean"), [("expand", False), ("reduce", True)])
-@pytest.mark.parametrize("kind", ["linear", "conv"])
-def test_weight_sharing_cases_that_are_the_hessian(kind, approx, mean):
-    """Expand with a loss term per position; reduce with positions averaged before the loss."""
-    layer = {"linear": lambda: nn.Linear(3, 4), "conv": lambda: nn.Conv2d(2, 3, 2)}[kind]
-    model = seeded_build(lambda: PerCall(layer(), mean))
-    x = noise(3, 5, 3) if kind == "linear" else noise(3, 2, 3, 4)
-    y = noise(*outputs_of(model, x).shape, seed=1)
-    exact = hessian_block(twin(model), "layer", lambda forward: summed_square(forward(x), y) / len(x))
-    opt = factors_after(model, x, "gaussian", approx=approx)
-    assert_close(opt.dense_curvature("layer"), exact, 1e-9)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Equal to curvlinops' type-2 factors
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Equal to curvlinops' type-2 factors
 @each(approx=APPROXIMATIONS, kind=["mlp", "strided conv", "padded conv", "pooled tokens"])
 def test_cross_entropy_equals_curvlinops(kind, approx):
     if kind == "mlp":
@@ -202,25 +118,7 @@ def test_token_mean_cross_entropy_equals_curvlinops():
     assert_factors({name: held_factors(opt, model, name) for name in theirs}, theirs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Else: equal to the definition
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Mixing(nn.Module):
-    """Per-token outputs ``[N, S, 3]`` of which each depends on all tokens of its example."""
-
-    def __init__(self, mixes: bool = True) -> None:
-        super().__init__()
-        self.inner, self.outer, self.mixes = nn.Linear(3, 4), nn.Linear(4, 3), mixes
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.inner(x))
-        if self.mixes:
-            h = h + torch.cumsum(h, 1).square() / 4
-        return self.outer(h)
-
-
+# ---------------------------------------------------------------- Else: equal to the definition
 class Poisson(secondorder.Likelihood):
     """Counts of rate exp(f): ℓ = exp(f) − y f, of which the Hessian is diag(exp(f))."""
 
@@ -235,6 +133,11 @@ class Poisson(secondorder.Likelihood):
         chosen = torch.zeros_like(outputs)
         chosen.flatten(1)[:, index] = (outputs.flatten(1)[:, index] / 2).exp()
         return chosen
+
+
+def of_two_heads(f: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> Tensor:
+    """The mean over the four examples of five whose class is not ignored, and a mean over outputs."""
+    return cross_entropy(f[0], y[0]) * 5 / 4 + mean_square(f[1], y[1])
 
 
 def poisson(f: Tensor, y: Tensor) -> Tensor:
@@ -259,21 +162,21 @@ def token_mean(kept: float, class_dim: int = -1) -> Loss:
 
 @dataclass
 class Case:
-    """A model with a batch, the loss of one example, and how ``observe`` is told of it."""
+    """A model with a batch, the loss of one example, and what ``observe`` is given."""
 
     model: nn.Module
     x: Tensor
-    y: Tensor
+    y: Any
     loss: Loss
     likelihood: Any
-    told: Tensor | None = None
+    given: Any = None
     keywords: dict[str, Any] = field(default_factory=dict)
 
 
 def known(loss: str, model: nn.Module, x: Tensor, **keywords: Any) -> Case:
     """A likelihood of ``LOSSES``, which needs no targets."""
     likelihood, value = LOSSES[loss]
-    return Case(model, x, targets_for(loss, outputs_of(model, x)), value, likelihood(), keywords=keywords)
+    return Case(model, x, targets_for(loss, outputs_of(model, x)), value, likelihood, keywords=keywords)
 
 
 def classified(model: nn.Module, x: Tensor, y: Tensor, likelihood: Any = "categorical", class_dim: int = -1) -> Case:
@@ -303,6 +206,8 @@ X, TOKENS, PICTURES = noise(5, 4), noise(3, 4, 3), images(3)[0]
 SOME, ALL = token_labels(3, 4, ignored=True), token_labels(3, 4, ignored=False)
 #: Where 1 is ignored, tokens of class 1 are.
 ONES = torch.where(SOME == -100, 1, SOME)
+#: Classes of five examples, of which one is ignored.
+FOUR = torch.tensor([0, 2, -100, 1, 1])
 BY_ENTRY = ("gaussian", "gaussian mean", "bernoulli", "bernoulli mean")
 CIRCULAR = {"dilation": 2, "padding": "same", "padding_mode": "circular"}
 
@@ -314,6 +219,7 @@ DEFINITIONS: dict[str, Callable[[], Case]] = {
     "groups": lambda: known("categorical", seeded_build(of_groups), noise(3, 4, 6)),
     "frozen weight": lambda: known("categorical", frozen("weight"), X),
     "frozen bias": lambda: known("categorical", frozen("bias"), X),
+    "a layer that is the model": lambda: known("categorical", seeded_build(lambda: nn.Linear(4, 3)), X),
     "pooled tokens": lambda: known("bernoulli", seeded_build(lambda: Tokens(read="mean")), TOKENS),
     "a layer called twice": lambda: known("categorical", seeded_build(lambda: Repeated(False)), X),
     # every entry of an example's output is an output of the model; positions meet in the layers below
@@ -329,7 +235,7 @@ DEFINITIONS: dict[str, Callable[[], Case]] = {
     ),
     "another ignored class": lambda: replace(
         classified(mixing(), TOKENS, torch.where(ONES == 1, -100, ONES), secondorder.Categorical(ignore_index=1)),
-        told=ONES,
+        given=ONES,
     ),
     "classes on axis one": lambda: classified(
         seeded_build(segmenting), noise(2, 2, 3, 3), token_labels(2, 3, 3, ignored=True),
@@ -337,6 +243,10 @@ DEFINITIONS: dict[str, Callable[[], Case]] = {
     ),
     "ignored examples": lambda: classified(mlp((4, 5, 3)), X, torch.tensor([0, -100, 2, -100, 1])),
     "a likelihood of one's own": lambda: Case(mlp((4, 5, 3)), X, noise(5, 3).sigmoid(), poisson, Poisson()),
+    "heads": lambda: Case(
+        seeded_build(TwoHeads), X, (FOUR, noise(5, 2)), of_two_heads,
+        ("categorical", secondorder.Gaussian(mean=True)), (FOUR, None),
+    ),
     "the objective is a sum": lambda: known("categorical", mlp((4, 5, 3)), X, loss_reduction="sum"),
     "the objective is a mean": lambda: known("categorical", mlp((4, 5, 3)), X, loss_reduction="mean"),
 }  # fmt: skip
@@ -349,13 +259,13 @@ def test_factors_and_scales_are_those_of_the_definition(name, approx):
     model, names = case.model, covered_names(case.model)
     rows = observed(model, names, case.x, case.y, case.loss)
     other = twin(model)
-    opt = factors_after(model, case.x, case.likelihood, case.told, approx=approx, **case.keywords)
+    opt = factors_after(model, case.x, case.likelihood, case.given, approx=approx, **case.keywords)
     assert_observed(opt, model, rows, approx)
     for layer, found in rows.items():
         A, B = found.factors(approx)
         assert_close(opt.dense_curvature(layer), kron(B, A), tolerance, f"dense block of {layer}")
     opt = still(other, "exact", EKFAC, approx=approx, inv_update_steps=1000, **case.keywords)
-    measured_scale(opt, other, lambda: observed_step(opt, other, case.x, case.likelihood, case.told))
+    measured_scale(opt, other, lambda: observed_step(opt, other, case.x, case.likelihood, case.given))
     for layer, found in rows.items():
         state = state_of(opt, other, layer)
         A, B = found.factors(approx)
@@ -370,15 +280,15 @@ def test_factors_and_scales_are_those_of_the_definition(name, approx):
         assert_close(opt.dense_curvature(layer).trace(), found.block().trace(), tolerance, f"trace of {layer}")
 
 
-@pairs(method=METHODS, cuts=[[4], [2, 2], [1, 3]], ignored=[False, True])
-def test_tokens_in_micro_batches(method, cuts, ignored):
+@pairs(method=METHODS, cuts=[[4], [2, 2], [1, 3]], ignored=[False, True], approx=APPROXIMATIONS)
+def test_tokens_in_micro_batches(method, cuts, ignored, approx):
     """However the targets that count are spread over the micro-batches, the mean runs over all of them."""
     x, y = noise(4, 4, 3), token_labels(4, 4, ignored=False)
     if ignored:
         y[0, 1:], y[2, 0] = -100, -100
     model = mixing()
     rows = observed(model, ["inner", "outer"], x, y, token_mean(int((y != -100).sum()) / 4))
-    opt = still(model, "exact", method, inv_update_steps=1000)
+    opt = still(model, "exact", method, inv_update_steps=1000, approx=approx)
     for _ in range(2):
         opt.zero_grad()
         for a, b in zip(x.split(cuts), y.split(cuts), strict=True):
@@ -386,9 +296,10 @@ def test_tokens_in_micro_batches(method, cuts, ignored):
             opt.observe(outputs, "categorical", b)
             unrelated(outputs).backward()
         opt.step()
-    assert_observed(opt, model, rows)
+    assert_observed(opt, model, rows, approx)
     for name, found in rows.items():
         state = state_of(opt, model, name)
+        assert float(state["factor_weight"]) == 4
         if method is EKFAC:
             assert_close(state["scale"], found.scale(state["basis_a"], state["basis_g"]), 1e-9, name)
 
@@ -426,7 +337,7 @@ def test_outputs_with_the_batch_on_their_second_axis(loss):
         opt = still(model, "exact", batch_dim=1)
         outputs = model(TOKENS.transpose(0, 1))
         try:
-            opt.observe(outputs.transpose(0, 1) if batch_first else outputs, likelihood())
+            opt.observe(outputs.transpose(0, 1) if batch_first else outputs, likelihood)
         except ValueError:
             assert not batch_first
             continue
@@ -502,11 +413,7 @@ def test_a_mask_keeps_padding_out():
             assert_close(mine, theirs, 1e-9, name)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Every kind of layer
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------- Every kind of layer
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_every_kind_of_layer(name):
     """Of a Gaussian, columns of the Hessian are √2 e_k. EK-FAC keeps the trace, with a side that is diagonal too."""

@@ -1,5 +1,7 @@
 """Static M-FAC against the d×d matrix written out and inverted in float64."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,14 +25,17 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
+def both(grads: Tensor, x: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    return inverse_fisher_vector_product(grads, x, damping), inverse_fisher_diagonal(grads, damping)
+
+
 def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_product_and_diagonal_are_those_of_the_explicit_inverse(size: tuple[int, int]) -> None:
-    for damping in (10.0, 1e-3, 1e-6):
-        grads, x = draw(*size), draw(size[1])
+def test_product_and_diagonal_are_those_of_the_explicit_inverse() -> None:
+    for (m, d), damping in product(SIZES, (10.0, 1e-3, 1e-6)):
+        grads, x = draw(m, d), draw(d)
         matrix = fisher(grads, damping)
         assert error(inverse_fisher_vector_product(grads, x, damping), torch.linalg.solve(matrix, x)) < 1e-9
         assert error(inverse_fisher_diagonal(grads, damping), torch.linalg.inv(matrix).diagonal()) < 1e-8
@@ -50,33 +55,36 @@ def test_a_vector_outside_the_span_is_divided_by_the_damping() -> None:
     torch.testing.assert_close(inverse_fisher_vector_product(grads, x, 0.5), x / 0.5)
 
 
-@pytest.mark.parametrize("tile", [1, 7, 64, 10_000])
-def test_the_width_of_the_tiles_does_not_matter(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_the_width_of_the_tiles_nor_the_factorization_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Cholesky fails, eigenvalues take its place; where those fail too, the error says what to do."""
     grads, x = draw(5, 43), draw(3, 43)
-    wanted = inverse_fisher_vector_product(grads, x, 0.02), inverse_fisher_diagonal(grads, 0.02)
-    monkeypatch.setattr(inverse_fisher, "_TILE", tile)
-    found = inverse_fisher_vector_product(grads, x, 0.02), inverse_fisher_diagonal(grads, 0.02)
-    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+    wanted = both(grads, x, 0.02)
+    for tile in (1, 7, 64, 10_000):
+        monkeypatch.setattr(inverse_fisher, "_TILE", tile)
+        torch.testing.assert_close(both(grads, x, 0.02), wanted, rtol=1e-11, atol=1e-11)
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda a: (a, torch.tensor(1, dtype=torch.int32)))
+    torch.testing.assert_close(both(grads, x, 0.02), wanted, rtol=1e-11, atol=1e-11)
+
+    def fail(_: Tensor) -> None:
+        raise torch.linalg.LinAlgError("no convergence")
+
+    monkeypatch.setattr(torch.linalg, "eigh", fail)
+    with pytest.raises(RuntimeError, match=r"\[5, 5\] of grads cannot be factorised: raise damping"):
+        inverse_fisher_vector_product(grads, x, 0.02)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_low_precision_is_only_rounded_at_the_end(dtype: torch.dtype) -> None:
-    grads, x = draw(6, 40, dtype=dtype), draw(40, dtype=dtype)
-    matrix = fisher(grads, 0.05)
-    found, diagonal = inverse_fisher_vector_product(grads, x, 0.05), inverse_fisher_diagonal(grads, 0.05)
-    assert found.dtype == diagonal.dtype == dtype
-    rounding = torch.finfo(dtype).eps
-    torch.testing.assert_close(
-        found.double(), torch.linalg.solve(matrix, x.double()), rtol=rounding, atol=1e-10, check_dtype=False
-    )
-    torch.testing.assert_close(diagonal.double(), torch.linalg.inv(matrix).diagonal(), rtol=rounding, atol=0)
-
-
-def test_the_result_has_the_dtype_of_the_vector_not_of_the_gradients() -> None:
-    grads, x = draw(3, 9, dtype=torch.bfloat16), draw(9)
-    found = inverse_fisher_vector_product(grads, x, 0.1)
-    assert found.dtype == torch.float64
-    assert error(found, torch.linalg.solve(fisher(grads, 0.1), x)) < 1e-12
+def test_low_precision_is_only_rounded_at_the_end() -> None:
+    """And the product has the dtype of the vector, not of the gradients."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        grads, x, rounding = draw(6, 40, dtype=dtype), draw(40, dtype=dtype), torch.finfo(dtype).eps
+        matrix = fisher(grads, 0.05)
+        found, diagonal = both(grads, x, 0.05)
+        assert found.dtype == diagonal.dtype == dtype
+        torch.testing.assert_close(found.double(), torch.linalg.solve(matrix, x.double()), rtol=rounding, atol=1e-10)
+        torch.testing.assert_close(diagonal.double(), torch.linalg.inv(matrix).diagonal(), rtol=rounding, atol=0)
+    double = inverse_fisher_vector_product(grads, x.double(), 0.05)
+    assert double.dtype == torch.float64
+    assert error(double, torch.linalg.solve(matrix, x.double())) < 1e-12
 
 
 def test_repeated_gradients_and_a_damping_below_rounding() -> None:
@@ -91,35 +99,17 @@ def test_repeated_gradients_and_a_damping_below_rounding() -> None:
     assert bool((diagonal > 0).all())
 
 
-def test_the_eigenvalues_give_the_same_when_cholesky_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    grads, x = draw(5, 20), draw(20)
-    wanted = inverse_fisher_vector_product(grads, x, 0.02), inverse_fisher_diagonal(grads, 0.02)
-    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda a: (a, torch.tensor(1, dtype=torch.int32)))
-    found = inverse_fisher_vector_product(grads, x, 0.02), inverse_fisher_diagonal(grads, 0.02)
-    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
-
-
-def test_two_failed_factorisations_are_an_error_that_says_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: Tensor) -> None:
-        raise torch.linalg.LinAlgError("no convergence")
-
-    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda a: (a, torch.tensor(1, dtype=torch.int32)))
-    monkeypatch.setattr(torch.linalg, "eigh", fail)
-    with pytest.raises(RuntimeError, match=r"\[5, 5\] of grads cannot be factorised: raise damping"):
-        inverse_fisher_vector_product(draw(5, 20), draw(20), 0.02)
-
-
-@pytest.mark.parametrize("damping", [1e-12, 1e-16])
-def test_the_diagonal_stays_positive_where_the_difference_cancels(damping: float) -> None:
+def test_the_diagonal_stays_positive_where_the_difference_cancels() -> None:
     grads = draw(40, 10) * 100
-    diagonal = inverse_fisher_diagonal(grads, damping)
-    assert bool((diagonal * fisher(grads, damping).diagonal() >= 1 - 1e-12).all())
+    for damping in (1e-12, 1e-16):
+        diagonal = inverse_fisher_diagonal(grads, damping)
+        assert bool((diagonal * fisher(grads, damping).diagonal() >= 1 - 1e-12).all())
 
 
 def test_nothing_is_changed_and_no_graph_is_built() -> None:
     grads, x = draw(4, 11).requires_grad_(), draw(11).requires_grad_()
     before = grads.detach().clone(), x.detach().clone()
-    found, diagonal = inverse_fisher_vector_product(grads, x, 0.1), inverse_fisher_diagonal(grads, 0.1)
+    found, diagonal = both(grads, x, 0.1)
     assert not found.requires_grad
     assert not diagonal.requires_grad
     assert torch.equal(grads, before[0])
@@ -174,62 +164,38 @@ def test_no_temporary_is_larger_than_a_tile_beside_the_result(
     assert record.most == 5000
 
 
-def test_damping_must_be_positive() -> None:
-    for damping in (0, 0.0, -1e-3, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=r"damping must be finite and > 0, got"):
-            inverse_fisher_vector_product(draw(2, 3), draw(3), damping)
-        with pytest.raises(ValueError, match=r"damping must be finite and > 0, got"):
-            inverse_fisher_diagonal(draw(2, 3), damping)
+NO_NUMBERS = (float("nan"), float("inf"))
+DTYPES = (torch.int64, torch.complex64, torch.bool)
+A_MATRIX = r"grads must have shape \[m, d\] with at least one row, got \["
+A_VECTOR = r"x must have shape \[3\] or \[k, 3\] for grads \[2, 3\], got \["
 
 
-def test_damping_must_be_a_number() -> None:
-    for damping in ("1", None, True):
-        with pytest.raises(TypeError, match="damping must be a number"):
-            inverse_fisher_diagonal(draw(2, 3), damping)  # type: ignore[arg-type]
-
-
-def test_gradients_must_be_a_matrix_with_rows() -> None:
-    for shape in ((3,), (0, 3), (2, 3, 4), ()):
-        with pytest.raises(ValueError, match=r"grads must have shape \[m, d\] with at least one row, got \["):
-            inverse_fisher_vector_product(draw(*shape), draw(3), 0.1)
-        with pytest.raises(ValueError, match=r"grads must have shape \[m, d\] with at least one row, got \["):
-            inverse_fisher_diagonal(draw(*shape), 0.1)
-
-
-def test_the_vector_must_fit_the_gradients() -> None:
-    for shape in ((4,), (2, 4), (3, 1), (1, 2, 3), ()):
-        with pytest.raises(ValueError, match=r"x must have shape \[3\] or \[k, 3\] for grads \[2, 3\], got \["):
-            inverse_fisher_vector_product(draw(2, 3), draw(*shape), 0.1)
-
-
-def test_kinds_of_numbers_that_have_no_meaning_here_are_refused() -> None:
-    for dtype in (torch.int64, torch.complex64, torch.bool):
-        with pytest.raises(TypeError, match=r"grads must have a real floating dtype, got torch\."):
-            inverse_fisher_diagonal(torch.zeros(2, 3, dtype=dtype), 0.1)
-        with pytest.raises(TypeError, match=r"x must have a real floating dtype, got torch\."):
-            inverse_fisher_vector_product(draw(2, 3), torch.zeros(3, dtype=dtype), 0.1)
-
-
-def test_other_objects_are_refused() -> None:
-    with pytest.raises(TypeError, match="grads must be a tensor, got list"):
-        inverse_fisher_diagonal([[1.0, 2.0]], 0.1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="grads must be dense"):
-        inverse_fisher_diagonal(draw(2, 3).to_sparse(), 0.1)
-
-
-def test_another_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="x is on meta and grads on cpu"):
-        inverse_fisher_vector_product(draw(2, 3), draw(3).to("meta"), 0.1)
-
-
-def test_undefined_numbers_are_refused() -> None:
-    for bad in (float("nan"), float("inf")):
-        grads, x = draw(2, 3), draw(3)
-        grads[1, 2] = bad
-        with pytest.raises(ValueError, match="grads must be finite"):
-            inverse_fisher_vector_product(grads, x, 0.1)
-        with pytest.raises(ValueError, match="grads must be finite"):
-            inverse_fisher_diagonal(grads, 0.1)
-        x[0] = bad
-        with pytest.raises(ValueError, match="x must be finite"):
-            inverse_fisher_vector_product(draw(2, 3), x, 0.1)
+def test_what_has_no_answer_is_refused() -> None:
+    grads, x = draw(2, 3), draw(3)
+    for damping, error_type, message in (
+        *((value, ValueError, "damping must be finite and > 0, got") for value in (0, 0.0, -1e-3, *NO_NUMBERS)),
+        *((value, TypeError, "damping must be a number") for value in ("1", None, True)),
+    ):
+        with pytest.raises(error_type, match=message):
+            inverse_fisher_vector_product(grads, x, damping)  # type: ignore[arg-type]
+        with pytest.raises(error_type, match=message):
+            inverse_fisher_diagonal(grads, damping)  # type: ignore[arg-type]
+    for wrong, error_type, message in (
+        *((draw(*shape), ValueError, A_MATRIX) for shape in ((3,), (0, 3), (2, 3, 4), ())),
+        *((grads.to(dtype), TypeError, r"grads must have a real floating dtype, got torch\.") for dtype in DTYPES),
+        *((grads.masked_fill(grads == grads[1, 2], bad), ValueError, "grads must be finite") for bad in NO_NUMBERS),
+        ([[1.0, 2.0]], TypeError, "grads must be a tensor, got list"),
+        (grads.to_sparse(), TypeError, "grads must be dense"),
+    ):
+        with pytest.raises(error_type, match=message):
+            inverse_fisher_vector_product(wrong, x, 0.1)  # type: ignore[arg-type]
+        with pytest.raises(error_type, match=message):
+            inverse_fisher_diagonal(wrong, 0.1)  # type: ignore[arg-type]
+    for wrong, error_type, message in (
+        *((draw(*shape), ValueError, A_VECTOR) for shape in ((4,), (2, 4), (3, 1), (1, 2, 3), ())),
+        *((x.to(dtype), TypeError, r"x must have a real floating dtype, got torch\.") for dtype in DTYPES),
+        *((x.masked_fill(x == x[0], bad), ValueError, "x must be finite") for bad in NO_NUMBERS),
+        (x.to("meta"), ValueError, "x is on meta and grads on cpu"),
+    ):
+        with pytest.raises(error_type, match=message):
+            inverse_fisher_vector_product(grads, wrong, 0.1)

@@ -6,11 +6,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import KFAC
 from secondorder.curvature.schema import likes
-from tests.support.oracles.kfac import covered_names, layer_gradient, layer_values
+from tests.support.oracles.kfac import covered_names, expected_factors, layer_gradient, layer_values
 
 # Every choice that a test does not make itself: plain steps along the preconditioned gradient, everything due always.
 PLAIN = {
@@ -56,6 +57,38 @@ def train_step(opt: KFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable
     opt.zero_grad()
     backward(model, x, y, loss)
     opt.step()
+
+
+def accumulate(model: nn.Module, x: Tensor, y: Tensor, sizes: int | list[int]) -> None:
+    """Backward passes of micro-batches of some sizes, whose losses add up to the mean over the whole batch."""
+    for a, b in zip(x.split(sizes), y.split(sizes), strict=True):
+        (F.cross_entropy(model(a), b, reduction="sum") / len(x)).backward()
+
+
+def assert_captures(
+    model: nn.Module,
+    plain: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    run: Callable[[nn.Module], object] | None = None,
+    *,
+    loss: Callable = F.cross_entropy,
+    approx: str = "expand",
+    **keywords,
+) -> KFAC:
+    """Factors after a step are those of the plain model, one example after the other.
+
+    ``run`` has the backward passes of the model, in whatever way; without it, there is one of the whole batch.
+    """
+    expected = expected_factors(plain, x, y, loss, approx=approx)
+    opt = plain_kfac(model, approx=approx, **keywords)
+    if run is None:
+        backward(model, x, y, loss)
+    else:
+        run(model)
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+    return opt
 
 
 def one_step(model: nn.Module, x: Tensor, y: Tensor, loss: Callable, **keywords) -> KFAC:

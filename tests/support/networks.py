@@ -37,6 +37,28 @@ class Sequence(nn.Module):
         return self.outer(torch.tanh(self.inner(x))).mean(0)
 
 
+class Mixing(nn.Module):
+    """Outputs ``[N, S, 3]`` of each token, of which each depends on all tokens of its example."""
+
+    def __init__(self, mixes: bool = True) -> None:
+        super().__init__()
+        self.inner, self.outer, self.mixes = nn.Linear(3, 4), nn.Linear(4, 3), mixes
+
+    def forward(self, x):
+        h = torch.tanh(self.inner(x))
+        return self.outer(h + torch.cumsum(h, 1).square() / 4 if self.mixes else h)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self, d_in: int = 4) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(d_in, 5), nn.Linear(5, 3), nn.Linear(5, 2)
+
+    def forward(self, x):
+        h = torch.tanh(self.trunk(x))
+        return self.left(h), self.right(h)
+
+
 class Rescaled(nn.Module):
     """``scale`` inflates what the first layer sees and deflates what it says: gradients stay, squares overflow."""
 

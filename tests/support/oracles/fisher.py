@@ -18,15 +18,56 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+import secondorder
 from secondorder import EKFAC, KFAC
 from tests.support.kfac import PLAIN, assert_close, held_factors, owner
 from tests.support.oracles.kfac import homogeneous, input_rows, output_rows
 
 #: Loss of one example from its outputs (batch of one) and its targets.
 Loss = Callable[[Any, Any], Tensor]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses of one example
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(f: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(f, y, reduction="sum")
+
+
+def summed_square(f: Tensor, y: Tensor) -> Tensor:
+    return (f - y).square().sum()
+
+
+def mean_square(f: Tensor, y: Tensor) -> Tensor:
+    return (f - y).square().mean()
+
+
+def summed_bce(f: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(f, y, reduction="sum")
+
+
+def mean_bce(f: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(f, y)
+
+
+#: What `observe` is given, and the loss of one example.
+LOSSES: dict[str, tuple[Any, Loss]] = {
+    "categorical": ("categorical", cross_entropy),
+    "Categorical": (secondorder.Categorical(), cross_entropy),
+    "gaussian": ("gaussian", summed_square),
+    "Gaussian": (secondorder.Gaussian(), summed_square),
+    "gaussian mean": (secondorder.Gaussian(mean=True), mean_square),
+    "gaussian variance": (secondorder.Gaussian(variance=0.3), lambda f, y: summed_square(f, y) / 0.6),
+    "bernoulli": ("bernoulli", summed_bce),
+    "Bernoulli": (secondorder.Bernoulli(), summed_bce),
+    "bernoulli mean": (secondorder.Bernoulli(mean=True), mean_bce),
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,88 @@
+"""Where theory says that K-FAC is no approximation, it must be none.
+
+The empirical Fisher takes its gradients from the residuals r = f − y, so a linear network has *exactly* Kronecker
+blocks whenever residuals are independent of the inputs. Here they are so by design: every input is paired with every
+residual of a fixed set. With residuals √(J/2)·e_j the blocks are moreover those of the Gauss-Newton matrix of the
+summed squared error, whose output Hessian is 2I.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.kfac import assert_close, noise, plain_kfac, train_step, twin
+from tests.support.models import mlp, seeded_build, vectors
+from tests.support.oracles.kfac import Objective, covered_names, empirical_block, example_rows
+from tests.support.oracles.trajectory import curvlinops_exact
+
+
+def summed_square(output: Tensor, target: Tensor) -> Tensor:
+    """(1/N) Σ_n ‖f_n − y_n‖², summed over everything but the examples."""
+    return ((output - target) ** 2).sum() / len(output)
+
+
+def crossed(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Pair every input with the residuals √(J/2)·e_j, j = 1..J, J entries of one output."""
+    with torch.no_grad():
+        outputs = model(inputs)
+    J = outputs[0].numel()
+    residuals = math.sqrt(J / 2) * torch.eye(J, dtype=inputs.dtype).reshape(J, *outputs.shape[1:])
+    x = inputs.repeat_interleave(J, 0)
+    y = outputs.repeat_interleave(J, 0) - residuals.repeat(len(inputs), *[1] * (outputs.ndim - 1))
+    return x, y
+
+
+def assert_exact(model, x, y, loss, **keywords):
+    """Every block is that of the empirical Fisher."""
+    names = covered_names(model)
+    exact = {name: empirical_block(rows) for name, rows in example_rows(twin(model), names, x, y, loss).items()}
+    opt = plain_kfac(model, **keywords)
+    train_step(opt, model, x, y, loss)
+    for name, block in exact.items():
+        assert_close(opt.dense_curvature(name), block, 1e-9, name)
+    return opt
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_deep_linear_network_with_squared_loss(bias):
+    """And they are those of the Gauss-Newton matrix."""
+    model = mlp((4, 3, 5, 2), bias=bias, activation=nn.Identity)
+    x, y = crossed(model, noise(5, 4))
+    ggn = curvlinops_exact("ggn", twin(model), x, y, Objective(nn.MSELoss(reduction="sum"), "sum", 1, False))
+    opt = assert_exact(model, x, y, summed_square)
+    for name, block in ggn.items():
+        assert_close(opt.dense_curvature(name), block / len(x), 1e-9, name)
+
+
+class Shared(nn.Module):
+    """A linear network that uses its weights at several positions, read out per position or as their mean."""
+
+    def __init__(self, kind: str, read: str) -> None:
+        super().__init__()
+        self.kind, self.read = kind, read
+        self.layer = nn.Conv2d(2, 3, 2) if kind == "convolution" else nn.Linear(3, 2)
+
+    def forward(self, x):
+        if self.kind == "calls":
+            z = torch.stack([self.layer(x[:, s]) for s in range(x.shape[1])], 1)
+        else:
+            z = self.layer(x).flatten(2).mT if self.kind == "convolution" else self.layer(x)
+        return z.mean(1) if self.read == "mean" else z
+
+
+@pytest.mark.parametrize("kind", ["tokens", "convolution", "calls"])
+@pytest.mark.parametrize(("approx", "read"), [("expand", "positions"), ("reduce", "mean")])
+def test_weight_sharing_cases_that_are_exact(approx, read, kind):
+    """Expand with a loss term per position; reduce with positions averaged before the loss."""
+    model = seeded_build(lambda: Shared(kind, read))
+    x, y = crossed(model, noise(2, 2, 3, 3) if kind == "convolution" else noise(3, 5, 3))
+    assert_exact(model, x, y, summed_square, approx=approx)
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_a_single_example_with_one_position_is_exact_in_any_network(approx):
+    for bias in (True, False):
+        assert_exact(mlp((4, 5, 6, 3), bias=bias), *vectors(1), F.cross_entropy, approx=approx)
