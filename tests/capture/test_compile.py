@@ -1,4 +1,4 @@
-"""Models under torch.compile: equal factors, no graph break, no endless recompilation, and a warning where it comes too late."""
+"""Models under torch.compile: equal factors, no graph break, no endless recompilation, and a warning if it comes late."""
 
 import warnings
 
