@@ -1,4 +1,4 @@
-"""Models under torch.compile: equal factors, no graph break, no endless recompilation, and a warning if it comes late."""
+"""Models under torch.compile: equal factors, no graph break or endless recompilation, and a warning if it is late."""
 
 import warnings
 
