@@ -16,11 +16,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from secondorder.plan.tally import Cost
+from secondorder.plan.tally import Cost, Tally
 
+#: Time of an operator that only makes a view, divided by that of others.
+VIEW = 1 / 3
 Curve = tuple[tuple[float, float], ...]
 
 
@@ -33,8 +35,8 @@ class MachineRates:
 
     Attributes:
         device: Type of the device, such as ``"cpu"`` or ``"cuda"``.
-        operator: Seconds for the host to call and dispatch an operator.
-        view: Seconds for an operator that only makes a view, or allocates.
+        operator: Seconds for the host to reach and dispatch an operator; one that only makes a view, or allocates,
+            takes a third of that.
         bandwidth: Bytes per second of operators on so many bytes; what is read and what is written both count.
         scattered: Bytes per second of operators that gather, scatter or select.
         matmul: FLOPs per second of products of matrices by their least side.
@@ -45,7 +47,6 @@ class MachineRates:
 
     device: str
     operator: float
-    view: float
     bandwidth: Curve
     scattered: float
     matmul: Curve
@@ -106,7 +107,7 @@ class MachineRates:
         Returns:
             The seconds.
         """
-        host = sum(number * (self.view if cost.kind == "view" else self.operator) for cost, number in costs.items())
+        host = sum(number * self.operator * (VIEW if cost.kind == "view" else 1.0) for cost, number in costs.items())
         device = sum(number * self._work(cost) for cost, number in costs.items())
         return host + device if self.device == "cpu" else max(host, device)
 
@@ -114,16 +115,17 @@ class MachineRates:
         """Return the seconds of an operator without its dispatch."""
         if cost.kind == "view":
             return 0.0
+        slower = max(1.0, cost.itemsize / 4)  # than in float32
         if cost.kind in ("eigh", "cholesky"):
             curve = self.eigh if cost.kind == "eigh" else self.cholesky
             full = 9.0 if cost.kind == "eigh" else 1.0
-            return at(curve, cost.size, power=3) * cost.flops / (full * max(1, cost.size) ** 3)
+            return slower * at(curve, cost.size, power=3) * cost.flops / (full * max(1, cost.size) ** 3)
         if cost.kind == "scattered":
             return cost.nbytes / self.scattered
         moved = cost.nbytes / at(self.bandwidth, cost.nbytes)
         if cost.kind == "entrywise":
             return moved
-        return max(moved, cost.flops / at(self.matmul if cost.kind == "matmul" else self.conv, cost.size))
+        return max(moved, slower * cost.flops / at(self.matmul if cost.kind == "matmul" else self.conv, cost.size))
 
 
 def at(curve: Curve, size: float, power: float = 0.0) -> float:
@@ -178,7 +180,6 @@ def measure_rates(device: torch.device | str = "cpu") -> MachineRates:
         return MachineRates(
             device=where.type,
             operator=_operator_seconds(where),
-            view=_view_seconds(where),
             bandwidth=tuple((float(n), _bandwidth(n, where)) for n in (2**16, 2**20, 2**23, 2**26)),
             scattered=_scattered(where),
             matmul=tuple((float(n), _matmul(n, where)) for n in (1, 8, 32, 128, 512)),
@@ -191,13 +192,16 @@ def measure_rates(device: torch.device | str = "cpu") -> MachineRates:
 def _seconds(work: Callable[[], object], device: torch.device, least: float = 0.004, trials: int = 5) -> float:
     """Return the least of the times of some work, repeated so that a trial is not too short to be timed."""
 
+    # The processor's time of one thread does not grow while other programs use the processor.
+    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+
     def trial(times: int) -> float:
-        start = time.perf_counter()
+        start = clock()
         for _ in range(times):
             work()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        return (time.perf_counter() - start) / times
+        return (clock() - start) / times
 
     first = min(trial(1), trial(1))
     times = max(1, round(least / max(first, 1e-7)))
@@ -205,14 +209,22 @@ def _seconds(work: Callable[[], object], device: torch.device, least: float = 0.
 
 
 def _operator_seconds(device: torch.device) -> float:
-    """Return the time of a small operator."""
-    x = torch.ones(16, device=device)
-    return _seconds(lambda: x.add(1.0), device)
+    """Return the time of an operator in the training of a tiny model, where Python takes most of it."""
+    layers = [part for _ in range(4) for part in (nn.Linear(16, 16), nn.ReLU())]
+    model = nn.Sequential(*layers).to(device)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), torch.ones(16, 16, device=device)
 
+    def step() -> None:
+        with torch.enable_grad():
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-def _view_seconds(device: torch.device) -> float:
-    x = torch.ones(4, 4, device=device)
-    return _seconds(lambda: x.view(16), device)
+    step()
+    with Tally() as tally:
+        step()
+    number = sum(n * (VIEW if cost.kind == "view" else 1.0) for own in tally.take().values() for cost, n in own.items())
+    return _seconds(step, device) / number
 
 
 def _bandwidth(nbytes: int, device: torch.device) -> float:
@@ -225,7 +237,7 @@ def _scattered(device: torch.device) -> float:
     n = 2**20
     source = torch.ones(n, device=device)
     index = torch.randint(n, (n // 16,), device=device)
-    nbytes = source.nbytes + index.nbytes + index.numel() * source.element_size()
+    nbytes = index.nbytes + 2 * index.numel() * source.element_size()
     return nbytes / _seconds(lambda: source.gather(0, index), device)
 
 

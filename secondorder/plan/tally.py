@@ -35,6 +35,10 @@ _FACTORIZATIONS: Mapping[str, tuple[str, float]] = {
 _SOLVES = {"aten::linalg_solve_triangular": (1, 0), "aten::cholesky_solve": (0, 1), "aten::triangular_solve": (0, 1)}
 #: Words in the names of operators that move single numbers.
 _SCATTERED = ("gather", "scatter", "index", "topk", "sort", "take", "embedding", "masked_select", "nonzero", "put")
+#: Operators that write, read and replace entries of their first argument.
+_WRITERS = {f"aten::{n}_" for n in ("index_copy", "index_add", "index_put", "_index_put_impl", "scatter", "scatter_add")}
+_READERS = {"aten::gather", "aten::index", "aten::index_select", "aten::take", "aten::embedding"}
+_OVERWRITERS = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::ones_like", "aten::zeros_like"}
 #: Operators that allocate and do nothing else.
 _ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
 
@@ -47,12 +51,14 @@ class Cost(NamedTuple):
         size: Side of a factorized matrix, least side of a product, or channels of a convolution; 0 for others.
         flops: FLOPs.
         nbytes: Bytes read and written.
+        itemsize: Bytes of a number.
     """
 
     kind: str
     size: int
     flops: float
     nbytes: int
+    itemsize: int = 4
 
 
 class Tally(TorchDispatchMode):
@@ -118,19 +124,21 @@ def cost_of(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any], out: 
     if func.is_view or name in _ALLOCATIONS:
         return Cost("view", 0, 0.0, 0)
     inputs = [x for x in tree_leaves((args, keywords)) if isinstance(x, Tensor)]
-    nbytes = sum(map(_nbytes, inputs)) + sum(map(_nbytes, results))
+    nbytes = _moved(name, inputs, results, keywords)
+    itemsize = max((x.element_size() for x in inputs), default=4)
     if name in _FACTORIZATIONS:
         kind, factor = _FACTORIZATIONS[name]
         *lead, n = inputs[0].shape[:-1]
-        return Cost(kind, n, factor * math.prod(lead) * n**3, nbytes)
+        return Cost(kind, n, factor * math.prod(lead) * n**3, nbytes, itemsize)
     if name in _SOLVES:
         right, matrix = (inputs[i] for i in _SOLVES[name])
-        return Cost("matmul", min(right.shape[-2:]), float(right.numel() * matrix.shape[-1]), nbytes)
+        return Cost("matmul", min(right.shape[-2:]), float(right.numel() * matrix.shape[-1]), nbytes, itemsize)
     if (count := _flops_of(func)) is not None:
         flops = float(count(*args, **keywords, out_val=out))
         if "convolution" in name:
-            return Cost("conv", _channels(inputs, "backward" in name), flops, nbytes)
-        return Cost("matmul", min((n for x in inputs[-2:] for n in x.shape[-2:]), default=0), flops, nbytes)
+            return Cost("conv", _channels(inputs, "backward" in name), flops, nbytes, itemsize)
+        side = min((n for x in inputs[-2:] for n in x.shape[-2:]), default=0)
+        return Cost("matmul", side, flops, nbytes, itemsize)
     return Cost("scattered" if any(word in name for word in _SCATTERED) else "entrywise", 0, 0.0, nbytes)
 
 
@@ -147,6 +155,18 @@ def _channels(inputs: Sequence[Tensor], is_backward: bool) -> int:
     """Return the smaller number of channels of a convolution, of one group."""
     weight = inputs[2 if is_backward else 1]
     return min(weight.shape[:2])
+
+
+def _moved(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor], keywords: Mapping[str, Any]) -> int:
+    """Return the bytes that an operator reads and writes; of a tensor of which it touches entries, those alone."""
+    if name in _WRITERS:  # what is written there has the size of the source
+        return 2 * sum(map(_nbytes, inputs[1:]))
+    if name in _READERS:
+        return 2 * sum(map(_nbytes, results)) + sum(map(_nbytes, inputs[1:]))
+    if name in _OVERWRITERS:
+        return sum(map(_nbytes, inputs))
+    given = [x for x in results if x is not keywords.get("out")]
+    return sum(map(_nbytes, inputs)) + sum(map(_nbytes, given))
 
 
 def _nbytes(x: Tensor) -> int:
