@@ -15,12 +15,10 @@ from secondorder import options
 from secondorder.comm.strategy import CommStrategy
 from secondorder.plan.meta_steps import Costs, on_meta, take_steps
 from secondorder.plan.rates import MachineRates, measure_rates
-from secondorder.plan.tally import MODEL, Tally
+from secondorder.plan.tally import Tally
 from secondorder.plan.words import aligned, bytes_in_words, flops_in_words
 
 Builder = Callable[[nn.Module], Optimizer]
-#: The method that all others are compared with.
-REFERENCE = "SGD"
 #: Stages of a step that ranks divide, and the stage of ``plan()`` that says how.
 _DIVIDED = {"refresh": "refresh", "select": "refresh", "kernel": "refresh", "invert": "refresh",
             "precondition": "precondition"}  # fmt: skip
@@ -192,7 +190,7 @@ def _one(
         if hasattr(optimizer, "close"):
             optimizer.close()
     flops = {stage: sum(cost.flops * number for cost, number in own.items()) for stage, own in costs.items()}
-    seconds = sum(rates.seconds(own) for own in costs.values())
+    seconds = sum(rates.seconds(own, stage) for stage, own in costs.items())
     return MethodEstimate(memory, {k: v for k, v in flops.items() if v}, 0.0, seconds, 0.0, sent)
 
 
@@ -203,17 +201,23 @@ def _in_world(
     alone = optimizer.plan(world_size=1, batch_size=world.examples).ranks[0]
     ranks = optimizer.plan(world_size=world.size, comm=world.comm, batch_size=world.examples).ranks
     fullest = max(ranks, key=lambda rank: sum(rank.stored.values())).stored
-    stored = {kind: memory[kind] - alone.stored.get(kind, 0) + fullest.get(kind, 0) for kind in memory if kind != "total"}
+    stored = {
+        kind: memory[kind] - alone.stored.get(kind, 0) + fullest.get(kind, 0) for kind in memory if kind != "total"
+    }
     shares = {
         stage: max(rank.flops.get(stage, 0.0) for rank in ranks) / alone.flops[stage]
         for stage in ("refresh", "precondition")
         if alone.flops.get(stage)
     }
-    divided = {
-        stage: {cost: number * shares.get(_DIVIDED.get(stage, ""), 1.0) for cost, number in own.items()}
-        for stage, own in costs.items()
-    }
+    divided = {stage: _share_of(own, shares.get(_DIVIDED.get(stage, ""), 1.0)) for stage, own in costs.items()}
     return {**stored, "total": sum(stored.values())}, divided, max(sum(rank.sent.values()) for rank in ranks)
+
+
+def _share_of(costs: Costs, share: float) -> Costs:
+    """Return fewer operators, or operators with more work where rows of several ranks come together."""
+    if share <= 1:
+        return {cost: number * share for cost, number in costs.items()}
+    return {c._replace(flops=c.flops * share, nbytes=round(c.nbytes * share)): number for c, number in costs.items()}
 
 
 def _compared(found: MethodEstimate, basis: MethodEstimate) -> MethodEstimate:
@@ -260,6 +264,31 @@ def batch_of(model: nn.Module, inputs: Any, batch_size: int | None) -> tuple[Any
         return x.new_empty((examples, *x.shape[1:])) if x.dim() and x.shape[0] == held else x
 
     return tree_map(moved, given), examples
+
+
+def made_on_meta(maker: Callable[[], Any]) -> tuple[nn.Module, Any]:
+    """Return the model, and the inputs if there are any, that a function makes on the ``meta`` device.
+
+    Args:
+        maker: Returns a model, or a model and its inputs.
+
+    Raises:
+        TypeError: If it is no function, or returns something else.
+        RuntimeError: If it fails on ``meta``.
+    """
+    if not callable(maker):
+        raise TypeError(f"the model must be a torch.nn.Module or a function that returns one, got {maker!r}")
+    try:
+        with torch.device("meta"):
+            made = maker()
+    except (RuntimeError, NotImplementedError) as error:
+        raise RuntimeError(
+            f"the model cannot be made on the meta device: {error}. Pass a model that is made already"
+        ) from error
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the function must return a torch.nn.Module or (model, inputs), got {type(made).__name__}")
+    return model, inputs
 
 
 def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:

@@ -9,16 +9,16 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from secondorder.plan.tally import MODEL, Cost, Tally
+from secondorder.plan.tally import Cost, Tally
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.windows import WindowPreconditioner
 
@@ -77,16 +77,17 @@ def take_steps(
         warnings.simplefilter("ignore")  # those about numbers are about numbers that nobody has
         optimizer = build(model)
         _suit(optimizer, device)
+        curvature = getattr(optimizer, "preconditioner", None)
 
         def step() -> dict[str, Counter[Cost]]:
             with tally:
                 tally.take()
                 _backward(model, inputs)
-                optimizer.step()
+                with nullcontext() if curvature is not None else tally.stage("update"):
+                    optimizer.step()
                 optimizer.zero_grad()
                 return tally.take()
 
-        curvature = getattr(optimizer, "preconditioner", None)
         if curvature is not None:
             optimizer.time_stages(tally)
         step()

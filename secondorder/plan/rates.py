@@ -19,8 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from secondorder.plan.tally import Cost, Tally
+from secondorder.plan.tally import MODEL, Cost, Tally
 
+#: Time from one operator to the next in loops over parameters, divided by that in modules and autograd, and the same
+#: for all other stages of a step.
+_PYTHON, _PYTHON_OF_OTHERS = {"update": 0.4}, 0.75
 #: Time of an operator that only makes a view, divided by that of others.
 VIEW = 1 / 3
 Curve = tuple[tuple[float, float], ...]
@@ -98,16 +101,20 @@ class MachineRates:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{str(path)!r} does not contain the rates of a machine: {error}") from error
 
-    def seconds(self, costs: Mapping[Cost, float]) -> float:
+    def seconds(self, costs: Mapping[Cost, float], stage: str = MODEL) -> float:
         """Return the seconds that some operators take.
 
         Args:
             costs: The number of operators of each cost.
+            stage: The stage of the step, which decides how much Python lies between two operators.
 
         Returns:
             The seconds.
         """
-        host = sum(number * self.operator * (VIEW if cost.kind == "view" else 1.0) for cost, number in costs.items())
+        python = 1.0 if stage == MODEL else _PYTHON.get(stage, _PYTHON_OF_OTHERS)
+        host = sum(
+            python * number * self.operator * (VIEW if cost.kind == "view" else 1.0) for cost, number in costs.items()
+        )
         device = sum(number * self._work(cost) for cost, number in costs.items())
         return host + device if self.device == "cpu" else max(host, device)
 
@@ -189,7 +196,7 @@ def measure_rates(device: torch.device | str = "cpu") -> MachineRates:
         )
 
 
-def _seconds(work: Callable[[], object], device: torch.device, least: float = 0.004, trials: int = 5) -> float:
+def _seconds(work: Callable[[], object], device: torch.device, least: float = 0.004, trials: int = 3) -> float:
     """Return the least of the times of some work, repeated so that a trial is not too short to be timed."""
 
     # The processor's time of one thread does not grow while other programs use the processor.
@@ -212,18 +219,17 @@ def _operator_seconds(device: torch.device) -> float:
     """Return the time of an operator in the training of a tiny model, where Python takes most of it."""
     layers = [part for _ in range(4) for part in (nn.Linear(16, 16), nn.ReLU())]
     model = nn.Sequential(*layers).to(device)
-    optimizer, x = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), torch.ones(16, 16, device=device)
+    x = torch.ones(16, 16, device=device)
 
     def step() -> None:
         with torch.enable_grad():
             model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
 
     step()
     with Tally() as tally:
         step()
-    number = sum(n * (VIEW if cost.kind == "view" else 1.0) for own in tally.take().values() for cost, n in own.items())
+    number = sum(n * (VIEW if cost.kind == "view" else 1.0) for cost, n in tally.take()[MODEL].items())
     return _seconds(step, device) / number
 
 
@@ -236,7 +242,7 @@ def _bandwidth(nbytes: int, device: torch.device) -> float:
 def _scattered(device: torch.device) -> float:
     n = 2**20
     source = torch.ones(n, device=device)
-    index = torch.randint(n, (n // 16,), device=device)
+    index = torch.randint(n, (n // 16,), device=device).sort().values  # as those of sparse rows are
     nbytes = index.nbytes + 2 * index.numel() * source.element_size()
     return nbytes / _seconds(lambda: source.gather(0, index), device)
 
@@ -258,13 +264,13 @@ def _conv(channels: int, device: torch.device) -> float:
             grad, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
         )
 
-    return 3 * 2 * grad.numel() * channels * 9 / _seconds(work, device, trials=3)
+    return 3 * 2 * grad.numel() * channels * 9 / _seconds(work, device)
 
 
 def _factorize(factorise: Callable[[Tensor], object], n: int, device: torch.device) -> float:
     rows = torch.randn(2 * n, n, device=device)
     matrix = rows.mT @ rows / n + torch.eye(n, device=device)
-    return _seconds(lambda: factorise(matrix), device, trials=3)
+    return _seconds(lambda: factorise(matrix), device)
 
 
 def _inverse(matrix: Tensor) -> Tensor:

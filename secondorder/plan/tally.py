@@ -36,7 +36,9 @@ _SOLVES = {"aten::linalg_solve_triangular": (1, 0), "aten::cholesky_solve": (0, 
 #: Words in the names of operators that move single numbers.
 _SCATTERED = ("gather", "scatter", "index", "topk", "sort", "take", "embedding", "masked_select", "nonzero", "put")
 #: Operators that write, read and replace entries of their first argument.
-_WRITERS = {f"aten::{n}_" for n in ("index_copy", "index_add", "index_put", "_index_put_impl", "scatter", "scatter_add")}
+_WRITERS = {
+    f"aten::{n}_" for n in ("index_copy", "index_add", "index_put", "_index_put_impl", "scatter", "scatter_add")
+}
 _READERS = {"aten::gather", "aten::index", "aten::index_select", "aten::take", "aten::embedding"}
 _OVERWRITERS = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::ones_like", "aten::zeros_like"}
 #: Operators that allocate and do nothing else.
@@ -139,7 +141,16 @@ def cost_of(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any], out: 
             return Cost("conv", _channels(inputs, "backward" in name), flops, nbytes, itemsize)
         side = min((n for x in inputs[-2:] for n in x.shape[-2:]), default=0)
         return Cost("matmul", side, flops, nbytes, itemsize)
-    return Cost("scattered" if any(word in name for word in _SCATTERED) else "entrywise", 0, 0.0, nbytes)
+    return Cost("scattered" if _is_scattered(name, inputs, results) else "entrywise", 0, 0.0, nbytes)
+
+
+def _is_scattered(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+    """Return whether an operator moves single numbers, not whole rows."""
+    if not any(word in name for word in _SCATTERED):
+        return False
+    moved = inputs[-1] if name in _WRITERS else results[0] if results else inputs[0]
+    indices = [x.numel() for x in inputs[1:] if not x.is_floating_point()]
+    return not indices or 4 * max(indices) >= moved.numel()
 
 
 def _flops_of(func: Any) -> Callable[..., int] | None:
