@@ -149,8 +149,8 @@ def estimate(
     are measured in a few seconds, or from the rates of another machine.
 
     Args:
-        model_or_maker: The model on any device, which is neither changed nor run; or a function without arguments that returns
-            the model or ``(model, inputs)``. It is called with ``meta`` as the default device.
+        model_or_maker: The model on any device, which is neither changed nor run; or a function without arguments that
+            returns the model or ``(model, inputs)``. It is called with ``meta`` as the default device.
         inputs: Arguments of the model: a tensor ``[N, ...]``, or a tuple or dict of arguments. Only their shapes and
             data types are used. A model that begins with a linear layer needs none.
         batch_size: Examples per rank of a step, N; None for those of the inputs.

@@ -1,4 +1,4 @@
-"""What methods will cost, before any training: memory, FLOPs, time and traffic of a step, found on the ``meta`` device."""
+"""What methods will cost: memory, FLOPs, time and traffic of a step, found on the ``meta`` device before training."""
 
 from __future__ import annotations
 
@@ -97,11 +97,12 @@ class Estimate:
         return "\n".join([title, *aligned([head, *rows]), *failed, *self._footer()])
 
     def _footer(self) -> Iterator[str]:
-        yield "Memory is that of memory_usage() after one step. FLOPs and time are means over one interval of refreshes,"
-        yield "without the warm-up. The slowdown is the time of a step divided by that of SGD, loading data left out."
+        yield "Memory is that of memory_usage() after one step. FLOPs and time are means over one interval of"
+        yield "refreshes, without the warm-up. The slowdown is the time of a step divided by that of SGD, without the"
+        yield "time of loading data."
         if self.world_size > 1:
-            yield "Numbers are those of the rank that has most of them. Bytes sent are those of the curvature, in addition"
-            yield "to the gradients. The slowdown leaves out the time of communication."
+            yield "Each number is that of the rank with the largest one. Bytes sent are those of the curvature, without"
+            yield "the gradients. The slowdown leaves out the time of communication."
 
 
 def estimate_methods(

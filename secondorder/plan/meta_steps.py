@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ _KINDS = 8
 _LATER = 3
 
 Costs = Mapping[Cost, float]
+StageCosts = Mapping[str, Mapping[Cost, int]]
 
 
 class Steps(NamedTuple):
@@ -57,7 +58,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 def take_steps(
     build: Callable[[nn.Module], Optimizer], model: nn.Module, inputs: Any, device: str, tally: Tally
-) -> tuple[Optimizer, Steps]:
+) -> tuple[Any, Steps]:
     """Build an optimizer of a model on ``meta``, and take some of its steps.
 
     Args:
@@ -75,37 +76,53 @@ def take_steps(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those about numbers are about numbers that nobody has
-        optimizer = build(model)
+        optimizer: Any = build(model)
         _suit(optimizer, device)
         curvature = getattr(optimizer, "preconditioner", None)
-
-        def step() -> dict[str, Counter[Cost]]:
-            with tally:
-                tally.take()
-                _backward(model, inputs)
-                with nullcontext() if curvature is not None else tally.stage("update"):
-                    optimizer.step()
-                optimizer.zero_grad()
-                return tally.take()
-
         if curvature is not None:
             optimizer.time_stages(tally)
+        step = partial(_step, optimizer, model, inputs, tally)
         step()
         memory = memory_of(optimizer)
+        if isinstance(curvature, LayerPreconditioner):
+            return optimizer, Steps(memory, _mean(_layer_steps(curvature, step)))
         if isinstance(curvature, WindowPreconditioner):
             for unit in curvature.plan.units:
                 unit.window.filled = unit.window.m
-        kinds = list(_kinds(curvature)) if isinstance(curvature, LayerPreconditioner) else [(0, 1.0)]
-        mean: dict[str, Counter[Cost]] = {}
-        for t, share in kinds:
-            if isinstance(curvature, LayerPreconditioner):
-                curvature.runtime.step = t
-                curvature.hooks.arm()
-            for stage, costs in step().items():
-                own = mean.setdefault(stage, Counter())
-                for cost, number in costs.items():
-                    own[cost] += number * share  # type: ignore[assignment]  # a mean
-    return optimizer, Steps(memory, dict(mean))
+        return optimizer, Steps(memory, _mean([(1.0, step())]))
+
+
+def _step(optimizer: Any, model: nn.Module, inputs: Any, tally: Tally) -> StageCosts:
+    """Take a step, and return the operators of each stage."""
+    is_ours = hasattr(optimizer, "preconditioner")
+    with tally:
+        tally.take()
+        _backward(model, inputs)
+        with nullcontext() if is_ours else tally.stage("update"):
+            optimizer.step()
+        optimizer.zero_grad()
+        return tally.take()
+
+
+def _layer_steps(
+    curvature: LayerPreconditioner[Any], step: Callable[[], StageCosts]
+) -> Iterator[tuple[float, StageCosts]]:
+    """Take a step of each kind, and yield the share of this kind in all steps with the operators."""
+    for t, share in list(_kinds(curvature)):
+        curvature.runtime.step = t
+        curvature.hooks.arm()
+        yield share, step()
+
+
+def _mean(steps: Iterable[tuple[float, StageCosts]]) -> dict[str, Costs]:
+    """Return the mean number of operators per step."""
+    mean: dict[str, dict[Cost, float]] = {}
+    for share, found in steps:
+        for stage, costs in found.items():
+            own = mean.setdefault(stage, {})
+            for cost, number in costs.items():
+                own[cost] = own.get(cost, 0.0) + number * share
+    return dict(mean)
 
 
 def memory_of(optimizer: Any) -> dict[str, int]:
@@ -122,7 +139,7 @@ def memory_of(optimizer: Any) -> dict[str, int]:
 
 def _suit(optimizer: Any, device: str) -> None:
     """Let an optimizer choose what it would choose on a device."""
-    rules = getattr(getattr(optimizer, "group_options", None), "rules", None)
+    rules: Any = getattr(getattr(optimizer, "group_options", None), "rules", None)
     if getattr(rules, "chooses_bound", False):
         rules.device_type = device
         for group in optimizer.param_groups:

@@ -146,11 +146,11 @@ def at(curve: Curve, size: float, power: float = 0.0) -> float:
     if size <= curve[0][0]:
         return curve[0][1]
     if size >= curve[-1][0]:
-        return curve[-1][1] * (size / curve[-1][0]) ** power
+        return float(curve[-1][1] * (size / curve[-1][0]) ** power)
     i = bisect(curve, (size, math.inf))
     (x0, y0), (x1, y1) = curve[i - 1], curve[i]
     share = math.log(size / x0) / math.log(x1 / x0)
-    return y0 * (y1 / y0) ** share
+    return float(y0 * (y1 / y0) ** share)
 
 
 def _checked_curve(name: str, value: object) -> Curve:
@@ -198,7 +198,6 @@ def measure_rates(device: torch.device | str = "cpu") -> MachineRates:
 
 def _seconds(work: Callable[[], object], device: torch.device, least: float = 0.004, trials: int = 3) -> float:
     """Return the least of the times of some work, repeated so that a trial is not too short to be timed."""
-
     # The processor's time of one thread does not grow while other programs use the processor.
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
@@ -229,7 +228,7 @@ def _operator_seconds(device: torch.device) -> float:
     step()
     with Tally() as tally:
         step()
-    number = sum(n * (VIEW if cost.kind == "view" else 1.0) for cost, n in tally.take()[MODEL].items())
+    number: float = sum(n * (VIEW if cost.kind == "view" else 1.0) for cost, n in tally.take()[MODEL].items())
     return _seconds(step, device) / number
 
 
@@ -243,8 +242,8 @@ def _scattered(device: torch.device) -> float:
     n = 2**20
     source = torch.ones(n, device=device)
     index = torch.randint(n, (n // 16,), device=device).sort().values  # as those of sparse rows are
-    nbytes = index.nbytes + 2 * index.numel() * source.element_size()
-    return nbytes / _seconds(lambda: source.gather(0, index), device)
+    out = torch.empty(len(index), device=device)
+    return (index.nbytes + 2 * out.nbytes) / _seconds(lambda: torch.gather(source, 0, index, out=out), device)
 
 
 def _matmul(side: int, device: torch.device) -> float:

@@ -34,7 +34,7 @@ _FACTORIZATIONS: Mapping[str, tuple[str, float]] = {
 #: Triangular systems: the position of the right side and of the matrix among the arguments.
 _SOLVES = {"aten::linalg_solve_triangular": (1, 0), "aten::cholesky_solve": (0, 1), "aten::triangular_solve": (0, 1)}
 #: Words in the names of operators that move single numbers.
-_SCATTERED = ("gather", "scatter", "index", "topk", "sort", "take", "embedding", "masked_select", "nonzero", "put")
+_SCATTERED = ("gather", "scatter", "index", "topk", "sort", "take", "embedding", "put")
 #: Operators that write, read and replace entries of their first argument.
 _WRITERS = {
     f"aten::{n}_" for n in ("index_copy", "index_add", "index_put", "_index_put_impl", "scatter", "scatter_add")
@@ -63,6 +63,9 @@ class Cost(NamedTuple):
     itemsize: int = 4
 
 
+_VIEW = Cost("view", 0, 0.0, 0)
+
+
 class Tally(TorchDispatchMode):
     """Counts the operators that run inside the ``with`` block by stage; also a clock for ``time_stages()``.
 
@@ -71,7 +74,7 @@ class Tally(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.costs: dict[str, Counter[Cost]] = {}
         self._stage = MODEL
         self._known: dict[Any, tuple[Cost, Callable[[tuple[Any, ...], Mapping[str, Any]], Any]]] = {}
@@ -121,10 +124,12 @@ class Tally(TorchDispatchMode):
 # ---------------------------------------------------------------------- the cost of an operator
 def cost_of(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any], out: Any) -> Cost:
     """Return the cost of an operator, from its arguments and its result."""
+    if func.is_view:
+        return _VIEW
     name = func.name().partition(".")[0]
+    if name in _ALLOCATIONS:
+        return _VIEW
     results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-    if func.is_view or name in _ALLOCATIONS:
-        return Cost("view", 0, 0.0, 0)
     inputs = [x for x in tree_leaves((args, keywords)) if isinstance(x, Tensor)]
     nbytes = _moved(name, inputs, results, keywords)
     itemsize = max((x.element_size() for x in inputs), default=4)
@@ -146,7 +151,7 @@ def cost_of(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any], out: 
 
 def _is_scattered(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
     """Return whether an operator moves single numbers, not whole rows."""
-    if not any(word in name for word in _SCATTERED):
+    if "masked" in name or not any(word in name for word in _SCATTERED):
         return False
     moved = inputs[-1] if name in _WRITERS else results[0] if results else inputs[0]
     indices = [x.numel() for x in inputs[1:] if not x.is_floating_point()]
@@ -156,10 +161,12 @@ def _is_scattered(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor]
 def _flops_of(func: Any) -> Callable[..., int] | None:
     """Return what counts the FLOPs of an operator; one that works in place has those of the other."""
     if func.overloadpacket in flop_registry:
-        return flop_registry[func.overloadpacket]
+        exact: Callable[..., int] = flop_registry[func.overloadpacket]
+        return exact
     name = func.name().partition(".")[0].removeprefix("aten::")
     other = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    return flop_registry.get(other)
+    found: Callable[..., int] | None = flop_registry.get(other)
+    return found
 
 
 def _channels(inputs: Sequence[Tensor], is_backward: bool) -> int:
@@ -171,7 +178,7 @@ def _channels(inputs: Sequence[Tensor], is_backward: bool) -> int:
 def _moved(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor], keywords: Mapping[str, Any]) -> int:
     """Return the bytes that an operator reads and writes; of a tensor of which it touches entries, those alone."""
     if name in _WRITERS:  # what is written there has the size of the source
-        return 2 * sum(map(_nbytes, inputs[1:]))
+        return sum(map(_nbytes, inputs[1:])) + _nbytes(inputs[-1])
     if name in _READERS:
         return 2 * sum(map(_nbytes, results)) + sum(map(_nbytes, inputs[1:]))
     if name in _OVERWRITERS:
@@ -190,17 +197,21 @@ def _nbytes(x: Tensor) -> int:
 # ---------------------------------------------------------------------- operators that need not run
 def _read(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """Return ones for what the host reads of a ``meta`` tensor; None for operators that read nothing."""
-    packet, aten = func.overloadpacket, torch.ops.aten
+    packet = func.overloadpacket
     first = args[0] if args and isinstance(args[0], Tensor) else None
     if first is None:
         return None
-    if first.is_meta and packet is aten._local_scalar_dense:
+    if first.is_meta and packet is torch.ops.aten._local_scalar_dense:
         return torch.ones((), dtype=first.dtype).item()
-    if first.is_meta and packet is aten.equal:
+    if first.is_meta and packet is torch.ops.aten.equal:
         return True
-    if first.is_meta and packet is aten._to_copy and torch.device(keywords.get("device") or "meta").type != "meta":
+    if (
+        first.is_meta
+        and packet is torch.ops.aten._to_copy
+        and torch.device(keywords.get("device") or "meta").type != "meta"
+    ):
         return torch.ones(first.shape, dtype=keywords.get("dtype") or first.dtype)
-    if packet is aten.copy_ and not first.is_meta and args[1].is_meta:
+    if packet is torch.ops.aten.copy_ and not first.is_meta and args[1].is_meta:
         return first.fill_(1)
     return None
 
@@ -243,7 +254,7 @@ def _alike(values: Iterable[Any]) -> Iterator[Any]:
 
 def _remake(func: Any, out: Any) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any] | None:
     """Return what makes the result of an operator from arguments alike; None if it has to run."""
-    schema = func._schema  # noqa: SLF001
+    schema = func._schema
     if schema.is_mutable:
         names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         if out is None:

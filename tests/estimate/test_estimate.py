@@ -1,4 +1,4 @@
-"""What methods will cost, found on the ``meta`` device, against optimizers that were really built and have taken a step."""
+"""What methods will cost, found on the ``meta`` device, against optimizers that were built and have taken a step."""
 
 import json
 import subprocess
