@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
@@ -94,12 +93,23 @@ def take_steps(
 
 def _step(optimizer: Any, model: nn.Module, inputs: Any, tally: Tally) -> StageCosts:
     """Take a step, and return the operators of each stage."""
-    is_ours = hasattr(optimizer, "preconditioner")
+
+    def closure() -> Tensor:
+        outputs = _outputs(model, inputs)
+        if getattr(optimizer, "fisher", "empirical") != "empirical":
+            optimizer.observe(outputs[0], "gaussian")
+        loss = torch.stack([x.float().square().mean() for x in outputs]).sum()
+        loss.backward()
+        return loss
+
     with tally:
         tally.take()
-        _backward(model, inputs)
-        with nullcontext() if is_ours else tally.stage("update"):
-            optimizer.step()
+        if hasattr(optimizer, "preconditioner"):
+            optimizer.step(closure)
+        else:
+            closure()
+            with tally.stage("update"):
+                optimizer.step()
         optimizer.zero_grad()
         return tally.take()
 
@@ -149,18 +159,21 @@ def _suit(optimizer: Any, device: str) -> None:
             group["foreach"] = False
 
 
-def _backward(model: nn.Module, inputs: Any) -> None:
-    """Run the forward and backward pass of some loss."""
+def _outputs(model: nn.Module, inputs: Any) -> list[Tensor]:
+    """Return the outputs of a model that depend on its parameters; of a model that returns its loss, the loss alone.
+
+    Raises:
+        RuntimeError: If the model does not run on ``meta``, or no output depends on its parameters.
+    """
     try:
         outputs = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
         raise RuntimeError(f"the model does not run on the meta device with these inputs: {error}") from error
-    found = [x for x in tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs) if isinstance(x, Tensor)]
-    trained = [x for x in found if x.requires_grad]
+    found = tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs)
+    trained = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
     if not trained:
         raise RuntimeError("no output of the model depends on its parameters")
-    losses = [x for x in trained if x.dim() == 0] or [x.float().square().mean() for x in trained]
-    losses[0].backward() if len(losses) == 1 else torch.stack(losses).sum().backward()
+    return [x for x in trained if x.dim() == 0] or trained
 
 
 def _kinds(curvature: LayerPreconditioner[Any]) -> Iterator[tuple[int, float]]:
