@@ -196,7 +196,9 @@ def measure_rates(device: torch.device | str = "cpu") -> MachineRates:
         )
 
 
-def _seconds(work: Callable[[], object], device: torch.device, least: float = 0.004, trials: int = 3) -> float:
+def _seconds(
+    work: Callable[[], object], device: torch.device, least: float = 0.004, trials: int = 3, warm: bool = True
+) -> float:
     """Return the least of the times of some work, repeated so that a trial is not too short to be timed."""
     # The processor's time of one thread does not grow while other programs use the processor.
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
@@ -209,6 +211,8 @@ def _seconds(work: Callable[[], object], device: torch.device, least: float = 0.
             torch.accelerator.synchronize(device)
         return (clock() - start) / times
 
+    if not warm:
+        return trial(1)
     first = min(trial(1), trial(1))
     times = max(1, round(least / max(first, 1e-7)))
     return min(trial(times) for _ in range(trials))
@@ -229,7 +233,13 @@ def _operator_seconds(device: torch.device) -> float:
     with Tally() as tally:
         step()
     number: float = sum(n * (VIEW if cost.kind == "view" else 1.0) for cost, n in tally.take()[MODEL].items())
-    return _seconds(step, device) / number
+    other = torch.ones(2**22, device=device)
+
+    def seconds() -> float:
+        other.add_(1.0)  # a larger model leaves nothing of the interpreter in the caches
+        return _seconds(step, device, warm=False)
+
+    return min(seconds() for _ in range(15)) / number
 
 
 def _bandwidth(nbytes: int, device: torch.device) -> float:
@@ -239,11 +249,16 @@ def _bandwidth(nbytes: int, device: torch.device) -> float:
 
 
 def _scattered(device: torch.device) -> float:
-    n = 2**20
-    source = torch.ones(n, device=device)
-    index = torch.randint(n, (n // 16,), device=device).sort().values  # as those of sparse rows are
-    out = torch.empty(len(index), device=device)
-    return (index.nbytes + 2 * out.nbytes) / _seconds(lambda: torch.gather(source, 0, index, out=out), device)
+    """Return the rate at which sorted entries of rows are gathered and added, as sparse windows do."""
+    rows = torch.ones(64, 4096, device=device)
+    index = torch.randint(4096, rows.shape, device=device).sort(1).values
+    out = torch.empty_like(rows)
+
+    def work() -> None:
+        torch.gather(rows, 1, index, out=out)
+        rows.scatter_add_(1, index, out)
+
+    return 2 * (index.nbytes + 2 * out.nbytes) / _seconds(work, device)
 
 
 def _matmul(side: int, device: torch.device) -> float:

@@ -1,9 +1,9 @@
 """What methods will cost, found on the ``meta`` device, against optimizers that were built and have taken a step."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +133,8 @@ def test_a_model_is_neither_changed_nor_run() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_llama_of_seven_billion_parameters_takes_seconds() -> None:
-    start = time.process_time()
+def test_llama_of_seven_billion_parameters_takes_no_memory() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = secondorder.estimate(
         lambda: (Decoder(32000, 4096, 11008, 32, 32), torch.zeros(1, 128, dtype=torch.int64)),
         methods=["kfac"],
@@ -146,7 +146,7 @@ def test_llama_of_seven_billion_parameters_takes_seconds() -> None:
     assert kfac.failure is None
     assert kfac.memory["momentum"] == 4 * found.parameters
     assert kfac.flops[MODEL] > 6 * 128 * 6.4e9
-    assert time.process_time() - start < 60  # a few seconds, with room for a busy machine
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB: 1 GiB, for weights of 25
 
 
 def test_more_ranks_hold_less_and_send_what_plan_counts() -> None:
