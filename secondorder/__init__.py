@@ -7,7 +7,7 @@ from secondorder.capture.layers.registry import register_layer
 from secondorder.comm import ChiefOnly, CommOpt, DedicatedWorkers, HybridOpt, LocalFactors, MemOpt
 from secondorder.curvature.window.lowrank import LowRank
 from secondorder.curvature.window.topk import TopK
-from secondorder.factory import create
+from secondorder.factory import create, estimate
 from secondorder.linalg.inverse_fisher import inverse_fisher_diagonal, inverse_fisher_vector_product
 from secondorder.methods.ekfac import EKFAC
 from secondorder.methods.ggt import GGT
@@ -17,6 +17,8 @@ from secondorder.methods.kfac import KFAC
 from secondorder.methods.mfac import MFAC, SparseMFAC
 from secondorder.methods.presets import Preset, presets
 from secondorder.optimizer import SecondOrderOptimizer
+from secondorder.plan.estimate import Estimate, MethodEstimate
+from secondorder.plan.rates import MachineRates
 from secondorder.schedule import ParamScheduler
 
 __version__ = "0.1.0"
@@ -33,13 +35,16 @@ __all__ = [
     "ChiefOnly",
     "CommOpt",
     "DedicatedWorkers",
+    "Estimate",
     "Gaussian",
     "HyLo",
     "HybridOpt",
     "Likelihood",
     "LocalFactors",
     "LowRank",
+    "MachineRates",
     "MemOpt",
+    "MethodEstimate",
     "ParamScheduler",
     "Preset",
     "SecondOrderOptimizer",
@@ -47,6 +52,7 @@ __all__ = [
     "TopK",
     "__version__",
     "create",
+    "estimate",
     "inverse_fisher_diagonal",
     "inverse_fisher_vector_product",
     "matrix_groups",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder.comm.names import from_name
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.window.lowrank import LowRank
 from secondorder.curvature.window.topk import TopK
 from secondorder.methods.ekfac import EKFAC
@@ -18,6 +21,8 @@ from secondorder.methods.kfac import KFAC
 from secondorder.methods.mfac import MFAC, SparseMFAC
 from secondorder.methods.presets import PRESETS
 from secondorder.optimizer import SecondOrderOptimizer
+from secondorder.plan.estimate import Builder, Estimate, estimate_methods, made_on_meta
+from secondorder.plan.rates import MachineRates
 
 #: The methods by the names that this package gives them.
 METHODS: Mapping[str, Callable[..., SecondOrderOptimizer]] = {
@@ -142,6 +147,98 @@ def resolve(name: str) -> Alias:
             f"or {', '.join(ALIASES)}"
         )
     return known[_plain(name)]
+
+
+# ---------------------------------------------------------------------- what methods will cost
+def estimate(
+    model_or_maker: nn.Module | Callable[[], Any],
+    inputs: Any = None,
+    batch_size: int | None = None,
+    world_size: int | None = None,
+    comm: CommStrategy | str | None = None,
+    methods: Sequence[str] | Mapping[str, Builder] | None = None,
+    rates: MachineRates | None = None,
+    device: torch.device | str | None = None,
+) -> Estimate:
+    """Estimate what every method will cost on a model, before any training, for models of any size.
+
+    Steps are taken on the ``meta`` device, which computes nothing and needs no memory, with the code that trains. So
+    memory and FLOPs are exact. The time of a step follows from its operators and from the rates of this machine, which
+    are measured in a few seconds, or from the rates of another machine.
+
+    Args:
+        model_or_maker: The model on any device, which is neither changed nor run; or a function without arguments that
+            returns the model or ``(model, inputs)``. It is called with ``meta`` as the default device.
+        inputs: Arguments of the model: a tensor ``[N, ...]``, or a tuple or dict of arguments. Only their shapes and
+            data types are used. A model that begins with a linear layer needs none.
+        batch_size: Examples per rank of a step, N; None for those of the inputs.
+        world_size: Number of ranks; None for one.
+        comm: Strategy or its name, see :func:`secondorder.comm.from_name`; None for ``CommOpt()``.
+        methods: Names that :func:`create` takes, ``"sgd"`` or ``"adamw"``, or functions that return the optimizer of a
+            model, by name; None for SGD, AdamW, all methods with their defaults, and the presets that need no other
+            training loop.
+        rates: Rates of a machine; None to measure those of this one.
+        device: The device to train on, which decides some defaults; None for that of the model, and for the accelerator
+            or the CPU if the model is on ``meta``.
+
+    Returns:
+        The estimate; ``print`` shows it as a table.
+
+    Raises:
+        ValueError: If a method is unknown, a number is out of range, the model has no parameters to train, or its
+            inputs are not known.
+        TypeError: If an argument is of a wrong kind.
+        RuntimeError: If the model does not run on the ``meta`` device with these inputs.
+
+    Example:
+        >>> import torch, secondorder
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+        >>> found = secondorder.estimate(model, batch_size=128, methods=["sgd", "kfac"])
+        >>> found.methods["KFAC"].memory["total"]
+        72740
+    """
+    builders = methods if isinstance(methods, Mapping) else _builders(methods)
+    made = model_or_maker
+    model, given = (made, None) if isinstance(made, nn.Module) else made_on_meta(made)
+    strategy = from_name(comm) if isinstance(comm, str) else comm
+    return estimate_methods(
+        model,
+        given if inputs is None else inputs,
+        builders,
+        FIRST_ORDER["SGD"],
+        batch_size=batch_size,
+        world_size=world_size,
+        comm=strategy,
+        rates=rates,
+        device=device,
+    )
+
+
+#: Optimizers to compare with, by name.
+FIRST_ORDER: Mapping[str, Builder] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+}
+
+
+def _builders(names: Sequence[str] | None) -> dict[str, Builder]:
+    """Return what builds optimizers, by name; without names, the presets are those that need no other training loop."""
+    if names is None:
+        names = [*FIRST_ORDER, *METHODS, *(name for name, preset in PRESETS.items() if not preset.needs)]
+    if isinstance(names, str):
+        raise TypeError(f"methods must be a list of names, got {names!r}")
+    found: dict[str, Builder] = {}
+    known = {_plain(name): name for name in FIRST_ORDER}
+    for name in names:
+        if isinstance(name, str) and _plain(name) in known:
+            found[known[_plain(name)]] = FIRST_ORDER[known[_plain(name)]]
+        elif isinstance(name, str) and _plain(name) in _PRESETS:
+            found[_PRESETS[_plain(name)].name] = partial(create, name)
+        else:
+            method, options = resolve(name)
+            shown = getattr(METHODS[method], "__name__", method) if not options else name
+            found[shown] = partial(create, name)
+    return found
 
 
 def _plain(name: str) -> str:

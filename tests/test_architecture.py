@@ -41,6 +41,7 @@ PRIVATE_IN_TORCH = {
     "_join_config": "to leave Join, which sets it",
     "_mha_shape_check": "to compute attention as torch does",
     "_none_or_dtype": "to compute attention as torch does",
+    "_schema": "to see which of its arguments an operator writes",
     "_parameters": "to tell a parameter that is registered as None from one that is not registered",
     "_version": "to see whether a tensor was written",
 }
@@ -217,13 +218,13 @@ NUMBERS: dict[str, tuple[int, int, Callable[[], int]]] = {
     )),
     "accesses to underscore attributes of others": (0, 0, foreign_underscores),
     "height of imports": (14, 14, import_height),
-    "modules at the top level": (11, 10, lambda: len([*PACKAGE.glob("*.py")]) - 1),
+    "modules at the top level": (12, 10, lambda: len([*PACKAGE.glob("*.py")]) - 1),
     "folders at the top level": (12, 12, lambda: len({path.parent for path in PACKAGE.glob("*/*.py")})),
     "modules named by a verb, without reason": (0, 0, lambda: len(named_by_a_verb() - NAMED_BY_A_VERB)),
     "long modules": (7, 0, lambda: sum(lines > LONG_MODULE for lines in lengths().values())),
     "long functions": (12, 0, long_functions),
     "rows of the layering table": (17, 17, lambda: len(MAY_IMPORT)),
-    "lines": (36320, 28500, lambda: sum(lengths().values())),
+    "lines": (37950, 28500, lambda: sum(lengths().values())),
 }  # fmt: skip
 
 

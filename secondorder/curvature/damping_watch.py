@@ -56,7 +56,7 @@ class DampingWatch:
             return
         rows = [_numbers(d.extremes) for d in self._damped]
         found = torch.stack([row.to(rows[0].device, non_blocking=True) for row in rows])
-        if found.device.type != "cpu":
+        if found.device.type not in ("cpu", "meta"):
             self._arrived = torch.Event(found.device)
         self._numbers = found.to("cpu", non_blocking=True)
         if self._arrived is not None:

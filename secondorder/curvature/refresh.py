@@ -102,7 +102,7 @@ class Refresher:
 
         It does on the CPU, where that is free, and on a device at the first refresh of a block and after a failure.
         """
-        if all(b.owner.device.type == "cpu" for b in due):
+        if all(b.owner.device.type in ("cpu", "meta") for b in due):
             return due, True
         new = [b for b in due if b.state["refreshes"] == 0]
         if new:

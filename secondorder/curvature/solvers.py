@@ -182,7 +182,7 @@ class MFACSolver(WindowSolver):
         """Start copying the amplification of this step to the host, which reads it some steps later."""
         i = step % LAG
         unit.lagged[i].copy_(amplification, non_blocking=True)
-        if amplification.device.type != "cpu":
+        if amplification.device.type not in ("cpu", "meta"):
             unit.arrivals[i] = torch.Event(amplification.device)
             unit.arrivals[i].record()
 

@@ -196,7 +196,8 @@ class LayerDryRun:
         n = self._batch_size or (0 if seen is None else seen[0])
         if not self._has_factors(block) or not n or not group[self.layers.capture_interval]:
             return
-        rows = 1.0 if seen is None else float(torch.as_tensor(seen[1]).flatten()[0]) / seen[0]
+        number = None if seen is None else torch.as_tensor(seen[1]).flatten()[0]
+        rows = 1.0 if seen is None or number is None or number.is_meta else float(number) / seen[0]
         who, every = self._comm.holders(block.index, "captures"), group[self.layers.capture_interval]
         yield Work(who, "statistics", flops_of_products(block, n, rows) / every)
         if "scale" in schema and group["estimator"] == "intra":

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from secondorder.plan.words import aligned, bytes_in_words, flops_in_words
+
 #: Ranks up to which a table has a column for each.
 _COLUMNS = 4
 
@@ -68,7 +70,7 @@ class Plan:
         title = f"{self.method} · {self.strategy} · {ranks} · {groups} per rank"
         if self.padding:
             title += f" · {self.padding:.1%} padding"
-        lines = [title, *_aligned([self._head(), *self._rows()])]
+        lines = [title, *aligned([self._head(), *self._rows()], words=2)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _head(self) -> list[str]:
@@ -78,10 +80,10 @@ class Plan:
 
     def _rows(self) -> Iterator[list[str]]:
         tables: list[tuple[str, Callable[[RankPlan], Mapping[str, float]], Callable[[float], str]]] = [
-            ("stored", lambda rank: rank.stored, _bytes),
-            ("sent per step", lambda rank: rank.sent, _bytes),
-            ("sent in the worst", lambda rank: rank.worst_sent, _bytes),
-            ("FLOPs per step", lambda rank: rank.flops, _flops),
+            ("stored", lambda rank: rank.stored, bytes_in_words),
+            ("sent per step", lambda rank: rank.sent, bytes_in_words),
+            ("sent in the worst", lambda rank: rank.worst_sent, bytes_in_words),
+            ("FLOPs per step", lambda rank: rank.flops, flops_in_words),
         ]
         for title, part, words in tables:
             found = [part(rank) for rank in self.ranks]
@@ -231,29 +233,5 @@ def _of_column(traffic: Sequence[Traffic], stages: Sequence[str], column: int) -
 
 
 # ---------------------------------------------------------------------- words
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table with two columns of words and further columns of numbers."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        yield "  ".join(cells).rstrip()
-
-
 def _counted(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
-
-
-def _bytes(n: float) -> str:
-    return _scaled(n, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
-
-
-def _flops(n: float) -> str:
-    return _scaled(n, 1000, ("", "k", "M", "G", "T", "P"))
-
-
-def _scaled(n: float, base: int, units: Sequence[str]) -> str:
-    size, place = float(n), 0
-    while size >= base and place < len(units) - 1:
-        size, place = size / base, place + 1
-    digits = 0 if place == 0 and size == int(size) else 1
-    return f"{size:.{digits}f} {units[place]}".rstrip()

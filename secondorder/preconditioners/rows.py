@@ -92,7 +92,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
 
     def with_estimates(self, due: list[RowBlock]) -> tuple[list[RowBlock], bool]:
         """Return all blocks, and whether the host looks at how their refresh ends."""
-        on_host = all(b.owner.device.type == "cpu" for b in due)
+        on_host = all(b.owner.device.type in ("cpu", "meta") for b in due)
         first = any(b.state["refreshes"] == 0 for b in due)
         failing = any(b.name in self.refresher.failures for b in due)
         return due, on_host or first or failing or any(map(self.plan.changes_layout, due))

@@ -90,7 +90,9 @@ class ModelFisher:
         stream = -1 - self._observations
         if rank is not None:
             stream = zlib.crc32(f"observation {self._observations} on rank {rank}".encode())
-        generator = torch.Generator(heads[0].outputs.device).manual_seed(self._runtime.seed(stream))
+        device = heads[0].outputs.device
+        source = torch.Generator("cpu" if device.type == "meta" else device)  # there is none for shapes alone
+        generator = source.manual_seed(self._runtime.seed(stream))
         fisher, samples = self.options.fisher, self.options.fisher_samples
         for _ in range(samples):
             yield [h.draw(fisher, generator, f / samples**0.5) for h, f in zip(heads, by_head, strict=True)]

@@ -204,7 +204,7 @@ class TopKRows(Rows):
 
     def _write_in_tiles(self, panel: Panel, x: Tensor, first: int, slot: Tensor, gate: Tensor | None) -> None:
         """Store blocks ``[n, length]``; a packed residual is unpacked tile by tile."""
-        per_tile, bits = max(1, _SELECT // panel.length), self.rule.error_bits
+        per_tile, bits = max(1, _tile(_SELECT, x) // panel.length), self.rule.error_bits
         for b in range(0, len(x), per_tile):
             tile = x[b : b + per_tile].to(self.working, copy=True)
             blocks = slice(first + b, first + b + len(tile))
@@ -223,7 +223,7 @@ class TopKRows(Rows):
 
     def _select(self, panel: Panel, entries: Tensor, first: int, slot: Tensor, gate: Tensor | None) -> None:
         """Store the largest of ``entries [n, length]`` as the row of blocks from ``first`` on, and remove them."""
-        per_tile = max(1, _SELECT // panel.length)
+        per_tile = max(1, _tile(_SELECT, entries) // panel.length)
         for b in range(0, len(entries), per_tile):
             tile = entries[b : b + per_tile]
             where = torch.topk(tile.abs(), panel.k, dim=1, sorted=False).indices.sort(1).values
@@ -280,9 +280,9 @@ class TopKRows(Rows):
 
     def _tiles(self, panel: Panel, t: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """Yield tiles of blocks and rows, with offsets ``[b, rows·k]`` int64, and scratch memory ``[b, rows, k]``."""
-        n, k = len(panel.idx), panel.k
-        high = min(t, max(1, _PRODUCT // k))
-        wide = min(n, max(1, _PRODUCT // (high * k)))
+        n, k, tile = len(panel.idx), panel.k, _tile(_PRODUCT, panel.idx)
+        high = min(t, max(1, tile // k))
+        wide = min(n, max(1, tile // (high * k)))
         offsets = torch.empty(wide * high * k, dtype=torch.int64, device=self.device)
         scratch = torch.empty(wide * high * k, dtype=self.working, device=self.device)
         for b in range(0, n, wide):
@@ -366,3 +366,8 @@ def _outwards(x: Tensor, sign: int) -> Tensor:
     nearest = x.to(torch.bfloat16)
     wrong = (nearest.to(x.dtype) - x) * sign < 0
     return torch.where(wrong, (x + sign * x.abs() * 2**-7).to(torch.bfloat16), nearest)
+
+
+def _tile(entries: int, whole: Tensor) -> int:
+    """Return the entries of a tile: at least so many, and on ``meta``, which has no cache, a 64th of the whole."""
+    return max(entries, whole.numel() // 64) if whole.is_meta else entries

@@ -1,0 +1,291 @@
+"""How fast a machine is, and the time that operators take on it.
+
+An operator takes the time of its dispatch and the longer of two others: that of its FLOPs and that of its bytes.
+Factorizations have a time of their own by size. On an accelerator the host dispatches while the device computes, so the
+longer of both sums counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from bisect import bisect
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from secondorder.plan.tally import MODEL, Cost, Tally
+
+#: Time from one operator to the next in loops over parameters, divided by that in modules and autograd, and the same
+#: for all other stages of a step.
+_PYTHON, _PYTHON_OF_OTHERS = {"update": 0.4}, 0.75
+#: Time of an operator that only makes a view, divided by that of others.
+VIEW = 1 / 3
+Curve = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class MachineRates:
+    """Rates of a machine, from which ``secondorder.estimate`` finds how long a step takes.
+
+    Each curve is a tuple of points ``(size, value)`` in ascending order of the size. Between the points, logarithms are
+    interpolated; beyond the last one, rates stay as they are and times of factorizations grow with the third power.
+
+    Attributes:
+        device: Type of the device, such as ``"cpu"`` or ``"cuda"``.
+        operator: Seconds for the host to reach and dispatch an operator; one that only makes a view, or allocates,
+            takes a third of that.
+        bandwidth: Bytes per second of operators on so many bytes; what is read and what is written both count.
+        scattered: Bytes per second of operators that gather, scatter or select.
+        matmul: FLOPs per second of products of matrices by their least side.
+        conv: FLOPs per second of convolutions, forward and backward, by the number of channels.
+        eigh: Seconds of the eigendecomposition of a symmetric matrix [n, n] by n.
+        cholesky: Seconds of a Cholesky factorization with the inverse by n.
+    """
+
+    device: str
+    operator: float
+    bandwidth: Curve
+    scattered: float
+    matmul: Curve
+    conv: Curve
+    eigh: Curve
+    cholesky: Curve
+
+    def __post_init__(self) -> None:
+        """Check the values, and make tuples of lists.
+
+        Raises:
+            TypeError: If a value is of a wrong kind.
+            ValueError: If a number is not positive, or a curve has no point or none in ascending order.
+        """
+        if not isinstance(self.device, str):
+            raise TypeError(f"device must be text, got {self.device!r}")
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if field.type == "Curve":
+                object.__setattr__(self, field.name, _checked_curve(field.name, value))
+            else:
+                _require_positive(field.name, value)
+
+    def save(self, path: str | Path) -> None:
+        """Write the rates to a JSON file.
+
+        Args:
+            path: Path of the file.
+        """
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> MachineRates:
+        """Read rates from a JSON file.
+
+        Args:
+            path: Path of a file that :meth:`save` has written.
+
+        Returns:
+            The rates.
+
+        Raises:
+            ValueError: If the file does not contain rates.
+            OSError: If it cannot be read.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{str(path)!r} does not contain the rates of a machine: {error}") from error
+
+    def seconds(self, costs: Mapping[Cost, float], stage: str = MODEL) -> float:
+        """Return the seconds that some operators take.
+
+        Args:
+            costs: The number of operators of each cost.
+            stage: The stage of the step, which decides how much Python lies between two operators.
+
+        Returns:
+            The seconds.
+        """
+        python = 1.0 if stage == MODEL else _PYTHON.get(stage, _PYTHON_OF_OTHERS)
+        host = sum(
+            python * number * self.operator * (VIEW if cost.kind == "view" else 1.0) for cost, number in costs.items()
+        )
+        device = sum(number * self._work(cost) for cost, number in costs.items())
+        return host + device if self.device == "cpu" else max(host, device)
+
+    def _work(self, cost: Cost) -> float:
+        """Return the seconds of an operator without its dispatch."""
+        if cost.kind == "view":
+            return 0.0
+        slower = max(1.0, cost.itemsize / 4)  # than in float32
+        if cost.kind in ("eigh", "cholesky"):
+            curve = self.eigh if cost.kind == "eigh" else self.cholesky
+            full = 9.0 if cost.kind == "eigh" else 1.0
+            return slower * at(curve, cost.size, power=3) * cost.flops / (full * max(1, cost.size) ** 3)
+        if cost.kind == "scattered":
+            return cost.nbytes / self.scattered
+        moved = cost.nbytes / at(self.bandwidth, cost.nbytes)
+        if cost.kind == "entrywise":
+            return moved
+        return max(moved, slower * cost.flops / at(self.matmul if cost.kind == "matmul" else self.conv, cost.size))
+
+
+def at(curve: Curve, size: float, power: float = 0.0) -> float:
+    """Return the value of a curve at a size, by interpolation of logarithms.
+
+    Args:
+        curve: Points ``(size, value)`` in ascending order.
+        size: The size.
+        power: The power of the size with which values grow beyond the last point.
+    """
+    if size <= curve[0][0]:
+        return curve[0][1]
+    if size >= curve[-1][0]:
+        return float(curve[-1][1] * (size / curve[-1][0]) ** power)
+    i = bisect(curve, (size, math.inf))
+    (x0, y0), (x1, y1) = curve[i - 1], curve[i]
+    share = math.log(size / x0) / math.log(x1 / x0)
+    return float(y0 * (y1 / y0) ** share)
+
+
+def _checked_curve(name: str, value: object) -> Curve:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in value):
+        raise TypeError(f"{name} must be a list of pairs, got {value!r}")
+    for size, number in value:
+        _require_positive(name, size)
+        _require_positive(name, number)
+    curve = tuple((float(size), float(number)) for size, number in value)
+    if not curve or any(a[0] >= b[0] for a, b in zip(curve, curve[1:], strict=False)):
+        raise ValueError(f"{name} must have points in ascending order, got {value!r}")
+    return curve
+
+
+def _require_positive(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be > 0, got {value!r}")
+
+
+# ---------------------------------------------------------------------- measuring
+def measure_rates(device: torch.device | str = "cpu") -> MachineRates:
+    """Measure the rates of this machine in about a second.
+
+    Args:
+        device: The device.
+
+    Returns:
+        The rates, with the number of threads that torch uses now.
+    """
+    where = torch.device(device)
+    with torch.no_grad():
+        return MachineRates(
+            device=where.type,
+            operator=_operator_seconds(where),
+            bandwidth=tuple((float(n), _bandwidth(n, where)) for n in (2**16, 2**20, 2**23, 2**26)),
+            scattered=_scattered(where),
+            matmul=tuple((float(n), _matmul(n, where)) for n in (1, 8, 32, 128, 512)),
+            conv=tuple((float(n), _conv(n, where)) for n in (4, 16, 64)),
+            eigh=tuple((float(n), _factorize(torch.linalg.eigh, n, where)) for n in (16, 64, 256, 512)),
+            cholesky=tuple((float(n), _factorize(_inverse, n, where)) for n in (16, 64, 256, 512)),
+        )
+
+
+def _seconds(
+    work: Callable[[], object], device: torch.device, least: float = 0.004, trials: int = 3, warm: bool = True
+) -> float:
+    """Return the least of the times of some work, repeated so that a trial is not too short to be timed."""
+    # The processor's time of one thread does not grow while other programs use the processor.
+    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+
+    def trial(times: int) -> float:
+        start = clock()
+        for _ in range(times):
+            work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return (clock() - start) / times
+
+    if not warm:
+        return trial(1)
+    first = min(trial(1), trial(1))
+    times = max(1, round(least / max(first, 1e-7)))
+    return min(trial(times) for _ in range(trials))
+
+
+def _operator_seconds(device: torch.device) -> float:
+    """Return the time of an operator in the training of a tiny model, where Python takes most of it."""
+    layers = [part for _ in range(4) for part in (nn.Linear(16, 16), nn.ReLU())]
+    model = nn.Sequential(*layers).to(device)
+    x = torch.ones(16, 16, device=device)
+
+    def step() -> None:
+        with torch.enable_grad():
+            model(x).square().mean().backward()
+        model.zero_grad()
+
+    step()
+    with Tally() as tally:
+        step()
+    number: float = sum(n * (VIEW if cost.kind == "view" else 1.0) for cost, n in tally.take()[MODEL].items())
+    other = torch.ones(2**22, device=device)
+
+    def seconds() -> float:
+        other.add_(1.0)  # a larger model leaves nothing of the interpreter in the caches
+        return _seconds(step, device, warm=False)
+
+    return min(seconds() for _ in range(15)) / number
+
+
+def _bandwidth(nbytes: int, device: torch.device) -> float:
+    source = torch.ones(nbytes // 8, device=device)
+    target = torch.empty_like(source)
+    return nbytes / _seconds(lambda: torch.add(source, 1.0, out=target), device)
+
+
+def _scattered(device: torch.device) -> float:
+    """Return the rate at which sorted entries of rows are gathered and added, as sparse windows do."""
+    rows = torch.ones(64, 4096, device=device)
+    index = torch.randint(4096, rows.shape, device=device).sort(1).values
+    out = torch.empty_like(rows)
+
+    def work() -> None:
+        torch.gather(rows, 1, index, out=out)
+        rows.scatter_add_(1, index, out)
+
+    return 2 * (index.nbytes + 2 * out.nbytes) / _seconds(work, device)
+
+
+def _matmul(side: int, device: torch.device) -> float:
+    x, y = torch.ones(side, 512, device=device), torch.ones(512, 512, device=device)
+    out = torch.empty(side, 512, device=device)
+    return 2 * side * 512 * 512 / _seconds(lambda: torch.mm(x, y, out=out), device)
+
+
+def _conv(channels: int, device: torch.device) -> float:
+    x = torch.ones(8, channels, 32, 32, device=device)
+    weight = torch.ones(channels, channels, 3, 3, device=device)
+    grad = F.conv2d(x, weight, padding=1)
+
+    def work() -> None:
+        F.conv2d(x, weight, padding=1)
+        torch.ops.aten.convolution_backward(
+            grad, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
+        )
+
+    return 3 * 2 * grad.numel() * channels * 9 / _seconds(work, device)
+
+
+def _factorize(factorise: Callable[[Tensor], object], n: int, device: torch.device) -> float:
+    rows = torch.randn(2 * n, n, device=device)
+    matrix = rows.mT @ rows / n + torch.eye(n, device=device)
+    return _seconds(lambda: factorise(matrix), device)
+
+
+def _inverse(matrix: Tensor) -> Tensor:
+    return torch.cholesky_inverse(torch.linalg.cholesky(matrix))

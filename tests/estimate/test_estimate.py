@@ -1,0 +1,258 @@
+"""What methods will cost, found on the ``meta`` device, against optimizers that were built and have taken a step."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import secondorder
+from secondorder.__main__ import load_target, main, parse_input
+from secondorder.plan.rates import at
+from secondorder.plan.tally import MODEL, Tally
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+METHODS = ["KFAC", "EKFAC", "HyLo", "MFAC", "SparseMFAC", "GGT"]
+RATES = secondorder.MachineRates(
+    device="cpu",
+    operator=1e-5,
+    bandwidth=((2**16, 1e10), (2**26, 1e10)),
+    scattered=2e9,
+    matmul=((1, 1e10), (512, 1e11)),
+    conv=((4, 1e10), (64, 1e11)),
+    eigh=((16, 1e-5), (512, 1e-2)),
+    cholesky=((16, 1e-5), (512, 1e-3)),
+)
+
+
+class Block(nn.Module):
+    """A block of a decoder, of the shape of Llama's."""
+
+    def __init__(self, width: int, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norms[0](x)
+        q, k, v = (part(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        y = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Decoder(nn.Module):
+    def __init__(self, tokens: int, width: int, hidden: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.blocks = nn.ModuleList(Block(width, hidden, heads) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, tokens, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embedding(x)
+        for block in self.blocks:
+            y = block(y)
+        return self.head(self.norm(y))
+
+
+def convolutional() -> nn.Module:
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10))
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "convolutional": (convolutional, lambda: torch.randn(16, 3, 12, 12)),
+    "transformer": (lambda: Decoder(40, 24, 48, 4, 2), lambda: torch.randint(40, (6, 10))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_is_that_of_a_built_optimizer_after_a_step(method: str, case: str) -> None:
+    make, batch = CASES[case]
+    torch.manual_seed(0)
+    model, inputs = make(), batch()
+    found = secondorder.estimate(model, inputs, methods=[method], rates=RATES).methods[method]
+    with secondorder.create(method, model) as optimizer:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        assert found.memory == optimizer.memory_usage()
+
+
+def test_a_default_that_depends_on_the_device_is_that_of_the_device() -> None:
+    model = nn.Sequential(nn.Linear(2100, 2))
+    on_cpu, on_cuda = (
+        secondorder.estimate(model, batch_size=4, methods=["kfac"], rates=RATES, device=device).methods["KFAC"].memory
+        for device in ("cpu", "cuda")
+    )
+    assert on_cpu["factors"] < 4 * 2101 * 3
+    assert on_cuda["factors"] > 4 * 2101**2
+
+
+def test_memory_of_first_order_optimizers_is_that_of_their_states() -> None:
+    model = perceptron()
+    numbers = sum(p.numel() for p in model.parameters())
+    found = secondorder.estimate(model, batch_size=4, methods=["sgd", "adamw"], rates=RATES).methods
+    assert found["SGD"].memory["total"] == 4 * numbers
+    assert found["AdamW"].memory["total"] == 8 * numbers + 4 * 4
+
+
+def test_flops_of_a_linear_layer_are_those_counted_by_hand() -> None:
+    n, n_a, n_g = 32, 20, 10
+    model = nn.Linear(n_a, n_g, bias=False)
+    found = secondorder.estimate(model, batch_size=n, methods=["sgd", "kfac"], rates=RATES).methods
+    forward_and_weight_gradient = 4 * n * n_a * n_g  # the inputs need no gradient
+    assert found["SGD"].flops == {MODEL: forward_and_weight_gradient}
+    kfac = found["KFAC"].flops
+    assert kfac["capture"] == pytest.approx(2 * n * (n_a**2 + n_g**2) / 10)
+    assert kfac["refresh"] == pytest.approx(9 * (n_a**3 + n_g**3) / 100, rel=0.2)  # and the check of the bases
+    assert kfac["precondition"] == 4 * n_a * n_g * (n_a + n_g)
+    assert found["KFAC"].flops_ratio == pytest.approx(sum(kfac.values()) / forward_and_weight_gradient)
+
+
+def test_a_model_is_neither_changed_nor_run() -> None:
+    model = convolutional().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    secondorder.estimate(model, torch.randn(4, 3, 12, 12), methods=["kfac"], rates=RATES)
+    assert not model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_llama_of_seven_billion_parameters_takes_no_memory() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = secondorder.estimate(
+        lambda: (Decoder(32000, 4096, 11008, 32, 32), torch.zeros(1, 128, dtype=torch.int64)),
+        methods=["kfac"],
+        rates=RATES,
+        device="cpu",
+    )
+    assert found.parameters == 6_738_415_616
+    kfac = found.methods["KFAC"]
+    assert kfac.failure is None
+    assert kfac.memory["momentum"] == 4 * found.parameters
+    assert kfac.flops[MODEL] > 6 * 128 * 6.4e9
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB: 1 GiB, for weights of 25
+
+
+def test_more_ranks_hold_less_and_send_what_plan_counts() -> None:
+    model = convolutional()
+    given: dict[str, Any] = {"methods": ["kfac"], "rates": RATES}
+    inputs = torch.randn(8, 3, 12, 12)
+    alone = secondorder.estimate(model, inputs, **given).methods["KFAC"]
+    found = secondorder.estimate(model, inputs, world_size=4, comm="mem_opt", **given)
+    four = found.methods["KFAC"]
+    ranks = secondorder.KFAC(model).plan(world_size=4, comm=secondorder.MemOpt(), batch_size=8).ranks
+    assert four.memory["second_order"] == max(rank.stored["second_order"] for rank in ranks)
+    assert four.memory["second_order"] < alone.memory["second_order"]
+    assert four.sent == max(sum(rank.sent.values()) for rank in ranks)
+    assert alone.sent == 0
+    assert "4 ranks, MemOpt()" in str(found)
+
+
+def test_a_method_that_cannot_train_the_model_says_why() -> None:
+    def refuse(model: nn.Module) -> torch.optim.Optimizer:
+        raise ValueError("not this one")
+
+    found = secondorder.estimate(perceptron(), batch_size=4, methods={"mine": refuse}, rates=RATES)
+    assert found.methods["mine"].failure == "not this one"
+    assert "mine: not this one" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "given"),
+    [
+        (ValueError, "unknown method 'adam'", {"methods": ["adam"]}),
+        (TypeError, "list of names, got 'kfac'", {"methods": "kfac"}),
+        (ValueError, "batch_size must be .* got 0", {"batch_size": 0}),
+        (ValueError, "world_size must be .* got 0", {"world_size": 0}),
+        (ValueError, "unknown strategy 'none_opt'", {"world_size": 2, "comm": "none_opt"}),
+        (ValueError, "no parameters to train: ReLU", {"model_or_maker": nn.ReLU()}),
+        (ValueError, "inputs of Conv2d are not known", {"model_or_maker": nn.Conv2d(3, 4, 3)}),
+        (TypeError, "got 3", {"model_or_maker": 3}),
+        (TypeError, "must return a torch.nn.Module", {"model_or_maker": lambda: 3}),
+        (RuntimeError, "does not run on the meta device", {"inputs": torch.randn(4, 5)}),
+        (TypeError, "rates must be a MachineRates, got 3", {"rates": 3}),
+    ],
+)
+def test_bad_input_is_refused(error: type[Exception], match: str, given: dict[str, Any]) -> None:
+    arguments = {"model_or_maker": perceptron(), "batch_size": 4, "methods": ["sgd"], "rates": RATES, **given}
+    with pytest.raises(error, match=match):
+        secondorder.estimate(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("target", "match"), [("tests", "got 'tests'"), ("no_such:f", "cannot import 'no_such'"), ("json:f", "has no 'f'")]
+)
+def test_a_bad_target_is_refused(target: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        load_target(target)
+
+
+@pytest.mark.parametrize("text", ["", "3x", "axb", "3x0", "3:integer", "4x4:Tensor"])
+def test_a_bad_shape_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"got {text!r}"):
+        parse_input(text)
+
+
+def test_rates_survive_a_file_and_are_checked(tmp_path: Path) -> None:
+    RATES.save(tmp_path / "rates.json")
+    assert secondorder.MachineRates.load(tmp_path / "rates.json") == RATES
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match="does not contain the rates"):
+        secondorder.MachineRates.load(tmp_path / "bad.json")
+    with pytest.raises(ValueError, match="operator must be > 0, got -1"):
+        secondorder.MachineRates(**{**vars(RATES), "operator": -1})
+
+
+def test_curves_are_interpolated_on_logarithms() -> None:
+    curve = ((1.0, 1.0), (100.0, 16.0))
+    assert at(curve, 10) == pytest.approx(4.0)
+    assert at(curve, 0.5) == 1.0
+    assert at(curve, 200, power=3) == pytest.approx(128.0)
+
+
+def test_equal_operators_are_counted_each_time() -> None:
+    x = torch.ones(4, 3, device="meta")
+    with Tally() as tally:
+        for _ in range(3):
+            x @ x.mT
+            x.add_(1)
+    counted = tally.take()[MODEL]
+    assert sum(number for cost, number in counted.items() if cost.kind == "matmul") == 3
+    assert sum(cost.flops * number for cost, number in counted.items()) == 3 * 2 * 4 * 3 * 4
+
+
+def test_the_command_prints_a_table(tmp_path: Path) -> None:
+    RATES.save(tmp_path / "rates.json")
+    (tmp_path / "mine.py").write_text("from torch import nn\n\n\ndef make():\n    return nn.Linear(6, 3)\n")
+    command = [sys.executable, "-m", "secondorder", "estimate", "mine:make", "--batch-size", "8"]
+    options = ["--methods", "sgd", "kfac", "--rates", str(tmp_path / "rates.json")]
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([*command, *options], capture_output=True, text=True, env=environment, check=True)
+    assert [line.split()[0] for line in ran.stdout.splitlines()[1:4]] == ["method", "SGD", "KFAC"]
+
+
+def test_the_command_writes_json_and_reports_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    RATES.save(tmp_path / "rates.json")
+    given = ["--rates", str(tmp_path / "rates.json"), "--methods", "sgd"]
+    assert main(["estimate", "torch.nn:ReLU", "--input", "4x4", *given]) == 2
+    assert "no parameters to train: ReLU" in capsys.readouterr().err
+    target = f"{__name__}:perceptron"
+    sys.modules.setdefault(__name__, sys.modules[perceptron.__module__])
+    assert main(["estimate", target, "--input", "4x12", "--json", *given]) == 0
+    assert json.loads(capsys.readouterr().out)["batch_size"] == 4
