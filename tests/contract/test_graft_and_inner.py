@@ -29,6 +29,8 @@ from tests.support.tasks import (
     values,
 )
 
+pytestmark = pytest.mark.option("graft", "inner")  # not for variants that leave no room for them
+
 RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: SGD(p, 0.05),
     "adam": lambda p: AdamW(p, 0.05, weight_decay=0.0),
