@@ -19,7 +19,7 @@ from tests.support.tasks import Task, assert_identical, snapshot, train
 
 #: By keyword: values that are refused, and values of a wrong kind.
 REFUSED: dict[str, tuple[list[Any], list[Any]]] = {
-    "lr": ([-0.1, math.nan], ["fast", None]),
+    "lr": ([-0.1, math.nan], ["fast"]),
     "momentum": ([-0.5], ["0.9"]),
     "weight_decay": ([-0.01], ["0.1"]),
     "damping": ([-0.001, 0.0, math.nan], ["small"]),

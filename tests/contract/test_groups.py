@@ -297,7 +297,7 @@ def test_keys_that_a_group_cannot_have_are_named(method: Method, mlp: Task) -> N
 @pytest.mark.option("damping_mode", "factor_update_steps", "fallback")
 def test_none_in_a_group_means_unset(method: Method, mlp: Task) -> None:
     model = mlp.model()
-    optimizer = method.cls(model.first.parameters(), module=model)
+    optimizer = method.cls(model.first.parameters(), lr=0.1, module=model)
     unset = {"damping": None, "damping_mode": None, "fallback": None}
     optimizer.add_param_group({"params": list(model.second.parameters()), **unset})
     optimizer.add_param_group({"params": [model.scale.gain], **unset, "damping": 1e-3})
@@ -404,8 +404,9 @@ def test_damping_is_a_number_or_a_share_of_the_curvature(method: Method, mlp: Ta
         assert found(damping_mode="relative") == found()
         assert found(damping_mode="absolute")[1] == "absolute"
     else:
-        default = inspect.signature(method.cls).parameters["damping"].default
-        assert found() == (default, "absolute")
+        assert found()[1] == found(lr=0.1, graft="sgd")[1] == found(inner="adam")[1] == "relative"
+        default = found(lr=0.1)[0]
+        assert found(lr=0.1) == found(graft=None) == (default, "absolute")
         assert found(damping_mode="relative") == (default, "relative")
     assert found(damping=1e-3) == (1e-3, "absolute")
     assert found(damping=2.0, damping_mode="relative") == (2.0, "relative")

@@ -82,7 +82,9 @@ def test_temporaries_of_a_refresh_do_not_grow_with_the_model(
     beyond = []
     for layers in (4, 8):
         model = deep(layers)
-        optimizer = kind(model, factor_update_steps=1, inv_update_steps=INTERVAL, refresh_warmup=False, **keywords)
+        optimizer = kind(
+            model, lr=0.1, factor_update_steps=1, inv_update_steps=INTERVAL, refresh_warmup=False, **keywords
+        )
         found = peak(model, optimizer, 2 * INTERVAL)
         beyond.append(found)
         assert found <= max(copies * 2 * 4 * one, model_bytes(model) + LAYER) + SMALL

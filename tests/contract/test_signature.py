@@ -14,7 +14,7 @@ from tests.support.tasks import Task
 
 #: First choices of options, which a method may not have: tuning changes numbers, not meanings (design 4.1).
 CHOICES: dict[str, typing.Any] = {
-    **dict.fromkeys(("graft", "clip_norm", "clip_value", "fallback", "module", "comm", "grad_scaler", "foreach")),
+    **dict.fromkeys(("lr", "clip_norm", "clip_value", "fallback", "module", "comm", "grad_scaler", "foreach")),
     **dict.fromkeys(("compression", "window_dtype", "sgd_weight", "batch_input", "factor_batch_size")),
     **dict.fromkeys(("factor_positions", "likelihood", "scale_decay", "scale_batch_size")),
     **dict.fromkeys(("nesterov", "decoupled_weight_decay", "maximize", "bias_correction", "skip_norm_layers"), False),
@@ -23,7 +23,8 @@ CHOICES: dict[str, typing.Any] = {
     **dict.fromkeys(("token_is_example",), False),
     "inner": "sgd", "loss_reduction": "mean", "loss_terms": 1, "weight_decay": 0.0, "scale": "count",
     "partition": "global", "solver": "auto", "momentum_mode": "heavy_ball", "weight_decay_mode": "standard",
-    "betas": (0.9, 0.999), "deterministic_seed": 0, "checkpoint_curvature": "all", "damping_mode": "absolute",
+    "betas": (0.9, 0.999), "deterministic_seed": 0, "checkpoint_curvature": "all", "graft": "auto",
+    "damping": None, "damping_mode": None,
 }  # fmt: skip
 LAYERWISE_CHOICES = {
     "fisher": "empirical", "fisher_samples": 1, "approx": "expand", "power": 1.0, "norm_curvature": "unit",
@@ -72,12 +73,11 @@ def test_every_keyword_has_a_type_and_a_default(method: Method) -> None:
 
 def test_first_choices_are_the_defaults(method: Method) -> None:
     defaults = {p.name: p.default for p in parameters(method)}
-    expected = CHOICES | {"lr": 0.1 if method.layerwise else 1e-3, "momentum": 0.9 if method.layerwise else 0.0}
+    expected = CHOICES | {"momentum": 0.9 if method.layerwise else 0.0}
     if method.accepts("sgd_weight"):
         expected["betas"] = (0.0, 1.0)
     if method.layerwise:
         expected |= LAYERWISE_CHOICES | (WITH_ROWS if method.accepts("rank_fraction") else {})
-        del expected["damping_mode"]  # see `test_groups.py`
     if method.cls.__name__.startswith("Sparse"):
         del expected["compression"]
     known = defaults.keys() & expected.keys()
@@ -122,8 +122,11 @@ def test_every_scalar_option_stands_in_the_groups(method: Method, mlp: Task) -> 
 def test_numbers_that_window_methods_start_with(method: Method) -> None:
     defaults = {p.name: p.default for p in parameters(method)}
     is_ggt = method.accepts("sgd_weight")
-    expected = {"window_size": 100, "eps": 1e-4} if is_ggt else {"window_size": 1024, "damping": 1e-5}
-    assert {key: defaults[key] for key in expected} == expected
+    if is_ggt:
+        assert (defaults["window_size"], defaults["eps"]) == (100, 1e-4)
+    else:
+        group = method.cls([torch.nn.Parameter(torch.zeros(8))], lr=1e-3).param_groups[0]
+        assert (group["window_size"], group["damping"], group["damping_mode"]) == (1024, 1e-5, "absolute")
     absent = ("kl_clip", "skip_layers", "factor_update_steps", "inv_update_steps", "stagger", "max_failures")
     assert not any(map(method.accepts, absent))
     assert method.accepts("damping") == method.accepts("scale") == method.accepts("solver") != is_ggt

@@ -226,7 +226,7 @@ def test_a_plain_loop_with_default_arguments_learns_without_a_warning():
             losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
     group = opt.param_groups[0]
-    assert (group["lr"], group["momentum"], group["update_steps"], group["rank_fraction"]) == (0.1, 0.9, 10, 0.1)
+    assert (group["lr"], group["momentum"], group["update_steps"], group["rank_fraction"]) == (1e-3, 0.9, 10, 0.1)
 
 
 def test_a_gradient_that_is_no_mean_of_examples():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.support.kfac import assert_close, noise, plain_kfac, train_step, twin
 from tests.support.models import mlp, seeded_build, vectors
-from tests.support.oracles.kfac import Objective, covered_names, empirical_block, example_rows
+from tests.support.oracles.kfac import Objective, Rows, covered_names, example_rows
 from tests.support.oracles.trajectory import curvlinops_exact
 
 
@@ -33,6 +33,12 @@ def crossed(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
     x = inputs.repeat_interleave(J, 0)
     y = outputs.repeat_interleave(J, 0) - residuals.repeat(len(inputs), *[1] * (outputs.ndim - 1))
     return x, y
+
+
+def empirical_block(rows: Rows) -> Tensor:
+    """The exact block (1/N) Σ_n vec(∇ℓ_n) vec(∇ℓ_n)ᵀ, without any Kronecker approximation."""
+    vectors = [rows.gradient(n).reshape(-1) for n in range(len(rows.a))]
+    return sum(torch.outer(v, v) for v in vectors) / len(vectors)
 
 
 def assert_exact(model, x, y, loss, **keywords):

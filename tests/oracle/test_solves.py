@@ -219,7 +219,7 @@ def test_every_layer_has_its_own_direction(way):
     """Compared with an explicit solution from the factors in the state, layer by layer."""
     model = seeded_build(aligned)
     kind, keywords = (EKFAC, {"estimator": way}) if way in ("intra", "running") else (KFAC, {"inverse_method": way})
-    opt = kind(model, damping=0.1, kl_clip=None, **keywords)
+    opt = kind(model, lr=0.1, damping=0.1, kl_clip=None, **keywords)
     kept = kept_directions(opt, model)
     for name, p in model.named_parameters():
         state, gradient = opt.state[p], p.grad.flatten(1)

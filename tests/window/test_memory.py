@@ -86,5 +86,6 @@ def test_share_of_the_dense_window() -> None:
     m, d = 1024, 2_800_000
     narrow = {"value_dtype": torch.bfloat16}
     for share, keywords in ((60, {}), (90, narrow), (95, {**narrow, "error_bits": 4})):
-        opt = MFAC([torch.nn.Parameter(torch.empty(d))], window_size=m, compression=TopK(density=0.01, **keywords))
+        compression = TopK(density=0.01, **keywords)
+        opt = MFAC([torch.nn.Parameter(torch.empty(d))], lr=1e-3, window_size=m, compression=compression)
         assert opt.memory_usage()["total"] <= 4 * m * d / share
