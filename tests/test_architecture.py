@@ -95,7 +95,7 @@ NUMBERS = {
     "modules of more than 400 lines":                     Number(7, 0),
     "functions of more than 35 lines":                    Number(12, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(37600, 28500),
+    "lines":                                              Number(37640, 28500),
 }
 # fmt: on
 
