@@ -392,7 +392,7 @@ def test_options_that_no_rule_reads_are_named_once(method: Method, mlp: Task) ->
 
 @pytest.mark.option("damping_mode")
 def test_damping_is_a_number_or_a_share_of_the_curvature(method: Method, mlp: Task) -> None:
-    """With factors a share until a number is given, without them a number until the mode says otherwise."""
+    """Without factors a share only where another rule sets the size of a step, until a number is given."""
 
     def found(**keywords: Any) -> tuple[float, str]:
         (group,) = method.cls(mlp.model(), **keywords).param_groups
@@ -406,7 +406,7 @@ def test_damping_is_a_number_or_a_share_of_the_curvature(method: Method, mlp: Ta
         assert found()[1] == found(lr=0.1, graft="sgd")[1] == found(inner="adam")[1] == "relative"
         default = found(lr=0.1)[0]
         assert found(lr=0.1) == found(graft=None) == (default, "absolute")
-        assert found(damping_mode="relative") == (default, "relative")
+        assert found(damping_mode="relative") == found()
     assert found(damping=1e-3) == (1e-3, "absolute")
     assert found(damping=2.0, damping_mode="relative") == (2.0, "relative")
 
