@@ -13,6 +13,8 @@ from secondorder import options
 
 #: The value of ``graft`` with which the constructor chooses.
 AUTO = "auto"
+#: Its other values.
+RULES = (None, "sgd", "adam", "adamw")
 #: Learning rate of steps that have the size of Adam's; AdamW has the same default.
 ADAM_RATE = 1e-3
 #: Keys of a parameter group that decide about the size of its steps.
@@ -30,8 +32,13 @@ def with_step_size(given: Mapping[str, Any], *, rate: float, own_size: bool) -> 
     Returns:
         All arguments. If ``graft`` is ``"auto"``, it is ``"adamw"`` if neither the arguments nor a group gives a
         learning rate, and None otherwise.
+
+    Raises:
+        TypeError: If ``graft`` is neither text nor None.
+        ValueError: If it is no rule.
     """
     lr, graft = given["lr"], given["graft"]
+    options.choice(AUTO, *RULES)("graft", graft)
     if graft == AUTO:
         decided = own_size or lr is not None or options.is_adam(given["inner"]) or _in_groups(given["params"])
         graft = None if decided else "adamw"
