@@ -41,7 +41,7 @@ MAY_IMPORT = {
         "preconditioners", "adaptation", "checkpoint", "plan", "diagnostics",
         "parallel", "curvature", "capture", "comm", "linalg", "base",
     },
-    "plan": {"preconditioners", "parallel", "curvature", "capture", "comm", "base"},
+    "plan": {"preconditioners", "parallel", "curvature", "capture", "comm", "linalg", "base"},
     "checkpoint": {"preconditioners", "curvature", "comm", "base"},
     "adaptation": {"preconditioners", "curvature", "capture", "comm", "linalg", "base"},
     "diagnostics": {"preconditioners", "curvature", "capture", "comm", "linalg", "base"},

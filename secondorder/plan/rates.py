@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from secondorder.linalg.dense import anywhere
 from secondorder.plan.tally import MODEL, Cost, Tally
 
 #: Time from one operator to the next in loops over parameters, divided by that in modules and autograd, and the same
@@ -284,8 +285,9 @@ def _conv(channels: int, device: torch.device) -> float:
 def _factorize(factorise: Callable[[Tensor], object], n: int, device: torch.device) -> float:
     rows = torch.randn(2 * n, n, device=device)
     matrix = rows.mT @ rows / n + torch.eye(n, device=device)
-    return _seconds(lambda: factorise(matrix), device)
+    return _seconds(lambda: anywhere(factorise, matrix), device)
 
 
 def _inverse(matrix: Tensor) -> Tensor:
-    return torch.cholesky_inverse(torch.linalg.cholesky(matrix))
+    found: Tensor = anywhere(torch.cholesky_inverse, anywhere(torch.linalg.cholesky, matrix))
+    return found

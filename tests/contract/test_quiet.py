@@ -182,7 +182,8 @@ def test_a_warning_says_what_to_do():
 
 
 def test_the_package_logs_by_its_own_name_and_never_prints():
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))]
+    paths = (path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "__main__.py")  # a command line prints
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
     for node in (node for tree in trees for node in ast.walk(tree)):
         if not isinstance(node, ast.Call):
             continue
