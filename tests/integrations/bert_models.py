@@ -19,7 +19,7 @@ WINDOW, DENSITY = 1024, 0.1
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kfac": (KFAC, {"lr": 3e-3, "graft": "adam"}),
     "ekfac": (EKFAC, {"lr": 3e-3, "graft": "adam"}),
-    "hylo": (HyLo, {"lr": 1e-3, "graft": "adam"}),
+    "hylo": (HyLo, {"lr": 1e-3, "graft": "adam", "damping": 1.0}),
     # of matrices that are smaller than one block, so more than the usual hundredth
     "sparse_mfac": (SparseMFAC, {"lr": 1e-3, "graft": "adam", "compression": TopK(DENSITY), "window_size": WINDOW}),
 }
