@@ -224,7 +224,7 @@ NUMBERS: dict[str, tuple[int, int, Callable[[], int]]] = {
     "long modules": (7, 0, lambda: sum(lines > LONG_MODULE for lines in lengths().values())),
     "long functions": (12, 0, long_functions),
     "rows of the layering table": (17, 17, lambda: len(MAY_IMPORT)),
-    "lines": (38104, 28500, lambda: sum(lengths().values())),
+    "lines": (38105, 28500, lambda: sum(lengths().values())),
 }  # fmt: skip
 
 

@@ -149,6 +149,14 @@ def test_every_parameter_is_in_one_group_even_if_layers_share_it():
     assert "words.weight" in names(model, groups[-1])
 
 
+def test_a_weight_of_two_hidden_layers_is_trained_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[1].weight = model[0].weight
+    hidden, others = matrix_groups(model, lr=0.1)
+    assert [tuple(p.shape) for p in hidden["params"]] == [(4, 4), (4,), (4,)]
+    assert [tuple(p.shape) for p in others["params"]] == [(2, 4), (2,)]
+
+
 def test_the_head_may_be_named_or_left_out():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
     assert names(model, matrix_groups(model, lr=0.1)[0]) == {"0.weight", "0.bias"}

@@ -54,13 +54,15 @@ def matrix_groups(
     if adjust_lr_fn not in SCALES:
         raise ValueError(f"adjust_lr_fn must be one of {SCALES}, got {adjust_lr_fn!r}")
     hidden = _hidden_layers(model, head)
-    shared = {id(p) for module in model.modules() if module not in hidden for p in module.parameters(recurse=False)}
+    taken = {id(p) for module in model.modules() if module not in hidden for p in module.parameters(recurse=False)}
     groups: dict[float, list[nn.Parameter]] = {}
     for module in hidden:
-        found = [p for p in module.parameters(recurse=False) if id(p) not in shared]
+        found = [p for p in module.parameters(recurse=False) if id(p) not in taken]
+        taken |= {id(p) for p in found}  # of two hidden layers with one weight, the first one has it
         factor = _adjustment(module) if adjust_lr_fn == "original" else 1.0
         groups.setdefault(factor, []).extend(found)
-    others = [p for p in model.parameters() if id(p) in shared]
+    hidden_ids = {id(p) for params in groups.values() for p in params}
+    others = [p for p in model.parameters() if id(p) not in hidden_ids]
     rate = 0.5 * lr if others_lr is None else others_lr
     split: list[dict[str, Any]] = [
         {"params": params, "lr": lr * factor, "orthogonalize": True} for factor, params in groups.items()
