@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from benchmarks.recipes.shared import DAMPED, DECAYED, HALF, WATCHFUL, WHITENING
 from benchmarks.recipes.types import MethodName, Settings
+from secondorder.methods.presets import PRESETS
 
 
 def _table(
@@ -41,21 +42,11 @@ def _residual(sgd: float, window: int, rows: int) -> dict[MethodName, Settings]:
     return _table(sgd, 3e-3, window, hylo=HALF, decayed=DECAYED, white=1e-2, ggt=own)
 
 
+_PHYSICS = PRESETS["physics_informed"]
 # All points on every step: nothing is noise, but rows of the loss vanish with the residuals.
 _POISSON: dict[MethodName, Settings] = {
     **_table(1e-3, 1e-2, 128, hylo={}, whitened=False, layers={"fisher": "exact", **DAMPED}),
-    "hylo": {
-        "lr": 0.3,
-        "momentum": 0.0,
-        "damping": 0.01,
-        "kl_clip": 1.0,
-        "update_steps": 1,
-        "mode": "kis",
-        "kis_sampling": "uniform",
-        "rank_fraction": 0.25,
-        "approx": "expand",
-        "fisher": "exact",
-    },
+    "hylo": {"lr": _PHYSICS.lr, **_PHYSICS.options},
     "ekfac_whiten": {"lr": 0.03, "fallback_lr": 0.03, **WHITENING},  # squares the gradient of the loss
     "kfac_adaptive": {**WATCHFUL, "likelihood": "gaussian", "fisher": "exact", "damping": 1.0},
     "ekfac_adaptive": {**WATCHFUL, "likelihood": "gaussian", "fisher": "exact", "damping": 1.0, "scale_decay": 0.8},
