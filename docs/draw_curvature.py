@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 from torch.nn.functional import cross_entropy
 
-from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo
+from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, ScaleOptions
 
 FOLDER = Path(__file__).parent / "images"
 #: The layer that is drawn, and how many examples all estimates are made of.
@@ -115,7 +115,9 @@ def pictures() -> dict[str, Picture]:
     return {
         "kfac": Picture("K-FAC", truth, estimate(chosen, lambda m: KFAC(m, **every), 1)),
         # The second pass measures the scale in the eigenbasis of the first.
-        "ekfac": Picture("EK-FAC", truth, estimate(chosen, lambda m: EKFAC(m, **every, scale_decay=0.0), 1, passes=2)),
+        "ekfac": Picture(
+            "EK-FAC", truth, estimate(chosen, lambda m: EKFAC(m, **every, scale=ScaleOptions(decay=0.0)), 1, passes=2)
+        ),
         "sngd": Picture("all rows", truth, estimate(chosen, lambda m: HyLo(m, lr=0.0, mode="sngd"), 1)),
         "hylo": Picture(
             f"HyLo, 64 of {EXAMPLES} rows",

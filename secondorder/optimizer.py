@@ -95,6 +95,8 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         root, params = recipe.find_module(type(self).__name__, given["params"], given.get("module"))
         self._begin(given.get("comm"))
         super().__init__(params, self.group_options.defaults(own))
+        once = given.keys() & {"overlap", "partition", "compression"}  # options that no group has
+        self.group_options.chosen = {**{name: given[name] for name in once}, **given.get("objects", {})}
         require_separate_parameters(type(self).__name__, root, [p for g in self.param_groups for p in g["params"]])
         if given.get("comm") is None and any(is_cut(p) for g in self.param_groups for p in g["params"]):
             self.comm = default_strategy(cut=True)  # nobody chose a strategy, and sharded parameters want another one
@@ -226,6 +228,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             "comm": self.comm,
             "step": self.steps,
             "betas": self.group_options.betas,
+            "chosen": self.group_options.chosen,
             "entries": dict(table.entries),
             "recipe": self._recipe.copied(self.preconditioner),
             "curvature": self.preconditioner.kept(),
@@ -251,7 +254,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
     def _restore(self, kept: dict[str, Any]) -> None:
         self._recipe = kept["recipe"]
         self.group_options = GroupOptions(type(self), self._recipe.rules)
-        self.group_options.betas = kept["betas"]
+        self.group_options.betas, self.group_options.chosen = kept["betas"], kept.get("chosen", {})
         self._begin(kept["comm"])
         self._table.names, self._runtime.step = kept["names"], kept["step"]
         self._table.entries.update(kept["entries"])
@@ -315,7 +318,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
     @property
     def fisher(self) -> str:
         """Which Fisher is estimated: the argument of this name, and ``"empirical"`` for a window of gradients."""
-        return self._recipe.fisher.fisher
+        return self._recipe.fisher.kind
 
     @property
     def blocks(self) -> Mapping[str, Any]:
@@ -681,7 +684,8 @@ class SecondOrderOptimizer(Optimizer, Joinable):
 
     def __repr__(self) -> str:
         """As in ``torch.optim``, without the options that have the constructor's default; equal groups stand once."""
-        return representation(type(self), self.param_groups, self.defaults, self.group_options.betas)
+        options = self.group_options
+        return representation(type(self), self.param_groups, self.defaults, options.betas, options.chosen)
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""

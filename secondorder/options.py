@@ -10,8 +10,7 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import is_
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ import torch
 Check = Callable[[str, Any], None]
 _Class = TypeVar("_Class", bound=type)
 
-_SECTION = re.compile(r"^Args:\n((?: .*\n)+)", re.M)
+_SECTION = re.compile(r"^Args:.*\n((?: .*\n)+)", re.M)
 _DESCRIPTION = re.compile(r"^    (\w+): .*\n(?:     .*\n)*", re.M)
 
 
@@ -224,7 +223,7 @@ def without_effect(group: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
         if found:
             has = "has" if len(found) == 1 else "have"
             return f"{' and '.join(found)} {has} no effect, because Adam's rule sets every step: use {own} instead"
-    if not any(rules) and own in usual and group[own] != usual[own]:
+    if not any(rules) and own in usual and group[own] != (usual[own] or DEFAULTS["betas"]):
         return f"{own}={group[own]} has no effect, because only Adam's rule reads it: choose graft='adamw', or drop it"
     return ""
 
@@ -259,20 +258,9 @@ def from_arguments(given: Mapping[str, Any], checks: Mapping[str, Check]) -> dic
     """Return the options of groups from the arguments of a constructor; ``checks`` are of those that only it has.
 
     Options that all methods have may be missing, and then take their default.
-
-    Raises:
-        ValueError: If ``betas`` or ``eps`` is given under both of its names, with different values.
     """
-    given = {**DEFAULTS, **dict.fromkeys(RENAMED), **given}
-    found = {name: given[name] for name in (*COMMON, *checks)}
-    for old, name in RENAMED.items():
-        if old in checks or given[old] is None:
-            continue
-        COMMON[name](old, given[old])
-        if found[name] not in (DEFAULTS[name], given[old]):
-            raise ValueError(f"{name} and {old} are one option: give it once, got {found[name]} and {given[old]}")
-        found[name] = given[old]
-    return found
+    given = {**DEFAULTS, **given}
+    return {name: given[name] for name in (*COMMON, *checks)}
 
 
 def renamed(group: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
@@ -292,14 +280,19 @@ def renamed(group: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, 
     return found
 
 
-def complete_docstring(*shared: str | None) -> Callable[[_Class], _Class]:
+def complete_docstring(
+    *shared: str | None, usual: Collection[str] = (), expert: Collection[str] = ()
+) -> Callable[[_Class], _Class]:
     """Decorate a class: its docstring gets the arguments of the constructor that it does not describe itself.
 
-    The section ``Args`` of the docstring then has all arguments, in the order of the signature.
+    The docstring then has all arguments, in the order of the signature: in one section, or, with ``usual``, in three of
+    those that most scripts set, those that some set, and those for experts.
 
     Args:
-        shared: Where the other descriptions are: docstrings with such a section, or texts of the same form. They are
+        shared: Where the other descriptions are: docstrings with such sections, or texts of the same form. They are
             None where Python runs without docstrings.
+        usual: Arguments that most scripts set.
+        expert: Arguments for experts.
 
     Returns:
         The decorator.
@@ -310,9 +303,15 @@ def complete_docstring(*shared: str | None) -> Callable[[_Class], _Class]:
             return cls
         own = inspect.cleandoc(cls.__doc__) + "\n"
         found = {name: text for part in (*shared, own) for name, text in _descriptions(part or "").items()}
-        names = inspect.signature(cls).parameters
-        start, end = next(_SECTION.finditer(own)).span(1)
-        cls.__doc__ = own[:start] + "".join(found[name] for name in names) + own[end:]
+        names = list(inspect.signature(cls).parameters)
+        sections = {
+            "Args:": [name for name in names if not usual or name in usual],
+            "Args: Less common": [name for name in names if usual and name not in usual and name not in expert],
+            "Args: For experts": [name for name in names if name in expert],
+        }
+        written = [f"{title}\n" + "".join(found[name] for name in part) for title, part in sections.items() if part]
+        start, end = next(_SECTION.finditer(own)).span()
+        cls.__doc__ = own[:start] + "\n".join(written) + own[end:]
         return cls
 
     return complete
@@ -320,34 +319,5 @@ def complete_docstring(*shared: str | None) -> Callable[[_Class], _Class]:
 
 def _descriptions(text: str) -> dict[str, str]:
     """What a docstring, or a text of nothing else, says of each argument."""
-    section = _SECTION.search(inspect.cleandoc(text) + "\n")
-    return {match[1]: match[0] for match in _DESCRIPTION.finditer(section[1] if section else text)}
-
-
-#: What ``fisher`` may be.
-_FISHERS = ("empirical", "mc", "exact", "curvature_prop", "forward_only")
-
-
-@dataclass(frozen=True)
-class FisherOptions:
-    """Which Fisher is estimated.
-
-    Attributes:
-        fisher: Its type.
-        fisher_samples: Vectors drawn per example.
-    """
-
-    fisher: str = "empirical"
-    fisher_samples: int = 1
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        choice(*_FISHERS)("fisher", self.fisher)
-        whole(1)("fisher_samples", self.fisher_samples)
-        if self.fisher_samples > 1 and self.fisher not in ("mc", "curvature_prop"):
-            raise ValueError(f"fisher_samples={self.fisher_samples} needs fisher='mc' or 'curvature_prop'")
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether ``observe`` supplies the statistics."""
-        return self.fisher in ("mc", "exact", "curvature_prop")
+    sections = _SECTION.findall(inspect.cleandoc(text) + "\n") or [text]
+    return {match[1]: match[0] for section in sections for match in _DESCRIPTION.finditer(section)}

@@ -2,6 +2,7 @@
 
 A value is a function of the step alone, never of the previous value: after n calls of ``step()`` an option is f(n),
 whatever happened to it in between, so that schedules neither compound nor drift, and a resumed run continues exactly.
+The exception is a damping that is adapted to the loss, for which each milestone is a new start.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class ParamScheduler:
         **schedules: For each option, a function of the step; or milestones ``{step: value}``, where each value holds
             until the next milestone, and the initial value until the first; or a list of these, one per group, for the
             existing groups (a group that is added later keeps its value). A tensor (``lr``) is filled in place and
-            never replaced.
+            never replaced. A damping that the optimizer adapts to the loss takes milestones only, each of which is a
+            new start.
 
     Raises:
         TypeError: If an argument is not an optimizer or a schedule, or a value is of a wrong kind.
@@ -76,6 +78,14 @@ class ParamScheduler:
             self._check(self._changes_at(step, milestones_only=True))
         self._set(0)
         self._warn_relative_damping()
+
+    @property
+    def _adapts_damping(self) -> bool:
+        """Whether the optimizer adapts λ to the loss."""
+        if not isinstance(self.optimizer, SecondOrderOptimizer):
+            return False
+        adaptation = self.optimizer.group_options.chosen.get("adaptation")
+        return adaptation is not None and bool(adaptation.adaptive_damping)
 
     @property
     def last_step(self) -> int:
@@ -125,6 +135,21 @@ class ParamScheduler:
             raise ValueError(f"{key}: a list needs one schedule per group, got {len(schedule)} for {len(groups)}")
         return tuple(_track(key, one) for one in schedule)
 
+    def _is_left_to_adaptation(self, key: str, track: _Track, step: int) -> bool:
+        """Return whether a value is one that was adapted since the last milestone.
+
+        Raises:
+            ValueError: If a function would overwrite what is adapted at every step.
+        """
+        if key != "damping" or not self._adapts_damping:
+            return False
+        if not isinstance(track, _Milestones):
+            raise ValueError(
+                "damping is adapted to the loss, which a function of the step would overwrite at every step: give "
+                "milestones, {step: value}, from which it is adapted further"
+            )
+        return step not in track.values
+
     def _milestones(self) -> list[int]:
         """Return all steps at which some option has a milestone."""
         tracks = [x for t in self._tracks.values() for x in (t if isinstance(t, tuple) else (t,))]
@@ -136,7 +161,12 @@ class ParamScheduler:
         changes: list[dict[str, Any]] = [{} for _ in groups]
         for key, tracks in self._tracks.items():
             chosen = tracks if isinstance(tracks, tuple) else (tracks,)
-            values = [_UNSET if milestones_only and not isinstance(t, _Milestones) else t(step) for t in chosen]
+            values = [
+                _UNSET
+                if milestones_only and not isinstance(t, _Milestones) or self._is_left_to_adaptation(key, t, step)
+                else t(step)
+                for t in chosen
+            ]
             values = values if isinstance(tracks, tuple) else values * len(groups)
             # There are fewer values than groups if a group was added after a list was given; it keeps its own value.
             for group, change, value in zip(groups, changes, values, strict=False):

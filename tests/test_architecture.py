@@ -218,13 +218,13 @@ NUMBERS: dict[str, tuple[int, int, Callable[[], int]]] = {
     )),
     "accesses to underscore attributes of others": (0, 0, foreign_underscores),
     "height of imports": (15, 14, import_height),
-    "modules at the top level": (12, 10, lambda: len([*PACKAGE.glob("*.py")]) - 1),
+    "modules at the top level": (13, 10, lambda: len([*PACKAGE.glob("*.py")]) - 1),
     "folders at the top level": (12, 12, lambda: len({path.parent for path in PACKAGE.glob("*/*.py")})),
     "modules named by a verb, without reason": (0, 0, lambda: len(named_by_a_verb() - NAMED_BY_A_VERB)),
     "long modules": (7, 0, lambda: sum(lines > LONG_MODULE for lines in lengths().values())),
-    "long functions": (12, 0, long_functions),
+    "long functions": (10, 0, long_functions),
     "rows of the layering table": (17, 17, lambda: len(MAY_IMPORT)),
-    "lines": (38105, 28500, lambda: sum(lengths().values())),
+    "lines": (38640, 28500, lambda: sum(lengths().values())),
 }  # fmt: skip
 
 

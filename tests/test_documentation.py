@@ -20,13 +20,13 @@ STRATEGIES = [
     comm.RankGrid, comm.CommOpt, comm.HybridOpt, comm.MemOpt, comm.LocalFactors, comm.ChiefOnly, comm.DedicatedWorkers,
 ]  # fmt: skip
 CLASSES: list[type] = [*METHODS, *STRATEGIES]
-FRAGMENTS = {name: text for name, text in vars(documentation).items() if name.isupper()}
+FRAGMENTS = {name: text for name, text in vars(documentation).items() if name.isupper() and isinstance(text, str)}
 
 
 def described(text: str) -> dict[str, str]:
     """Arguments in the order of a docstring, with their descriptions in one line each."""
-    section = re.search(r"^Args:\n((?: .*\n)+)", inspect.cleandoc(text) + "\n", re.MULTILINE)
-    entries = re.findall(r"^    (\S+): ((?:.*\n)(?:     .*\n)*)", section[1] if section else text, re.MULTILINE)
+    sections = re.findall(r"^Args:.*\n((?: .*\n)+)", inspect.cleandoc(text) + "\n", re.MULTILINE) or [text]
+    entries = re.findall(r"^    (\S+): ((?:.*\n)(?:     .*\n)*)", "".join(sections), re.MULTILINE)
     assert len({name for name, _ in entries}) == len(entries), f"described twice: {[name for name, _ in entries]}"
     return {name: " ".join(words.split()) for name, words in entries}
 
@@ -106,6 +106,13 @@ def test_descriptions_come_from_the_class_first_then_from_its_sources() -> None:
     fragment, docstring = "\n    a: Shared,\n        on two lines.\n    b: Not used.\n", "Args:\n    c: Third.\n"
     assert inspect.getdoc(complete_docstring(fragment, docstring)(example())) == (
         "A sentence.\n\nArgs:\n    a: Shared,\n        on two lines.\n    b: Its own.\n    c: Third."
+    )
+
+
+def test_arguments_in_three_sections() -> None:
+    fragment = "    a: First.\n    c: Third.\n"
+    assert inspect.getdoc(complete_docstring(fragment, usual=("c",), expert=("a",))(example())) == (
+        "A sentence.\n\nArgs:\n    c: Third.\n\nArgs: Less common\n    b: Its own.\n\nArgs: For experts\n    a: First."
     )
 
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from secondorder import EKFAC, KFAC, CommOpt, HyLo, MemOpt, SecondOrderOptimizer, options
 from secondorder.methods.layers import LayerRecipe
+from tests.support.building import built
 from tests.support.code_blocks import DOCS, blocks, examples, run
 from tests.support.kfac import labels, noise
 from tests.support.models import seeded_build
@@ -112,7 +113,7 @@ METHODS = {"DiagonalFisher": {"damping": 0.01, "inv_update_steps": 2}, "HalfKFAC
 def _trained(cls: Any, rank: int = 0, world: int = 1, **chosen: Any) -> tuple[Tensor, int]:
     """Parameters after some steps, and bytes of the estimate."""
     model = _net()
-    opt = cls(model, lr=0.05, momentum=0.9, **chosen)
+    opt = built(cls, model, lr=0.05, momentum=0.9, **chosen)
     found = _train(model, opt, range(4), rank, world)
     held = opt.memory_usage()["factors"]
     opt.close()
@@ -210,7 +211,7 @@ def test_the_storage_rounds_factors(page: dict[str, Any]) -> None:
 @pytest.mark.parametrize("storage", ["dense", "packed"])
 def test_the_storage_converts_checkpoints(page: dict[str, Any], storage: str) -> None:
     first, second = _net(), _net()
-    one = KFAC(first, **KRONECKER, factor_storage=storage)
+    one = built(KFAC, first, **KRONECKER, factor_storage=storage)
     _train(first, one, range(3))
     other = page["HalfKFAC"](second, **KRONECKER)
     other.load_state_dict(one.state_dict())
@@ -242,7 +243,7 @@ def test_the_inverse_solves_the_damped_system(page: dict[str, Any]) -> None:
 def test_the_inverse_does_what_cholesky_does(page: dict[str, Any], chosen: dict[str, Any]) -> None:
     ends = []
     for cls, how in ((page["NewtonKFAC"], {}), (KFAC, {"inverse_method": "cholesky"})):
-        opt = cls(model := _net(), **KRONECKER, **chosen, **how)
+        opt = built(cls, model := _net(), **KRONECKER, **chosen, **how)
         ends.append(_train(model, opt, range(5)))
         opt.close()
     torch.testing.assert_close(*ends)

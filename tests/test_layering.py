@@ -22,7 +22,7 @@ TOP = {
     "factory": "entry", "schedule": "entry", "__main__": "entry",
     "optimizer": "optimizer",
     "parameters": "preconditioners", "update": "preconditioners", "switching": "policy", "signals": "policy",
-    "options": "base", "frames": "base", "runtime": "base",
+    "options": "base", "config": "base", "frames": "base", "runtime": "base",
     "nn": "nn",
 }  # fmt: skip
 

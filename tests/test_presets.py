@@ -54,7 +54,7 @@ def trained(preset, optimizer, model, steps=3):
             optimizer.observe(outputs, "gaussian")
         loss = (outputs - targets).square().mean()
         loss.backward()
-        return (loss, outputs) if "likelihood" in preset.options else loss
+        return (loss, outputs) if preset.options.get("fisher") == "exact" else loss
 
     with optimizer:
         for _ in range(steps):

@@ -136,7 +136,7 @@ class Compare(Common):
         names = [name for name in (*METHODS, *available()) if self.workload in find(name).recipes]
         plain = {name: dict(find(name).settings(self.workload, size=self.size)) for name in names}
         # A variant that is the recipe of its method on this workload would do every run twice.
-        twins = [name for name in names if name in VARIANTS and plain[name] == plain[name.split("_")[0]]]
+        twins = [name for name in names if name in VARIANTS and plain[name] == plain.get(name.split("_")[0])]
         return [name for name in names if name not in twins]
 
     def _setting(self, data_dir: Path, pauses: Path) -> Setting:

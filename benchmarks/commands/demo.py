@@ -30,6 +30,8 @@ TARGETS: dict[WorkloadName, float] = {
 }
 """Training loss whose steps and seconds the table gives."""
 
+_OWN = tuple(name for name, method in METHODS.items() if name not in VARIANTS and method.order == "second")
+
 
 @dataclass
 class Demo(Common):
@@ -41,8 +43,8 @@ class Demo(Common):
     """Optimizer steps; unset: the workload's own number."""
     target: float | None = None
     """Training loss to reach; unset: the workload's own."""
-    optimizers: tuple[MethodName, ...] = tuple(name for name in METHODS if name not in VARIANTS)
-    """Which ones; step times are compared with the first one's."""
+    optimizers: tuple[MethodName, ...] = ("sgd", "adamw", "from_adamw", *_OWN)
+    """Which ones; step times are compared with the first one's. ``from_adamw`` is the preset, at AdamW's rate."""
     out_dir: Path = Path("demo-output")
     """Folder for the table, the results and the plot."""
 

@@ -22,6 +22,8 @@ from benchmarks import report
 from benchmarks.counting import Counts, count, graph_breaks
 from benchmarks.filling import fill_windows, windows_of
 from benchmarks.timing import Intervals, StepClass
+from secondorder.factory import METHODS, resolve
+from secondorder.preconditioners.keywords import from_flat
 
 BASELINE = Path(__file__).parent.parent / "baseline.json"
 """Counts that the code had when they were last written."""
@@ -158,7 +160,9 @@ def _stepper(network: str, method: str | None) -> tuple[Any, Optimizer, nn.Modul
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     else:
         name, keywords = _METHODS[method]
-        optimizer = secondorder.create(name, model, lr=1e-4, **keywords)
+        optimizer = secondorder.create(
+            name, model, **from_flat(METHODS[resolve(name).method], {"lr": 1e-4, **keywords})
+        )
         if windows_of(optimizer):
             fill_windows(optimizer)
 

@@ -32,7 +32,7 @@ from benchmarks.counting import counted_flops, factor_flops
 from benchmarks.plot import Panel, Row, plot_rows
 from benchmarks.report import value
 from benchmarks.workloads.resnets import cifar_resnet, imagenet_resnet
-from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, HyLo, LocalFactors, MemOpt
+from secondorder import EKFAC, KFAC, MFAC, BatchOptions, CommOpt, HybridOpt, HyLo, InverseOptions, LocalFactors, MemOpt
 from secondorder.comm import CommStrategy, RankGrid
 from secondorder.plan.plan import Plan, RankPlan
 
@@ -146,10 +146,10 @@ NODE = 8
 
 _BUILD: dict[MethodName, Callable[..., Any]] = {
     "kfac": lambda model, n: KFAC(model),
-    "kfac-cholesky": lambda model, n: KFAC(model, inverse_method="cholesky", damping_split="pi"),
+    "kfac-cholesky": lambda model, n: KFAC(model, inverse_method=InverseOptions("cholesky", damping_split="pi")),
     "ekfac": lambda model, n: EKFAC(model),
     "ekfac-running": lambda model, n: EKFAC(model, estimator="running"),
-    "hylo": lambda model, n: HyLo(model, batch_size=n),
+    "hylo": lambda model, n: HyLo(model, batch=BatchOptions(size=n)),
     "mfac": lambda model, n: MFAC(model, window_size=64),
 }
 """Optimizers with their defaults, but for the length of a window."""

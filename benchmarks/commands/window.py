@@ -31,6 +31,7 @@ from benchmarks.runner import memory_usage
 from benchmarks.workloads import WorkloadName, make_workload
 from benchmarks.workloads.resnets import BlockName, imagenet_resnet
 from secondorder import MFAC, TopK
+from secondorder.preconditioners.keywords import from_flat
 
 Shape = tuple[int, ...]
 SizeName = Literal["digits", "resnet20", "autoencoder", "large", "resnet50"]
@@ -123,7 +124,7 @@ class Window(Alone):
         keywords = window_keywords({**STORAGES[storage], "window_size": rows})
         params = [nn.Parameter(torch.zeros(shape, device=self.device)) for shape in shapes]
         try:
-            optimizer = MFAC(params, **keywords)
+            optimizer = MFAC(params, **from_flat(MFAC, keywords))
         except RuntimeError as err:  # it does not fit into the memory that is free
             return {**figures, "skipped": str(err)}
         bench = _Bench(optimizer, params, self.seed)

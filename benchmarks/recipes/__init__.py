@@ -40,10 +40,10 @@ AliasName = Literal[
 ]  # fmt: skip
 """Names of :data:`secondorder.factory.ALIASES`."""
 VARIANTS: tuple[MethodName, ...] = (
-    "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive", "ekfac_orthogonal",
+    "from_adamw", "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive", "ekfac_orthogonal",
 )  # fmt: skip
-"""Further recipes of optimizers that have an entry: EKFAC with either exponent, damping that watches the loss, and
-steps of a uniform spectrum."""
+"""Further recipes of optimizers that have an entry: the preset for scripts with AdamW, EKFAC with either exponent,
+damping that watches the loss, and steps of a uniform spectrum."""
 WINDOW_METHODS: tuple[MethodName, ...] = ("mfac", "sparse_mfac", "ggt")
 """Methods that keep a window of past gradients."""
 METHODS: dict[MethodName, Method] = {

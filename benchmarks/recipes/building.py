@@ -10,10 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.recipes.types import Setting, Settings
-from secondorder import LowRank, TopK, create
-from secondorder.factory import resolve
+from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK, create
+from secondorder.factory import METHODS, resolve
+from secondorder.methods.presets import PRESETS
+from secondorder.preconditioners.keywords import from_flat
 
-_WINDOWED = ("mfac", "sparse_mfac", "ggt")
+_WINDOWED = (MFAC, SparseMFAC, GGT)
 
 
 def sgd(model: nn.Module, **settings: Any) -> Optimizer:
@@ -26,14 +28,14 @@ def adamw(model: nn.Module, **settings: Any) -> Optimizer:
 
 
 def second_order(name: str, model: nn.Module, **settings: Any) -> Optimizer:
-    method = resolve(name).method
+    method = PRESETS[name].method if name in PRESETS else METHODS[resolve(name).method]
     keywords = window_keywords(settings) if method in _WINDOWED else layer_keywords(settings)
     if "kid_residual" in keywords:
         keywords["kid_residual"] = keywords["kid_residual"] or "none"  # a word here, nothing on a command line
     params: Any = model
     if "plain_layers" in keywords:
         params, keywords["module"] = orthogonal_groups(model, keywords), model
-    return create(name, params, **keywords)
+    return create(name, params, **from_flat(method, keywords))
 
 
 def orthogonal_groups(model: nn.Module, keywords: dict[str, Any]) -> list[dict[str, Any]]:
@@ -54,7 +56,7 @@ def layer_keywords(settings: Settings) -> dict[str, Any]:
     keywords = _with_dtypes(settings)
     betas = {key: keywords.pop(key, default) for key, default in _FALLBACK_BETAS.items()}
     if not betas.keys().isdisjoint(settings):
-        keywords["fallback_betas"] = tuple(betas.values())
+        keywords["betas"] = tuple(betas.values())
     if "skip_layers" in keywords and keywords["skip_layers"] is None:
         keywords["skip_layers"] = ()  # none, said on a command line
     if isinstance(keywords.get("skip_layers"), str):

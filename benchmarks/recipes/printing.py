@@ -13,6 +13,7 @@ from benchmarks import report
 from benchmarks.recipes.building import adamw, layer_keywords, second_order, sgd, window_keywords
 from benchmarks.recipes.types import RATES, Method, Recipe, Schedule, Settings
 from secondorder import factory
+from secondorder.preconditioners.keywords import from_flat
 
 RULES = {
     "constant": "rates stay, whatever the examples of a step",
@@ -82,10 +83,11 @@ def python_line(method: Method, settings: Settings) -> str | None:
     (name,) = construct.args
     known, options = factory.resolve(name)
     windowed = known in ("mfac", "sparse_mfac", "ggt")
-    keywords = window_keywords(settings) if windowed else layer_keywords(settings)
+    kind = factory.METHODS[known]
+    keywords = from_flat(kind, window_keywords(settings) if windowed else layer_keywords(settings))
     if isinstance(keywords.get("comm", options.get("comm")), str):  # the constructor wants a strategy itself
         return _call("secondorder.create", f'"{name}", model', keywords)
-    return _call(f"secondorder.{factory.METHODS[known].__name__}", "model", {**options, **keywords})
+    return _call(f"secondorder.{kind.__name__}", "model", {**options, **keywords})
 
 
 def _with_betas(settings: Settings) -> dict[str, Any]:

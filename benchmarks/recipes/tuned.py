@@ -60,6 +60,8 @@ _NATURAL = _grafted({
     "multi30k": {},
     "unet": {},
 })  # fmt: skip
+# The preset at AdamW's rate, which is the point of it.
+_FROM_ADAMW: dict[str, Settings] = {name: {"lr": rate} for name, rate in _ADAMW.items()}
 _KFAC = _grafted({
     "digits": {"lr": 0.02, "inverse_method": "cholesky", "factor_update_steps": 5, "inv_update_steps": 10},
     "autoencoder": {},
@@ -178,6 +180,7 @@ _FIRST: dict[MethodName, Method] = {
     "mfac": Method("M-FAC", partial(second_order, "mfac"), tuned(_MFAC)),
     "sparse_mfac": Method("sparse M-FAC", partial(second_order, "sparse_mfac"), tuned(_SPARSE)),
     "ggt": Method("GGT", partial(second_order, "ggt"), tuned(_GGT)),
+    "from_adamw": Method("from_adamw", partial(second_order, "from_adamw"), tuned(_FROM_ADAMW)),
     "ekfac_natural": Method("EKFAC, power 1", partial(second_order, "ekfac"), tuned(_NATURAL, searched=_BOTH)),
     "ekfac_whiten": Method("EKFAC, power 1/2", partial(second_order, "ekfac"), tuned(_WHITEN, searched=_BOTH)),
     "kfac_adaptive": Method(

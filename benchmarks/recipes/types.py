@@ -20,6 +20,7 @@ MethodName = Literal[
     "mfac",
     "sparse_mfac",
     "ggt",
+    "from_adamw",
     "ekfac_natural",
     "ekfac_whiten",
     "kfac_adaptive",

@@ -1,8 +1,7 @@
-"""The parts of a step that is judged by its loss: the options, the closure's evaluation, and a snapshot to undo it."""
+"""The parts of a step that is judged by its loss: the closure's evaluation, and a snapshot to undo it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,68 +12,12 @@ from torch import Tensor, nn
 from secondorder import options
 from secondorder.adaptation.replay import Evaluated, Forward, Moment
 from secondorder.capture.fisher.likelihood import Likelihood, resolve
+from secondorder.config import AdaptationOptions
 
-_FLAGS = "adaptive_damping", "include_damping_in_model", "reject_steps", "quadratic_model", "calibrate_damping"
 
-
-@dataclass(frozen=True)
-class Adaptation:
-    """The options of the adaptation; the class of a method documents each.
-
-    Raises:
-        ValueError: For a value out of range.
-        TypeError: For a value of a wrong kind.
-    """
-
-    adaptive_damping: bool = False
-    damping_interval: int = 5
-    min_damping: float = 1e-8
-    max_damping: float = math.inf
-    include_damping_in_model: bool = False
-    reject_steps: bool = False
-    quadratic_model: bool = False
-    likelihood: str | Likelihood | None = None
-    calibrate_damping: bool = False
-
-    def __post_init__(self) -> None:
-        """Check every value, and replace the name of a likelihood by the likelihood itself."""
-        for name in _FLAGS:
-            options.flag(name, getattr(self, name))
-        options.whole(1)("damping_interval", self.damping_interval)
-        options.number(0.0)("min_damping", self.min_damping)
-        if self.max_damping != math.inf:
-            options.number(0.0, low_open=True)("max_damping", self.max_damping)
-        if self.min_damping > self.max_damping:
-            raise ValueError(f"min_damping={self.min_damping} must not be above max_damping={self.max_damping}")
-        if self.likelihood is not None:
-            object.__setattr__(self, "likelihood", resolve(self.likelihood))
-
-    @property
-    def loss_model(self) -> Likelihood | None:
-        """The likelihood, if one was given."""
-        return None if self.likelihood is None else resolve(self.likelihood)
-
-    @property
-    def needing_loss(self) -> list[str]:
-        """Options that are on and need a closure."""
-        return [n for n in ("adaptive_damping", "reject_steps", "calibrate_damping") if getattr(self, n)]
-
-    @property
-    def judging(self) -> list[str]:
-        """Options that are on and judge a step."""
-        return ["quadratic_model"] * self.quadratic_model + self.needing_loss
-
-    def mark(self, groups: Sequence[dict[str, Any]], steps: int) -> None:
-        """Add the entries in which judged steps keep their results to the last of some groups.
-
-        Args:
-            groups: All groups.
-            steps: Number of steps taken. A group that is added during training keeps the damping it was given.
-        """
-        if self.calibrate_damping:
-            groups[-1].setdefault("damping_calibrated", steps > 0)
-        if self.reject_steps:
-            groups[-1].setdefault("rejected_in_a_row", groups[0].get("rejected_in_a_row", 0))
+def loss_model(adaptation: AdaptationOptions) -> Likelihood | None:
+    """Return the likelihood that the options name, or None."""
+    return None if adaptation.likelihood is None else resolve(adaptation.likelihood)
 
 
 class Evaluation(NamedTuple):

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from secondorder.adaptation.model import LocalModel
 from secondorder.adaptation.no_trust import Move, Sized, called
 from secondorder.adaptation.replay import Moment, eager, kept_gradients, recorded
-from secondorder.adaptation.trial import Adaptation, Evaluation, Snapshot, match_outputs, parts_of
+from secondorder.adaptation.trial import Evaluation, Snapshot, loss_model, match_outputs, parts_of
 from secondorder.capture.batch import rules
+from secondorder.config import AdaptationOptions
 from secondorder.curvature.schema import of_kinds
 from secondorder.curvature.wrappers import Parts, forwarded
 from secondorder.linalg import quadratic
@@ -47,10 +48,11 @@ class TrustRegion:
         update: The first-order rules.
     """
 
-    def __init__(self, adaptation: Adaptation, curvature: LayerPreconditioner[Any], update: Update) -> None:
+    def __init__(self, adaptation: AdaptationOptions, curvature: LayerPreconditioner[Any], update: Update) -> None:
         self.adaptation, self._curvature, self._update = adaptation, curvature, update
         self._setting, self._table, self._comm = curvature.setting, curvature.table, curvature.comm
-        self._model = LocalModel(curvature, adaptation.loss_model)
+        self._likelihood = loss_model(adaptation)
+        self._model = LocalModel(curvature, self._likelihood)
         self._evaluation: Evaluation | None = None
         self._coefficients: Tensor | None = None
         self._reduction_ratio: float | None = None
@@ -68,7 +70,7 @@ class TrustRegion:
         Raises:
             NotImplementedError: If the model has several parts and no forward.
         """
-        if isinstance(root, Parts) and self.adaptation.loss_model is not None:
+        if isinstance(root, Parts) and self._likelihood is not None:
             raise NotImplementedError(
                 "likelihood= has the model run again along the step, which takes one module with a forward: leave it "
                 "out to use the curvature of the blocks, or pass one module that holds all parts"
@@ -119,13 +121,13 @@ class TrustRegion:
         assert self._table.root is not None
         devices, layers = {p.device for p in self._table.group_of}, self._setting.layers
         start, root = Moment(self._table.root, devices), forwarded(self._table.root)[0]
-        (rule,) = rules(layers.batch_input, [root], layers.batch_dim)
+        (rule,) = rules(layers.batch.input, [root], layers.batch.dim)
         with recorded(root, devices, on=recording) as forwards:
             returned = called(closure)
         loss, outputs, targets = parts_of(returned)
-        exact = self.adaptation.loss_model is not None and outputs is not None
+        exact = self._likelihood is not None and outputs is not None
         matched = match_outputs(forwards, outputs, targets) if recording and exact else []
-        examples = sum(forward.examples(layers.batch_dim, rule) for forward in forwards)
+        examples = sum(forward.examples(layers.batch.dim, rule) for forward in forwards)
         self._evaluation = Evaluation(
             cast("Callable[[], Any]", closure), self._objective(loss), start, recording, examples, matched
         )
@@ -153,7 +155,7 @@ class TrustRegion:
     def _needs_forwards(self) -> bool:
         """Whether the model needs the forward passes of this step, to differentiate them or to count their examples."""
         modelled = self._adapts() or self.adaptation.quadratic_model
-        return modelled and (self.adaptation.loss_model is not None or not self._model.is_mean)
+        return modelled and (self._likelihood is not None or not self._model.is_mean)
 
     def _objective(self, loss: Tensor) -> Tensor:
         """Return the loss, or its negative if it is maximized."""

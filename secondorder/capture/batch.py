@@ -214,15 +214,15 @@ class Rule:
         if not isinstance(self._batch_input, str):
             found = self._batch_input(*args, **kwargs)
             if not torch.compiler.is_compiling() and (isinstance(found, bool) or not isinstance(found, int)):
-                raise TypeError(f"batch_input must return an int, got {found!r}")
+                raise TypeError(f"the batch input must return an int, got {found!r}")
             return found
         x = kwargs.get(self._batch_input)
         if x is None and self._position is not None and self._position < len(args):
             x = args[self._position]
         if not isinstance(x, Tensor) or x.dim() <= self._dim:
             raise TypeError(
-                f"batch_input={self._batch_input!r} must name an argument of forward that is a tensor with a dimension "
-                f"{self._dim}, got {type(x).__name__}"
+                f"the batch input {self._batch_input!r} must name an argument of forward that is a tensor with a "
+                f"dimension {self._dim}, got {type(x).__name__}"
             )
         return x.shape[self._dim]
 
@@ -238,7 +238,7 @@ def rules(batch_input: BatchInput | None, roots: Sequence[nn.Module], dim: int) 
     found = [_position(batch_input, root) for root in roots]
     if all(position is _ABSENT for position in found):
         names = ", ".join(type(root).__name__ for root in roots)
-        raise ValueError(f"batch_input={batch_input!r} is no argument of the forward of {names}")
+        raise ValueError(f"the batch input {batch_input!r} is no argument of the forward of {names}")
     return [None if at is _ABSENT else Rule(batch_input, dim, at) for at in found]
 
 

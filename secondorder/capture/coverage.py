@@ -52,7 +52,7 @@ def advice(reasons: Mapping[str, str], others_were_captured: bool, batch_dim: in
         return ""
     lines = []
     if batch_dim == 0 and any("sequences of" in reason or "second dimension" in reason for reason in found):
-        lines.append(" If the model takes sequences as [T, N, ...], make the optimizer with batch_dim=1.")
+        lines.append(" If the model takes sequences as [T, N, ...], make the optimizer with batch=BatchOptions(dim=1).")
     if any(NO_HOOKS in reason for reason in found):
         if others_were_captured:
             causes = "they were not called since the last step, or are in eval mode"

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from secondorder.capture.sites import Statistic
 from secondorder.capture.statistics.averages import all_finite, ratio_ema_
 from secondorder.capture.statistics.measurement import Measured
+from secondorder.config import FisherOptions
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import Task
 from secondorder.curvature.layer import Layer, LayerOptions
 from secondorder.curvature.schema import Place, Schema, keys
 from secondorder.linalg import polar
-from secondorder.options import FisherOptions
 from secondorder.runtime import Runtime
 
 
@@ -121,7 +121,7 @@ class Block(ABC):
 
     def shape(self, direction: Tensor) -> Tensor:
         """Return a preconditioned matrix ``[(Γ,) n_g, n_a]``, or with ``orthogonalize`` its polar factor."""
-        return polar.step_of(direction, self.options.orthogonal_dtype) if self.sets_length else direction
+        return polar.step_of(direction, self.options.storage.orthogonal_dtype) if self.sets_length else direction
 
     @property
     def shaping_flops(self) -> float:

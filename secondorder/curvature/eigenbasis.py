@@ -234,7 +234,7 @@ class EigenbasisBlock(FactoredBlock):
         self.adopted = good
         state, mode = self.state, self.group["transport"]
         values = {side: found[side][0].reshape(state[f"eigenvalues_{side}"].shape) for side in "ag"}
-        kept = self.factors.kept_in(self.options.factor_dtype)
+        kept = self.factors.kept_in(self.options.storage.factor_dtype)
         for side in (side for side in "ag" if not self.is_diagonal(side)):
             values[side] = eigenbasis.without_rounding(values[side], kept)
         product = values["g"][..., :, None] * values["a"][..., None, :]
@@ -278,7 +278,8 @@ class EigenbasisBlock(FactoredBlock):
         group, s, adam = self.group, self.state["scale"], is_adam(self.group)
         mean = s.mean((-2, -1))
         damping = torch.full_like(mean, group["eps"]) if adam else self.damping_of(mean)
-        kept = self.factors.kept_in(self.options.factor_dtype), self.factors.kept_in(self.options.inv_dtype)
+        storage = self.options.storage
+        kept = self.factors.kept_in(storage.factor_dtype), self.factors.kept_in(storage.inv_dtype)
         return eigenbasis.precondition(
             gradient if self.rotated is None else self.rotated,
             self.basis("a"),

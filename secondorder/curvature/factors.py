@@ -184,7 +184,7 @@ class Packed(Storage):
             triangles.pack(factor, state[f"packed_{name}"])
 
 
-#: By the value of ``factor_storage``.
+#: By name: full matrices, or triangles if they are packed.
 STORAGES: dict[str, Storage] = {"dense": Plain(symmetric=True), "packed": Packed()}
 #: A diagonal factor is stored as it is.
 _DIAGONAL = Plain(symmetric=False)
@@ -229,7 +229,7 @@ class KroneckerFactors:
 
     def entries(self, group: Mapping[str, Any]) -> Schema:
         """Entries for the factors as they are stored."""
-        found, kept = Schema(), self.kept_in(self.options.factor_dtype)
+        found, kept = Schema(), self.kept_in(self.options.storage.factor_dtype)
         for name, side in self.sides(group):
             found |= self.storage_of(side).entries(name, self.layer.empty(side.shape, kept))
         return found
@@ -350,7 +350,7 @@ def without_block(theirs: Mapping[str, Any], options: LayerOptions, known: Conta
     Factors in the form in which this optimizer does not store them are left out with all that belongs to them. They are
     estimated anew when the parameter is trained.
     """
-    other = "dense" if options.factor_storage == "packed" else "packed"
+    other = "dense" if options.storage.packed else "packed"
     in_other_form = other in {form_of(k, v) for k, v in theirs.items()}
     dropped = [k for k in theirs if (in_other_form and k in known) or (k in _BEGUN and not options.overlap)]
     return {k: v for k, v in theirs.items() if k not in dropped}

@@ -98,7 +98,7 @@ class Eigen(Inverse):
     def schema(self, group: Group) -> Schema:
         """Return the entries for eigenbases and eigenvalues; a diagonal factor has no basis."""
         layer, likes = self.factors.layer, dict[str, Tensor | int]()
-        kept = self.factors.kept_in(self.factors.options.inv_dtype)
+        kept = self.factors.kept_in(self.factors.options.storage.inv_dtype)
         for name, side in self.factors.sides(group):
             if not side.diagonal:
                 likes[f"basis_{name}"] = layer.empty(side.shape, kept)
@@ -156,7 +156,7 @@ class Cholesky(Inverse):
 
     def schema(self, group: Group) -> Schema:
         """Return the entries for the inverses."""
-        layer, kept = self.factors.layer, self.factors.kept_in(self.factors.options.inv_dtype)
+        layer, kept = self.factors.layer, self.factors.kept_in(self.factors.options.storage.inv_dtype)
         dense = self.factors.dense_keys("inverse", group)
         likes = {f"inverse_{name}": layer.empty(side.shape, kept) for name, side in self.factors.sides(group)}
         return shaped(INVERSES, likes, dense)

@@ -26,12 +26,14 @@ from secondorder.curvature.schema import Schema, tensors
 class FactoredBlock(Block):
     """A running estimate of A and G, an eigenbasis of each, and the damping of both."""
 
-    #: How the state stores dense factors. If it is None, the option ``factor_storage`` decides.
+    #: How the state stores dense factors. If it is None, the option ``packed`` decides.
     storage: ClassVar[Storage | None] = None
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.factors = KroneckerFactors(self.layer, self.options, self.storage or STORAGES[self.options.factor_storage])
+        self.factors = KroneckerFactors(
+            self.layer, self.options, self.storage or STORAGES["packed" if self.options.storage.packed else "dense"]
+        )
         self.eigen = Eigen(self.factors)
 
     # ------------------------------------------------------------------ what the state holds
@@ -69,7 +71,7 @@ class FactoredBlock(Block):
         if group["factor_batch_size"] is not None or group["factor_positions"] is not None:
             generator = torch.Generator().manual_seed(self.runtime.seed(self.index))
             sampler = Sampler(group["factor_batch_size"], group["factor_positions"], generator)
-        constant_g = self.fisher.fisher == "forward_only"
+        constant_g = self.fisher.kind == "forward_only"
         found = tensors(self.factors.sums(group)).values()
         likes = [torch.empty_like(like, device=self.owner.device) for like in found]
         return KroneckerSums(self.adapter, group["approx"], likes[0], likes[1], sampler, constant_g)
@@ -88,7 +90,7 @@ class FactoredBlock(Block):
         """The factors of a batch, scaled per datum."""
         a, g = sums.finish()
         scale: Any = self.gradient_scale(examples)
-        if self.fisher.fisher == "forward_only":
+        if self.fisher.kind == "forward_only":
             g, scale = _identity_like(g, self.is_diagonal("g")), 1.0
         observed = self.fisher.is_observed and self.group["loss_reduction"] == "mean"
         count = self.runtime.observed_terms.clamp(min=1) if observed else float(examples)

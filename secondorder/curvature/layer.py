@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import options
-from secondorder.capture.batch import BatchInput
 from secondorder.capture.layers.adapter import Adapter, Tap
+from secondorder.config import BatchOptions, RefreshOptions, StatisticsOptions, StorageOptions
 from secondorder.curvature.refresh_schedule import RefreshSchedule
 from secondorder.linalg.dense import Workspace, precision_of
 
@@ -115,62 +115,34 @@ class LayerOptions:
 
     Attributes:
         skip_layers: Layers to leave out.
-        stagger: Spread refreshes over the interval.
-        refresh_warmup: Refresh often at first.
-        max_failures: Failed refreshes of a block in a row before an error.
-        tied: Which use of a weight tied between an embedding and a head has the block; None for neither.
-        norm_curvature: ``"unit"`` or ``"diagonal"``.
-        batch_dim: Dimension of the model's input that counts examples.
-        batch_input: The argument that counts them, or a function that does.
-        factor_dtype: Precision in which factors are kept; float32 stands for float64 where parameters are float64.
-        inv_dtype: Of what a refresh finds from them, likewise.
-        factor_storage: ``"dense"``, or ``"packed"``: factors are kept as their triangles.
-        overlap: Factorise while training goes on, and adopt the result a fixed number of steps later.
-        orthogonal_dtype: Of the products that ``orthogonalize`` takes of large matrices.
+        overlap: Whether to factorize while training continues, and to adopt the result a fixed number of steps later.
+        refresh: When and how bases and inverses are computed again; ``warmup`` is resolved.
+        storage: How factors, bases and inverses are stored.
+        statistics: Which examples and positions contribute to the factors.
+        batch: How the examples of a batch are counted.
     """
 
     skip_layers: Sequence[SkipRule] | SkipRule = ()
-    stagger: bool = False
-    refresh_warmup: bool = False
-    max_failures: int = 10
-    tied: str | None = "head"
-    norm_curvature: str = "unit"
-    batch_dim: int = 0
-    batch_input: BatchInput | None = None
-    factor_dtype: torch.dtype = torch.float32
-    inv_dtype: torch.dtype = torch.float32
-    factor_storage: str = "dense"
     overlap: bool = False
-    orthogonal_dtype: torch.dtype = torch.float32
+    refresh: RefreshOptions = RefreshOptions(warmup=False)
+    storage: StorageOptions = StorageOptions()
+    statistics: StatisticsOptions = StatisticsOptions()
+    batch: BatchOptions = BatchOptions()
 
     def __post_init__(self) -> None:
         """Check every value."""
         if not isinstance(self.skip_layers, (str, type, nn.Module, Iterable)):
             raise TypeError(f"skip_layers must be a rule or a sequence of rules, got {self.skip_layers!r}")
-        options.flag("stagger", self.stagger)
-        options.flag("refresh_warmup", self.refresh_warmup)
         options.flag("overlap", self.overlap)
-        options.whole(1)("max_failures", self.max_failures)
-        options.choice("head", "embedding", None)("tied", self.tied)
-        options.choice("unit", "diagonal")("norm_curvature", self.norm_curvature)
-        options.whole(0)("batch_dim", self.batch_dim)
-        if not (self.batch_input is None or isinstance(self.batch_input, str) or callable(self.batch_input)):
-            raise TypeError(
-                f"batch_input must be the name of an argument of forward or a function, got {self.batch_input!r}"
-            )
-        options.stored_dtype("factor_dtype", self.factor_dtype)
-        options.stored_dtype("inv_dtype", self.inv_dtype)
-        options.choice("dense", "packed")("factor_storage", self.factor_storage)
-        options.stored_dtype("orthogonal_dtype", self.orthogonal_dtype)
 
     @property
     def choices(self) -> Choices:
         """What the plan of blocks needs."""
         skip = self.skip_layers
         rules = [skip] if isinstance(skip, (str, type, nn.Module)) else list(skip)
-        return Choices(rules, self.tied, self.norm_curvature)
+        return Choices(rules, self.statistics.tied, self.statistics.norm_curvature)
 
     @cached_property
     def schedule(self) -> RefreshSchedule:
         """When layers are captured and refreshed."""
-        return RefreshSchedule(self.stagger, self.refresh_warmup, self.overlap)
+        return RefreshSchedule(self.refresh.stagger, bool(self.refresh.warmup), self.overlap)

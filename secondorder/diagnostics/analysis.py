@@ -146,7 +146,7 @@ class Analysis:
         if per_kernel and observed:
             raise ValueError(
                 "rows of an analysis are gradients of the loss, those of the optimizer of "
-                f"fisher={curvature.setting.fisher.fisher!r}"
+                f"fisher={curvature.setting.fisher.kind!r}"
             )
         self._few_rows = FewRows(self._tools, rank_fraction, max_rank, damping, per_kernel, samplings, seed)
         self.refused: dict[str, str] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from inspect import signature
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +15,7 @@ from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.schema import kinds, known
 from secondorder.diagnostics.describe import Row, human_bytes, render
 from secondorder.parameters import RULE_KEYS, ParameterTable
+from secondorder.preconditioners import keywords
 from secondorder.runtime import Clock, Runtime
 
 if TYPE_CHECKING:
@@ -118,7 +118,11 @@ class Report:
 
 
 def representation(
-    method: type, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any], betas: object
+    method: type,
+    groups: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+    betas: object,
+    chosen: Mapping[str, Any],
 ) -> str:
     """Return the representation of an optimizer as in ``torch.optim``, in which equal groups are shown once.
 
@@ -127,11 +131,12 @@ def representation(
         groups: Its groups.
         defaults: Their default options.
         betas: The default of ``betas``, which the defaults have only where a scheduler may cycle them.
+        chosen: What was chosen once for all groups, by keyword.
 
     Returns:
         Learning rate, weight decay, and all options that do not have the constructor's default.
     """
-    shown = [_unusual(method, group, defaults, betas) for group in groups]
+    shown = [_unusual(method, group, defaults, betas, chosen) for group in groups]
     lines, i = [f"{method.__name__} ("], 0
     for options, equal in groupby(shown):
         last = i + len(list(equal)) - 1
@@ -141,11 +146,12 @@ def representation(
     return "\n".join([*lines, "    other options: as by default, see param_groups", ")"])
 
 
-def _unusual(method: type, group: Mapping[str, Any], defaults: Mapping[str, Any], betas: object) -> dict[str, Any]:
-    given = signature(method).parameters
-    found = {"betas": betas, **defaults}
-    usual = {name: given[name].default if name in given else value for name, value in found.items()}
+def _unusual(
+    method: type, group: Mapping[str, Any], defaults: Mapping[str, Any], betas: object, chosen: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what differs from the constructor's defaults, where short forms of objects stand for the objects."""
     hidden = {"params", "param_names", "fallback_base_lr"}
     always = {"lr", "weight_decay", min(defaults)}  # torch's own test of optimizers looks for the first one
-    names = [k for k, v in group.items() if k in always or (k not in hidden and (k not in usual or v != usual[k]))]
-    return {name: group[name] for name in sorted(names)}
+    usual = {"betas": betas, **defaults, **keywords.usual(method)}
+    found = keywords.gathered(chosen, {k: v for k, v in group.items() if k not in hidden}, {"betas": betas, **defaults})
+    return {k: found[k] for k in sorted(found) if k in always or k not in usual or found[k] != usual[k]}

@@ -51,7 +51,7 @@ def _rate(given: Mapping[str, Any], graft: Any, rate: float) -> float:
     """Return the learning rate that belongs to the size of the steps."""
     if options.is_adam(graft) or options.is_adam(given["inner"]):
         return ADAM_RATE
-    return 1.0 if given.get("quadratic_model") else rate  # the quadratic model determines the length of its step
+    return rate
 
 
 def _in_groups(params: Any) -> bool:

@@ -26,52 +26,66 @@ George et al. 2018 (arXiv 1806.03884); positions of an example: Eschenhagen et a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import options
-from secondorder.adaptation.trial import Adaptation
-from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm.strategy import CommStrategy
+from secondorder.config import (
+    AdaptationOptions,
+    BatchOptions,
+    ClipOptions,
+    FallbackOptions,
+    FisherOptions,
+    RefreshOptions,
+    ScaleOptions,
+    StatisticsOptions,
+    StorageOptions,
+)
 from secondorder.curvature.eigenbasis import is_adam
 from secondorder.curvature.layer import SkipRule
 from secondorder.methods import documentation
-from secondorder.methods.defaults import with_step_size
-from secondorder.methods.kronecker import FACTOR_CHECKS, FactoredRules, chosen, factor_recipe, warn_of_options
+from secondorder.methods.arguments import show_new_spelling
+from secondorder.methods.kronecker import (
+    FACTOR_CHECKS,
+    FACTORED_ABSENT,
+    FactoredRules,
+    factor_recipe,
+    factored_arguments,
+    warn_of_options,
+)
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parameters import Group
 from secondorder.preconditioners.scale import ScalePreconditioner
 
 
-@options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS, documentation.FACTORS)
+@options.complete_docstring(
+    documentation.OPTIMIZER,
+    documentation.LAYERS,
+    documentation.FACTORS,
+    usual=documentation.USUAL,
+    expert=documentation.EXPERT,
+)
 class EKFAC(SecondOrderOptimizer):
     """EK-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
 
-    With ``estimator="intra"`` every rank that has examples of a layer keeps its bases, whether or not it preconditions
-    the layer.
+    The bases and the scale have the same Fisher. ``fisher="forward_only"`` has no gradients for the scale and is
+    refused. The scale is exact for both values of ``approx``. With ``estimator="intra"`` every rank that has examples
+    of a layer keeps its bases, whether or not it preconditions the layer.
 
     Args:
         momentum: Coefficient of the momentum that ``momentum_mode`` selects.
         estimator: Estimator of the scale: ``"intra"`` squares the gradients of single examples; ``"running"`` squares
             the mean gradient, which costs nothing but has a bias that grows with the batch.
-        scale_decay: β of the scale. If None, it is ``factor_decay``.
-        scale_update_steps: Number of steps between updates of the scale.
-        scale_batch_size: Number of examples of each micro-batch, drawn at random, that contribute to the scale. If
-            None, all of them do.
-        token_is_example: Whether to treat each position of linear layers and embeddings as an example of its own.
-        transport: How the scale is carried over to a new basis: ``"project"`` keeps the operator, ``"kfac"`` starts
-            again from the products of eigenvalues, ``"recompute"`` from the batch of the step, and ``"none"`` keeps the
-            scale by index.
-        basis_update: ``"eigh"``, or ``"qr"`` for orthogonal iteration from the last basis.
-        full_every: Number of refreshes between two that use ``eigh``, with ``basis_update="qr"``.
-        loss_terms: Number of outputs over which the loss of an example is a mean (squared error, binary cross-entropy).
-            Leave it at 1 for a mean over tokens, which is the loss of the example itself; :meth:`observe` counts them.
+        scale: How the scale is measured, see :class:`ScaleOptions`: its decay, the steps between updates, random
+            samples of the examples, and how it is carried over to a new basis.
+        refresh: When and how bases are computed again, see :class:`RefreshOptions`: spread over the interval
+            (``stagger=True``), more often at first (``warmup``), and by orthogonal iteration
+            (``RefreshOptions(basis_update="qr")``).
         momentum_mode: ``"post"`` applies heavy-ball momentum to the preconditioned gradient; ``"pre"`` preconditions
             the running mean of the gradients. With ``"pre"`` and ``estimator="running"``, the scale is that of the mean
             gradient: with ``power=0.5``, steps are as long as Adam's, and ``eps`` replaces ``damping``.
@@ -105,6 +119,10 @@ class EKFAC(SecondOrderOptimizer):
         "momentum_mode": options.choice("post", "pre"),
     }
 
+    #: Fields of objects with options that it lacks.
+    absent: ClassVar[tuple[str, ...]] = FACTORED_ABSENT
+
+    @show_new_spelling
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
@@ -115,82 +133,49 @@ class EKFAC(SecondOrderOptimizer):
         comm: CommStrategy | None = None,
         damping: float | None = None,
         damping_mode: str | None = None,
-        factor_decay: float = 0.95,
+        kl_clip: float | None = 1e-3,
         factor_update_steps: int | None = None,
         inv_update_steps: int | None = None,
-        factor_dtype: torch.dtype = torch.float32,
-        inv_dtype: torch.dtype = torch.float32,
-        factor_storage: str = "dense",
-        stagger: bool = False,
-        overlap: bool = False,
-        refresh_warmup: bool | None = None,
-        estimator: str = "intra",
-        scale_decay: float | None = None,
-        scale_update_steps: int = 1,
-        scale_batch_size: int | None = None,
-        token_is_example: bool = False,
-        transport: str = "project",
-        basis_update: str = "eigh",
-        full_every: int = 20,
-        approx: str = "expand",
-        fisher: str = "empirical",
-        fisher_samples: int = 1,
-        loss_reduction: str = "mean",
-        loss_terms: float = 1,
-        batch_dim: int = 0,
-        batch_input: str | Callable[..., int] | None = None,
         skip_layers: Sequence[SkipRule] | SkipRule = (),
-        norm_curvature: str = "unit",
-        tied: str | None = "head",
-        max_factor_dim: int | str | None = "auto",
-        weighting: str = "samples",
-        burnin_steps: int = 0,
-        decay_per_step: bool = False,
-        factor_batch_size: int | None = None,
-        factor_positions: int | None = None,
-        weight_decay_in_curvature: bool = False,
-        power: float = 1.0,
-        orthogonalize: bool = False,
-        orthogonal_dtype: torch.dtype = torch.float32,
-        kl_clip: float | None = 1e-3,
-        adaptive_damping: bool = False,
-        damping_interval: int = 5,
-        min_damping: float = 1e-8,
-        max_damping: float = math.inf,
-        include_damping_in_model: bool = False,
-        reject_steps: bool = False,
-        quadratic_model: bool = False,
-        likelihood: str | Likelihood | None = None,
-        calibrate_damping: bool = False,
-        momentum_mode: str = "post",
-        nesterov: bool = False,
+        graft: str | None = "auto",
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
+        estimator: str = "intra",
+        scale: ScaleOptions = ScaleOptions(),
+        momentum_mode: str = "post",
+        approx: str = "expand",
+        fisher: str | FisherOptions = "empirical",
+        loss_reduction: str = "mean",
+        batch: BatchOptions = BatchOptions(),
+        factor_decay: float = 0.95,
+        overlap: bool = False,
+        storage: StorageOptions = StorageOptions(),
+        adaptation: AdaptationOptions = AdaptationOptions(),
+        power: float = 1.0,
+        orthogonalize: bool = False,
+        nesterov: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
-        fallback: str | None = None,
-        fallback_lr: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        fallback_betas: tuple[float, float] | None = None,
-        fallback_eps: float | None = None,
-        inner: str = "sgd",
-        graft: str | None = "auto",
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        grad_scaler: Any = None,
+        fallback: str | FallbackOptions | None = None,
+        clip: float | ClipOptions | None = None,
         checkpoint_curvature: str = "all",
-        max_failures: int = 10,
+        refresh: RefreshOptions = RefreshOptions(),
+        statistics: StatisticsOptions = StatisticsOptions(),
+        inner: str = "sgd",
         deterministic_seed: int = 0,
     ) -> None:
-        given = with_step_size(locals(), rate=0.1, own_size=quadratic_model or momentum_mode == "pre")
-        judged = Adaptation(**chosen(Adaptation, given))
-        rules = FactoredRules(given, partial(_exclude, fisher=fisher, overlap=overlap, adaptation=judged))
+        given = factored_arguments(locals(), type(self))
+        exclude = partial(_exclude, fisher=given["fisher"].kind, overlap=overlap, adaptation=given["adaptation"])
+        rules = FactoredRules(given, exclude)
         super().__init__(given, factor_recipe(given, ScalePreconditioner, rules))
         warn_of_options(type(self).__name__, self.param_groups, self.blocks.values(), rules)
 
 
-def _exclude(group: Mapping[str, Any], groups: list[Group], fisher: str, overlap: bool, adaptation: Adaptation) -> None:
+def _exclude(
+    group: Mapping[str, Any], groups: list[Group], fisher: str, overlap: bool, adaptation: AdaptationOptions
+) -> None:
     """Refuse options that exclude each other."""
     running = group["estimator"] == "running"
     if overlap and group["basis_update"] == "qr":

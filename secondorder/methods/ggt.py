@@ -19,15 +19,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import options
 from secondorder.comm.strategy import CommStrategy
+from secondorder.config import ClipOptions, FallbackOptions, WindowOptions
 from secondorder.curvature.solvers import GGTSolver
 from secondorder.curvature.window.form import Compression
 from secondorder.methods import documentation
+from secondorder.methods.arguments import expanded, show_new_spelling
 from secondorder.methods.defaults import with_step_size
 from secondorder.methods.windows import WINDOW_CHECKS, WindowRules, window_betas, window_recipe
 from secondorder.optimizer import SecondOrderOptimizer
@@ -44,7 +45,9 @@ class GGTRules(WindowRules):
         return defaults["graft"] is None or options.is_adam(defaults["graft"]) or defaults["betas"][0] > 0
 
 
-@options.complete_docstring(documentation.OPTIMIZER, documentation.WINDOW)
+@options.complete_docstring(
+    documentation.OPTIMIZER, documentation.WINDOW, usual=documentation.USUAL, expert=documentation.EXPERT
+)
 class GGT(SecondOrderOptimizer):
     """GGT on any parameters, with or without a module.
 
@@ -55,10 +58,14 @@ class GGT(SecondOrderOptimizer):
         eps: ε, which must be positive.
         sgd_weight: c, the factor of the part of the gradient outside the span of the window. If None, it is 1/ε, which
             gives the exact inverse. It has no effect where the newest row itself is preconditioned.
+        fallback: Rule for parameters that are not preconditioned: ``"sgd"``, ``"adam"``, ``"adamw"`` or
+            :class:`FallbackOptions`, which also sets its learning rate, and β₁, β₂ and ε of Adam's rule wherever
+            ``graft``, ``inner`` or ``fallback`` names it. With ``graft="adam"``, the β₁ of ``betas`` is used instead if
+            it is positive, so that schedulers act on both. If None, the rule is that of ``graft`` if it is given, and
+            SGD otherwise.
+        window: What the window contains, see :class:`WindowOptions`: the data type of its rows, and whether
+            normalization layers and biases are left to the fallback.
         bias_correction: Whether to divide v by 1 − β₁ᵗ.
-        fallback_betas: β₁ and β₂ of Adam's rule, wherever ``graft``, ``inner`` or ``fallback`` names it. With
-            ``graft="adam"``, the β₁ of ``betas`` is used instead if it is positive, so that schedulers act on both.
-        fallback_eps: ε of Adam's rule.
 
     Raises:
         ValueError: For a value out of range, for groups of one window that do not agree, or for ranks that differ.
@@ -83,6 +90,10 @@ class GGT(SecondOrderOptimizer):
         "fallback_eps": options.number(0.0),
     }
 
+    #: Fields of objects with options that it lacks.
+    absent: ClassVar[tuple[str, ...]] = "window.divisor", "window.solver"
+
+    @show_new_spelling
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
@@ -92,32 +103,28 @@ class GGT(SecondOrderOptimizer):
         module: nn.Module | Sequence[nn.Module] | None = None,
         comm: CommStrategy | None = None,
         window_size: int = 100,
-        betas: tuple[float, float] = (0.0, 1.0),
-        eps: float = 1e-4,
-        sgd_weight: float | None = None,
-        bias_correction: bool = False,
-        partition: str = "global",
-        compression: Compression = None,
-        window_dtype: torch.dtype | None = None,
-        nesterov: bool = False,
+        graft: str | None = "auto",
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
+        betas: tuple[float, float] = (0.0, 1.0),
+        eps: float = 1e-4,
+        partition: str = "global",
+        compression: Compression = None,
+        sgd_weight: float | None = None,
+        bias_correction: bool = False,
         weight_decay_mode: str = "standard",
-        skip_norm_layers: bool = False,
-        skip_biases: bool = False,
+        nesterov: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
-        fallback: str | None = None,
-        fallback_lr: float | None = None,
-        fallback_betas: tuple[float, float] = (0.9, 0.999),
-        fallback_eps: float = 1e-8,
-        inner: str = "sgd",
-        graft: str | None = "auto",
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        grad_scaler: Any = None,
-        deterministic_seed: int = 0,
+        fallback: str | FallbackOptions | None = None,
+        clip: float | ClipOptions | None = None,
         checkpoint_curvature: str = "all",
+        window: WindowOptions = WindowOptions(),
+        inner: str = "sgd",
+        deterministic_seed: int = 0,
     ) -> None:
-        given = with_step_size(locals(), rate=1e-3, own_size=weight_decay_mode != "standard")
+        given = expanded(locals(), type(self))
+        given = with_step_size(given, rate=1e-3, own_size=weight_decay_mode != "standard")
+        for old, name in options.RENAMED.items():
+            given[old] = options.DEFAULTS[name] if given[old] is None else given[old]
         super().__init__(given, window_recipe(given, GGTSolver(), GGTRules(_SHARED, partition)))

@@ -27,7 +27,8 @@ shared within an example: Eschenhagen et al. 2023 (2311.00636).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -36,14 +37,23 @@ from torch.optim.optimizer import ParamsT
 
 from secondorder import options
 from secondorder.comm.strategy import CommStrategy
-from secondorder.curvature.layer import LayerOptions, SkipRule
+from secondorder.config import (
+    BatchOptions,
+    ClipOptions,
+    FallbackOptions,
+    FisherOptions,
+    RefreshOptions,
+    RowOptions,
+    StatisticsOptions,
+)
+from secondorder.curvature.layer import SkipRule
 from secondorder.curvature.mode import ModeSwitch
 from secondorder.linalg import selection
 from secondorder.methods import documentation
+from secondorder.methods.arguments import expanded, show_new_spelling
 from secondorder.methods.defaults import resolved_damping, with_step_size
-from secondorder.methods.layers import LayerRecipe, LayerRules
+from secondorder.methods.layers import LayerRecipe, LayerRules, layer_options
 from secondorder.optimizer import SecondOrderOptimizer
-from secondorder.options import FisherOptions
 from secondorder.parameters import Group
 from secondorder.preconditioners.rows import RowPreconditioner
 from secondorder.switching import GradNormChange, SwitchPolicy
@@ -51,7 +61,9 @@ from secondorder.switching import GradNormChange, SwitchPolicy
 _MODES = ("auto", "kid", "kis", "sngd")
 
 
-@options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS)
+@options.complete_docstring(
+    documentation.OPTIMIZER, documentation.LAYERS, usual=documentation.USUAL, expert=documentation.EXPERT
+)
 class HyLo(SecondOrderOptimizer):
     """HyLo on every layer type that has an adapter; every other parameter follows the fallback rule.
 
@@ -62,43 +74,31 @@ class HyLo(SecondOrderOptimizer):
         damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of the kernel of each block, which falls
             with the gradients and with the number of examples. If None, it is ``"relative"`` if ``damping`` is not
             given and ``graft`` or ``inner`` sets the size of the steps, and ``"absolute"`` otherwise.
-        normalize_damping: Whether to multiply the direction by λ, so that it does not grow when λ falls, and equals the
-            gradient where λ is large.
         mode: ``"kid"`` interpolates, ``"kis"`` samples, and ``"sngd"`` keeps every example. ``"auto"`` switches between
-            KID and KIS as ``switch`` says.
-        switch: Policy of ``mode="auto"``, see :mod:`secondorder.switching`. If None, it is ``GradNormChange()``.
+            KID and KIS as ``GradNormChange()`` says, and a policy of :mod:`secondorder.switching` as that policy says.
         update_steps: Number of steps between refreshes; 0 turns preconditioning off.
         rank_fraction: ρ, the fraction of the examples of a step that are kept.
-        max_rank: Largest number of rows that are kept on all ranks together; each rank keeps at least one. It does not
-            bound ``mode="sngd"``.
-        rank_energy: Fraction of the trace of a layer's kernel that its rows have to hold. If given, it determines the
-            number of rows per layer instead of ``rank_fraction``.
-        kis_sampling: ``"systematic"`` (unbiased, no row twice), ``"replacement"`` (unbiased), ``"unweighted"`` (the
-            published draw, biased) or ``"uniform"``.
-        kid_pivoting: How the rows for interpolation are chosen: ``"cholesky"`` by the remainder of the kernel's
-            diagonal, ``"qr"`` by the kernel's columns, and ``"score"`` takes the largest rows.
-        kid_residual: What represents the part of the kernel that is not interpolated: its diagonal (``"diag"``), the
-            full matrix (``"full"``) or nothing (``"none"``).
+        rows: How rows are chosen, see :class:`RowOptions`: at most ``max_rank``, by the ``energy`` that they hold, and
+            the sampling of KIS and the interpolation of KID. ``RowOptions(normalize_damping=True)`` multiplies the
+            direction by λ.
+        batch: How the examples of a batch are counted, see :class:`BatchOptions`. ``BatchOptions(size=...)`` allocates
+            the rows at construction, which is necessary for loading a distributed checkpoint before the first step.
+        refresh: ``RefreshOptions(max_failures=...)`` sets the number of consecutive failed refreshes of a layer after
+            which an error is raised. HyLo has none of the other options of :class:`RefreshOptions`.
+        statistics: ``StatisticsOptions(tied=...)`` says which use of a tied weight has a block. HyLo has none of the
+            other options of :class:`StatisticsOptions`.
         approx: ``"reduce"`` uses the mean input and the summed gradient of each example; ``"expand"`` is exact.
-        conv_scale: ``"exact"``, or ``"hylo"`` to divide the summed gradients of convolutions by the number of
-            positions, which reproduces the published recipes.
-        kfac_when_cheaper: Whether to use K-FAC's factors for a layer where R rows would take more memory or time. This
-            is decided at the first refresh, and :meth:`describe` reports it.
-        factor_decay: β, the weight of the old factors in the running mean, for layers that use K-FAC's factors.
         fisher: ``"empirical"`` uses the gradients of the loss, example by example, as rows. With :meth:`observe`,
             ``"mc"`` uses the gradients for targets drawn from the model, ``"curvature_prop"`` those along random signs,
             and ``"exact"``, if the loss of an example has one output, the Gauss-Newton rows. A squared error needs one
             of these three, because its own gradients vanish with the errors.
-        loss_terms: Number of scalar loss terms per example (such as tokens) over which a mean runs.
-        batch_size: Number of examples per step and rank. If given, the rows of ``approx="reduce"`` are allocated at
-            construction, which is necessary for loading a distributed checkpoint before the first step. If None, they
-            are allocated at the first refresh.
         kl_clip: κ, the bound on the step in the Fisher metric. If None, steps are not bounded.
         weight_decay_mode: ``"standard"``, or ``"reg"``, with which the decay is part of the gradient that is
             preconditioned.
-        fallback: Rule for parameters without a block: ``"sgd"``, ``"adam"`` or ``"adamw"``. If None, it is the rule of
-            ``graft`` if that is given, and SGD otherwise. The steps of SGD are η times the gradient, whereas those of
-            blocks are of the order of η / λ; see ``normalize_damping``.
+        fallback: Rule for parameters without a block: ``"sgd"``, ``"adam"`` or ``"adamw"``, or
+            :class:`FallbackOptions`, which also sets its learning rate. If None, it is the rule of ``graft`` if that is
+            given, and SGD otherwise. The steps of SGD are η times the gradient, whereas those of
+            blocks are of the order of η / λ unless ``rows`` normalizes the damping.
         checkpoint_curvature: How much of the curvature ``state_dict`` contains: ``"all"``, or ``"none"`` (rows are
             captured anew).
 
@@ -138,6 +138,16 @@ class HyLo(SecondOrderOptimizer):
         "deterministic_seed": options.whole(0),
     }
 
+    #: Fields of objects with options that it lacks.
+    absent: ClassVar[tuple[str, ...]] = (
+        *(f"refresh.{field.name}" for field in fields(RefreshOptions) if field.name != "max_failures"),
+        *(f"statistics.{field.name}" for field in fields(StatisticsOptions) if field.name != "tied"),
+        "fisher.samples",
+        "fallback.betas",
+        "fallback.eps",
+    )
+
+    @show_new_spelling
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
@@ -148,69 +158,46 @@ class HyLo(SecondOrderOptimizer):
         comm: CommStrategy | None = None,
         damping: float | None = None,
         damping_mode: str | None = None,
-        normalize_damping: bool = False,
-        mode: str = "auto",
-        switch: SwitchPolicy | None = None,
+        kl_clip: float | None = None,
         update_steps: int = 10,
         rank_fraction: float = 0.1,
-        max_rank: int = 1024,
-        rank_energy: float | None = None,
-        kis_sampling: str = "systematic",
-        kid_pivoting: str = "cholesky",
-        kid_residual: str = "diag",
-        approx: str = "reduce",
-        conv_scale: str = "exact",
-        kfac_when_cheaper: bool = False,
-        factor_decay: float = 0.95,
-        fisher: str = "empirical",
-        loss_reduction: str = "mean",
-        loss_terms: float = 1,
-        batch_dim: int = 0,
-        batch_input: str | Callable[..., int] | None = None,
-        batch_size: int | None = None,
         skip_layers: Sequence[SkipRule] | SkipRule = (),
-        tied: str | None = "head",
-        kl_clip: float | None = None,
-        nesterov: bool = False,
+        graft: str | None = "auto",
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
+        mode: str | SwitchPolicy = "auto",
+        approx: str = "reduce",
+        fisher: str | FisherOptions = "empirical",
+        loss_reduction: str = "mean",
+        batch: BatchOptions = BatchOptions(),
         weight_decay_mode: str = "standard",
+        nesterov: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
-        fallback: str | None = None,
-        fallback_lr: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        fallback_betas: tuple[float, float] | None = None,
-        fallback_eps: float | None = None,
-        inner: str = "sgd",
-        graft: str | None = "auto",
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        grad_scaler: Any = None,
+        fallback: str | FallbackOptions | None = None,
+        clip: float | ClipOptions | None = None,
         checkpoint_curvature: str = "all",
-        max_failures: int = 10,
+        rows: RowOptions = RowOptions(),
+        refresh: RefreshOptions = RefreshOptions(),
+        statistics: StatisticsOptions = StatisticsOptions(),
+        inner: str = "sgd",
         deterministic_seed: int = 0,
     ) -> None:
-        given = with_step_size(locals(), rate=0.1, own_size=weight_decay_mode != "standard")
+        given = expanded(locals(), type(self)) | {"mode": "auto" if isinstance(mode, SwitchPolicy) else mode}
+        given = with_step_size(given, rate=0.1, own_size=weight_decay_mode != "standard")
         given |= resolved_damping(given, absolute=1.0, relative=1.0)
-        options.choice("empirical", "mc", "exact", "curvature_prop")("fisher", fisher)
-        options.optional_whole(1)("batch_size", batch_size)
-        if switch is not None and not isinstance(switch, SwitchPolicy):
-            raise TypeError(f"switch must be a policy of secondorder.switching, got {switch!r}")
-        modes = ModeSwitch(GradNormChange() if switch is None else switch, type(self).__name__)
-        if switch is not None and "auto" not in _modes(params, mode):
-            raise ValueError(f"mode={mode!r} never asks the policy {switch!r}: drop switch, or mode")
-        layers = LayerOptions(
-            skip_layers, max_failures=max_failures, tied=tied, batch_dim=batch_dim, batch_input=batch_input
-        )
-        rules = LayerRules(partial(_exclude, fisher=fisher), mode_by_default=damping_mode is None)
-        own = {"batch_size": batch_size, "modes": modes}
-        super().__init__(given, LayerRecipe(RowPreconditioner, rules, layers, FisherOptions(fisher), own))
+        estimated: FisherOptions = given["fisher"]
+        options.choice("empirical", "mc", "exact", "curvature_prop")("fisher", estimated.kind)
+        modes = ModeSwitch(mode if isinstance(mode, SwitchPolicy) else GradNormChange(), type(self).__name__)
+        rules = LayerRules(partial(_exclude, fisher=estimated.kind), mode_by_default=damping_mode is None)
+        own = {"batch_size": batch.size, "modes": modes}
+        super().__init__(given, LayerRecipe(RowPreconditioner, rules, layer_options(given), estimated, own))
 
     @property
     def switch(self) -> SwitchPolicy:
-        """The policy of ``mode="auto"``: a copy of the argument of this name."""
+        """The policy that switches between KID and KIS where ``mode`` is ``"auto"``: a copy of the one given."""
         return cast("RowPreconditioner", self.preconditioner).plan.modes.policy
 
 
@@ -233,9 +220,3 @@ def _exclude(group: Mapping[str, Any], groups: list[Group], fisher: str) -> None
         }
         if found := options.clashing(clashes):
             raise ValueError(f"weight_decay_mode='reg' makes decay part of the gradient: drop {found}")
-
-
-def _modes(params: Any, mode: str) -> set[str]:
-    """Modes of the groups that a constructor was given."""
-    groups = [g for g in params if isinstance(g, dict)] if isinstance(params, (list, tuple)) else []
-    return {str(group.get("mode", mode)) for group in groups} or {mode}

@@ -20,25 +20,35 @@ example: Eschenhagen et al. 2023 (2311.00636); ``ν``: Pauloski et al. 2020 (200
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import options
-from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm.strategy import CommStrategy
+from secondorder.config import (
+    AdaptationOptions,
+    BatchOptions,
+    ClipOptions,
+    FallbackOptions,
+    FisherOptions,
+    InverseOptions,
+    RefreshOptions,
+    StatisticsOptions,
+    StorageOptions,
+)
 from secondorder.curvature.layer import SkipRule
 from secondorder.methods import documentation
-from secondorder.methods.defaults import with_step_size
+from secondorder.methods.arguments import show_new_spelling
 from secondorder.methods.kronecker import (
     FACTOR_CHECKS,
+    FACTORED_ABSENT,
     Exclusion,
     FactoredRules,
     factor_recipe,
+    factored_arguments,
     warn_of_options,
 )
 from secondorder.optimizer import SecondOrderOptimizer
@@ -46,18 +56,22 @@ from secondorder.parameters import Group
 from secondorder.preconditioners.kronecker import KroneckerPreconditioner
 
 
-@options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS, documentation.FACTORS)
+@options.complete_docstring(
+    documentation.OPTIMIZER,
+    documentation.LAYERS,
+    documentation.FACTORS,
+    usual=documentation.USUAL,
+    expert=documentation.EXPERT,
+)
 class KFAC(SecondOrderOptimizer):
     """K-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
-        damping_split: ``"exact"`` adds λ to the eigenvalues of ``G ⊗ A``; ``"pi"`` splits it between the two factors.
-            If None, it is ``"exact"`` for ``inverse_method="eigen"`` and ``"pi"`` for ``"cholesky"``.
         inverse_method: ``"eigen"``, with which a change of λ takes effect at once, or ``"cholesky"``, with which it
             takes effect at the next refresh. ``"cholesky"`` needs half the work per step, and its refreshes are many
-            times cheaper.
-        loss_terms: Number of scalar loss terms per example (such as tokens) over which a mean runs; :meth:`observe`
-            counts them itself.
+            times cheaper. :class:`InverseOptions` also says how λ is divided between the two factors.
+        refresh: When inverses are computed again, see :class:`RefreshOptions`: spread over the interval
+            (``stagger=True``), and more often at first (``warmup``).
 
     Raises:
         ValueError: For a value out of range, a pattern that matches nothing, or without a module.
@@ -78,9 +92,13 @@ class KFAC(SecondOrderOptimizer):
         "inverse_method": options.choice("eigen", "cholesky"),
     }
 
+    #: Fields of objects with options that it lacks.
+    absent: ClassVar[tuple[str, ...]] = (*FACTORED_ABSENT, "refresh.basis_update", "refresh.full_every")
+
     #: The class of its preconditioner, whose blocks decide how factors are stored and inverted.
     preconditioner_type: ClassVar[type[KroneckerPreconditioner]] = KroneckerPreconditioner
 
+    @show_new_spelling
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
@@ -91,68 +109,38 @@ class KFAC(SecondOrderOptimizer):
         comm: CommStrategy | None = None,
         damping: float | None = None,
         damping_mode: str | None = None,
-        damping_split: str | None = None,
-        inverse_method: str = "eigen",
-        factor_decay: float = 0.95,
+        kl_clip: float | None = 1e-3,
         factor_update_steps: int | None = None,
         inv_update_steps: int | None = None,
-        factor_dtype: torch.dtype = torch.float32,
-        inv_dtype: torch.dtype = torch.float32,
-        factor_storage: str = "dense",
-        stagger: bool = False,
-        overlap: bool = False,
-        refresh_warmup: bool | None = None,
-        approx: str = "expand",
-        fisher: str = "empirical",
-        fisher_samples: int = 1,
-        loss_reduction: str = "mean",
-        loss_terms: float = 1,
-        batch_dim: int = 0,
-        batch_input: str | Callable[..., int] | None = None,
         skip_layers: Sequence[SkipRule] | SkipRule = (),
-        norm_curvature: str = "unit",
-        tied: str | None = "head",
-        max_factor_dim: int | str | None = "auto",
-        weighting: str = "samples",
-        burnin_steps: int = 0,
-        decay_per_step: bool = False,
-        factor_batch_size: int | None = None,
-        factor_positions: int | None = None,
-        weight_decay_in_curvature: bool = False,
-        power: float = 1.0,
-        orthogonalize: bool = False,
-        orthogonal_dtype: torch.dtype = torch.float32,
-        kl_clip: float | None = 1e-3,
-        adaptive_damping: bool = False,
-        damping_interval: int = 5,
-        min_damping: float = 1e-8,
-        max_damping: float = math.inf,
-        include_damping_in_model: bool = False,
-        reject_steps: bool = False,
-        quadratic_model: bool = False,
-        likelihood: str | Likelihood | None = None,
-        calibrate_damping: bool = False,
-        nesterov: bool = False,
+        graft: str | None = "auto",
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
+        inverse_method: str | InverseOptions = "eigen",
+        approx: str = "expand",
+        fisher: str | FisherOptions = "empirical",
+        loss_reduction: str = "mean",
+        batch: BatchOptions = BatchOptions(),
+        factor_decay: float = 0.95,
+        overlap: bool = False,
+        storage: StorageOptions = StorageOptions(),
+        adaptation: AdaptationOptions = AdaptationOptions(),
+        power: float = 1.0,
+        orthogonalize: bool = False,
+        nesterov: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
-        fallback: str | None = None,
-        fallback_lr: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        fallback_betas: tuple[float, float] | None = None,
-        fallback_eps: float | None = None,
-        inner: str = "sgd",
-        graft: str | None = "auto",
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        grad_scaler: Any = None,
+        fallback: str | FallbackOptions | None = None,
+        clip: float | ClipOptions | None = None,
         checkpoint_curvature: str = "all",
-        max_failures: int = 10,
+        refresh: RefreshOptions = RefreshOptions(),
+        statistics: StatisticsOptions = StatisticsOptions(),
+        inner: str = "sgd",
         deterministic_seed: int = 0,
     ) -> None:
-        given = with_step_size(locals(), rate=0.1, own_size=quadratic_model)
+        given = factored_arguments(locals(), type(self))
         rules = KFACRules(given, _exclude)
         super().__init__(given, factor_recipe(given, self.preconditioner_type, rules))
         warn_of_options(type(self).__name__, self.param_groups, self.blocks.values(), rules)

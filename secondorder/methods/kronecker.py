@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from secondorder import options
-from secondorder.adaptation.trial import Adaptation
 from secondorder.adaptation.trust_region import TrustRegion
+from secondorder.config import AdaptationOptions, FisherOptions
 from secondorder.curvature import factors
 from secondorder.curvature.block import Block
-from secondorder.curvature.layer import LayerOptions
 from secondorder.frames import depth_of_caller
-from secondorder.methods.layers import LayerRecipe, LayerRules
-from secondorder.options import FisherOptions
+from secondorder.methods.arguments import expanded
+from secondorder.methods.defaults import with_step_size
+from secondorder.methods.layers import LayerRecipe, LayerRules, layer_options
 from secondorder.parameters import Group
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.runtime import some_of
@@ -49,10 +49,10 @@ class FactoredRules(LayerRules):
     """
 
     def __init__(self, given: Mapping[str, Any], *exclusions: Exclusion) -> None:
-        self.adaptation = Adaptation(**chosen(Adaptation, given))
+        self.adaptation: AdaptationOptions = given["adaptation"]
         by_default = given["damping_mode"] is None
         super().__init__(partial(_exclude, adaptation=self.adaptation), *exclusions, mode_by_default=by_default)
-        self.fisher = FisherOptions(given["fisher"], given["fisher_samples"])
+        self.fisher: FisherOptions = given["fisher"]
         self.chooses_bound = given["max_factor_dim"] == AUTO
         self.device_type = _device_type(given)
 
@@ -72,17 +72,20 @@ class FactoredRules(LayerRules):
         return found
 
     def added(self, groups: list[Group], steps: int) -> None:
-        """Add to the last group what judged steps will note in it."""
-        self.adaptation.mark(groups, steps)
+        """Add the entries in which judged steps keep their results; a late group keeps the damping it was given."""
+        if self.adaptation.calibrate_damping:
+            groups[-1].setdefault("damping_calibrated", steps > 0)
+        if self.adaptation.reject_steps:
+            groups[-1].setdefault("rejected_in_a_row", groups[0].get("rejected_in_a_row", 0))
 
     def facts(self) -> dict[str, list[str]]:
         """Return what must be equal on all ranks in addition to the options of groups, in words."""
-        found = {**vars(self.fisher), **vars(self.adaptation)}
+        found = {"fisher": self.fisher.kind, "samples": self.fisher.samples, **vars(self.adaptation)}
         words = [f"{k}={v!r}" if isinstance(v, _PLAIN) else f"{k}={type(v).__name__}" for k, v in found.items()]
         return {"Fisher and adaptation": words}
 
 
-def _exclude(group: Mapping[str, Any], groups: list[Group], adaptation: Adaptation) -> None:
+def _exclude(group: Mapping[str, Any], groups: list[Group], adaptation: AdaptationOptions) -> None:
     """Refuse options that exclude each other in all methods with factors."""
     if adaptation.quadratic_model:
         clashes = {
@@ -134,6 +137,10 @@ FACTOR_CHECKS: dict[str, options.Check] = {
 }
 
 
+#: Fields of objects with options that no method with factors has.
+FACTORED_ABSENT = "batch.size", "fallback.betas", "fallback.eps"
+
+
 @dataclass(frozen=True)
 class FactorRecipe(LayerRecipe):
     """The recipe of a method with factors A and G per layer.
@@ -159,12 +166,28 @@ class FactorRecipe(LayerRecipe):
         return TrustRegion(self.rules.adaptation, preconditioner, update)
 
 
+def factored_arguments(given: Mapping[str, Any], method: type) -> dict[str, Any]:
+    """Return the arguments of the constructor of a method with factors, with the size of its steps resolved.
+
+    Args:
+        given: The arguments by name.
+        method: The method.
+
+    Returns:
+        The arguments, and the fields of objects that are keys of parameter groups, by key.
+    """
+    found = expanded(given, method)
+    # A quadratic model determines the length of its steps, and momentum before the preconditioner fixes it.
+    judged: bool = found["adaptation"].quadratic_model
+    own_size = judged or found.get("momentum_mode") == "pre"
+    return with_step_size(found, rate=1.0 if judged else 0.1, own_size=own_size)
+
+
 def factor_recipe(
     given: Mapping[str, Any], curvature: type[LayerPreconditioner[Any]], rules: FactoredRules
 ) -> FactorRecipe:
     """Return the recipe of a method with factors, from the arguments of its constructor by name."""
-    layers = LayerOptions(**chosen(LayerOptions, {**given, "refresh_warmup": _warms_up(given)}))
-    return FactorRecipe(curvature, rules, layers, rules.fisher)
+    return FactorRecipe(curvature, rules, layer_options(given, _warms_up(given)), rules.fisher)
 
 
 def warn_of_options(method: str, groups: Sequence[Group], blocks: Iterable[Block], rules: FactoredRules) -> None:
@@ -209,8 +232,9 @@ def _warn_wide(method: str, blocks: Iterable[Block], rules: FactoredRules) -> No
         bound = min(bounds.values())
         warnings.warn(
             f"{method}: factors of more than {bound} rows are kept as their diagonal, since a refresh of a matrix that "
-            f"wide takes seconds on this device: {some_of(sides)}. Give max_factor_dim={bound} to keep it so without "
-            f"this warning, or max_factor_dim={factors.WIDEST} for dense factors",
+            f"wide takes seconds on this device: {some_of(sides)}. Give "
+            f"storage=StorageOptions(max_factor_dim={bound}) to keep it so without this warning, or "
+            f"{factors.WIDEST} for dense factors",
             stacklevel=depth_of_caller(),
         )
 
@@ -224,14 +248,9 @@ def _device_type(given: Mapping[str, Any]) -> str:
     return "cpu" if first is None else first.device.type
 
 
-def chosen(options_of: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that are fields of a dataclass."""
-    return {field.name: given[field.name] for field in fields(options_of)}
-
-
 def _warms_up(given: Mapping[str, Any]) -> bool:
     """Whether refreshes are frequent at first: as asked for, else unless an interval was given."""
-    asked = given["refresh_warmup"]
+    asked: bool | None = given["refresh"].warmup
     return all(given[name] is None for name in INTERVALS) if asked is None else asked
 
 

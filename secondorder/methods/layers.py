@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from secondorder import options
 from secondorder.adaptation.no_trust import NoTrust
+from secondorder.config import FisherOptions, StorageOptions
 from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.schema import Schema
 from secondorder.parallel.roles import RoleWorker
@@ -52,7 +52,7 @@ class LayerRecipe(Recipe):
     curvature: type[LayerPreconditioner[Any]]
     rules: GroupRules = field(default_factory=LayerRules)
     layers: LayerOptions = field(default_factory=LayerOptions)
-    fisher: options.FisherOptions = field(default_factory=options.FisherOptions)
+    fisher: FisherOptions = field(default_factory=FisherOptions)
     own: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -120,3 +120,23 @@ def _refuse_several_devices(method: str, module: nn.Module) -> None:
             "nothing can be captured. Use nn.DataParallel(model, device_ids=[0]) or no wrapper at all, or run one "
             "process per device with DistributedDataParallel"
         )
+
+
+def layer_options(given: Mapping[str, Any], warms_up: bool = False) -> LayerOptions:
+    """Return what is chosen once for all layers.
+
+    Args:
+        given: The arguments of a constructor by name, with objects in place of their short forms.
+        warms_up: Whether refreshes are frequent at first.
+
+    Returns:
+        The options.
+    """
+    return LayerOptions(
+        given["skip_layers"],
+        given.get("overlap", False),
+        replace(given["refresh"], warmup=warms_up),
+        given.get("storage", StorageOptions()),
+        given["statistics"],
+        given["batch"],
+    )

@@ -23,16 +23,17 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import options
 from secondorder.comm.strategy import CommStrategy
+from secondorder.config import ClipOptions, FallbackOptions, WindowOptions
 from secondorder.curvature.solvers import MFACSolver
 from secondorder.curvature.window.form import Compression
 from secondorder.curvature.window.topk import TopK
 from secondorder.methods import documentation
+from secondorder.methods.arguments import expanded, show_new_spelling
 from secondorder.methods.defaults import resolved_damping, with_step_size
 from secondorder.methods.windows import WINDOW_CHECKS, WindowRules, window_recipe
 from secondorder.optimizer import SecondOrderOptimizer
@@ -44,9 +45,14 @@ PUBLISHED_ROWS, GRAFTED_ROWS = 1024, 64
 _SHARED = "damping", "damping_mode", "scale", "solver", "momentum_mode"
 
 
-@options.complete_docstring(documentation.OPTIMIZER, documentation.WINDOW)
+@options.complete_docstring(
+    documentation.OPTIMIZER, documentation.WINDOW, usual=documentation.USUAL, expert=documentation.EXPERT
+)
 class MFAC(SecondOrderOptimizer):
     """M-FAC on any parameters, with or without a module.
+
+    With nothing but the parameters, it ended at least as low as AdamW on six of eight workloads, and higher on
+    ResNet-20 and on translation (``docs/evidence.md``, Defaults).
 
     Args:
         momentum: Coefficient μ of the momentum that ``momentum_mode`` selects.
@@ -56,11 +62,9 @@ class MFAC(SecondOrderOptimizer):
             None, it is 0.1, relative, where ``graft`` or ``inner`` sets the size of the steps, and 1e-5 otherwise.
         damping_mode: ``"absolute"``, or ``"relative"`` to tr(S)/n, the mean squared norm of the rows. If None, it is
             ``"absolute"`` if ``damping`` is given.
-        scale: What the sum over rows is divided by: the number of rows that are filled (``"count"``), or m
-            (``"window"``). The published code uses m, with which updates are up to m times larger at first.
-        solver: ``"cholesky"``, ``"eigh"``, which leaves out directions that consist of rounding errors, or ``"auto"``,
-            which uses Cholesky, and ``eigh`` where nearly dependent rows would leave less than 2 digits (on a GPU, ten
-            steps later).
+        window: What the window contains and how it is solved, see :class:`WindowOptions`: the data type of its rows,
+            whether normalization layers and biases are left to the fallback, what the sum over rows is divided by, and
+            the solver.
         momentum_mode: ``"heavy_ball"`` (v ← μv + u), ``"ema"`` (v ← μv + (1−μ)u) or ``"pre"`` (v ← μv + (1−μ)g is
             preconditioned).
         nesterov: Whether to use Nesterov momentum, with ``momentum_mode="heavy_ball"``.
@@ -87,6 +91,10 @@ class MFAC(SecondOrderOptimizer):
         "momentum_mode": options.choice("heavy_ball", "ema", "pre"),
     }
 
+    #: Fields of objects with options that it lacks.
+    absent: ClassVar[tuple[str, ...]] = "fallback.betas", "fallback.eps"
+
+    @show_new_spelling
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
@@ -98,35 +106,27 @@ class MFAC(SecondOrderOptimizer):
         window_size: int | None = None,
         damping: float | None = None,
         damping_mode: str | None = None,
-        scale: str = "count",
-        partition: str = "global",
-        compression: Compression = None,
-        window_dtype: torch.dtype | None = None,
-        solver: str = "auto",
-        momentum_mode: str = "heavy_ball",
-        nesterov: bool = False,
+        graft: str | None = "auto",
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
+        partition: str = "global",
+        compression: Compression = None,
+        momentum_mode: str = "heavy_ball",
         weight_decay_mode: str = "standard",
-        skip_norm_layers: bool = False,
-        skip_biases: bool = False,
+        nesterov: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
-        fallback: str | None = None,
-        fallback_lr: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        fallback_betas: tuple[float, float] | None = None,
-        fallback_eps: float | None = None,
-        inner: str = "sgd",
-        graft: str | None = "auto",
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        grad_scaler: Any = None,
-        deterministic_seed: int = 0,
+        fallback: str | FallbackOptions | None = None,
+        clip: float | ClipOptions | None = None,
         checkpoint_curvature: str = "all",
+        window: WindowOptions = WindowOptions(),
+        inner: str = "sgd",
+        deterministic_seed: int = 0,
     ) -> None:
-        given = with_step_size(locals(), rate=1e-3, own_size=weight_decay_mode != "standard")
+        given = expanded(locals(), type(self))
+        given = with_step_size(given, rate=1e-3, own_size=weight_decay_mode != "standard")
         given |= resolved_damping(given, absolute=1e-5, relative=0.1)
         given["window_size"] = _window_size(given)
         exclude, by_default = partial(_exclude, shares=partition == "global"), damping_mode is None
@@ -154,13 +154,13 @@ def _exclude(group: Mapping[str, Any], groups: list[Group], shares: bool) -> Non
         )
 
 
-@options.complete_docstring(MFAC.__doc__)
+@options.complete_docstring(MFAC.__doc__, usual=documentation.USUAL, expert=documentation.EXPERT)
 class SparseMFAC(MFAC):
     """M-FAC with a sparse window and error feedback: about 64 times smaller than a dense one.
 
     As :class:`MFAC`, with ``compression=TopK()`` by default: of each block of 4096 gradient entries the 40 largest
     enter the window, and the rest is added to the next gradient. With the default options, short runs lag behind AdamW:
-    it ended at least as low on one of six workloads (``docs/evidence.md``, Defaults).
+    it ended at least as low on one of eight workloads (``docs/evidence.md``, Defaults).
 
     Args:
         compression: Compression of the rows: ``TopK(...)``, or another one that :class:`MFAC` accepts.
@@ -173,6 +173,7 @@ class SparseMFAC(MFAC):
         >>> optimizer.step()
     """
 
+    @show_new_spelling
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
@@ -184,33 +185,24 @@ class SparseMFAC(MFAC):
         window_size: int | None = None,
         damping: float | None = None,
         damping_mode: str | None = None,
-        scale: str = "count",
-        partition: str = "global",
-        compression: Compression = TopK(),  # noqa: B008 - it cannot be changed
-        window_dtype: torch.dtype | None = None,
-        solver: str = "auto",
-        momentum_mode: str = "heavy_ball",
-        nesterov: bool = False,
+        graft: str | None = "auto",
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
+        partition: str = "global",
+        compression: Compression = TopK(),
+        momentum_mode: str = "heavy_ball",
         weight_decay_mode: str = "standard",
-        skip_norm_layers: bool = False,
-        skip_biases: bool = False,
+        nesterov: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
-        fallback: str | None = None,
-        fallback_lr: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        fallback_betas: tuple[float, float] | None = None,
-        fallback_eps: float | None = None,
-        inner: str = "sgd",
-        graft: str | None = "auto",
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        grad_scaler: Any = None,
-        deterministic_seed: int = 0,
+        fallback: str | FallbackOptions | None = None,
+        clip: float | ClipOptions | None = None,
         checkpoint_curvature: str = "all",
+        window: WindowOptions = WindowOptions(),
+        inner: str = "sgd",
+        deterministic_seed: int = 0,
     ) -> None:
         given = locals()
         super().__init__(**{name: given[name] for name in inspect.signature(MFAC).parameters})

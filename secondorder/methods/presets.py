@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from secondorder.config import AdaptationOptions, FallbackOptions, RefreshOptions, RowOptions, ScaleOptions
 from secondorder.methods.ekfac import EKFAC
 from secondorder.methods.groups import matrix_groups
 from secondorder.methods.hylo import HyLo
@@ -24,16 +25,15 @@ _MATRICES: Mapping[str, Any] = {
     "momentum_mode": "pre",
     "estimator": "running",
     "power": 0.5,
-    "scale_decay": 0.95,
+    "scale": ScaleOptions(decay=0.95),
     "kl_clip": None,
     "factor_update_steps": 2,
     "inv_update_steps": 10,
-    "refresh_warmup": True,
-    "fallback": "adamw",
+    "refresh": RefreshOptions(warmup=True),
     "betas": (0.9, 0.95),
 }
 _QUADRATIC: Mapping[str, Any] = {
-    "quadratic_model": True,
+    "adaptation": AdaptationOptions(quadratic_model=True),
     "kl_clip": None,
     "factor_update_steps": 1,
     "inv_update_steps": 5,
@@ -107,7 +107,12 @@ class Preset:
         of_groups = {"lr": rate, **{key: overrides[key] for key in _OF_GROUPS if key in overrides}}
         others = of_groups.setdefault("others_lr", 0.5 * rate)
         rest = {key: value for key, value in overrides.items() if key not in _OF_GROUPS}
-        return of_groups, {"lr": rate, "fallback_lr": float(others), **self.options, **rest}
+        return of_groups, {
+            "lr": rate,
+            **self.options,
+            "fallback": FallbackOptions("adamw", lr=float(others)),
+            **rest,
+        }
 
 
 class Presets(dict[str, Preset]):
@@ -168,7 +173,7 @@ _ALL = (
         KFAC,
         1.0,
         {**_QUADRATIC, "damping": 0.3, "damping_mode": "relative", "factor_decay": 0.8},
-        needs="calls step(closure), with a closure that returns the loss and the outputs if likelihood= is given",
+        needs="calls step(closure), with a closure that returns the loss and the outputs if a likelihood is given",
         measured="docs/evidence.md, An autoencoder",
     ),
     Preset(
@@ -178,11 +183,10 @@ _ALL = (
         1.0,
         {
             **_QUADRATIC,
-            "adaptive_damping": True,
+            "adaptation": AdaptationOptions(adaptive_damping=True, quadratic_model=True, likelihood="gaussian"),
             "damping": 0.03,
-            "likelihood": "gaussian",
             "fisher": "exact",
-            "scale_decay": 0.8,
+            "scale": ScaleOptions(decay=0.8),
         },
         needs="calls step(closure) with a closure that calls observe(outputs, 'gaussian') before backward() and "
         "returns the loss and the outputs",
@@ -199,7 +203,7 @@ _ALL = (
             "kl_clip": 1.0,
             "update_steps": 1,
             "mode": "kis",
-            "kis_sampling": "uniform",
+            "rows": RowOptions(sampling="uniform"),
             "rank_fraction": 0.25,
             "approx": "expand",
             "fisher": "exact",

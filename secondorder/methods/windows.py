@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from secondorder import options
 from secondorder.adaptation.no_trust import NoTrust
 from secondorder.checkpoint.windows import WindowCheckpoint
+from secondorder.config import FisherOptions, WindowOptions
 from secondorder.curvature.schema import Schema
 from secondorder.curvature.solvers import WindowSolver
 from secondorder.curvature.window.lowrank import LowRank
@@ -21,7 +21,7 @@ from secondorder.parameters import Group, module_of
 from secondorder.preconditioners.group_options import GroupRules
 from secondorder.preconditioners.parts import Shared
 from secondorder.preconditioners.recipe import Recipe
-from secondorder.preconditioners.window_plan import CATALOG, WindowOptions
+from secondorder.preconditioners.window_plan import CATALOG, WindowStructure
 from secondorder.preconditioners.windows import WindowPreconditioner
 from secondorder.update import Update
 
@@ -105,8 +105,8 @@ class WindowRecipe(Recipe):
 
     solver: WindowSolver
     rules: WindowRules
-    windows: WindowOptions
-    fisher: options.FisherOptions = field(default_factory=options.FisherOptions)
+    windows: WindowStructure
+    fisher: FisherOptions = field(default_factory=FisherOptions)
 
     @property
     def catalog(self) -> Schema:
@@ -160,18 +160,14 @@ def window_recipe(given: Mapping[str, Any], solver: WindowSolver, rules: WindowR
         ValueError: If an option has an invalid value.
         TypeError: If an option has an invalid type.
     """
-    compression, dtype, partition = given["compression"], given["window_dtype"], given["partition"]
+    compression, partition = given["compression"], given["partition"]
+    window: WindowOptions = given["window"]
     if compression is not None and not isinstance(compression, (TopK, LowRank)):
         raise TypeError(f"compression must be None, TopK(...) or LowRank(...), got {compression!r}")
-    if dtype not in (None, torch.float32, torch.float64, torch.bfloat16):
-        kind = ValueError if isinstance(dtype, torch.dtype) else TypeError
-        raise kind(f"window_dtype must be None, float32, float64 or bfloat16, got {dtype!r}")
-    if isinstance(compression, TopK) and dtype is not None:
-        raise ValueError("window_dtype is for dense and low-rank rows; TopK has its own value_dtype")
+    if isinstance(compression, TopK) and window.dtype is not None:
+        raise ValueError("the dtype of a window is for dense and low-rank rows; TopK has its own value_dtype")
     options.choice("global", "group", "layer")("partition", partition)
-    for flag in ("skip_norm_layers", "skip_biases"):
-        options.flag(flag, given[flag])
     options.whole(0)("deterministic_seed", given["deterministic_seed"])
-    skipped = given["skip_norm_layers"], given["skip_biases"]
-    windows = WindowOptions(compression, dtype, partition, *skipped, given["deterministic_seed"])
+    skipped = window.skip_norm_layers, window.skip_biases
+    windows = WindowStructure(compression, window.dtype, partition, *skipped, given["deterministic_seed"])
     return WindowRecipe(solver, rules, windows)

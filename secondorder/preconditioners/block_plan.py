@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -174,8 +174,8 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
     def facts(self) -> dict[str, list[str]]:
         """Return what must be equal on all ranks, in words."""
         chosen = {f.name: getattr(self.options, f.name) for f in fields(LayerOptions) if f.name != "skip_layers"}
-        if callable(chosen["batch_input"]):
-            chosen["batch_input"] = "a function"  # its representation has an address
+        if callable(self.options.batch.input):
+            chosen["batch"] = replace(self.options.batch, input="a function")  # its representation has an address
         return {"options of all layers": [f"{k}={v!r}" for k, v in chosen.items()]}
 
     def portable_rules(self) -> list[Any]:

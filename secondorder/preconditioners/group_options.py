@@ -11,6 +11,7 @@ from typing import Any
 from secondorder import options
 from secondorder.frames import depth_of_caller
 from secondorder.parameters import Group
+from secondorder.preconditioners import keywords
 
 
 class GroupRules:
@@ -73,12 +74,14 @@ class GroupOptions:
         checks: Checks of all options.
         betas: β₁ and β₂ of a group that does not give its own. The defaults of the optimizer contain them only if
             schedulers act on them, since they would cycle them and not the momentum otherwise.
+        chosen: What the constructor was given for all groups, by keyword: objects, and options that no group has.
     """
 
     def __init__(self, method: Any, rules: GroupRules) -> None:
         self._method, self.rules = method, rules
         self.checks: dict[str, options.Check] = {**options.COMMON, **method.checks}
         self.betas: tuple[float, float] = options.DEFAULTS["betas"]
+        self.chosen: Mapping[str, Any] = {}
         self._seen: list[Group] = []
 
     def defaults(self, given: Mapping[str, Any]) -> Group:
@@ -138,7 +141,7 @@ class GroupOptions:
 
     def warn_without_effect(self, groups: Iterable[Group]) -> None:
         """Warn once of options that were given although no rule of their group reads them."""
-        usual = {name: parameter.default for name, parameter in signature(self._method).parameters.items()}
+        usual = keywords.usual(self._method)
         for text in dict.fromkeys(options.without_effect(group, usual) for group in groups):
             if text:
                 warnings.warn(f"{self._method.__name__}: {text}", stacklevel=depth_of_caller())
@@ -155,7 +158,12 @@ def _check_keys(method: type, param_group: Group, known: Collection[str]) -> Non
     Raises:
         ValueError: If a key is an argument that only the constructor takes.
     """
-    fixed = set(signature(method).parameters) - {*known, "params", *options.RENAMED}
+    fixed = {*signature(method).parameters, *keywords.flat_names(method)} - {*known, "params", *options.RENAMED}
+    for name in sorted(keywords.OBJECTS.keys() & fixed & param_group.keys()):
+        if keys := [key for key, _ in keywords.group_keys(keywords.OBJECTS[name])]:
+            raise ValueError(
+                f"{name} is for the constructor of {method.__name__}; groups have the keys {', '.join(keys)}"
+            )
     if found := sorted(fixed & param_group.keys()):
         raise ValueError(
             f"{', '.join(found)}: set once for all groups; give it to the constructor of {method.__name__}, "

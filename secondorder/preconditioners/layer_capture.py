@@ -54,7 +54,7 @@ class LayerCapture:
         rows_per_example: int | None = None,
     ) -> None:
         self._setting, self._plan, self._schedule = setting, plan, schedule
-        self._fisher = ModelFisher(setting.fisher, setting.runtime, setting.layers.batch_dim, rows_per_example)
+        self._fisher = ModelFisher(setting.fisher, setting.runtime, setting.layers.batch.dim, rows_per_example)
         #: Intervals that decided what the coming step uses.
         self._armed_for: list[tuple[Any, ...]] = []
         self.is_closed = False
@@ -95,8 +95,8 @@ class LayerCapture:
             setting, chosen = self._setting, self._setting.layers
             self._capture = Capture(
                 forwarded(root),
-                chosen.batch_dim,
-                chosen.batch_input,
+                chosen.batch.dim,
+                chosen.batch.input,
                 setting.loss_scale,
                 owner=weakref.ref(self),
                 before_forward=setting.before_forward,
@@ -245,7 +245,7 @@ class LayerCapture:
         warnings.warn(
             f"{self._setting.method}: it is not certain how many examples a forward pass of {doubts[0]}. The scale of "
             "the curvature depends on that number. Name the argument of forward that counts the examples with "
-            "batch_input=, or pass a function of its arguments that returns their number. If the script calls parts "
+            "batch=BatchOptions(input=...), or give a function of its arguments there. If the script calls parts "
             "of the model instead of its forward, call them from one forward.",
             stacklevel=depth_of_caller(),
         )
@@ -273,7 +273,7 @@ class LayerCapture:
         self._warned |= names | ({UNKNOWN} & set(missed.values()))  # that holds for every layer, also if due later
         # Other experts of a mixture have other shapes in every batch: once for all of them.
         self._warned |= {f"{kind_of(name)}: {kind_of(why)}" for name, why in missed.items() if kind_of(why) != why}
-        todo = advice(missed, bool(reduced.measured or reduced.idle), self._setting.layers.batch_dim)
+        todo = advice(missed, bool(reduced.measured or reduced.idle), self._setting.layers.batch.dim)
         text = verdict(missed, len(wanted))
         warnings.warn(f"{self._setting.method}: {text}{todo}", stacklevel=depth_of_caller())
 

@@ -83,7 +83,8 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         self.plan: BlockPlan[BlockT] = self.plan_type(
             setting, self.block_type, self.refresh_interval, self.exchange, **own
         )
-        self.refresher = self.refresher_type(self.options.schedule, self.refresh_interval, self.options.max_failures)
+        most_failures = self.options.refresh.max_failures
+        self.refresher = self.refresher_type(self.options.schedule, self.refresh_interval, most_failures)
         parts = self.plan, self.refresher, self.exchange
         self.schedule = self.schedule_type(*parts, self.capture_interval, self.capture_counter)
         self.hooks = LayerCapture(setting, self.plan, self.schedule, self.rows_per_example)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from secondorder.capture.loss_scale import LossScale
 from secondorder.comm.strategy import CommStrategy
+from secondorder.config import FisherOptions
 from secondorder.curvature.layer import LayerOptions
-from secondorder.options import FisherOptions
 from secondorder.parameters import ParameterTable
 from secondorder.runtime import Runtime
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from secondorder import options
+from secondorder.config import FisherOptions
 from secondorder.curvature.schema import Schema
 from secondorder.parameters import Group
 from secondorder.preconditioners.base import CurvatureState, DividedState, Preconditioner
@@ -32,7 +33,7 @@ class Recipe(Protocol):
     """
 
     rules: GroupRules
-    fisher: options.FisherOptions
+    fisher: FisherOptions
 
     @property
     def catalog(self) -> Schema:

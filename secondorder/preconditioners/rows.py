@@ -214,7 +214,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
         """Return what must be equal on all ranks, in words."""
         own = {"batch size and switch": [str(self.plan.batch_size), type(self.plan.modes.policy).__name__]}
         if self.setting.fisher.is_observed:
-            own["Fisher"] = [f"fisher={self.setting.fisher.fisher!r}"]
+            own["Fisher"] = [f"fisher={self.setting.fisher.kind!r}"]
         return {**super().facts(), **own}
 
     def own(self) -> dict[str, Any]:

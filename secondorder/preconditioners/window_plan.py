@@ -50,7 +50,7 @@ Portions = list[Portion]
 
 
 @dataclass(frozen=True)
-class WindowOptions:
+class WindowStructure:
     """The options of a window method that are the same in all groups.
 
     Attributes:
@@ -94,7 +94,7 @@ class WindowPlan(CurvaturePlan):
     def __init__(
         self,
         solver: WindowSolver,
-        options: WindowOptions,
+        options: WindowStructure,
         comm: CommStrategy,
         table: ParameterTable,
         excluded: dict[nn.Parameter, str] | None = None,

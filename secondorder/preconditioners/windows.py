@@ -25,7 +25,7 @@ from secondorder.parallel.windows import WindowExchange
 from secondorder.parameters import Directions, ParameterTable
 from secondorder.preconditioners.base import Preconditioner, Proposal, Rule
 from secondorder.preconditioners.hooks import NoHooks
-from secondorder.preconditioners.window_plan import Portions, WindowOptions, WindowPlan
+from secondorder.preconditioners.window_plan import Portions, WindowPlan, WindowStructure
 from secondorder.preconditioners.window_report import WindowReport
 from secondorder.runtime import Runtime
 
@@ -53,7 +53,7 @@ class WindowPreconditioner(Preconditioner):
     def __init__(
         self,
         solver: WindowSolver,
-        structure: WindowOptions,
+        structure: WindowStructure,
         comm: CommStrategy,
         table: ParameterTable,
         runtime: Runtime,

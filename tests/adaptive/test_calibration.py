@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from secondorder import EKFAC, KFAC
+from tests.support.building import built
 from tests.support.grid import pairs
 from tests.support.quadratic import Loop, batch, damping, flat, kfac, mlp, problem, repeat
 
@@ -46,9 +47,9 @@ def test_the_best_of_the_grid_is_taken(inverse_method: str, mode: str) -> None:
 def test_the_step_is_that_of_the_damping_it_found(method: type[KFAC], options: dict[str, Any]) -> None:
     model, (x, y) = mlp(0.3), batch()
     other, state = copy.deepcopy(model), torch.get_rng_state()
-    optimizer = method(model, damping=0.1, calibrate_damping=True, **options)
+    optimizer = built(method, model, damping=0.1, calibrate_damping=True, **options)
     optimizer.step(Loop(model, optimizer, x, y))
-    plain = method(other, damping=damping(optimizer), **options)
+    plain = built(method, other, damping=damping(optimizer), **options)
     torch.set_rng_state(state)
     plain.step(Loop(other, plain, x, y))
     assert torch.equal(flat(model.parameters()), flat(other.parameters()))

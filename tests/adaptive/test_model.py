@@ -12,6 +12,7 @@ from torch import nn
 
 from secondorder import EKFAC, KFAC
 from secondorder.capture.fisher.likelihood import Gaussian
+from tests.support.building import built
 from tests.support.grid import pairs
 from tests.support.quadratic import (
     Loop,
@@ -61,10 +62,19 @@ def test_coefficients_and_step_are_those_of_a_dense_solve(
     method: type[KFAC], exact: bool, decay: float, lr: float
 ) -> None:
     model, (x, y), lam = mlp(), batch(), 0.05
-    optimizer = method(
-        model, lr=lr, momentum=0.9, damping=lam, kl_clip=None, factor_update_steps=1, inv_update_steps=1,
-        quadratic_model=True, likelihood="categorical" if exact else None, weight_decay=decay,
-    )  # fmt: skip
+    optimizer = built(
+        method,
+        model,
+        lr=lr,
+        momentum=0.9,
+        damping=lam,
+        kl_clip=None,
+        factor_update_steps=1,
+        inv_update_steps=1,
+        quadratic_model=True,
+        likelihood="categorical" if exact else None,
+        weight_decay=decay,
+    )
     loop, previous = Loop(model, optimizer, x, y, outputs=exact), None
     for t in range(5):
         theta, C = flat(model.parameters()), gauss_newton(model, x, y)

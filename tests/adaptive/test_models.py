@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import secondorder
 from secondorder import EKFAC, KFAC
+from tests.support.building import built
 from tests.support.quadratic import Loop, batch, damping, flat, gauss_newton, kfac, mlp, problem, repeat
 
 ALL: dict[str, Any] = {
@@ -40,7 +41,7 @@ class Sequence(nn.Module):
 @pytest.mark.parametrize("method", [KFAC, EKFAC])
 def test_a_transformer_learns_with_everything_on(method: type[KFAC]) -> None:
     model, tokens = Sequence(), torch.randint(0, 7, (6, 5))
-    optimizer = method(model, damping=0.1, loss_terms=5, factor_update_steps=1, inv_update_steps=2, **ALL)
+    optimizer = built(method, model, damping=0.1, loss_terms=5, factor_update_steps=1, inv_update_steps=2, **ALL)
     loop = Loop(model, optimizer, tokens, tokens, token_loss, outputs=True)
     before = loop.value()
     repeat(optimizer, loop, 8)
@@ -58,7 +59,7 @@ def test_a_convolution_with_running_statistics_learns() -> None:
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 3)
     )
     x, y = torch.randn(12, 1, 6, 6), torch.randint(0, 3, (12,))
-    optimizer = KFAC(model, damping=0.1, **{**ALL, "lr": torch.tensor(1.0)})
+    optimizer = built(KFAC, model, damping=0.1, **{**ALL, "lr": torch.tensor(1.0)})
     losses = repeat(optimizer, Loop(model, optimizer, x, y, outputs=True), 8)
     assert losses[-1] < 0.6 * losses[0]
     assert int(model[1].num_batches_tracked) == 8  # one per step, however often the loss was looked at
@@ -75,7 +76,7 @@ def test_a_compiled_model_is_that_of_eager_mode(in_place: bool) -> None:
             model.compile(backend="eager")
         elif compiled:
             run = torch.compile(model, backend="eager")
-        optimizer = KFAC(run, damping=0.1, **ALL)
+        optimizer = built(KFAC, run, damping=0.1, **ALL)
         repeat(optimizer, Loop(run, optimizer, x, y, outputs=True), 5)
         found.append(flat(model.parameters()))
     torch.testing.assert_close(*found)
@@ -85,7 +86,7 @@ def test_a_compiled_model_is_that_of_eager_mode(in_place: bool) -> None:
 def test_bfloat16_and_autocast(cast: bool) -> None:
     x, y = batch()
     model, inputs = (mlp().bfloat16(), x.bfloat16()) if cast else (mlp().float(), x.float())
-    optimizer = KFAC(model, damping=0.1, **ALL)
+    optimizer = built(KFAC, model, damping=0.1, **ALL)
     loop = Loop(model, optimizer, inputs, y, outputs=True)
 
     def closure() -> Any:
@@ -152,7 +153,7 @@ def test_on_a_device_it_trains_as_on_the_cpu_and_leaves_the_generator(dropout: f
         model, (x, y) = mlp(dropout), batch()
         model, x, y = model.to(device), x.to(device), y.to(device)
         torch.cuda.manual_seed(0)
-        optimizer = KFAC(model, damping=0.1, **(ALL if adaptive else {}))
+        optimizer = built(KFAC, model, damping=0.1, **ALL if adaptive else {})
         repeat(optimizer, Loop(model, optimizer, x, y, outputs=True), 6)
         found.append((flat(model.parameters()).cpu(), damping(optimizer)))
         states.append(torch.cuda.get_rng_state())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
+from tests.support.building import built
 from tests.support.grid import pairs
 from tests.support.quadratic import Loop, batch, damping, flat, mlp, momenta, problem, repeat
 
@@ -36,7 +37,7 @@ def rule_state(optimizer: KFAC) -> list[Tensor]:
 
 def ekfac(**options: Any) -> tuple[nn.Sequential, EKFAC, Loop]:
     model, (x, y) = mlp(), batch()
-    optimizer = EKFAC(model, **PRE, **options)
+    optimizer = built(EKFAC, model, **PRE, **options)
     return model, optimizer, Loop(model, optimizer, x, y)
 
 
@@ -148,7 +149,7 @@ def test_the_step_after_two_rejections_is_along_the_gradient_of_now() -> None:
 def test_rejection_does_not_stall_on_a_quadratic() -> None:
     model = nn.Sequential(nn.Linear(3, 2)).double()
     x, y = torch.randn(16, 3).double(), torch.randn(16, 2).double()
-    optimizer = EKFAC(model, lr=1.0, damping=1.0, **PRE)
+    optimizer = built(EKFAC, model, lr=1.0, damping=1.0, **PRE)
     loop = Loop(model, optimizer, x, y, lambda f, t: (f - t).square().sum(1).mean())
     losses, longest = [], 0
     for _ in range(150):

@@ -8,6 +8,7 @@ from benchmarks.counting import counted_flops, factor_flops
 from benchmarks.timing import Intervals, Work
 from benchmarks.workloads import make_workload
 from secondorder import EKFAC, KFAC, HyLo
+from tests.support.building import built
 
 
 def _of_linear(rows, n_a, n_g):
@@ -88,7 +89,7 @@ def test_a_plan_counts_ekfac_and_hylo_by_hand():
     for name, optimizer in (
         ("kfac", KFAC(layer, factor_update_steps=1, inv_update_steps=1)),
         ("ekfac", EKFAC(layer, factor_update_steps=1, inv_update_steps=1)),
-        ("hylo", HyLo(layer, **rows)),
+        ("hylo", built(HyLo, layer, **rows)),
     ):
         optimizer.zero_grad()
         layer(x).square().mean().backward()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.workloads.poisson import Poisson
-from secondorder import EKFAC, KFAC, HyLo
+from secondorder import EKFAC, KFAC, HyLo, ScaleOptions
 
 WORKLOAD = replace(Poisson.smoke(), batch_size=30, widths=(5, 4))
 
@@ -72,7 +72,7 @@ def test_ekfac_measures_the_gradients_of_single_residuals():
     """In its basis it keeps the mean squares of what the Gauss-Newton matrix 2 Σ ∇r ∇rᵀ / N is made of."""
     model, batch = _problem()
     gradients = _output_gradients(model, batch)
-    optimizer = EKFAC(model, lr=0.0, fisher="exact", estimator="intra", scale_decay=0.0)
+    optimizer = EKFAC(model, lr=0.0, fisher="exact", estimator="intra", scale=ScaleOptions(decay=0.0))
     for _ in range(2):  # the first makes the basis, the second measures in it
         _take_statistics(optimizer, model, batch)
     for layer, rows in zip(model.layers, gradients, strict=True):

@@ -98,7 +98,7 @@ def test_gpt2_is_initialised_as_published(data_dir):
 def test_a_tied_head_has_a_block(method, data_dir):
     workload = replace(GPT2.smoke(data_dir), tied=True)
     model, batch = workload.build_model(0), next(workload.batches(0))
-    optimizer = method(model, lr=0.01, graft="adam", tied="head")
+    optimizer = method(model, lr=0.01, graft="adam")
     assert "fallback" not in optimizer.describe()
     losses = []
     for _ in range(3):

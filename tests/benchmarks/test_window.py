@@ -12,6 +12,7 @@ from benchmarks.commands.window import ANYWHERE, STORAGES, count, kept, shapes_o
 from benchmarks.filling import dense_rows, fill_windows
 from benchmarks.recipes import window_keywords
 from secondorder import MFAC, LowRank, SparseMFAC, TopK
+from tests.support.building import built
 from tests.support.grid import each
 
 SHAPES = [(100, 50), (3,), (700,), (8, 4, 3, 3), (512,)]
@@ -43,7 +44,7 @@ def test_a_sparse_window_is_as_small_as_promised(size):
     shapes, rows = shapes_of(size), 1024
     for storage, at_least in (("topk", 60), ("topk-bf16", 90), ("topk-bf16-4bit", 95)):
         params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
-        held = MFAC(params, window_size=rows, **window_keywords(STORAGES[storage])).memory_usage()
+        held = built(MFAC, params, window_size=rows, **window_keywords(STORAGES[storage])).memory_usage()
         assert 4 * rows * count(shapes) >= at_least * (held["window"] + held["error"] + held["gram"])
 
 
@@ -80,7 +81,7 @@ def test_a_filled_window_is_the_one_that_steps_use(storage, partition):
     """The step after the filling writes row 0 of the Gram matrix: it must hold the dots with the random rows."""
     rows = 6
     params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    optimizer = MFAC(params, window_size=rows, partition=partition, **STORED[storage])
+    optimizer = built(MFAC, params, window_size=rows, partition=partition, **STORED[storage])
     assert fill_windows(optimizer) == rows
     for p in params:
         p.grad = torch.randn_like(p) / count(SHAPES) ** 0.5

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC, HyLo
+from tests.support.building import built
 
 DAMPING = 0.1
 
@@ -116,7 +117,7 @@ def test_where_the_shape_tells(kind: Callable[[nn.Module], nn.Module], n: int, s
 def test_where_nothing_tells_the_layer_is_left_out_aloud(kind: Any, keywords: dict[str, Any], layer: nn.Module) -> None:
     torch.manual_seed(0)
     model = Windows(layer).double()
-    optimizer = kind(model, lr=0.0, damping=DAMPING, kl_clip=None, **keywords)
+    optimizer = built(kind, model, lr=0.0, damping=DAMPING, kl_clip=None, **keywords)
     with pytest.warns(UserWarning, match="may have the examples of the batch in their second dimension or"):
         step(optimizer, model, torch.randn(16, 8, 8, 5).double(), torch.randn(16, 320).double())
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import EKFAC, KFAC, MFAC, CommOpt, HyLo
 from secondorder.capture.backwards import REPLACED
+from tests.support.building import built
 from tests.support.grid import each
 from tests.support.kfac import all_factors, assert_factors, plain_kfac
 from tests.support.oracles.kfac import expected_factors
@@ -174,7 +175,7 @@ def test_factors_are_those_of_the_whole_batch(loop: Loop) -> None:
 @each(method=[KFAC, EKFAC, HyLo], loop=LEFT_OUT)
 def test_left_out_with_one_warning_and_back_at_the_next_step(method: type, loop: Loop) -> None:
     model = net()
-    optimizer = method(model, lr=0.0, **dict.fromkeys(EVERY_STEP[method], 1))
+    optimizer = built(method, model, lr=0.0, **dict.fromkeys(EVERY_STEP[method], 1))
     loop(model, optimizer)
     with pytest.warns(UserWarning, match=r"set_to_none=False.*torch\.autograd\.grad") as caught:
         optimizer.step()
@@ -197,7 +198,7 @@ def test_returned_gradients_make_the_same_steps(method: type) -> None:
     found = []
     for loop in (accumulated, by_grad):
         model = net()
-        optimizer = method(model, lr=0.1, **dict.fromkeys(EVERY_STEP[method], 1))
+        optimizer = built(method, model, lr=0.1, **dict.fromkeys(EVERY_STEP[method], 1))
         for _ in range(3):
             optimizer.zero_grad()
             loop(model, optimizer)

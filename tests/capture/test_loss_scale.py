@@ -13,14 +13,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import secondorder.capture.loss_scale
-from secondorder import EKFAC, KFAC, MFAC, HyLo
+from secondorder import EKFAC, KFAC, MFAC, FallbackOptions, HyLo
 from secondorder.diagnostics import Analysis, read_events
+from tests.support.building import built
 from tests.support.grid import each, pairs
 
 METHODS = {
-    "kfac": lambda model, **k: KFAC(model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=1, **k),
-    "ekfac": lambda model, **k: EKFAC(model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=1, **k),
-    "hylo": lambda model, **k: HyLo(model, lr=0.0, update_steps=1, mode="sngd", **k),
+    "kfac": lambda model, **k: built(KFAC, model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=1, **k),
+    "ekfac": lambda model, **k: built(
+        EKFAC, model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=1, **k
+    ),
+    "hylo": lambda model, **k: built(HyLo, model, lr=0.0, update_steps=1, mode="sngd", **k),
 }
 
 
@@ -150,7 +153,7 @@ def test_statistics_are_those_of_float32_or_left_out(method, run, treatment, by_
     steps, counted, knows = run
     model, scaler = make_model(), make_scaler()
     if by_keyword and steps[0] is given:
-        opt, steps = method(model, grad_scaler=scaler), steps[1:]
+        opt, steps = built(method, model, grad_scaler=scaler), steps[1:]
     else:
         opt = method(model)
     for step in steps:
@@ -255,7 +258,7 @@ def test_float16_gradients_with_no_scaler_to_be_found_warn_once_and_leave_all_la
 @pytest.mark.parametrize("fallback", ["sgd", "adamw"])
 def test_float16_gradients_of_unknown_scale_follow_the_fallback(fallback):
     model, other = make_model(), make_model()
-    opt = KFAC(model, lr=0.01, momentum=0.0, kl_clip=None, fallback=fallback, fallback_lr=0.01)
+    opt = KFAC(model, lr=0.01, momentum=0.0, kl_clip=None, fallback=FallbackOptions(fallback, lr=0.01))
     rules = {"sgd": torch.optim.SGD, "adamw": lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=0.0)}
     runs = [(model, opt), (other, rules[fallback](other.parameters(), lr=0.01))]
     with warnings.catch_warnings(record=True) as caught:

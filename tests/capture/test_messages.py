@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import secondorder
 from secondorder import EKFAC, KFAC, HyLo
+from tests.support.building import built
 
 METHODS = pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
 OFTEN = {KFAC: {"factor_update_steps": 1}, EKFAC: {"factor_update_steps": 1}, HyLo: {"update_steps": 1}}
@@ -48,7 +49,7 @@ def test_that_nothing_is_covered_is_said_first(method):
 @METHODS
 def test_a_second_step_after_one_backward_pass_is_called_that(method):
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    opt = method(model, lr=0.01, **OFTEN[method])
+    opt = built(method, model, lr=0.01, **OFTEN[method])
     x = torch.randn(8, 4)
     step(model, opt, x)
     (text,) = messages_of(lambda: [opt.step() for _ in range(3)])
@@ -107,7 +108,7 @@ class Mixture(nn.Module):
 def test_many_experts_are_one_line(method):
     torch.manual_seed(0)
     model = Mixture()
-    opt = method(model, lr=0.01, **OFTEN[method])
+    opt = built(method, model, lr=0.01, **OFTEN[method])
     (text,) = messages_of(lambda: [step(model, opt, torch.randn(4, 5, 8)) for _ in range(6)])
     assert len(text) < 420
     assert "more: for example, its values of shape (" in text
@@ -129,9 +130,9 @@ def test_time_first_is_pointed_to_batch_dim(method, shape):
     x = torch.randint(9, shape)
     model = Sequences()
     (text,) = messages_of(lambda: step(model, method(model, lr=0.01), x))
-    assert "make the optimizer with batch_dim=1" in text
+    assert "make the optimizer with batch=BatchOptions(dim=1)" in text
     model = Sequences()
-    assert messages_of(lambda: step(model, method(model, lr=0.01, batch_dim=1), x)) == []
+    assert messages_of(lambda: step(model, built(method, model, lr=0.01, batch_dim=1), x)) == []
 
 
 class Positions(nn.Module):
@@ -150,7 +151,7 @@ class Positions(nn.Module):
 @pytest.mark.parametrize("method", [EKFAC, HyLo])  # KFAC needs no rows of single examples here
 def test_one_layer_of_several_is_counted_as_one(method):
     model = Positions()
-    opt = method(model, lr=0.01, damping=1e-3, **OFTEN[method])
+    opt = built(method, model, lr=0.01, damping=1e-3, **OFTEN[method])
     (text,) = messages_of(lambda: [step(model, opt, torch.randint(9, (4, 7))) for _ in range(3)])
     assert text.startswith(
         f"{method.__name__}: nothing was captured for 1 of the 4 layers that have a gradient (positions: "
@@ -162,7 +163,7 @@ def test_one_layer_of_several_is_counted_as_one(method):
 @METHODS
 def test_a_model_that_is_a_layer_is_called_by_its_type(method):
     model = nn.Linear(4, 3)
-    opt = method(model, lr=0.01, **OFTEN[method])
+    opt = built(method, model, lr=0.01, **OFTEN[method])
     step(model, opt, torch.randn(8, 4))
     assert "block Linear" in opt.describe()
     assert "''" not in opt.describe()

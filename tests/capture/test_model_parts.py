@@ -20,22 +20,23 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 import secondorder
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, SparseMFAC, TopK
 from secondorder.diagnostics import Analysis, read_events
+from tests.support.building import built
 from tests.support.grid import each
 from tests.support.kfac import hook_counts
 
 EVERY = {"factor_update_steps": 1, "inv_update_steps": 1}
 METHODS = {
-    "kfac": lambda m, **k: KFAC(m, lr=0.1, damping=0.1, **EVERY, **k),
-    "cholesky": lambda m, **k: KFAC(m, lr=0.1, damping=0.1, inverse_method="cholesky", **EVERY, **k),
-    "reduce": lambda m, **k: KFAC(m, lr=0.1, damping=0.1, approx="reduce", **EVERY, **k),
-    "ekfac": lambda m, **k: EKFAC(m, lr=0.1, damping=0.1, **EVERY, **k),
-    "intra": lambda m, **k: EKFAC(m, lr=0.1, damping=0.1, estimator="intra", **EVERY, **k),
-    "hylo": lambda m, **k: HyLo(m, lr=0.1, damping=0.1, update_steps=1, mode="sngd", **k),
-    "mfac": lambda m, **k: MFAC(m, lr=0.1, damping=0.1, window_size=4, **k),
-    "sparse_mfac": lambda m, **k: SparseMFAC(
-        m, lr=0.1, damping=0.1, window_size=4, compression=TopK(density=0.3, block_size=64), **k
+    "kfac": lambda m, **k: built(KFAC, m, lr=0.1, damping=0.1, **EVERY, **k),
+    "cholesky": lambda m, **k: built(KFAC, m, lr=0.1, damping=0.1, inverse_method="cholesky", **EVERY, **k),
+    "reduce": lambda m, **k: built(KFAC, m, lr=0.1, damping=0.1, approx="reduce", **EVERY, **k),
+    "ekfac": lambda m, **k: built(EKFAC, m, lr=0.1, damping=0.1, **EVERY, **k),
+    "intra": lambda m, **k: built(EKFAC, m, lr=0.1, damping=0.1, estimator="intra", **EVERY, **k),
+    "hylo": lambda m, **k: built(HyLo, m, lr=0.1, damping=0.1, update_steps=1, mode="sngd", **k),
+    "mfac": lambda m, **k: built(MFAC, m, lr=0.1, damping=0.1, window_size=4, **k),
+    "sparse_mfac": lambda m, **k: built(
+        SparseMFAC, m, lr=0.1, damping=0.1, window_size=4, compression=TopK(density=0.3, block_size=64), **k
     ),
-    "ggt": lambda m, **k: GGT(m, lr=0.1, window_size=4, **k),
+    "ggt": lambda m, **k: built(GGT, m, lr=0.1, window_size=4, **k),
 }
 LAYERED = ["kfac", "cholesky", "reduce", "ekfac", "intra", "hylo"]
 #: One of each kind of state: factors, scales, rows, a window, a window with a moment.
@@ -239,7 +240,7 @@ def test_the_schedules_of_torch_drive_several_stages(method, alone_in_a_group):
 def test_damping_adapts_by_the_loss_of_all_parts():
     found, adaptive = [], {"adaptive_damping": True, "damping_interval": 1}
     for parts in (make_parts(), [nn.Sequential(*make_parts())]):
-        opt = METHODS["kfac"](parts if len(parts) > 1 else parts[0], **adaptive)
+        opt = built(METHODS["kfac"], parts if len(parts) > 1 else parts[0], **adaptive)
         for step in range(3):
 
             def closure(parts=parts, step=step, opt=opt):
@@ -357,5 +358,5 @@ def test_what_is_no_list_of_parts_is_refused():
     for given, kind, text in REFUSED:
         parts = make_parts()
         with pytest.raises(kind, match=text):
-            KFAC(**given(parts))
+            built(KFAC, **given(parts))
         assert not any(m._forward_hooks or m._forward_pre_hooks for part in parts for m in part.modules())

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from secondorder import EKFAC, KFAC, HyLo
+from secondorder import EKFAC, KFAC, BatchOptions, HyLo
 from secondorder.capture.batch import Input, Use, count_examples
+from tests.support.building import built
 from tests.support.grid import pairs
 from tests.support.kfac import all_factors, assert_captures, assert_factors, held_factors, labels, noise, plain_kfac
 from tests.support.models import mlp, seeded_build
@@ -323,7 +324,7 @@ def test_the_user_decides() -> None:
 
 def test_a_rule_survives_copies() -> None:
     for kind in (KFAC, EKFAC, HyLo):
-        opt = kind(Ambiguous(), lr=0.1, batch_input=sizes)
+        opt = built(kind, Ambiguous(), lr=0.1, batch_input=sizes)
         for twin in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
             model = Ambiguous()
             twin.attach(model)
@@ -334,13 +335,13 @@ def test_a_rule_survives_copies() -> None:
 def test_a_rule_that_cannot_be_followed_is_refused() -> None:
     for rule, error, text in (
         ("y", ValueError, "is no argument of the forward of Ambiguous"),
-        (3, TypeError, "batch_input must be the name of an argument of forward or a function, got 3"),
+        (3, TypeError, "batch input must be the name of an argument of forward or a function, got 3"),
     ):
         with pytest.raises(error, match=text):
-            KFAC(Ambiguous(), lr=0.1, batch_input=rule)
+            KFAC(Ambiguous(), lr=0.1, batch=BatchOptions(input=rule))
     model = Ambiguous()
-    opt = KFAC(model, lr=0.1, batch_input=lambda offsets, x: 2.5)
-    with pytest.raises(TypeError, match=r"batch_input must return an int, got 2\.5"):
+    opt = KFAC(model, lr=0.1, batch=BatchOptions(input=lambda offsets, x: 2.5))
+    with pytest.raises(TypeError, match=r"the batch input must return an int, got 2\.5"):
         model(torch.tensor([0, 3, 11]), noise(11, WIDTH).float())
     opt.close()
 

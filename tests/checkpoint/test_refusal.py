@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from secondorder import KFAC
+from secondorder import KFAC, AdaptationOptions
 from tests.support.checkpoints import assert_same_run, builder, by_file
 from tests.support.methods import Method, Variant
 from tests.support.quadratic import Loop, batch
@@ -198,7 +198,12 @@ def test_a_checkpoint_without_adaptation_loads_into_one_with_it_and_back() -> No
     x, y = batch()
     plain, adaptive = small(), small()
     a = KFAC(plain, damping=0.1, lr=0.1)
-    b = KFAC(adaptive, damping=0.3, lr=0.1, adaptive_damping=True, reject_steps=True, calibrate_damping=True)
+    b = KFAC(
+        adaptive,
+        damping=0.3,
+        lr=0.1,
+        adaptation=AdaptationOptions(adaptive_damping=True, reject_steps=True, calibrate_damping=True),
+    )
     a.step(Loop(plain, a, x, y))
     b.load_state_dict(a.state_dict())
     loop = Loop(adaptive, b, x, y)

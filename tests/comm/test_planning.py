@@ -11,10 +11,23 @@ import torch
 from torch import nn
 
 from benchmarks.commands.scaling import architecture
-from secondorder import EKFAC, KFAC, MFAC, ChiefOnly, CommOpt, HybridOpt, HyLo, LocalFactors, MemOpt
+from secondorder import (
+    EKFAC,
+    KFAC,
+    MFAC,
+    ChiefOnly,
+    CommOpt,
+    HybridOpt,
+    HyLo,
+    LocalFactors,
+    MemOpt,
+    RefreshOptions,
+    RowOptions,
+)
 from secondorder.comm import Local
 from secondorder.plan.plan import Plan, Sum, Traffic, means, spread
 from secondorder.switching import LRChange
+from tests.support.building import built
 
 MIB = 2**20
 FACTOR_STEPS, REFRESH_STEPS = 10, 100
@@ -45,7 +58,7 @@ FACTORS = 4 * sum(a * a + g * g for a, g in SIDES)
 def test_comm_opt() -> None:
     for method, curvature, stored in (("eigen", BASES, BASES), ("cholesky", INVERSES, FACTORS)):
         split = {"damping_split": "pi"} if method == "cholesky" else {}
-        plan = KFAC(network(), inverse_method=method, **split).plan(4, CommOpt())
+        plan = built(KFAC, network(), inverse_method=method, **split).plan(4, CommOpt())
         for part, name, expected in (
             ("sent", "statistics", STATISTICS / FACTOR_STEPS),
             ("sent", "curvature", curvature / REFRESH_STEPS),
@@ -137,7 +150,9 @@ def test_options_that_change_what_is_sent() -> None:
     off = KFAC(network(), inv_update_steps=0).plan(4, CommOpt())
     assert each(off, "sent", "statistics") == each(off, "sent", "curvature") == [0] * 4
     assert each(off, "flops", "refresh") == [0] * 4
-    at_once, staggered = (KFAC(network(), stagger=stagger).plan(2, CommOpt()) for stagger in (False, True))
+    at_once, staggered = (
+        KFAC(network(), refresh=RefreshOptions(stagger=stagger)).plan(2, CommOpt()) for stagger in (False, True)
+    )
     assert each(staggered, "sent", "curvature") == pytest.approx(each(at_once, "sent", "curvature"))
     assert max(each(staggered, "worst_sent", "curvature")) < BASES / 2
 
@@ -161,7 +176,9 @@ def test_rows_of_known_models() -> None:
     shared = optimizer.plan(64, MemOpt(), batch_size=80)
     assert sum(each(shared, "stored", "rows")) == plan.ranks[0].stored["rows"]
     assert sum(each(shared, "stored", "kernel")) == plan.ranks[0].stored["kernel"]
-    small = HyLo(architecture("resnet32").model, rank_fraction=0.1, max_rank=384, skip_layers=nn.BatchNorm2d)
+    small = HyLo(
+        architecture("resnet32").model, rank_fraction=0.1, rows=RowOptions(max_rank=384), skip_layers=nn.BatchNorm2d
+    )
     plan = small.plan(32, CommOpt(), batch_size=128)
     assert each(plan, "stored", "rows") == [pytest.approx(15.9 * MIB, rel=1e-2)] * 32
     assert each(plan, "stored", "kernel") == [pytest.approx(2 * 18 * MIB, rel=1e-2)] * 32
@@ -190,8 +207,8 @@ def test_thousands_of_ranks() -> None:
 # ------------------------------------------------------------------------------------------------------------- The call
 @pytest.mark.parametrize("build", [
     lambda model: EKFAC(model, factor_update_steps=1, inv_update_steps=2),
-    lambda model: HyLo(model, update_steps=2, switch=LRChange(hold=1, period_steps=2)),
-    lambda model: HyLo(model, update_steps=1, kfac_when_cheaper=True, mode="kis", damping=1e-3),
+    lambda model: HyLo(model, update_steps=2, mode=LRChange(hold=1, period_steps=2)),
+    lambda model: HyLo(model, update_steps=1, rows=RowOptions(kfac_when_cheaper=True), mode="kis", damping=1e-3),
     lambda model: MFAC(model, window_size=4),
 ], ids=["EKFAC", "HyLo", "factors", "MFAC"])  # fmt: skip
 def test_it_leaves_everything_as_it_is(build: Any) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 
+from tests.support.building import built
 from tests.support.methods import Method, Variant
 from tests.support.tasks import Shadow, assert_all_close, assert_changed, assert_identical, snapshot, values
 
@@ -104,7 +105,7 @@ def trained_as_pairs(method: Method, pairs: bool, steps: int = 6, **keywords: An
     """Complex parameters, or real ones in their place, and the optimizer; the values as pairs either way."""
     shapes = (3, 2), (4,), ()
     parameters = [nn.Parameter(torch.view_as_real(value) if pairs else value) for value in draw(0, *shapes)]
-    optimizer = method.cls(parameters, **{**method.keywords, **keywords})
+    optimizer = built(method.cls, parameters, **{**method.keywords, **keywords})
     for step in range(steps):
         for parameter, gradient in zip(parameters, draw(1 + step, *shapes), strict=True):
             parameter.grad = torch.view_as_real(gradient) if pairs else gradient

@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW, lr_scheduler
 
 import secondorder
 from tests.contract.test_schedulers import SCHEDULERS
+from tests.support.building import built
 from tests.support.methods import Method, Variant
 from tests.support.tasks import (
     Shadow,
@@ -193,23 +194,23 @@ def test_inner_adam_decays_as_its_name_says(method: Method, mlp: Task) -> None:
 def test_betas_of_ggt_are_not_those_of_its_fallback(mlp: Task) -> None:
     """Its own options are named betas and eps, so those of Adam's rule keep their longer names there."""
     given = {"betas": (0.5, 0.75), "eps": 1e-4, "fallback_betas": (0.25, 0.5), "fallback_eps": 1e-6}
-    group = secondorder.GGT(mlp.model().parameters(), graft="adam", **given).param_groups[0]
+    group = built(secondorder.GGT, mlp.model().parameters(), graft="adam", **given).param_groups[0]
     assert {key: group[key] for key in given} == given
 
 
 @pytest.mark.option("damping")
-def test_betas_and_eps_have_two_names_that_cannot_disagree(method: Method, mlp: Task) -> None:
+def test_betas_and_eps_have_two_names_in_a_group_that_cannot_disagree(method: Method, mlp: Task) -> None:
     new, old = {"betas": (0.5, 0.75), "eps": 1e-4}, {"fallback_betas": (0.5, 0.75), "fallback_eps": 1e-4}
     groups = [
         method.build(mlp.model(), graft="adam", **new).param_groups[0],
-        method.build(mlp.model(), graft="adam", **old).param_groups[0],
         method.build(model := mlp.model(), [{"params": model.parameters(), **old}], graft="adam").param_groups[0],
     ]
     for group in groups:
         assert (group["betas"], group["eps"]) == ((0.5, 0.75), 1e-4)
         assert not old.keys() & group.keys()
+    both = [{"params": list((model := mlp.model()).parameters()), "betas": (0.5, 0.75), "fallback_betas": (0.5, 0.8)}]
     with pytest.raises(ValueError, match="betas and fallback_betas are one option"):
-        method.build(mlp.model(), graft="adam", betas=(0.5, 0.75), fallback_betas=(0.5, 0.8))
+        method.build(model, both, graft="adam")
 
 
 @pytest.mark.option("damping")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.building import built
 from tests.support.methods import Method, Variant
 from tests.support.tasks import (
     Task,
@@ -284,7 +285,7 @@ def test_parameters_replaced_in_training_are_named_once(method: Method, mlp: Tas
 def test_keys_that_a_group_cannot_have_are_named(method: Method, mlp: Task) -> None:
     """What only the constructor takes is refused, what looks misspelled warned about; schedulers' keys are fine."""
     model = mlp.model()
-    for fixed in ("comm", "grad_scaler"):
+    for fixed in ("comm", "skip_layers" if method.layerwise else "partition"):
         with pytest.raises(ValueError, match=f"{fixed}: set once for all groups"):
             method.build(model, split(model, **{fixed: None}))
     with pytest.warns(UserWarning, match="'weight_decy' .* did you mean 'weight_decay'"):
@@ -395,7 +396,7 @@ def test_damping_is_a_number_or_a_share_of_the_curvature(method: Method, mlp: Ta
     """Without factors a share only where another rule sets the size of a step, until a number is given."""
 
     def found(**keywords: Any) -> tuple[float, str]:
-        (group,) = method.cls(mlp.model(), **keywords).param_groups
+        (group,) = built(method.cls, mlp.model(), **keywords).param_groups
         return group["damping"], group["damping_mode"]
 
     if method.accepts("factor_update_steps"):
@@ -422,8 +423,8 @@ def test_damping_of_a_group_carries_its_own_mode(method: Method, mlp: Task) -> N
     ):
         model = mlp.model()
         groups = [{"params": layer.parameters()} for layer in (model.first, model.second)]
-        at_once = method.cls([groups[0], groups[1] | group], module=model, **keywords)
-        late = method.cls(model.first.parameters(), module=model, **keywords)
+        at_once = built(method.cls, [groups[0], groups[1] | group], module=model, **keywords)
+        late = built(method.cls, model.first.parameters(), module=model, **keywords)
         late.add_param_group({"params": model.second.parameters(), **group})
         for found in (at_once.param_groups[1], late.param_groups[1]):
             assert (found["damping"], found["damping_mode"]) == expected

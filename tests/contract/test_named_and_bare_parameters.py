@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from tests.support.building import built
 from tests.support.methods import Method, Variant
 from tests.support.tasks import Shadow, Task, assert_all_close, assert_identical, snapshot, train, values
 
@@ -154,7 +155,7 @@ def test_window_methods_cover_every_one(method: Method) -> None:
     for wrap in WRAPS:
         params = parameters()
         before = [p.detach().clone() for p in params]
-        optimizer = method.cls(wrap(params), **method.keywords)
+        optimizer = built(method.cls, wrap(params), **method.keywords)
         go_on(optimizer, params, 7)
         for p, old in zip(params, before, strict=True):
             assert p.isfinite().all()
@@ -169,7 +170,7 @@ def test_names_and_a_module_do_not_change_what_a_window_does(method: Method) -> 
     results = []
     for wrap, keywords in ((list, {}), (named, {}), (named, foreign), (list, foreign)):
         params = parameters()
-        results.append(go_on(method.cls(wrap(params), **method.keywords, **keywords), params, 6))
+        results.append(go_on(built(method.cls, wrap(params), **method.keywords, **keywords), params, 6))
     assert_identical(results[1:], results[:1] * 3)
 
 
@@ -179,14 +180,14 @@ def test_window_of_bare_parameters_resumes_exactly(method: Method, variant: Vari
     keywords = {**method.keywords, **variant.keywords}
     empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
     plain, params, others = parameters(), [*parameters(), empty], [*parameters(), nn.Parameter(empty.detach())]
-    optimizer = method.cls(params, **keywords)
-    expected = go_on(method.cls(plain, **keywords), plain, 6)
+    optimizer = built(method.cls, params, **keywords)
+    expected = go_on(built(method.cls, plain, **keywords), plain, 6)
     assert_identical(go_on(optimizer, params, 6)[:-1], expected)
     assert empty in optimizer.state
     with torch.no_grad():
         for mine, theirs in zip(others, params, strict=True):
             mine.copy_(theirs)
-    second = method.cls(others, **keywords)
+    second = built(method.cls, others, **keywords)
     second.load_state_dict(snapshot(optimizer))
     assert_identical(go_on(second, others, 9, start=6), go_on(optimizer, params, 9, start=6))
     assert_identical(second.state_dict(), optimizer.state_dict())

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.machine import peak_bytes
-from secondorder import EKFAC, KFAC, SecondOrderOptimizer, SparseMFAC
+from secondorder import EKFAC, KFAC, RefreshOptions, SecondOrderOptimizer, SparseMFAC
 from secondorder.curvature import refresh as refresh_module
+from tests.support.building import built
 from tests.support.methods import Method
 
 WIDTH, INTERVAL = 160, 4
@@ -64,7 +65,7 @@ def test_a_step_allocates_directions_and_one_layer(method: Method, graft: str | 
 @pytest.mark.parametrize("keywords", [{}, {"momentum_mode": "pre", "power": 0.5}], ids=["post", "pre"])
 def test_a_running_scale_keeps_rotated_gradients(keywords: dict[str, Any]) -> None:
     model = deep(8)
-    optimizer = EKFAC(model, estimator="running", **keywords)
+    optimizer = built(EKFAC, model, estimator="running", **keywords)
     assert peak(model, optimizer, 9) <= 2 * model_bytes(model) + LAYER + SMALL
 
 
@@ -82,8 +83,8 @@ def test_temporaries_of_a_refresh_do_not_grow_with_the_model(
     beyond = []
     for layers in (4, 8):
         model = deep(layers)
-        optimizer = kind(
-            model, lr=0.1, factor_update_steps=1, inv_update_steps=INTERVAL, refresh_warmup=False, **keywords
+        optimizer = built(
+            kind, model, lr=0.1, factor_update_steps=1, inv_update_steps=INTERVAL, refresh_warmup=False, **keywords
         )
         found = peak(model, optimizer, 2 * INTERVAL)
         beyond.append(found)
@@ -97,7 +98,13 @@ def test_portions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(refresh_module, "REFRESH_PORTION", portion)
         for way in ("cholesky", "eigen"):
             model = deep(3).double()
-            optimizer = KFAC(model, factor_update_steps=1, inv_update_steps=2, refresh_warmup=False, inverse_method=way)
+            optimizer = KFAC(
+                model,
+                factor_update_steps=1,
+                inv_update_steps=2,
+                refresh=RefreshOptions(warmup=False),
+                inverse_method=way,
+            )
             for _ in range(5):
                 backward(model, optimizer)
                 optimizer.step()

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from secondorder import KFAC, ParamScheduler, create
+from secondorder.factory import METHODS, resolve
 from secondorder.nn import expose
+from tests.support.building import grouped
 
 PACKAGE = Path(__file__).resolve().parents[2] / "secondorder"
 NAMES = ["kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt", "inverse", "lrmfac", "ksggt", "kis", "sngd"]
@@ -38,7 +40,7 @@ def take_steps(count, model, opt, *shape):
 
 def train_for(steps, name, **settings):
     model = plain_model()
-    opt = create(name, model, lr=1e-3, **settings)
+    opt = create(name, model, lr=1e-3, **grouped(METHODS[resolve(name).method], settings))
     for step in range(steps):
         opt.zero_grad()
         x, y = batch(step)

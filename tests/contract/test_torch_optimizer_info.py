@@ -19,6 +19,7 @@ from hypothesis import settings
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
+from tests.support.building import built
 from tests.support.methods import METHODS, Method
 
 
@@ -141,7 +142,7 @@ class Info(OptimizerInfo):
 
     def build(self, module: nn.Module, params: Any, **keywords: Any) -> Any:
         extra = {"module": module} if self.method.layerwise else {}
-        return self.optim_cls(params, **extra, **keywords)
+        return built(self.optim_cls, params, **extra, **keywords)
 
     def start(self, device: str, dtype: torch.dtype, **keywords: Any) -> tuple[Any, list[nn.Parameter], Any]:
         """An optimizer of the problem, the parameters, and their loss."""

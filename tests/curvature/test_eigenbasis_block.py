@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder.capture.statistics.call import Call
+from secondorder.config import FisherOptions
 from secondorder.curvature.block import Due
 from secondorder.curvature.eigenbasis import EigenbasisBlock
 from secondorder.curvature.factorization import factorise
@@ -16,7 +17,6 @@ from secondorder.curvature.layer import Choices, LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.orthogonal_iteration import BasisIteration, Start, iterate
 from secondorder.curvature.schema import Place, keys
-from secondorder.options import FisherOptions
 from secondorder.runtime import Runtime
 from tests.support.kfac import allocate, noise
 

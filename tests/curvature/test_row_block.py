@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder.capture.statistics.examples import second_moments
+from secondorder.config import FisherOptions
 from secondorder.curvature import row_choice
 from secondorder.curvature.example_rows import Kept, Raw, Sizes
 from secondorder.curvature.factorization import factorise
@@ -18,7 +19,6 @@ from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.row_choice import Energy, Pivots
 from secondorder.linalg import kernel, selection, woodbury
 from secondorder.linalg.kernel import Rows
-from secondorder.options import FisherOptions
 from secondorder.parallel.rows import census_of, filled_up, put_together, words_of
 from secondorder.runtime import Runtime
 from tests.support.kfac import allocate

@@ -27,6 +27,7 @@ from secondorder.curvature.schema import (
     tensors,
 )
 from secondorder.preconditioners.rows import RowPreconditioner
+from tests.support.building import built
 from tests.support.kfac import labels, noise
 
 
@@ -146,7 +147,7 @@ def _net() -> nn.Module:
 
 def _trained(cls: Any, chosen: dict[str, Any]) -> Any:
     model = _net()
-    opt = cls(model, lr=0.01, **chosen)
+    opt = built(cls, model, lr=0.01, **chosen)
     for step in range(3):
         opt.zero_grad()
         cross_entropy(model(noise(6, 4, 4, 4, seed=step).float()), labels(6, 3, step)).backward()

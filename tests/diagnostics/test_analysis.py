@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from secondorder import EKFAC, KFAC, MFAC, HyLo
+from secondorder import EKFAC, KFAC, MFAC, HyLo, RowOptions
 from secondorder.diagnostics import Analysis, read_events, rowtaps
+from tests.support.building import built
 from tests.support.grid import each
 from tests.support.oracles import hylo as oracle
 from tests.support.tasks import (
@@ -183,7 +184,7 @@ def test_steps_that_are_judged_by_their_loss_are_the_same_too(cls: Any, tmp_path
     found = []
     for watched in (True, False):
         model = MLP.model()
-        optimizer = cls(model, lr=0.1, damping=0.1, adaptive_damping=True, damping_interval=1, reject_steps=True)
+        optimizer = built(cls, model, lr=0.1, damping=0.1, adaptive_damping=True, damping_interval=1, reject_steps=True)
         with Analysis(optimizer, tmp_path, every=1, rank_fraction=0.5) if watched else nullcontext():
             for step in range(3):
                 assert optimizer.step(closure_of(model, optimizer, step)) is not None
@@ -583,7 +584,7 @@ def test_lines_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     tools = ("rank", "trend", "error")
     for folder, loop in zip(("found", "expected"), loops, strict=True):
         own = keywords if loop is not plainly else {k: v for k, v in keywords.items() if k != "grad_scaler"}
-        make = partial(KFAC, **{"lr": 0.1, "damping": 0.1, **own})
+        make = partial(built, KFAC, **{"lr": 0.1, "damping": 0.1, **own})
         with watching(tmp_path / folder, tools, make, every=1, rank_fraction=0.5) as (model, optimizer, _):
             loop(model, optimizer)
     for tool in tools:
@@ -703,7 +704,7 @@ def test_a_plan_that_changes_before_the_step(tmp_path: Path) -> None:
 def test_the_scale_of_convolutions_is_that_of_the_method(tmp_path: Path) -> None:
     sums = {}
     for scale in ("exact", "hylo"):
-        make = partial(HyLo, lr=0.1, conv_scale=scale)
+        make = partial(HyLo, lr=0.1, rows=RowOptions(conv_scale=scale))
         with watching(tmp_path / scale, "rank", make, CNN) as (model, optimizer, _):
             train(model, optimizer, CNN, 1)
         sums[scale] = {e["layer"]: e["sigma_sum"] for e in events(tmp_path / scale, "rank")}

@@ -10,6 +10,7 @@ from torch import nn
 
 from secondorder import GGT, KFAC, MFAC, HyLo, SparseMFAC
 from secondorder.diagnostics import quantify_preconditioning
+from tests.support.building import built
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "diagnostics.md").read_text(encoding="utf-8")
 
@@ -25,7 +26,7 @@ def of_the_measures() -> set[str]:
 
 def of_a_window(cls: Any, **keywords: Any) -> set[str]:
     model = nn.Linear(30, 4)
-    optimizer = cls(model, window_size=3, **keywords)
+    optimizer = built(cls, model, window_size=3, **keywords)
     model(torch.randn(5, 30)).square().sum().backward()
     optimizer.step()
     (unit,) = optimizer.diagnostics()["units"].values()

@@ -8,25 +8,33 @@ import pytest
 import torch
 from torch import nn
 
-from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, MemOpt, SparseMFAC, TopK
+from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, MemOpt, SparseMFAC, StorageOptions, TopK
 from secondorder.diagnostics import StageClock, flat
+from tests.support.building import built
 from tests.support.pool import Pool
 from tests.support.tasks import assert_identical
 
 METHODS = {
-    "eigen": lambda m, **k: KFAC(m, lr=0.01, damping=0.1, **k),
-    "relative": lambda m, **k: KFAC(m, lr=0.01, damping=3.0, damping_mode="relative", **k),
-    "pi": lambda m, **k: KFAC(m, lr=0.01, damping=0.1, damping_split="pi", **k),
-    "cholesky": lambda m, **k: KFAC(m, lr=0.01, damping=0.1, inverse_method="cholesky", **k),
-    "ekfac": lambda m, **k: EKFAC(m, lr=0.01, damping=0.1, **k),
-    "sngd": lambda m, **k: HyLo(m, lr=0.01, damping=0.1, mode="sngd", update_steps=3, **k),
-    "kis": lambda m, **k: HyLo(m, lr=0.01, damping=0.1, mode="kis", rank_fraction=0.5, update_steps=3, **k),
-    "kid": lambda m, **k: HyLo(m, lr=0.01, damping=0.1, mode="kid", rank_fraction=0.5, update_steps=3, **k),
-    "mfac": lambda m, **k: MFAC(m, lr=0.01, damping=0.1, window_size=4, partition="layer", **k),
-    "sparse_mfac": lambda m, **k: SparseMFAC(
-        m, lr=0.01, damping=0.1, window_size=4, compression=TopK(density=0.5, block_size=32), partition="layer", **k
+    "eigen": lambda m, **k: built(KFAC, m, lr=0.01, damping=0.1, **k),
+    "relative": lambda m, **k: built(KFAC, m, lr=0.01, damping=3.0, damping_mode="relative", **k),
+    "pi": lambda m, **k: built(KFAC, m, lr=0.01, damping=0.1, damping_split="pi", **k),
+    "cholesky": lambda m, **k: built(KFAC, m, lr=0.01, damping=0.1, inverse_method="cholesky", **k),
+    "ekfac": lambda m, **k: built(EKFAC, m, lr=0.01, damping=0.1, **k),
+    "sngd": lambda m, **k: built(HyLo, m, lr=0.01, damping=0.1, mode="sngd", update_steps=3, **k),
+    "kis": lambda m, **k: built(HyLo, m, lr=0.01, damping=0.1, mode="kis", rank_fraction=0.5, update_steps=3, **k),
+    "kid": lambda m, **k: built(HyLo, m, lr=0.01, damping=0.1, mode="kid", rank_fraction=0.5, update_steps=3, **k),
+    "mfac": lambda m, **k: built(MFAC, m, lr=0.01, damping=0.1, window_size=4, partition="layer", **k),
+    "sparse_mfac": lambda m, **k: built(
+        SparseMFAC,
+        m,
+        lr=0.01,
+        damping=0.1,
+        window_size=4,
+        compression=TopK(density=0.5, block_size=32),
+        partition="layer",
+        **k,
     ),
-    "ggt": lambda m, **k: GGT(m, lr=0.01, eps=0.1, betas=(0.0, 0.9), window_size=4, partition="layer", **k),
+    "ggt": lambda m, **k: built(GGT, m, lr=0.01, eps=0.1, betas=(0.0, 0.9), window_size=4, partition="layer", **k),
 }
 WINDOWS = ["mfac", "sparse_mfac", "ggt"]
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -99,7 +107,7 @@ def test_split_damping_is_judged_by_the_product_of_damped_factors():
 
 def test_diagonal_factors_have_a_condition_number_without_eigenvalues():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(0), nn.Unflatten(0, (-1, 4)), nn.Linear(4, 2)).double()
-    opt = KFAC(model, lr=0.01, damping=0.1, inverse_method="cholesky", max_factor_dim=1)
+    opt = KFAC(model, lr=0.01, damping=0.1, inverse_method="cholesky", storage=StorageOptions(max_factor_dim=1))
     for _ in range(2):
         opt.zero_grad()
         model(torch.arange(10) % 5).square().sum(1).mean().backward()
@@ -132,7 +140,7 @@ def test_groups_of_a_convolution_tell_the_mean_damping_and_the_worst_condition()
 def test_staleness_counts_the_steps_since_a_refresh_and_since_statistics(build):
     model = make_model()
     keywords = {"estimator": "intra", "scale_update_steps": 3} if build is EKFAC else {}
-    opt = build(model, lr=0.01, factor_update_steps=3, inv_update_steps=6, refresh_warmup=False, **keywords)
+    opt = built(build, model, lr=0.01, factor_update_steps=3, inv_update_steps=6, refresh_warmup=False, **keywords)
     assert opt.diagnostics()["staleness"] == {}
     seen = []
     for _ in range(14):

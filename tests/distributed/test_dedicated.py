@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import secondorder
+from secondorder import StorageOptions
 from secondorder.comm.dedicated.workers import DedicatedWorkers
+from tests.support.building import built
 from tests.support.delayed import Batch, Delayed
 from tests.support.oracles.ranks import flat
 from tests.support.pool import Failure, Pool, everywhere, on_every_rank
@@ -48,7 +50,7 @@ def working(comm: Mapping[str, Any], shift: float = 0.0, **options: Any) -> Iter
     with torch.no_grad():
         for p in model.parameters():
             p.add_(shift)
-    with secondorder.KFAC(model, comm=strategy, **{**OPTIONS, **options}) as optimizer:
+    with built(secondorder.KFAC, model, comm=strategy, **{**OPTIONS, **options}) as optimizer:
         yield model, strategy, optimizer
 
 
@@ -112,7 +114,8 @@ def train_each(rank: int, world: int, runs: list[tuple[Any, ...]]) -> list[Any]:
 
 # --------------------------------------------------------------------------------------------------------- lockstep
 
-CHOLESKY, DIAGONAL = {"inverse_method": "cholesky"}, {"inverse_method": "cholesky", "max_factor_dim": 1}
+CHOLESKY = {"inverse_method": "cholesky"}
+DIAGONAL = {**CHOLESKY, "storage": StorageOptions(max_factor_dim=1)}
 WAIT = {"warmup": "identity"}
 APART = {"gradient": [0], "factor": [1]}
 SCHEDULED = "a damping that is scheduled where training runs"
@@ -338,7 +341,7 @@ def test_opportunistic_runs_keep_replicas_equal_bound_the_age_and_can_be_repeate
 
 
 def kfac(model: nn.Module, comm: DedicatedWorkers | None = None, **options: Any) -> secondorder.KFAC:
-    return secondorder.KFAC(model, comm=comm or DedicatedWorkers(), **{**OPTIONS, **options})
+    return built(secondorder.KFAC, model, comm=comm or DedicatedWorkers(), **{**OPTIONS, **options})
 
 
 REFUSED: list[tuple[Callable[[nn.Module, int], Any], type[Exception], str]] = [

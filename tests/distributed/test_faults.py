@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, MemOpt
+from secondorder import EKFAC, KFAC, MFAC, AdaptationOptions, CommOpt, HybridOpt, MemOpt, RefreshOptions
 from secondorder.curvature import factorization
 from tests.support.grid import each
 from tests.support.oracles.ranks import TASKS, Run, build, flat
@@ -173,12 +173,16 @@ UNLIKE: dict[str, tuple[Build, Build, str]] = {
     "method": (lambda: KFAC(_net()), lambda: EKFAC(_net()), "EKFAC"),
     "family": (lambda: KFAC(_net()), lambda: MFAC(_net()), "MFAC"),
     "window": (lambda: MFAC(_net(), window_size=4), lambda: MFAC(_net(), window_size=5), "window_size"),
-    "stagger": (lambda: KFAC(_net(), stagger=True), lambda: KFAC(_net()), "stagger"),
-    "refresh_warmup": (lambda: KFAC(_net()), lambda: KFAC(_net(), refresh_warmup=False), "refresh_warmup"),
+    "stagger": (lambda: KFAC(_net(), refresh=RefreshOptions(stagger=True)), lambda: KFAC(_net()), "stagger"),
+    "refresh_warmup": (
+        lambda: KFAC(_net()),
+        lambda: KFAC(_net(), refresh=RefreshOptions(warmup=False)),
+        "warmup",
+    ),
     "fisher": (lambda: KFAC(_net(), fisher="mc"), lambda: KFAC(_net(), fisher="exact"), "fisher"),
     "adaptive": (
-        lambda: KFAC(_net(), adaptive_damping=True, damping_interval=2),
-        lambda: KFAC(_net(), adaptive_damping=True, damping_interval=3),
+        lambda: KFAC(_net(), adaptation=AdaptationOptions(adaptive_damping=True, damping_interval=2)),
+        lambda: KFAC(_net(), adaptation=AdaptationOptions(adaptive_damping=True, damping_interval=3)),
         "damping_interval",
     ),
     "strategy": (lambda: KFAC(_net(), comm=CommOpt()), lambda: KFAC(_net(), comm=MemOpt()), "MemOpt"),

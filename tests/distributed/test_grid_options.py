@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from secondorder import KFAC, MFAC, ChiefOnly, CommOpt, HybridOpt, LocalFactors, MemOpt
+from tests.support.building import built
 from tests.support.oracles.ranks import TASKS, Run, build
 from tests.support.pool import everywhere, on_every_rank
 from tests.support.saving import raised, started, train
@@ -35,7 +36,9 @@ def _train(
     """Parameters at the end, and the optimizer, closed."""
     model = _net()
     wrapped = DistributedDataParallel(model)
-    optimizer = KFAC(model, lr=0.05, damping=0.1, factor_update_steps=1, inv_update_steps=2, comm=comm, **options)
+    optimizer = built(
+        KFAC, model, lr=0.05, damping=0.1, factor_update_steps=1, inv_update_steps=2, comm=comm, **options
+    )
     generator = torch.Generator().manual_seed(0)
     for t in range(STEPS):
         x, y = (torch.randn(BATCH, n, generator=generator).chunk(world)[rank] for n in (4, 2))
@@ -213,7 +216,7 @@ def test_closing_outlives_the_default_group(rank: int, world: int, tmp_path: Pat
 @on_every_rank(2)
 def test_a_loss_scaler_is_refused_where_gradients_are_averaged_after_it(rank: int, world: int) -> None:
     def make(scaler: Any, **keywords: Any) -> KFAC:
-        return KFAC(_net(), comm=MemOpt(**keywords), grad_scaler=scaler)
+        return built(KFAC, _net(), comm=MemOpt(**keywords), grad_scaler=scaler)
 
     scaler, averaging = torch.amp.GradScaler("cpu"), {"average_gradients": True}
     with pytest.raises(NotImplementedError, match="average_gradients=True"):

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from secondorder import CommOpt, HyLo, MemOpt
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.switching import ProbeError
+from tests.support.building import built
 from tests.support.grid import only
 from tests.support.oracles.ranks import (
     TASKS,
@@ -127,7 +128,7 @@ def step_of_observed_rows(rank: int, world: int, strategy: type[CommOpt] | None)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
     x, y = (torch.randn(8, d, dtype=torch.float64).chunk(world)[rank] for d in (4, 1))
     options = {"mode": "sngd", "update_steps": 1, "approx": "expand", "damping": 0.3, "momentum": 0.0}
-    with HyLo(model, lr=0.1, fisher="exact", comm=strategy and strategy(), **options) as optimizer:
+    with built(HyLo, model, lr=0.1, fisher="exact", comm=strategy and strategy(), **options) as optimizer:
         network = model if strategy is None else DDP(model)
         outputs = network(x)
         optimizer.observe(outputs, "gaussian")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from secondorder import KFAC
+from secondorder import KFAC, AdaptationOptions
 from tests.support.grid import each, only
 from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, build, descend, distance, flat, shard
 from tests.support.pool import Pool, device_of, everywhere, on_every_rank
@@ -156,7 +156,7 @@ def test_early_termination_raises_everywhere(rank: int, world: int) -> None:
 def test_what_a_rank_without_data_cannot_do_is_refused(rank: int, world: int) -> None:
     model = TASKS["mlp"].model(device_of(rank))
     scaled = build("kfac_eigen", model, STRATEGIES["comm"](), grad_scaler=torch.amp.GradScaler("cpu"))
-    judged = KFAC(model, comm=STRATEGIES["comm"](), adaptive_damping=True)
+    judged = KFAC(model, comm=STRATEGIES["comm"](), adaptation=AdaptationOptions(adaptive_damping=True))
     for optimizer, word in ((scaled, "grad_scaler"), (judged, "adaptive_damping")):
         with pytest.raises(NotImplementedError, match=word):
             Join([optimizer])

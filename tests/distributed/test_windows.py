@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK
+from tests.support.building import built
 from tests.support.grid import only
 from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, descend, distance, flat, shard
 from tests.support.pool import Pool, device_of
@@ -39,7 +40,7 @@ def optimizer_of(model: nn.Module, kind: str, partition: str, comm: Any = None, 
     settings = {"lr": 0.05, "window_size": M, "partition": partition, **regular, **keywords, **more}
     named = list(model.named_parameters())
     half = len(named) // 2
-    return cls([{"params": named[:half]}, {"params": named[half:]}], module=model, comm=comm, **settings)
+    return built(cls, [{"params": named[:half]}, {"params": named[half:]}], module=model, comm=comm, **settings)
 
 
 def train(model: nn.Module, optimizer: Any, first: int, last: int, rank: int = 0, world: int = 1) -> Tensor:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from secondorder import EKFAC, KFAC
+from tests.support.building import built
 from tests.support.ekfac import PLAIN, held_bases, held_scales, measured, next_directions, plain_ekfac, state_of
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise, twin
@@ -129,7 +130,7 @@ def test_the_first_step_has_no_scales_and_is_that_of_kfac(approx):
     found = []
     for cls, keywords in ((KFAC, {"inverse_method": "eigen"}), (EKFAC, {})):
         model = convnet()
-        opt = cls(model, **PLAIN_KFAC, **keywords, approx=approx)
+        opt = built(cls, model, **PLAIN_KFAC, **keywords, approx=approx)
         found.append(next_directions(opt, model, x, y, F.cross_entropy, covered_names(model)))
     state = state_of(opt, model.first)
     assert float(state["scale_weight"]) == 0

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
 from tests.support import ekfac
+from tests.support.building import built
 from tests.support.ekfac import held_bases, network, plain_ekfac, regression, snapshot, standing, train_step, unchanged
 from tests.support.kfac import assert_close, backward, noise
 from tests.support.models import mlp, seeded_build, vectors
@@ -184,7 +185,7 @@ def test_a_head_whose_targets_are_all_ignored_takes_nothing_from_the_others(igno
 @pytest.mark.parametrize("case", LEAVING)
 def test_nothing_of_a_batch_outlives_its_step(case):
     (method, options), model = LEAVING[case], mlp((4, 5, 3))
-    opt = method(model, lr=0.01, damping=0.1, factor_update_steps=1, inv_update_steps=1, **options)
+    opt = built(method, model, lr=0.01, damping=0.1, factor_update_steps=1, inv_update_steps=1, **options)
     seen = []
     model[1].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
     for seed in range(3):

@@ -13,6 +13,7 @@ from torch import nn
 
 from secondorder import EKFAC
 from secondorder.linalg import dense, eigenbasis
+from tests.support.building import built
 from tests.support.ekfac import plain_ekfac, train_step
 from tests.support.kfac import assert_close, noise
 
@@ -184,7 +185,7 @@ def test_steps_are_those_of_the_restatement(sizes, steps, intervals, keywords):
     dtype, tolerance = (torch.float64, 1e-9) if n_a < 10 else (torch.float32, 2e-3)
     layer = nn.Linear(n_a, n_g, bias=False, dtype=dtype)
     options = {"scale_decay": 0.9, "factor_update_steps": intervals[0], "inv_update_steps": intervals[1], **keywords}
-    opt = EKFAC(layer, lr=0.1, kl_clip=None, **ADAM, **options)
+    opt = built(EKFAC, layer, lr=0.1, kl_clip=None, **ADAM, **options)
     reference = Restated(options["scale_decay"], options.get("fallback_eps", 1e-8), nesterov="nesterov" in keywords)
     for t in range(steps):
         x, g = torch.randn(examples, n_a, dtype=dtype), torch.randn(examples, n_g, dtype=dtype)
@@ -207,7 +208,7 @@ def test_what_is_no_rounding_is_whitened_however_small(dtype):
     torch.manual_seed(0)
     layer = nn.Linear(64, 8, bias=False).to(dtype)
     settings = {"factor_update_steps": 100, "inv_update_steps": 100, "eps": 1e-12}
-    opt = EKFAC(layer, lr=0.1, scale_decay=0.0, kl_clip=None, **settings, **{**ADAM, "momentum": 0.0})
+    opt = built(EKFAC, layer, lr=0.1, scale_decay=0.0, kl_clip=None, **settings, **{**ADAM, "momentum": 0.0})
     first, second = torch.zeros(2, 64, dtype=dtype), torch.zeros(2, 64, dtype=dtype)
     first[:, :4], second[:, 4:] = 1.0, 1e-6
     for x in (first, second):

@@ -6,6 +6,7 @@ from torch import nn
 
 from secondorder import EKFAC, KFAC, ParamScheduler
 from secondorder.linalg import polar
+from tests.support.building import built
 
 
 def drawn(*shape, dtype=torch.float64, seed=0):
@@ -86,7 +87,7 @@ def moves_of(opt, model, x, y):
 def train(kind, steps=4, **keywords):
     torch.manual_seed(0)
     model = Net().double()
-    opt = kind(model, lr=0.01, factor_update_steps=1, inv_update_steps=1, **keywords)
+    opt = built(kind, model, lr=0.01, factor_update_steps=1, inv_update_steps=1, **keywords)
     return opt, [moves_of(opt, model, x, y) for x, y in batches(steps)]
 
 
@@ -142,7 +143,7 @@ def test_nesterov_before_preconditioning_against_a_loop():
     for nesterov in (False, True):
         model = nn.Linear(4, 3, bias=False).double()
         model.weight.data.copy_(drawn(3, 4, seed=1))
-        opt = EKFAC(model, lr=0.05, nesterov=nesterov, inv_update_steps=10**6, factor_update_steps=1, **frozen)
+        opt = built(EKFAC, model, lr=0.05, nesterov=nesterov, inv_update_steps=10**6, factor_update_steps=1, **frozen)
         gradients = []
         for _ in range(3):
             moves[nesterov] = moves_of(opt, model, x, y)["weight"]
@@ -162,7 +163,7 @@ def test_it_may_be_scheduled_and_chosen_by_group():
     model = Net().double()
     groups = [{"params": list(model.inner.parameters()), "orthogonalize": True}]
     groups.append({"params": [p for n, p in model.named_parameters() if not n.startswith("inner")]})
-    opt = EKFAC(groups, module=model, lr=0.01, kl_clip=None, **ADAM)
+    opt = built(EKFAC, groups, module=model, lr=0.01, kl_clip=None, **ADAM)
     schedule = ParamScheduler(opt, orthogonalize={0: True, 1: False})
     for whole in (True, False):
         assert is_uniform(moves_of(opt, model, *batches(1)[0])["inner"], 7) == whole
@@ -188,7 +189,7 @@ def test_it_may_be_scheduled_and_chosen_by_group():
 def test_what_does_not_go_with_it_is_refused(options, error, told):
     for kind in (KFAC, EKFAC) if "orthogonal_dtype" in options else (KFAC,):
         with pytest.raises(error, match=told):
-            kind(nn.Linear(2, 2), **{"orthogonalize": True, **options})
+            built(kind, nn.Linear(2, 2), **{"orthogonalize": True, **options})
 
 
 def test_a_resumed_run_goes_on_bit_for_bit():
@@ -245,7 +246,7 @@ def test_the_precision_of_the_products_can_be_chosen(kind):
     for chosen in ({}, {"orthogonal_dtype": torch.float32}, {"orthogonal_dtype": torch.bfloat16}):
         torch.manual_seed(0)
         model = nn.Linear(150, 140)
-        opt = kind(model, lr=1.0, damping=0.1, momentum=0.0, orthogonalize=True, **chosen)
+        opt = built(kind, model, lr=1.0, damping=0.1, momentum=0.0, orthogonalize=True, **chosen)
         steps.append(moves_of(opt, model, x, torch.arange(200) % 140)["weight"])
     assert torch.equal(steps[0], steps[1])
     assert 1e-3 < error_of(steps[2], steps[0]) < 0.1

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import secondorder
-from secondorder import EKFAC, KFAC
+from secondorder import EKFAC, KFAC, BatchOptions
 from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, assert_factors, held_factors, labels, noise, twin
 from tests.support.layer_cases import CASES, ONE_OF_EACH
@@ -379,7 +379,7 @@ def test_sequence_first_outputs_in_one_are_refused():
     """Nothing says which of their rows belong to one example."""
     for shape in ((5, 3), (4, 4), (8, 4), (3, 5)):
         model = seeded_build(lambda: SequenceFirst(flat=True))
-        opt = KFAC(model, fisher="exact", batch_dim=1)
+        opt = KFAC(model, fisher="exact", batch=BatchOptions(dim=1))
         with pytest.raises(ValueError, match="which rows"):
             opt.observe(model(noise(*shape, 3)), "categorical")
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import secondorder
 from secondorder import EKFAC, KFAC
+from tests.support.building import built
 from tests.support.grid import each, pairs
 from tests.support.kfac import (
     all_factors,
@@ -587,11 +588,11 @@ def test_an_unknown_fisher_is_refused():
     for options, error, message in (
         ({"fisher": "type-2"}, ValueError, "fisher.*'type-2'"),
         ({"fisher": 2}, TypeError, "fisher"),
-        ({"fisher": "mc", "fisher_samples": 0}, ValueError, "fisher_samples"),
+        ({"fisher": "mc", "fisher_samples": 0}, ValueError, "samples must be >= 1"),
     ):
         for method in METHODS.values():
             with pytest.raises(error, match=message):
-                method(mlp(), **options)
+                built(method, mlp(), **options)
 
 
 # ---------------------------------------------------------------- forward_only, and what EK-FAC makes of each Fisher

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
+from tests.support.building import built
 from tests.support.grid import each, pairs
 from tests.support.kfac import (
     PLAIN,
@@ -34,7 +35,7 @@ def running(sizes, method=KFAC, **keywords):
     """Train at fixed weights on batches of unequal size; per layer the list of (examples, batch A, batch B)."""
     model = mlp()
     plain = twin(model)
-    opt = quiet(lambda: method(model, **{**STILL, **keywords}))
+    opt = quiet(lambda: built(method, model, **{**STILL, **keywords}))
     history = {"0": [], "2": []}
     for seed, n in enumerate(sizes):
         x, y = vectors(n, seed=seed)
@@ -88,7 +89,7 @@ def test_factors_are_those_of_a_plain_list(method, weighting, decay, burnin, int
 
 def test_micro_batches_are_one_update():
     model, (x, y) = mlp(), vectors(6)
-    opt = KFAC(model, **{**STILL, "weighting": "update", "factor_decay": 1.0})
+    opt = built(KFAC, model, **{**STILL, "weighting": "update", "factor_decay": 1.0})
     accumulate(model, x, y, 2)
     opt.step()
     assert float(layer_state(opt, model, "0")["factor_weight"]) == 1
@@ -109,7 +110,7 @@ def test_scales_are_those_of_a_plain_list(given, decay, burnin):
     found = []
     for keywords in ({"factor_decay": given["factor_decay"], "scale_decay": 0.0}, given):
         model = mlp()
-        opt = EKFAC(model, **{**STILL, "inv_update_steps": 1000, **keywords})
+        opt = built(EKFAC, model, **{**STILL, "inv_update_steps": 1000, **keywords})
         values = []
         for t, n in enumerate(SIZES):
             train_step(opt, model, *vectors(n, seed=t), F.cross_entropy)
@@ -182,14 +183,14 @@ def test_decay_per_step_counts_the_steps_that_went_by(method, schedule, resumes)
     options, times, active = SCHEDULES[schedule]
     options = {"lr": 0.0, "decay_per_step": True, "factor_decay": 0.9, **options}
     model = seeded_build(Constant)
-    opt = method(model, **options)
+    opt = built(method, model, **options)
     for t in range(17):
         model.rests = t not in active
         train_step(opt, model, *of_step(t), F.mse_loss)
         if resumes and t in (3, 7, 12):
             saved = opt.state_dict()
             model = seeded_build(Constant)
-            opt = method(model, **options)
+            opt = built(method, model, **options)
             opt.load_state_dict(saved)
     state = opt.state[model.layer.weight]
     assert state["factor_updates"] == len(times)
@@ -209,7 +210,7 @@ def test_weight_decay_in_curvature(method, as_curvature, decoupled):
     model, (x, y) = mlp(), vectors()
     groups = [{"params": list(model[i].parameters()), "weight_decay": 0.3 * (i == 0)} for i in (0, 2)]
     options = {"decoupled_weight_decay": decoupled, "weight_decay_in_curvature": as_curvature}
-    opt = method(groups, module=model, **PLAIN, **options)
+    opt = built(method, groups, module=model, **PLAIN, **options)
     opt.param_groups[0]["weight_decay"] = 0.5  # read where it is used
     backward(model, x, y, F.cross_entropy)
     for name, (theta, gradient, step) in moved(opt, model).items():
@@ -222,7 +223,7 @@ def test_weight_decay_in_curvature(method, as_curvature, decoupled):
 
 def test_weight_decay_in_the_curvature_of_cholesky():
     model, (x, y) = mlp(), vectors()
-    opt = KFAC(model, **PLAIN, weight_decay=0.5, weight_decay_in_curvature=True, inverse_method="cholesky")
+    opt = built(KFAC, model, **PLAIN, weight_decay=0.5, weight_decay_in_curvature=True, inverse_method="cholesky")
     backward(model, x, y, F.cross_entropy)
     for name, (theta, gradient, step) in moved(opt, model).items():
         A, B = held_factors(opt, model, name)
@@ -232,7 +233,7 @@ def test_weight_decay_in_the_curvature_of_cholesky():
 # ---------------------------------------------------------------- Power
 def applied(model, method, gradients: dict[str, Tensor] | None, power: float, **keywords):
     """The direction of every layer at one curvature; with ``gradients``, of these instead of the loss's."""
-    opt = method(model, **{**PLAIN, "factor_update_steps": 10, "inv_update_steps": 10, **keywords})
+    opt = built(method, model, **{**PLAIN, "factor_update_steps": 10, "inv_update_steps": 10, **keywords})
     opt.param_groups[0]["power"] = power  # read where it is used
     backward(model, *vectors(), F.cross_entropy)
     if gradients is not None:
@@ -278,10 +279,10 @@ def test_power_needs_eigenvalues_in_every_group():
     groups = [{"params": list(model[0].parameters()), **cholesky}, {"params": list(model[2].parameters())}]
     for params, keywords in ((mlp(), cholesky), (groups, {"module": model})):
         with pytest.raises((ValueError, RuntimeError), match="power"):
-            KFAC(params, **keywords, power=0.5)
+            built(KFAC, params, **keywords, power=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        KFAC(mlp(), **cholesky, power=1.0)
+        built(KFAC, mlp(), **cholesky, power=1.0)
 
 
 @both
@@ -295,4 +296,4 @@ def test_bad_values_are_refused_by_name(method):
         ("burnin_steps", 1.5, TypeError),
     ):
         with pytest.raises(error, match=option):
-            method(mlp(), **{option: value})
+            built(method, mlp(), **{option: value})

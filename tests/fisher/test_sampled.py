@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secondorder import EKFAC, KFAC
+from tests.support.building import built
 from tests.support.grid import each, pairs
 from tests.support.kfac import (
     all_factors,
@@ -374,10 +375,10 @@ def test_bad_values_are_refused():
         for option in ("factor_batch_size", "factor_positions", *(("scale_batch_size",) if method is EKFAC else ())):
             for value, error in ((0, ValueError), (2.5, TypeError)):
                 with pytest.raises(error, match=option):
-                    method(mlp(), **{option: value})
+                    built(method, mlp(), **{option: value})
         with pytest.raises(ValueError, match=r"reduce.*factor_positions"):
-            method(mlp(), approx="reduce", factor_positions=2)
-        opt = method(mlp(), factor_positions=2)
+            built(method, mlp(), approx="reduce", factor_positions=2)
+        opt = built(method, mlp(), factor_positions=2)
         saved = opt.state_dict()
         saved["param_groups"][0]["approx"] = "reduce"
         with pytest.raises(ValueError, match=r"reduce.*factor_positions"):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from secondorder import EKFAC, GGT, KFAC, MFAC, CommOpt, DedicatedWorkers, HyLo, MemOpt, SparseMFAC, TopK
+from tests.support.building import built
 from tests.support.grid import only, sample
 from tests.support.oracles.ranks import assert_replicas, distance, mean_loss, shard
 from tests.support.pool import Pool, device_of, on_every_rank
@@ -133,7 +134,7 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
 def steps_of(model: nn.Module, name: str, rank: int, world: int, shared: bool, **keywords: Any) -> Tensor:
     """The path of a model that uses a layer in some steps; ranks share each batch, or all of them see it whole."""
     cls, own = METHODS[name]
-    optimizer = cls(model, **own, **keywords)
+    optimizer = built(cls, model, **own, **keywords)
     path = []
     generator = torch.Generator().manual_seed(1)
     for step in range(6):
@@ -236,7 +237,7 @@ def test_parameters_that_are_cut_in_two_ways_are_refused_by_name(rank: int, worl
     fully_shard(model, mesh=mesh["data"])
     for cls, options in ((MFAC, {}), (KFAC, {"skip_layers": ["up", "down"]})):
         with pytest.raises(NotImplementedError, match="parameter '"):
-            cls(model, **options)
+            built(cls, model, **options)
 
 
 def whole_parallel(rank: int) -> tuple[nn.Module, Tensor]:
@@ -250,7 +251,7 @@ def test_an_optimizer_made_before_sharding_says_so_at_its_first_step(rank: int, 
     for name in ("kfac", "mfac"):
         model, inputs = whole_parallel(rank)
         cls, keywords = METHODS[name]
-        optimizer = cls(model, **keywords)
+        optimizer = built(cls, model, **keywords)
         fully_shard(model)
         model(inputs).sum().backward()
         with pytest.raises(RuntimeError, match=r"make it after fully_shard\(\)"):
@@ -275,7 +276,7 @@ def test_what_cannot_serve_sharded_parameters_is_refused_at_construction(rank: i
     ):
         model = fully_sharded(Case(task="mlp").model(device_of(rank)), rank, world, Wrap())
         with pytest.raises(NotImplementedError, match=word):
-            KFAC(model, **given)
+            built(KFAC, model, **given)
 
 
 class Complex(nn.Module):
@@ -307,7 +308,7 @@ def test_parameters_swapped_for_cut_ones_under_averages_are_refused(rank: int, w
     model, inputs = whole_parallel(rank)
     names = {p: path for path, p in model.named_parameters()}
     cls, keywords = METHODS[name]
-    optimizer = cls(model, comm=CommOpt(average_gradients=True), **keywords)
+    optimizer = built(cls, model, comm=CommOpt(average_gradients=True), **keywords)
     fully_shard(model)
     cut = dict(model.named_parameters())
     for group in optimizer.param_groups:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from secondorder import HyLo, ParamScheduler
 from secondorder.switching import Always, EpochList, GradNormChange, LRChange, ProbeError
+from tests.support.building import built
 from tests.support.checkpoints import COPIES, assert_goes_on, assert_same_run, by_file
 from tests.support.grid import each
 from tests.support.models import convnet, images, mlp, vectors
@@ -39,7 +40,7 @@ def new(run, **keywords):
     if run == "frozen first":
         model.first.requires_grad_(False)
     made = {"lr": 0.05, "damping": 0.05, "rank_fraction": 0.3, "update_steps": 4, **RUNS[run](), **keywords}
-    return model, HyLo(model, **made)
+    return model, built(HyLo, model, **made)
 
 
 def go_on(model, opt, begin, end):
@@ -138,9 +139,9 @@ def test_the_examples_per_step_may_be_told_in_advance():
 def test_a_checkpoint_decides_the_mode(change, how, stepped):
     """Also a mode that changed on the way, before and after the first step with it."""
     before, after = change
-    for built in (before, after, "kis"):
+    for at_start in (before, after, "kis"):
         model, other = mlp(), mlp()
-        opt, second = (plain_hylo(m, lr=0.01, mode=mode) for m, mode in ((model, before), (other, built)))
+        opt, second = (plain_hylo(m, lr=0.01, mode=mode) for m, mode in ((model, before), (other, at_start)))
         schedule = ParamScheduler(opt, mode={0: before, 3: after}) if how == "scheduled" else None
         for seed in range(3):
             train(opt, model, seed, seed + 1)
@@ -217,7 +218,7 @@ def test_a_policy_survives_a_load_while_nobody_asks_it():
 
     def run(loads: bool) -> list[str]:
         model = mlp((4, 3))
-        opt = HyLo(model, lr=0.0, update_steps=1, switch=GradNormChange(eta=10.0, period_steps=2))
+        opt = HyLo(model, lr=0.0, update_steps=1, mode=GradNormChange(eta=10.0, period_steps=2))
         schedule, modes = ParamScheduler(opt, mode={0: "auto", 8: "sngd", 10: "auto"}), []
         for number in range(14):
             if loads and number == 9:

@@ -9,6 +9,7 @@ from torch import nn
 
 from secondorder import HyLo
 from secondorder.linalg import woodbury
+from tests.support.building import built
 from tests.support.kfac import assert_close, noise
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import Sometimes
@@ -281,7 +282,7 @@ SETTINGS = {
 def test_a_small_network_of_convolutions_learns_with_a_tenth_of_the_rows(case):
     torch.manual_seed(0)
     model, losses = Small(), []
-    opt = HyLo(model, damping=0.1, rank_fraction=0.1, update_steps=5, **SETTINGS[case])
+    opt = built(HyLo, model, damping=0.1, rank_fraction=0.1, update_steps=5, **SETTINGS[case])
     for seed in range(80):
         x, y = patterns(64, seed)
         opt.zero_grad()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.building import built
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise, twin
 from tests.support.layer_cases import Attends, Pair
@@ -158,7 +159,7 @@ def test_convolutions(case):
     kind, channels, size, keywords = CONVOLUTIONS[case]
 
     def build():
-        return nn.Sequential(seeded_build(lambda: kind(*channels, **{"kernel_size": 2, **keywords})))
+        return nn.Sequential(seeded_build(lambda: built(kind, *channels, **{"kernel_size": 2, **keywords})))
 
     x = noise(3, channels[0], *size)
     for approx in APPROX:

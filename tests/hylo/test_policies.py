@@ -197,16 +197,11 @@ def test_a_policy_may_be_given_to_several():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_a_policy_is_refused_only_where_no_group_asks_it():
-    switch = ProbeError()
-    opt = two_groups(mlp(), {"mode": "kid"}, {}, mode="auto", switch=switch)
+def test_a_policy_is_the_mode_auto_of_groups_without_their_own():
+    opt = two_groups(mlp(), {"mode": "kid"}, {}, mode=ProbeError())
     assert opt.diagnostics()["modes"][0] == "kid"
-    two_groups(mlp(), {}, {"mode": "auto"}, mode="kid", switch=switch)
-    for first, second, mode in (({"mode": "kid"}, {"mode": "kis"}, "auto"), ({}, {"mode": "kis"}, "sngd")):
-        with pytest.raises(ValueError, match="ProbeError"):
-            two_groups(mlp(), first, second, mode=mode, switch=switch)
-    with pytest.raises(ValueError, match="ProbeError"):
-        plain_hylo(mlp(), mode="kid", switch=switch)
+    assert [group["mode"] for group in opt.param_groups] == ["kid", "auto"]
+    assert isinstance(opt.switch, ProbeError)
 
 
 class Nonsense(SwitchPolicy):
@@ -230,7 +225,7 @@ def test_an_answer_that_is_no_mode_is_refused():
 
 def test_a_norm_in_half_precision_does_not_overflow():
     model = nn.Linear(300, 300, dtype=torch.float16)
-    opt = HyLo(model, lr=0.0, switch=GradNormChange(period_steps=1))
+    opt = HyLo(model, lr=0.0, mode=GradNormChange(period_steps=1))
     for p in model.parameters():
         p.grad = torch.full_like(p, 300.0)
     assert torch.isfinite(opt.preconditioner._norm({p: p.grad for p in model.parameters()}))

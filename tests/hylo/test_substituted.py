@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from secondorder import KFAC, HyLo
+from secondorder import KFAC, HyLo, RowOptions
+from tests.support.building import built
 from tests.support.grid import pairs
 from tests.support.kfac import assert_close, noise
 from tests.support.models import images, mlp, seeded_build, vectors
@@ -105,7 +106,7 @@ def test_what_substitution_costs_is_told_in_rows() -> None:
 
 def test_factors_need_a_number_of_rows_to_compare_with() -> None:
     with pytest.raises(ValueError, match=r"kfac_when_cheaper=True .* rank_energy"):
-        HyLo(nn.Linear(3, 2), kfac_when_cheaper=True, rank_energy=0.9)
+        HyLo(nn.Linear(3, 2), rows=RowOptions(kfac_when_cheaper=True, energy=0.9))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ BATCHES = {
 
 
 def blocks(cls: type, model: nn.Module, batches: list, keep: Tensor | None, **keywords: object) -> dict[str, Tensor]:
-    opt = cls(model, lr=0.0, **keywords)
+    opt = built(cls, model, lr=0.0, **keywords)
     for batch in batches:
         with nullcontext() if keep is None else opt.mask(keep):
             out = model(*batch)

@@ -23,6 +23,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from secondorder import KFAC, HyLo, SparseMFAC
 from tests.integrations import bert_sizes
+from tests.support.building import built
 
 EXAMPLES, TOKENS, LABELS, STEPS, WINDOW = 2, 128, 2, 3, 1024
 
@@ -79,7 +80,7 @@ def main() -> None:
     model = BertForSequenceClassification(config)
     cls, keywords = METHODS[method]
     found: dict[str, Any] = {"method": method, "before": peak()}
-    optimizer = cls(model, **keywords)
+    optimizer = built(cls, model, **keywords)
     touch(optimizer)
     found |= {"built": peak(), "losses": [], "cpu_seconds": []}
     batch = random_batch(method, config.vocab_size)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from secondorder import EKFAC, KFAC, HyLo, SparseMFAC, TopK
+from tests.support.building import built
 
 VOCABULARY, N, S = 60, 8, 12  # words, examples, positions
 WINDOW, DENSITY = 1024, 0.1
@@ -64,7 +65,7 @@ def batch(family: str, head: str, labels: int = 2, length: int = S, seed: int = 
 
 def optimizer_of(method: str, model: nn.Module, **changed: Any) -> Any:
     cls, keywords = METHODS[method]
-    return cls(model, **keywords | changed)
+    return built(cls, model, **keywords | changed)
 
 
 def step(model: nn.Module, optimizer: Any, batch: Batch, *, masked: bool = True) -> float:

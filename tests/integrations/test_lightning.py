@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import OneCycleLR
 
-from secondorder import KFAC, MemOpt
+from secondorder import KFAC, AdaptationOptions, MemOpt
 from secondorder.integrations.lightning import SecondOrderCallback
 from tests.integrations.lightning_models import METHODS, Make, Module, fit
 from tests.integrations.small import BATCHES, assert_same_bits, batches, network
@@ -138,7 +138,7 @@ def test_a_closure_may_be_called_again() -> None:
     """Damping that follows the loss judges each step by the same batch."""
 
     def make(module: nn.Module) -> Any:
-        return KFAC(module, lr=0.05, adaptive_damping=True, damping_interval=2)
+        return KFAC(module, lr=0.05, adaptation=AdaptationOptions(adaptive_damping=True, damping_interval=2))
 
     module = Module(make)
     fit(module)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC, HyLo
+from tests.support.building import built
 from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, labels, plain_kfac, twin
 from tests.support.layer_cases import Words, words
@@ -89,7 +90,7 @@ def test_a_large_vocabulary_makes_no_square_matrix_and_no_one_hot_rows(kind, met
 class Refused(nn.Module):
     def __init__(self, kind: type[nn.Module], **options) -> None:
         super().__init__()
-        self.table, self.head = kind(V, D, **options), nn.Linear(D, 3)
+        self.table, self.head = built(kind, V, D, **options), nn.Linear(D, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.table(x)
@@ -183,7 +184,7 @@ def test_by_default_the_head_has_the_block_without_a_warning(method, head_first)
     (x, y), model = data(), seeded_build(lambda: Language(True, head_first))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        opt, chosen = method(model), method(copy.deepcopy(model), tied="head")
+        opt, chosen = method(model), built(method, copy.deepcopy(model), tied="head")
         for optimizer in (opt, chosen):
             for _ in range(3):
                 train(optimizer, optimizer.module, (x,), y, F.cross_entropy)

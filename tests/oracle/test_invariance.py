@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support.building import built
 from tests.support.ekfac import plain_ekfac, standing
 from tests.support.grid import pairs
 from tests.support.kfac import all_factors, assert_close, noise, plain_kfac
@@ -51,7 +52,7 @@ def take_step(opt, model, batches, scaler=None, unscale=False):
 
 def result(method, model, batches, approx="expand", unscale=False, **keywords):
     """What is known of every layer after two steps over ``batches`` of (x, y, loss) at one place, and the next step."""
-    opt = METHODS[method](model, approx=approx, **keywords)
+    opt = built(METHODS[method], model, approx=approx, **keywords)
     scaler, names = keywords.get("grad_scaler"), covered_names(model)
     with standing(opt):
         for _ in range(2):

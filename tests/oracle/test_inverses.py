@@ -12,6 +12,7 @@ from secondorder.curvature.layer import Choices, LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.schema import tensors
 from secondorder.linalg.dense import Workspace
+from tests.support.building import built
 from tests.support.oracles.kfac import pi_factors
 
 N_A, N_G, DAMPING = 4, 3, 0.3
@@ -87,7 +88,7 @@ def direction_of_one_step(width, out, examples, **keywords):
     """The optimizer, its layer, the gradient and the direction, in float32."""
     torch.manual_seed(0)
     layer = nn.Linear(width, out, bias=False)
-    opt = KFAC(layer, lr=0.1, damping_split="pi", kl_clip=None, **keywords)
+    opt = built(KFAC, layer, lr=0.1, damping_split="pi", kl_clip=None, **keywords)
     # Positive inputs make one eigenvalue hundreds of times the mean, and its rounding comparable to what λ adds.
     x, y = torch.rand(examples, width) + 1, torch.randn(examples, out) + 1
     (layer(x) * y).sum(1).mean().backward()

@@ -9,6 +9,7 @@ from torch import nn
 
 from secondorder import EKFAC, KFAC, HyLo
 from tests.support import kfac
+from tests.support.building import built
 from tests.support.kfac import all_factors, assert_close, assert_solves, next_directions, noise, plain_kfac, train_step
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
 from tests.support.oracles.kfac import expected_factors, grouped, pi_factors, solve_exact, solve_pi
@@ -219,7 +220,7 @@ def test_every_layer_has_its_own_direction(way):
     """Compared with an explicit solution from the factors in the state, layer by layer."""
     model = seeded_build(aligned)
     kind, keywords = (EKFAC, {"estimator": way}) if way in ("intra", "running") else (KFAC, {"inverse_method": way})
-    opt = kind(model, lr=0.1, damping=0.1, kl_clip=None, **keywords)
+    opt = built(kind, model, lr=0.1, damping=0.1, kl_clip=None, **keywords)
     kept = kept_directions(opt, model)
     for name, p in model.named_parameters():
         state, gradient = opt.state[p], p.grad.flatten(1)
@@ -237,9 +238,9 @@ def test_every_layer_has_its_own_direction(way):
 def test_rows_of_every_layer_give_their_own_direction(mode):
     """That of the same layer alone, when all others are left out of the method."""
     whole, keywords = seeded_build(aligned), {"damping": 0.1, "mode": mode, "rank_fraction": 0.5}
-    kept = kept_directions(HyLo(whole, **keywords), whole)
+    kept = kept_directions(built(HyLo, whole, **keywords), whole)
     for name, _ in whole.named_parameters():
         model = seeded_build(aligned)
         others = [other for other, _ in model.named_children() if other != name.partition(".")[0]]
-        found = kept_directions(HyLo(model, **keywords, skip_layers=others), model)
+        found = kept_directions(built(HyLo, model, **keywords, skip_layers=others), model)
         torch.testing.assert_close(kept[name], found[name], rtol=1e-9, atol=1e-12)

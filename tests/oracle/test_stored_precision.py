@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secondorder import EKFAC, KFAC
+from secondorder import EKFAC, KFAC, StorageOptions
+from tests.support.building import built
 from tests.support.grid import each
 from tests.support.kfac import all_factors, assert_close, layer_state, next_directions, plain_kfac, train_step
 from tests.support.models import mlp, vectors
@@ -40,7 +41,7 @@ def net():
 
 def start(name, **keywords):
     (cls, own), model = METHODS[name], net()
-    return model, cls(model, **OPTIONS, **own, **keywords)
+    return model, built(cls, model, **OPTIONS, **own, **keywords)
 
 
 def train(model, opt, on):
@@ -56,7 +57,7 @@ def same(model, other):
 def test_the_running_mean_is_rounded_once_an_update():
     """The same factors as a second optimizer measures them in full, folded and rounded by hand."""
     low, full = net(), net()
-    opt = KFAC(low, **{**OPTIONS, "lr": 0.0}, factor_dtype=torch.bfloat16)
+    opt = built(KFAC, low, **{**OPTIONS, "lr": 0.0}, factor_dtype=torch.bfloat16)
     expected, total = {}, 0.0
     for x, y in batches(4):
         train_step(opt, low, x, y, F.cross_entropy)
@@ -165,9 +166,9 @@ def test_what_cannot_be_stored_is_refused(cls):
     for keyword in ("factor_dtype", "inv_dtype"):
         for value, error, told in ((torch.float16, ValueError, "torch.float16"), ("bfloat16", TypeError, "'bfloat16'")):
             with pytest.raises(error, match=f"{keyword} must be torch.float32 or torch.bfloat16, got {told}"):
-                cls(net(), **{keyword: value})
-    with pytest.raises(ValueError, match="factor_storage must be one of \\('dense', 'packed'\\), got 'sparse'"):
-        cls(net(), factor_storage="sparse")
+                built(cls, net(), **{keyword: value})
+    with pytest.raises(TypeError, match="packed must be True or False, got 'sparse'"):
+        StorageOptions(packed="sparse")
 
 
 def test_diagonal_factors_are_kept_so_too():
@@ -192,7 +193,7 @@ def test_packed_factors_of_convolutions_and_beside_diagonal_ones(groups, extra):
     def run(**keywords):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Conv2d(2, 4, 3, groups=groups), nn.Flatten(), nn.Linear(16, 3))
-        opt = KFAC(model, **OPTIONS, **extra, **keywords)
+        opt = built(KFAC, model, **OPTIONS, **extra, **keywords)
         for seed in range(5):
             x = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(seed))
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from secondorder import KFAC
 from secondorder.schedule import DampingDecay, ParamScheduler, damping_decay
+from tests.support.building import built
 
 CASES = {
     "published": (4.0, 0.04, 600, 0),
@@ -76,7 +77,9 @@ def network() -> nn.Module:
 
 
 def kfac(model: nn.Module, **options: Any) -> KFAC:
-    return KFAC(model, **{"lr": 0.05, "damping": 1.0, "factor_update_steps": 1, "inv_update_steps": 1, **options})
+    return built(
+        KFAC, model, **{"lr": 0.05, "damping": 1.0, "factor_update_steps": 1, "inv_update_steps": 1, **options}
+    )
 
 
 def train(model: nn.Module, optimizer: KFAC, step: int) -> None:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from secondorder import EKFAC, KFAC
+from secondorder import EKFAC, KFAC, RefreshOptions
 from secondorder.curvature import factors
 from secondorder.curvature import refresh as module
+from tests.support.building import built
 
 INTERVAL, LAG = 20, 2
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -36,7 +37,7 @@ def _net() -> nn.Sequential:
 def _make(name: str, model: nn.Module, **options: Any) -> Any:
     kind, chosen = METHODS[name]
     settings = {"lr": 0.02, "damping": 0.1, "factor_update_steps": 1, "inv_update_steps": INTERVAL, "overlap": True}
-    return kind(model, **{**settings, **chosen, **options})
+    return built(kind, model, **{**settings, **chosen, **options})
 
 
 def _step(model: nn.Module, opt: Any, t: int) -> None:
@@ -359,7 +360,7 @@ def test_memory_is_that_of_the_copies() -> None:
 
 def test_what_does_not_go_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="overlap=True factorises anew, basis_update='qr' improves"):
-        EKFAC(_net(), overlap=True, basis_update="qr")
+        EKFAC(_net(), overlap=True, refresh=RefreshOptions(basis_update="qr"))
     with pytest.raises(TypeError, match="overlap"):
         KFAC(_net(), overlap="yes")
     assert "Drop overlap=True" in (KFAC(_net(), overlap=True).reason_against_roles() or "")

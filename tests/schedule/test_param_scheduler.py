@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 
-from secondorder import KFAC, MFAC
+from secondorder import KFAC, MFAC, AdaptationOptions
 from secondorder.schedule import ParamScheduler
+from tests.support.building import built
 
 Build = Callable[..., Optimizer]
 
@@ -28,11 +29,11 @@ def network() -> nn.Sequential:
 
 def kfac(model: nn.Module, **options: Any) -> Optimizer:
     intervals = {"factor_update_steps": 1, "inv_update_steps": 2}
-    return KFAC(model, **{"lr": 0.05, "damping": 1e-2, **intervals, **options})
+    return built(KFAC, model, **{"lr": 0.05, "damping": 1e-2, **intervals, **options})
 
 
 def mfac(model: nn.Module, **options: Any) -> Optimizer:
-    return MFAC(model, **{"lr": 0.05, "damping": 1e-2, "window_size": 4, **options})
+    return built(MFAC, model, **{"lr": 0.05, "damping": 1e-2, "window_size": 4, **options})
 
 
 def sgd(model: nn.Module, **options: Any) -> Optimizer:
@@ -540,3 +541,34 @@ def test_copies_drive_their_own_optimizer() -> None:
         assert twin.optimizer.param_groups[0]["betas"] == (0.9, 0.99)
         assert option(optimizer, "lr") == [power(1)]
         assert option(optimizer, "betas") == [(0.8, 0.9)]
+
+
+def test_milestones_of_an_adapted_damping_are_new_starts() -> None:
+    """Between them the adapted value stays, also when a scheduler is loaded; a function is refused."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    adaptation = AdaptationOptions(adaptive_damping=True, damping_interval=1)
+    optimizer = KFAC(model, lr=0.1, damping=0.5, adaptation=adaptation)
+    schedule = ParamScheduler(optimizer, damping={0: 0.3, 4: 0.7})
+    inputs = torch.randn(16, 3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        return loss
+
+    seen = [optimizer.param_groups[0]["damping"]]
+    for _ in range(6):
+        optimizer.step(closure)
+        schedule.step()
+        seen.append(float(optimizer.param_groups[0]["damping"]))
+    assert seen[0] == 0.3
+    assert seen[4] == 0.7
+    assert len({*seen[:4]}) > 1
+    assert len({*seen[4:]}) > 1
+    schedule.load_state_dict(schedule.state_dict())
+    assert float(optimizer.param_groups[0]["damping"]) == seen[-1]
+    with pytest.raises(ValueError, match="give milestones, {step: value}, from which it is adapted further"):
+        ParamScheduler(optimizer, damping=lambda step: 0.1)
+    ParamScheduler(optimizer, weight_decay=lambda step: 0.1)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from secondorder.config import FisherOptions
 from secondorder.curvature.factorization import joint_ok
 from secondorder.curvature.kronecker import KroneckerBlock
 from secondorder.curvature.layer import Choices, LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.refresh import Refresher
 from secondorder.curvature.schema import tensors
-from secondorder.options import FisherOptions
 from secondorder.runtime import Runtime
 
 N, INTERVAL = 3, 10

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import EKFAC
+from tests.support.building import built
 from tests.support.kfac import assert_close, backward, noise, owner
 from tests.support.models import mlp
 from tests.support.oracles.ekfac import mean_gradient, measured_scales, values
@@ -27,7 +28,7 @@ PLAIN = {
 
 
 def plain_ekfac(params, **keywords) -> EKFAC:
-    return EKFAC(params, **{**PLAIN, **keywords})
+    return built(EKFAC, params, **{**PLAIN, **keywords})
 
 
 def state_of(opt: EKFAC, layer: nn.Module) -> dict:

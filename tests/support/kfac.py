@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from secondorder import KFAC
 from secondorder.curvature.schema import likes
+from tests.support.building import built
 from tests.support.oracles.kfac import covered_names, expected_factors, layer_gradient, layer_values
 
 # Every choice that a test does not make itself: plain steps along the preconditioned gradient, everything due always.
@@ -25,7 +26,7 @@ PLAIN = {
 
 
 def plain_kfac(params, **keywords) -> KFAC:
-    return KFAC(params, **{**PLAIN, **keywords})
+    return built(KFAC, params, **{**PLAIN, **keywords})
 
 
 def owner(layer: nn.Module) -> nn.Parameter:

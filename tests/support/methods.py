@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, SparseMFAC, TopK
+from secondorder.preconditioners.keywords import OBJECTS, flat_names
 from secondorder.switching import GradNormChange
 from tests.support import storages
+from tests.support.building import built
 from tests.support.storages import (
     Factored,
     Kept,
@@ -139,8 +141,8 @@ class Method:
         """The optimizer of a model: from the module itself, or from `params` with `module=` where it needs one."""
         merged = {**self.keywords, **keywords}
         if params is None:
-            return self.cls(model, **merged)
-        return self.cls(params, **({"module": model} if self.layerwise else {}) | merged)
+            return built(self.cls, model, **merged)
+        return built(self.cls, params, **({"module": model} if self.layerwise else {}) | merged)
 
     def start(
         self, task: Task, steps: int = 0, *, params: Callable[[nn.Module], Any] | None = None, **keywords: Any
@@ -192,7 +194,7 @@ class Method:
 
 @cache
 def _keywords(cls: type[Optimizer]) -> frozenset[str]:
-    return frozenset(inspect.signature(cls).parameters)
+    return frozenset({*inspect.signature(cls).parameters} - OBJECTS.keys() | flat_names(cls).keys() | {"fallback"})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import KFAC
+from tests.support.building import built
 
 
 def kfac(model: Any, **options: Any) -> KFAC:
     """K-FAC with settings under which the numbers of a test are easy to predict."""
     plain = {"lr": 1.0, "momentum": 0.0, "damping": 0.1, "kl_clip": None, "factor_update_steps": 1}
-    return KFAC(model, **{**plain, "inv_update_steps": 1, **options})
+    return built(KFAC, model, **{**plain, "inv_update_steps": 1, **options})
 
 
 def mlp(dropout: float = 0.0) -> nn.Sequential:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from secondorder import HyLo
 from secondorder.linalg import selection
+from tests.support.building import built
 from tests.support.oracles.ranks import CLASSES, STRATEGIES, TASKS, TOKENS, WIDTH, flat, mean_loss, shard
 from tests.support.pool import device_of
 
@@ -48,7 +49,7 @@ class Case:
             return MODULES[self.task]().double()
 
     def build(self, model: nn.Module, comm: Any = None) -> HyLo:
-        return HyLo(model, comm=comm, **{**SETTINGS, **self.keywords})
+        return built(HyLo, model, comm=comm, **{**SETTINGS, **self.keywords})
 
     def shards(self, step: int, world: int) -> list[tuple[Tensor, Tensor]]:
         task = TASKS[{"branches": "mlp", "lengths": "words", "groups": "cnn"}.get(self.task, self.task)]

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, MemOpt, SparseMFAC, TopK
 from secondorder.switching import GradNormChange
+from tests.support.building import built
 from tests.support.pool import Pool
 
 FOLDER = Path(__file__).parents[1] / "checkpoint_files"
@@ -70,10 +71,10 @@ class Saved:
     def start_on(self, model: nn.Module) -> Any:
         comm = {"comm": MemOpt(average_gradients=True)} if torch.distributed.is_initialized() else {}
         if not self.split:
-            return self.cls(model, **self.keywords, **comm)
+            return built(self.cls, model, **self.keywords, **comm)
         named = list(model.named_parameters())
         groups = [{"params": named[:4]}, {"params": named[4:], "lr": 0.02, "weight_decay": 0.01}]
-        return self.cls(groups, module=model, **self.keywords, **comm)
+        return built(self.cls, groups, module=model, **self.keywords, **comm)
 
 
 _FACTORS = {"lr": 0.05, "damping": 0.01, "factor_update_steps": 2, "inv_update_steps": 4}

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.support.building import built
 from tests.support.oracles.ranks import (
     CLASSES,
     METHODS,
@@ -146,7 +147,7 @@ class Case:
         half = len(named) // 2
         cls, own = METHODS[self.method]
         groups = [{"params": named[:half]}, {"params": named[half:], "lr": own["lr"] / 2}]
-        return cls(groups, module=model, comm=comm, **{**own, **settings})
+        return built(cls, groups, module=model, comm=comm, **{**own, **settings})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

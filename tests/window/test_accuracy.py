@@ -12,6 +12,7 @@ from torch import Tensor
 
 from secondorder import GGT, MFAC, LowRank, TopK
 from secondorder.curvature.window import lowrank, rows
+from tests.support.building import built
 from tests.support.grid import each, pairs
 from tests.support.oracles.window import Average, extended, fisher_direction, root_direction, solve
 from tests.support.window import assert_near, error_of, give, history, noise, parameters, push, put
@@ -32,7 +33,7 @@ def float32_rows(kind: str, steps: int) -> Tensor:
 
 def worst(g: Tensor, damping: float, checked: int, **keywords: str) -> float:
     params = parameters([(60,), (5, 8)], torch.float32)
-    opt = MFAC(params, lr=1.0, window_size=M, damping=damping, **keywords)
+    opt = built(MFAC, params, lr=1.0, window_size=M, damping=damping, **keywords)
     errors = []
     for step in range(len(g)):
         u = push(opt, params, g[step])
@@ -73,7 +74,7 @@ def test_auto_keeps_its_accuracy_once_the_repetition_leaves_the_window() -> None
 def test_compressed_windows(damping: float, storage: str) -> None:
     """Against the rows as stored."""
     kind, params = STORAGES[storage], parameters([(12, 8), (4,)], torch.float32)
-    opt = MFAC(params, lr=1.0, window_size=M, damping=damping, **kind.keywords)
+    opt = built(MFAC, params, lr=1.0, window_size=M, damping=damping, **kind.keywords)
     for step in range(M + 6):
         u = push(opt, params, noise(D, seed=step))
     rows = history(opt, params, [0, 1], kind.block_size)
@@ -85,7 +86,9 @@ def test_compressed_windows(damping: float, storage: str) -> None:
 def test_momentum_on_gradients(method: str, value: float) -> None:
     """While every gradient is a row nothing may be left of x/λ; later what has dropped out of the window dominates."""
     params, average = parameters([(D,)], torch.float32), Average(D, 0.9)
-    opt = METHODS[method](params, lr=1.0, window_size=M, **averaging(method, 0.9, 0.95), **regular(method, value))
+    opt = built(
+        METHODS[method], params, lr=1.0, window_size=M, **averaging(method, 0.9, 0.95), **regular(method, value)
+    )
     g = float32_rows("independent", M + 10)
     for step in range(M + 10):
         u, x = push(opt, params, g[step]), average.add(g[step])
@@ -99,7 +102,7 @@ def test_momentum_on_gradients(method: str, value: float) -> None:
 def test_decay_beside_the_newest_row(method: str, value: float) -> None:
     params = parameters([(D,)], torch.float32)
     keywords = {"weight_decay": 0.125, "weight_decay_mode": "reg", **regular(method, value)}
-    opt = METHODS[method](params, lr=1.0, window_size=M, **keywords)
+    opt = built(METHODS[method], params, lr=1.0, window_size=M, **keywords)
     g, p = float32_rows("independent", M + 10), noise(D, seed=77)
     for row in g:
         put(params, p)
@@ -116,7 +119,7 @@ def test_one_huge_gradient_does_not_silence_those_after_it(how: tuple[str, dict[
     """Small rows beside a large one are no rounding: they stay what they are until it leaves the window."""
     (method, keywords), params, g = how, parameters([(D,)], torch.float32), float32_rows("independent", 24)
     g[3] *= 1e4
-    opt = METHODS[method](params, lr=1.0, window_size=M, **regular(method, 1e-2), **keywords)
+    opt = built(METHODS[method], params, lr=1.0, window_size=M, **regular(method, 1e-2), **keywords)
     for step in range(24):
         u = push(opt, params, g[step])
     assert error_of(u, explicit(method, g, g[-1], 1e-2)) <= 1e-4
@@ -216,7 +219,7 @@ def test_whole_steps_of_a_wide_window(cls: Any, form: str, monkeypatch: pytest.M
     monkeypatch.setattr(rows, "TILE", 1 << 15)
     monkeypatch.setattr(lowrank, "TILE", 1 << 12)
     params = parameters([(130, 300), (77,)], torch.float32)  # d = 39,077: nine whole chunks and a rest
-    opt = cls(params, lr=1.0, window_size=20, **({"damping": 1e-4} if cls is MFAC else {}), **FORMS[form])
+    opt = built(cls, params, lr=1.0, window_size=20, **{"damping": 1e-4} if cls is MFAC else {}, **FORMS[form])
     for step in range(27):
         with opt.keep_directions() as kept:
             push(opt, params, noise(39077, seed=step, dtype=torch.float32))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import GGT, MFAC, LowRank, TopK
+from tests.support.building import built
 from tests.support.grid import each, pairs
 from tests.support.oracles.window import Average
 from tests.support.window import (
@@ -52,7 +53,7 @@ def test_resume_is_bit_exact(kind: str) -> None:
     cls, keywords = KINDS[kind]
     for dtype in (torch.float32, torch.float64) if kind.split()[-1] in FEW else (torch.float32,):
         params, others = parameters(SHAPES, dtype), parameters(SHAPES, dtype)
-        opt, twin = (cls(p, lr=1e-3, window_size=M, **keywords) for p in (params, others))
+        opt, twin = (built(cls, p, lr=1e-3, window_size=M, **keywords) for p in (params, others))
         train(opt, params, range(M + 2))
         give(params, torch.full((D,), torch.nan))
         opt.step()
@@ -87,7 +88,7 @@ def test_another_window_size_keeps_the_newest_rows(how: str, wanted: int) -> Non
     kind, every, steps = STORAGES[storage], [0, 1, 2], 2 if wanted == 3 else 11
     own = {**regular(method, 1e-2), **({"betas": (0.0, 0.9)} if method == "ggt" else {}), **kind.keywords}
     params, others = parameters(SHAPES), parameters(SHAPES)
-    opt, twin = (METHODS[method](p, lr=1.0, window_size=m, **own) for p, m in ((params, M), (others, wanted)))
+    opt, twin = (built(METHODS[method], p, lr=1.0, window_size=m, **own) for p, m in ((params, M), (others, wanted)))
     for step in range(steps):
         push(opt, params, noise(D, seed=step))
     kept = history(opt, params, every, kind.block_size)
@@ -110,7 +111,7 @@ def test_another_window_size_under_momentum_on_gradients(method: str, wanted: in
     """Rows that leave the window at loading stay in the average."""
     keywords = {"lr": 1.0, **averaging(method, 0.9, 0.8), **regular(method, 1e-3)}
     params, others = parameters(SHAPES), parameters(SHAPES)
-    opt, twin = (METHODS[method](p, window_size=m, **keywords) for p, m in ((params, M), (others, wanted)))
+    opt, twin = (built(METHODS[method], p, window_size=m, **keywords) for p, m in ((params, M), (others, wanted)))
     g, average = noise(40, D), Average(D, 0.9)
     for step in range(12):
         push(opt, params, g[step])
@@ -165,7 +166,7 @@ def test_a_model_in_bfloat16_keeps_the_dtypes_of_the_state(storage: str) -> None
     kind = STORAGES[storage]
     for saved_in in (torch.bfloat16, torch.float32):
         params, others = parameters(SHAPES, saved_in), parameters(SHAPES, torch.bfloat16)
-        opt, twin = (MFAC(p, lr=1.0, window_size=M, **kind.keywords) for p in (params, others))
+        opt, twin = (built(MFAC, p, lr=1.0, window_size=M, **kind.keywords) for p in (params, others))
         for step in range(M + 2):
             push(opt, params, noise(D, seed=step))
         twin.load_state_dict(from_disk(opt))

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from secondorder import MFAC
+from secondorder import MFAC, WindowOptions
+from tests.support.building import built
 from tests.support.grid import each, pairs
 from tests.support.oracles.window import Average, extended, fisher_direction
 from tests.support.window import assert_near, columns_of, flat, give, history, noise, parameters, push, put, states
@@ -37,7 +38,7 @@ def test_modes_of_weight_decay(method: str, mode: str, partition: str) -> None:
     """λ = 1e-6 (ε = 1e-4): preconditioning g + wd·p with the dots of g would let p/λ through unsolved."""
     params, small = parameters(SHAPES), 1e-6 if method == "mfac" else 1e-4
     keywords = {"weight_decay": DECAY, "partition": partition, **regular(method, small), **MODES[mode]}
-    opt = METHODS[method](params, lr=LR, window_size=M, **keywords)
+    opt = built(METHODS[method], params, lr=LR, window_size=M, **keywords)
     seen: list[Tensor] = []
     for step in range(3 * M + 2):
         g, p = noise(D, seed=step), noise(D, seed=100 + step)
@@ -56,7 +57,7 @@ def test_modes_of_weight_decay(method: str, mode: str, partition: str) -> None:
 def test_decay_inside_a_window_that_spans_everything(method: str) -> None:
     params, m, damping = parameters([(4,)]), 9, 1e-4
     keywords = {"weight_decay": DECAY, "weight_decay_mode": "reg", **regular(method, damping)}
-    opt = METHODS[method](params, lr=1.0, window_size=m, **keywords)
+    opt = built(METHODS[method], params, lr=1.0, window_size=m, **keywords)
     g = noise(20, 4)
     for step in range(20):
         p = noise(4, seed=step)
@@ -72,7 +73,7 @@ def test_decay_beside_a_compressed_window(storage: str) -> None:
     for mode in ("reg", "both"):
         kind, params = STORAGES[storage], parameters(SHAPES)
         keywords = {"weight_decay": DECAY, "weight_decay_mode": mode, **kind.keywords}
-        opt = MFAC(params, lr=LR, window_size=M, damping=1e-6, **keywords)
+        opt = built(MFAC, params, lr=LR, window_size=M, damping=1e-6, **keywords)
         for step in range(3 * M + 2):
             g, p = noise(D, seed=step), noise(D, seed=100 + step)
             moved = step_from(opt, params, p, g)
@@ -100,7 +101,7 @@ def test_reg_with_momentum_before_preconditioning(method: str) -> None:
     """Average of gradients, and decay on top of it."""
     own = {**averaging(method, 0.9, 0.8), **regular(method, 1e-3)}
     params, average = parameters(SHAPES), Average(D, 0.9)
-    opt = METHODS[method](params, lr=1.0, window_size=M, weight_decay=DECAY, weight_decay_mode="reg", **own)
+    opt = built(METHODS[method], params, lr=1.0, window_size=M, weight_decay=DECAY, weight_decay_mode="reg", **own)
     g = noise(17, D)
     for step in range(17):
         p, v = noise(D, seed=100 + step), average.add(g[step])
@@ -115,8 +116,8 @@ def test_the_norm_is_clipped_before_momentum(method: str, storage: str, partitio
     """That of the direction of all parameters together."""
     keywords = {"lr": 1.0, "window_size": M, "partition": partition, **STORAGES[storage].keywords}
     (plain, clipped), limit = (parameters(SHAPES), parameters(SHAPES)), 0.1
-    opt = METHODS[method](plain, **keywords)
-    twin = METHODS[method](clipped, clip_norm=limit, momentum=0.5, **keywords)
+    opt = built(METHODS[method], plain, **keywords)
+    twin = built(METHODS[method], clipped, clip_norm=limit, momentum=0.5, **keywords)
     v, factors = torch.zeros(D, dtype=torch.float64), []
     for step in range(12):
         g = noise(D, seed=step) * 4.0 ** (step % 3)
@@ -132,10 +133,18 @@ def test_the_norm_is_clipped_before_momentum(method: str, storage: str, partitio
 def test_adam_graft(method: str, partition: str) -> None:
     """The direction is the method's for Adam's first moment as far as the window remembers it, the size is Adam's."""
     params, (beta1, beta2), eps = parameters(SHAPES), (0.8, 0.9), 1e-3
-    opt = METHODS[method](
-        params, lr=1.0, momentum=0.5, window_size=M, partition=partition, graft="adam",
-        fallback_betas=(beta1, beta2), fallback_eps=eps, **regular(method, 1e-3),
-    )  # fmt: skip
+    opt = built(
+        METHODS[method],
+        params,
+        lr=1.0,
+        momentum=0.5,
+        window_size=M,
+        partition=partition,
+        graft="adam",
+        fallback_betas=(beta1, beta2),
+        fallback_eps=eps,
+        **regular(method, 1e-3),
+    )
     g, mean, square = noise(17, D), torch.zeros(D, dtype=torch.float64), torch.zeros(D, dtype=torch.float64)
     for step in range(17):
         mean = beta1 * mean + (1 - beta1) * g[step]
@@ -174,7 +183,7 @@ FALLBACKS: dict[str, tuple[dict[str, Any], Any]] = {
 def test_norm_layers_and_biases_leave_the_window_and_still_move(method: str, which: str, fallback: str) -> None:
     (skips, names), (keywords, rule), model = EXCLUSIONS[which], FALLBACKS[fallback], normalised()
     params = dict(model.named_parameters())
-    opt = METHODS[method](model, lr=1.0, window_size=3, **regular(method, 1e-3), **skips, **keywords)
+    opt = built(METHODS[method], model, lr=1.0, window_size=3, **regular(method, 1e-3), **skips, **keywords)
     outside = [params[name] for name in names]
     inside = [p for name, p in params.items() if name not in names]
     twins = [nn.Parameter(p.detach().clone()) for p in outside]
@@ -205,7 +214,7 @@ def test_derived_norm_layers_are_left_out_and_vectors_where_there_is_no_module()
         (bare, bare, [0, 2], slice(12, 16)),
     ):
         g = noise(sum(p.numel() for p in params))
-        opt = MFAC(given, lr=1.0, window_size=M, skip_norm_layers=True)
+        opt = MFAC(given, lr=1.0, window_size=M, window=WindowOptions(skip_norm_layers=True))
         u = push(opt, params, g)
         assert torch.equal(u[out], g[out])
         assert [i for i, state in states(opt).items() if "window" in state] == inside

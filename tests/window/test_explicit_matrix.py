@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import MFAC
+from tests.support.building import built
 from tests.support.grid import each, pairs
 from tests.support.oracles.window import fisher_direction
 from tests.support.window import (
@@ -36,7 +37,7 @@ STEPS = 3 * M + 2
 def build(method: str, params: list[nn.Parameter], **keywords: Any) -> torch.optim.Optimizer:
     """Two groups, steps along the direction."""
     groups = [{"params": params[:2]}, {"params": params[2:]}]
-    return METHODS[method](groups, **{"lr": 1.0, "window_size": M, **regular(method, 1e-2), **keywords})
+    return built(METHODS[method], groups, **{"lr": 1.0, "window_size": M, **regular(method, 1e-2), **keywords})
 
 
 def exists(storage: str, dtype: torch.dtype, partition: str, **others: str) -> bool:
@@ -94,7 +95,7 @@ def test_the_gram_matrix_of_every_storage_is_that_of_its_rows(storage: str, part
 def test_layer_takes_weight_and_bias_of_a_module_together() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Conv1d(2, 3, 2), nn.Linear(4, 2, bias=False)).double()
     params, keywords = list(model.parameters()), {"lr": 1.0, "window_size": 3, "partition": "layer", "damping": 1e-2}
-    opt, bare = MFAC(model, **keywords), MFAC(params, module=model, **keywords)
+    opt, bare = built(MFAC, model, **keywords), built(MFAC, params, module=model, **keywords)
     assert sum("gram" in state for state in states(opt).values()) == 3
     for step in range(8):
         gradient = noise(sum(p.numel() for p in params), seed=step)
@@ -110,7 +111,7 @@ def test_layer_with_one_layer_is_global(storage: str) -> None:
     results = []
     for partition in UNITS:
         params = parameters([(5, 7)])
-        opt = MFAC(params, lr=1.0, window_size=M, partition=partition, **STORAGES[storage].keywords)
+        opt = built(MFAC, params, lr=1.0, window_size=M, partition=partition, **STORAGES[storage].keywords)
         results.append(torch.stack([push(opt, params, noise(35, seed=step)) for step in range(STEPS)]))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -131,7 +132,7 @@ def test_one_unit_of_parameters_of_several_dtypes(method: str) -> None:
     """Flat buffers are per dtype, dots are of all of them."""
     params = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in ((5, torch.float32), (4, torch.float64))]
     params += parameters([(2, 2)], torch.bfloat16)
-    opt = METHODS[method](params, lr=1.0, window_size=3, **regular(method, 1e-2))
+    opt = built(METHODS[method], params, lr=1.0, window_size=3, **regular(method, 1e-2))
     for step in range(11):
         u = push(opt, params, noise(13, seed=step).bfloat16().double())
         rows = history(opt, params, [0, 1, 2])
@@ -141,7 +142,7 @@ def test_one_unit_of_parameters_of_several_dtypes(method: str) -> None:
 def test_parameters_without_entries() -> None:
     for storage in ("dense", "topk", "rank-1"):
         kind, params = STORAGES[storage], parameters([(4,), (0, 3), (2, 3)])
-        opt = MFAC(params, lr=1.0, window_size=3, damping=1e-2, **kind.keywords)
+        opt = built(MFAC, params, lr=1.0, window_size=3, damping=1e-2, **kind.keywords)
         for step in range(7):
             u = push(opt, params, noise(10, seed=step))
             rows = history(opt, params, [0, 2], kind.block_size)
@@ -161,7 +162,7 @@ def test_complex_parameters_beside_an_odd_number_of_real_entries(
     kind, pair = STORAGES[storage], torch.complex128 if real == torch.float64 else torch.complex64
     every = [nn.Parameter(torch.zeros(3, dtype=real)), *parameters([(2, 3), (5,)], pair)]
     params = [every[i] for i in order]
-    opt = METHODS[method](params, lr=1.0, window_size=5, **regular(method, 1e-2), **kind.keywords)
+    opt = built(METHODS[method], params, lr=1.0, window_size=5, **regular(method, 1e-2), **kind.keywords)
     lengths = [p.numel() * (2 if p.is_complex() else 1) for p in params]
     for step in range(11):
         for i, p in enumerate(params):
@@ -184,7 +185,7 @@ def test_conjugated_gradients(method: str, storage: str) -> None:
     start, found = torch.complex(noise(7), noise(7, seed=1)), []
     for resolve in (False, True):
         p = nn.Parameter(start.clone())
-        opt = METHODS[method]([p], lr=0.1, window_size=5, **STORAGES[storage].keywords)
+        opt = built(METHODS[method], [p], lr=0.1, window_size=5, **STORAGES[storage].keywords)
         for step in range(6):
             gradient = torch.complex(noise(7, seed=2 * step + 5), noise(7, seed=2 * step + 6)).conj()
             p.grad = gradient.resolve_conj() if resolve else gradient

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from secondorder.diagnostics.step_record import StepRecord
+from tests.support.building import built
 from tests.support.grid import each, pairs
 from tests.support.oracles.window import Average
 from tests.support.window import (
@@ -31,7 +32,7 @@ EVERY = [0, 1, 2]
 
 
 def build(method: str, params: Any, **keywords: Any) -> torch.optim.Optimizer:
-    return METHODS[method](params, **{"lr": 1.0, "window_size": M, **regular(method, 1e-2), **keywords})
+    return built(METHODS[method], params, **{"lr": 1.0, "window_size": M, **regular(method, 1e-2), **keywords})
 
 
 # ---------------------------------------------------------------------------------------------------- missing gradients

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import GGT, MFAC
+from tests.support.building import built
 from tests.support.grid import each
 from tests.support.window import assert_near, flat, give, history, noise, parameters, push, residual, states
 from tests.support.window_storages import STORAGES
@@ -18,7 +19,7 @@ SHAPES, D, M = [(4, 5), (3,)], 23, 4
 @each(cls=[MFAC, GGT], storage=["dense", "bfloat16", "topk", "rank-1"])
 def test_cosine_angle_and_norms(cls: Any, storage: str) -> None:
     kind, params = STORAGES[storage], parameters(SHAPES)
-    opt = cls(params, lr=1.0, window_size=M, **kind.keywords)
+    opt = built(cls, params, lr=1.0, window_size=M, **kind.keywords)
     for step in range(3 * M):
         u = push(opt, params, noise(D, seed=step))
         (figures,) = opt.diagnostics()["units"].values()
@@ -53,7 +54,7 @@ def test_amplification_and_effective_rank(damping: float) -> None:
 def test_sent_energy_and_length_of_the_residual(storage: str) -> None:
     """‖ĝ‖² / ‖e + g‖², ‖e‖ and ‖e‖ / ‖g‖."""
     kind, params = STORAGES[storage], parameters(SHAPES)
-    opt, left = MFAC(params, lr=1.0, window_size=M, **kind.keywords), torch.zeros(D, dtype=torch.float64)
+    opt, left = built(MFAC, params, lr=1.0, window_size=M, **kind.keywords), torch.zeros(D, dtype=torch.float64)
     for step in range(3 * M):
         g = noise(D, seed=step)
         push(opt, params, g)
@@ -78,7 +79,7 @@ def test_kept_directions_are_those_before_momentum() -> None:
 def test_diagnostics_after_a_layer_without_gradient_and_a_dropped_step(storage: str, missing: list[int]) -> None:
     net = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
     params, units = list(net.parameters()), {"0": [0, 1], "1": [2, 3]}
-    opt = MFAC(net, lr=1.0, window_size=M, damping=1e-2, partition="layer", **STORAGES[storage].keywords)
+    opt = built(MFAC, net, lr=1.0, window_size=M, damping=1e-2, partition="layer", **STORAGES[storage].keywords)
     give(params, torch.full((39,), torch.nan))
     opt.step()
     assert opt.diagnostics()["units"]["0"] == {"rows": 0, "count": 0}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from secondorder import MFAC, LowRank, TopK
+from tests.support.building import built
 from tests.support.grid import each
 from tests.support.oracles.window import kept_entries
 from tests.support.window import noise, parameters, push, size
@@ -70,7 +71,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
 def test_bytes_are_those_of_the_formulas(case: str, method: str) -> None:
     keywords, (window, error) = CASES[case]
     params = parameters(SHAPES, torch.float32)
-    opt = METHODS[method](params, window_size=M, **keywords)
+    opt = built(METHODS[method], params, window_size=M, **keywords)
     for steps in (0, 2):
         for step in range(steps):
             push(opt, params, noise(size(SHAPES), seed=step))

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from secondorder import MFAC, SparseMFAC, TopK
+from secondorder import MFAC, SparseMFAC, TopK, WindowOptions
 from secondorder.linalg import gram
+from tests.support.building import built
 from tests.support.grid import each, pairs
 from tests.support.oracles.window import (
     Average,
@@ -28,7 +29,7 @@ methods = pytest.mark.parametrize("method", METHODS)
 
 def new(method: str = "mfac", d: int = D, value: float = SMALL, **keywords: Any) -> tuple[Any, list[Any]]:
     params = parameters([(d,)])
-    return METHODS[method](params, **{"lr": 1.0, "window_size": 5, **regular(method, value), **keywords}), params
+    return built(METHODS[method], params, **{"lr": 1.0, "window_size": 5, **regular(method, value), **keywords}), params
 
 
 def rows_at(g: Tensor, step: int, m: int = 5) -> Tensor:
@@ -58,7 +59,7 @@ def test_first_twenty_updates_of_the_published_dynamic_algorithm(m: int) -> None
     p.data.copy_(noise(D, seed=8))
     theirs = p.detach().numpy().copy()
     published = PublishedDynamic(m, D, SMALL)
-    opt = MFAC(params, lr=lr, window_size=m, damping=SMALL, scale="window", weight_decay=decay)
+    opt = MFAC(params, lr=lr, window_size=m, damping=SMALL, window=WindowOptions(divisor="window"), weight_decay=decay)
     g = noise(20, D, seed=1).numpy()
     for step in range(20):
         p.grad = torch.from_numpy(g[step]) * (p.detach() - target)
@@ -71,7 +72,7 @@ def test_first_twenty_updates_of_the_published_dynamic_algorithm(m: int) -> None
 def test_a_window_of_one_row_in_closed_form(method: str) -> None:
     for storage in ("dense", "float32", "bfloat16", "topk", "topk-4-bit", "rank-1"):
         kind, params = STORAGES[storage], parameters([(4, 5), (3,)])
-        opt = METHODS[method](params, lr=1.0, window_size=1, **regular(method, SMALL), **kind.keywords)
+        opt = built(METHODS[method], params, lr=1.0, window_size=1, **regular(method, SMALL), **kind.keywords)
         for g in noise(4, D):
             u, (row,) = push(opt, params, g), ring(opt, params, [0, 1], kind.block_size)
             length = row @ row if method == "mfac" else row.norm()
@@ -143,7 +144,7 @@ def test_a_failing_solve_does_not_change_the_others_of_its_batch(
     """Equal rows whose length is a power of two: the second pivot is exactly zero."""
     keywords: dict[str, Any] = {"lr": 1.0, "window_size": 5, "damping": 1e-18, "solver": "cholesky"}
     params, others = parameters([(8,)] * 3), parameters([(8,)] * 3)
-    opt, fine = (MFAC(p, partition="layer", **keywords) for p in (params, others))
+    opt, fine = (built(MFAC, p, partition="layer", **keywords) for p in (params, others))
     good = [push(fine, others, noise(24, seed=step)).view(3, 8) for step in range(6)]
     assert fine.diagnostics()["solve_failures"] == 0
     filtered, calls = gram.mfac_filtered, []
@@ -307,7 +308,7 @@ def test_momentum_averages_what_was_stored(storage: str, how: tuple[str, float])
     """Without momentum the average is the newest row."""
     (method, beta1), kind, params = how, STORAGES[storage], parameters([(4, 5), (3,)])
     keywords = {**averaging(method, beta1, 0.8), **regular(method, SMALL), **kind.keywords}
-    opt, average = METHODS[method](params, lr=1.0, window_size=4, **keywords), Average(D, beta1)
+    opt, average = built(METHODS[method], params, lr=1.0, window_size=4, **keywords), Average(D, beta1)
     for g in noise(14, D):
         u, rows = push(opt, params, g), history(opt, params, [0, 1], kind.block_size)
         assert_near(u, explicit(method, rows, average.add(rows[-1]), SMALL, 0.8))
@@ -318,7 +319,7 @@ def test_sparse_mfac_is_mfac_with_top_k() -> None:
     found = []
     for cls, keywords in ((SparseMFAC, {}), (MFAC, {"compression": TopK()})):
         params = parameters([(130, 40)], torch.float32)
-        opt = cls(params, lr=1.0, window_size=3, **keywords)
+        opt = built(cls, params, lr=1.0, window_size=3, **keywords)
         found.append([push(opt, params, noise(5200, seed=step)) for step in range(5)])
         state = opt.state_dict()["state"][0]
         assert state["window_idx"].shape == (1, 3, 40)

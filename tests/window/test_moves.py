@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from secondorder import GGT, MFAC, TopK
 from secondorder.preconditioners import window_plan
+from tests.support.building import built
 from tests.support.grid import each
 from tests.support.window import (
     assert_near,
@@ -37,7 +38,7 @@ MOVED = (*KINDS, "bfloat16", "topk-4-bit")
 
 
 def mfac(params: Any, **keywords: Any) -> MFAC:
-    return MFAC(params, **{"lr": 1.0, "window_size": M, "damping": 1e-2, **keywords})
+    return built(MFAC, params, **{"lr": 1.0, "window_size": M, "damping": 1e-2, **keywords})
 
 
 def live_rows(opt: torch.optim.Optimizer, params: Sequence[nn.Parameter], kind: Storage) -> Tensor:
@@ -108,7 +109,7 @@ def test_float32_rows_loaded_as_bfloat16(steps: int) -> None:
 @each(storage=MOVED, method=list(METHODS), gone=[0, 2], steps=[2, 7])
 def test_a_parameter_that_was_removed(method: str, storage: str, gone: int, steps: int) -> None:
     kind, params = STORAGES[storage], parameters(SHAPES)
-    opt = METHODS[method](params, lr=1.0, window_size=M, **kind.keywords)
+    opt = built(METHODS[method], params, lr=1.0, window_size=M, **kind.keywords)
     for step in range(steps):
         random_step(opt, params, step)
     kept = [p for i, p in enumerate(params) if i != gone]

@@ -16,6 +16,7 @@ from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK
 from secondorder.curvature.window.shards import Cutting, join, plain
 from secondorder.preconditioners import window_plan
 from secondorder.preconditioners.window_plan import CATALOG
+from tests.support.building import built
 from tests.support.grid import each
 from tests.support.saving import through_a_file
 from tests.support.window import assert_near, differences, flat, give, noise, parameters, push, put
@@ -79,7 +80,7 @@ def test_a_resnet_is_cut_into_even_parts(compression: TopK | None) -> None:
 def test_the_state_of_whole_tensors_is_cut_and_joined() -> None:
     for storage in STORAGES.values():
         params = parameters(SHAPES, torch.float32)
-        opt: Any = MFAC(params, lr=1.0, window_size=M, momentum=0.9, momentum_mode="pre", **storage.keywords)
+        opt: Any = built(MFAC, params, lr=1.0, window_size=M, momentum=0.9, momentum_mode="pre", **storage.keywords)
         for step in range(3):
             give(params, noise(D, seed=step))
             opt.step()
@@ -131,7 +132,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 def made(kind: str, comm: ThreadRank | None = None, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
     cls, keywords = KINDS[kind]
     params = parameters(SHAPES, dtype)
-    return cls(params, lr=1e-2, window_size=M, comm=comm, **{**keywords, **more}), params
+    return built(cls, params, lr=1e-2, window_size=M, comm=comm, **{**keywords, **more}), params
 
 
 @cache
@@ -248,7 +249,7 @@ def test_more_ranks_than_there_is_to_hold(storage: str, partition: str) -> None:
 
     def steps(comm: ThreadRank | None = None) -> Tensor:
         params = parameters([(3,), (1, 2)])
-        opt = MFAC(params, lr=0.1, comm=comm, **keywords)
+        opt = built(MFAC, params, lr=0.1, comm=comm, **keywords)
         return torch.stack([push(opt, params, noise(5, seed=step)) for step in range(3)])
 
     for found in run(5, steps):
@@ -363,7 +364,7 @@ def test_a_life_with_changes(method: str, storage: str, partition: str, averaged
 
     def live(comm: ThreadRank | None = None) -> Tensor:
         params = parameters(SHAPES)
-        return eventful(METHODS[method](params, lr=1e-2, window_size=M, comm=comm, **keywords), params)
+        return eventful(built(METHODS[method], params, lr=1e-2, window_size=M, comm=comm, **keywords), params)
 
     expected = live()
     found = run(3, live)
@@ -380,7 +381,7 @@ def test_a_copy_goes_on_like_the_original_and_is_attached_to_the_copy_of_a_modul
         net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).double()
         first, rest = list(net[0].named_parameters("0")), list(net[1].named_parameters("1"))
         keywords = {"momentum": 0.9, "momentum_mode": "pre", "window_size": M, "comm": comm}
-        opt = MFAC([{"params": first}], lr=0.1, module=net, **keywords)
+        opt = built(MFAC, [{"params": first}], lr=0.1, module=net, **keywords)
         opt.add_param_group({"params": rest})  # cut otherwise than all at once would be
         params = list(net.parameters())
         push(opt, params, noise(53))
@@ -583,7 +584,7 @@ def test_another_window_size_in_another_world(wanted: int, storage: str) -> None
 
     def resized(comm: ThreadRank | None) -> Tensor:
         others = parameters(SHAPES)
-        twin = MFAC(others, lr=1e-2, window_size=wanted, comm=comm, **{**KINDS[kind][1], **settings})
+        twin = built(MFAC, others, lr=1e-2, window_size=wanted, comm=comm, **{**KINDS[kind][1], **settings})
         put(others, start)
         twin.load_state_dict(saved)
         return train(twin, others, range(8))

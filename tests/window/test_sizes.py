@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from secondorder import GGT, MFAC, LowRank, TopK
+from tests.support.building import built
 from tests.support.grid import each
 from tests.support.oracles.window import TopKRows, fisher_direction, woodbury
 from tests.support.window import (
@@ -35,7 +36,7 @@ CHECKED = 4  # last steps of a run that are compared with the explicit matrix
 def test_window_sizes(storage: str, m: int, method: str) -> None:
     kind, params = STORAGES[storage], parameters([(3, 5), (4,)])
     own = {**averaging(method, 0.0, 0.99), **regular(method, 1e-2), **kind.keywords}
-    opt = METHODS[method](params, lr=1.0, window_size=m, **own)
+    opt = built(METHODS[method], params, lr=1.0, window_size=m, **own)
     steps = 3 * m + 2 if m < 90 else m + 7
     for step in range(steps):
         u = push(opt, params, noise(19, seed=step))
@@ -51,7 +52,7 @@ def test_a_window_above_1024_rows(topk: dict[str, Any] | None) -> None:
     m, d = 1100, 6
     params = parameters([(d,)])
     keywords = {} if topk is None else {"compression": TopK(**topk)}
-    opt = MFAC(params, lr=1.0, window_size=m, damping=1e-2, **keywords)
+    opt = built(MFAC, params, lr=1.0, window_size=m, damping=1e-2, **keywords)
     push(opt, params, noise(d))
     saved, rows = snapshot(opt), noise(m, d, seed=1)
     state = saved["state"][0]
@@ -140,7 +141,7 @@ def test_every_entry_kept_is_the_dense_window(cls: Any) -> None:
             parameters([(6, 12), (5,), (64,)], torch.float64 if exact else torch.float32) for _ in range(2)
         )
         compression = TopK(density=1.0, block_size=block, value_dtype=dtype, error_feedback=exact)
-        opt = cls(dense, lr=1.0, window_size=4, window_dtype=dtype)
+        opt = built(cls, dense, lr=1.0, window_size=4, window_dtype=dtype)
         twin = cls(sparse, lr=1.0, window_size=4, compression=compression)
         for step in range(14):
             g = noise(141, seed=step)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from secondorder import GGT, MFAC, LowRank, TopK
 from secondorder.curvature.window import lowrank, rows, topk
+from tests.support.building import built
 from tests.support.grid import each
 
 WIDE = (96, 512)  # d = 49,152
@@ -54,7 +55,7 @@ def record(cls: Any, m: int, **keywords: Any) -> Record:
     """One step with a full window."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(WIDE, generator=generator)), nn.Parameter(torch.randn(37, generator=generator))]
-    opt = cls(params, lr=0.1, window_size=m, **keywords)
+    opt = built(cls, params, lr=0.1, window_size=m, **keywords)
 
     def push() -> None:
         for p in params:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from secondorder import MFAC, TopK
 from secondorder.curvature.window import topk
+from tests.support.building import built
 from tests.support.grid import each
 from tests.support.oracles.window import TopKRows, fisher_direction
 from tests.support.window import (
@@ -177,7 +178,7 @@ def test_tiles_smaller_than_the_rows_of_a_block(
 
     def run() -> tuple[Tensor, dict[str, Any]]:
         params = parameters([(7, 70), (3,), (210,)])
-        opt = MFAC(params, lr=1.0, window_size=21, **keywords)
+        opt = built(MFAC, params, lr=1.0, window_size=21, **keywords)
         return torch.stack([push(opt, params, noise(703, seed=step)) for step in range(25)]), snapshot(opt)
 
     whole, before = run()

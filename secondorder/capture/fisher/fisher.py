@@ -11,7 +11,7 @@ from torch import Tensor
 
 from secondorder.capture.fisher.heads import Head
 from secondorder.capture.fisher.likelihood import Likelihood, resolve
-from secondorder.options import FisherOptions
+from secondorder.config import FisherOptions
 from secondorder.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class ModelFisher:
             torch.ones_like(t) if is_sum else torch.where(t > 0, (most.to(t.device) / t.clamp(min=1)).sqrt(), 0)
             for t in terms
         ]
-        if self.options.fisher == "exact":
+        if self.options.kind == "exact":
             vectors = self._exact_vectors(laid, by_head, self._columns(laid))
         else:
             vectors = self._drawn_vectors(laid, by_head, rank)
@@ -93,7 +93,7 @@ class ModelFisher:
         device = heads[0].outputs.device
         source = torch.Generator("cpu" if device.type == "meta" else device)  # there is none for shapes alone
         generator = source.manual_seed(self._runtime.seed(stream))
-        fisher, samples = self.options.fisher, self.options.fisher_samples
+        fisher, samples = self.options.kind, self.options.samples
         for _ in range(samples):
             yield [h.draw(fisher, generator, f / samples**0.5) for h, f in zip(heads, by_head, strict=True)]
 

@@ -24,6 +24,7 @@ from torch.func import functional_call
 
 import secondorder
 from secondorder import EKFAC, KFAC
+from tests.support.building import built
 from tests.support.kfac import PLAIN, assert_close, held_factors, owner
 from tests.support.oracles.kfac import homogeneous, input_rows, output_rows
 
@@ -224,7 +225,7 @@ STILL = {**PLAIN, "lr": 0.0, "factor_decay": 0.0, "refresh_warmup": False}
 
 
 def still(model: nn.Module, fisher: str, method: type = KFAC, **keywords: Any):
-    return method(model, **{**STILL, "fisher": fisher, **keywords})
+    return built(method, model, **{**STILL, "fisher": fisher, **keywords})
 
 
 def observed_step(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from secondorder import HyLo
+from tests.support.building import built
 from tests.support.kfac import assert_close
 from tests.support.oracles.ekfac import NORMS, as_matrices
 
@@ -252,7 +253,7 @@ def shares(F: Tensor, U: Tensor) -> Tensor:
 
 
 def plain_hylo(params, **keywords) -> HyLo:
-    return HyLo(params, **{**PLAIN, **keywords})
+    return built(HyLo, params, **{**PLAIN, **keywords})
 
 
 def taken(opt: HyLo) -> Found:

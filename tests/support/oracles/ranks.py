@@ -30,6 +30,7 @@ from secondorder import (
     SparseMFAC,
     TopK,
 )
+from tests.support.building import built
 from tests.support.pool import device_of
 
 EXAMPLES = 12  # divides by 2, 3 and 4 ranks
@@ -196,7 +197,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 def build(method: str, module: nn.Module, comm: Any = None, **keywords: Any) -> Any:
     """An optimizer on a module, which may be wrapped."""
     cls, settings = METHODS[method]
-    return cls(module, comm=comm, **{**settings, **keywords})
+    return built(cls, module, comm=comm, **{**settings, **keywords})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

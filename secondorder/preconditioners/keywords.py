@@ -1,0 +1,100 @@
+"""Keywords of constructors that take objects with options, and the keys of parameter groups that these set."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, fields, replace
+from typing import Any
+
+from secondorder import config
+
+#: The class of the object that each keyword takes.
+OBJECTS: Mapping[str, type] = {
+    "fisher": config.FisherOptions,
+    "inverse_method": config.InverseOptions,
+    "fallback": config.FallbackOptions,
+    "clip": config.ClipOptions,
+    "refresh": config.RefreshOptions,
+    "storage": config.StorageOptions,
+    "statistics": config.StatisticsOptions,
+    "batch": config.BatchOptions,
+    "scale": config.ScaleOptions,
+    "rows": config.RowOptions,
+    "window": config.WindowOptions,
+    "adaptation": config.AdaptationOptions,
+}
+
+
+def group_keys(kind: type) -> Iterator[tuple[str, Field[Any]]]:
+    """Yield the fields of a class that are keys of parameter groups, each with its key."""
+    for found in fields(kind):
+        if key := found.metadata.get("key"):
+            yield key, found
+
+
+def usual(method: type) -> dict[str, Any]:
+    """Return the defaults of a constructor by name, with those of the objects by key of parameter groups."""
+    given = {name: parameter.default for name, parameter in inspect.signature(method).parameters.items()}
+    kinds = [OBJECTS[name] for name in OBJECTS.keys() & given.keys()]
+    keys = {key: found.default for kind in kinds for key, found in group_keys(kind)}
+    return {name: OBJECTS[name]() if name in OBJECTS else value for name, value in given.items()} | {
+        key: value for key, value in keys.items() if key not in given
+    }
+
+
+def gathered(chosen: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group with those of objects as objects.
+
+    Args:
+        chosen: What the constructor was given for all groups, by keyword: objects, and options that no group has.
+        group: The options of a group, by key.
+        defaults: Those of a group that gives none.
+
+    Returns:
+        The options by keyword. A key that differs from the default replaces the field of its object.
+    """
+    found = dict(group)
+    objects = {name: value for name, value in chosen.items() if name in OBJECTS}
+    for name, value in objects.items():
+        keys = {key: field.name for key, field in group_keys(OBJECTS[name]) if key in found}
+        values = {key: found.pop(key) for key in keys}
+        own = {keys[key]: value for key, value in values.items() if value != defaults.get(key, value)}
+        objects[name] = replace(value, **own)
+    return found | {**chosen, **objects}
+
+
+def flat_names(method: Callable[..., Any]) -> dict[str, tuple[str, Field[Any]]]:
+    """Return the fields of the objects that a constructor takes, by key of parameter groups or former keyword.
+
+    Args:
+        method: The method, whose attribute ``absent`` has the fields that it lacks.
+
+    Returns:
+        Keyword and field of each.
+    """
+    known, absent = inspect.signature(method).parameters, getattr(method, "absent", ())
+    return {
+        found.metadata.get("was") or found.metadata.get("key") or found.name: (name, found)
+        for name in OBJECTS.keys() & known.keys()
+        for found in fields(OBJECTS[name])
+        if f"{name}.{found.name}" not in absent
+    }
+
+
+def from_flat(method: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a constructor from settings without objects, as a command line or a file has them.
+
+    Args:
+        method: The method.
+        settings: Values by keyword, by key of parameter groups, or by a name of :func:`flat_names`.
+
+    Returns:
+        The keywords.
+    """
+    known, found = inspect.signature(method).parameters, dict(settings)
+    own: dict[str, dict[str, Any]] = {}
+    for key, (name, option) in flat_names(method).items():
+        if key in found and not isinstance(found[key], OBJECTS[name]) and (key == name or key not in known):
+            own.setdefault(name, {})[option.name] = found.pop(key)
+    return found | {name: OBJECTS[name](**values) for name, values in own.items()}
