@@ -8,20 +8,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from secondorder import options
+from secondorder.capture.statistics.averages import all_finite
 from secondorder.comm.layout import local
-from secondorder.linalg import first_order
+from secondorder.linalg import first_order, stacks
 from secondorder.linalg.dense import all_true_on_cpu
 from secondorder.linalg.first_order import rate
 from secondorder.parameters import Directions, Group, ParameterTable
-from secondorder.preconditioners.base import Preconditioner, Proposal, Rule
+from secondorder.preconditioners.base import Covering, Preconditioner, Proposal, Rule
+
+#: Entries of Adam's steps of small parameters that exist at one time.
+_STEPS = 2**14
 
 
 class Update:
@@ -74,9 +79,9 @@ class Update:
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
         return cast(Tensor, state[key])
 
-    def steps_of(self, p: nn.Parameter) -> float:
-        """Return the number of updates of a parameter."""
-        return float(self._table.state[p]["step"].numpy())
+    def steps_of(self, params: Sequence[nn.Parameter]) -> list[float]:
+        """Return the number of updates of each parameter."""
+        return cast("list[float]", torch.stack([self._table.state[p]["step"] for p in params]).tolist())
 
     def count(self, gradients: Directions) -> None:
         """Count an update of every parameter that has a gradient."""
@@ -101,9 +106,10 @@ class Update:
         if not curvature.takes_sources:
             return {}
         found = {p: gradients[p] for p in params}
-        for p in grafted:
-            beta1 = self._preconditioner.adam_options(self._table.group_of[p])[0][0]
-            found[p] = local(self._table.state[p]["exp_avg"]) / (1 - beta1 ** self.steps_of(p))
+        for own in _of_one_group(grafted, self._table.group_of):
+            (beta1, _), _ = curvature.adam_options(self._table.group_of[own[0]])
+            means = [local(self._table.state[p]["exp_avg"]) for p in own]
+            found.update(zip(own, first_order.corrected(means, self.steps_of(own), beta1), strict=True))
         curvature.change_sources(found, gradients, gate)
         return found
 
@@ -149,7 +155,10 @@ class Update:
             ``⟨direction, source⟩`` by parameter: they are not finite where a direction is not, and kl-clip needs them.
         """
         directions = proposal.directions
-        if not directions:
+        is_needed = self._table.shards.is_sharded or _clipped(
+            directions, self._table.group_of, self._preconditioner.covered
+        )
+        if not directions or not is_needed and _are_finite_on_cpu(list(directions.values())):
             return {}
         products = {p: first_order.inner_product(d, source[p].to(d.dtype)) for p, d in directions.items()}
         squares: Directions = {}
@@ -173,12 +182,8 @@ class Update:
 
     def _kl_clip(self, directions: Directions, products: Directions) -> None:
         """Bound the KL divergence that the step may cause, in all groups with one limit together."""
-        group_of, covered = self._table.group_of, self._preconditioner.covered
-        clipped = [
-            p
-            for p in directions
-            if group_of[p].get("kl_clip") and covered[p].group["graft"] is None and not covered[p].sets_length
-        ]
+        group_of = self._table.group_of
+        clipped = _clipped(directions, group_of, self._preconditioner.covered)
         if not clipped:
             return
         terms, lrs = [products[p] for p in clipped], [rate(group_of[p]["lr"]) for p in clipped]
@@ -193,22 +198,28 @@ class Update:
         if not chosen:
             return
         members = [p for _, params in chosen for p in params]
-        # One at a time: Adam's steps together would be as large as the model.
-        wanted = (self._adam_step(p) if options.is_adam(rule) else raw[p] for rule, params in chosen for p in params)
-        found = [directions[p] for p in members]
-        sizes, lengths = self._table.shards.norms([*members, *members], chain(wanted, found)).chunk(2)
-        counts = [len(params) for _, params in chosen]
-        parts = zip(chosen, _split(found, counts), sizes.split(counts), lengths.split(counts), strict=True)
-        for (_, params), own, size, length in parts:
-            self.graft_factors[params[0]] = first_order.match_length_(own, size, length)
+        found = [[directions[p] for p in params] for _, params in chosen]
+        wanted = self._graft_steps(chosen, raw)
+        lengths = self._table.shards.norms([*members, *members], chain(wanted, *found)).chunk(2)
+        factors = first_order.match_lengths_(found, *lengths)
+        self.graft_factors.update(zip((params[0] for _, params in chosen), factors.unbind(), strict=True))
 
-    def _adam_step(self, p: nn.Parameter) -> Tensor:
-        """Adam's step at rate 1 (a real view of a complex one)."""
-        (beta1, beta2), eps = self._preconditioner.adam_options(self._table.group_of[p])
-        state, step = self._table.state[p], self.steps_of(p)
-        mean, square = _as_real([local(state["exp_avg"]), local(state["exp_avg_sq"])])
-        (root,) = first_order.adam_denominators([square], [step], beta2, eps)
-        return cast("Tensor", mean / (1 - beta1**step) / root)
+    def _graft_steps(self, chosen: Sequence[tuple[str, Sequence[nn.Parameter]]], raw: Directions) -> Iterator[Tensor]:
+        """Yield the steps of the grafted rules; of Adam's some at a time, since all are as large as the model."""
+        for rule, members in groupby(((rule, p) for rule, params in chosen for p in params), key=itemgetter(0)):
+            params = [p for _, p in members]
+            if not options.is_adam(rule):
+                yield from (raw[p] for p in params)
+                continue
+            for some in stacks.bounded(params, torch.Tensor.numel, _STEPS):
+                for own in _of_one_group(some, self._table.group_of):
+                    yield from self._adam_steps(own)
+
+    def _adam_steps(self, params: Sequence[nn.Parameter]) -> Sequence[Tensor]:
+        """Adam's steps at rate 1 of parameters of one group (real views of complex ones)."""
+        betas, eps = self._preconditioner.adam_options(self._table.group_of[params[0]])
+        means, squares = map(_as_real, self._moments(params))
+        return first_order.adam_steps(means, squares, self.steps_of(params), betas, eps)
 
     def _clip(self, directions: Directions) -> None:
         """Bound the norm of all directions, and their entries."""
@@ -262,7 +273,7 @@ class Update:
                     rule = _modelled_rule(group) if is_sized else self.rule(p, group, preconditioned)
                     by_rule.setdefault(rule, []).append(p)
             for rule, members in by_rule.items():
-                for part in _foreach_parts(members, group["foreach"]):
+                for part in stacks.foreach_parts(members, group["foreach"]):
                     own = [directions.get(p, gradients[p]) for p in part]
                     if rule.kind == "adam":
                         self._apply_adam(rule, part, group, own, gate)
@@ -278,7 +289,7 @@ class Update:
         betas, eps = self._preconditioner.adam_options(group)
         first_order.adam_(
             _as_real(self._locals(params)), _as_real(directions), _as_real(means), _as_real(squares),
-            [self.steps_of(p) for p in params], lr=_fallback_lr(group) if rule.is_fallback else rate(group["lr"]),
+            self.steps_of(params), lr=_fallback_lr(group) if rule.is_fallback else rate(group["lr"]),
             betas=betas, eps=eps, weight_decay=rule.weight_decay, decoupled=rule.decoupled, gate=gate,
         )  # fmt: skip
 
@@ -343,24 +354,28 @@ def _fallback_lr(group: Group) -> Any:
     return own * (rate(group["lr"]) / group["fallback_base_lr"]) if group["fallback_base_lr"] else own
 
 
-def _split(tensors: Sequence[Tensor], counts: Iterable[int]) -> Iterator[list[Tensor]]:
-    """Lists of so many tensors, one after the other."""
-    rest = iter(tensors)
-    for count in counts:
-        yield list(islice(rest, count))
+def _of_one_group(
+    params: Sequence[nn.Parameter], group_of: Mapping[nn.Parameter, Group]
+) -> Iterator[list[nn.Parameter]]:
+    """Yield successive parameters of one group."""
+    for _, own in groupby(params, key=lambda p: id(group_of[p])):
+        yield list(own)
 
 
-def _foreach_parts(params: list[nn.Parameter], foreach: bool | None) -> Iterator[list[nn.Parameter]]:
-    """Lists to update in one call: all of one device and dtype, or one by one (torch's default on the CPU)."""
-    if not params:
-        return
-    if foreach is False or (foreach is None and params[0].device.type == "cpu"):
-        yield from ([p] for p in params)
-        return
-    kinds: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
-    for p in params:
-        kinds.setdefault((p.device, p.dtype), []).append(p)
-    yield from kinds.values()
+def _clipped(
+    directions: Directions, group_of: Mapping[nn.Parameter, Group], covered: Mapping[nn.Parameter, Covering]
+) -> list[nn.Parameter]:
+    """Return the parameters whose directions kl-clip bounds."""
+    return [
+        p
+        for p in directions
+        if group_of[p].get("kl_clip") and covered[p].group["graft"] is None and not covered[p].sets_length
+    ]
+
+
+def _are_finite_on_cpu(tensors: list[Tensor]) -> bool:
+    """Return whether tensors are on the CPU and finite."""
+    return all(t.device.type == "cpu" for t in tensors) and all_true_on_cpu(all_finite(tensors).reshape(1))
 
 
 def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -224,7 +224,7 @@ NUMBERS: dict[str, tuple[int, int, Callable[[], int]]] = {
     "long modules": (7, 0, lambda: sum(lines > LONG_MODULE for lines in lengths().values())),
     "long functions": (10, 0, long_functions),
     "rows of the layering table": (17, 17, lambda: len(MAY_IMPORT)),
-    "lines": (38640, 28500, lambda: sum(lengths().values())),
+    "lines": (38900, 28500, lambda: sum(lengths().values())),
 }  # fmt: skip
 
 

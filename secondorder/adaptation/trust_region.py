@@ -208,7 +208,7 @@ class TrustRegion:
         model, update, group_of = self._model, self._update, self._table.group_of
         directions = {p: d + w * p if (w := model.coupled_decay(p)) else d for p, d in directions.items()}
         along = [directions]
-        if any(group_of[p]["momentum"] and update.steps_of(p) > 1 for p in directions):
+        if any(group_of[p]["momentum"] and update.steps_of([p])[0] > 1 for p in directions):
             along.append({  # the previous step before `lr`, or zeros where momentum is off
                 p: -update.state_of(p, "momentum_buffer") if group_of[p]["momentum"] else torch.zeros_like(p)
                 for p in directions

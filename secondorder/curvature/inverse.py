@@ -53,6 +53,9 @@ class Inverse(ABC):
     holds_damping: ClassVar[bool] = False
     #: Whether :meth:`apply` uses the factors themselves.
     uses_factors: ClassVar[bool] = False
+    #: What :meth:`apply` reads of a state and of a group where it also takes stacks ``[k, ...]`` of both; else empty.
+    stacked: ClassVar[tuple[str, ...]] = ()
+    options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, factors: KroneckerFactors) -> None:
         self.factors = factors
@@ -94,6 +97,8 @@ class Eigen(Inverse):
     """Eigenvalues and eigenbases of the factors; λ is added to the products of the eigenvalues or split over both."""
 
     way = EIGEN
+    stacked = "eigenvalues_a", "eigenvalues_g", "basis_a", "basis_g"
+    options = "damping", "damping_mode", "damping_split", "power", "weight_decay", "weight_decay_in_curvature"
 
     def schema(self, group: Group) -> Schema:
         """Return the entries for eigenbases and eigenvalues; a diagonal factor has no basis."""
@@ -153,6 +158,7 @@ class Cholesky(Inverse):
 
     way = CHOLESKY
     holds_damping = True
+    stacked = "inverse_a", "inverse_g"
 
     def schema(self, group: Group) -> Schema:
         """Return the entries for the inverses."""

@@ -182,6 +182,11 @@ def empty_aligned(shape: Sequence[int], like: Tensor, workspace: Workspace | Non
     return (like.new_empty(padded) if workspace is None else workspace.empty(padded, like))[..., :n]
 
 
+def stacked(tensors: Sequence[Tensor], workspace: Workspace) -> Tensor:
+    """Return tensors of equal shape as one tensor ``[k, ...]`` in memory of the workspace."""
+    return torch.stack(list(tensors), out=workspace.empty((len(tensors), *tensors[0].shape), tensors[0]))
+
+
 def aligned(x: Tensor, workspace: Workspace) -> Tensor:
     """Return ``x [..., n]`` itself if its rows are aligned or too short to matter, and otherwise an aligned copy."""
     if x.shape[-1] % _ALIGNMENT == 0 or x.shape[-1] < 4 * _ALIGNMENT or x.stride(-2) % _ALIGNMENT == 0:

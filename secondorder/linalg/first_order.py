@@ -13,8 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from secondorder.linalg import stacks
+
 Tensors = list[Tensor]
 Scalar = float | Tensor
+
+#: Entries of tensors that are read together.
+_READ = 2**14
 
 
 def sgd_(
@@ -93,6 +98,21 @@ def adam_denominators(exp_avg_sqs: Tensors, steps: Sequence[float], beta2: float
     return roots
 
 
+def adam_steps(
+    exp_avgs: Tensors, exp_avg_sqs: Tensors, steps: Sequence[float], betas: tuple[float, float], eps: float
+) -> Tensors:
+    """Return Adam's steps at rate 1, ``m̂ / (√v̂ + ε)``, as new tensors."""
+    roots = adam_denominators(exp_avg_sqs, steps, betas[1], eps)
+    found = corrected(exp_avgs, steps, betas[0])
+    torch._foreach_div_(found, roots)
+    return found
+
+
+def corrected(exp_avgs: Tensors, steps: Sequence[float], beta1: float) -> Tensors:
+    """Return ``m̂ = m / (1 − β₁^t)`` as new tensors."""
+    return list(torch._foreach_div(exp_avgs, [1 - beta1**t for t in steps]))
+
+
 def adam_(
     params: Tensors,
     gradients: Tensors,
@@ -161,28 +181,53 @@ def kl_clip_factor(products: Tensors, lrs: Sequence[Scalar], limit: float) -> Te
 
 
 def norms(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the Euclidean norm of each tensor, stacked ``[k]``, in float32 or better; tensors are read one by one."""
-    real = (torch.view_as_real(t) if t.is_complex() else t for t in tensors)
-    found = [torch.linalg.vector_norm(t, dtype=_accurate(t.dtype)) for t in real]
-    return torch.stack([n.to(found[0].device, torch.promote_types(n.dtype, found[0].dtype)) for n in found])
+    """Return the Euclidean norm of each tensor, stacked ``[k]``, in float32 or better.
+
+    Tensors are read a few at a time, so that those of a generator do not exist together.
+    """
+    found: Tensors = []
+    for some in stacks.bounded(tensors, Tensor.numel, _READ):
+        real = _as_real(some)
+        accurate = {_accurate(t.dtype) for t in real}
+        if len(accurate) == 1:
+            found += torch._foreach_norm(real, 2, dtype=accurate.pop())
+        else:
+            found += [torch.linalg.vector_norm(t, dtype=_accurate(t.dtype)) for t in real]
+    kinds = {(n.device, n.dtype) for n in found}
+    if len(kinds) > 1:
+        found = [n.to(found[0].device, torch.promote_types(n.dtype, found[0].dtype)) for n in found]
+    return torch.stack(found)
 
 
-def match_length_(tensors: Tensors, wanted: Tensor, found: Tensor) -> Tensor:
-    """Scale tensors by one number, in place, so that together they have another length; zeros stay zeros.
+def match_lengths_(sets: Sequence[Tensors], wanted: Tensor, found: Tensor) -> Tensor:
+    """Scale sets of tensors by one number each, in place, so that each set has another length; zeros stay zeros.
 
     Args:
-        tensors: The tensors to scale.
-        wanted: Norms ``[k]`` of tensors that together have the new length.
+        sets: The tensors to scale, of which those of a set have one length together.
+        wanted: Norms ``[k]`` of tensors that have the new lengths together, for the k tensors of all sets.
         found: Norms of the tensors ``[k]``.
 
     Returns:
-        The factor that they were multiplied by, 0-dim.
+        The factor of each set ``[len(sets)]``.
     """
-    size, length = torch.linalg.vector_norm(wanted), torch.linalg.vector_norm(found)
-    factor = torch.where(length > 0, size / length, torch.ones_like(length))
-    for t in tensors:
-        t.mul_(factor.to(t.device, t.dtype))
-    return factor
+    counts = [len(tensors) for tensors in sets]
+    sizes, lengths = (_together(x, counts) for x in (wanted, found))
+    factors = torch.where(lengths > 0, sizes / lengths, torch.ones_like(lengths))
+    tensors = [t for some in sets for t in some]
+    each = [factor for factor, count in zip(factors.unbind(), counts, strict=True) for _ in range(count)]
+    if {(t.device, t.dtype) for t in tensors} != {(factors.device, factors.dtype)}:
+        each = [factor.to(t.device, t.dtype) for t, factor in zip(tensors, each, strict=True)]
+    torch._foreach_mul_(tensors, each)
+    return factors
+
+
+def _together(norms: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the norms ``[len(counts)]`` of sets of tensors, given those of the tensors."""
+    if len(set(counts)) == 1:
+        found: Tensor = torch.linalg.vector_norm(norms.view(len(counts), -1), dim=1)
+        return found
+    parts: Sequence[Tensor] = norms.split(list(counts))
+    return torch.stack([torch.linalg.vector_norm(part) for part in parts])
 
 
 def inner_product(x: Tensor, y: Tensor) -> Tensor:

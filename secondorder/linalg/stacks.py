@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 ItemT = TypeVar("ItemT")
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 #: Largest number of entries of a stack.
 LIMIT = 1 << 24
+#: Entries that a CPU updates together, which stay in its cache.
+_CACHED = 2**15
 
 
-def bounded(items: Sequence[ItemT], numbers: Callable[[ItemT], int]) -> Iterator[list[ItemT]]:
+def bounded(items: Iterable[ItemT], numbers: Callable[[ItemT], int], limit: int | None = None) -> Iterator[list[ItemT]]:
     """Yield items in stacks of a bounded size; ``numbers`` returns the size of each item."""
-    stack, size = list[ItemT](), 0
+    stack, size, limit = list[ItemT](), 0, LIMIT if limit is None else limit
     for item in items:
-        if stack and size + numbers(item) > LIMIT:
+        if stack and size + numbers(item) > limit:
             yield stack
             stack, size = [], 0
         stack.append(item)
@@ -37,3 +40,18 @@ def parted(joined: Tensor, leads: Sequence[torch.Size]) -> list[Tensor]:
     """Split a joined tensor again into one tensor for each of the leading shapes."""
     parts = joined.split([lead.numel() for lead in leads])
     return [part.reshape((*lead, *joined.shape[1:])) for part, lead in zip(parts, leads, strict=True)]
+
+
+def foreach_parts(tensors: Sequence[TensorT], foreach: bool | None) -> Iterator[list[TensorT]]:
+    """Yield tensors of one device and dtype to update in one call, on a CPU by default as many as stay in its cache."""
+    if foreach is False:
+        yield from ([t] for t in tensors)
+        return
+    kinds: dict[tuple[torch.device, torch.dtype], list[TensorT]] = {}
+    for t in tensors:
+        kinds.setdefault((t.device, t.dtype), []).append(t)
+    for (device, _), alike in kinds.items():
+        if foreach is None and device.type == "cpu":
+            yield from bounded(alike, Tensor.numel, _CACHED)
+        else:
+            yield alike

@@ -13,7 +13,7 @@ OPTIMIZER = """
     nesterov: Whether to use Nesterov momentum.
     maximize: Whether to maximize the objective instead of minimizing it.
     foreach: Whether to update the parameters of one device and dtype in one call, as in ``torch.optim``. If None, this
-        is done on every device except the CPU.
+        is done on every device, and on a CPU for as many small parameters as stay in its cache.
     fallback: Rule for parameters that are not preconditioned: ``"sgd"``, ``"adam"``, ``"adamw"`` or
         :class:`FallbackOptions`, which also sets its learning rate: ``FallbackOptions("adamw", lr=1e-3)``. If None, it
         is the rule of ``graft`` if that is given, and SGD otherwise.
@@ -50,8 +50,8 @@ LAYERS = """
 FACTORS = """
     damping: Damping λ, in units of the Fisher of the per-example loss, or a multiple as ``damping_mode`` says. If None,
         it is 10 times the mean eigenvalue of each block, which is safe whatever the scale of the loss. Like all numbers
-        here it is a key of the parameter groups, which ``secondorder.ParamScheduler(optimizer, damping=...)`` sets
-        after each step.
+        here it is a key of the parameter groups, for which ``secondorder.ParamScheduler(optimizer, damping=...)`` is a
+        scheduler like those of ``torch.optim.lr_scheduler``.
     damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of each block (for a normalization layer, to
         that of its steepest unit). If None, it is ``"absolute"`` if ``damping`` is given and ``"relative"`` otherwise.
     factor_decay: β, the weight of the old factors in the running mean.
@@ -65,8 +65,8 @@ FACTORS = """
     adaptation: What is adapted to the loss, see :class:`AdaptationOptions`: the damping
         (``AdaptationOptions(adaptive_damping=True)``), the length of a step by a quadratic model, and whether bad steps
         are undone. All of it needs ``step(closure)``, with a closure that calls ``zero_grad()`` and ``backward()`` and
-        returns the loss. A :class:`ParamScheduler` of an adapted damping takes a dict of milestones, from each of which
-        the damping is adapted further.
+        returns the loss. A :class:`ParamScheduler` of an adapted damping takes a dict from steps to values, from each
+        of which the damping is adapted further; functions of the step are refused.
     overlap: Whether to refresh the inverses in a separate thread (on a GPU, in a separate stream) while training
         continues. The results are adopted ``max(1, inv_update_steps // 10)`` steps after the work began. The first
         refresh and those of a warmup are not deferred. The copies of A and G need as much memory as A and G themselves.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic
 
 from torch import Tensor
@@ -15,6 +17,7 @@ from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parallel.shards import Shards, zeros_like_shard
 from secondorder.parameters import Directions, ParameterTable
 from secondorder.preconditioners.base import Proposal
+from secondorder.preconditioners.small_blocks import StackRule, directions_of_stacks
 
 if TYPE_CHECKING:
     from secondorder.preconditioners.block_plan import BlockPlan
@@ -72,13 +75,16 @@ class LayerDirections(Generic[BlockT]):
         plan: The blocks.
         refresher: When they are refreshed.
         exchange: Makes room for the directions of blocks that other ranks precondition.
+        stack_rule: How small blocks precondition together.
 
     Attributes:
         wholes: The whole gradients of sharded parameters.
     """
 
-    def __init__(self, plan: BlockPlan[BlockT], refresher: Refresher, exchange: StatisticsExchange) -> None:
-        self._plan, self._refresher, self._exchange = plan, refresher, exchange
+    def __init__(
+        self, plan: BlockPlan[BlockT], refresher: Refresher, exchange: StatisticsExchange, stack_rule: StackRule
+    ) -> None:
+        self._plan, self._refresher, self._exchange, self._stack_rule = plan, refresher, exchange, stack_rule
         self.wholes = WholeGradients(plan.comm, plan.table)
 
     def is_ready(self, block: BlockT) -> bool:
@@ -99,13 +105,19 @@ class LayerDirections(Generic[BlockT]):
             if plan.table.shards.is_sharded:
                 found = resharded(plan.comm, plan.table.shards, ready, source, self.wholes.gather, self._directions_of)
             else:
-                found = replicated(plan.comm, ready, source, self._directions_of)
+                mine = [b for b in ready if plan.comm.preconditions(b.index)]
+                stacked = directions_of_stacks(mine, source, self._stack_rule)
+                found = replicated(plan.comm, ready, source, partial(self._directions_of, known=stacked))
         active = [b for b in ready if all(map(gradients.__contains__, b.params))]
         directions = {p: found[p] for b in active for p in b.params}
         return Proposal(directions, gradients, [(b.group["graft"], b.params) for b in active])
 
-    def _directions_of(self, block: Block, source: Directions) -> list[Tensor]:
+    def _directions_of(
+        self, block: Block, source: Directions, known: Mapping[int, list[Tensor]] = MappingProxyType({})
+    ) -> list[Tensor]:
         """Directions of the parameters of a block; room for them where another rank finds them."""
+        if block.index in known:
+            return known[block.index]
         if not self._plan.comm.preconditions(block.index) or not all(map(source.__contains__, block.params)):
             return self._exchange.room(block)
         direction = block.precondition(self.matrix_of(block, source))

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
+
+from torch import Tensor
 
 from secondorder.curvature.block import Block
 from secondorder.curvature.factors import FACTORS
 from secondorder.curvature.inverse import INVERSES
 from secondorder.curvature.kronecker import KroneckerBlock
 from secondorder.curvature.schema import Schema
+from secondorder.linalg.dense import stacked
 from secondorder.preconditioners.layers import LayerPreconditioner
+from secondorder.preconditioners.small_blocks import StackRule
+
+
+def _read(block: KroneckerBlock) -> tuple[Sequence[str], Sequence[str]]:
+    """Return what the inverse of a block reads; a subclass declares itself that its ``apply`` takes stacks."""
+    inverse = type(block.inverse)
+    takes_stacks = type(block) is KroneckerBlock and "stacked" in vars(inverse)
+    return (inverse.stacked, inverse.options) if takes_stacks else ((), ())
+
+
+def _precondition(blocks: Sequence[KroneckerBlock], gradients: Tensor) -> Tensor:
+    """Return the preconditioned matrices ``[k, n_g, n_a]``."""
+    first, workspace = blocks[0], blocks[0].runtime.workspace
+    keys = [key for key in first.inverse.stacked if key in first.state]
+    state = {key: stacked([block.state[key] for block in blocks], workspace) for key in keys}
+    return first.inverse.apply(state, first.group, gradients, workspace)
 
 
 class KroneckerPreconditioner(LayerPreconditioner[KroneckerBlock]):
@@ -18,3 +38,4 @@ class KroneckerPreconditioner(LayerPreconditioner[KroneckerBlock]):
     catalog: ClassVar[Schema] = {**FACTORS, **INVERSES}
     block_type: ClassVar[type[Block]] = KroneckerBlock
     allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step", "inverse_method")
+    stack_rule: ClassVar[StackRule] = StackRule(_read, _precondition)

@@ -27,6 +27,7 @@ from secondorder.preconditioners.layer_checkpoint import LayerCheckpoint
 from secondorder.preconditioners.layer_report import LayerReport
 from secondorder.preconditioners.layer_statistics import LayerStatistics
 from secondorder.preconditioners.parts import Setting
+from secondorder.preconditioners.small_blocks import NO_STACKS, StackRule
 
 
 class LayerPreconditioner(Preconditioner, Generic[BlockT]):
@@ -61,6 +62,8 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
     checkpoint_type: ClassVar[type[LayerCheckpoint]] = LayerCheckpoint
     #: The class of what refreshes them.
     refresher_type: ClassVar[type[Refresher]] = Refresher
+    #: How small blocks precondition together.
+    stack_rule: ClassVar[StackRule] = NO_STACKS
     #: Entries of the states of blocks, by key, as far as they are the same in every state.
     catalog: ClassVar[Schema] = {}
     #: Options that decide what the state of a block holds.
@@ -89,7 +92,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         self.schedule = self.schedule_type(*parts, self.capture_interval, self.capture_counter)
         self.hooks = LayerCapture(setting, self.plan, self.schedule, self.rows_per_example)
         self.statistics = LayerStatistics(self.plan, self.hooks, self.exchange)
-        self.directions: LayerDirections[BlockT] = LayerDirections(*parts)
+        self.directions: LayerDirections[BlockT] = LayerDirections(*parts, self.stack_rule)
         self.report = self.report_type(self.plan, self.hooks, self.exchange, self.refresher)
 
     # ------------------------------------------------------------------ blocks

@@ -26,17 +26,20 @@ from secondorder.capture.statistics.measurement import Measured, Reduced
 from secondorder.capture.statistics.squares import EigenSums
 from secondorder.comm.layout import local
 from secondorder.curvature.block import Block, Due
-from secondorder.curvature.eigenbasis import SCALES, EigenbasisBlock, like_adam, preconditions_gradient
+from secondorder.curvature.eigenbasis import SCALES, EigenbasisBlock, is_adam, like_adam, preconditions_gradient
 from secondorder.curvature.factors import FACTORS
 from secondorder.curvature.orthogonal_iteration import BasisRefresher
 from secondorder.curvature.refresh import Refresher
 from secondorder.curvature.schema import Place, Schema, keys, tensors
+from secondorder.linalg import eigenbasis
+from secondorder.linalg.dense import stacked
 from secondorder.parallel.exchange import StatisticsExchange, parcel_of, parcel_with
 from secondorder.parameters import Directions
 from secondorder.preconditioners.base import Proposal, Rule
 from secondorder.preconditioners.capture_schedule import CaptureSchedule
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.parts import Setting
+from secondorder.preconditioners.small_blocks import StackRule
 
 
 class ScaleSchedule(CaptureSchedule[EigenbasisBlock]):
@@ -67,11 +70,32 @@ class ScaleSchedule(CaptureSchedule[EigenbasisBlock]):
         return self._plan.runtime.step % steps == 0
 
 
+#: Options that the preconditioning of small blocks reads.
+_READ = "damping", "damping_mode", "power", "weight_decay", "weight_decay_in_curvature"
+
+
+def _read(block: EigenbasisBlock) -> tuple[Sequence[str], Sequence[str]]:
+    """Return what a block reads, unless its gradient is in the basis already, or it is Adam there."""
+    is_apart = type(block) is not EigenbasisBlock or block.rotated is not None or is_adam(block.group)
+    return ((), ()) if is_apart else (("scale", "basis_a", "basis_g"), _READ)
+
+
+def _precondition(blocks: Sequence[EigenbasisBlock], gradients: Tensor) -> Tensor:
+    """Return the preconditioned matrices ``[k, n_g, n_a]``."""
+    first, workspace = blocks[0], blocks[0].runtime.workspace
+    scales = stacked([block.state["scale"] for block in blocks], workspace)
+    bases = ([cast(Tensor, block.basis(side)) for block in blocks] for side in "ag")
+    a, g = (None if own[0] is None else stacked(own, workspace) for own in bases)
+    damping = first.damping_of(scales.mean((-2, -1)))
+    return eigenbasis.precondition(gradients, a, g, scales, damping, first.group["power"], workspace)
+
+
 class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
     """Blocks with a scale that is measured in their eigenbases."""
 
     block_type: ClassVar[type[Block]] = EigenbasisBlock
     refresher_type: ClassVar[type[Refresher]] = BasisRefresher
+    stack_rule: ClassVar[StackRule] = StackRule(_read, _precondition)
     schedule_type: ClassVar[type[CaptureSchedule[Any]]] = ScaleSchedule
     catalog: ClassVar[Schema] = {**FACTORS, **SCALES}
     allocating: ClassVar[tuple[str, ...]] = (

@@ -1,0 +1,126 @@
+"""Small blocks of equal shape precondition together, and take the steps that they take one by one."""
+
+import pytest
+import torch
+from torch import nn
+
+from secondorder import EKFAC, KFAC
+from secondorder.preconditioners import directions, small_blocks
+from secondorder.preconditioners.small_blocks import directions_of_stacks
+from tests.support.building import built
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def stacks_of_any_size(monkeypatch):
+    monkeypatch.setattr(small_blocks, "_FEW", 1)
+
+
+class Net(nn.Module):
+    """Layers of every kind of matrix: with and without a bias, frozen in part, convolutions, an embedding, a norm."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.words = nn.Embedding(9, 12)
+        self.convs = nn.Sequential(nn.Conv1d(12, 12, 1), nn.Tanh(), nn.Conv1d(12, 12, 1), nn.Tanh())
+        self.norm = nn.LayerNorm(12)
+        self.plain = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(12, 12), nn.Tanh())))
+        self.bare = nn.Sequential(nn.Linear(12, 12, bias=False), nn.Tanh(), nn.Linear(12, 12, bias=False))
+        self.biased = nn.Linear(12, 12)
+        self.biased.weight.requires_grad_(False)
+        self.wide = nn.Sequential(nn.Linear(12, 130), nn.Linear(130, 130))
+        self.to(dtype)
+
+    def forward(self, x):
+        x = self.convs(self.words(x).mT).mT
+        return self.wide(self.biased(self.bare(self.plain(self.norm(x)))))
+
+
+def trained(monkeypatch, method, dtype, *, stacked, groups=False, **options):
+    """The parameters after some steps, of which the last one may take blocks apart, and how many it took together."""
+    torch.manual_seed(0)
+    model, sizes = Net(dtype), []
+
+    def counted(blocks, source, rule):
+        found = directions_of_stacks(blocks, source, rule) if stacked or len(sizes) < STEPS - 1 else {}
+        sizes.append(len(found))
+        return found
+
+    monkeypatch.setattr(directions, "directions_of_stacks", counted)
+    params = model
+    if groups:
+        first = list(model.plain[0].parameters())
+        rest = [p for p in model.parameters() if p.requires_grad and all(p is not q for q in first)]
+        params = [{"params": first, "damping": 0.5}, {"params": rest}]
+        options["module"] = model
+    often = {"factor_update_steps": 1, "inv_update_steps": 2, "lr": 0.001}
+    optimizer = built(method, params, **often, **options)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randint(9, (6, 4), generator=generator)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), sizes[-1]
+
+
+def assert_close(found, expected, dtype):
+    """Up to the rounding of products, which have the same bits except for the smallest matrices and for vectors."""
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+CASES = {
+    "eigen": (KFAC, {}),
+    "pi": (KFAC, {"damping_split": "pi"}),
+    "cholesky": (KFAC, {"inverse_method": "cholesky"}),
+    "power": (KFAC, {"power": 0.5}),
+    "absolute": (KFAC, {"damping": 0.1, "weight_decay": 0.1, "weight_decay_in_curvature": True}),
+    "bfloat16": (KFAC, {"inv_dtype": torch.bfloat16}),
+    "diagonal": (KFAC, {"max_factor_dim": 12}),
+    "grafted": (KFAC, {"graft": "adamw"}),
+    "groups": (KFAC, {"groups": True}),
+    "intra": (EKFAC, {}),
+    "whitened": (EKFAC, {"power": 0.5, "graft": "adam"}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_single_products(monkeypatch, case, dtype):
+    method, options = CASES[case]
+    together, count = trained(monkeypatch, method, dtype, stacked=True, **options)
+    apart, none = trained(monkeypatch, method, dtype, stacked=False, **options)
+    # All but the norm and the widest layer: an embedding, two convolutions, four layers, two without a bias, a bias.
+    assert (count, none) == (10, 0)
+    assert_close(together, apart, dtype)
+
+
+def test_what_is_in_the_basis_already_or_sets_its_own_length_is_apart(monkeypatch):
+    for own in ({}, {"power": 0.5, "momentum_mode": "pre", "kl_clip": None}):
+        assert trained(monkeypatch, EKFAC, torch.float32, stacked=True, estimator="running", **own)[1] == 0
+    # The embedding, whose inputs choose a row, and a bias have no polar factor.
+    assert trained(monkeypatch, KFAC, torch.float32, stacked=True, orthogonalize=True)[1] == 2
+
+
+def test_a_stack_is_bounded(monkeypatch):
+    monkeypatch.setattr(small_blocks, "_STACK", 400)
+    together, _ = trained(monkeypatch, KFAC, torch.float64, stacked=True)
+    apart, _ = trained(monkeypatch, KFAC, torch.float64, stacked=False)
+    assert_close(together, apart, torch.float64)
+
+
+def test_blocks_without_a_gradient_are_left_out():
+    model = Net(torch.float32)
+    optimizer = KFAC(model, lr=0.1, factor_update_steps=1, inv_update_steps=1)
+    model(torch.randint(9, (6, 4))).square().mean().backward()
+    optimizer.step()
+    blocks = optimizer.preconditioner.plan.blocks
+    source = {p: torch.ones_like(p) for p in model.plain[0].parameters()}
+    (index,) = directions_of_stacks(blocks, source, optimizer.preconditioner.stack_rule)
+    assert blocks[index].name == "plain.0"
+
+
+def test_few_blocks_are_taken_one_by_one(monkeypatch):
+    monkeypatch.setattr(small_blocks, "_FEW", 3)
+    assert trained(monkeypatch, KFAC, torch.float32, stacked=True)[1] == 3  # the layers of one shape
