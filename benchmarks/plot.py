@@ -42,7 +42,7 @@ def styled() -> AbstractContextManager[None]:
 
 def plot_losses(histories: Sequence[History], title: str, target: float, path: Path) -> None:
     with styled():
-        figure = Figure(figsize=(10, 4.2), layout="constrained")
+        figure = Figure(figsize=(10, 4.6), layout="constrained")
         by_step, by_second = figure.subplots(1, 2, sharey=True)
         for index, history in enumerate(histories):
             start = min(WINDOW, len(history.losses)) - 1
@@ -57,7 +57,7 @@ def plot_losses(histories: Sequence[History], title: str, target: float, path: P
             f"target {target:g}", (1, target), (0, 3), xycoords=("axes fraction", "data"),
             textcoords="offset points", ha="right", va="bottom", color="0.35", fontsize=9,
         )  # fmt: skip
-        figure.legend(loc="outside upper right", ncols=len(histories), frameon=False)
+        figure.legend(loc="outside lower center", ncols=min(5, len(histories)), frameon=False)
         figure.suptitle(title, x=0.01, ha="left")
         figure.savefig(path, dpi=150)
 

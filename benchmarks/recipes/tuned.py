@@ -180,7 +180,7 @@ _FIRST: dict[MethodName, Method] = {
     "mfac": Method("M-FAC", partial(second_order, "mfac"), tuned(_MFAC)),
     "sparse_mfac": Method("sparse M-FAC", partial(second_order, "sparse_mfac"), tuned(_SPARSE)),
     "ggt": Method("GGT", partial(second_order, "ggt"), tuned(_GGT)),
-    "from_adamw": Method("from_adamw", partial(second_order, "from_adamw"), tuned(_FROM_ADAMW)),
+    "from_adamw": Method("KFAC (from_adamw)", partial(second_order, "from_adamw"), tuned(_FROM_ADAMW)),
     "ekfac_natural": Method("EKFAC, power 1", partial(second_order, "ekfac"), tuned(_NATURAL, searched=_BOTH)),
     "ekfac_whiten": Method("EKFAC, power 1/2", partial(second_order, "ekfac"), tuned(_WHITEN, searched=_BOTH)),
     "kfac_adaptive": Method(
