@@ -118,7 +118,7 @@ def _agreeing(found: list[_Use], tied: str | None) -> tuple[list[_Use], str]:
         found = [use for use in found if use.adapter().one_hot == (tied == "embedding")]
     if found and not _differ(found):
         return found, ""
-    hint = "" if tied is not None else "; StatisticsOptions(tied='embedding') or 'head' chooses one"
+    hint = "" if tied is not None else "; statistics=StatisticsOptions(tied='embedding') or tied='head' chooses one"
     return [], f"tied across layers that differ ({names}{hint})"
 
 

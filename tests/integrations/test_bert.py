@@ -97,7 +97,7 @@ def test_a_word_embedding_that_is_the_head_too_may_have_either_block(tied: str |
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = optimizer_of("kfac", model, tied=tied)
-    assert ["tied='embedding' or 'head'" in str(warning.message) for warning in caught] == [True] * (tied is None)
+    assert ["tied='embedding') or tied='head'" in str(warning.message) for warning in caught] == [True] * (tied is None)
     losses = steps(model, optimizer, [batch("GPT2", LANGUAGE)], 8)
     assert losses[-1] < losses[0]
     how = treatment(optimizer)["transformer.wte.weight"]

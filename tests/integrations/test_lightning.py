@@ -52,7 +52,9 @@ def by_hand(
 ) -> tuple[nn.Module, Any]:
     """The loop that a user would write, with what the trainer is told to do."""
     model = network()
-    optimizer = make(model, grad_scaler=scaler) if scaler else make(model)
+    optimizer = make(model)
+    if scaler:
+        optimizer.grad_scaler = scaler
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     scheduler = schedule(optimizer) if schedule else None
     autocast = torch.autocast("cpu", cast, cache_enabled=False) if cast else nullcontext()
