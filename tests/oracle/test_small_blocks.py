@@ -1,4 +1,4 @@
-"""Blocks that precondition together solve the equations of each of them: explicit factors and dense solves in float64."""
+"""Blocks that precondition together solve the equations of each: explicit factors and dense solves in float64."""
 
 import pytest
 import torch
