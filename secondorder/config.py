@@ -1,9 +1,9 @@
-"""Options of constructors that belong together and stay the same for the life of an optimizer.
+"""Groups of related options that are passed to constructors.
 
-Each class has good defaults, so that a user names only what should differ, as in
-``KFAC(model, storage=StorageOptions(packed=True))``. Their representation shows only what differs from the defaults.
-A name in brackets at the end of a field is the key of parameter groups that it sets, which may differ between groups
-and can be scheduled.
+Every field has a default, so you only set the fields that should differ, as in
+``KFAC(model, storage=StorageOptions(packed=True))``. ``repr`` shows only the fields that differ from their defaults.
+Some fields set a key of the parameter groups, which may differ between groups and can be scheduled. The key is given
+in parentheses at the end of the field's description. All other fields are fixed when the optimizer is built.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _T = TypeVar("_T")
 
 
 def _option(default: _T, *, key: str | None = None, was: str | None = None) -> _T:
-    """Declare a field with the key of parameter groups that it sets, and with the keyword that it once was."""
+    """Declare a field with the key of parameter groups that it sets, and with the keyword that it replaced."""
     found: Any = field(default=default, metadata={"key": key, "was": was or key})
     return found  # type: ignore[no-any-return]
 
 
 def representation(self: Any) -> str:
-    """Return the call without the fields that have their defaults."""
+    """Return the call that makes an object, without the fields that have their defaults."""
     changed = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
     return f"{type(self).__name__}({', '.join(changed)})"
 
 
 @dataclass(frozen=True, repr=False)
 class FisherOptions:
-    """Which Fisher is estimated. ``fisher="mc"`` is short for ``fisher=FisherOptions("mc")``.
+    """Choice of the Fisher estimate. ``fisher="mc"`` is short for ``fisher=FisherOptions("mc")``.
 
     Args:
-        kind: ``"empirical"``, ``"mc"``, ``"exact"``, ``"curvature_prop"`` or ``"forward_only"``.
+        kind: The estimate: ``"empirical"``, ``"mc"``, ``"exact"``, ``"curvature_prop"`` or ``"forward_only"``.
         samples: Number of draws per example for ``"mc"`` and ``"curvature_prop"``.
     """
 
@@ -62,15 +62,16 @@ class FisherOptions:
 
 @dataclass(frozen=True, repr=False)
 class RefreshOptions:
-    """When and how bases and inverses are computed again.
+    """Options for the refresh of bases and inverses.
 
     Args:
         stagger: Whether to spread the refreshes of the blocks over the interval.
-        warmup: Whether to update the factors at every step of the first interval, and to refresh at its steps 0, 1, 2,
-            4, 8, …, because the curvature of a new network changes a thousandfold in its first hundred steps. If None,
-            it is on unless an interval is given, which is then kept exactly.
+        warmup: Whether to update the factors at every step of the first interval and to refresh at its steps 0, 1, 2,
+            4, 8, … The curvature of a new network changes a thousandfold in its first hundred steps. If None, the
+            warm-up is on unless you set an interval, which is then kept exactly.
         max_failures: Number of consecutive failed refreshes of a layer after which an error is raised.
-        basis_update: For EKFAC: ``"eigh"``, or ``"qr"``, orthogonal iteration from the last basis (``basis_update``).
+        basis_update: For EKFAC: ``"eigh"`` computes each basis from scratch, and ``"qr"`` uses orthogonal iteration
+            from the last basis (``basis_update``).
         full_every: For EKFAC with ``"qr"``: number of refreshes between two that use ``eigh`` (``full_every``).
     """
 
@@ -89,19 +90,19 @@ class RefreshOptions:
 
 @dataclass(frozen=True, repr=False)
 class StorageOptions:
-    """How factors, bases and inverses are stored.
+    """Options for the storage of factors, bases and inverses.
 
     Args:
         factor_dtype: Precision in which the factors A and G are stored. ``torch.float32`` stores the factors of float64
             parameters in float64. ``torch.bfloat16`` takes half the memory, but eigenvalues below 1/256 of the largest
-            one are lost to rounding.
-        inv_dtype: Precision in which bases and inverses are stored, with the choices of ``factor_dtype``. Products with
-            bfloat16 bases or inverses are still computed in float32.
+            eigenvalue are lost to rounding.
+        inv_dtype: Precision in which bases and inverses are stored, with the same choices as ``factor_dtype``. Products
+            with bfloat16 bases or inverses are still computed in float32.
         packed: Whether to store A and G as triangles. This takes half the memory; the full matrices exist only while a
             refresh needs them.
-        max_factor_dim: Largest number of rows of a factor that is stored as a matrix; of larger factors only the
-            diagonal is stored. None sets no bound. ``"auto"`` is 8192, except on a CPU, where it is 4096 with
-            ``inverse_method="cholesky"`` of KFAC and 2048 otherwise (``max_factor_dim``).
+        max_factor_dim: Largest number of rows of a factor that is stored as a matrix. For a larger factor, only the
+            diagonal is stored. None sets no limit. ``"auto"`` is 8192, except on a CPU, where it is 4096 for KFAC with
+            ``inverse_method="cholesky"`` and 2048 otherwise (``max_factor_dim``).
         orthogonal_dtype: Precision of the matrix products with which ``orthogonalize`` computes the polar factor.
             ``torch.bfloat16``, the precision that Muon uses, applies to matrices with at least 128 rows and columns. It
             is faster on hardware that supports it, and adds noise in directions in which the gradient is close to zero.
@@ -122,25 +123,25 @@ class StorageOptions:
 
 @dataclass(frozen=True, repr=False)
 class StatisticsOptions:
-    """Which examples and positions contribute to the factors, and how their running means are weighted.
+    """Options for the statistics behind the factors: which examples and positions count, and with which weight.
 
     Args:
         batch_size: Number of examples of each micro-batch, drawn at random, that contribute to the factors. If None,
-            all of them do. It cannot be combined with ``mask()`` (``factor_batch_size``).
+            all of them do. This option cannot be combined with ``mask()`` (``factor_batch_size``).
         positions: Number of positions of each example (pixels or tokens), drawn at random, that contribute to the
             factors. If None, all of them do (``factor_positions``).
-        weighting: Weight of a batch in the running means: ``"samples"`` weights it by its number of examples,
+        weighting: Weight of a batch in the running means: ``"samples"`` weights it by its number of examples, and
             ``"update"`` gives every batch the weight 1 (``weighting``).
-        burnin_steps: Number of first updates of the running means that all have the same weight, β = 1
+        burnin_steps: Number of updates at the start that all have the same weight in the running means, with β = 1
             (``burnin_steps``).
-        decay_per_step: Whether to raise β to the power of the interval, so that it is the decay per step
+        decay_per_step: Whether β is the decay per step, which raises it to the power of the interval
             (``decay_per_step``).
         weight_decay: Whether to count ``weight_decay`` as curvature, which adds it to λ
             (``weight_decay_in_curvature``).
-        norm_curvature: Blocks of normalization layers: ``"unit"`` takes the scale and the shift of a unit together,
-            ``"diagonal"`` takes each entry separately.
-        tied: Which use of a weight that serves both as an embedding and as an output head provides the statistics of
-            its block: ``"head"`` or ``"embedding"``. If None, the weight is left to the fallback.
+        norm_curvature: Blocks of normalization layers: ``"unit"`` preconditions the scale and the shift of a unit
+            together, and ``"diagonal"`` preconditions each entry separately.
+        tied: For a weight that is both the embedding and the output head: the use that provides the statistics of its
+            block, ``"head"`` or ``"embedding"``. If None, the fallback updates the weight.
     """
 
     batch_size: int | None = _option(None, key="factor_batch_size")
@@ -160,19 +161,19 @@ class StatisticsOptions:
 
 @dataclass(frozen=True, repr=False)
 class BatchOptions:
-    """How the examples of a batch are counted.
+    """Options for counting the examples of a batch.
 
     Args:
         dim: Dimension of the model's input that indexes the examples.
         input: Name of the argument of the model's ``forward`` whose dimension ``dim`` indexes the examples, or a
             function that takes the arguments of ``forward`` and returns the number of examples. If None, the first
             tensor is used, unless the outputs and the layers of the model agree on another number.
-        loss_terms: Number of scalar terms of the loss of an example over which it is a mean, such as the outputs of a
-            squared error. Leave it at 1 for a mean over tokens, which are examples of their own; ``observe()`` counts
+        loss_terms: Number of scalar terms that the loss of one example averages, such as the number of outputs of a
+            squared error. Leave it at 1 for a mean over tokens, because each token is an example; ``observe()`` counts
             the terms itself (``loss_terms``).
-        size: For HyLo: number of examples per step and rank. If given, the rows of ``approx="reduce"`` are allocated at
-            construction, which is necessary for loading a distributed checkpoint before the first step. If None, they
-            are allocated at the first refresh.
+        size: For HyLo: number of examples per step and rank. If it is set, the rows of ``approx="reduce"`` are
+            allocated at construction, which is necessary to load a distributed checkpoint before the first step. If
+            None, they are allocated at the first refresh.
     """
 
     dim: int = _option(0, was="batch_dim")
@@ -190,11 +191,11 @@ class BatchOptions:
 
 @dataclass(frozen=True, repr=False)
 class InverseOptions:
-    """How the inverse of a block is formed. ``inverse_method="cholesky"`` is short for ``InverseOptions("cholesky")``.
+    """Options for the inverse of a block. ``inverse_method="cholesky"`` is short for ``InverseOptions("cholesky")``.
 
     Args:
-        method: ``"eigen"`` or ``"cholesky"`` (``inverse_method``).
-        damping_split: ``"exact"`` adds λ to the eigenvalues of ``G ⊗ A``; ``"pi"`` splits it between the two factors
+        method: Factorization that is used, ``"eigen"`` or ``"cholesky"`` (``inverse_method``).
+        damping_split: ``"exact"`` adds λ to the eigenvalues of ``G ⊗ A``, and ``"pi"`` splits λ between the two factors
             (Martens & Grosse 2015, section 6.3). If None, it is ``"exact"`` for ``"eigen"`` and ``"pi"`` for
             ``"cholesky"`` (``damping_split``).
     """
@@ -206,18 +207,18 @@ class InverseOptions:
 
 @dataclass(frozen=True, repr=False)
 class ScaleOptions:
-    """How EKFAC measures the scale of its eigenbasis.
+    """Options for the scale that EKFAC measures in its eigenbasis.
 
     Args:
-        decay: β of the scale; None for ``factor_decay`` (``scale_decay``).
+        decay: β of the running mean of the scale. If None, it is ``factor_decay`` (``scale_decay``).
         update_steps: Number of steps between updates of the scale (``scale_update_steps``).
-        batch_size: Number of examples of each micro-batch, drawn at random, that contribute to the scale; None for all
-            (``scale_batch_size``).
-        token_is_example: Whether to treat each position of linear layers and embeddings as an example of its own
+        batch_size: Number of examples of each micro-batch, drawn at random, that contribute to the scale. If None, all
+            of them do (``scale_batch_size``).
+        token_is_example: Whether to treat each position of linear layers and embeddings as a separate example
             (``token_is_example``).
-        transport: How the scale is carried over to a new basis: ``"project"`` keeps the operator, ``"kfac"`` starts
-            again from the products of eigenvalues, ``"recompute"`` from the batch of the step, and ``"none"`` keeps the
-            scale by index (``transport``).
+        transport: How the scale is transferred to a new basis: ``"project"`` keeps the operator, ``"kfac"`` starts
+            again from the products of eigenvalues, ``"recompute"`` starts again from the batch of the step, and
+            ``"none"`` keeps the scale by index (``transport``).
     """
 
     decay: float | None = _option(None, key="scale_decay")
@@ -230,25 +231,25 @@ class ScaleOptions:
 
 @dataclass(frozen=True, repr=False)
 class RowOptions:
-    """Which rows HyLo keeps.
+    """Options for the rows that HyLo keeps.
 
     Args:
-        max_rank: Largest number of rows that are kept on all ranks together; each rank keeps at least one. It does not
-            bound ``mode="sngd"`` (``max_rank``).
-        energy: Fraction of the trace of a layer's kernel that its rows have to hold. If given, it determines the number
-            of rows per layer instead of ``rank_fraction`` (``rank_energy``).
-        sampling: ``"systematic"`` (unbiased, no row twice), ``"replacement"`` (unbiased), ``"unweighted"`` (the
-            published draw, biased) or ``"uniform"``, for KIS (``kis_sampling``).
-        pivoting: How KID chooses rows: ``"cholesky"`` by the remainder of the kernel's diagonal, ``"qr"`` by the
+        max_rank: Largest number of rows that all ranks keep together; each rank keeps at least one. It does not
+            limit ``mode="sngd"`` (``max_rank``).
+        energy: Fraction of the trace of a layer's kernel that the kept rows must reach. If it is set, it determines the
+            number of rows per layer instead of ``rank_fraction`` (``rank_energy``).
+        sampling: How KIS draws rows: ``"systematic"`` (unbiased, draws no row twice), ``"replacement"`` (unbiased),
+            ``"unweighted"`` (the published draw, biased) or ``"uniform"`` (``kis_sampling``).
+        pivoting: How KID chooses rows: ``"cholesky"`` uses the remainder of the kernel's diagonal, ``"qr"`` uses the
             kernel's columns, and ``"score"`` takes the largest rows (``kid_pivoting``).
-        residual: What represents the part of the kernel that KID does not interpolate: its diagonal (``"diag"``), the
-            full matrix (``"full"``) or nothing (``"none"``) (``kid_residual``).
+        residual: How KID represents the part of the kernel that it does not interpolate: by its diagonal (``"diag"``),
+            by the full matrix (``"full"``) or not at all (``"none"``) (``kid_residual``).
         conv_scale: ``"exact"``, or ``"hylo"`` to divide the summed gradients of convolutions by the number of
             positions, which reproduces the published recipes (``conv_scale``).
-        normalize_damping: Whether to multiply the direction by λ, so that it does not grow when λ falls, and equals the
-            gradient where λ is large (``normalize_damping``).
-        kfac_when_cheaper: Whether to use K-FAC's factors for a layer where R rows would take more memory or time. This
-            is decided at the first refresh, and ``describe()`` reports it (``kfac_when_cheaper``).
+        normalize_damping: Whether to multiply the direction by λ. The direction then does not grow when λ falls, and
+            equals the gradient where λ is large (``normalize_damping``).
+        kfac_when_cheaper: Whether to use K-FAC's factors for a layer where R rows would take more memory or time. HyLo
+            decides this at the first refresh, and ``describe()`` reports it (``kfac_when_cheaper``).
         factor_decay: β, the weight of the old factors in the running mean, for layers that use K-FAC's factors
             (``factor_decay``).
     """
@@ -267,19 +268,19 @@ class RowOptions:
 
 @dataclass(frozen=True, repr=False)
 class WindowOptions:
-    """What a window of past gradients contains, and how it is solved.
+    """Options for the window of past gradients: its contents, its storage and its solver.
 
     Args:
         dtype: Precision of dense rows and of low-rank factors. If None, it is float32, and float64 for float64
             parameters.
-        skip_norm_layers: Whether to leave the parameters of normalization layers (without a module, all vectors) to the
-            fallback.
-        skip_biases: Whether to leave biases (without names, all vectors) to the fallback.
-        divisor: For M-FAC: what the sum over rows is divided by, the number of rows that are filled (``"count"``), or m
-            (``"window"``). The published code uses m, with which updates are up to m times larger at first (``scale``).
-        solver: For M-FAC: ``"cholesky"``, ``"eigh"``, which leaves out directions that consist of rounding errors, or
-            ``"auto"``, which uses Cholesky, and ``eigh`` where nearly dependent rows would leave less than 2 digits (on
-            a GPU, ten steps later) (``solver``).
+        skip_norm_layers: Whether to leave the parameters of normalization layers to the fallback. Without a module,
+            this applies to all vectors.
+        skip_biases: Whether to leave biases to the fallback. Without names, this applies to all vectors.
+        divisor: For M-FAC: divisor of the sum over rows, either the number of filled rows (``"count"``) or m
+            (``"window"``). The published code uses m, which makes updates up to m times larger at first (``scale``).
+        solver: For M-FAC: ``"cholesky"``; ``"eigh"``, which leaves out directions that consist of rounding errors; or
+            ``"auto"``, which uses Cholesky and switches to ``eigh`` where nearly dependent rows would leave less than 2
+            digits (on a GPU, it switches ten steps later) (``solver``).
     """
 
     dtype: torch.dtype | None = _option(None, was="window_dtype")
@@ -299,17 +300,19 @@ class WindowOptions:
 
 @dataclass(frozen=True, repr=False)
 class FallbackOptions:
-    """The rule for parameters that are not preconditioned. ``fallback="adamw"`` is short for a rule with defaults.
+    """Options of the fallback, which updates the parameters that are not preconditioned.
+
+    ``fallback="adamw"`` is short for ``fallback=FallbackOptions("adamw")``.
 
     Args:
-        rule: ``"sgd"``, ``"adam"`` or ``"adamw"``. If None, it is the rule of ``graft`` if that is given, and SGD
+        rule: ``"sgd"``, ``"adam"`` or ``"adamw"``. If None, it is the rule of ``graft`` if that is set, and SGD
             otherwise (``fallback``).
         lr: Learning rate if the rule is Adam's. It follows the schedule of the optimizer's ``lr`` in proportion. If
-            None, it is that ``lr`` when grafting and 1e-3 otherwise (``fallback_lr``).
-        betas: For GGT, whose own ``betas`` are those of its momentum and window: β₁ and β₂ of Adam's rule, wherever
-            ``graft``, ``inner`` or ``fallback`` names it; None for 0.9 and 0.999 (``fallback_betas``). The other
-            methods have one option ``betas`` for all of them.
-        eps: For GGT: ε of Adam's rule; None for 1e-8 (``fallback_eps``).
+            None, it equals ``lr`` when grafting and 1e-3 otherwise (``fallback_lr``).
+        betas: For GGT: β₁ and β₂ of Adam's rule, wherever ``graft``, ``inner`` or ``fallback`` names it. If None, they
+            are 0.9 and 0.999. GGT's own ``betas`` apply to its momentum and its window, while the other methods use
+            one option ``betas`` for everything (``fallback_betas``).
+        eps: For GGT: ε of Adam's rule. If None, it is 1e-8 (``fallback_eps``).
     """
 
     rule: str | None = _option(None, key="fallback")
@@ -321,7 +324,7 @@ class FallbackOptions:
 
 @dataclass(frozen=True, repr=False)
 class ClipOptions:
-    """Bounds on the direction of a step. ``clip=1.0`` is short for ``clip=ClipOptions(norm=1.0)``.
+    """Options for clipping the direction of a step. ``clip=1.0`` is short for ``clip=ClipOptions(norm=1.0)``.
 
     Args:
         norm: Upper bound on the norm of the direction over all blocks or windows. If None, the norm is not clipped
@@ -337,26 +340,27 @@ class ClipOptions:
 
 @dataclass(frozen=True, repr=False)
 class AdaptationOptions:
-    """What is adapted to the loss. All of it needs ``step(closure)``.
+    """Options that adapt the step to the loss. All of them need ``step(closure)``.
 
-    The adapted damping is the key ``damping`` of parameter groups. A schedule of it needs milestones,
-    ``ParamScheduler(optimizer, damping={0: 1.0, 1000: 0.1})``, and λ is adapted further from each.
+    The adapted damping is the key ``damping`` of the parameter groups. To schedule it, use milestones, as in
+    ``ParamScheduler(optimizer, damping={0: 1.0, 1000: 0.1})``. The adaptation starts again from each milestone.
 
     Args:
         adaptive_damping: Whether to adjust λ every ``damping_interval`` steps by how well the quadratic model predicted
             the change of the loss. This evaluates the closure once more at those steps.
         damping_interval: T, the number of steps between two adjustments of λ.
-        min_damping: Lower bound of an adapted λ.
-        max_damping: Upper bound of an adapted λ.
+        min_damping: Lower bound of the adapted λ.
+        max_damping: Upper bound of the adapted λ.
         include_damping_in_model: Whether the quadratic model that judges λ includes the term ``½ λ ‖δ‖²``.
         reject_steps: Whether to undo a step that increased the loss or made it non-finite, and to increase λ. This
             evaluates the closure once more at every step.
-        quadratic_model: Whether to take the learning rate and the momentum of each step from the quadratic model. Its
-            step is multiplied by ``lr``, so that 1.0 leaves it unchanged; ``momentum=0`` ignores the previous step.
-        likelihood: Relation of the loss to the outputs: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` or an
-            object. With a closure that returns ``(loss, outputs)``, the quadratic model is then exact.
-        calibrate_damping: Whether to try values from a thousandth to a thousand times ``damping`` at the first refresh,
-            and to keep the best one.
+        quadratic_model: Whether to take the learning rate and the momentum of each step from the quadratic model. The
+            resulting step is multiplied by ``lr``, so 1.0 leaves it unchanged. ``momentum=0`` ignores the previous
+            step.
+        likelihood: How the loss depends on the outputs: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` or a
+            ``Likelihood`` object. With a closure that returns ``(loss, outputs)``, the quadratic model is then exact.
+        calibrate_damping: Whether to try values from one thousandth of ``damping`` to a thousand times ``damping`` at
+            the first refresh, and to keep the best one.
     """
 
     adaptive_damping: bool = False
@@ -383,7 +387,7 @@ class AdaptationOptions:
 
     @property
     def needing_loss(self) -> list[str]:
-        """Options that are on and need a closure."""
+        """Options that are on and need the loss from a closure."""
         return [n for n in ("adaptive_damping", "reject_steps", "calibrate_damping") if getattr(self, n)]
 
     @property

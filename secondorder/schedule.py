@@ -1,8 +1,8 @@
-"""Schedules of group options: damping, intervals, decay or any other value of the groups as a function of the step.
+"""Schedules for the options of parameter groups, such as the damping, the intervals or the weight decay.
 
-A value is a function of the step alone, never of the previous value: after n calls of ``step()`` an option is f(n),
-whatever happened to it in between, so that schedules neither compound nor drift, and a resumed run continues exactly.
-The exception is a damping that is adapted to the loss, for which each milestone is a new start.
+A scheduled value depends only on the step, never on the previous value. After n calls of ``step()``, an option is f(n)
+no matter what changed it in between, so schedules do not compound or drift, and a resumed run continues exactly. The
+exception is a damping that is adapted to the loss: the adaptation starts again from each milestone.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from secondorder.optimizer import SecondOrderOptimizer
 #: A function of the step, or milestones ``{step: value}``.
 Schedule: TypeAlias = Callable[[int], Any] | Mapping[int, Any]
 
-#: Entries of a group that are not options: parameters, and the entries that schedulers and optimizers store for
-#: themselves.
+#: Entries of a group that are not options: the parameters, and entries that schedulers and optimizers store for
+#: their own use.
 _RESERVED = frozenset({"params", "param_names", "initial_lr", "fallback_base_lr"})
-#: Options of our methods that determine the content of a layer's state, which is laid out once.
+#: Options of our methods that determine the layout of a layer's state, which is fixed when a group is added.
 _ALLOCATING = frozenset({"inverse_method", "max_factor_dim", "basis_update", "momentum_mode", "transport"})
-#: Stands for "no value yet": before the first milestone.
+#: Marks an option that has no scheduled value yet, before its first milestone.
 _UNSET = object()
 
 
 class ParamScheduler:
-    """Schedule any options of an optimizer's groups, each by a function or by milestones of the step.
+    """Schedule options of an optimizer's parameter groups, each by a function of the step or by milestones.
 
-    It sets f(0) when it is built and f(n) in the n-th call of :meth:`step`, which is called once per optimizer step. It
-    works with every ``torch.optim.Optimizer``, and together with the schedulers of ``torch.optim.lr_scheduler``. A
-    value that the optimizers of this package refuse in their constructors is refused here too, before any group is
-    changed; all milestones are checked at once, when the scheduler is built.
+    The scheduler sets f(0) when it is built and f(n) in the n-th call of :meth:`step`. Call :meth:`step` once after
+    each optimizer step. The scheduler works with every ``torch.optim.Optimizer`` and together with the schedulers of
+    ``torch.optim.lr_scheduler``. It rejects the values that the constructors of this package reject, before it changes
+    any group. All milestones are checked when the scheduler is built.
 
     Args:
-        optimizer: Optimizer whose groups are scheduled.
-        **schedules: For each option, a function of the step; or milestones ``{step: value}``, where each value holds
-            until the next milestone, and the initial value until the first; or a list of these, one per group, for the
-            existing groups (a group that is added later keeps its value). A tensor (``lr``) is filled in place and
-            never replaced. A damping that the optimizer adapts to the loss takes milestones only, each of which is a
-            new start.
+        optimizer: The optimizer whose groups are scheduled.
+        **schedules: The schedule of each option: a function of the step, milestones ``{step: value}``, or a list with
+            one of these per group. A value holds until the next milestone, and the initial value holds until the first
+            one. A list covers the existing groups; a group that is added later keeps its value. A tensor (``lr``) is
+            filled in place and never replaced. A damping that the optimizer adapts to the loss accepts only milestones,
+            and the adaptation starts again from each of them.
 
     Raises:
-        TypeError: If an argument is not an optimizer or a schedule, or a value is of a wrong kind.
-        ValueError: For an option that the groups do not have or that cannot be scheduled, a negative milestone, a list
-            that does not fit the groups, or a value out of range.
+        TypeError: If an argument is not an optimizer or a schedule, or if a value has the wrong type.
+        ValueError: If the groups do not have an option, an option cannot be scheduled, a milestone is negative, a list
+            does not have one schedule per group, or a value is out of range.
 
     Example:
         >>> import torch, secondorder
@@ -89,31 +89,31 @@ class ParamScheduler:
 
     @property
     def last_step(self) -> int:
-        """The step whose values the groups have, which is the number of calls of :meth:`step`."""
+        """The step whose values the groups have now, which is the number of calls of :meth:`step`."""
         return self._last_step
 
     def step(self) -> None:
-        """Set the values of the next step; call it once after each step of the optimizer.
+        """Set the values of the next step. Call it once after each step of the optimizer.
 
         Raises:
-            TypeError: If a function returns a value of a wrong kind. Then nothing is changed, and the call does not
+            TypeError: If a function returns a value of the wrong type. Nothing is changed then, and the call does not
                 count.
-            ValueError: If it returns a value out of range, with the same effect.
+            ValueError: If a function returns a value out of range. Nothing is changed then either.
         """
         self._set(self._last_step + 1)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the count of steps. Schedules are not included: a script that resumes builds the scheduler again."""
+        """Return the number of steps. It does not contain the schedules; build the scheduler again when you resume."""
         return {"last_step": self._last_step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint: the groups get the values of its step.
+        """Continue from a checkpoint and set the values of its step in the groups.
 
-        Load the optimizer's own state too; it has the values of options that are still before their first milestone.
+        Load the optimizer's state too, because it has the values of options that have not reached a milestone yet.
 
         Raises:
-            TypeError: If the count is not an integer, or a function returns a value of a wrong kind.
-            ValueError: If this is not the state of such a scheduler, or a function returns a value out of range.
+            TypeError: If the number of steps is not an integer, or a function returns a value of the wrong type.
+            ValueError: If this is not the state of a ``ParamScheduler``, or a function returns a value out of range.
         """
         if not isinstance(state_dict, Mapping) or "last_step" not in state_dict:
             raise ValueError(f"not the state_dict of a ParamScheduler: it needs 'last_step', got {state_dict!r}")
@@ -122,7 +122,7 @@ class ParamScheduler:
 
     # ------------------------------------------------------------------ reading the schedules
     def _parse(self, key: str, schedule: Any) -> _Track | tuple[_Track, ...]:
-        """Return one track for all groups, or one for each."""
+        """Return one track for all groups, or one track per group."""
         groups = self.optimizer.param_groups
         if key in _RESERVED or (key in _ALLOCATING and isinstance(self.optimizer, SecondOrderOptimizer)):
             raise ValueError(f"{key!r} cannot be scheduled: it is set once, when a group is added")
@@ -136,22 +136,22 @@ class ParamScheduler:
         return tuple(_track(key, one) for one in schedule)
 
     def _is_left_to_adaptation(self, key: str, track: _Track, step: int) -> bool:
-        """Return whether a value is one that was adapted since the last milestone.
+        """Return whether a value has been adapted since the last milestone, so that the schedule leaves it alone.
 
         Raises:
-            ValueError: If a function would overwrite what is adapted at every step.
+            ValueError: If a function would overwrite the adapted value at every step.
         """
         if key != "damping" or not self._adapts_damping:
             return False
         if not isinstance(track, _Milestones):
             raise ValueError(
-                "damping is adapted to the loss, which a function of the step would overwrite at every step: give "
-                "milestones, {step: value}, from which it is adapted further"
+                "damping is adapted to the loss, and a function of the step would overwrite it at every step: give "
+                "milestones, {step: value}, and the adaptation starts again from each of them"
             )
         return step not in track.values
 
     def _milestones(self) -> list[int]:
-        """Return all steps at which some option has a milestone."""
+        """Return all steps at which at least one option has a milestone."""
         tracks = [x for t in self._tracks.values() for x in (t if isinstance(t, tuple) else (t,))]
         return sorted({step for track in tracks if isinstance(track, _Milestones) for step in track.steps})
 
@@ -168,7 +168,7 @@ class ParamScheduler:
                 for t in chosen
             ]
             values = values if isinstance(tracks, tuple) else values * len(groups)
-            # There are fewer values than groups if a group was added after a list was given; it keeps its own value.
+            # If a group was added after a list was given, there are fewer values than groups. It keeps its own value.
             for group, change, value in zip(groups, changes, values, strict=False):
                 if value is not _UNSET:
                     change[key] = _adapted(key, value, group.get(key))
@@ -176,7 +176,7 @@ class ParamScheduler:
 
     # ------------------------------------------------------------------ writing the groups
     def _set(self, step: int) -> None:
-        """Set the values of a step in all groups, or in none if one of them is refused."""
+        """Set the values of a step in all groups, or in none if one of them is rejected."""
         changes = self._changes_at(step)
         self._check(changes)
         for group, change in zip(self.optimizer.param_groups, changes, strict=True):
@@ -185,7 +185,7 @@ class ParamScheduler:
         self._last_step = step
 
     def _check(self, changes: list[dict[str, Any]]) -> None:
-        """Refuse values that an optimizer of this package would refuse in a group that is added with them."""
+        """Reject values that an optimizer of this package would reject in a new group."""
         optimizer = self.optimizer
         if not isinstance(optimizer, SecondOrderOptimizer):
             return  # torch's own optimizers only check values in their constructors
@@ -203,23 +203,23 @@ class ParamScheduler:
             group[key] = value
             return
         if isinstance(self._tracks[key], tuple):
-            # Constructors give one tensor to all groups; different values need different tensors.
+            # Constructors give the same tensor to all groups, but different values need different tensors.
             others = (g for g in self.optimizer.param_groups if g is not group)
             if any(g.get(key) is held for g in others):
                 held = group[key] = held.clone()
         held.copy_(value.reshape(held.shape)) if isinstance(value, Tensor) else held.fill_(value)
 
     def _warn_relative_damping(self) -> None:
-        """Warn of a relative damping that was not requested: its mode was not given, since the damping was not."""
+        """Warn about a relative damping that was not requested, because neither damping nor its mode was given."""
         if "damping" not in self._tracks or "damping_mode" in self._tracks:
             return
         optimizer = self.optimizer
         unasked = isinstance(optimizer, SecondOrderOptimizer) and optimizer.group_options.rules.mode_by_default
         if unasked and any(group["damping_mode"] == "relative" for group in self.optimizer.param_groups):
             warnings.warn(
-                "damping is scheduled, but its mode is the default of an optimizer built without damping, 'relative': "
-                "the numbers are multiples of the mean eigenvalue. Build the optimizer with damping= if they are to be "
-                "λ itself, or with damping_mode='relative' if this is meant.",
+                "damping is scheduled, but the optimizer was built without damping=, so its damping_mode is 'relative' "
+                "and the scheduled numbers are multiples of the mean eigenvalue. Build the optimizer with damping= if "
+                "the numbers are λ itself, or with damping_mode='relative' if they are multiples.",
                 stacklevel=3,
             )
 
@@ -228,19 +228,19 @@ class ParamScheduler:
 class DampingDecay:
     """Damping that decays from one value to another: λ(t) = λ_T + (λ₀ − λ_T) (1 − α)^max(0, t − t₀).
 
-    α is 2 log₁₀(λ₀/λ_T) / N, but at most 1. Time counts in steps of the optimizer, so that λ does not depend on how
-    often a method refreshes. After the N steps of the decay, a share of about (λ_T/λ₀)^0.87 of the way is left: λ_T is
-    approached, not reached.
+    α is 2 log₁₀(λ₀/λ_T) / N, but at most 1. The time t counts optimizer steps, so λ does not depend on how often a
+    method refreshes. The damping approaches λ_T but does not reach it: after the N steps of the decay, a fraction of
+    about (λ_T/λ₀)^0.87 of the difference is left.
 
     Args:
-        initial: λ₀, held during the warm-up.
-        final: λ_T, at most ``initial``.
+        initial: λ₀, the damping during the warm-up.
+        final: λ_T, the damping that the decay approaches; at most ``initial``.
         decay_steps: N, the number of optimizer steps of the decay.
-        warmup_steps: t₀, the number of optimizer steps before it.
+        warmup_steps: t₀, the number of optimizer steps before the decay.
 
     Raises:
-        ValueError: For a value out of range.
-        TypeError: For a value of a wrong kind.
+        ValueError: If a value is out of range.
+        TypeError: If a value has the wrong type.
     """
 
     initial: float
@@ -257,12 +257,12 @@ class DampingDecay:
         options.whole(0)("warmup_steps", self.warmup_steps)
         if self.final > self.initial:
             raise ValueError(
-                f"final={self.final} must not be above initial={self.initial}: this rule only lets damping fall; give "
-                "ParamScheduler a function of the step or milestones for one that rises"
+                f"final={self.final} must not be above initial={self.initial}: damping_decay only decreases the "
+                "damping. To increase it, give ParamScheduler a function of the step or milestones"
             )
 
     def __call__(self, step: int) -> float:
-        """Return λ of a step, between ``final`` and ``initial``."""
+        """Return λ at a step, a value between ``final`` and ``initial``."""
         if step <= self.warmup_steps:
             return self.initial  # this is exact to the bit
         rate = min(1.0, 2 * math.log10(self.initial / self.final) / self.decay_steps)
@@ -271,13 +271,13 @@ class DampingDecay:
 
 
 def damping_decay(initial: float, final: float, decay_steps: int, warmup_steps: int = 0) -> DampingDecay:
-    """Return a schedule for :class:`ParamScheduler` by which damping decays from one value to another.
+    """Return a schedule for :class:`ParamScheduler` that decays the damping from one value to another.
 
     Args:
-        initial: Damping at the start, and during the warm-up.
-        final: Damping that the schedule approaches, at most ``initial``.
-        decay_steps: Number of optimizer steps of the decay.
-        warmup_steps: Number of optimizer steps before it.
+        initial: The damping at the start and during the warm-up.
+        final: The damping that the schedule approaches; at most ``initial``.
+        decay_steps: The number of optimizer steps of the decay.
+        warmup_steps: The number of optimizer steps before the decay.
 
     Returns:
         A function of the step that can be pickled and compared; see :class:`DampingDecay`.
@@ -293,7 +293,7 @@ def damping_decay(initial: float, final: float, decay_steps: int, warmup_steps: 
 
 
 class _Milestones:
-    """Values that hold from their step on."""
+    """Values that hold from their milestone to the next one."""
 
     def __init__(self, key: str, values: Mapping[int, Any]) -> None:
         if not values:
@@ -325,11 +325,11 @@ def _track(key: str, schedule: Any) -> _Track:
 
 
 def _adapted(key: str, value: Any, held: Any) -> Any:
-    """Convert a scheduled value to the kind that the group holds: a number, or one element for a tensor."""
+    """Convert a scheduled value to the type that the group holds: a number, or a tensor with one element."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{key} must be one number, got a tensor of shape {tuple(value.shape)}")
     if isinstance(held, Tensor) and isinstance(value, Tensor):
-        return value  # it stays on its device, and nothing waits for it
+        return value  # it stays on its device, and the host does not wait for it
     if isinstance(value, Tensor) or getattr(value, "shape", None) == ():
         value = value.item()  # torch and NumPy scalars become Python numbers, which fit into every checkpoint
     if isinstance(held, Tensor) and not options.is_number(value):

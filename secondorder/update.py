@@ -1,4 +1,4 @@
-"""The first-order side of a step: what is preconditioned, how long directions are, and the rule that applies them.
+"""The first-order part of a step: the sources to precondition, the length of directions, and the update rules.
 
 ::
 
@@ -25,7 +25,7 @@ from secondorder.linalg.first_order import rate
 from secondorder.parameters import Directions, Group, ParameterTable
 from secondorder.preconditioners.base import Covering, Preconditioner, Proposal, Rule
 
-#: Entries of Adam's steps of small parameters that exist at one time.
+#: Number of entries of Adam's steps that exist at the same time for small parameters.
 _STEPS = 2**14
 
 
@@ -34,18 +34,18 @@ class Update:
 
     Args:
         table: The parameters.
-        preconditioner: What covers parameters; it may change the rules of those that it has preconditioned.
+        preconditioner: The preconditioner, which may change the rules of the parameters that it preconditions.
     """
 
     def __init__(self, table: ParameterTable, preconditioner: Preconditioner) -> None:
         self._table, self._preconditioner = table, preconditioner
-        #: What grafting multiplied directions with in the last step, by the first parameter of those taken together.
+        #: Factors by which grafting scaled directions in the last step, by the first parameter of each set.
         self.graft_factors: dict[nn.Parameter, Tensor] = {}
-        #: What kl-clip multiplied directions with; None if it never did.
+        #: Factor by which kl-clip scaled directions; None if it never did.
         self.kl_factor: Tensor | None = None
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return the factors by which grafting and kl-clip have multiplied directions in the last step."""
+        """Return the factors by which grafting and kl-clip scaled directions in the last step."""
         firsts = {
             name: next((p for p in params if p in self.graft_factors), None)
             for name, params in self._preconditioner.plan.reported()
@@ -68,12 +68,12 @@ class Update:
         return ("momentum_buffer",) if momentum else ()
 
     def allocate(self, p: nn.Parameter, group: Mapping[str, Any]) -> None:
-        """Allocate what the usual rule keeps, so that state never depends on which gradients came first."""
+        """Allocate the state of the usual rule, so that state never depends on which gradients came first."""
         for key in self.keys(p, group):
             self.state_of(p, key)
 
     def state_of(self, p: nn.Parameter, key: str) -> Tensor:
-        """Return a tensor of the state of a rule, which is shaped like the parameter."""
+        """Return a state tensor of a rule, which has the shape of the parameter."""
         state = self._table.state[p]
         if key not in state:
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
@@ -88,16 +88,16 @@ class Update:
         torch._foreach_add_([self._table.state[p]["step"] for p in gradients], 1.0)
 
     def _moments(self, params: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
-        """Adam's moments; of sharded ones the shards of this rank."""
+        """Adam's moments; for sharded parameters, the shards of this rank."""
         first, second = ([local(self.state_of(p, key)) for p in params] for key in ("exp_avg", "exp_avg_sq"))
         return first, second
 
     # ------------------------------------------------------------------ what is preconditioned
     def sources(self, gradients: Directions, gate: Tensor | None) -> Directions:
-        """Return what to precondition by parameter, nothing for windows, which contain it.
+        """Return the tensors to precondition by parameter; none for windows, which contain them.
 
-        That is the gradient, or Adam's first moment, bias-corrected, where Adam gives the size. Nothing changes where
-        ``gate``, a 0-dim bool tensor, is False.
+        This is the gradient, or Adam's bias-corrected first moment if Adam determines the size of the step. Nothing
+        changes where ``gate``, a 0-dim bool tensor, is False.
         """
         curvature = self._preconditioner
         params = curvature.preconditioned(gradients)
@@ -114,7 +114,7 @@ class Update:
         return found
 
     def _count_moments(self, members: Sequence[nn.Parameter], gradients: Directions, gate: Tensor | None) -> None:
-        """Fold gradients into Adam's moments where Adam gives the size of the step."""
+        """Update Adam's moments with the gradients where Adam determines the size of the step."""
         chosen = set(members)
         for group in self._table.groups if chosen else ():
             own = [p for p in group["params"] if p in chosen]
@@ -125,7 +125,7 @@ class Update:
                 first_order.adam_moments_(grads, means, squares, betas, gate)
 
     def _with_decay(self, p: nn.Parameter, gradient: Tensor) -> Tensor:
-        """What Adam takes for the gradient of a covered parameter: with weight decay, where that is coupled."""
+        """Return the gradient that Adam uses for a covered parameter, with weight decay added if it is coupled."""
         group = self._table.group_of[p]
         if not group["weight_decay"] or options.is_decoupled(self._preconditioner.covered[p].group["graft"], group):
             return gradient
@@ -133,11 +133,11 @@ class Update:
 
     # ------------------------------------------------------------------ the size of directions
     def bound(self, proposal: Proposal, sources: Directions) -> Directions:
-        """Return directions by parameter that are finite, and of the length that clips and grafting give them.
+        """Return finite directions by parameter, with the length that grafting and clipping give them.
 
         Args:
             proposal: Preconditioned directions, which are changed in place.
-            sources: What was preconditioned. It is emptied, since it may be as large as the model.
+            sources: The preconditioned tensors. The dict is emptied, since it may be as large as the model.
         """
         if sources:
             products = self._guard(proposal, sources)
@@ -149,10 +149,10 @@ class Update:
         return {p: d.to(p.dtype) for p, d in directions.items()}
 
     def _guard(self, proposal: Proposal, source: Directions) -> Directions:
-        """Replace the directions of a block that are not finite by its gradients, for this step.
+        """Replace the directions of a block by its gradients for this step if they are not finite.
 
         Returns:
-            ``⟨direction, source⟩`` by parameter: they are not finite where a direction is not, and kl-clip needs them.
+            ``⟨direction, source⟩`` by parameter. kl-clip needs it, and it is not finite where a direction is not.
         """
         directions = proposal.directions
         is_needed = self._table.shards.is_sharded or _clipped(
@@ -162,7 +162,7 @@ class Update:
             return {}
         products = {p: first_order.inner_product(d, source[p].to(d.dtype)) for p, d in directions.items()}
         squares: Directions = {}
-        if self._table.shards.is_sharded:  # in one message: where a device computes, both are wanted
+        if self._table.shards.is_sharded:  # one message: on a device, both are needed
             cast_ = ((p, source[p].to(d.dtype)) for p, d in directions.items())
             squares = {p: first_order.inner_product(x, x) for p, x in cast_}
             found = torch.stack([x.to(torch.float64) for x in (*products.values(), *squares.values())])
@@ -181,7 +181,7 @@ class Update:
         return products
 
     def _kl_clip(self, directions: Directions, products: Directions) -> None:
-        """Bound the KL divergence that the step may cause, in all groups with one limit together."""
+        """Bound the KL divergence that the step may cause, jointly for all groups with the same limit."""
         group_of = self._table.group_of
         clipped = _clipped(directions, group_of, self._preconditioner.covered)
         if not clipped:
@@ -192,7 +192,7 @@ class Update:
             torch._foreach_mul_([directions[p] for p in clipped if group_of[p]["kl_clip"] == limit], factor)
 
     def _graft(self, proposal: Proposal) -> None:
-        """Give sets of directions, each taken together, the size of the step of the rule named by ``graft``."""
+        """Give each set of directions the size of the step of the rule named by ``graft``."""
         directions, raw = proposal.directions, proposal.raw
         chosen = [(rule, params) for rule, params in proposal.sets if rule is not None and params]
         if not chosen:
@@ -205,7 +205,7 @@ class Update:
         self.graft_factors.update(zip((params[0] for _, params in chosen), factors.unbind(), strict=True))
 
     def _graft_steps(self, chosen: Sequence[tuple[str, Sequence[nn.Parameter]]], raw: Directions) -> Iterator[Tensor]:
-        """Yield the steps of the grafted rules; of Adam's some at a time, since all are as large as the model."""
+        """Yield the steps of the grafted rules. Adam's are yielded in parts, since all are as large as the model."""
         for rule, members in groupby(((rule, p) for rule, params in chosen for p in params), key=itemgetter(0)):
             params = [p for _, p in members]
             if not options.is_adam(rule):
@@ -216,13 +216,13 @@ class Update:
                     yield from self._adam_steps(own)
 
     def _adam_steps(self, params: Sequence[nn.Parameter]) -> Sequence[Tensor]:
-        """Adam's steps at rate 1 of parameters of one group (real views of complex ones)."""
+        """Adam's steps at learning rate 1 for parameters of one group (real views of complex ones)."""
         betas, eps = self._preconditioner.adam_options(self._table.group_of[params[0]])
         means, squares = map(_as_real, self._moments(params))
         return first_order.adam_steps(means, squares, self.steps_of(params), betas, eps)
 
     def _clip(self, directions: Directions) -> None:
-        """Bound the norm of all directions, and their entries."""
+        """Bound the norm of all directions, and then their entries."""
         group_of = self._table.group_of
         limited = [p for p in directions if group_of[p]["clip_norm"] is not None]
         if limited:
@@ -236,13 +236,13 @@ class Update:
 
     # ------------------------------------------------------------------ rules
     def rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> Rule:
-        """Return the first-order rule of a parameter in this step, which may differ if it has a direction."""
+        """Return the first-order rule of a parameter in this step, which depends on whether it has a direction."""
         curvature = self._preconditioner
         if p not in curvature.covered:
             return _rule_named(group["fallback"], group, is_fallback=True)
         graft = curvature.covered[p].group["graft"]
         if preconditioned:
-            if options.is_adam(graft):  # coupled decay is in Adam's moments
+            if options.is_adam(graft):  # coupled decay is already in Adam's moments
                 is_decoupled = options.is_decoupled(graft, group)
                 rule = Rule("plain", 0.0, group["weight_decay"] if is_decoupled else 0.0, is_decoupled)
             else:
@@ -261,8 +261,9 @@ class Update:
         Args:
             gradients: Gradients of this step by parameter.
             directions: Preconditioned directions by parameter.
-            gate: None, or a 0-dim bool tensor: where it is False nothing changes.
-            size: Rate and momentum of the quadratic model ``[2]``, which replace those of the groups for directions.
+            gate: None, or a 0-dim bool tensor. If it is False, nothing changes.
+            size: Learning rate and momentum of the quadratic model ``[2]``, which replace those of the groups for
+                parameters with directions.
         """
         for group in self._table.groups:
             by_rule: dict[Rule, list[nn.Parameter]] = {}
@@ -323,7 +324,7 @@ class Update:
         return [local(self.state_of(p, "momentum_buffer")) for p in params] if rule.momentum else None
 
     def _locals(self, params: list[nn.Parameter]) -> list[Tensor]:
-        """The parameters; of sharded ones the shards of this rank."""
+        """The parameters; for sharded parameters, the shards of this rank."""
         return [local(p) for p in params] if self._table.shards.is_sharded else cast("list[Tensor]", params)
 
 
@@ -332,20 +333,20 @@ def _plain_rule(kind: str, group: Mapping[str, Any]) -> Rule:
 
 
 def _modelled_rule(group: Group) -> Rule:
-    """The rule of directions that the quadratic model sizes; coupled decay is in the directions."""
+    """The rule for directions whose size the quadratic model determines. They already contain coupled decay."""
     is_decoupled = group["decoupled_weight_decay"]
     return Rule("model", group["momentum"], group["weight_decay"] if is_decoupled else 0.0, True)
 
 
 def _rule_named(name: str, group: Group, *, is_fallback: bool = False) -> Rule:
-    """The rule of a group with the name of an option."""
+    """The rule that an option of a group names."""
     if not options.is_adam(name):
         return _plain_rule("sgd", group)
     return Rule("adam", 0.0, group["weight_decay"], options.is_decoupled(name, group), is_fallback=is_fallback)
 
 
 def _fallback_lr(group: Group) -> Any:
-    """The fallback's own rate, moved by the schedule of ``lr`` in proportion."""
+    """The fallback's learning rate, scaled in proportion to the schedule of ``lr``."""
     own = group["fallback_lr"]
     if own is None:
         if group["graft"] is not None:
@@ -385,5 +386,5 @@ def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _like(direction: Tensor, p: nn.Parameter) -> Tensor:
     if not p.is_complex():
         return direction
-    # A copy, because pairs of numbers must start at an even place.
+    # Make a copy, because a complex view must start at an even offset.
     return torch.view_as_complex(direction.to(torch.promote_types(direction.dtype, torch.float32)).clone())

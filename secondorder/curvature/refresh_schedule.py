@@ -1,12 +1,12 @@
-"""When layers are captured and refreshed, as pure functions of numbers.
+"""Decides when layers are captured and refreshed, with pure functions of numbers.
 
 ::
 
-    step t         a refresh is due and is done, or with overlap begun on copies of the factors
-    step t + lag   its result is adopted                                 lag = max(1, interval // 10)
+    step t         a refresh is due and is done; with overlap, it begins on copies of the factors
+    step t + lag   with overlap, its result is adopted                   lag = max(1, interval // 10)
 
-The first refresh of a block and those of a warm-up are done at once. All answers follow from the step counter and from
-counters of the state, so they are the same on every rank and after a resume.
+The first refresh of a block and the refreshes of a warm-up are done at once. All answers depend only on the step and
+on counters in the state, so they are the same on every rank and after a resume.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Counters(NamedTuple):
     """Counters of a block.
 
     Attributes:
-        updates: Number of updates of its estimate.
+        updates: Number of updates of the block's estimate.
         refreshes: Number of refreshes that succeeded.
-        failed_at: Number of updates at the time of its last failed refresh.
+        failed_at: Number of updates at the time of the block's last failed refresh.
         adopt_at: Step that adopts the refresh in progress; 0 if there is none.
     """
 
@@ -40,7 +40,7 @@ class RefreshSchedule:
 
     Attributes:
         stagger: Whether the refreshes of the blocks are spread over the interval.
-        warmup: Whether the steps 0, 1, 2, 4, 8, … of the first interval refresh, and all of them capture.
+        warmup: Whether the steps 0, 1, 2, 4, 8, … of the first interval refresh, and all its steps capture.
         overlap: Whether refreshes run in the background of training.
     """
 
@@ -54,7 +54,7 @@ class RefreshSchedule:
         return max(1, interval // 10)
 
     def captures(self, t: int, every: int, interval: int, updates: int) -> bool:
-        """Whether a step captures statistics, which happens every ``every`` steps and until there are some."""
+        """Whether a step captures statistics: every ``every`` steps, and at each step until there are some."""
         return interval > 0 and (self._warms_up(t, interval) or t % every == 0 or updates == 0)
 
     def refreshes(self, t: int, interval: int, place: tuple[int, int], counters: Counters) -> bool:
@@ -73,7 +73,7 @@ class RefreshSchedule:
         return later and self._is_scheduled(t, interval, place)
 
     def adopts(self, t: int, interval: int, counters: Counters) -> bool:
-        """Whether a step adopts the refresh in progress, which the first step from ``adopt_at`` on does."""
+        """Whether a step adopts the refresh in progress. The first step from ``adopt_at`` on does."""
         return self.overlap and interval > 0 and 0 < counters.adopt_at <= t and counters.refreshes > 0
 
     def adoption(self, t: int, interval: int, place: tuple[int, int]) -> int:

@@ -1,4 +1,4 @@
-"""Arguments of constructors: objects with options, and the keywords that they replaced."""
+"""Arguments of constructors: option objects, their short forms, and the keywords that they replaced."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from secondorder.preconditioners.keywords import OBJECTS, group_keys
 
 _P = ParamSpec("_P")
 
-#: Those that also take the first field of the object alone.
+#: Arguments that also accept the first field of the object alone.
 _SHORT = ("fisher", "inverse_method", "fallback", "clip")
-#: Keywords without a successor, and what to do instead.
+#: Keywords that were removed, and what to do instead.
 _REMOVED: Mapping[str, str] = {
-    "grad_scaler": "a GradScaler that calls the step is found without it; for others set optimizer.grad_scaler",
+    "grad_scaler": "a GradScaler that calls step() is found automatically; for others, set optimizer.grad_scaler",
     "switch": "write mode=policy",
 }
 
@@ -26,14 +26,14 @@ def expanded(given: Mapping[str, Any], method: type) -> dict[str, Any]:
 
     Args:
         given: The arguments by name.
-        method: The method, whose attribute ``absent`` has the fields of objects that it lacks, as
+        method: The method. Its attribute ``absent`` names the fields that it does not have, such as
             ``"refresh.stagger"``.
 
     Returns:
-        The arguments; the fields of objects that are keys of parameter groups, by key; and the ``"objects"`` by name.
+        The arguments, the fields that are keys of parameter groups by key, and the ``"objects"`` by name.
 
     Raises:
-        TypeError: If an argument is no such object, or sets a field that the method does not have.
+        TypeError: If an argument is not such an object, or sets a field that the method does not have.
         ValueError: If a field has an invalid value.
     """
     found, objects, absent = dict(given), {}, getattr(method, "absent", ())
@@ -48,7 +48,7 @@ def expanded(given: Mapping[str, Any], method: type) -> dict[str, Any]:
 
 
 def show_new_spelling(construct: Callable[_P, None]) -> Callable[_P, None]:
-    """Decorate a constructor: a keyword that it had before raises ``TypeError`` with the new spelling."""
+    """Decorate a constructor so that a keyword of an earlier version raises ``TypeError`` with its new spelling."""
     known = inspect.signature(construct).parameters
     fields_of = {
         old: new for name in OBJECTS.keys() & known.keys() for old, new in _spellings(name) if old not in known
@@ -83,6 +83,6 @@ def _object(name: str, value: Any) -> Any:
 
 
 def _spellings(name: str) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the old keyword of each field of the object of a keyword, with the keyword and the field."""
+    """Yield the old keyword of each field of an option object, with the new keyword and the field."""
     for field in fields(OBJECTS[name]):
         yield field.metadata.get("was") or field.name, (name, field.name)

@@ -1,4 +1,4 @@
-"""Plans: what a run stores, sends and computes on every rank, without running it.
+"""Plans predict what a run stores, sends and computes on every rank, without running it.
 
-The code that sends messages is run on a strategy that counts them, with tensors that hold no data.
+A plan runs the code that sends messages with a strategy that only counts them, on tensors without data.
 """

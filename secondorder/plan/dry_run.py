@@ -1,8 +1,8 @@
-"""Dry runs: the steps of an optimizer without data, which show what ranks send, keep and compute.
+"""Dry runs: steps of an optimizer without data, which show what ranks send, store and compute.
 
-A dry run has a preconditioner of the optimizer's class, with states of ``meta`` tensors and with a strategy that counts
-messages instead of sending them. Exchanges post their messages and read nothing, because nobody answers; what the
-answers would decide is given as values. So a plan says of a step what the code of the step does.
+A dry run uses a preconditioner of the optimizer's class with states of ``meta`` tensors. Its strategy counts messages
+instead of sending them. Exchanges post their messages but read nothing, because no other rank answers; the values that
+the answers would determine are passed in. A plan thus follows the code of a real step.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 
 class DryRun(Protocol):
-    """The steps of an optimizer without data, in a run that has long begun."""
+    """Steps of an optimizer without data, in a run whose warm-up is over."""
 
     def notes(self) -> Iterator[str]:
-        """Yield what a user should know."""
+        """Yield notes for the user."""
         ...
 
     def intervals(self) -> list[int]:
-        """Return the numbers of steps after which something comes again."""
+        """Return the numbers of steps after which the parts of a step repeat."""
         ...
 
     def key(self, t: int) -> Hashable:
@@ -54,7 +54,7 @@ class DryRun(Protocol):
         ...
 
     def holdings(self) -> Iterator[Holding]:
-        """Yield the curvature that ranks keep."""
+        """Yield the curvature that ranks store."""
         ...
 
     def work(self) -> Iterator[Work]:
@@ -63,10 +63,10 @@ class DryRun(Protocol):
 
 
 class DryExchange(StatisticsExchange):
-    """Posts shapes, and reads nothing.
+    """Posts shapes and reads nothing.
 
     Args:
-        comm: Counts the messages.
+        comm: The strategy, which counts the messages.
         rows_seen: See :class:`StatisticsExchange`.
     """
 
@@ -75,7 +75,7 @@ class DryExchange(StatisticsExchange):
         self.rows_seen = dict(rows_seen)
 
     def read(self, posted: Posted) -> tuple[dict[int, Measured], Tensor]:
-        """Return no statistics, because nobody answers."""
+        """Return no statistics, because no other rank answers."""
         posted.work.wait()
         return {}, torch.zeros(len(posted.words[-1]))
 
@@ -85,11 +85,11 @@ class LayerDryRun:
 
     Args:
         curvature: The blocks of the optimizer, which are not changed.
-        comm: Counts the messages.
-        batch_size: Examples per rank of a step; None for those of the last step.
+        comm: The strategy, which counts the messages.
+        batch_size: Number of examples per rank and step; None for the number in the last step.
 
     Attributes:
-        layers: The same blocks with states of ``meta`` tensors, every one of which has statistics and was refreshed.
+        layers: The same blocks with states of ``meta`` tensors. All of them have statistics and are refreshed.
     """
 
     def __init__(self, curvature: LayerPreconditioner[Any], comm: Rehearsal, batch_size: int | None) -> None:
@@ -109,7 +109,7 @@ class LayerDryRun:
             found = {k: v for k, v in state.items() if k in table.entries} | likes(schemas[block.index])
             state.update({k: v if isinstance(v, Tensor) else max(1, v) for k, v in found.items()})
 
-    # ------------------------------------------------------------------ what a family supplies
+    # ------------------------------------------------------------------ parts that a family of methods overrides
     def _without_blocks(
         self, curvature: LayerPreconditioner[Any], setting: Setting, exchange: DryExchange
     ) -> LayerPreconditioner[Any]:
@@ -117,16 +117,16 @@ class LayerDryRun:
         return type(curvature)(setting, exchange)
 
     def _schemas(self) -> dict[int, Schema]:
-        """Return what the states of the blocks hold, by index."""
+        """Return the schemas of the states of the blocks, by index."""
         return {block.index: self.layers.plan.live_schema(block) for block in self.layers.plan.blocks}
 
     def _reduced(self) -> Reduced:
-        """Return what the ranks have captured in a step. Messages with sums do not depend on it."""
+        """Return the statistics that the ranks captured in a step. Messages with sums do not depend on them."""
         return Reduced({}, {})
 
     # ------------------------------------------------------------------ steps
     def _go_to(self, t: int) -> None:
-        """Set the step, and the refreshes that it adopts in a run that takes every step."""
+        """Set the step and the refreshes that it adopts in a run that takes every step."""
         layers = self.layers
         layers.runtime.step, schedule, count = t, layers.options.schedule, len(layers.plan.blocks)
         for b in layers.plan.blocks:
@@ -137,7 +137,7 @@ class LayerDryRun:
         return [n for found in self.layers.schedule.chosen_intervals() for n in found if isinstance(n, int) and n > 0]
 
     def key(self, t: int) -> Hashable:
-        """Return what is due."""
+        """Return a key of the work that is due."""
         self._go_to(t)
         blocks = self.layers.plan.blocks
         due = [(i, *blocks[i].sums(own)) for i, own in self.layers.schedule.find_due().items()]
@@ -155,17 +155,17 @@ class LayerDryRun:
         layers.propose({}, {}, None)
         self._comm.after(RoleWorker(layers), t)
 
-    # ------------------------------------------------------------------ what ranks keep and compute
+    # ------------------------------------------------------------------ storage and FLOPs of the ranks
     def notes(self) -> Iterator[str]:
-        """Yield a note if FLOPs of statistics are not known."""
+        """Yield a note if the FLOPs of statistics are not known."""
         layers = self.layers
         unseen = sum(b.name not in layers.exchange.rows_seen for b in layers.plan.blocks if self._has_factors(b))
         if unseen:
-            known = "taken as one" if self._batch_size else "pass batch_size= too, or FLOPs of statistics lack"
-            yield f"how many rows an example has in {unseen} layers is not known before a step: {known}"
+            known = "one is assumed" if self._batch_size else "pass batch_size=, or the FLOPs of statistics are missing"
+            yield f"before a step, it is not known how many rows an example has in {unseen} layers: {known}"
 
     def holdings(self) -> Iterator[Holding]:
-        """Yield estimates and curvature, where the strategy has them."""
+        """Yield estimates and curvature on the ranks where the strategy stores them."""
         layers, table = self.layers, self.layers.table
         for p, block in layers.plan.block_of.items():
             near = {Place.ESTIMATE: "estimate", Place.CURVATURE: "curvature"}
@@ -205,11 +205,11 @@ class LayerDryRun:
 
 
 class WindowDryRun:
-    """Dry run of a window method, whose steps are all alike.
+    """Dry run of a window method, whose steps are all the same.
 
     Args:
         windows: The windows of the optimizer, which are not changed.
-        comm: Counts the messages.
+        comm: The strategy, which counts the messages.
     """
 
     def __init__(self, windows: WindowPreconditioner, comm: Rehearsal) -> None:
@@ -220,22 +220,22 @@ class WindowDryRun:
         yield from ()
 
     def intervals(self) -> list[int]:
-        """Return one step."""
+        """Return an interval of one step."""
         return [1]
 
     def key(self, t: int) -> Hashable:
-        """Return the same for all steps."""
+        """Return the same key for all steps."""
         return None
 
     def step(self, t: int) -> None:
-        """Send the dots and directions of a step."""
+        """Send the dot products and directions of a step."""
         self._comm.average_gradients(list(self._windows.table.group_of))
         self._windows.exchange.sum_dots({})
         self._windows.exchange.directions([None] * len(self._windows.plan.units))
 
-    # ------------------------------------------------------------------ what ranks keep and compute
+    # ------------------------------------------------------------------ storage and FLOPs of the ranks
     def holdings(self) -> Iterator[Holding]:
-        """Yield windows, or their parts."""
+        """Yield windows or their parts."""
         for index, (unit, whole) in enumerate(zip(self._windows.plan.units, self._windows.plan.wholes, strict=True)):
             whose = None if unit.part is not None else self._comm.holders(index, "curvature")
             yield Holding(whose, "buffers", LAG * torch.float64.itemsize)
@@ -249,7 +249,7 @@ class WindowDryRun:
                         yield Holding(whose, CATALOG[key].kind, value.nbytes)
 
     def _parts_of(self, unit: Window, whole: GradientWindow) -> Iterator[Holding]:
-        """Yield slices, by the column that stores them."""
+        """Yield the slices of a window by the column that stores them."""
         part = unit.part
         assert part is not None
         for i, bounds in enumerate(part.bounds):

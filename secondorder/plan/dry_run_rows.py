@@ -1,7 +1,7 @@
-"""Dry runs of HyLo, whose rows have sizes that follow from the batch.
+"""Dry runs of HyLo, whose rows have sizes that depend on the batch.
 
-All ranks are assumed to capture the same number of examples: ``batch_size``, or the largest number that any rank had in
-the last refresh.
+A dry run assumes that all ranks capture the same number of examples: ``batch_size``, or the largest number of any rank
+in the last refresh.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 class DryRowExchange(RowExchange):
-    """Posts shapes, and assumes the answers instead of reading them.
+    """Posts shapes and assumes the answers instead of reading them.
 
     Args:
-        comm: Counts the messages.
+        comm: The strategy, which counts the messages.
         plan: The blocks.
-        selection: Chooses nothing, because there are no rows.
-        census: What the ranks capture in every step, by block.
+        selection: The row selection, which selects nothing because there are no rows.
+        census: The sizes that the ranks capture in every step, by block.
         kept: Returns the number of rows of each rank that the state of a block holds.
     """
 
@@ -56,20 +56,20 @@ class DryRowExchange(RowExchange):
         self.ranks = {block: self._rows_sent(block) for block in census}
 
     def _rows_sent(self, block: RowBlock) -> int:
-        """Return r. It stays as it is with an energy, and if only rows are known because they were loaded."""
+        """Return r. It is unchanged if ``energy`` is set, or if the only known rows are those of a checkpoint."""
         kept, is_known = self._kept(block), max(self.census[block].examples) > 0
         return kept if kept and (block.group["rank_energy"] is not None or not is_known) else self.most_rows(block)
 
     def read_census(self, words: Mapping[RowBlock, Tensor]) -> dict[RowBlock, Census]:
-        """Return what is assumed of some blocks."""
+        """Return the assumed census of some blocks."""
         return {block: self._assumed[block] for block in words if block in self._assumed}
 
     def read_ranks(self, limits: Mapping[RowBlock, int], needed: Mapping[RowBlock, Tensor]) -> dict[RowBlock, int]:
-        """Return what is assumed of some blocks."""
+        """Return the assumed numbers of rows of some blocks."""
         return {block: self._rows_sent(block) for block in limits}
 
     def read_rows(self, gathered: Sequence[Parcel]) -> None:
-        """Put nothing together."""
+        """Do nothing, since there are no rows."""
 
 
 class RowDryRun(LayerDryRun):
@@ -79,7 +79,7 @@ class RowDryRun(LayerDryRun):
 
     def __init__(self, curvature: RowPreconditioner, comm: Rehearsal, batch_size: int | None) -> None:
         self._last_batch = curvature.plan.last_batch
-        #: Number of ranks that the rows in the state of each block came from.
+        #: Number of ranks that contributed the rows in the state of each block.
         self._sources = {block.index: curvature.comm.sources(block.index) for block in curvature.plan.blocks}
         super().__init__(curvature, comm, batch_size or curvature.plan.batch_size)
 
@@ -100,7 +100,7 @@ class RowDryRun(LayerDryRun):
         return {block.index: self._schema(block) for block in blocks}
 
     def _schema(self, block: RowBlock) -> Schema:
-        """Return what the state of a block holds: rows of all ranks, or factors."""
+        """Return the schema of the state of a block, which holds rows of all ranks or factors."""
         plan, rows = self.layers.plan, self.layers.rows
         planned = plan.planned_rows(block, block.group, plan.batch_size or 0)
         if block not in rows.census or block.factor_schema(block.group, block.state, planned):
@@ -109,20 +109,20 @@ class RowDryRun(LayerDryRun):
         return block.with_rows.schema(sizes, known=self._comm.replicates)
 
     def _reduced(self) -> Reduced:
-        """Return an entry for each block that is due, without rows."""
+        """Return an entry without rows for each block that is due."""
         return Reduced({i: Measured({}, 0, None) for i in self.layers.hooks.due}, {})
 
     def notes(self) -> Iterator[str]:
         """Yield a note if the sizes of rows are not known."""
         yield from super().notes()
         if self._unknown:
-            yield "how many rows a layer has, a batch tells: pass batch_size=, or take a step before"
+            yield "the number of rows of a layer depends on the batch: pass batch_size=, or take a step first"
 
     # ------------------------------------------------------------------ what is assumed
     def _assumed_batch(self, block: RowBlock) -> Batch | None:
-        """Return what a rank captures of a block; None if nothing is known."""
+        """Return the batch that a rank captures for a block; None if it is not known."""
         last, planned = self._last_batch.get(block.name), self.layers.plan.batch_size
-        if last is None:  # rows that were loaded, or none yet
+        if last is None:  # rows were loaded, or there are none yet
             held = self._held_sizes(block)
             whole = not held.d_a and not held.by_index and not block.adapter.constant_input
             last = Batch(0, self._rows_by_rank(block), held.positions, whole)
@@ -131,7 +131,7 @@ class RowDryRun(LayerDryRun):
         return last if last.rows else None
 
     def _held_sizes(self, block: RowBlock) -> Sizes:
-        """Return the sizes of the rows in the state, or of those that are planned."""
+        """Return the sizes of the rows in the state, or else of the planned rows."""
         plan = self.layers.plan
         planned = plan.planned_rows(block, block.group, plan.batch_size or 0)
         return block.with_rows.sizes_in(block.state, block.group, planned)
@@ -140,7 +140,7 @@ class RowDryRun(LayerDryRun):
         return self._held_sizes(block).rows // self._sources[block.index]
 
     def _census_of(self, block: RowBlock, batch: Batch) -> Census:
-        """Return the census of a block if all ranks that capture it have the same batch."""
+        """Return the census of a block, assuming that all ranks that capture it have the same batch."""
         world, owner = self._comm.data_world, self._comm.owner(block.index)
         there = [self._comm.sources(block.index) > 1 or rank == owner for rank in range(world)]
         return Census(
@@ -153,7 +153,7 @@ class RowDryRun(LayerDryRun):
         )
 
     def _with_form(self, block: RowBlock, census: Census) -> Census:
-        """Decide anew between rows and factors, since that may depend on the number of ranks."""
+        """Decide again between rows and factors, since the decision may depend on the number of ranks."""
         group, plan = block.group, self.layers.plan
         if not group["kfac_when_cheaper"]:
             return census

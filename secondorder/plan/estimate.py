@@ -1,4 +1,4 @@
-"""What methods will cost: memory, FLOPs, time and traffic of a step, found on the ``meta`` device before training."""
+"""Estimates the memory, FLOPs, time and traffic of a step of several methods on the ``meta`` device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from secondorder.plan.tally import Tally
 from secondorder.plan.words import aligned, bytes_in_words, flops_in_words
 
 Builder = Callable[[nn.Module], Optimizer]
-#: Stages of a step that ranks divide, and the stage of ``plan()`` that says how.
+#: Stages of a step that are divided among ranks, with the stage of ``plan()`` that determines each rank's share.
 _DIVIDED = {"refresh": "refresh", "select": "refresh", "kernel": "refresh", "invert": "refresh",
             "precondition": "precondition"}  # fmt: skip
 #: Kinds of bytes in the order of the columns.
@@ -29,16 +29,16 @@ _KINDS = ("factors", "second_order", "scale", "rows", "kernel", "window", "error
 
 @dataclass(frozen=True)
 class MethodEstimate:
-    """What one method will cost. Numbers are those of the rank that has most of them.
+    """The estimated cost of one method. Each number is that of the rank with the largest one.
 
     Attributes:
-        memory: Bytes of the state after the first step, by kind of ``memory_usage()``, with ``"total"``.
+        memory: Bytes of the state after the first step, by kind of ``memory_usage()`` and with a ``"total"``.
         flops: FLOPs per step by stage; ``"model"`` is the forward and backward pass.
         flops_ratio: FLOPs per step divided by those of SGD.
         seconds: Seconds per step, without communication.
         slowdown: Seconds per step divided by those of SGD.
-        sent: Bytes handed to collectives per step, without the gradients that ``DistributedDataParallel`` averages.
-        failure: Why the method cannot train this model; then everything else is empty or 0.
+        sent: Bytes passed to collectives per step, without the gradients that ``DistributedDataParallel`` averages.
+        failure: Why the method cannot train this model. If it is set, everything else is empty or 0.
     """
 
     memory: dict[str, int] = field(default_factory=dict)
@@ -52,14 +52,14 @@ class MethodEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What methods will cost; ``print`` shows it as a table.
+    """The estimated costs of several methods. ``print`` shows them as a table.
 
     Attributes:
-        methods: What each method will cost, by name.
+        methods: The estimate of each method, by name.
         parameters: Number of parameters of the model.
-        batch_size: Examples per rank of a step.
+        batch_size: Number of examples per rank and step.
         world_size: Number of ranks.
-        comm: The strategy, in words.
+        comm: The strategy as text.
         rates: The rates of the machine.
     """
 
@@ -75,7 +75,7 @@ class Estimate:
         return asdict(self)
 
     def __str__(self) -> str:
-        """Return a table with a row for each method."""
+        """Return a table with one row per method."""
         where = f"{self.world_size} ranks, {self.comm}" if self.world_size > 1 else "1 rank"
         title = f"{self.parameters:,} parameters · {self.batch_size} examples per rank · {where} · {self.rates.device}"
         good = {name: found for name, found in self.methods.items() if found.failure is None}
@@ -97,12 +97,12 @@ class Estimate:
         return "\n".join([title, *aligned([head, *rows]), *failed, *self._footer()])
 
     def _footer(self) -> Iterator[str]:
-        yield "Memory is that of memory_usage() after one step. FLOPs and time are means over one interval of"
-        yield "refreshes, without the warm-up. The slowdown is the time of a step divided by that of SGD, without the"
-        yield "time of loading data."
+        yield "Memory is the total of memory_usage() after one step. FLOPs and time are means over one refresh"
+        yield "interval, without the warm-up. The slowdown is the time of a step divided by that of a step of SGD,"
+        yield "without data loading."
         if self.world_size > 1:
             yield "Each number is that of the rank with the largest one. Bytes sent are those of the curvature, without"
-            yield "the gradients. The slowdown leaves out the time of communication."
+            yield "the gradients. The slowdown does not include the time of communication."
 
 
 def estimate_methods(
@@ -116,25 +116,25 @@ def estimate_methods(
     rates: MachineRates | None = None,
     device: torch.device | str | None = None,
 ) -> Estimate:
-    """Estimate what some methods will cost on a model, which is neither changed nor run.
+    """Estimate the costs of several methods for a model. The model is neither changed nor run.
 
     Args:
         model: The model, on any device.
-        inputs: Its inputs: a tensor, a tuple, a dict, or None; see :func:`batch_of`.
-        builders: What builds the optimizer of a model, by the name of the method.
-        reference: What builds the optimizer that the others are compared with.
-        batch_size: Examples per rank; None for those of the inputs.
+        inputs: The inputs of the model: a tensor, a tuple, a dict or None; see :func:`batch_of`.
+        builders: Functions that build the optimizer of a model, by the name of the method.
+        reference: The function that builds the optimizer with which the others are compared.
+        batch_size: Number of examples per rank; None for the number in the inputs.
         world_size: Number of ranks; None for one.
         comm: Strategy; None for ``CommOpt()``.
         rates: Rates of the machine; None to measure them.
-        device: The device to train on; None for that of the model.
+        device: The device to train on; None for the device of the model.
 
     Returns:
         The estimate.
 
     Raises:
-        ValueError: For a value out of range, a model without parameters, or inputs that are not known.
-        TypeError: For a value of a wrong kind.
+        ValueError: If a value is out of range, the model has no parameters, or the inputs are not known.
+        TypeError: If a value has the wrong type.
         RuntimeError: If the model does not run on the ``meta`` device.
     """
     if not isinstance(model, nn.Module):
@@ -159,7 +159,7 @@ def estimate_methods(
 
 @dataclass(frozen=True)
 class _World:
-    """The ranks to imagine."""
+    """The ranks of the imagined run."""
 
     size: int
     comm: CommStrategy | None
@@ -171,7 +171,7 @@ class _World:
 
 
 def _tried(build: Builder, *given: Any) -> MethodEstimate:
-    """Return the estimate of a method, or why there is none."""
+    """Return the estimate of a method, or the reason why there is none."""
     try:
         return _one(build, *given)
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -181,7 +181,7 @@ def _tried(build: Builder, *given: Any) -> MethodEstimate:
 def _one(
     build: Builder, model: nn.Module, inputs: Any, device: str, tally: Tally, world: _World, rates: MachineRates
 ) -> MethodEstimate:
-    """Return the estimate of a method, not yet compared with the reference."""
+    """Return the estimate of a method before it is compared with the reference."""
     optimizer, steps = take_steps(build, model, inputs, device, tally)
     try:
         memory, costs, sent = steps.memory, steps.costs, 0.0
@@ -198,7 +198,7 @@ def _one(
 def _in_world(
     optimizer: Any, memory: dict[str, int], costs: dict[str, Costs], world: _World
 ) -> tuple[dict[str, int], dict[str, Costs], float]:
-    """Return the memory, the operators and the bytes sent of the rank that has most of them."""
+    """Return the memory, the operators and the bytes sent, each for the rank with the most."""
     alone = optimizer.plan(world_size=1, batch_size=world.examples).ranks[0]
     ranks = optimizer.plan(world_size=world.size, comm=world.comm, batch_size=world.examples).ranks
     fullest = max(ranks, key=lambda rank: sum(rank.stored.values())).stored
@@ -215,14 +215,14 @@ def _in_world(
 
 
 def _share_of(costs: Costs, share: float) -> Costs:
-    """Return fewer operators, or operators with more work where rows of several ranks come together."""
+    """Return fewer operators, or operators with more work if the rows of several ranks are combined."""
     if share <= 1:
         return {cost: number * share for cost, number in costs.items()}
     return {c._replace(flops=c.flops * share, nbytes=round(c.nbytes * share)): number for c, number in costs.items()}
 
 
 def _compared(found: MethodEstimate, basis: MethodEstimate) -> MethodEstimate:
-    """Return the estimate of a method with its ratios."""
+    """Return the estimate of a method with its ratios to the reference."""
     if found.failure is not None:
         return found
     ratio = sum(found.flops.values()) / max(1.0, sum(basis.flops.values()))
@@ -236,7 +236,7 @@ def batch_of(model: nn.Module, inputs: Any, batch_size: int | None) -> tuple[Any
     Args:
         model: The model.
         inputs: A tensor, or a tuple, list or dict of arguments; None if the model begins with a linear layer.
-        batch_size: Number of examples; None for the leading dimension of the first tensor.
+        batch_size: Number of examples; None for the size of the first dimension of the first tensor.
 
     Returns:
         A tuple or a dict of arguments, and the number of examples.
@@ -248,13 +248,13 @@ def batch_of(model: nn.Module, inputs: Any, batch_size: int | None) -> tuple[Any
         first = next((m for m in model.modules() if next(iter(m.parameters(recurse=False)), None) is not None), None)
         if not isinstance(first, nn.Linear) or batch_size is None:
             raise ValueError(
-                f"the inputs of {type(model).__name__} are not known: give inputs=, or --input such as 32x3x32x32"
+                f"the inputs of {type(model).__name__} are not known: pass inputs=, or --input such as 32x3x32x32"
             )
         inputs = torch.empty(batch_size, first.in_features, dtype=first.weight.dtype, device="meta")
     given = (inputs,) if isinstance(inputs, Tensor) else inputs if isinstance(inputs, dict) else tuple(inputs)
     tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.dim()]
     if not tensors:
-        raise ValueError(f"the inputs contain no tensor with a dimension of examples, got {inputs!r}")
+        raise ValueError(f"the inputs contain no tensor with a batch dimension, got {inputs!r}")
     held = tensors[0].shape[0]
     examples = batch_size or held
 
@@ -268,14 +268,14 @@ def batch_of(model: nn.Module, inputs: Any, batch_size: int | None) -> tuple[Any
 
 
 def made_on_meta(maker: Callable[[], Any]) -> tuple[nn.Module, Any]:
-    """Return the model, and the inputs if there are any, that a function makes on the ``meta`` device.
+    """Return the model that a function makes on the ``meta`` device, and its inputs if the function returns any.
 
     Args:
         maker: Returns a model, or a model and its inputs.
 
     Raises:
-        TypeError: If it is no function, or returns something else.
-        RuntimeError: If it fails on ``meta``.
+        TypeError: If ``maker`` is not a function, or returns something else.
+        RuntimeError: If ``maker`` fails on ``meta``.
     """
     if not callable(maker):
         raise TypeError(f"the model must be a torch.nn.Module or a function that returns one, got {maker!r}")
@@ -284,7 +284,7 @@ def made_on_meta(maker: Callable[[], Any]) -> tuple[nn.Module, Any]:
             made = maker()
     except (RuntimeError, NotImplementedError) as error:
         raise RuntimeError(
-            f"the model cannot be made on the meta device: {error}. Pass a model that is made already"
+            f"the model cannot be built on the meta device: {error}. Pass a model that is already built"
         ) from error
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -293,7 +293,7 @@ def made_on_meta(maker: Callable[[], Any]) -> tuple[nn.Module, Any]:
 
 
 def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Return the device to train on: the given one, else that of the model, else the accelerator or the CPU."""
+    """Return the device to train on: the one passed, or else the model's, or else the accelerator or the CPU."""
     if device is not None:
         return torch.device(device)
     own = next(model.parameters()).device

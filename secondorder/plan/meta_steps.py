@@ -1,6 +1,6 @@
-"""Steps of an optimizer on the ``meta`` device: what they keep, and the operators that they dispatch.
+"""Takes steps of an optimizer on the ``meta`` device and records their state and the operators that they dispatch.
 
-The steps are those of a run, with the code of a run. Of the steps of one interval, one of each kind is taken.
+The steps execute the same code as a real run. Each kind of step in one interval is taken once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from secondorder.plan.tally import Cost, Tally
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.windows import WindowPreconditioner
 
-#: The largest number of kinds of steps to take; of more, so many are taken that are evenly spread.
+#: The largest number of kinds of steps to take. If there are more kinds, evenly spaced ones are taken.
 _KINDS = 8
-#: Intervals that a run has behind it.
+#: Number of intervals that precede the steps.
 _LATER = 3
 
 Costs = Mapping[Cost, float]
@@ -31,10 +31,10 @@ StageCosts = Mapping[str, Mapping[Cost, int]]
 
 
 class Steps(NamedTuple):
-    """What steps on the ``meta`` device have shown.
+    """Measurements of steps on the ``meta`` device.
 
     Attributes:
-        memory: Bytes of the state by kind, with ``"total"``, after the first step.
+        memory: Bytes of the state after the first step, by kind and with a ``"total"``.
         costs: Number of operators per step of each cost, by stage, as the mean over one interval.
     """
 
@@ -43,7 +43,7 @@ class Steps(NamedTuple):
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the ``meta`` device; its data are not copied."""
+    """Return a copy of a model on the ``meta`` device, without copying its data."""
     known: dict[int, Any] = {}
     for module in model.modules():
         for value in (*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()):
@@ -58,23 +58,23 @@ def on_meta(model: nn.Module) -> nn.Module:
 def take_steps(
     build: Callable[[nn.Module], Optimizer], model: nn.Module, inputs: Any, device: str, tally: Tally
 ) -> tuple[Any, Steps]:
-    """Build an optimizer of a model on ``meta``, and take some of its steps.
+    """Build an optimizer of a model on ``meta`` and take some of its steps.
 
     Args:
         build: Returns the optimizer of a model.
         model: The model on ``meta``.
-        inputs: Its arguments, on ``meta``: a tensor, a tuple or a dict.
-        device: Type of the device that the steps are imagined on.
-        tally: Counts operators.
+        inputs: The arguments of the model on ``meta``: a tensor, a tuple or a dict.
+        device: Type of the device for which the steps are taken.
+        tally: The tally that counts operators.
 
     Returns:
-        The optimizer, which is to be closed, and what its steps have shown.
+        The optimizer, which the caller has to close, and the measurements of its steps.
 
     Raises:
         RuntimeError: If the model does not run on ``meta``.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those about numbers are about numbers that nobody has
+        warnings.simplefilter("ignore")  # warnings about values are meaningless without values
         optimizer: Any = build(model)
         _suit(optimizer, device)
         curvature = getattr(optimizer, "preconditioner", None)
@@ -92,7 +92,7 @@ def take_steps(
 
 
 def _step(optimizer: Any, model: nn.Module, inputs: Any, tally: Tally) -> StageCosts:
-    """Take a step, and return the operators of each stage."""
+    """Take a step and return the operators of each stage."""
 
     def closure() -> Tensor:
         outputs = _outputs(model, inputs)
@@ -117,7 +117,7 @@ def _step(optimizer: Any, model: nn.Module, inputs: Any, tally: Tally) -> StageC
 def _layer_steps(
     curvature: LayerPreconditioner[Any], step: Callable[[], StageCosts]
 ) -> Iterator[tuple[float, StageCosts]]:
-    """Take a step of each kind, and yield the share of this kind in all steps with the operators."""
+    """Take a step of each kind, and yield the share of this kind among all steps together with its operators."""
     for t, share in list(_kinds(curvature)):
         curvature.runtime.step = t
         curvature.hooks.arm()
@@ -136,7 +136,7 @@ def _mean(steps: Iterable[tuple[float, StageCosts]]) -> dict[str, Costs]:
 
 
 def memory_of(optimizer: Any) -> dict[str, int]:
-    """Return the bytes of the state of an optimizer by kind, with ``"total"``."""
+    """Return the bytes of the state of an optimizer, by kind and with a ``"total"``."""
     if hasattr(optimizer, "memory_usage"):
         return dict(optimizer.memory_usage())
     usage = {"momentum": 0, "buffers": 0}
@@ -148,7 +148,7 @@ def memory_of(optimizer: Any) -> dict[str, int]:
 
 
 def _suit(optimizer: Any, device: str) -> None:
-    """Let an optimizer choose what it would choose on a device."""
+    """Make an optimizer choose the options that it would choose on a device."""
     rules: Any = getattr(getattr(optimizer, "group_options", None), "rules", None)
     if getattr(rules, "chooses_bound", False):
         rules.device_type = device
@@ -160,7 +160,7 @@ def _suit(optimizer: Any, device: str) -> None:
 
 
 def _outputs(model: nn.Module, inputs: Any) -> list[Tensor]:
-    """Return the outputs of a model that depend on its parameters; of a model that returns its loss, the loss alone.
+    """Return the outputs of a model that depend on its parameters, or only the loss if the model returns its loss.
 
     Raises:
         RuntimeError: If the model does not run on ``meta``, or no output depends on its parameters.
@@ -177,7 +177,7 @@ def _outputs(model: nn.Module, inputs: Any) -> list[Tensor]:
 
 
 def _kinds(curvature: LayerPreconditioner[Any]) -> Iterator[tuple[int, float]]:
-    """Yield a step of each kind in one interval, and how many of the steps are of this kind."""
+    """Yield one step of each kind in an interval, with the share of steps of this kind."""
     intervals = [n for found in curvature.schedule.chosen_intervals() for n in found if isinstance(n, int) and n > 0]
     period = min(math.lcm(1, *intervals), 10_000)
     alike: dict[Hashable, list[int]] = {}
@@ -191,7 +191,7 @@ def _kinds(curvature: LayerPreconditioner[Any]) -> Iterator[tuple[int, float]]:
 
 
 def _kind(curvature: LayerPreconditioner[Any], t: int) -> Hashable:
-    """Return what is due in a step."""
+    """Return a key of the work that is due in a step."""
     curvature.runtime.step = t
     blocks = curvature.plan.blocks
     due = [(i, *blocks[i].sums(own)) for i, own in curvature.schedule.find_due().items()]

@@ -1,6 +1,6 @@
-"""What a run stores, sends and computes on every rank, as numbers.
+"""The result of ``plan()``: bytes stored, bytes sent and FLOPs on every rank.
 
-The payload of a message is what the counter of a run records: the elements of its larger buffer, with padding. It is
+The payload of a message is what the counter of a run records: the elements of the larger buffer, with padding. It is
 the same for all ranks that take part.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from secondorder.plan.words import aligned, bytes_in_words, flops_in_words
 
-#: Ranks up to which a table has a column for each.
+#: Largest number of ranks for which a table has one column per rank.
 _COLUMNS = 4
 
 
@@ -23,11 +23,11 @@ class RankPlan:
 
     Attributes:
         stored: Bytes that are kept between steps, by kind of ``memory_usage()``.
-        sent: Bytes that are handed to collectives per step, by stage, as the mean over one refresh interval.
-        worst_sent: Bytes of the step that sends most, by stage.
-        flops: FLOPs per step, by stage, as the mean over one refresh interval.
-        wire: Bytes that leave the rank per step, by stage, if every message takes the least possible.
-        messages: Number of messages per step, by stage, as the mean over one refresh interval.
+        sent: Bytes that are passed to collectives per step, by stage, averaged over one refresh interval.
+        worst_sent: Bytes that are sent in the step that sends most, by stage.
+        flops: FLOPs per step, by stage, averaged over one refresh interval.
+        wire: Smallest number of bytes that have to leave the rank per step, by stage.
+        messages: Number of messages per step, by stage, averaged over one refresh interval.
     """
 
     stored: dict[str, int]
@@ -46,10 +46,10 @@ class Plan:
         ranks: The plan of each rank.
         world_size: Number of ranks.
         method: Class of the optimizer.
-        strategy: The strategy, in words.
-        groups: Number of communicators that a rank is a member of.
-        padding: Bytes of statistics that are only sent to make shares equal, divided by the other bytes of statistics.
-        notes: Remarks for the user.
+        strategy: The strategy as text.
+        groups: Number of communicators that a rank belongs to.
+        padding: Bytes of statistics that are sent only to make shares equal, divided by the other bytes of statistics.
+        notes: Notes for the user.
     """
 
     ranks: list[RankPlan]
@@ -65,7 +65,7 @@ class Plan:
         return asdict(self)
 
     def __str__(self) -> str:
-        """Return a table with a column for each rank, or with the minimum, mean and maximum over many ranks."""
+        """Return a table with one column per rank, or with the minimum, mean and maximum if there are many ranks."""
         ranks, groups = _counted(self.world_size, "rank"), _counted(self.groups, "group")
         title = f"{self.method} · {self.strategy} · {ranks} · {groups} per rank"
         if self.padding:
@@ -104,7 +104,7 @@ class Plan:
 
 # ---------------------------------------------------------------------- sums by rank
 class Holding(NamedTuple):
-    """Bytes that some ranks keep.
+    """Bytes that are stored on some ranks.
 
     Attributes:
         ranks: The ranks, or None for all ranks.
@@ -118,7 +118,7 @@ class Holding(NamedTuple):
 
 
 class Work(NamedTuple):
-    """FLOPs per step that some ranks do.
+    """FLOPs per step that some ranks compute.
 
     Attributes:
         ranks: The ranks, or None for all ranks.
@@ -136,7 +136,7 @@ class Sum(NamedTuple):
 
     Attributes:
         nbytes: Bytes of payload.
-        wire: Bytes that at least leave a rank.
+        wire: Smallest number of bytes that have to leave a rank.
         messages: Number of messages.
     """
 
@@ -145,7 +145,7 @@ class Sum(NamedTuple):
     messages: int = 0
 
     def plus(self, other: Sum) -> Sum:
-        """Return the sum of both."""
+        """Return the sum of this and another sum."""
         return Sum(self.nbytes + other.nbytes, self.wire + other.wire, self.messages + other.messages)
 
 
@@ -153,12 +153,12 @@ Stages = Mapping[str, Sum]
 
 
 class Traffic(NamedTuple):
-    """What ranks send in some steps that are alike.
+    """Messages of one kind of step.
 
     Attributes:
-        steps: Number of steps.
-        common: What every rank sends in one step, by stage.
-        by_column: What the ranks of each column send in addition, by stage.
+        steps: Number of steps of this kind.
+        common: Messages that every rank sends in one step, by stage.
+        by_column: Messages that the ranks of each column send in addition, by stage.
     """
 
     steps: int
@@ -172,7 +172,7 @@ def spread(
     """Add up numbers by rank and name.
 
     Args:
-        entries: Ranks (None for all ranks), a name and a number each.
+        entries: Tuples of ranks (None for all ranks), a name and a number.
         names: All names.
         world: Number of ranks.
 
@@ -192,7 +192,7 @@ def spread(
 
 
 class Means(NamedTuple):
-    """What the ranks of a column send, by stage; see :class:`RankPlan`."""
+    """Means of the messages that the ranks of a column send, by stage; see :class:`RankPlan`."""
 
     sent: dict[str, float]
     worst_sent: dict[str, int]
@@ -201,18 +201,18 @@ class Means(NamedTuple):
 
 
 def means(traffic: Sequence[Traffic], columns: int) -> list[Means]:
-    """Return the mean over all steps of an interval and the step that sends most.
+    """Return the mean over all steps of an interval, and the step that sends most.
 
     Args:
-        traffic: The traffic of all kinds of steps of one interval.
+        traffic: The traffic of each kind of step in an interval.
         columns: Number of columns.
 
     Returns:
-        Both for each column.
+        The means of each column.
     """
     stages = list(dict.fromkeys(s for t in traffic for found in (t.common, *t.by_column.values()) for s in found))
     special = {column for t in traffic for column in t.by_column}
-    alike = _of_column(traffic, stages, -1)  # columns that send nothing of their own
+    alike = _of_column(traffic, stages, -1)  # for columns that send nothing in addition
     return [_of_column(traffic, stages, c) if c in special else alike for c in range(columns)]
 
 
@@ -232,6 +232,6 @@ def _of_column(traffic: Sequence[Traffic], stages: Sequence[str], column: int) -
     return Means(mean("nbytes"), worst, mean("wire"), mean("messages"))
 
 
-# ---------------------------------------------------------------------- words
+# ---------------------------------------------------------------------- text
 def _counted(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"

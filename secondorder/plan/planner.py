@@ -1,4 +1,4 @@
-"""``plan()``: what a run stores, sends and computes on every rank, without the run."""
+"""Implements ``plan()``, which predicts what a run stores, sends and computes on every rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from secondorder.preconditioners.base import Preconditioner
 from secondorder.preconditioners.rows import RowPreconditioner
 from secondorder.preconditioners.windows import WindowPreconditioner
 
-#: The largest number of steps to run, which matters if the intervals of groups have no small common multiple.
+#: The largest number of steps to run. It applies if the intervals of groups have no small common multiple.
 _LONGEST = 10_000
 
 
@@ -39,29 +39,29 @@ def dry_run(
     comm: CommStrategy | None,
     batch_size: int | None,
 ) -> Plan:
-    """Return the plan of an optimizer in a world of some size, found in a dry run of its steps.
+    """Return the plan of an optimizer for some number of ranks, from a dry run of its steps.
 
     Args:
         curvature: The curvature of the optimizer.
         others: The state other than curvature, which every rank keeps.
-        reason_against_roles: Returns why ranks of several roles cannot serve the optimizer; None if it has no factors.
-        world_size: Number of ranks; None for those of the process group.
-        comm: Strategy; None for that of the curvature.
-        batch_size: Examples per rank of a step; None for as many as in the last refresh.
+        reason_against_roles: Returns why ranks of several roles cannot run the optimizer; None if it has no factors.
+        world_size: Number of ranks; None for the size of the process group.
+        comm: Strategy; None for the strategy of the curvature.
+        batch_size: Number of examples per rank and step; None for the number in the last refresh.
 
     Returns:
         The plan.
 
     Raises:
-        TypeError: For a value of a wrong kind.
-        ValueError: For a value out of range.
-        NotImplementedError: For a strategy that has no plan, or that cannot serve this optimizer.
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range.
+        NotImplementedError: If the strategy has no plan, or cannot run this optimizer.
     """
     table = curvature.table
     options.optional_whole(1)("batch_size", batch_size)
     if any(is_cut(p) for p in table.group_of):
         raise NotImplementedError(
-            "plan() counts parameters that every rank holds: ask an optimizer of the model before fully_shard"
+            "plan() needs parameters that every rank holds: call it on an optimizer of the model before fully_shard"
         )
     world, strategy, name = _supposed_world(curvature.comm, world_size, comm)
     is_real = world == curvature.comm.world and comm in (None, curvature.comm)
@@ -72,7 +72,7 @@ def dry_run(
     homes = strategy.homes if isinstance(strategy, RankGrid) and is_real and strategy is curvature.comm else None
     rehearsal = _rehearsal_of(strategy, _units_of(curvature, batch_size), world, homes, is_real)
     run = _dry_run_of(curvature, rehearsal, batch_size)
-    holdings, work = [*run.holdings(), *others], list(run.work())  # before steps change the states
+    holdings, work = [*run.holdings(), *others], list(run.work())  # evaluate both before steps change the states
     traffic, padding = _rehearse(run, rehearsal)
     return Plan(
         _by_rank(holdings, work, means(traffic, rehearsal.grid.width), world, kinds(table.entries)),
@@ -94,8 +94,8 @@ def holdings_of_rules(
 
     Args:
         table: The parameters.
-        keys_of: Keys of the state of the first-order rule that a parameter of a group follows.
-        kind_of: Kind of an entry of a parameter's state.
+        keys_of: Returns the state keys of the first-order rule that a parameter of a group follows.
+        kind_of: Returns the kind of an entry of a parameter's state.
 
     Yields:
         One holding per entry.
@@ -107,15 +107,15 @@ def holdings_of_rules(
 
 
 def _rehearsal_of(strategy: CommStrategy, units: Sequence[Unit], world: int, homes: Any, is_real: bool) -> Rehearsal:
-    """Return a strategy that counts the messages of another one in a world of some size.
+    """Return a strategy that counts the messages of another strategy for some number of ranks.
 
     Raises:
-        NotImplementedError: If it has no plan.
+        NotImplementedError: If the strategy has no plan.
     """
     if isinstance(strategy, DedicatedWorkers):
         return RoleRehearsal(strategy, units, world, is_real)
     if not isinstance(strategy, RankGrid):
-        raise NotImplementedError(f"plan() knows nothing of {type(strategy).__name__}: pass another one as comm=")
+        raise NotImplementedError(f"plan() does not support {type(strategy).__name__}: pass another strategy as comm=")
     return Rehearsal(strategy, units, world, homes, is_real)
 
 
@@ -132,13 +132,13 @@ def _supposed_world(
     if isinstance(chosen, Local):
         if comm is not None and world_size > 1:
             raise ValueError(f"comm=Local() is for one process, not {world_size}")
-        chosen = CommOpt()  # what comm=None stands for where there are several
+        chosen = CommOpt()  # comm=None means this strategy when there are several processes
         return world_size, chosen, repr(chosen) if world_size > 1 else "Local()"
     return world_size, chosen, repr(chosen)
 
 
 def _units_of(curvature: Any, batch_size: int | None) -> Sequence[Unit]:
-    """Return what a strategy places."""
+    """Return the units that a strategy places."""
     if isinstance(curvature, WindowPreconditioner):
         return curvature.plan.portions or []
     plan = curvature.plan
@@ -164,16 +164,16 @@ def _note_of_period(run: DryRun, rehearsal: Rehearsal) -> list[str]:
     period = _period(run, rehearsal)
     if period <= _LONGEST:
         return []
-    return [f"intervals meet every {period:,} steps only: means and worst steps are those of {_LONGEST:,} of them"]
+    return [f"all intervals coincide only every {period:,} steps: means and worst steps cover only {_LONGEST:,} steps"]
 
 
 def _rehearse(run: DryRun, rehearsal: Rehearsal) -> tuple[list[Traffic], float]:
-    """Return the traffic of all kinds of steps of one interval, and the padding of statistics relative to the rest."""
+    """Return the traffic of each kind of step in an interval, and the padding of statistics relative to the rest."""
     if not rehearsal.combines:
         return [], 0.0
     alike: dict[Hashable, list[int]] = {}
     period = min(_period(run, rehearsal), _LONGEST)
-    for t in range(period, 2 * period):  # warming up is over
+    for t in range(period, 2 * period):  # the warm-up is over
         alike.setdefault(run.key(t), []).append(t)
     found, padded, wanted = [], 0, 0
     for steps in alike.values():

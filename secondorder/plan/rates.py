@@ -1,8 +1,8 @@
-"""How fast a machine is, and the time that operators take on it.
+"""The speed of a machine, and the time that operators take on it.
 
-An operator takes the time of its dispatch and the longer of two others: that of its FLOPs and that of its bytes.
-Factorizations have a time of their own by size. On an accelerator the host dispatches while the device computes, so the
-longer of both sums counts.
+An operator takes the time of its dispatch plus the time of its FLOPs or of its bytes, whichever is longer. Times of
+factorizations are measured by size. On an accelerator, the host dispatches while the device computes, so the longer of
+the two sums counts.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from torch.nn import functional as F
 from secondorder.linalg.dense import anywhere
 from secondorder.plan.tally import MODEL, Cost, Tally
 
-#: Time from one operator to the next in loops over parameters, divided by that in modules and autograd, and the same
+#: Time between two operators in loops over parameters, divided by the time in modules and autograd; and the same ratio
 #: for all other stages of a step.
 _PYTHON, _PYTHON_OF_OTHERS = {"update": 0.4}, 0.75
-#: Time of an operator that only makes a view, divided by that of others.
+#: Time of an operator that only makes a view, divided by the time of other operators.
 VIEW = 1 / 3
 Curve = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
 class MachineRates:
-    """Rates of a machine, from which ``secondorder.estimate`` finds how long a step takes.
+    """The rates of a machine, from which ``secondorder.estimate`` computes how long a step takes.
 
-    Each curve is a tuple of points ``(size, value)`` in ascending order of the size. Between the points, logarithms are
-    interpolated; beyond the last one, rates stay as they are and times of factorizations grow with the third power.
+    Each curve is a tuple of points ``(size, value)`` in ascending order of the size. Logarithms are interpolated
+    between the points. Beyond the last point, rates are constant, and times of factorizations grow with the third power
+    of the size.
 
     Attributes:
         device: Type of the device, such as ``"cpu"`` or ``"cuda"``.
-        operator: Seconds for the host to reach and dispatch an operator; one that only makes a view, or allocates,
-            takes a third of that.
-        bandwidth: Bytes per second of operators on so many bytes; what is read and what is written both count.
+        operator: Seconds that the host takes to reach and dispatch an operator. An operator that only makes a view or
+            allocates takes a third of that.
+        bandwidth: Bytes per second, by the number of bytes that an operator reads and writes.
         scattered: Bytes per second of operators that gather, scatter or select.
-        matmul: FLOPs per second of products of matrices by their least side.
+        matmul: FLOPs per second of matrix products, by the smallest side.
         conv: FLOPs per second of convolutions, forward and backward, by the number of channels.
-        eigh: Seconds of the eigendecomposition of a symmetric matrix [n, n] by n.
-        cholesky: Seconds of a Cholesky factorization with the inverse by n.
+        eigh: Seconds of the eigendecomposition of a symmetric matrix [n, n], by n.
+        cholesky: Seconds of a Cholesky factorization with the inverse, by n.
     """
 
     device: str
@@ -59,14 +60,14 @@ class MachineRates:
     cholesky: Curve
 
     def __post_init__(self) -> None:
-        """Check the values, and make tuples of lists.
+        """Check the values and convert lists to tuples.
 
         Raises:
-            TypeError: If a value is of a wrong kind.
-            ValueError: If a number is not positive, or a curve has no point or none in ascending order.
+            TypeError: If a value has the wrong type.
+            ValueError: If a number is not positive, or a curve has no points or its points are not in ascending order.
         """
         if not isinstance(self.device, str):
-            raise TypeError(f"device must be text, got {self.device!r}")
+            raise TypeError(f"device must be a string, got {self.device!r}")
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if field.type == "Curve":
@@ -87,14 +88,14 @@ class MachineRates:
         """Read rates from a JSON file.
 
         Args:
-            path: Path of a file that :meth:`save` has written.
+            path: Path of a file that :meth:`save` wrote.
 
         Returns:
             The rates.
 
         Raises:
             ValueError: If the file does not contain rates.
-            OSError: If it cannot be read.
+            OSError: If the file cannot be read.
         """
         text = Path(path).read_text(encoding="utf-8")
         try:
@@ -107,10 +108,10 @@ class MachineRates:
 
         Args:
             costs: The number of operators of each cost.
-            stage: The stage of the step, which decides how much Python lies between two operators.
+            stage: The stage of the step, which determines how much Python code runs between two operators.
 
         Returns:
-            The seconds.
+            The time in seconds.
         """
         python = 1.0 if stage == MODEL else _PYTHON.get(stage, _PYTHON_OF_OTHERS)
         host = sum(
@@ -123,7 +124,7 @@ class MachineRates:
         """Return the seconds of an operator without its dispatch."""
         if cost.kind == "view":
             return 0.0
-        slower = max(1.0, cost.itemsize / 4)  # than in float32
+        slower = max(1.0, cost.itemsize / 4)  # compared with float32
         if cost.kind in ("eigh", "cholesky"):
             curve = self.eigh if cost.kind == "eigh" else self.cholesky
             full = 9.0 if cost.kind == "eigh" else 1.0
@@ -142,7 +143,7 @@ def at(curve: Curve, size: float, power: float = 0.0) -> float:
     Args:
         curve: Points ``(size, value)`` in ascending order.
         size: The size.
-        power: The power of the size with which values grow beyond the last point.
+        power: The power of the size by which values grow beyond the last point.
     """
     if size <= curve[0][0]:
         return curve[0][1]
@@ -181,7 +182,7 @@ def measure_rates(device: torch.device | str = "cpu") -> MachineRates:
         device: The device.
 
     Returns:
-        The rates, with the number of threads that torch uses now.
+        The rates with the number of threads that torch uses now.
     """
     where = torch.device(device)
     with torch.no_grad():
@@ -200,8 +201,8 @@ def measure_rates(device: torch.device | str = "cpu") -> MachineRates:
 def _seconds(
     work: Callable[[], object], device: torch.device, least: float = 0.004, trials: int = 3, warm: bool = True
 ) -> float:
-    """Return the least of the times of some work, repeated so that a trial is not too short to be timed."""
-    # The processor's time of one thread does not grow while other programs use the processor.
+    """Return the shortest time of a task, which is repeated in each trial until it is long enough to be timed."""
+    # The CPU time of one thread does not grow while other programs use the CPU.
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
     def trial(times: int) -> float:
@@ -220,7 +221,7 @@ def _seconds(
 
 
 def _operator_seconds(device: torch.device) -> float:
-    """Return the time of an operator in the training of a tiny model, where Python takes most of it."""
+    """Return the time of an operator in the training of a tiny model, where Python takes most of the time."""
     layers = [part for _ in range(4) for part in (nn.Linear(16, 16), nn.ReLU())]
     model = nn.Sequential(*layers).to(device)
     x = torch.ones(16, 16, device=device)
@@ -237,7 +238,7 @@ def _operator_seconds(device: torch.device) -> float:
     other = torch.ones(2**22, device=device)
 
     def seconds() -> float:
-        other.add_(1.0)  # a larger model leaves nothing of the interpreter in the caches
+        other.add_(1.0)  # evict the interpreter from the caches, as a larger model does
         return _seconds(step, device, warm=False)
 
     return min(seconds() for _ in range(15)) / number

@@ -1,8 +1,8 @@
 """Strategies that count messages instead of sending them.
 
-The methods of :class:`~secondorder.comm.RankGrid` run with tensors on
-the ``meta`` device, in groups that are only lists of ranks. All ranks send the same messages to the world and to their
-row, and all ranks of a column send the same to that column, so it is enough to run one rank of each column.
+The methods of :class:`~secondorder.comm.RankGrid` run with tensors on the ``meta`` device, in groups that are only
+lists of ranks. All ranks send the same messages to the world and to their row, and all ranks of a column send the same
+messages to that column, so it is enough to run one rank of each column.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Imagined:
     """A process group that does not exist.
 
     Args:
-        ranks: Its members, in ascending order.
-        rank: The member that uses it.
+        ranks: The members of the group, in ascending order.
+        rank: The member that uses the group.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
@@ -42,10 +42,10 @@ class Imagined:
 
 
 class DryCounter(Counter):
-    """Counts messages, and the padding in them.
+    """Counts messages and the padding in them.
 
     Attributes:
-        padding: Bytes of sums that are only sent to make parts equal.
+        padding: Bytes of sums that are sent only to make parts equal.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class DryCounter(Counter):
         self.padding = 0
 
     def add(self, stage: str, kind: str, size: int, numel: int, dtype: torch.dtype) -> None:
-        """Record a message. No limit applies, because every column of a large world may send some."""
+        """Record a message. The number of records has no limit, because every column of a large world may send some."""
         self.records.append(Record(stage, kind, size, numel, dtype, numel * dtype.itemsize))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Discard all records."""
         super().clear()
         self.padding = 0
 
@@ -73,7 +73,7 @@ class DryCall(Call):
         self.size, self.rank = group.size, group.rank
 
     def padding(self, numel: int, dtype: torch.dtype) -> None:
-        """Count elements that are only sent to make parts equal."""
+        """Count elements that are sent only to make parts equal."""
         self.counter.padding += numel * dtype.itemsize
 
     def local(self, rank: int) -> int:
@@ -86,13 +86,13 @@ class DryCall(Call):
         self.count("all_reduce", total(items), items[0].tensor.dtype)
 
     def all_reduce_rounded(self, items: Sequence[Item], wire: torch.dtype) -> None:
-        """Count a message with equal parts to their ranks, and one with their sums to all ranks."""
+        """Count a message that sends equal parts to their ranks, and one that sends their sums to all ranks."""
         padded = -(-total(items) // self.size) * self.size
         self.count("all_to_all", padded, wire)
         self.count("all_gather", padded, wire)
 
     def reduce(self, message: Sequence[Sequence[Item]], wire: torch.dtype) -> None:
-        """Count the messages by which lists of such sizes are reduced."""
+        """Count the messages that reduce lists of these sizes."""
         shares = [total(items) for items in message]
         dtype = next(items[0].tensor.dtype for items in message if items)
         kind = reduce_kind(shares, rounded=wire != dtype)
@@ -125,7 +125,7 @@ class DryCall(Call):
     def gather_uneven(
         self, items: Sequence[Item], sizes: Sequence[Sequence[int]], wholes: Sequence[Tensor], capacity: int
     ) -> None:
-        """Count the messages that the largest share needs."""
+        """Count the messages that are necessary for the largest share."""
         largest = max(sum(of[rank] for of in sizes) for rank in range(self.size))
         for start in range(0, largest, capacity):
             self.count("all_gather", min(capacity, largest - start) * self.size, items[0].tensor.dtype)
@@ -136,7 +136,7 @@ class DryCall(Call):
 
 
 class DryCollectives(Collectives):
-    """Collectives in groups that do not exist."""
+    """Collectives in process groups that do not exist."""
 
     def __init__(self, like: Collectives) -> None:
         super().__init__(wire_dtype=like.wire_dtype, bucket_bytes=like.bucket_bytes)
@@ -147,13 +147,13 @@ class DryCollectives(Collectives):
 
 
 class Rehearsal(CommStrategy):
-    """All ranks of a strategy at once. Every unit is here, and each message is counted for the ranks that send it.
+    """Rehearses all ranks of a strategy at once and counts each message for the ranks that send it.
 
     Args:
         strategy: The strategy, which is not changed.
         units: The units to place.
         world: Number of ranks.
-        homes: Owners that are already known, by name of the unit.
+        homes: Owners that are already known, by the name of the unit.
         is_real: Whether the optimizer runs in this world under this strategy.
 
     Attributes:
@@ -180,7 +180,7 @@ class Rehearsal(CommStrategy):
         self._first = self.seen_from(0)
 
     def seen_from(self, rank: int) -> RankGrid:
-        """Return the strategy of a rank, in groups that do not exist."""
+        """Return the strategy as a rank sees it, in groups that do not exist."""
         if rank not in self._played:
             own, grid = copy.copy(self._strategy), self.grid
             own.collectives = self._count_in(rank)
@@ -197,7 +197,7 @@ class Rehearsal(CommStrategy):
         return self._collectives[rank]
 
     def traffic(self, steps: int) -> tuple[Traffic, int]:
-        """Return what was sent since the last call, which so many steps send, and the padding of statistics in one."""
+        """Return the traffic since the last call, for ``steps`` equal steps, and the padding of statistics in one."""
         counters = {rank: own.counter for rank, own in self._collectives.items()}
         padding = counters[0].padding
         own = {rank: [r for r in c.records if rank or r.stage == _OF_COLUMN] for rank, c in counters.items()}
@@ -207,10 +207,10 @@ class Rehearsal(CommStrategy):
         return Traffic(steps, summed(common), {rank: summed(found) for rank, found in own.items() if found}), padding
 
     def holders(self, index: int, place: str) -> Sequence[int] | None:
-        """Return the ranks that store or compute something of a unit.
+        """Return the ranks that store or compute a part of a unit.
 
         Args:
-            index: The unit.
+            index: Index of the unit.
             place: ``"estimate"``, ``"curvature"``, ``"directions"``, ``"owner"``, or ``"captures"`` for the ranks whose
                 examples are used.
 
@@ -231,17 +231,17 @@ class Rehearsal(CommStrategy):
 
     @property
     def groups(self) -> int:
-        """Number of communicators that a rank is a member of."""
+        """Number of communicators that a rank belongs to."""
         inside = sum(1 < size < self.grid.world for size in (self.grid.workers, self.grid.width))
         return inside + 1 if self.combines else 0
 
-    # ------------------------------------------------------------------ what a strategy does between steps
+    # ------------------------------------------------------------------ work of a strategy between steps
     def intervals(self) -> list[int]:
-        """Return the numbers of steps after which the strategy itself does something."""
+        """Return the numbers of steps after which the strategy itself sends messages."""
         return []
 
     def key(self, t: int) -> Hashable:
-        """Return a value that is the same for steps after which the strategy sends the same messages."""
+        """Return a key that is the same for steps after which the strategy sends the same messages."""
         return None
 
     def after(self, worker: Any, t: int) -> None:
@@ -249,7 +249,7 @@ class Rehearsal(CommStrategy):
 
     # ------------------------------------------------------------------ the interface of a strategy
     def place(self, units: Sequence[Unit]) -> None:
-        """Do nothing, since units were placed at construction."""
+        """Do nothing, since units are placed at construction."""
 
     def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
         """Do nothing, since there are no other processes."""
@@ -291,12 +291,12 @@ class Rehearsal(CommStrategy):
         return self._first.captures_elsewhere(index)
 
     def shard(self, index: int) -> Shard:
-        """Return the part of the first rank."""
+        """Return the shard of the first rank."""
         return self._first.shard(index)
 
     # ------------------------------------------------------------------ messages
     def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
-        """Count the messages with gradients if the strategy averages them."""
+        """Count the messages that average gradients, if the strategy averages them."""
         own = self._first
         if own.averages:
             trained = [p for p in params if p.requires_grad]
@@ -305,11 +305,11 @@ class Rehearsal(CommStrategy):
             own.collectives.average(grads, group=self._world, stage="gradients", count=1).wait()
 
     def agree(self, words: Tensor) -> Tensor:
-        """Count words, and return them, since no other rank adds any."""
+        """Count words and return them unchanged, since no other rank adds any."""
         return self._first.agree(torch.zeros(words.shape) if words.device.type == "meta" else words)
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
-        """Count sums; for shapes that were summed before, repeat what was counted then."""
+        """Count sums. For shapes that were summed before, repeat the earlier count."""
         counter = self._collectives[0].counter
         shapes = tuple((p.index, *(t.shape for t in p.tensors)) for p in parcels)
         if shapes in self._reduced:
@@ -323,7 +323,7 @@ class Rehearsal(CommStrategy):
         return pending
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Count rows, and return those that the first rank receives."""
+        """Count rows and return those that the first rank receives."""
         return self._first.gather_statistics(parcels)
 
     def share_curvature(self, parcels: Sequence[Parcel]) -> None:
@@ -337,7 +337,7 @@ class Rehearsal(CommStrategy):
             self.seen_from(column).share_curvature(own)
 
     def spread(self, parcels: Sequence[Parcel]) -> None:
-        """Count what owners send to all ranks."""
+        """Count the messages that owners send to all ranks."""
         self._first.spread(parcels)
 
     def post_directions(self, parcels: Sequence[Parcel]) -> Pending:
@@ -345,7 +345,7 @@ class Rehearsal(CommStrategy):
         return self._first.post_directions(parcels)
 
     def sum_shards(self, values: Tensor) -> Tensor:
-        """Count dots."""
+        """Count dot products."""
         return self._first.sum_shards(values)
 
     def gather_shards(self, shards: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -1,7 +1,7 @@
-"""``DedicatedWorkers`` that count messages: what ranks of each role send in an epoch of lockstep.
+"""Counts the messages of ``DedicatedWorkers``: the bytes that ranks of each role send in an epoch in lockstep mode.
 
-Factor ranks combine their statistics as other strategies do. What one role passes on to another stands in the table of
-:mod:`secondorder.comm.dedicated.links`. In opportunistic mode no rank sends more than that.
+Factor ranks combine their statistics as in other strategies. The table in :mod:`secondorder.comm.dedicated.links` lists
+the messages between roles. In opportunistic mode, no rank sends more than in lockstep mode.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from secondorder.plan.rehearsal import DryCollectives, Imagined, Rehearsal, summ
 
 
 class RoleRehearsal(Rehearsal):
-    """All roles at once. Every rank is a column of its own.
+    """Rehearses all roles at once. Every rank is a separate column.
 
     Args:
         strategy: The strategy, which is not changed.
@@ -58,7 +58,7 @@ class RoleRehearsal(Rehearsal):
         return collectives, Imagined(ranks, ranks[0])
 
     def traffic(self, steps: int) -> tuple[Traffic, int]:
-        """Return what was sent since the last call, which so many steps send; nothing is padded."""
+        """Return the traffic since the last call, for a kind of step that occurs ``steps`` times, without padding."""
         by_rank: dict[int, dict[str, Sum]] = {}
         for ranks, collectives in self._groups.values():
             for stage, found in summed(collectives.counter.records).items():
@@ -68,9 +68,9 @@ class RoleRehearsal(Rehearsal):
             collectives.counter.clear()
         return Traffic(steps, {}, by_rank), 0
 
-    # ------------------------------------------------------------------ who
+    # ------------------------------------------------------------------ ranks
     def holders(self, index: int, place: str) -> Sequence[int] | None:
-        """Return the ranks that store or compute something of a unit; see the base class."""
+        """Return the ranks that store or compute a part of a unit; see the base class."""
         owner, roles = self.owners[index], self.roles
         if place == "owner":
             return (owner,)
@@ -84,18 +84,18 @@ class RoleRehearsal(Rehearsal):
 
     @property
     def owned(self) -> list[int]:
-        """An empty list, since ranks that own nothing have another role and are not idle."""
+        """An empty list, since ranks without units have another role and are not idle."""
         return []
 
     @property
     def groups(self) -> int:
-        """The largest number of communicators of a rank, with the one for the start and the end."""
+        """The largest number of communicators of a rank, including the one for the start and the end."""
         sizes = [ranks for ranks, _ in self._groups.values() if len(ranks) > 1]
         return 1 + max(sum(rank in ranks for ranks in sizes) for rank in range(self.world))
 
     @property
     def replicates(self) -> bool:
-        """False: no rank holds the estimates of all units."""
+        """Always False, because no rank holds the estimates of all units."""
         return False
 
     @property
@@ -116,7 +116,7 @@ class RoleRehearsal(Rehearsal):
         return False
 
     def shard(self, index: int) -> Shard:
-        """Return the whole, since nothing is divided."""
+        """Return the complete unit as one shard, since units are not divided."""
         return Shard(0, 1)
 
     # ------------------------------------------------------------------ messages of a step
@@ -129,7 +129,7 @@ class RoleRehearsal(Rehearsal):
         collectives.average(tensors, group=group, stage="gradients", count=1).wait()
 
     def agree(self, words: Tensor) -> Tensor:
-        """Count the words of factor ranks, and return them."""
+        """Count the words of factor ranks and return them."""
         collectives, group = self._in("factors")
         known = torch.zeros(words.shape, dtype=words.dtype) if words.device.type == "meta" else words
         return collectives.words(known, group=group, stage="words")
@@ -142,10 +142,10 @@ class RoleRehearsal(Rehearsal):
         return Pending()
 
     def share_curvature(self, parcels: Sequence[Parcel]) -> None:
-        """Do nothing, since a step only shares curvature during the warm-up."""
+        """Do nothing, since a step shares curvature only during the warm-up."""
 
     def post_directions(self, parcels: Sequence[Parcel]) -> Pending:
-        """Do nothing, since every gradient rank finds all directions."""
+        """Do nothing, since every gradient rank computes all directions."""
         return Pending()
 
     # ------------------------------------------------------------------ epochs
@@ -154,11 +154,11 @@ class RoleRehearsal(Rehearsal):
         return [self.period]
 
     def key(self, t: int) -> Hashable:
-        """Return whether an epoch ends with this step."""
+        """Return whether an epoch ends with step t."""
         return ends_epoch(t + 1, self.period)
 
     def after(self, worker: Any, t: int) -> None:
-        """Count what roles pass on to each other if an epoch ends with this step."""
+        """Count the messages between roles if an epoch ends with step t."""
         if not self.key(t):
             return
         roles = self.roles

@@ -1,7 +1,7 @@
-"""What operators cost, counted while a program runs on the ``meta`` device.
+"""Counts the costs of operators while a program runs on the ``meta`` device.
 
-A program on ``meta`` tensors dispatches the operators of the real one without computing anything. Where the host reads
-a number of such a tensor it is given a 1, which every check of the package takes for a good outcome.
+A program on ``meta`` tensors dispatches the same operators as the real program without computing anything. If the host
+reads a number from such a tensor, it gets a 1, which passes every check in the package.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-#: Stage of everything outside of the optimizer's step.
+#: Stage of all operators outside of the optimizer's step.
 MODEL = "model"
-#: Factorizations of symmetric [n, n] by operator: their kind, and FLOPs divided by n³.
+#: Factorizations of a symmetric matrix [n, n] by operator: their kind, and their FLOPs divided by n³.
 _FACTORIZATIONS: Mapping[str, tuple[str, float]] = {
     "aten::_linalg_eigh": ("eigh", 9.0),
     "aten::linalg_cholesky_ex": ("cholesky", 1 / 3),
@@ -31,7 +31,7 @@ _FACTORIZATIONS: Mapping[str, tuple[str, float]] = {
     "aten::linalg_qr": ("cholesky", 4 / 3),
     "aten::geqrf": ("cholesky", 4 / 3),
 }
-#: Triangular systems: the position of the right side and of the matrix among the arguments.
+#: Triangular solves: the positions of the right side and of the matrix among the arguments.
 _SOLVES = {"aten::linalg_solve_triangular": (1, 0), "aten::cholesky_solve": (0, 1), "aten::triangular_solve": (0, 1)}
 #: Words in the names of operators that move single numbers.
 _SCATTERED = ("gather", "scatter", "index", "topk", "sort", "take", "embedding", "put")
@@ -41,7 +41,7 @@ _WRITERS = {
 }
 _READERS = {"aten::gather", "aten::index", "aten::index_select", "aten::take", "aten::embedding"}
 _OVERWRITERS = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::ones_like", "aten::zeros_like"}
-#: Operators that allocate and do nothing else.
+#: Operators that only allocate.
 _ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
 
 
@@ -50,10 +50,10 @@ class Cost(NamedTuple):
 
     Attributes:
         kind: ``"matmul"``, ``"conv"``, ``"eigh"``, ``"cholesky"``, ``"scattered"``, ``"entrywise"`` or ``"view"``.
-        size: Side of a factorized matrix, least side of a product, or channels of a convolution; 0 for others.
-        flops: FLOPs.
-        nbytes: Bytes read and written.
-        itemsize: Bytes of a number.
+        size: Side of a factorized matrix, smallest side of a product, or channels of a convolution; otherwise 0.
+        flops: Number of FLOPs.
+        nbytes: Number of bytes read and written.
+        itemsize: Number of bytes per element.
     """
 
     kind: str
@@ -67,10 +67,10 @@ _VIEW = Cost("view", 0, 0.0, 0)
 
 
 class Tally(TorchDispatchMode):
-    """Counts the operators that run inside the ``with`` block by stage; also a clock for ``time_stages()``.
+    """Counts the operators that run inside the ``with`` block, by stage. It is also a clock of ``time_stages()``.
 
     Attributes:
-        costs: How many operators of each cost there were, by stage.
+        costs: Number of operators of each cost, by stage.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Tally(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and count it; one that was seen before with arguments alike need not run again."""
+        """Run an operator and count it. An operator that ran before with equal arguments need not run again."""
         keywords = kwargs or {}
         key = _key(func, args, keywords)
         if key is not None and key in self._known:
@@ -101,7 +101,7 @@ class Tally(TorchDispatchMode):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Count what runs inside the ``with`` block under a name."""
+        """Count the operators inside the ``with`` block under a name."""
         before, self._stage = self._stage, name
         try:
             yield
@@ -109,21 +109,21 @@ class Tally(TorchDispatchMode):
             self._stage = before
 
     def end_step(self) -> None:
-        """Do nothing, since all steps are added up."""
+        """Do nothing, since the counts of all steps are added up."""
 
     def last_step(self) -> dict[str, float]:
-        """Return nothing, since nothing is timed."""
+        """Return an empty dict, since nothing is timed."""
         return {}
 
     def take(self) -> dict[str, Counter[Cost]]:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         found, self.costs = self.costs, {}
         return found
 
 
 # ---------------------------------------------------------------------- the cost of an operator
 def cost_of(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any], out: Any) -> Cost:
-    """Return the cost of an operator, from its arguments and its result."""
+    """Return the cost of an operator based on its arguments and its result."""
     if func.is_view:
         return _VIEW
     name = func.name().partition(".")[0]
@@ -150,7 +150,7 @@ def cost_of(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any], out: 
 
 
 def _is_scattered(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
-    """Return whether an operator moves single numbers, not whole rows."""
+    """Return whether an operator moves single numbers instead of complete rows."""
     if "masked" in name or not any(word in name for word in _SCATTERED):
         return False
     moved = inputs[-1] if name in _WRITERS else results[0] if results else inputs[0]
@@ -159,7 +159,7 @@ def _is_scattered(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor]
 
 
 def _flops_of(func: Any) -> Callable[..., int] | None:
-    """Return what counts the FLOPs of an operator; one that works in place has those of the other."""
+    """Return the function that counts the FLOPs of an operator. In-place operators use that of their counterpart."""
     if func.overloadpacket in flop_registry:
         exact: Callable[..., int] = flop_registry[func.overloadpacket]
         return exact
@@ -170,14 +170,14 @@ def _flops_of(func: Any) -> Callable[..., int] | None:
 
 
 def _channels(inputs: Sequence[Tensor], is_backward: bool) -> int:
-    """Return the smaller number of channels of a convolution, of one group."""
+    """Return the smaller number of channels in one group of a convolution."""
     weight = inputs[2 if is_backward else 1]
     return min(weight.shape[:2])
 
 
 def _moved(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor], keywords: Mapping[str, Any]) -> int:
-    """Return the bytes that an operator reads and writes; of a tensor of which it touches entries, those alone."""
-    if name in _WRITERS:  # what is written there has the size of the source
+    """Return the bytes that an operator reads and writes, counting only the entries of a tensor that it accesses."""
+    if name in _WRITERS:  # the operator writes as many entries as its source has
         return sum(map(_nbytes, inputs[1:])) + _nbytes(inputs[-1])
     if name in _READERS:
         return 2 * sum(map(_nbytes, results)) + sum(map(_nbytes, inputs[1:]))
@@ -188,7 +188,7 @@ def _moved(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor], keywo
 
 
 def _nbytes(x: Tensor) -> int:
-    """Return the bytes that an operator moves of a tensor; an expanded dimension is read once."""
+    """Return the bytes of a tensor that an operator moves. An expanded dimension is read once."""
     if x.layout != torch.strided:
         return 0
     return x.element_size() * math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
@@ -196,7 +196,7 @@ def _nbytes(x: Tensor) -> int:
 
 # ---------------------------------------------------------------------- operators that need not run
 def _read(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """Return ones for what the host reads of a ``meta`` tensor; None for operators that read nothing."""
+    """Return ones for the values that the host reads from a ``meta`` tensor; None for operators that read nothing."""
     packet = func.overloadpacket
     first = args[0] if args and isinstance(args[0], Tensor) else None
     if first is None:
@@ -217,7 +217,7 @@ def _read(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
 
 
 def _joined(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments of one device: tables that a model makes on the CPU meet ``meta`` tensors."""
+    """Move arguments to one device, since a model may combine tables that it makes on the CPU with ``meta`` tensors."""
     given = [x for x in args if isinstance(x, Tensor)]
     if func.is_view or len({x.is_meta for x in given if x.dim()}) < 2:
         return args
@@ -225,7 +225,7 @@ def _joined(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _key(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """Return a value that is equal for calls with results alike; None for those that have to run."""
+    """Return a key that is equal for calls with equal results; None for calls that have to run."""
     if func.is_view:
         return None
     try:
@@ -237,7 +237,7 @@ def _key(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
 
 
 class _MustRun(Exception):  # noqa: N818 - no error
-    """An argument has data."""
+    """Raised if an argument has data."""
 
 
 def _alike(values: Iterable[Any]) -> Iterator[Any]:
@@ -253,7 +253,7 @@ def _alike(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _remake(func: Any, out: Any) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any] | None:
-    """Return what makes the result of an operator from arguments alike; None if it has to run."""
+    """Return a function that makes the result of an operator from equal arguments; None if the operator has to run."""
     schema = func._schema
     if schema.is_mutable:
         names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]

@@ -1,4 +1,4 @@
-"""Numbers and tables in words."""
+"""Formats numbers and tables as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], words: int = 1) -> Iterator[str]:
-    """Yield the lines of a table, with some columns of words and further columns of numbers."""
+    """Yield the lines of a table, whose first columns are words and whose other columns are numbers."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]

@@ -1,4 +1,4 @@
-"""FLOPs of the stages of a step, from the sizes of blocks."""
+"""FLOPs of the stages of a step, computed from the sizes of blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EIGEN, _CHOLESKY = 9.0, 1.0
 
 
 def flops_of_products(block: Block, examples: float, rows: float) -> float:
-    """Return the FLOPs of the sums behind the factors of a layer, for some examples of so many rows each."""
+    """Return the FLOPs of the sums behind the factors of a layer, for some examples with ``rows`` rows each."""
     sizes = (block.adapter.n_a, block.adapter.n_g)
     sums = block.sums()
     dense = [sums[f"factor_{s}"].symmetric for s in "ag"]
@@ -23,12 +23,12 @@ def flops_of_products(block: Block, examples: float, rows: float) -> float:
 
 
 def flops_of_scale(block: Block, examples: float, rows: float) -> float:
-    """Return the FLOPs of the squared gradients of some examples in the eigenbases, the least of the exact ways.
+    """Return the FLOPs of the squared per-example gradients in the eigenbases, for the cheapest exact algorithm.
 
     Args:
         block: The block.
         examples: Number of examples.
-        rows: Number of rows of each of them.
+        rows: Number of rows of each example.
 
     Returns:
         The FLOPs.
@@ -48,7 +48,7 @@ def flops_of_refresh(block: Block, schema: Schema) -> float:
     total = 0.0
     for n, factorise, _ in _factorizations(block, found):
         total += factorise * groups * n**3
-        if "scale" in found:  # brought into the new basis
+        if "scale" in found:  # it is transformed into the new basis
             total += 2.0 * groups * (n**3 + n * n_a * n_g)
     return total
 

@@ -1,4 +1,4 @@
-"""Directions of blocks on the ranks that apply them: whole on every rank, or this rank's shards of them."""
+"""Directions of blocks on the ranks that apply them, either complete on every rank or as the shards of this rank."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from secondorder.preconditioners.small_blocks import StackRule, directions_of_st
 if TYPE_CHECKING:
     from secondorder.preconditioners.block_plan import BlockPlan
 
-#: Bytes of directions that are sent together: what the ranks of a row compute between two messages.
+#: Bytes of directions that are sent together, which the ranks of a row compute between two messages.
 _PORTION = 32 * 2**20
 
-#: Finds the directions of the parameters of a block.
+#: Computes the directions of the parameters of a block.
 DirectionsOf = Callable[[Block, Directions], list[Tensor]]
-#: Finds what to precondition of some blocks, whole on the ranks that precondition them.
+#: Gathers the gradients to precondition for some blocks, complete on the ranks that precondition them.
 WholesOf = Callable[[Sequence[Block], Directions], Directions]
 
 
 class WholeGradients:
-    """Gathers what to precondition where parameters are sharded, and the same gradients only once in a step.
+    """Gathers the gradients of sharded parameters for preconditioning, each gradient at most once per step.
 
     Args:
         comm: Communication strategy.
@@ -41,12 +41,12 @@ class WholeGradients:
 
     def __init__(self, comm: CommStrategy, table: ParameterTable) -> None:
         self._comm, self._table = comm, table
-        #: Gradients of this step that were sent, and what was gathered of them.
+        #: Gradients of this step that were sent, and the gathered tensors.
         self._sent: Directions = {}
         self._kept: Directions = {}
 
     def gather(self, blocks: Sequence[Block], source: Directions) -> Directions:
-        """Return what to precondition of some blocks, whole on the ranks that precondition them."""
+        """Return the gradients to precondition for some blocks, complete on the ranks that precondition them."""
         here = [b for b in blocks if all(p in source and self._sent.get(p) is source[p] for p in b.params)]
         rest = [b for b in blocks if b not in here]
         found = {p: self._kept[p] for b in here for p in b.params if p in self._kept}
@@ -58,27 +58,27 @@ class WholeGradients:
         return self._table.shards.gather(params, pieces, _ranks_of(self._comm, blocks))
 
     def keep(self, blocks: Sequence[Block], gradients: Directions) -> Directions:
-        """Gather the gradients of some blocks, and keep them for the directions of this step."""
+        """Gather the gradients of some blocks and keep them for the directions of this step."""
         self._sent = {p: gradients[p] for b in blocks for p in b.params}
         self._kept = self._gather(blocks, gradients)
         return self._kept
 
     def forget(self) -> None:
-        """Keep nothing of this step."""
+        """Discard the gradients of this step."""
         self._sent, self._kept = {}, {}
 
 
 class LayerDirections(Generic[BlockT]):
-    """Finds the directions of the blocks that precondition.
+    """Computes the directions of the blocks that precondition.
 
     Args:
         plan: The blocks.
-        refresher: When they are refreshed.
-        exchange: Makes room for the directions of blocks that other ranks precondition.
-        stack_rule: How small blocks precondition together.
+        refresher: Knows which blocks are refreshed.
+        exchange: Allocates the directions of blocks that other ranks precondition.
+        stack_rule: The rule by which small blocks precondition together.
 
     Attributes:
-        wholes: The whole gradients of sharded parameters.
+        wholes: The complete gradients of sharded parameters.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class LayerDirections(Generic[BlockT]):
     def _directions_of(
         self, block: Block, source: Directions, known: Mapping[int, list[Tensor]] = MappingProxyType({})
     ) -> list[Tensor]:
-        """Directions of the parameters of a block; room for them where another rank finds them."""
+        """Directions of the parameters of a block, or empty tensors for them if another rank computes them."""
         if block.index in known:
             return known[block.index]
         if not self._plan.comm.preconditions(block.index) or not all(map(source.__contains__, block.params)):
@@ -136,7 +136,7 @@ def replicated(
     """Directions of all blocks on every rank."""
     found: Directions = {}
     posted = []
-    for some in _portions(blocks):  # those that are done travel while the next ones are computed
+    for some in _portions(blocks):  # finished directions are sent while the next ones are computed
         parcels = [Parcel(b.index, directions_of(b, source)) for b in some]
         posted.append(comm.post_directions(parcels))
         for block, parcel in zip(some, parcels, strict=True):
@@ -166,12 +166,12 @@ def resharded(
 
 
 def _ranks_of(comm: CommStrategy, blocks: Sequence[Block]) -> list[Sequence[int]]:
-    """Where the parameters of some blocks are preconditioned."""
+    """The ranks that precondition each parameter of some blocks."""
     return [comm.preconditioners(b.index) for b in blocks for _ in b.params]
 
 
 def _portions(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
-    """Blocks whose directions make messages worth sending before the others are known."""
+    """Yield blocks whose directions are large enough together to be sent before the others are computed."""
     start = size = 0
     for i, block in enumerate(blocks):
         size += sum(p.numel() * precision_of(p).itemsize for p in block.params)

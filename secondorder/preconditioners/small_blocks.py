@@ -1,6 +1,6 @@
-"""Small blocks of equal shape precondition together, in one batched product instead of one product each.
+"""Preconditions small blocks of equal shape together, in one batched product instead of one product each.
 
-For matrices of a few thousand entries, the time of a product is the time to call it.
+For matrices of a few thousand entries, the time of a product is mostly the overhead of calling it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from secondorder.linalg.dense import precision_of, stacked
 from secondorder.linalg.stacks import bounded
 from secondorder.parameters import Directions
 
-#: Largest number of entries of the matrix of a small block, and of a stack, whose temporaries take a few megabytes.
+#: Largest number of entries of the matrix of a small block, and of a stack. The temporaries of a stack take a few MB.
 _SMALL, _STACK = 2**14, 2**20
-#: Number of blocks from which on a stack pays.
+#: Smallest number of blocks for which a stack is worth it.
 _FEW = 4
 
 
 class StackRule(NamedTuple):
-    """How blocks precondition together.
+    """The rule by which blocks precondition together.
 
     Attributes:
-        reads: Returns the entries of the state and the options that a block reads, none if it takes no stacks.
+        reads: Returns the state entries and the options that a block reads; none if it does not support stacks.
         precondition: Returns the preconditioned matrices ``[k, n_g, n_a]`` of blocks that agree in both.
     """
 
@@ -39,7 +39,7 @@ def _nothing(*_: Any) -> Any:
     return (), ()
 
 
-#: Every block preconditions alone.
+#: The rule under which every block preconditions separately.
 NO_STACKS = StackRule(_nothing, _nothing)
 
 
@@ -48,11 +48,11 @@ def directions_of_stacks(blocks: Sequence[Block], source: Directions, rule: Stac
 
     Args:
         blocks: Blocks that this rank preconditions.
-        source: What to precondition, by parameter.
-        rule: How blocks precondition together.
+        source: The gradients to precondition, by parameter.
+        rule: The rule by which blocks precondition together.
 
     Returns:
-        The directions; blocks that are not small, have few of their kind or lack gradients are left out.
+        The directions. Blocks are left out if they are not small, lack gradients or belong to too small a stack.
     """
     stacks: dict[Hashable, list[Block]] = {}
     for block in blocks:
@@ -70,7 +70,7 @@ def directions_of_stacks(blocks: Sequence[Block], source: Directions, rule: Stac
 
 
 def _key(block: Block, rule: StackRule) -> Hashable | None:
-    """Return what is equal for blocks that precondition together; None for a block that does so alone."""
+    """Return a key that is equal for blocks that precondition together; None for a block that preconditions alone."""
     adapter = block.adapter
     is_small = adapter.n_a * adapter.n_g <= _SMALL and adapter.groups == 1 and not adapter.is_exact
     if not is_small or block.sets_length:
@@ -78,7 +78,7 @@ def _key(block: Block, rule: StackRule) -> Hashable | None:
     entries, options = rule.reads(block)
     values = tuple(block.group[key] for key in options)
     if not entries or not all(isinstance(value, (float, int, str, type(None))) for value in values):
-        return None  # or a number that is adapted on the device
+        return None  # for example, a number that is adapted on the device
     state = block.state
     kept = tuple((key, state[key].shape, state[key].dtype) for key in entries if key in state)
     shapes = tuple(p.shape for p in block.params)
@@ -87,7 +87,7 @@ def _key(block: Block, rule: StackRule) -> Hashable | None:
 
 # ---------------------------------------------------------------------- gradients as matrices
 def _is_plain(block: Block) -> bool:
-    """Return whether a matrix is the weight next to the bias."""
+    """Return whether the matrix of a block is its weight with the bias as the last column."""
     kind = type(block.adapter)
     overridden: Callable[..., object] = kind.to_matrix
     return overridden is Adapter.to_matrix and block.weight is not None and block.bias is not None

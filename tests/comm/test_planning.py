@@ -103,7 +103,7 @@ def test_flops_of_statistics() -> None:
     rows = 2 * sum(a * a + g * g for a, g in SIDES) / FACTOR_STEPS
     plan = optimizer.plan(4, CommOpt())
     assert each(plan, "flops", "statistics") == [0] * 4
-    assert "how many rows an example has in 4 layers is not known" in plan.notes[0]
+    assert "it is not known how many rows an example has in 4 layers" in plan.notes[0]
     assert each(optimizer.plan(4, CommOpt(), batch_size=8), "flops", "statistics") == pytest.approx([8 * rows] * 4)
     model = network()
     optimizer = KFAC(model)

@@ -569,6 +569,6 @@ def test_milestones_of_an_adapted_damping_are_new_starts() -> None:
     assert len({*seen[4:]}) > 1
     schedule.load_state_dict(schedule.state_dict())
     assert float(optimizer.param_groups[0]["damping"]) == seen[-1]
-    with pytest.raises(ValueError, match="give milestones, {step: value}, from which it is adapted further"):
+    with pytest.raises(ValueError, match="give milestones, {step: value}, and the adaptation starts again"):
         ParamScheduler(optimizer, damping=lambda step: 0.1)
     ParamScheduler(optimizer, weight_decay=lambda step: 0.1)
