@@ -1,4 +1,4 @@
-"""Commands of the package: ``python -m secondorder estimate package.module:make_model --batch-size 32``."""
+"""Commands of the package, such as ``python -m secondorder estimate package.module:make_model --batch-size 32``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: The arguments; None for those of the command line.
+        arguments: The arguments; None for the arguments of the command line.
 
     Returns:
         The exit status, 0 unless an argument is wrong.
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def load_target(text: str) -> Any:
-    """Return what ``package.module:name`` names.
+    """Return the object named by ``package.module:name``.
 
     Args:
         text: The name.
@@ -57,7 +57,7 @@ def load_target(text: str) -> Any:
         The object.
 
     Raises:
-        ValueError: If there is no colon, the module cannot be imported, or it has no such name.
+        ValueError: If there is no colon, the module cannot be imported, or it does not have this name.
     """
     module, colon, name = text.partition(":")
     if not (module and colon and name):
@@ -68,22 +68,22 @@ def load_target(text: str) -> Any:
         raise ValueError(f"cannot import {module!r} of the target {text!r}: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"the module of the target {text!r} has no {name!r}")
+            raise ValueError(f"the module of the target {text!r} has no attribute {name!r}")
         found = getattr(found, part)
     return found
 
 
 def parse_input(text: str) -> Tensor:
-    """Return a tensor on ``meta`` of the shape and dtype in a text such as ``32x3x32x32`` or ``4x128:int64``.
+    """Return a tensor on ``meta`` with the shape and dtype in a string such as ``32x3x32x32`` or ``4x128:int64``.
 
     Args:
-        text: Sizes with ``x`` between them, and a dtype after a colon; float32 without one.
+        text: Sizes separated by ``x``, and optionally a colon and a dtype. The default dtype is float32.
 
     Returns:
         The tensor.
 
     Raises:
-        ValueError: If the text is no shape, or the dtype is unknown.
+        ValueError: If the string is not a shape, or the dtype is unknown.
     """
     shape, _, name = text.partition(":")
     dtype = getattr(torch, name or "float32", None)
@@ -94,18 +94,18 @@ def parse_input(text: str) -> Tensor:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m secondorder", description="Second-order training for PyTorch.")
+    parser = argparse.ArgumentParser(prog="python -m secondorder", description="Second-order optimizers for PyTorch.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    one = commands.add_parser("estimate", help="memory, FLOPs, time and traffic of every method on a model")
-    one.add_argument("target", help="package.module:function that returns a model, or (model, inputs)")
-    one.add_argument("--batch-size", type=int, help="examples per rank of a step")
-    one.add_argument("--input", action="append", default=[], help="shape of an argument: 32x3x32x32, 4x128:int64")
-    one.add_argument("--world-size", type=int, help="number of ranks")
-    one.add_argument("--comm", help="strategy, such as mem_opt or hybrid_opt:0.5")
-    one.add_argument("--methods", nargs="+", help="names of methods; all by default")
+    one = commands.add_parser("estimate", help="estimate memory, FLOPs, time and traffic of every method on a model")
+    one.add_argument("target", help="package.module:function, which returns a model or (model, inputs)")
+    one.add_argument("--batch-size", type=int, help="number of examples per rank and step")
+    one.add_argument("--input", action="append", default=[], help="input shape, such as 32x3x32x32 or 4x128:int64")
+    one.add_argument("--world-size", type=int, help="number of ranks (default: 1)")
+    one.add_argument("--comm", help="strategy, such as mem_opt or hybrid_opt:0.5 (default: comm_opt)")
+    one.add_argument("--methods", nargs="+", help="names of methods (default: all)")
     one.add_argument("--device", help="device to train on, such as cuda")
-    one.add_argument("--rates", help="JSON file with the rates of a machine, instead of measuring those of this one")
-    one.add_argument("--save-rates", help="JSON file to write the rates to")
+    one.add_argument("--rates", help="JSON file with the rates of a machine (default: measure this machine)")
+    one.add_argument("--save-rates", help="JSON file to which the rates are written")
     one.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 

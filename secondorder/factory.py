@@ -1,4 +1,4 @@
-"""All methods and presets by name, including the names in the programs that published them."""
+"""All methods and presets by name, including the names that other programs use for the methods."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Alias(NamedTuple):
 
     Attributes:
         method: Key of :data:`METHODS`.
-        options: Keywords that the name stands for.
+        options: Keywords that the name implies.
     """
 
     method: str
@@ -55,8 +55,8 @@ ALIASES: Mapping[str, Alias] = {
     "eigen_dp": Alias("kfac", {"inverse_method": "eigen", "comm": "local_factors"}),
     "inverse_dp": Alias("kfac", {"inverse_method": "cholesky", "comm": "local_factors"}),
     "dp_kfac": Alias("kfac", {"inverse_method": "eigen", "comm": "local_factors"}),
-    # IST-DASLab/EFCP, --optim: k for the largest entries, lr for low rank, r1 for rank one; its two sparse GGT differ
-    # in how they store the same window
+    # IST-DASLab/EFCP, --optim: k for the largest entries, lr for low rank, r1 for rank one; its two sparse variants of
+    # GGT differ only in how they store the window
     "kgmfac": Alias("sparse_mfac", {"compression": TopK()}),
     "lrmfac": Alias("mfac", {"compression": LowRank()}),
     "r1mfac": Alias("mfac", {"compression": LowRank(1)}),
@@ -75,10 +75,10 @@ def create(
     lr: float | Tensor | None = None,
     **overrides: Any,
 ) -> SecondOrderOptimizer:
-    """Build a preset or a method by its name, in any case, with ``-``, ``_`` or neither.
+    """Build an optimizer from the name of a preset or a method.
 
-    ``functools.partial(secondorder.create, "from_adamw")`` is a factory ``(model, **keywords)``, which some trainers
-    need.
+    The case of the name is ignored, and so are ``-`` and ``_``. Some trainers need a factory ``(model, **keywords)``;
+    pass them ``functools.partial(secondorder.create, "from_adamw")``.
 
     | name | builds |
     |---|---|
@@ -92,21 +92,21 @@ def create(
     | `ksggt`, `kdggt` | `GGT(compression=TopK())` |
     | `kid`, `kis`, `sngd` | `HyLo(mode="kid")`, `HyLo(mode="kis")`, `HyLo(mode="sngd")` |
 
-    :func:`presets` shows the calls that the presets stand for.
+    :func:`presets` shows the constructor calls of the presets.
 
     Args:
         name: Name of the preset or of the method.
         model: First argument of the constructor: the model, a list of its parts, or any argument that ``torch.optim``
-            takes. A preset takes the model only.
-        lr: Learning rate. If None, it is the one of the preset or of the constructor.
-        **overrides: Keywords of the constructor. They replace those that the name stands for. ``comm`` may also be the
+            accepts. A preset accepts only the model.
+        lr: Learning rate. If None, it is the default of the preset or of the constructor.
+        **overrides: Keywords of the constructor, which replace those that the name implies. ``comm`` may also be the
             name of a strategy, see :func:`secondorder.comm.from_name`.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: If nothing has this name; the message lists all names.
+        ValueError: If no preset or method has this name. The message lists all names.
         TypeError: If the name is not a string.
 
     Example:
@@ -125,20 +125,20 @@ def create(
 
 
 def resolve(name: str) -> Alias:
-    """Return the method that a name stands for, and its keywords.
+    """Return the method and the keywords that a name implies.
 
     Args:
-        name: Any name that :func:`create` takes.
+        name: Any name that :func:`create` accepts.
 
     Returns:
-        Key of :data:`METHODS` and keywords, none for a method's own name.
+        Key of :data:`METHODS`, and keywords. There are no keywords if it is the name of a method.
 
     Raises:
-        ValueError: If no method has this name; the message lists all names.
+        ValueError: If no method has this name. The message lists all names.
         TypeError: If the name is not a string.
     """
     if not isinstance(name, str):
-        raise TypeError(f"the name of a method must be text, got {name!r}")
+        raise TypeError(f"the name of a method must be a string, got {name!r}")
     known = {_plain(method): Alias(method, {}) for method in METHODS}
     known.update({_plain(alias): meaning for alias, meaning in ALIASES.items()})
     if _plain(name) not in known:
@@ -160,34 +160,34 @@ def estimate(
     rates: MachineRates | None = None,
     device: torch.device | str | None = None,
 ) -> Estimate:
-    """Estimate what every method will cost on a model, before any training, for models of any size.
+    """Estimate the cost of every method on a model of any size before you train it.
 
-    Steps are taken on the ``meta`` device, which computes nothing and needs no memory, with the code that trains. So
-    memory and FLOPs are exact. The time of a step follows from its operators and from the rates of this machine, which
-    are measured in a few seconds, or from the rates of another machine.
+    Steps are taken on the ``meta`` device with the same code as in training. This computes nothing and needs no memory,
+    so memory and FLOPs are exact even for large models. The time of a step is computed from its operators and from the
+    rates of this machine, which are measured in a few seconds, or from the rates of another machine.
 
     Args:
         model_or_maker: The model on any device, which is neither changed nor run; or a function without arguments that
-            returns the model or ``(model, inputs)``. It is called with ``meta`` as the default device.
+            returns the model or ``(model, inputs)``. The function is called with ``meta`` as the default device.
         inputs: Arguments of the model: a tensor ``[N, ...]``, or a tuple or dict of arguments. Only their shapes and
-            data types are used. A model that begins with a linear layer needs none.
-        batch_size: Examples per rank of a step, N; None for those of the inputs.
+            data types are used. They are optional if the model begins with a linear layer.
+        batch_size: N, the number of examples per rank and step; None for the number in the inputs.
         world_size: Number of ranks; None for one.
         comm: Strategy or its name, see :func:`secondorder.comm.from_name`; None for ``CommOpt()``.
-        methods: Names that :func:`create` takes, ``"sgd"`` or ``"adamw"``, or functions that return the optimizer of a
-            model, by name; None for SGD, AdamW, all methods with their defaults, and the presets that need no other
-            training loop.
-        rates: Rates of a machine; None to measure those of this one.
-        device: The device to train on, which decides some defaults; None for that of the model, and for the accelerator
-            or the CPU if the model is on ``meta``.
+        methods: Names that :func:`create` accepts, ``"sgd"`` or ``"adamw"``, or a dict of functions that return the
+            optimizer of a model; None for SGD, AdamW, all methods with their defaults, and the presets that work with a
+            plain training loop.
+        rates: Rates of a machine; None to measure the rates of this machine.
+        device: The device to train on, which determines some defaults. None is the device of the model, or the
+            accelerator or the CPU if the model is on ``meta``.
 
     Returns:
-        The estimate; ``print`` shows it as a table.
+        The estimate. ``print`` shows it as a table.
 
     Raises:
         ValueError: If a method is unknown, a number is out of range, the model has no parameters to train, or its
             inputs are not known.
-        TypeError: If an argument is of a wrong kind.
+        TypeError: If an argument has the wrong type.
         RuntimeError: If the model does not run on the ``meta`` device with these inputs.
 
     Example:
@@ -222,7 +222,7 @@ FIRST_ORDER: Mapping[str, Builder] = {
 
 
 def _builders(names: Sequence[str] | None) -> dict[str, Builder]:
-    """Return what builds optimizers, by name; without names, the presets are those that need no other training loop."""
+    """Return functions that build optimizers, by name. The default includes presets that need only a plain loop."""
     if names is None:
         names = [*FIRST_ORDER, *METHODS, *(name for name, preset in PRESETS.items() if not preset.needs)]
     if isinstance(names, str):

@@ -709,8 +709,8 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             The plan; ``print`` shows it as a table.
 
         Raises:
-            TypeError: For a value of a wrong kind.
-            ValueError: For a value out of range.
+            TypeError: If a value has the wrong type.
+            ValueError: If a value is out of range.
             NotImplementedError: For a strategy that has no plan, or that cannot serve this optimizer.
         """
         others = holdings_of_rules(self._table, self._update.keys, self._report().kind)

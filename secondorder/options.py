@@ -1,7 +1,7 @@
-"""Options of constructors: their validation, and their documentation.
+"""Validation and documentation of the options of constructors.
 
-Every value is checked once, when a group is added, with the value in the text. Descriptions that several classes share
-are written once, and put into their docstrings.
+Every value is checked once, when a group is added, and error messages contain the value. Descriptions that several
+classes share are written once and inserted into their docstrings.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _DESCRIPTION = re.compile(r"^    (\w+): .*\n(?:     .*\n)*", re.M)
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a real number, of Python or of NumPy (``bool`` is not one here)."""
+    """Whether ``value`` is a real number of Python or NumPy. A ``bool`` is not a number here."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def number(low: float, high: float = math.inf, *, low_open: bool = False, optional: bool = False) -> Check:
-    """A check for a real number in ``[low, high]`` (or ``(low, high]``), finite; None too if ``optional``."""
+    """A check for a finite real number in ``[low, high]`` (or ``(low, high]``). ``optional`` also allows None."""
 
     def check(name: str, value: Any) -> None:
         if value is None and optional:
@@ -95,7 +95,7 @@ def learning_rate(name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
-        return  # its value is not looked at: that would wait for the device
+        return  # its value is not checked, because the host would have to wait for the device
     number(0.0)(name, value)
 
 
@@ -109,7 +109,7 @@ def betas(name: str, value: Any) -> None:
 
 
 def stored_dtype(name: str, value: Any) -> None:
-    """A check for a precision in which curvature may be kept, or products be taken."""
+    """A check for a data type in which curvature can be stored or products can be computed."""
     if not isinstance(value, torch.dtype):
         raise TypeError(f"{name} must be torch.float32 or torch.bfloat16, got {value!r}")
     if value not in (torch.float32, torch.bfloat16):
@@ -117,7 +117,7 @@ def stored_dtype(name: str, value: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Python's own number for a subclass of one (NumPy's): only those survive ``torch.load(weights_only=True)``."""
+    """Convert a NumPy number to a Python number, since ``torch.load(weights_only=True)`` loads only the latter."""
     if isinstance(value, bool):
         return value
     if isinstance(value, numbers.Integral):
@@ -147,7 +147,7 @@ COMMON: dict[str, Check] = {
     "checkpoint_curvature": choice("all", "factors", "none"),
 }
 
-#: What they are where a method does not say otherwise; each names its own ``lr``.
+#: Their defaults, unless a method has other ones. Each method has its own default of ``lr``.
 DEFAULTS: dict[str, Any] = {
     "momentum": 0.0,
     "nesterov": False,
@@ -171,8 +171,8 @@ def validate(group: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
     """Check every known option of a group.
 
     Raises:
-        TypeError: For a value of a wrong kind.
-        ValueError: For a value out of range, or for options that exclude each other.
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range, or options exclude each other.
     """
     for name, check in checks.items():
         if name in group:
@@ -182,18 +182,18 @@ def validate(group: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
     if group["graft"] is not None and is_adam(group["inner"]):
         raise ValueError(
             f"graft={group['graft']!r} and inner={group['inner']!r} both set the step size: drop one of them "
-            "(graft='adam' takes Adam's size, inner='adam' feeds Adam with the preconditioned gradient)"
+            "(graft='adam' uses the size of Adam's step, inner='adam' passes the preconditioned gradient to Adam)"
         )
 
 
 def check_changes(
     groups: Sequence[Mapping[str, Any]], seen: Sequence[Mapping[str, Any]], checks: Mapping[str, Check]
 ) -> list[dict[str, Any]] | None:
-    """Return the options of all groups, checked where they differ from the last look; None if none has changed.
+    """Return the options of all groups after checking those that changed since the last call; None if none changed.
 
     Raises:
-        TypeError: For a value of a wrong kind.
-        ValueError: For a value out of range, or for options that exclude each other.
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range, or options exclude each other.
     """
     found = [{name: group[name] for name in checks if name in group} for group in groups]
     if len(found) == len(seen) and all(map(_are_equal, found, seen)):
@@ -210,12 +210,12 @@ def _are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Whether two values of an option are equal, without a look at the elements of a tensor on a device."""
+    """Whether two values of an option are equal, without reading the elements of a tensor from a device."""
     return one is other or type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other)
 
 
 def without_effect(group: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
-    """Say which options of a group differ from their usual values although none of its rules reads them; else empty."""
+    """Describe the options of a group that differ from their defaults but have no effect; an empty string if none."""
     rules = [is_adam(group["graft"] or group["inner"]), is_adam(group["fallback"])]
     own = "fallback_betas" if "fallback_betas" in usual and "fallback_betas" in group else "betas"
     if all(rules) and group.get("momentum_mode") != "pre":
@@ -224,50 +224,50 @@ def without_effect(group: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
             has = "has" if len(found) == 1 else "have"
             return f"{' and '.join(found)} {has} no effect, because Adam's rule sets every step: use {own} instead"
     if not any(rules) and own in usual and group[own] != (usual[own] or DEFAULTS["betas"]):
-        return f"{own}={group[own]} has no effect, because only Adam's rule reads it: choose graft='adamw', or drop it"
+        return f"{own}={group[own]} has no effect, because only Adam's rule reads it: set graft='adamw', or drop it"
     return ""
 
 
 def clashing(clashes: Mapping[str, bool]) -> str:
-    """The options that clash, as they were given, with commas between them; empty if none does."""
+    """The options that clash, separated by commas; an empty string if none does."""
     return ", ".join(name for name, clash in clashes.items() if clash)
 
 
 def resolve_fallback(fallback: str | None, graft: str | None) -> str:
-    """The fallback rule: as given, else the grafted one, else SGD."""
+    """The fallback rule: the one that is set, or else the grafted rule, or else SGD."""
     if fallback is None:
         return "sgd" if graft is None or not is_adam(graft) else graft
     return fallback
 
 
-#: Where the groups of a method keep the betas and the ε of Adam's rule, by what these keys were called before.
+#: Keys of the betas and the ε of Adam's rule in the groups of a method, by the former names of these keys.
 RENAMED: dict[str, str] = {"fallback_betas": "betas", "fallback_eps": "eps"}
 
 
 def is_adam(rule: str | None) -> bool:
-    """Whether a rule is Adam's, with either kind of weight decay."""
+    """Whether a rule is Adam or AdamW."""
     return rule in ("adam", "adamw")
 
 
 def is_decoupled(rule: str | None, group: Mapping[str, Any]) -> bool:
-    """Whether a rule of a group decays weights apart from the gradient: AdamW does, the others as the option says."""
+    """Whether a rule of a group decouples weight decay. AdamW always does; for other rules, the option decides."""
     return rule == "adamw" or bool(group["decoupled_weight_decay"])
 
 
 def from_arguments(given: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
-    """Return the options of groups from the arguments of a constructor; ``checks`` are of those that only it has.
+    """Return the options of groups from the arguments of a constructor.
 
-    Options that all methods have may be missing, and then take their default.
+    ``checks`` are the checks of the options that only this method has. Common options may be missing.
     """
     given = {**DEFAULTS, **given}
     return {name: given[name] for name in (*COMMON, *checks)}
 
 
 def renamed(group: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
-    """Return options, of a user or of a checkpoint, under the names of now; ``betas`` and ``eps`` were ``fallback_…``.
+    """Return options from a user or a checkpoint under their current names; ``betas`` and ``eps`` were ``fallback_…``.
 
     Raises:
-        ValueError: If an option is given under both of its names, with different values.
+        ValueError: If an option is set under both of its names, with different values.
     """
     found = dict(group)
     for old, name in RENAMED.items():
@@ -276,21 +276,21 @@ def renamed(group: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, 
             if not callable(value) and not isinstance(value, Mapping):  # a schedule
                 COMMON[name](old, value)
             if found.setdefault(name, value) != value:
-                raise ValueError(f"{name} and {old} are one option: give it once, got {found[name]} and {value}")
+                raise ValueError(f"{name} and {old} are the same option: set it once, got {found[name]} and {value}")
     return found
 
 
 def complete_docstring(
     *shared: str | None, usual: Collection[str] = (), expert: Collection[str] = ()
 ) -> Callable[[_Class], _Class]:
-    """Decorate a class: its docstring gets the arguments of the constructor that it does not describe itself.
+    """Decorate a class so that its docstring describes all arguments of the constructor.
 
-    The docstring then has all arguments, in the order of the signature: in one section, or, with ``usual``, in three of
-    those that most scripts set, those that some set, and those for experts.
+    The arguments that the class does not describe itself are added. They appear in the order of the signature, in one
+    section or, with ``usual``, in three: those that most scripts set, the less common ones, and those for experts.
 
     Args:
-        shared: Where the other descriptions are: docstrings with such sections, or texts of the same form. They are
-            None where Python runs without docstrings.
+        shared: The other descriptions, as docstrings with such sections or as texts of the same form. They are None if
+            Python runs without docstrings.
         usual: Arguments that most scripts set.
         expert: Arguments for experts.
 
@@ -318,6 +318,6 @@ def complete_docstring(
 
 
 def _descriptions(text: str) -> dict[str, str]:
-    """What a docstring, or a text of nothing else, says of each argument."""
+    """The description of each argument in a docstring, or in a text that contains nothing else."""
     sections = _SECTION.findall(inspect.cleandoc(text) + "\n") or [text]
     return {match[1]: match[0] for section in sections for match in _DESCRIPTION.finditer(section)}

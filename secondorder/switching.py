@@ -124,8 +124,8 @@ class GradNormChange(SwitchPolicy):
         hold: Number of periods of KID after a change of the learning rate; with 0, changes are ignored.
 
     Raises:
-        ValueError: For a value out of range.
-        TypeError: For a value of a wrong kind.
+        ValueError: If a value is out of range.
+        TypeError: If a value has the wrong type.
     """
 
     eta: float = 0.1
@@ -181,8 +181,8 @@ class LRChange(SwitchPolicy):
         period_steps: Optimizer steps of a period.
 
     Raises:
-        ValueError: For a value out of range.
-        TypeError: For a value of a wrong kind.
+        ValueError: If a value is out of range.
+        TypeError: If a value has the wrong type.
     """
 
     hold: int = 1
@@ -217,7 +217,7 @@ class EpochList(SwitchPolicy):
 
     Raises:
         ValueError: For a value out of range, and without intervals.
-        TypeError: For a value of a wrong kind.
+        TypeError: If a value has the wrong type.
     """
 
     intervals: Sequence[tuple[int, int]]
@@ -259,8 +259,8 @@ class ProbeError(SwitchPolicy):
         threshold: Largest relative error at which KIS is chosen.
 
     Raises:
-        ValueError: For a value out of range.
-        TypeError: For a value of a wrong kind.
+        ValueError: If a value is out of range.
+        TypeError: If a value has the wrong type.
     """
 
     layers: int = 2

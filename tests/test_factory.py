@@ -129,7 +129,7 @@ def test_what_is_refused(model):
     with pytest.raises(ValueError, match="unknown method 'shampoo'") as caught:
         secondorder.create("shampoo", model)
     assert all(name in str(caught.value) for name in [*METHODS, *ALIASES])
-    with pytest.raises(TypeError, match="must be text"):
+    with pytest.raises(TypeError, match="must be a string"):
         secondorder.create(KFAC, model)
     with pytest.raises(TypeError, match="fac_update_freq"):
         secondorder.create("eigen", model, fac_update_freq=1)
@@ -193,7 +193,7 @@ def test_an_unknown_strategy_lists_all(model):
     with pytest.raises(ValueError, match="unknown strategy 'fast'") as caught:
         secondorder.create("kfac", model, comm="fast")
     assert all(name in str(caught.value) for name in STRATEGIES)
-    with pytest.raises(TypeError, match="must be text"):
+    with pytest.raises(TypeError, match="must be a string"):
         from_name(MemOpt())
 
 

@@ -26,7 +26,7 @@ class ChiefOnly(RankGrid):
             chief's own examples only, which need no communication.
 
     Raises:
-        TypeError: For a value of a wrong kind.
+        TypeError: If a value has the wrong type.
         ValueError: For a value out of range; at construction of the optimizer, if there is no such rank.
     """
 

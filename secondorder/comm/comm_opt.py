@@ -18,8 +18,8 @@ class CommOpt(RankGrid):
         replicate_factors: Whether to store the running factors of all units on every rank. If None, it is True.
 
     Raises:
-        TypeError: For a value of a wrong kind.
-        ValueError: For a value out of range.
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range.
     """
 
     replicates_by_default = True

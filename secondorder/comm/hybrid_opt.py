@@ -44,7 +44,7 @@ class HybridOpt(RankGrid):
         replicate_factors: Whether to store the running factors of all units on every rank. If None, it is False.
 
     Raises:
-        TypeError: For a value of a wrong kind.
+        TypeError: If a value has the wrong type.
         ValueError: For a value out of range; and when the optimizer is constructed, for a fraction that the number of
             ranks does not allow. The message lists the allowed fractions.
     """

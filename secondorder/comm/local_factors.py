@@ -25,8 +25,8 @@ class LocalFactors(MemOpt):
         wire_dtype: ``torch.bfloat16`` rounds directions before they are sent. If None, nothing is rounded.
 
     Raises:
-        TypeError: For a value of a wrong kind.
-        ValueError: For a value out of range.
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ class MemOpt(RankGrid):
         replicate_factors: Whether to store the running factors of all units on every rank. If None, it is False.
 
     Raises:
-        TypeError: For a value of a wrong kind.
-        ValueError: For a value out of range.
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range.
     """
 
     def workers(self, world: int) -> int:

@@ -66,8 +66,8 @@ class RankGrid(CommStrategy):
             far, over the ranks. The first one that differs raises ``RuntimeError``. If None, nothing is compared.
 
     Raises:
-        TypeError: For a value of a wrong kind.
-        ValueError: For a value out of range.
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range.
     """
 
     def __init__(

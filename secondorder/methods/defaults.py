@@ -1,7 +1,7 @@
-"""Defaults that depend on other arguments: the size of a step, and the damping that suits it.
+"""Defaults that depend on other arguments: the size of a step, and a suitable damping.
 
-An optimizer that gets no learning rate takes the size of its steps from AdamW, at AdamW's own default rate. This trains
-any model that AdamW trains. With a learning rate, or with ``graft=None``, a method is the one that was published.
+An optimizer without a learning rate takes the size of its steps from AdamW at AdamW's default learning rate. This
+trains any model that AdamW trains. With a learning rate, or with ``graft=None``, a method is as published.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 from secondorder import options
 
-#: The value of ``graft`` with which the constructor chooses.
+#: The value of ``graft`` with which the constructor chooses the rule.
 AUTO = "auto"
-#: Its other values.
+#: The other values of ``graft``.
 RULES = (None, "sgd", "adam", "adamw")
-#: Learning rate of steps that have the size of Adam's; AdamW has the same default.
+#: Learning rate of steps that have the size of Adam's. It is also AdamW's default.
 ADAM_RATE = 1e-3
-#: Keys of a parameter group that decide about the size of its steps.
+#: Keys of a parameter group that determine the size of its steps.
 _SIZES = frozenset({"lr", "inner", "weight_decay_mode", "momentum_mode"})
 
 
@@ -27,15 +27,15 @@ def with_step_size(given: Mapping[str, Any], *, rate: float, own_size: bool) -> 
     Args:
         given: The arguments by name.
         rate: Learning rate of the published method.
-        own_size: Whether other arguments determine the size of a step, so that none can be grafted onto it.
+        own_size: Whether other arguments already determine the size of a step, which excludes grafting.
 
     Returns:
-        All arguments. If ``graft`` is ``"auto"``, it is ``"adamw"`` if neither the arguments nor a group gives a
+        All arguments. The value ``"auto"`` of ``graft`` becomes ``"adamw"`` if neither the arguments nor a group sets a
         learning rate, and None otherwise.
 
     Raises:
-        TypeError: If ``graft`` is neither text nor None.
-        ValueError: If it is no rule.
+        TypeError: If ``graft`` is neither a string nor None.
+        ValueError: If ``graft`` is not the name of a rule.
     """
     lr, graft = given["lr"], given["graft"]
     options.choice(AUTO, *RULES)("graft", graft)
@@ -48,20 +48,20 @@ def with_step_size(given: Mapping[str, Any], *, rate: float, own_size: bool) -> 
 
 
 def _rate(given: Mapping[str, Any], graft: Any, rate: float) -> float:
-    """Return the learning rate that belongs to the size of the steps."""
+    """Return the default learning rate for the size of the steps."""
     if options.is_adam(graft) or options.is_adam(given["inner"]):
         return ADAM_RATE
     return rate
 
 
 def _in_groups(params: Any) -> bool:
-    """Return whether a parameter group decides about the size of its steps."""
+    """Return whether a parameter group determines the size of its steps."""
     groups = params if isinstance(params, (list, tuple)) else ()
     return any(isinstance(group, dict) and not _SIZES.isdisjoint(group) for group in groups)
 
 
 def resolved_damping(given: Mapping[str, Any], *, absolute: float, relative: float) -> dict[str, Any]:
-    """Return ``damping`` and ``damping_mode`` of a method whose published damping is a number.
+    """Return ``damping`` and ``damping_mode`` for a method whose published damping is a number.
 
     Args:
         given: The arguments of the constructor by name, with ``graft`` resolved.
@@ -69,8 +69,8 @@ def resolved_damping(given: Mapping[str, Any], *, absolute: float, relative: flo
         relative: The damping relative to the curvature.
 
     Returns:
-        Both options. Without them, the damping is relative to the curvature where ``graft`` or ``inner`` sets the size
-        of a step, since only the direction matters there.
+        Both options. If they are not set, the damping is relative to the curvature when ``graft`` or ``inner`` sets the
+        size of a step, since only the direction matters then.
     """
     damping, mode = given["damping"], given["damping_mode"]
     if damping is None:

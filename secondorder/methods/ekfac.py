@@ -1,23 +1,24 @@
-r"""EK-FAC: eigenvalue-corrected Kronecker factorisation.
+r"""EK-FAC: eigenvalue-corrected Kronecker factorization.
 
-K-FAC's factors give bases ``Q_A`` and ``Q_G``. K-FAC takes the products of their eigenvalues for the curvature along
-each pair of eigenvectors; EK-FAC measures it there, as the second moment of per-example gradients:
+K-FAC's factors give bases ``Q_A`` and ``Q_G``. K-FAC uses the products of their eigenvalues as the curvature along each
+pair of eigenvectors. EK-FAC measures this curvature as the second moment of per-example gradients:
 
 .. math::
     s = \tfrac1N \sum_n (Q_G^\top \nabla_n Q_A)^{\circ 2}, \qquad
     V = Q_G \left[ (Q_G^\top \nabla Q_A) \oslash (s + \lambda)^p \right] Q_A^\top .
 
-Of all curvatures that are diagonal in that basis this one is the closest to the exact block, and it has its trace.
+This is the best approximation of the exact block among all curvatures that are diagonal in this basis, and it has the
+same trace.
 
 =======================  =======================================================
 ``damping``              λ
 ``power``                p: 1 is the natural gradient, 1/2 whitens as Adam does
-``scale_decay``          β of s, weight of the old
+``scale_decay``          β of s, the weight of the old value
 ``momentum``             with ``momentum_mode="pre"``: β₁ of the gradient's mean
 =======================  =======================================================
 
-With ``estimator="running"``, ``power=0.5`` and ``momentum_mode="pre"`` it is Adam in the eigenbasis of the Fisher,
-where SOAP (Vyas et al. 2024, arXiv 2409.11321) is Adam in that of gradient products::
+With ``estimator="running"``, ``power=0.5`` and ``momentum_mode="pre"``, it is Adam in the eigenbasis of the Fisher.
+SOAP (Vyas et al. 2024, arXiv 2409.11321) is Adam in the eigenbasis of gradient products::
 
     m ← β₁ m + (1 − β₁) ∇        v ← β v + (1 − β)(Q_Gᵀ ∇ Q_A)²        V = Q_G [(Q_Gᵀ m̂ Q_A) ⊘ (√v̂ + ε)] Q_Aᵀ
 
@@ -71,32 +72,32 @@ from secondorder.preconditioners.scale import ScalePreconditioner
     expert=documentation.EXPERT,
 )
 class EKFAC(SecondOrderOptimizer):
-    """EK-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
+    """Implements EK-FAC for every supported layer type. The fallback rule updates all other parameters.
 
-    The bases and the scale have the same Fisher. ``fisher="forward_only"`` has no gradients for the scale and is
-    refused. The scale is exact for both values of ``approx``. With ``estimator="intra"`` every rank that has examples
-    of a layer keeps its bases, whether or not it preconditions the layer.
+    The bases and the scale use the same Fisher. ``fisher="forward_only"`` is rejected, because it provides no gradients
+    for the scale. The scale is exact for both values of ``approx``. With ``estimator="intra"``, every rank that has
+    examples of a layer stores its bases, whether or not it preconditions the layer.
 
     Args:
         momentum: Coefficient of the momentum that ``momentum_mode`` selects.
         estimator: Estimator of the scale: ``"intra"`` squares the gradients of single examples; ``"running"`` squares
-            the mean gradient, which costs nothing but has a bias that grows with the batch.
+            the mean gradient, which costs nothing but has a bias that grows with the batch size.
         scale: How the scale is measured, see :class:`ScaleOptions`: its decay, the steps between updates, random
-            samples of the examples, and how it is carried over to a new basis.
+            samples of the examples, and how it is transferred to a new basis.
         refresh: When and how bases are computed again, see :class:`RefreshOptions`: spread over the interval
-            (``stagger=True``), more often at first (``warmup``), and by orthogonal iteration
+            (``stagger=True``), more often at the start (``warmup``), and by orthogonal iteration
             (``RefreshOptions(basis_update="qr")``).
         momentum_mode: ``"post"`` applies heavy-ball momentum to the preconditioned gradient; ``"pre"`` preconditions
             the running mean of the gradients. With ``"pre"`` and ``estimator="running"``, the scale is that of the mean
-            gradient: with ``power=0.5``, steps are as long as Adam's, and ``eps`` replaces ``damping``.
+            gradient. If also ``power=0.5``, steps are as long as Adam's, and ``eps`` replaces ``damping``.
         nesterov: Whether to use Nesterov momentum. With ``momentum_mode="pre"``, the mean of the gradient and the
             running mean, weighted by the momentum, is preconditioned.
 
     Raises:
-        ValueError: For a value out of range, a pattern that matches nothing, options that exclude each other, or
-            without a module.
-        TypeError: For a value of a wrong kind.
-        RuntimeError: If the ranks of a process group do not all construct it; ``ValueError`` on all if they differ.
+        ValueError: If a value is out of range, a pattern matches nothing, options exclude each other, the module is
+            missing, or the options differ between ranks.
+        TypeError: If a value has the wrong type.
+        RuntimeError: If not all ranks of a process group construct the optimizer.
 
     Example:
         >>> import torch, secondorder
@@ -119,7 +120,7 @@ class EKFAC(SecondOrderOptimizer):
         "momentum_mode": options.choice("post", "pre"),
     }
 
-    #: Fields of objects with options that it lacks.
+    #: Fields of option objects that this method does not have.
     absent: ClassVar[tuple[str, ...]] = FACTORED_ABSENT
 
     @show_new_spelling
@@ -176,12 +177,14 @@ class EKFAC(SecondOrderOptimizer):
 def _exclude(
     group: Mapping[str, Any], groups: list[Group], fisher: str, overlap: bool, adaptation: AdaptationOptions
 ) -> None:
-    """Refuse options that exclude each other."""
+    """Reject options that exclude each other."""
     running = group["estimator"] == "running"
     if overlap and group["basis_update"] == "qr":
-        raise ValueError("overlap=True factorises anew, basis_update='qr' improves the basis of now: drop one")
+        raise ValueError(
+            "overlap=True computes a basis from scratch, but basis_update='qr' improves the current basis: drop one"
+        )
     if fisher == "forward_only":
-        raise ValueError("fisher='forward_only' measures no gradients, of which EKFAC's scale is made: use KFAC")
+        raise ValueError("fisher='forward_only' measures no gradients, which EKFAC needs for its scale: use KFAC")
     if running:
         unused = {
             "transport='recompute'": group["transport"] == "recompute",
@@ -190,10 +193,10 @@ def _exclude(
         }
         found = options.clashing(unused)
         if found:
-            raise ValueError(f"estimator='running' looks at no example: drop {found}")
+            raise ValueError(f"estimator='running' does not use single examples: drop {found}")
     if running and fisher != "empirical":
         raise ValueError(
-            f"estimator='running' squares the gradient of the loss, which is no sample of fisher={fisher!r}: use "
+            f"estimator='running' squares the gradient of the loss, which is not a sample of fisher={fisher!r}: use "
             "estimator='intra'"
         )
     if is_adam(group):
@@ -206,8 +209,8 @@ def _exclude(
         found = options.clashing(clashes)
         if found:
             raise ValueError(
-                "estimator='running', momentum_mode='pre' and power=0.5 are Adam in an eigenbasis, which has "
-                f"eps and no damping: drop {found}"
+                "estimator='running', momentum_mode='pre' and power=0.5 make Adam in an eigenbasis, which uses "
+                f"eps instead of damping: drop {found}"
             )
     if group["momentum_mode"] == "pre":
         clashes = {
@@ -218,4 +221,4 @@ def _exclude(
         }
         found = options.clashing(clashes)
         if found:
-            raise ValueError(f"momentum_mode='pre' excludes {found}")
+            raise ValueError(f"momentum_mode='pre' cannot be combined with {found}")

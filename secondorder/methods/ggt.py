@@ -1,4 +1,4 @@
-r"""GGT: full-matrix adaptive preconditioning from the last m gradients.
+r"""GGT: full-matrix adaptive preconditioning with the last m gradients.
 
 .. math::
     H = (G_w^\top G_w)^{1/2} + εI, \qquad G_w = \operatorname{diag}(β_2^{\text{age}})\, G, \qquad u = H^{-1} v,
@@ -8,7 +8,7 @@ r"""GGT: full-matrix adaptive preconditioning from the last m gradients.
 ``window_size``       m, rows of G
 ``betas``             β₁ of the momentum on gradients, β₂ of the decay of the rows
 ``eps``               ε
-``sgd_weight``        c, what the complement of the span is multiplied with; 1/ε
+``sgd_weight``        c, factor of the complement of the span (default 1/ε)
 ====================  ==============================================================
 
 Agarwal et al. 2018 (arXiv 1806.02958); sparse windows with error feedback: Modoranu et al. 2023 (EFCP, 2306.06098).
@@ -38,7 +38,7 @@ _SHARED = "betas", "eps", "sgd_weight", "bias_correction"
 
 
 class GGTRules(WindowRules):
-    """Rules about the options of a group of GGT, whose ``betas`` are those of its own momentum and decay."""
+    """Rules about the options of a group of GGT, whose ``betas`` are those of its momentum and its decay."""
 
     def cycles_betas(self, defaults: Mapping[str, Any]) -> bool:
         """Return whether a scheduler that cycles the momentum acts on β₁ instead of ``momentum``."""
@@ -49,7 +49,7 @@ class GGTRules(WindowRules):
     documentation.OPTIMIZER, documentation.WINDOW, usual=documentation.USUAL, expert=documentation.EXPERT
 )
 class GGT(SecondOrderOptimizer):
-    """GGT on any parameters, with or without a module.
+    """Implements GGT for any parameters, with or without a module.
 
     Args:
         window_size: m, the number of gradients in the window. Each step needs an eigendecomposition of a matrix ``[m,
@@ -57,19 +57,19 @@ class GGT(SecondOrderOptimizer):
         betas: β₁ in [0, 1) of the momentum on gradients, and β₂ in (0, 1] of the decay of older rows.
         eps: ε, which must be positive.
         sgd_weight: c, the factor of the part of the gradient outside the span of the window. If None, it is 1/ε, which
-            gives the exact inverse. It has no effect where the newest row itself is preconditioned.
+            gives the exact inverse. It has no effect if the newest row itself is preconditioned.
         fallback: Rule for parameters that are not preconditioned: ``"sgd"``, ``"adam"``, ``"adamw"`` or
             :class:`FallbackOptions`, which also sets its learning rate, and β₁, β₂ and ε of Adam's rule wherever
-            ``graft``, ``inner`` or ``fallback`` names it. With ``graft="adam"``, the β₁ of ``betas`` is used instead if
-            it is positive, so that schedulers act on both. If None, the rule is that of ``graft`` if it is given, and
-            SGD otherwise.
-        window: What the window contains, see :class:`WindowOptions`: the data type of its rows, and whether
+            ``graft``, ``inner`` or ``fallback`` names it. With ``graft="adam"``, a positive β₁ of ``betas`` is used
+            instead, so that schedulers act on both. If None, it is the rule of ``graft`` if that is set, and SGD
+            otherwise.
+        window: The contents of the window, see :class:`WindowOptions`: the data type of its rows, and whether
             normalization layers and biases are left to the fallback.
         bias_correction: Whether to divide v by 1 − β₁ᵗ.
 
     Raises:
-        ValueError: For a value out of range, for groups of one window that do not agree, or for ranks that differ.
-        TypeError: For a value of a wrong kind.
+        ValueError: If a value is out of range, groups with a common window have different options, or ranks differ.
+        TypeError: If a value has the wrong type.
         RuntimeError: If the window does not fit into free memory.
 
     Example:
@@ -90,7 +90,7 @@ class GGT(SecondOrderOptimizer):
         "fallback_eps": options.number(0.0),
     }
 
-    #: Fields of objects with options that it lacks.
+    #: Fields of option objects that this method does not have.
     absent: ClassVar[tuple[str, ...]] = "window.divisor", "window.solver"
 
     @show_new_spelling

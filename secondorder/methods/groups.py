@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: How Muon's implementations scale a step of unit spectral norm: the names of ``torch.optim.Muon``.
+#: The ways in which implementations of Muon scale a step of unit spectral norm, with the names of ``torch.optim.Muon``.
 SCALES = ("match_rms_adamw", "original")
-#: The layer to leave out as the head: the last one with a matrix.
+#: The default head, which is the last layer with a matrix.
 LAST = "last"
 
 
@@ -23,21 +23,21 @@ def matrix_groups(
     head: str | None = LAST,
     adjust_lr_fn: str = SCALES[0],
 ) -> list[dict[str, Any]]:
-    """Split the parameters of a model into hidden matrices, whose steps are orthogonalized, and all others.
+    """Split the parameters of a model into hidden matrices, whose steps are orthogonalized, and all other parameters.
 
-    The hidden layers are those with a matrix, except embeddings and the head. A weight that an embedding shares with
-    the head belongs to the others. The bias of a hidden layer stays with its weight, since one block covers both.
+    The hidden layers are all layers with a matrix, except embeddings and the head. A weight that an embedding shares
+    with the head is not hidden. The bias of a hidden layer stays with its weight, since one block covers both.
 
     Args:
         model: The model.
         lr: Learning rate of the hidden layers.
-        others_lr: Learning rate of the others. If None, it is half of ``lr``.
-        others_momentum: Momentum of the others.
+        others_lr: Learning rate of the other parameters. If None, it is half of ``lr``.
+        others_momentum: Momentum of the other parameters.
         head: Name of the output layer as in ``named_modules()``. ``"last"`` is the last layer with a matrix, in the
             order of registration. If None, there is no head, and every matrix outside embeddings is orthogonalized.
-        adjust_lr_fn: How ``lr`` was meant in the script of Muon, as in ``torch.optim.Muon``. With
-            ``"match_rms_adamw"`` it carries over as it is. With ``"original"``, it is multiplied by ``√max(1, n/m) /
-            (0.2 √max(n, m))`` for matrices ``[n, m]``, and there is one group for each shape.
+        adjust_lr_fn: The convention for ``lr`` in your script for Muon, as in ``torch.optim.Muon``. With
+            ``"match_rms_adamw"``, ``lr`` is used unchanged. With ``"original"``, it is multiplied by ``√max(1, n/m) /
+            (0.2 √max(n, m))`` for matrices ``[n, m]``, and there is one group per shape.
 
     Returns:
         Parameter groups for :class:`~secondorder.EKFAC` or :class:`~secondorder.KFAC`, without empty ones.
@@ -58,7 +58,7 @@ def matrix_groups(
     groups: dict[float, list[nn.Parameter]] = {}
     for module in hidden:
         found = [p for p in module.parameters(recurse=False) if id(p) not in taken]
-        taken |= {id(p) for p in found}  # of two hidden layers with one weight, the first one has it
+        taken |= {id(p) for p in found}  # if two hidden layers share a weight, it belongs to the first one
         factor = _adjustment(module) if adjust_lr_fn == "original" else 1.0
         groups.setdefault(factor, []).extend(found)
     hidden_ids = {id(p) for params in groups.values() for p in params}
@@ -72,7 +72,7 @@ def matrix_groups(
 
 
 def _hidden_layers(model: nn.Module, head: str | None) -> list[nn.Module]:
-    """Return the modules with a matrix of their own, without embeddings and the head."""
+    """Return the modules that own a matrix, without embeddings and the head."""
     layers = dict(_matrix_layers(model))
     if head == LAST:
         head = next(reversed(layers), None)
@@ -83,9 +83,9 @@ def _hidden_layers(model: nn.Module, head: str | None) -> list[nn.Module]:
 
 
 def _matrix_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that hold a parameter of two dimensions or more, by name."""
+    """Yield the modules that have a parameter with two or more dimensions, by name."""
     for name, module in model.named_modules():
-        # A part of an attention layer counts as a layer, the tensors that a container holds itself do not.
+        # A part of an attention layer counts as a layer, but tensors that a container itself holds do not.
         if _weight(module) is not None and (name or not list(model.children())):
             yield name, module
 
@@ -96,7 +96,7 @@ def _weight(module: nn.Module) -> nn.Parameter | None:
 
 
 def _adjustment(module: nn.Module) -> float:
-    """Return the rate of a step with entries of size 0.2, over that of a step of unit spectral norm."""
+    """Return the learning rate of a step with entries of size 0.2, divided by that of a step of unit spectral norm."""
     weight = _weight(module)
     assert weight is not None
     n, m = weight.shape[0], weight[0].numel()

@@ -1,7 +1,8 @@
-r"""HyLo: natural gradient through the kernel of a few examples per layer, sampled or interpolated.
+r"""HyLo: natural gradient through the kernel of a few sampled or interpolated examples per layer.
 
-With the per-example gradients ``u_n = Σ_s g_ns a_nsᵀ`` of a layer (of the un-averaged loss, 1 appended to ``a`` for a
-bias) over m examples, the empirical Fisher is ``F = (1/m) Σ u_n u_nᵀ``, and the Woodbury identity gives
+Let ``u_n = Σ_s g_ns a_nsᵀ`` be the per-example gradients of a layer for m examples, computed from the loss before it is
+averaged and with 1 appended to ``a`` for a bias. The empirical Fisher is ``F = (1/m) Σ u_n u_nᵀ``, and the Woodbury
+identity gives
 
 .. math::
     (F + \lambda I)^{-1} V = \frac{1}{\lambda} \left[ V - \frac{1}{m} \hat G^\top \mathrm{diag}(M \hat\jmath) \hat A
@@ -12,8 +13,8 @@ mode           rows kept                             M
 =============  ====================================  ==========================================================
 ``"sngd"``     all m                                 ``(K + λI)⁻¹``, K = ⟨u, u'⟩ / m
 ``"kis"``      R drawn with probability π_n ∝ ‖u_n‖²  as above, rows divided by √π_n: the mean of F̂ is F
-``"kid"``      R pivots of a Cholesky factorisation  ``(S⁻¹ + K̂)⁻¹``, S = P D⁻¹ Pᵀ, K ≈ Pᵀ K̂ P + (D − λI)
-``"auto"``     KID or KIS, as a policy says
+``"kid"``      R pivots of a Cholesky factorization  ``(S⁻¹ + K̂)⁻¹``, S = P D⁻¹ Pᵀ, K ≈ Pᵀ K̂ P + (D − λI)
+``"auto"``     KID or KIS, as a policy decides
 =============  ====================================  ==========================================================
 
 =====================  ==========================================
@@ -65,46 +66,46 @@ _MODES = ("auto", "kid", "kis", "sngd")
     documentation.OPTIMIZER, documentation.LAYERS, usual=documentation.USUAL, expert=documentation.EXPERT
 )
 class HyLo(SecondOrderOptimizer):
-    """HyLo on every layer type that has an adapter; every other parameter follows the fallback rule.
+    """Implements HyLo for every supported layer type. The fallback rule updates all other parameters.
 
     Args:
-        damping: Damping λ, in units of the Fisher of the per-example loss, or a multiple as ``damping_mode`` says. If
-            None, it is 1. A change takes effect at the next refresh. In directions that no row covers, the step is that
-            of the gradient times η / λ.
+        damping: Damping λ in units of the Fisher of the per-example loss, or a multiple according to ``damping_mode``.
+            If None, it is 1. A change takes effect at the next refresh. In directions that no row covers, the step is
+            the gradient times η / λ.
         damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of the kernel of each block, which falls
             with the gradients and with the number of examples. If None, it is ``"relative"`` if ``damping`` is not
-            given and ``graft`` or ``inner`` sets the size of the steps, and ``"absolute"`` otherwise.
+            set and ``graft`` or ``inner`` sets the size of the steps, and ``"absolute"`` otherwise.
         mode: ``"kid"`` interpolates, ``"kis"`` samples, and ``"sngd"`` keeps every example. ``"auto"`` switches between
-            KID and KIS as ``GradNormChange()`` says, and a policy of :mod:`secondorder.switching` as that policy says.
+            KID and KIS with the policy ``GradNormChange()``. You can also pass a policy of
+            :mod:`secondorder.switching`.
         update_steps: Number of steps between refreshes; 0 turns preconditioning off.
         rank_fraction: ρ, the fraction of the examples of a step that are kept.
-        rows: How rows are chosen, see :class:`RowOptions`: at most ``max_rank``, by the ``energy`` that they hold, and
-            the sampling of KIS and the interpolation of KID. ``RowOptions(normalize_damping=True)`` multiplies the
-            direction by λ.
+        rows: How rows are chosen, see :class:`RowOptions`: their number (``max_rank``, ``energy``), the sampling of KIS
+            and the interpolation of KID. ``RowOptions(normalize_damping=True)`` multiplies the direction by λ.
         batch: How the examples of a batch are counted, see :class:`BatchOptions`. ``BatchOptions(size=...)`` allocates
-            the rows at construction, which is necessary for loading a distributed checkpoint before the first step.
+            the rows at construction, which is necessary to load a distributed checkpoint before the first step.
         refresh: ``RefreshOptions(max_failures=...)`` sets the number of consecutive failed refreshes of a layer after
-            which an error is raised. HyLo has none of the other options of :class:`RefreshOptions`.
-        statistics: ``StatisticsOptions(tied=...)`` says which use of a tied weight has a block. HyLo has none of the
-            other options of :class:`StatisticsOptions`.
+            which an error is raised. HyLo does not support the other options of :class:`RefreshOptions`.
+        statistics: ``StatisticsOptions(tied=...)`` selects the use of a tied weight that has a block. HyLo does not
+            support the other options of :class:`StatisticsOptions`.
         approx: ``"reduce"`` uses the mean input and the summed gradient of each example; ``"expand"`` is exact.
-        fisher: ``"empirical"`` uses the gradients of the loss, example by example, as rows. With :meth:`observe`,
-            ``"mc"`` uses the gradients for targets drawn from the model, ``"curvature_prop"`` those along random signs,
-            and ``"exact"``, if the loss of an example has one output, the Gauss-Newton rows. A squared error needs one
-            of these three, because its own gradients vanish with the errors.
+        fisher: ``"empirical"`` uses the per-example gradients of the loss as rows. The other three need a call of
+            :meth:`observe`: ``"mc"`` uses gradients for targets drawn from the model, ``"curvature_prop"`` uses
+            gradients along random signs, and ``"exact"`` uses the Gauss-Newton rows of a loss with one output per
+            example. A squared error needs one of these three, because its gradients vanish with the errors.
         kl_clip: κ, the bound on the step in the Fisher metric. If None, steps are not bounded.
         weight_decay_mode: ``"standard"``, or ``"reg"``, with which the decay is part of the gradient that is
             preconditioned.
         fallback: Rule for parameters without a block: ``"sgd"``, ``"adam"`` or ``"adamw"``, or
             :class:`FallbackOptions`, which also sets its learning rate. If None, it is the rule of ``graft`` if that is
-            given, and SGD otherwise. The steps of SGD are η times the gradient, whereas those of
-            blocks are of the order of η / λ unless ``rows`` normalizes the damping.
+            set, and SGD otherwise. The steps of SGD are η times the gradient, whereas those of blocks are of the order
+            of η / λ unless ``rows`` normalizes the damping.
         checkpoint_curvature: How much of the curvature ``state_dict`` contains: ``"all"``, or ``"none"`` (rows are
-            captured anew).
+            captured again).
 
     Raises:
-        ValueError: For a value out of range, a pattern that matches nothing, or without a module.
-        TypeError: For a value of a wrong kind.
+        ValueError: If a value is out of range, a pattern matches nothing, or the module is missing.
+        TypeError: If a value has the wrong type.
 
     Example:
         >>> import torch, secondorder
@@ -138,7 +139,7 @@ class HyLo(SecondOrderOptimizer):
         "deterministic_seed": options.whole(0),
     }
 
-    #: Fields of objects with options that it lacks.
+    #: Fields of option objects that this method does not have.
     absent: ClassVar[tuple[str, ...]] = (
         *(f"refresh.{field.name}" for field in fields(RefreshOptions) if field.name != "max_failures"),
         *(f"statistics.{field.name}" for field in fields(StatisticsOptions) if field.name != "tied"),
@@ -197,19 +198,19 @@ class HyLo(SecondOrderOptimizer):
 
     @property
     def switch(self) -> SwitchPolicy:
-        """The policy that switches between KID and KIS where ``mode`` is ``"auto"``: a copy of the one given."""
+        """The policy that switches between KID and KIS if ``mode`` is ``"auto"``. It is a copy of the one passed."""
         return cast("RowPreconditioner", self.preconditioner).plan.modes.policy
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group], fisher: str) -> None:
-    """Refuse options that exclude each other."""
+    """Reject options that exclude each other."""
     if group["conv_scale"] == "hylo" and group["approx"] != "reduce":
-        raise ValueError("conv_scale='hylo' is of summed gradients: use approx='reduce'")
+        raise ValueError("conv_scale='hylo' is defined for summed gradients: use approx='reduce'")
     if group["kfac_when_cheaper"] and fisher != "empirical":
-        raise ValueError(f"kfac_when_cheaper=True has factors of the loss's own gradients: drop fisher={fisher!r}")
+        raise ValueError(f"kfac_when_cheaper=True uses factors of the gradients of the loss: drop fisher={fisher!r}")
     if group["kfac_when_cheaper"] and group["rank_energy"] is not None:
         raise ValueError(
-            "kfac_when_cheaper=True compares with a number of rows, which rank_energy tells only from the rows: "
+            "kfac_when_cheaper=True needs the number of rows in advance, but with rank_energy it depends on the rows: "
             "drop one of them"
         )
     if group["weight_decay_mode"] == "reg":

@@ -1,8 +1,8 @@
 r"""K-FAC: Kronecker-factored approximate curvature.
 
-For a layer with weight ``[W | b]``, input ``a`` (1 appended for the bias) and gradient ``g`` at its output, the
-Fisher's block is approximated by ``F = G ⊗ A`` with ``A = E[a aᵀ]`` and ``G = E[g gᵀ]``, and the gradient matrix ∇
-becomes
+For a layer with weight ``[W | b]``, input ``a`` (with 1 appended for the bias) and gradient ``g`` at its output, K-FAC
+approximates the block of the Fisher by ``F = G ⊗ A`` with ``A = E[a aᵀ]`` and ``G = E[g gᵀ]``. It replaces the gradient
+matrix ∇ by
 
 .. math::
     V = Q_G \left[ (Q_G^\top \nabla Q_A) \oslash (s_G s_A^\top + \lambda) \right] Q_A^\top
@@ -10,7 +10,7 @@ becomes
 
 =====================  ==========================================
 ``damping``            λ
-``factor_decay``       β of the running factors, weight of the old
+``factor_decay``       β of the running factors, weight of old ones
 ``kl_clip``            κ of ``ν = min(1, √(κ / |Σ η² ⟨V, ∇⟩|))``
 =====================  ==========================================
 
@@ -64,19 +64,20 @@ from secondorder.preconditioners.kronecker import KroneckerPreconditioner
     expert=documentation.EXPERT,
 )
 class KFAC(SecondOrderOptimizer):
-    """K-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
+    """Implements K-FAC for every supported layer type. The fallback rule updates all other parameters.
 
     Args:
-        inverse_method: ``"eigen"``, with which a change of λ takes effect at once, or ``"cholesky"``, with which it
-            takes effect at the next refresh. ``"cholesky"`` needs half the work per step, and its refreshes are many
-            times cheaper. :class:`InverseOptions` also says how λ is divided between the two factors.
+        inverse_method: ``"eigen"`` or ``"cholesky"``. With ``"eigen"``, a change of λ takes effect at once; with
+            ``"cholesky"``, it takes effect at the next refresh. ``"cholesky"`` needs half the work per step, and its
+            refreshes are many times cheaper. :class:`InverseOptions` also sets how λ is split between the two factors.
         refresh: When inverses are computed again, see :class:`RefreshOptions`: spread over the interval
-            (``stagger=True``), and more often at first (``warmup``).
+            (``stagger=True``), and more often at the start (``warmup``).
 
     Raises:
-        ValueError: For a value out of range, a pattern that matches nothing, or without a module.
-        TypeError: For a value of a wrong kind.
-        RuntimeError: If the ranks of a process group do not all construct it; ``ValueError`` on all if they differ.
+        ValueError: If a value is out of range, a pattern matches nothing, the module is missing, or the options differ
+            between ranks.
+        TypeError: If a value has the wrong type.
+        RuntimeError: If not all ranks of a process group construct the optimizer.
 
     Example:
         >>> import torch, secondorder
@@ -92,10 +93,10 @@ class KFAC(SecondOrderOptimizer):
         "inverse_method": options.choice("eigen", "cholesky"),
     }
 
-    #: Fields of objects with options that it lacks.
+    #: Fields of option objects that this method does not have.
     absent: ClassVar[tuple[str, ...]] = (*FACTORED_ABSENT, "refresh.basis_update", "refresh.full_every")
 
-    #: The class of its preconditioner, whose blocks decide how factors are stored and inverted.
+    #: The class of the preconditioner, whose blocks decide how factors are stored and inverted.
     preconditioner_type: ClassVar[type[KroneckerPreconditioner]] = KroneckerPreconditioner
 
     @show_new_spelling
@@ -147,11 +148,11 @@ class KFAC(SecondOrderOptimizer):
 
 
 class KFACRules(FactoredRules):
-    """Rules about the options of a group of KFAC, whose factors and inverses may be found by other ranks.
+    """Rules about the options of a group of KFAC, whose factors and inverses other ranks may compute.
 
     Args:
         given: The arguments of the constructor.
-        exclusions: What excludes each other.
+        exclusions: Functions that reject options that exclude each other.
     """
 
     def __init__(self, given: Mapping[str, Any], *exclusions: Exclusion) -> None:
@@ -159,15 +160,15 @@ class KFACRules(FactoredRules):
         self._overlap = given["overlap"]
 
     def reason_against_roles(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return why ranks of several roles cannot serve the method, as when steps are judged by their loss."""
+        """Return why ranks of several roles cannot run the method, for example because steps are judged by the loss."""
         if self._overlap:
-            return "inverses are found beside training there anyway. Drop overlap=True"
+            return "inverses are computed in parallel with training there anyway. Drop overlap=True"
         chosen = self.adaptation
         options_on = [*chosen.needing_loss, *(["quadratic_model"] if chosen.quadratic_model else [])]
         if options_on:
             return (
-                f"{', '.join(options_on)} judge a step by a quadratic model of the parameters as they are, and the "
-                "curvature belongs to those of two periods ago. Drop them, or use comm=MemOpt()"
+                f"{', '.join(options_on)} judge a step by a quadratic model at the current parameters, but the "
+                "curvature is that of the parameters two periods ago. Drop them, or use comm=MemOpt()"
             )
         if any(group["checkpoint_curvature"] == "factors" for group in groups):
             return "checkpoint_curvature='factors' needs factors and inverses on one rank. Use 'all' or 'none'"
@@ -175,7 +176,7 @@ class KFACRules(FactoredRules):
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group]) -> None:
-    """Refuse options that exclude each other."""
+    """Reject options that exclude each other."""
     if group["inverse_method"] != "cholesky":
         return
     if group["damping_split"] == "exact":

@@ -1,4 +1,4 @@
-"""The recipe of the methods with Kronecker factors: defaults, exclusions and warnings."""
+"""The recipe of the methods with Kronecker factors: defaults, checks of combined options, and warnings."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.runtime import some_of
 from secondorder.update import Update
 
-#: Damping when none is given: a multiple of the mean eigenvalue of each block, or λ if the mode is given as absolute.
+#: Default damping: a multiple of the mean eigenvalue of each block, or λ if ``damping_mode="absolute"`` is set.
 _RELATIVE, _ABSOLUTE = 10.0, 1e-3
-#: Intervals when none is given.
+#: Default intervals.
 INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
 
-#: ``max_factor_dim`` where the constructor chooses the bound.
+#: Value of ``max_factor_dim`` with which the constructor chooses the limit.
 AUTO = "auto"
 Exclusion = Callable[[Mapping[str, Any], list[Group]], None]
 _PLAIN = (bool, int, float, str, type(None))
@@ -40,12 +40,12 @@ class FactoredRules(LayerRules):
 
     Args:
         given: The arguments of the constructor.
-        exclusions: What excludes each other.
+        exclusions: Functions that reject options that exclude each other.
 
     Attributes:
-        adaptation: How steps are judged by their loss.
-        chooses_bound: Whether ``max_factor_dim`` was left to the constructor.
-        device_type: Type of the device for which it chooses.
+        adaptation: How steps are judged by the loss.
+        chooses_bound: Whether the constructor chooses ``max_factor_dim``.
+        device_type: Type of the device for which it is chosen.
     """
 
     def __init__(self, given: Mapping[str, Any], *exclusions: Exclusion) -> None:
@@ -57,11 +57,11 @@ class FactoredRules(LayerRules):
         self.device_type = _device_type(given)
 
     def bound(self, group: Mapping[str, Any]) -> int:
-        """Return what ``max_factor_dim="auto"`` stands for."""
+        """Return the number that ``max_factor_dim="auto"`` means."""
         return factors.default_bound(self.device_type, str(group.get("inverse_method", "eigen")))
 
     def complete(self, given: dict[str, Any], defaults: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
-        """Return an added group without options that are None, and with those that depend on others."""
+        """Return an added group without options that are None, and with options that depend on others."""
         found = super().complete(given, defaults, groups)
         for name in INTERVALS:
             if name in found and found[name] is None:
@@ -72,21 +72,21 @@ class FactoredRules(LayerRules):
         return found
 
     def added(self, groups: list[Group], steps: int) -> None:
-        """Add the entries in which judged steps keep their results; a late group keeps the damping it was given."""
+        """Add the entries that store the results of judged steps. A group that is added later keeps its damping."""
         if self.adaptation.calibrate_damping:
             groups[-1].setdefault("damping_calibrated", steps > 0)
         if self.adaptation.reject_steps:
             groups[-1].setdefault("rejected_in_a_row", groups[0].get("rejected_in_a_row", 0))
 
     def facts(self) -> dict[str, list[str]]:
-        """Return what must be equal on all ranks in addition to the options of groups, in words."""
+        """Return the settings that must be equal on all ranks in addition to the options of groups, as text."""
         found = {"fisher": self.fisher.kind, "samples": self.fisher.samples, **vars(self.adaptation)}
         words = [f"{k}={v!r}" if isinstance(v, _PLAIN) else f"{k}={type(v).__name__}" for k, v in found.items()]
         return {"Fisher and adaptation": words}
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group], adaptation: AdaptationOptions) -> None:
-    """Refuse options that exclude each other in all methods with factors."""
+    """Reject options that exclude each other in all methods with factors."""
     if adaptation.quadratic_model:
         clashes = {
             f"graft={group['graft']!r}": group["graft"] is not None,
@@ -94,7 +94,7 @@ def _exclude(group: Mapping[str, Any], groups: list[Group], adaptation: Adaptati
             "nesterov=True": group["nesterov"],
         }
         if found := options.clashing(clashes):
-            raise ValueError(f"quadratic_model=True sets rate and momentum itself: drop {found}")
+            raise ValueError(f"quadratic_model=True chooses the learning rate and the momentum itself: drop {found}")
     if group["orthogonalize"]:
         judged = {
             "adaptive_damping=True": adaptation.adaptive_damping,
@@ -103,14 +103,12 @@ def _exclude(group: Mapping[str, Any], groups: list[Group], adaptation: Adaptati
         }
         if options.is_adam(group["inner"]):
             raise ValueError(
-                f"orthogonalize=True gives all directions one length, inner={group['inner']!r} undoes it: drop one"
+                f"orthogonalize=True makes all singular values equal, inner={group['inner']!r} undoes this: drop one"
             )
         if found := options.clashing(judged):
-            raise ValueError(f"orthogonalize=True takes steps that no quadratic model describes: drop {found}")
+            raise ValueError(f"orthogonalize=True takes steps that the quadratic model cannot describe: drop {found}")
     if group["approx"] == "reduce" and group["factor_positions"] is not None:
-        raise ValueError(
-            "approx='reduce' takes the mean over all positions: drop factor_positions, or use approx='expand'"
-        )
+        raise ValueError("approx='reduce' averages over all positions: drop factor_positions, or use approx='expand'")
 
 
 #: Checks of the options that all methods with factors have.
@@ -137,7 +135,7 @@ FACTOR_CHECKS: dict[str, options.Check] = {
 }
 
 
-#: Fields of objects with options that no method with factors has.
+#: Fields of option objects that no method with factors has.
 FACTORED_ABSENT = "batch.size", "fallback.betas", "fallback.eps"
 
 
@@ -152,7 +150,7 @@ class FactorRecipe(LayerRecipe):
     rules: FactoredRules
 
     def defaults(self, given: Mapping[str, Any], checks: Mapping[str, options.Check]) -> Group:
-        """Return the default options of groups, with what was not given resolved."""
+        """Return the default options of groups, with all options that were not set resolved."""
         found = options.from_arguments(given, checks)
         for name, steps in INTERVALS.items():
             found[name] = steps if found[name] is None else found[name]
@@ -162,7 +160,7 @@ class FactorRecipe(LayerRecipe):
         return found
 
     def judge(self, preconditioner: LayerPreconditioner[Any], update: Update) -> TrustRegion:
-        """Return what judges steps by their loss."""
+        """Return the object that judges steps by the loss."""
         return TrustRegion(self.rules.adaptation, preconditioner, update)
 
 
@@ -177,7 +175,7 @@ def factored_arguments(given: Mapping[str, Any], method: type) -> dict[str, Any]
         The arguments, and the fields of objects that are keys of parameter groups, by key.
     """
     found = expanded(given, method)
-    # A quadratic model determines the length of its steps, and momentum before the preconditioner fixes it.
+    # A quadratic model determines the length of its steps. Momentum before the preconditioner fixes it too.
     judged: bool = found["adaptation"].quadratic_model
     own_size = judged or found.get("momentum_mode") == "pre"
     return with_step_size(found, rate=1.0 if judged else 0.1, own_size=own_size)
@@ -186,12 +184,12 @@ def factored_arguments(given: Mapping[str, Any], method: type) -> dict[str, Any]
 def factor_recipe(
     given: Mapping[str, Any], curvature: type[LayerPreconditioner[Any]], rules: FactoredRules
 ) -> FactorRecipe:
-    """Return the recipe of a method with factors, from the arguments of its constructor by name."""
+    """Return the recipe of a method with factors from the arguments of its constructor, by name."""
     return FactorRecipe(curvature, rules, layer_options(given, _warms_up(given)), rules.fisher)
 
 
 def warn_of_options(method: str, groups: Sequence[Group], blocks: Iterable[Block], rules: FactoredRules) -> None:
-    """Warn of intervals that do not fit together, and of sides that the default has made diagonal.
+    """Warn about intervals that do not match and about factors that the default limit has made diagonal.
 
     Args:
         method: Name of the optimizer's class.
@@ -219,7 +217,7 @@ def _warn_intervals(groups: Sequence[Group]) -> None:
 
 
 def _warn_wide(method: str, blocks: Iterable[Block], rules: FactoredRules) -> None:
-    """Name once the sides that the default has made diagonal although they could be dense."""
+    """Warn once about the factors that the default limit has made diagonal although they could be dense."""
     bounds = {block: rules.bound(block.group) for block in blocks}
     sides = [
         f"{block.label} ({what}, {side.n})"
@@ -231,9 +229,9 @@ def _warn_wide(method: str, blocks: Iterable[Block], rules: FactoredRules) -> No
     if sides:
         bound = min(bounds.values())
         warnings.warn(
-            f"{method}: factors of more than {bound} rows are kept as their diagonal, since a refresh of a matrix that "
-            f"wide takes seconds on this device: {some_of(sides)}. Give "
-            f"storage=StorageOptions(max_factor_dim={bound}) to keep it so without this warning, or "
+            f"{method}: of factors with more than {bound} rows, only the diagonal is stored, because a refresh of such "
+            f"a matrix takes seconds on this device: {some_of(sides)}. Pass "
+            f"storage=StorageOptions(max_factor_dim={bound}) to keep the diagonal without this warning, or "
             f"{factors.WIDEST} for dense factors",
             stacklevel=depth_of_caller(),
         )
@@ -249,7 +247,7 @@ def _device_type(given: Mapping[str, Any]) -> str:
 
 
 def _warms_up(given: Mapping[str, Any]) -> bool:
-    """Whether refreshes are frequent at first: as asked for, else unless an interval was given."""
+    """Whether refreshes are frequent at the start: as ``warmup`` says, or else unless an interval was set."""
     asked: bool | None = given["refresh"].warmup
     return all(given[name] is None for name in INTERVALS) if asked is None else asked
 

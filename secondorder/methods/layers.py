@@ -30,10 +30,10 @@ class LayerRules(GroupRules):
     """Rules about the options of a group of a layer method."""
 
     def reason_against_roles(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return why ranks of several roles cannot serve the method, or None if they can."""
+        """Return why ranks of several roles cannot run the method, or None if they can."""
         return (
-            "what preconditions is found from more than running sums over examples, and could not be passed on from "
-            "rank to rank. Use KFAC, or comm=MemOpt()"
+            "its preconditioner depends on more than running sums over examples, and cannot be passed from rank to "
+            "rank. Use KFAC, or comm=MemOpt()"
         )
 
 
@@ -42,10 +42,10 @@ class LayerRecipe(Recipe):
     """The recipe of a method with one block per layer.
 
     Attributes:
-        curvature: The class of its preconditioner.
+        curvature: The class of the preconditioner.
         rules: Rules about several options of a group.
-        layers: What is chosen for all layers.
-        fisher: Which Fisher is estimated.
+        layers: The options that apply to all layers.
+        fisher: The Fisher estimate.
         own: Arguments that only this preconditioner has.
     """
 
@@ -57,26 +57,26 @@ class LayerRecipe(Recipe):
 
     @property
     def catalog(self) -> Schema:
-        """Entries of the states of blocks, by key, as far as they are the same in every state."""
+        """Entries of the states of blocks by key, as far as they are the same in every state."""
         return self.curvature.catalog
 
     @property
     def allocating(self) -> tuple[str, ...]:
-        """Options of a group that decide how much state its parameters have."""
+        """Options of a group that determine how much state its parameters have."""
         return self.curvature.allocating
 
     def find_module(self, method: str, params: Any, module: Any) -> tuple[nn.Module, Any]:
         """Return the module to hook and the parameters to train.
 
         Raises:
-            ValueError: Without a module.
-            NotImplementedError: If ``nn.DataParallel`` copies it to several devices.
+            ValueError: If there is no module.
+            NotImplementedError: If ``nn.DataParallel`` copies the module to several devices.
         """
         root, given = module_of(method, params, module)
         if root is None:
             raise ValueError(
-                f"{method} needs the module whose layers it covers: pass the module first, {method}(model, lr=...), "
-                f"or name it together with the groups, {method}(params, module=model)"
+                f"{method} needs the module whose layers it preconditions: pass the module first, {method}(model, "
+                f"lr=...), or pass it together with the groups, {method}(params, module=model)"
             )
         hooked = params if module is None else module
         for part in [hooked] if isinstance(hooked, nn.Module) else cast("Sequence[nn.Module]", hooked):
@@ -92,42 +92,42 @@ class LayerRecipe(Recipe):
         return found
 
     def judge(self, preconditioner: LayerPreconditioner[Any], update: Update) -> NoTrust | TrustRegion:
-        """Return what takes every step as it is."""
+        """Return an object that accepts every step."""
         return NoTrust()
 
     def saved(self, preconditioner: LayerPreconditioner[Any]) -> tuple[LayerCheckpoint, None]:
-        """Return the blocks as checkpoints see them."""
+        """Return the adapters that save and load the blocks in checkpoints."""
         return preconditioner.checkpoint_type(preconditioner), None
 
     def worker(
         self, preconditioner: LayerPreconditioner[Any], advance: weakref.WeakMethod[Callable[[], None]]
     ) -> RoleWorker:
-        """Return what serves ranks of several roles."""
+        """Return the worker for ranks of several roles."""
         return RoleWorker(preconditioner, advance)
 
     def copied(self, preconditioner: LayerPreconditioner[Any]) -> Recipe:
-        """Return the recipe for a copy, in which rules about layers name them."""
+        """Return the recipe for a copy, in which rules about layers refer to them by name."""
         layers = replace(self.layers, skip_layers=preconditioner.plan.portable_rules())
         return replace(self, layers=layers, own=preconditioner.own())
 
 
 def _refuse_several_devices(method: str, module: nn.Module) -> None:
-    """Refuse ``nn.DataParallel`` where it copies the model; on one device, or on none, it calls the model itself."""
+    """Reject ``nn.DataParallel`` if it copies the model. With one device or none, it calls the model itself."""
     copied = (m for m in module.modules() if isinstance(m, nn.DataParallel) and len(m.device_ids) > 1)
     if (found := next(copied, None)) is not None:
         raise NotImplementedError(
-            f"{method}: nn.DataParallel copies the model to {len(found.device_ids)} devices in one process, where "
-            "nothing can be captured. Use nn.DataParallel(model, device_ids=[0]) or no wrapper at all, or run one "
-            "process per device with DistributedDataParallel"
+            f"{method}: nn.DataParallel copies the model to {len(found.device_ids)} devices in one process, and "
+            "nothing can be captured in these copies. Use nn.DataParallel(model, device_ids=[0]) or no wrapper at all, "
+            "or run one process per device with DistributedDataParallel"
         )
 
 
 def layer_options(given: Mapping[str, Any], warms_up: bool = False) -> LayerOptions:
-    """Return what is chosen once for all layers.
+    """Return the options that apply to all layers.
 
     Args:
         given: The arguments of a constructor by name, with objects in place of their short forms.
-        warms_up: Whether refreshes are frequent at first.
+        warms_up: Whether refreshes are frequent at the start.
 
     Returns:
         The options.

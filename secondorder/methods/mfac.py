@@ -1,4 +1,4 @@
-r"""M-FAC: preconditioning with the inverse of a Fisher estimate from the last m gradients.
+r"""M-FAC: preconditions with the inverse of a Fisher estimate from the last m gradients.
 
 .. math::
     F = λI + \frac1n \sum_{i} g_i g_i^\top, \qquad
@@ -7,13 +7,13 @@ r"""M-FAC: preconditioning with the inverse of a Fisher estimate from the last m
 ==================  =====================================================================
 ``damping``         λ
 ``window_size``     m, rows of G
-``scale``           n: rows that are filled (``"count"``) or m (``"window"``)
+``scale``           n: the number of filled rows (``"count"``) or m (``"window"``)
 ``compression``     of the rows: None, ``TopK`` with error feedback, ``LowRank``
 ==================  =====================================================================
 
 Frantar, Kurtic & Alistarh 2021 (arXiv 2107.03356); sparse and low-rank windows with error feedback: Modoranu et al.
-2023 (EFCP, 2306.06098). The solve by "push-through" instead of their recursion is explained in
-``secondorder/linalg/gram.py``.
+2023 (EFCP, 2306.06098). ``secondorder/linalg/gram.py`` explains the "push-through" identity that replaces their
+recursion.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from secondorder.methods.windows import WINDOW_CHECKS, WindowRules, window_recip
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parameters import Group
 
-#: Rows of a window where their number is not given.
+#: Default numbers of rows of a window.
 PUBLISHED_ROWS, GRAFTED_ROWS = 1024, 64
 #: Options on which the groups of one window must agree.
 _SHARED = "damping", "damping_mode", "scale", "solver", "momentum_mode"
@@ -49,29 +49,29 @@ _SHARED = "damping", "damping_mode", "scale", "solver", "momentum_mode"
     documentation.OPTIMIZER, documentation.WINDOW, usual=documentation.USUAL, expert=documentation.EXPERT
 )
 class MFAC(SecondOrderOptimizer):
-    """M-FAC on any parameters, with or without a module.
+    """Implements M-FAC for any parameters, with or without a module.
 
-    With nothing but the parameters, it ended at least as low as AdamW on six of eight workloads, and higher on
-    ResNet-20 and on translation (``docs/evidence.md``, Defaults).
+    With default options, its final loss was at most that of AdamW on six of eight workloads, and higher on ResNet-20
+    and on translation (``docs/evidence.md``, Defaults).
 
     Args:
         momentum: Coefficient μ of the momentum that ``momentum_mode`` selects.
-        window_size: m, the number of gradients in the window. If None, it is 1024, as published, except for dense
+        window_size: m, the number of gradients in the window. If None, it is 1024 as published, except for dense
             windows with ``graft``, where it is 64.
-        damping: Damping λ, in units of the squared norm of the gradient, or a multiple as ``damping_mode`` says. If
-            None, it is 0.1, relative, where ``graft`` or ``inner`` sets the size of the steps, and 1e-5 otherwise.
+        damping: Damping λ in units of the squared norm of the gradient, or a multiple according to ``damping_mode``. If
+            None, it is 0.1 (relative) if ``graft`` or ``inner`` sets the size of the steps, and 1e-5 otherwise.
         damping_mode: ``"absolute"``, or ``"relative"`` to tr(S)/n, the mean squared norm of the rows. If None, it is
-            ``"absolute"`` if ``damping`` is given.
-        window: What the window contains and how it is solved, see :class:`WindowOptions`: the data type of its rows,
-            whether normalization layers and biases are left to the fallback, what the sum over rows is divided by, and
-            the solver.
+            ``"absolute"`` if ``damping`` is set.
+        window: The contents and the solver of the window, see :class:`WindowOptions`: the data type of its rows,
+            whether normalization layers and biases are left to the fallback, the divisor of the sum over rows, and the
+            solver.
         momentum_mode: ``"heavy_ball"`` (v ← μv + u), ``"ema"`` (v ← μv + (1−μ)u) or ``"pre"`` (v ← μv + (1−μ)g is
             preconditioned).
         nesterov: Whether to use Nesterov momentum, with ``momentum_mode="heavy_ball"``.
 
     Raises:
-        ValueError: For a value out of range, for groups of one window that do not agree, or for ranks that differ.
-        TypeError: For a value of a wrong kind.
+        ValueError: If a value is out of range, groups with a common window have different options, or ranks differ.
+        TypeError: If a value has the wrong type.
         RuntimeError: If the window does not fit into free memory.
 
     Example:
@@ -91,7 +91,7 @@ class MFAC(SecondOrderOptimizer):
         "momentum_mode": options.choice("heavy_ball", "ema", "pre"),
     }
 
-    #: Fields of objects with options that it lacks.
+    #: Fields of option objects that this method does not have.
     absent: ClassVar[tuple[str, ...]] = "fallback.betas", "fallback.eps"
 
     @show_new_spelling
@@ -135,35 +135,35 @@ class MFAC(SecondOrderOptimizer):
 
 
 def _window_size(given: Mapping[str, Any]) -> Any:
-    """Return the number of rows: as given, else as published, or fewer dense ones where the step has another size."""
+    """Return the number of rows: the argument, or else the published number, or fewer dense rows with grafting."""
     if given["window_size"] is not None:
         return given["window_size"]
     return PUBLISHED_ROWS if given["graft"] is None or given["compression"] is not None else GRAFTED_ROWS
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group], shares: bool) -> None:
-    """Refuse options that exclude each other."""
+    """Reject options that exclude each other."""
     if group["nesterov"] and group["momentum_mode"] != "heavy_ball":
         raise ValueError(f"nesterov needs momentum_mode='heavy_ball', got {group['momentum_mode']!r}")
     if group["momentum_mode"] == "pre" and group["momentum"] >= 1:
         raise ValueError(f"momentum_mode='pre' needs momentum < 1, got {group['momentum']}")
     if shares and groups and group["momentum_mode"] == "pre" and group["momentum"] != groups[0]["momentum"]:
         raise ValueError(
-            f"groups of one window must agree on momentum in mode 'pre', got {groups[0]['momentum']} "
+            f"groups of one window must agree on momentum with momentum_mode='pre', got {groups[0]['momentum']} "
             f"and {group['momentum']}"
         )
 
 
 @options.complete_docstring(MFAC.__doc__, usual=documentation.USUAL, expert=documentation.EXPERT)
 class SparseMFAC(MFAC):
-    """M-FAC with a sparse window and error feedback: about 64 times smaller than a dense one.
+    """Implements M-FAC with a sparse window and error feedback, about 64 times smaller than a dense window.
 
-    As :class:`MFAC`, with ``compression=TopK()`` by default: of each block of 4096 gradient entries the 40 largest
-    enter the window, and the rest is added to the next gradient. With the default options, short runs lag behind AdamW:
-    it ended at least as low on one of eight workloads (``docs/evidence.md``, Defaults).
+    It is :class:`MFAC` with ``compression=TopK()`` as the default. The 40 largest of each block of 4096 gradient
+    entries enter the window, and the rest is added to the next gradient. With default options, it lags behind AdamW in
+    short runs: its final loss was at most that of AdamW on one of eight workloads (``docs/evidence.md``, Defaults).
 
     Args:
-        compression: Compression of the rows: ``TopK(...)``, or another one that :class:`MFAC` accepts.
+        compression: Compression of the rows: ``TopK(...)``, or another value that :class:`MFAC` accepts.
 
     Example:
         >>> import torch, secondorder

@@ -1,4 +1,4 @@
-"""Presets: the best known settings by name, for users of other optimizers and for kinds of problems."""
+"""Presets: the best known settings by name, for users of other optimizers and for several kinds of problems."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from secondorder.methods.hylo import HyLo
 from secondorder.methods.kfac import KFAC
 from secondorder.optimizer import SecondOrderOptimizer
 
-#: Keywords of :func:`matrix_groups` that a preset with such groups takes.
+#: Keywords of :func:`matrix_groups` that a preset with such groups accepts.
 _OF_GROUPS = tuple(name for name in inspect.signature(matrix_groups).parameters if name not in ("model", "lr"))
 _MATRICES: Mapping[str, Any] = {
     "momentum": 0.8,
@@ -42,17 +42,17 @@ _QUADRATIC: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Preset:
-    """A call of a constructor by name. ``str(preset)`` is the call.
+    """A named constructor call. ``str(preset)`` returns the call.
 
     Attributes:
-        name: The name that :func:`secondorder.create` takes.
-        summary: Who should use it, in one sentence.
-        method: The class that it builds.
-        lr: Learning rate unless another one is given.
+        name: The name to pass to :func:`secondorder.create`.
+        summary: One sentence on when to use the preset.
+        method: The class that the preset builds.
+        lr: The default learning rate.
         options: The other keywords of the constructor.
         needs: What the training loop has to do beyond ``loss.backward()`` and ``step()``; empty if nothing.
-        measured: Page and section of the documentation that has its measurements.
-        splits_matrices: Whether its parameter groups are those of :func:`secondorder.matrix_groups`.
+        measured: Page and section of the documentation with measurements.
+        splits_matrices: Whether the preset uses the parameter groups of :func:`secondorder.matrix_groups`.
     """
 
     name: str
@@ -69,20 +69,20 @@ class Preset:
 
         Args:
             model: The model.
-            lr: Learning rate. If None, it is the one of the preset.
-            **overrides: Keywords of the constructor, which replace those of the preset. A preset for Muon's users also
-                takes the keywords of :func:`secondorder.matrix_groups`.
+            lr: Learning rate. If None, it is that of the preset.
+            **overrides: Keywords of the constructor, which replace those of the preset. The preset for users of Muon
+                also accepts the keywords of :func:`secondorder.matrix_groups`.
 
         Returns:
-            The optimizer, equal to that of the printed call.
+            The optimizer, equal to the one that the printed call builds.
 
         Raises:
             TypeError: If the constructor does not have a keyword, or ``model`` is not a module.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"the preset {self.name!r} needs the model itself, got {type(model).__name__}; for parameter groups of "
-                f"your own, call the constructor: {self}"
+                f"the preset {self.name!r} needs the model itself, got {type(model).__name__}; to use your own "
+                f"parameter groups, call the constructor: {self}"
             )
         of_groups, keywords = self._arguments(lr, overrides)
         construct: Callable[..., SecondOrderOptimizer] = self.method
@@ -100,7 +100,7 @@ class Preset:
         return self.call()
 
     def _arguments(self, lr: float | Tensor | None, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-        """Return the keywords of the groups and those of the constructor."""
+        """Return the keywords of the groups and the keywords of the constructor."""
         rate = self.lr if lr is None else lr
         if not self.splits_matrices:
             return {}, {"lr": rate, **self.options, **overrides}
@@ -116,7 +116,7 @@ class Preset:
 
 
 class Presets(dict[str, Preset]):
-    """All presets by name; ``print`` shows a table."""
+    """All presets by name. ``print`` describes each of them."""
 
     def __str__(self) -> str:
         return "\n\n".join(_described(preset) for preset in self.values())
@@ -160,7 +160,7 @@ _ALL = (
     ),
     Preset(
         "from_muon",
-        "For a transformer or a convolutional network where Muon would be the choice; its losses are the lowest here.",
+        "For transformers and convolutional networks that you would train with Muon; it has the lowest losses here.",
         EKFAC,
         0.02,
         _MATRICES,
@@ -208,12 +208,12 @@ _ALL = (
             "approx": "expand",
             "fisher": "exact",
         },
-        needs='calls observe(outputs, "gaussian") between the forward and the backward pass, and lets the rate fall',
+        needs='calls observe(outputs, "gaussian") between the forward and backward pass, and decays the learning rate',
         measured="docs/evidence.md, A physics-informed network",
     ),
     Preset(
         "low_memory",
-        "For a model with AdamW that leaves little memory: about a tenth more than AdamW's state.",
+        "For a model that nearly fills the memory with AdamW; its state takes about a tenth more than AdamW's.",
         HyLo,
         1e-3,
         {"weight_decay": 1e-2, "graft": "adamw"},
@@ -226,12 +226,12 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset
 
 
 def presets() -> Presets:
-    """Return the presets by name, each with the constructor call that it stands for.
+    """Return the presets by name, each with its constructor call.
 
     ``print(secondorder.presets())`` shows all of them, and ``secondorder.create(name, model, lr=...)`` builds one.
 
     Returns:
-        The presets. Changing the dictionary changes nothing else.
+        The presets, in a new dictionary that you may change.
 
     Example:
         >>> import secondorder

@@ -52,10 +52,10 @@ class WindowRules(GroupRules):
     """Rules about the options of a group with windows.
 
     Args:
-        shared: Options of the method on which all groups agree if they have one window.
+        shared: Options of the method on which all groups must agree if they have one window.
         partition: Which parameters share a window.
-        exclusions: What excludes each other.
-        mode_by_default: Whether the mode of the damping was left to the constructor.
+        exclusions: Functions that reject options that exclude each other.
+        mode_by_default: Whether the constructor chooses the mode of the damping.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class WindowRules(GroupRules):
         self.shared = (*_SHARED, *shared) if partition == "global" else ()
 
     def complete(self, given: dict[str, Any], defaults: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
-        """Return an added group with the current options of the common window, which a schedule may have changed."""
+        """Return an added group with the current options of the common window, since a schedule may change them."""
         found = super().complete(given, defaults, groups)
         return {key: groups[0][key] for key in self.shared} | found if groups else found
 
@@ -84,12 +84,12 @@ class WindowRules(GroupRules):
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group]) -> None:
-    """Refuse options that exclude each other in all window methods."""
+    """Reject options that exclude each other in all window methods."""
     mode, decay = group["weight_decay_mode"], group["decoupled_weight_decay"]
     if mode != "standard" and decay:
         raise ValueError(f"weight_decay_mode={mode!r} and decoupled_weight_decay=True exclude each other")
     if mode != "standard" and options.is_adam(group["graft"] or group["inner"]):
-        raise ValueError(f"weight_decay_mode={mode!r} is for SGD's rule and not for Adam's: drop it")
+        raise ValueError(f"weight_decay_mode={mode!r} applies to SGD's rule and not to Adam's: drop it")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class WindowRecipe(Recipe):
     """The recipe of a method with windows of past gradients.
 
     Attributes:
-        solver: The mathematics of the method.
+        solver: The solver of the method.
         rules: Rules about several options of a group.
         windows: The options that are the same in all groups.
         fisher: The Fisher of the gradients that the windows contain.
@@ -115,11 +115,11 @@ class WindowRecipe(Recipe):
 
     @property
     def allocating(self) -> tuple[str, ...]:
-        """Options of a group that decide how much state its parameters have."""
+        """Options of a group that determine how much state its parameters have."""
         return ("window_size",)
 
     def find_module(self, method: str, params: Any, module: Any) -> tuple[nn.Module | None, Any]:
-        """Return the module, which is optional and provides names and types of layers, and the parameters to train."""
+        """Return the optional module, which provides names and types of layers, and the parameters to train."""
         return module_of(method, params, module)
 
     def precondition(self, shared: Shared, kept: Mapping[str, Any] | None) -> WindowPreconditioner:
@@ -127,21 +127,21 @@ class WindowRecipe(Recipe):
         return WindowPreconditioner(self.solver, self.windows, shared.comm, shared.table, shared.runtime, kept)
 
     def judge(self, preconditioner: WindowPreconditioner, update: Update) -> NoTrust:
-        """Return what takes every step as it is."""
+        """Return an object that accepts every step."""
         return NoTrust()
 
     def saved(self, preconditioner: WindowPreconditioner) -> tuple[WindowCheckpoint, WindowCheckpoint]:
-        """Return the windows as checkpoints see them."""
+        """Return the adapters that save and load the windows in checkpoints."""
         found = WindowCheckpoint(
             preconditioner.plan, preconditioner.exchange, preconditioner.comm, preconditioner.table
         )
         return found, found
 
     def worker(self, preconditioner: WindowPreconditioner, advance: weakref.WeakMethod[Callable[[], None]]) -> None:
-        """Return None, since ranks of several roles serve layer methods only."""
+        """Return None, since only layer methods support ranks of several roles."""
 
     def copied(self, preconditioner: WindowPreconditioner) -> Recipe:
-        """Return the recipe for a copy, which is the same."""
+        """Return the recipe for a copy, which is this recipe."""
         return self
 
 
@@ -149,9 +149,9 @@ def window_recipe(given: Mapping[str, Any], solver: WindowSolver, rules: WindowR
     """Return the recipe of a window method.
 
     Args:
-        given: The arguments of its constructor, by name.
-        solver: The mathematics of the method.
-        rules: Rules about the options of its groups.
+        given: The arguments of the constructor, by name.
+        solver: The solver of the method.
+        rules: Rules about the options of the groups.
 
     Returns:
         The recipe.

@@ -130,7 +130,7 @@ class GroupOptions:
         """Refuse values that were written into groups since the last call, before they have an effect.
 
         Raises:
-            TypeError: For a value of a wrong kind.
+            TypeError: If a value has the wrong type.
             ValueError: For a value out of range, or for options that exclude each other.
         """
         found = options.check_changes(groups, self._seen, self.checks)

@@ -209,7 +209,7 @@ def test_betas_and_eps_have_two_names_in_a_group_that_cannot_disagree(method: Me
         assert (group["betas"], group["eps"]) == ((0.5, 0.75), 1e-4)
         assert not old.keys() & group.keys()
     both = [{"params": list((model := mlp.model()).parameters()), "betas": (0.5, 0.75), "fallback_betas": (0.5, 0.8)}]
-    with pytest.raises(ValueError, match="betas and fallback_betas are one option"):
+    with pytest.raises(ValueError, match="betas and fallback_betas are the same option"):
         method.build(model, both, graft="adam")
 
 

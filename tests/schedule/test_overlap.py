@@ -359,7 +359,7 @@ def test_memory_is_that_of_the_copies() -> None:
 
 
 def test_what_does_not_go_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="overlap=True factorises anew, basis_update='qr' improves"):
+    with pytest.raises(ValueError, match="overlap=True computes a basis from scratch, but basis_update='qr' improves"):
         EKFAC(_net(), overlap=True, refresh=RefreshOptions(basis_update="qr"))
     with pytest.raises(TypeError, match="overlap"):
         KFAC(_net(), overlap="yes")

@@ -305,7 +305,7 @@ class Gaussian(_Independent):
 
     Raises:
         ValueError: If the variance is not positive and finite.
-        TypeError: For a value of a wrong kind.
+        TypeError: If a value has the wrong type.
     """
 
     variance: float = 0.5

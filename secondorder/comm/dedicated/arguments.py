@@ -18,8 +18,8 @@ class Arguments:
     """The arguments as given, with roles as tuples and logs as lists; see the strategy for what each means.
 
     Raises:
-        TypeError: For a value of a wrong kind.
-        ValueError: For a value out of range.
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range.
     """
 
     gradient: Sequence[int] | None = None

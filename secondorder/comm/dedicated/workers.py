@@ -75,7 +75,7 @@ class DedicatedWorkers(CommStrategy):
         replay: The :attr:`log` of an opportunistic run, which is then repeated.
 
     Raises:
-        TypeError: For a value of a wrong kind.
+        TypeError: If a value has the wrong type.
         ValueError: For a value out of range, and roles that are empty or overlap.
     """
 

@@ -45,9 +45,9 @@ class TopK:
             same terms in another order.
 
     Raises:
-        ValueError: For a value out of range.
+        ValueError: If a value is out of range.
         ImportError: For ``kernels="triton"``, if triton is not installed.
-        TypeError: For a value of a wrong kind.
+        TypeError: If a value has the wrong type.
     """
 
     density: float = 0.01
