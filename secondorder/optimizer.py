@@ -1,11 +1,11 @@
-"""The one ``step()`` that every method shares, and the parts of which an optimizer consists.
+"""The base class of all methods, with the ``step()`` that they share and the parts of an optimizer.
 
 ::
 
     closure ─► gradients ─► collect ─► learn ─► refresh ─► share ─► sources ─► propose ─► bound ─► apply
     TrustRegion  ParameterTable        preconditioner (blocks or windows)      Update
 
-An optimizer owns these parts; none of them knows the optimizer. ``CONTRIBUTING.md`` lists the files behind each stage.
+An optimizer owns these parts, and none of them refers to it. ``CONTRIBUTING.md`` lists the files behind each stage.
 """
 
 from __future__ import annotations
@@ -51,42 +51,42 @@ SelfT = TypeVar("SelfT", bound="SecondOrderOptimizer")
 
 
 def _outside_of_graphs(function: CallableT) -> CallableT:
-    """Have ``torch.compile(optimizer.step)`` run a step as it is: one graph break, the same result.
+    """Exclude a step from compilation, so that ``torch.compile(optimizer.step)`` has one graph break and equal results.
 
-    Factorisations that fail, statistics of several sizes and messages to other ranks have no place in a graph.
+    Factorizations that fail, statistics of several sizes and messages to other ranks cannot be part of a graph.
 
     Returns:
-        The function, which the compiler leaves alone.
+        The function, which the compiler does not compile.
     """
-    # torch's own optimizers use the first: it does not import the compiler before a step is taken.
+    # torch's own optimizers use the first one, which does not import the compiler before a step is taken.
     return cast("CallableT", getattr(torch, "_disable_dynamo", torch.compiler.disable)(function))
 
 
 class SecondOrderOptimizer(Optimizer, Joinable):
-    """Base of all methods: the stages of a step, in their order, and the first-order rules that end it.
+    """Base class of all methods. It runs the stages of a step and applies the first-order rules at its end.
 
-    A method supplies a recipe and the checks of its own options, never its own ``step``.
+    A method supplies a recipe and the checks of its own options, but never its own ``step``.
 
     Args:
         given: The arguments of the method's constructor by name. ``params``, ``module``, ``comm``, ``grad_scaler`` and
-            the options of groups are used. Of these, only ``params``, ``lr`` and the options in ``checks`` are needed.
-        recipe: What is special about the method.
+            the options of groups are used. Only ``params``, ``lr`` and the options in ``checks`` are required.
+        recipe: The parts that are specific to the method.
 
     Raises:
-        ValueError: For a bad option, or without a module where the method needs one.
-        RuntimeError: If the ranks of a process group do not all construct it; ``ValueError`` on all if they differ.
+        ValueError: If an option is invalid, the method needs a module and has none, or the options of ranks differ.
+        RuntimeError: If not all ranks of a process group construct the optimizer.
 
     Attributes:
         comm: The communication strategy.
-        preconditioner: The stages of a step over all curvature.
+        preconditioner: The curvature, which carries out the stages of a step.
         loss_scale: The loss scale of float16 training.
-        group_options: The options of groups: their checks, their defaults, and rules about several of them.
+        group_options: The options of groups: their checks, their defaults, and rules about combinations.
     """
 
     comm: CommStrategy
     #: Checks of the options that only this method has.
     checks: ClassVar[dict[str, options.Check]] = {}
-    # Of the class too, as copies are made without the constructor.
+    # The class needs it too, because copies are made without the constructor.
     _join_config = JOIN_DISABLED
 
     def __init__(self, given: Mapping[str, Any], recipe: Recipe) -> None:
@@ -99,7 +99,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self.group_options.chosen = {**{name: given[name] for name in once}, **given.get("objects", {})}
         require_separate_parameters(type(self).__name__, root, [p for g in self.param_groups for p in g["params"]])
         if given.get("comm") is None and any(is_cut(p) for g in self.param_groups for p in g["params"]):
-            self.comm = default_strategy(cut=True)  # nobody chose a strategy, and sharded parameters want another one
+            self.comm = default_strategy(cut=True)  # sharded parameters have another default
         self._assemble()
         self.comm.claim(self)
         try:
@@ -110,14 +110,14 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             self.comm.admit(self)
             self._join_ranks()
         except BaseException:
-            self.close()  # a model keeps no hooks of an optimizer that was refused
+            self.close()  # remove the hooks of an optimizer that was rejected
             raise
         self._table.warn_uncovered(self.preconditioner.covered)
         self.group_options.warn_without_effect(self.param_groups)
 
     # ------------------------------------------------------------------ the parts
     def _begin(self, comm: CommStrategy | None) -> None:
-        """Make the parts that torch needs when it adds the groups."""
+        """Create the parts that torch needs when it adds the groups."""
         if comm is not None and not isinstance(comm, CommStrategy):
             raise TypeError(f"comm must be a CommStrategy, got {comm!r}")
         self.comm = comm if comm is not None else default_strategy()
@@ -127,7 +127,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self._table = ParameterTable(type(self).__name__, allocating, entries=entries)
 
     def _assemble(self, kept: Mapping[str, Any] | None = None) -> None:
-        """Make the parts that depend on the strategy, for a copy with what the preconditioner of the original kept."""
+        """Create the parts that depend on the strategy. A copy passes what the original preconditioner kept."""
         method, comm, table, runtime, recipe = type(self).__name__, self.comm, self._table, self._runtime, self._recipe
         follow = weakref.WeakMethod(self._follow_forward)
         self.preconditioner = recipe.precondition(Shared(method, comm, table, runtime, self.loss_scale, follow), kept)
@@ -139,7 +139,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         session = RankSession(comm, table, runtime)
 
         def place(units: Sequence[Unit]) -> None:
-            checkpoint.gathered.tensors.clear()  # other ranks may own them from now on
+            checkpoint.gathered.tensors.clear()  # other ranks may own these tensors from now on
             session.place(units)
 
         self._checkpoint, self._session = checkpoint, session
@@ -148,13 +148,13 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self.role_worker = recipe.worker(self.preconditioner, weakref.WeakMethod(self._advance))
 
     def _tabulate(self) -> None:
-        """Give the parts what the user or ``load_state_dict`` may have replaced."""
+        """Update the parts with everything that the user or ``load_state_dict`` may have replaced."""
         self._runtime.renew(self.state, self.param_groups)
         self._table.groups = self.param_groups
         self._table.state = cast("MutableMapping[nn.Parameter, dict[str, Any]]", self.state)
 
     def _connect(self, root: nn.Module | None) -> None:
-        """Plan for a module, and hook it where that is needed."""
+        """Make a plan for a module, and register hooks on it if the method needs them."""
         self._trust.check_module(root)
         self._tabulate()
         self._table.root = None if root is None else unwrap(root)
@@ -164,7 +164,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self._table.is_followed = True
 
     def _follow_forward(self) -> None:
-        """Let intervals and frozen layers that changed since the last step act on the forward that begins."""
+        """Apply changes of intervals and frozen layers since the last step to the forward pass that begins."""
         self.group_options.check_changes(self.param_groups)
         self._tabulate()
         if not self._table.is_gathered():
@@ -173,7 +173,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
 
     @property
     def grad_scaler(self) -> Any:
-        """The loss scaler of float16 training, divided out of what is captured; may be set at any time."""
+        """The loss scaler of float16 training, whose scale is divided out of the statistics. Set it at any time."""
         return self.loss_scale.scaler
 
     @grad_scaler.setter
@@ -182,19 +182,19 @@ class SecondOrderOptimizer(Optimizer, Joinable):
 
     # ------------------------------------------------------------------ groups
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; options that it does not give take their default.
+        """Add a group of parameters. Options that it does not set have their defaults.
 
-        A window method adds zeros for its columns to the existing rows.
+        A window method extends the existing rows with zeros.
 
         Raises:
             ValueError: If an option of the group is out of range.
-            TypeError: If it is of a wrong kind.
+            TypeError: If an option of the group has the wrong type.
             RuntimeError: If a larger window does not fit into free memory, or cannot be sharded. A window method does
                 not add the group then.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group)}")
-        is_late = bool(self._table.group_of)  # and not while the constructor adds its groups
+        is_late = bool(self._table.group_of)  # False while the constructor adds its groups
         group = self.group_options.completed(param_group, self.defaults, self.param_groups, is_late)
         super().add_param_group(self._table.named_like_the_others(group))
         group = self.param_groups[-1]
@@ -210,17 +210,17 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self.group_options.rules.added(self.param_groups, self.steps)
 
     def check_groups(self, groups: list[Group]) -> None:
-        """Refuse what ``param_groups`` is to become if options exclude each other; nothing is changed.
+        """Check new values of ``param_groups`` for options that exclude each other, without changing anything.
 
         Raises:
-            ValueError: If options of a group exclude each other, or groups disagree where they share curvature.
+            ValueError: If options of a group exclude each other, or groups that share curvature have different options.
         """
         for group in groups:
             self.group_options.rules.check(group, groups)
 
     # ------------------------------------------------------------------ copies and ends
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles keep: everything but the module, the hooks and the loss scaler."""
+        """Return the state for copies and pickles: everything except the module, the hooks and the loss scaler."""
         found, table = super().__getstate__(), self._table
         state = self.preconditioner.plan.state_of_copies(cast("Any", self.state))
         kept = {
@@ -241,7 +241,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         kept = state.pop("_kept", None)
         defaults = dict(state.get("defaults", {}))
         super().__setstate__(state)
-        if defaults:  # torch has added to them
+        if defaults:  # torch may have added entries
             self.defaults.clear()
             self.defaults.update(defaults)
         if kept is not None:
@@ -263,14 +263,14 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self._assemble(kept["curvature"])
 
     def attach(self, module: nn.Module | Sequence[nn.Module]) -> None:
-        """Follow a module, or the parts of a model, again, after ``copy.deepcopy``, unpickling or :meth:`detach`.
+        """Connect to a module, or to the parts of a model, after ``copy.deepcopy``, unpickling or :meth:`detach`.
 
-        If the optimizer holds none of the module's parameters (both were copied separately), its parameters are
-        replaced by the module's of the same names and shapes.
+        If the optimizer holds none of the module's parameters, because both were copied separately, its parameters are
+        replaced by the parameters of the module with the same names and shapes.
 
         Raises:
-            ValueError: If the module has no parameters that fit.
-            TypeError: If it is no module and no list of modules.
+            ValueError: If the module does not have matching parameters.
+            TypeError: If the argument is neither a module nor a list of modules.
         """
         root = as_root(module)
         mine, theirs = {p for g in self.param_groups for p in g["params"]}, dict(root.named_parameters())
@@ -282,20 +282,20 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self._connect(root)
 
     def detach(self) -> None:
-        """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""
+        """Remove all hooks of this optimizer. Hooks of other optimizers on the same module stay. Idempotent."""
         self._table.is_followed = False
         self.preconditioner.detach()
 
     def close(self) -> None:
-        """Remove every hook and end what the strategy runs. Idempotent."""
+        """Remove all hooks and close the communication strategy. Idempotent."""
         try:
-            self.comm.close()  # may take steps without data
+            self.comm.close()  # this may take steps without data
         finally:
             self.detach()
             self._session.close()
 
     def __enter__(self: SelfT) -> SelfT:
-        """The optimizer itself; leaving the block closes it."""
+        """Return the optimizer. Leaving the block closes it."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -307,49 +307,49 @@ class SecondOrderOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------ capture
     @property
     def capture(self) -> Capture:
-        """What captures the statistics of the blocks.
+        """The object that captures the statistics of the blocks.
 
         Raises:
             RuntimeError: If the optimizer was closed, or is a copy without a module.
-            AttributeError: If the method captures nothing, as those with windows.
+            AttributeError: If the method captures nothing, as is the case for window methods.
         """
         return self.preconditioner.hooks.capture
 
     @property
     def fisher(self) -> str:
-        """Which Fisher is estimated: the argument of this name, and ``"empirical"`` for a window of gradients."""
+        """The Fisher estimate: the argument ``fisher``, and ``"empirical"`` for window methods."""
         return self._recipe.fisher.kind
 
     @property
     def blocks(self) -> Mapping[str, Any]:
-        """Blocks by module name; the windows of a window method by their names."""
+        """The blocks by module name; for a window method, the windows by name."""
         return self.preconditioner.plan.by_name
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, and with them the statistics captured since the last step.
+        """Reset the gradients and the statistics captured since the last step.
 
-        Between ``observe`` and the backward of the same forward there are no gradients of it yet: what was observed
-        stays.
+        Statistics from ``observe`` stay until the backward pass of the same forward pass.
         """
         super().zero_grad(set_to_none)
         self.preconditioner.hooks.spare()
 
     def pause_capture(self) -> AbstractContextManager[None]:
-        """Capture nothing of the forwards that run inside the ``with`` block."""
+        """Capture no statistics from forward passes inside the ``with`` block."""
         return self.preconditioner.hooks.pause()
 
     def mask(self, keep: Tensor | None) -> AbstractContextManager[None]:
-        """Keep padding out of the statistics of the forwards that run inside the ``with`` block.
+        """Exclude padding from the statistics of forward passes inside the ``with`` block.
 
-        Rows of layers whose input has the leading dimensions of the mask (or its transpose, or both in one) are left
-        out where it is False; other layers, such as those after pooling, are not touched. It has no effect on windows.
+        If the input of a layer has the leading dimensions of the mask, transposed or flattened dimensions included, its
+        rows are left out where the mask is False. Other layers, such as those after pooling, are not affected. The mask
+        has no effect on window methods.
 
         Args:
-            keep: ``[N, S]``, True (or 1, as attention masks have it) for real positions; None for no mask.
+            keep: Mask ``[N, S]``, True (or 1, as in attention masks) for real positions; None for no mask.
 
         Raises:
-            TypeError: If it is no tensor of bools or integers; a mask of floats is one to be added to scores.
-            ValueError: If its shape is another.
+            TypeError: If the mask is not a tensor of bools or integers. A mask of floats is one to add to scores.
+            ValueError: If the mask has another shape.
 
         Returns:
             The context manager.
@@ -362,34 +362,33 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         likelihood: str | Likelihood | Sequence[str | Likelihood],
         targets: Tensor | None | Sequence[Tensor | None] = None,
     ) -> None:
-        """Estimate the Fisher of the model's own predictions, for ``fisher`` other than ``"empirical"``.
+        """Estimate the Fisher from the model's own predictions, for ``fisher`` other than ``"empirical"``.
 
-        To be called between the forward and ``loss.backward()``, for every micro-batch. It pulls vectors of the loss
-        curvature back to the layers in passes of its own, which leave ``.grad``, the graph and the random state of
-        the program as they were. Where the Fisher needs no such pass, or nothing is due, it does nothing; so it is for
-        window methods.
+        Call this between the forward pass and ``loss.backward()``, for every micro-batch. It pulls vectors of the loss
+        curvature back to the layers in separate backward passes, which do not change ``.grad``, the graph or the random
+        state. It does nothing for window methods, or if the Fisher needs no such pass or no statistics are due.
 
         Args:
-            outputs: What the model returned, logits ``[N, …]``; a sequence for a model with several heads.
+            outputs: The outputs of the model, logits ``[N, …]``; a sequence for a model with several heads.
             likelihood: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (a summed squared error) or an object, such
                 as ``Categorical(class_dim=1)``; one per head.
-            targets: Only to find entries that the loss ignores; one per head.
+            targets: Targets, which are used only to find entries that the loss ignores; one per head.
 
         Raises:
             ValueError: If a likelihood is unknown, or the exact Fisher needs too many passes.
-            TypeError: If an argument is of a wrong kind.
-            RuntimeError: If the outputs do not come from a forward that was captured, or their graph is gone.
+            TypeError: If an argument has the wrong type.
+            RuntimeError: If the outputs do not come from a captured forward pass, or their graph has been freed.
         """
         self.preconditioner.hooks.observe(outputs, likelihood, targets)
 
     def keep_directions(self) -> AbstractContextManager[dict[str, Tensor]]:
-        """Keep the preconditioned directions of the steps inside the ``with`` block, for a look at them.
+        """Keep the preconditioned directions of the steps inside the ``with`` block for inspection.
 
-        They are what momentum and the learning rate are applied to; a later step replaces those of an earlier one.
-        Blocks can be nested: a step fills the dicts of all that are open, with the same tensors.
+        Momentum and the learning rate are applied to these directions. Each step replaces the directions of the step
+        before. Blocks can be nested; a step fills the dicts of all open blocks with the same tensors.
 
         Returns:
-            The context manager of a dict that each step fills: direction by parameter name.
+            A context manager, which yields a dict of directions by parameter name that each step fills.
 
         Example:
             >>> import torch, secondorder
@@ -404,7 +403,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         return self._record.directions()
 
     def time_stages(self, clock: Clock | None) -> None:
-        """Have a clock time the stages of the steps to come, such as a ``secondorder.diagnostics.StageClock``.
+        """Time the stages of the following steps with a clock, such as ``secondorder.diagnostics.StageClock``.
 
         Args:
             clock: The clock, or None to stop.
@@ -414,16 +413,16 @@ class SecondOrderOptimizer(Optimizer, Joinable):
 
     # ------------------------------------------------------------------ ranks
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What ``Join`` calls on a rank that has no data left.
+        """Return the hook that ``Join`` calls on a rank that has no data left.
 
         Args:
-            **kwargs: Those of ``Join``; none is used.
+            **kwargs: Arguments of ``Join``, which are not used.
 
         Returns:
             The hook.
 
         Raises:
-            NotImplementedError: If such a rank cannot take the steps of the others.
+            NotImplementedError: If a rank without data cannot take part in the steps of the others.
         """
         reason = self._trust.why_not_joinable() or self._inputs.why_not_joinable(self.loss_scale.multiplies)
         if reason is not None:
@@ -437,11 +436,11 @@ class SecondOrderOptimizer(Optimizer, Joinable):
 
     @property
     def join_process_group(self) -> Any:
-        """Group of the messages of ``Join``: the default one, as of ``DistributedDataParallel``."""
+        """Group of the messages of ``Join``, which is the default group, as for ``DistributedDataParallel``."""
         return joining_group()
 
     def reason_against_roles(self) -> str | None:
-        """Return why ranks of several roles cannot serve this method, or None if they can."""
+        """Return why ranks of several roles cannot run this method, or None if they can."""
         return self.group_options.rules.reason_against_roles(self.param_groups)
 
     # ------------------------------------------------------------------ the step
@@ -457,33 +456,33 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         """Perform one optimization step.
 
         Args:
-            closure: Re-evaluates the model and returns the loss; called once, with gradients enabled. Options that
-                judge a step by its loss call it again, and take ``(loss, outputs)`` too.
+            closure: Reevaluates the model and returns the loss. It is called once, with gradients enabled. Options that
+                judge a step by the loss call it again; with them, it may also return ``(loss, outputs)``.
 
         Returns:
-            What the closure returned.
+            The return value of the closure.
 
         Raises:
-            RuntimeError: If a layer method lost its module (after a copy), its refresh failed ``max_failures`` times,
-                an option needs a closure and there is none, or the module has other parameters than at construction.
-            TypeError: If a value of a wrong kind was written into a group; nothing has changed then.
-            ValueError: If it is out of range, or excluded by another option.
+            RuntimeError: If a layer method has no module (after a copy), its refresh failed ``max_failures`` times, an
+                option needs a closure and there is none, or the module has other parameters than at construction.
+            TypeError: If a value of the wrong type was written into a group. Nothing is changed then.
+            ValueError: If such a value is out of range, or another option excludes it.
         """
         curvature = self.preconditioner
         self.group_options.check_changes(self.param_groups)
         self._tabulate()
         curvature.hooks.begin_step(self._allocator.synchronize)
         self._join_ranks()
-        self._checkpoint.gathered.tensors.clear()  # of a state that this step replaces
+        self._checkpoint.gathered.tensors.clear()  # this step replaces the gathered state
         self.comm.begin_step()
         returned = self._trust.evaluate(closure)
         curvature.hooks.check_gradients()
-        self._join_ranks()  # the forward of a closure may have found other layers
+        self._join_ranks()  # the forward pass of a closure may have found other layers
         if not self.comm.updates:
             self._estimate_only()
             return returned
         if self._inputs.average_gradients(self):
-            self._follow_forward()  # as the others did in their forward
+            self._follow_forward()  # as the other ranks did in their forward pass
         gradients = self._table.gradients()
         self._session.compare_start(gradients)
         if not gradients:
@@ -512,19 +511,19 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         return returned
 
     def _join_ranks(self) -> None:
-        """Meet the other ranks if that is needed, and find what a checkpoint has left out."""
+        """Compare plans with the other ranks if necessary, and recompute curvature that a checkpoint left out."""
         self._trust.refuse()
         if not self._session.is_connected:
             if self._join_config.enable and self.comm.combines:
                 raise RuntimeError(
-                    "layers were frozen, unfrozen or moved inside Join, where ranks without data cannot follow: do "
-                    "that before or after it"
+                    "layers were frozen, unfrozen or moved inside Join, where ranks without data cannot follow: change "
+                    "them before or after it"
                 )
             self._session.connect({**self.preconditioner.facts(), **self.group_options.rules.facts()})
         self.preconditioner.recover()
 
     def _estimate_only(self) -> None:
-        """The step of a rank that estimates curvature for others."""
+        """Take the step of a rank that estimates curvature for other ranks."""
         if self.comm.stopped:
             self.preconditioner.hooks.discard()
             return
@@ -537,7 +536,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------ checkpoints
     @property
     def warned_of_partial(self) -> bool:
-        """Whether the user knows that `state_dict` is partial, of which it warns once; set it where that is meant."""
+        """Whether ``state_dict`` has warned that it is partial. Set it to True if a partial state is intended."""
         return self._checkpoint.warned_of_partial
 
     @warned_of_partial.setter
@@ -545,11 +544,12 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self._checkpoint.warned_of_partial = known
 
     def state_dict(self) -> dict[str, Any]:
-        """State by parameter and group options, as ``torch.optim``; curvature as ``checkpoint_curvature`` says.
+        """Return the state by parameter and the options of groups, in the format of ``torch.optim``.
 
-        No message is sent, so one rank may call it alone. Where curvature is spread over the ranks, the dict has what
-        this rank holds, and says so under ``"partial"``: the same rank of an equal world can load it again. Call
-        :meth:`consolidate_state_dict` on all ranks first to save everything on one.
+        The option ``checkpoint_curvature`` selects the curvature in it. No message is sent, so a single rank may call
+        this. If curvature is spread over the ranks, the dict contains only the part of this rank and is marked as
+        ``"partial"``; the same rank of an equal world can load it again. To save everything on one rank, call
+        :meth:`consolidate_state_dict` on all ranks first.
 
         Returns:
             The state.
@@ -561,19 +561,20 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         return self._checkpoint.completed(super().state_dict())
 
     def consolidate_state_dict(self, to: int | None = 0, *, pieces: bool = True) -> None:
-        """Gather the curvature of all ranks on one, whose ``state_dict()`` is complete until the next step.
+        """Gather the curvature of all ranks on one rank, whose ``state_dict()`` is complete until the next step.
 
-        To be called on all ranks. The copies are kept on the CPU, and only on the rank that asked for them.
+        Call this on all ranks. The copies are kept on the CPU, and only on the rank ``to``.
 
         Args:
-            to: The rank; None for all of them. Checkpoints that all ranks write and read together need that for windows
-                in parts, if they are to be read in another world: there before the state dict to read into is made too.
-            pieces: Of parameters that ``fully_shard`` has cut, gather momentum and moments too. False before the
-                functions of ``torch.distributed.checkpoint``, which all ranks call and which gather these themselves.
+            to: The rank that gathers the curvature; None for all ranks. Use None for distributed checkpoints of sharded
+                windows that another number of ranks will load. Before such a load, use it again before you make the
+                state dict to load into.
+            pieces: Whether to gather momentum and moments of parameters that ``fully_shard`` has sharded too. Set it to
+                False before functions of ``torch.distributed.checkpoint``, which gather these themselves.
 
         Raises:
             ValueError: If there is no such rank.
-            RuntimeError: If not all ranks call it, after the timeout of the process group.
+            RuntimeError: If not all ranks call this within the timeout of the process group.
         """
         self._checkpoint.require_module()
         self._checkpoint.gathered.require_rank(to)
@@ -584,15 +585,15 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             self._checkpoint.gathered.gather(to, self.steps, pieces=pieces)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; everything is checked before anything is changed, and every tensor is copied.
+        """Load a state. It is checked completely before anything is changed, and every tensor is copied.
 
-        A complete one loads under any number of ranks and any strategy: every rank takes the part that it holds. No
+        A complete state loads with any number of ranks and any strategy; every rank takes the part that it holds. No
         message is sent.
 
         Raises:
-            ValueError: If the dict does not fit, with the list of what differs.
-            RuntimeError: If it has a part of the curvature only and that of other ranks, or if this is a copy of a
-                layer method that was not attached to a module yet.
+            ValueError: If the state does not match the optimizer. The message lists the differences.
+            RuntimeError: If the state is the part of another rank, or if this is a copy of a layer method that has not
+                been attached to a module yet.
         """
         self._checkpoint.require_module()
         self._allocator.follow_replaced()
@@ -603,7 +604,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
                 state_dict = replaced
         self._tabulate()
         self._checkpoint.install(self._checkpoint.read(state_dict, self._allocator.rebuild))
-        self._session.has_compared = False  # every rank must have loaded the same step
+        self._session.has_compared = False  # check that every rank has loaded the same step
         first = self._table.first
         self._runtime.step = 0 if first is None else int(self.state[first].get("global_step", 0))
         self._tabulate()
@@ -613,7 +614,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
 
     # ------------------------------------------------------------------ stages 5 to 7: directions, their size, update
     def _move(self, gradients: Directions, gate: Tensor | None, *, quiet: bool = False) -> None:
-        """Move the parameters by a step; profilers do not see that of a quiet one, and its directions are not kept."""
+        """Update the parameters. A quiet step is hidden from profilers, and its directions are not kept."""
         stage: Callable[[str], AbstractContextManager[None]] = _unnamed if quiet else self._runtime.stage
         update = self._update
         update.count(gradients)
@@ -639,39 +640,39 @@ class SecondOrderOptimizer(Optimizer, Joinable):
 
     # ------------------------------------------------------------------ reading
     def dense_curvature(self, name: str) -> Tensor:
-        """The undamped curvature of a layer as a dense ``[n, n]`` matrix over row-major ``vec([W | b])``.
+        """Return the undamped curvature of a layer as a dense matrix ``[n, n]`` over row-major ``vec([W | b])``.
 
         Args:
-            name: Module name as in ``named_modules()``, or that of a parameter of a window method; wrapper prefixes
-                may be left out.
+            name: Module name as in ``named_modules()``; for a window method, the name of a parameter. Prefixes of
+                wrappers are optional.
 
         Returns:
-            The matrix, ``n`` being the number of parameters of the layer.
+            The matrix, where ``n`` is the number of parameters of the layer.
 
         Raises:
-            ValueError: If nothing that curvature covers has this name.
-            RuntimeError: If there is no estimate yet, or a part of it is on other ranks.
+            ValueError: If no layer or parameter with curvature has this name.
+            RuntimeError: If there is no estimate yet, or part of it is on other ranks.
         """
         self._tabulate()
         return self.preconditioner.report.dense(name)
 
     @property
     def steps(self) -> int:
-        """Number of steps taken, with those before a checkpoint that was loaded. Without gradients none is taken."""
+        """Number of steps taken, including those before a loaded checkpoint. Steps without gradients do not count."""
         return self._runtime.step
 
     @property
     def module(self) -> nn.Module | None:
-        """The module that the optimizer follows; None without one, as in a copy or after ``detach``."""
+        """The module that the optimizer follows; None if there is none, as in a copy or after ``detach``."""
         return self._table.module
 
     @property
     def stage_clock(self) -> Clock | None:
-        """The clock that ``time_stages`` was given; None if the stages are not timed."""
+        """The clock that was passed to ``time_stages``; None if the stages are not timed."""
         return self._runtime.clock
 
     def parameter_name(self, p: nn.Parameter) -> str:
-        """Name of a parameter of the groups, as ``describe`` shows it and ``keep_directions`` uses it."""
+        """Return the name of a parameter, as it is used by ``describe`` and ``keep_directions``."""
         return self._table.names[p]
 
     def _report(self) -> Report:
@@ -679,50 +680,51 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         return Report(self._table, self.preconditioner, self.comm, self._runtime)
 
     def describe(self) -> str:
-        """A table with one row per parameter: the block that covers it or the fallback and why, sizes, owner, bytes."""
+        """Return a table with one row per parameter: its block or its fallback and the reason, sizes, owner, bytes."""
         return self._report().describe()
 
     def __repr__(self) -> str:
-        """As in ``torch.optim``, without the options that have the constructor's default; equal groups stand once."""
+        """Return the ``repr`` of ``torch.optim``, without default options and with equal groups shown once."""
         options = self.group_options
         return representation(type(self), self.param_groups, self.defaults, options.betas, options.chosen)
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
+        """Return the bytes that the optimizer holds on this rank, by kind and with a ``"total"``."""
         return self._report().memory_usage()
 
     def plan(
         self, world_size: int | None = None, comm: CommStrategy | None = None, batch_size: int | None = None
     ) -> Plan:
-        """What every rank of a world will store, send and compute, from shapes alone: nothing runs, nothing is sent.
+        """Predict what every rank will store, send and compute, based only on shapes. Nothing is run or sent.
 
-        The world may be an imagined one, of thousands of ranks. Steps are those of a run that has long begun. Bytes
-        sent are as the counter of a run counts them: the payload of messages, padding included.
+        The number of ranks may be any number, for example thousands. The plan describes the steps after the warm-up.
+        Bytes sent are counted as in a run: the payload of messages with padding.
 
         Args:
-            world_size: Number of ranks; unset: those of the process group.
-            comm: Strategy; unset: the optimizer's own. It is neither bound nor changed.
-            batch_size: Examples per rank of a step, for what depends on them (the rows of HyLo); unset: as in the last
-                refresh.
+            world_size: Number of ranks. If None, it is the size of the process group.
+            comm: Strategy, which is neither bound nor changed. If None, it is the strategy of this optimizer.
+            batch_size: Number of examples per rank and step, on which the rows of HyLo and the FLOPs of statistics
+                depend. If None, it is the number in the last refresh.
 
         Returns:
-            The plan; ``print`` shows it as a table.
+            The plan. ``print`` shows it as a table.
 
         Raises:
             TypeError: If a value has the wrong type.
             ValueError: If a value is out of range.
-            NotImplementedError: For a strategy that has no plan, or that cannot serve this optimizer.
+            NotImplementedError: If the strategy has no plan, or cannot run this optimizer.
         """
         others = holdings_of_rules(self._table, self._update.keys, self._report().kind)
         return dry_run(self.preconditioner, others, self.reason_against_roles, world_size, comm, batch_size)
 
     def diagnostics(self) -> dict[str, Any]:
-        """What is going on, as plain numbers; layers whose curvature is on other ranks are left out of those by layer.
+        """Return measurements of the last step and the current curvature as plain numbers.
 
-        Reading may wait for the device, never for another rank, and changes nothing.
+        Values by layer do not include layers whose curvature is on other ranks. The call may wait for the device, but
+        never for another rank, and changes nothing.
 
         Returns:
-            A dict that ``json.dumps`` takes; every key is explained on the page "Diagnostics" of the documentation.
+            A dict that ``json.dumps`` accepts. The page "Diagnostics" of the documentation explains every key.
         """
         self._tabulate()
         clock = self._runtime.clock
@@ -737,5 +739,5 @@ class SecondOrderOptimizer(Optimizer, Joinable):
 
 
 def _unnamed(stage: str) -> AbstractContextManager[None]:
-    """Give a stage no name."""
+    """Run a stage without a name."""
     return nullcontext()

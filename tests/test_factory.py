@@ -203,7 +203,7 @@ def test_an_unknown_strategy_lists_all(model):
         ("hybrid_opt:2", "grad_worker_fraction must be in"),
         ("mem_opt:0.5", "comm='mem_opt:0.5': "),
         ("mem_opt:fraction=0.5", "unexpected keyword argument 'fraction'"),
-        *((f"mem_opt:{bad}", "must stand as in Python")
+        *((f"mem_opt:{bad}", "must be written as in Python")
           for bad in ("a b", "**{}", "*[1]", "__import__('os')", "1) + f(2")),
     ],
 )  # fmt: skip

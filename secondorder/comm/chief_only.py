@@ -1,4 +1,4 @@
-"""The first distributed strategy of tensorflow/kfac: one rank, the chief, keeps and refreshes all curvature."""
+"""The first distributed strategy of tensorflow/kfac, in which one rank, the chief, holds all curvature."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DELIVER, _STATISTICS = ("gradients", "inverses"), ("all", "chief")
 
 @complete_docstring(RankGrid.__doc__)
 class ChiefOnly(RankGrid):
-    """Lets one rank, the chief, keep factors and refresh; the others receive its directions or its inverses.
+    """Stores and refreshes all factors on one rank, the chief. The others receive its directions or its inverses.
 
     Args:
         root: Rank of the chief.
@@ -27,7 +27,7 @@ class ChiefOnly(RankGrid):
 
     Raises:
         TypeError: If a value has the wrong type.
-        ValueError: For a value out of range; at construction of the optimizer, if there is no such rank.
+        ValueError: If a value is out of range, or, when the optimizer is constructed, if there is no such rank.
     """
 
     def __init__(
@@ -58,21 +58,21 @@ class ChiefOnly(RankGrid):
         )
 
     def workers(self, world: int) -> int:
-        """Return 1 for the chief, or the number of all ranks if everyone preconditions."""
+        """Return 1 for the chief, or the number of all ranks if all of them precondition."""
         return 1 if self._deliver == "gradients" else world
 
     def owners_among(self, world: int) -> Sequence[int]:
-        """Return the chief, if there is such a rank."""
+        """Return the chief, after checking that this rank exists."""
         if world > 1 and self._root >= world:
             raise ValueError(f"root={self._root}, but there are {world} ranks")
         return [self._root if world > 1 else 0]
 
     def captures(self, index: int) -> bool:
-        """Whether this rank captures: all ranks do, or the chief alone."""
+        """Whether this rank captures. Either all ranks do, or only the chief does."""
         return self._statistics == "all" or self._owners[index] == self._rank or self._units[index].everywhere
 
     def sources(self, index: int) -> int:
-        """Return the number of ranks that capture: all of them, or the chief alone."""
+        """Return the number of ranks that capture: either all of them or only the chief."""
         return super().sources(index) if self._statistics == "all" else 1
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:

@@ -8,10 +8,10 @@ from secondorder.options import complete_docstring
 
 @complete_docstring(RankGrid.__doc__)
 class CommOpt(RankGrid):
-    """Makes all ranks gradient workers of all units; the default in a process group of more than one rank.
+    """Makes all ranks gradient workers of all units. It is the default in a process group of more than one rank.
 
-    Refreshes are spread over the ranks, and their results are broadcast. Every rank keeps all curvature and, by
-    default, all running factors too, so that the ``state_dict()`` of any one rank is complete. Windows are kept whole
+    Refreshes are spread over the ranks, and their results are broadcast. Every rank stores all curvature and, by
+    default, all running factors too, so the ``state_dict()`` of every rank is complete. Windows are stored completely
     on every rank.
 
     Args:

@@ -1,4 +1,4 @@
-"""HYBRID_OPT: a chosen share of the ranks preconditions a unit, and each of them does so for the ranks of its row."""
+"""HYBRID_OPT: a fraction of the ranks preconditions a unit, and each of them does so for the ranks of its row."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def _fraction_of(mesh: DeviceMesh, given: float | None) -> float:
 
 @complete_docstring(RankGrid.__doc__)
 class HybridOpt(RankGrid):
-    """Lies between :class:`CommOpt` (fraction 1) and :class:`MemOpt` (fraction 1 / W).
+    """Is a compromise between :class:`CommOpt` (fraction 1) and :class:`MemOpt` (fraction 1 / W).
 
     Rows of the grid are runs of consecutive ranks, so that with ``W · fraction`` nodes the directions of every step
     stay inside a node. Windows are cut into ``1 / fraction`` parts.
 
     Args:
         grad_worker_fraction: Number of gradient workers of a unit divided by the number of ranks W; the number of
-            gradient workers must divide W. If None, it follows from ``mesh`` if that is given, and is 0.5 otherwise.
+            gradient workers must divide W. If None, it is taken from ``mesh`` if that is set, and is 0.5 otherwise.
         mesh: The grid as a two-dimensional ``DeviceMesh`` ``[m, W / m]`` over the ranks in their order, with its second
-            dimension inside a node. Its process groups are then used, and no others are created for rows and columns.
+            dimension inside a node. Rows and columns then use its process groups, and no others are created.
         replicate_factors: Whether to store the running factors of all units on every rank. If None, it is False.
 
     Raises:
         TypeError: If a value has the wrong type.
-        ValueError: For a value out of range; and when the optimizer is constructed, for a fraction that the number of
-            ranks does not allow. The message lists the allowed fractions.
+        ValueError: If a value is out of range, or, when the optimizer is constructed, if the number of ranks does not
+            allow the fraction. The message lists the allowed fractions.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class HybridOpt(RankGrid):
         return super()._own_groups() if self._mesh is None else [self._world]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies keep: no group, and therefore no mesh, which consists of groups."""
+        """Return the state of copies, without groups and therefore without the mesh, which consists of groups."""
         return {**super().__getstate__(), "_mesh": None}
 
     def arguments(self) -> dict[str, Any]:

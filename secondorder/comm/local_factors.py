@@ -1,4 +1,4 @@
-"""DP-KFAC: the owner of a layer estimates its factors from its own shard of the batch, and factors never travel."""
+"""DP-KFAC: the owner of a layer estimates its factors from its own shard of the batch, and factors are never sent."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from secondorder.options import complete_docstring
 
 @complete_docstring(MemOpt.__doc__)
 class LocalFactors(MemOpt):
-    """Works as :class:`MemOpt`, but the statistics of a unit come from its owner's examples alone.
+    """Works like :class:`MemOpt`, but uses only the owner's examples for the statistics of a unit.
 
-    No other rank captures the layer. The estimate is that of a batch of N / W examples instead of the whole batch: it
-    is equal in expectation if shards are drawn alike, but noisier. Of the statistics, only one number per layer is
-    sent.
+    No other rank captures the layer. The estimate is based on N / W examples instead of the complete batch of N
+    examples: it is equal in expectation if all shards are drawn in the same way, but noisier. Only one number per layer
+    is sent for the statistics.
 
     Zhang et al., DP-KFAC (arXiv 2206.15143).
 
@@ -45,11 +45,11 @@ class LocalFactors(MemOpt):
         )
 
     def captures(self, index: int) -> bool:
-        """Whether this rank captures: the owner does, and for units that every rank estimates all ranks do."""
+        """Whether this rank captures a unit. The owner does, and all ranks do for units that every rank estimates."""
         return self._owners[index] == self._rank or self._units[index].everywhere
 
     def sources(self, index: int) -> int:
-        """Return 1: only the owner captures."""
+        """Return 1, because only the owner captures."""
         return 1
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:

@@ -1,4 +1,4 @@
-"""MEM_OPT: every unit is on one rank, whose directions are sent to all others."""
+"""MEM_OPT: every unit is on one rank, which sends its directions to all others."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from secondorder.options import complete_docstring
 
 @complete_docstring(RankGrid.__doc__)
 class MemOpt(RankGrid):
-    """Gives each unit one gradient worker, its owner: curvature bytes per rank fall as 1 / W.
+    """Gives each unit one gradient worker, its owner, so that curvature bytes per rank fall as 1 / W.
 
-    Statistics are summed on the owner alone, and directions are broadcast at every step. Windows are cut into W parts.
+    Statistics are summed only on the owner, and directions are broadcast at every step. Windows are cut into W parts.
 
     Args:
         replicate_factors: Whether to store the running factors of all units on every rank. If None, it is False.

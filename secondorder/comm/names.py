@@ -31,20 +31,20 @@ _WORDS: Mapping[str, Any] = {"true": True, "false": False, "none": None}
 
 
 def from_name(text: str) -> CommStrategy:
-    """Build a strategy from its name, in any case and with ``-`` or ``_``, and its arguments after a colon.
+    """Build a strategy from its name, optionally followed by a colon and its arguments.
 
     Args:
         text: ``"comm_opt"``, ``"mem_opt"``, ``"hybrid_opt:0.5"``, ``"local_factors"``, ``"chief_only"``,
-            ``"dedicated_workers"`` or ``"local"``. Arguments are written as in Python, with commas between them. A bare
-            word is text, so quotes are not needed; ``true``, ``false``, ``none`` and the name of a dtype have their
-            usual meaning: ``"chief_only:deliver=inverses"``, ``"mem_opt:wire_dtype=bfloat16"``,
-            ``"dedicated_workers:gradient=[0, 1], factor=[2], inverse=[3]"``.
+            ``"dedicated_workers"`` or ``"local"``, in any case and with ``-`` or ``_``. Arguments are written as in
+            Python and separated by commas. Strings need no quotes; ``true``, ``false``, ``none`` and the names of
+            dtypes have their usual meaning. Examples are ``"chief_only:deliver=inverses"``,
+            ``"mem_opt:wire_dtype=bfloat16"`` and ``"dedicated_workers:gradient=[0, 1], factor=[2], inverse=[3]"``.
 
     Returns:
         A new strategy.
 
     Raises:
-        ValueError: If there is no such strategy, or it does not take these arguments.
+        ValueError: If there is no such strategy, or it does not accept these arguments.
         TypeError: If ``text`` is not a string.
 
     Example:
@@ -53,7 +53,7 @@ def from_name(text: str) -> CommStrategy:
         MemOpt()
     """
     if not isinstance(text, str):
-        raise TypeError(f"the name of a strategy must be text, got {text!r}")
+        raise TypeError(f"the name of a strategy must be a string, got {text!r}")
     name, _, written = text.partition(":")
     key = _plain(name)
     known = {_plain(name): build for name, build in STRATEGIES.items()}
@@ -70,7 +70,8 @@ def default_strategy(cut: bool = False) -> CommStrategy:
     """Return the strategy for ``comm=None``: ``CommOpt`` in a process group of more than one rank.
 
     Args:
-        cut: Whether parameters are sharded over the ranks (FSDP2): then it is ``MemOpt``, which shards curvature, too.
+        cut: Whether parameters are sharded over the ranks (FSDP2). If so, the strategy is ``MemOpt``, which also shards
+            the curvature.
 
     Returns:
         A new strategy.
@@ -92,7 +93,7 @@ def _arguments(text: str, written: str) -> tuple[list[Any], dict[str, Any]]:
             raise ValueError("no list of arguments")
         return [_value(node) for node in call.args], {str(k.arg): _value(k.value) for k in call.keywords}
     except (SyntaxError, ValueError) as err:
-        raise ValueError(f"the arguments of comm={text!r} must stand as in Python, name=value or a value") from err
+        raise ValueError(f"the arguments of comm={text!r} must be written as in Python, name=value or a value") from err
 
 
 def _value(node: ast.expr) -> Any:

@@ -1,11 +1,11 @@
-"""The base of the strategies on a grid of ranks, in which between one rank and all ranks precondition a unit.
+"""The base of the strategies on a grid of ranks, in which a unit is preconditioned by one rank, several or all ranks.
 
-A grid has ``m`` rows and ``W / m`` columns (see :class:`~secondorder.comm.placement.Grid`). A unit belongs to the
-column of its owner: those m ranks precondition it, each for the ranks of its row. :class:`~secondorder.comm.CommOpt`
-has ``m = W``, :class:`~secondorder.comm.MemOpt` has ``m = 1``, and :class:`~secondorder.comm.HybridOpt` lies between
-them.
+A grid has ``m`` rows and ``W / m`` columns (see :class:`~secondorder.comm.placement.Grid`). The m ranks in the column
+of a unit's owner precondition it, each for the ranks of its row. :class:`~secondorder.comm.CommOpt` has ``m = W``,
+:class:`~secondorder.comm.MemOpt` has ``m = 1``, and :class:`~secondorder.comm.HybridOpt` lies between them.
 
-Pauloski et al., KAISA, SC21 (arXiv 2107.01739), section 3. There every rank keeps all factors; here the owner does.
+Pauloski et al., KAISA, SC21 (arXiv 2107.01739), section 3. There, every rank stores all factors; here, only the owner
+does.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def _nobody() -> None:
 
 
 class _All(Pending):
-    """Several works that are waited for together."""
+    """Several pending messages that are waited for together."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
-        """Wait for each work."""
+        """Wait for all of them."""
         for work in self._works:
             work.wait()
 
@@ -62,8 +62,8 @@ class RankGrid(CommStrategy):
             sums are still computed in float32. If None, nothing is rounded.
         timeout: Number of seconds after which a missing rank is an error. If None, it is the timeout of the default
             process group.
-        verify_every: For debugging, the number of steps between comparisons of the parameters, and of the messages so
-            far, over the ranks. The first one that differs raises ``RuntimeError``. If None, nothing is compared.
+        verify_every: For debugging, the number of steps between comparisons of the parameters and of the sent messages
+            over the ranks. The first difference raises ``RuntimeError``. If None, nothing is compared.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -97,7 +97,7 @@ class RankGrid(CommStrategy):
         self._optimizer: Callable[[], Any] = _nobody
         self._units: list[Unit] = []
         self._owners: list[int] = []
-        #: Owners by name: units that are placed again stay where their state is.
+        #: Owners by name. Units that are placed again stay on the rank that has their state.
         self._homes: dict[str, int] = {}
         self._grid = Grid(1, 1)
         self._rank = 0
@@ -122,7 +122,7 @@ class RankGrid(CommStrategy):
 
     # ------------------------------------------------------------------ life
     def place(self, units: Sequence[Unit]) -> None:
-        """Spread the units over the ranks, longest processing time first; units that were placed before stay there."""
+        """Spread the units over the ranks, longest processing time first. Units that were placed before do not move."""
         world = world_size()
         if world != self._grid.world:
             self._homes = {}
@@ -140,13 +140,13 @@ class RankGrid(CommStrategy):
 
     @property
     def homes(self) -> Mapping[str, int]:
-        """Owners of all units that were placed, by name: a unit that is placed again stays there."""
+        """Owners of all placed units by name. A unit that is placed again keeps its owner."""
         return self._homes
 
     def imagine(
         self, rank: int, grid: Grid, units: Sequence[Unit], owners: Sequence[int], groups: Sequence[Any]
     ) -> None:
-        """Take the place of a rank in a world that need not exist, for a dry run with a copy of a strategy.
+        """Act as a rank of a world that need not exist, for a dry run with a copy of a strategy.
 
         Args:
             rank: The rank to simulate.
@@ -213,11 +213,11 @@ class RankGrid(CommStrategy):
         """Serve one optimizer.
 
         Raises:
-            ValueError: If the strategy serves another one already.
+            ValueError: If the strategy already serves another optimizer.
         """
         other = self._optimizer()
         if other is not None and other is not optimizer:
-            raise ValueError(f"{self!r} serves another optimizer already: give each a strategy object of its own")
+            raise ValueError(f"{self!r} serves another optimizer already: pass a separate strategy to each optimizer")
         self._optimizer = weakref.ref(optimizer)
 
     def compare(self, facts: Mapping[str, Sequence[str]]) -> None:
@@ -262,7 +262,7 @@ class RankGrid(CommStrategy):
         return [self._row, self._column, self._world]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles keep, which excludes the groups."""
+        """Return the state of copies and pickles, which excludes the groups."""
         kept = {k: v for k, v in self.__dict__.items() if k not in ("_world", "_row", "_column")}
         return {
             **kept,
@@ -276,7 +276,7 @@ class RankGrid(CommStrategy):
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.arguments().items())})"
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments for ``repr()`` that differ from their defaults. All ranks must have equal ones."""
+        """Return the arguments for ``repr()`` that differ from their defaults. They must be equal on all ranks."""
         changed = {
             "replicate_factors": self._replicate,
             "average_gradients": self._average or None,
@@ -399,7 +399,7 @@ class RankGrid(CommStrategy):
         raise RuntimeError(message)
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
-        """Sum parcels over all ranks: on every rank, or on the owners alone."""
+        """Sum parcels over all ranks, either on every rank or only on the owners."""
         if not self.combines:
             return Pending()
         spread = [p for p in parcels if self.is_everywhere(p.index)]
@@ -416,7 +416,7 @@ class RankGrid(CommStrategy):
         return self.replicates or self._units[index].everywhere
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Stack tensors of all ranks in rank order, on every rank or on the owners alone."""
+        """Stack tensors of all ranks in rank order, either on every rank or only on the owners."""
         if not self.combines:
             return super().gather_statistics(parcels)
         spread = [p for p in parcels if self.is_everywhere(p.index)]

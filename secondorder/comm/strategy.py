@@ -1,18 +1,18 @@
-"""The interface of communication strategies, which decide who does which stage of a step, and its null object.
+"""The interface of communication strategies, which decide which rank does which stage of a step, and its null object.
 
-``SecondOrderOptimizer.step`` calls every verb unconditionally; a strategy decides what each one does on this rank. A
-*unit* is placed as a whole: it is a block of a layer method, or a window of a window method.
+``SecondOrderOptimizer.step`` calls every method of a strategy unconditionally; the strategy decides what each one does
+on this rank. A *unit* is a block of a layer method or a window of a window method, and is placed on ranks as one piece.
 
 ::
 
-    place, connect      at construction: who owns what (arithmetic), then groups and a check that all ranks agree
-    average_gradients   stage 0   average the ranks' gradients, if the strategy was asked to
+    place, connect      at construction: owners (arithmetic), then groups and a check that all ranks agree
+    average_gradients   stage 0   average the ranks' gradients, if that was requested
     reduce_statistics   stage 2   sum statistics on the ranks that hold the estimate of a unit
     share_curvature     stage 4   copy results of refreshes from the owner to the ranks that precondition
     share_directions    stage 5   copy preconditioned gradients to the ranks that did not compute them
 
 The messages of a step depend only on the placement, the step counter and numbers that all ranks agree on, never on the
-data of one rank. That keeps ranks from waiting for each other forever.
+data of one rank. This prevents deadlocks.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Unit(NamedTuple):
 
     Attributes:
         name: Name of the block or window, the same on all ranks.
-        signature: Shapes, dtypes and options as text; ranks whose texts differ are refused.
+        signature: Shapes, dtypes and options as text, which must be equal on all ranks.
         refresh_flops: FLOPs of one refresh.
         step_flops: FLOPs of preconditioning one gradient.
-        nbytes: Bytes of its curvature.
-        interval: Steps between refreshes.
-        everywhere: Whether every rank needs its estimate at every step, whatever the strategy.
-        divisible: Whether its state can be cut into shards (windows) instead of being owned.
+        nbytes: Bytes of the unit's curvature.
+        interval: Number of steps between refreshes.
+        everywhere: Whether every rank needs the unit's estimate at every step under every strategy.
+        divisible: Whether the unit's state can be cut into shards, as for windows, instead of having one owner.
     """
 
     name: str
@@ -83,32 +83,32 @@ class Parcel:
     symmetric: tuple[bool, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        """Fill in that no tensor is symmetric, if nothing was given."""
+        """Mark all tensors as not symmetric if nothing was passed."""
         self.symmetric = self.symmetric or (False,) * len(self.tensors)
 
 
 class Shard(NamedTuple):
-    """This rank's part of a divisible unit: it has part ``rank`` of ``size``."""
+    """This rank's part of a divisible unit, which is part ``rank`` of ``size``."""
 
     rank: int
     size: int
 
 
 class Pending:
-    """Messages on their way. This base class has none."""
+    """Messages that have been started. This base class has none."""
 
     def wait(self) -> None:
         """Wait until the results are in the tensors of the parcels. Idempotent."""
 
 
 class CommStrategy(ABC):
-    """The verbs of a strategy, in the order in which a step calls them."""
+    """Interface of a strategy. The methods appear in the order in which a step calls them."""
 
     #: The role of this process: ``"gradient"``, ``"factor"`` or ``"inverse"``.
     role: str = "gradient"
     #: Whether ranks may run out of data one after another, inside of torch's ``Join``.
     takes_joiners: bool = True
-    #: Whether it supports parameters that are sharded over the ranks (FSDP2).
+    #: Whether the strategy supports parameters that are sharded over the ranks (FSDP2).
     takes_pieces: bool = False
 
     @property
@@ -129,7 +129,7 @@ class CommStrategy(ABC):
     # ------------------------------------------------------------------ life
     @abstractmethod
     def place(self, units: Sequence[Unit]) -> None:
-        """Decide who does what; this is arithmetic only. Units that were placed before stay where they are."""
+        """Assign units to ranks without communication. Units that were placed before do not move."""
 
     @abstractmethod
     def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
@@ -140,32 +140,32 @@ class CommStrategy(ABC):
             device: Device of small messages.
 
         Raises:
-            ValueError: On all ranks, if texts differ; the message names the first difference.
-            RuntimeError: If not all ranks come.
+            ValueError: On all ranks, if texts differ. The message names the first difference.
+            RuntimeError: If not all ranks call this.
         """
 
     def close(self) -> None:  # noqa: B027 - most strategies have nothing to end
-        """End what runs next to the training loop, and destroy the groups. Idempotent."""
+        """Stop everything that runs in parallel with the training loop and destroy the groups. Idempotent."""
 
     def claim(self, optimizer: Any) -> None:  # noqa: B027 - most strategies take any
-        """Serve this optimizer from now on, before anything is placed.
+        """Bind the strategy to an optimizer, before anything is placed.
 
         Raises:
             ValueError: If the strategy already serves another optimizer.
         """
 
     def compare(self, facts: Mapping[str, Sequence[str]]) -> None:  # noqa: B027 - nobody to compare with
-        """Compare facts over the ranks; every rank gives the same number of them.
+        """Compare facts over the ranks. Every rank passes the same number of them.
 
         Raises:
-            ValueError: On all ranks, if facts differ; the message names the first difference.
+            ValueError: On all ranks, if facts differ. The message names the first difference.
         """
 
     def admit(self, optimizer: Any) -> None:  # noqa: B027 - most strategies take any
-        """Check the optimizer before the ranks meet.
+        """Check the optimizer before the ranks communicate.
 
         Raises:
-            NotImplementedError: If the strategy does not support it.
+            NotImplementedError: If the strategy does not support the optimizer.
         """
 
     def abandon(self, error: BaseException) -> None:  # noqa: B027 - others notice it at their timeout
@@ -179,7 +179,7 @@ class CommStrategy(ABC):
 
     @property
     def updates(self) -> bool:
-        """Whether this rank updates its parameters itself; otherwise it only estimates."""
+        """Whether this rank updates parameters; otherwise it only estimates curvature."""
         return True
 
     @property
@@ -204,7 +204,7 @@ class CommStrategy(ABC):
 
     @property
     def data_rank(self) -> int:
-        """Index of this process among those that read data."""
+        """Index of this process among the processes that read data."""
         return self.rank
 
     @property
@@ -257,7 +257,7 @@ class CommStrategy(ABC):
         return Shard(0, 1)
 
     def shards(self, index: int) -> Sequence[int]:
-        """Return, by rank, which part of a divisible unit it has."""
+        """Return the part of a divisible unit that each rank has."""
         return (0,) * self.world
 
     # ------------------------------------------------------------------ verbs of a step
@@ -265,10 +265,10 @@ class CommStrategy(ABC):
         """Prepare a step."""
 
     def end_step(self) -> None:  # noqa: B027 - nothing to do
-        """Finish a step; what the next one captures is not decided yet."""
+        """Finish a step, before it is decided what the next step captures."""
 
     def average_gradients(self, params: Sequence[nn.Parameter]) -> None:  # noqa: B027 - nobody to send to
-        """Average ``.grad`` over the ranks, if the strategy was asked to do that."""
+        """Average ``.grad`` over the ranks, if that was requested."""
 
     def agree(self, words: Tensor) -> Tensor:
         """Sum a small float64 vector over the ranks that have data, and return it on the CPU.
@@ -295,7 +295,7 @@ class CommStrategy(ABC):
             raise RuntimeError(error)
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
-        """Sum parcels of the same units over all ranks; the sum is valid where :meth:`estimates` is True."""
+        """Sum parcels of the same units over all ranks. The sum is valid where :meth:`estimates` is True."""
         return Pending()
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
@@ -310,10 +310,10 @@ class CommStrategy(ABC):
         """
 
     def spread(self, parcels: Sequence[Parcel]) -> None:  # noqa: B027 - nobody to send to
-        """Copy parcels from the owners of their units to all ranks; every rank gives all of them."""
+        """Copy parcels from the owners of their units to all ranks. Every rank passes all of them."""
 
     def post_directions(self, parcels: Sequence[Parcel]) -> Pending:
-        """Start to copy directions from the ranks that preconditioned to the others; every rank gives all of them."""
+        """Start to copy directions from the ranks that preconditioned to the others. Every rank passes all of them."""
         return Pending()
 
     def share_directions(self, parcels: Sequence[Parcel]) -> None:
@@ -324,13 +324,13 @@ class CommStrategy(ABC):
     def reshard(
         self, tensors: Sequence[Tensor], routes: Sequence[Route], stage: str, exact: bool = False
     ) -> list[Tensor]:
-        """Bring tensors of one dtype from one sharding to another.
+        """Convert tensors of one dtype from one sharding to another.
 
         Args:
             tensors: This rank's shard of each tensor, flat, possibly empty.
             routes: Route of each tensor.
             stage: Stage under which the message is counted.
-            exact: Whether numbers are sent as they are, whatever the wire dtype.
+            exact: Whether to ignore the wire dtype.
 
         Returns:
             This rank's new shard of each tensor, flat.
@@ -343,17 +343,17 @@ class CommStrategy(ABC):
 
     # ------------------------------------------------------------------ verbs that are called rarely
     def meet(self, what: str) -> None:  # noqa: B027 - nobody to wait for
-        """Wait until every rank has come here.
+        """Wait until every rank has called this.
 
         Args:
-            what: The function that all ranks must call, for the text of the error.
+            what: The function that all ranks must call, for the error message.
 
         Raises:
-            RuntimeError: If not all ranks come, after the timeout.
+            RuntimeError: If not all ranks call this within the timeout.
         """
 
     def copy_from(self, source: int, tensors: Sequence[Tensor]) -> None:  # noqa: B027 - nobody to send to
-        """Copy tensors of one rank to all others, in place; every rank gives all of them, with the same shapes."""
+        """Copy tensors of one rank to all others, in place. Every rank passes all of them, with the same shapes."""
 
     # ------------------------------------------------------------------ verbs of divisible units
     def sum_shards(self, values: Tensor) -> Tensor:
@@ -368,27 +368,27 @@ class CommStrategy(ABC):
             sizes: Sizes of the parts of each tensor, by part.
 
         Returns:
-            The whole tensors, flat.
+            The complete tensors, flat.
         """
         return list(shards)
 
 
 class Local(CommStrategy):
-    """Does everything in one process; every verb is the identity."""
+    """Does everything in one process. Every message is the identity."""
 
     def place(self, units: Sequence[Unit]) -> None:
         """Do nothing, since there is nothing to place."""
 
     def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
-        """Check that there is no other process to connect to.
+        """Check that there is no other process.
 
         Raises:
-            RuntimeError: In a process group of more than one rank, whose replicas would silently diverge.
+            RuntimeError: If the process group has more than one rank, because the replicas would silently diverge.
         """
         if world_size() > 1:
             raise RuntimeError(
-                f"this process group has {world_size()} ranks: with comm=Local() each would keep its own curvature and "
-                "the replicas would diverge. Leave comm out, or use secondorder.CommOpt()."
+                f"this process group has {world_size()} ranks: with comm=Local(), each rank would have its own "
+                "curvature, and the replicas would diverge. Leave comm out, or use secondorder.CommOpt()."
             )
 
     def owner(self, index: int) -> int:
