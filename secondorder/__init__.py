@@ -1,4 +1,4 @@
-"""Second-order training for PyTorch by changing one line: each method is a ``torch.optim.Optimizer``."""
+"""Second-order optimizers for PyTorch. Each method is a ``torch.optim.Optimizer`` that replaces yours in one line."""
 
 from secondorder import nn as nn
 from secondorder.capture.fisher.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
@@ -37,7 +37,7 @@ from secondorder.schedule import ParamScheduler
 
 __version__ = "0.1.0"
 
-#: Without ``nn``: ``from secondorder import *`` must not replace the ``nn`` of ``from torch import nn``.
+#: ``nn`` is missing, because ``from secondorder import *`` must not replace the ``nn`` of ``from torch import nn``.
 __all__ = [
     "EKFAC",
     "GGT",

@@ -1,12 +1,12 @@
-"""The information that the library reads from the frames of its callers.
+"""Information that the package reads from the frames of its callers.
 
 ::
 
-    warnings       the first frame that is neither of this library nor of PyTorch
+    warnings       the first frame that is neither in this package nor in PyTorch
     loss scale     a ``torch.amp.GradScaler`` whose ``step`` is running
     checkpoints    the functions of ``torch.distributed.checkpoint.state_dict``, and the state that they have read
 
-No other module inspects frames, since they depend on the code of others. If nothing is found, the call is ordinary.
+No other module inspects frames, since they depend on third-party code. If nothing is found, the call is ordinary.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 
 from secondorder.comm.layout import is_cut
 
-#: Largest number of frames between the step of an optimizer and the scaler that calls it, which are wrappers of torch,
-#: schedulers and trainers.
+#: Largest number of frames between the step of an optimizer and the scaler that calls it. These frames are wrappers of
+#: torch, schedulers and trainers.
 _DEPTH = 32
 #: The module in which torch collects and distributes the state of optimizers.
 _CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 
 
 def depth_of_caller() -> int:
-    """Return the ``stacklevel`` with which a warning by the caller names the first frame of other code."""
+    """Return the ``stacklevel`` with which a warning by the caller points to the first frame of other code."""
     frame, depth = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
         "secondorder",
@@ -37,7 +37,7 @@ def depth_of_caller() -> int:
 
 
 def calling_scaler() -> torch.amp.GradScaler | None:
-    """Return the innermost loss scaler whose ``step`` runs further up the stack, through wrappers of any trainer."""
+    """Return the innermost loss scaler whose ``step`` runs further up the stack, behind wrappers of any trainer."""
     frame, depth = sys._getframe(1).f_back, 0
     while frame is not None and depth < _DEPTH:
         if frame.f_code.co_name in ("step", "_maybe_opt_step"):
@@ -49,7 +49,7 @@ def calling_scaler() -> torch.amp.GradScaler | None:
 
 
 def is_saved_in_parts() -> bool:
-    """Whether the caller is a distributed checkpoint of torch, to which every rank writes its part."""
+    """Whether the caller is a distributed checkpoint of torch, in which every rank writes its part."""
     frame = sys._getframe(1).f_back
     while frame is not None:
         if frame.f_globals.get("__name__") == _CHECKPOINTS and "info" in frame.f_locals:
@@ -61,8 +61,8 @@ def is_saved_in_parts() -> bool:
 def filled_in_by_torch() -> set[int]:
     """Return the ids of tensors that ``set_optimizer_state_dict`` took from the optimizer and not from the file.
 
-    With ``full_state_dict=True`` it fills in what a file lacks from the state of the optimizer, and drops the
-    mark of a partial state, so that the file of one rank of several would pass for a complete one.
+    With ``full_state_dict=True``, it fills in missing entries of a file from the state of the optimizer and drops the
+    mark of a partial state, so the file of a single rank would look complete.
     """
     frame = sys._getframe(1).f_back
     while frame is not None:

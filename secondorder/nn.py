@@ -1,16 +1,16 @@
 """Recurrent layers and attention that expose their linear maps.
 
-``torch.nn.LSTM`` and similar modules pass a whole sequence to one fused kernel: no hook ever sees the gates before
-their nonlinearity, so that a layer method knows nothing about their curvature. The modules here have the same options,
-the same parameters under the same names and the same results up to rounding, and apply every weight through a
+``torch.nn.LSTM`` and similar modules pass a complete sequence to one fused kernel. No hook sees the gates before their
+nonlinearity, so a layer method cannot estimate their curvature. The modules here have the same options, the same
+parameters under the same names and the same results up to rounding, but apply every weight through a
 :class:`~secondorder.capture.layers.projections.Projection`, a child without parameters. :func:`expose` converts the
-modules of an existing model to them::
+modules of an existing model to these classes::
 
     x [T, N, d] ──► ih: all steps in one product ──► gates of step t ──┐
     h of step t−1 ───────► hh: one product per step ───────────────────┴──► nonlinearity ──► h of step t
 
-Running step by step takes time. A forward pass that no tap waits for (in ``eval()``, or because nothing is due in this
-step of training) runs torch's kernel.
+Running step by step is slower. A forward pass without an active tap (in ``eval()``, or because no statistics are due in
+this training step) runs torch's kernel.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class _Exposed(nn.Module):
         self.add_projections()
 
     def linear_parts(self) -> list[LinearMap]:
-        """Return the linear maps of the module: the parameters of each, and the projections to tap."""
+        """Return the linear maps of the module, with the parameters of each and the projections to tap."""
         raise NotImplementedError
 
     def add_projections(self) -> None:
-        """Add the children, also to a module that was built as another class."""
+        """Add the children, also to a module that was built with another class."""
         raise NotImplementedError
 
 
 class _Recurrent(_Exposed):
-    """Recurrent layers and cells. Maps have the names of their parameters without ``weight_`` and ``bias_``."""
+    """Base of recurrent layers and cells. Maps have the names of their parameters without ``weight_`` and ``bias_``."""
 
     projections: nn.ModuleDict
     #: Whether the hidden state is a pair (h, c).
@@ -87,15 +87,15 @@ class _Recurrent(_Exposed):
         return parts
 
     def _map(self, name: str) -> Callable[[Tensor], Tensor]:
-        # The parameters are looked up once per forward, not per step: a parametrized weight is computed when it is
-        # read.
+        # Look up the parameters once per forward pass and not per step, because reading a parametrized weight computes
+        # it.
         weight, bias = getattr(self, f"weight_{name}"), getattr(self, f"bias_{name}", None)
         return functools.partial(self.projections[name], weight=weight, bias=bias)
 
     def _is_seen(self) -> bool:
-        """Whether this forward has to go step by step."""
+        """Whether this forward pass has to run step by step."""
         if torch.compiler.is_compiling():
-            return True  # the fused kernel breaks the graph, and a graph does not notice when a tap becomes due
+            return True  # the fused kernel breaks the graph, and a graph cannot detect that a tap becomes due
         return self.training and any(p.watched for p in self.projections.values() if isinstance(p, Projection))
 
     def _to_state(self, hx: Any) -> State:
@@ -121,7 +121,7 @@ class _GRUStep(_Recurrent):
         (h,) = state
         reset_x, update_x, new_x = from_x.chunk(3, 1)
         reset_h, update_h, new_h = maps["hh"](h).chunk(3, 1)
-        # The reset gate multiplies the whole second map, bias included.
+        # The reset gate multiplies the complete second map, including the bias.
         new = (new_x + (reset_x + reset_h).sigmoid() * new_h).tanh()
         return ((h - new) * (update_x + update_h).sigmoid() + new,)
 
@@ -226,7 +226,7 @@ class _Layers(_Recurrent, nn.RNNBase):
 
         Args:
             x: ``[T, N, d]``, or packed ``[Σ sizes, d]``.
-            sizes: Number of sequences that are alive at each step of packed data.
+            sizes: Number of active sequences at each step of packed data.
             state: ``[layers·directions, N, ·]``.
 
         Returns:
@@ -252,14 +252,14 @@ class _Layers(_Recurrent, nn.RNNBase):
     def _dtypes(self, x: Tensor, sizes: list[int] | None, state: State) -> list[torch.dtype]:
         """Find the data types in which torch's kernel returns the output and each part of the state.
 
-        What autocast does to recurrent layers on a CPU depends on the kind of layer, on projections, on the lengths of
-        packed sequences, and on the processor: some have no LSTM kernel of lower precision. Torch is therefore asked
-        with a step or two of an example or two, and raises its own error here if it has none. Otherwise a training step
-        that captures would pass, and the next one would fail.
+        On a CPU, the effect of autocast on recurrent layers depends on the type of the layer, on projections, on the
+        lengths of packed sequences, and on the processor, since some have no LSTM kernel of lower precision. Therefore
+        run torch's kernel on one or two steps of one or two examples, which raises torch's error if there is no kernel.
+        Otherwise, a training step that captures would pass, and the next one would fail.
 
         Args:
             x: ``[T, N, d]``, or packed ``[Σ sizes, d]``.
-            sizes: Number of sequences that are alive at each step of packed data.
+            sizes: Number of active sequences at each step of packed data.
             state: ``[layers·directions, N, ·]``.
 
         Returns:
@@ -273,7 +273,7 @@ class _Layers(_Recurrent, nn.RNNBase):
         kernel = getattr(torch, self.mode.lower())
         # Without dropout, the kernel draws no random numbers.
         options = (self._flat_weights, self.bias, self.num_layers, 0.0, self.training, self.bidirectional)
-        few = [1] if sizes is None or sizes[0] == sizes[-1] else [2, 1]  # sequences of one length take another kernel
+        few = [1] if sizes is None or sizes[0] == sizes[-1] else [2, 1]  # sequences of equal length use another kernel
         first = self._from_state(tuple(s[:, : few[0]] for s in state))
         if sizes is None:
             found = kernel(x[:1, :1], first, *options, False)
@@ -284,14 +284,14 @@ class _Layers(_Recurrent, nn.RNNBase):
     def _scan(
         self, x: Tensor, sizes: list[int] | None, first: State, maps: Maps, reverse: bool
     ) -> tuple[Tensor, State]:
-        """Run one direction of one layer: return its output ``[T, N, ·]`` or packed, and the last states."""
-        # Packed rows have no axis of examples, which three axes indicate.
+        """Run one direction of one layer, and return its output ``[T, N, ·]`` or packed, and the last states."""
+        # Packed rows have no axis of examples, since only three axes indicate one.
         from_x = maps["ih"](x) if sizes is None else maps["ih"](x[None])[0]
         steps: Sequence[Tensor] = from_x.unbind(0) if sizes is None else from_x.split(sizes)
         if not steps:
             raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
         steps = steps[::-1] if reverse else steps
-        # Packed sequences are sorted by length: forward, the last rows end first; backward, they start last.
+        # Packed sequences are sorted by length. Forward, the last rows end first; backward, they start last.
         state = _rows(first, 0, steps[0].shape[0])
         ended: list[State] = []
         outputs: list[Tensor] = []
@@ -330,10 +330,9 @@ class RNN(_RNNStep, _Layers, nn.RNN):
 
 # ------------------------------------------------------------------ attention
 class MultiheadAttention(_Exposed, nn.MultiheadAttention):
-    """Like :class:`torch.nn.MultiheadAttention`, with its linear maps exposed; results are the same to the last bit.
+    """:class:`torch.nn.MultiheadAttention` with its linear maps exposed. Results are bit-for-bit the same.
 
-    Optimizers can see into torch's own module too. This class is for models under ``torch.compile``, where that is not
-    possible.
+    Optimizers also support torch's own module. Use this class for models under ``torch.compile``, where they cannot.
     """
 
     projections: AttentionProjections
@@ -371,7 +370,7 @@ class MultiheadAttention(_Exposed, nn.MultiheadAttention):
 
 
 def _time_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Swap the first two dims; equal tensors stay equal, because that decides which products are computed together."""
+    """Swap the first two dims. Identical tensors stay identical, since this decides which products are combined."""
     q = query.transpose(0, 1)
     if value is not key:
         return q, key.transpose(0, 1), value.transpose(0, 1)
@@ -394,12 +393,12 @@ _EXPOSED: dict[type[nn.Module], type[_Exposed]] = {
 def expose(model: M) -> M:
     """Convert the recurrent layers, cells and attention of a model to the classes of this module, in place.
 
-    Parameters stay the same objects under the same names, and hooks stay; only the class of a module changes, and a
-    child ``projections`` without parameters is added. A second call does nothing. A module with a ``forward`` of its
-    own, or with parametrized weights, is left as it is, with a warning that names it.
+    Parameters remain the same objects under the same names, and hooks remain. Only the class of a module changes, and a
+    child ``projections`` without parameters is added. A second call does nothing. A module with an overridden
+    ``forward`` or with parametrized weights is not converted, and a warning names it.
 
     Args:
-        model: Any module, also a single layer.
+        model: Any module, including a single layer.
 
     Returns:
         The model.
@@ -417,19 +416,19 @@ def expose(model: M) -> M:
         module.add_projections()
     if left:
         warnings.warn(
-            f"expose() leaves as they are: {', '.join(left)}. Build them from the classes of secondorder.nn if they "
-            "are to have curvature, or name them in skip_layers",
+            f"expose() does not convert {', '.join(left)}. Build them from the classes of secondorder.nn to give them "
+            "curvature, or name them in skip_layers",
             stacklevel=2,
         )
     return model
 
 
 def _obstacle(module: nn.Module, plain: type[nn.Module]) -> str:
-    """Return why a module must keep its class; empty if there is no reason."""
+    """Return why a module must keep its class; an empty string if there is no reason."""
     if is_parametrized(module):
         return "its weights are parametrized"
     if type(module).forward is not plain.forward or "forward" in vars(module):
-        return f"{type(module).__name__} has a forward of its own"
+        return f"{type(module).__name__} has its own forward"
     return ""
 
 
@@ -437,7 +436,7 @@ _JOINED: dict[tuple[type, type], type] = {}
 
 
 def _exposed_class(exposed: type, original: type) -> type:
-    """Return ``exposed``, or a class that also has the additions of a subclass of the torch class."""
+    """Return ``exposed``, or a class that also has the members of a subclass of the torch class."""
     if _EXPOSED.get(original) is exposed:
         return exposed
     if (exposed, original) not in _JOINED:
@@ -447,7 +446,7 @@ def _exposed_class(exposed: type, original: type) -> type:
 
 
 def _reduce_joined(self: nn.Module, protocol: int) -> tuple[Any, ...]:
-    """Pickle an instance by the two bases: their joint class exists in no module."""
+    """Pickle an instance by its two bases, because their joint class exists in no module."""
     return (_new_joined, type(self).__bases__, *object.__reduce_ex__(self, protocol)[2:])
 
 

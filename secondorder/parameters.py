@@ -1,4 +1,4 @@
-"""The parameters of an optimizer: their names and groups, and what was moved or replaced."""
+"""The parameters of an optimizer, with their names and groups, and the detection of replaced parameters."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ RULE_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 class ParameterTable:
     """The current parameters of an optimizer, with their options and their state.
 
-    torch and the user may replace the groups and the state. The optimizer updates both before anything reads them.
+    torch and the user may replace the groups and the state. The optimizer updates both before they are read.
 
     Attributes:
         method: Name of the optimizer's class, for messages.
-        allocating: Options that decide how much state there is.
+        allocating: Options that determine how much state there is.
         groups: The parameter groups.
         state: State by parameter.
         names: Names by parameter.
@@ -41,9 +41,9 @@ class ParameterTable:
         root: The module, or None if the optimizer has none.
         is_followed: Whether the optimizer follows the module.
         shards: How parameters are sharded over ranks.
-        entries: Entries of the states, as far as they have been planned.
+        entries: The planned entries of the states.
         reasons: Why parameters have no curvature.
-        skipped_by_user: Parameters for which the user asked for no curvature.
+        skipped_by_user: Parameters that the user excluded from curvature.
         signature: The layout for which the current plan was made.
     """
 
@@ -64,7 +64,7 @@ class ParameterTable:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module that the optimizer follows, or None if it follows none."""
+        """The module that the optimizer follows, or None."""
         return self.root if self.is_followed else None
 
     # ------------------------------------------------------------------ groups and names
@@ -79,11 +79,11 @@ class ParameterTable:
         self.shards = find_shards({p: known.get(p, f"of shape {tuple(p.shape)}") for p in self.group_of}, comm)
 
     def inside(self) -> dict[nn.Parameter, str]:
-        """Return the names of the module's parameters, which are none without a module."""
+        """Return the names of the module's parameters; an empty dict without a module."""
         return {} if self.root is None else {p: clean_name(name) for name, p in self.root.named_parameters()}
 
     def name_parameters(self) -> None:
-        """Name every parameter: as its group does, else as the module does, else by its position."""
+        """Name every parameter, by its group, or else by the module, or else by its position."""
         inside = self.inside()
         for i, group in enumerate(self.groups):
             given = group.get("param_names")
@@ -94,7 +94,7 @@ class ParameterTable:
                     self.reasons.setdefault(p, "frozen")
 
     def names_of_groups(self) -> list[list[str] | None]:
-        """Return the names of each group, as given or as in the module, or None where they are not known."""
+        """Return the names of each group, from the group or the module, or None if they are not known."""
         inside = self.inside()
         found: list[list[str] | None] = []
         for group in self.groups:
@@ -103,10 +103,10 @@ class ParameterTable:
         return found
 
     def named_like_the_others(self, group: Group) -> Group:
-        """Name the parameters of a late group if those of the others have names, since torch wants all or none."""
+        """Name the parameters of a late group if those of the others have names, since torch requires all or none."""
         params = group["params"]
         if isinstance(params, set):
-            return group  # torch refuses it, with its own words
+            return group  # torch rejects it with its own message
         params = [params] if isinstance(params, Tensor) else list(params)
         named = bool(self.groups) and "param_names" in self.groups[0]
         if not named or any(isinstance(p, tuple) for p in params):
@@ -125,29 +125,29 @@ class ParameterTable:
 
     # ------------------------------------------------------------------ what was moved or replaced
     def layout(self) -> list[tuple[object, ...]]:
-        """Return what a plan and its state depend on, and a user may change between steps."""
+        """Return everything that a plan and its state depend on and that a user may change between steps."""
         members = [(group, p) for group in self.groups for p in group["params"]]
         found: list[tuple[object, ...]] = [(id(g), id(p), p.requires_grad, p.dtype, p.device) for g, p in members]
         return found + [tuple(group.get(name) for name in self.allocating) for group in self.groups]
 
     def note_plan(self) -> None:
-        """Note for which layout the current plan was made."""
+        """Record the layout for which the current plan was made."""
         self.signature = self.layout()
 
     @property
     def was_replaced(self) -> bool:
-        """Whether a trainer has put parameters in the place of others since the plan was made."""
+        """Whether a trainer has replaced parameters since the plan was made."""
         return bool(self.signature) and any(p not in self.group_of for group in self.groups for p in group["params"])
 
     def is_gathered(self) -> bool:
-        """Whether the module has whole parameters now, in the place of those that ``fully_shard`` has sharded."""
+        """Whether the module has complete parameters now instead of those that ``fully_shard`` has sharded."""
         if not self.shards.is_sharded or self.layout() == self.signature:
             return False
         inside = self.inside()
         return any(is_cut(p) and p not in inside for p in self.group_of)
 
     def forget_replaced(self, steps: int) -> None:
-        """Drop the state of parameters in whose place others have come, with a warning after the first step."""
+        """Drop the state of replaced parameters, with a warning after the first step."""
         names = {self.names[p] for p in self.group_of}
         replaced = {p: name for p, name in self.names.items() if p not in self.group_of and name in names}
         for p in replaced:
@@ -155,31 +155,31 @@ class ParameterTable:
             self.state.pop(p, None)
         if replaced and steps:
             warnings.warn(
-                f"{self.method}: after {steps} steps other parameters have come in the place of "
-                f"{some_of(list(replaced.values()))}; their curvature and momentum begin anew. Replace parameters "
-                "before training, or carry the state over with state_dict() and load_state_dict()",
+                f"{self.method}: after {steps} steps, other parameters have come in the place of "
+                f"{some_of(list(replaced.values()))}; their curvature and momentum start again. Replace parameters "
+                "before training, or transfer the state with state_dict() and load_state_dict()",
                 stacklevel=depth_of_caller(),
             )
 
     def require_live(self) -> None:
-        """Refuse to continue if the parameters of the module were replaced, and therefore never get gradients.
+        """Check that the parameters of the module were not replaced, since the old ones would never get gradients.
 
         Raises:
-            RuntimeError: If they were replaced.
+            RuntimeError: If parameters were replaced.
         """
         inside = {name: p for p, name in self.inside().items()}
         replaced = [n for p, name in self.names.items() if (n := clean_name(name)) in inside and inside[n] is not p]
         if replaced:
             raise RuntimeError(
-                f"{self.method}: no parameter has a gradient, and the module has another '{replaced[0]}' than "
-                "when the optimizer was made: make it after fully_shard(), to_empty() and what else replaces parameters"
+                f"{self.method}: no parameter has a gradient, and the module has another '{replaced[0]}' than when the "
+                "optimizer was made: make it after fully_shard(), to_empty() and other calls that replace parameters"
             )
 
     def repoint(self, theirs: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-        """Return the new parameter for each old one: those of a module, by name, take the place of the current ones.
+        """Return the new parameter for each old one, after replacing the current parameters by those of a module.
 
         Raises:
-            ValueError: If the module has no parameter that fits; nothing is changed then.
+            ValueError: If the module has no matching parameter. Nothing is changed then.
         """
         found = {}
         for group in self.groups:
@@ -196,7 +196,7 @@ class ParameterTable:
 
     # ------------------------------------------------------------------ what a step needs
     def gradients(self) -> Directions:
-        """Return dense gradients, of which sharded ones are local and those of groups that maximize are negated."""
+        """Return dense gradients. Sharded ones are local, and those of groups that maximize are negated."""
         found: Directions = {}
         for group in self.groups:
             for p in group["params"]:
@@ -208,7 +208,7 @@ class ParameterTable:
 
     # ------------------------------------------------------------------ warnings
     def warn_uncovered(self, covered: Container[nn.Parameter]) -> None:
-        """Name once, by reason, the parameters without curvature that the user has not asked to leave out."""
+        """Warn once about the parameters without curvature that the user has not excluded, grouped by reason."""
         by_reason: dict[str, list[str]] = {}
         for p, name in self.names.items():
             if p not in covered and p not in self.skipped_by_user and p.requires_grad:
@@ -222,13 +222,13 @@ class ParameterTable:
             rules = " or ".join(sorted({repr(group["fallback"]) for group in self.groups}))
             found = f"nothing is covered. All parameters get no curvature and follow the fallback rule {rules} ({text})"
         warnings.warn(
-            f"{self.method}: {found}. describe() lists every parameter; name them in skip_layers to silence this.",
+            f"{self.method}: {found}. describe() lists all parameters. Name them in skip_layers to silence this.",
             stacklevel=depth_of_caller(),
         )
 
 
 def module_of(method: str, params: Any, module: nn.Module | Sequence[nn.Module] | None) -> tuple[nn.Module | None, Any]:
-    """The module and the parameters to train, from the two first ways to give them; several parts make one module."""
+    """Return the module and the parameters to train from the first two arguments. Several parts form one module."""
     if isinstance(params, nn.Module) or _is_list_of_modules(params):
         if module is not None and module is not params:
             raise ValueError(f"{method}: give the module once, first or as module=")

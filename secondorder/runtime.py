@@ -1,4 +1,4 @@
-"""The values that the parts of one optimizer share."""
+"""Values that the parts of one optimizer share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Clock(Protocol):
         """Time what runs inside the ``with`` block."""
 
     def end_step(self) -> None:
-        """A step is over."""
+        """Record the end of a step."""
 
     def last_step(self) -> dict[str, float]:
         """Return the milliseconds of the last step by stage."""
@@ -35,11 +35,11 @@ class Runtime:
     Attributes:
         step: Number of steps taken.
         seed_base: The option ``deterministic_seed``, from which every random choice is derived.
-        states: State of the optimizer by parameter. When loading replaces it, the optimizer updates this reference.
+        states: State of the optimizer by parameter. The optimizer updates this reference when loading replaces it.
         observed_terms: Number of loss terms that ``observe`` has seen in this step, as a 0-dim tensor.
         workspace: Memory for temporary tensors.
         blocks: Number of blocks of a layer method.
-        clock: Times the stages of a step if the user asked for it.
+        clock: The clock that times the stages of a step, if the user requested it.
     """
 
     step: int = 0
@@ -51,12 +51,12 @@ class Runtime:
     clock: Clock | None = None
 
     def renew(self, states: Mapping[Any, dict[str, Tensor | int]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Update what the user or ``load_state_dict`` may have replaced since the last step."""
+        """Update values that the user or ``load_state_dict`` may have replaced since the last step."""
         self.states = states
         self.seed_base = groups[0].get("deterministic_seed", 0) if groups else 0
 
     def seed(self, stream: int, number: int | None = None) -> int:
-        """Return a seed that depends on the stream and the number (by default, the step), and is reproducible."""
+        """Return a reproducible seed that depends on the stream and the number, which is the step by default."""
         mixed = self.seed_base
         for part in (self.step if number is None else number, stream):
             mixed = (mixed * 1_000_003 + part + 1) % (1 << 62)
@@ -74,6 +74,6 @@ class Runtime:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Return the first few of some names, and how many more there are."""
+    """Return the first few of some names and the number of remaining ones."""
     shown = ", ".join(names[:4])
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

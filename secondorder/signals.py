@@ -1,4 +1,4 @@
-"""The memory of a policy during a training run: numbers, some of which may still be on their way from a device."""
+"""The memory of a policy during a training run: numbers, some of which may still be in transfer from a device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Number of rates that are distinguished. A state has the same keys however many groups there are: beyond this number,
-#: some groups share a sum.
+#: Number of rates that are distinguished. A state has the same keys for every number of groups; if there are more
+#: groups, some of them share a sum.
 _RATES = 8
-#: The relative change that counts as a fall of a rate in one step, and the one that may be a scheduler's rounding.
+#: The relative change that counts as a decrease of a rate in one step, and the one that may be a rounding error.
 _FALL, _ROUNDING = 0.1, 1e-9
 
 
@@ -20,14 +20,14 @@ class Memory:
     """Numbers that a policy remembers, some of which may still be on a device.
 
     Attributes:
-        numbers: Numbers by key; those on a device are outdated until :meth:`settle`.
+        numbers: Numbers by key. Numbers that are on a device are outdated here until :meth:`settle`.
     """
 
     def __init__(self, **numbers: float) -> None:
         self.numbers = numbers
 
     def settle(self) -> None:
-        """Bring every number to the host."""
+        """Copy every number to the host."""
 
     def load(self, numbers: dict[str, float]) -> None:
         """Replace all numbers."""
@@ -48,7 +48,7 @@ class Rates(Memory):
         super().__init__(**rates, rising=0.0, changed_at=math.nan, unheeded=0.0)
 
     def note(self, step: int, lrs: Sequence[float]) -> None:
-        """Compare the rates with those of the previous step; a nan compares as no change."""
+        """Compare the rates with those of the previous step. A nan counts as no change."""
         known = self.numbers
         rates = {f"lr_{i}": math.fsum(lrs[i::_RATES]) for i in range(min(len(lrs), _RATES))}
         falls = any(rate < known[key] * (1 - _FALL - _ROUNDING) for key, rate in rates.items())
@@ -58,7 +58,7 @@ class Rates(Memory):
         known.update(rates, rising=float(rises))
 
     def hold(self, step: int, window: int) -> bool:
-        """Whether a refresh still follows a change, which it never does without a window."""
+        """Whether a refresh still follows a change, which is never the case without a window."""
         unheeded, self.numbers["unheeded"] = self.numbers["unheeded"], 0.0
         return window > 0 and (bool(unheeded) or step - self.numbers["changed_at"] < window)
 
@@ -69,7 +69,7 @@ class Rates(Memory):
 
 
 class Latest(Memory):
-    """The last value of a signal. It comes from a device without waiting, unless it is read too soon."""
+    """The last value of a signal. It arrives from a device without waiting, unless it is read too early."""
 
     def __init__(self, key: str) -> None:
         super().__init__(**{key: math.nan})
@@ -103,7 +103,7 @@ class PeriodMeans(Memory):
     """The mean norm of the gradient in the last two periods that have one, and the sum of the running period.
 
     Attributes:
-        ended: Mean of a period that ended but was not stored yet.
+        ended: Mean of a period that ended but has not been stored yet.
     """
 
     def __init__(self) -> None:
@@ -112,10 +112,10 @@ class PeriodMeans(Memory):
         self._running: Tensor | None = None  # norm_sum and norm_count while norms are added
 
     def enter(self, step: int, period: int) -> None:
-        """End the running period if ``step`` lies behind it. Periods start at multiples of their length."""
+        """End the running period if ``step`` is after it. Periods start at multiples of their length."""
         start = step - step % period
         if start > self.numbers["start"]:
-            self._take_over()  # this is the period before, which arrived long ago
+            self._take_over()  # this is the period before, which has already arrived
             self.ended.put(self._mean())
             self.numbers.update(start=float(start), norm_sum=0.0, norm_count=0.0)
             self._running = None
@@ -132,7 +132,7 @@ class PeriodMeans(Memory):
         self._running += torch.stack([torch.where(finite, norm, 0.0), finite.to(norm.dtype)])
 
     def two_means(self, step: int) -> tuple[float, float]:
-        """Return the means of the last two periods that ended before ``step``, the older first; nan if missing."""
+        """Return the means of the last two periods that ended before ``step``, older first; nan if missing."""
         if step >= self.numbers["start"]:
             self._take_over()
         return self.numbers["norm_before"], self.numbers["last_norm"]

@@ -1,17 +1,17 @@
-"""Policies that decide when to spend more on the rows of HyLo: they choose ``"kid"``, ``"kis"`` or ``"sngd"``.
+"""Policies that decide when to spend more time on the rows of HyLo. They choose ``"kid"``, ``"kis"`` or ``"sngd"``.
 
-A policy receives every optimizer step in :meth:`SwitchPolicy.observe`, and is asked at every refresh in
-:meth:`SwitchPolicy.decide`. Its answer depends on the step, learning rates and *earlier* measurements only, which have
-long left the device by then::
+A policy receives every optimizer step in :meth:`SwitchPolicy.observe` and decides at every refresh in
+:meth:`SwitchPolicy.decide`. Its decision depends only on the step, on learning rates and on *earlier* measurements,
+which have arrived on the host long before::
 
     step        0 … P-1                  P … 2P-1                 2P
     observe     Σ ‖∇‖ on the device      Σ ‖∇‖ on the device
     end         copy starts ─────────►   read by the first decide of a later period
 
-Signals are equal on all ranks, and therefore so are the decisions. A norm that is not finite is ignored: a batch that
-is dropped is observed on a device, where the host does not read it, but not on a CPU, and both must decide alike.
+Signals are equal on all ranks, and therefore decisions are too. A norm that is not finite is ignored: a dropped batch
+is observed on a device, where the host does not read its norm, but not on a CPU, and the decisions must be equal.
 
-Mean gradient norms by period are from HyLo (SC22); the other rules are ours.
+Mean gradient norms by period are from HyLo (SC22). The other rules are new.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from torch import Tensor
 from secondorder import options
 from secondorder.signals import Latest, Memory, PeriodMeans, Rates
 
-#: The possible answers of a policy.
+#: The possible decisions of a policy.
 MODES = ("kid", "kis", "sngd")
 
 
 class SwitchPolicy(ABC):
-    """Decides the mode of the next rows; there is one object per optimizer.
+    """Base class of policies, which decide the mode of the next rows. Every optimizer has a separate policy object.
 
-    A policy of your own needs :meth:`decide`, and the two methods of its state if it has any.
+    A custom policy implements :meth:`decide` and, if it has state, ``state_dict`` and ``load_state_dict``.
 
     Attributes:
         needs_gradient_norm: Whether ``observe`` needs a norm.
-        needs_rates: Whether it needs learning rates; reading one that is a tensor on a device waits for the device.
-        reason: The reason of the last decision, in words.
+        needs_rates: Whether ``observe`` needs learning rates. Reading a rate from a device waits for the device.
+        reason: The reason of the last decision as text.
     """
 
     needs_gradient_norm: bool = False
@@ -54,28 +54,29 @@ class SwitchPolicy(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors that the policy remembers."""
+        """Bytes of the tensors that the policy stores."""
         return sum(x.nbytes for part in self._parts for x in vars(part).values() if isinstance(x, Tensor))
 
     def observe(self, step: int, lrs: Sequence[float], norm: Tensor | None = None) -> None:  # noqa: B027 - not all do
-        """Receive a step, before ``decide`` is asked in it.
+        """Receive a step, before ``decide`` is called in it.
 
         Args:
             step: Number of the step, from 0.
             lrs: Learning rate of each group, as numbers.
-            norm: Norm of the gradient of all covered parameters, 0-dim, on any device; None if it is not needed.
+            norm: Norm of the gradient of all covered parameters, a 0-dim tensor on any device; None if not needed.
         """
 
     def probe(self, error: Tensor) -> None:  # noqa: B027 - most do not
-        """Receive the error of a refresh, after ``decide`` was asked in it.
+        """Receive the error of a refresh, after ``decide`` was called in it.
 
         Args:
-            error: Relative error of a KIS update against SNGD, the mean over the probed layers, 0-dim, on any device.
+            error: Relative error of a KIS update compared with SNGD, averaged over the probed layers; a 0-dim tensor on
+                any device.
         """
 
     @abstractmethod
     def decide(self, step: int) -> str:
-        """Choose the mode of a refresh; it is asked once in each.
+        """Choose the mode of a refresh. It is called once in each refresh.
 
         Args:
             step: Number of the step, from 0.
@@ -85,16 +86,16 @@ class SwitchPolicy(ABC):
         """
 
     def state_dict(self) -> dict[str, float]:
-        """Return the memory as numbers, nan for "not yet"; the keys never change. This may wait for the device."""
+        """Return the state as numbers, with nan for missing ones. The keys never change. May wait for the device."""
         for part in self._parts:
             part.settle()
         return {key: value for part in self._parts for key, value in part.numbers.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of a policy, to decide as it would have. Everything is checked before anything is changed.
+        """Load the state of a policy. It is checked completely before anything is changed.
 
         Raises:
-            ValueError: If the keys are not those of this policy.
+            ValueError: If the keys do not match those of this policy.
             TypeError: If a value is not a number.
         """
         known = {key for part in self._parts for key in part.numbers}
@@ -112,16 +113,16 @@ class SwitchPolicy(ABC):
 class GradNormChange(SwitchPolicy):
     """Chooses KID while the norm of the gradient changes between periods, and after a change of the learning rate.
 
-    With N the mean norm of the gradient over the steps of a period, KID is chosen if ``|N − N₋| / N₋ >= eta`` for the
-    last two periods that ended before the step, and until there are two; otherwise KIS. Steps without a finite norm are
-    left out of the mean, and a period with only such steps is skipped.
+    Let N be the mean norm of the gradient over the steps of a period. KID is chosen if ``|N − N₋| / N₋ >= eta`` for the
+    last two periods that ended before the step, or if there are no two such periods yet. Otherwise, KIS is chosen.
+    Steps without a finite norm are left out of the mean, and a period with only such steps is skipped.
 
     A change of the learning rate is defined, and has the same effect, as in :class:`LRChange`.
 
     Args:
-        eta: η, the relative change from which KID is chosen.
-        period_steps: Optimizer steps of a period.
-        hold: Number of periods of KID after a change of the learning rate; with 0, changes are ignored.
+        eta: η, the smallest relative change for which KID is chosen.
+        period_steps: Number of optimizer steps of a period.
+        hold: Number of periods of KID after a change of the learning rate. With 0, changes are ignored.
 
     Raises:
         ValueError: If a value is out of range.
@@ -171,14 +172,14 @@ class LRChange(SwitchPolicy):
     """Chooses KID for a while after a change of the learning rate, and KIS otherwise.
 
     A change is a step whose rate in any group is more than 10 % below that of the previous step, or the first step that
-    raises no rate after one that raised some: this is where a warm-up ends (and each rise of a warm-up by epochs). KID
-    then holds for ``hold · period_steps`` steps, including that of the change, and for the first refresh after the
-    change whenever it comes. With nine groups or more, the first and the ninth are judged by the sum of their rates,
-    and so on.
+    raises no rate after a step that raised one. The latter is the end of a warm-up, or of each rise of a warm-up by
+    epochs. KID then holds for ``hold · period_steps`` steps, including the step of the change, and for the first
+    refresh after the change even if it comes later. With nine groups or more, the first and the ninth are judged by
+    the sum of their rates, and so on.
 
     Args:
         hold: Number of periods of KID after a change.
-        period_steps: Optimizer steps of a period.
+        period_steps: Number of optimizer steps of a period.
 
     Raises:
         ValueError: If a value is out of range.
@@ -206,17 +207,18 @@ class LRChange(SwitchPolicy):
 
 @dataclass
 class EpochList(SwitchPolicy):
-    """Chooses KID in some epochs, and KIS in the others.
+    """Chooses KID in some epochs and KIS in the others.
 
-    Epochs count from 0 and an interval ends before its second number: ``(0, 10)`` means the first ten. Three numbers e₀
-    e₁ e₂ of the published scripts, KID for epoch < e₀ and for e₁ < epoch <= e₂, are ``[(0, e₀), (e₁ + 1, e₂ + 1)]``.
+    Epochs count from 0, and an interval ends before its second number: ``(0, 10)`` is the first ten epochs. The
+    published scripts have three numbers e₀ e₁ e₂, with KID for epoch < e₀ and for e₁ < epoch <= e₂. These are
+    ``[(0, e₀), (e₁ + 1, e₂ + 1)]``.
 
     Args:
         intervals: Pairs of epochs.
         steps_per_epoch: Number of optimizer steps of an epoch.
 
     Raises:
-        ValueError: For a value out of range, and without intervals.
+        ValueError: If a value is out of range, or there are no intervals.
         TypeError: If a value has the wrong type.
     """
 
@@ -236,7 +238,7 @@ class EpochList(SwitchPolicy):
             if start >= stop:
                 raise ValueError(f"an interval must end after it starts, got {(start, stop)}")
         if not given:
-            raise ValueError(f"intervals must not be empty, got {given!r}; without KID use Always('kis')")
+            raise ValueError(f"intervals must not be empty, got {given!r}; use Always('kis') to never choose KID")
         options.whole(1)("steps_per_epoch", self.steps_per_epoch)
         self.intervals = tuple((start, stop) for start, stop in given)
 
@@ -249,10 +251,10 @@ class EpochList(SwitchPolicy):
 
 @dataclass
 class ProbeError(SwitchPolicy):
-    """Chooses KIS while it comes close to SNGD on some layers, and KID otherwise.
+    """Chooses KIS while its error compared with SNGD is small on some layers, and KID otherwise.
 
-    It uses the error that was measured at the previous refresh. If that is not finite, or was not measured, it chooses
-    KID.
+    The policy uses the error that was measured at the previous refresh. If this error is not finite or was not
+    measured, it chooses KID.
 
     Args:
         layers: Number of layers to measure.
@@ -294,14 +296,14 @@ class ProbeError(SwitchPolicy):
 
 @dataclass
 class Always(SwitchPolicy):
-    """Chooses one mode throughout.
+    """Always chooses the same mode.
 
     Args:
         mode: ``"kid"``, ``"kis"`` or ``"sngd"``.
 
     Raises:
-        ValueError: If it is another mode.
-        TypeError: If it is not a string.
+        ValueError: If ``mode`` has another value.
+        TypeError: If ``mode`` is not a string.
     """
 
     mode: str

@@ -1,7 +1,7 @@
-"""Check that all ranks agree, before the first message whose size depends on it.
+"""Checks that all ranks agree, before the first message whose size depends on it.
 
-Texts are compared by digests of fixed size: nothing from another rank is unpickled. A difference, which would otherwise
-end a collective of unequal sizes with an abort of the process, is reported by name.
+Texts are compared by digests of fixed size, so nothing from another rank is unpickled. A difference is reported by
+name; otherwise, it could abort the process in a collective with unequal sizes.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def require_equal(collectives: Collectives, facts: Mapping[str, Sequence[str]], 
     """Compare facts over the ranks of a group; this is a collective.
 
     Args:
-        collectives: Sends the digests.
-        facts: Texts by their subject; every rank gives the same names in the same order.
+        collectives: The collectives that send the digests.
+        facts: Texts by their subject. Every rank passes the same names in the same order.
         group: The ranks to compare.
 
     Raises:
-        ValueError: On every rank, if a text differs. The message names the first one that does.
+        ValueError: On every rank, if a text differs. The message names the first one.
     """
     heads = [[len(texts), digest("\n".join(texts))] for texts in facts.values()]
-    # The size is fixed, even where optimizers of two families have other facts.
+    # The size is fixed, even if optimizers of two families have different facts.
     heads += [[0, 0]] * (_MOST - len(heads))
     gathered = _gathered(collectives, torch.tensor(heads, dtype=torch.int64), group)
     for i, (name, texts) in enumerate(facts.items()):

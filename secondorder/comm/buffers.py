@@ -1,8 +1,7 @@
 """Flat buffers for tensors: symmetric matrices as triangles, lists cut into messages, and buffers that are reused.
 
-A symmetric matrix is sent as its triangle (:mod:`secondorder.linalg.triangles`).
-
-The functions that cut lists into messages only take sizes, so that a plan can ask them what a step will send.
+:mod:`secondorder.linalg.triangles` has the triangles. The functions that cut lists into messages take only sizes, so a
+plan can use them to compute what a step will send.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from secondorder.linalg.triangles import pack, triangle, unpack
 
-# Beyond this share of padding a reduce-scatter, whose parts are all as large as the largest one, sends too many zeros.
+# Above this share of padding, a reduce-scatter, whose parts are all as large as the largest, sends too many zeros.
 MOST_PADDING = 0.10
-# Beyond this multiple of the payload, the receive buffer of an all-to-all takes more memory than it is worth.
+# Above this multiple of the payload, the receive buffer of an all-to-all takes too much memory.
 MOST_RECEIVED = 2.0
 
 
@@ -42,8 +41,8 @@ class Item(NamedTuple):
     Attributes:
         tensor: The tensor, into which its result is written.
         symmetric: Whether it is sent as a triangle.
-        root: Rank within the group that receives it, or that has it.
-        position: Its position in the caller's list.
+        root: Rank within the group that receives or has the tensor.
+        position: Position of the tensor in the caller's list.
     """
 
     tensor: Tensor
@@ -58,7 +57,7 @@ class Item(NamedTuple):
 
 
 def real(tensor: Tensor) -> Tensor:
-    """Return a tensor without its graph, sharing its memory; a complex one as pairs of real numbers ``[..., 2]``."""
+    """Return a tensor without its graph, sharing its memory. A complex tensor becomes pairs ``[..., 2]``."""
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
@@ -107,14 +106,14 @@ def buckets(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
     Args:
         sizes: Elements of each tensor on the wire.
-        capacity: Elements of a message. A larger tensor goes alone.
+        capacity: Elements of a message. A larger tensor is sent alone.
 
     Returns:
-        Positions in each message, in order; empty tensors are in none.
+        Positions in each message, in order. Empty tensors are left out.
     """
     messages: list[list[int]] = []
     current: list[int] = []
-    room = -1  # Room in the message that is being filled: the last one that does not consist of a large tensor alone.
+    room = -1  # Room in the message that is being filled, which is the last one without a large tensor.
     for i, size in enumerate(sizes):
         if size > capacity:
             messages.append([i])
@@ -129,11 +128,11 @@ def buckets(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def shared_buckets(sizes: Sequence[Sequence[int]], capacity: int) -> list[list[list[int]]]:
-    """Cut lists with several roots into messages that carry about the same share of the list of every root.
+    """Cut lists with several roots into messages that contain about the same share of the list of every root.
 
     Args:
         sizes: Elements that are sent for each tensor, by rank in the group.
-        capacity: Elements of a message. A larger tensor goes alone.
+        capacity: Elements of a message. A larger tensor is sent alone.
 
     Returns:
         For each message and each rank, the positions in the list of that rank.
@@ -147,23 +146,23 @@ def shared_buckets(sizes: Sequence[Sequence[int]], capacity: int) -> list[list[l
     for rank, of in enumerate(sizes):
         before = 0
         for i, size in enumerate(of):
-            if 0 < size <= capacity:  # it goes to the message that contains its middle
+            if 0 < size <= capacity:  # the message that contains its middle sends it
                 shared[(2 * before + size) * count // (2 * shares[rank])][rank].append(i)
                 before += size
     return messages + [message for message in shared if any(message)]
 
 
 def reduce_kind(shares: Sequence[int], rounded: bool = False) -> str:
-    """Choose the collective that sums a message to several roots; it depends on sizes alone, so all ranks agree.
+    """Choose the collective that sums a message to several roots. It depends only on sizes, so all ranks agree.
 
     Args:
         shares: Elements that each rank of the group receives.
-        rounded: Whether elements travel in a smaller dtype than that of the sum.
+        rounded: Whether elements are sent in a smaller dtype than that of the sum.
 
     Returns:
-        ``"reduce_scatter"`` where padding every share to the largest adds at most 10 %; ``"all_to_all"`` where the
-        largest receive buffer is at most twice the payload; else ``"reduce"``, root by root, or, if rounded,
-        ``"twice"``: an all-to-all with equal parts, and a second one of the sums to their roots.
+        ``"reduce_scatter"`` if padding every share to the largest adds at most 10 %; otherwise ``"all_to_all"`` if the
+        largest receive buffer is at most twice the payload; otherwise ``"reduce"``, root by root, or, if rounded,
+        ``"twice"``, which is an all-to-all with equal parts and a second one that sends the sums to their roots.
     """
     padded, payload = len(shares) * max(shares), sum(shares)
     if rounded:
@@ -184,9 +183,9 @@ class Loan(NamedTuple):
 
 
 class Buffers:
-    """Flat buffers that are kept and used again, never by two messages at once.
+    """Flat buffers that are kept and reused, but never by two messages at once.
 
-    They are kept by group, dtype and device. What decides is the identity of the group, not its size.
+    They are kept by group, dtype and device. Groups are compared by identity, not by size.
     """
 
     def __init__(self) -> None:
@@ -195,19 +194,19 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, those in use included."""
+        """Bytes of all buffers, including those in use."""
         free = (buffer for buffers in self._free.values() for buffer in buffers)
         return sum(buffer.nbytes for buffer in (*free, *self._lent.values()))
 
     def take(self, group: object, numel: int, dtype: torch.dtype, device: torch.device) -> Loan:
-        """Return the smallest free buffer ``[numel]`` that has room; its content is undefined."""
+        """Return the smallest free buffer ``[numel]`` that is large enough. Its content is undefined."""
         key = (id(group), dtype, device)
         free = self._free.setdefault(key, [])
         fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= numel]
         if fitting:
             whole = free.pop(min(fitting, key=lambda i: free[i].numel()))
         else:
-            if free:  # the largest makes room for one that is large enough: the number of buffers stays
+            if free:  # replace the largest one, so that the number of buffers does not grow
                 free.pop(max(range(len(free)), key=lambda i: free[i].numel()))
             whole = torch.empty(numel, dtype=dtype, device=device)
         self._lent[id(whole)] = whole
@@ -219,5 +218,5 @@ class Buffers:
         self._free.setdefault(loan.key, []).append(loan.whole)
 
     def clear(self) -> None:
-        """Let go of the buffers that no message uses."""
+        """Release the buffers that no message uses."""
         self._free.clear()

@@ -1,7 +1,7 @@
-"""Collectives on lists of tensors: sent in few messages, counted, and in the same order on every rank.
+"""Collectives on lists of tensors, which are sent in few messages, counted, and in the same order on every rank.
 
-The messages of a call depend on shapes, dtypes and options alone, so that ranks that make the same calls in the same
-order send the same messages. They are launched asynchronously and waited for on the current stream.
+The messages of a call depend only on shapes, dtypes and options, so ranks that make the same calls in the same order
+send the same messages. Messages are launched asynchronously and waited for on the current stream.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from secondorder.comm.counter import Counter
 from secondorder.comm.layout import Route
 from secondorder.comm.messages import Call, Work
 
-# How many times the capacity of a message may be in flight in one call. A call with more to send waits for its oldest
-# messages first, so that staging stays small compared with the state.
+# Number of messages of full capacity that may be in flight in one call. A call with more messages waits for its oldest
+# ones first, which keeps staging small compared with the state.
 IN_FLIGHT = 4
 
 Roots = Mapping[int, Sequence[Tensor]]
@@ -37,13 +37,12 @@ class Collectives:
     """Collectives on lists of tensors.
 
     Tensors of one call may differ in dtype. Symmetric matrices ``[..., n, n]`` are sent as triangles. In a group of one
-    rank nothing is sent and nothing is counted.
+    rank, nothing is sent or counted.
 
     Args:
-        wire_dtype: Dtype in which float32 tensors are sent; sums are accumulated in float32 in the order of ranks, and
-            every rank receives the same bits. Tensors of another dtype, and calls with ``exact=True``, are sent as they
-            are.
-        bucket_bytes: Capacity of a message in bytes; a larger tensor is sent alone.
+        wire_dtype: Dtype in which float32 tensors are sent. Sums are accumulated in float32 in the order of ranks, and
+            every rank receives the same bits. It does not apply to tensors of another dtype or with ``exact=True``.
+        bucket_bytes: Capacity of a message in bytes. A larger tensor is sent alone.
         device: Device of the vectors of :meth:`words`.
 
     Attributes:
@@ -90,7 +89,7 @@ class Collectives:
 
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor], *, group: Any, stage: str, count: float) -> Work:
-        """Sum tensors over the ranks and divide by a number, in place; never rounded to the wire dtype.
+        """Sum tensors over the ranks and divide by a number, in place and without the wire dtype.
 
         Args:
             tensors: Tensors, which have the same shapes and dtypes on every rank.
@@ -215,7 +214,7 @@ class Collectives:
                 stack[0].copy_(tensor)
             return call.work
         for part in by_dtype(_items(tensors)):
-            # The receive buffer is what takes memory.
+            # The receive buffer takes most of the memory.
             capacity = max(1, self._capacity(part[0].tensor.dtype) // call.size)
             for positions in buckets([item.numel for item in part], capacity):
                 call.all_gather([part[i] for i in positions], stacks)
@@ -252,7 +251,7 @@ class Collectives:
     def gather_uneven(
         self, shards: Sequence[Tensor], sizes: Sequence[Sequence[int]], *, group: Any, stage: str
     ) -> Work:
-        """Assemble whole flat tensors on every rank from the parts of all ranks.
+        """Assemble complete flat tensors on every rank from the parts of all ranks.
 
         Args:
             shards: This rank's part of each tensor, flat, possibly empty.
@@ -261,7 +260,7 @@ class Collectives:
             stage: Stage under which the messages are counted.
 
         Returns:
-            The work; its ``wait()`` returns the list of whole tensors, flat.
+            The work; its ``wait()`` returns the list of complete tensors, flat.
         """
         call = self._call(group, stage)
         wholes = [shard.new_empty(sum(parts)) for shard, parts in zip(shards, sizes, strict=True)]
@@ -281,14 +280,14 @@ class Collectives:
     def reshard(
         self, tensors: Sequence[Tensor], routes: Sequence[Route], *, group: Any, stage: str, exact: bool = False
     ) -> Work:
-        """Bring tensors from one sharding to another, all of one dtype, in one message.
+        """Convert tensors of one dtype from one sharding to another, in one message.
 
         Args:
             tensors: This rank's shard of each tensor, flat, possibly empty.
             routes: Route of each tensor, as this rank sees it.
             group: Group of ranks; None for all ranks.
             stage: Stage under which the message is counted.
-            exact: Whether numbers are sent as they are, whatever the wire dtype.
+            exact: Whether to ignore the wire dtype.
 
         Returns:
             The work; its ``wait()`` returns this rank's new shard of each tensor, flat.
@@ -306,7 +305,7 @@ class Collectives:
             for source, (begin, end) in way.takes:
                 incoming[source].append(result[begin - start : end - start])
             begin, end = way.keeps
-            if begin < end:  # rounded too, so that all ranks that want them have the same bits
+            if begin < end:  # round them too, so that all ranks that need them have the same bits
                 result[begin - start : end - start].copy_(x[begin - first : end - first].to(wire))
         travels = sum(way.travels for way in routes)
         if travels:
@@ -315,7 +314,7 @@ class Collectives:
 
     @torch.no_grad()
     def words(self, vector: Tensor, *, group: Any, stage: str, op: str = "sum") -> Tensor:
-        """Combine a small vector of all ranks, and wait for the result.
+        """Combine a small vector of all ranks and wait for the result.
 
         Args:
             vector: Vector, which has the same length on every rank.
@@ -356,7 +355,7 @@ class Collectives:
         for item in part:
             lists[item.root].append(item)
         capacity, largest = self._capacity(dtype), max(map(total, lists))
-        if stacked and largest:  # the receive buffer of a root is what takes memory
+        if stacked and largest:  # the receive buffer of a root takes most of the memory
             capacity = max(1, capacity * total(part) // (size * largest))
         for message in shared_buckets([[item.numel for item in items] for items in lists], capacity):
             yield [[lists[root][i] for i in positions] for root, positions in enumerate(message)]

@@ -1,4 +1,4 @@
-"""A record of every message that was sent, for tests, for plans and for reports of the cost of communication."""
+"""Records every message that was sent, for tests, for plans and for reports of the cost of communication."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-# Records are meant for looking at a few steps; a training run of a million steps must not keep them all.
+# Records are meant for inspecting a few steps; a training run of a million steps must not keep all of them.
 MOST_RECORDS = 20_000
 
 
@@ -18,9 +18,9 @@ class Record(NamedTuple):
         kind: Kind of the collective: ``"all_reduce"``, ``"reduce"``, ``"reduce_scatter"``, ``"broadcast"``,
             ``"all_gather"`` or ``"all_to_all"``.
         size: Number of ranks in the group.
-        numel: Payload N in elements, padding included, the same on every rank of the group. It is that of the larger of
-            the two buffers: for ``all_gather`` what all ranks together give (``size`` times the part of one rank), for
-            ``reduce_scatter`` and ``all_to_all`` what one rank gives to all.
+        numel: Payload N in elements with padding, the same on every rank of the group. It is the size of the larger
+            buffer: the parts of all ranks together for ``all_gather`` (``size`` times the part of one rank), and the
+            elements that one rank sends to all for ``reduce_scatter`` and ``all_to_all``.
         dtype: Dtype in which it was sent.
         nbytes: Payload in bytes.
     """
@@ -34,7 +34,7 @@ class Record(NamedTuple):
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a rank sends at best: ``2(n-1)/n N`` of an all-reduce, N of one root, ``(n-1)/n N`` otherwise."""
+        """Least bytes that a rank sends: ``2(n-1)/n N`` for an all-reduce, N for one root, else ``(n-1)/n N``."""
         if self.kind in {"broadcast", "reduce"}:
             return float(self.nbytes)
         return self.nbytes * (2 if self.kind == "all_reduce" else 1) * (self.size - 1) / self.size
@@ -64,6 +64,6 @@ class Counter:
         return dict(self._bytes)
 
     def clear(self) -> None:
-        """Forget all messages."""
+        """Discard all records."""
         self.records.clear()
         self._bytes.clear()

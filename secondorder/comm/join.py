@@ -1,13 +1,13 @@
-"""Uneven inputs: the steps of a rank whose data ended while others still train (``torch.distributed.algorithms.join``).
+"""Uneven inputs: the steps of a rank that has no data left while others train (``torch.distributed.algorithms.join``).
 
 ::
 
     live      DDP averages gradients │ [1 if live, by rank] summed │ lowest live rank ─► gradients, options │ the stages
     joined    zeros to DDP's average │ the same                    │ takes them over                        │ the stages
 
-A rank that has joined keeps the last gradient that it had, and may own layers: it would precondition that old gradient
-for all ranks. It therefore takes over the gradients of a live rank, adds nothing to the statistics, and goes through
-every stage like the others. Outside of an active ``Join`` no message is sent.
+A rank that has joined keeps its last gradient, and may own layers, for which it would precondition this old gradient
+for all ranks. It therefore takes over the gradients of a live rank, adds nothing to the statistics, and runs every
+stage like the others. Outside of an active ``Join``, no message is sent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ JOIN_DISABLED = _JoinConfig.construct_disabled_join_config()
 
 
 def joining_group() -> Any:
-    """Return the group of the messages of ``Join``: the default one, as of ``DistributedDataParallel``."""
+    """Return the group of the messages of ``Join``, which is the default group, as for ``DistributedDataParallel``."""
     return dist.group.WORLD
 
 
@@ -63,7 +63,7 @@ class UnevenInputs:
 
     def __init__(self, comm: CommStrategy, table: ParameterTable, options: Sequence[str]) -> None:
         self._comm, self._table, self._options = comm, table, sorted(options)
-        #: Whether this rank has no data left, while it takes the steps of the others inside ``Join``.
+        #: Whether this rank has no data left and takes part in the steps of the others inside ``Join``.
         self.has_joined = False
 
     @property
@@ -83,11 +83,11 @@ class UnevenInputs:
         """
         comm = self._comm
         if not comm.takes_joiners:
-            return f"{type(comm).__name__} has ranks without data; let those with data take equally many steps"
+            return f"{type(comm).__name__} has ranks without data; give all ranks with data equally many steps"
         if self._table.shards.is_sharded:
-            return "fully_shard computes no forward without all ranks; give them equally many batches"
+            return "a forward pass under fully_shard needs all ranks; give them equally many batches"
         if is_scaled:
-            return "its grad_scaler leaves steps out where there is data; train in bfloat16, which needs no scaler"
+            return "its grad_scaler may skip steps on ranks with data; train in bfloat16, which needs no scaler"
         if comm.data_world < comm.world:
             return f"under {comm!r} some ranks never have data; give the others equally many batches"
         return None
@@ -98,13 +98,13 @@ class UnevenInputs:
 
     # ------------------------------------------------------------------ the part of a step
     def average_gradients(self, optimizer: Joinable) -> bool:
-        """Average gradients if the strategy does that, and copy them to the ranks without data inside of ``Join``.
+        """Average gradients if the strategy does so, and copy them to the ranks without data inside of ``Join``.
 
         Args:
-            optimizer: The optimizer, of whose step ``Join`` is notified.
+            optimizer: The optimizer; ``Join`` is notified of its step.
 
         Returns:
-            Whether this rank has no data and follows the options of another one.
+            Whether this rank has no data and follows the options of another rank.
         """
         joins = optimizer._join_config.enable
         if joins and not self.has_joined:
@@ -122,7 +122,7 @@ class UnevenInputs:
                 p.grad = None
 
     def end(self, is_last_joiner: bool) -> None:
-        """Follow the options of a rank that had data to the end, and resume ordinary steps."""
+        """Adopt the options of a rank that had data to the end, and resume ordinary steps."""
         self.has_joined = not is_last_joiner
         if self._comm.combines and (source := self._source()) is not None:
             header = torch.tensor([value for _, _, value in self._numbers()], dtype=torch.float64, device=self.device)
@@ -158,7 +158,7 @@ class UnevenInputs:
             self._follow_options(numbers.tolist())
 
     def _numbers(self) -> list[tuple[Group, str, float]]:
-        """Return the numbers among the options of every group, those of tuples one by one; NaN for anything else."""
+        """Return the numbers among the options of every group, with tuples flattened; NaN for anything else."""
         return [
             (group, key, number)
             for group in self._table.groups
@@ -167,7 +167,7 @@ class UnevenInputs:
         ]
 
     def _follow_options(self, numbers: Sequence[float]) -> None:
-        """Adopt the options that a scheduler has changed; it runs only on ranks with data."""
+        """Adopt the options that a scheduler has changed, since schedulers run only on ranks with data."""
         if not self.has_joined:
             return
         theirs = iter(numbers)
@@ -198,7 +198,7 @@ class _Shadow(JoinHook):
         self._optimizer.step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """End with ordinary steps again, under the options of a rank that had data to the end."""
+        """Resume ordinary steps with the options of a rank that had data to the end."""
         self._inputs.end(is_last_joiner)
         self._optimizer._join_config = JOIN_DISABLED
 

@@ -1,11 +1,11 @@
-"""Tensors that are sharded over ranks (by FSDP2, or as other DTensors), and their way from one sharding to another.
+"""Tensors that are sharded over ranks (by FSDP2, or as other DTensors), and conversions between shardings.
 
 ::
 
     parameter, flat    0 ──── rank 0 ──── rank 1 ──── rank 2 ──── n      spans ((0, a), (a, b), (b, n))
-    its owner alone    0 ──────────────── rank 1 ──────────────── n      spans ((0, 0), (0, n), (0, 0))
+    only its owner     0 ──────────────── rank 1 ──────────────── n      spans ((0, 0), (0, n), (0, 0))
 
-Arithmetic on spans determines which entries are sent from where to where, so that ranks agree on it without a message.
+Arithmetic on spans determines which entries each rank sends to which rank, so ranks agree without a message.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 
 if dist.is_available():
     from torch.distributed.tensor import DTensor
-else:  # a build of torch without torch.distributed has none
+else:  # a build of torch without torch.distributed does not have it
 
     class DTensor:  # type: ignore[no-redef]
-        """A placeholder of which nothing is an instance."""
+        """A placeholder without instances."""
 
 
 #: The first entry of a flat tensor in a span, and the first one after it; (0, 0) for an empty span.
@@ -38,11 +38,11 @@ class Layout(NamedTuple):
     """The sharding of one tensor.
 
     Attributes:
-        shape: Shape of the whole tensor.
+        shape: Shape of the complete tensor.
         dim: The dimension that is sharded; entries are counted with this dimension first.
         spans: Span of each rank.
-        mates: For each rank, the ranks that together with it hold one copy, itself included.
-        counts: For each rank, whether sums over all ranks count its shard, so that each shard is counted once.
+        mates: For each rank, the ranks that hold one copy together, including itself.
+        counts: For each rank, whether sums over all ranks include its shard. Each shard is counted once.
     """
 
     shape: torch.Size
@@ -53,11 +53,11 @@ class Layout(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of entries of the whole tensor."""
+        """Number of entries of the complete tensor."""
         return self.shape.numel()
 
     def flat(self, x: Tensor) -> Tensor:
-        """Flatten a whole tensor, or a shard, in the order in which entries are counted."""
+        """Flatten a complete tensor, or a shard, in the order in which entries are counted."""
         return (x if self.dim == 0 else x.movedim(self.dim, 0)).reshape(-1)
 
     def piece(self, flat: Tensor, rank: int) -> Tensor:
@@ -79,22 +79,22 @@ class Layout(NamedTuple):
 
     @property
     def everywhere(self) -> Spans:
-        """Spans for the case that every rank holds all entries."""
+        """Spans with which every rank holds all entries."""
         return ((0, self.numel),) * len(self.spans)
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """One tensor's way from one sharding to another, as one rank sees it.
+    """The conversion of one tensor from one sharding to another, as one rank sees it.
 
     Attributes:
         have: Span that the rank has.
         want: Span that the rank needs.
-        keeps: Part of the wanted span that the rank has already.
+        keeps: Part of the needed span that the rank already has.
         gives: Other ranks, and the span that is sent to each.
         takes: Other ranks, and the span that is received from each.
-        travels: Number of entries that are sent between ranks in all; it is the same on all ranks.
-        numel: Number of entries of the whole tensor.
+        travels: Total number of entries that are sent between ranks; it is the same on all ranks.
+        numel: Number of entries of the complete tensor.
     """
 
     have: Span
@@ -141,18 +141,18 @@ def cut_equally(x: Any, y: Any) -> bool:
 
 
 def layout_of(p: Tensor, name: str, world: int) -> Layout:
-    """Return how a parameter is sharded; a plain one is whole on every rank.
+    """Return how a parameter is sharded. A plain parameter is complete on every rank.
 
     Args:
         p: The parameter.
-        name: Its name, for error messages.
+        name: Name of the parameter, for error messages.
         world: Number of ranks.
 
     Returns:
         The layout.
 
     Raises:
-        NotImplementedError: If it is sharded in more than one way, or over some of the ranks only.
+        NotImplementedError: If the parameter is sharded in more than one way, or only over some of the ranks.
     """
     ranks = tuple(range(world))
     if not isinstance(p, DTensor):
@@ -163,9 +163,9 @@ def layout_of(p: Tensor, name: str, world: int) -> Layout:
     plain = len(dims) <= 1 and all(type(p.placements[i]).__name__ == "Shard" for i in dims)
     if not plain or sorted(mesh.flatten().tolist()) != list(ranks):
         raise NotImplementedError(
-            f"parameter '{name}' is placed as {tuple(p.placements)} on {p.device_mesh}: supported are parameters that "
-            f"are cut along one dimension by one dimension of a mesh of all {world} ranks (fully_shard, also with a "
-            "mesh of two dimensions for hybrid sharding)"
+            f"parameter '{name}' is placed as {tuple(p.placements)} on {p.device_mesh}. Supported are parameters that "
+            f"are sharded along one dimension by one dimension of a mesh of all {world} ranks (fully_shard, also with "
+            "a two-dimensional mesh for hybrid sharding)"
         )
     if not dims:
         return layout_of(p.to_local(), name, world)
@@ -188,22 +188,22 @@ def _cut_layout(shape: torch.Size, dim: int, axis: int, mesh: Tensor) -> Layout:
 
 
 def route(have: Spans, want: Spans, mates: Sequence[Sequence[int]], rank: int) -> Route:
-    """Find how a tensor gets from one sharding to another; each wanted entry comes from one rank.
+    """Find the conversion of a tensor from one sharding to another, in which each needed entry has one source.
 
-    A rank uses what it has itself. An entry that several others have comes from one of its mates if possible, and
-    otherwise from the next rank in order.
+    A rank uses its own entries first. An entry that several other ranks have comes from one of its mates if possible,
+    and otherwise from the next rank in order.
 
     Args:
-        have: Span that each rank has. The spans of two ranks are equal, or have nothing in common.
+        have: Span that each rank has. The spans of two ranks must be equal or disjoint.
         want: Span that each rank needs.
         mates: For each rank, the ranks that are near.
-        rank: The rank whose route is found.
+        rank: The rank whose route is computed.
 
     Returns:
         The route.
 
     Raises:
-        ValueError: If no rank has an entry that is wanted, or if spans overlap.
+        ValueError: If no rank has a needed entry, or if spans overlap.
     """
     holders: dict[Span, list[int]] = {}
     for r, span in enumerate(have):
@@ -237,7 +237,7 @@ def _common(one: Span, other: Span) -> Span:
 
 
 def _near(spans: Sequence[Span], span: Span) -> Sequence[Span]:
-    """Return those of sorted spans that have something in common with one."""
+    """Return the sorted spans that overlap with a span."""
     if span[0] >= span[1]:
         return ()
     return spans[bisect_right(spans, span[0], key=lambda s: s[1]) : bisect_left(spans, span[1], key=lambda s: s[0])]

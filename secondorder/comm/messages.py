@@ -1,6 +1,6 @@
-"""One message of each kind: the calls of ``torch.distributed``, with the work before and after them.
+"""One message of each kind: calls of ``torch.distributed``, with the work before and after them.
 
-Functions are looked up at the call, so that a tool that wraps them sees the traffic.
+Functions are looked up when they are called, so a tool that wraps them sees the traffic.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor
 from secondorder.comm.buffers import Buffers, Item, Loan, drain, fill, real, reduce_kind, total
 from secondorder.comm.counter import Counter
 
-# Recent versions of torch have these names, and deprecate the others.
+# Recent versions of torch have these names and deprecate the others.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 # gloo does not send 16-bit integers, but it does send their bytes.
 AS_BYTES = {torch.int16, torch.uint16}
-# Dtypes whose sums are accumulated in float32 where the package adds the numbers itself.
+# Dtypes whose sums are accumulated in float32 when the package adds the numbers itself.
 SHORT = {torch.bfloat16, torch.float16}
 
 
 class Work:
-    """The messages of one call that have been launched.
+    """The launched messages of one call.
 
     Args:
-        limit: Bytes of staging in flight beyond which the oldest messages are waited for.
+        limit: Bytes of staging in flight above which the oldest messages are waited for.
     """
 
     def __init__(self, limit: int) -> None:
@@ -43,7 +43,7 @@ class Work:
         self._value: Any = None
 
     def add(self, handle: Any, then: Callable[[], None], staged: int) -> None:
-        """Add a message that was launched; ``then`` is called when it has arrived."""
+        """Add a launched message. ``then`` is called when it has arrived."""
         self._steps.append((handle, then, staged))
         self._staged += staged
         while self._staged > self.limit and len(self._steps) > 1:
@@ -61,7 +61,7 @@ class Work:
         """Wait for the messages and write their contents into the tensors of the call. A second call does nothing.
 
         Returns:
-            The result of the call, if it has one besides the tensors that it was given.
+            The result of the call, if it has one in addition to the tensors that were passed.
         """
         while self._steps:
             self._first()
@@ -148,7 +148,7 @@ class Call:
         """Sum to all ranks in place, and divide by ``count`` if it is given."""
         buffer, loan = self._staging(items, items[0].tensor.dtype)
         self.count("all_reduce", buffer.numel(), buffer.dtype)
-        if count is not None and buffer.dtype == torch.float16:  # a sum in float16 may overflow where the mean does not
+        if count is not None and buffer.dtype == torch.float16:  # the sum may overflow although the mean does not
             buffer.div_(count)
             count = None
         handle = dist.all_reduce(buffer, group=self.group, async_op=True)
@@ -162,7 +162,7 @@ class Call:
         self._launched(handle, then, loan)
 
     def all_reduce_rounded(self, items: Sequence[Item], wire: torch.dtype) -> None:
-        """Sum to all ranks: every rank adds one part in the dtype of the items, and the rounded parts are gathered."""
+        """Sum to all ranks. Every rank sums one part in the dtype of the items, and the rounded parts are gathered."""
         send, recv, summed = self._scattered_sum(items, wire)
         mine = send.view[: summed.numel()].copy_(summed)
         self._launched(self._all_gather(recv.view, mine), lambda: drain(recv.view, items), send, recv)
@@ -175,8 +175,8 @@ class Call:
         fill(send.view, items)
         send.view[numel:].zero_()
         handle = self._all_to_all(recv.view, send.view, [part] * self.size, [part] * self.size)
-        # This message is waited for here: a second one follows, and its place in the order of launches must not depend
-        # on when the caller waits.
+        # Wait for this message here. A second one follows, and its place in the order of launches must not depend on
+        # when the caller waits.
         handle.wait()
         return send, recv, _sum_rows(recv.view.view(self.size, part))
 
@@ -198,7 +198,7 @@ class Call:
     def _reduce(self, root: int, items: Sequence[Item]) -> None:
         if self.rank == root:
             buffer, loan = self._staging(items, items[0].tensor.dtype)
-        else:  # some backends leave partial sums in the buffers of these ranks, which must not reach their tensors
+        else:  # some backends leave partial sums in the buffers of these ranks, which must not be copied to tensors
             loan = self._take(total(items), items[0])
             buffer = loan.view
             fill(buffer, items)
@@ -218,7 +218,7 @@ class Call:
         self._launched(handle, lambda: drain(recv.view, message[self.rank]), send, recv)
 
     def _exchange(self, message: Sequence[Sequence[Item]], shares: Sequence[int], wire: torch.dtype) -> Any:
-        """Send every rank's lists to their ranks; return the received rows, one for each rank."""
+        """Send each rank its list, and return the received rows, one for each rank."""
         like, mine = _any(message), shares[self.rank]
         send, recv = self._take(sum(shares), like, wire), self._take(mine * self.size, like, wire)
         fill(send.view, [item for items in message for item in items])
@@ -230,7 +230,7 @@ class Call:
         self._launched(handle, lambda: drain(_sum_rows(rows), message[self.rank]), send, recv)
 
     def _exchange_twice(self, message: Sequence[Sequence[Item]], shares: Sequence[int], wire: torch.dtype) -> None:
-        """Sum to few roots: every rank adds an equal part, and sends the sums, no longer rounded, to their roots."""
+        """Sum to few roots. Every rank sums an equal part and sends the sums, which are not rounded, to their roots."""
         items = [item for items in message for item in items]
         send, recv, summed = self._scattered_sum(items, wire)
         part, ends = summed.numel(), list(accumulate(shares))
@@ -253,7 +253,7 @@ class Call:
         buffer, loan = self._staging(items, wire, filled=self.rank == root)
         self.count("broadcast", buffer.numel(), buffer.dtype)
         handle = dist.broadcast(_bytes(buffer), src=self._global(root), group=self.group, async_op=True)
-        # If numbers were rounded, or only one triangle was sent, the root reads them back too, to have the same bits.
+        # If numbers were rounded, or only one triangle was sent, the root reads them back to have the same bits.
         changed = wire != items[0].tensor.dtype or any(item.symmetric for item in items)
         takes = loan is not None and (self.rank != root or changed)
         self._launched(handle, lambda: drain(buffer, items) if takes else None, loan)
@@ -277,7 +277,7 @@ class Call:
     def gather_uneven(
         self, items: Sequence[Item], sizes: Sequence[Sequence[int]], wholes: Sequence[Tensor], capacity: int
     ) -> None:
-        """Assemble whole flat tensors from parts padded to the largest, ``capacity`` elements at a time."""
+        """Assemble complete flat tensors from parts padded to the largest, ``capacity`` elements at a time."""
         shares = [sum(of[rank] for of in sizes) for rank in range(self.size)]
         if not max(shares):
             return
@@ -300,13 +300,13 @@ class Call:
         like: Tensor,
         travels: int,
     ) -> None:
-        """Send flat tensors to each rank and fill flat tensors from each; ``travels`` elements are sent in all."""
+        """Send flat tensors to each rank and fill flat tensors from each. In total, ``travels`` elements are sent."""
         sends, takes = [x for to in outgoing for x in to], [x for of in incoming for x in of]
         sizes, wanted = ([sum(x.numel() for x in part) for part in parts] for parts in (outgoing, incoming))
         send, recv = (self.buffers.take(self.group, sum(n), wire, like.device) for n in (sizes, wanted))
         if sends:
             torch._foreach_copy_(list(send.view.split([x.numel() for x in sends])), sends)
-        # The message is counted as parts of equal size, whose bytes are the mean over the ranks.
+        # The message is counted as if it had parts of equal size, whose bytes are the mean over the ranks.
         handle = self._all_to_all(recv.view, send.view, wanted, sizes, -(-travels // (self.size - 1)))
 
         def then() -> None:
@@ -352,7 +352,7 @@ def _bytes(buffer: Tensor) -> Tensor:
 
 
 def _flat(items: Sequence[Item], dtype: torch.dtype) -> list[Tensor]:
-    """Return a flat view of the only tensor of a message, if it can be sent as it is."""
+    """Return a flat view of the only tensor of a message, if it can be sent without a copy."""
     tensor = items[0].tensor
     plain = len(items) == 1 and not items[0].symmetric and tensor.dtype == dtype and tensor.is_contiguous()
     return [tensor.view(-1)] if plain else []
@@ -376,17 +376,17 @@ def _unstack(rows: Tensor, items: Sequence[Item], stacks: Sequence[Tensor]) -> N
 class _Place(NamedTuple):
     """The destination of a run of elements of a message."""
 
-    rank: int  # the rank that sends it
-    column: int  # its first column in the message
+    rank: int  # the rank that sends the run
+    column: int  # the first column of the run in the message
     length: int
-    position: int  # the position of its tensor
-    start: int  # its first entry in the tensor
+    position: int  # the position of the tensor
+    start: int  # the first entry of the run in the tensor
 
 
 def _places(
     items: Sequence[Item], sizes: Sequence[Sequence[int]], ranks: int, capacity: int
 ) -> dict[int, list[_Place]]:
-    """Find where the columns ``[size, capacity]`` of each message go, if every rank sends its parts in order."""
+    """Find the destinations of the columns ``[size, capacity]`` of each message if every rank sends parts in order."""
     places: dict[int, list[_Place]] = defaultdict(list)
     starts = [0] * len(items)
     for rank in range(ranks):
@@ -404,7 +404,7 @@ def _places(
 
 
 def _place(rows: Tensor, places: Sequence[_Place], wholes: Sequence[Tensor]) -> None:
-    """Copy the received rows ``[size, n]`` to the whole tensors."""
+    """Copy the received rows ``[size, n]`` to the complete tensors."""
     torch._foreach_copy_(
         [wholes[position][start : start + length] for _, _, length, position, start in places],
         [rows[rank, column : column + length] for rank, column, length, _, _ in places],

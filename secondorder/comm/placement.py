@@ -1,4 +1,4 @@
-"""Ownership of units: the grid of ranks, and loads spread over it, by arithmetic that is the same on every rank.
+"""Ownership of units: the grid of ranks, and the assignment of loads to it by arithmetic that is equal on all ranks.
 
 ``world`` ranks fill a grid of ``workers`` rows and ``world // workers`` columns row by row::
 
@@ -6,7 +6,7 @@
                   row 0            0  1  2  3      rank 1 sends its direction to 0, 2, 3
                   row 1            4  5  6  7      rank 5 sends its direction to 4, 6, 7
 
-A row is a run of consecutive ranks, so that the traffic of every step stays inside a node where a row fits into one.
+A row consists of consecutive ranks, so the traffic of every step stays inside a node if a row fits into a node.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# A fraction that was written with six digits (0.333333) stands for the exact one.
+# Tolerance for fractions that are written with six digits, such as 0.333333.
 RELATIVE_ERROR = 1e-5
 
 
@@ -46,11 +46,11 @@ class Grid:
         self.columns: list[tuple[int, ...]] = [tuple(range(i, world, self.width)) for i in range(self.width)]
 
     def row_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that share directions with this one, itself included."""
+        """Return the ranks that share directions with this rank, including itself."""
         return self.rows[rank // self.width]
 
     def column_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that precondition the units of this one, itself included."""
+        """Return the ranks that precondition the units of this rank, including itself."""
         return self.columns[rank % self.width]
 
 
@@ -82,8 +82,8 @@ def workers_of(world: int, fraction: float) -> int:
     workers = round(exact)
     if not 1 <= workers <= world or abs(exact - workers) > RELATIVE_ERROR * workers or world % workers:
         raise ValueError(
-            f"fraction={fraction} of {world} ranks is {exact:.6g} gradient workers, which must be a whole number, at "
-            f"least 1, that divides {world}; fractions that work: {_words(world, world)}"
+            f"fraction={fraction} of {world} ranks is {exact:.6g} gradient workers, which must be a whole number of at "
+            f"least 1 that divides {world}; fractions that work: {_words(world, world)}"
         )
     return workers
 
@@ -92,7 +92,7 @@ class Load(NamedTuple):
     """The cost of a unit for its owner.
 
     Attributes:
-        flops: Computation time, in any unit that is the same for all units.
+        flops: Computation time, in a measure that is the same for all units.
         nbytes: Memory in bytes.
     """
 
@@ -101,10 +101,10 @@ class Load(NamedTuple):
 
 
 class _Loads:
-    """The loads of ranks so far, compared by the larger of their share of all time and their share of all memory."""
+    """The loads of ranks so far, compared by the larger of their shares of all time and of all memory."""
 
     def __init__(self, loads: Sequence[Load], world: int) -> None:
-        # The sums are divided only when they are compared: whole numbers stay exact, so that equal loads are ties.
+        # The sums are divided only when they are compared. Whole numbers thus stay exact, and equal loads are ties.
         self.flops = [0.0] * world
         self.nbytes = [0] * world
         self.all_flops = sum(load.flops for load in loads)
@@ -121,7 +121,7 @@ class _Loads:
         )
 
     def after(self, ranks: Sequence[int], load: Load) -> float:
-        """Return the share of the average of these ranks if the load were given to one of them."""
+        """Return the average share of these ranks after one of them gets the load."""
         flops = sum(self.flops[rank] for rank in ranks) + load.flops
         nbytes = sum(self.nbytes[rank] for rank in ranks) + load.nbytes
         return self.share(flops / len(ranks), nbytes / len(ranks))
@@ -130,15 +130,15 @@ class _Loads:
 def assign(
     loads: Sequence[Load], grid: Grid, kept: Sequence[int | None] = (), only: Sequence[int] | None = None
 ) -> list[int]:
-    """Assign owners: the largest unit first, each to the least-loaded column and to the least-loaded rank in it.
+    """Assign owners, the largest unit first, each to the least-loaded rank in the least-loaded column.
 
-    A load is the larger of two shares, that of all time and that of all memory, so that neither is balanced at the
-    expense of the other. Ties go to the lower index.
+    A load is the larger of two shares, that of all time and that of all memory, so neither is balanced at the expense
+    of the other. Ties go to the lower index.
 
     Args:
         loads: Load of each unit.
         grid: The grid of ranks.
-        kept: Previous owners of the units, which do not change; None, or too short a list, for units that are new.
+        kept: Previous owners of the units, which do not change. New units have None or are missing at the end.
         only: The ranks that may own new units; all ranks by default.
 
     Returns:
@@ -152,7 +152,7 @@ def assign(
     strangers = {rank for rank in (*allowed, *owners) if rank is not None and not 0 <= rank < grid.world}
     if strangers or not allowed:
         raise ValueError(f"owners must be among {grid.world} ranks, got {sorted(strangers)}")
-    if not any(load.flops or load.nbytes for load in loads):  # nothing is known of the units, so that they count alike
+    if not any(load.flops or load.nbytes for load in loads):  # without any loads, all units count equally
         loads = [Load(1.0, 0)] * len(loads)
     so_far = _Loads(loads, grid.world)
     for owner, load in zip(owners, loads, strict=True):
@@ -160,7 +160,7 @@ def assign(
             so_far.add(owner, load)
     columns = [ranks for column in grid.columns if (ranks := tuple(r for r in column if r in allowed))]
     new = [i for i, owner in enumerate(owners) if owner is None]
-    # sorted() and min() keep the first of equals, which breaks ties by index.
+    # sorted() and min() keep the first of equal items, which breaks ties by index.
     for i in sorted(new, key=lambda i: -so_far.share(*loads[i])):
         column = min(columns, key=lambda ranks: so_far.after(ranks, loads[i]))
         rank = min(column, key=lambda rank: so_far.after((rank,), loads[i]))
@@ -175,9 +175,9 @@ def refresh_flops(sizes: Iterable[int]) -> float:
 
 
 def default_roles(n: int) -> tuple[list[int], list[int], list[int]]:
-    """Choose the ranks that compute gradients, factors and inverses, where the three are different processes.
+    """Choose the ranks that compute gradients, factors and inverses if the three are different processes.
 
-    One fifth of the ranks, rounded, computes factors and as many compute inverses, at least one each; the rest computes
+    One fifth of the ranks (rounded, at least one) computes factors, equally many compute inverses, and the rest compute
     gradients.
 
     Args:
@@ -190,7 +190,7 @@ def default_roles(n: int) -> tuple[list[int], list[int], list[int]]:
         ValueError: If there are fewer than three ranks.
     """
     if n < 3:
-        raise ValueError(f"gradients, factors and inverses on ranks of their own need at least 3 ranks, got {n}")
+        raise ValueError(f"gradients, factors and inverses on separate ranks need at least 3 ranks, got {n}")
     service = max(1, round(0.2 * n))
     ranks = list(range(n))
     return ranks[: n - 2 * service], ranks[n - 2 * service : n - service], ranks[n - service :]

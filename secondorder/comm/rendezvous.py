@@ -1,4 +1,4 @@
-"""A barrier for all ranks that names the missing ones, instead of a collective that waits next to another one."""
+"""A barrier for all ranks that names the missing ranks."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-#: Number of barriers so far, by the store of the default group: a new group starts again from zero.
+#: Number of barriers so far, by the store of the default group. A new group starts again from zero.
 _held: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def attempt() -> str:
     """Return a prefix for keys of the default store, which restarted ranks may share with the previous attempt."""
-    # torchrun may lend its own store to the ranks. Only then: each agent counts restarts for itself, and counts differ.
+    # This applies only if torchrun shares its store with the ranks: otherwise, agents may count restarts differently.
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
 
 
 def meet(what: str, timeout: timedelta | None = None) -> None:
-    """Wait until all ranks of the default group have come here; without a group, return at once.
+    """Wait until all ranks of the default group have called this. Without a group, return at once.
 
-    A collective that only some ranks enter may meet a different one of the other ranks, which ends the process on some
-    backends and mixes up the data of both on others. Keys in the store of the group cannot be mistaken for anything
-    else.
+    A collective that only some ranks enter may be matched with a different collective of the other ranks, which aborts
+    the process with some backends and mixes up the data with others. Keys in the store of the group are unambiguous.
 
     Args:
-        what: The function that all ranks must call, as the same text on all of them.
-        timeout: How long to wait; by default the timeout of the default group.
+        what: The function that all ranks must call, which must be the same text on all of them.
+        timeout: How long to wait. If None, it is the timeout of the default group.
 
     Raises:
-        RuntimeError: If not all ranks come in time; the message names those that did.
+        RuntimeError: If not all ranks call this in time. The message names those that did.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
@@ -51,7 +50,7 @@ def meet(what: str, timeout: timedelta | None = None) -> None:
         came = [other for other in range(world) if store.check([str(other)])]
         store.delete_key(str(rank))  # so that a second attempt counts as a new one
         raise RuntimeError(
-            f"{what} must be called on all ranks at the same time: within {patience.total_seconds():g} s "
+            f"{what} must be called on all ranks at the same time: within {patience.total_seconds():g} s, "
             f"{_named(came)} of {world} came"
         ) from error
     _held[default] = number + 1

@@ -1,4 +1,4 @@
-"""Reports of an optimizer about itself, and tools that observe it."""
+"""Reports of an optimizer about itself, and tools that observe an optimizer."""
 
 from secondorder.diagnostics.analysis import Analysis
 from secondorder.diagnostics.flat import flat

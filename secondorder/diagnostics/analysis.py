@@ -2,12 +2,12 @@
 
 ::
 
-    forward, backward   hooks of its own collect rows of examples             on steps that are due, for rank and error
-    before the step     rank and error are measured from rows and gradient    (with a closure: once that has run)
+    forward, backward   separate hooks collect rows of examples               on steps that are due, for rank and error
+    before the step     rank and error are measured from rows and gradient    (with a closure: after it has run)
     the step            is timed, and its directions are kept
     after the step      one line per event is appended to its file, and the taps are set for the next step
 
-Nothing here changes a parameter, a gradient, a state or a stream of random numbers.
+Nothing here changes a parameter, a gradient, a state or a random number generator.
 """
 
 from __future__ import annotations
@@ -50,54 +50,55 @@ class _Process(NamedTuple):
 
 
 class Analysis:
-    """Observes the training of a layer method (K-FAC, EK-FAC, HyLo) and writes what it measures into a folder.
+    """Observes the training of a layer method (K-FAC, EK-FAC, HyLo) and writes measurements to a folder.
 
-    It only observes: with and without it, the parameters and the state of the optimizer are the same to the last bit.
-    Another analysis may continue in the same folder, for example after a resume, because files are only appended to.
+    It only observes: with or without it, the parameters and the state of the optimizer are bit-for-bit the same. Files
+    are only appended to, so another analysis may continue in the same folder, for example after a resume.
 
     ``rank.jsonl``
-        of each layer, from the eigenvalues σ of the kernel of its m examples: ``rank90``, how many of the largest make
-        up nine tenths of their sum; ``eff_rank``, exp of their entropy; ``sigma_max``, ``sigma_sum``, and
-        ``damping_over_sigma1``, λ over the largest. Groups of a convolution are taken together.
+        For each layer, from the eigenvalues σ of the kernel of its m examples: ``rank90``, the number of largest
+        eigenvalues that add up to nine tenths of the sum; ``eff_rank``, exp of the entropy; ``sigma_max``;
+        ``sigma_sum``; and ``damping_over_sigma1``, λ divided by the largest. Groups of a convolution are combined.
     ``trend.jsonl``
-        of each layer: ``grad_norm`` as the optimizer gets it, ``update_norm`` of its direction (after clips and
-        grafting), ``rel_change`` of the former since the last event, negative where it fell, and the ``mode`` of the
-        method (its name, if it has one only).
+        For each layer: ``grad_norm`` of the gradient that the optimizer gets; ``update_norm`` of the direction after
+        clipping and grafting; ``rel_change`` of ``grad_norm`` since the last event; and the ``mode`` of the method (its
+        name, if it has only one mode).
     ``error.jsonl``
-        of each layer, and of all together in ``layer`` ``"all"``: how far the update from ``r`` rows is from the exact
-        one from all rows, with the same λ and gradient: ``rel_error``, a ratio, and ``cos`` between the two. ``mode``
-        is ``"kid"``, ``"kis"``, or ``"uniform KIS"`` and so on for another sampling; ``kid_energy`` is the share of the
-        trace of the kernel that the chosen rows explain, ``kis_ess`` their effective sample size.
+        For each layer, and for all layers together as ``layer`` ``"all"``: the difference between the update from ``r``
+        rows and the exact update from all rows, with the same λ and gradient, as the ratio ``rel_error`` and the
+        cosine ``cos``. ``mode`` is ``"kid"``, ``"kis"``, or, for example, ``"uniform KIS"`` for another sampling.
+        ``kid_energy`` is the share of the kernel's trace that the chosen rows explain, and ``kis_ess`` is their
+        effective sample size.
     ``profile.jsonl``
-        of each step: milliseconds of its stages, ``refresh_ms`` with those inside it; bytes sent, held by the
-        optimizer, and by which the step has raised the peak of the memory of a CUDA device.
+        For each step: milliseconds of the stages, where ``refresh_ms`` includes the stages inside it; bytes sent; bytes
+        held by the optimizer; and bytes by which the step has raised the peak memory of a CUDA device.
 
-    ``step`` counts from 0; a value that is not defined or not finite is null. ``process`` is the index of the process.
-    Rank and error hold the rows of all examples during the steps that are measured, and compute in float64.
+    ``step`` counts from 0, and ``process`` is the index of the process. A value that is not defined or not finite is
+    null. Rank and error hold the rows of all examples during the measured steps, and compute in float64.
 
     Args:
         optimizer: The optimizer, which must have its module.
         out_dir: Folder for the files; it is created if it does not exist.
-        tools: Which files to write.
-        every: Interval in steps; the first step is measured too.
-        rank_fraction: ρ, kept rows per example, for the error.
+        tools: The files to write.
+        every: Number of steps between measurements. The first step is measured too.
+        rank_fraction: ρ, the number of kept rows per example, for the error.
         max_rank: Largest number of rows to keep.
-        damping: λ of rank and error. If None, it is the optimizer's own λ of each layer; a relative one is computed
-            from this batch alone, as a multiple of the mean eigenvalue of the kernel for HyLo, and of the Fisher for
-            the others.
+        damping: λ for rank and error. If None, it is the optimizer's λ of each layer. A relative λ is computed only
+            from this batch, as a multiple of the mean eigenvalue of the kernel for HyLo, and of the Fisher for the
+            other methods.
         epoch_steps: Number of steps of an epoch, for the column ``epoch``. If None, the column is null.
-        approx: ``"reduce"`` takes one row per example, ``"expand"`` the rows of all positions, which is exact.
-        kis_sampling: How rows are drawn for the error, one way or several: ``"systematic"``, ``"replacement"``,
+        approx: ``"reduce"`` uses one row per example, and ``"expand"`` uses the rows of all positions, which is exact.
+        kis_sampling: One or several ways to draw rows for the error: ``"systematic"``, ``"replacement"``,
             ``"unweighted"``, ``"uniform"``.
-        seed: Seed of those draws.
+        seed: Seed of these draws.
 
     Attributes:
-        refused: The reason why a layer has no rows, by its name.
+        refused: The reason why a layer has no rows, by the name of the layer.
 
     Raises:
-        TypeError: If the optimizer is not a layer method, or an option is of a wrong kind.
-        ValueError: For an option out of range, or an optimizer whose rows are those of an observed Fisher.
-        RuntimeError: If the stages of the optimizer are being timed already, or it has no module.
+        TypeError: If the optimizer is not a layer method, or an option has the wrong type.
+        ValueError: If an option is out of range, or the rows of the optimizer are those of an observed Fisher.
+        RuntimeError: If the stages of the optimizer are already timed, or it has no module.
 
     Example:
         >>> import tempfile, torch, secondorder
@@ -139,13 +140,13 @@ class Analysis:
         options.choice("reduce", "expand")("approx", approx)
         options.whole(0)("seed", seed)
         self._every, self._approx = every, approx
-        # Layer methods are defined in modules above this one, so a type checker does not know their members here.
+        # Layer methods are defined in modules that import this one, so a type checker does not know their members.
         self._method: Any = cast("Any", optimizer)
         curvature = self._method.preconditioner
         per_kernel, observed = curvature.damps_kernel, self._method.capture.observes
         if per_kernel and observed:
             raise ValueError(
-                "rows of an analysis are gradients of the loss, those of the optimizer of "
+                "the rows of an analysis are gradients of the loss, but those of the optimizer are for "
                 f"fisher={curvature.setting.fisher.kind!r}"
             )
         self._few_rows = FewRows(self._tools, rank_fraction, max_rank, damping, per_kernel, samplings, seed)
@@ -155,13 +156,13 @@ class Analysis:
 
     # ------------------------------------------------------------------ life
     def _observe(self, folder: Path, epoch_steps: int | None) -> None:
-        """Create the observers, and open the files: new events follow the earlier ones."""
-        comm = self._method.comm  # a strategy of one process has neither
+        """Create the observers and open the files, to which new events are appended."""
+        comm = self._method.comm  # a strategy of one process has no rank and no world
         self._process = _Process(getattr(comm, "rank", 0), getattr(comm, "world", 1))
         self._profile = Profile(self._method, self._device, *self._process) if "profile" in self._tools else None
         folder.mkdir(parents=True, exist_ok=True)
         paths = {tool: folder / f"{tool}.jsonl" for tool in self._tools}
-        #: Whether there is any event yet: the first step is measured whatever its number.
+        #: Whether there are events already. Without any, the next step is measured.
         self._begun = any(path.exists() and path.stat().st_size > 0 for path in paths.values())
         last = _last_norms(paths["trend"], self._process.rank) if "trend" in paths else {}
         self._trend = Trend(self._method, epoch_steps, last) if "trend" in paths else None
@@ -171,7 +172,7 @@ class Analysis:
         self._closed = False
         self._capture: RowCapture | None = None
         self._followed: tuple[object, ...] = ()
-        #: Step that is being measured; None outside of a step.
+        #: The step that is measured now; None outside of a step.
         self._step: int | None = None
         self._lines: list[Line] = []
         if self._profile is not None:
@@ -183,7 +184,7 @@ class Analysis:
         self._follow()
 
     def close(self) -> None:
-        """Remove every hook and close the files. Idempotent."""
+        """Remove all hooks and close the files. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -200,7 +201,7 @@ class Analysis:
             file.close()
 
     def __enter__(self: SelfT) -> SelfT:
-        """Return the analysis; leaving the block closes it."""
+        """Return the analysis. Leaving the block closes it."""
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -225,7 +226,7 @@ class Analysis:
         return not self._begun or self._method.steps % self._every == 0
 
     def _follow(self) -> None:
-        """Prepare the measurements of the coming step; called before each forward and after each step."""
+        """Prepare the measurements of the next step. Called before each forward pass and after each step."""
         if self._step is not None or self._closed or self._method.module is None:
             return
         due = self._is_due()
@@ -271,7 +272,7 @@ class Analysis:
         return None
 
     def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap a closure to measure after its first evaluation; later evaluations are at other parameters."""
+        """Wrap a closure to measure after its first evaluation, since later evaluations are at other parameters."""
         seen = False
 
         def evaluate() -> Any:
@@ -286,7 +287,7 @@ class Analysis:
 
     @torch.no_grad()
     def _look(self) -> None:
-        """Measure rows and gradients before the parameters move."""
+        """Measure rows and gradients before the parameters change."""
         gradients = {b: [_dense(p.grad) for p in b.params if p.grad is not None] for b in self._blocks}
         if self._trend is not None:
             self._trend.look(gradients)
@@ -294,13 +295,13 @@ class Analysis:
             self._lines += self._few_rows.lines(self._looks(self._capture, gradients), self._step)
 
     def _looks(self, rows: RowCapture, gradients: dict[Block, list[Tensor]]) -> Iterator[Look]:
-        """Yield the layers whose rows and gradient are complete, and release the rows that were used."""
+        """Yield the layers with complete rows and gradients, and release the rows that were used."""
         self._method.loss_scale.infer(self._method.capture.statistics, self._method.comm.averages)
         capture = rows.capture
         capture.leave_out_replaced()
         taken = capture.take()
         statistics = capture.statistics
-        capture.arm(())  # a step may evaluate again, at other parameters
+        capture.arm(())  # a step may evaluate the model again at other parameters
         self._followed = (None, None, *self._followed[2:])
         self.refused.update({statistics.sites[i].name: reason for i, reason in statistics.refused.items()})
         for index in sorted(taken.statistics):
@@ -310,9 +311,9 @@ class Analysis:
                 yield Look(block, statistic.finish(), taken.examples[index], found)
 
     def _after_step(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Write the measurements, and tap what the next step needs."""
+        """Write the measurements, and set the taps for the next step."""
         step, self._step = self._step, None
-        if step is not None and self._method.steps > step:  # without any gradient there is no step
+        if step is not None and self._method.steps > step:  # a step without gradients does not count
             self._begun = True
             if self._trend is not None:
                 reported = self._method.diagnostics()
@@ -332,7 +333,7 @@ class Analysis:
 def _require_layers(optimizer: object) -> None:
     if not isinstance(getattr(optimizer, "preconditioner", None), LayerPreconditioner):
         found = type(optimizer).__name__
-        raise TypeError(f"Analysis looks at the layers of a layer method such as KFAC, EKFAC or HyLo, got {found}")
+        raise TypeError(f"Analysis needs an optimizer with layers, such as KFAC, EKFAC or HyLo, got {found}")
 
 
 def _several(name: str, given: str | Sequence[str], allowed: tuple[str, ...]) -> tuple[str, ...]:

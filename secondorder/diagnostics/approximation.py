@@ -1,8 +1,8 @@
-"""Pure functions for the number of directions in the curvature of a layer, and the error of keeping few rows.
+"""Pure functions for the number of directions in the curvature of a layer, and for the error of keeping few rows.
 
-With per-example gradients u_n, scaled so that ``F = Σ u uᵀ``, and the kernel ``K_nm = ⟨u_n, u_m⟩``, which has the
-eigenvalues of F that are not zero. The exact update of a gradient V, ``u* = (F + λI)⁻¹ V``, is that of SNGD with all
-rows (Ren & Goldfarb 2019, arXiv 1906.02353); KID and KIS (Mu et al., HyLo, SC22) keep r of them.
+The per-example gradients u_n are scaled so that ``F = Σ u uᵀ``. The kernel ``K_nm = ⟨u_n, u_m⟩`` has the nonzero
+eigenvalues of F. The exact update of a gradient V, ``u* = (F + λI)⁻¹ V``, is that of SNGD with all rows (Ren & Goldfarb
+2019, arXiv 1906.02353). KID and KIS (Mu et al., HyLo, SC22) keep r rows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from secondorder.linalg.kernel import Rows
 
 
 class System(NamedTuple):
-    """A layer's ``(F + λI) u = V`` in terms of its rows, in float64.
+    """The system ``(F + λI) u = V`` of a layer in terms of its rows, in float64.
 
     Attributes:
         rows: All n rows.
         kernel: K ``[..., n, n]``.
         damping: λ ``[...]``.
-        matrix: V, in the shape that fits the rows.
+        matrix: V, in the shape that matches the rows.
     """
 
     rows: Rows
@@ -35,7 +35,7 @@ class System(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the coordinates of an update u and of the exact one u*; those of several layers add up.
+    """Sums over the coordinates of an update u and of the exact update u*. The sums of several layers can be added.
 
     Attributes:
         error: ``‖u − u*‖²``.
@@ -50,11 +50,11 @@ class Sums(NamedTuple):
     inner: float = 0.0
 
     def plus(self, other: Sums) -> Sums:
-        """Return the sums over both."""
+        """Return the sums over the coordinates of both."""
         return Sums(*(a + b for a, b in zip(self, other, strict=True)))
 
     def measures(self) -> dict[str, float]:
-        """Return the relative error ``‖u − u*‖ / ‖u*‖`` and the cosine; NaN for updates of zeros."""
+        """Return the relative error ``‖u − u*‖ / ‖u*‖`` and the cosine, which are NaN for zero updates."""
         length = math.sqrt(self.own * self.exact)
         return {
             "rel_error": math.sqrt(self.error / self.exact) if self.exact else math.nan,
@@ -75,21 +75,21 @@ class Kept(NamedTuple):
 
 
 def in_float64(rows: Rows) -> Rows:
-    """Return the rows in float64; indices do not change."""
+    """Return the rows in float64. Indices do not change."""
     a = rows.a.double() if rows.a is not None and rows.a.is_floating_point() else rows.a
     return rows._replace(a=a, g=rows.g.double())
 
 
 def spectrum(kernel_: Tensor, damping: Tensor) -> dict[str, Any]:
-    """Summarize the eigenvalues of a kernel; several kernels are blocks of one.
+    """Summarize the eigenvalues of a kernel. Several kernels are treated as blocks of one kernel.
 
     Args:
-        kernel_: K ``[..., n, n]``, finite.
-        damping: λ ``[...]``; several values are averaged.
+        kernel_: K ``[..., n, n]``, which must be finite.
+        damping: λ ``[...]``. Several values are averaged.
 
     Returns:
-        ``rank90``, how many of the largest eigenvalues make up nine tenths of their sum; ``eff_rank``, exp of their
-        entropy; ``sigma_max`` and ``sigma_sum``; ``damping_over_sigma1``, λ over the largest.
+        ``rank90``, the number of largest eigenvalues that add up to nine tenths of the sum; ``eff_rank``, exp of the
+        entropy; ``sigma_max`` and ``sigma_sum``; ``damping_over_sigma1``, λ divided by the largest eigenvalue.
     """
     values = anywhere(torch.linalg.eigvalsh, kernel_).clamp(min=0).flatten()
     largest, total = values.amax(), values.sum()
@@ -109,7 +109,7 @@ def exact(system: System) -> Tensor:
 
 
 def interpolated(system: System, rank: int) -> Kept:
-    """Return the update of KID, from interpolation pivots, and the share of the trace of K that they explain."""
+    """Return the update of KID from interpolation pivots, and the share of the trace of K that the pivots explain."""
     found = selection.interpolate(system.kernel, rank)
     rows = kernel.pick(system.rows, found.index, found.valid)
     core = selection.core(system.kernel, found, system.damping, "diag")
@@ -122,7 +122,7 @@ def interpolated(system: System, rank: int) -> Kept:
 
 
 def sampled(system: System, rank: int, sampling: str, generator: torch.Generator) -> Kept:
-    """Return the update of KIS from rows drawn by length, and the sample size ``(Σω²)²/Σω⁴``, the mean of blocks."""
+    """Return the update of KIS from rows drawn by length, and the sample size ``(Σω²)²/Σω⁴``, averaged over blocks."""
     drawn = selection.draw(kernel.norms(system.rows), rank, sampling, generator)
     rows = kernel.pick(system.rows, drawn.index, drawn.weight)
     inverse, _ = woodbury.damped_inverse(kernel.gram(rows), system.damping)
@@ -132,7 +132,7 @@ def sampled(system: System, rank: int, sampling: str, generator: torch.Generator
 
 
 def compare(update: Tensor, exact_update: Tensor) -> Sums:
-    """Return the sums over all coordinates of an update and of the exact one."""
+    """Return the sums over all coordinates of an update and of the exact update."""
     u, reference = update.flatten(), exact_update.flatten()
     rest = u - reference
     return Sums(*torch.stack([rest.dot(rest), u.dot(u), reference.dot(reference), u.dot(reference)]).tolist())

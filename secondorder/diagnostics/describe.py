@@ -11,12 +11,12 @@ class Row:
     """One parameter of the table.
 
     Attributes:
-        name: Parameter name.
-        shape: Its shape.
-        treatment: The curvature that covers it, or the fallback and its reason.
-        sizes: Sizes of its curvature, or nothing.
-        owner: Rank that owns the curvature, or nothing.
-        nbytes: Bytes of optimizer state kept for it on this rank.
+        name: Name of the parameter.
+        shape: Shape of the parameter.
+        treatment: The curvature that covers the parameter, or the fallback and its reason.
+        sizes: Sizes of the curvature, or an empty string.
+        owner: Rank that owns the curvature, or an empty string.
+        nbytes: Bytes of optimizer state for the parameter on this rank.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Row:
 
 
 def human_bytes(n: int) -> str:
-    """Format bytes in the largest unit that keeps at least one digit before the point."""
+    """Format bytes in the largest unit with at least one digit before the decimal point."""
     size = float(n)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
@@ -38,7 +38,7 @@ def human_bytes(n: int) -> str:
 
 
 def render(title: str, sizes: str, rows: Sequence[Row], footer: Sequence[str]) -> str:
-    """Align the columns under a title; a row starts with its parameter's name."""
+    """Align the columns under a title. A row starts with the name of its parameter."""
     head = ("parameter", "shape", sizes, "owner", "state", "treatment")
     cells = [
         (r.name, "×".join(map(str, r.shape)) or "scalar", r.sizes, r.owner, human_bytes(r.nbytes), r.treatment)

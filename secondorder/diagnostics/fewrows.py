@@ -21,7 +21,7 @@ from secondorder.linalg import kernel, selection
 from secondorder.linalg.kernel import Rows
 
 Event = dict[str, Any]
-#: The name of a tool and one of its events.
+#: The name of a tool, and one of its events.
 Line = tuple[str, Event]
 
 #: The values that are computed from the eigenvalues of a layer.
@@ -33,9 +33,9 @@ class Look(NamedTuple):
 
     Attributes:
         block: The layer.
-        rows: Rows of its examples, as captured.
-        m: Examples of the step.
-        gradients: Gradients of its parameters, as they are trained.
+        rows: The captured rows of its examples.
+        m: Number of examples of the step.
+        gradients: Gradients of its parameters, as the optimizer gets them.
     """
 
     block: Block
@@ -53,7 +53,7 @@ class FewRows:
         rank_fraction: ρ.
         max_rank: Largest number of rows to keep.
         damping: λ, or None to use the options of each layer.
-        damps_kernel: Whether a relative λ is relative to the kernel, as in the optimizer.
+        damps_kernel: Whether a relative λ refers to the kernel, as in the optimizer.
         samplings: Ways to draw rows.
         seed: Seed of the draws.
     """
@@ -67,7 +67,7 @@ class FewRows:
     seed: int
 
     def lines(self, looks: Iterable[Look], step: int) -> Iterator[Line]:
-        """Yield the events of all layers of a step, then those of all layers together."""
+        """Yield the events of all layers of a step, followed by those of all layers together."""
         totals: dict[str, Sums] = {}
         ranks: set[int] = set()
         for look in looks:
@@ -102,7 +102,7 @@ class FewRows:
         return System(rows, found, damping, matrix) if bool(finite) else None
 
     def _errors(self, block: Block, system: System | None, step: int, totals: dict[str, Sums]) -> Iterator[Line]:
-        """Yield one event for each way to keep few rows, and add its sums to the totals of that way."""
+        """Yield one event for each way to keep few rows, and add its sums to the totals of this way."""
         reference = None if system is None else approximation.exact(system)
         for mode, keep in self._ways(block.index, step):
             if system is None or reference is None:
@@ -115,7 +115,7 @@ class FewRows:
             yield "error", _error_event(block.name, mode, rank, sums.measures() | dict([kept.measure]))
 
     def _ways(self, layer: int, step: int) -> Iterator[tuple[str, Callable[[System, int], Kept]]]:
-        """Yield ways to keep few rows, by name; the draws of each step, layer and way are the same in every run."""
+        """Yield ways to keep few rows by name. The draws of each step, layer and way are the same in every run."""
         yield "kid", approximation.interpolated
         for sampling in self.samplings:
             mode = "kis" if sampling == "systematic" else f"{sampling} KIS"
@@ -127,9 +127,9 @@ class FewRows:
 def _rank_event(look: Look, system: System | None) -> Event:
     adapter, found = look.block.adapter, dict[str, Any]()
     if system is not None:
-        with suppress(LinAlgError):  # it did not converge, and an observer must not end the training
+        with suppress(LinAlgError):  # if it does not converge, an observer must not end the training
             found = approximation.spectrum(system.kernel, system.damping)
-    # The units of a normalization are one vector.
+    # The units of a normalization layer are one vector.
     d_o = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
     known = {"layer": look.block.name, "m": look.m, "d_i": adapter.n_a, "d_o": d_o}
     return known | dict.fromkeys(SPECTRUM) | found

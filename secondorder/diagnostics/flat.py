@@ -1,4 +1,4 @@
-"""Diagnostics of an optimizer as one flat table of numbers, as loggers take them."""
+"""Diagnostics of an optimizer as one flat table of numbers for loggers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def flat(diagnostics: Mapping[str, Any]) -> dict[str, float]:
         diagnostics: The result of ``diagnostics()`` of an optimizer, or any nested mapping with numbers in it.
 
     Returns:
-        Finite numbers by key: those of an inner mapping under ``outer/inner``, entries of a list or tuple under their
-        position, and bools as 0 and 1. Values that are None, text, infinite or NaN are left out.
+        Finite numbers by key. The key is ``outer/inner`` for an inner mapping and contains the position for entries of
+        a list or tuple. Bools become 0 and 1. None, strings, infinities and NaN are left out.
 
     Raises:
-        TypeError: If it is not a mapping.
+        TypeError: If ``diagnostics`` is not a mapping.
 
     Example:
         >>> flat({"step": 3, "damping_by_layer": {"0": 0.5}, "kl_clip_factor": None, "damping": [0.1]})
         {'step': 3.0, 'damping_by_layer/0': 0.5, 'damping/0': 0.1}
     """
     if not isinstance(diagnostics, Mapping):
-        raise TypeError(f"flat takes what diagnostics() returned, a mapping, got {type(diagnostics).__name__}")
+        raise TypeError(f"flat takes the mapping that diagnostics() returned, got {type(diagnostics).__name__}")
     return dict(_numbers("", diagnostics))
 
 

@@ -1,4 +1,4 @@
-"""Events in files of one JSON object per line."""
+"""Events in files with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ log: logging.Logger = logging.getLogger("secondorder")
 
 
 class EventFile:
-    """A file to which events are appended, each on disk as soon as it is written.
+    """A file to which events are appended. Each event is on disk as soon as it is written.
 
-    The existing content of the file stays. Several processes may append to one file.
+    The existing content of the file is kept. Several processes may append to one file.
 
     Args:
-        path: The file; its folder must exist.
-        columns: Names of the values of an event, in this order.
+        path: Path of the file, whose folder must exist.
+        columns: Names of the values of an event, in order.
 
     Attributes:
         count: Number of events written by this object.
@@ -31,14 +31,14 @@ class EventFile:
         self.count = 0
         broken = _ends_in_mid_line(path)
         self._file = path.open("a", encoding="utf-8", newline="\n")
-        if broken:  # a program was stopped while writing
+        if broken:  # a program was stopped while it was writing
             self._file.write("\n")
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Append an event.
 
         Raises:
-            ValueError: If it has other columns.
+            ValueError: If the event has other columns.
         """
         if event.keys() != set(self.columns):
             raise ValueError(f"an event has the columns {self.columns}, got {tuple(event)}")
@@ -55,13 +55,13 @@ class EventFile:
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     r"""Read the events of a file, in the order in which they were written.
 
-    A line that a program could not finish is left out, and logged unless it is the last one.
+    An incomplete line is left out, and is logged unless it is the last line.
 
     Args:
-        path: A file of one JSON object per line.
+        path: Path of a file with one JSON object per line.
 
     Returns:
-        One dict per event, from column to value; None stands for a value that is not defined or not finite.
+        One dict per event, from column to value. None is a value that is not defined or not finite.
 
     Example:
         >>> import tempfile, pathlib
@@ -83,8 +83,8 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
                 event = None
             if isinstance(event, dict):
                 yield event
-            elif line.strip() and line.endswith("\n"):  # the last line may still be being written
-                log.warning("%s, line %d is no event and is left out", path, number)
+            elif line.strip() and line.endswith("\n"):  # the last line may not be complete yet
+                log.warning("%s, line %d is not an event and is left out", path, number)
 
 
 def _ends_in_mid_line(path: Path) -> bool:
@@ -96,5 +96,5 @@ def _ends_in_mid_line(path: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Replace a number that is not finite by None, since JSON cannot hold it."""
+    """Replace a number that is not finite by None, since JSON does not support it."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,16 +1,15 @@
-"""Measures of how preconditioning changes a gradient: coordinates are scaled, the direction turned, the length changed.
+"""Measures how preconditioning scales the coordinates of a gradient, rotates its direction and changes its length.
 
-The measures are those of EFCP (Modoranu et al. 2023, arXiv 2306.06098). With the gradient g and the direction u made
-from it, over d coordinates::
+The measures are those of EFCP (Modoranu et al. 2023, arXiv 2306.06098). For the gradient g and the preconditioned
+direction u, over d coordinates::
 
     scaling    quantiles of |u_i| / |g_i| over the coordinates with g_i ≠ 0      qp_q25 … qp_mean, qp_n
     rotation   cos = ⟨g, u⟩ / (‖g‖ ‖u‖), its angle in degrees                    qp_cos, qp_angle
                share of the coordinates with u_i g_i > 0                         qp_sign_agree
     size       ‖g‖, ‖u‖, ‖u‖ / ‖g‖                                               qp_norm_g, qp_norm_u, qp_norm_ratio_u_g
 
-Every tensor is read tile by tile in float64, so that temporaries stay small compared with it. The host waits for the
-device once per call, to learn how many coordinates have a gradient: ``qp_n`` is a plain int, and the quantiles are at
-ranks that depend on it.
+Every tensor is read tile by tile in float64, which keeps temporaries small. The host waits for the device once per
+call to read the number of coordinates with a gradient, because ``qp_n`` is a plain int and the quantiles depend on it.
 """
 
 from __future__ import annotations
@@ -22,55 +21,55 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-#: Gradients or directions: of one tensor, of several in order, or by name. None stands for a missing gradient.
+#: Gradients or directions: one tensor, a sequence, or a mapping from names. None is a missing gradient.
 Tensors: TypeAlias = Tensor | Sequence[Tensor | None] | Mapping[str, Tensor | None]
 
-#: Number of entries that are read at a time.
+#: Number of entries that are read at once.
 _TILE = 1 << 20
 #: Number of bins of the histogram.
 _BINS = 64
 
 
 class _Tile(NamedTuple):
-    """A stretch of one flat layer: views of both vectors, and what was summed over it."""
+    """A section of one flat layer: views of both vectors, and sums over the section."""
 
     g: Tensor  # [n]
     u: Tensor  # [n]
-    sums: Tensor  # [5] float64: entries with a gradient, entries of one sign, ⟨g, u⟩, ‖g‖², ‖u‖²
+    sums: Tensor  # [5] float64: entries with a gradient, entries of equal sign, ⟨g, u⟩, ‖g‖², ‖u‖²
 
 
 @torch.no_grad()
 def quantify_preconditioning(
     g: Tensors, u: Tensors, *, signed: bool = False, histogram: bool = False, sample: int = 1_000_000, seed: int = 0
 ) -> dict[str, Any]:
-    """Compare a direction with the gradient that it was made from, per coordinate and as a whole.
+    """Compare a direction with its gradient, per coordinate and as a vector.
 
-    It is computed on the device of the tensors; the host waits for it once. A value that is not defined is NaN: the
-    cosine with a vector of zeros, or a quantile of no coordinates.
+    The comparison is computed on the device of the tensors, and the host waits for it once. Values that are not
+    defined, such as the cosine with a zero vector or a quantile of no coordinates, are NaN.
 
     Args:
-        g: Gradients: one tensor, a sequence, or a mapping from names. A None in it is left out, with its direction.
-        u: Directions, of the same kind, names and shapes. For a method with momentum, the momentum buffers may be given
-            instead.
+        g: Gradients: one tensor, a sequence, or a mapping from names. A None is left out, together with its direction.
+        u: Directions in the same form, with the same names and shapes. For a method with momentum, you may pass the
+            momentum buffers instead.
         signed: Whether the quantiles are those of ``u_i / g_i`` instead of ``|u_i| / |g_i|``.
         histogram: Whether to add the histogram of ``log10(|u_i| / |g_i|)``, 64 bins from the smallest to the largest.
         sample: Largest number of ratios from which the quantiles, the mean and the histogram are computed. They are
-            exact up to this number of coordinates; beyond it, that many coordinates are drawn at random, spread evenly.
+            exact up to this number of coordinates. If there are more, evenly spread coordinates are drawn at random.
             Everything else is always exact.
-        seed: Seed of that draw.
+        seed: Seed of the draw.
 
     Returns:
         0-dim float64 tensors on the device of the (first) input tensor, for all coordinates together: ``qp_q25``,
         ``qp_q50``, ``qp_q75`` (interpolated linearly), ``qp_min``, ``qp_max`` and ``qp_mean`` of the ratios; ``qp_n``,
-        an int, how many ratios these were computed from; ``qp_zero_grad_frac``, the share of coordinates whose gradient
-        is zero, which have no ratio; ``qp_cos``, ``qp_angle`` in degrees; ``qp_sign_agree``; ``qp_norm_g``,
-        ``qp_norm_u``, ``qp_norm_ratio_u_g``. With ``histogram`` also ``qp_hist [64]``, counts as int64 (a ratio of zero
-        is in no bin), and ``qp_hist_edges [65]``, decades. For sequences and mappings also ``"layers"``: the same again
-        by name, or by the index as text.
+        an int, the number of ratios for these values; ``qp_zero_grad_frac``, the share of coordinates with a zero
+        gradient, which have no ratio; ``qp_cos``; ``qp_angle`` in degrees; ``qp_sign_agree``; ``qp_norm_g``,
+        ``qp_norm_u`` and ``qp_norm_ratio_u_g``. With ``histogram``, also ``qp_hist [64]``, int64 counts without ratios
+        of zero, and ``qp_hist_edges [65]`` in decades. For sequences and mappings, also ``"layers"``, which has the
+        same values by name, or by the index as a string.
 
     Raises:
         ValueError: If shapes, devices, names or lengths differ, or ``sample`` is below 1.
-        TypeError: If ``g`` and ``u`` are not of one kind.
+        TypeError: If ``g`` and ``u`` do not have the same form.
     """
     if sample < 1:
         raise ValueError(f"sample must be >= 1, got {sample}")
@@ -93,7 +92,7 @@ def quantify_preconditioning(
 
 
 def _pairs(g: Tensors, u: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return gradient and direction by name, without those that have no gradient."""
+    """Return gradients and directions by name, without those that have no gradient."""
     named_g, named_u = _named("g", g), _named("u", u)
     if isinstance(g, Tensor) != isinstance(u, Tensor) or isinstance(g, Mapping) != isinstance(u, Mapping):
         raise TypeError(
@@ -103,10 +102,10 @@ def _pairs(g: Tensors, u: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
         raise ValueError(f"g has {len(named_g)} tensors and u has {len(named_u)}")
     missing = [name for name, value in named_g.items() if value is not None and named_u.get(name) is None]
     if missing:
-        raise ValueError(f"u lacks {missing}, which g has; leave out of g what has no direction")
+        raise ValueError(f"u lacks {missing}, which g has; leave entries with no direction out of g")
     unknown = [name for name, value in named_u.items() if value is not None and name not in named_g]
     if unknown:
-        raise ValueError(f"g lacks {unknown}, which u has; leave it out of u, or give None in g")
+        raise ValueError(f"g lacks {unknown}, which u has; remove it from u, or pass None in g")
     return {name: (value, named_u[name]) for name, value in named_g.items() if value is not None}  # type: ignore[misc]
 
 
@@ -133,27 +132,27 @@ def _tiles(name: str, g: Tensor, u: Tensor) -> Iterator[_Tile]:
     if g.is_complex() != u.is_complex():
         raise ValueError(f"'{name}': g is {g.dtype} and u {u.dtype}; both must be complex, or neither")
     flat_g, flat_u = _flat(g), _flat(u)
-    # There is one tile even for an empty tensor, since it has the device.
+    # Even an empty tensor has one tile, which provides the device.
     for start in range(0, max(flat_g.numel(), 1), _TILE):
         tile_g, tile_u = flat_g[start : start + _TILE], flat_u[start : start + _TILE]
         yield _Tile(tile_g, tile_u, _sums(tile_g.double(), tile_u.double()))
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Return the entries of a tensor in one row; complex ones as pairs, sparse gradients dense."""
+    """Return the entries of a tensor in one row, with complex numbers as pairs and sparse gradients as dense ones."""
     if x.layout != torch.strided:
         x = x.to_dense()
     return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
 
 
 def _sums(g: Tensor, u: Tensor) -> Tensor:
-    # Signs are compared, because a product of tiny numbers may become zero.
+    # Compare signs, because a product of tiny numbers may underflow to zero.
     counts = [(g != 0).sum(), (g.sign() * u.sign() > 0).sum()]
     return torch.stack([*(count.double() for count in counts), g.dot(u), g.dot(g), u.dot(u)])
 
 
 def _filled(tiles: list[_Tile]) -> list[int]:
-    """Count the coordinates with a gradient, by tile: the only place where the host waits for the device."""
+    """Count the coordinates with a gradient by tile. Only here does the host wait for the device."""
     if not tiles:
         return []
     device = tiles[0].sums.device
@@ -167,11 +166,11 @@ def _total(tiles: list[_Tile]) -> Tensor:
 
 
 def _ratios(tiles: list[_Tile], filled: list[int], sample: int, seed: int) -> Tensor:
-    """Return ``u_i / g_i [n]`` in float64, ``n`` at most ``sample``, over coordinates with g_i ≠ 0.
+    """Return ``u_i / g_i [n]`` in float64 for at most ``sample`` coordinates with g_i ≠ 0.
 
     Args:
-        tiles: The tiles to read; each contributes its share.
-        filled: Number of those coordinates by tile.
+        tiles: The tiles to read. Each contributes in proportion.
+        filled: Number of these coordinates by tile.
         sample: Largest n.
         seed: Seed of the draw.
 
@@ -182,7 +181,7 @@ def _ratios(tiles: list[_Tile], filled: list[int], sample: int, seed: int) -> Te
     wanted = min(sample, total)
     parts, seen = [], 0
     for tile, n in zip(tiles, filled, strict=True):
-        # Over all tiles: exactly `wanted`.
+        # The sum over all tiles is exactly `wanted`.
         share = (seen + n) * wanted // max(total, 1) - seen * wanted // max(total, 1)
         parts.append(_tile_ratios(tile, n, share, seed + seen).to(tiles[0].g.device))
         seen += n
@@ -192,12 +191,12 @@ def _ratios(tiles: list[_Tile], filled: list[int], sample: int, seed: int) -> Te
 def _tile_ratios(tile: _Tile, filled: int, wanted: int, seed: int) -> Tensor:
     device = tile.g.device
     picked = torch.arange(wanted, device=device)
-    if wanted < filled:  # one coordinate at random out of each of `wanted` stretches of equal length
+    if wanted < filled:  # draw one coordinate at random from each of `wanted` sections of equal length
         generator = torch.Generator(device).manual_seed(seed)
         offset = torch.rand(wanted, dtype=torch.float64, device=device, generator=generator)
         picked = ((picked + offset) * (filled / max(wanted, 1))).long().clamp_(max=filled - 1)
     if filled < tile.g.numel():
-        # The r-th of them is where their running count reaches r + 1; indexing by a mask would wait for the device.
+        # The r-th of them is where the running count reaches r + 1. Indexing by a mask would wait for the device.
         picked = torch.searchsorted((tile.g != 0).cumsum(0), picked + 1)
     return tile.u[picked].double() / tile.g[picked].double()
 
@@ -205,7 +204,7 @@ def _tile_ratios(tile: _Tile, filled: int, wanted: int, seed: int) -> Tensor:
 def _scaling(ratios: Tensor) -> dict[str, Any]:
     n = ratios.numel()
     ordered = ratios.sort().values if n else ratios.new_full((1,), math.nan)
-    undefined = ordered[-1].isnan()  # a NaN sorts last, and would otherwise pass for a large ratio
+    undefined = ordered[-1].isnan()  # a NaN sorts last and would otherwise count as a large ratio
 
     def quantile(q: float) -> Tensor:
         position = q * (len(ordered) - 1)
@@ -233,7 +232,7 @@ def _rotation_and_size(sums: Tensor, n: int) -> dict[str, Tensor]:
 
 
 def _histogram(ratios: Tensor) -> dict[str, Tensor]:
-    """Return counts and edges of ``log10`` of non-negative ratios ``[n]``; zero and infinite ones are left out."""
+    """Return counts and edges of ``log10`` of nonnegative ratios ``[n]``, without zero and infinite ones."""
     decades = ratios.log10()
     usable = decades.isfinite()
     none = ratios.new_zeros(1)  # so that the extremes of nothing exist

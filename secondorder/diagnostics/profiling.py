@@ -1,4 +1,4 @@
-"""Times, traffic and memory of a step: events of the profile."""
+"""Times, traffic and memory of a step, as events of the profile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from secondorder.diagnostics.report import Reporting
 from secondorder.diagnostics.timing import StageClock
 
-#: The stages in each column; ``exchange`` brings statistics to where they are needed.
+#: The stages in each column. ``exchange`` sends statistics to the ranks that need them.
 STAGES = {
     "capture_ms": ("capture",),
     "select_ms": ("select",),
@@ -29,12 +29,12 @@ class Profile:
 
     Args:
         optimizer: The optimizer.
-        device: Device on which its stages run.
+        device: Device on which the stages run.
         rank: Index of the process.
         world: Number of processes.
 
     Raises:
-        RuntimeError: If the stages are already being timed.
+        RuntimeError: If the stages are already timed.
     """
 
     def __init__(self, optimizer: Reporting, device: torch.device, rank: int, world: int) -> None:
@@ -50,7 +50,7 @@ class Profile:
         self._optimizer.time_stages(self._clock)
 
     def run(self, due: bool) -> None:
-        """Start timing, or stop it."""
+        """Start or stop timing."""
         if due != self._clock.running:
             self._clock.take()
             self._clock.running = due
@@ -80,5 +80,5 @@ class Profile:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def _sent(self) -> int:
-        """Return the bytes that the strategy has sent so far; a single process sends none."""
+        """Return the bytes that the strategy has sent so far, which are 0 with a single process."""
         return int(getattr(self._optimizer.comm, "wire_bytes", 0))

@@ -1,4 +1,4 @@
-"""The report of an optimizer about itself: coverage, bytes, and options that differ from their defaults."""
+"""Reports of an optimizer about itself: coverage, bytes, and options that differ from their defaults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Reporting(Protocol):
-    """The members by which an optimizer is observed from outside."""
+    """The members of an optimizer that observers use."""
 
     comm: CommStrategy
 
@@ -43,7 +43,7 @@ class Reporting(Protocol):
         ...
 
     def time_stages(self, clock: Clock | None) -> None:
-        """Let a clock time the stages of the steps to come."""
+        """Time the stages of the following steps with a clock."""
 
     def parameter_name(self, p: nn.Parameter) -> str:
         """Return the name of a parameter."""
@@ -54,17 +54,17 @@ class Reporting(Protocol):
         ...
 
     def keep_directions(self) -> AbstractContextManager[dict[str, Tensor]]:
-        """Keep the preconditioned directions of the steps inside the ``with`` block."""
+        """Keep the preconditioned directions of steps inside the ``with`` block."""
         ...
 
 
 @dataclass(frozen=True)
 class Report:
-    """Reads the state of an optimizer and changes nothing.
+    """Reports on the state of an optimizer without changing it.
 
     Attributes:
         table: The parameters.
-        curvature: Their curvature.
+        curvature: The curvature of the parameters.
         comm: Communication strategy.
         runtime: Temporary memory.
     """
@@ -95,7 +95,7 @@ class Report:
             yield Row(table.names[p], tuple(p.shape), treatment, sizes, owner, nbytes)
 
     def memory_usage(self) -> dict[str, int]:
-        """Return the bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
+        """Return the bytes that the optimizer holds on this rank, by kind and with a ``"total"``."""
         table, kept = self.table, ("momentum", "fallback", "pending", "workspace", "buffers")
         usage = dict.fromkeys((*kinds(table.entries), *kept), 0)
         for p in table.group_of:
@@ -124,14 +124,14 @@ def representation(
     betas: object,
     chosen: Mapping[str, Any],
 ) -> str:
-    """Return the representation of an optimizer as in ``torch.optim``, in which equal groups are shown once.
+    """Return the representation of an optimizer as in ``torch.optim``, with equal groups shown once.
 
     Args:
         method: Class of the optimizer.
-        groups: Its groups.
-        defaults: Their default options.
-        betas: The default of ``betas``, which the defaults have only where a scheduler may cycle them.
-        chosen: What was chosen once for all groups, by keyword.
+        groups: The groups.
+        defaults: The default options of the groups.
+        betas: The default of ``betas``, which ``defaults`` contains only if a scheduler may cycle them.
+        chosen: The options that apply to all groups, by keyword.
 
     Returns:
         Learning rate, weight decay, and all options that do not have the constructor's default.
@@ -149,9 +149,9 @@ def representation(
 def _unusual(
     method: type, group: Mapping[str, Any], defaults: Mapping[str, Any], betas: object, chosen: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what differs from the constructor's defaults, where short forms of objects stand for the objects."""
+    """Return the options that differ from the constructor's defaults, with objects in their short forms."""
     hidden = {"params", "param_names", "fallback_base_lr"}
-    always = {"lr", "weight_decay", min(defaults)}  # torch's own test of optimizers looks for the first one
+    always = {"lr", "weight_decay", min(defaults)}  # torch's tests of optimizers look for the first one
     usual = {"betas": betas, **defaults, **keywords.usual(method)}
     found = keywords.gathered(chosen, {k: v for k, v in group.items() if k not in hidden}, {"betas": betas, **defaults})
     return {k: found[k] for k in sorted(found) if k in always or k not in usual or found[k] != usual[k]}

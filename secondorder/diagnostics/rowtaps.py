@@ -1,4 +1,4 @@
-"""Taps of an observer on the layers of an optimizer, which capture the rows of a step next to the optimizer's own."""
+"""Taps of an observer on the layers of an optimizer, which capture the rows of a step separately from the optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from secondorder.curvature.wrappers import forwarded
 
 
 class RowCapture:
-    """Captures the rows of examples of all blocks, in the forward passes that another capture takes part in.
+    """Captures the rows of examples of all blocks, in the forward passes in which another capture is active.
 
     Args:
         root: The module.
@@ -47,7 +47,7 @@ class RowCapture:
         )
 
     def follow(self, leader: Capture) -> None:
-        """Pause together with another capture, and leave the same positions out; once it is closed, capture nothing."""
+        """Pause together with another capture and leave out the same positions. Once it is closed, capture nothing."""
         self.capture.gate.follow(leader.gate)
 
     def watch(self, blocks: list[Block]) -> None:
@@ -60,14 +60,14 @@ class RowCapture:
         approx, double = self._approx, block.owner.dtype == torch.float64
 
         def new_statistic() -> ExampleRows:
-            scale = block.group.get("conv_scale", "exact")  # only HyLo has another
+            scale = block.group.get("conv_scale", "exact")  # only HyLo has another value
             return ExampleRows(block.adapter, approx, torch.float64 if double else torch.float32, conv_scale=scale)
 
         return Site(block.label, block.layer.taps, block.owner, new_statistic)
 
 
 def _are_gone(owners: Sequence[nn.Parameter], reduced: bool) -> bool:
-    """Whether gradients were discarded; after a step that was skipped, zeros may be in their place."""
+    """Whether gradients were discarded. After a skipped step, zeros may have replaced them."""
     return all(p.grad is None or not _has_entries(p.grad.detach()) for p in owners)
 
 

@@ -1,4 +1,4 @@
-"""The counts and records of an optimizer's steps."""
+"""Counts and records of the steps of an optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StepRecord:
-    """Counts the batches that are left out, keeps directions for inspection, and watches the damping.
+    """Counts the batches that are left out, keeps directions for inspection, and checks the damping.
 
     Attributes:
         kept: The open dicts of directions, the innermost last.
@@ -33,17 +33,17 @@ class StepRecord:
 
     @property
     def skipped(self) -> int:
-        """Number of batches that were left out; reading it may wait for the device."""
+        """Number of batches that were left out. Reading it may wait for the device."""
         return self._skipped + int(self._skipped_on_device)
 
     def gate(self, finite: Tensor) -> tuple[bool, Tensor | None]:
-        """Decide whether a step is taken: on the CPU at once, and otherwise by a gate on the device.
+        """Decide whether a step is taken, on the CPU at once, and otherwise with a gate on the device.
 
         Args:
-            finite: Whether the gradients can be used, a 0-dim bool tensor.
+            finite: Whether the gradients can be used, as a 0-dim bool tensor.
 
         Returns:
-            Whether to go on, and the gate, or None if there is none.
+            Whether to continue, and the gate, or None if there is none.
         """
         if finite.device.type == "cpu":
             good = all_true_on_cpu(finite)
@@ -70,10 +70,10 @@ class StepRecord:
                 kept.update(found)
 
     def watch_damping(self, report: CurvatureReport, method: str, step: int) -> None:
-        """Warn once, early in training, if the damping hides the curvature of all that is covered.
+        """Warn once, early in training, if the damping dominates all curvature.
 
         Args:
-            report: Report that finds the curvature to compare.
+            report: Report that provides the curvature to compare with.
             method: Name of the optimizer's class.
             step: Number of steps taken before this one.
         """

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: A time in seconds on the host, or an event in the stream of a CUDA device.
+#: A time in seconds on the host, or an event in a stream of a CUDA device.
 Instant = Any
 
 
-#: Number of spans that are kept one by one until they are taken, so that the host need not wait for a device.
+#: Number of spans that are stored separately until they are read, so that the host need not wait for a device.
 _MOST_SPANS = 4096
 
 
@@ -25,32 +25,32 @@ class _Span(NamedTuple):
 
 
 class StageClock:
-    """Adds up how long the stages of a step take, by name.
+    """Adds up the times of the stages of a step by name.
 
-    A stage includes all that runs inside it, other stages too; if it runs inside itself, it counts once. On a CUDA
-    device the time is the device's own, measured by events in its stream: the host waits only when the times are read.
+    A stage includes everything that runs inside it, including other stages. If it runs inside itself, it counts once.
+    On a CUDA device, the time is measured by events in a stream, and the host waits only when times are read.
 
     Args:
-        device: Device on which the stages run; times on None or a device other than CUDA are those of the host.
+        device: Device on which the stages run. If it is None or not a CUDA device, times are those of the host.
 
     Attributes:
-        running: Whether stages are timed; it may be set at any time, and affects stages that start afterwards.
+        running: Whether stages are timed. It may be set at any time and affects stages that start afterwards.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.running = True
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._spans: list[_Span] = []
-        #: Stages of the current step, and of the last one.
+        #: Stages of the current step and of the last step.
         self._current: list[_Span] = []
         self._last: list[_Span] = []
         self._summed: dict[str, float] = {}
-        # Stages are open per thread: the backward pass of a device runs in a thread of its own.
+        # Open stages are stored per thread, because the backward pass of a device runs in a separate thread.
         self._open: set[tuple[int, str]] = set()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time what runs inside the ``with`` block."""
+        """Time the ``with`` block."""
         key = threading.get_ident(), name
         if not self.running or key in self._open:
             yield
@@ -66,20 +66,20 @@ class StageClock:
             self._current.append(span)
 
     def take(self) -> dict[str, float]:
-        """Return milliseconds by stage since the last call, without stages that did not run."""
+        """Return the milliseconds by stage since the last call, without stages that did not run."""
         spans, self._spans = self._spans, []
         found, self._summed = self._summed, {}
         return _added(found, spans)
 
     def end_step(self) -> None:
-        """End a step: the time since the previous one becomes that of :meth:`last_step`."""
+        """End a step. The times since the end of the previous step become those of :meth:`last_step`."""
         self._last, self._current = self._current, []
-        if len(self._spans) > _MOST_SPANS:  # nobody has taken them
+        if len(self._spans) > _MOST_SPANS:  # they have not been read
             old, self._spans = self._spans[: -_MOST_SPANS // 2], self._spans[-_MOST_SPANS // 2 :]
             _added(self._summed, old)
 
     def last_step(self) -> dict[str, float]:
-        """Return milliseconds by stage of the last step and its backward passes; it does not affect :meth:`take`."""
+        """Return the milliseconds by stage of the last step and its backward passes, without affecting :meth:`take`."""
         return _added({}, self._last)
 
     def _now(self) -> Instant:

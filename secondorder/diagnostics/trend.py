@@ -1,4 +1,4 @@
-"""Norms of gradients and directions, step by step: events of the trend."""
+"""Norms of gradients and directions step by step, as events of the trend."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Event = dict[str, Any]
 
 
 class Trend:
-    """Follows the norms of the layers of an optimizer.
+    """Measures the norms of the layers of an optimizer.
 
     Args:
         optimizer: The optimizer.
-        epoch_steps: Steps of an epoch, or None.
-        last: Norms of the gradient by layer when they were last measured.
+        epoch_steps: Number of steps of an epoch, or None.
+        last: Norms of the gradient by layer at the last measurement.
     """
 
     def __init__(self, optimizer: Reporting, epoch_steps: int | None, last: Mapping[str, float]) -> None:
@@ -31,22 +31,22 @@ class Trend:
         self._kept: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Start to keep the directions of the coming step."""
+        """Start to keep the directions of the next step."""
         self.end()
         self._kept = self._keeping.enter_context(self._optimizer.keep_directions())
 
     def look(self, gradients: Mapping[Block, Sequence[Tensor]]) -> None:
-        """Measure the gradients of a step; layers without any are left out."""
+        """Measure the gradients of a step. Layers without gradients are left out."""
         self._norms = {block: norm(found) for block, found in gradients.items() if found}
 
     def end(self) -> dict[str, Tensor]:
-        """Stop keeping directions, and return those of the step by name of the parameter."""
+        """Stop keeping directions, and return those of the step by the name of the parameter."""
         self._keeping.close()
         found, self._kept = self._kept, {}
         return found
 
     def events(self, step: int, mode: str, mode_by_layer: Mapping[str, str]) -> Iterator[Event]:
-        """Yield one event for each layer that was measured, once the step is over."""
+        """Yield one event for each measured layer after the step."""
         directions, name_of = self.end(), self._optimizer.parameter_name
         for block, size in self._norms.items():
             before = self._last.get(block.name)

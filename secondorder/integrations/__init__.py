@@ -1,4 +1,4 @@
-"""Callbacks for trainers and loggers, one module each; importing this package imports none of them.
+"""Callbacks for trainers and loggers, in one module each. Importing this package imports none of them.
 
 * ``secondorder.integrations.transformers``: Hugging Face ``Trainer``
 * ``secondorder.integrations.accelerate``: Accelerate
@@ -6,5 +6,5 @@
 * ``secondorder.integrations.tensorboard``: TensorBoard
 * ``secondorder.integrations.wandb``: Weights & Biases
 
-The optimizers train without any of them. The callbacks complete checkpoints of several ranks, and log.
+The optimizers train without them. The callbacks complete checkpoints of several ranks and log measurements.
 """

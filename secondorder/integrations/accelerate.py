@@ -1,4 +1,4 @@
-"""Complete checkpoints on several ranks with Accelerate. Training with an ``Accelerator`` needs nothing else."""
+"""Completes checkpoints on several ranks with Accelerate. Training with an ``Accelerator`` needs nothing else."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 def consolidate_before_save(accelerator: Accelerator, *optimizers: Optimizer) -> Any:
     """Make ``accelerator.save_state()`` save all of the curvature if it is spread over the ranks (``MemOpt()``).
 
-    The saving rank first gathers it on its CPU. Call this on all ranks, as you do ``save_state()``.
+    The saving rank first gathers the curvature on its CPU. Call this on all ranks, like ``save_state()``.
 
     Args:
-        accelerator: Accelerator with this ``save_state()``.
-        *optimizers: Optimizers of this package that it prepared, before or after ``prepare``.
+        accelerator: The accelerator whose ``save_state()`` is called.
+        *optimizers: Optimizers of this package that the accelerator prepared, before or after ``prepare``.
 
     Returns:
         A handle whose ``remove()`` reverts this.
 
     Raises:
-        TypeError: If an optimizer is not of this package.
+        TypeError: If an optimizer is not from this package.
 
     Example:
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""The common part of the callbacks for loggers: figures of an optimizer are reported every so many steps."""
+"""The common part of the callbacks for loggers, which report measurements of an optimizer at regular steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from secondorder.diagnostics import flat
 from secondorder.optimizer import SecondOrderOptimizer
 
-#: Prefix of every key, so that loggers put the figures into one section.
+#: Prefix of every key, so that loggers put the values into one section.
 PREFIX = "secondorder/"
 SelfT = TypeVar("SelfT", bound="StepwiseCallback")
 
@@ -26,7 +26,7 @@ def unwrapped(optimizer: Any) -> SecondOrderOptimizer:
         The optimizer itself.
 
     Raises:
-        TypeError: If there is none.
+        TypeError: If there is no such optimizer.
     """
     while isinstance(inner := getattr(optimizer, "_optimizer", getattr(optimizer, "optimizer", None)), Optimizer):
         optimizer = inner
@@ -40,7 +40,7 @@ def figures(optimizer: SecondOrderOptimizer, by_layer: bool = False) -> dict[str
 
     Args:
         optimizer: The optimizer.
-        by_layer: Whether to return all values by layer, or window; otherwise the largest of each kind stands for all,
+        by_layer: Whether to return all values by layer or window. Otherwise, only the largest of each kind is returned
             as ``…/max``, and windows are left out unless there is only one.
 
     Returns:
@@ -60,15 +60,15 @@ def _shortened(key: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class StepwiseCallback(ABC):
-    """Reports the figures of an optimizer to a logger after every ``every``-th step, until it is closed.
+    """Reports measurements of an optimizer to a logger after every ``every``-th step, until it is closed.
 
     Args:
         optimizer: The optimizer, or the wrapper that a trainer made of it.
-        every: Number of steps between two reports; reading the figures may wait for the device.
-        by_layer: Whether to report all values by layer; otherwise the largest of each kind is reported as ``…/max``.
+        every: Number of steps between two reports. Reading the measurements may wait for the device.
+        by_layer: Whether to report all values by layer. Otherwise, the largest of each kind is reported as ``…/max``.
 
     Raises:
-        TypeError: If it is not an optimizer of this package.
+        TypeError: If the optimizer is not from this package.
         ValueError: If ``every`` is not a positive whole number.
     """
 
@@ -81,7 +81,7 @@ class StepwiseCallback(ABC):
 
     @abstractmethod
     def _write(self, numbers: dict[str, float], step: int) -> None:
-        """Write figures; ``step`` counts the steps of the optimizer, including those before a checkpoint."""
+        """Write values. ``step`` counts the steps of the optimizer, including those before a checkpoint."""
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
@@ -90,11 +90,11 @@ class StepwiseCallback(ABC):
             self._write(numbers, int(numbers[PREFIX + "step"]))
 
     def close(self) -> None:
-        """Stop reporting. Idempotent; the logger itself stays open."""
+        """Stop reporting. The logger itself stays open. Idempotent."""
         self._handle.remove()
 
     def __enter__(self: SelfT) -> SelfT:
-        """Return the callback; leaving the block closes it."""
+        """Return the callback. Leaving the block closes it."""
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,4 +1,4 @@
-"""Figures of an optimizer in TensorBoard."""
+"""Measurements of an optimizer in TensorBoard."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class ScalarWriter(Protocol):
 
 
 class TensorBoardCallback(StepwiseCallback):
-    """Writes ``diagnostics()`` to TensorBoard, as scalars under ``secondorder/``.
+    """Writes ``diagnostics()`` to TensorBoard as scalars under ``secondorder/``.
 
-    With several processes, create it on the one that writes. It writes the report of that rank.
+    With several processes, create the callback only on the process that writes. It writes the report of this rank.
 
     Args:
         optimizer: The optimizer, or the wrapper that a trainer made of it.
-        writer: A ``torch.utils.tensorboard.SummaryWriter``, or any object with its ``add_scalar``; you remain
-            responsible for closing it.
-        every: Number of steps between two reports; reading the figures may wait for the device.
-        by_layer: Whether to report all values by layer; otherwise the largest of each kind is reported as ``…/max``.
+        writer: A ``torch.utils.tensorboard.SummaryWriter``, or any object with its ``add_scalar``. You have to close
+            it yourself.
+        every: Number of steps between two reports. Reading the measurements may wait for the device.
+        by_layer: Whether to report all values by layer. Otherwise, the largest of each kind is reported as ``…/max``.
 
     Raises:
-        TypeError: If it is not an optimizer of this package, or the writer is not a writer.
+        TypeError: If the optimizer is not from this package, or the writer has no ``add_scalar``.
         ValueError: If ``every`` is not a positive whole number.
 
     Example:

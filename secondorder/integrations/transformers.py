@@ -1,6 +1,6 @@
-"""Complete checkpoints on several ranks, logged figures, and optimizers from a model, for Hugging Face ``Trainer``.
+"""Complete checkpoints on several ranks, logging, and optimizers from a model, for the Hugging Face ``Trainer``.
 
-In a ``Trainer`` the optimizers train without this module, by ``optimizers=`` and ``optimizer_cls_and_kwargs=``.
+Training does not need this module; pass the optimizers as ``optimizers=`` or ``optimizer_cls_and_kwargs=``.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from secondorder.optimizer import SecondOrderOptimizer
 
 
 class SecondOrderCallback(TrainerCallback):
-    """Serves a ``Trainer`` with an optimizer of this package; it must be the last of its ``callbacks=``.
+    """Supports a ``Trainer`` with an optimizer of this package. It must be the last of the ``callbacks=``.
 
-    * If curvature is spread over the ranks (``MemOpt()``), every checkpoint has all of it: the saving rank first
-      gathers it on its CPU. This holds for all values of ``save_strategy``. With ``"best"`` the ``Trainer`` decides
-      after the last event before the save, so every evaluation gathers. With ``save_only_model`` none does.
-    * The optimizer is connected to a loss scaler of float16 training before the first batch.
+    * If curvature is spread over the ranks (``MemOpt()``), every checkpoint contains all of it, because the saving rank
+      first gathers it on its CPU. This works with all values of ``save_strategy``. With ``"best"``, the ``Trainer``
+      decides after the last event before the save, so every evaluation gathers. With ``save_only_model``, nothing is
+      gathered.
+    * The optimizer is connected to the loss scaler of float16 training before the first batch.
     * ``diagnostics()`` is logged with every training loss, as numbers under ``secondorder/``. It is the report of this
       rank, and reading it may wait for the device.
 
     Built-in reporters (TensorBoard, Weights & Biases, ...) receive a log line before the callbacks of the user. To
-    reach them too, add the callback afterwards with the trainer:
-    ``trainer.add_callback(SecondOrderCallback(trainer=trainer))``; the figures are then a separate line.
+    report to them too, add the callback later and pass the trainer, which then writes the values to a separate line:
+    ``trainer.add_callback(SecondOrderCallback(trainer=trainer))``.
 
     Args:
-        optimizer: The optimizer; None for the one of the ``Trainer``.
-        trainer: Trainer whose ``log`` receives the figures; None to add them to the line of the loss.
+        optimizer: The optimizer; None for the optimizer of the ``Trainer``.
+        trainer: Trainer whose ``log`` receives the values; None to add them to the line of the loss.
         consolidate: Whether to complete checkpoints.
-        log: Whether to log figures.
-        by_layer: Whether to log the figures of every layer too.
+        log: Whether to log values.
+        by_layer: Whether to also log the values of every layer.
 
     Raises:
-        TypeError: When training starts with an optimizer that is not of this package.
+        TypeError: If training starts with an optimizer that is not from this package.
 
     Example:
         >>> trainer = Trainer(model, args, callbacks=[SecondOrderCallback()])  # doctest: +SKIP
@@ -63,7 +64,7 @@ class SecondOrderCallback(TrainerCallback):
 
     # ------------------------------------------------------------------ events, in the order of a step
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find the optimizer, and connect it to the loss scaler."""
+        """Find the optimizer and connect it to the loss scaler."""
         optimizer = self._optimizer(kwargs)
         scaler = getattr(kwargs.get("optimizer"), "scaler", None)
         if scaler is not None and optimizer.grad_scaler is None:
@@ -76,19 +77,19 @@ class SecondOrderCallback(TrainerCallback):
         self._in_training = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Complete the state, if it is saved after this step."""
+        """Complete the state if it is saved after this step."""
         self._complete(control.should_save, args, state, kwargs)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Complete the state, if it is saved after this epoch."""
+        """Complete the state if it is saved after this epoch."""
         self._complete(control.should_save, args, state, kwargs)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Complete the state, if this evaluation may lead to a save."""
+        """Complete the state if this evaluation may lead to a save."""
         self._complete(control.should_save or args.save_strategy == "best", args, state, kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Add figures to a line with the training loss, or write them in a separate line."""
+        """Add values to a line with the training loss, or write them in a separate line."""
         if not self.log or self._in_log or logs is None or "loss" not in logs:
             return
         numbers = self._figures(self._optimizer(kwargs))
@@ -107,7 +108,7 @@ class SecondOrderCallback(TrainerCallback):
         return self.optimizer if self.optimizer is not None else unwrapped(event.get("optimizer"))
 
     def _complete(self, wanted: bool, args: Any, state: Any, event: Mapping[str, Any]) -> None:
-        """Gather the state that other ranks hold, once per step; all ranks come here with the same answers."""
+        """Gather the state that other ranks hold once per step. All ranks call this under the same conditions."""
         if not (wanted and self.consolidate and self._in_training) or args.save_only_model:
             return
         if self._consolidated_at == state.global_step:
@@ -123,16 +124,16 @@ class SecondOrderCallback(TrainerCallback):
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return parameter groups as the ``Trainer`` makes them: no decay for biases and normalization layers.
+    """Return parameter groups like those of the ``Trainer``, without decay for biases and normalization layers.
 
     Args:
         model: Model whose trainable parameters are grouped.
-        weight_decay: Weight decay of the first group; that of the second is 0.
+        weight_decay: Weight decay of the first group. The second group has none.
 
     Returns:
-        Two groups, to pass with ``module=model``.
+        Two groups, to be passed with ``module=model``.
     """
-    from transformers import Trainer  # this takes seconds, and is not needed for logging alone
+    from transformers import Trainer  # this takes seconds and is not needed for logging
 
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # it uses no attribute of a trainer
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -143,18 +144,18 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def optimizer_factory(method: Callable[..., SecondOrderOptimizer]) -> Callable[[], Callable[..., SecondOrderOptimizer]]:
-    """Return the factory for ``optimizer_cls_and_kwargs=``, which uses the model that the ``Trainer`` trains.
+    """Return a factory for ``optimizer_cls_and_kwargs=`` that builds the optimizer for the model of the ``Trainer``.
 
-    It is needed if the model does not exist yet when options are defined, as with ``model_init=``. Otherwise ``(KFAC,
-    {"module": model, ...})`` suffices.
+    Use it if the model does not exist yet when you define the options, as with ``model_init=``. Otherwise, ``(KFAC,
+    {"module": model, ...})`` is sufficient.
 
     Args:
         method: ``KFAC``, ``EKFAC``, ... or a function of parameter groups and ``module=``.
 
     Returns:
-        A function that a ``Trainer`` calls without arguments; its result is called with the model and the options. Of
-        these, ``weight_decay`` is for the parameters that the ``Trainer`` would let decay, see :func:`decay_groups`;
-        the others go to the method.
+        A function that a ``Trainer`` calls without arguments. Its result is called with the model and the options.
+        ``weight_decay`` applies to the parameters that the ``Trainer`` would decay, see :func:`decay_groups`; all other
+        options are passed to the method.
 
     Example:
         >>> options = {"lr": 1e-3, "weight_decay": 0.01}

@@ -1,4 +1,4 @@
-"""Figures of an optimizer in Weights & Biases."""
+"""Measurements of an optimizer in Weights & Biases."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ class Run(Protocol):
         """Log numbers."""
 
     def define_metric(self, name: str, step_metric: str) -> Any:
-        """Define what a metric is plotted against."""
+        """Define the axis of a metric."""
 
 
 class WandbCallback(StepwiseCallback):
-    """Logs ``diagnostics()`` to a run of Weights & Biases, under ``secondorder/``.
+    """Logs ``diagnostics()`` to a run of Weights & Biases under ``secondorder/``.
 
-    The figures are plotted against ``secondorder/step``, the steps of the optimizer. They are logged without wandb's
-    own ``step=``, which every call of ``run.log`` increments: if your script logs, leave it out too, and define the
-    axis of its figures with ``run.define_metric``.
+    Values are plotted against ``secondorder/step``, the steps of the optimizer. They are logged without wandb's
+    ``step=``, which every call of ``run.log`` increments. If your script logs too, do not pass ``step=`` either, and
+    define the axis of your values with ``run.define_metric``.
 
-    With several processes, create it on the one that has the run. It logs the report of that rank.
+    With several processes, create the callback only on the process with the run. It logs the report of this rank.
 
     Args:
         optimizer: The optimizer, or the wrapper that a trainer made of it.
-        run: The result of ``wandb.init``; you remain responsible for finishing it.
-        every: Number of steps between two reports; reading the figures may wait for the device.
-        by_layer: Whether to report all values by layer; otherwise the largest of each kind is reported as ``…/max``.
+        run: The result of ``wandb.init``. You have to finish the run yourself.
+        every: Number of steps between two reports. Reading the measurements may wait for the device.
+        by_layer: Whether to report all values by layer. Otherwise, the largest of each kind is reported as ``…/max``.
 
     Raises:
-        TypeError: If it is not an optimizer of this package, or the run is not a run.
+        TypeError: If the optimizer is not from this package, or ``run`` is not a run.
         ValueError: If ``every`` is not a positive whole number.
 
     Example:
@@ -50,7 +50,7 @@ class WandbCallback(StepwiseCallback):
 
     def __init__(self, optimizer: Optimizer, run: Run, every: int = 50, *, by_layer: bool = False) -> None:
         if not (callable(getattr(run, "log", None)) and callable(getattr(run, "define_metric", None))):
-            raise TypeError(f"run must be what wandb.init returned, got {type(run).__name__}")
+            raise TypeError(f"run must be the run that wandb.init returns, got {type(run).__name__}")
         self._run = run
         super().__init__(optimizer, every, by_layer=by_layer)
         run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")

@@ -253,5 +253,5 @@ def test_flat_leaves_out_what_is_no_finite_number():
 
 
 def test_flat_refuses_something_else_than_a_mapping():
-    with pytest.raises(TypeError, match=r"flat takes what diagnostics\(\) returned"):
+    with pytest.raises(TypeError, match=r"flat takes the mapping that diagnostics\(\) returned"):
         flat([1.0])

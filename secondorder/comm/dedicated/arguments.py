@@ -15,7 +15,7 @@ Entry = list[Any]
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments as given, with roles as tuples and logs as lists; see the strategy for what each means.
+    """The arguments, with roles as tuples and logs as lists; the strategy describes them.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -52,23 +52,23 @@ class Arguments:
             raise ValueError(f"timeout must be a positive number of seconds or None, got {self.timeout!r}")
         if self.replay is not None:
             if self.mode != "opportunistic":
-                raise ValueError(f"replay repeats a run in opportunistic mode, and mode is {self.mode!r}")
+                raise ValueError(f"replay repeats a run in opportunistic mode, but mode is {self.mode!r}")
             object.__setattr__(self, "replay", _entries(self.replay))
 
     @property
     def roles(self) -> dict[str, tuple[int, ...] | None]:
-        """Ranks by role; None for roles that are to be chosen."""
+        """Ranks by role; None for roles that the strategy chooses."""
         return {name: getattr(self, name) for name in roles.NAMES}
 
     @property
     def changed(self) -> Mapping[str, Any]:
-        """Return the arguments that differ from their defaults, as they were given."""
+        """Return the arguments that differ from their defaults."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         changed = {f.name: found[f.name] for f in fields(self) if found[f.name] != f.default}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
 
     def period_of(self, intervals: Sequence[int]) -> int:
-        """Return the period T, as given or taken from the refresh interval that all units share.
+        """Return the period T, which is the argument or the refresh interval that all units share.
 
         Args:
             intervals: Steps between refreshes of each unit.
@@ -77,16 +77,16 @@ class Arguments:
             The period.
 
         Raises:
-            ValueError: If units have different intervals, or versions would be too old as soon as they arrive.
+            ValueError: If units have different intervals, or versions would be too old when they arrive.
         """
         if self.period is None and len(set(intervals)) > 1:
-            raise ValueError(f"layers refresh every {sorted(set(intervals))} steps: give DedicatedWorkers one period=")
+            raise ValueError(f"layers refresh every {sorted(set(intervals))} steps: pass DedicatedWorkers one period=")
         period = self.period or next(iter(intervals), 1)
         least = (DELAY + 1) * period - 1
         if self.max_staleness is not None and self.max_staleness < least:
             raise ValueError(
                 f"max_staleness={self.max_staleness} is less than the age that versions reach with period={period}, "
-                f"which is {least}: they would be given up before the next one comes"
+                f"which is {least}: they would be dropped before the next one arrives"
             )
         return period
 

@@ -1,8 +1,8 @@
 """Groups and messages between gradient, factor and inverse ranks.
 
-Each group sends in one direction, and has one outstanding message at most::
+Each group sends in one direction and has at most one outstanding message::
 
-    gradients     among the gradient ranks                     gradients, the orders of the chief
+    gradients     among the gradient ranks                     gradients, decisions of the chief
     factors       among the factor ranks                       sums of statistics
     parameters    chief ─► factor ranks                        once per epoch
     estimate j    first factor rank ─► inverse rank j          once per version
@@ -27,7 +27,7 @@ from secondorder.comm.dedicated.roles import Roles
 from secondorder.comm.messages import Work
 from secondorder.comm.strategy import Parcel
 
-#: The least number of seconds that ranks have to find each other: short timeouts are meant for training.
+#: The least number of seconds that ranks have to find each other, since short timeouts are meant for training.
 _MEETING = 30.0
 GO, STOP, LOST = "go", "stop", "lost"
 
@@ -39,19 +39,19 @@ class Worker(Protocol):
         """Return all parameters, in order."""
 
     def sent_options(self) -> dict[str, Any]:
-        """Return the options of the groups that a refresh depends on, as JSON can hold them."""
+        """Return the options of the groups that a refresh depends on, in a form that JSON supports."""
 
     def adopt_options(self, sent: dict[str, Any]) -> None:
         """Adopt the options that another rank has sent."""
 
     def live_parcel(self, index: int, place: str) -> Parcel:
-        """Return the tensors of the ``"estimate"`` or of the ``"curvature"`` of a unit, as they are stored."""
+        """Return the stored tensors of the ``"estimate"`` or of the ``"curvature"`` of a unit."""
 
     def updates_of(self, index: int) -> int:
-        """Return how often something was folded into the estimate of a unit."""
+        """Return the number of updates of the estimate of a unit."""
 
     def note_estimate(self, index: int, updates: int) -> None:
-        """Record that the estimate of a unit was overwritten by one that was updated so often."""
+        """Record that the estimate of a unit was overwritten by one with this number of updates."""
 
     def has_curvature(self, index: int) -> bool:
         """Whether a unit preconditions."""
@@ -60,7 +60,7 @@ class Worker(Protocol):
         """Precondition a unit with these tensors from now on."""
 
     def forget_curvature(self, index: int) -> None:
-        """Reset a unit to the state in which nothing is known of it."""
+        """Reset a unit to its state without any curvature."""
 
     def invert(self, indices: Sequence[int]) -> list[bool]:
         """Refresh units from their estimates, and return for each whether it has a new result."""
@@ -142,7 +142,7 @@ class Links:
         return self.groups.get(names.get(self.roles.of(self.rank), ""))
 
     def leave(self, together: bool) -> None:
-        """Destroy the groups; with ``together``, wait first until all ranks have come here."""
+        """Destroy the groups. With ``together``, first wait until all ranks have called this."""
         if not dist.is_initialized():
             return
         for group in self.groups.values():
@@ -154,7 +154,7 @@ class Links:
 
 
 def new_group(ranks: Sequence[int], timeout: float, **options: Any) -> Any:
-    """Create a group of these ranks, which may take longer to find each other than a message may take."""
+    """Create a group of these ranks, which may need more time to find each other than for a message."""
     return dist.new_group(list(ranks), timeout=timedelta(seconds=max(timeout, _MEETING)), **options)
 
 

@@ -1,7 +1,7 @@
 """The arithmetic of lockstep mode: when a version of the curvature is estimated, inverted and used.
 
 An epoch is ``T`` steps. Version k of the factors is estimated in epoch k from the parameters of its start, inverted in
-epoch k + 1, and used from step ``(k + 2) T`` on, until version k + 1 takes its place at ``(k + 3) T``::
+epoch k + 1, and used from step ``(k + 2) T`` on, until version k + 1 replaces it at ``(k + 3) T``::
 
     epoch          0          1          2          3
     gradients      –          –          with 0     with 1
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 ItemT = TypeVar("ItemT")
 
-#: Number of epochs between the start of the one in which a version is estimated and the start of the one that uses it.
+#: Number of epochs from the start of the epoch that estimates a version to the start of the epoch that uses it.
 DELAY = 2
 
 

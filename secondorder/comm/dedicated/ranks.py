@@ -9,8 +9,8 @@
     take/j/n      chief            inverse rank j       gradient ranks wait for that version; or stop
     want/k        first factor     chief                opportunistic only: factor ranks wait for turn k
 
-Every wait is for one notice of one writer, and no message is launched before the notice that announces it was written
-and read. A stop is therefore just another content of a notice, and no rank waits for a message that does not come.
+A rank always waits for one notice of one writer, and no message is launched before the notice that announces it was
+written and read. A stop is just another content of a notice, so no rank waits for a message that is never sent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Agenda:
         seed: Seed of the order in which units are inverted.
         max_staleness: Largest age of a version in steps.
         degrade: Whether training continues without an inverse rank that was lost.
-        replay: Log of the run that is repeated.
+        replay: Log of the run to repeat.
     """
 
     period: int
@@ -59,7 +59,7 @@ class Agenda:
         return [index for index, owner in enumerate(self.owners) if owner == rank]
 
     def repeats(self, *entry: Any) -> bool:
-        """Whether the log of the run that is repeated has an entry; None matches anything."""
+        """Whether the log of the repeated run has an entry. None matches anything."""
         assert self.replay is not None
         return any(
             len(e) == len(entry) and all(a is None or a == b for a, b in zip(entry, e, strict=True))
@@ -90,7 +90,7 @@ class Rank:
         """Act at the end of a step."""
 
     def close(self) -> None:
-        """Finish what was started."""
+        """Finish all work that was started."""
 
     @contextmanager
     def watched(self, doing: str) -> Iterator[None]:
@@ -104,15 +104,15 @@ class Rank:
         except Exception as error:
             message = f"rank {self.links.rank}, {self.links.roles.of(self.links.rank)} worker, {doing}: {error}"
             first = self.give_up(message)
-            if first != message:  # this message was lost because another rank had failed before
+            if first != message:  # this message is dropped because another rank failed before
                 raise RuntimeError(first) from error
             raise
 
     def give_up(self, message: str) -> str:
-        """Have the other ranks raise as well.
+        """Make the other ranks raise an error as well.
 
         Returns:
-            The message of the first rank that gave up.
+            The message of the first rank that failed.
         """
         self.failed = True
         try:
@@ -124,13 +124,13 @@ class Rank:
 
 @dataclass
 class GradientRank(Rank):
-    """Trains. The first of these ranks, the chief, decides what happens at the end of an epoch, and all of them do it.
+    """A rank that trains. The first gradient rank, the chief, makes the decisions at the end of an epoch for all.
 
     Attributes:
-        taken: Versions that were taken, or given up, by inverse rank.
+        taken: Versions that were taken or dropped, by inverse rank.
         lost: Inverse ranks that were lost.
         since: For each unit, the step of the parameters behind its curvature.
-        log: What happened at which step; it is the same on every gradient rank.
+        log: Events by step, which are the same on every gradient rank.
     """
 
     taken: dict[int, int] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class GradientRank(Rank):
 
     # ------------------------------------------------------------------ decisions of the chief
     def _orders(self) -> list[int]:
-        """Return the inverse ranks whose version is taken now; the chief decides."""
+        """Return the inverse ranks whose version is taken now, as the chief decides."""
         inverse = self.links.roles.inverse
         orders = [0.0] * (1 + 2 * len(inverse))
         if self.is_chief:
@@ -177,7 +177,7 @@ class GradientRank(Rank):
         aborted, *rest = self._spread(orders)
         if aborted:
             self.links.board.raise_aborted()
-            raise RuntimeError("the first gradient rank has given up")
+            raise RuntimeError("the first gradient rank has failed")
         n = len(inverse)
         self.lost |= {j for j, gone in zip(inverse, rest[n:], strict=True) if gone}
         return [j for j, ready in zip(inverse, rest[:n], strict=True) if ready]
@@ -186,7 +186,7 @@ class GradientRank(Rank):
         return self.links.broadcast("gradients", self.links.roles.chief, orders)
 
     def _publish(self) -> None:
-        """Announce the next turn, and send the current parameters to the factor ranks."""
+        """Announce the next turn and send the current parameters to the factor ranks."""
         if not self._is_wanted():
             return
         finish(self._publication)
@@ -206,18 +206,18 @@ class GradientRank(Rank):
         return self._is_there(want, "the factor ranks")
 
     def _is_there(self, key: str, who: str) -> bool:
-        """Whether a notice was written; raise an error if it has been missing for too long."""
+        """Whether a notice was written. An error is raised if it has been missing for too long."""
         self.links.board.raise_aborted()
         if self.links.board.look(key) is not None:
             self._quiet.pop(key, None)
             return True
         first = self._quiet.setdefault(key, time.monotonic())
         if time.monotonic() - first > self.links.patience:
-            raise SilenceError(f"nothing was heard of {who} within {self.links.patience:g} s")
+            raise SilenceError(f"{who} did not respond within {self.links.patience:g} s")
         return False
 
     def _ready(self) -> set[int]:
-        """Return the inverse ranks whose next version is ready, and notify them that it is taken."""
+        """Return the inverse ranks whose next version is ready, after notifying them that it is taken."""
         ready = set()
         for j in self.links.roles.inverse:
             if j in self.lost:
@@ -259,7 +259,7 @@ class GradientRank(Rank):
 
     # ------------------------------------------------------------------ versions
     def _take(self, j: int) -> None:
-        """Receive a version, and use all of it from the next step on."""
+        """Receive a version and use it completely from the next step on."""
         units = self.plan.units_of(j)
         parcels = [self.worker().live_parcel(index, "curvature") for index in units]
         room = [[torch.empty_like(t) for t in p.tensors] for p in parcels]
@@ -292,7 +292,7 @@ class GradientRank(Rank):
         self.since.update(dict.fromkeys(indices, self.steps))
 
     def _expire(self) -> None:
-        """Drop curvature that is too old for the coming step; loaded curvature counts as new at its first use."""
+        """Drop curvature that is too old for the next step. Loaded curvature counts as new at its first use."""
         if self.plan.max_staleness is None:
             return
         worker = self.worker()

@@ -1,4 +1,4 @@
-"""The assignment of roles, gradients, factors and inverses, to processes. It is arithmetic only."""
+"""Assigns the roles, gradients, factors and inverses, to processes without communication."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ NAMES = ("gradient", "factor", "inverse")
 
 @dataclass(frozen=True)
 class Roles:
-    """Ranks by role. Each rank has one role, or the same ranks find factors and inverses.
+    """Ranks by role. Each rank has one role, unless the same ranks compute factors and inverses.
 
     Attributes:
         gradient: Ranks that compute gradients and train; the first one leads.
-        factor: Ranks that estimate factors from data of their own; the first one serves them.
+        factor: Ranks that estimate factors from separate data; the first one sends them.
         inverse: Ranks that factorize.
     """
 
@@ -36,11 +36,11 @@ class Roles:
 
     @property
     def colocated(self) -> bool:
-        """Whether factors and inverses are found by the same ranks."""
+        """Whether the same ranks compute factors and inverses."""
         return self.factor == self.inverse
 
     def of(self, rank: int) -> str:
-        """Return the role of a rank; for one that finds factors and inverses it is ``"factor"``."""
+        """Return the role of a rank. For a rank that computes factors and inverses, it is ``"factor"``."""
         return next(name for name in NAMES if rank in getattr(self, name))
 
     def peers(self, rank: int) -> tuple[int, ...]:
@@ -50,24 +50,24 @@ class Roles:
 
 
 def check(given: dict[str, Sequence[int] | None], allow_colocated: bool) -> dict[str, tuple[int, ...] | None]:
-    """Check ranks by role, refusing what no world size could make valid.
+    """Check ranks by role, and reject roles that are invalid for every number of ranks.
 
     Args:
-        given: Ranks by role; None for roles that are to be chosen.
-        allow_colocated: Whether factors and inverses may be found by the same ranks.
+        given: Ranks by role; None for roles that the strategy chooses.
+        allow_colocated: Whether the same ranks may compute factors and inverses.
 
     Returns:
-        The same, as tuples.
+        The ranks by role, as tuples.
 
     Raises:
         TypeError: If a role is not a list of whole numbers.
-        ValueError: For an empty role, a rank named twice, or ranks with two roles.
+        ValueError: If a role is empty, or a rank is named twice or has two roles.
     """
     found = {name: None if given[name] is None else _ranks(name, given[name]) for name in NAMES}
     shared = found["factor"] == found["inverse"] is not None
     if shared and not allow_colocated:
         raise ValueError(
-            f"factor={list(found['factor'] or ())} and inverse name the same ranks: give ranks of their own, or "
+            f"factor={list(found['factor'] or ())} and inverse name the same ranks: give them different ranks, or set "
             "allow_colocated=True"
         )
     taken: dict[int, str] = {}
@@ -95,13 +95,13 @@ def _ranks(name: str, ranks: Sequence[int] | None) -> tuple[int, ...]:
 def resolve(world: int, given: dict[str, tuple[int, ...] | None], allow_colocated: bool = False) -> Roles:
     """Assign a role to every rank of a world.
 
-    Without any role given, a fifth of the ranks finds factors, a fifth finds inverses (the same fifth, if that is
-    allowed), and the rest computes gradients. If one role is missing, it consists of the remaining ranks.
+    If no role is set, a fifth of the ranks computes factors, a fifth computes inverses (the same fifth, if that is
+    allowed), and the rest compute gradients. If one role is missing, it consists of the remaining ranks.
 
     Args:
         world: Number of ranks.
         given: Ranks by role, as :func:`check` returns them.
-        allow_colocated: Whether factors and inverses may be found by the same ranks.
+        allow_colocated: Whether the same ranks may compute factors and inverses.
 
     Returns:
         The roles.

@@ -19,12 +19,12 @@ log: logging.Logger = logging.getLogger("secondorder")
 
 @dataclass
 class Inverter:
-    """Inverts versions of the units of one rank, and delivers them to the gradient ranks.
+    """Inverts versions of the units of one rank and delivers them to the gradient ranks.
 
     Attributes:
         rank: The rank for which it works.
         number: Number of versions that were inverted.
-        waiting: Tensors that were inverted and not taken yet, and whether each is symmetric.
+        waiting: Tensors that are inverted but not taken yet, and whether each is symmetric.
     """
 
     rank: Rank
@@ -40,22 +40,22 @@ class Inverter:
         head = [float(version), float(step), *(float(fine[index]) for index in units)]
         header = torch.tensor(head, dtype=torch.float64, device=links.device)
         tensors, flags = contents([worker.live_parcel(index, "curvature") for index in units])
-        if links.roles.colocated:  # an estimate that is itself used for preconditioning is about to change here
+        if links.roles.colocated:  # the estimate will change here, and it is itself used for preconditioning
             tensors = [t.clone() for t in tensors]
         self.waiting = [header, *tensors], [False, *flags]
         links.board.write(f"done/{links.rank}/{self.number}", version=version)
 
     @property
     def key(self) -> str:
-        """Key of the notice that says whether the version is taken."""
+        """Key of the notice that reports whether the version is taken."""
         return f"take/{self.rank.links.rank}/{self.number}"
 
     def hand_over(self) -> bool:
-        """Wait until the version is wanted, and send it; return False at the stop."""
+        """Wait until the version is requested and send it. Return False at the stop."""
         links = self.rank.links
         notice = links.board.wait(self.key)
         if notice["code"] == LOST:
-            log.warning("rank %d took too long to invert: training goes on without it", links.rank)
+            log.warning("rank %d took too long to invert: training continues without it", links.rank)
             self.rank.failed = True
         if notice["code"] != GO:
             return False
@@ -157,12 +157,12 @@ class FactorRank(Rank):
     def _send_all(self, version: int, notice: dict[str, Any]) -> None:
         for j in self.links.roles.inverse:
             if j in notice["lost"]:
-                self._works.pop(j, None)  # nobody will receive it
+                self._works.pop(j, None)  # no rank will receive it
             elif self._is_free(j, version):
                 self._send(j, version, notice["options"])
 
     def _is_free(self, j: int, version: int) -> bool:
-        """Whether this version is sent to an inverse rank; outside of lockstep, it must have finished the last one."""
+        """Whether this version is sent to an inverse rank, which must be free unless the mode is lockstep."""
         if self.plan.lockstep:
             return True
         if self.plan.replay is not None:
@@ -192,7 +192,7 @@ class FactorRank(Rank):
 
     # ------------------------------------------------------------------ a rank that inverts as well
     def _inverts(self, version: int) -> bool:
-        """Whether this version is inverted here, which it is unless the previous one was not taken yet."""
+        """Whether this version is inverted here, which is the case if the previous version was taken."""
         assert self.inverter is not None
         if self.plan.replay is None:
             return self.inverter.waiting is None

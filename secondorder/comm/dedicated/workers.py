@@ -1,4 +1,4 @@
-"""Asynchronous curvature: some ranks train, some estimate factors, some invert them.
+"""Asynchronous curvature: some ranks train, some estimate factors, and some invert them.
 
 It follows the second distributed strategy of tensorflow/kfac, but is reproducible: see :class:`DedicatedWorkers`.
 """
@@ -25,15 +25,15 @@ from secondorder.comm.dedicated.service import FactorRank, InverseRank
 from secondorder.comm.placement import Grid, Load, assign
 from secondorder.comm.strategy import CommStrategy, Parcel, Pending, Unit, world_size
 
-#: Time that the first gradient rank waits for an inverse rank, as a fraction of the timeout: the others wait for it.
+#: Time that the first gradient rank waits for an inverse rank, as a fraction of the timeout, while others wait for it.
 _PATIENCE = {"abort": 0.8, "degrade": 0.3}
 
 
 class DedicatedWorkers(CommStrategy):
-    """Gradient ranks train with curvature that other ranks find in the background, two to three periods behind.
+    """Computes curvature in the background on dedicated ranks, two to three periods behind the training.
 
-    Gradient ranks average their gradients, precondition and step; factor ranks run the same loop on their own data and
-    never step; inverse ranks factorize. No model is wrapped by DDP. Each process runs the part of its role::
+    Gradient ranks average their gradients, precondition and step. Factor ranks run the same loop on separate data but
+    never step. Inverse ranks factorize. Do not wrap the model with DDP. Each process runs the part of its role::
 
         comm = secondorder.DedicatedWorkers()
         with secondorder.KFAC(model, lr=0.1, comm=comm) as optimizer:
@@ -45,17 +45,17 @@ class DedicatedWorkers(CommStrategy):
                     loss(model(x), y).backward()
                     optimizer.step()
 
-    In lockstep, with epochs of T steps, factors are estimated in epoch k from the parameters of its start, in T
-    steps of the factor ranks, inverted in epoch k + 1, and used from step ``(k + 2) T`` on: parameters behind the
-    curvature in use are 2T to 3T − 1 steps old, and every run is the same to the bit. In opportunistic mode a version
-    is used from the first end of an epoch at which it is ready, and no gradient rank waits for it; :attr:`log` records
-    what happened, and ``replay`` repeats it.
+    In lockstep mode, with epochs of T steps, the factor ranks estimate factors in epoch k from the parameters at its
+    start, in T steps. The factors are inverted in epoch k + 1 and used from step ``(k + 2) T`` on. The curvature in use
+    thus belongs to parameters that are 2T to 3T − 1 steps old, and every run is bit-for-bit the same. In opportunistic
+    mode, a version is used from the first end of an epoch at which it is ready, and no gradient rank waits for it.
+    :attr:`log` records the versions that were used, and ``replay`` repeats them.
 
-    A factor rank that has run out of data continues without data in ``close()``. For a factor rank that has data left
-    when training ends, :attr:`stopped` becomes True, and its steps do nothing.
+    A factor rank that runs out of data continues without data in ``close()``. If it has data left when training ends,
+    :attr:`stopped` becomes True, and its steps do nothing.
 
     Args:
-        gradient: Ranks that train. If no role is given, a fifth of all ranks (rounded, at least one) estimates factors,
+        gradient: Ranks that train. If no role is set, a fifth of all ranks (rounded, at least one) estimates factors,
             a fifth inverts them, and the others train. If one role is missing, it consists of the remaining ranks.
         factor: Ranks that estimate factors.
         inverse: Ranks that factorize them.
@@ -63,20 +63,20 @@ class DedicatedWorkers(CommStrategy):
         period: T, the number of steps of an epoch. If None, it is ``inv_update_steps``.
         seed: Seed of the order in which an inverse rank works on its layers.
         allow_colocated: Whether the same ranks may estimate and factorize.
-        warmup: What happens while a layer has no version: with ``"sync"``, the gradient ranks estimate and factorize
-            once themselves, at the first step; with ``"identity"``, the gradient is used as it is.
-        max_staleness: Largest age, in steps, of the parameters behind a version. An older version is given up, and the
-            layer is treated as in the warmup. If None, there is no limit.
-        on_loss: What happens when an inverse rank is lost: ``"abort"`` raises an error on all ranks; ``"degrade"``
-            (with gloo) continues, and the layers of that rank keep their last version, up to ``max_staleness``. The
-            loss of any other rank always ends the run.
+        warmup: Behavior while a layer has no version: with ``"sync"``, the gradient ranks estimate and factorize once
+            themselves, at the first step; with ``"identity"``, the gradient is used without preconditioning.
+        max_staleness: Largest age, in steps, of the parameters behind a version. An older version is dropped, and the
+            layer is treated as in the warm-up. If None, there is no limit.
+        on_loss: Behavior when an inverse rank is lost: ``"abort"`` raises an error on all ranks; ``"degrade"`` (with
+            gloo) continues, and the layers of that rank keep their last version, up to ``max_staleness``. The loss of
+            any other rank always ends the run.
         timeout: Number of seconds after which a silent rank counts as lost; it must be longer than an epoch takes. If
             None, it is the timeout of the default process group.
-        replay: The :attr:`log` of an opportunistic run, which is then repeated.
+        replay: The :attr:`log` of an opportunistic run to repeat.
 
     Raises:
         TypeError: If a value has the wrong type.
-        ValueError: For a value out of range, and roles that are empty or overlap.
+        ValueError: If a value is out of range, or roles are empty or overlap.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class DedicatedWorkers(CommStrategy):
         timeout: float | None = None,
         replay: Sequence[Sequence[Any]] | None = None,
     ) -> None:
-        #: The arguments of the strategy, checked.
+        #: The checked arguments of the strategy.
         self.arguments = Arguments(
             gradient, factor, inverse, mode, period, seed, allow_colocated, warmup, max_staleness, on_loss, timeout,
             replay,
         )  # fmt: skip
         self._begin()
 
-    #: Whether it supports ``Join``: ranks of other roles take no part in it.
+    #: Whether the strategy supports ``Join``, which it does not, since ranks of other roles cannot take part in it.
     takes_joiners = False
 
     def _begin(self) -> None:
@@ -119,29 +119,29 @@ class DedicatedWorkers(CommStrategy):
         """Spread the units over the inverse ranks, longest processing time first."""
         if self._links is not None:
             raise NotImplementedError(
-                "DedicatedWorkers: which layers have curvature changed during training (a layer was frozen, added or "
-                "cast), and ranks of other roles cannot see that. Make a new optimizer on all ranks."
+                "DedicatedWorkers: the layers with curvature changed during training (a layer was frozen, added or "
+                "cast), and ranks of other roles cannot detect this. Make a new optimizer on all ranks."
             )
         world = world_size()
         self._roles = resolve(world, self.arguments.roles, self.arguments.allow_colocated)
         self._rank = dist.get_rank() if world > 1 else 0
         if any(unit.divisible for unit in units):
             raise NotImplementedError(
-                "DedicatedWorkers estimates factors of layers, and a window of gradients is none: use CommOpt or MemOpt"
+                "DedicatedWorkers estimates factors of layers and does not support windows: use CommOpt or MemOpt"
             )
         self._units = list(units)
         loads = [Load(unit.refresh_flops / unit.interval, unit.nbytes) for unit in units]
         self._owners = assign(loads, Grid(world, world), only=self._roles.inverse)
 
     def admit(self, optimizer: Any) -> None:
-        """Check the optimizer before the ranks meet.
+        """Check the optimizer before the ranks communicate.
 
         Raises:
-            NotImplementedError: If ranks of other roles cannot find its curvature.
+            NotImplementedError: If ranks of other roles cannot compute the curvature of the optimizer.
             ValueError: If this strategy serves another optimizer.
         """
         if self._served() is not None and self._served() is not optimizer:
-            raise ValueError(f"{self!r} serves another optimizer already: give each a strategy object of its own")
+            raise ValueError(f"{self!r} serves another optimizer already: pass a separate strategy to each optimizer")
         if reason := optimizer.reason_against_roles():
             raise NotImplementedError(f"{type(optimizer).__name__} under DedicatedWorkers: {reason}")
         self._served = weakref.ref(optimizer)
@@ -192,13 +192,13 @@ class DedicatedWorkers(CommStrategy):
         return cast(Worker, found.role_worker)
 
     def serve(self, optimizer: Any) -> None:
-        """Factorize for the gradient ranks until they stop; call this on inverse ranks.
+        """Factorize for the gradient ranks until they stop. Call this on inverse ranks.
 
         Args:
             optimizer: The optimizer of this strategy.
 
         Raises:
-            RuntimeError: On a rank of another role, for another optimizer, or if a rank fails or is lost.
+            RuntimeError: If this rank has another role, the optimizer is another one, or a rank fails or is lost.
         """
         if self.role != "inverse":
             raise RuntimeError(f"this is a {self.role} rank, which runs the training loop; only inverse ranks serve")
@@ -208,7 +208,7 @@ class DedicatedWorkers(CommStrategy):
             self._part.serve()
 
     def close(self) -> None:
-        """Stop all ranks: the first gradient rank announces it, and the others finish what they wait for. Idempotent.
+        """Stop all ranks. The first gradient rank announces the end, and the others finish their work. Idempotent.
 
         Raises:
             RuntimeError: If a rank fails, or does not finish within the timeout.
@@ -227,24 +227,24 @@ class DedicatedWorkers(CommStrategy):
             links.leave(together)
 
     def _leave_together(self, links: Links) -> bool:
-        """Whether all ranks are still there, so that they can leave together."""
+        """Whether all ranks are still alive, so that they can leave together."""
         lost = links.board.wait("end")["lost"]
         if not lost:
             return True
         links.board.write(f"bye/{self._rank}")
-        # The store may be in this process: it stays until the other ranks no longer need it.
+        # The store may be in this process, which must live until the other ranks no longer need the store.
         if self._rank == self._known_roles.chief:
             for rank in sorted(set(range(self.world)) - set(lost)):
                 links.board.wait(f"bye/{rank}")
         return False
 
     def abandon(self, error: BaseException) -> None:
-        """Make all other ranks raise: this one has left its loop with an error."""
+        """Make all other ranks raise an error, because this rank has left its loop with an error."""
         if self._part is not None and self._links is not None and not self._part.failed:
             self._part.give_up(f"rank {self._rank}, {self.role} worker: {type(error).__name__}: {error}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the arguments, which are all that copies and pickles keep."""
+        """Return the state of copies and pickles, which consists of the arguments."""
         made = {"_roles", "_rank", "_units", "_owners", "_served", "_links", "_part", "collectives"}
         return {k: v for k, v in self.__dict__.items() if k not in made}
 
@@ -266,7 +266,7 @@ class DedicatedWorkers(CommStrategy):
 
     @property
     def role(self) -> str:  # type: ignore[override]
-        """``"gradient"``, ``"factor"`` or ``"inverse"``; ``"factor"`` for a rank that estimates and factorizes."""
+        """``"gradient"``, ``"factor"`` or ``"inverse"``. A rank that estimates and factorizes has ``"factor"``."""
         return self._known_roles.of(self._rank)
 
     @property
@@ -276,17 +276,17 @@ class DedicatedWorkers(CommStrategy):
 
     @property
     def combines(self) -> bool:
-        """Whether several ranks work together, which is always so once the roles are known."""
+        """Whether several ranks work together, which is always True once the roles are known."""
         return self._roles is not None
 
     @property
     def replicates(self) -> bool:
-        """Whether every rank holds all estimates, which is never so: a rank holds what its role needs."""
+        """Whether every rank holds all estimates. It is False, since a rank holds only what its role needs."""
         return False
 
     @property
     def updates(self) -> bool:
-        """Whether this rank steps, as gradient ranks do."""
+        """Whether this rank takes steps, as gradient ranks do."""
         return self._roles is None or self.role == "gradient"
 
     @property
@@ -296,20 +296,20 @@ class DedicatedWorkers(CommStrategy):
 
     @property
     def log(self) -> list[Entry]:
-        """The events of training by step; available on gradient ranks.
+        """The events of training by step. It is available on gradient ranks.
 
         An entry ``["turn", step, k]`` means that parameters were sent to the factor ranks, and ``["take", step, rank,
-        version]`` that a version of an inverse rank was taken. Pass the log to ``replay`` on every rank.
+        version]`` means that a version of an inverse rank was taken. Pass the log to ``replay`` on every rank.
         """
         return list(self._part.log) if isinstance(self._part, GradientRank) else []
 
     @property
     def lost(self) -> list[int]:
-        """Inverse ranks that were lost; available on gradient ranks."""
+        """Inverse ranks that were lost. It is available on gradient ranks."""
         return sorted(self._part.lost) if isinstance(self._part, GradientRank) else []
 
     def age(self, index: int) -> int | None:
-        """Return the steps since the parameters behind the curvature in use; available on gradient ranks.
+        """Return the age of the parameters behind the curvature in use. It is available on gradient ranks.
 
         Args:
             index: Index of the block.
@@ -344,18 +344,18 @@ class DedicatedWorkers(CommStrategy):
         return self._owners[index]
 
     def _warms_up(self, index: int) -> bool:
-        """Whether the gradient ranks find the curvature of a unit themselves, because they have none."""
+        """Whether the gradient ranks compute the curvature of a unit themselves, because they have none."""
         if self.role != "gradient" or self.arguments.warmup != "sync":
             return False
         optimizer = self._served()
         return optimizer is None or not optimizer.role_worker.has_curvature(index)
 
     def learns(self, index: int) -> bool:
-        """Whether a unit is estimated here: always by factor ranks, and by gradient ranks in the warm-up."""
+        """Whether this rank estimates a unit. Factor ranks always do, and gradient ranks do in the warm-up."""
         return (self.role == "factor" and not self.stopped) or self._warms_up(index)
 
     def renews(self, index: int) -> bool:
-        """Whether a unit is refreshed in a step: by gradient ranks in the warm-up, never by inverse ranks."""
+        """Whether a step refreshes a unit: on gradient ranks in the warm-up, and never on inverse ranks."""
         return self._warms_up(index)
 
     def captures(self, index: int) -> bool:
@@ -373,13 +373,13 @@ class DedicatedWorkers(CommStrategy):
         return self.role == "gradient" or self._owners[index] == self._rank
 
     def refreshes(self, index: int) -> bool:
-        """Whether this rank refreshes a unit: its inverse rank does, and in the warm-up the first gradient rank."""
+        """Whether this rank refreshes a unit. Its inverse rank does, and the first gradient rank in the warm-up."""
         chosen = self._known_roles.chief if self.role == "gradient" else self._owners[index]
         return chosen == self._rank
 
     # ------------------------------------------------------------------ verbs of a step
     def begin_step(self) -> None:
-        """Refuse a step of an inverse rank.
+        """Reject a step of an inverse rank.
 
         Raises:
             RuntimeError: On an inverse rank.
@@ -388,7 +388,7 @@ class DedicatedWorkers(CommStrategy):
             raise RuntimeError("this is an inverse rank: it calls comm.serve(optimizer) instead of a training loop")
 
     def end_step(self) -> None:
-        """Exchange messages with the other roles, if an epoch has ended."""
+        """Exchange messages with the other roles if an epoch has ended."""
         if self._part is not None and self._links is not None:
             self._part.end_step()
 
@@ -442,7 +442,7 @@ class DedicatedWorkers(CommStrategy):
         return Pending()
 
     def share_curvature(self, parcels: Sequence[Parcel]) -> None:
-        """Copy the results of the first gradient rank to the others; this happens in the warm-up only."""
+        """Copy the results of the first gradient rank to the others, which happens only in the warm-up."""
         if self._links is None or not isinstance(self._part, GradientRank):
             return
         tensors, flags = [t for p in parcels for t in p.tensors], [flag for p in parcels for flag in p.symmetric]
@@ -451,15 +451,15 @@ class DedicatedWorkers(CommStrategy):
         self._part.note([p.index for p in parcels])
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Refuse to gather statistics: rows cannot be passed on to the inverse ranks.
+        """Reject gathering of statistics, because rows cannot be passed to the inverse ranks.
 
         Raises:
             NotImplementedError: Always.
         """
-        raise NotImplementedError("DedicatedWorkers passes on sums of statistics, no rows")
+        raise NotImplementedError("DedicatedWorkers supports sums of statistics, but not rows")
 
     def meet(self, what: str) -> None:
-        """Refuse to meet: ranks cannot all come to one place while inverse ranks serve.
+        """Reject a barrier, because not all ranks can reach it while inverse ranks are in ``serve()``.
 
         Raises:
             RuntimeError: Always.
