@@ -73,6 +73,8 @@ class RefreshOptions:
         basis_update: For EKFAC: ``"eigh"`` computes each basis from scratch, and ``"qr"`` uses orthogonal iteration
             from the last basis (``basis_update``).
         full_every: For EKFAC with ``"qr"``: number of refreshes between two that use ``eigh`` (``full_every``).
+        precondition_steps: For KFAC with ``graft``: number of steps between two that are preconditioned. The other
+            steps are those of the rule that ``graft`` names, and cost as much (``precondition_steps``).
     """
 
     stagger: bool = False
@@ -80,6 +82,7 @@ class RefreshOptions:
     max_failures: int = 10
     basis_update: str = _option("eigh", key="basis_update")
     full_every: int = _option(20, key="full_every")
+    precondition_steps: int = _option(1, key="precondition_steps")
     __repr__ = representation
 
     def __post_init__(self) -> None:
@@ -196,12 +199,16 @@ class InverseOptions:
     Args:
         method: Factorization that is used, ``"eigen"`` or ``"cholesky"`` (``inverse_method``).
         damping_split: ``"exact"`` adds λ to the eigenvalues of ``G ⊗ A``, and ``"pi"`` splits λ between the two factors
-            (Martens & Grosse 2015, section 6.3). If None, it is ``"exact"`` for ``"eigen"`` and ``"pi"`` for
-            ``"cholesky"`` (``damping_split``).
+            (Martens & Grosse 2015, section 6.3). If None, it is ``"exact"`` for ``"eigen"`` without a ``rank``, and
+            ``"pi"`` otherwise (``damping_split``).
+        rank: For ``"eigen"``: number of leading eigenvectors that are computed of each factor with more than twice as
+            many rows; their mean replaces the other eigenvalues. It makes directions and refreshes of wide layers
+            many times cheaper, and takes less memory. If None, all eigenvectors are computed (``inverse_rank``).
     """
 
     method: str = _option("eigen", key="inverse_method")
     damping_split: str | None = _option(None, key="damping_split")
+    rank: int | None = _option(None, key="inverse_rank")
     __repr__ = representation
 
 

@@ -216,10 +216,15 @@ class Update:
                     yield from self._adam_steps(own)
 
     def _adam_steps(self, params: Sequence[nn.Parameter]) -> Sequence[Tensor]:
-        """Adam's steps at learning rate 1 for parameters of one group (real views of complex ones)."""
+        """Adam's steps at learning rate 1 for parameters of one group, or tensors of the same norms."""
         betas, eps = self._preconditioner.adam_options(self._table.group_of[params[0]])
         means, squares = map(_as_real, self._moments(params))
-        return first_order.adam_steps(means, squares, self.steps_of(params), betas, eps)
+        steps = self.steps_of(params)
+        if len(params) == 1:
+            lengths = first_order.adam_lengths(means[0], squares[0], steps[0], betas, eps)
+            if lengths is not None:
+                return [lengths]
+        return first_order.adam_steps(means, squares, steps, betas, eps)
 
     def _clip(self, directions: Directions) -> None:
         """Bound the norm of all directions, and then their entries."""

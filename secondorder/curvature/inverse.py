@@ -98,7 +98,9 @@ class Eigen(Inverse):
 
     way = EIGEN
     stacked = "eigenvalues_a", "eigenvalues_g", "basis_a", "basis_g"
-    options = "damping", "damping_mode", "damping_split", "power", "weight_decay", "weight_decay_in_curvature"
+    options: ClassVar[tuple[str, ...]] = (
+        "damping", "damping_mode", "damping_split", "inverse_rank", "power", "weight_decay", "weight_decay_in_curvature",
+    )  # fmt: skip
 
     def schema(self, group: Group) -> Schema:
         """Return the entries for eigenbases and eigenvalues; a diagonal factor has no basis."""
@@ -150,7 +152,8 @@ class Eigen(Inverse):
 
     def _splits(self, group: Group) -> bool:
         """Whether λ is split over the two factors."""
-        return group["damping_split"] == "pi" and not self.factors.layer.adapter.is_exact
+        by_default = None if group.get("inverse_rank") is None else "pi"
+        return (group["damping_split"] or by_default) == "pi" and not self.factors.layer.adapter.is_exact
 
 
 class Cholesky(Inverse):

@@ -21,6 +21,7 @@ from secondorder.curvature.factors import STORAGES, KroneckerFactors, Storage
 from secondorder.curvature.inverse import Cholesky, Eigen, Entrywise, Inverse
 from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.schema import Schema, tensors
+from secondorder.curvature.truncated import Truncated, is_truncated
 
 
 class FactoredBlock(Block):
@@ -183,6 +184,10 @@ class FactoredBlock(Block):
 class KroneckerBlock(FactoredBlock):
     """``F = G ⊗ A``, inverted by eigenvalues or factor by factor."""
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.truncated = Truncated(self.factors)
+
     # ------------------------------------------------------------------ estimate
     def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Entries for the factors, for what is derived from them, and for the counters."""
@@ -208,7 +213,8 @@ class KroneckerBlock(FactoredBlock):
     def inverse_for(self, group: Mapping[str, Any]) -> Inverse:
         """How a block with these options is inverted; two diagonal factors have a diagonal product."""
         if group["inverse_method"] == "eigen":
-            return self.eigen
+            rank = group["inverse_rank"]
+            return self.truncated if any(is_truncated(side, rank) for _, side in self.factors.sides(group)) else self.eigen
         entrywise = all(side.diagonal for _, side in self.factors.sides(group))
         return (Entrywise if entrywise else Cholesky)(self.factors)
 
@@ -221,7 +227,7 @@ class KroneckerBlock(FactoredBlock):
     def uses_estimate(self) -> bool:
         """Whether the factors themselves precondition: if both are diagonal, there are no inverses."""
         inverse = self.inverse
-        if inverse is not self.eigen:
+        if not isinstance(inverse, Eigen):
             _ = self.state  # state dicts list the owners of such blocks first
         return inverse.uses_factors
 

@@ -20,6 +20,8 @@ Scalar = float | Tensor
 
 #: Entries of tensors that are read together.
 _READ = 2**14
+#: Entries of a piece of a large tensor that stays in the cache of a CPU with its temporaries.
+_PIECE = 2**16
 
 
 def sgd_(
@@ -106,6 +108,26 @@ def adam_steps(
     found = corrected(exp_avgs, steps, betas[0])
     torch._foreach_div_(found, roots)
     return found
+
+
+def adam_lengths(
+    exp_avg: Tensor, exp_avg_sq: Tensor, step: float, betas: tuple[float, float], eps: float
+) -> Tensor | None:
+    """Return the lengths ``[k]`` of k pieces of Adam's step at rate 1, whose norm is that of the step.
+
+    On a CPU, the temporaries of a piece stay in its cache, where those of a large tensor would be written to memory.
+
+    Returns:
+        The lengths; None for a tensor that is not on a CPU, is small, or has gaps.
+    """
+    is_dense = exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()
+    if exp_avg.device.type != "cpu" or exp_avg.numel() <= _PIECE or not is_dense:
+        return None
+    pieces = zip(exp_avg.view(-1).split(_PIECE), exp_avg_sq.view(-1).split(_PIECE), strict=True)
+    root = (1 - betas[1] ** step) ** 0.5
+    steps = (m / v.sqrt().add_(root * eps) for m, v in pieces)
+    lengths = torch.stack([torch.linalg.vector_norm(x, dtype=_accurate(x.dtype)) for x in steps])
+    return lengths.mul_(root / (1 - betas[0] ** step))
 
 
 def corrected(exp_avgs: Tensors, steps: Sequence[float], beta1: float) -> Tensors:

@@ -121,7 +121,7 @@ class EKFAC(SecondOrderOptimizer):
     }
 
     #: Fields of option objects that this method does not have.
-    absent: ClassVar[tuple[str, ...]] = FACTORED_ABSENT
+    absent: ClassVar[tuple[str, ...]] = (*FACTORED_ABSENT, "refresh.precondition_steps")
 
     @show_new_spelling
     def __init__(

@@ -91,6 +91,8 @@ class KFAC(SecondOrderOptimizer):
         **FACTOR_CHECKS,
         "damping_split": options.choice(None, "exact", "pi"),
         "inverse_method": options.choice("eigen", "cholesky"),
+        "inverse_rank": options.optional_whole(1),
+        "precondition_steps": options.whole(1),
     }
 
     #: Fields of option objects that this method does not have.
@@ -177,6 +179,10 @@ class KFACRules(FactoredRules):
 
 def _exclude(group: Mapping[str, Any], groups: list[Group]) -> None:
     """Reject options that exclude each other."""
+    if group["precondition_steps"] > 1 and group["graft"] is None:
+        raise ValueError(
+            f"precondition_steps={group['precondition_steps']} needs graft=, whose rule takes the other steps"
+        )
     if group["inverse_method"] != "cholesky":
         return
     if group["damping_split"] == "exact":
@@ -184,5 +190,7 @@ def _exclude(group: Mapping[str, Any], groups: list[Group]) -> None:
             "damping_split='exact' needs the eigenvalues: use inverse_method='eigen', or damping_split='pi' with "
             "inverse_method='cholesky'"
         )
+    if group["inverse_rank"] is not None:
+        raise ValueError(f"rank={group['inverse_rank']} needs the eigenvectors: use inverse_method='eigen'")
     if group["power"] != 1.0:
         raise ValueError(f"power={group['power']} needs the eigenvalues: use inverse_method='eigen'")

@@ -58,7 +58,8 @@ class FactoredRules(LayerRules):
 
     def bound(self, group: Mapping[str, Any]) -> int:
         """Return the number that ``max_factor_dim="auto"`` means."""
-        return factors.default_bound(self.device_type, str(group.get("inverse_method", "eigen")))
+        way = "leading" if group.get("inverse_rank") is not None else str(group.get("inverse_method", "eigen"))
+        return factors.default_bound(self.device_type, way)
 
     def complete(self, given: dict[str, Any], defaults: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
         """Return an added group without options that are None, and with options that depend on others."""
@@ -66,7 +67,7 @@ class FactoredRules(LayerRules):
         for name in INTERVALS:
             if name in found and found[name] is None:
                 del found[name]
-        another_way = self.chooses_bound and "inverse_method" in found
+        another_way = self.chooses_bound and not found.keys().isdisjoint(("inverse_method", "inverse_rank"))
         if found.get("max_factor_dim", AUTO if another_way else None) == AUTO:
             found["max_factor_dim"] = self.bound({**defaults, **found})
         return found

@@ -88,8 +88,10 @@ class LayerDirections(Generic[BlockT]):
         self.wholes = WholeGradients(plan.comm, plan.table)
 
     def is_ready(self, block: BlockT) -> bool:
-        """Return whether a block preconditions."""
-        return block.group[self._plan.interval] > 0 and self._refresher.is_refreshed(block)
+        """Return whether a block preconditions in this step."""
+        group = block.group
+        is_its_turn = block.runtime.step % group.get("precondition_steps", 1) == 0
+        return group[self._plan.interval] > 0 and is_its_turn and self._refresher.is_refreshed(block)
 
     def active(self, gradients: Directions) -> list[BlockT]:
         """Return the blocks that precondition in a step with these gradients."""

@@ -37,5 +37,5 @@ class KroneckerPreconditioner(LayerPreconditioner[KroneckerBlock]):
 
     catalog: ClassVar[Schema] = {**FACTORS, **INVERSES}
     block_type: ClassVar[type[Block]] = KroneckerBlock
-    allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step", "inverse_method")
+    allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step", "inverse_method", "inverse_rank")
     stack_rule: ClassVar[StackRule] = StackRule(_read, _precondition)

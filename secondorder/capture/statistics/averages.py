@@ -128,12 +128,13 @@ def split_eigenvalues(values_a: Tensor, values_g: Tensor, damping: Tensor) -> tu
         The damped eigenvalues, in the same shapes. Each factor is damped by no less than the rounding error of its own
         largest eigenvalue, so the products need no floor beyond the damping that they contain.
     """
-    adds = pi_damping(values_a.mean(-1), values_g.mean(-1), damping)
-    eps = torch.finfo(values_a.dtype).eps
-    a, g = (
-        v + torch.maximum(add, eps * v.amax(-1))[..., None] for v, add in zip((values_a, values_g), adds, strict=True)
-    )
-    return a, g
+    add_a, add_g = pi_damping(values_a.mean(-1), values_g.mean(-1), damping)
+    return add_to_eigenvalues(values_a, add_a), add_to_eigenvalues(values_g, add_g)
+
+
+def add_to_eigenvalues(values: Tensor, add: Tensor) -> Tensor:
+    """``values [..., n]`` plus a damping ``[...]`` that is no less than the rounding error of the largest one."""
+    return values + torch.maximum(add, torch.finfo(values.dtype).eps * values.amax(-1))[..., None]
 
 
 def add_to_diagonal(x: Tensor, value: Tensor, diagonal: bool = False) -> Tensor:
