@@ -8,6 +8,7 @@ from secondorder.comm import ChiefOnly, CommOpt, DedicatedWorkers, HybridOpt, Lo
 from secondorder.config import (
     AdaptationOptions,
     BatchOptions,
+    BudgetOptions,
     ClipOptions,
     FallbackOptions,
     FisherOptions,
@@ -47,6 +48,7 @@ __all__ = [
     "Adapter",
     "BatchOptions",
     "Bernoulli",
+    "BudgetOptions",
     "Categorical",
     "ChiefOnly",
     "ClipOptions",

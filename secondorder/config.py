@@ -19,6 +19,7 @@ from secondorder import options
 
 if TYPE_CHECKING:
     from secondorder.capture.fisher.likelihood import Likelihood
+    from secondorder.plan.rates import MachineRates
 
 _T = TypeVar("_T")
 
@@ -89,6 +90,29 @@ class RefreshOptions:
         options.flag("stagger", self.stagger)
         options.optional_flag("warmup", self.warmup)
         options.whole(1)("max_failures", self.max_failures)
+
+
+@dataclass(frozen=True, repr=False)
+class BudgetOptions:
+    """A limit on the mean cost of a step. ``budget=1.3`` is short for ``budget=BudgetOptions(1.3)``.
+
+    Args:
+        limit: Largest mean cost of a step, in units of a step of the same model with AdamW, the first steps included.
+            It is at least 1.05 (``budget``).
+        rates: The speed of the machine, as ``secondorder.measure_rates()`` measures it once, or
+            ``secondorder.MachineRates.load(path)`` reads it from a file. If None, nominal numbers for the type of the
+            device are used. The same rates give the same choices in every run.
+    """
+
+    limit: float | None = _option(None, key="budget")
+    rates: MachineRates | None = None
+    __repr__ = representation
+
+    def __post_init__(self) -> None:
+        if self.limit is not None:
+            options.number(1.05)("budget", self.limit)
+        if self.rates is not None and not hasattr(self.rates, "relative"):
+            raise TypeError(f"the rates of a budget must be a MachineRates, got {self.rates!r}")
 
 
 @dataclass(frozen=True, repr=False)

@@ -28,7 +28,9 @@ Schedule: TypeAlias = Callable[[int], Any] | Mapping[int, Any]
 #: their own use.
 _RESERVED = frozenset({"params", "param_names", "initial_lr", "fallback_base_lr"})
 #: Options of our methods that determine the layout of a layer's state, which is fixed when a group is added.
-_ALLOCATING = frozenset({"inverse_method", "inverse_rank", "max_factor_dim", "basis_update", "momentum_mode", "transport"})
+_ALLOCATING = frozenset(
+    {"inverse_method", "inverse_rank", "max_factor_dim", "basis_update", "momentum_mode", "transport"}
+)
 #: Marks an option that has no scheduled value yet, before its first milestone.
 _UNSET = object()
 

@@ -22,7 +22,7 @@ from secondorder.capture.statistics import averages
 from secondorder.curvature import factors
 from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.factorization import CHOLESKY, EIGEN, Factorization, Task
-from secondorder.curvature.factors import FACTORS, KroneckerFactors
+from secondorder.curvature.factors import FACTORS, KroneckerFactors, Side
 from secondorder.curvature.schema import FOUND, Schema, shaped
 from secondorder.linalg import eigenbasis
 from secondorder.linalg.dense import Workspace
@@ -68,6 +68,17 @@ class Inverse(ABC):
     def matrices(self, state: State, group: Group) -> tuple[Tensor, Tensor]:
         """Return the matrices (or diagonals) of A and G that a refresh would factorize now."""
 
+    def work(self, group: Group) -> tuple[float, float]:
+        """Return the FLOPs of a direction, and those of a refresh in the time of matrix products."""
+        found = [self._work_of(side, group) for _, side in self.factors.sides(group) if not side.diagonal]
+        groups = self.factors.layer.adapter.groups
+        n_a, n_g = (side.n for _, side in self.factors.sides(group))
+        return sum(2.0 * groups * n * n_a * n_g for n, _ in found), sum(groups * work for _, work in found)
+
+    def _work_of(self, side: Side, group: Group) -> tuple[float, float]:
+        """Return the rows of products with what is found of a dense factor, and the work of finding it."""
+        return (2.0 * side.n, 90.0 * side.n**3) if self.way is EIGEN else (1.0 * side.n, 4.0 * side.n**3)
+
     def tasks(self, state: State, group: Group, begun: bool = False) -> dict[str, Task]:
         """Return what a refresh factorizes for each side: the factors now, or copies if it was ``begun`` before."""
         pair = (state["begun_a"], state["begun_g"]) if begun else self.matrices(state, group)
@@ -97,9 +108,10 @@ class Eigen(Inverse):
     """Eigenvalues and eigenbases of the factors; λ is added to the products of the eigenvalues or split over both."""
 
     way = EIGEN
-    stacked = "eigenvalues_a", "eigenvalues_g", "basis_a", "basis_g"
+    stacked: ClassVar[tuple[str, ...]] = ("eigenvalues_a", "eigenvalues_g", "basis_a", "basis_g")
     options: ClassVar[tuple[str, ...]] = (
-        "damping", "damping_mode", "damping_split", "inverse_rank", "power", "weight_decay", "weight_decay_in_curvature",
+        "damping", "damping_mode", "damping_split", "inverse_rank", "power",
+        "weight_decay", "weight_decay_in_curvature",
     )  # fmt: skip
 
     def schema(self, group: Group) -> Schema:

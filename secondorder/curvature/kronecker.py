@@ -214,7 +214,9 @@ class KroneckerBlock(FactoredBlock):
         """How a block with these options is inverted; two diagonal factors have a diagonal product."""
         if group["inverse_method"] == "eigen":
             rank = group["inverse_rank"]
-            return self.truncated if any(is_truncated(side, rank) for _, side in self.factors.sides(group)) else self.eigen
+            return (
+                self.truncated if any(is_truncated(side, rank) for _, side in self.factors.sides(group)) else self.eigen
+            )
         entrywise = all(side.diagonal for _, side in self.factors.sides(group))
         return (Entrywise if entrywise else Cholesky)(self.factors)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from secondorder import options
 from secondorder.capture.layers.adapter import Adapter, Tap
-from secondorder.config import BatchOptions, RefreshOptions, StatisticsOptions, StorageOptions
+from secondorder.config import BatchOptions, BudgetOptions, RefreshOptions, StatisticsOptions, StorageOptions
 from secondorder.curvature.refresh_schedule import RefreshSchedule
 from secondorder.linalg.dense import Workspace, precision_of
 
@@ -120,6 +120,7 @@ class LayerOptions:
         storage: How factors, bases and inverses are stored.
         statistics: Which examples and positions contribute to the factors.
         batch: How the examples of a batch are counted.
+        budget: A limit on the mean cost of a step.
     """
 
     skip_layers: Sequence[SkipRule] | SkipRule = ()
@@ -128,6 +129,7 @@ class LayerOptions:
     storage: StorageOptions = StorageOptions()
     statistics: StatisticsOptions = StatisticsOptions()
     batch: BatchOptions = BatchOptions()
+    budget: BudgetOptions = BudgetOptions()
 
     def __post_init__(self) -> None:
         """Check every value."""

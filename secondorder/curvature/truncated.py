@@ -47,7 +47,7 @@ class Truncated(Eigen):
         self._last: tuple[tuple[Any, ...], Tensor, tuple[Tensor, Tensor]] | None = None
 
     def schema(self, group: Group) -> Schema:
-        """Return the entries of a whole basis, or of the leading eigenvectors ``[n, r]`` and eigenvalues ``[1 + r]``."""
+        """Return the entries of whole bases, or of leading eigenvectors ``[n, r]`` and eigenvalues ``[1 + r]``."""
         layer, rank, likes = self.factors.layer, group["inverse_rank"], dict[str, Tensor | int]()
         kept = self.factors.kept_in(self.factors.options.storage.inv_dtype)
         found = super().schema(group)
@@ -56,6 +56,11 @@ class Truncated(Eigen):
                 likes[f"basis_{name}"] = layer.empty((*side.lead, side.n, rank), kept)
                 likes[f"eigenvalues_{name}"] = layer.empty((*side.lead, 1 + rank))
         return found | shaped(FACTORS, likes)
+
+    def _work_of(self, side: Side, group: Group) -> tuple[float, float]:
+        """Return the rows of products with the eigenvectors of a factor, and the work of finding them."""
+        rank = group["inverse_rank"]
+        return (2.0 * rank, 20.0 * rank * side.n**2) if is_truncated(side, rank) else super()._work_of(side, group)
 
     def tasks(self, state: State, group: Group, begun: bool = False) -> dict[str, Task]:
         """Return what a refresh factorizes for each side, and how many eigenvectors it finds."""

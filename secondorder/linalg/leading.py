@@ -1,10 +1,10 @@
-"""Leading eigenvectors of symmetric matrices, and products with matrices of which only these are known.
+r"""Leading eigenvectors of symmetric matrices, and products with matrices of which only these are known.
 
 A symmetric matrix ``X [n, n]`` is approximated by its r leading eigenpairs and one number for all others,
 
 .. math::
-    X \\approx U \\operatorname{diag}(d)\\, U^\\top + \\bar d\\, (I - U U^\\top), \\qquad
-    \\bar d = \\frac{\\operatorname{tr} X - \\sum_i d_i}{n - r},
+    X \approx U \operatorname{diag}(d)\, U^\top + \bar d\, (I - U U^\top), \qquad
+    \bar d = \frac{\operatorname{tr} X - \sum_i d_i}{n - r},
 
 which has the trace of X and stays positive semi-definite. Eigenvalues ``[1 + r]`` start with the mean d̄ of the others.
 The pairs are found by randomized subspace iteration (Halko, Martinsson & Tropp 2011, arXiv 0909.4061, algorithm 4.4),

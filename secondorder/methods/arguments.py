@@ -13,7 +13,7 @@ from secondorder.preconditioners.keywords import OBJECTS, group_keys
 _P = ParamSpec("_P")
 
 #: Arguments that also accept the first field of the object alone.
-_SHORT = ("fisher", "inverse_method", "fallback", "clip")
+_SHORT = ("budget", "fisher", "inverse_method", "fallback", "clip")
 #: Keywords that were removed, and what to do instead.
 _REMOVED: Mapping[str, str] = {
     "grad_scaler": "a GradScaler that calls step() is found automatically; for others, set optimizer.grad_scaler",

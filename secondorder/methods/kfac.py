@@ -31,6 +31,7 @@ from secondorder.comm.strategy import CommStrategy
 from secondorder.config import (
     AdaptationOptions,
     BatchOptions,
+    BudgetOptions,
     ClipOptions,
     FallbackOptions,
     FisherOptions,
@@ -45,6 +46,7 @@ from secondorder.methods.arguments import show_new_spelling
 from secondorder.methods.kronecker import (
     FACTOR_CHECKS,
     FACTORED_ABSENT,
+    INTERVALS,
     Exclusion,
     FactoredRules,
     factor_recipe,
@@ -70,6 +72,10 @@ class KFAC(SecondOrderOptimizer):
         inverse_method: ``"eigen"`` or ``"cholesky"``. With ``"eigen"``, a change of λ takes effect at once; with
             ``"cholesky"``, it takes effect at the next refresh. ``"cholesky"`` needs half the work per step, and its
             refreshes are many times cheaper. :class:`InverseOptions` also sets how λ is split between the two factors.
+        budget: Largest mean cost of a step, in units of a step of the same model with AdamW, such as 1.3. It chooses
+            the intervals, the positions that contribute to the factors, and how many steps are preconditioned, from
+            the sizes of the layers and of the first batch; inverses have ``rank=16`` unless ``inverse_method`` says
+            otherwise. ``describe()`` shows the choice. See :class:`BudgetOptions`.
         refresh: When inverses are computed again, see :class:`RefreshOptions`: spread over the interval
             (``stagger=True``), and more often at the start (``warmup``).
 
@@ -93,6 +99,7 @@ class KFAC(SecondOrderOptimizer):
         "inverse_method": options.choice("eigen", "cholesky"),
         "inverse_rank": options.optional_whole(1),
         "precondition_steps": options.whole(1),
+        "budget": options.number(1.05, optional=True),
     }
 
     #: Fields of option objects that this method does not have.
@@ -139,11 +146,12 @@ class KFAC(SecondOrderOptimizer):
         clip: float | ClipOptions | None = None,
         checkpoint_curvature: str = "all",
         refresh: RefreshOptions = RefreshOptions(),
+        budget: float | BudgetOptions | None = None,
         statistics: StatisticsOptions = StatisticsOptions(),
         inner: str = "sgd",
         deterministic_seed: int = 0,
     ) -> None:
-        given = factored_arguments(locals(), type(self))
+        given = factored_arguments(_within_budget(locals()), type(self))
         rules = KFACRules(given, _exclude)
         super().__init__(given, factor_recipe(given, self.preconditioner_type, rules))
         warn_of_options(type(self).__name__, self.param_groups, self.blocks.values(), rules)
@@ -165,6 +173,10 @@ class KFACRules(FactoredRules):
         """Return why ranks of several roles cannot run the method, for example because steps are judged by the loss."""
         if self._overlap:
             return "inverses are computed in parallel with training there anyway. Drop overlap=True"
+        if any(group["budget"] is not None for group in groups):
+            return "a budget counts the work of ranks that all do the same. Drop budget="
+        if any(group["precondition_steps"] > 1 for group in groups):
+            return "every step of the workers is preconditioned. Drop precondition_steps="
         chosen = self.adaptation
         options_on = [*chosen.needing_loss, *(["quadratic_model"] if chosen.quadratic_model else [])]
         if options_on:
@@ -175,6 +187,31 @@ class KFACRules(FactoredRules):
         if any(group["checkpoint_curvature"] == "factors" for group in groups):
             return "checkpoint_curvature='factors' needs factors and inverses on one rank. Use 'all' or 'none'"
         return None
+
+
+#: The inverse of a budget, whose cost does not grow with the width of a layer.
+_CHEAP = InverseOptions(rank=16)
+
+
+def _within_budget(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of the constructor, with a cheap inverse if there is a budget and no other one was given.
+
+    Raises:
+        ValueError: If an option was given that the budget chooses.
+    """
+    budget, refresh, statistics = given["budget"], given["refresh"], given["statistics"]
+    if budget is None or getattr(budget, "limit", budget) is None:
+        return given
+    clashes = {
+        **{f"{name}={given[name]!r}": given[name] is not None for name in INTERVALS},
+        "refresh.warmup=True": getattr(refresh, "warmup", None) is True,
+        "refresh.precondition_steps": getattr(refresh, "precondition_steps", 1) != 1,
+        "statistics.positions": getattr(statistics, "positions", None) is not None,
+    }
+    if found := options.clashing(clashes):
+        raise ValueError(f"budget={budget!r} chooses the intervals and the positions itself: drop {found}")
+    is_default = given["inverse_method"] in ("eigen", InverseOptions())
+    return {**given, "inverse_method": _CHEAP} if is_default else given
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group]) -> None:

@@ -250,7 +250,8 @@ def _device_type(given: Mapping[str, Any]) -> str:
 def _warms_up(given: Mapping[str, Any]) -> bool:
     """Whether refreshes are frequent at the start: as ``warmup`` says, or else unless an interval was set."""
     asked: bool | None = given["refresh"].warmup
-    return all(given[name] is None for name in INTERVALS) if asked is None else asked
+    by_default = all(given[name] is None for name in INTERVALS) and given.get("budget") is None
+    return by_default if asked is None else asked
 
 
 def _resolve_damping(damping: float | None, mode: str | None) -> tuple[float, str]:

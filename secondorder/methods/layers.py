@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from secondorder.adaptation.no_trust import NoTrust
-from secondorder.config import FisherOptions, StorageOptions
+from secondorder.config import BudgetOptions, FisherOptions, StorageOptions
 from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.schema import Schema
 from secondorder.parallel.roles import RoleWorker
@@ -139,4 +139,5 @@ def layer_options(given: Mapping[str, Any], warms_up: bool = False) -> LayerOpti
         given.get("storage", StorageOptions()),
         given["statistics"],
         given["batch"],
+        given["objects"].get("budget", BudgetOptions()),
     )

@@ -103,6 +103,11 @@ class MachineRates:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{str(path)!r} does not contain the rates of a machine: {error}") from error
 
+    def relative(self) -> tuple[float, float]:
+        """Return the FLOPs of a large matrix product in the times of one byte moved and of one operator called."""
+        flops = at(self.matmul, 128.0)
+        return flops / at(self.bandwidth, 2.0**22), flops * self.operator
+
     def seconds(self, costs: Mapping[Cost, float], stage: str = MODEL) -> float:
         """Return the seconds that some operators take.
 

@@ -15,6 +15,7 @@ OBJECTS: Mapping[str, type] = {
     "inverse_method": config.InverseOptions,
     "fallback": config.FallbackOptions,
     "clip": config.ClipOptions,
+    "budget": config.BudgetOptions,
     "refresh": config.RefreshOptions,
     "storage": config.StorageOptions,
     "statistics": config.StatisticsOptions,

@@ -1,0 +1,161 @@
+"""Intervals that keep the mean cost of a step within a budget, from counted FLOPs, bytes and operators alone.
+
+::
+
+    mean cost   1 + d/k + (c + r/m)/T  ≤  budget       in units of a step without curvature
+
+d is the cost of the directions of a step, c that of an update of the factors, and r that of a refresh; the intervals
+k, T and m are what :func:`choose` returns. No clock is read, so runs are reproducible and ranks agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+#: Intervals to choose from. Updates of the factors in fewer than ten steps rarely lower the loss at equal cost.
+_UPDATES = (10, 20, 50, 100, 200, 500, 1000)
+_PRECONDITIONED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+#: Number of updates of the factors between two refreshes.
+_REFRESHES = (1, 2, 5)
+#: Numbers of positions of each example to choose from, and the cost of an update that they should not exceed.
+_POSITIONS, _UPDATE_COST = (256, 128, 64, 32, 16, 8), 1.0
+#: The part of the budget beyond a step without curvature that directions may take.
+_DIRECTIONS = 0.75
+#: Operators of a layer in a forward and backward pass with its update; and in the stages of a step of curvature.
+_MODEL, _DIRECTION, _UPDATE, _REFRESH = 30.0, 60.0, 30.0, 60.0
+#: Operators of a step with and without curvature, whatever the number of layers is.
+_STEP, _CURVATURE = 20.0, 60.0
+#: Passes over the parameters, each of 4 bytes: of Adam, and of a direction with its length.
+_ADAM_PASSES, _DIRECTION_PASSES = 14.0, 24.0
+#: Passes over inputs and outputs of a layer in a forward and backward pass.
+_ROW_PASSES = 4.0
+
+
+class Calibration(NamedTuple):
+    """Speed of a machine, relative to that of matrix products.
+
+    Attributes:
+        flops_per_byte: FLOPs of a matrix product in the time in which one byte is read or written.
+        flops_per_operator: FLOPs of a matrix product in the time in which one operator is called.
+    """
+
+    flops_per_byte: float
+    flops_per_operator: float
+
+
+#: By type of device, for machines that were not measured.
+NOMINAL = {"cpu": Calibration(12.0, 5e5), "cuda": Calibration(15.0, 1.5e8)}
+
+
+class LayerWork(NamedTuple):
+    """The work of a layer in a step.
+
+    Attributes:
+        rows: Rows of a batch on one rank, which are examples times positions.
+        examples: Examples of the batch.
+        sizes: ``(n_a, n_g)``.
+        blocks: Γ, the number of such matrices.
+        direction: FLOPs of a direction.
+        refresh: FLOPs of a refresh, in the time of matrix products.
+    """
+
+    rows: float
+    examples: float
+    sizes: tuple[int, int]
+    blocks: int
+    direction: float
+    refresh: float
+
+
+class Costs(NamedTuple):
+    """Costs in units of a step without curvature.
+
+    Attributes:
+        direction: Directions of all layers.
+        update: An update of the factors of all layers.
+        refresh: A refresh of all layers.
+    """
+
+    direction: float
+    update: float
+    refresh: float
+
+
+class Intervals(NamedTuple):
+    """What a budget decides.
+
+    Attributes:
+        update: Number of steps between updates of the factors.
+        refresh: Number of steps between refreshes.
+        precondition: Number of steps between preconditioned ones.
+        positions: Positions of each example that contribute to the factors; None for all.
+        cost: Mean cost of a step, in units of a step without curvature.
+    """
+
+    update: int
+    refresh: int
+    precondition: int
+    positions: int | None
+    cost: float
+
+
+def costs(layers: Sequence[LayerWork], others: int, speed: Calibration, positions: int | None = None) -> Costs:
+    """Return the costs of the stages of a step.
+
+    Args:
+        layers: The layers with curvature.
+        others: Number of parameters without curvature.
+        speed: Speed of the machine.
+        positions: Positions of each example that contribute to the factors; None for all.
+    """
+    byte, operator = speed.flops_per_byte, speed.flops_per_operator
+    step = 4.0 * _ADAM_PASSES * others * byte + _STEP * operator
+    direction, update, refresh = _CURVATURE * operator, 0.0, 0.0
+    for layer in layers:
+        n_a, n_g = layer.sizes
+        entries = layer.blocks * n_a * n_g
+        step += 6.0 * layer.rows * entries + _MODEL * operator
+        step += 4.0 * byte * (_ADAM_PASSES * entries + _ROW_PASSES * layer.rows * layer.blocks * (n_a + n_g))
+        direction += layer.direction + 4.0 * byte * _DIRECTION_PASSES * entries + _DIRECTION * operator
+        rows = _sampled(layer, positions)
+        squares = layer.blocks * (n_a**2 + n_g**2)
+        update += rows * squares + 4.0 * byte * (2 * rows * layer.blocks * (n_a + n_g) + 3 * squares)
+        update += _UPDATE * operator
+        refresh += layer.refresh + _REFRESH * operator
+    return Costs(direction / step, update / step, refresh / step)
+
+
+def choose(
+    limit: float, layers: Sequence[LayerWork], others: int, speed: Calibration, alternates: bool = True
+) -> Intervals:
+    """Return the shortest intervals within a budget, or the longest ones if it is too small for all.
+
+    Args:
+        limit: The budget, in units of a step without curvature.
+        layers: The layers with curvature.
+        others: Number of parameters without curvature.
+        speed: Speed of the machine.
+        alternates: Whether steps may be left without preconditioning.
+    """
+    positions = _positions(layers, others, speed)
+    found = costs(layers, others, speed, positions)
+    room = limit - 1.0
+    turns = _PRECONDITIONED if alternates else (1,)
+    every = next((k for k in turns if found.direction / k <= _DIRECTIONS * room), turns[-1])
+    pairs = [(t, t * m) for t in _UPDATES for m in _REFRESHES]
+    means = [(found.direction / every + found.update / t + found.refresh / r, t, r) for t, r in pairs]
+    cost, update, refresh = next((mean for mean in means if mean[0] <= room), means[-1])
+    return Intervals(update, refresh, every, positions, 1.0 + cost)
+
+
+def _positions(layers: Sequence[LayerWork], others: int, speed: Calibration) -> int | None:
+    """Return the largest number of positions with which an update does not cost more than a step; None for all."""
+    if max((layer.rows / layer.examples for layer in layers), default=0.0) <= _POSITIONS[-1]:
+        return None
+    candidates: Iterable[int | None] = (None, *_POSITIONS)
+    return next((p for p in candidates if costs(layers, others, speed, p).update <= _UPDATE_COST), _POSITIONS[-1])
+
+
+def _sampled(layer: LayerWork, positions: int | None) -> float:
+    return layer.rows if positions is None else min(layer.rows, layer.examples * positions)
