@@ -135,6 +135,19 @@ def everything_undocumented(api_page: str, modules: Iterable[str] = MODULES) -> 
     return missing
 
 
+def changelog() -> str:
+    """The changelog, with links that lead from a page next to the others."""
+    return (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Called by mkdocs with the files of the site: the changelog becomes a page."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "changelog.md", content=changelog()))
+    return files
+
+
 def on_config(config: Any) -> Any:
     """Called by mkdocs before it reads any page."""
     from mkdocs.exceptions import PluginError

@@ -268,4 +268,36 @@ def test_no_page_waits_for_a_server_of_others() -> None:
     """Fonts and scripts come with the site: it reads the same without a network."""
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert "font: false" in settings
-    assert "extra_javascript" not in settings
+    assert "iframe-worker" in settings.partition("polyfills:")[2]  # the plugin "offline" would add one of a server
+    assert "//" not in settings
+    for style in (DOCS / "assets").rglob("*.css"):
+        assert not re.search(r"//|@import", re.sub(r"/\*.*?\*/", "", style.read_text(encoding="utf-8"), flags=re.S)), (
+            style
+        )
+
+
+def test_files_of_the_settings_exist() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = set(re.findall(r"assets/[\w./-]+\.\w+", settings))
+    assert len(named) > 5
+    assert not [name for name in named if not (DOCS / name).exists()]
+    fonts = re.findall(r"url\((fonts/[^)]+)\)", (DOCS / "assets/katex/katex.min.css").read_text(encoding="utf-8"))
+    assert len(fonts) == 20
+    assert not [font for font in fonts if not (DOCS / "assets" / "katex" / font).exists()]
+
+
+def test_formulas_are_marked_and_dollars_of_code_are_not() -> None:
+    markdown = pytest.importorskip("markdown")  # of the extra "docs"
+    text = "Inline $x^2$, and `$HOME`.\n\n$$\n\\frac{a}{b}\n$$\n\n```console\n$ make demo\n$ echo $HOME\n```\n"
+    extensions = ["pymdownx.arithmatex", "pymdownx.highlight", "pymdownx.superfences"]
+    html = markdown.markdown(text, extensions=extensions, extension_configs={"pymdownx.arithmatex": {"generic": True}})
+    found = re.findall(r'<(span|div) class="arithmatex">(.*?)</\1>', html, re.S)
+    assert [(tag, body.strip()[:2]) for tag, body in found] == [("span", "\\("), ("div", "\\[")]
+
+
+def test_the_changelog_is_a_page_of_the_site(hooks: ModuleType) -> None:
+    text = hooks.changelog()
+    assert text.startswith("# Changelog\n")
+    local = [target.split("#")[0] for target, _ in LINK.findall(text) if "//" not in target]
+    assert local
+    assert not [target for target in local if not (DOCS / target).exists()]
