@@ -214,7 +214,7 @@ def hooks() -> ModuleType:
 
 
 def test_every_public_name_is_documented(hooks: ModuleType) -> None:
-    assert hooks.everything_undocumented(hooks.API_PAGE.read_text(encoding="utf-8")) == []
+    assert hooks.everything_undocumented(hooks.api_pages()) == []
 
 
 def test_an_undocumented_name_is_found(hooks: ModuleType) -> None:
@@ -224,10 +224,10 @@ def test_an_undocumented_name_is_found(hooks: ModuleType) -> None:
     Public.__module__ = "secondorder.fake"
     package = SimpleNamespace(__name__="secondorder", __all__=["Public", "__version__"], Public=Public, __version__="0")
     assert hooks.undocumented(package, "::: secondorder.Publicity") == [
-        "Public has no '::: secondorder.Public' in docs/api.md",
+        "Public has no '::: secondorder.Public' in docs/api",
         "Public has no docstring",
         "Public.method has no docstring",
-        "__version__ is not mentioned in docs/api.md",
+        "__version__ is not mentioned in docs/api",
     ]
 
 
@@ -240,8 +240,8 @@ def test_every_module_is_looked_at(hooks: ModuleType, module: str, monkeypatch: 
     monkeypatch.setattr(target, "unheard_of", unheard_of, raising=False)
     if hasattr(target, "__all__"):
         monkeypatch.setattr(target, "__all__", [*target.__all__, "unheard_of"])
-    found = hooks.everything_undocumented(hooks.API_PAGE.read_text(encoding="utf-8"))
-    assert f"{module}: unheard_of has no '::: {module}.unheard_of' in docs/api.md" in found
+    found = hooks.everything_undocumented(hooks.api_pages())
+    assert f"{module}: unheard_of has no '::: {module}.unheard_of' in docs/api" in found
     assert f"{module}: unheard_of has no docstring" in found
 
 
@@ -253,10 +253,44 @@ def test_a_module_that_is_only_read_is_looked_at(hooks: ModuleType) -> None:
     ]
 
 
-def test_names_in_docstrings_become_links(hooks: ModuleType) -> None:
-    page = '<h3 id="secondorder.KFAC.observe"></h3> by :meth:<code>observe</code>, :class:<code>~torch.nn.Linear</code>'
-    found = hooks.on_page_content(page, page=None)
-    assert 'by <a href="#secondorder.KFAC.observe"><code>observe</code></a>, <code>Linear</code>' in found
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    """The part of the site build that links names of the API."""
+    pytest.importorskip("griffe")  # of the extra "docs"
+    return script("reference")
+
+
+def test_names_in_docstrings_become_links(reference: ModuleType) -> None:
+    places = {
+        "secondorder.KFAC": "api/a.html",
+        "secondorder.HyLo.observe": "api/a.html",
+        "secondorder.SecondOrderOptimizer.observe": "api/b.html",
+        "secondorder.comm.Plan": "api/c.html",
+    }
+    page = (
+        ":class:<code>~secondorder.comm.plan.Plan</code> :meth:<code>observe</code> :class:<code>~torch.nn.Plan</code>"
+    )
+    assert reference.linked(page, "api/b.html", places) == (
+        '<a href="../api/c.html#secondorder.comm.Plan"><code>Plan</code></a> '
+        '<a href="#secondorder.SecondOrderOptimizer.observe"><code>observe</code></a> <code>Plan</code>'
+    )
+
+
+def test_names_of_the_api_lead_to_their_source(reference: ModuleType) -> None:
+    sources: set[str] = set()
+    page = '<h2 id="secondorder.KFAC" class="doc doc-heading">KFAC</h2><h3 id="other">x</h3>'
+    found = reference.with_sources(page, "api/a.html", sources)
+    line = (ROOT / "secondorder/methods/kfac.py").read_text(encoding="utf-8").splitlines()
+    number = int(re.search(r'href="../source/secondorder/methods/kfac.py.html#L-(\d+)"', found)[1])  # type: ignore[index]
+    assert any("class KFAC" in text or "complete_docstring" in text for text in line[number - 1 : number])
+    assert sources == {"secondorder/methods/kfac.py"}
+    assert f'id="L-{number}"' in reference.highlighted("secondorder/methods/kfac.py")
+
+
+def test_the_overview_of_the_api_has_every_entry_with_a_summary(reference: ModuleType, hooks: ModuleType) -> None:
+    table = reference.overview()
+    for path in re.findall(r"^::: ([\w.]+)$", hooks.api_pages(), re.M):
+        assert re.search(rf"#{re.escape(path)}\) \| \S", table), path
 
 
 def test_a_prompt_is_not_copied(hooks: ModuleType) -> None:
