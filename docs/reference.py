@@ -79,7 +79,7 @@ def with_sources(text: str, url: str, sources: set[str]) -> str:
         file, line = place
         sources.add(file)
         up = "../" * url.count("/")
-        return f'{match[1]} <a class="source-link" href="{up}source/{file}.html#L-{line}">source</a>{match[3]}'
+        return f'{match[1]} <a class="source-link" data-search-exclude href="{up}source/{file}.html#L-{line}">source</a>{match[3]}'
 
     return HEADING.sub(heading, text)
 
