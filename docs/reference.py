@@ -78,8 +78,8 @@ def with_sources(text: str, url: str, sources: set[str]) -> str:
             return match[0]
         file, line = place
         sources.add(file)
-        up = "../" * url.count("/")
-        return f'{match[1]} <a class="source-link" data-search-exclude href="{up}source/{file}.html#L-{line}">source</a>{match[3]}'
+        target = f"{'../' * url.count('/')}source/{file}.html#L-{line}"
+        return f'{match[1]} <a class="source-link" data-search-exclude href="{target}">source</a>{match[3]}'
 
     return HEADING.sub(heading, text)
 

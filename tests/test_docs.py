@@ -26,7 +26,9 @@ from tests.support.code_blocks import (
     name_of,
     pages_with,
     run,
+    same_output,
     script,
+    without_output,
     words_of,
 )
 
@@ -59,6 +61,30 @@ def test_slow_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     for page in pages_with({"slow"}):
         run(page, {"slow"})
+
+
+@pytest.mark.parametrize("page", ["quickstart", "choose-a-method", "tuning", "faq"])
+def test_blocks_that_print_show_what_they_print(page: str) -> None:
+    assert list(without_output(DOCS / f"{page}.md")) == []
+
+
+def test_another_output_than_the_one_shown_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    block = "```python\nprint(1 / 3)\n```\n\n"
+    page.write_text(f"{block}<!-- example: output -->\n```text\n0.33...\n```\n")
+    monkeypatch.setattr("tests.support.code_blocks.ROOT", tmp_path)
+    run(page, set())
+    assert not list(without_output(page))
+    page.write_text(f"{block}<!-- example: output -->\n```text\n0.34...\n```\n")
+    with pytest.raises(AssertionError, match="page.md:6 prints\n0.33"):
+        run(page, set())
+    page.write_text(block)
+    assert list(without_output(page)) == [1]
+
+
+def test_outputs_may_differ_in_white_space_only() -> None:
+    assert same_output("a  b\n", "a b\n")
+    assert not same_output("a b\n", "ab\n")
 
 
 def test_no_block_escapes() -> None:
