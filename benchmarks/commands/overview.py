@@ -1,9 +1,8 @@
 """``overview``: what results that are kept say, as tables for the documentation.
 
 A page holds such tables between two comments, ``<!-- results: NAME -->`` and ``<!-- end of results -->``. NAME is that
-of a file of results without its ending, or ``all`` or ``losses`` for what all comparisons say together, or ``choices``
-for what each choice of the documentation cost and reached; ``NAME 2`` is the second table of a file alone. ``--page``
-renews them.
+of a file of results without its ending, or ``all`` or ``losses`` for what all comparisons say together; ``NAME 2``
+is the second table of a file alone. ``--page`` renews them.
 """
 
 import json
@@ -12,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.commands.choices import choices
 from benchmarks.compare import statistics, wording
 from benchmarks.compare.statistics import Results, Summary, targets
 from benchmarks.compare.tables import Rows, markdown_table, plain, reach_rows, result_rows
-from benchmarks.compare.wording import NOTHING, number, seconds, share
+from benchmarks.compare.wording import NOTHING, number, share
 
 _NONE = (NOTHING,) * 4
 
@@ -68,84 +68,6 @@ def _losses(results: Results) -> tuple[str, ...]:
 
 def _label(item: Summary) -> str:
     return "" if item.optimizer == "adamw" else f"{item.label}: "
-
-
-#: Presets and methods, the comparison that shows them, the optimizer there, and the one that it replaces.
-_CHOICES = (
-    ("from_muon", "chargpt-cpu", "ekfac_orthogonal", "muon_short"),
-    ("from_muon", "multi30k-cpu", "ekfac_orthogonal", "muon_short"),
-    ("from_muon", "resnet20-cpu", "ekfac_orthogonal", "muon_short"),
-    ("from_muon", "unet-cpu", "ekfac_orthogonal", "muon_short"),
-    ("EKFAC, power 1/2", "multi30k-cpu", "ekfac", "adamw"),
-    ("EKFAC, power 1/2", "resnet20-cpu", "ekfac", "adamw"),
-    ("large_batch", "autoencoder-cpu", "kfac_adaptive", "adamw"),
-    ("physics_informed", "poisson-cpu", "hylo", "adamw"),
-    ("least_squares", "poisson-cpu", "ekfac_adaptive", "adamw"),
-    ("HyLo", "chargpt-cpu", "hylo", "adamw"),
-    ("HyLo", "autoencoder-cpu", "hylo", "adamw"),
-    ("SparseMFAC", "autoencoder-cpu", "sparse_mfac", "adamw"),
-    ("GGT", "autoencoder-cpu", "ggt", "adamw"),
-)
-
-
-def choices(results: Mapping[str, Results]) -> str:
-    """What each choice of the page on methods cost and reached, next to the optimizer that it replaces."""
-    rows = [*_choices_of_the_demo(results), *_choices_of_one_line(results)]
-    for choice, name, ours, other in _CHOICES:
-        of = {item.optimizer: item for item in statistics.summaries(results[name])}
-        rows.append(_choice(choice, results[name]["workload"], results[name]["steps"], of[other], of[ours]))
-    columns = ("choice", "replaces", "workload", "steps", "loss", "seconds", "state, MB")
-    caption = (
-        "Training loss at the end of the run, mean over the seeds, seconds of the whole run, and the memory that the "
-        "optimizer keeps between steps: of the optimizer that is replaced -> of the choice."
-    )
-    return markdown_table(Rows("Cost and result of each choice", columns, tuple(rows), caption)) + "\n"
-
-
-def _choice(choice: str, workload: str, steps: int, before: Summary, after: Summary) -> tuple[str, ...]:
-    pair = (before, after)
-    return (
-        choice,
-        before.label,
-        workload,
-        str(steps),
-        " -> ".join(number(item.loss.mean if item.loss else None) for item in pair),
-        " -> ".join(seconds(item.seconds.mean if item.seconds else None) for item in pair),
-        " -> ".join(NOTHING if item.megabytes is None else f"{item.megabytes:.3g}" for item in pair),
-    )
-
-
-def _choices_of_the_demo(results: Mapping[str, Results]) -> list[tuple[str, ...]]:
-    found = {item["label"]: item for item in results["demo"]["results"]}
-    pair = (found["AdamW"], found["KFAC (from_adamw)"])
-    return [
-        (
-            "from_adamw",
-            "AdamW",
-            results["demo"]["workload"],
-            str(len(pair[0]["losses"])),
-            " -> ".join(number(item["final_loss"]) for item in pair),
-            " -> ".join(seconds(sum(item["step_seconds"])) for item in pair),
-            " -> ".join(f"{item['optimizer_bytes'] / 1e6:.3g}" for item in pair),
-        )
-    ]
-
-
-def _choices_of_one_line(results: Mapping[str, Results]) -> list[tuple[str, ...]]:
-    label = {"adamw": "AdamW", "sgd": "SGD"}
-    return [
-        (
-            f"from_{found['base']}",
-            label[found["base"]],
-            found["workload"],
-            str(found["steps"]),
-            f"{number(found['before'][-1])} -> {number(found['after'][-1])}",
-            NOTHING,
-            NOTHING,
-        )
-        for found in sorted(results["swap-cpu"]["outcomes"], key=lambda found: found["base"])
-        if found["workload"] != "digits"
-    ]
 
 
 def _name(results: Results) -> str:
@@ -213,13 +135,13 @@ def renewed(text: str, results: Mapping[str, Results]) -> str:
 
 
 def _body(results: Mapping[str, Results], name: str, number: int | None) -> str:
+    if name == "choices":
+        return choices(results)
     if name in _TOGETHER:
         comparisons = [found for found in results.values() if "runs" in found]
         if not comparisons:
             raise ValueError("the folder holds no results of compare")
         return _TOGETHER[name](comparisons)
-    if name == "choices":
-        return choices(results)
     if name not in results:
         raise ValueError(f"the page wants results of {name}, there are {', '.join(results)}")
     if "runs" in results[name]:
