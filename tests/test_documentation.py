@@ -155,6 +155,11 @@ Normalisation `x`
     ]
 
 
+def test_the_pages_have_none_of_the_habits(prose: ModuleType) -> None:
+    found = prose.everything_found(prose.pages())
+    assert not found, "\n".join(found)
+
+
 def test_questions_code_formulas_and_generated_blocks_pass(prose: ModuleType) -> None:
     text = """# What does it cost?
 
