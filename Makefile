@@ -84,8 +84,10 @@ type: $(STAMP) ## Check types (mypy --strict)
 layering: $(STAMP) ## Check which folder imports which, and the sizes of classes and modules
 	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_layering.py tests/test_architecture.py
 
-docs: $(STAMP) ## Build the site into site/; a broken link or an undocumented public name fails
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict  # the variable silences an advertisement for a successor
+docs: $(STAMP) ## Build the site into site/; broken links, undocumented names and some habits of language fail
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict >docs.log 2>&1 \
+		|| { grep -v '^INFO' docs.log; exit 1; }  # the variable silences an advertisement for a successor
+	@rm -f docs.log
 
 counts: $(STAMP) ## Count what steps do, and compare with benchmarks/baseline.json (ARGS=--update: write it anew)
 	@$(BIN)/python -m benchmarks regress $(ARGS) >/dev/null

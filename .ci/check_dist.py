@@ -41,6 +41,7 @@ IN_WHEEL = ["secondorder/py.typed", "secondorder/__init__.py", "secondorder/meth
 IN_SDIST = [
     "LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "CONTRIBUTING.md", "Makefile",
     "pyproject.toml", "constraints.txt", "mkdocs.yml", "docs/index.md", "docs/hooks.py", "docs/images/demo.png",
+    "docs/assets/katex/katex.min.js",
     "docs/multinode/train.py", "benchmarks/__main__.py", "tests/conftest.py", "tests/support/methods.py",
     "tests/typed/user_script.py", ".ci/check_dist.py", ".github/workflows/tests.yml", "secondorder/py.typed",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Parts of the site build: names of docstrings become links, and a public name that nobody explains stops it.
+"""Parts of the site build: a public name that nobody explains stops it, and the changelog becomes a page.
 
 Public are the names in ``__all__`` of the modules below; without ``__all__``, what a module defines and does not begin
 with an underscore. Modules of ``secondorder.integrations`` are read, not imported: what they integrate may be missing.
@@ -13,10 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-API_PAGE = Path(__file__).parent / "api.md"
 ROOT = Path(__file__).resolve().parent.parent
-#: A name in a docstring, as Sphinx would have it: ``:class:`~package.Name```.
-ROLE = re.compile(r":(?:class|meth|func|attr|mod|data|exc):<code>(~?)([\w.]+)</code>")
 PROMPT = re.compile(r'<span class="gp">([^<]*)</span>')
 MODULES = ("secondorder", *(f"secondorder.{m}" for m in ("comm", "diagnostics", "nn", "schedule", "switching")))
 INTEGRATIONS = "secondorder.integrations"
@@ -47,8 +44,13 @@ def public_names(module: Any) -> list[str]:
     return [n for n, v in vars(module).items() if n[0] != "_" and getattr(v, "__module__", None) == module.__name__]
 
 
+def api_pages() -> str:
+    """The pages of the API, one after the other."""
+    return "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "api").glob("*.md")))
+
+
 def _on_the_page(api_page: str) -> dict[str, Any]:
-    """What the API page shows, by the path that it is shown under; None for what is not to be imported."""
+    """What the pages of the API show, by the path that it is shown under; None for what is not to be imported."""
     found: dict[str, Any] = {}
     for path in re.findall(r"^::: ([\w.]+)$", api_page, re.M):
         owner, _, name = path.rpartition(".")
@@ -64,7 +66,7 @@ def _attribute(owner: str, name: str) -> Any:
 
 
 def undocumented(module: Any, api_page: str) -> list[str]:
-    """What is missing, one sentence each: a docstring, or a place on the API page under any of its paths."""
+    """What is missing, one sentence each: a docstring, or a place on a page of the API under any of its paths."""
     missing = []
     shown = _on_the_page(api_page)
     for name in public_names(module):
@@ -75,10 +77,10 @@ def undocumented(module: Any, api_page: str) -> list[str]:
             continue
         if not callable(value):  # a constant such as __version__ has no docstring of its own
             if name not in api_page:
-                missing.append(f"{name} is not mentioned in docs/api.md")
+                missing.append(f"{name} is not mentioned in docs/api")
             continue
         if path not in shown and not any(value is other for other in shown.values()):
-            missing.append(f"{name} has no '::: {path}' in docs/api.md")
+            missing.append(f"{name} has no '::: {path}' in docs/api")
         # Of a class its own, not by inspect.getdoc: a docstring inherited from torch explains nothing.
         if not (vars(value).get("__doc__") if isinstance(value, type) else value.__doc__):
             missing.append(f"{name} has no docstring")
@@ -99,7 +101,7 @@ def undocumented_source(module: str, source: str, api_page: str) -> list[str]:
             continue
         path = f"{module}.{node.name}"
         if path not in _on_the_page(api_page):
-            missing.append(f"{node.name} has no '::: {path}' in docs/api.md")
+            missing.append(f"{node.name} has no '::: {path}' in docs/api")
         if not ast.get_docstring(node):
             missing.append(f"{node.name} has no docstring")
         # An override of somebody else's hook says what its base says: only what is new has to be explained.
@@ -135,28 +137,29 @@ def everything_undocumented(api_page: str, modules: Iterable[str] = MODULES) -> 
     return missing
 
 
+def changelog() -> str:
+    """The changelog, with links that lead from a page next to the others."""
+    return (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Called by mkdocs with the files of the site: the changelog becomes a page."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "changelog.md", content=changelog()))
+    return files
+
+
 def on_config(config: Any) -> Any:
     """Called by mkdocs before it reads any page."""
     from mkdocs.exceptions import PluginError
 
-    missing = everything_undocumented(API_PAGE.read_text(encoding="utf-8"))
+    missing = everything_undocumented(api_pages())
     if missing:
         raise PluginError("public names without documentation:\n  " + "\n  ".join(missing))
     return config
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Called by mkdocs for each page: references in docstrings, linked where the page has what they name.
-
-    And prompts of commands become decoration, so that the button beside them copies the command alone.
-    """
-    html = PROMPT.sub(r'<span class="prompt" data-prompt="\1"></span>', html)
-    ids = re.findall(r'id="(secondorder\.[\w.]+)"', html)
-
-    def linked(match: re.Match[str]) -> str:
-        short, name = match.groups()
-        words = f"<code>{name.rpartition('.')[2] if short else name}</code>"
-        found = next((i for i in ids if i == name or i.endswith("." + name.rpartition(".")[2])), None)
-        return f'<a href="#{found}">{words}</a>' if found else words
-
-    return ROLE.sub(linked, html)
+    """Called by mkdocs for each page: prompts become decoration, so that the button for copying leaves them out."""
+    return PROMPT.sub(r'<span class="prompt" data-prompt="\1"></span>', html)

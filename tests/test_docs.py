@@ -26,7 +26,9 @@ from tests.support.code_blocks import (
     name_of,
     pages_with,
     run,
+    same_output,
     script,
+    without_output,
     words_of,
 )
 
@@ -59,6 +61,30 @@ def test_slow_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     for page in pages_with({"slow"}):
         run(page, {"slow"})
+
+
+@pytest.mark.parametrize("page", ["quickstart", "choose-a-method", "tuning", "faq"])
+def test_blocks_that_print_show_what_they_print(page: str) -> None:
+    assert list(without_output(DOCS / f"{page}.md")) == []
+
+
+def test_another_output_than_the_one_shown_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    block = "```python\nprint(1 / 3)\n```\n\n"
+    page.write_text(f"{block}<!-- example: output -->\n```text\n0.33...\n```\n")
+    monkeypatch.setattr("tests.support.code_blocks.ROOT", tmp_path)
+    run(page, set())
+    assert not list(without_output(page))
+    page.write_text(f"{block}<!-- example: output -->\n```text\n0.34...\n```\n")
+    with pytest.raises(AssertionError, match="page.md:6 prints\n0.33"):
+        run(page, set())
+    page.write_text(block)
+    assert list(without_output(page)) == [1]
+
+
+def test_outputs_may_differ_in_white_space_only() -> None:
+    assert same_output("a  b\n", "a b\n")
+    assert not same_output("a b\n", "ab\n")
 
 
 def test_no_block_escapes() -> None:
@@ -214,7 +240,7 @@ def hooks() -> ModuleType:
 
 
 def test_every_public_name_is_documented(hooks: ModuleType) -> None:
-    assert hooks.everything_undocumented(hooks.API_PAGE.read_text(encoding="utf-8")) == []
+    assert hooks.everything_undocumented(hooks.api_pages()) == []
 
 
 def test_an_undocumented_name_is_found(hooks: ModuleType) -> None:
@@ -224,10 +250,10 @@ def test_an_undocumented_name_is_found(hooks: ModuleType) -> None:
     Public.__module__ = "secondorder.fake"
     package = SimpleNamespace(__name__="secondorder", __all__=["Public", "__version__"], Public=Public, __version__="0")
     assert hooks.undocumented(package, "::: secondorder.Publicity") == [
-        "Public has no '::: secondorder.Public' in docs/api.md",
+        "Public has no '::: secondorder.Public' in docs/api",
         "Public has no docstring",
         "Public.method has no docstring",
-        "__version__ is not mentioned in docs/api.md",
+        "__version__ is not mentioned in docs/api",
     ]
 
 
@@ -240,8 +266,8 @@ def test_every_module_is_looked_at(hooks: ModuleType, module: str, monkeypatch: 
     monkeypatch.setattr(target, "unheard_of", unheard_of, raising=False)
     if hasattr(target, "__all__"):
         monkeypatch.setattr(target, "__all__", [*target.__all__, "unheard_of"])
-    found = hooks.everything_undocumented(hooks.API_PAGE.read_text(encoding="utf-8"))
-    assert f"{module}: unheard_of has no '::: {module}.unheard_of' in docs/api.md" in found
+    found = hooks.everything_undocumented(hooks.api_pages())
+    assert f"{module}: unheard_of has no '::: {module}.unheard_of' in docs/api" in found
     assert f"{module}: unheard_of has no docstring" in found
 
 
@@ -253,10 +279,44 @@ def test_a_module_that_is_only_read_is_looked_at(hooks: ModuleType) -> None:
     ]
 
 
-def test_names_in_docstrings_become_links(hooks: ModuleType) -> None:
-    page = '<h3 id="secondorder.KFAC.observe"></h3> by :meth:<code>observe</code>, :class:<code>~torch.nn.Linear</code>'
-    found = hooks.on_page_content(page, page=None)
-    assert 'by <a href="#secondorder.KFAC.observe"><code>observe</code></a>, <code>Linear</code>' in found
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    """The part of the site build that links names of the API."""
+    pytest.importorskip("griffe")  # of the extra "docs"
+    return script("reference")
+
+
+def test_names_in_docstrings_become_links(reference: ModuleType) -> None:
+    places = {
+        "secondorder.KFAC": "api/a.html",
+        "secondorder.HyLo.observe": "api/a.html",
+        "secondorder.SecondOrderOptimizer.observe": "api/b.html",
+        "secondorder.comm.Plan": "api/c.html",
+    }
+    page = (
+        ":class:<code>~secondorder.comm.plan.Plan</code> :meth:<code>observe</code> :class:<code>~torch.nn.Plan</code>"
+    )
+    assert reference.linked(page, "api/b.html", places) == (
+        '<a href="../api/c.html#secondorder.comm.Plan"><code>Plan</code></a> '
+        '<a href="#secondorder.SecondOrderOptimizer.observe"><code>observe</code></a> <code>Plan</code>'
+    )
+
+
+def test_names_of_the_api_lead_to_their_source(reference: ModuleType) -> None:
+    sources: set[str] = set()
+    page = '<h2 id="secondorder.KFAC" class="doc doc-heading">KFAC</h2><h3 id="other">x</h3>'
+    found = reference.with_sources(page, "api/a.html", sources)
+    line = (ROOT / "secondorder/methods/kfac.py").read_text(encoding="utf-8").splitlines()
+    number = int(re.search(r'href="../source/secondorder/methods/kfac.py.html#L-(\d+)"', found)[1])  # type: ignore[index]
+    assert any("class KFAC" in text or "complete_docstring" in text for text in line[number - 1 : number])
+    assert sources == {"secondorder/methods/kfac.py"}
+    assert f'id="L-{number}"' in reference.highlighted("secondorder/methods/kfac.py")
+
+
+def test_the_overview_of_the_api_has_every_entry_with_a_summary(reference: ModuleType, hooks: ModuleType) -> None:
+    table = reference.overview()
+    for path in re.findall(r"^::: ([\w.]+)$", hooks.api_pages(), re.M):
+        assert re.search(rf"#{re.escape(path)}\) \| \S", table), path
 
 
 def test_a_prompt_is_not_copied(hooks: ModuleType) -> None:
@@ -268,4 +328,36 @@ def test_no_page_waits_for_a_server_of_others() -> None:
     """Fonts and scripts come with the site: it reads the same without a network."""
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert "font: false" in settings
-    assert "extra_javascript" not in settings
+    assert "iframe-worker" in settings.partition("polyfills:")[2]  # the plugin "offline" would add one of a server
+    assert "//" not in settings
+    for style in (DOCS / "assets").rglob("*.css"):
+        assert not re.search(r"//|@import", re.sub(r"/\*.*?\*/", "", style.read_text(encoding="utf-8"), flags=re.S)), (
+            style
+        )
+
+
+def test_files_of_the_settings_exist() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = set(re.findall(r"assets/[\w./-]+\.\w+", settings))
+    assert len(named) > 5
+    assert not [name for name in named if not (DOCS / name).exists()]
+    fonts = re.findall(r"url\((fonts/[^)]+)\)", (DOCS / "assets/katex/katex.min.css").read_text(encoding="utf-8"))
+    assert len(fonts) == 20
+    assert not [font for font in fonts if not (DOCS / "assets" / "katex" / font).exists()]
+
+
+def test_formulas_are_marked_and_dollars_of_code_are_not() -> None:
+    markdown = pytest.importorskip("markdown")  # of the extra "docs"
+    text = "Inline $x^2$, and `$HOME`.\n\n$$\n\\frac{a}{b}\n$$\n\n```console\n$ make demo\n$ echo $HOME\n```\n"
+    extensions = ["pymdownx.arithmatex", "pymdownx.highlight", "pymdownx.superfences"]
+    html = markdown.markdown(text, extensions=extensions, extension_configs={"pymdownx.arithmatex": {"generic": True}})
+    found = re.findall(r'<(span|div) class="arithmatex">(.*?)</\1>', html, re.S)
+    assert [(tag, body.strip()[:2]) for tag, body in found] == [("span", "\\("), ("div", "\\[")]
+
+
+def test_the_changelog_is_a_page_of_the_site(hooks: ModuleType) -> None:
+    text = hooks.changelog()
+    assert text.startswith("# Changelog\n")
+    local = [target.split("#")[0] for target, _ in LINK.findall(text) if "//" not in target]
+    assert local
+    assert not [target for target in local if not (DOCS / target).exists()]

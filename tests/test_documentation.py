@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -11,6 +12,7 @@ import secondorder
 from secondorder import comm
 from secondorder.methods import documentation
 from secondorder.options import complete_docstring
+from tests.support.code_blocks import script
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = [
@@ -127,3 +129,55 @@ def test_without_docstrings_nothing_is_completed() -> None:
     cls.__doc__ = None
     assert complete_docstring(None)(cls) is cls
     assert cls.__doc__ is None
+
+
+# ---------------------------------------------------------------------- the language of the pages
+@pytest.fixture(scope="module")
+def prose() -> ModuleType:
+    """The part of the site build that looks at the language."""
+    return script("prose")
+
+
+def test_habits_are_found_with_page_line_and_what_to_write_instead(prose: ModuleType) -> None:
+    text = """# What it costs
+
+All ranks are told. What a rank
+holds is a part, 0.5 of it.
+Normalisation `x`
+| a | What is b |
+"""
+    assert [str(finding).partition(": write")[0] for finding in prose.findings("docs/x.md", text)] == [
+        "docs/x.md:3: 'told'",
+        "docs/x.md:5: 'Normalisation'",
+        "docs/x.md:1: 'What it costs'",
+        "docs/x.md:3: 'What a rank holds is a part, 0.5 of it'",
+        "docs/x.md:6: 'What is b'",
+    ]
+
+
+def test_the_pages_have_none_of_the_habits(prose: ModuleType) -> None:
+    found = prose.everything_found(prose.pages())
+    assert not found, "\n".join(found)
+
+
+def test_questions_code_formulas_and_generated_blocks_pass(prose: ModuleType) -> None:
+    text = """# What does it cost?
+
+Besides, `told` is code, "What if?" a question, $beside$ a formula, and [this](told.md) a target.
+
+<!-- results: x -->
+What was told.
+<!-- end of results -->
+
+```text
+What was told.
+```
+"""
+    assert list(prose.findings("docs/x.md", text)) == []
+
+
+def test_allowed_phrases_pass_where_they_are_allowed(prose: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prose, "ALLOWED", ("as told", "docs/x.md: my dear"))
+    text = "It is as told.\n\nYes, my dear.\n"
+    assert not list(prose.findings("docs/x.md", text))
+    assert [finding.found for finding in prose.findings("docs/y.md", text)] == ["dear"]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.commands.choices import choices
 from benchmarks.compare import statistics, wording
 from benchmarks.compare.statistics import Results, Summary, targets
 from benchmarks.compare.tables import Rows, markdown_table, plain, reach_rows, result_rows
@@ -134,6 +135,8 @@ def renewed(text: str, results: Mapping[str, Results]) -> str:
 
 
 def _body(results: Mapping[str, Results], name: str, number: int | None) -> str:
+    if name == "choices":
+        return choices(results)
     if name in _TOGETHER:
         comparisons = [found for found in results.values() if "runs" in found]
         if not comparisons:

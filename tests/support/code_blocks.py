@@ -6,9 +6,14 @@ the fence changes that, with one or more of these words::
     <!-- example: slow -->          left to the slow tests
     <!-- example: fragment -->      a piece that cannot run alone; it has to compile
     <!-- example: integrations -->  needs transformers, lightning and the like: run in their environment only
+    <!-- example: output -->        before a block of text: the Python block before it prints this; ``...`` is anything
 """
 
+import ast
+import contextlib
+import doctest
 import importlib.util
+import io
 import re
 import shlex
 from collections.abc import Iterator
@@ -21,7 +26,7 @@ DOCS = ROOT / "docs"
 PAGES = [page for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG") if (page := ROOT / f"{name}.md").exists()]
 PAGES += sorted(DOCS.rglob("*.md"))
 
-MARKS = {"slow", "fragment", "integrations"}
+MARKS = {"slow", "fragment", "integrations", "output"}
 #: Languages of blocks that are commands for a shell.
 SHELL = {"console", "bash"}
 
@@ -80,14 +85,47 @@ def examples(page: Path) -> Iterator[Block]:
 
 
 def run(page: Path, allowed: set[str]) -> dict[str, object]:
-    """Run the Python blocks of a page whose marks are all allowed; the names that they leave."""
+    """Run the Python blocks of a page whose marks are all allowed, and compare their output with the one shown.
+
+    Returns:
+        The names that the blocks leave.
+    """
     namespace: dict[str, object] = {"__name__": f"example_{page.stem}"}
-    for block in examples(page):
-        # Empty lines before the code make a traceback name the line of the page.
-        code = compile("\n" * block.line + block.code, name_of(page), "exec")
-        if block.marks <= allowed:
-            exec(code, namespace)
+    printed: str | None = None
+    for block in blocks(page):
+        if block.language == "python":
+            # Empty lines before the code make a traceback name the line of the page.
+            code = compile("\n" * block.line + block.code, name_of(page), "exec")
+            printed = None
+            if block.marks <= allowed:
+                with contextlib.redirect_stdout(io.StringIO()) as output:
+                    exec(code, namespace)
+                printed = output.getvalue()
+        elif "output" in block.marks and printed is not None:
+            assert same_output(block.code, printed), f"{name_of(page)}:{block.line} prints\n{printed}"
     return namespace
+
+
+def same_output(shown: str, printed: str) -> bool:
+    """Whether a block shows what was printed, apart from white space and from what ``...`` stands for."""
+    return doctest.OutputChecker().check_output(shown, printed, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+
+
+def without_output(page: Path) -> Iterator[int]:
+    """Lines of the Python blocks that print something, at their outer level, and do not show it."""
+    found = [block for block in blocks(page) if block.language == "python" or "output" in block.marks]
+    for block, following in zip(found, [*found[1:], None], strict=False):  # none if there is no block
+        shown = following is not None and "output" in following.marks
+        if block.language == "python" and block.marks <= {"slow"} and _prints(block.code) and not shown:
+            yield block.line
+
+
+def _prints(code: str) -> bool:
+    def is_print(node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+
+    outer = (node for node in ast.parse(code).body if not isinstance(node, ast.FunctionDef | ast.ClassDef))
+    return any(is_print(node) for statement in outer for node in ast.walk(statement))
 
 
 def pages_with(wanted: set[str]) -> list[Path]:
