@@ -1,8 +1,8 @@
-"""Draws the pictures of ``docs/methods``: the curvature that each method has of one layer, beside the true one.
+"""Draws the figures of ``docs/methods``: each method's curvature of one layer, next to the true one.
 
 ``python docs/draw_curvature.py`` writes them into ``docs/images`` and prints their numbers. The model is small enough
-for the Fisher matrix itself: expectation over inputs and over labels *as the model predicts them*. The methods see
-labels drawn from those predictions, so that all of them estimate this same matrix.
+to compute the Fisher matrix itself: the expectation over inputs and over labels *as the model predicts them*. The
+methods get labels that are drawn from those predictions, so that all of them estimate this matrix.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from torch.nn.functional import cross_entropy
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, ScaleOptions
 
 FOLDER = Path(__file__).parent / "images"
-#: The layer that is drawn, and how many examples all estimates are made of.
+#: The layer that is drawn, the number of examples in each estimate, and the batch size of the window methods.
 LAYER, EXAMPLES, BATCH = "2", 1792, 8
-GREY, FIRST, SECOND = "#7d8590", "#3b82d0", "#d9622b"
+#: Gray is readable on light and dark pages. Each method has the color that it has in the plots of the benchmarks.
+GRAY = "#7d8590"
+COLORS = {"kfac": "#0072B2", "ekfac": "#009E73", "hylo": "#CC79A7", "mfac": "#D55E00", "ggt": "#999999"}
 
 
 class Picture(NamedTuple):
-    """A method's curvature beside the one that it stands for, ``[n, n]`` each."""
+    """A method's curvature and the one that it estimates, ``[n, n]`` each."""
 
     title: str
     truth: Tensor
     found: Tensor
-    what: str = "true Fisher"
+    what: str = "True Fisher"
 
     @property
     def error(self) -> float:
@@ -54,7 +56,7 @@ class Task(NamedTuple):
 
 
 def task() -> Task:
-    """A small network that has begun to read handwritten digits."""
+    """Return a small network that has begun to recognize handwritten digits, with its data."""
     from sklearn.datasets import load_digits
 
     torch.manual_seed(0)
@@ -74,7 +76,7 @@ def task() -> Task:
 
 
 def true_fisher(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Mean over the inputs of ``Jᵀ (diag p − p pᵀ) J``, over row-major ``vec([W | b])`` of the layer."""
+    """Return the mean over the inputs of ``Jᵀ (diag p − p pᵀ) J``, for row-major ``vec([W | b])`` of the layer."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
     own = {name: p for name, p in weights.items() if name.startswith(f"{LAYER}.")}
 
@@ -90,7 +92,7 @@ def true_fisher(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def estimate(task: Task, make: Callable[[nn.Module], Any], batches: int, passes: int = 1) -> Tensor:
-    """What a method knows of the layer after as many steps as there are batches, at a learning rate of 0."""
+    """Return a method's curvature of the layer after one step per batch and pass, at a learning rate of 0."""
     model = copy.deepcopy(task.model)
     opt = make(model)
     for _ in range(passes):
@@ -104,13 +106,13 @@ def estimate(task: Task, make: Callable[[nn.Module], Any], batches: int, passes:
 
 
 def pictures() -> dict[str, Picture]:
-    """All pictures by the name of the method; ``"sngd"``, all rows of HyLo, is what the drawn labels alone do."""
+    """Return all pictures by method; ``"sngd"``, all rows of HyLo, shows the effect of drawing labels alone."""
     chosen = task()
     truth = true_fisher(chosen.model, chosen.inputs)
     every = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
     rows = EXAMPLES // BATCH
     half = root(truth)
-    # A window of the layer alone: the root of a block is not the block of the root.
+    # The window contains the layer alone, because the root of a block is not the block of the root.
     ggt = estimate(chosen, lambda m: GGT(m, lr=0.0, window_size=rows, partition="layer"), rows)
     return {
         "kfac": Picture("K-FAC", truth, estimate(chosen, lambda m: KFAC(m, **every), 1)),
@@ -124,33 +126,33 @@ def pictures() -> dict[str, Picture]:
             truth,
             estimate(chosen, lambda m: HyLo(m, lr=0.0, mode="kid", rank_fraction=64 / EXAMPLES, damping=1e-4), 1),
         ),
-        # A row is the mean of a batch: its second moment is smaller by the size of the batch. GGT does not divide by
-        # the number of rows, either.
+        # A row is the mean of a batch, so its second moment is smaller by the batch size. GGT does not divide by the
+        # number of rows either.
         "mfac": Picture(
             f"M-FAC, {rows} rows",
             truth,
             BATCH * estimate(chosen, lambda m: MFAC(m, lr=0.0, window_size=rows), rows),
         ),
-        "ggt": Picture(f"GGT, {rows} rows", half, ggt * math.sqrt(BATCH / rows), "root of the true Fisher"),
+        "ggt": Picture(f"GGT, {rows} rows", half, ggt * math.sqrt(BATCH / rows), "Root of the true Fisher"),
     }
 
 
 def root(matrix: Tensor) -> Tensor:
-    """Square root of a positive semi-definite matrix."""
+    """Return the square root of a positive semi-definite matrix."""
     values, vectors = torch.linalg.eigh(matrix)
     return vectors * values.clamp(min=0).sqrt() @ vectors.mT
 
 
 def draw(name: str, picture: Picture) -> None:
-    """Write a picture: both matrices, their difference, and the eigenvalues of both."""
+    """Write a picture of both matrices, their difference and their eigenvalues."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     style = {
-        "font.size": 12, "text.color": GREY, "axes.labelcolor": GREY, "axes.titlecolor": GREY, "axes.edgecolor": GREY,
-        "xtick.color": GREY, "ytick.color": GREY, "svg.hashsalt": name, "svg.fonttype": "none",
+        "font.size": 12, "text.color": GRAY, "axes.labelcolor": GRAY, "axes.titlecolor": GRAY, "axes.edgecolor": GRAY,
+        "xtick.color": GRAY, "ytick.color": GRAY, "svg.hashsalt": name, "svg.fonttype": "none",
         "font.family": "sans-serif",
     }  # fmt: skip
     with plt.rc_context(style):
@@ -159,7 +161,7 @@ def draw(name: str, picture: Picture) -> None:
         panels = (
             (picture.what, picture.truth),
             (picture.title, picture.found),
-            (f"difference, {picture.error:.2f} of it", picture.found - picture.truth),
+            (f"Error: {picture.error:.2f} of the norm", picture.found - picture.truth),
         )
         for axis, (title, matrix) in zip(axes.flat, panels, strict=False):
             shades = axis.imshow(matrix, cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")
@@ -169,16 +171,17 @@ def draw(name: str, picture: Picture) -> None:
         bar = figure.colorbar(shades, ax=axes[1, 0], location="bottom", shrink=0.85, ticks=[-limit, 0, limit])
         bar.ax.set_xticklabels([f"{-limit:.2f}", "0", f"{limit:.2f}"])
         axis = axes[1, 1]
-        for matrix, label, look in ((picture.truth, "true", "o"), (picture.found, picture.title, "x")):
+        for matrix, label, color, look in (
+            (picture.truth, "true", GRAY, "-"),
+            (picture.found, picture.title.split(",")[0], COLORS[name], "x"),
+        ):
             values = torch.linalg.eigvalsh(matrix).flip(0)
-            values[values < 1e-7 * values[0]] = torch.nan  # rounding, of a matrix of a lower rank
-            colour = FIRST if look == "o" else SECOND
-            places = range(1, len(values) + 1)
-            axis.semilogy(places, values, look, color=colour, mfc="none", ms=4, label=label.split(",")[0])
+            values[values < 1e-7 * values[0]] = torch.nan  # rounding errors of a matrix of lower rank
+            axis.semilogy(range(1, len(values) + 1), values, look, color=color, ms=5, lw=2, mew=1.4, label=label)
         axis.yaxis.set_minor_formatter("")
-        axis.set_title("eigenvalues", fontsize=13)
+        axis.set_title("Eigenvalues", fontsize=13)
         axis.patch.set_alpha(0)
-        axis.legend(frameon=False, labelcolor=GREY, handletextpad=0.1)
+        axis.legend(frameon=False, labelcolor=GRAY, handletextpad=0.4)
         figure.savefig(FOLDER / f"curvature-{name}.svg", transparent=True, metadata={"Date": None})
         plt.close(figure)
 
