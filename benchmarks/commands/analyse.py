@@ -71,7 +71,9 @@ class Analyse(Common):
     approx: Literal["reduce", "expand"] = "reduce"
     """Rows that the observer takes of an example: one, or those of all positions, which is exact."""
     out_dir: Path = Path("bench-output/analyse")
-    """Folder for events, tables and plots; those of an earlier run there are replaced."""
+    """Folder for events, tables and plots. Files of an earlier run in it are replaced."""
+    figures: Literal["png", "svg"] = "png"
+    """Format of the plots."""
 
     def run(self) -> int:
         """Run the command, and return 0, or 1 when the loss was no longer finite."""
@@ -85,7 +87,7 @@ class Analyse(Common):
         epochs = [max(1, workload.examples // size) for size in sizes]
         self.out_dir.mkdir(parents=True, exist_ok=True)
         for stem in events.FILES:
-            for suffix in (".jsonl", ".png"):
+            for suffix in (".jsonl", ".png", ".svg"):
                 (self.out_dir / f"{stem}{suffix}").unlink(missing_ok=True)
         for index, (trainer, epoch_steps) in enumerate(zip(trainers, epochs, strict=True)):
             title = f"{self.workload}, {self.method}, batch {trainer.workload.batch_size}"
@@ -157,7 +159,7 @@ class Analyse(Common):
         report.save(self.out_dir, "analyse", [_layer_table(title, layers, modes), _stage_table(times)], data)
         for stem in events.FILES:
             report.print_path("events", self.out_dir / f"{stem}.jsonl")
-        for path in plot_analysis(self.out_dir):
+        for path in plot_analysis(self.out_dir, f".{self.figures}"):
             report.print_path("plot", path)
 
 
@@ -188,9 +190,9 @@ def _layer_table(title: str, layers: Sequence[dict[str, Any]], modes: Mapping[st
         f"{mode}: steps " + ", ".join(f"{start}-{end - 1}" for start, end in spans) for mode, spans in modes.items()
     )
     caption = (
-        "Medians over the run. rank90 / m: share of the largest eigenvalues of the kernel of m examples that make up "
-        "nine tenths of their sum. Errors: of the update from few rows against that from all of them, with the same λ. "
-        f"‖u‖: of the direction, after clips and grafting. Modes: {periods}."
+        "Medians over the run. rank90 / m: share of the eigenvalues of the kernel of m examples, largest first, that "
+        "make up 90 % of their sum. Errors: of the update with few rows, relative to the update with all rows and the "
+        f"same λ. ‖u‖: norm of the direction, after clipping and grafting. Modes: {periods}."
     )
     columns = {head: value(head) for head in ("layer", "m", "d_i", "d_o")}
     columns |= {head: value(key, ".3g") for head, key in _MEASURED.items()}

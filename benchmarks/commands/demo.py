@@ -99,5 +99,5 @@ def _table(name: str, steps: int, workload: Workload, target: float, results: li
     }
     count = torch.get_num_threads()
     threads = f"{count} thread{'s' * (count > 1)}"
-    caption = f"Training loss: mean of {WINDOW} steps. Step time: mean, all kinds of steps. {threads}."
+    caption = f"The training loss is a mean of {WINDOW} steps. The step time is a mean over all steps. {threads}."
     return report.table_of(f"{name}: {steps} steps from the same weights and batches", results, columns, caption)

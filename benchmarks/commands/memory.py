@@ -128,8 +128,9 @@ def _table(workload: str, batch_size: int, found: Sequence[Figures]) -> Table:
     rows = [_row(figures) for figures in found]
     size = f"{found[0]['parameter_bytes'] / 1e6:.2f} MB of parameters" if found else "nothing measured"
     caption = (
-        "MB, the difference from plan() in bytes. Rest: counters. Temporary: memory to compute in that "
-        "is kept from step to step. Optimizers of other projects are counted, tensor by tensor."
+        "All columns are in MB, except for the difference from plan(), which is in bytes. Rest: counters. Temporary: "
+        "workspace that is kept from step to step. Third-party optimizers are counted tensor by tensor and have no "
+        "plan."
     ) + notes_text(found)
     columns = {
         "optimizer": value("label"),
@@ -168,7 +169,7 @@ def _spread_table(world: int, found: Sequence[Figures]) -> Table:
         for figures in found
         for name, ranks in figures["plans"].items()
     ]
-    caption = "MB of a rank without counters, planned. × parameters: of the fullest."
+    caption = "Planned MB of a rank, without counters. × parameters: for the fullest rank."
     columns = {
         "optimizer": value("label"),
         "strategy": value("strategy"),

@@ -26,7 +26,13 @@ from benchmarks.workloads.cifar import ResNet20
 from secondorder import comm as strategies
 from secondorder.comm.names import from_name
 
-COLUMNS = ("strategy", "ranks", "curvature of a rank, MB", "of the fullest", "sent, MB a step")
+COLUMNS = (
+    "strategy",
+    "ranks",
+    "curvature of a rank (mean), MB",
+    "curvature of the fullest rank, MB",
+    "sent per step, MB",
+)
 _CURVATURE = ("factors", "second_order", "scale")
 
 
@@ -163,4 +169,4 @@ def _table(found: Sequence[dict[str, Any]]) -> Table:
         kept, sent = zip(*entry["ranks"], strict=True)
         numbers = f"{statistics.mean(kept) / 1e6:.2f}", f"{max(kept) / 1e6:.2f}", f"{statistics.mean(sent) / 1e6:.3f}"
         rows.append((f"{entry['whose']} {entry['strategy']}", str(entry["world"]), *numbers))
-    return report.make_table("ResNet-20: what ranks keep and send", COLUMNS, rows)
+    return report.make_table("ResNet-20: bytes that ranks store and send", COLUMNS, rows)

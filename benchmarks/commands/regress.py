@@ -230,7 +230,7 @@ def _table(found: Mapping[str, Mapping[str, int]], rows: list[dict[str, Any]]) -
         cells.append(line)
     head = ("step", *(name.replace("_", " ") for name in names))
     caption = (
-        "Beyond a step of SGD with momentum; memory in bytes. moved: arguments and results of all operators. "
-        "In brackets what it was; ! more than is allowed."
+        "Numbers beyond those of a step of SGD with momentum; memory in bytes. moved: arguments and results of all "
+        "operators. Earlier values are in parentheses; ! marks an increase that is not allowed."
     )
     return report.make_table("What steps do", head, cells, caption)

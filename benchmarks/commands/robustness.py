@@ -155,20 +155,20 @@ def _tables(names: Sequence[str], rows: Sequence[Row], tolerance: float) -> list
         by_workload.setdefault(row["workload"], {})[row["optimizer"]] = row
     columns: dict[str, report.Column] = {
         "workload": lambda own: str(own[REFERENCE]["workload"]),
-        "at the start": lambda own: value("first", ".4g")(own[REFERENCE]),
+        "initial loss": lambda own: value("first", ".4g")(own[REFERENCE]),
         **{find(name).label: partial(_cell, name) for name in names},
     }
     caption = (
-        f"Training loss at the end, mean of {WINDOW} steps, with the defaults of every constructor. At the start: of "
-        "the first batch. +: at least as good as AdamW's defaults (lr 1e-3)."
+        f"Final training loss, as a mean of {WINDOW} steps, with the defaults of every constructor. Initial loss: that "
+        "of the first batch. +: at least as good as AdamW's defaults (lr 1e-3)."
     )
     untuned = report.table_of("Untuned", list(by_workload.values()), columns, caption)
     caption = (
-        f"As good: a loss of at most AdamW's plus {tolerance:g} of its way down from the start. Way down: that of a "
-        "method over AdamW's, median over the workloads, and the least."
+        f"As good: the final loss is at most AdamW's plus {tolerance:g} of AdamW's decrease. Decrease: how far the "
+        "loss falls relative to AdamW, as a median over the workloads. Smallest: the worst workload."
     )
     verdicts = [_verdict(name, rows) for name in names]
-    heads = ("optimizer", "as good", "way down", "least", "diverged on", "failed on")
+    heads = ("optimizer", "as good", "decrease", "smallest", "diverged on", "failed on")
     title = "How often at least as good as AdamW's defaults"
     return [untuned, report.table_of(title, verdicts, {head: value(head) for head in heads}, caption)]
 
@@ -186,8 +186,8 @@ def _verdict(name: str, rows: Sequence[Row]) -> Row:
     return {
         "optimizer": find(name).label,
         "as good": f"{sum(bool(row['as_good']) for row in own)} of {len(own)}",
-        "way down": f"{statistics.median(ways):.2f}" if ways else None,
-        "least": f"{min(ways):.2f}" if ways else None,
+        "decrease": f"{statistics.median(ways):.2f}" if ways else None,
+        "smallest": f"{min(ways):.2f}" if ways else None,
         "diverged on": ", ".join(row["workload"] for row in own if row["diverged"]) or "none",
         "failed on": "; ".join(f"{row['workload']}: {row['failed'][0]}" for row in own if row["failed"]) or "none",
     }

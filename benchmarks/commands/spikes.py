@@ -100,4 +100,6 @@ def _table(data: Mapping[str, Any]) -> Table:
         "worst / median": value("ratio", ".2f"),
         "mean / SGD's mean": value("mean", ".2f"),
     }
-    return report.table_of(f"{data['workload']}: steps by the clock, {data['threads']} threads", rows, columns)
+    count = data["threads"]
+    title = f"{data['workload']}: wall-clock times of steps, {count} thread{'s' * (count > 1)}"
+    return report.table_of(title, rows, columns)

@@ -232,9 +232,9 @@ def _tables(data: dict[str, Any]) -> list[Table]:
     results = data["results"]
     where = f"Threads: {torch.get_num_threads()}." if data["device"] == "cpu" else f"Device: {data['device']}."
     caption = (
-        "Ratios to SGD's interleaved steps: of medians (of minima). Floor: FLOPs over those of SGD's step, "
-        f"{data['training_gflop']:.1f} GFLOP. Beyond SGD: ms a step, and what its FLOPs take at the measured rate of "
-        "matrix products, "
+        "Ratios are relative to SGD's interleaved steps: of medians (of minima). Floor: FLOPs relative to those of "
+        f"SGD's step, {data['training_gflop']:.1f} GFLOP. Extra ms: time of a step beyond SGD's; extra floor ms: the "
+        "time of its FLOPs at the measured rate of matrix products, "
         f"{data['gemm_gflops']['median']:.0f} GFLOP/s (best {data['gemm_gflops']['best']:.0f}). "
         f"Copying: {data['copy_gbytes']['median']:.1f} GB/s. {where}"
     )
@@ -245,8 +245,8 @@ def _tables(data: dict[str, Any]) -> list[Table]:
         "intervals": value("intervals"),
         "ratio": lambda row: f"{row['ratio']:.2f} ({row['ratio_of_minima']:.2f})",
         "floor": value("floor", ".2f"),
-        "beyond SGD ms": value("extra_seconds", ".1f", 1e3),
-        "least": value("floor_seconds", ".1f", 1e3),
+        "extra ms": value("extra_seconds", ".1f", 1e3),
+        "extra floor ms": value("floor_seconds", ".1f", 1e3),
     }
     rows = [
         {"label": result["label"], "intervals": name, **result["median"], **entry}
@@ -259,8 +259,8 @@ def _tables(data: dict[str, Any]) -> list[Table]:
         **{f"peak of a {kind} step": value(kind, ".2f", 1e-6) for kind in CLASSES},
     }
     told = (
-        "State beside parameters and gradients. Peak: what torch allocates in a step above the level between steps, "
-        "gradients included, scratch memory of oneDNN and MKL not."
+        "State: without parameters and gradients. Peak: memory that torch allocates in a step, above the level between "
+        "steps. It includes gradients, but not the scratch memory of oneDNN and MKL."
     )
     stages = [stage_table(results)] if any("stages" in result for result in results) else []
     memory = report.table_of("Memory in MB", [{**result, **result["peak_bytes"]} for result in results], held, told)

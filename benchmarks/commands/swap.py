@@ -128,7 +128,7 @@ def _table(size: Size, outcomes: Sequence[dict[str, Any]]) -> Table:
         losses = [f"{_short(a)} -> {_short(b)}" for a, b in zip(found["before"], found["after"], strict=True)]
         head = [found["workload"], found["base"], str(found["steps"])]
         rows.append([*head, *losses, "PASS" if found["passed"] else "FAIL"])
-    caption = "Losses at a quarter, half, three quarters and the end of the run: before the change -> after it."
+    caption = "Training losses after 25 %, 50 %, 75 % and 100 % of the steps: before the change -> after the change."
     columns = ("workload", "script", "steps", "25 %", "50 %", "75 %", "end", "verdict")
     return report.make_table(f"One changed line, {outcomes[0]['method']}, {size}", columns, rows, caption)
 

@@ -233,13 +233,14 @@ def _time_table(results: Sequence[dict[str, Any]], gemm: Rate) -> Table:
         "copy GB/s": value("copy_gbytes", ".1f"),
     }
     caption = (
-        "Medians (ratios of minima in brackets). Floor: bytes that a step must move over the rate of copying between "
-        f"steps, and m³/3 FLOPs at {gemm.median:.0f} GFLOP/s in float64. Threads: {torch.get_num_threads()}."
+        "Medians (ratios of minima in parentheses). Floor: the time to move the bytes of a step at the rate of copying "
+        f"that was measured between steps, plus m³/3 FLOPs at {gemm.median:.0f} GFLOP/s in float64. "
+        f"Threads: {torch.get_num_threads()}."
     )
     for row in results:
         if "skipped" in row:
             caption += f"\nSkipped: {', '.join(column(row) for column in _CASE.values())}: {row['skipped']}"
-    return report.table_of("Time of a step of M-FAC, window full", results, columns, caption)
+    return report.table_of("Step time of M-FAC with a full window", results, columns, caption)
 
 
 def _byte_table(results: Sequence[dict[str, Any]]) -> Table:
@@ -247,11 +248,12 @@ def _byte_table(results: Sequence[dict[str, Any]]) -> Table:
     columns = {
         **_CASE,
         **{kind: value(kind, ".2f", 1e-6) for kind in (*_STATE, "total")},
-        "dense / these": value("dense_over_state", ".1f"),
+        "dense / this": value("dense_over_state", ".1f"),
         "peak of a step": value("peak_bytes", ".2f", 1e-6),
     }
     caption = (
-        "MB. Dense / these: 4 m d bytes of dense float32 rows over those of window, error and Gram matrix. Total: all "
-        "that memory_usage() counts. Peak: what torch allocates in a step above the level between steps."
+        "All columns are in MB. Dense / this: 4 m d bytes of dense float32 rows, divided by the bytes of window, error "
+        "and Gram matrix. Total: everything that memory_usage() counts. Peak: memory that torch allocates in a step, "
+        "above the level between steps."
     )
     return report.table_of("Memory", rows, columns, caption)
