@@ -13,7 +13,7 @@ one of
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +185,7 @@ def _body(results: Mapping[str, Results], name: str, number: int | None) -> str:
 
 def section(results: Results) -> str:
     tables = [result_rows(results), *(reach_rows(results, target) for target in targets(results)[:1])]
+    tables = [replace(table, caption="") for table in tables]  # the page explains the columns once
     notes = "\n".join(f"* {plain(sentence)}" for sentence in wording.budget(results))
     parts = [
         plain(" ".join(wording.summary(results))),

@@ -14,6 +14,9 @@ from benchmarks.report import make_table
 from benchmarks.runner import WINDOW
 
 
+_SENTENCE = 50  # letters from which a column is text, which is aligned on the left
+
+
 @dataclass(frozen=True)
 class Rows:
     """A table as text."""
@@ -40,7 +43,9 @@ def summary_tables(results: Results) -> list[Table]:
 
 def markdown_table(table: Rows) -> str:
     """Return one table as Markdown: its title in bold, the rows, the caption."""
-    head = [_line(table.columns), "|" + "|".join([" :--- ", *[" ---: "] * (len(table.columns) - 1)]) + "|"]
+    texts = {0, *(place for row in table.rows for place, cell in enumerate(row) if len(cell) > _SENTENCE)}
+    sides = [" :--- " if place in texts else " ---: " for place in range(len(table.columns))]
+    head = [_line(table.columns), "|" + "|".join(sides) + "|"]
     text = "\n".join([f"**{plain(table.title)}**", "", *head, *map(_line, table.rows)])
     return f"{text}\n\n{plain(table.caption)}" if table.caption else text
 

@@ -35,7 +35,10 @@ def kind(ours: bool, order: str) -> str:
 
 
 def joined(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    if len(words) < 2:
+        return "".join(words)
+    between, last = ("; ", "; and ") if any("," in word for word in words) else (", ", " and ")
+    return last.join([between.join(words[:-1]), words[-1]])
 
 
 def summary(results: Results) -> list[str]:
