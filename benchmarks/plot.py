@@ -27,6 +27,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 """The color of each optimizer, in all figures. They contrast with white and with dark gray."""
 
+_INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
 _TICKS = 7  # labels that have room below a panel
 
 Row = Mapping[str, Any]
@@ -46,12 +47,12 @@ def look(label: str, index: int) -> dict[str, str]:
 
 def styled() -> AbstractContextManager[None]:
     """Return the settings of all figures: a transparent background, and a color of text that suits dark pages, too."""
-    ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
-    return mpl.rc_context({
+    settings: dict[Any, Any] = {
         "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "none",
         "axes.facecolor": "none", "grid.color": INK, "grid.alpha": 0.25, "grid.linewidth": 0.6,
-        "svg.fonttype": "none", "svg.hashsalt": "rows", "font.family": "sans-serif", **dict.fromkeys(ink, INK),
-    })  # fmt: skip
+        "svg.fonttype": "none", "svg.hashsalt": "rows", "font.family": "sans-serif", **dict.fromkeys(_INKED, INK),
+    }  # fmt: skip
+    return mpl.rc_context(settings)
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -78,8 +78,8 @@ def draw_curves(comparisons: Sequence[Results], path: Path) -> None:
             part.set_facecolor("none")
             results = comparisons[place]
             part.suptitle(f"{results['workload']}, {results['steps']} steps", fontsize=10)
-            for axes, against in zip(part.subplots(1, 2, sharey=True), ("steps", "seconds"), strict=True):
-                handles |= _curves(axes, results, against)
+            by_step, by_second = part.subplots(1, 2, sharey=True)
+            handles |= _curves(by_step, results, "steps") | _curves(by_second, results, "seconds")
         figure.legend(
             handles=[handles[label] for label in sorted(handles, key=_order)],
             loc="outside lower center", ncols=4, frameon=False,
@@ -107,12 +107,12 @@ def _curves(axes: Axes, results: Results, against: Against) -> dict[str, Line2D]
     for name in _shown(results):
         if (found := course(results, name)) is None:
             continue
-        style = {**look(found.label, 0), "linestyle": "-"}
-        axes.plot(found.along(against), found.mean, linewidth=1.6, **style)
+        style: dict[str, Any] = {"color": look(found.label, 0)["color"], "linewidth": 1.6}
+        axes.plot(found.along(against), found.mean, **style)
         if len(found.losses) > 1:
             ends = found.losses.min(axis=0), found.losses.max(axis=0)
             axes.fill_between(found.along(against), *ends, color=style["color"], alpha=_SHADE, linewidth=0)
-        handles[found.label] = Line2D([], [], linewidth=1.6, label=found.label, **style)
+        handles[found.label] = Line2D([], [], label=found.label, **style)
         low.append(float(found.mean.min()))
         top.append(float(found.mean[0]))
     axes.set_xlim(left=0)

@@ -13,7 +13,6 @@ from benchmarks.compare.wording import NOTHING, number, seconds, share, verdict
 from benchmarks.report import make_table
 from benchmarks.runner import WINDOW
 
-
 _SENTENCE = 50  # letters from which a column is text, which is aligned on the left
 
 
