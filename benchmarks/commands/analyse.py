@@ -42,36 +42,36 @@ _MEASURED = {
 
 @dataclass
 class Analyse(Common):
-    """Train with a layer method and write down rank, gradient norms, error of few rows and stage times, with plots."""
+    """Train with a layer method and record rank, gradient norms, error of few rows and stage times, with plots."""
 
     workload: WorkloadName = "digits"
-    """What to train."""
+    """Workload to train."""
     method: AnalysedMethod = "hylo"
-    """Which optimizer, and whose recipe to start from."""
+    """Optimizer, whose recipe is the starting point."""
     set: tuple[str, ...] = ()
-    """Keywords that replace the recipe's, such as mode=kid damping=0.1 graft=none."""
+    """Settings that replace those of the recipe, such as mode=kid damping=0.1 graft=none."""
     recipe: bool = True
-    """Start from the recipe; --no-recipe starts from the constructor's defaults."""
+    """Start from the recipe. --no-recipe starts from the defaults of the constructor."""
     steps: int = 100
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     workload_set: tuple[str, ...] = ()
-    """Fields of the workload that are changed, such as dice=0.5 of unet."""
+    """Fields of the workload to change, such as dice=0.5 of unet."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning rate over the run."""
+    """Schedule of the learning rate."""
     size: Size = "cpu"
     """Size of the model and of the batch."""
     batch_size: int | None = None
-    """Examples per step; unset: the workload's own number."""
+    """Batch size. Default: that of the workload."""
     batch_sizes: tuple[int, ...] = ()
-    """Further batch sizes, for each of which a run of its own looks at the rank."""
+    """Further batch sizes. A separate run for each measures the rank."""
     every: int = 10
-    """Steps between looks at rank and error."""
+    """Steps between measurements of rank and error."""
     rank_fraction: float = 0.1
-    """Share of the examples whose rows are kept, for the error."""
+    """Share of the examples whose rows are kept, for the measurement of the error."""
     approx: Literal["reduce", "expand"] = "reduce"
-    """Rows that the observer takes of an example: one, or those of all positions, which is exact."""
+    """Rows of an example: one (reduce), or those of all positions (expand), which is exact."""
     out_dir: Path = Path("bench-output/analyse")
-    """Folder for events, tables and plots. Files of an earlier run in it are replaced."""
+    """Folder to write events, tables and plots to. Files of an earlier run in it are replaced."""
     figures: Literal["png", "svg"] = "png"
     """Format of the plots."""
 

@@ -30,24 +30,24 @@ from benchmarks.workloads import Workload, WorkloadName, make_workload
 
 @dataclass
 class BatchSize(Evidence):
-    """Find the steps to a training loss at several batch sizes, with learning rates searched alike for every method."""
+    """Measure the steps to a training loss at several batch sizes, with the same search of rates for every method."""
 
     workload: WorkloadName = "autoencoder"
-    """What to train."""
+    """Workload to train."""
     optimizers: tuple[str, ...] = ("sgd", "adamw", "kfac", "hylo")
-    """Which ones; the table compares with the first one."""
+    """Optimizers to compare. The table shows steps relative to the first one."""
     batch_sizes: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192)
-    """Examples of a step."""
+    """Batch sizes."""
     factors: tuple[float, ...] = (1 / 3, 1.0, 3.0)
-    """Learning rates, as multiples of the recipe's at that batch size."""
+    """Learning rates to try, as multiples of that of the recipe at each batch size."""
     target: float | None = None
-    """Training loss to reach, as the mean of ten steps; unset: the workload's own of demo."""
+    """Training loss to reach, as a mean of ten steps. Default: that of the workload in demo."""
     steps: int = 2000
-    """Most steps of a run."""
+    """Maximum number of steps of a run."""
     seconds: float = 300.0
-    """Processor seconds after which a run ends without having reached it."""
+    """Maximum processor seconds of a run."""
     seeds: int = 1
-    """Seeds for which the best rate is run; the median counts, of which one that does not get there is infinite."""
+    """Number of seeds of the best rate. The median counts, and a seed that does not reach the loss is infinite."""
 
     @property
     def stem(self) -> str:
@@ -147,7 +147,7 @@ class BatchSize(Evidence):
 
 
 def _median(runs: Sequence[Figures], key: str) -> float | None:
-    """Return the median over the seeds, None where it is one that did not get to the target: those are infinite."""
+    """Return the median over the seeds. It is None if that seed did not reach the target, which counts as infinite."""
     values = [run[key] if run["end"] == "target" else math.inf for run in runs]
     middle = statistics.median(values) if values else math.inf
     return middle if math.isfinite(middle) else None

@@ -60,38 +60,38 @@ _WINDOW = ("window", "error", "gram")
 
 @dataclass(frozen=True)
 class _Entry:
-    """One line of the table."""
+    """One row of the table."""
 
     label: str
     optimizer: str
     settings: Settings
     share: float | None
-    """Of the entries of a gradient that a row keeps; None without a window."""
+    """Share of the entries of a gradient that a row keeps. None without a window."""
     note: str = ""
 
 
 @dataclass
 class Density(Evidence):
-    """Train with windows of several densities, with a dense one and without, and compare the end and the bytes."""
+    """Train with sparse windows of several densities, with a dense one and without, and compare losses and memory."""
 
     workload: WorkloadName = "resnet20"
-    """What to train."""
+    """Workload to train."""
     densities: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1)
-    """Shares of the entries of a block that are kept; of a block of 4096 never fewer than 8."""
+    """Shares of the entries of a block that are kept. A block of 4096 keeps at least 8."""
     references: tuple[str, ...] = ("sgd", "adamw")
-    """Methods without a window, with their recipes."""
+    """Optimizers without a window, which use their recipes."""
     settings: Choice = "tuned"
-    """Keywords of all windows: the recipe of sparse_mfac, or those published for ResNet-20."""
+    """Settings of all windows: the recipe of sparse_mfac, or those published for ResNet-20."""
     factor: float = 1.0
-    """Multiple of the learning rate of all windows."""
+    """Factor for the learning rate of all windows."""
     window_size: int | None = None
-    """Rows; unset: as the settings have it."""
+    """Number of rows. Default: that of the settings."""
     steps: int | None = None
-    """Optimizer steps; unset: the workload's own number."""
+    """Number of optimizer steps. Default: that of the workload."""
     seeds: int = 3
-    """Runs of each, from --seed on."""
+    """Number of seeds, starting with --seed."""
     evaluate: bool = False
-    """Take all held-out data, where the workload would take a part of it to save time."""
+    """Evaluate on all held-out data, even if the workload uses a part of it to save time."""
 
     @property
     def stem(self) -> str:
@@ -226,7 +226,7 @@ def _columns(rows: Sequence[Row], metric: str) -> Mapping[str, report.Column]:
 
 
 def draw_densities(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw the loss at the end against the entries kept, and the bytes of the window, of lost ones too."""
+    """Draw the final loss and the bytes of the window against the share of entries kept."""
     windows = [row for row in rows if row["share"] is not None]
     others = [row for row in rows if row["share"] is None and row["loss"] is not None]
 

@@ -22,14 +22,14 @@ from secondorder.linalg.kernel import Rows
 
 @dataclass
 class Kernel(Alone):
-    """Time the kernel and the projection of HyLo against their FLOPs."""
+    """Compare the times of HyLo's kernel and projection with those of their FLOPs."""
 
     ranks: tuple[int, ...] = (32, 128, 256, 512, 1024)
-    """Rows R."""
+    """Numbers of rows R."""
     layers: tuple[tuple[int, int], ...] = ((1000, 500), (1152, 256), (2048, 2048))
-    """Inputs and outputs of layers, d_i and d_o."""
+    """Numbers of inputs and outputs of layers, d_i and d_o."""
     trials: int = 9
-    """Timed runs of each; the median counts."""
+    """Number of timed runs of each, of which the median counts."""
 
     def run(self) -> int:
         torch.set_num_threads(self.threads)

@@ -43,16 +43,16 @@ _TURN = 0.5  # between the eigenbases of the old part and of the new one
 
 @dataclass
 class Linalg(Alone):
-    """Compare ways to renew eigenbases and inverses of factors that have drifted: time, and accuracy."""
+    """Compare the time and accuracy of ways to update eigenbases and inverses after the factors have changed."""
 
     sizes: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
-    """Sides n of the factors."""
+    """Sizes n of the factors."""
     drift: float = 0.05
     """Share of the factor that is new: 1 - factor_decay for one update."""
     damping: float = 0.1
-    """λ of the inverses, over the mean eigenvalue."""
+    """λ of the inverses, relative to the mean eigenvalue."""
     trials: int = 7
-    """Timed refreshes of each kind; the median counts."""
+    """Number of timed refreshes of each kind, of which the median counts."""
 
     def run(self) -> int:
         if not 0 <= self.drift <= 1:

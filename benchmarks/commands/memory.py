@@ -37,17 +37,17 @@ class Memory(Evidence):
     """Count the bytes of every method, by kind and by rank, and compare them with its plan."""
 
     workload: WorkloadName = "autoencoder"
-    """Whose model."""
+    """Workload whose model to use."""
     optimizers: tuple[str, ...] = (*_OWN, "ekfac_whiten", *PEERS)
-    """Which ones, of this package and of others; one without a recipe, or that is not installed, is left out."""
+    """Optimizers, also third-party ones. Those without a recipe or that are not installed are left out."""
     batch_size: int | None = None
-    """Examples per step and rank; unset: the workload's own number."""
+    """Batch size of a rank. Default: that of the workload."""
     steps: int = 12
-    """Steps after which bytes are counted."""
+    """Number of steps before bytes are counted."""
     world: int = 4
-    """Ranks of the plans."""
+    """Number of ranks of the plans."""
     worker_fraction: float = 0.5
-    """Of HybridOpt: share of the ranks that precondition a layer."""
+    """For HybridOpt: share of the ranks that precondition a layer."""
 
     def run(self) -> int:
         """Run the command, and return 0, or 1 when bytes are not those of the plan."""
@@ -110,7 +110,7 @@ class Memory(Evidence):
 
 
 def _sum(kinds: Mapping[str, int], *left_out: str) -> int:
-    """Return the bytes of state, and of no memory to compute in."""
+    """Return the bytes of state, without workspace."""
     return sum(n for kind, n in kinds.items() if kind not in (*TEMPORARY, *left_out))
 
 

@@ -35,20 +35,20 @@ _OWN: tuple[MethodName, ...] = tuple(name for name in METHODS if name not in VAR
 
 @dataclass
 class Robustness(Evidence):
-    """Train every workload with every method's defaults, and count how often that is at least as good as AdamW's."""
+    """Train every workload with every method's defaults, and count how often they are at least as good as AdamW's."""
 
     workloads: tuple[WorkloadName, ...] = get_args(WorkloadName)
-    """What to train; one whose data is missing is named and left out."""
+    """Workloads to train. Those whose data is missing are reported and left out."""
     optimizers: tuple[str, ...] = _OWN
-    """Which ones; AdamW is always among them."""
+    """Optimizers to compare. AdamW is always included."""
     set: tuple[str, ...] = ()
-    """Keywords to try as defaults of the methods of this package that take them, such as graft=adam."""
+    """Settings to try as defaults of our methods that accept them, such as graft=adam."""
     share: float | None = None
-    """Part of each workload's steps; unset: all of a smoke run, a third of others."""
+    """Share of each workload's steps. Default: all at size smoke, otherwise a third."""
     seeds: int = 1
-    """Runs of each, from --seed on."""
+    """Number of seeds, starting with --seed."""
     tolerance: float = 0.02
-    """At least as good: a loss of at most this much more, as a part of AdamW's way down from the start."""
+    """Tolerance of "at least as good", as a share of the decrease of AdamW's loss."""
 
     @property
     def stem(self) -> str:
@@ -110,7 +110,7 @@ class Robustness(Evidence):
 
 
 def _defaults(name: str, settings: Settings) -> str | None:
-    """Return a short text that changes when a default of a constructor does, so that its runs are done anew."""
+    """Return a short text that changes with the defaults of a constructor, so that its runs are repeated."""
     try:
         optimizer = find(name).construct(nn.Linear(4, 3), **settings)
     except (TypeError, ValueError, RuntimeError):
@@ -139,7 +139,7 @@ def _rows(kind: str, found: Mapping[str, Sequence[Figures]], tolerance: float) -
 
 
 def _judged(row: Figures, reference: Figures, tolerance: float) -> tuple[bool | None, float | None]:
-    """Return whether a loss is at least as good as the reference's, and its way down over that of the reference."""
+    """Return whether a loss is at least as good as the reference's, and its decrease relative to the reference's."""
     if reference["loss"] is None or not row["runs"]:
         return None, None
     if row["loss"] is None:

@@ -41,7 +41,7 @@ ModelName = Literal["resnet20", "resnet32", "resnet50", "bert-base", "bert-large
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model without numbers, and what one example of its input looks like."""
+    """A model on the meta device, and the shape of its input."""
 
     model: nn.Module
     inputs: Callable[[int], Tensor]
@@ -168,30 +168,30 @@ FIRST_ORDER = ("momentum", "fallback", "buffers")
 
 @dataclass
 class Scaling:
-    """Plan memory, bytes and time of a step against the number of ranks, from the shapes of a model alone."""
+    """Plan memory, bytes and step time for many numbers of ranks, from the shapes of a model alone."""
 
     model: ModelName = "resnet50"
-    """Whose shapes."""
+    """Model whose shapes are used."""
     method: MethodName = "kfac"
-    """Which optimizer, with its default options."""
+    """Optimizer, with its default options."""
     worlds: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
     """Numbers of ranks."""
     batch_size: int | None = None
-    """Examples per rank; unset: a usual number for the model."""
+    """Examples per rank. Default: a usual number for the model."""
     link_gbps: float = 100.0
-    """Rate of the network, in gigabits per second and rank."""
+    """Rate of the network in gigabits per second and rank."""
     node_gbps: float = 2400.0
-    """Rate inside a node of 8 ranks."""
+    """Rate inside a node of 8 ranks, in gigabits per second."""
     latency_us: float = 10.0
-    """Of one message between two ranks, in microseconds."""
+    """Latency of one message between two ranks, in microseconds."""
     gpu_tflops: float = 60.0
-    """Rate at which a rank does matrix products."""
+    """Rate of matrix products of a rank, in TFLOP/s."""
     refresh_tflops: float = 1.0
-    """Rate at which a rank factorises matrices."""
+    """Rate of factorizations of a rank, in TFLOP/s."""
     dp_kfac: bool = False
-    """Show DP-KFAC, too: factors of a layer from the examples of its owner."""
+    """Also show DP-KFAC, with factors of a layer from the examples of its owner."""
     out_dir: Path = Path("bench-output")
-    """Folder for the table, the results and the picture."""
+    """Folder to write the table, the results and the figure to."""
 
     def run(self) -> int:
         self._check()
@@ -304,7 +304,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Base:
-    """What a step costs whatever the strategy."""
+    """The cost of a step that does not depend on the strategy."""
 
     training: int
     """FLOPs of forward and backward pass."""
@@ -357,7 +357,7 @@ def _unit(largest: float) -> tuple[float, str]:
 
 
 def plot_scaling(rows: Sequence[dict[str, Any]], title: str, assumptions: str, path: Path) -> None:
-    """Draw memory, bytes and modelled time of a step against the number of ranks."""
+    """Draw memory, bytes and modeled step time against the number of ranks."""
     (in_memory, memory_unit), (on_wire, wire_unit) = (
         _unit(max(row[key] for row in rows)) for key in ("curvature_most", "sent")
     )

@@ -95,18 +95,18 @@ _SPARSE_PASSES = 24  # bytes per parameter: six passes in float32
 
 @dataclass
 class Window(Alone):
-    """Time a step of M-FAC against the floor of memory bandwidth, and count the bytes of its window."""
+    """Compare the time of a step of M-FAC with the floor of memory bandwidth, and count the bytes of its window."""
 
     sizes: tuple[SizeName, ...] = ("resnet20", "autoencoder", "large")
-    """Whose parameters; large is ResNet-18 and resnet50 ResNet-50, for ImageNet."""
+    """Models whose parameter shapes are used. large is ResNet-18 and resnet50 is ResNet-50, for ImageNet."""
     storages: tuple[StorageName, ...] = ANYWHERE
-    """How rows are kept; topk-triton is for a GPU."""
+    """How rows are stored. topk-triton needs a GPU."""
     window_size: int | None = None
-    """Rows; unset: 1024, but of dense ones 512 for the autoencoder and 128 for large and resnet50."""
+    """Number of rows. Default: 1024, but for dense rows 512 (autoencoder) and 128 (large and resnet50)."""
     steps: int = 20
-    """Timed steps of each."""
+    """Number of timed steps of each."""
     memory: bool = True
-    """Measure the peak memory of a step, too."""
+    """Also measure the peak memory of a step."""
 
     def run(self) -> int:
         torch.set_num_threads(self.threads)
