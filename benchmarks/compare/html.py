@@ -233,8 +233,8 @@ def _each(results: Results) -> str:
         return ""
     drawn = figures.svg(figures.each_figure(results), "each", "Training loss of every optimizer, one panel each")
     caption = (
-        "Optimizers are sorted by final loss, and bands show the range of the seeds. The other optimizers are gray. The "
-        "thin line is the final loss of the best first-order optimizer. A cross marks a run that did not finish."
+        "Optimizers are sorted by final loss, and bands show the range of the seeds. The other optimizers are gray. "
+        "The thin line is the final loss of the best first-order optimizer. A cross marks a run that did not finish."
     )
     return f"<section>\n<h2>Each optimizer</h2>\n{_figure(drawn, 'box wide', caption)}</section>"
 
