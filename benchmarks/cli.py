@@ -14,6 +14,7 @@ from benchmarks.commands.compare import Compare
 from benchmarks.commands.demo import Demo
 from benchmarks.commands.density import Density
 from benchmarks.commands.fetch import Fetch
+from benchmarks.commands.figures import Drawn
 from benchmarks.commands.kernel import Kernel
 from benchmarks.commands.linalg import Linalg
 from benchmarks.commands.memory import Memory
@@ -33,9 +34,11 @@ from benchmarks.workloads import DataMissingError
 
 @dataclass
 class Study:
-    """Measure one claim over a grid of runs that are kept, or print what all kept runs say."""
+    """Run a study whose results are stored, or show stored results as tables or figures."""
 
-    what: OmitSubcommandPrefixes[OmitArgPrefixes[BatchSize | Density | Memory | Overview | Robustness]]
+    what: OmitSubcommandPrefixes[
+        OmitArgPrefixes[BatchSize | Density | Annotated[Drawn, subcommand("figures")] | Memory | Overview | Robustness]
+    ]
 
     def run(self) -> int:
         return self.what.run()
@@ -53,7 +56,7 @@ class Measure:
 
 @dataclass
 class Scale:
-    """Follow memory, bytes and time with the number of ranks: planned, and bytes of real processes."""
+    """Show how memory, bytes and step time depend on the number of ranks: from plans, and from real processes."""
 
     what: OmitSubcommandPrefixes[OmitArgPrefixes[Annotated[Scaling, subcommand("plan")] | Ranks]]
 

@@ -37,18 +37,18 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass
 class Evidence(Common):
-    """What the experiments take."""
+    """Options of the studies."""
 
     threads: int = 1
-    """Threads that torch computes with; processor seconds compare best with one."""
+    """Number of threads that torch uses. Processor seconds are most comparable with one."""
     size: Size = "cpu"
     """Size of the model and of the batch."""
     minutes: float | None = None
-    """Begin no further run after so many minutes; the next call goes on from there."""
+    """Start no further run after this many minutes. The next call continues from there."""
     peer_path: tuple[str, ...] = ()
-    """Checkouts of optimizers that are no package, as NAME=DIR."""
+    """Checkouts of third-party optimizers that are not packages, as NAME=DIR."""
     keep: bool = False
-    """Keep the results under benchmarks/results, rather than in the folder of this run only."""
+    """Store the results in benchmarks/results, in addition to --out-dir."""
 
     @property
     def stem(self) -> str:
@@ -117,11 +117,11 @@ class Evidence(Common):
 
 @dataclass(frozen=True)
 class Shown:
-    """What a study comes to."""
+    """The output of a study."""
 
     tables: Sequence[Table]
     about: Mapping[str, Any]
-    """Kept with the rows."""
+    """Data that is stored with the rows."""
     draw: Callable[[Path], None] | None = None
     status: int = 0
 
@@ -173,7 +173,7 @@ def figures_of(trainer: Trainer, end: str) -> Figures:
 
 
 def lost(runs: Sequence[Figures]) -> tuple[list[Figures], Figures]:
-    """Return the runs that count, none where one of them was lost (the others would flatter it), and what was lost."""
+    """Return the runs that count, and the failures. If one failed, none counts, so that the mean is not too good."""
     whole = [run for run in runs if not run["failed"] and not run["diverged"]]
     failed = [run["failed"] for run in runs if run["failed"]]
     told = {"runs": len(runs), "failed": failed, "diverged": sum(bool(run.get("diverged")) for run in runs)}

@@ -1,4 +1,4 @@
-"""The look of all plots, that of training runs, and that of the rows of a study."""
+"""The style of all figures, and the figures of training runs and of the rows of a study."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,31 +13,51 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLo
 
 from benchmarks.runner import WINDOW, History
 
-# Okabe and Ito's colours, told apart with any colour vision; the styles tell the lines apart in grey, too.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999999")
-STYLES = ("-", "--", "-.", ":")
-_OPTIMIZERS = (
-    "KFAC", "AdamW", "EKFAC", "HyLo", "M-FAC", "sparse M-FAC", "SGD", "GGT", "Muon", "SOAP", "Shampoo", "PSGD-Kron",
-    "schedule-free AdamW", "SINGD",
+INK = "#7D8590"
+"""Color of text and axes, which is readable on light and on dark pages."""
+COLOURS = (
+    "#3B82D0", "#E69F00", "#00A077", "#CC79A7", "#D9622B", "#56B4E9", "#8C8C8C", "#9670D8", "#A6761D", "#1AA5B8",
 )  # fmt: skip
+"""Colors of lines that are not optimizers, for example of batch sizes."""
+STYLES = ("-", "--", "-.", ":")
+OPTIMIZERS = {
+    "SGD": "#8C8C8C", "AdamW": "#E69F00", "Muon": "#D6456B", "KFAC": "#3B82D0", "EKFAC": "#00A077", "HyLo": "#CC79A7",
+    "M-FAC": "#D9622B", "sparse M-FAC": "#56B4E9", "GGT": "#9670D8", "SOAP": "#A6761D", "Shampoo": "#7BA829",
+    "PSGD-Kron": "#1AA5B8", "schedule-free AdamW": "#BFA800", "SINGD": "#7283E0",
+}  # fmt: skip
+"""The color of each optimizer, in all figures. They contrast with white and with dark gray."""
+
+_INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
+_TICKS = 7  # labels that have room below a panel
 
 Row = Mapping[str, Any]
 
 
 def look(label: str, index: int) -> dict[str, str]:
-    """Return color and style of a line: those of an optimizer are the same in all pictures.
+    """Return color and style of a line. Those of an optimizer are the same in all figures.
 
-    A variant has the color of its method in another style; a line of anything else goes by its index.
+    A variant of an optimizer has its color in another style. Lines of anything else are styled by their index.
     """
     name = label.replace("K-FAC", "KFAC")
     method = name.split(",")[0].split(" (")[0]
-    place = _OPTIMIZERS.index(method) if method in _OPTIMIZERS else index
-    style = place + place // len(COLOURS) + 2 * (name != method)
-    return {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[style % len(STYLES)]}
+    if method not in OPTIMIZERS:
+        return {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index // len(COLOURS) % len(STYLES)]}
+    return {"color": OPTIMIZERS[method], "linestyle": STYLES[int(name != method)]}
 
 
 def styled() -> AbstractContextManager[None]:
-    return mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    """Return the settings of all figures: a transparent background, and a color of text that suits dark pages, too."""
+    settings: dict[Any, Any] = {
+        "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "none",
+        "axes.facecolor": "none", "grid.color": INK, "grid.alpha": 0.25, "grid.linewidth": 0.6,
+        "svg.fonttype": "none", "svg.hashsalt": "rows", "font.family": "sans-serif", **dict.fromkeys(_INKED, INK),
+    }  # fmt: skip
+    return mpl.rc_context(settings)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure, with the same bytes for the same data, so that it changes in the repository only with them."""
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def plot_losses(histories: Sequence[History], title: str, target: float, path: Path) -> None:
@@ -55,30 +75,32 @@ def plot_losses(histories: Sequence[History], title: str, target: float, path: P
         by_step.set_ylabel(f"training loss (mean of {WINDOW} steps)")
         by_second.annotate(
             f"target {target:g}", (1, target), (0, 3), xycoords=("axes fraction", "data"),
-            textcoords="offset points", ha="right", va="bottom", color="0.35", fontsize=9,
+            textcoords="offset points", ha="right", va="bottom", fontsize=9,
         )  # fmt: skip
         figure.legend(loc="outside lower center", ncols=min(5, len(histories)), frameon=False)
         figure.suptitle(title, x=0.01, ha="left")
-        figure.savefig(path, dpi=150)
+        save(figure, path)
 
 
 def _dress(axes: Axes, label: str, target: float) -> None:
     axes.set_yscale("log")
     axes.set_xlabel(label)
     axes.set_xlim(left=0)
-    axes.axhline(target, color="0.5", linewidth=0.8, zorder=0)
-    axes.grid(axis="y", color="0.9", linewidth=0.6)
+    axes.axhline(target, color=INK, linewidth=0.8, zorder=0)
+    axes.grid(axis="y")
     axes.set_axisbelow(True)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel of a picture of rows."""
+    """One panel of a figure of rows."""
 
     label: str
     series: Mapping[str, Callable[[Row], float | None]]
-    """What is drawn of a row, by the format of the line; "" is a line with points in the style of the label."""
+    """The values to draw of a row, by the format of the line. "" is a line with points in the style of the label."""
     log: bool = True
+    modeled: bool = False
+    """The values are computed by a model rather than counted or measured: they are drawn dashed, with open points."""
 
 
 def plot_rows(
@@ -91,10 +113,9 @@ def plot_rows(
     more: Callable[[Sequence[Axes]], None] = lambda _: None,
     base: int = 2,
 ) -> None:
-    """Draw panels side by side: a line for each group of rows, with a point for each row that has the figure."""
-    # The same bytes for the same figures, so that a picture under version control changes only when they do.
-    with styled(), mpl.rc_context({"svg.hashsalt": "rows"}):
-        figure = Figure(figsize=(3.5 + 3.4 * len(panels), 4.2), layout="constrained")
+    """Draw panels side by side: a line for each group of rows, with a point for each row that has the value."""
+    with styled():
+        figure = Figure(figsize=(1.5 + 3.7 * len(panels), 4.4), layout="constrained")
         every = figure.subplots(1, len(panels), squeeze=False)[0]
         for index, label in enumerate(dict.fromkeys(map(line, rows))):
             own = sorted((row for row in rows if line(row) == label), key=x)
@@ -103,7 +124,8 @@ def plot_rows(
                 for form, figure_of in panel.series.items():
                     points = [(x(row), y) for row in own if (y := figure_of(row)) is not None and (y or not panel.log)]
                     first = axes is every[0] and form == next(iter(panel.series))
-                    kind = {"linestyle": style["linestyle"], "marker": "o"} if not form else {}
+                    kind: dict[str, Any] = {"linestyle": style["linestyle"], "marker": "o"} if not form else {}
+                    kind |= {"linestyle": "--", "markerfacecolor": "none"} if panel.modeled else {}
                     axes.plot(
                         [place for place, _ in points], [y for _, y in points], *([form] if form else []), markersize=4,
                         color=style["color"], label=label if first else None, **kind,
@@ -113,10 +135,10 @@ def plot_rows(
             _dress_rows(axes, panel, words[1], sorted({float(x(row)) for row in rows}), base)
         handles, labels = every[0].get_legend_handles_labels()
         figure.legend(
-            handles, labels, loc="outside upper right", ncols=min(6, 3 * len(panels)), frameon=False, fontsize=9
+            handles, labels, loc="outside lower center", ncols=min(6, 3 * len(panels)), frameon=False, fontsize=9
         )
         figure.suptitle(words[0], x=0.01, ha="left", fontsize=11)
-        figure.savefig(path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None)
+        save(figure, path)
 
 
 def _dress_rows(axes: Axes, panel: Panel, label: str, places: Sequence[float], base: int) -> None:
@@ -125,7 +147,7 @@ def _dress_rows(axes: Axes, panel: Panel, label: str, places: Sequence[float], b
     axes.set_ylabel(panel.label)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: f"{place:,g}"))
     if base == 2:
-        axes.xaxis.set_major_locator(FixedLocator(places))
+        axes.xaxis.set_major_locator(FixedLocator(places[:: -(-len(places) // _TICKS)]))
         axes.xaxis.set_minor_locator(NullLocator())
     if panel.log:
         axes.set_yscale("log")
@@ -135,5 +157,5 @@ def _dress_rows(axes: Axes, panel: Panel, label: str, places: Sequence[float], b
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}") if few else NullFormatter())
     else:
         axes.set_ylim(bottom=0)
-    axes.grid(axis="y", color="0.9", linewidth=0.6)
+    axes.grid(axis="y")
     axes.set_axisbelow(True)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -12,16 +13,15 @@ from matplotlib.ticker import MaxNLocator
 
 from benchmarks import events
 from benchmarks.events import ALL, Event
-from benchmarks.plot import COLOURS, STYLES, styled
+from benchmarks.plot import COLOURS, INK, STYLES, save, styled
 
 _NAMED = 8  # layers that a legend names one by one
-_SHADE = "#F0E6C8"
-_DARKER = 0.85  # of a scale of colours whose other end is too light for lines
-_HEIGHT, _PER_LETTER = 4.2, 0.055  # inches
-_UPRIGHT = 4  # layers whose names have room side by side
+_SHADE = "#E69F00"
+_SHADES = (0.3, 0.8)  # the part of a color scale that is neither too dark nor too light for lines
+_HEIGHT = 4.2  # inches
 
 
-def plot_analysis(folder: Path) -> list[Path]:
+def plot_analysis(folder: Path, suffix: str = ".png") -> list[Path]:
     draw: dict[str, Callable[[Sequence[Event], Path], None]] = {
         "rank": plot_rank,
         "trend": plot_trend,
@@ -32,41 +32,38 @@ def plot_analysis(folder: Path) -> list[Path]:
     paths = []
     for name, plot in draw.items():
         if found[name]:
-            paths.append(folder / f"{name}.png")
+            paths.append(folder / f"{name}{suffix}")
             plot(found[name], paths[-1])
     return paths
 
 
 def plot_rank(rank: Sequence[Event], path: Path) -> None:
-    """Draw boxes of rank90 / m: by layer, and over all layers by batch size."""
+    """Draw rank90 / m, one row for each layer and one for all: medians over the run, with the middle half as a bar."""
     names, sizes = events.layers(rank), sorted({event["m"] for event in rank})
+    rows = ["all layers", *names]
     with styled():
-        turned = len(names) > _UPRIGHT
-        height = _HEIGHT + _PER_LETTER * max(map(len, names)) * turned
-        figure = Figure(figsize=(max(9.0, 0.2 * len(names) * len(sizes) + 5), height), layout="constrained")
-        ratios = {"width_ratios": [max(3.0, len(names) / 5), 1]}
-        by_layer, by_size = figure.subplots(1, 2, sharey=True, gridspec_kw=ratios)
+        figure = Figure(figsize=(8, 1.6 + 0.24 * len(rows)), layout="constrained")
+        axes = figure.subplots()
         for index, m in enumerate(sizes):
-            shares = [_shares(events.where(rank, layer=name, m=m)) for name in names]
-            places = [at + (index - (len(sizes) - 1) / 2) * 0.8 / len(sizes) for at in range(len(names))]
-            _boxes(by_layer, shares, places, 0.64 / len(sizes), COLOURS[index % len(COLOURS)])
-            _boxes(by_size, [_shares(events.where(rank, m=m))], [index], 0.6, COLOURS[index % len(COLOURS)])
-        by_layer.set_xticks(
-            range(len(names)), names, rotation=45 * turned, ha="right" if turned else "center", rotation_mode="anchor"
-        )
-        by_size.set_xticks(range(len(sizes)), [str(m) for m in sizes])
-        by_layer.set_ylabel("rank90 / m")
-        by_layer.set_title("by layer", loc="left")
-        by_size.set_title("all layers", loc="left")
-        by_layer.set_xlabel("layer")
-        by_size.set_xlabel("batch size m")
-        for axes in (by_layer, by_size):
-            _dress(axes)
-            axes.set_ylim(bottom=0)
-        if len(sizes) > 1:
-            handles = [Patch(color=COLOURS[i % len(COLOURS)], label=f"m = {m}") for i, m in enumerate(sizes)]
-            figure.legend(handles=handles, loc="outside upper right", ncols=len(sizes), frameon=False)
-        _save(figure, "Share of the examples that hold nine tenths of the curvature", path)
+            own = events.where(rank, m=m)
+            shares = [_shares(own), *(_shares(events.where(own, layer=name)) for name in names)]
+            found = [(place, values) for place, values in enumerate(shares) if values]
+            offset = 0.22 * (index - (len(sizes) - 1) / 2)
+            low, middle, high = np.transpose([np.quantile(values, (0.25, 0.5, 0.75)) for _, values in found])
+            axes.errorbar(
+                middle, [place + offset for place, _ in found], xerr=(middle - low, high - middle), linestyle="",
+                marker="os^Dv"[index % 5], markersize=4, elinewidth=1.4, color=COLOURS[index % len(COLOURS)],
+                label=f"batch size {m}",
+            )  # fmt: skip
+        axes.set_yticks(range(len(rows)), rows, fontsize=9)
+        axes.axhline(0.5, color=INK, linewidth=0.8)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("rank90 / batch size (median and middle half over the run)")
+        axes.grid(axis="x")
+        axes.set_axisbelow(True)
+        figure.legend(loc="outside lower center", ncols=max(1, len(sizes)), frameon=False)
+        _save(figure, "Share of the eigenvalues that make up 90 % of the curvature", path)
 
 
 def plot_trend(trend: Sequence[Event], path: Path) -> None:
@@ -76,12 +73,12 @@ def plot_trend(trend: Sequence[Event], path: Path) -> None:
         axes = figure.subplots()
         periods = events.spans(trend, "kid")
         for start, end in periods:
-            axes.axvspan(start - 0.5, end - 0.5, color=_SHADE, linewidth=0, zorder=0)
+            axes.axvspan(start - 0.5, end - 0.5, color=_SHADE, alpha=0.2, linewidth=0, zorder=0)
         _lines(axes, trend, "grad_norm")
         totals: dict[int, float] = {}
         for step, norm in zip(*events.series(trend, "step", "grad_norm"), strict=True):
             totals[step] = math.hypot(totals.get(step, 0.0), norm)
-        axes.plot(list(totals), list(totals.values()), color="black", linewidth=1.8, label="all layers")
+        axes.plot(list(totals), list(totals.values()), color=INK, linewidth=1.8, label="all layers")
         _dress(axes)
         if any(totals.values()):
             axes.set_yscale("log")
@@ -89,13 +86,13 @@ def plot_trend(trend: Sequence[Event], path: Path) -> None:
         axes.set_ylabel("norm of the gradient")
         handles, _ = axes.get_legend_handles_labels()
         if periods:
-            handles = [*handles, Patch(color=_SHADE, label="KID")]
+            handles = [*handles, Patch(color=_SHADE, alpha=0.2, label="KID")]
         figure.legend(handles=handles, loc="outside right upper", frameon=False)
         _save(figure, "Norm of the gradient", path)
 
 
 def plot_error(error: Sequence[Event], path: Path) -> None:
-    """Draw how far the updates of KID and KIS are from the exact one against steps: all layers, and each one thin."""
+    """Draw the distance of the updates of KID and KIS from the exact one: of all layers, and of each as a thin line."""
     with styled():
         figure = Figure(figsize=(8, _HEIGHT), layout="constrained")
         axes = figure.subplots()
@@ -116,7 +113,11 @@ def plot_error(error: Sequence[Event], path: Path) -> None:
         figure.legend(loc="outside right upper", frameon=False)
         ranks = sorted({event["r"] for event in error if event["r"] is not None})
         rows = f"{ranks[0]}" if len(ranks) == 1 else "few"
-        _save(figure, f"Error of updates from {rows} rows; thin: each layer" if ranks else "Error of updates", path)
+        _save(
+            figure,
+            f"Error of updates from {rows} rows (thin lines: single layers)" if ranks else "Error of updates",
+            path,
+        )
 
 
 def plot_stages(profile: Sequence[Event], path: Path) -> None:
@@ -132,19 +133,19 @@ def plot_stages(profile: Sequence[Event], path: Path) -> None:
                 continue
             axes.barh(
                 list(widths), list(widths.values()), left=list(left.values()), height=0.55, label=stage,
-                color=COLOURS[index % len(COLOURS)], hatch=("", "//")[index >= len(COLOURS)], edgecolor="white",
+                color=COLOURS[index % len(COLOURS)], hatch=("", "//")[index >= len(COLOURS)], edgecolor="none",
             )  # fmt: skip
             left = {kind: left[kind] + width for kind, width in widths.items()}
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds")
-        axes.grid(axis="x", color="0.9", linewidth=0.6)
+        axes.grid(axis="x")
         axes.set_axisbelow(True)
         figure.legend(loc="outside right upper", frameon=False)
-        _save(figure, "Stages of a step, forward and backward pass aside", path)
+        _save(figure, "Stages of an optimizer step (without forward and backward pass)", path)
 
 
 def _lines(axes: Axes, found: Sequence[Event], column: str) -> None:
-    """Draw one line per layer, from the first one dark to the last one light where they are many."""
+    """Draw one line per layer, and with many layers from a dark color for the first to a light color for the last."""
     names = events.layers(found)
     colours = mpl.colormaps["viridis"]
     for index, name in enumerate(names):
@@ -153,7 +154,7 @@ def _lines(axes: Axes, found: Sequence[Event], column: str) -> None:
             axes.plot(*points, color=COLOURS[index % len(COLOURS)], linewidth=1.0, label=name)
         else:
             ends = {0: f"{name} (first)", len(names) - 1: f"{name} (last)"}
-            depth = _DARKER * index / (len(names) - 1)
+            depth = _SHADES[0] + (_SHADES[1] - _SHADES[0]) * index / (len(names) - 1)
             axes.plot(*points, color=colours(depth), linewidth=0.7, label=ends.get(index, "_"))
 
 
@@ -161,21 +162,8 @@ def _shares(rank: Sequence[Event]) -> list[float]:
     return events.series(rank, "step", events.rank_share)[1]
 
 
-def _boxes(axes: Axes, values: Sequence[Sequence[float]], places: Sequence[float], width: float, colour: str) -> None:
-    axes.boxplot(
-        list(values),
-        positions=list(places),
-        widths=width,
-        manage_ticks=False,
-        patch_artist=True,
-        boxprops={"facecolor": colour, "alpha": 0.55, "edgecolor": "0.2"},
-        medianprops={"color": "black"},
-        flierprops={"markersize": 3},
-    )
-
-
 def _dress(axes: Axes) -> None:
-    axes.grid(axis="y", color="0.9", linewidth=0.6)
+    axes.grid(axis="y")
     axes.set_axisbelow(True)
 
 
@@ -186,4 +174,4 @@ def _dress_steps(axes: Axes) -> None:
 
 def _save(figure: Figure, title: str, path: Path) -> None:
     figure.suptitle(title, x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
+    save(figure, path)

@@ -200,9 +200,9 @@ def stage_table(results: list[dict[str, Any]]) -> Table:
         for stage, found in result.get("stages", {}).items()
     ]
     caption = (
-        "Medians. Floor: the FLOPs of the stage at the measured rate of matrix products; of the products behind the "
-        "factors one triangle counts. Capture is of a step that updates factors; with EK-FAC's scale, where it is "
-        "measured example by example."
+        "Medians. Floor: the time of the stage's FLOPs at the measured rate of matrix products; only one triangle of "
+        "each symmetric product counts. Capture is measured in a step that updates factors. It includes EK-FAC's scale "
+        "if that is measured for each example."
     )
     columns = {
         "optimizer": value("label"),

@@ -42,36 +42,38 @@ _MEASURED = {
 
 @dataclass
 class Analyse(Common):
-    """Train with a layer method and write down rank, gradient norms, error of few rows and stage times, with plots."""
+    """Train with a layer method and record rank, gradient norms, error of few rows and stage times, with plots."""
 
     workload: WorkloadName = "digits"
-    """What to train."""
+    """Workload to train."""
     method: AnalysedMethod = "hylo"
-    """Which optimizer, and whose recipe to start from."""
+    """Optimizer, whose recipe is the starting point."""
     set: tuple[str, ...] = ()
-    """Keywords that replace the recipe's, such as mode=kid damping=0.1 graft=none."""
+    """Settings that replace those of the recipe, such as mode=kid damping=0.1 graft=none."""
     recipe: bool = True
-    """Start from the recipe; --no-recipe starts from the constructor's defaults."""
+    """Start from the recipe. --no-recipe starts from the defaults of the constructor."""
     steps: int = 100
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     workload_set: tuple[str, ...] = ()
-    """Fields of the workload that are changed, such as dice=0.5 of unet."""
+    """Fields of the workload to change, such as dice=0.5 of unet."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning rate over the run."""
+    """Schedule of the learning rate."""
     size: Size = "cpu"
     """Size of the model and of the batch."""
     batch_size: int | None = None
-    """Examples per step; unset: the workload's own number."""
+    """Batch size. Default: that of the workload."""
     batch_sizes: tuple[int, ...] = ()
-    """Further batch sizes, for each of which a run of its own looks at the rank."""
+    """Further batch sizes. A separate run for each measures the rank."""
     every: int = 10
-    """Steps between looks at rank and error."""
+    """Steps between measurements of rank and error."""
     rank_fraction: float = 0.1
-    """Share of the examples whose rows are kept, for the error."""
+    """Share of the examples whose rows are kept, for the measurement of the error."""
     approx: Literal["reduce", "expand"] = "reduce"
-    """Rows that the observer takes of an example: one, or those of all positions, which is exact."""
+    """Rows of an example: one (reduce), or those of all positions (expand), which is exact."""
     out_dir: Path = Path("bench-output/analyse")
-    """Folder for events, tables and plots; those of an earlier run there are replaced."""
+    """Folder to write events, tables and plots to. Files of an earlier run in it are replaced."""
+    figures: Literal["png", "svg"] = "png"
+    """Format of the plots."""
 
     def run(self) -> int:
         """Run the command, and return 0, or 1 when the loss was no longer finite."""
@@ -85,7 +87,7 @@ class Analyse(Common):
         epochs = [max(1, workload.examples // size) for size in sizes]
         self.out_dir.mkdir(parents=True, exist_ok=True)
         for stem in events.FILES:
-            for suffix in (".jsonl", ".png"):
+            for suffix in (".jsonl", ".png", ".svg"):
                 (self.out_dir / f"{stem}{suffix}").unlink(missing_ok=True)
         for index, (trainer, epoch_steps) in enumerate(zip(trainers, epochs, strict=True)):
             title = f"{self.workload}, {self.method}, batch {trainer.workload.batch_size}"
@@ -157,7 +159,7 @@ class Analyse(Common):
         report.save(self.out_dir, "analyse", [_layer_table(title, layers, modes), _stage_table(times)], data)
         for stem in events.FILES:
             report.print_path("events", self.out_dir / f"{stem}.jsonl")
-        for path in plot_analysis(self.out_dir):
+        for path in plot_analysis(self.out_dir, f".{self.figures}"):
             report.print_path("plot", path)
 
 
@@ -188,9 +190,9 @@ def _layer_table(title: str, layers: Sequence[dict[str, Any]], modes: Mapping[st
         f"{mode}: steps " + ", ".join(f"{start}-{end - 1}" for start, end in spans) for mode, spans in modes.items()
     )
     caption = (
-        "Medians over the run. rank90 / m: share of the largest eigenvalues of the kernel of m examples that make up "
-        "nine tenths of their sum. Errors: of the update from few rows against that from all of them, with the same λ. "
-        f"‖u‖: of the direction, after clips and grafting. Modes: {periods}."
+        "Medians over the run. rank90 / m: share of the eigenvalues of the kernel of m examples, largest first, that "
+        "make up 90 % of their sum. Errors: of the update with few rows, relative to the update with all rows and the "
+        f"same λ. ‖u‖: norm of the direction, after clipping and grafting. Modes: {periods}."
     )
     columns = {head: value(head) for head in ("layer", "m", "d_i", "d_o")}
     columns |= {head: value(key, ".3g") for head, key in _MEASURED.items()}

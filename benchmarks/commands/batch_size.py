@@ -22,7 +22,7 @@ from benchmarks import report
 from benchmarks.commands.demo import TARGETS
 from benchmarks.compare.runs import find, recipe_on
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, figures_of, notes_text, train_until, trainer_of
-from benchmarks.plot import Panel, Row, look, plot_rows
+from benchmarks.plot import INK, Panel, Row, look, plot_rows
 from benchmarks.report import value
 from benchmarks.runner import WINDOW
 from benchmarks.workloads import Workload, WorkloadName, make_workload
@@ -30,24 +30,24 @@ from benchmarks.workloads import Workload, WorkloadName, make_workload
 
 @dataclass
 class BatchSize(Evidence):
-    """Find the steps to a training loss at several batch sizes, with learning rates searched alike for every method."""
+    """Measure the steps to a training loss at several batch sizes, with the same search of rates for every method."""
 
     workload: WorkloadName = "autoencoder"
-    """What to train."""
+    """Workload to train."""
     optimizers: tuple[str, ...] = ("sgd", "adamw", "kfac", "hylo")
-    """Which ones; the table compares with the first one."""
+    """Optimizers to compare. The table shows steps relative to the first one."""
     batch_sizes: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192)
-    """Examples of a step."""
+    """Batch sizes."""
     factors: tuple[float, ...] = (1 / 3, 1.0, 3.0)
-    """Learning rates, as multiples of the recipe's at that batch size."""
+    """Learning rates to try, as multiples of that of the recipe at each batch size."""
     target: float | None = None
-    """Training loss to reach, as the mean of ten steps; unset: the workload's own of demo."""
+    """Training loss to reach, as a mean of ten steps. Default: that of the workload in demo."""
     steps: int = 2000
-    """Most steps of a run."""
+    """Maximum number of steps of a run."""
     seconds: float = 300.0
-    """Processor seconds after which a run ends without having reached it."""
+    """Maximum processor seconds of a run."""
     seeds: int = 1
-    """Seeds for which the best rate is run; the median counts, of which one that does not get there is infinite."""
+    """Number of seeds of the best rate. The median counts, and a seed that does not reach the loss is infinite."""
 
     @property
     def stem(self) -> str:
@@ -143,11 +143,11 @@ class BatchSize(Evidence):
         table = report.table_of(title, rows, _columns(rows, self.optimizers[0]), _caption(self.loss, rows))
         about = {"workload": self.workload, "target": self.loss, "factors": list(self.factors)}
         drawn = [row for row in rows if row["steps"]]
-        return Shown([table], about, partial(_plot, drawn, title) if drawn else None)
+        return Shown([table], about, partial(draw_batch_sizes, drawn, title) if drawn else None)
 
 
 def _median(runs: Sequence[Figures], key: str) -> float | None:
-    """Return the median over the seeds, None where it is one that did not get to the target: those are infinite."""
+    """Return the median over the seeds. It is None if that seed did not reach the target, which counts as infinite."""
     values = [run[key] if run["end"] == "target" else math.inf for run in runs]
     middle = statistics.median(values) if values else math.inf
     return middle if math.isfinite(middle) else None
@@ -175,20 +175,23 @@ def _columns(rows: Sequence[Row], first: str) -> Mapping[str, report.Column]:
         "seconds": value("processor_seconds", ".1f"),
         f"of {find(first).label}'s steps": share,
         "seeds": lambda row: "{} of {}".format(*row["reached"]) if row["reached"][1] else "-",
-        "others": lambda row: ", ".join(f"{f}: {end}" for f, end in row["ends"].items() if end != "target") or "-",
+        "other trials": lambda row: (
+            ", ".join(f"{f}: {end}" for f, end in row["ends"].items() if end != "target") or "-"
+        ),
     }
 
 
 def _caption(target: float, rows: Sequence[Row]) -> str:
     return (
-        f"Best of the learning rates tried, the same multiples of the recipe's for all. Steps: until the mean of "
-        f"{WINDOW} is at most {target:g}. * the last of the row: a better one may lie beyond. Others: why trials ended "
-        "that did not get there; slower: not within the steps of the best before. Seeds: those that got there, of all; "
-        "the others count as infinite in the medians. Seconds: of the processor, in all threads."
+        "Each row is the best of the learning rates tried, which are the same multiples of the recipe's rate for all. "
+        f"Steps count until the mean loss of {WINDOW} steps is at most {target:g}. An asterisk marks the last rate "
+        "tried, so a better one may lie beyond it. Seeds counts those that reached the loss, of all; the others count "
+        "as infinite in the medians. Seconds are processor seconds in all threads. Other trials: why the rest did not "
+        "reach the loss; slower means not within the steps of the best one before."
     ) + notes_text(rows)
 
 
-def _plot(rows: Sequence[Row], title: str, path: Path) -> None:
+def draw_batch_sizes(rows: Sequence[Row], title: str, path: Path) -> None:
     """Draw steps and processor seconds to the target against the batch size, with lines of perfect scaling."""
     sizes = sorted({row["batch_size"] for row in rows})
 
@@ -196,12 +199,12 @@ def _plot(rows: Sequence[Row], title: str, path: Path) -> None:
         for index, label in enumerate(dict.fromkeys(row["label"] for row in rows)):
             first = min((row for row in rows if row["label"] == label), key=lambda row: int(row["batch_size"]))
             ideal = [first["batch_size"] * first["steps"] / size for size in sizes]
-            panels[0].plot(sizes, ideal, color=look(label, index)["color"], linewidth=0.6, alpha=0.6)
-        panels[0].plot([], [], color="0.5", linewidth=0.6, label="perfect scaling")
+            panels[0].plot(sizes, ideal, color=look(label, index)["color"], linewidth=0.9, linestyle=":")
+        panels[0].plot([], [], color=INK, linewidth=0.9, linestyle=":", label="perfect scaling")
 
     panels = [
         Panel("steps to the target", {"": lambda row: row["steps"]}),
         Panel("processor seconds to the target", {"": lambda row: row["processor_seconds"]}),
     ]
-    words = title, "examples of a step"
+    words = title, "batch size"
     plot_rows(rows, panels, lambda row: row["batch_size"], lambda row: row["label"], words, path, perfect)

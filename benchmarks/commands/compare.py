@@ -38,43 +38,43 @@ SMOKE_STEPS = 20
 
 @dataclass
 class Compare(Common):
-    """Compare optimizers on one workload at equal budgets, and write a report."""
+    """Compare optimizers on one workload with equal budgets, and write a report."""
 
     workload: WorkloadName = "digits"
-    """What to train."""
+    """Workload to train."""
     size: Size = "cpu"
-    """smoke takes seconds, a single rate and seed, and makes tiny data where files are missing."""
+    """Size of the model and of the batch. smoke takes seconds, uses one rate and seed, and generates missing data."""
     optimizers: tuple[str, ...] = ()
-    """Who takes part, by name; unset: every method of this package and every peer that is installed."""
+    """Names of the optimizers. Default: every method of this package and every installed third-party optimizer."""
     steps: int | None = None
-    """Steps of a whole run; unset: the workload's own number."""
+    """Steps of a full run. Default: those of the workload."""
     factors: tuple[float, ...] = (1 / STEP, 1.0, STEP)
-    """Learning rates to try, as multiples of the recipe's."""
+    """Learning rates to try, as multiples of that of the recipe."""
     seeds: int = 3
-    """Whole runs of the best rate, for those that lead."""
+    """Number of seeds of the full runs of the leaders."""
     leaders: int = 2
-    """How many of ours, and of those without curvature, lead: they, and AdamW, also run whole at the next lower rate,
-    and with further seeds. 0: all have further seeds, none a second rate."""
+    """Number of our methods, and of first-order optimizers, that count as leaders. They and AdamW also complete a run
+    at the next lower rate, and run with further seeds. With 0, all have further seeds, and none has a second rate."""
     short: tuple[str, ...] = ()
-    """Who also runs with a schedule that ends at the target's share of the steps; unset: the best two of ours, and the
-    best of those that use no curvature."""
+    """Optimizers that also run with a schedule that ends at the target's share of the steps. Default: the best two of
+    our methods and the best first-order optimizer."""
     minutes: float = 90.0
-    """Most time that runs may take; what is not done then is left to the next call."""
+    """Time limit in minutes. The next call continues with the remaining runs."""
     jobs: int = 1
-    """Runs at a time, each with its own --threads."""
+    """Number of simultaneous runs, each with its own --threads."""
     threads: int = 1
     """Threads of a run. With one of them seconds are those of the processor, scaled by steps of SGD in between to its
     speed when the comparison began, for other work slows it down; with more they are those of the clock."""
     batch_size: int | None = None
-    """Examples per step; unset: the workload's own number."""
+    """Batch size. Default: that of the workload."""
     workload_set: tuple[str, ...] = ()
-    """Fields of the workload that are changed."""
+    """Fields of the workload to change, as key=value."""
     evaluate: bool = False
-    """At the end take all held-out data and, where the workload has one, its measure of quality, such as BLEU."""
+    """Evaluate on all held-out data at the end, and with further metrics of the workload, such as BLEU."""
     peer_path: tuple[str, ...] = ()
-    """NAME=DIR: where the checkout of a peer lies that is no package, such as kfac_pytorch=../kfac-pytorch."""
+    """Checkout of a third-party optimizer that is not a package, such as kfac_pytorch=../kfac-pytorch."""
     results: Path | None = None
-    """File of results to extend; unset: one in --out-dir."""
+    """File of results to extend. Default: a file in --out-dir."""
 
     def run(self) -> int:
         """Run the command.
@@ -193,7 +193,7 @@ class Compare(Common):
 
 
 def command_line(words: Sequence[str]) -> str:
-    """Return a command line as others may type it: folders are theirs."""
+    """Return a command line that others can use, with their own folders."""
     shown, before = ["python -m benchmarks"], ""
     for word in words:
         folder = before in {"--data-dir", "--out-dir", "--results"}
@@ -208,13 +208,13 @@ def _counts_hits(metric: str) -> bool:
 
 
 def _failed(runs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a whole run raised an error, or every run of an optimizer did, so that it has no whole one."""
+    """Return whether a full run raised an error, or every run of an optimizer did, so that it has no full run."""
     able = {run["optimizer"] for run in runs if not run["failed"]}
     return any(run["failed"] and (run["phase"] != "sift" or run["optimizer"] not in able) for run in runs)
 
 
 def _drop_outdated(results: dict[str, Any], names: list[str], setting: Setting) -> None:
-    """Forget runs that failed, which deserve another try, and those of recipes and packages that have changed since."""
+    """Remove runs that failed, which are repeated, and those of recipes and packages that have changed since."""
 
     def stays(run: Mapping[str, Any]) -> bool:
         if run["optimizer"] not in names:
@@ -228,7 +228,7 @@ def _drop_outdated(results: dict[str, Any], names: list[str], setting: Setting) 
 
 
 def _best(runs: list[dict[str, Any]], names: list[str], budget: Budget) -> list[str]:
-    """Return the two of ours and the one first-order optimizer with the lowest loss, once all have had a whole run."""
+    """Return the two of our methods and the first-order optimizer with the lowest losses, once all have a full run."""
     first = [run for run in runs if run["phase"] == "final" and run["seed"] == 0 and run["steps"] == budget.steps]
     if any(job.phase == "sift" or job.seed == 0 for job in pending(runs, names, (), budget)):
         return []
@@ -239,7 +239,7 @@ def _best(runs: list[dict[str, Any]], names: list[str], budget: Budget) -> list[
 
 @contextmanager
 def _workers(jobs: int) -> Iterator[Any]:
-    """Give a function that starts a run: in this process where there is one at a time, else in others."""
+    """Return a function that starts a run: in this process if there is one at a time, otherwise in other processes."""
     if jobs == 1:
         yield _now
         return

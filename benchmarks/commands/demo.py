@@ -35,18 +35,18 @@ _OWN = tuple(name for name, method in METHODS.items() if name not in VARIANTS an
 
 @dataclass
 class Demo(Common):
-    """Train with every optimizer from the same seed, each with its own recipe; print a table, draw a plot."""
+    """Train one workload with every optimizer from the same seed and its own recipe, and write a table and a plot."""
 
     workload: WorkloadName = "digits"
-    """What to train; digits needs no data files."""
+    """Workload to train. digits needs no data files."""
     steps: int | None = None
-    """Optimizer steps; unset: the workload's own number."""
+    """Number of optimizer steps. Default: that of the workload."""
     target: float | None = None
-    """Training loss to reach; unset: the workload's own."""
+    """Training loss to reach. Default: that of the workload."""
     optimizers: tuple[MethodName, ...] = ("sgd", "adamw", "from_adamw", *_OWN)
-    """Which ones; step times are compared with the first one's. ``from_adamw`` is the preset, at AdamW's rate."""
+    """Optimizers. Step times are relative to the first one. ``from_adamw`` is the preset, at AdamW's learning rate."""
     out_dir: Path = Path("demo-output")
-    """Folder for the table, the results and the plot."""
+    """Folder to write the table, the results and the plot to."""
 
     def run(self) -> int:
         torch.set_num_threads(self.threads)
@@ -99,5 +99,5 @@ def _table(name: str, steps: int, workload: Workload, target: float, results: li
     }
     count = torch.get_num_threads()
     threads = f"{count} thread{'s' * (count > 1)}"
-    caption = f"Training loss: mean of {WINDOW} steps. Step time: mean, all kinds of steps. {threads}."
+    caption = f"The training loss is a mean of {WINDOW} steps. The step time is a mean over all steps. {threads}."
     return report.table_of(f"{name}: {steps} steps from the same weights and batches", results, columns, caption)

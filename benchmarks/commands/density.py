@@ -32,7 +32,7 @@ from benchmarks.evidence import (
     trainer_of,
     why_lost,
 )  # fmt: skip
-from benchmarks.plot import COLOURS, Panel, Row, look, plot_rows
+from benchmarks.plot import OPTIMIZERS, Panel, Row, look, plot_rows
 from benchmarks.recipes import COSINE, Settings, window_keywords
 from benchmarks.recipes.types import make_schedule
 from benchmarks.report import value
@@ -51,7 +51,7 @@ PUBLISHED: Settings = {
     "scale": "window",
 }
 """For ResNet-20 on CIFAR-10 with density 0.01, batch 128 and 164 epochs."""
-SOURCE = "README and scripts of github.com/IST-DASLab/EFCP, ResNet-20 on CIFAR-10; 164 epochs there"
+SOURCE = "README and scripts of github.com/IST-DASLab/EFCP, ResNet-20 on CIFAR-10, where a run has 164 epochs"
 
 SPARSE_ONLY = frozenset(("density", "block_size", "value_dtype", "error_feedback", "error_bits", "rank"))
 """Keywords that a dense window does not take."""
@@ -60,38 +60,38 @@ _WINDOW = ("window", "error", "gram")
 
 @dataclass(frozen=True)
 class _Entry:
-    """One line of the table."""
+    """One row of the table."""
 
     label: str
     optimizer: str
     settings: Settings
     share: float | None
-    """Of the entries of a gradient that a row keeps; None without a window."""
+    """Share of the entries of a gradient that a row keeps. None without a window."""
     note: str = ""
 
 
 @dataclass
 class Density(Evidence):
-    """Train with windows of several densities, with a dense one and without, and compare the end and the bytes."""
+    """Train with sparse windows of several densities, with a dense one and without, and compare losses and memory."""
 
     workload: WorkloadName = "resnet20"
-    """What to train."""
+    """Workload to train."""
     densities: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1)
-    """Shares of the entries of a block that are kept; of a block of 4096 never fewer than 8."""
+    """Shares of the entries of a block that are kept. A block of 4096 keeps at least 8."""
     references: tuple[str, ...] = ("sgd", "adamw")
-    """Methods without a window, with their recipes."""
+    """Optimizers without a window, which use their recipes."""
     settings: Choice = "tuned"
-    """Keywords of all windows: the recipe of sparse_mfac, or those published for ResNet-20."""
+    """Settings of all windows: the recipe of sparse_mfac, or those published for ResNet-20."""
     factor: float = 1.0
-    """Multiple of the learning rate of all windows."""
+    """Factor for the learning rate of all windows."""
     window_size: int | None = None
-    """Rows; unset: as the settings have it."""
+    """Number of rows. Default: that of the settings."""
     steps: int | None = None
-    """Optimizer steps; unset: the workload's own number."""
+    """Number of optimizer steps. Default: that of the workload."""
     seeds: int = 3
-    """Runs of each, from --seed on."""
+    """Number of seeds, starting with --seed."""
     evaluate: bool = False
-    """Take all held-out data, where the workload would take a part of it to save time."""
+    """Evaluate on all held-out data, even if the workload uses a part of it to save time."""
 
     @property
     def stem(self) -> str:
@@ -131,7 +131,7 @@ class Density(Evidence):
         about = {"workload": self.workload, "steps": self.length, "metric": metric, "settings": self.settings}
         table = report.table_of(title, rows, _columns(rows, metric), self._caption(rows))
         drawn = any(row["loss"] is not None and row["share"] is not None for row in rows)
-        draw = partial(_plot, rows, f"{title}: loss against the entries kept") if drawn else None
+        draw = partial(draw_densities, rows, f"{title}: loss against the entries kept") if drawn else None
         lost = any(row["failed"] or row["diverged"] for row in rows)
         return Shown([table], {**about, "source": source}, draw, int(lost))
 
@@ -161,11 +161,11 @@ class Density(Evidence):
 
     def _caption(self, rows: Sequence[Row]) -> str:
         return (
-            f"Means over {self.seeds} seeds, none where a run was lost; spread: largest minus smallest. "
-            f"Loss: mean of the last {WINDOW} steps. "
-            "Kept: of all entries of a gradient; a block keeps at least 8. Window: rows, residual and Gram matrix. "
-            "Schedule: warm-up over a twentieth, then cosine to nothing. "
-            f"Windows: {SOURCE if self.settings == 'published' else 'the recipe of sparse_mfac'}."
+            f"Number of seeds: {self.seeds}. Values are means over the seeds, and a row has none if a run failed; the "
+            f"spread is the largest minus the smallest value. Loss is the mean of the last {WINDOW} steps. "
+            "Kept is the share of the entries of a gradient; a block keeps at least 8. Window MB counts rows, residual "
+            "and Gram matrix. The schedule is a warm-up over 5 % of the steps, then a cosine to zero. "
+            f"Settings of the windows: {SOURCE if self.settings == 'published' else 'the recipe of sparse_mfac'}."
         ) + notes_text(rows)
 
 
@@ -225,8 +225,8 @@ def _columns(rows: Sequence[Row], metric: str) -> Mapping[str, report.Column]:
     }
 
 
-def _plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw the loss at the end against the entries kept, and the bytes of the window, of lost ones too."""
+def draw_densities(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Draw the final loss and the bytes of the window against the share of entries kept."""
     windows = [row for row in rows if row["share"] is not None]
     others = [row for row in rows if row["share"] is None and row["loss"] is not None]
 
@@ -234,13 +234,16 @@ def _plot(rows: Sequence[Row], title: str, path: Path) -> None:
         known = [row for row in windows if row["loss"] is not None]
         x, y = [100 * row["share"] for row in known], [row["loss"] for row in known]
         half = [row["loss_spread"] / 2 for row in known]
-        panels[0].errorbar(x, y, half, linestyle="", color=COLOURS[4], capsize=3)
+        if any(half):  # a single seed has no spread
+            panels[0].errorbar(x, y, half, linestyle="", color=OPTIMIZERS["sparse M-FAC"], capsize=3)
         for index, row in enumerate(others):
-            panels[0].axhline(row["loss"], color=look(row["label"], index)["color"], linestyle="--", label=row["label"])
+            panels[0].axhline(row["loss"], color=look(row["label"], index)["color"], linestyle=":", label=row["label"])
 
     panels = [
         Panel(f"training loss (mean of {WINDOW} steps)", {"": lambda row: row["loss"]}),
         Panel("window, MB", {"": lambda row: row["window_bytes"] / 1e6 if row["window_bytes"] else None}),
     ]
     words = title, "entries kept, %"
-    plot_rows(windows, panels, lambda row: 100 * row["share"], lambda _: "M-FAC", words, path, references, base=10)
+    plot_rows(
+        windows, panels, lambda row: 100 * row["share"], lambda _: "sparse M-FAC", words, path, references, base=10
+    )

@@ -9,14 +9,14 @@ from benchmarks.workloads import WorkloadName
 
 @dataclass
 class Fetch:
-    """Bring the public data of one workload here, with its checksums; needs the package pooch."""
+    """Download the public data of one workload and verify its checksums. Needs the package pooch."""
 
     workload: WorkloadName
-    """Whose data."""
+    """Workload whose data to download."""
     data_dir: Path = Path("data")
-    """Folder with one folder per data set."""
+    """Folder that contains the data sets."""
     only: str = ""
-    """Only files that have this in their name, such as SST-2 of glue, or v2.0 of bert_qa."""
+    """Only files with this text in their names, such as SST-2 of glue, or v2.0 of bert_qa."""
 
     def run(self) -> int:
         if self.workload in BY_HAND:

@@ -22,14 +22,14 @@ from secondorder.linalg.kernel import Rows
 
 @dataclass
 class Kernel(Alone):
-    """Time the kernel and the projection of HyLo against their FLOPs."""
+    """Compare the times of HyLo's kernel and projection with those of their FLOPs."""
 
     ranks: tuple[int, ...] = (32, 128, 256, 512, 1024)
-    """Rows R."""
+    """Numbers of rows R."""
     layers: tuple[tuple[int, int], ...] = ((1000, 500), (1152, 256), (2048, 2048))
-    """Inputs and outputs of layers, d_i and d_o."""
+    """Numbers of inputs and outputs of layers, d_i and d_o."""
     trials: int = 9
-    """Timed runs of each; the median counts."""
+    """Number of timed runs of each, of which the median counts."""
 
     def run(self) -> int:
         torch.set_num_threads(self.threads)
@@ -69,13 +69,14 @@ def _table(results: list[dict[str, Any]]) -> Table:
         "R": value("rank"),
         "layer": lambda row: f"{row['d_i']} × {row['d_o']}",
         "kernel ms": value("kernel_seconds", ".2f", 1e3),
-        "÷ its FLOPs": value("kernel_ratio", ".2f"),
+        "kernel / floor": value("kernel_ratio", ".2f"),
         "projection ms": value("projection_seconds", ".2f", 1e3),
-        "÷ those of it": value("projection_ratio", ".2f"),
+        "projection / floor": value("projection_ratio", ".2f"),
         "GFLOP/s of a product": value("gflops", ".0f"),
     }
     caption = (
-        "Beside FLOPs: time over that of 2 R² (d_i + d_o) FLOPs for the kernel and of 4 R d_i d_o for the projection, "
-        f"at the rate of products of side {GEMM_SIDE} timed in turns with them. Threads: {torch.get_num_threads()}."
+        "The ratios compare each time with that of its FLOPs: 2 R² (d_i + d_o) for the kernel and 4 R d_i d_o for the "
+        f"projection, at the rate of matrix products of size {GEMM_SIDE} that were timed in turns with them. "
+        f"Threads: {torch.get_num_threads()}."
     )
     return report.table_of("HyLo's kernel and projection", results, columns, caption)

@@ -43,16 +43,16 @@ _TURN = 0.5  # between the eigenbases of the old part and of the new one
 
 @dataclass
 class Linalg(Alone):
-    """Compare ways to renew eigenbases and inverses of factors that have drifted: time, and accuracy."""
+    """Compare the time and accuracy of ways to update eigenbases and inverses after the factors have changed."""
 
     sizes: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
-    """Sides n of the factors."""
+    """Sizes n of the factors."""
     drift: float = 0.05
     """Share of the factor that is new: 1 - factor_decay for one update."""
     damping: float = 0.1
-    """λ of the inverses, over the mean eigenvalue."""
+    """λ of the inverses, relative to the mean eigenvalue."""
     trials: int = 7
-    """Timed refreshes of each kind; the median counts."""
+    """Number of timed refreshes of each kind, of which the median counts."""
 
     def run(self) -> int:
         if not 0 <= self.drift <= 1:
@@ -213,20 +213,21 @@ def _tables(found: Mapping[str, list[dict[str, Any]]], drift: float, damping: fl
     polars = columns("float32", full="error at full rank", low="error at rank n/16")
     return [
         report.table_of(
-            "A basis after a drift of its factor", found["results"], bases,
-            f"One float32 factor of side n whose eigenvalues span {_DECADES:g} decades, {drift:.0%} of it new. Off the "
-            "diagonal: ‖QᵀXQ − diag‖ / ‖X‖. Scale error: diag(QᵀXQ) against the eigenvalues, in norm, and the median "
-            f"of their relative differences. none: the basis stays. Threads: {torch.get_num_threads()}.",
+            "Updating a basis after its factor has changed", found["results"], bases,
+            f"One float32 factor of size n × n whose eigenvalues span {_DECADES:g} decades and of which {drift:.0%} is "
+            "new. Off the diagonal: ‖QᵀXQ − diag‖ / ‖X‖. Scale error: the difference between diag(QᵀXQ) and the "
+            "eigenvalues, in norm, and the median of their relative differences. none: the basis is not updated. "
+            f"Threads: {torch.get_num_threads()}.",
         ),
         report.table_of(
-            "An inverse after a drift of its factor", found["inverses"], inverses,
+            "Updating an inverse after its factor has changed", found["inverses"], inverses,
             f"The same factors, with λ = {damping:g} of their mean eigenvalue, {drift:.0%} of them new. Residual: "
-            "‖I − XY‖ / √n; spectral norm: of I − XY, below 1 where rounds of Newton and Schulz converge; error of a "
-            "direction: of Y g for random g. none: the inverse stays.",
+            "‖I − XY‖ / √n. Spectral norm: that of I − XY; Newton–Schulz iterations converge if it is below 1. Error "
+            "of a direction: that of Y g for random g. none: the inverse is not updated.",
         ),
         report.table_of(
-            "A polar factor", found["polars"], polars,
-            "Five rounds on a random float32 matrix of n rows and columns; error: against the same rounds in float64. "
-            "Matrices of fewer than 128 rows stay float32.",
+            "Polar factor", found["polars"], polars,
+            "Five iterations on a random float32 matrix of size n × n. The error is relative to the same iterations in "
+            "float64. Matrices of fewer than 128 rows stay in float32.",
         ),
     ]  # fmt: skip

@@ -37,17 +37,17 @@ class Memory(Evidence):
     """Count the bytes of every method, by kind and by rank, and compare them with its plan."""
 
     workload: WorkloadName = "autoencoder"
-    """Whose model."""
+    """Workload whose model to use."""
     optimizers: tuple[str, ...] = (*_OWN, "ekfac_whiten", *PEERS)
-    """Which ones, of this package and of others; one without a recipe, or that is not installed, is left out."""
+    """Optimizers, also third-party ones. Those without a recipe or that are not installed are left out."""
     batch_size: int | None = None
-    """Examples per step and rank; unset: the workload's own number."""
+    """Batch size of a rank. Default: that of the workload."""
     steps: int = 12
-    """Steps after which bytes are counted."""
+    """Number of steps before bytes are counted."""
     world: int = 4
-    """Ranks of the plans."""
+    """Number of ranks of the plans."""
     worker_fraction: float = 0.5
-    """Of HybridOpt: share of the ranks that precondition a layer."""
+    """For HybridOpt: share of the ranks that precondition a layer."""
 
     def run(self) -> int:
         """Run the command, and return 0, or 1 when bytes are not those of the plan."""
@@ -110,7 +110,7 @@ class Memory(Evidence):
 
 
 def _sum(kinds: Mapping[str, int], *left_out: str) -> int:
-    """Return the bytes of state, and of no memory to compute in."""
+    """Return the bytes of state, without workspace."""
     return sum(n for kind, n in kinds.items() if kind not in (*TEMPORARY, *left_out))
 
 
@@ -128,8 +128,9 @@ def _table(workload: str, batch_size: int, found: Sequence[Figures]) -> Table:
     rows = [_row(figures) for figures in found]
     size = f"{found[0]['parameter_bytes'] / 1e6:.2f} MB of parameters" if found else "nothing measured"
     caption = (
-        "MB, the difference from plan() in bytes. Rest: counters. Temporary: memory to compute in that "
-        "is kept from step to step. Optimizers of other projects are counted, tensor by tensor."
+        "All columns are in MB, except for the difference from plan(), which is in bytes. Rest: counters. Temporary: "
+        "workspace that is kept from step to step. Third-party optimizers are counted tensor by tensor and have no "
+        "plan."
     ) + notes_text(found)
     columns = {
         "optimizer": value("label"),
@@ -168,7 +169,7 @@ def _spread_table(world: int, found: Sequence[Figures]) -> Table:
         for figures in found
         for name, ranks in figures["plans"].items()
     ]
-    caption = "MB of a rank without counters, planned. × parameters: of the fullest."
+    caption = "Planned MB of a rank, without counters. × parameters: for the fullest rank."
     columns = {
         "optimizer": value("label"),
         "strategy": value("strategy"),

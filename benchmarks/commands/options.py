@@ -6,27 +6,27 @@ from pathlib import Path
 
 @dataclass
 class Common:
-    """What every command takes."""
+    """Options of every command."""
 
     seed: int = 0
     """Seed of the initial weights and of the batches."""
     threads: int = 2
-    """Threads that torch computes with."""
+    """Number of threads that torch uses."""
     data_dir: Path = Path("data")
-    """Folder with one folder per data set: mnist, cifar10, cifar100, imagenet, shakespeare, multi30k, membrane."""
+    """Folder that contains the data sets: mnist, cifar10, cifar100, imagenet, shakespeare, multi30k, membrane."""
     out_dir: Path = Path("bench-output")
-    """Folder for tables, pictures and results."""
+    """Folder to write tables, figures and results to."""
 
 
 @dataclass
 class Alone:
-    """What commands take that need no data."""
+    """Options of commands that need no data."""
 
     device: str = "cpu"
-    """Where to run."""
+    """Device to run on."""
     seed: int = 0
-    """Seed of the random numbers that are worked on."""
+    """Seed of the random numbers."""
     threads: int = 2
-    """Threads that torch computes with."""
+    """Number of threads that torch uses."""
     out_dir: Path = Path("bench-output")
-    """Folder for the tables and the results."""
+    """Folder to write tables and results to."""

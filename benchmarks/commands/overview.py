@@ -1,15 +1,21 @@
-"""``overview``: what results that are kept say, as tables for the documentation.
+"""``overview``: stored results as tables for the documentation.
 
-A page holds such tables between two comments, ``<!-- results: NAME -->`` and ``<!-- end of results -->``. NAME is that
-of a file of results without its ending, or ``all`` or ``losses`` for what all comparisons say together; ``NAME 2``
-is the second table of a file alone. ``--page`` renews them.
+A page contains such tables between two comments, ``<!-- results: NAME -->`` and ``<!-- end of results -->``. NAME is
+one of
+
+* the name of a results file without its ending; ``NAME 2`` is the second table of that file alone;
+* ``all``, ``losses`` or ``sources``: a table over all comparisons;
+* ``step-times``: a summary of all measured step times.
+
+``--page`` renews the tables of a page.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.commands.choices import choices
 from benchmarks.compare import statistics, wording
@@ -27,16 +33,17 @@ def overview(comparisons: Sequence[Results]) -> str:
 
 def best_rows(comparisons: Sequence[Results]) -> Rows:
     return Rows(
-        "Best of ours against the best first-order optimizer",
+        "Best of our methods and best first-order optimizer",
         (
             "workload", "best first-order", "its loss", "best of ours", "runs", "seeds", "share of steps",
-            "aim", "aim of steps", "share of seconds", "whole run, seconds",
+            "target", "verdict", "share of seconds", "complete run, seconds",
         ),
         tuple(_best(results) for results in comparisons),
-        "Shares are of the best first-order optimizer's full run. Those of steps and seconds end where our run reaches "
-        "that optimizer's final loss, means over the seeds that did; the last column is the whole of our run. Best of "
-        "ours: most seeds, then fewest steps. The aim is met when every seed is within this share of the steps. "
-        "Seconds are not judged, because part of one run is compared with the whole of another.",
+        "All shares are relative to the full run of the best first-order optimizer. The shares of steps and of seconds "
+        "count up to the point where our run reaches that optimizer's final loss, as means over the seeds that reach "
+        "it. The last column is the time of our complete run. The best of ours is the method that reaches the loss "
+        "with the most seeds, then in the fewest steps. A target is met if every seed stays within this share of the "
+        "steps. Seconds have no target, because they compare a part of one run with another complete run.",
     )  # fmt: skip
 
 
@@ -44,8 +51,8 @@ def losses(comparisons: Sequence[Results]) -> str:
     rows = tuple(_losses(results) for results in comparisons)
     columns = ("workload", "steps", "AdamW", "best first-order optimizer", "best of these methods")
     caption = (
-        "Training loss at the end, mean over the seeds, each optimizer at the best of its learning rates; in brackets, "
-        "the time of a step divided by that of a step of SGD."
+        "Final training loss, as a mean over the seeds. Each optimizer uses the best of its learning rates. In "
+        "parentheses: the time of a step divided by that of a step of SGD."
     )
     return markdown_table(Rows("Final losses", columns, rows, caption)) + "\n"
 
@@ -68,6 +75,31 @@ def _losses(results: Results) -> tuple[str, ...]:
 
 def _label(item: Summary) -> str:
     return "" if item.optimizer == "adamw" else f"{item.label}: "
+
+
+def sources(comparisons: Sequence[Results]) -> str:
+    """Return a table of where the settings of each optimizer come from, besides the learning rate."""
+    found: dict[str, dict[str, None]] = {}
+    for results in comparisons:
+        for label, source in wording.sources(results).items():
+            found.setdefault(label, {})[source] = None
+    rows = tuple((label, "; ".join(kept)) for label, kept in found.items())
+    caption = "In every comparison, the learning rate is searched as well, in the same way for all."
+    return markdown_table(Rows("Settings of the optimizers", ("optimizer", "settings"), rows, caption)) + "\n"
+
+
+def step_times(measured: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the step time of each optimizer, divided by SGD's, on all workloads that were measured."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for results in measured:
+        for row in results["results"]:
+            for intervals, entry in row["amortised"].items():
+                cells = found.setdefault((row["label"], intervals), {})
+                cells[results["workload"]] = f"{entry['ratio']:.2f}"
+    workloads = [results["workload"] for results in measured]
+    rows = tuple((*key, *(cells.get(name, NOTHING) for name in workloads)) for key, cells in found.items())
+    heads = [f"{results['workload']}, batch {results['batch_size']}" for results in measured]
+    return markdown_table(Rows("Step time relative to SGD", ("optimizer", "intervals", *heads), rows)) + "\n"
 
 
 def _name(results: Results) -> str:
@@ -101,17 +133,17 @@ def _best(results: Results) -> tuple[str, ...]:
 _BLOCK = re.compile(
     r"(<!-- results: (?P<name>[\w-]+)(?: (?P<table>\d+))? -->\n).*?(?P<end><!-- end of results -->)", re.S
 )
-_TOGETHER = {"all": overview, "losses": losses}
+_TOGETHER = {"all": overview, "losses": losses, "sources": sources}
 
 
 @dataclass
 class Overview:
-    """Print what all kept comparisons say together as Markdown, or write what is kept into pages."""
+    """Print a summary of all stored comparisons as Markdown, or renew the tables of documentation pages."""
 
     results: Path = Path("benchmarks/results")
-    """Folder of results."""
+    """Folder that contains the results."""
     page: tuple[Path, ...] = ()
-    """Pages whose tables are renewed; none: print."""
+    """Pages whose tables to renew. Without a page, the summary is printed."""
 
     def run(self) -> int:
         found = load(self.results)
@@ -140,20 +172,27 @@ def _body(results: Mapping[str, Results], name: str, number: int | None) -> str:
     if name in _TOGETHER:
         comparisons = [found for found in results.values() if "runs" in found]
         if not comparisons:
-            raise ValueError("the folder holds no results of compare")
+            raise ValueError("the folder contains no results of compare")
         return _TOGETHER[name](comparisons)
+    if name == "step-times":
+        return step_times([found for stem, found in results.items() if stem.startswith("step-time-")])
     if name not in results:
-        raise ValueError(f"the page wants results of {name}, there are {', '.join(results)}")
+        raise ValueError(f"the page asks for results of {name!r}, but there are only {', '.join(results)}")
     if "runs" in results[name]:
         return section(results[name])
     if "tables" not in results[name]:
-        raise ValueError(f"the results of {name} have no tables: run the command that made them again")
+        raise ValueError(f"the results of {name} contain no tables: run the command that produces them again")
     tables = [Rows(**table) for table in results[name]["tables"]]
     return "\n\n".join(map(markdown_table, tables if number is None else tables[number - 1 : number]))
 
 
 def section(results: Results) -> str:
     tables = [result_rows(results), *(reach_rows(results, target) for target in targets(results)[:1])]
-    sentences = [plain(" ".join(found)) for found in (wording.summary(results), wording.fairness(results))]
-    parts = [*sentences, *map(markdown_table, tables)]
+    tables = [replace(table, caption="") for table in tables]  # the page explains the columns once
+    notes = "\n".join(f"* {plain(sentence)}" for sentence in wording.budget(results))
+    parts = [
+        plain(" ".join(wording.summary(results))),
+        *map(markdown_table, tables),
+        f"Notes on these runs:\n\n{notes}",
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"

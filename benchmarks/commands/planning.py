@@ -1,4 +1,4 @@
-"""What ``train`` is to run: a workload, an optimizer, its recipe, and what the command line changes in it."""
+"""The run of ``train``: a workload, an optimizer, its recipe, and the changes of the command line."""
 
 import math
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ _OPTIMIZERS = tyro.extras.literal_type_from_choices([*METHODS, *ALIASES, *PEERS]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is, before anything is built."""
+    """The settings of a run, before anything is built."""
 
     method: Method
     recipe: Recipe
@@ -39,49 +39,49 @@ class Plan:
 
 @dataclass
 class Planned(Common):
-    """Options that say what is to run."""
+    """Options that define a run."""
 
     workload: WorkloadName = "digits"
-    """What to train."""
+    """Workload to train."""
     optimizer: Annotated[str, tyro.conf.arg(aliases=["--optim"], constructor=_OPTIMIZERS)] = "kfac"
-    """Whose recipe to start from; the names of other programs take the recipe of the method that they mean."""
+    """Optimizer, whose recipe is the starting point. Names of other programs use the recipe of their method."""
     peer_path: tuple[str, ...] = ()
-    """NAME=FOLDER of programs of others that are no package, for --optimizer."""
+    """Checkouts of third-party optimizers that are not packages, as NAME=FOLDER, for --optimizer."""
     comm: str | None = None
-    """Under torchrun: who does what, such as mem_opt, hybrid_opt:0.5, chief_only:deliver=inverses; unset: comm_opt."""
+    """Strategy under torchrun, such as mem_opt, hybrid_opt:0.5 or chief_only:deliver=inverses. Default: comm_opt."""
     set: tuple[str, ...] = ()
-    """Keywords that replace the recipe's, such as lr=0.3 graft=none adaptive_damping=true; for a layer method also
-    skip_layers=LayerNorm,Embedding,head; for a window method also density=0.01 block_size=4096 value_dtype=bfloat16
-    error_bits=4, or rank=4."""
+    """Settings that replace those of the recipe, such as lr=0.3 graft=none adaptive_damping=true. Layer methods also
+    take skip_layers=LayerNorm,Embedding,head. Window methods also take density=0.01 block_size=4096
+    value_dtype=bfloat16 error_bits=4, or rank=4."""
     recipe: bool = True
-    """Start from the recipe; --no-recipe starts from the constructor's defaults."""
+    """Start from the recipe. --no-recipe starts from the defaults of the constructor."""
     scale_recipe: bool = False
-    """Apply the recipe's rule for other numbers of ranks and examples to its learning rates; without it they stay as
-    they are, and a line says what the rule would do."""
+    """Adapt the learning rates to the number of ranks and the batch size by the recipe's rule. Without this option they
+    stay, and a line reports the adapted rates."""
     print_recipe: bool = False
-    """Print the recipe, what its rule gives for other numbers of ranks, and the lines that use it; train nothing."""
+    """Print the recipe, its learning rates for other numbers of ranks, and the lines that use it. Do not train."""
     world: int = 1
-    """For --print-recipe: ranks of interest. A run asks torchrun."""
+    """For --print-recipe: number of ranks. A run takes it from torchrun."""
     steps: int | None = None
-    """Optimizer steps; unset: the epochs of the recipe or else the workload's own number."""
+    """Number of optimizer steps. Default: the epochs of the recipe, or the number of the workload."""
     workload_set: tuple[str, ...] = ()
-    """Fields of the workload that are changed, such as dice=0.5 of unet."""
+    """Fields of the workload to change, such as dice=0.5 of unet."""
     schedule: Literal["recipe"] | Shape = "recipe"
-    """Learning rate over the run."""
+    """Schedule of the learning rate."""
     warmup: float | None = None
-    """Share of the run in which the learning rate rises linearly; unset: the recipe's, or none with a --schedule."""
+    """Share of the run with a linear warm-up. Default: that of the recipe, or none with a --schedule."""
     milestones: tuple[float, ...] = ()
-    """For --schedule steps: shares of the run after which the learning rate falls to a tenth; unset: the recipe's."""
+    """For --schedule steps: shares of the run after which the learning rate falls to a tenth. Default: the recipe's."""
     size: Size = "cpu"
-    """Size of the model and of the batch; paper takes published recipes where there are any, smoke makes tiny data
-    where files are missing."""
+    """Size of the model and of the batch. paper uses published recipes, if there are any; smoke generates missing
+    data."""
     batch_size: int | None = None
-    """Examples per step, of all ranks together; unset: those per rank of the recipe, or else the workload's own number
-    in all."""
+    """Batch size of all ranks together. Default: that of the recipe for each rank, or that of the workload for all
+    ranks."""
     device: DeviceName = "cpu"
-    """Where to train; under torchrun each rank takes a device of its own."""
+    """Device to train on. Under torchrun, each rank uses its own device."""
     amp: Amp | None = None
-    """Train under autocast; float16 with a GradScaler."""
+    """Data type of autocast. float16 also uses a GradScaler."""
 
     def plan(self, world: int) -> Plan:
         if self.peer_path:

@@ -26,30 +26,36 @@ from benchmarks.workloads.cifar import ResNet20
 from secondorder import comm as strategies
 from secondorder.comm.names import from_name
 
-COLUMNS = ("strategy", "ranks", "curvature of a rank, MB", "of the fullest", "sent, MB a step")
+COLUMNS = (
+    "strategy",
+    "ranks",
+    "curvature of a rank (mean), MB",
+    "curvature of the fullest rank, MB",
+    "sent per step, MB",
+)
 _CURVATURE = ("factors", "second_order", "scale")
 
 
 @dataclass
 class Ranks:
-    """Count what ranks keep and send, strategy by strategy."""
+    """Count the bytes that ranks store and send, for each strategy."""
 
     world: int = 4
-    """Processes."""
+    """Number of processes."""
     method: str = "kfac"
     """Method of this package."""
     strategies: tuple[str, ...] = ("comm_opt", "hybrid_opt:0.5", "mem_opt", "local_factors", "chief_only")
-    """Strategies by name."""
+    """Names of the strategies."""
     batch: int = 32
-    """Examples of each rank."""
+    """Batch size of each rank."""
     steps: int = 20
-    """Steps, one refresh interval."""
+    """Number of steps, which is one refresh interval."""
     factor_steps: int = 10
-    """Steps between factor updates; refreshes come once in all steps."""
+    """Steps between factor updates."""
     kfac_pytorch: Path | None = None
-    """A checkout of kfac-pytorch, to count the same."""
+    """Checkout of kfac-pytorch, whose bytes are counted as well."""
     out_dir: Path = Path("bench-output")
-    """Folder for the table and the results."""
+    """Folder to write the table and the results to."""
 
     def run(self) -> int:
         cases = [("secondorder", name) for name in self.strategies]
@@ -163,4 +169,4 @@ def _table(found: Sequence[dict[str, Any]]) -> Table:
         kept, sent = zip(*entry["ranks"], strict=True)
         numbers = f"{statistics.mean(kept) / 1e6:.2f}", f"{max(kept) / 1e6:.2f}", f"{statistics.mean(sent) / 1e6:.3f}"
         rows.append((f"{entry['whose']} {entry['strategy']}", str(entry["world"]), *numbers))
-    return report.make_table("ResNet-20: what ranks keep and send", COLUMNS, rows)
+    return report.make_table("ResNet-20: bytes that ranks store and send", COLUMNS, rows)

@@ -81,20 +81,20 @@ NETWORKS = ("perceptron", "convolutions", "transformer")
 
 @dataclass
 class Regress:
-    """Count what steps of every method do, and compare with the counts of an earlier time."""
+    """Count operators, FLOPs and bytes of the steps of every method, and compare them with stored counts."""
 
     networks: tuple[str, ...] = NETWORKS
-    """Which small networks to train: perceptron, convolutions, transformer."""
+    """Small networks to train: perceptron, convolutions, transformer."""
     methods: tuple[str, ...] = tuple(_METHODS)
-    """Which methods, by the names in the table."""
+    """Methods, by the names in the table."""
     tolerance: float = 0.005
-    """Part by which a count may grow; of those below 1000 none may."""
+    """Share by which a count may grow. Counts below 1000 may not grow."""
     baseline: Path = BASELINE
-    """File of the earlier counts."""
+    """File of the stored counts."""
     update: bool = False
-    """Write the counts of now into that file."""
+    """Write the current counts to that file."""
     out_dir: Path = Path("bench-output")
-    """Folder for the table and the results."""
+    """Folder to write the table and the results to."""
 
     def run(self) -> int:
         """Run the command, and return 0, or 1 when a count has grown."""
@@ -230,7 +230,7 @@ def _table(found: Mapping[str, Mapping[str, int]], rows: list[dict[str, Any]]) -
         cells.append(line)
     head = ("step", *(name.replace("_", " ") for name in names))
     caption = (
-        "Beyond a step of SGD with momentum; memory in bytes. moved: arguments and results of all operators. "
-        "In brackets what it was; ! more than is allowed."
+        "Numbers beyond those of a step of SGD with momentum; memory in bytes. moved: arguments and results of all "
+        "operators. Earlier values are in parentheses; ! marks an increase that is not allowed."
     )
     return report.make_table("What steps do", head, cells, caption)

@@ -35,20 +35,20 @@ _OWN: tuple[MethodName, ...] = tuple(name for name in METHODS if name not in VAR
 
 @dataclass
 class Robustness(Evidence):
-    """Train every workload with every method's defaults, and count how often that is at least as good as AdamW's."""
+    """Train every workload with every method's defaults, and count how often they are at least as good as AdamW's."""
 
     workloads: tuple[WorkloadName, ...] = get_args(WorkloadName)
-    """What to train; one whose data is missing is named and left out."""
+    """Workloads to train. Those whose data is missing are reported and left out."""
     optimizers: tuple[str, ...] = _OWN
-    """Which ones; AdamW is always among them."""
+    """Optimizers to compare. AdamW is always included."""
     set: tuple[str, ...] = ()
-    """Keywords to try as defaults of the methods of this package that take them, such as graft=adam."""
+    """Settings to try as defaults of our methods that accept them, such as graft=adam."""
     share: float | None = None
-    """Part of each workload's steps; unset: all of a smoke run, a third of others."""
+    """Share of each workload's steps. Default: all at size smoke, otherwise a third."""
     seeds: int = 1
-    """Runs of each, from --seed on."""
+    """Number of seeds, starting with --seed."""
     tolerance: float = 0.02
-    """At least as good: a loss of at most this much more, as a part of AdamW's way down from the start."""
+    """Tolerance of "at least as good", as a share of the decrease of AdamW's loss."""
 
     @property
     def stem(self) -> str:
@@ -110,7 +110,7 @@ class Robustness(Evidence):
 
 
 def _defaults(name: str, settings: Settings) -> str | None:
-    """Return a short text that changes when a default of a constructor does, so that its runs are done anew."""
+    """Return a short text that changes with the defaults of a constructor, so that its runs are repeated."""
     try:
         optimizer = find(name).construct(nn.Linear(4, 3), **settings)
     except (TypeError, ValueError, RuntimeError):
@@ -139,7 +139,7 @@ def _rows(kind: str, found: Mapping[str, Sequence[Figures]], tolerance: float) -
 
 
 def _judged(row: Figures, reference: Figures, tolerance: float) -> tuple[bool | None, float | None]:
-    """Return whether a loss is at least as good as the reference's, and its way down over that of the reference."""
+    """Return whether a loss is at least as good as the reference's, and its decrease relative to the reference's."""
     if reference["loss"] is None or not row["runs"]:
         return None, None
     if row["loss"] is None:
@@ -155,20 +155,20 @@ def _tables(names: Sequence[str], rows: Sequence[Row], tolerance: float) -> list
         by_workload.setdefault(row["workload"], {})[row["optimizer"]] = row
     columns: dict[str, report.Column] = {
         "workload": lambda own: str(own[REFERENCE]["workload"]),
-        "at the start": lambda own: value("first", ".4g")(own[REFERENCE]),
+        "initial loss": lambda own: value("first", ".4g")(own[REFERENCE]),
         **{find(name).label: partial(_cell, name) for name in names},
     }
     caption = (
-        f"Training loss at the end, mean of {WINDOW} steps, with the defaults of every constructor. At the start: of "
-        "the first batch. +: at least as good as AdamW's defaults (lr 1e-3)."
+        f"Final training loss, as a mean of {WINDOW} steps, with the defaults of every constructor. Initial loss: that "
+        "of the first batch. +: at least as good as AdamW's defaults (lr 1e-3)."
     )
     untuned = report.table_of("Untuned", list(by_workload.values()), columns, caption)
     caption = (
-        f"As good: a loss of at most AdamW's plus {tolerance:g} of its way down from the start. Way down: that of a "
-        "method over AdamW's, median over the workloads, and the least."
+        f"As good: the final loss is at most AdamW's plus {tolerance:g} of AdamW's decrease. Decrease: how far the "
+        "loss falls relative to AdamW, as a median over the workloads. Smallest: the worst workload."
     )
     verdicts = [_verdict(name, rows) for name in names]
-    heads = ("optimizer", "as good", "way down", "least", "diverged on", "failed on")
+    heads = ("optimizer", "as good", "decrease", "smallest", "diverged on", "failed on")
     title = "How often at least as good as AdamW's defaults"
     return [untuned, report.table_of(title, verdicts, {head: value(head) for head in heads}, caption)]
 
@@ -186,8 +186,8 @@ def _verdict(name: str, rows: Sequence[Row]) -> Row:
     return {
         "optimizer": find(name).label,
         "as good": f"{sum(bool(row['as_good']) for row in own)} of {len(own)}",
-        "way down": f"{statistics.median(ways):.2f}" if ways else None,
-        "least": f"{min(ways):.2f}" if ways else None,
+        "decrease": f"{statistics.median(ways):.2f}" if ways else None,
+        "smallest": f"{min(ways):.2f}" if ways else None,
         "diverged on": ", ".join(row["workload"] for row in own if row["diverged"]) or "none",
         "failed on": "; ".join(f"{row['workload']}: {row['failed'][0]}" for row in own if row["failed"]) or "none",
     }

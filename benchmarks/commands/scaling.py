@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from benchmarks import report
 from benchmarks.counting import counted_flops, factor_flops
-from benchmarks.plot import Panel, Row, plot_rows
+from benchmarks.plot import OPTIMIZERS, Panel, Row, plot_rows
 from benchmarks.report import value
 from benchmarks.workloads.resnets import cifar_resnet, imagenet_resnet
 from secondorder import EKFAC, KFAC, MFAC, BatchOptions, CommOpt, HybridOpt, HyLo, InverseOptions, LocalFactors, MemOpt
@@ -41,7 +41,7 @@ ModelName = Literal["resnet20", "resnet32", "resnet50", "bert-base", "bert-large
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model without numbers, and what one example of its input looks like."""
+    """A model on the meta device, and the shape of its input."""
 
     model: nn.Module
     inputs: Callable[[int], Tensor]
@@ -168,30 +168,30 @@ FIRST_ORDER = ("momentum", "fallback", "buffers")
 
 @dataclass
 class Scaling:
-    """Plan memory, bytes and time of a step against the number of ranks, from the shapes of a model alone."""
+    """Plan memory, bytes and step time for many numbers of ranks, from the shapes of a model alone."""
 
     model: ModelName = "resnet50"
-    """Whose shapes."""
+    """Model whose shapes are used."""
     method: MethodName = "kfac"
-    """Which optimizer, with its default options."""
+    """Optimizer, with its default options."""
     worlds: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
     """Numbers of ranks."""
     batch_size: int | None = None
-    """Examples per rank; unset: a usual number for the model."""
+    """Examples per rank. Default: a usual number for the model."""
     link_gbps: float = 100.0
-    """Rate of the network, in gigabits per second and rank."""
+    """Rate of the network in gigabits per second and rank."""
     node_gbps: float = 2400.0
-    """Rate inside a node of 8 ranks."""
+    """Rate inside a node of 8 ranks, in gigabits per second."""
     latency_us: float = 10.0
-    """Of one message between two ranks, in microseconds."""
+    """Latency of one message between two ranks, in microseconds."""
     gpu_tflops: float = 60.0
-    """Rate at which a rank does matrix products."""
+    """Rate of matrix products of a rank, in TFLOP/s."""
     refresh_tflops: float = 1.0
-    """Rate at which a rank factorises matrices."""
+    """Rate of factorizations of a rank, in TFLOP/s."""
     dp_kfac: bool = False
-    """Show DP-KFAC, too: factors of a layer from the examples of its owner."""
+    """Also show DP-KFAC, with factors of a layer from the examples of its owner."""
     out_dir: Path = Path("bench-output")
-    """Folder for the table, the results and the picture."""
+    """Folder to write the table, the results and the figure to."""
 
     def run(self) -> int:
         self._check()
@@ -237,7 +237,7 @@ class Scaling:
 
     def _assumptions(self) -> str:
         return (
-            f"a model, not a measurement: {self.gpu_tflops:g} TFLOP/s ({self.refresh_tflops:g} in factorisations), "
+            f"model, not measured: {self.gpu_tflops:g} TFLOP/s ({self.refresh_tflops:g} in factorizations), "
             f"{self.link_gbps:g} Gbit/s between nodes and {self.node_gbps:g} inside, {self.latency_us:g} µs, no overlap"
         )
 
@@ -304,7 +304,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Base:
-    """What a step costs whatever the strategy."""
+    """The cost of a step that does not depend on the strategy."""
 
     training: int
     """FLOPs of forward and backward pass."""
@@ -334,15 +334,15 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
         "strategy": value("strategy"),
         "ranks": value("world", ","),
         "curvature, mean": size("curvature_mean"),
-        "most": size("curvature_most"),
+        "curvature, fullest": size("curvature_most"),
         "sent / step": size("sent"),
-        "in the worst": size("worst_sent"),
-        "step, model": lambda row: f"{1e3 * row['step_seconds']:,.1f} ms",
-        "of it SGD": lambda row: f"{row['sgd_seconds'] / row['step_seconds']:.0%}",
+        "largest step": size("worst_sent"),
+        "step time (modeled)": lambda row: f"{1e3 * row['step_seconds']:,.1f} ms",
+        "share of SGD": lambda row: f"{row['sgd_seconds'] / row['step_seconds']:.0%}",
     }
     caption = (
-        "Bytes are exact: the tests hold them equal to the counters of runs of 2 to 4 processes. Times are a model: "
-        "nothing was measured, and nothing overlaps in it."
+        "Bytes are exact; the tests compare them with the counters of runs of 2 to 4 processes. Times are modeled, not "
+        "measured, and the model assumes that nothing overlaps."
     )
     return report.table_of(title, rows, columns, caption)
 
@@ -357,7 +357,7 @@ def _unit(largest: float) -> tuple[float, str]:
 
 
 def plot_scaling(rows: Sequence[dict[str, Any]], title: str, assumptions: str, path: Path) -> None:
-    """Draw memory, bytes and modelled time of a step against the number of ranks."""
+    """Draw memory, bytes and modeled step time against the number of ranks."""
     (in_memory, memory_unit), (on_wire, wire_unit) = (
         _unit(max(row[key] for row in rows)) for key in ("curvature_most", "sent")
     )
@@ -365,18 +365,18 @@ def plot_scaling(rows: Sequence[dict[str, Any]], title: str, assumptions: str, p
 
     def more(panels: Sequence[Axes]) -> None:
         sgd = [1e3 * row["sgd_seconds"] for row in first]
-        panels[2].plot([row["world"] for row in first], sgd, color="0.6", linewidth=1.2)
-        panels[0].plot([], [], color="0.6", linewidth=1.2, label="SGD")
-        panels[2].set_title(assumptions, fontsize=7, color="0.4", wrap=True)
+        panels[2].plot([row["world"] for row in first], sgd, color=OPTIMIZERS["SGD"], linestyle="--", linewidth=1.2)
+        panels[0].plot([], [], color=OPTIMIZERS["SGD"], linestyle="--", linewidth=1.2, label="SGD")
+        panels[2].set_title(assumptions, fontsize=7, wrap=True)
 
     memory: dict[str, Callable[[Row], float | None]] = {
         "": lambda row: row["curvature_most"] / in_memory,
         ":": lambda row: row["curvature_mean"] / in_memory,
     }
     panels = [
-        Panel(f"curvature on the fullest rank, {memory_unit} (dotted: mean)", memory),
+        Panel(f"curvature of the fullest rank, {memory_unit} (dotted: mean)", memory),
         Panel(f"sent per rank and step, {wire_unit}", {"": lambda row: row["sent"] / on_wire}, log=False),
-        Panel("step of the busiest rank, ms (model)", {"": lambda row: 1e3 * row["step_seconds"]}, log=False),
+        Panel("modeled step of the busiest rank, ms", {"": lambda row: 1e3 * row["step_seconds"]}, False, modeled=True),
     ]
     words = title, "ranks"
     plot_rows(rows, panels, lambda row: row["world"], lambda row: row["strategy"], words, path, more)

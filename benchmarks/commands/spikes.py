@@ -32,22 +32,22 @@ WAYS: Mapping[str, Settings] = {
 
 @dataclass
 class Spikes(Common):
-    """Compare the worst step of K-FAC with the median one, for every way to spread refreshes."""
+    """Compare the slowest step of K-FAC with the median one, for every way to spread refreshes."""
 
     workload: WorkloadName = "autoencoder"
-    """What to train."""
+    """Workload to train."""
     optimizer: Literal["kfac", "ekfac"] = "kfac"
-    """Whose recipe."""
+    """Optimizer whose recipe is used."""
     inverse_methods: tuple[Literal["cholesky", "eigen"], ...] = ("cholesky", "eigen")
-    """Ways to invert factors, of KFAC."""
+    """KFAC's ways to invert factors."""
     factor_update_steps: int = 10
     """Steps between two updates of the factors."""
     inv_update_steps: int = 100
     """Steps between two refreshes."""
     intervals: int = 2
-    """Timed intervals, after one that is not."""
+    """Number of timed intervals, after one that is not timed."""
     batch_size: int | None = None
-    """Examples per step; unset: the workload's own number."""
+    """Batch size. Default: that of the workload."""
 
     def run(self) -> int:
         if self.intervals < 1 or self.inv_update_steps < 1:
@@ -100,4 +100,6 @@ def _table(data: Mapping[str, Any]) -> Table:
         "worst / median": value("ratio", ".2f"),
         "mean / SGD's mean": value("mean", ".2f"),
     }
-    return report.table_of(f"{data['workload']}: steps by the clock, {data['threads']} threads", rows, columns)
+    count = data["threads"]
+    title = f"{data['workload']}: wall-clock times of steps, {count} thread{'s' * (count > 1)}"
+    return report.table_of(title, rows, columns)

@@ -47,7 +47,7 @@ class _Family:
     """The ways of a method whose steps are of several classes."""
 
     recipe: MethodName
-    """Whose recipe it takes."""
+    """Optimizer whose recipe is used."""
     keyword: Literal["inverse_method", "estimator", "mode"]
     """What makes the difference."""
     schemes: tuple[str, ...]
@@ -77,36 +77,36 @@ _FAMILIES: dict[MethodName, _Family] = {
 
 @dataclass
 class StepTime(Common):
-    """Time every method's steps against SGD's, those of KFAC, EKFAC and HyLo also against the floor of their FLOPs."""
+    """Compare every method's step time with SGD's, and that of KFAC, EKFAC and HyLo with the floor of their FLOPs."""
 
     workload: WorkloadName = "autoencoder"
-    """What to train."""
+    """Workload to train."""
     optimizers: tuple[MethodName, ...] = ("adamw", "kfac", "ekfac", "hylo", *WINDOW_METHODS)
-    """Which ones take turns with SGD."""
+    """Optimizers that alternate with SGD."""
     graft: Literal["adam", "sgd"] | None = None
-    """Rule that gives a second-order step its size; it adds the work of that rule."""
+    """Rule that determines the size of a second-order step. It adds its own work."""
     inverse_method: Literal["both", "cholesky", "eigen"] = "both"
     """How KFAC inverts its factors."""
     estimator: Literal["both", "intra", "running"] = "both"
-    """How EKFAC measures its scale, on every step."""
+    """How EKFAC measures its scale in every step."""
     mode: Literal["both", "kis", "kid"] = "both"
-    """Which rows HyLo keeps."""
+    """How HyLo chooses rows."""
     steps: int = 40
-    """Timed steps of each optimizer; 10 show every class of the steps of KFAC, EKFAC and HyLo."""
+    """Number of timed steps of each optimizer. 10 include every kind of step of KFAC, EKFAC and HyLo."""
     size: Size = "cpu"
     """Size of the model and of the batch."""
     batch_size: int | None = None
-    """Examples per step; unset: the workload's own number."""
+    """Batch size. Default: that of the workload."""
     random: bool = False
-    """Take random numbers for data, which resnet50 and gpt2_small can do: none has to be there."""
+    """Use random data, for resnet50 and gpt2_small, so that no files are needed."""
     device: str = "cpu"
-    """Where to train."""
+    """Device to train on."""
     amp: Amp | None = None
-    """Type of autocast."""
+    """Data type of autocast."""
     peer_path: tuple[str, ...] = ()
-    """Checkout of kfac-pytorch, as kfac_pytorch=DIR: it takes turns with the others, at the same intervals."""
+    """Checkout of kfac-pytorch, as kfac_pytorch=DIR. It alternates with the others, with the same intervals."""
     memory: bool = True
-    """Measure the peak memory of a step, too."""
+    """Also measure the peak memory of a step."""
 
     def run(self) -> int:
         if self.steps < MEASURED.refresh:
@@ -232,9 +232,9 @@ def _tables(data: dict[str, Any]) -> list[Table]:
     results = data["results"]
     where = f"Threads: {torch.get_num_threads()}." if data["device"] == "cpu" else f"Device: {data['device']}."
     caption = (
-        "Ratios to SGD's interleaved steps: of medians (of minima). Floor: FLOPs over those of SGD's step, "
-        f"{data['training_gflop']:.1f} GFLOP. Beyond SGD: ms a step, and what its FLOPs take at the measured rate of "
-        "matrix products, "
+        "Ratios are relative to SGD's interleaved steps: of medians (of minima). Floor: FLOPs relative to those of "
+        f"SGD's step, {data['training_gflop']:.1f} GFLOP. Extra ms: time of a step beyond SGD's; extra floor ms: the "
+        "time of its FLOPs at the measured rate of matrix products, "
         f"{data['gemm_gflops']['median']:.0f} GFLOP/s (best {data['gemm_gflops']['best']:.0f}). "
         f"Copying: {data['copy_gbytes']['median']:.1f} GB/s. {where}"
     )
@@ -245,8 +245,8 @@ def _tables(data: dict[str, Any]) -> list[Table]:
         "intervals": value("intervals"),
         "ratio": lambda row: f"{row['ratio']:.2f} ({row['ratio_of_minima']:.2f})",
         "floor": value("floor", ".2f"),
-        "beyond SGD ms": value("extra_seconds", ".1f", 1e3),
-        "least": value("floor_seconds", ".1f", 1e3),
+        "extra ms": value("extra_seconds", ".1f", 1e3),
+        "extra floor ms": value("floor_seconds", ".1f", 1e3),
     }
     rows = [
         {"label": result["label"], "intervals": name, **result["median"], **entry}
@@ -259,8 +259,8 @@ def _tables(data: dict[str, Any]) -> list[Table]:
         **{f"peak of a {kind} step": value(kind, ".2f", 1e-6) for kind in CLASSES},
     }
     told = (
-        "State beside parameters and gradients. Peak: what torch allocates in a step above the level between steps, "
-        "gradients included, scratch memory of oneDNN and MKL not."
+        "State: without parameters and gradients. Peak: memory that torch allocates in a step, above the level between "
+        "steps. It includes gradients, but not the scratch memory of oneDNN and MKL."
     )
     stages = [stage_table(results)] if any("stages" in result for result in results) else []
     memory = report.table_of("Memory in MB", [{**result, **result["peak_bytes"]} for result in results], held, told)

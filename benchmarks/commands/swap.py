@@ -64,20 +64,20 @@ SCRIPTS: dict[ScriptName, dict[Base, tuple[float, float]]] = {
 
 @dataclass
 class Swap(Common):
-    """Check that changing the line which builds the optimizer is enough, on every workload."""
+    """Check on every workload that changing the line that builds the optimizer lowers the loss."""
 
     size: Size = "smoke"
-    """smoke takes seconds and makes tiny data where files are missing; cpu takes minutes."""
+    """smoke takes seconds and generates missing data; cpu takes minutes."""
     workload: ScriptName | None = None
-    """Which workload; unset: all that have a script."""
+    """Workload. Default: all that have a script."""
     method: SwapMethod = "kfac"
-    """What the new line builds."""
+    """Method that the new line builds."""
     base: Base | None = None
-    """Which script; unset: both."""
+    """Script to change. Default: both."""
     steps: int | None = None
-    """Optimizer steps; unset: the workload's own number for the size."""
+    """Number of optimizer steps. Default: that of the workload at this size."""
     tolerance: float = 0.0
-    """How far above the script's own loss still passes: 0.02 is two percent."""
+    """Tolerance above the script's own loss: 0.02 is two percent."""
 
     def run(self) -> int:
         """Run the command, and return 0 when every script passed, else 1."""
@@ -128,7 +128,7 @@ def _table(size: Size, outcomes: Sequence[dict[str, Any]]) -> Table:
         losses = [f"{_short(a)} -> {_short(b)}" for a, b in zip(found["before"], found["after"], strict=True)]
         head = [found["workload"], found["base"], str(found["steps"])]
         rows.append([*head, *losses, "PASS" if found["passed"] else "FAIL"])
-    caption = "Losses at a quarter, half, three quarters and the end of the run: before the change -> after it."
+    caption = "Training losses after 25 %, 50 %, 75 % and 100 % of the steps: before the change -> after the change."
     columns = ("workload", "script", "steps", "25 %", "50 %", "75 %", "end", "verdict")
     return report.make_table(f"One changed line, {outcomes[0]['method']}, {size}", columns, rows, caption)
 

@@ -64,21 +64,21 @@ CHECKPOINTS = (40, 75, 100, 140, 300)
 
 @dataclass
 class Train(Planned):
-    """Train one workload with one optimizer and print the loss along the way."""
+    """Train one workload with one optimizer, and print the loss during training."""
 
     checkpoint_every: int | None = None
-    """Steps between checkpoints, which replace each other, with one at the end; unset: none."""
+    """Steps between checkpoints. Each replaces the previous one, and there is one at the end. Default: none."""
     resume: str | None = None
-    """Checkpoint to go on from, to the bit; auto: the one in --out-dir, if there is one."""
+    """Checkpoint to resume from, to the bit. auto uses the one in --out-dir, if there is one."""
     trust_checkpoint: bool = False
-    """Let the checkpoint hold objects of other packages, as those of some peers do; loading one can run any code."""
+    """Allow checkpoints with objects of other packages, which some optimizers need. Loading them can run any code."""
     evaluate: bool = False
     """At the end take all held-out data, where the workload would take a part of it to save time, and the workload's
     further figures."""
     evaluate_every: int | None = None
-    """Steps between evaluations along the way; unset: none."""
+    """Steps between evaluations during training. Default: none."""
     tensorboard: bool = False
-    """Write for TensorBoard, too, into a folder of --out-dir."""
+    """Also write TensorBoard logs to a folder in --out-dir."""
 
     def run(self) -> int:
         """Run the command, and return 0, or 1 when the loss was no longer finite."""

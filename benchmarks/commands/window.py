@@ -95,18 +95,18 @@ _SPARSE_PASSES = 24  # bytes per parameter: six passes in float32
 
 @dataclass
 class Window(Alone):
-    """Time a step of M-FAC against the floor of memory bandwidth, and count the bytes of its window."""
+    """Compare the time of a step of M-FAC with the floor of memory bandwidth, and count the bytes of its window."""
 
     sizes: tuple[SizeName, ...] = ("resnet20", "autoencoder", "large")
-    """Whose parameters; large is ResNet-18 and resnet50 ResNet-50, for ImageNet."""
+    """Models whose parameter shapes are used. large is ResNet-18 and resnet50 is ResNet-50, for ImageNet."""
     storages: tuple[StorageName, ...] = ANYWHERE
-    """How rows are kept; topk-triton is for a GPU."""
+    """How rows are stored. topk-triton needs a GPU."""
     window_size: int | None = None
-    """Rows; unset: 1024, but of dense ones 512 for the autoencoder and 128 for large and resnet50."""
+    """Number of rows. Default: 1024, but for dense rows 512 (autoencoder) and 128 (large and resnet50)."""
     steps: int = 20
-    """Timed steps of each."""
+    """Number of timed steps of each."""
     memory: bool = True
-    """Measure the peak memory of a step, too."""
+    """Also measure the peak memory of a step."""
 
     def run(self) -> int:
         torch.set_num_threads(self.threads)
@@ -233,13 +233,14 @@ def _time_table(results: Sequence[dict[str, Any]], gemm: Rate) -> Table:
         "copy GB/s": value("copy_gbytes", ".1f"),
     }
     caption = (
-        "Medians (ratios of minima in brackets). Floor: bytes that a step must move over the rate of copying between "
-        f"steps, and m³/3 FLOPs at {gemm.median:.0f} GFLOP/s in float64. Threads: {torch.get_num_threads()}."
+        "Medians (ratios of minima in parentheses). Floor: the time to move the bytes of a step at the rate of copying "
+        f"that was measured between steps, plus m³/3 FLOPs at {gemm.median:.0f} GFLOP/s in float64. "
+        f"Threads: {torch.get_num_threads()}."
     )
     for row in results:
         if "skipped" in row:
             caption += f"\nSkipped: {', '.join(column(row) for column in _CASE.values())}: {row['skipped']}"
-    return report.table_of("Time of a step of M-FAC, window full", results, columns, caption)
+    return report.table_of("Step time of M-FAC with a full window", results, columns, caption)
 
 
 def _byte_table(results: Sequence[dict[str, Any]]) -> Table:
@@ -247,11 +248,12 @@ def _byte_table(results: Sequence[dict[str, Any]]) -> Table:
     columns = {
         **_CASE,
         **{kind: value(kind, ".2f", 1e-6) for kind in (*_STATE, "total")},
-        "dense / these": value("dense_over_state", ".1f"),
+        "dense / this": value("dense_over_state", ".1f"),
         "peak of a step": value("peak_bytes", ".2f", 1e-6),
     }
     caption = (
-        "MB. Dense / these: 4 m d bytes of dense float32 rows over those of window, error and Gram matrix. Total: all "
-        "that memory_usage() counts. Peak: what torch allocates in a step above the level between steps."
+        "All columns are in MB. Dense / this: 4 m d bytes of dense float32 rows, divided by the bytes of window, error "
+        "and Gram matrix. Total: everything that memory_usage() counts. Peak: memory that torch allocates in a step, "
+        "above the level between steps."
     )
     return report.table_of("Memory", rows, columns, caption)

@@ -24,13 +24,13 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from benchmarks.compare import statistics
 from benchmarks.compare.statistics import Results, Run, Target
-from benchmarks.plot import look, styled
+from benchmarks.plot import INK, look, styled
 
 Against = Literal["steps", "seconds"]
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _OURS = 3  # of ours, at most, that a panel names
-_THIN: dict[str, Any] = {"color": "#C8C8C8", "linewidth": 0.8, "zorder": 1}
+_THIN: dict[str, Any] = {"color": INK, "alpha": 0.4, "linewidth": 0.8, "zorder": 1}
 _LOG_FROM = 5  # ratio of the largest to the smallest loss
 _HEIGHT, _FOOT, _LINE = 3.7, 0.7, 0.19  # inches: of the axes, of what lies below, of one line of the legend
 _COLUMNS, _ROW, _HEAD, _BELOW = 4, 1.75, 0.25, 0.55  # of small panels, the rest in inches
@@ -171,7 +171,7 @@ def cut_off(results: Results) -> list[str]:
 
 def _dress(axes: Axes, courses: Sequence[Course]) -> None:
     """Show from the lowest loss to where most curves begin; one that rises beyond leaves the panel."""
-    axes.grid(axis="y", color="0.9", linewidth=0.6)
+    axes.grid(axis="y")
     axes.set_axisbelow(True)
     if not courses:
         return

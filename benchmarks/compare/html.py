@@ -60,7 +60,7 @@ code { font: .85em/1.5 ui-monospace, Menlo, Consolas, monospace; overflow-wrap: 
 @media (max-width: 600px) { body { padding: .5rem .4rem 2rem; } section, header { padding: .8rem .8rem; }
   dl { grid-template-columns: 1fr; gap: 0; } dd { margin: 0 0 .45rem; } }
 """
-_MADE_UP = "Made-up data of the real format: the code paths ran, the figures below mean nothing."
+_MADE_UP = "The data was generated at random in the real format: the code ran, but the numbers below mean nothing."
 
 
 def write_report(results: dict[str, Any], path: Path) -> None:
@@ -119,7 +119,7 @@ def _tiles(results: Results) -> str:
     tiles = [("met" if best.everywhere else "missed", f"{best.reached} of {best.seeds}", seeds)]
     answer = wording.verdict(best.met(aim))
     tiles.append((answer, wording.share(best.steps_share), f"of {target.label}'s steps; target {aim:g}: {answer}"))
-    seconds = f"of the seconds of {target.label}'s whole run, up to where that loss is reached"
+    seconds = f"of the seconds of {target.label}'s full run, until that loss is reached"
     tiles.append(("plain", wording.share(best.seconds_share), seconds))
     items = (f'<li class="{kind}"><b>{escape(big)}</b><span>{escape(text)}</span></li>' for kind, big, text in tiles)
     return f'<ul class="tiles">{"".join(items)}</ul>'
@@ -129,15 +129,14 @@ def _facts(results: Results) -> list[tuple[str, str]]:
     """Return what was run and where, the values as HTML."""
     held_out = "all held-out data" if results.get("everything") else "the workload's sample of held-out data"
     scaled = ", scaled to its speed at the start by steps of SGD in between" if results.get("reference_seconds") else ""
-    processor = f"of the processor{scaled}"
-    clock = processor if results["clock"] == "processor" else "of the clock on the wall"
+    clock = f"processor time{scaled}" if results["clock"] == "processor" else "wall-clock time"
     facts = [
         ("workload", f"{results['workload']}, size {results['size']}: {results['examples']} training examples"),
         ("full run", f"{results['steps']} steps of {results['batch_size']} examples"),
         ("loss", f"training loss, {results['loss']}"),
         ("metric", f"{results['metric']} on {held_out}; {results['metric_better']} is better"),
-        ("schedule", f"{results['schedule']}; an optimizer that is its own schedule keeps it"),
-        ("seconds", f"{clock}; zero_grad, forward, backward and step, without drawing batches or evaluating"),
+        ("schedule", f"{results['schedule']}; an optimizer with its own schedule keeps it"),
+        ("seconds", f"{clock} of zero_grad, forward, backward and step, without drawing batches or evaluating"),
     ]
     if changes := results.get("workload_settings"):
         facts.append(("changed in the workload", _keywords(changes)))
@@ -161,7 +160,7 @@ def _machine(results: Results, index: int) -> str:
     threads = f"{known['threads']} thread{'s' * (known['threads'] != 1)}"
     return (
         f"{known['processor']}, {threads}, {known['date']}, Python {known['python']}, "
-        f"torch {known['torch']}; measured beside its {runs} runs: matrix products {gemm['median']:g} GFLOP/s "
+        f"torch {known['torch']}; measured next to its {runs} runs: matrix products {gemm['median']:g} GFLOP/s "
         f"(best {gemm['best']:g}), copying {copying['median']:g} GB/s (best {copying['best']:g})"
     )
 
@@ -212,11 +211,11 @@ def _losses(results: Results) -> str:
         for key in shown
     )
     longer = figures.cut_off(results)
-    more = f" Runs that go on beyond the panel of seconds: {', '.join(longer)}." if longer else ""
+    more = f" Runs that continue beyond the panel of seconds: {', '.join(longer)}." if longer else ""
     caption = (
-        "Mean over the seeds; shaded: their range. Reference: the best first-order optimizer. "
-        "Tinted corner: the target, a loss not above the line within its share of the steps. "
-        f"A dot ends short runs, a cross a run that did not finish.{more}"
+        "Lines are means over the seeds, and bands show their range. The reference is the best first-order optimizer. "
+        "The tinted corner is the target: a loss not above the line within its share of the steps. "
+        f"Short runs end with a dot, and runs that did not finish end with a cross.{more}"
     )
     return f"<section>\n<h2>Loss against steps and seconds</h2>\n{_figure(drawn, 'pair', caption)}</section>"
 
@@ -234,10 +233,10 @@ def _each(results: Results) -> str:
         return ""
     drawn = figures.svg(figures.each_figure(results), "each", "Training loss of every optimizer, one panel each")
     caption = (
-        "Lowest final loss first, with the range of the seeds. Grey: all others. Thin line: the final loss of the best "
-        "first-order optimizer. A cross: a run that did not finish."
+        "Optimizers are sorted by final loss, and bands show the range of the seeds. The other optimizers are gray. "
+        "The thin line is the final loss of the best first-order optimizer. A cross marks a run that did not finish."
     )
-    return f"<section>\n<h2>Every optimizer on its own</h2>\n{_figure(drawn, 'box wide', caption)}</section>"
+    return f"<section>\n<h2>Each optimizer</h2>\n{_figure(drawn, 'box wide', caption)}</section>"
 
 
 def _settings(results: Results) -> str:

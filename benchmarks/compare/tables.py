@@ -13,6 +13,8 @@ from benchmarks.compare.wording import NOTHING, number, seconds, share, verdict
 from benchmarks.report import make_table
 from benchmarks.runner import WINDOW
 
+_SENTENCE = 50  # letters from which a column is text, which is aligned on the left
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -40,7 +42,9 @@ def summary_tables(results: Results) -> list[Table]:
 
 def markdown_table(table: Rows) -> str:
     """Return one table as Markdown: its title in bold, the rows, the caption."""
-    head = [_line(table.columns), "|" + "|".join([" :--- ", *[" ---: "] * (len(table.columns) - 1)]) + "|"]
+    texts = {0, *(place for row in table.rows for place, cell in enumerate(row) if len(cell) > _SENTENCE)}
+    sides = [" :--- " if place in texts else " ---: " for place in range(len(table.columns))]
+    head = [_line(table.columns), "|" + "|".join(sides) + "|"]
     text = "\n".join([f"**{plain(table.title)}**", "", *head, *map(_line, table.rows)])
     return f"{text}\n\n{plain(table.caption)}" if table.caption else text
 
@@ -71,16 +75,17 @@ def result_rows(results: Results) -> Rows:
         f"Full runs: {results['workload']} ({results['size']}), {results['steps']} steps",
         (*columns, "s", "÷ SGD", "MB", "runs"),
         rows,
-        f"Loss: {results['loss']}, at the end; mean, standard deviation and range over the seeds. "
-        f"{results['metric']}: mean over the seeds, {low}. s: seconds of the {_clock(results)}. ÷ SGD: of a step, over "
-        "SGD's. MB: state of the optimizer. Rate: multiple of the recipe's. Runs: those that finished, of all. Kind: "
-        "second order is what uses curvature of the loss; Muon, Shampoo, SOAP and the like stand with the first.",
+        f"Loss is the {results['loss']} at the end, with its mean, standard deviation and range over the seeds. "
+        f"The {results['metric']} is a mean over the seeds ({low}). Rate is a multiple of the recipe's learning rate. "
+        f"The column s has {_clock(results)} seconds, and ÷ SGD is the time of a step relative to SGD. MB is the size "
+        "of the optimizer's state. Runs counts those that finished, of all. Kind: methods that use the curvature of "
+        "the loss are second order; Muon, Shampoo, SOAP and others that use gradients only are first order.",
         _ours([s.ours for s in found]),
     )
 
 
 def _clock(results: Results) -> str:
-    return "processor" if results["clock"] == "processor" else "wall clock"
+    return "processor" if results["clock"] == "processor" else "wall-clock"
 
 
 def _finals(results: Results) -> list[Run]:
@@ -133,10 +138,11 @@ def reach_rows(results: Results, target: Target) -> Rows:
             "target",
         ),
         tuple(_reach(item, aim) for item in found),
-        f"Shares are of a full run of {target.label}: {target.steps:.0f} steps, {seconds(target.seconds)} s. Full runs "
-        f"count up to the first of two consecutive points of their curve, or the last one, whose mean of {WINDOW} "
-        "steps is at most that loss, short ones as a whole, if they end there. Means over the seeds that got there. "
-        f"Target, for ours: every seed gets there, within {aim:g} of the steps.",
+        f"Shares are relative to a full run of {target.label}: {target.steps:.0f} steps, {seconds(target.seconds)} s. "
+        f"A full run has reached the loss at the first of two consecutive points of its curve (or at its last point) "
+        f"whose mean of {WINDOW} steps is at most that loss. A short run has reached it if it ends at most there, and "
+        "it counts with all of its steps. Steps and seconds are means over the seeds that reached the loss. The target "
+        f"for our methods: every seed reaches the loss within {aim:g} of the steps.",
         _ours([item.ours for item in found]),
     )
 
@@ -167,11 +173,11 @@ def sift_rows(results: Results) -> Rows:
         rows.append((statistics.label_of(results, name), *cells, str(len(tried[name])), edge))
     steps = sorted({run["steps"] for run in statistics.select(results, "sift")})
     return Rows(
-        "Learning rates that were tried",
+        "Learning rates tried",
         ("optimizer", *(f"× {factor:.3g}" for factor in factors), "tried", "best is last"),
         tuple(rows),
-        f"Loss after {', '.join(map(str, steps))} steps, by multiple of the recipe's learning rate; *: the best, which "
-        "full runs took. Best is last: no rate beyond the best one was tried.",
+        f"Loss after {', '.join(map(str, steps))} steps, by multiple of the recipe's learning rate. An asterisk marks "
+        "the best one, which full runs use. Best is last: no rate beyond the best one was tried.",
         _ours([bool(statistics.select(results, optimizer=name)[0]["ours"]) for name in names]),
     )
 
@@ -187,9 +193,9 @@ def failure_rows(results: Results) -> Rows:
     broken = statistics.unfinished(results)
     return Rows(
         "Runs that did not finish",
-        ("optimizer", "phase", "rate ×", "seed", "what happened"),
+        ("optimizer", "phase", "rate ×", "seed", "reason"),
         tuple((r["label"], r["phase"], f"{r['factor']:.3g}", str(r["seed"]), why) for r, why in broken),
-        "They count among the seeds, as having reached nothing. Diverged: a loss that was not finite, or whose mean at "
-        "the end was above twice the first one.",
+        "These runs count among the seeds as runs that never reached the target. A run has diverged if a loss is not "
+        "finite, or if the mean at the end is above twice the first loss.",
         _ours([bool(run["ours"]) for run, _ in broken]),
     )

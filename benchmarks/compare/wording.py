@@ -1,4 +1,4 @@
-"""What a comparison says in words: numbers as text, and the sentences above its tables."""
+"""A comparison in words: numbers as text, and the sentences around its tables."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def share(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Return seconds with three significant digits, whole ones from a hundred on."""
+    """Return seconds with three significant digits, or without decimals from 100 on."""
     if value is None:
         return NOTHING
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
@@ -35,7 +35,10 @@ def kind(ours: bool, order: str) -> str:
 
 
 def joined(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    if len(words) < 2:
+        return "".join(words)
+    between, last = ("; ", "; and ") if any("," in word for word in words) else (", ", " and ")
+    return last.join([between.join(words[:-1]), words[-1]])
 
 
 def summary(results: Results) -> list[str]:
@@ -57,7 +60,7 @@ def _reference(results: Results, target: Target) -> list[str]:
         f"({_over_seeds(found)}) after {target.steps:.0f} steps and {seconds(target.seconds)} s."
     ]
     if lower := statistics.passed_over(results):
-        said.append(f"{joined(lower)} ended lower where all went well, but not every seed finished.")
+        said.append(f"{joined(lower)} ended lower in the runs that finished, but not with every seed.")
     return said
 
 
@@ -68,14 +71,14 @@ def _over_seeds(values: Spread) -> str:
 def _verdict(results: Results, target: Target) -> list[str]:
     share_of_steps, best = results["share_target"], statistics.best_of_ours(results, target)
     if best is None:
-        return ["None of ours took part."]
-    aim = f"Target: {share_of_steps:g} of the steps"
+        return ["No method of this package took part."]
+    aim = f"The target of {share_of_steps:g} of the steps is"
     if not best.reached:
-        return [f"None of ours reached that loss{_nearest(best)}.", f"{aim}: missed."]
-    why = "" if best.everywhere else ", because every seed has to get there"
+        return [f"None of our methods reached that loss{_nearest(best)}.", f"{aim} missed."]
+    why = "" if best.everywhere else ", because every seed has to reach the loss"
     count = len({run["optimizer"] for run in statistics.select(results, "final") if run["ours"]})
-    head = "Best of ours" if count <= 1 else f"Best of {count} of ours"
-    return [f"{head}: {_passage(best, target)}.", f"{aim}: {verdict(best.met(share_of_steps))}{why}."]
+    head = "Of our methods" if count <= 1 else f"Of our {count} methods"
+    return [f"{head}, {_passage(best, target)}.", f"{aim} {verdict(best.met(share_of_steps))}{why}."]
 
 
 def verdict(met: bool) -> str:
@@ -89,9 +92,9 @@ def _nearest(best: Reach) -> str:
 
 
 def _passage(best: Reach, target: Target) -> str:
-    how = "in runs with a short schedule" if best.phase == "short" else "on the way of full runs"
+    how = "in runs with a short schedule" if best.phase == "short" else "within full runs"
     return (
-        f"{best.label} reached that loss in {share(best.steps_share)} of {target.label}'s steps and "
+        f"{best.label} is the best: it reached that loss in {share(best.steps_share)} of {target.label}'s steps and "
         f"{share(best.seconds_share)} of its seconds, {how} ({best.reached} of {_seeds(best.seeds)})"
     )
 
@@ -100,8 +103,8 @@ def _second(results: Results, target: Target) -> list[str]:
     best = statistics.best_of_ours(results, target)
     head = f"{target.label} ended at {number(target.loss)} ({seconds(target.seconds)} s)"
     if best is None or not best.reached:
-        return [f"{head}, which none of ours reached{_nearest(best) if best else ''}."]
-    return [f"{head}: {_passage(best, target)}."]
+        return [f"{head}, a loss that none of our methods reached{_nearest(best) if best else ''}."]
+    return [f"{head}. For this loss, {_passage(best, target)}."]
 
 
 def _lowest(results: Results) -> list[str]:
@@ -109,12 +112,12 @@ def _lowest(results: Results) -> list[str]:
     if not known:
         return []
     winner, loss = known[0]
-    whose = "one of ours" if winner.ours else f"{winner.order} order"
-    return [f"Lowest final loss of all: {winner.label} ({whose}), {number(loss.mean)}."]
+    whose = "ours" if winner.ours else f"{winner.order} order"
+    return [f"The lowest final loss is that of {winner.label} ({whose}): {number(loss.mean)}."]
 
 
 def _broken(results: Results) -> list[str]:
-    """Return one sentence that counts the runs that did not finish by optimizer, over all phases."""
+    """Return one sentence that counts the runs that did not finish, by optimizer and over all phases."""
     broken = statistics.unfinished(results)
     if not broken:
         return [f"All {len(results['runs'])} runs finished."]
@@ -124,9 +127,17 @@ def _broken(results: Results) -> list[str]:
 
 
 def fairness(results: Results) -> list[str]:
-    budget = [*_trials(results), *_fewer(results), *_shorter(results)]
-    told = [*_keywords(results), *_notes(results)]
-    return [*budget, *_edges(results), *_strayed(results), *_machines(results), *told]
+    return [*_limits(results), *_keywords(results), *_notes(results)]
+
+
+def budget(results: Results) -> list[str]:
+    """Return how the budget was shared out and what limits the comparison, without the sources of the settings."""
+    return [*_limits(results), *_notes(results)]
+
+
+def _limits(results: Results) -> list[str]:
+    shared = [*_trials(results), *_fewer(results), *_shorter(results)]
+    return [*shared, *_edges(results), *_strayed(results), *_machines(results)]
 
 
 def _trials(results: Results) -> list[str]:
@@ -134,13 +145,13 @@ def _trials(results: Results) -> list[str]:
     sifted = statistics.select(results, "sift")
     seeds = max((s.seeds for s in statistics.summaries(results)), default=0)
     least = min((s.seeds for s in statistics.summaries(results) if s.seeds), default=0)
-    after = f"the best rate then ran for all {results['steps']} steps with {_seeds(least)}"
+    after = f"The best rate then ran for all {results['steps']} steps with {_seeds(least)}"
     if not sifted or high <= 1:
-        return [f"No learning rates were sifted: each optimizer ran with that of its recipe, {_seeds(seeds)}."]
+        return [f"No learning rates were tried: each optimizer ran with that of its recipe, with {_seeds(seeds)}."]
     rates = f"{low} learning rates" if low == high else f"{low} to {high} learning rates"
-    more = "" if low == high else " (the same row for all, and more where the best one was the last of its row)"
-    head = f"Equal budgets: every optimizer had {rates}{more}, each for {sifted[0]['steps']} steps; "
-    return [f"{head}{after}.", *_second_rates(results, seeds)]
+    more = "" if low == high else " (the same ones for all, and more where the best one was the last of them)"
+    head = f"Every optimizer tried {rates}{more}, each for {sifted[0]['steps']} steps."
+    return [f"{head} {after}.", *_second_rates(results, seeds)]
 
 
 def _second_rates(results: Results, seeds: int) -> list[str]:
@@ -154,7 +165,8 @@ def _second_rates(results: Results, seeds: int) -> list[str]:
     if not told:
         return []
     return [
-        f"These also ran whole at the next lower rate, and with {_seeds(seeds)} at the better one: {'; '.join(told)}."
+        f"The leaders also completed a run at the next lower rate. The better rate then ran with {_seeds(seeds)}. "
+        f"Losses of the first seed, by multiple of the recipe's rate: {'; '.join(told)}."
     ]
 
 
@@ -167,7 +179,7 @@ def _fewer(results: Results) -> list[str]:
     most = max((s.seeds for s in found), default=0)
     expected = {1} if statistics.select(results, "long") else set()  # of those that did not lead
     fewer = [f"{s.label} {s.seeds}" for s in found if s.seeds < most and s.seeds not in expected]
-    return [f"Fewer full runs than {most}: {', '.join(fewer)}."] if fewer else []
+    return [f"These have fewer full runs than {most}: {', '.join(fewer)}."] if fewer else []
 
 
 def _shorter(results: Results) -> list[str]:
@@ -185,7 +197,7 @@ def _edges(results: Results) -> list[str]:
     labels = [statistics.label_of(results, name) for name in named if statistics.at_edge(results, name)]
     if not labels:
         return []
-    return [f"The best learning rate is the last one tried for {joined(labels)}: a wider row might do better."]
+    return [f"For {joined(labels)}, the best learning rate is the last one tried, so a wider search might do better."]
 
 
 def _strayed(results: Results) -> list[str]:
@@ -193,34 +205,43 @@ def _strayed(results: Results) -> list[str]:
     two = {run["label"] for run in statistics.select(results, "long")}
     labels = [label for label, ran, best in pairs if ran and best and statistics.rounded(ran) != best]
     labels = [label for label in labels if label not in two]
-    return [f"Full runs of {joined(labels)} took another rate than the best of the trials."] if labels else []
+    return [f"Full runs of {joined(labels)} used another rate than the best one of the trials."] if labels else []
 
 
 def _machines(results: Results) -> list[str]:
     used = sorted({run["machine"] for run in results["runs"]})
     machines = [results["machines"][index] for index in used]
     if len({machine["processor"] for machine in machines}) > 1:
-        return ["The runs are of different processors: their seconds are not comparable."]
+        return ["The runs used different processors, so their seconds are not comparable."]
     rates = [machine["gemm_gflops"]["median"] for machine in machines]
     if rates and max(rates) > _DIFFERENT * min(rates):
         return [
-            f"Matrix products ran at {min(rates):g} to {max(rates):g} GFLOP/s on different days or hours: "
-            "seconds compare only that well."
+            f"The speed of the machine varied: matrix products ran at {min(rates):g} to {max(rates):g} GFLOP/s at "
+            "different times. Seconds are only as comparable as that."
         ]
     return []
 
 
+def sources(results: Results) -> dict[str, str]:
+    """Return where the settings beyond the rate come from, for each optimizer."""
+    found = {run["label"]: _source(results, run) for run in results["runs"]}  # the last run of each
+    tuned = "tuned here, for each workload"
+    return {label: tuned if source.startswith(TUNED) else source for label, source in found.items() if source}
+
+
 def _keywords(results: Results) -> list[str]:
-    """Return whose keywords beyond the rate were tuned by workload, and whose are those of its authors."""
-    sources = {run["label"]: _source(results, run) for run in results["runs"]}  # the last run of each
-    tuned = [label for label, source in sources.items() if source.startswith(TUNED)]
-    others = [f"{label} ({source})" if source else label for label, source in sources.items() if label not in tuned]
-    said = [f"Keywords beyond the rate were tuned here, workload by workload, for {'; '.join(tuned)}."] if tuned else []
-    return said + ([f"These have those of their authors: {'; '.join(others)}."] if others else [])
+    """Return for whom keywords beyond the rate were tuned by workload, and who has those of its authors."""
+    found = {run["label"]: _source(results, run) for run in results["runs"]}
+    tuned = [label for label, source in found.items() if source.startswith(TUNED)]
+    others = [f"{label} ({source})" if source else label for label, source in found.items() if label not in tuned]
+    said = (
+        [f"Other settings than the rate were tuned here, for each workload, for {'; '.join(tuned)}."] if tuned else []
+    )
+    return said + ([f"The others use the settings of their authors: {'; '.join(others)}."] if others else [])
 
 
 def _source(results: Results, run: Run) -> str:
-    """Return who found the keywords of a run; files of an earlier time do not say, the recipe does."""
+    """Return who found the settings of a run; older files do not contain it, but the recipe does."""
     if run.get("source"):
         return str(run["source"])
     try:
@@ -230,7 +251,7 @@ def _source(results: Results, run: Run) -> str:
 
 
 def _notes(results: Results) -> list[str]:
-    """Return what has to be known of single optimizers, each note once, such as at which point losses were taken."""
+    """Return each note on single optimizers once, such as at which point losses were taken."""
     labels: dict[str, dict[str, None]] = {}
     for run in results["runs"]:
         if run.get("note"):

@@ -1,6 +1,6 @@
-"""Recipes of the optimizers of other projects: where a search for their rates starts.
+"""Recipes of third-party optimizers: the settings from which a search for their learning rates starts.
 
-Every table follows AdamW's rates, which stand in ``benchmarks/recipes``, so that a new workload has a recipe at once.
+Every table follows AdamW's rates, which are in ``benchmarks/recipes``, so that a new workload has a recipe at once.
 """
 
 from collections.abc import Callable
@@ -11,19 +11,25 @@ from benchmarks.recipes.types import COSINE, Recipe, Schedule, Settings
 WARMUP = Schedule("constant", 0.05)
 """Of methods that average: the rate rises over a twentieth of the run, and stays."""
 
-_HERE = "rates tuned here on digits, autoencoder and chargpt of size smoke"
-_MUON = f"{_HERE}, AdamW's as in its own recipe; the rest is of github.com/KellerJordan/Muon, README"
-_SOAP = f"{_HERE}; betas, decay and interval of github.com/nikhilvyas/SOAP, README"
-_SHAMPOO = "graft from Adam at AdamW's own rate, as github.com/facebookresearch/optimizers, README, example 2, has it"
-_KRON = f"{_HERE}; github.com/evanatyourservice/kron_torch, README, starts long runs at a third of AdamW's rate"
-_SINGD = f"{_HERE}; normalised steps of the factors, as the package's documentation advises"
-_SCHEDULE_FREE = "AdamW's rate times 3; github.com/facebookresearch/schedule_free, README, says times 1 to 10"
-_KFAC_PYTORCH = (
-    "github.com/gpauloski/kfac-pytorch, defaults of examples/torch_cifar10_resnet.py; kl_clip, which sets the step, on "
-    "autoencoder tuned here, size smoke"
+_HERE = "learning rates tuned here on digits, autoencoder and chargpt of size smoke"
+_MUON = f"{_HERE}, AdamW's rate from its own recipe; everything else from github.com/KellerJordan/Muon, README"
+_SOAP = f"{_HERE}; betas, decay and interval from github.com/nikhilvyas/SOAP, README"
+_SHAMPOO = (
+    "grafted from Adam at AdamW's own learning rate, as in github.com/facebookresearch/optimizers, README, example 2"
 )
-_META_SHAMPOO = "graft from Adam at AdamW's own rate: github.com/facebookresearch/optimizers, README, example 2"
-_IST_MFAC = f"{_HERE}; damping of github.com/IST-DASLab/M-FAC, optim.py, but for autoencoder"
+_KRON = f"{_HERE}; github.com/evanatyourservice/kron_torch, README, recommends a third of AdamW's rate for long runs"
+_SINGD = f"{_HERE}; normalized steps of the factors, as the package's documentation recommends"
+_SCHEDULE_FREE = (
+    "three times AdamW's learning rate; github.com/facebookresearch/schedule_free, README, recommends 1 to 10 times"
+)
+_KFAC_PYTORCH = (
+    "defaults of examples/torch_cifar10_resnet.py from github.com/gpauloski/kfac-pytorch; kl_clip, which determines "
+    "the step length, was tuned here for autoencoder at size smoke"
+)
+_META_SHAMPOO = (
+    "grafted from Adam at AdamW's own learning rate: github.com/facebookresearch/optimizers, README, example 2"
+)
+_IST_MFAC = f"{_HERE}; damping from github.com/IST-DASLab/M-FAC, optim.py, except for autoencoder"
 
 _OVER_WORDS = ("chargpt", "multi30k", "gpt2_small")
 """Workloads whose loss is a mean over sequences, too."""
@@ -105,7 +111,7 @@ def _ist_mfac(workload: str, _: float) -> Settings:
 MUON = _recipes(_muon, _MUON, searched=("lr", "adamw_lr"))
 MUON_SHORT = _recipes(
     lambda *given: {**_muon(*given), "momentum": 0.85},
-    f"{_MUON}, but for the momentum, which short runs want to be less",
+    f"{_MUON}, except for the momentum, which is lower because the runs are short",
     searched=("lr", "adamw_lr"),
 )
 SOAP = _recipes(_soap, _SOAP)
@@ -116,8 +122,8 @@ SCHEDULE_FREE = _recipes(
     lambda _, rate: {"lr": _times(rate, 3)},
     _SCHEDULE_FREE,
     WARMUP,
-    note="no schedule but its own warm-up; losses of training are at its point of gradients, the held-out metric at "
-    "the average",
+    note="it has no schedule except its own warm-up; training losses are measured where it takes gradients, and the "
+    "held-out metric at the averaged weights",
 )
 KFAC_PYTORCH = _recipes(_kfac_pytorch, _KFAC_PYTORCH, searched=("lr", "clip_root"))
 DISTRIBUTED_SHAMPOO = _recipes(_meta_shampoo, _META_SHAMPOO)

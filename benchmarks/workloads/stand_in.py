@@ -24,7 +24,7 @@ def found_or_made_up(
         if _missing(name, Path(spare), size, changes):
             raise missing
         if talk:
-            print(f"{name}: no data in {data_dir}, so made-up data of the same format stands in")
+            print(f"{name}: no data in {data_dir}, so made-up data of the same format is used")
         yield Path(spare), True
 
 

@@ -36,7 +36,7 @@ def _keep_threads():
 @pytest.fixture
 def _no_plots(monkeypatch):
     """For tests that look at something else: a plot takes longer than the run."""
-    monkeypatch.setattr(analyse, "plot_analysis", lambda folder: [])
+    monkeypatch.setattr(analyse, "plot_analysis", lambda folder, suffix: [])
 
 
 def _run(folder, *words):

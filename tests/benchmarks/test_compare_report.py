@@ -159,7 +159,7 @@ def test_the_reference_is_the_lowest_mean_of_the_first_order_all_of_whose_seeds_
     assert [(t.optimizer, t.loss) for t in statistics.targets(results)] == [("muon", 0.3), ("adamw", 0.4)]
     broken = make_results(*runs, make_run("muon", seed=1, diverged=True))
     assert (statistics.best_first(broken), statistics.passed_over(broken)) == ("adamw", ["MUON"])
-    assert "MUON ended lower where all went well, but not every seed finished." in wording.summary(broken)
+    assert "MUON ended lower in the runs that finished, but not with every seed." in wording.summary(broken)
     without = make_results(make_run("adamw", diverged=True), make_run("kfac"))
     assert (statistics.best_first(without), statistics.targets(without)) == (None, [])
     assert "no reference yet" in wording.summary(without)[0]
@@ -225,40 +225,42 @@ def test_every_run_that_did_not_finish_is_told_with_its_reason(field):
 # ---------------------------------------------------------------------- words
 def test_the_verdict():
     for seeds, told in [
-        ([(0.6, 0.5)], "(1 of 1 seed). Target: 0.2 of the steps: met."),  # at its very share
-        ([(0.7, 0.6, 0.5)], "Target: 0.2 of the steps: missed."),
-        ([(0.7, 0.6)], "None of ours reached that loss; the nearest, KFAC, ended at 0.6000. Target: 0.2 of the steps"),
-        ([(0.6, 0.5), (0.6, 0.6)], "(1 of 2 seeds). Target: 0.2 of the steps: missed, because every seed"),
-        ([(0.6, 0.5)], "KFAC reached that loss in 0.20 of ADAMW's steps and 0.20 of its seconds"),
+        ([(0.6, 0.5)], "(1 of 1 seed). The target of 0.2 of the steps is met."),  # at its very share
+        ([(0.7, 0.6, 0.5)], "The target of 0.2 of the steps is missed."),
+        ([(0.7, 0.6)], "None of our methods reached that loss; the nearest, KFAC, ended at 0.6000. The target of 0.2"),
+        ([(0.6, 0.5), (0.6, 0.6)], "(1 of 2 seeds). The target of 0.2 of the steps is missed, because every seed"),
+        ([(0.6, 0.5)], "KFAC is the best: it reached that loss in 0.20 of ADAMW's steps and 0.20 of its seconds"),
     ]:
         runs = [make_run("kfac", "short", seed, losses) for seed, losses in enumerate(seeds)]
         assert told in " ".join(wording.summary(make_results(REFERENCE, *runs)))
     both = make_results(REFERENCE, *(make_run(name, losses=(0.6, 0.5)) for name in ("kfac", "ggt")))
-    assert any(sentence.startswith("Best of 2 of ours: KFAC reached") for sentence in wording.summary(both))
+    assert any(
+        sentence.startswith("Of our 2 methods, KFAC is the best: it reached") for sentence in wording.summary(both)
+    )
 
 
 def test_budgets_are_stated(field):
     said = wording.fairness(field)
-    assert said[0].startswith("Equal budgets: every optimizer had 3 learning rates, each for 100 steps;")
+    assert said[0].startswith("Every optimizer tried 3 learning rates, each for 100 steps. The best rate")
     assert "No first-order optimizer had such runs." in said[1]
     fewer = make_results(make_run(), make_run(seed=1), make_run("kfac"), make_run("ggt", "sift", diverged=True))
-    assert "Fewer full runs than 2: KFAC 1, GGT 0." in wording.fairness(fewer)
+    assert "These have fewer full runs than 2: KFAC 1, GGT 0." in wording.fairness(fewer)
 
 
 def test_second_rates_are_told():
     trials = [make_run(name, "sift", factor=f) for name in ("kfac", "adamw") for f in (1.0, 3.0)]
     other = make_run("kfac", "long", factor=3.0, losses=(1.0, 0.7))
     said = wording.fairness(make_results(*trials, make_run("kfac"), make_run("kfac", seed=1), other, make_run()))
-    assert said[0].endswith("the best rate then ran for all 600 steps with 1 seed.")
+    assert said[0].endswith("The best rate then ran for all 600 steps with 1 seed.")
     assert said[1] == (
-        "These also ran whole at the next lower rate, and with 2 seeds at the better one: "
-        "KFAC 0.5000 at × 1 and 0.7000 at × 3."
+        "The leaders also completed a run at the next lower rate. The better rate then ran with 2 seeds. Losses of the "
+        "first seed, by multiple of the recipe's rate: KFAC 0.5000 at × 1 and 0.7000 at × 3."
     )
-    assert not any("Fewer" in text or "another rate" in text for text in said)
+    assert not any("fewer" in text or "another rate" in text for text in said)
     trials = [make_run("kfac", "sift", factor=f, losses=(1.0, loss)) for f, loss in ((1.0, 0.5), (3.0, 0.4))]
     for factor, strayed in ((1.0, True), (3.0000001, False)):
         said = wording.fairness(make_results(*trials, make_run("kfac", factor=factor)))
-        assert any("KFAC took another rate" in text for text in said) == strayed
+        assert any("KFAC used another rate" in text for text in said) == strayed
 
 
 def test_machines_that_differ_are_told():
@@ -272,13 +274,13 @@ def test_machines_that_differ_are_told():
 def test_whose_keywords_were_tuned_is_told_by_the_sources():
     runs = [make_run("kfac", source="tuned here"), make_run("adamw", source="tuned here")]
     assert wording.fairness(make_results(*runs, make_run("muon", source="its README")))[-2:] == [
-        "Keywords beyond the rate were tuned here, workload by workload, for KFAC; ADAMW.",
-        "These have those of their authors: MUON (its README).",
+        "Other settings than the rate were tuned here, for each workload, for KFAC; ADAMW.",
+        "The others use the settings of their authors: MUON (its README).",
     ]
     older = make_results(make_run("kfac"), make_run("muon"), make_run("gone", label="GONE"))
     tuned, others = wording.fairness(older)[-2:]  # runs without a source: that of their recipes
     assert tuned.endswith("for KFAC; GONE.")
-    assert re.match(r"These have those of their authors: MUON \(.+\)\.$", others)
+    assert re.match(r"The others use the settings of their authors: MUON \(.+\)\.$", others)
     noted = [make_run(name, seed=seed, note="as it is") for name in ("muon", "adamw") for seed in range(2)]
     said = wording.fairness(make_results(*noted, make_run("sgd", note="other")))
     assert said[-2:] == ["MUON and ADAMW: as it is.", "SGD: other."]
@@ -391,7 +393,12 @@ def test_runs_beyond_the_panel_are_named():
 def test_the_terminal_shows_every_optimizer_and_table(field):
     out = io.StringIO()
     Console(file=out, width=200).print(*tables.summary_tables(field))
-    titles = ("Reaching the final loss of Muon", "Reaching the final loss of AdamW", "did not finish", "were tried")
+    titles = (
+        "Reaching the final loss of Muon",
+        "Reaching the final loss of AdamW",
+        "did not finish",
+        "Learning rates tried",
+    )
     assert all(told in out.getvalue() for told in (*titles, *(label for label, *_ in FIELD.values())))
     for block in map(tables.markdown_table, tables.all_rows(field)):
         rows = [line for line in block.splitlines() if line.startswith("|")]
@@ -416,4 +423,4 @@ def test_the_overview_has_one_row_for_each_workload_and_judges_no_seconds(field)
     results = make_results(REFERENCE, make_run("kfac", losses=(0.4,) * 10))
     table = best_rows([results])
     found = dict(zip(table.columns, table.rows[0], strict=True))
-    assert (found["share of seconds"], found["whole run, seconds"]) == ("0.10", "1.00")
+    assert (found["share of seconds"], found["complete run, seconds"]) == ("0.10", "1.00")

@@ -1,6 +1,7 @@
 """The experiments of the evidence: cells that are kept, bytes held and planned, commands at tiny size."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -285,7 +286,7 @@ def test_a_window_that_lost_a_run_has_bytes_and_no_loss(monkeypatch):
         drawn.extend(len(axes.lines[0].get_xdata()) for axes in figure.axes)
 
     monkeypatch.setattr(Figure, "savefig", record)
-    density._plot([row, density._summary(entry, [run, run])], "", None)
+    density.draw_densities([row, density._summary(entry, [run, run])], "", Path("density.png"))
     assert drawn == [1, 2]
 
 

@@ -86,7 +86,7 @@ def test_linalg_command(tmp_path, capsys):
             assert result["update"] in printed
             assert len(result["times"]) == 2
             assert result["speed"] is None if result["update"] == "none" else result["speed"] > 0
-    assert "5% of it new" in printed
+    assert "of which 5% is new" in printed
     assert [(r["n"], r["update"]) for r in found["polars"]] == [
         (n, p) for n in (8, 24) for p in ("float32", "bfloat16")
     ]
