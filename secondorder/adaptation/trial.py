@@ -64,7 +64,7 @@ class Snapshot:
         return cls({p: p.detach().clone() for p in states}, kept)
 
     def undo(self) -> None:
-        """Restore everything, to the bit."""
+        """Restore everything, bit for bit."""
         with torch.no_grad():
             for p, value in self.values.items():
                 p.copy_(value)

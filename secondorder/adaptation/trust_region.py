@@ -65,7 +65,7 @@ class TrustRegion:
         return self.adaptation.adaptive_damping
 
     def check_module(self, root: nn.Module | None) -> None:
-        """Refuse a module that cannot run again.
+        """Reject a module that cannot run again.
 
         Raises:
             NotImplementedError: If the model has several parts and no forward.
@@ -77,7 +77,7 @@ class TrustRegion:
             )
 
     def refuse(self) -> None:
-        """Refuse parameters or blocks if this rank has only a part of them.
+        """Reject parameters or blocks if this rank has only a part of them.
 
         Raises:
             NotImplementedError: If there are any.

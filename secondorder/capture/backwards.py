@@ -72,7 +72,7 @@ class Backwards:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew, after a step."""
+        """Begin again, after a step."""
         self.has_run = self.accumulated = self.returned = self.is_unclear = self._is_mixed = False
         self._left: list[Tensor | None] | None = None
         self._task = -1

@@ -79,7 +79,7 @@ class Count(NamedTuple):
 
     Attributes:
         n: The number, or None if nothing tells.
-        doubt: What speaks against it, in words; empty if nothing does.
+        doubt: What speaks against it, as text; empty if nothing does.
     """
 
     n: int | None
@@ -158,7 +158,7 @@ def _from_layers(heads: Sequence[tuple[int, ...]], uses: Sequence[Use], dim: int
 
 
 def several_batches(uses: Iterable[Use], n: int | None) -> str:
-    """Why the calls of one layer cannot all be of the same n examples, in words; empty if they can."""
+    """Why the calls of one layer cannot all be of the same n examples, as text; empty if they can."""
     rows: dict[int, set[int]] = {}
     for use in uses:
         rows.setdefault(use.site, set()).add(use.rows)

@@ -147,7 +147,7 @@ class Capture:
         return self.observes and not self.backwards.has_run
 
     def take(self) -> Captured:
-        """Hand over the pending statistics and start anew."""
+        """Hand over the pending statistics and start again."""
         self.statistics.flush(self.forwards)
         taken = self.statistics.take(self.forwards.roots)
         self.forwards.clear()

@@ -148,7 +148,7 @@ class Evidence:
 
     @property
     def doubt(self) -> str:
-        """What speaks against that number, in words; empty if nothing does."""
+        """What speaks against that number, as text; empty if nothing does."""
         return self.judge().doubt
 
     def judge(self) -> _Judged:

@@ -31,7 +31,7 @@ class Forwards:
     Attributes:
         roots: The examples by module.
         latest: The pass that began last or, in a backward, the one that the gradient has reached.
-        doubts: What speaks against the number of examples that was taken, in words, since the last step.
+        doubts: What speaks against the number of examples that was taken, as text, since the last step.
     """
 
     def __init__(self, modules: Sequence[nn.Module], batch_dim: int) -> None:

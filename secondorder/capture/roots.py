@@ -73,7 +73,7 @@ class Roots:
         return max(self._examples.values(), default=0)
 
     def clear(self) -> None:
-        """Begin anew, after a step."""
+        """Begin again, after a step."""
         self._examples.clear()
         self._begun.clear()
         self._batches.clear()

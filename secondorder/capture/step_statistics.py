@@ -27,7 +27,7 @@ class StepStatistics:
         loss_scale: As given.
         sites: The layers that are tapped.
         due: Sites being captured.
-        refused: Why sites have no statistics, in words.
+        refused: Why sites have no statistics, as text.
         idle: Sites whose layer ran on no row at all since the last step.
         terms: Loss terms that were observed, 0-dim, or None.
         scale_is_unknown: Whether float16 gradients came of which nobody knows the scale.
@@ -46,7 +46,7 @@ class StepStatistics:
         loss_scale.register(self)
 
     def set_sites(self, sites: Iterable[Site]) -> None:
-        """Begin anew with these layers."""
+        """Begin again with these layers."""
         self.clear()
         self.due.clear()
         self.refused.clear()

@@ -229,7 +229,7 @@ class Checkpoint:
         return found
 
     def _require_own(self, mark: Any) -> None:
-        """Refuse a partial state that another rank saved, or this one in another world or under another strategy."""
+        """Reject a partial state that another rank saved, or this one in another world or under another strategy."""
         saved_by = str(next(iter(mark), "")) if isinstance(mark, Mapping) else str(mark or "")
         if saved_by and saved_by != self._comm.identity:
             raise RuntimeError(
@@ -320,7 +320,7 @@ class Checkpoint:
             entries = self._table.entries
             schema |= {k: entries[k]._replace(like=v) for k, v in theirs.items() if k in entries}
         schema = self.curvature.expected(p, schema, theirs)
-        if was_never_trained(theirs, self.curvature.form.common_keys):  # it was frozen, and begins anew
+        if was_never_trained(theirs, self.curvature.form.common_keys):  # it was frozen, and begins again
             return {k: entry for k, entry in schema.items() if k in theirs or k in ("step", "global_step")}
         return schema
 

@@ -56,7 +56,7 @@ class Block(ABC):
         group: The parameter group of the owner, whose options the block follows.
         runtime: The values that all parts of the optimizer share.
         options: The options that are the same for all layers.
-        fisher: Which Fisher is estimated.
+        fisher: The Fisher estimate.
 
     Attributes:
         name: Module name as in ``named_modules()``.
@@ -66,7 +66,7 @@ class Block(ABC):
         params: Weight and bias, as far as they are trained.
         weight: Trained weight, or None when it is frozen.
         bias: Trained bias, or None.
-        kind: Type of the module that holds the parameters, in words.
+        kind: Type of the module that holds the parameters, as text.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ class EigenbasisBlock(FactoredBlock):
             matrix: The gradient as a matrix ``[(Γ,) n_g, n_a]``.
             examples: Number of examples that it is the mean of.
             ranks: Number of ranks over which a summed loss was averaged.
-            gate: None, or a 0-dim bool tensor: where it is False nothing changes.
+            gate: None, or a 0-dim bool tensor. If it is False, nothing changes.
 
         Returns:
             The gradient in the eigenbases.

@@ -17,7 +17,7 @@ class Extremes(NamedTuple):
 
     Attributes:
         damping: λ ``[...]``.
-        smallest: Smallest eigenvalue of the damped curvature ``[...]``; None where only a factorisation would tell.
+        smallest: Smallest eigenvalue of the damped curvature ``[...]``; None where only a factorization would tell.
         largest: Its largest eigenvalue.
         undamped: The largest eigenvalue without the damping.
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from secondorder.linalg.dense import eigh_psd, inverse_pd, mirror_upper_
 
-#: Matrices above this size are factorised one by one: a batch would only cost memory.
+#: Matrices above this size are factorized one by one: a batch would only cost memory.
 _BATCH_LIMIT = 512
 
 #: What was found of a matrix, and whether it came out well.
@@ -48,7 +48,7 @@ CHOLESKY = Factorization(_inverse, torch.reciprocal, symmetric=True)
 
 
 class Task(NamedTuple):
-    """A matrix to factorise.
+    """A matrix to factorize.
 
     Attributes:
         matrix: Symmetric ``[(Γ,) n, n]``, or its diagonal ``[(Γ,) n]``.
@@ -101,7 +101,7 @@ def joint_ok(found: Mapping[tuple[Any, str], Found], blocks: Sequence[Any]) -> T
 
 
 def batched(matrices: Sequence[Tensor], dense: Callable[[Tensor], Found]) -> list[Found]:
-    """Factorise matrices ``[(Γ,) n, n]`` in stacks of one size; results in the given order, ``ok`` 0-dim."""
+    """Factorize matrices ``[(Γ,) n, n]`` in stacks of one size; results in the given order, ``ok`` 0-dim."""
     results: list[Found | None] = [None] * len(matrices)
     for stack in _stacks(matrices):
         parts = [matrices[i].reshape(-1, *matrices[i].shape[-2:]) for i in stack]

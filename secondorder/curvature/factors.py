@@ -348,7 +348,7 @@ def without_block(theirs: Mapping[str, Any], options: LayerOptions, known: Conta
     """Return the loaded state of a parameter that owns no block, converted; ``known`` are the keys of factors.
 
     Factors in the form in which this optimizer does not store them are left out with all that belongs to them. They are
-    estimated anew when the parameter is trained.
+    estimated again when the parameter is trained.
     """
     other = "dense" if options.storage.packed else "packed"
     in_other_form = other in {form_of(k, v) for k, v in theirs.items()}

@@ -26,7 +26,7 @@ class Layer:
 
     Attributes:
         name: Module name as in ``named_modules()``, without wrapper prefixes.
-        kind: Type of the module that holds the parameters, in words.
+        kind: Type of the module that holds the parameters, as text.
         taps: Modules whose calls are captured; more than one when weights are tied or a module applies its weight in
             pieces.
         adapter: Shapes of the layer, the same for all its taps; each tap has an adapter for the rows of its own calls.

@@ -17,7 +17,7 @@ from secondorder.curvature.wrappers import clean_name, find_name, unwrap
 
 @dataclass
 class Plan:
-    """Layers of a model that get a block and, for every other parameter, the reason in words."""
+    """Layers of a model that get a block and, for every other parameter, the reason as text."""
 
     layers: list[Layer]
     reasons: dict[nn.Parameter, str]
@@ -53,7 +53,7 @@ def plan_layers(root: nn.Module, trained: Iterable[nn.Parameter], choices: Choic
 
     Raises:
         ValueError: If a rule of ``skip`` matches nothing.
-        TypeError: If a rule is of a wrong kind.
+        TypeError: If a rule is of the wrong type.
     """
     wanted = set(trained)
     skipped = _skipped_modules(root, choices.skip)
@@ -107,7 +107,7 @@ def _layers(
 
 
 def _kind_of(module: nn.Module) -> str:
-    """Type of a module in words; ``fully_shard`` replaces it by one of its own that derives from it."""
+    """Type of a module as text; ``fully_shard`` replaces it by one of its own that derives from it."""
     return next(k.__name__ for k in type(module).__mro__ if not k.__module__.startswith("torch.distributed.fsdp"))
 
 

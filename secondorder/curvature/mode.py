@@ -79,7 +79,7 @@ class ModeSwitch:
         )
 
     def load(self, vector: Tensor | None, step: int) -> None:
-        """Continue from a loaded state at some step; with None, start anew."""
+        """Continue from a loaded state at some step; with None, start again."""
         self.policy, self.mode = copy.deepcopy(self._at_start), None
         self.history = tuple((at, mode) for at, mode in self.history if at < step)
         if vector is not None:

@@ -88,7 +88,7 @@ class BasisRefresher(Refresher):
         self._iteration.prepare(cold)
         if warm:
             iterated: dict[tuple[Any, str], Found] = {**self._iteration.run(warm)}
-            if host_checks:  # a basis that lost its orthogonality starts anew
+            if host_checks:  # a basis that lost its orthogonality starts again
                 lost = [b for b, ok in zip(warm, joint_ok(iterated, warm).cpu().numpy(), strict=True) if not ok]
                 iterated.update(super().find(lost, host_checks, mirrors))
             found.update(iterated)
@@ -124,7 +124,7 @@ def _sweep(pairs: Tensor, sweeps: int) -> Found:
     matrix, basis = pairs.chunk(2, -2)
     try:
         *results, ok = eigenbasis.qr_refresh(matrix, basis, sweeps)
-    except LinAlgError:  # the caller starts anew
+    except LinAlgError:  # the caller starts again
         nothing = torch.zeros_like(matrix[..., 0])
         results, ok = [nothing, basis, nothing.long(), nothing[:, 0]], nothing[:, 0].bool()
     return tuple(results), ok

@@ -186,7 +186,7 @@ class Refresher:
         Args:
             blocks: The blocks.
             host_checks: Whether the host may look at results.
-            mirrors: As in :func:`secondorder.curvature.factorization.factorise`.
+            mirrors: As in :func:`secondorder.curvature.factorization.factorize`.
             restores: Whether this finds only what a checkpoint has left out.
 
         Returns:
@@ -210,7 +210,7 @@ class Refresher:
         Args:
             blocks: The blocks.
             host_checks: Whether the host may look at results.
-            mirrors: As in :func:`secondorder.curvature.factorization.factorise`.
+            mirrors: As in :func:`secondorder.curvature.factorization.factorize`.
             restores: Whether this finds only what a checkpoint has left out.
         """
         found: dict[Key, Found] = {}

@@ -69,7 +69,7 @@ def gram(x: Rows, y: Rows | None = None) -> Tensor:
         y: n' rows of the same kind; None for ``x`` itself.
 
     Returns:
-        K ``[..., n, n']``; symmetric to the bit without ``y``.
+        K ``[..., n, n']``; symmetric bit for bit without ``y``.
     """
     first, second = _summed(x), _summed(x if y is None else y)
     small = first.n <= _STRIP and first.g[..., 0, 0, 0].numel() * first.n**2 * first.g.element_size() <= _TILE_BYTES

@@ -45,7 +45,7 @@ class QuadraticModel:
     decay: Tensor
 
     def minimum(self, tolerance: float) -> Tensor:
-        """Return the coefficients ``x [k]`` of the minimum of the damped model with decay, see :func:`minimise`."""
+        """Return the coefficients ``x [k]`` of the minimum of the damped model with decay, see :func:`minimize`."""
         matrix = self.curvature + self.damping + self.decay
         return minimise(matrix, self.gradient + self.decay_gradient, tolerance)
 

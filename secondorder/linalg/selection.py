@@ -256,7 +256,7 @@ def core(kernel: Tensor, found: Interpolation, damping: Tensor | float, residual
             ``"diag"`` if rounding makes that indefinite.
 
     Returns:
-        S ``[..., r, r]``, symmetric to the bit, with a 1 on the diagonal of each pivot that is not valid.
+        S ``[..., r, r]``, symmetric bit for bit, with a 1 on the diagonal of each pivot that is not valid.
 
     Raises:
         ValueError: For an unknown residual.

@@ -34,7 +34,7 @@ def damped_inverse(kernel: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
         damping: λ > 0, ``[...]``.
 
     Returns:
-        M ``[..., R, R]``, symmetric to the bit, and zeros if nothing helped (the direction is V/λ then); and whether
+        M ``[..., R, R]``, symmetric bit for bit, and zeros if nothing helped (the direction is V/λ then); and whether
         there is an inverse ``[...]``.
     """
     damped = kernel.clone()
@@ -156,7 +156,7 @@ def _attempt(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _checked(inverse: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the inverse symmetric to the bit, and zero where it is not usable."""
+    """Make the inverse symmetric bit for bit, and zero where it is not usable."""
     inverse = mirror_upper_(inverse.mT if inverse.mT.is_contiguous() else inverse)
     ok = ok & torch.isfinite(inverse.diagonal(dim1=-2, dim2=-1).sum(-1))
     return torch.where(ok[..., None, None], inverse, torch.zeros_like(inverse)), ok

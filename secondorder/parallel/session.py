@@ -46,7 +46,7 @@ class RankSession:
         """Meet the other ranks, after construction or when the units have changed. All ranks do so at the same time.
 
         Args:
-            facts: What else must be equal on all ranks, in words.
+            facts: What else must be equal on all ranks, as text.
         """
         if self._table.first is not None:
             self._comm.connect({**self._facts(), **facts}, self._table.first.device)
@@ -77,7 +77,7 @@ class RankSession:
         )
 
     def _facts(self) -> dict[str, list[str]]:
-        """Return what must be equal on all ranks for every method, in words."""
+        """Return the settings that must be equal on all ranks for every method, as text."""
         table = self._table
         return {
             "the method": [table.method],
@@ -88,13 +88,13 @@ class RankSession:
 
 
 def words_of_options(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the options of some groups in words, for a comparison between ranks."""
+    """Return the options of some groups as text, for a comparison between ranks."""
     options_of = ({k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups)
     plain = ({k: float(v) if isinstance(v, Tensor) else v for k, v in found.items()} for found in options_of)
     return [f"{k}={v!r}" for found in plain for k, v in found.items()]
 
 
 def _sum_of(x: Tensor) -> str:
-    """Return the sum of a tensor in words, which tells most pairs of different tensors apart."""
+    """Return the sum of a tensor as text, which tells most pairs of different tensors apart."""
     real = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
     return repr(float(real.sum(dtype=torch.float64)))

@@ -30,7 +30,7 @@ class WholeParameters:
     layouts: Mapping[nn.Parameter, Layout] = {}
 
     def require_fitting_strategy(self) -> None:
-        """Refuse a strategy that cannot serve sharded parameters, which may be known only once it is placed.
+        """Reject a strategy that cannot serve sharded parameters, which may be known only once it is placed.
 
         Raises:
             NotImplementedError: If the strategy is one of these.
@@ -183,7 +183,7 @@ def zeros_like_shard(p: nn.Parameter) -> Tensor:
 
 
 def require_separate_parameters(method: str, module: nn.Module | None, params: Sequence[nn.Parameter]) -> None:
-    """Refuse the parameters of the older wrapper, which joins those of several layers.
+    """Reject the parameters of the older wrapper, which joins those of several layers.
 
     Raises:
         NotImplementedError: If there are any.

@@ -37,7 +37,7 @@ class Allocator:
         self._preconditioner, self._update = preconditioner, update
 
     def rebuild(self) -> bool:
-        """Plan anew and allocate what is missing; state that still fits is kept.
+        """Plan again and allocate what is missing; state that still fits is kept.
 
         Returns:
             Whether the plan changed.

@@ -106,11 +106,11 @@ class CurvatureReport(ABC):
 
     @abstractmethod
     def summary(self) -> str:
-        """Return the number of blocks or windows in words."""
+        """Return the number of blocks or windows as text."""
 
     @abstractmethod
     def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
-        """Return what covers a parameter, its size, and its owner; all are empty if nothing covers it."""
+        """Return what covers a parameter, its size, and its owner; all are empty strings if nothing covers it."""
 
     @abstractmethod
     def damped(self, step: int) -> list[Damped] | None:
@@ -193,7 +193,7 @@ class Preconditioner(ABC):
     # ------------------------------------------------------------------ copies
     @abstractmethod
     def kept(self) -> dict[str, Any]:
-        """Return what copies and pickles keep in addition to the state and the recipe."""
+        """Return the state that copies and pickles keep in addition to the state and the recipe."""
 
     # ------------------------------------------------------------------ the stages of a step
     def acceptable(self, gradients: Directions) -> Tensor:
@@ -205,11 +205,11 @@ class Preconditioner(ABC):
         """Note the gradients of a step after they have been checked."""
 
     def end_step(self) -> None:
-        """Prepare for the coming step."""
+        """Prepare for the next step."""
 
     @abstractmethod
     def facts(self) -> dict[str, list[str]]:
-        """Return what must be equal on all ranks, in words."""
+        """Return the settings that must be equal on all ranks, as text."""
 
     @abstractmethod
     def recover(self) -> None:
@@ -229,7 +229,7 @@ class Preconditioner(ABC):
         Args:
             statistics: The return value of ``collect``.
             gradients: Gradients of this step by parameter.
-            gate: None, or a 0-dim bool tensor: where it is False nothing changes.
+            gate: None, or a 0-dim bool tensor. If it is False, nothing changes.
         """
 
     @abstractmethod
@@ -273,7 +273,7 @@ class Preconditioner(ABC):
         Args:
             source: The gradient of each parameter, or Adam's first moment.
             gradients: Gradients of this step by parameter.
-            gate: None, or a 0-dim bool tensor: where it is False nothing changes.
+            gate: None, or a 0-dim bool tensor. If it is False, nothing changes.
         """
         return
 

@@ -172,7 +172,7 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         self.block_of = {p: block for block in self.blocks for p in block.params}
 
     def facts(self) -> dict[str, list[str]]:
-        """Return what must be equal on all ranks, in words."""
+        """Return the settings that must be equal on all ranks, as text."""
         chosen = {f.name: getattr(self.options, f.name) for f in fields(LayerOptions) if f.name != "skip_layers"}
         if callable(self.options.batch.input):
             chosen["batch"] = replace(self.options.batch, input="a function")  # its representation has an address
@@ -190,7 +190,7 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
 
 
 def _refuse_tensor_parallel(root: nn.Module, layers: Sequence[Layer]) -> None:
-    """Refuse layers of which every rank applies a part: what their hooks see is no row of the layer.
+    """Reject layers of which every rank applies a part: what their hooks see is no row of the layer.
 
     Raises:
         NotImplementedError: Naming them.

@@ -17,8 +17,8 @@ class CaptureSchedule(Generic[BlockT]):
 
     Args:
         plan: The blocks.
-        refresher: When they are refreshed.
-        exchange: What they exchange with other ranks.
+        refresher: The schedule of their refreshes.
+        exchange: Their exchange with other ranks.
         interval: Name of the option that says how many steps lie between two updates of the estimates.
         counter: Name of the counter of these updates in the states.
     """
@@ -30,17 +30,17 @@ class CaptureSchedule(Generic[BlockT]):
         self._interval, self._counter = interval, counter
 
     def find_due(self) -> dict[int, Due]:
-        """Return what the coming step measures of the blocks whose statistics it uses, on any rank, by index."""
+        """Return what the next step measures of the blocks whose statistics it uses, on any rank, by index."""
         learns = self._plan.comm.learns
         found = ((b.index, self.due_of(b)) for b in self._plan.blocks)
         return {i: due for i, due in found if due is not None and learns(i)}
 
     def due_of(self, block: BlockT) -> Due | None:
-        """Return what the coming step measures of a block; None for nothing."""
+        """Return what the next step measures of a block; None for nothing."""
         return ESTIMATE_ALONE if self.captures(block) else None
 
     def captures(self, block: BlockT) -> bool:
-        """Return whether the coming step updates the running estimate of a block."""
+        """Return whether the next step updates the running estimate of a block."""
         every, interval = block.group[self._interval], block.group[self._plan.interval]
         updates, step = block.state.get(self._counter, 0), self._plan.runtime.step
         return self._refresher.schedule.captures(step, every, interval, updates)

@@ -55,11 +55,11 @@ class GroupRules:
         return options.is_adam(defaults["graft"] or defaults["inner"])
 
     def facts(self) -> dict[str, list[str]]:
-        """Return what must be equal on all ranks in addition to the options of groups, in words."""
+        """Return the settings that must be equal on all ranks in addition to the options of groups, as text."""
         return {}
 
     def reason_against_roles(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return why ranks of several roles cannot serve the method, or None if they can."""
+        """Return why ranks of several roles cannot run the method, or None if they can."""
         return "it has no factors of layers. Use comm=MemOpt()"
 
 
@@ -74,7 +74,7 @@ class GroupOptions:
         checks: Checks of all options.
         betas: β₁ and β₂ of a group that does not give its own. The defaults of the optimizer contain them only if
             schedulers act on them, since they would cycle them and not the momentum otherwise.
-        chosen: What the constructor was given for all groups, by keyword: objects, and options that no group has.
+        chosen: The constructor's arguments for all groups by keyword: objects, and options that no group has.
     """
 
     def __init__(self, method: Any, rules: GroupRules) -> None:
@@ -127,11 +127,11 @@ class GroupOptions:
             group.setdefault("fallback_base_lr", float(group["lr"]))
 
     def check_changes(self, groups: list[Group]) -> None:
-        """Refuse values that were written into groups since the last call, before they have an effect.
+        """Reject values that were written into groups since the last call, before they have an effect.
 
         Raises:
             TypeError: If a value has the wrong type.
-            ValueError: For a value out of range, or for options that exclude each other.
+            ValueError: If a value is out of range, or options exclude each other.
         """
         found = options.check_changes(groups, self._seen, self.checks)
         if found is not None:

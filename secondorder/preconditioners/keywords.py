@@ -47,7 +47,7 @@ def gathered(chosen: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapp
     """Return the options of a group with those of objects as objects.
 
     Args:
-        chosen: What the constructor was given for all groups, by keyword: objects, and options that no group has.
+        chosen: The constructor's arguments for all groups by keyword: objects, and options that no group has.
         group: The options of a group, by key.
         defaults: Those of a group that gives none.
 

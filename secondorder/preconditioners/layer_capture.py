@@ -1,4 +1,4 @@
-"""The capture of the statistics of blocks: hooks, what the coming step uses, and warnings about what is missing."""
+"""The capture of the statistics of blocks: hooks, what the next step uses, and warnings about what is missing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class LayerCapture:
-    """Hooks the layers of blocks, and has captured what the coming step uses.
+    """Hooks the layers of blocks, and has captured what the next step uses.
 
     Args:
         setting: What it shares with the optimizer.
@@ -43,7 +43,7 @@ class LayerCapture:
 
     Attributes:
         is_closed: Whether hooks were removed.
-        due: What the coming step measures of the blocks whose statistics it uses, on any rank, by index of the block.
+        due: What the next step measures of the blocks whose statistics it uses, on any rank, by index of the block.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LayerCapture:
     ) -> None:
         self._setting, self._plan, self._schedule = setting, plan, schedule
         self._fisher = ModelFisher(setting.fisher, setting.runtime, setting.layers.batch.dim, rows_per_example)
-        #: Intervals that decided what the coming step uses.
+        #: Intervals that decided what the next step uses.
         self._armed_for: list[tuple[Any, ...]] = []
         self.is_closed = False
         self.due: dict[int, Due] = {}
@@ -119,20 +119,20 @@ class LayerCapture:
         return Site(block.label, block.layer.taps, block.owner, new_statistic)
 
     def arm(self) -> None:
-        """Capture what the coming step uses."""
+        """Capture what the next step uses."""
         if self._capture is not None:
             captures = self._setting.comm.captures
             self._armed_for, self.due = self._schedule.chosen_intervals(), self._schedule.find_due()
             self._capture.arm(i for i in self.due if captures(i))
 
     def replanned(self, changed: bool) -> None:
-        """Hook the layers of new blocks, if there are any, and have captured what the coming step will use."""
+        """Hook the layers of new blocks, if there are any, and have captured what the next step will use."""
         if changed and self.is_hooked:
             self.hook()
         self.arm()
 
     def begin_step(self, synchronize: Callable[[], None]) -> None:
-        """Refuse a step without a module. What changed since the last step was followed by its forward pass."""
+        """Reject a step without a module. What changed since the last step was followed by its forward pass."""
         _ = self.capture
 
     def follow_schedule(self) -> None:
@@ -154,7 +154,7 @@ class LayerCapture:
 
     @contextmanager
     def pause(self, by_user: bool = True) -> Iterator[None]:
-        """Capture nothing of the forwards that run inside the ``with`` block.
+        """Capture nothing from forward passes inside the ``with`` block.
 
         Args:
             by_user: Whether the next step may lack statistics for this reason.
@@ -167,7 +167,7 @@ class LayerCapture:
 
     @contextmanager
     def mask(self, keep: Tensor | None) -> Iterator[None]:
-        """Keep padding out of the statistics of the forwards that run inside the ``with`` block."""
+        """Exclude padding from the statistics of forward passes inside the ``with`` block."""
         check_mask(keep)
         if self._capture is None:
             yield

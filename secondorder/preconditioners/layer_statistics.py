@@ -25,8 +25,8 @@ class LayerStatistics:
 
     Args:
         plan: The blocks.
-        hooks: What captures their statistics.
-        exchange: What they exchange with other ranks.
+        hooks: The capture of their statistics.
+        exchange: Their exchange with other ranks.
     """
 
     def __init__(self, plan: BlockPlan[Any], hooks: LayerCapture, exchange: StatisticsExchange) -> None:

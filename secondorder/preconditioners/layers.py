@@ -40,9 +40,9 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
 
     Attributes:
         plan: The blocks.
-        hooks: What captures their statistics.
-        exchange: What they exchange with other ranks.
-        refresher: When they are refreshed.
+        hooks: The capture of their statistics.
+        exchange: Their exchange with other ranks.
+        refresher: The schedule of their refreshes.
         schedule: What a step measures.
         statistics: What a step has measured.
         directions: What a step proposes.
@@ -113,7 +113,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         self.refresher.forget_jobs()  # parameters may have moved, or be of another dtype
 
     def facts(self) -> dict[str, list[str]]:
-        """Return what must be equal on all ranks, in words."""
+        """Return the settings that must be equal on all ranks, as text."""
         return self.plan.facts()
 
     # ------------------------------------------------------------------ stages 1 to 3: statistics
@@ -227,7 +227,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         """Forget what only the current step uses."""
 
     def end_step(self) -> None:
-        """Prepare for the coming step."""
+        """Prepare for the next step."""
         self.forget_step()
         self.hooks.end_step()
 
@@ -243,7 +243,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
             self.refresher.missing.clear()
 
     def kept(self) -> dict[str, Any]:
-        """Return what copies and pickles keep, apart from the state."""
+        """Return the state that copies and pickles keep, apart from the state."""
         return {
             "to_renew": set(self.refresher.missing),
             "bases_to_send": set(self.exchange.unsent),

@@ -20,7 +20,7 @@ class Partition:
 
     Args:
         kind: ``"global"``, ``"group"`` or ``"layer"``.
-        skip_norm_layers: Whether the parameters of normalisation layers follow the fallback.
+        skip_norm_layers: Whether the parameters of normalization layers follow the fallback.
         skip_biases: Whether biases do.
         excluded: Parameters that were left out before, and why.
     """

@@ -40,8 +40,8 @@ class Setting(Shared):
     """What the preconditioner of a layer method needs.
 
     Attributes:
-        layers: What is chosen for all layers.
-        fisher: Which Fisher is estimated.
+        layers: The options that apply to all layers.
+        fisher: The Fisher estimate.
     """
 
     layers: LayerOptions

@@ -29,7 +29,7 @@ class Recipe(Protocol):
 
     Attributes:
         rules: Rules about several options of a group.
-        fisher: Which Fisher is estimated.
+        fisher: The Fisher estimate.
     """
 
     rules: GroupRules
@@ -42,7 +42,7 @@ class Recipe(Protocol):
 
     @property
     def allocating(self) -> tuple[str, ...]:
-        """Options of a group that decide how much state its parameters have."""
+        """Options of a group that determine how much state its parameters have."""
         ...
 
     def defaults(self, given: Mapping[str, Any], checks: Mapping[str, options.Check]) -> Group:
@@ -69,7 +69,7 @@ class Recipe(Protocol):
 
     @abstractmethod
     def judge(self, preconditioner: Any, update: Update) -> NoTrust | TrustRegion:
-        """Return what judges steps by their loss."""
+        """Return the object that judges steps by the loss."""
         ...
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Recipe(Protocol):
 
     @abstractmethod
     def worker(self, preconditioner: Any, advance: weakref.WeakMethod[Callable[[], None]]) -> RoleWorker | None:
-        """Return what serves ranks of several roles; None if they cannot serve the method."""
+        """Return the worker for ranks of several roles; None if they cannot run the method."""
         ...
 
     @abstractmethod

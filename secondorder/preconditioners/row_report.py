@@ -23,7 +23,7 @@ class RowReport(LayerReport):
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of statistics and of rows that wait for a coming step."""
+        """Bytes of statistics and of rows that wait for a later step."""
         rows = (found.rows for b in self._plan.blocks for found in (b.fresh, b.union) if found is not None)
         nbytes: int = sum(found.nbytes for found in rows)
         return super().pending_bytes + nbytes

@@ -211,7 +211,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
                 self.table.state[first]["switch_state"] = self.plan.modes.vector()
 
     def facts(self) -> dict[str, list[str]]:
-        """Return what must be equal on all ranks, in words."""
+        """Return the settings that must be equal on all ranks, as text."""
         own = {"batch size and switch": [str(self.plan.batch_size), type(self.plan.modes.policy).__name__]}
         if self.setting.fisher.is_observed:
             own["Fisher"] = [f"fisher={self.setting.fisher.kind!r}"]

@@ -46,7 +46,7 @@ class ScaleSchedule(CaptureSchedule[EigenbasisBlock]):
     """Decides what a step measures of factors and of scales."""
 
     def due_of(self, block: EigenbasisBlock) -> Due | None:
-        """Return what the coming step measures of a block; None for nothing."""
+        """Return what the next step measures of a block; None for nothing."""
         if block.group[self._plan.interval] == 0:
             return None
         due = self.measured_of(block)
@@ -55,7 +55,7 @@ class ScaleSchedule(CaptureSchedule[EigenbasisBlock]):
         return due if counts or due.factors or due.late else None
 
     def measured_of(self, block: EigenbasisBlock) -> Due:
-        """Return what the coming step measures of a block whose statistics it uses."""
+        """Return what the next step measures of a block whose statistics it uses."""
         captures, refresher = self.captures(block), self._refresher
         if block.group["estimator"] != "intra":
             return Due(captures)
@@ -65,7 +65,7 @@ class ScaleSchedule(CaptureSchedule[EigenbasisBlock]):
         return Due(captures, scale, late, late or (scale and self._exchange.lacks_measured(block)))
 
     def scale_is_due(self, block: EigenbasisBlock) -> bool:
-        """Return whether the coming step measures the scale of a block, where it does not follow from a refresh."""
+        """Return whether the next step measures the scale of a block, where it does not follow from a refresh."""
         steps: int = block.group["scale_update_steps"]
         return self._plan.runtime.step % steps == 0
 

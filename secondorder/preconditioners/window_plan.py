@@ -82,7 +82,7 @@ class WindowPlan(CurvaturePlan):
     """Plans the units of a partition, allocates their windows and lets the state of each parameter show its part.
 
     Args:
-        solver: The mathematics of the method.
+        solver: The solver of the method.
         options: The options that are the same in all groups.
         comm: Communication strategy, which decides which ranks store which windows.
         table: The parameters.

@@ -33,11 +33,11 @@ class WindowReport(CurvatureReport):
         self._plan = plan
 
     def summary(self) -> str:
-        """Return the number of windows in words."""
+        """Return the number of windows as text."""
         return f"{len(self._plan.units)} window{'s' if len(self._plan.units) != 1 else ''}"
 
     def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
-        """Return what covers a parameter, its size, and its owner; all are empty if nothing covers it."""
+        """Return what covers a parameter, its size, and its owner; all are empty strings if nothing covers it."""
         unit = self._plan.unit_of.get(p)
         if unit is None:
             return "", "", ""

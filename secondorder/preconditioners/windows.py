@@ -31,7 +31,7 @@ from secondorder.runtime import Runtime
 
 #: Norm of a gradient above which its products overflow, by working precision.
 _LARGEST_NORM = {torch.float32: 1e15, torch.float64: 1e150}
-#: Entries of the matrices that are factorised in one batch.
+#: Entries of the matrices that are factorized in one batch.
 _BATCH = 1 << 20
 
 
@@ -39,7 +39,7 @@ class WindowPreconditioner(Preconditioner):
     """Windows of past gradients, and the stages of a step that use them.
 
     Args:
-        solver: The mathematics of the method.
+        solver: The solver of the method.
         structure: The options that are the same in all groups.
         comm: Communication strategy, which decides which ranks store which windows.
         table: The parameters.
@@ -79,7 +79,7 @@ class WindowPreconditioner(Preconditioner):
         return changed
 
     def kept(self) -> dict[str, Any]:
-        """Return what copies and pickles keep in addition to the state and the recipe."""
+        """Return the state that copies and pickles keep in addition to the state and the recipe."""
         return self.plan.kept()
 
     def reconnect(self) -> None:

@@ -25,7 +25,7 @@ class ModelFisher:
     """Pulls vectors of the loss curvature back to the layers.
 
     Args:
-        options: Which Fisher is estimated.
+        options: The Fisher estimate.
         runtime: The values that all parts of the optimizer share.
         batch_dim: Dimension of the model's input that counts examples.
         most_rows: The largest number of rows of each example that the method can use, or None for no limit.
@@ -128,7 +128,7 @@ def resolved(
 
     Raises:
         ValueError: If a likelihood is unknown, or there are other numbers of them than of outputs.
-        TypeError: If an argument is of a wrong kind.
+        TypeError: If an argument is of the wrong type.
     """
     if not isinstance(outputs, (Tensor, list, tuple)):
         raise TypeError(f"observe takes outputs of the model, a tensor or a sequence of them, got {outputs!r}")

@@ -61,7 +61,7 @@ class Adapter(ABC):
 
     @staticmethod
     def refusal(module: nn.Module) -> str:
-        """Return why a module of the registered type cannot be covered, in words; empty if it can."""
+        """Return why a module of the registered type cannot be covered, as text; empty if it can."""
         return ""
 
     @property

@@ -6,7 +6,7 @@ An example's gradient is ``u_n = Σ_s g_ns (a_ns, 1)ᵀ`` over its positions and
 ``"expand"``       the rows of all positions, or u itself where that is the smaller and faster one; of a lookup table
                    the indices and the gradients at them
 ``"reduce"``       one row: the mean of the inputs, the sum of the gradients; long lookup tables as in ``"expand"``
-normalisation      u, of all units of the layer together
+normalization      u, of all units of the layer together
 =================  ===================================================================================================
 
 Mu et al., HyLo, SC22; positions: Eschenhagen et al. 2023 (arXiv 2311.00636), section 3.
@@ -93,7 +93,7 @@ class ExampleRows:
         return self._reduced(calls, examples) if self.reduce else self._expanded(calls, examples)
 
     def _joined(self, calls: list[Call], examples: int) -> Rows:
-        """All units of a normalisation layer as one vector ``[n, 1, Γ·k]``."""
+        """All units of a normalization layer as one vector ``[n, 1, Γ·k]``."""
         sums = self._output_sums(calls, examples)
         joined = sums.transpose(0, 1).flatten(1) if self._adapter.groups > 1 else sums
         self.real = self.real + examples

@@ -213,7 +213,7 @@ class EigenSums:
             self.factors.add(calls, examples)
 
     def _require_examples(self, calls: list[Call], examples: int) -> None:
-        """Refuse at once, not when the first scale is due, a layer whose examples cannot be told apart."""
+        """Reject at once, not when the first scale is due, a layer whose examples cannot be told apart."""
         if self._by_example:
             for call in calls:
                 call.require_examples()
