@@ -109,7 +109,7 @@ class LocalModel:
         if not found:
             raise RuntimeError(
                 "with loss_reduction='sum' the quadratic model needs the number of examples, which it counts in the "
-                "forwards of a closure, at the first tensor argument of the model: call step(closure), or average the "
+                "forwards of a closure, in the first tensor argument of the model: call step(closure), or average the "
                 "loss and use loss_reduction='mean'"
             )
         return found

@@ -94,7 +94,7 @@ def parts_of(returned: Any) -> tuple[Tensor, Any, Any]:
     if options.is_number(loss):
         return torch.tensor(loss, dtype=torch.float64), outputs, targets
     raise TypeError(
-        "options that judge a step by its loss need a closure that returns the loss, (loss, outputs) or (loss, "
+        "options that judge a step by the loss need a closure that returns the loss, (loss, outputs) or (loss, "
         f"outputs, targets), with a loss of one element; got {_shown(returned)}"
     )
 
@@ -113,8 +113,8 @@ def match_outputs(forwards: Sequence[Forward], outputs: Any, targets: Any) -> li
     if not len(found) == len(forwards) == len(given):
         raise RuntimeError(
             f"the closure returned {len(found)} outputs and {len(given)} targets, but ran {len(forwards)} forwards of "
-            "the model with gradients enabled: return one tensor for each, as a list, and run forwards that are no "
-            "part of the loss under torch.no_grad()"
+            "the model with gradients enabled: return one tensor for each, as a list, and run forwards that do not "
+            "contribute to the loss under torch.no_grad()"
         )
     return [Evaluated(f, o, t) for f, o, t in zip(forwards, found, given, strict=True)]
 

@@ -72,8 +72,8 @@ class TrustRegion:
         """
         if isinstance(root, Parts) and self._likelihood is not None:
             raise NotImplementedError(
-                "likelihood= has the model run again along the step, which takes one module with a forward: leave it "
-                "out to use the curvature of the blocks, or pass one module that holds all parts"
+                "likelihood= runs the model again along the step, which needs one module with a forward: leave it "
+                "out to use the curvature of the blocks, or pass one module that contains all parts"
             )
 
     def refuse(self) -> None:
@@ -85,22 +85,22 @@ class TrustRegion:
         chosen = self.adaptation
         if self._table.shards.is_sharded and chosen.judging:
             raise NotImplementedError(
-                f"{', '.join(chosen.judging)}: steps are not judged where parameters are cut over the ranks "
-                "(fully_shard); leave that out, or use DistributedDataParallel"
+                f"{', '.join(chosen.judging)}: steps are not judged if parameters are sharded over the ranks "
+                "(fully_shard); leave it out, or use DistributedDataParallel"
             )
         if chosen.quadratic_model or chosen.adaptive_damping:
             comm, blocks = self._comm, self._curvature.plan.blocks
             away = [b for b in blocks if not (comm.estimates(b.index) and comm.preconditions(b.index))]
             if away:
                 raise NotImplementedError(
-                    f"the quadratic model multiplies with the curvature of all layers, and under {comm!r} that of "
-                    f"'{away[0].label}' is on other ranks alone: use comm=CommOpt()"
+                    f"the quadratic model multiplies with the curvature of all layers, but under {comm!r} that of "
+                    f"'{away[0].label}' is only on other ranks: use comm=CommOpt()"
                 )
 
     def why_not_joinable(self) -> str | None:
         """Return why a rank without data cannot take part in the steps of the others, or None if it can."""
         wanted = self.adaptation.needing_loss + ["quadratic_model"] * self.adaptation.quadratic_model
-        return f"{wanted[0]}=True looks at the loss of every rank, and one without data has none" if wanted else None
+        return f"{wanted[0]}=True needs the loss of every rank, but a rank without data has none" if wanted else None
 
     # ------------------------------------------------------------------ the closure
     def evaluate(self, closure: Callable[[], ReturnedT] | None) -> ReturnedT | None:
@@ -138,7 +138,7 @@ class TrustRegion:
         if not wanted:
             return
         scaled = self._setting.loss_scale.multiplies
-        hint = " GradScaler.step() passes no closure on: train in bfloat16, which needs no scaler." if scaled else ""
+        hint = " GradScaler.step() does not pass a closure: train in bfloat16, which needs no scaler." if scaled else ""
         raise RuntimeError(
             f"{wanted[0]}=True judges steps by their loss: call step(closure) with a closure that zeroes the "
             f"gradients, computes the loss, calls backward and returns the loss, or (loss, outputs).{hint}"
@@ -163,7 +163,7 @@ class TrustRegion:
         if len(signs) > 1:
             raise RuntimeError(
                 "some groups maximize the loss and others minimize it, so no single change of the loss can judge a "
-                "step: use two optimizers, or switch off what judges steps by their loss"
+                "step: use two optimizers, or switch off the options that judge steps by the loss"
             )
         return -loss if signs == {True} else loss
 

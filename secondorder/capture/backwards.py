@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 REPLACED = (
     "the gradients of a step are not those that its last backward passes left in .grad, so the statistics of some "
-    "micro-batches were missing and none were used. Let .grad accumulate until the step; or reset it between "
-    "micro-batches to zeros, with model.zero_grad(set_to_none=False); or use torch.autograd.grad for every micro-batch"
+    "micro-batches are missing and none are used. Let .grad accumulate until the step; or reset it to zeros between "
+    "micro-batches, with model.zero_grad(set_to_none=False); or use torch.autograd.grad for every micro-batch"
 )
 
 #: Entries of a gradient that are kept to recognize it.

@@ -37,8 +37,8 @@ from secondorder.capture.step_statistics import StepStatistics
 from secondorder.capture.taps import CAPTURES, SECOND_BACKWARD, Seen, in_backward
 
 _HIGHER_ORDER = (
-    "layer '{name}': its backward is being differentiated itself (create_graph=True), and Kronecker statistics of such "
-    "a loss are not defined. Compute that term on a forward inside `with optimizer.pause_capture():`, leave the layer "
+    "layer '{name}': its backward is differentiated again (create_graph=True), and Kronecker statistics of such a loss "
+    "are not defined. Compute this term on a forward inside `with optimizer.pause_capture():`, leave the layer "
     "out with skip_layers, or use a method that needs no layer statistics."
 )
 

@@ -12,8 +12,8 @@ from secondorder.runtime import some_of
 NO_HOOKS = "its hooks did not run"
 #: Instead of a list of layers, where the gradients are those of the step before.
 REPEATED = (
-    "step() was called again without a backward pass in between, so it took the same gradients once more and had no "
-    "new statistics. Call backward() before every step()"
+    "step() was called again without a backward pass in between, so it used the same gradients again and had no new "
+    "statistics. Call backward() before every step()"
 )
 
 
@@ -58,8 +58,8 @@ def advice(reasons: Mapping[str, str], others_were_captured: bool, batch_dim: in
             causes = "they were not called since the last step, or are in eval mode"
         else:
             causes = (
-                "the model was in eval mode, or torch.compile runs what it compiled before the optimizer was made, or "
-                "for another model of the same class (then call torch.compiler.reset(), or set "
+                "the model was in eval mode, or torch.compile runs code that it compiled before the optimizer was "
+                "made, or for another model of the same class (then call torch.compiler.reset(), or set "
                 "torch._dynamo.config.skip_nnmodule_hook_guards = False before anything is compiled)"
             )
         lines.append(f" Usual causes: {causes}.")

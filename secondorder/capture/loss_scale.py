@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from secondorder.capture.step_statistics import StepStatistics
 
 UNKNOWN = (
-    "the gradients of this batch are float16 and nothing says what the loss was multiplied with, so its statistics are "
-    "left out: have a torch.amp.GradScaler call the step, scaler.step(optimizer), or set optimizer.grad_scaler "
-    "(GradScaler(enabled=False) where nothing scales the loss)"
+    "the gradients of this batch are float16 and the scale of the loss is not known, so its statistics are left out: "
+    "let a torch.amp.GradScaler call the step, scaler.step(optimizer), or set optimizer.grad_scaler "
+    "(GradScaler(enabled=False) if the loss is not scaled)"
 )
 
 
@@ -73,8 +73,8 @@ class LossScale:
         """
         if averages and self.multiplies:
             raise NotImplementedError(
-                "a GradScaler looks at the gradients of its rank before average_gradients=True averages them, and "
-                "would leave steps out on some ranks alone: wrap the model in DistributedDataParallel, or use bfloat16"
+                "a GradScaler checks the gradients of its rank before average_gradients=True averages them, and would "
+                "skip steps only on some ranks: wrap the model in DistributedDataParallel, or use bfloat16"
             )
 
     def infer(self, batch: StepStatistics, averages: bool) -> None:

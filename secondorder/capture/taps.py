@@ -28,7 +28,7 @@ CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionar
 
 SECOND_BACKWARD = (
     "layer '{name}': a second backward ran through one forward (retain_graph=True), and statistics of the sum of "
-    "two losses cannot be had from their gradients one by one. Sum the losses and call backward once, or run the extra "
+    "two losses cannot be computed from separate gradients. Sum the losses and call backward once, or run the extra "
     "forward inside `with optimizer.pause_capture():`."
 )
 

@@ -163,10 +163,10 @@ class Checkpoint:
             return
         self.warned_of_partial = True
         warnings.warn(
-            f"{self._method}: this state_dict() is partial, {self._comm.identity} holds a part of the curvature "
-            "only. To save on one rank for all, call consolidate_state_dict() on all ranks before, which the callbacks "
-            "of secondorder.integrations do in trainers; the state_dict() of every rank, saved by each, can be loaded "
-            "by the same ranks again.",
+            f"{self._method}: this state_dict() is partial, {self._comm.identity} holds a part of the curvature only. "
+            "To save everything on one rank, first call consolidate_state_dict() on all ranks, as the callbacks of "
+            "secondorder.integrations do in trainers. If every rank saves its state_dict() instead, the same ranks can "
+            "load them again.",
             stacklevel=depth_of_caller(),
         )
 
@@ -257,7 +257,7 @@ class Checkpoint:
                 loaded[p] = self._copied(p, {k: v for k, v in theirs.items() if k not in schema or k in here}, schema)
         if elsewhere and not lines:
             raise RuntimeError(
-                f"this state_dict has a part of the curvature only, and {self._comm.identity} needs another "
+                f"this state_dict has only a part of the curvature, and {self._comm.identity} needs another "
                 f"({'; '.join(elsewhere[:3])}, …): it was saved on one rank of several. {_REMEDY}"
             )
         _refuse(lines + elsewhere)
@@ -284,7 +284,7 @@ class Checkpoint:
         shapes.update({k: entry.shape for k, entry in schema.items() if k in theirs})
         wrong = compare_states(theirs, shapes, tuple(p.shape), label)
         wrong += [
-            f"{label}: {key} is cut over the ranks in another way than the parameter: save with "
+            f"{label}: {key} is sharded over the ranks in another way than the parameter: save with "
             "consolidate_state_dict() or with torch.distributed.checkpoint"
             for key, value in theirs.items()
             if is_cut(value) and not cut_equally(value, p)

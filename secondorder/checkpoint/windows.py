@@ -23,7 +23,7 @@ from secondorder.preconditioners.window_plan import CATALOG, MOMENTUM_KEYS, Wind
 if TYPE_CHECKING:
     from secondorder.parallel.windows import WindowExchange
 
-_REMEDY = "Call optimizer.consolidate_state_dict() on all ranks before saving: what is saved then loads anywhere."
+_REMEDY = "Call optimizer.consolidate_state_dict() on all ranks before saving, so that the checkpoint loads anywhere."
 
 
 class WindowCheckpoint:
@@ -166,7 +166,7 @@ class WindowCheckpoint:
         ]
         if self._plan.options.partition == "layer" and there and lacking and kept == "all":
             raise RuntimeError(
-                f"this state_dict has some windows only, and rank {self._comm.rank} under {self._comm!r} needs others "
+                f"this state_dict has only some windows, and rank {self._comm.rank} under {self._comm!r} needs others "
                 f"(that of '{lacking[0]}'): it was saved on one rank of several. {_REMEDY}"
             )
 

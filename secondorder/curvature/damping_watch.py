@@ -94,7 +94,7 @@ def _verdict(method: str, damped: Sequence[Damped], numbers: Sequence[Sequence[f
         advice += ", or damping=0.1 with damping_mode='relative', which follows the curvature"
     where = f"'{worst.name}'" if worst.name else "the model itself"
     return (
-        f"{method}: {worst.option}={value:g} hides the curvature. The largest eigenvalue that this process keeps is "
+        f"{method}: {worst.option}={value:g} hides the curvature. The largest eigenvalue on this process is "
         f"{largest:.2g} (in {where}), less than a tenth of the damping of {damping:.2g} that is added to it, so "
         f"every condition number is below {_NEAR_IDENTITY:g} and preconditioning only rescales the gradient. "
         f"Try {advice}."

@@ -157,14 +157,14 @@ class Refresher:
             count = self.failures[block.name] = self.failures.get(block.name, 0) + 1
             self.failed += 1
             log.warning(
-                "refresh of layer %r failed (%d in a row); its last good one stays. If that goes on, raise damping, "
-                "lower lr, or leave the layer out with skip_layers",
+                "refresh of layer %r failed (%d in a row); the last good result is kept. If this continues, raise "
+                "damping, lower lr, or leave the layer out with skip_layers",
                 block.label,
                 count,
             )
             if count >= self.max_failures:
                 raise RuntimeError(
-                    f"the factors of layer '{block.label}' could not be factorised {count} times in a row, even with "
+                    f"the factors of layer '{block.label}' could not be factorized {count} times in a row, even with "
                     "jitter and in float64. Raise damping, lower lr, or leave the layer out with skip_layers."
                 )
 
@@ -186,7 +186,7 @@ class Refresher:
         Args:
             blocks: The blocks.
             host_checks: Whether the host may look at results.
-            mirrors: As in :func:`secondorder.curvature.factorization.factorize`.
+            mirrors: As in :func:`secondorder.curvature.factorization.factorise`.
             restores: Whether this finds only what a checkpoint has left out.
 
         Returns:
@@ -210,7 +210,7 @@ class Refresher:
         Args:
             blocks: The blocks.
             host_checks: Whether the host may look at results.
-            mirrors: As in :func:`secondorder.curvature.factorization.factorize`.
+            mirrors: As in :func:`secondorder.curvature.factorization.factorise`.
             restores: Whether this finds only what a checkpoint has left out.
         """
         found: dict[Key, Found] = {}

@@ -60,7 +60,7 @@ def as_root(module: nn.Module | Sequence[nn.Module]) -> nn.Module:
     for i, part in enumerate(parts):
         for j, other in enumerate(parts):
             if i != j and any(part is inner for inner in other.modules()):
-                raise ValueError(f"part {i} of the list of modules is part {j} or inside it: give each layer once")
+                raise ValueError(f"part {i} of the list of modules is part {j} or inside it: pass each layer only once")
     return Parts(parts)
 
 

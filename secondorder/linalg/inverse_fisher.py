@@ -173,6 +173,6 @@ def _inverse_root(gram: Tensor, shift: float) -> Tensor:
     try:  # a shift below the rounding of S: the factorization stumbles over an eigenvalue that should be the shift
         values, basis = anywhere(torch.linalg.eigh, gram)
     except LinAlgError as error:
-        raise RuntimeError(f"the Gram matrix [{n}, {n}] of grads cannot be factorised: raise damping") from error
+        raise RuntimeError(f"the Gram matrix [{n}, {n}] of grads cannot be factorized: raise damping") from error
     scaled: Tensor = basis * values.clamp_(min=shift).rsqrt()
     return scaled.T

@@ -197,7 +197,7 @@ def whole(rows: Rows) -> Rows:
         ValueError: If the inputs are indices.
     """
     if _indexed(rows):
-        raise ValueError("rows with indices are not written out: a gradient would be as large as the table")
+        raise ValueError("rows with indices cannot be expanded: a gradient would be as large as the table")
     rows = _summed(rows)
     if rows.a is None:
         return rows

@@ -91,8 +91,8 @@ class ParameterShards:
         self._ways: dict[Hashable, Route] = {}
         if found := [name for p, name in names.items() if p.is_complex()]:
             raise NotImplementedError(
-                f"parameter '{found[0]}' is complex and others are cut over the ranks (fully_shard): train complex "
-                "parameters in an optimizer of their own, or use DistributedDataParallel"
+                f"parameter '{found[0]}' is complex and others are sharded over the ranks (fully_shard): train complex "
+                "parameters in a separate optimizer, or use DistributedDataParallel"
             )
         self.require_fitting_strategy()
 
@@ -106,8 +106,8 @@ class ParameterShards:
             )
         if not self.comm.takes_pieces:
             raise NotImplementedError(
-                f"{type(self.comm).__name__} cannot serve parameters that are cut over the ranks (fully_shard): use "
-                "MemOpt(), HybridOpt(mesh=mesh) or CommOpt()"
+                f"{type(self.comm).__name__} cannot serve parameters that are sharded over the ranks (fully_shard): "
+                "use MemOpt(), HybridOpt(mesh=mesh) or CommOpt()"
             )
 
     def sum(self, values: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
@@ -191,8 +191,8 @@ def require_separate_parameters(method: str, module: nn.Module | None, params: S
     modules = [] if module is None else list(module.modules())
     if any(type(x).__name__ in ("FullyShardedDataParallel", "FlatParameter") for x in [*modules, *params]):
         raise NotImplementedError(
-            f"{method}: FullyShardedDataParallel glues the parameters of several layers together; use "
-            "torch.distributed.fsdp.fully_shard, which keeps them apart"
+            f"{method}: FullyShardedDataParallel joins the parameters of several layers; use "
+            "torch.distributed.fsdp.fully_shard, which keeps them separate"
         )
 
 

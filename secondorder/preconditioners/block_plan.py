@@ -207,8 +207,8 @@ def _refuse_tensor_parallel(root: nn.Module, layers: Sequence[Layer]) -> None:
     ]
     if found:
         raise NotImplementedError(
-            f"layers {', '.join(found)} are tensor-parallel: each rank sees a part of their rows, from which the "
-            "curvature of the layer cannot be had. Leave them out with skip_layers=[...], or use a window method, "
+            f"layers {', '.join(found)} are tensor-parallel: each rank sees only a part of their rows, from which the "
+            "curvature of the layer cannot be computed. Leave them out with skip_layers=[...], or use a window method, "
             "such as MFAC"
         )
 

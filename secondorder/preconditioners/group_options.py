@@ -162,16 +162,16 @@ def _check_keys(method: type, param_group: Group, known: Collection[str]) -> Non
     for name in sorted(keywords.OBJECTS.keys() & fixed & param_group.keys()):
         if keys := [key for key, _ in keywords.group_keys(keywords.OBJECTS[name])]:
             raise ValueError(
-                f"{name} is for the constructor of {method.__name__}; groups have the keys {', '.join(keys)}"
+                f"{name} is an argument of the constructor of {method.__name__}; groups have the keys {', '.join(keys)}"
             )
     if found := sorted(fixed & param_group.keys()):
         raise ValueError(
-            f"{', '.join(found)}: set once for all groups; give it to the constructor of {method.__name__}, "
+            f"{', '.join(found)}: set once for all groups; pass it to the constructor of {method.__name__}, "
             "not to a parameter group"
         )
     for key in param_group.keys() - set(known):
         if close := get_close_matches(key, {*known, *fixed}, n=1, cutoff=0.85):
-            place = ", which only the constructor takes" if close[0] in fixed else ""
+            place = ", which only the constructor accepts" if close[0] in fixed else ""
             warnings.warn(
                 f"{method.__name__}: the key {key!r} of a parameter group has no effect; did you mean "
                 f"{close[0]!r}{place}?",

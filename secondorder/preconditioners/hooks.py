@@ -25,7 +25,7 @@ class NoHooks:
         Raises:
             AttributeError: Always, since nothing is captured.
         """
-        raise AttributeError("a window of past gradients captures nothing of the layers of a module")
+        raise AttributeError("window methods capture no statistics from the layers of a module")
 
     def hook(self) -> None:
         """Hook nothing."""

@@ -83,7 +83,7 @@ class LayerCapture:
         """
         if self._capture is None:
             if self.is_closed:
-                raise RuntimeError(f"this {self._setting.method} was closed; call attach(module) to train on")
+                raise RuntimeError(f"this {self._setting.method} was closed; call attach(module) to continue training")
             raise RuntimeError(self.is_a_copy())
         return self._capture
 
@@ -244,9 +244,9 @@ class LayerCapture:
         self._warned.add(key)
         warnings.warn(
             f"{self._setting.method}: it is not certain how many examples a forward pass of {doubts[0]}. The scale of "
-            "the curvature depends on that number. Name the argument of forward that counts the examples with "
-            "batch=BatchOptions(input=...), or give a function of its arguments there. If the script calls parts "
-            "of the model instead of its forward, call them from one forward.",
+            "the curvature depends on this number. Name the argument of forward that counts the examples with "
+            "batch=BatchOptions(input=...), or pass a function of the arguments of forward there. If your script calls "
+            "parts of the model instead of its forward, call them from one forward.",
             stacklevel=depth_of_caller(),
         )
 

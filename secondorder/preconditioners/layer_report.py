@@ -74,7 +74,7 @@ class LayerReport(CurvatureReport):
         if not (comm.estimates(block.index) and comm.preconditions(block.index)):
             raise RuntimeError(
                 f"the curvature of layer '{name}' is on rank {comm.owner(block.index)}: ask there, or use "
-                "comm=CommOpt(), which keeps it on every rank"
+                "comm=CommOpt(), which stores it on every rank"
             )
         if not block.has_estimate:
             raise RuntimeError(f"nothing was captured for layer '{name}' yet: take a step first")

@@ -62,8 +62,8 @@ class LayerStatistics:
             rates = [float(group["lr"]) for group in groups]
             raise RuntimeError(
                 f"step {self._plan.runtime.step}: the options of the parameter groups differ between ranks (lr here: "
-                f"{rates}), so their parameters would drift apart. Schedules must see the same numbers on every rank: "
-                "average a validation loss over the ranks before it goes into one."
+                f"{rates}), so their parameters would diverge. Schedules must see the same numbers on every rank: "
+                "average a validation loss over the ranks before you pass it to a scheduler."
             )
         # A rank that captures no layer has as many examples as the others.
         total = round(total * comm.data_world / ranks) if ranks else 0

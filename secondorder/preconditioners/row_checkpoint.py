@@ -39,9 +39,9 @@ class RowCheckpoint(LayerCheckpoint):
         table, modes = self._plan.table, self._plan.modes
         if table.first is None or modes.accepts(states.get(table.first, {}).get("switch_state")):
             return []
-        todo = "build the optimizer with the same policy as mode=, or delete that key, and the policy starts anew"
+        todo = "build the optimizer with the same policy as mode=, or delete that key to start the policy again"
         name = table.names[table.first]
-        return [f"parameter '{name}': switch_state is of another policy than {modes.policy!r}: {todo}"]
+        return [f"parameter '{name}': switch_state belongs to another policy than {modes.policy!r}: {todo}"]
 
     def loaded(self, rebuild: Callable[[], bool]) -> None:
         """Follow the loaded state of the policy, and complete what a checkpoint may leave out."""

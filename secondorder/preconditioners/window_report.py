@@ -54,8 +54,8 @@ class WindowReport(CurvatureReport):
         unit = self._plan.unit_of[chosen[0]]
         if unit.part is not None or not unit.held:
             raise RuntimeError(
-                f"the rows of '{name}' are not all on rank {self._plan.comm.rank}: use comm=CommOpt(), or load what "
-                "consolidate_state_dict() has gathered into an optimizer of one process"
+                f"the rows of '{name}' are not all on rank {self._plan.comm.rank}: use comm=CommOpt(), or load the "
+                "state that consolidate_state_dict() has gathered into an optimizer of one process"
             )
         if not unit.window.filled:
             raise RuntimeError(f"the window of '{name}' is empty: take a step first")

@@ -131,7 +131,7 @@ def resolved(
         TypeError: If an argument is of the wrong type.
     """
     if not isinstance(outputs, (Tensor, list, tuple)):
-        raise TypeError(f"observe takes outputs of the model, a tensor or a sequence of them, got {outputs!r}")
+        raise TypeError(f"observe takes outputs of the model, a tensor or a sequence of tensors, got {outputs!r}")
     heads: list[Tensor] = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     kinds, given = _one_each(likelihood, len(heads)), _one_each(targets, len(heads))
     if not heads or not all(isinstance(head, Tensor) for head in heads):

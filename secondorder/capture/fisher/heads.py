@@ -52,7 +52,7 @@ class Head:
             return cls(kind, plain, targets, lambda v: v)
         if batch_dim == 1 and outputs.dim() == 2:
             raise ValueError(
-                f"observe: outputs of shape {tuple(shape)} do not say which rows belong to one of {sizes[-1]} "
+                f"observe: outputs of shape {tuple(shape)} do not say which rows belong to each of {sizes[-1]} "
                 "examples; pass them as [S, N, C]"
             )
         examples = next((size for size in sizes if outputs.dim() > 0 and shape[0] % size == 0), None)

@@ -117,7 +117,7 @@ class Likelihood(ABC):
         raise NotImplementedError(self._missing("hessian_product()", "the quadratic model", "leave that model off"))
 
     def _missing(self, methods: str, user: str, otherwise: str) -> str:
-        return f"{type(self).__name__} has no {methods}, needed for {user}: define what is missing, or {otherwise}"
+        return f"{type(self).__name__} has no {methods}, needed for {user}: define the missing methods, or {otherwise}"
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Categorical(Likelihood):
         axis = self.class_dim + outputs.dim() if self.class_dim < 0 else self.class_dim
         if not 0 < axis < outputs.dim():
             raise ValueError(
-                f"class_dim={self.class_dim} must be a dimension behind the batch, got outputs of shape "
+                f"class_dim={self.class_dim} must be a dimension after the batch, got outputs of shape "
                 f"{tuple(outputs.shape)}; for a single example use unsqueeze(0)"
             )
         return axis

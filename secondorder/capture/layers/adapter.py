@@ -138,7 +138,7 @@ class Adapter(ABC):
 
     def squared_means(self, inputs: list[Tensor], examples: int) -> Tensor:
         """Return the diagonal of ``Σ_n ā āᵀ`` ``[(Γ,) d_in]`` for one-hot rows; ā is an example's mean over calls."""
-        raise NotImplementedError(f"{type(self).__name__} has one-hot rows and does not say what their means are")
+        raise NotImplementedError(f"{type(self).__name__} has one-hot rows and does not define their means")
 
     def pick_examples(
         self, x: Tensor, g: Tensor, kept: int, examples: int, generator: torch.Generator

@@ -46,7 +46,7 @@ class Call(NamedTuple):
         if self.unclear:
             raise ValueError(
                 f"its values of shape {tuple(self.g.shape)} may have the examples of the batch in their second "
-                "dimension or be several rows of each in the first: another batch size tells"
+                "dimension or several rows of each in the first: another batch size avoids this ambiguity"
             )
         if self.shared:
             raise ValueError(
