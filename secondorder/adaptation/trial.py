@@ -1,4 +1,4 @@
-"""The parts of a step that is judged by its loss: the closure's evaluation, and a snapshot to undo it."""
+"""The parts of a step that is judged by the loss: the evaluation of the closure, and a snapshot to undo the step."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Snapshot:
 
 
 def parts_of(returned: Any) -> tuple[Tensor, Any, Any]:
-    """Return loss, outputs and targets of what a closure returned; the last two are None where they are missing.
+    """Return loss, outputs and targets from the result of a closure. The last two are None if they are missing.
 
     Raises:
         TypeError: If it is not a loss, ``(loss, outputs)`` or ``(loss, outputs, targets)``.

@@ -18,8 +18,8 @@ class GroupRules:
     """Rules about several options of a parameter group.
 
     Args:
-        exclusions: Each raises ``ValueError`` if options of a group exclude each other, or those of the other groups.
-        mode_by_default: Whether the mode of the damping was left to the constructor.
+        exclusions: Functions that raise ``ValueError`` if options exclude each other, in a group or between groups.
+        mode_by_default: Whether the constructor chooses the mode of the damping.
 
     Attributes:
         mode_by_default: The argument.
@@ -34,7 +34,7 @@ class GroupRules:
         """Return an added group without a damping that is None, and with the options that depend on other options."""
         found = {k: v for k, v in given.items() if v is not None or k not in ("damping", "damping_mode")}
         if self.mode_by_default and "damping" in found:
-            # A number given as damping is λ itself unless a mode is given with it.
+            # A number for damping is λ itself unless damping_mode is set too.
             found.setdefault("damping_mode", "absolute")
         return found
 
@@ -67,13 +67,13 @@ class GroupOptions:
     """The options of the groups of one optimizer.
 
     Args:
-        method: Class of the optimizer. Its attribute ``checks`` has the checks of the options that only it has.
+        method: Class of the optimizer. Its attribute ``checks`` has the checks of its specific options.
         rules: Rules about several options of a group.
 
     Attributes:
         checks: Checks of all options.
-        betas: β₁ and β₂ of a group that does not give its own. The defaults of the optimizer contain them only if
-            schedulers act on them, since they would cycle them and not the momentum otherwise.
+        betas: The default of β₁ and β₂. The defaults of the optimizer contain them only if schedulers should cycle
+            them; otherwise, schedulers would cycle them instead of the momentum.
         chosen: The constructor's arguments for all groups by keyword: objects, and options that no group has.
     """
 
@@ -85,7 +85,7 @@ class GroupOptions:
         self._seen: list[Group] = []
 
     def defaults(self, given: Mapping[str, Any]) -> Group:
-        """Return the default options, checked, of which ``betas`` are left out where schedulers do not act on them."""
+        """Return the checked default options, without ``betas`` if schedulers should not act on them."""
         found = {key: options.plain(value) for key, value in given.items()}
         found["fallback"] = options.resolve_fallback(found["fallback"], found["graft"])
         options.validate(found, self.checks)
@@ -95,7 +95,7 @@ class GroupOptions:
         return found
 
     def completed(self, given: Group, defaults: Mapping[str, Any], groups: list[Group], is_late: bool) -> Group:
-        """Return an added group, checked, with the options that depend on other options.
+        """Return an added group after checking it, with the options that depend on other options.
 
         Args:
             given: The group.
@@ -140,7 +140,7 @@ class GroupOptions:
             self._seen = found
 
     def warn_without_effect(self, groups: Iterable[Group]) -> None:
-        """Warn once of options that were given although no rule of their group reads them."""
+        """Warn once about options that are set although no rule of their group reads them."""
         usual = keywords.usual(self._method)
         for text in dict.fromkeys(options.without_effect(group, usual) for group in groups):
             if text:
@@ -156,7 +156,7 @@ def _check_keys(method: type, param_group: Group, known: Collection[str]) -> Non
         known: Names of the options of groups.
 
     Raises:
-        ValueError: If a key is an argument that only the constructor takes.
+        ValueError: If a key is an argument that only the constructor accepts.
     """
     fixed = {*signature(method).parameters, *keywords.flat_names(method)} - {*known, "params", *options.RENAMED}
     for name in sorted(keywords.OBJECTS.keys() & fixed & param_group.keys()):

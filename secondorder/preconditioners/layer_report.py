@@ -1,4 +1,4 @@
-"""What blocks report about themselves: coverage, bytes, dense matrices, damping and diagnostics."""
+"""Reports of blocks: coverage, bytes, dense matrices, damping and diagnostics."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from secondorder.preconditioners.block_plan import BlockPlan
     from secondorder.preconditioners.layer_capture import LayerCapture
 
-#: Refreshes of every block before λ is compared with the curvature.
+#: Number of refreshes of every block before λ is compared with the curvature.
 _REFRESHES_BEFORE_WATCH = 3
 
 
 class LayerReport(CurvatureReport):
-    """Reads blocks and changes nothing.
+    """Reports on blocks without changing them.
 
     Args:
         plan: The blocks.
@@ -94,7 +94,7 @@ class LayerReport(CurvatureReport):
         refreshed = {b.name: b for b in self._plan.blocks if self._refresher.is_refreshed(b)}
         found = {name: e for name, b in refreshed.items() if (e := b.extremes()) is not None}
         dampings, conditions = numbers(found)
-        # A rank may precondition with an inverse without the factors that would tell λ.
+        # A rank may precondition with an inverse but lack the factors that determine λ.
         held = {name for name, b in refreshed.items() if name in found or self._plan.comm.preconditions(b.index)}
         last, skipped = self._plan.runtime.step - 1, self._exchange.skipped
         return {

@@ -37,7 +37,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Setting(Shared):
-    """What the preconditioner of a layer method needs.
+    """The parts of an optimizer that the preconditioner of a layer method needs.
 
     Attributes:
         layers: The options that apply to all layers.

@@ -1,4 +1,4 @@
-"""What is special about a method: its curvature, and the rules about its options."""
+"""The recipe of a method, which contains its curvature and the rules about its options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Recipe(Protocol):
-    """Makes the parts of an optimizer that differ between methods. Copies and pickles keep it.
+    """Creates the parts of an optimizer that differ between methods. Copies and pickles keep the recipe.
 
     Attributes:
         rules: Rules about several options of a group.
@@ -64,7 +64,7 @@ class Recipe(Protocol):
 
     @abstractmethod
     def precondition(self, shared: Shared, kept: Mapping[str, Any] | None) -> Preconditioner:
-        """Return a preconditioner; that of a copy takes what ``Preconditioner.kept`` returned for the original."""
+        """Return a preconditioner. For a copy, ``kept`` is the result of ``Preconditioner.kept`` for the original."""
         ...
 
     @abstractmethod
@@ -74,7 +74,7 @@ class Recipe(Protocol):
 
     @abstractmethod
     def saved(self, preconditioner: Any) -> tuple[CurvatureState, DividedState | None]:
-        """Return the curvature as checkpoints see it, and again if its tensors may be divided between ranks."""
+        """Return the curvature for checkpoints, and a second adapter if its tensors may be divided between ranks."""
         ...
 
     @abstractmethod
