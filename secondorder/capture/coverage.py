@@ -1,4 +1,4 @@
-"""What to say of layers that have a gradient although nothing was captured for them."""
+"""Messages about layers that have a gradient but no captured statistics."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from secondorder.capture.loss_scale import UNKNOWN
 from secondorder.runtime import some_of
 
-#: The reason where nothing else is known.
+#: The reason if nothing else is known.
 NO_HOOKS = "its hooks did not run"
-#: Instead of a list of layers, where the gradients are those of the step before.
+#: The message if the gradients are those of the step before, instead of a list of layers.
 REPEATED = (
     "step() was called again without a backward pass in between, so it used the same gradients again and had no new "
     "statistics. Call backward() before every step()"
@@ -18,12 +18,12 @@ REPEATED = (
 
 
 def kind_of(text: str) -> str:
-    """A reason, or the name of a layer, without its numbers: what the experts of a mixture have in common."""
+    """Return a reason, or the name of a layer, without its numbers, which experts of a mixture have in common."""
     return re.sub(r"\d+", "#", text)
 
 
 def grouped(reasons: Mapping[str, str]) -> str:
-    """Layers and why nothing was captured for them, those together whose reasons differ in numbers only."""
+    """Return layers and why nothing was captured for them, grouping reasons that differ only in numbers."""
     alike: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         alike.setdefault(kind_of(reason), []).append(name)
@@ -34,7 +34,7 @@ def grouped(reasons: Mapping[str, str]) -> str:
 
 
 def verdict(reasons: Mapping[str, str], total: int) -> str:
-    """Say in two sentences what became of the layers without statistics, of ``total`` that have a gradient."""
+    """Describe in two sentences the layers without statistics, among ``total`` layers with a gradient."""
     missed = len(reasons)
     count = "the only layer that has" if total == 1 else f"{missed} of the {total} layers that have"
     they = "It keeps its" if missed == 1 else "They keep their"
@@ -46,7 +46,7 @@ def verdict(reasons: Mapping[str, str], total: int) -> str:
 
 
 def advice(reasons: Mapping[str, str], others_were_captured: bool, batch_dim: int) -> str:
-    """What the user can do, beginning with a space; empty where the reasons say it themselves."""
+    """Return advice for the user, beginning with a space, or an empty string if the reasons contain it."""
     found = set(reasons.values())
     if found == {UNKNOWN}:
         return ""

@@ -1,8 +1,8 @@
-"""Checkpoints of second-order optimizers: what a state must hold, checked whole before anything is changed.
+"""Checkpoints of second-order optimizers, which are checked completely before anything is changed.
 
-Saved state has one form, whatever the number of ranks and the strategy: for every parameter tensors whose shapes follow
-from the model and the options. A rank loads the part of it that it holds. Where a rank holds a part only, so does its
-``state_dict()``, which says so under ``"partial"``; ``consolidate_state_dict`` completes that of one rank.
+Saved state has the same form for every number of ranks and every strategy: for each parameter, it has tensors whose
+shapes depend on the model and the options. A rank loads the part that it holds. If a rank holds only a part, so does
+its ``state_dict()``, which is marked as ``"partial"``; ``consolidate_state_dict`` completes that of one rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _STEP = Entry(torch.zeros(()), "buffers", Place.OWN, always=True)
 
 @dataclass(frozen=True)
 class KnownOptions:
-    """What a checkpoint must know of the options of parameter groups.
+    """The knowledge about the options of parameter groups that a checkpoint needs.
 
     Attributes:
         checks: Checks of the options that only this method has.
@@ -82,7 +82,7 @@ class Checkpoint:
         runtime: The step counter.
         curvature: The curvature in the state of the parameters.
         keys: Returns the keys of the state of the first-order rule that a parameter usually follows.
-        known: What must be known of the options of the groups.
+        known: The knowledge about the options of the groups.
         divided: The curvature again if its tensors may be divided between ranks.
     """
 

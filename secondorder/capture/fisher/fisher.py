@@ -63,7 +63,7 @@ class ModelFisher:
         waiting = capture.forwards.waiting()  # in a model in parts, the last part returned the outputs
         batches = [current.evidence.examples or 0 for current in waiting if current.root == waiting[-1].root]
         laid = [Head.of(*head, batches, self._batch_dim) for head in zip(heads, kinds, targets, strict=True)]
-        # The mean over loss terms is taken when all micro-batches are there; heads are weighted by their own numbers of
+        # The mean over loss terms is taken when all micro-batches are complete. Heads are weighted by their numbers of
         # terms.
         terms = [head.terms for head in laid]
         most = torch.stack([t.to(terms[0].device) for t in terms]).max()  # not 0 where any head has terms
@@ -127,7 +127,7 @@ def resolved(
     """Return outputs, likelihoods and targets by head, from the arguments of ``observe``.
 
     Raises:
-        ValueError: If a likelihood is unknown, or there are other numbers of them than of outputs.
+        ValueError: If a likelihood is unknown, or their number does not match the number of outputs.
         TypeError: If an argument is of the wrong type.
     """
     if not isinstance(outputs, (Tensor, list, tuple)):

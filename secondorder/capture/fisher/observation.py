@@ -1,4 +1,4 @@
-"""Observation: vectors are pulled back from the model outputs to the layer outputs, in passes without a loss.
+"""Observation, which pulls vectors back from the model outputs to the layer outputs in passes without a loss.
 
 Forward passes keep the edges of their layer outputs (``Pass.edges``); the gradients there are computed by
 ``autograd.grad``, so that no gradient of a weight is computed, and ``.grad`` and the graph do not change.
@@ -40,7 +40,7 @@ _NO_GRAPH = (
 
 
 class Observation:
-    """Observes the forward passes that wait for it.
+    """Observes the forward passes that wait to be observed.
 
     Args:
         forwards: The passes.
