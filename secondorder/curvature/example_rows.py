@@ -43,8 +43,7 @@ class Fresh(NamedTuple):
     """The rows that a step captured for a block.
 
     Attributes:
-        rows: Rows of all examples of this rank, scaled per datum: the block of the Fisher is ``Σ_n u_n u_nᵀ`` over the
-            rows of all ranks.
+        rows: Rows of all examples of this rank, scaled so that the Fisher is ``Σ_n u_n u_nᵀ`` over all ranks.
         examples: n of this rank.
         real: Rows that are not padding.
         ok: Whether they may be used, as a 0-dim bool tensor.

@@ -27,8 +27,7 @@ class Layer:
     Attributes:
         name: Module name as in ``named_modules()``, without wrapper prefixes.
         kind: Type of the module that holds the parameters, as text.
-        taps: Modules whose calls are captured. There are several if weights are tied or a module applies its weight in
-            pieces.
+        taps: Modules whose calls are captured, several if weights are tied or applied in pieces.
         adapter: Shapes of the layer, the same for all taps. Each tap has an adapter for the rows of its calls.
         weight: Trained weight, or None when it is frozen.
         bias: Trained bias, or None.

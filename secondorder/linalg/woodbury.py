@@ -1,9 +1,9 @@
-"""The Woodbury identity for few rows, which are used as they are or interpolate others.
+"""The Woodbury identity for few rows, which are used directly or interpolate others.
 
 With R rows u, ``F = Σ u uᵀ`` and the kernel ``K = [⟨u, u'⟩]``, the direction is ``(F + λI)⁻¹ V = (V − Σ_n z_n u_n)/λ``
 where ``z = M ⟨u, V⟩``::
 
-    rows as they are    M = (K + λI)⁻¹
+    direct use          M = (K + λI)⁻¹
     interpolation       M = (S⁻¹ + K)⁻¹ = C (I + Cᵀ K C)⁻¹ Cᵀ,  S = C Cᵀ
 
 Ren & Goldfarb 2019 (arXiv 1906.02353), section 3; Mu et al., HyLo, SC22, with the interpolation corrected.
@@ -87,7 +87,7 @@ def apply(rows: Rows, inverse: Tensor, damping: Tensor, matrix: Tensor) -> Tenso
         matrix: V ``[..., d_o, n_a]``.
 
     Returns:
-        The direction, of the shape of V, in memory of its own.
+        The direction, in the shape of V and in separate memory.
     """
     dots = project(rows, matrix).to(inverse.dtype)
     z = (inverse @ dots[..., None]).squeeze(-1) / damping.to(inverse.dtype)[..., None]

@@ -62,8 +62,7 @@ class StatisticsExchange:
         skipped: Number of batches that were not finite, by block.
         learned_at: Step of the last statistics, by block. It is not known after loading a checkpoint.
         rows_seen: Number of examples of a rank in the last batch and of their rows, by block, for plans.
-        unsent: Names of blocks whose tensors at ``Place.MEASURED`` are so far only on ranks that precondition. It is
-            the same on all ranks.
+        unsent: Names of blocks whose tensors at ``Place.MEASURED`` are so far only on ranks that precondition.
     """
 
     def __init__(self, comm: CommStrategy, device: torch.device | None = None) -> None:
