@@ -175,8 +175,7 @@ def estimate(
         world_size: Number of ranks; None for one.
         comm: Strategy or its name, see :func:`secondorder.comm.from_name`; None for ``CommOpt()``.
         methods: Names that :func:`create` accepts, ``"sgd"`` or ``"adamw"``, or a dict of functions that return the
-            optimizer of a model; None for SGD, AdamW, all methods with their defaults, and the presets that work with a
-            plain training loop.
+            optimizer of a model; None for SGD, AdamW, all methods, and the presets for a plain training loop.
         rates: Rates of a machine; None to measure the rates of this machine.
         device: The device to train on, which determines some defaults. None is the device of the model, or the
             accelerator or the CPU if the model is on ``meta``.
@@ -185,8 +184,7 @@ def estimate(
         The estimate. ``print`` shows it as a table.
 
     Raises:
-        ValueError: If a method is unknown, a number is out of range, the model has no parameters to train, or its
-            inputs are not known.
+        ValueError: If a method or the inputs are unknown, a number is out of range, or no parameter is trained.
         TypeError: If an argument has the wrong type.
         RuntimeError: If the model does not run on the ``meta`` device with these inputs.
 

@@ -587,8 +587,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state. It is checked completely before anything is changed, and every tensor is copied.
 
-        A complete state loads with any number of ranks and any strategy; every rank takes the part that it holds. No
-        message is sent.
+        A complete state loads with any number of ranks and any strategy; every rank takes its part without messages.
 
         Raises:
             ValueError: If the state does not match the optimizer. The message lists the differences.
@@ -643,8 +642,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         """Return the undamped curvature of a layer as a dense matrix ``[n, n]`` over row-major ``vec([W | b])``.
 
         Args:
-            name: Module name as in ``named_modules()``; for a window method, the name of a parameter. Prefixes of
-                wrappers are optional.
+            name: Module name, or, for a window method, parameter name. Prefixes of wrappers are optional.
 
         Returns:
             The matrix, where ``n`` is the number of parameters of the layer.

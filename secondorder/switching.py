@@ -70,8 +70,7 @@ class SwitchPolicy(ABC):
         """Receive the error of a refresh, after ``decide`` was called in it.
 
         Args:
-            error: Relative error of a KIS update compared with SNGD, averaged over the probed layers; a 0-dim tensor on
-                any device.
+            error: Relative error of a KIS update compared with SNGD, averaged over the probed layers, 0-dim.
         """
 
     @abstractmethod

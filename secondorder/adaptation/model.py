@@ -24,7 +24,7 @@ class LocalModel:
 
     Args:
         curvature: The blocks.
-        likelihood: The likelihood of which the exact model has the curvature, or None to use that of the blocks.
+        likelihood: The likelihood whose curvature the exact model uses, or None to use the curvature of the blocks.
     """
 
     def __init__(self, curvature: LayerPreconditioner[Any], likelihood: Likelihood | None) -> None:
@@ -81,7 +81,7 @@ class LocalModel:
         return self.of_all_ranks(own)
 
     def of_all_ranks(self, values: Tensor) -> Tensor:
-        """Return the mean over the ranks, as of their gradients; the bits are equal, so that all decide the same."""
+        """Return the mean over the ranks, as for gradients. The bits are equal, so all ranks make the same decision."""
         if not self._comm.combines:
             return values
         total = self._comm.agree(values.detach().to(torch.float64).flatten()) / self._comm.data_world
@@ -99,7 +99,7 @@ class LocalModel:
             images = [product(block, m) for m in matrices]
             rows = [torch.stack([(m * image).sum() for image in images]) for m in matrices]
             total += torch.stack(rows).to(total)
-        # Blocks and their damping are per example; a loss that is a sum over examples has those of all of them.
+        # Blocks and their damping are per example, while a summed loss has the curvature of all examples.
         return (total + total.mT) * (0.5 if self.is_mean else 0.5 * self._examples(evaluation))
 
     def _examples(self, evaluation: Evaluation | None) -> float:
@@ -109,7 +109,7 @@ class LocalModel:
         if not found:
             raise RuntimeError(
                 "with loss_reduction='sum' the quadratic model needs the number of examples, which it counts in the "
-                "forwards of a closure, at the first tensor argument of the model: call step(closure), or average the "
+                "forwards of a closure, in the first tensor argument of the model: call step(closure), or average the "
                 "loss and use loss_reduction='mean'"
             )
         return found

@@ -1,4 +1,4 @@
-"""Steps that are not judged by their loss."""
+"""Steps that are not judged by the loss."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Move(Protocol):
 
 
 class NoTrust:
-    """Takes every step unchanged, whatever the loss."""
+    """Takes every step unchanged, for every loss."""
 
     #: Whether λ changes with the loss, so that a large value does not mean anything.
     adapts_damping = False
 
     def check_module(self, root: nn.Module | None) -> None:
-        """Do nothing, since every module will do."""
+        """Do nothing, since every module is supported."""
 
     def refuse(self) -> None:
         """Do nothing, since parameters and blocks may be anywhere."""

@@ -1,9 +1,9 @@
-"""Replays of a forward pass, unchanged or along a direction: they leave no trace, or give forward-mode products.
+"""Replays of a forward pass, unchanged or along a direction, without side effects or for forward-mode products.
 
-A forward pass depends on parameters, inputs, buffers and random generators. :class:`Moment` keeps the last two, so that
-a replay draws the same dropout masks and uses the same running statistics, and restores everything afterwards.
-:func:`recorded` keeps the inputs of a training step's own forwards; :func:`output_change` runs one of them again with
-dual numbers, for ``J d``: the change of the outputs when the parameters move along ``d``.
+A forward pass depends on parameters, inputs, buffers and random generators. :class:`Moment` stores the last two, so a
+replay draws the same dropout masks and uses the same running statistics, and restores everything afterwards.
+:func:`recorded` stores the inputs of the forward passes of a training step. :func:`output_change` runs one of them
+again with dual numbers to compute ``J d``, the change of the outputs when the parameters move along ``d``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Moment:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Return to this moment for the ``with`` block, and to the present after it."""
+        """Restore this moment for the ``with`` block, and the present state after it."""
         present = Moment(self._module, self._devices)
         self.restore()
         try:
@@ -97,9 +97,9 @@ class Forward:
 
 @contextmanager
 def recorded(module: nn.Module, devices: set[torch.device], *, on: bool = True) -> Iterator[list[Forward]]:
-    """Record the forward passes of a module inside the ``with`` block that a backward pass can follow.
+    """Record the forward passes with gradients of a module inside the ``with`` block.
 
-    Compiled models run eagerly in the meantime: a hook that is added after their compilation would not be called.
+    Compiled models run eagerly inside it, because hooks that are added after compilation would not be called.
 
     Args:
         module: The module.
@@ -125,7 +125,7 @@ def recorded(module: nn.Module, devices: set[torch.device], *, on: bool = True) 
             current.output = output
             found.append(current)
 
-    # These hooks come first: other hooks may change the arguments, and they change them again in a replay.
+    # These hooks run first, because other hooks may change the arguments and change them again in a replay.
     handles: list[RemovableHandle] = [
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
         module.register_forward_hook(leave),
@@ -190,12 +190,12 @@ class Evaluated:
 
 @torch.no_grad()
 def output_change(module: nn.Module, evaluated: Evaluated, direction: Directions, at: Directions) -> Tensor:
-    """Return ``J d``: how the outputs of a forward change when the parameters move along a direction.
+    """Return ``J d``, the change of the outputs of a forward pass when the parameters move along a direction.
 
     Args:
         module: The module.
         evaluated: Its recorded forward.
-        direction: d, by parameter; those that the module does not hold are ignored.
+        direction: d by parameter. Parameters that the module does not have are ignored.
         at: Values of parameters that have moved since the forward pass.
 
     Raises:
@@ -238,7 +238,7 @@ def exact_products(
         likelihood: Likelihood of the loss, given the outputs.
         directions: ``d_i``, k of them.
         at: Values of parameters that have moved since the forward passes.
-        mean: Whether the loss is a mean over its terms; else it is their sum.
+        mean: Whether the loss is a mean over its terms; otherwise it is their sum.
     """
     device = evaluations[0].outputs.device
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""The parts of a step that is judged by its loss: the closure's evaluation, and a snapshot to undo it."""
+"""The parts of a step that is judged by the loss: the evaluation of the closure, and a snapshot to undo the step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Snapshot:
         return cls({p: p.detach().clone() for p in states}, kept)
 
     def undo(self) -> None:
-        """Restore everything, to the bit."""
+        """Restore everything, bit for bit."""
         with torch.no_grad():
             for p, value in self.values.items():
                 p.copy_(value)
@@ -81,7 +81,7 @@ class Snapshot:
 
 
 def parts_of(returned: Any) -> tuple[Tensor, Any, Any]:
-    """Return loss, outputs and targets of what a closure returned; the last two are None where they are missing.
+    """Return loss, outputs and targets from the result of a closure. The last two are None if they are missing.
 
     Raises:
         TypeError: If it is not a loss, ``(loss, outputs)`` or ``(loss, outputs, targets)``.
@@ -94,7 +94,7 @@ def parts_of(returned: Any) -> tuple[Tensor, Any, Any]:
     if options.is_number(loss):
         return torch.tensor(loss, dtype=torch.float64), outputs, targets
     raise TypeError(
-        "options that judge a step by its loss need a closure that returns the loss, (loss, outputs) or (loss, "
+        "options that judge a step by the loss need a closure that returns the loss, (loss, outputs) or (loss, "
         f"outputs, targets), with a loss of one element; got {_shown(returned)}"
     )
 
@@ -113,8 +113,8 @@ def match_outputs(forwards: Sequence[Forward], outputs: Any, targets: Any) -> li
     if not len(found) == len(forwards) == len(given):
         raise RuntimeError(
             f"the closure returned {len(found)} outputs and {len(given)} targets, but ran {len(forwards)} forwards of "
-            "the model with gradients enabled: return one tensor for each, as a list, and run forwards that are no "
-            "part of the loss under torch.no_grad()"
+            "the model with gradients enabled: return one tensor for each, as a list, and run forwards that do not "
+            "contribute to the loss under torch.no_grad()"
         )
     return [Evaluated(f, o, t) for f, o, t in zip(forwards, found, given, strict=True)]
 

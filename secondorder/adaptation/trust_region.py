@@ -5,8 +5,8 @@
     evaluate     call the closure; record its forward passes if the model will differentiate them
     statistics, refresh, share
     take         once: calibrate damping       for each candidate: move, the loss at θ+δ, undo
-                 move                          rate and momentum from the quadratic model
-                 every T steps: judge          the loss at θ+δ on the same batch, ρ, λ; a rise may be undone
+                 move                          learning rate and momentum from the quadratic model
+                 every T steps: judge          the loss at θ+δ on the same batch, ρ, λ; an increase may be undone
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from secondorder.update import Update
 
 ReturnedT = TypeVar("ReturnedT")
 
-#: Multiples of the given damping that calibration tries.
+#: Multiples of the damping that calibration tries.
 GRID = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3)
 
 
@@ -61,23 +61,23 @@ class TrustRegion:
     # ------------------------------------------------------------------ what cannot be judged
     @property
     def adapts_damping(self) -> bool:
-        """Whether λ changes with the loss; it may then start far too large."""
+        """Whether λ changes with the loss, in which case it may start far too large."""
         return self.adaptation.adaptive_damping
 
     def check_module(self, root: nn.Module | None) -> None:
-        """Refuse a module that cannot run again.
+        """Reject a module that cannot run again.
 
         Raises:
             NotImplementedError: If the model has several parts and no forward.
         """
         if isinstance(root, Parts) and self._likelihood is not None:
             raise NotImplementedError(
-                "likelihood= has the model run again along the step, which takes one module with a forward: leave it "
-                "out to use the curvature of the blocks, or pass one module that holds all parts"
+                "likelihood= runs the model again along the step, which needs one module with a forward: leave it "
+                "out to use the curvature of the blocks, or pass one module that contains all parts"
             )
 
     def refuse(self) -> None:
-        """Refuse parameters or blocks if this rank has only a part of them.
+        """Reject parameters or blocks if this rank has only a part of them.
 
         Raises:
             NotImplementedError: If there are any.
@@ -85,22 +85,22 @@ class TrustRegion:
         chosen = self.adaptation
         if self._table.shards.is_sharded and chosen.judging:
             raise NotImplementedError(
-                f"{', '.join(chosen.judging)}: steps are not judged where parameters are cut over the ranks "
-                "(fully_shard); leave that out, or use DistributedDataParallel"
+                f"{', '.join(chosen.judging)}: steps are not judged if parameters are sharded over the ranks "
+                "(fully_shard); leave it out, or use DistributedDataParallel"
             )
         if chosen.quadratic_model or chosen.adaptive_damping:
             comm, blocks = self._comm, self._curvature.plan.blocks
             away = [b for b in blocks if not (comm.estimates(b.index) and comm.preconditions(b.index))]
             if away:
                 raise NotImplementedError(
-                    f"the quadratic model multiplies with the curvature of all layers, and under {comm!r} that of "
-                    f"'{away[0].label}' is on other ranks alone: use comm=CommOpt()"
+                    f"the quadratic model multiplies with the curvature of all layers, but under {comm!r} that of "
+                    f"'{away[0].label}' is only on other ranks: use comm=CommOpt()"
                 )
 
     def why_not_joinable(self) -> str | None:
         """Return why a rank without data cannot take part in the steps of the others, or None if it can."""
         wanted = self.adaptation.needing_loss + ["quadratic_model"] * self.adaptation.quadratic_model
-        return f"{wanted[0]}=True looks at the loss of every rank, and one without data has none" if wanted else None
+        return f"{wanted[0]}=True needs the loss of every rank, but a rank without data has none" if wanted else None
 
     # ------------------------------------------------------------------ the closure
     def evaluate(self, closure: Callable[[], ReturnedT] | None) -> ReturnedT | None:
@@ -138,7 +138,7 @@ class TrustRegion:
         if not wanted:
             return
         scaled = self._setting.loss_scale.multiplies
-        hint = " GradScaler.step() passes no closure on: train in bfloat16, which needs no scaler." if scaled else ""
+        hint = " GradScaler.step() does not pass a closure: train in bfloat16, which needs no scaler." if scaled else ""
         raise RuntimeError(
             f"{wanted[0]}=True judges steps by their loss: call step(closure) with a closure that zeroes the "
             f"gradients, computes the loss, calls backward and returns the loss, or (loss, outputs).{hint}"
@@ -163,21 +163,21 @@ class TrustRegion:
         if len(signs) > 1:
             raise RuntimeError(
                 "some groups maximize the loss and others minimize it, so no single change of the loss can judge a "
-                "step: use two optimizers, or switch off what judges steps by their loss"
+                "step: use two optimizers, or switch off the options that judge steps by the loss"
             )
         return -loss if signs == {True} else loss
 
     # ------------------------------------------------------------------ the trial
     def dropped(self) -> None:
-        """Raise λ after a batch that is left out: there is nothing to judge, and no finite ratio."""
+        """Increase λ after a batch that is left out, for which there is no finite ratio."""
         if self._adapts():
             self._scale_damping(self._rise())
 
     def take(self, move: Move, gradients: Directions, gate: Tensor | None) -> None:
-        """Take the step, and judge it: calibrate λ before the first one, and undo or keep it.
+        """Take the step and judge it: calibrate λ before the first step, and undo or keep the step.
 
         Args:
-            move: Moves the parameters.
+            move: The function that moves the parameters.
             gradients: Gradients of this step by parameter.
             gate: None, or a 0-dim bool tensor that is False if the step is not to be taken.
         """
@@ -209,7 +209,7 @@ class TrustRegion:
         directions = {p: d + w * p if (w := model.coupled_decay(p)) else d for p, d in directions.items()}
         along = [directions]
         if any(group_of[p]["momentum"] and update.steps_of([p])[0] > 1 for p in directions):
-            along.append({  # the previous step before `lr`, or zeros where momentum is off
+            along.append({  # the previous step before `lr`, or zeros if momentum is off
                 p: -update.state_of(p, "momentum_buffer") if group_of[p]["momentum"] else torch.zeros_like(p)
                 for p in directions
             })  # fmt: skip
@@ -220,7 +220,7 @@ class TrustRegion:
         return directions, self._coefficients
 
     def _judge_step(self, evaluation: Evaluation, before: Snapshot, gradients: Directions, gate: Tensor | None) -> None:
-        """Compare the loss after the step with the one before and with the model, and act on it."""
+        """Compare the loss after the step with the loss before and with the model, and act on it."""
         losses = torch.stack([evaluation.loss.double(), self._loss_now(evaluation).double()])
         numbers = [*self._model.of_all_ranks(losses)]
         if gate is not None:
@@ -245,7 +245,7 @@ class TrustRegion:
         self._scale_damping(factor)
 
     def _forget_momentum(self, before: Snapshot) -> None:
-        """Reset momentum after a second rejection in a row: no damping improves a step that it causes."""
+        """Reset momentum after a second rejection in a row, because no damping improves a step that momentum causes."""
         if self._table.groups[0]["rejected_in_a_row"] > 1:
             momentum = {"momentum_buffer"} | of_kinds(self._table.entries, "momentum")
             for p in before.values:
@@ -269,10 +269,10 @@ class TrustRegion:
         return quadratic.damping_factor(actual, predicted, self.adaptation.damping_interval)
 
     def _loss_now(self, evaluation: Evaluation) -> Tensor:
-        """Return the objective on the same batch at the current parameters, leaving no trace."""
+        """Return the objective on the same batch at the current parameters, without side effects."""
         assert self._table.root is not None
         holders = [*self._table.root.parameters(), *self._table.group_of]
-        # The mode is the same as before: different rounding in another mode would be taken for a change of the loss.
+        # Use the same mode as before, because other rounding would look like a change of the loss.
         mode = eager() if evaluation.eager else nullcontext()
         pause = self._curvature.hooks.pause(by_user=False)
         with pause, kept_gradients(holders), evaluation.start.replayed(), mode, torch.enable_grad():
@@ -280,7 +280,7 @@ class TrustRegion:
         return self._objective(parts_of(returned)[0])
 
     def _snapshot(self, gradients: Directions, *, estimates: bool = False) -> Snapshot:
-        """Copy what a step changes: parameters, the state of their rules, and on request running estimates."""
+        """Copy what a step changes: parameters, the state of their rules, and optionally running estimates."""
         kinds = ("momentum", "scale", "buffers") if estimates else ("momentum",)
         keys = {*RULE_KEYS, "step"} | of_kinds(self._table.entries, *kinds)
         return Snapshot.of({p: self._table.state[p] for p in gradients}, keys.__contains__)
@@ -301,14 +301,14 @@ class TrustRegion:
             if group["damping"] != value:
                 group["damping"] = value
                 changed.append(group)
-        # Factored inverses contain the damping of their refresh, and would follow a change many steps too late.
+        # Factored inverses contain the damping of their refresh, so a change would act many steps too late.
         affected = (b for b in self._curvature.plan.blocks if any(b.group is g for g in changed))
         factored = (b for b in affected if b.inverse.holds_damping)
         if late := [b for b in factored if self._table.state[b.owner]["refreshes"] > 0]:
             self._curvature.renew(late)
 
     def _calibrate(self, evaluation: Evaluation, move: Move, gradients: Directions) -> None:
-        """Choose the damping of a geometric grid whose step lowers the loss of this batch most."""
+        """Choose the damping from a geometric grid whose step decreases the loss of this batch most."""
         given = [group["damping"] for group in self._table.groups]
         low, high = self.adaptation.min_damping, self.adaptation.max_damping
         candidates = [[quadratic.bounded(value, multiple, low, high) for value in given] for multiple in GRID]
@@ -319,7 +319,7 @@ class TrustRegion:
             losses.append(self._model.of_all_ranks(self._loss_now(evaluation)))
             before.undo()
         found = torch.stack(losses).to(torch.float64).tolist()
-        # The largest damping wins among equal losses, and if no loss is finite.
+        # Choose the largest damping if losses are equal or none is finite.
         best = min(range(len(GRID)), key=lambda i: (found[i] if math.isfinite(found[i]) else math.inf, -i))
         self.set_damping(candidates[best])
         for group in self._table.groups:

@@ -1,6 +1,5 @@
-"""Capture: from the forward and backward passes of a training loop to the statistics of each layer.
+"""Capture of the statistics of each layer from the forward and backward passes of a training loop.
 
-Hooks sit on the layers of the user's model, count examples and collect rows during the backward pass, without
-changing either pass. The folders below have the adapters of layer types, the Fishers, and the statistics that are
-collected.
+Hooks on the layers of the user's model count examples and collect rows during the backward pass, without changing
+either pass. The folders contain the adapters of layer types, the Fishers, and the statistics.
 """

@@ -1,13 +1,13 @@
-"""Backward passes since the last step, and where their gradients went.
+"""Backward passes since the last step, and the destinations of their gradients.
 
 ``loss.backward()`` accumulates in ``.grad``; ``torch.autograd.grad(loss, parameters)`` returns gradients and leaves
-``.grad`` alone. What a step uses is in ``.grad`` when it is taken, so the statistics have to be those of the backward
-passes behind it:
+``.grad`` unchanged. A step uses the gradients in ``.grad``, so the statistics have to be those of the backward passes
+that produced them:
 
-* where every pass returned its gradients, the user adds them up, and all passes count;
-* where some accumulated, those count, as long as ``.grad`` was not reset between them;
-* where it was reset, the passes after the last reset count, if ``.grad`` still points where they left it. Otherwise the
-  user kept gradients elsewhere, and nobody can tell of which passes.
+* if every pass returned its gradients, the user adds them up, and all passes count;
+* if some passes accumulated, these count, as long as ``.grad`` was not reset between them;
+* if it was reset, the passes after the last reset count if ``.grad`` still has their gradients. Otherwise, the
+  user kept gradients elsewhere, and their passes are unknown.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch import Tensor, nn
 
 REPLACED = (
     "the gradients of a step are not those that its last backward passes left in .grad, so the statistics of some "
-    "micro-batches were missing and none were used. Let .grad accumulate until the step; or reset it between "
-    "micro-batches to zeros, with model.zero_grad(set_to_none=False); or use torch.autograd.grad for every micro-batch"
+    "micro-batches are missing and none are used. Let .grad accumulate until the step; or reset it to zeros between "
+    "micro-batches, with model.zero_grad(set_to_none=False); or use torch.autograd.grad for every micro-batch"
 )
 
-#: Entries of a gradient that are kept to recognize it.
+#: Number of entries of a gradient that are kept to recognize it.
 _KEPT = 1024
-#: Squared distance of two gradients of length 1 that count as the same: in-place clipping and unscaling round.
+#: Squared distance of two gradients of length 1 that count as equal, since in-place clipping and unscaling round.
 _SAME = 1e-4
 
-#: Stands for the gradient of a parameter that is cut over ranks: its pieces get theirs behind autograd's back.
+#: Represents the gradient of a sharded parameter, whose shards get their gradients outside of autograd.
 ALWAYS = object()
 
 
 def accumulates(node: Any) -> bool | None:
-    """Whether the backward that is running accumulates the gradient of the parameter behind ``node``.
+    """Whether the running backward pass accumulates the gradient of the parameter behind ``node``.
 
     Returns:
         True if it does, False if it returns the gradient instead, None if it does not compute it, as ``autograd.grad``
@@ -48,21 +48,21 @@ def accumulates(node: Any) -> bool | None:
     try:
         return True if will_execute(node) else None
     except RuntimeError:
-        return False  # torch does not answer for a parameter that autograd.grad was asked for
+        return False  # torch has no answer for a parameter that was passed to autograd.grad
 
 
 class Backwards:
-    """Which of the backward passes since the last step the gradients in ``.grad`` may come from.
+    """Determines the backward passes since the last step from which the gradients in ``.grad`` may come.
 
     Args:
-        are_gone: Tells whether gradients were discarded; see :func:`are_gone`.
+        are_gone: Returns whether gradients were discarded; see :func:`are_gone`.
 
     Attributes:
-        owners: The parameter of each layer whose gradient decides.
+        owners: The parameter of each layer whose gradient is checked.
         has_run: Whether any pass has been seen.
         accumulated: Whether a pass has accumulated in ``.grad``.
         returned: Whether a pass has returned its gradients.
-        is_unclear: Whether statistics of earlier passes were dropped, so that :meth:`were_replaced` has to look.
+        is_unclear: Whether statistics of earlier passes were dropped, so that :meth:`were_replaced` has to check.
     """
 
     def __init__(self, are_gone: Callable[[Sequence[nn.Parameter], bool], bool]) -> None:
@@ -72,7 +72,7 @@ class Backwards:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew, after a step."""
+        """Begin again, after a step."""
         self.has_run = self.accumulated = self.returned = self.is_unclear = self._is_mixed = False
         self._left: list[Tensor | None] | None = None
         self._task = -1
@@ -91,35 +91,35 @@ class Backwards:
         return accumulates(self._nodes.get(index))
 
     def note(self, accumulated: bool) -> None:
-        """Note a pass whose statistics count."""
+        """Record a pass whose statistics count."""
         self.accumulated |= accumulated
         self.returned |= not accumulated
         if accumulated and self.is_unclear:
             self._remember_later()
 
     def note_observed(self) -> None:
-        """Note a pass after an observation, which counts whatever the pass does with its gradients."""
+        """Record a pass after an observation, which counts regardless of the destination of its gradients."""
         for kind in {accumulates(node) for node in self._nodes.values()} - {None}:
             if self.returned if kind else self.accumulated:
-                self.is_unclear = self._is_mixed = True  # nobody can take the two kinds of passes apart
+                self.is_unclear = self._is_mixed = True  # the two kinds of passes cannot be separated
             self.note(bool(kind))
 
     def disregards(self, accumulated: bool) -> bool:
-        """Whether a pass does not count: one that returns gradients after others that have accumulated them."""
+        """Whether a pass does not count, because it returns gradients after others have accumulated them."""
         if accumulated or not self.accumulated:
             return False
-        # What this one returns may be for another purpose: .grad will tell at the step.
+        # The returned gradients may have another purpose. The step checks .grad.
         if not self.is_unclear:
             self.is_unclear = True
             self._left = [_part(p) for p in self.owners]
         return True
 
     def gradients_are_gone(self, reduced: bool) -> bool:
-        """Whether accumulated gradients were discarded since; ``reduced`` if those of cut parameters had come."""
+        """Whether accumulated gradients were discarded since. ``reduced`` means that sharded parameters had them."""
         return self.has_run and not self.only_returned and self._are_gone(self.owners, reduced)
 
     def _remember_later(self) -> None:
-        """Keep a part of the gradients as they are when the backward pass that is running is over."""
+        """Store a part of the gradients at the end of the running backward pass."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
@@ -130,14 +130,14 @@ class Backwards:
             self._left = [_part(p) for p in owners]
 
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        # In two stages: DistributedDataParallel averages in a callback, which the second stage comes after.
+        # Use two stages, because DistributedDataParallel averages in a callback before the second stage.
         queue(lambda: queue(remember))
 
     def were_replaced(self) -> bool:
-        """Whether the gradients point elsewhere than the last backward pass left them, if statistics were dropped.
+        """Whether the gradients differ from those of the last backward pass, if statistics were dropped.
 
         Returns:
-            That; True where nothing tells. It waits for the device, and only in the rare steps that have to look.
+            Whether they differ; True if it cannot be determined. It waits for the device, but only in rare steps.
         """
         if not self.is_unclear or self._is_mixed or self._left is None:
             return self.is_unclear
@@ -147,12 +147,12 @@ class Backwards:
 
 
 def is_cut(parameter: nn.Parameter) -> bool:
-    """Whether ``fully_shard`` has cut a parameter over ranks."""
+    """Whether ``fully_shard`` has sharded a parameter."""
     return hasattr(parameter, "device_mesh")
 
 
 def are_gone(owners: Sequence[nn.Parameter], reduced: bool) -> bool:
-    """Whether no parameter has a gradient; those that ``fully_shard`` cuts are elsewhere until they are reduced."""
+    """Whether no parameter has a gradient. Gradients of sharded parameters are elsewhere until they are reduced."""
     return all(p.grad is None and (reduced or not is_cut(p)) for p in owners)
 
 
@@ -163,7 +163,7 @@ def _node_of(parameter: nn.Parameter) -> Any:
 
 
 def _part(p: nn.Parameter) -> Tensor | None:
-    """Some entries of a gradient, of those that are cut over ranks some of this rank's piece."""
+    """Some entries of a gradient; for a sharded one, some of this rank's shard."""
     grad: Any = p.grad
     if grad is None:
         return None
@@ -177,7 +177,7 @@ def _part(p: nn.Parameter) -> Tensor | None:
 
 
 def _differ(before: Tensor | None, p: nn.Parameter) -> Tensor | bool:
-    """Whether a gradient points elsewhere than it did, 0-dim bool where that is a question for the device."""
+    """Whether a gradient has changed its direction, as a 0-dim bool tensor if it is on a device."""
     now = _part(p)
     if before is None or now is None:
         return before is not now and before is None

@@ -1,7 +1,7 @@
-"""How many examples a forward pass has, judged from its inputs, its outputs and the inputs of its layers.
+"""Determines the number of examples of a forward pass from its inputs, its outputs and the inputs of its layers.
 
-The first tensor that a model takes usually has the examples in front, but not always: ``model(t, x)`` with one time for
-all examples, or ``model(edge_index, x)``. So the number that it suggests is kept only if nothing speaks against it.
+The first dimension of the first tensor usually counts the examples, but not in ``model(t, x)`` with one time for all
+examples, or in ``model(edge_index, x)``. The number is used only if no evidence contradicts it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ BatchInput = str | Callable[..., int]
 
 
 class Input(NamedTuple):
-    """A tensor that a model, or a part of it, was given.
+    """An input tensor of a model or of a part of it.
 
     Attributes:
-        shape: Its shape.
-        holds_indices: Whether it is of integers.
+        shape: Shape of the tensor.
+        holds_indices: Whether the tensor has integers.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Use(NamedTuple):
     Attributes:
         site: Index of the layer.
         shape: Shape of the input.
-        axes: Axes of examples and of positions, if the layer always has the same.
+        axes: Axes of examples and of positions, if they are always the same for the layer.
         is_unbatched: Whether it is a single example without a batch dimension.
         one_hot: Whether it holds indices into a table.
         feature_axes: Last axes that count features.
@@ -59,7 +59,7 @@ class Use(NamedTuple):
     channels_first: bool
 
     def counts(self, n: int, dim: int) -> bool:
-        """Whether an axis that may count examples is n long."""
+        """Whether an axis that may count examples has length n."""
         if self.axes is not None:
             return self.shape[self.axes[0]] == n
         if self.is_unbatched:
@@ -68,7 +68,7 @@ class Use(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Size of the axis of examples or, where that is not known, of the first one; 1 without a batch."""
+        """Size of the axis of examples or, if this is not known, of the first axis; 1 without a batch."""
         if self.axes is not None:
             return self.shape[self.axes[0]]
         return 1 if self.is_unbatched or not self.shape else self.shape[0]
@@ -78,8 +78,8 @@ class Count(NamedTuple):
     """A number of examples.
 
     Attributes:
-        n: The number, or None if nothing tells.
-        doubt: What speaks against it, in words; empty if nothing does.
+        n: The number, or None if it cannot be determined.
+        doubt: The evidence against it as text; an empty string if there is none.
     """
 
     n: int | None
@@ -87,7 +87,7 @@ class Count(NamedTuple):
 
 
 def count_examples(inputs: Sequence[Input], outputs: Sequence[tuple[int, ...]], uses: Sequence[Use], dim: int) -> Count:
-    """Decide how many examples a forward pass has; ``outputs`` are the shapes of what it returned, as far as known."""
+    """Determine the number of examples of a forward pass. ``outputs`` are the known shapes of its outputs."""
     sized = [x for x in inputs if len(x.shape) > dim]
     heads = [shape for shape in outputs if len(shape) > 1 or (shape and shape[0] != 1)]
     if not sized:
@@ -116,7 +116,7 @@ def count_examples(inputs: Sequence[Input], outputs: Sequence[tuple[int, ...]], 
 
 
 def _by_layers_alone(first: Input, n: int, others: set[int], uses: Sequence[Use], dim: int) -> Count:
-    """As :func:`count_examples`, of a model whose outputs are not known: a loss, or objects without tensors."""
+    """Like :func:`count_examples` if the outputs are not known, for example a loss or objects without tensors."""
     if n > 1 and any(use.counts(n, dim) for use in uses):
         return Count(n)
     return _by_majority(first, n, others, uses, dim, ())
@@ -138,7 +138,7 @@ def _by_majority(
 
 
 def _from_layers(heads: Sequence[tuple[int, ...]], uses: Sequence[Use], dim: int) -> Count:
-    """As :func:`count_examples`, of a pass whose inputs are not known: the largest number that explains most layers."""
+    """Like :func:`count_examples` if the inputs are not known. It is the largest number that explains most layers."""
     rows = Counter[int]()
     for use in {(use.site, use.shape): use for use in uses}.values():
         rows[use.shape[1] if dim == 1 and use.axes is None and len(use.shape) > 2 else use.rows] += 1
@@ -158,7 +158,7 @@ def _from_layers(heads: Sequence[tuple[int, ...]], uses: Sequence[Use], dim: int
 
 
 def several_batches(uses: Iterable[Use], n: int | None) -> str:
-    """Why the calls of one layer cannot all be of the same n examples, in words; empty if they can."""
+    """Return why the calls of a layer cannot all have the same n examples, as text; an empty string if they can."""
     rows: dict[int, set[int]] = {}
     for use in uses:
         rows.setdefault(use.site, set()).add(use.rows)
@@ -169,14 +169,14 @@ def several_batches(uses: Iterable[Use], n: int | None) -> str:
 
 
 def _leading(shape: tuple[int, ...], dim: int, n: int, second: bool = True) -> tuple[int, ...]:
-    """Sizes of the axes that may count n examples: of rows the first, of sequences the first two."""
+    """Sizes of the axes that may count n examples: the first for rows, the first two for sequences."""
     if dim == 1:
         return shape[:2] if len(shape) > 2 else shape[:1]
     return shape[:2] if second and len(shape) > 2 and n > 1 else shape[:1]
 
 
 def _prefixes(shape: tuple[int, ...]) -> set[int]:
-    """Rows that there are after flattening some of the leading axes."""
+    """Possible numbers of rows after flattening some of the leading axes."""
     return set(itertools.accumulate(shape, operator.mul))
 
 
@@ -189,17 +189,17 @@ def _explains_all(first: Input, n: int, uses: Sequence[Use], heads: Sequence[tup
     rows = [*(use.rows for use in uses), *(shape[0] for shape in heads)]
     if all(r in _prefixes(first.shape) for r in rows):
         return True
-    # Two rows of indices may be the two ends of edges: that everything is even says little.
+    # Two rows of indices may be the two ends of edges, so even numbers are weak evidence.
     return _are_multiples(n, rows) and not (n == 2 and first.holds_indices)
 
 
 class Rule:
-    """The user's own count of examples, from the arguments of a module's ``forward``.
+    """The user's rule for the number of examples, from the arguments of a module's ``forward``.
 
     Args:
-        batch_input: Name of the argument whose size counts them, or a function that takes what ``forward`` takes.
-        dim: The dimension of that argument.
-        position: Where the argument stands if it is not passed by name; None if it has to be.
+        batch_input: Name of the argument whose size counts them, or a function of the arguments of ``forward``.
+        dim: The dimension of this argument.
+        position: Position of the argument if it is not passed by name; None if it has to be passed by name.
     """
 
     def __init__(self, batch_input: BatchInput, dim: int, position: int | None) -> None:
@@ -209,7 +209,7 @@ class Rule:
         """Return the number of examples of a call.
 
         Raises:
-            TypeError: If the argument is no tensor with that dimension, or the function returns no integer.
+            TypeError: If the argument is not a tensor with this dimension, or the function does not return an integer.
         """
         if not isinstance(self._batch_input, str):
             found = self._batch_input(*args, **kwargs)
@@ -228,10 +228,10 @@ class Rule:
 
 
 def rules(batch_input: BatchInput | None, roots: Sequence[nn.Module], dim: int) -> list[Rule | None]:
-    """Return the user's count of examples for each root, None where the forward pass is judged.
+    """Return the user's rule for each root, or None if the number is determined from the forward pass.
 
     Raises:
-        ValueError: If no root has an argument of that name.
+        ValueError: If no root has an argument of this name.
     """
     if not isinstance(batch_input, str):
         return [None if batch_input is None else Rule(batch_input, dim, None) for _ in roots]
@@ -246,7 +246,7 @@ _ABSENT: Any = object()
 
 
 def _position(name: str, root: nn.Module) -> int | None:
-    """Where an argument of a module's ``forward`` stands; None if it is passed by name."""
+    """Position of an argument of a module's ``forward``; None if it is passed by name."""
     parameters = inspect.signature(root.forward).parameters
     if name in parameters:
         by_name = parameters[name].kind is inspect.Parameter.KEYWORD_ONLY

@@ -1,15 +1,15 @@
-"""Capture: from a training loop's own forward and backward to the statistics of a step, without touching either.
+"""Capture of the statistics of a step from the forward and backward passes of a training loop, without changing them.
 
 ::
 
     root pre-hook    a forward of the model, or of one of its parts, begins: a ``Pass`` with its number of examples
-    layer hook       only when capture is due: a tap on the layer output, holding the input
+    layer hook       only if statistics are due: a tap on the layer output, holding the input
     tap, backward    (x, g) → the layer's statistic; the pass's examples are counted once
     root post-hook   the forward is over
 
-Nothing is accumulated in forward, so activation checkpointing (which runs hooks twice) and forwards without a backward
-change nothing. Two kinds of tap share one :meth:`Capture.record`: a tensor hook in eager mode (no copy of the output,
-safe before an in-place activation) and an identity operator under ``torch.compile`` (no graph break).
+Nothing is accumulated in the forward pass, so activation checkpointing (which runs hooks twice) and forward passes
+without a backward pass have no effect. Two kinds of taps use :meth:`Capture.record`: a tensor hook in eager mode (safe
+before an in-place activation) and an identity operator under ``torch.compile`` (no graph break).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from secondorder.capture.step_statistics import StepStatistics
 from secondorder.capture.taps import CAPTURES, SECOND_BACKWARD, Seen, in_backward
 
 _HIGHER_ORDER = (
-    "layer '{name}': its backward is being differentiated itself (create_graph=True), and Kronecker statistics of such "
-    "a loss are not defined. Compute that term on a forward inside `with optimizer.pause_capture():`, leave the layer "
+    "layer '{name}': its backward is differentiated again (create_graph=True), and Kronecker statistics of such a loss "
+    "are not defined. Compute this term on a forward inside `with optimizer.pause_capture():`, leave the layer "
     "out with skip_layers, or use a method that needs no layer statistics."
 )
 
@@ -47,27 +47,27 @@ class Capture:
     """Taps on the layers of a model and the statistics that they fill.
 
     Args:
-        roots: Modules whose forward is "a forward of the model"; of several, each a part of it, which every example
-            passes through.
+        roots: Modules whose forward is "a forward of the model". If there are several, each is a part of the model, and
+            every example passes through all of them.
         batch_dim: Dimension of an input that counts examples.
-        batch_input: The argument that counts them, or a function that does; None to judge by the forward pass.
+        batch_input: The argument that counts them, or a function; None to determine it from the forward pass.
         loss_scale: Scale that gradients carry.
-        owner: Weak reference to the object that uses the statistics: taps in an old graph may outlive it.
-        before_forward: Returns what is called before each forward pass while nothing is pending, or None.
+        owner: Weak reference to the object that uses the statistics, since taps in an old graph may outlive it.
+        before_forward: Returns the function that is called before each forward pass while nothing is pending, or None.
         observes: Whether statistics come from an observation instead of the backward pass of the loss.
-        are_gone: Tells whether gradients were discarded; see :func:`secondorder.capture.backwards.are_gone`.
+        are_gone: Returns whether gradients were discarded; see :func:`secondorder.capture.backwards.are_gone`.
 
     Attributes:
         batch_dim: As given.
         batch_input: As given.
         observes: As given.
-        clock: What measures the time that capture takes in a backward pass, or None.
-        hooks: What sits on the model.
-        gate: When forward passes are captured.
+        clock: The clock that measures the time of capture in a backward pass, or None.
+        hooks: The hooks on the model.
+        gate: Decides whether forward passes are captured.
         forwards: The forward passes since the last step.
         backwards: The backward passes since the last step.
         statistics: The statistics since the last step.
-        observation: What pulls vectors back to the layers.
+        observation: The object that pulls vectors back to the layers.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Capture:
         self.forwards = Forwards(modules, batch_dim)
         self.backwards = Backwards(are_gone)
         self.observation = Observation(self.forwards, self.statistics)
-        #: Whether gradients were reset while something was observed that no backward has reached.
+        #: Whether gradients were reset while observed statistics had no backward pass yet.
         self._is_spared = False
         self.hooks = ModelHooks(modules, rules(batch_input, modules, batch_dim))
         self.gate = Gate(self.hooks.switch)
@@ -98,7 +98,7 @@ class Capture:
 
     # ------------------------------------------------------------------ lifecycle
     def set_sites(self, sites: Iterable[Site], watched: Iterable[WatchedAttention] = ()) -> None:
-        """Tap these layers and no others, some of them projections of watched attention; what is pending is dropped."""
+        """Tap only these layers, including projections of watched attention. Pending statistics are dropped."""
         self.discard()
         self.forwards.clear()
         self.statistics.set_sites(sites)
@@ -115,24 +115,24 @@ class Capture:
         self.backwards.watch(wanted)
 
     def close(self) -> None:
-        """Remove every hook and drop what is pending."""
+        """Remove all hooks and drop pending statistics."""
         self.arm(())
         self.set_sites(())
         self.hooks.remove()
         self.gate.is_closed = True
 
     def discard(self) -> None:
-        """Forget the pending statistics (their gradients were discarded)."""
+        """Discard the pending statistics, whose gradients were discarded."""
         self.statistics.clear()
         self.backwards.clear()
         self.forwards.discard()
         self.hooks.switch.reduced = self._is_spared = False
 
     def reset(self) -> None:
-        """Act on gradients that are reset: forget what is pending, unless its backward pass has yet to come.
+        """Handle a reset of gradients: discard pending statistics, unless their backward pass has not run yet.
 
-        What was observed is kept if a backward comes before the next forward. Until the step, it is remembered that
-        gradients may have been kept elsewhere.
+        Observed statistics are kept if a backward pass comes before the next forward pass. Until the step, the capture
+        keeps in mind that gradients may have been stored elsewhere.
         """
         if self._awaits_backward:
             self._is_spared = True
@@ -147,7 +147,7 @@ class Capture:
         return self.observes and not self.backwards.has_run
 
     def take(self) -> Captured:
-        """Hand over the pending statistics and start anew."""
+        """Return the pending statistics and start again."""
         self.statistics.flush(self.forwards)
         taken = self.statistics.take(self.forwards.roots)
         self.forwards.clear()
@@ -156,7 +156,7 @@ class Capture:
         return taken
 
     def leave_out_replaced(self) -> bool:
-        """Leave this step's statistics out if its gradients are not those of its backward passes; return whether so."""
+        """Leave out this step's statistics if its gradients do not match its backward passes; return whether so."""
         if not self.backwards.were_replaced():
             return False
         self.statistics.leave_out(REPLACED)
@@ -173,9 +173,9 @@ class Capture:
             self.hooks.put_first()
 
     def _drop_orphans(self) -> None:
-        """Discard what is pending if its gradients are gone (``model.zero_grad()`` was called, not the optimizer's).
+        """Discard pending statistics if their gradients are gone, because ``model.zero_grad()`` was called.
 
-        Those that ``torch.autograd.grad`` returned were never in ``.grad``, and are the user's to add up.
+        Gradients that ``torch.autograd.grad`` returned were never in ``.grad``; the user adds them up.
         """
         is_pending = self.statistics.by_site or self.forwards.roots.examples
         if is_pending and self.backwards.gradients_are_gone(self.hooks.switch.reduced):
@@ -183,40 +183,40 @@ class Capture:
         self.gate.update()
 
     def _drop(self) -> None:
-        """Discard what is pending, though its gradients may be part of the step."""
+        """Discard pending statistics although their gradients may be part of the step."""
         self.discard()
         self.backwards.is_unclear = True
 
     def open_pass(self, inputs: Sequence[Input], root: int = 0, examples: int | None = None) -> int:
-        """Begin a forward of a root with these inputs, and the user's number of examples; returns its number."""
+        """Begin a forward pass of a root with inputs and the user's number of examples, and return its number."""
         number = self.forwards.resume(root, inputs, examples)
         return self._begin(self.forwards.make(self.gate.keep, root, inputs, examples)) if number is None else number
 
     def _begin(self, current: Pass) -> int:
         if not in_backward():
             if self._is_spared and self._awaits_backward:
-                self.discard()  # no backward came: the batch was given up
+                self.discard()  # there was no backward pass, so the batch was abandoned
             self.statistics.flush(self.forwards)
         return self.forwards.begin(current)
 
     def _stray_pass(self, root: int) -> Pass:
-        """Begin a pass of what runs up to the backward while the root is not called."""
+        """Begin a pass for everything that runs until the backward pass while the root is not called."""
         found = self.forwards.make(self.gate.keep, root)
         found.evidence.is_stray = True
         self._begin(found)
         return found
 
     def enter_part(self, part: nn.Module, inputs: Sequence[Input], root: int) -> None:
-        """Note the input to a part of a root that is called while the root is not."""
+        """Record the input of a part of a root that is called while the root is not."""
         found = self.forwards.stray(root) or self._stray_pass(root)
         if found.evidence.is_stray:
             found.enter_part(id(part), inputs)
 
     def find_pass(self, token: Tensor | None, index: int) -> Pass | None:
-        """Return the pass of a call of a layer; None if it is a recomputation of a forward that nobody knows.
+        """Return the pass of a call of a layer; None if it is a recomputation of an unknown forward pass.
 
         Args:
-            token: What its root's forward left; None or -1 if that has not been called.
+            token: Token of the forward pass of its root; None or -1 if the root was not called.
             index: The site.
         """
         if token is not None and (number := int(token.numpy())) >= 0:
@@ -231,7 +231,7 @@ class Capture:
 
     # ------------------------------------------------------------------ backward
     def enter_backward(self, current: Pass) -> None:
-        """The gradient has reached the output of ``current``: recomputed layers belong to it."""
+        """Record that the gradient has reached the output of ``current``, to which recomputed layers belong."""
         self.forwards.latest = current
         if self.observation.is_running or self.gate.is_paused:
             return
@@ -240,10 +240,10 @@ class Capture:
             self.backwards.note_observed()
 
     def wants(self, index: int) -> bool:
-        """Return whether the backward that is running belongs to the gradient of this due site.
+        """Return whether the running backward pass belongs to the gradient of this due site.
 
         Raises:
-            RuntimeError: If that backward is itself being differentiated.
+            RuntimeError: If this backward pass is itself differentiated.
         """
         if index not in self.statistics.due or self.gate.is_paused or self.observes or self._owner() is None:
             return False
@@ -253,12 +253,12 @@ class Capture:
         if kind is None or self.backwards.disregards(kind):
             return False
         if kind and self.backwards.only_returned:
-            self._drop()  # what was returned may be for another purpose: .grad will tell at the step
+            self._drop()  # returned gradients may have another purpose; the step checks .grad
         self.backwards.note(kind)
         return True
 
     def record(self, seen: Seen, g: Tensor, current: Pass | None) -> None:
-        """Take in the gradient ``g`` at the output of a use of a layer.
+        """Add the gradient ``g`` at the output of a use of a layer.
 
         Raises:
             RuntimeError: If this is the second backward through one forward.

@@ -1,9 +1,9 @@
-"""Copies and pickles of a model: nothing of an optimizer gets into them.
+"""Keeps the hooks of an optimizer out of copies and pickles of a model.
 
-A copy of a model belongs to no optimizer, and a pickled model has to load where this package is not installed. The
-hooks of a module are in dictionaries, and ``copy.deepcopy`` and ``pickle`` look ``__deepcopy__`` and ``__reduce_ex__``
-up on the object that they copy. So a dictionary gets its own two for as long as it holds a hook of an optimizer, and
-they leave that hook out. The dictionary itself stays the same object, since handles of other hooks refer to it.
+A copy of a model belongs to no optimizer, and a pickled model has to load without this package. The hooks of a module
+are in dictionaries, and ``copy.deepcopy`` and ``pickle`` look up ``__deepcopy__`` and ``__reduce_ex__`` on the object
+that they copy. A dictionary therefore gets its own two methods while it contains a hook of an optimizer, and these
+methods leave out the hook. The dictionary stays the same object, since handles of other hooks refer to it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ Entries = OrderedDict[int, Any]
 class OwnHook:
     """Base class of the hooks that an optimizer puts on a model.
 
-    Where a hook is copied without the dictionary that it is in, a callable of the standard library takes its place,
-    which ignores its arguments.
+    A hook that is copied without its dictionary becomes a callable of the standard library that does nothing.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
@@ -35,7 +34,7 @@ class OwnHook:
 
 
 def conceal(handles: Iterable[RemovableHandle]) -> None:
-    """Leave the hooks behind these handles out of every copy of their modules."""
+    """Leave the hooks of these handles out of every copy of their modules."""
     for handle in handles:
         found = _dictionaries(handle)
         for entries in found:
@@ -44,7 +43,7 @@ def conceal(handles: Iterable[RemovableHandle]) -> None:
 
 
 def remove(handles: Iterable[RemovableHandle]) -> None:
-    """Remove hooks; a dictionary that holds no other hook of an optimizer is copied as usual again."""
+    """Remove hooks. A dictionary without other hooks of an optimizer is copied as usual again."""
     for handle in handles:
         handle.remove()
         hooks = handle.hooks_dict_ref()
@@ -55,21 +54,21 @@ def remove(handles: Iterable[RemovableHandle]) -> None:
 
 
 def _dictionaries(handle: RemovableHandle) -> list[Entries]:
-    """First the dictionary of a hook, then those in which its module notes how to call it."""
+    """Yield the dictionary of a hook, and then those in which its module stores how to call it."""
     found = [reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
     return [entries for entries in found if isinstance(entries, OrderedDict)]
 
 
 class _OwnCopies:
-    """How one dictionary is copied.
+    """The rule for copying one dictionary.
 
     Args:
         entries: The dictionary.
-        hooks: Where the hooks are whose keys it has.
+        hooks: The dictionary with the hooks for its keys.
     """
 
     def __init__(self, entries: Entries, hooks: Entries) -> None:
-        # Weakly: the dictionary holds this object.
+        # Use a weak reference, since the dictionary holds this object.
         self._entries, self._hooks = weakref.ref(entries), weakref.ref(hooks)
 
     def _others(self) -> Entries:
@@ -80,7 +79,7 @@ class _OwnCopies:
     def deepcopy(self, memo: dict[int, Any]) -> Entries:
         """``__deepcopy__`` of the dictionary."""
         found: Entries = OrderedDict()
-        memo[id(self._entries())] = found  # before its hooks are copied: they may refer to it
+        memo[id(self._entries())] = found  # before its hooks are copied, since they may refer to it
         found.update((key, copy.deepcopy(x, memo)) for key, x in self._others().items())
         return found
 

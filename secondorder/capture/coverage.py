@@ -1,4 +1,4 @@
-"""What to say of layers that have a gradient although nothing was captured for them."""
+"""Messages about layers that have a gradient but no captured statistics."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Mapping
 from secondorder.capture.loss_scale import UNKNOWN
 from secondorder.runtime import some_of
 
-#: The reason where nothing else is known.
+#: The reason if nothing else is known.
 NO_HOOKS = "its hooks did not run"
-#: Instead of a list of layers, where the gradients are those of the step before.
+#: The message if the gradients are those of the step before, instead of a list of layers.
 REPEATED = (
-    "step() was called again without a backward pass in between, so it took the same gradients once more and had no "
-    "new statistics. Call backward() before every step()"
+    "step() was called again without a backward pass in between, so it used the same gradients again and had no new "
+    "statistics. Call backward() before every step()"
 )
 
 
 def kind_of(text: str) -> str:
-    """A reason, or the name of a layer, without its numbers: what the experts of a mixture have in common."""
+    """Return a reason, or the name of a layer, without its numbers, which experts of a mixture have in common."""
     return re.sub(r"\d+", "#", text)
 
 
 def grouped(reasons: Mapping[str, str]) -> str:
-    """Layers and why nothing was captured for them, those together whose reasons differ in numbers only."""
+    """Return layers and why nothing was captured for them, grouping reasons that differ only in numbers."""
     alike: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         alike.setdefault(kind_of(reason), []).append(name)
@@ -34,7 +34,7 @@ def grouped(reasons: Mapping[str, str]) -> str:
 
 
 def verdict(reasons: Mapping[str, str], total: int) -> str:
-    """Say in two sentences what became of the layers without statistics, of ``total`` that have a gradient."""
+    """Describe in two sentences the layers without statistics, among ``total`` layers with a gradient."""
     missed = len(reasons)
     count = "the only layer that has" if total == 1 else f"{missed} of the {total} layers that have"
     they = "It keeps its" if missed == 1 else "They keep their"
@@ -46,7 +46,7 @@ def verdict(reasons: Mapping[str, str], total: int) -> str:
 
 
 def advice(reasons: Mapping[str, str], others_were_captured: bool, batch_dim: int) -> str:
-    """What the user can do, beginning with a space; empty where the reasons say it themselves."""
+    """Return advice for the user, beginning with a space, or an empty string if the reasons contain it."""
     found = set(reasons.values())
     if found == {UNKNOWN}:
         return ""
@@ -58,8 +58,8 @@ def advice(reasons: Mapping[str, str], others_were_captured: bool, batch_dim: in
             causes = "they were not called since the last step, or are in eval mode"
         else:
             causes = (
-                "the model was in eval mode, or torch.compile runs what it compiled before the optimizer was made, or "
-                "for another model of the same class (then call torch.compiler.reset(), or set "
+                "the model was in eval mode, or torch.compile runs code that it compiled before the optimizer was "
+                "made, or for another model of the same class (then call torch.compiler.reset(), or set "
                 "torch._dynamo.config.skip_nnmodule_hook_guards = False before anything is compiled)"
             )
         lines.append(f" Usual causes: {causes}.")

@@ -1,4 +1,4 @@
-"""What a forward pass shows of its examples: how many there are, and how its layers lay them out."""
+"""Evidence from a forward pass about its examples: their number, and their layout in the layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def order_of(roots: Iterable[nn.Module]) -> str | None:
-    """Where attention and recurrent layers want the examples, ``"first"`` or ``"second"``; None if they disagree."""
+    """Return the dimension of examples in attention and recurrent layers, ``"first"``, ``"second"`` or None."""
     given = (getattr(module, "batch_first", None) for root in roots for module in root.modules())
     known = {value for value in given if isinstance(value, bool)}
     return None if len(known) != 1 else "first" if known.pop() else "second"
@@ -25,16 +25,16 @@ def order_of(roots: Iterable[nn.Module]) -> str | None:
 
 @dataclass
 class _Layouts:
-    """What the layers of a pass tell of their inputs.
+    """Evidence from the inputs of the layers of a pass.
 
     Attributes:
         sequences: Length and number of the sequences that attention saw.
-        lengths: Of the second axes of inputs with the examples first.
+        lengths: Lengths of the second axes of inputs with the examples first.
         one_sequence: Whether attention saw one sequence, as if the input to the model had no batch.
-        input_as_one: Whether that is as long as the input to the model, or by a class token longer.
-        many_sequences: Whether it saw as many sequences as there would be examples.
+        input_as_one: Whether this sequence is as long as the input to the model, or longer by a class token.
+        many_sequences: Whether attention saw as many sequences as there would be examples.
         one_input: Whether another layer saw an input without a batch.
-        many_inputs: Whether one saw as many inputs as there would be examples.
+        many_inputs: Whether another layer saw as many inputs as there would be examples.
     """
 
     sequences: set[tuple[int, int]] = field(default_factory=set)
@@ -47,7 +47,7 @@ class _Layouts:
 
     @classmethod
     def of(cls, uses: Iterable[Use], given: Input, n: int | None) -> _Layouts:
-        """Judge the inputs of layers by the model's own input, which suggests n examples."""
+        """Compare the inputs of layers with the input of the model, which suggests n examples."""
         seen, shape = cls(), given.shape
         for use in uses:
             if use.axes is not None:
@@ -68,19 +68,19 @@ class _Layouts:
 
     @property
     def is_one_example(self) -> bool:
-        """Whether the whole model has an input without a batch, and nothing speaks against it."""
+        """Whether the model has an input without a batch, and no evidence contradicts this."""
         alone = self.one_sequence and not self.many_sequences and (self.input_as_one or not self.many_inputs)
         return alone or (self.one_input and not self.many_inputs)
 
 
 class _Judged(NamedTuple):
-    """What a pass concludes from all that it has seen.
+    """The conclusions of a pass from all its evidence.
 
     Attributes:
-        examples: How many examples there are, None if nothing tells.
-        doubt: What speaks against that number.
-        given: The input that has as many.
-        layouts: How the layers lay them out.
+        examples: The number of examples, None if it cannot be determined.
+        doubt: The evidence against this number.
+        given: The input that has this number.
+        layouts: The layout of the examples in the layers.
     """
 
     examples: int | None
@@ -90,12 +90,12 @@ class _Judged(NamedTuple):
 
 
 class Evidence:
-    """The inputs and outputs of a forward pass and of its layers, and what follows from them.
+    """The inputs and outputs of a forward pass and of its layers, and the conclusions from them.
 
     Args:
         batch_dim: The dimension of the first input that counts examples.
         keep: ``[N, S]``, True for real and False for padded positions, or None.
-        order: What :func:`order_of` says of the model.
+        order: The result of :func:`order_of` for the model.
 
     Attributes:
         keep: As given.
@@ -118,23 +118,23 @@ class Evidence:
 
     # ------------------------------------------------------------------ what it sees
     def enter(self, inputs: Iterable[Input], examples: int | None = None) -> None:
-        """Note what the model, or a part of it, was given, and the user's number of examples."""
+        """Record the inputs of the model or a part of it, and the user's number of examples."""
         self._inputs += inputs
         self._given_examples = self._given_examples if examples is None else examples
         self._judged = None
 
     def leave(self, shapes: Iterable[tuple[int, ...]]) -> None:
-        """Note the shapes of what the model returned."""
+        """Record the shapes of the outputs of the model."""
         self._heads += shapes
         self._judged = None
 
     def note(self, use: Use) -> None:
-        """Note the input of a layer."""
+        """Record the input of a layer."""
         self._uses[use.site, use.shape] = use
         self._judged = None
 
     def see(self, index: int, adapter: Adapter, x: Tensor) -> Use:
-        """Return the input of a layer, which is noted."""
+        """Return the recorded input of a layer."""
         known = self._uses.get((index, tuple(x.shape)))
         if known is None:
             self.note(known := _use_of(index, adapter, x))
@@ -143,12 +143,12 @@ class Evidence:
     # ------------------------------------------------------------------ what it concludes
     @property
     def examples(self) -> int | None:
-        """N, or None if nothing tells: each layer then counts its own."""
+        """N, or None if it cannot be determined, in which case each layer counts its own examples."""
         return self.judge().examples
 
     @property
     def doubt(self) -> str:
-        """What speaks against that number, in words; empty if nothing does."""
+        """The evidence against this number as text; an empty string if there is none."""
         return self.judge().doubt
 
     def judge(self) -> _Judged:
@@ -181,11 +181,11 @@ class Evidence:
 
     # ------------------------------------------------------------------ layouts
     def is_unclear(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> bool:
-        """Whether nothing tells if the first dimension of an output counts examples (or rows of them) or the second."""
+        """Whether it is unclear if the first dimension of an output counts examples (or rows of them) or the second."""
         return self._place(x, g, adapter) is None
 
     def _place(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> str | None:
-        """Which dimension of an output counts examples.
+        """The dimension of an output that counts examples.
 
         Returns:
             ``"first"``; ``"second"``; ``"rows"``, if the first counts rows of examples although the second is as long
@@ -207,7 +207,7 @@ class Evidence:
         return "second" if as_input or (long, n) in seen.sequences else None
 
     def lay_out(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> tuple[Tensor | None, Tensor]:
-        """Input and output gradient with examples first, where the model has them second, or rows of them first."""
+        """Input and output gradient with examples first, if the model has them second or has rows of them first."""
         if self._batch_dim != 1:
             if self._place(x, g, adapter) != "rows":
                 return x, g
@@ -230,14 +230,14 @@ class Evidence:
         return rows.transpose(0, 1).flatten(0, 1)
 
     def call_of(self, seen: Seen, g: Tensor, unscale: Tensor | None = None, again: bool = False) -> Call:
-        """The gradient at the output of a use of a layer as its statistic takes it; see :class:`Call`."""
+        """Return the gradient at the output of a use of a layer in the form for its statistic; see :class:`Call`."""
         adapter = seen.adapter
         x, g = self.lay_out(seen.x, g, adapter)
         keep, shared = self.mask_for(g, adapter), self.is_shared(x, g, adapter)
         return Call(x, g, adapter, unscale, keep, seen.part, again, shared, self.is_unclear(x, g, adapter))
 
     def is_shared(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> bool:
-        """Whether a table is looked up once for the whole batch: one row per position, none per example."""
+        """Whether a table is looked up once for the whole batch, with one row per position instead of per example."""
         if not adapter.one_hot or x is None or len(self._shape) < 2 or not self.examples:
             return False
         positions = self._shape[1 - self._batch_dim]
@@ -247,7 +247,7 @@ class Evidence:
             return False
         if len(g) != positions or self.examples == 1:
             return False
-        # As many positions as examples: nobody can tell, where the input is one of positions at all.
+        # With as many positions as examples, this is ambiguous if the input consists of positions at all.
         return len(g) != self.examples or len(self._shape) == 3 or (len(self._shape) == 2 and self._holds_indices)
 
     def mask_for(self, g: Tensor, adapter: Adapter) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Forward passes since the last step, and to which of them a call of a layer belongs."""
+"""Forward passes since the last step, and the assignment of calls of layers to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from secondorder.capture.passes import Pass
 from secondorder.capture.roots import Roots
 from secondorder.capture.taps import Seen, in_backward
 
-#: Forwards without a backward that are remembered.
+#: Number of forward passes without a backward pass that are kept.
 _MAX_PASSES = 4096
 #: Forwards that may wait to be observed though the model's own outputs are gone: something may have been computed from
 #: them.
@@ -31,7 +31,7 @@ class Forwards:
     Attributes:
         roots: The examples by module.
         latest: The pass that began last or, in a backward, the one that the gradient has reached.
-        doubts: What speaks against the number of examples that was taken, in words, since the last step.
+        doubts: The evidence against the number of examples as text, since the last step.
     """
 
     def __init__(self, modules: Sequence[nn.Module], batch_dim: int) -> None:
@@ -50,7 +50,7 @@ class Forwards:
 
     # ------------------------------------------------------------------ their begin and end
     def make(self, keep: Tensor | None, root: int, inputs: Iterable[Input] = (), examples: int | None = None) -> Pass:
-        """Return a new pass of a root, with what it was given and, if the user gave it, its number of examples."""
+        """Return a new pass of a root with its inputs and, if the user has a rule, its number of examples."""
         evidence = Evidence(self._batch_dim, keep, self._order)
         evidence.enter(inputs, examples)
         return Pass(evidence, root)
@@ -60,18 +60,18 @@ class Forwards:
         number = next(self._numbers)
         for old in self.waiting()[: -_WAITING_PASSES * len(self.roots)]:
             if old.is_dropped:
-                old.edges.clear()  # a forward that nobody will observe must not keep its graph
+                old.edges.clear()  # a forward pass that will not be observed must not keep its graph
         self._passes[number] = current
         if not in_backward():
             self.latest = self._open[current.root] = current
             self.roots.join(current)
         if len(self._passes) > _MAX_PASSES:
-            # Forwards without a backward: the oldest can no longer matter.
+            # Drop the oldest forward passes without a backward pass.
             self._passes.pop(next(iter(self._passes)))
         return number
 
     def resume(self, root: int, inputs: Sequence[Input], examples: int | None) -> int | None:
-        """Return the number of the pass that parts of a root began before its forward, on the same batch, if any."""
+        """Return the number of the pass that parts of a root began before its forward on the same batch, if any."""
         begun = self.stray(root)
         if begun is None or not begun.evidence.is_stray or in_backward():
             return None
@@ -82,27 +82,27 @@ class Forwards:
         return number
 
     def stray(self, root: int) -> Pass | None:
-        """The pass that a layer outside of the root's forward belongs to, if one has begun and no backward has come."""
+        """The pass of a layer outside of the root's forward, if one has begun and has no backward pass yet."""
         found = self._open.get(root)
         return found if found is not None and found.is_open else None
 
     def discard(self) -> None:
-        """Forget the passes whose examples are counted."""
+        """Discard the passes whose examples are counted."""
         self.roots.clear()
         self._passes = {number: current for number, current in self._passes.items() if not current.counted}
 
     def clear(self) -> None:
-        """Forget all passes."""
+        """Discard all passes."""
         self._passes.clear()
         self._open.clear()
 
     # ------------------------------------------------------------------ which one a call belongs to
     def get(self, number: int) -> Pass | None:
-        """The pass of a number, if it is known still."""
+        """The pass with a number, if it is still known."""
         return self._passes.get(number)
 
     def forward_of(self, current: Pass, seen: Seen) -> Pass:
-        """The forward among those of a pass that a use of a layer belongs to."""
+        """The forward pass, among those of a pass, to which a use of a layer belongs."""
         if not current.evidence.is_stray:
             return current
         with self._lock:

@@ -1,4 +1,4 @@
-"""When forward passes are captured, and which of their positions are real."""
+"""Decides whether forward passes are captured, and which of their positions are real."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from secondorder.capture.taps import Switch
 
 
 class Gate:
-    """Arms the hooks of a capture while something is due and the user has not paused it.
+    """Arms the hooks of a capture while statistics are due and the user has not paused it.
 
     Args:
         switch: The switch of the hooks.
 
     Attributes:
-        is_closed: Whether the hooks were removed, for good.
-        was_paused: Whether the user paused capture since the last step: then a layer without statistics is no surprise.
+        is_closed: Whether the hooks were removed permanently.
+        was_paused: Whether the user paused capture since the last step, which explains layers without statistics.
     """
 
     def __init__(self, switch: Switch) -> None:
@@ -29,7 +29,7 @@ class Gate:
         self._leader: weakref.ref[Gate] | None = None
 
     def follow(self, leader: Gate) -> None:
-        """Be closed together with another gate, and leave the same positions out."""
+        """Follow another gate: be closed together with it, and leave out the same positions."""
         self._leader = weakref.ref(leader)
 
     @property
@@ -42,7 +42,7 @@ class Gate:
 
     @property
     def keep(self) -> Tensor | None:
-        """Which positions of the forward passes that begin now are real, ``[N, S]``; None for all."""
+        """Mask of the real positions of forward passes that begin now, ``[N, S]``; None for all."""
         if self._leader is None:
             return self._keep
         leader = self._leader()
@@ -54,12 +54,12 @@ class Gate:
         self.update()
 
     def update(self) -> None:
-        """Arm the hooks, or not, as is right now."""
+        """Arm or disarm the hooks according to the current state."""
         self._switch.armed = self._is_due and not self.is_paused
 
     @contextmanager
     def paused(self, by_user: bool = True) -> Iterator[None]:
-        """Capture nothing of the forward passes inside the ``with`` block."""
+        """Capture nothing from forward passes inside the ``with`` block."""
         self._pauses += 1
         self.was_paused |= by_user
         self.update()
@@ -71,7 +71,7 @@ class Gate:
 
     @contextmanager
     def masked(self, keep: Tensor | None) -> Iterator[None]:
-        """Let the forward passes inside the ``with`` block know which positions are real."""
+        """Set the real positions of forward passes inside the ``with`` block."""
         before, self._keep = self._keep, keep
         try:
             yield

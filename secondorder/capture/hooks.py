@@ -1,8 +1,8 @@
-"""Hooks on the user's modules, which hold nothing but a key to their capture.
+"""Hooks on the user's modules, which hold only a key to their capture.
 
 A copy of a model must not copy its optimizer, a pickled model must not need it, and a compiler must be able to guard on
-what decides whether anything is captured. So hooks are small objects with plain attributes, and the capture behind a
-key is looked up weakly; :mod:`secondorder.capture.copies` leaves them out of copies and pickles of a model.
+the condition of a capture. Hooks are therefore small objects with plain attributes, and the capture for a key is looked
+up weakly. :mod:`secondorder.capture.copies` leaves hooks out of copies and pickles of a model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RootEnter(OwnHook):
         self.switch, self.number, self.rule = switch, number, rule
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Open a pass when something is due."""
+        """Begin a pass if statistics are due."""
         switch = self.switch
         if not module.training:
             return
@@ -77,7 +77,7 @@ class RootLeave(RootEnter):
     """Forward hook of the root module."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Close the pass; tell recomputations in backward which pass they belong to."""
+        """End the pass, and record the pass for recomputations in the backward pass."""
         switch = self.switch
         if not switch.armed or not module.training or not torch.is_grad_enabled():
             return
@@ -92,11 +92,11 @@ class RootLeave(RootEnter):
 class PartEnter(RootEnter):
     """Forward pre-hook of a part of a root, which may be called while the root itself is not."""
 
-    #: Whether a layer of the part is tapped; the batch of another part may be another.
+    #: Whether a layer of the part is tapped. Other parts may have other batches.
     is_tapped = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what the part was given, unless the root is running and knows better."""
+        """Record the inputs of the part, unless the root is running."""
         switch = self.switch
         if torch.compiler.is_compiling() or switch.depth or not module.training or in_transform() or in_backward():
             return
@@ -108,7 +108,7 @@ class PartEnter(RootEnter):
 
 
 def _parts_called_alone(root: nn.Module) -> list[nn.Module]:
-    """The modules right below a root that hold others: those that a script may call in place of the root."""
+    """The child modules of a root that contain others, which a script may call instead of the root."""
     found, waiting = list[nn.Module](), list(root.children())
     while waiting:
         module = waiting.pop(0)
@@ -120,14 +120,14 @@ def _parts_called_alone(root: nn.Module) -> list[nn.Module]:
 
 
 class LayerHook(OwnHook):
-    """Forward hook of a layer: puts the tap on its output.
+    """Forward hook of a layer, which inserts the tap on its output.
 
     Args:
-        switch: What the hooks of the optimizer share.
+        switch: The state that the hooks of the optimizer share.
         number: Position among the hooks of layers, by which an operator in a compiled graph finds it.
         index: Index of the site.
         adapter: Rows of the module's calls.
-        part: Which of the Γ blocks they fill, -1 for all.
+        part: Index of the block, of Γ, that they fill; -1 for all.
     """
 
     def __init__(self, switch: Switch, number: int, index: int, adapter: Adapter, part: int) -> None:
@@ -140,7 +140,7 @@ class LayerHook(OwnHook):
         self.handle: RemovableHandle | None = None
 
     def go_first(self) -> None:
-        """Move before all hooks of the module that are not of this package: they may change its output."""
+        """Move before all third-party hooks of the module, because they may change its output."""
         hooks = None if self.handle is None else self.handle.hooks_dict_ref()
         if self.handle is not None and hooks is not None and not self._is_first(hooks):
             hooks.move_to_end(self.handle.id, last=False)  # torch iterates over a copy
@@ -154,7 +154,7 @@ class LayerHook(OwnHook):
         return True  # removed
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Any:
-        """Tap the output when this layer is due and will take part in a backward."""
+        """Tap the output if this layer is due and will take part in a backward pass."""
         if not self.armed or not self.switch.armed or not module.training or not torch.is_grad_enabled():
             return None
         if not isinstance(output, Tensor) or not output.requires_grad:
@@ -174,7 +174,7 @@ class LayerHook(OwnHook):
         return None
 
     def _refuse(self) -> None:
-        """Leave the layer out of this step; a compiled graph is left without the tap."""
+        """Leave the layer out of this step. In a compiled graph, leave out the tap."""
         if torch.compiler.is_compiling():
             return
         self.go_first()
@@ -183,13 +183,13 @@ class LayerHook(OwnHook):
 
 
 class Reduced(OwnHook):
-    """Hook on a parameter that is cut over ranks: its gradient has come."""
+    """Hook on a sharded parameter, which is called when its gradient has arrived."""
 
     def __init__(self, switch: Switch) -> None:
         self.switch = switch
 
     def __call__(self, parameter: Tensor) -> None:
-        """Note that."""
+        """Record the arrival of the gradient."""
         self.switch.reduced = True
 
 
@@ -198,11 +198,11 @@ class ModelHooks:
 
     Args:
         roots: Modules whose forward is "a forward of the model".
-        counted_by: For each, the user's rule for its number of examples.
+        counted_by: The user's rule for the number of examples of each root.
 
     Attributes:
-        switch: What the hooks share.
-        taps: Hooks of layers; operators in compiled graphs know them by their position.
+        switch: The state that the hooks share.
+        taps: Hooks of layers. Operators in compiled graphs refer to them by position.
     """
 
     def __init__(self, roots: Sequence[nn.Module], counted_by: Sequence[Rule | None]) -> None:
@@ -212,7 +212,7 @@ class ModelHooks:
         self._tap_handles: list[RemovableHandle] = []
         self._root_handles: list[RemovableHandle] = []
         for number, (root, rule) in enumerate(zip(roots, counted_by, strict=True)):
-            # Before that of fully_shard, which puts whole parameters in the place of those that are trained.
+            # Run before the hook of fully_shard, which replaces the sharded parameters by complete ones.
             first = any(is_cut(p) for p in root.parameters())
             self._root_handles += [
                 root.register_forward_pre_hook(RootEnter(self.switch, number, rule), with_kwargs=True, prepend=first),
@@ -223,11 +223,11 @@ class ModelHooks:
                 self._parts.append((weakref.ref(part), enter))
                 self._root_handles.append(part.register_forward_pre_hook(enter, with_kwargs=True, prepend=first))
         conceal(self._root_handles)
-        # A model may outlive its optimizer: its hooks then go.
+        # A model may outlive its optimizer, in which case the hooks are removed.
         weakref.finalize(self, _retire, self.switch, self._tap_handles, self._root_handles)
 
     def tap(self, sites: Sequence[Site], watched: Iterable[WatchedAttention]) -> None:
-        """Tap these layers and no others, and watch the attention modules that have some of them as projections."""
+        """Tap only these layers, and watch the attention modules that have some of them as projections."""
         remove(self._tap_handles)
         self._tap_handles.clear()
         self.taps.clear()
@@ -239,7 +239,7 @@ class ModelHooks:
             for module, part_of_weight, adapter in site.taps:
                 tap = LayerHook(switch, len(self.taps), i, adapter, part_of_weight)
                 self.taps.append(tap)
-                # Before every other hook: those may change the output, and one of them closes the pass of a root.
+                # Run before every other hook: others may change the output, and one of them ends the pass of a root.
                 tap.handle = module.register_forward_hook(tap, with_kwargs=True, prepend=True)
                 self._tap_handles.append(tap.handle)
             if is_cut(site.owner):
@@ -249,19 +249,19 @@ class ModelHooks:
         conceal(self._tap_handles)
 
     def arm(self, due: Container[int]) -> None:
-        """Have the layers of these sites tapped in forward passes that begin from now on."""
+        """Tap the layers of these sites in forward passes that begin from now on."""
         for tap in self.taps:
             tap.armed = tap.index in due
         self.switch.depth, self.switch.token = 0, None
 
     def put_first(self) -> None:
-        """Move taps that are due before forward hooks that the user has put before them since."""
+        """Move taps that are due before forward hooks that the user has since registered before them."""
         for tap in self.taps:
             if tap.armed:
                 tap.go_first()
 
     def remove(self) -> None:
-        """Remove all hooks, for good."""
+        """Remove all hooks permanently."""
         self.tap((), ())
         remove(self._root_handles)
         self._root_handles.clear()

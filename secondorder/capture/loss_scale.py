@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from secondorder.capture.step_statistics import StepStatistics
 
 UNKNOWN = (
-    "the gradients of this batch are float16 and nothing says what the loss was multiplied with, so its statistics are "
-    "left out: have a torch.amp.GradScaler call the step, scaler.step(optimizer), or set optimizer.grad_scaler "
-    "(GradScaler(enabled=False) where nothing scales the loss)"
+    "the gradients of this batch are float16 and the scale of the loss is not known, so its statistics are left out: "
+    "let a torch.amp.GradScaler call the step, scaler.step(optimizer), or set optimizer.grad_scaler "
+    "(GradScaler(enabled=False) if the loss is not scaled)"
 )
 
 
@@ -42,7 +42,7 @@ class LossScale:
         return _multiplies(self.scaler)
 
     def register(self, follower: StepStatistics) -> None:
-        """Notify ``follower``, of which only a weak reference is kept, of every scaler that is set from now on."""
+        """Notify ``follower`` of every scaler that is set from now on, keeping only a weak reference to it."""
         self._followers.add(follower)
 
     def set(self, scaler: Any, averages: bool) -> None:
@@ -54,7 +54,7 @@ class LossScale:
 
         Raises:
             TypeError: If ``scaler`` is not a loss scaler.
-            NotImplementedError: If the ranks could not agree on which steps to leave out.
+            NotImplementedError: If the ranks could not agree on the steps to skip.
         """
         if scaler is not None and not (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled")):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, got {scaler!r}")
@@ -69,19 +69,19 @@ class LossScale:
         """Raise an error if there is a scaler and the strategy averages gradients in the step.
 
         Raises:
-            NotImplementedError: If that is so.
+            NotImplementedError: If this is the case.
         """
         if averages and self.multiplies:
             raise NotImplementedError(
-                "a GradScaler looks at the gradients of its rank before average_gradients=True averages them, and "
-                "would leave steps out on some ranks alone: wrap the model in DistributedDataParallel, or use bfloat16"
+                "a GradScaler checks the gradients of its rank before average_gradients=True averages them, and would "
+                "skip steps only on some ranks: wrap the model in DistributedDataParallel, or use bfloat16"
             )
 
     def infer(self, batch: StepStatistics, averages: bool) -> None:
         """Adopt the loss scaler that calls this step if none was passed; statistics captured before are left out.
 
         The stack is searched in the first step, in the first step with float16 gradients, and in every step while a
-        scaler that was found is in use: if it no longer calls the step, it no longer scales the loss either.
+        found scaler is in use, since a scaler that no longer calls the step no longer scales the loss either.
         """
         if not (batch.by_site or batch.scale_is_unknown):
             return
@@ -98,7 +98,7 @@ class LossScale:
             self._is_found = True
 
     def inverse(self, device: torch.device) -> Tensor | None:
-        """Return the factor that unscales gradients, 0-dim on the device; None stands for 1."""
+        """Return the factor that unscales gradients, as a 0-dim tensor on the device; None means 1."""
         if not self.multiplies:
             return None
         # `scale` gives the loss scale as a device tensor, whereas `get_scale` would wait for the device.

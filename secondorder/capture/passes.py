@@ -1,4 +1,4 @@
-"""One forward pass of a model: the calls of its layers, and the gradients that have come for them."""
+"""One forward pass of a model: the calls of its layers, and the gradients that have arrived for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Step(NamedTuple):
 
     Attributes:
         use: Its input.
-        is_computed: Whether that was computed from parameters.
+        is_computed: Whether the input was computed from parameters.
     """
 
     use: Use
@@ -34,15 +34,15 @@ class Pass:
     """One forward of a root module, or of parts of it that are called without it.
 
     Args:
-        evidence: What the pass will show of its examples.
+        evidence: The evidence about the examples of the pass.
         root: Number of the root module.
 
     Attributes:
         evidence: As given.
         root: As given.
-        is_one: Whether a stray pass is one forward, however often its layers are called.
-        forwards: Those that a stray pass turned out to be, if they are several.
-        edges: Where the gradients of layer outputs can be asked for, if they are to be observed.
+        is_one: Whether a stray pass is one forward pass, however often its layers are called.
+        forwards: The forward passes of which a stray pass consists, if there are several.
+        edges: The edges where gradients of layer outputs can be computed, if they are observed.
     """
 
     def __init__(self, evidence: Evidence, root: int) -> None:
@@ -59,23 +59,23 @@ class Pass:
         self.edges: list[tuple[GradientEdge, Seen]] = []
 
     def join(self, other: Pass) -> None:
-        """Belong to the same batch as the forward of another root: a layer may be used by both."""
+        """Join the batch of the forward pass of another root, since a layer may be used by both."""
         self.calls, self.fired, self.done = other.calls, other.fired, other.done
 
     def enter_part(self, part: int, inputs: Sequence[Input]) -> None:
-        """Note what a part of the model was given."""
+        """Record the inputs of a part of the model."""
         self._entered.setdefault(part, []).append(inputs)
         self.evidence.enter(inputs)
 
     def leave(self, outputs: Iterable[Tensor]) -> None:
-        """Note what the model returned; nothing if it raised."""
+        """Record the outputs of the model; nothing if it raised an error."""
         self._has_left = True
         found = [tensor for tensor in outputs if tensor.requires_grad]
         self._outputs += [weakref.ref(tensor) for tensor in found]
         self.evidence.leave(tuple(tensor.shape) for tensor in found)
 
     def see(self, index: int, adapter: Adapter, x: Tensor) -> int:
-        """Note a call of a layer, and return how many it had before."""
+        """Record a call of a layer, and return the number of earlier calls."""
         call = self.calls.get(index, 0)
         self.calls[index] = call + 1
         use = self.evidence.see(index, adapter, x)
@@ -84,16 +84,16 @@ class Pass:
         return call
 
     def expects(self, index: int) -> bool:
-        """Note a backward through a use of a layer, and return whether there was such a use; yes if nobody counted."""
+        """Record a backward pass through a use of a layer, and return whether the use is known or was not counted."""
         calls, done = self.calls.get(index, 0), self.done.get(index, 0) + 1
         self.done[index] = done
         return not calls or done <= calls
 
     def forward_of(self, index: int, call: int) -> Pass:
-        """Return the forward that a call of a layer belongs to: the pass itself, or one of those that it consists of.
+        """Return the forward pass of a call of a layer, which is the pass itself or one of those of which it consists.
 
-        A script that calls parts of a model may do so for several batches before one backward. Then every layer is
-        called equally often, and never on what an earlier round computed.
+        A script that calls parts of a model may do so for several batches before one backward pass. Every layer is then
+        called equally often, and never on results of an earlier round.
         """
         if not self.counted:
             rounds = {len(steps) for steps in self._steps.values()}
@@ -115,10 +115,10 @@ class Pass:
 
     @property
     def is_open(self) -> bool:
-        """Whether a part of the model that is called now may belong to it: no backward came, and its outputs live."""
+        """Whether a part that is called now may belong to the pass, which had no backward pass and has live outputs."""
         return not self.counted and (not self._has_left or any(output() is not None for output in self._outputs))
 
     @property
     def is_dropped(self) -> bool:
-        """Whether all outputs are gone while the pass still waits to be observed."""
+        """Whether no outputs exist any more while the pass still waits to be observed."""
         return bool(self.edges and self._outputs) and all(output() is None for output in self._outputs)

@@ -1,4 +1,4 @@
-"""The modules whose forwards are those of a model: the model itself, or each of its parts."""
+"""The root modules, whose forward passes are those of the model: the model itself, or each of its parts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 class Roots:
-    """Counts examples and forwards by root: every example passes through each of them, and is to be counted once.
+    """Counts examples and forward passes by root. Every example passes through each root but is counted once.
 
     Args:
-        modules: The roots; of several, each is a part of the model.
+        modules: The roots. If there are several, each is a part of the model.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [weakref.ref(module) for module in modules]
-        #: By site, the roots that its taps are in.
+        #: The roots that contain the taps of each site.
         self._places: list[frozenset[int]] = []
         self._examples: dict[int, int] = {}
-        #: Forwards of each root since the last step, and the first of those that belong to one batch.
+        #: Forward passes of each root since the last step, and the first of those that belong to one batch.
         self._begun: dict[int, int] = {}
         self._batches: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
 
@@ -51,7 +51,7 @@ class Roots:
         return min(self._places[index], default=0)
 
     def join(self, current: Pass) -> None:
-        """The k-th forwards of all parts are those of one batch: together they have all calls of a shared layer."""
+        """Join the k-th forward passes of all parts, which belong to one batch and share calls of a shared layer."""
         if len(self._modules) < 2:
             return
         place = self._begun[current.root] = self._begun.get(current.root, -1) + 1
@@ -73,7 +73,7 @@ class Roots:
         return max(self._examples.values(), default=0)
 
     def clear(self) -> None:
-        """Begin anew, after a step."""
+        """Begin again, after a step."""
         self._examples.clear()
         self._begun.clear()
         self._batches.clear()
@@ -83,5 +83,5 @@ def _places(site: Site, inside: Sequence[set[nn.Module]]) -> frozenset[int]:
     if len(inside) < 2:
         return frozenset([0])
     found = {i for tap in site.taps for i, modules in enumerate(inside) if tap.module in modules}
-    # The inner maps of attention are in no module: the name begins with the number of the part.
+    # The inner maps of attention are in no module, but the name begins with the number of the part.
     return frozenset(found or {int(site.name.partition(".")[0])})

@@ -1,4 +1,4 @@
-"""The layers that are captured, what is captured of them, and what a step takes over."""
+"""The layers that are captured, their statistics, and the statistics that a step receives."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from secondorder.capture.statistics.call import Call
 
 
 class Statistic(Protocol):
-    """What a method accumulates per layer during backward."""
+    """The statistic that a method accumulates per layer during the backward pass."""
 
     @property
     def wants_whole_pass(self) -> bool:
         """Whether all calls of one forward pass must arrive together."""
 
     def add(self, calls: list[Call], examples: int) -> None:
-        """Take in calls of one forward pass."""
+        """Add calls of one forward pass."""
 
 
 class Site(NamedTuple):
@@ -28,8 +28,8 @@ class Site(NamedTuple):
     Attributes:
         name: Module name, for messages.
         taps: The modules whose calls are captured.
-        owner: The parameter whose gradient decides whether a backward counts.
-        new_statistic: Makes the pending statistic of a step.
+        owner: The parameter whose gradient determines whether a backward pass counts.
+        new_statistic: Returns a new pending statistic of a step.
     """
 
     name: str
@@ -39,14 +39,14 @@ class Site(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """What a step takes over.
+    """The captured statistics that a step receives.
 
     Attributes:
-        statistics: By site index.
-        examples: N by site index: of all forwards whose backward ran, whether or not they reached the layer.
+        statistics: The statistics by site index.
+        examples: N by site index, over all forward passes with a backward pass, whether or not they reached the layer.
         idle: Sites whose layer ran on no row at all.
         terms: Loss terms that were observed, 0-dim, or None.
-        total: Examples of all forwards that were counted.
+        total: Number of examples of all counted forward passes.
     """
 
     statistics: dict[int, Statistic]

@@ -1,4 +1,4 @@
-"""The statistics of a step: what the backward passes since the last one have added up, layer by layer."""
+"""The statistics of a step, which the backward passes since the last step have summed layer by layer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class StepStatistics:
         loss_scale: As given.
         sites: The layers that are tapped.
         due: Sites being captured.
-        refused: Why sites have no statistics, in words.
+        refused: Why sites have no statistics, as text.
         idle: Sites whose layer ran on no row at all since the last step.
         terms: Loss terms that were observed, 0-dim, or None.
-        scale_is_unknown: Whether float16 gradients came of which nobody knows the scale.
-        were_left_out: Whether statistics are missing for a reason that the user need not hear.
+        scale_is_unknown: Whether there were float16 gradients with an unknown scale.
+        were_left_out: Whether statistics are missing for a reason that needs no warning.
     """
 
     def __init__(self, loss_scale: LossScale) -> None:
@@ -46,14 +46,14 @@ class StepStatistics:
         loss_scale.register(self)
 
     def set_sites(self, sites: Iterable[Site]) -> None:
-        """Begin anew with these layers."""
+        """Begin again with these layers."""
         self.clear()
         self.due.clear()
         self.refused.clear()
         self.sites = list(sites)
 
     def clear(self) -> None:
-        """Forget what was captured since the last step."""
+        """Discard the statistics captured since the last step."""
         self._by_site: dict[int, Statistic] = {}
         self._own_examples: dict[int, int] = {}
         self._void.clear()
@@ -76,13 +76,13 @@ class StepStatistics:
 
     # ------------------------------------------------------------------ what is left out
     def refuse(self, index: int, reason: str) -> None:
-        """Leave a layer out of this step's statistics: they would be wrong."""
+        """Leave a layer out of this step's statistics, because they would be wrong."""
         self.refused[index] = reason
         self._void.add(index)
         self._by_site.pop(index, None)
 
     def leave_out(self, reason: str | None = None) -> None:
-        """Leave out the statistics of this step, with a warning if there is a reason for one; its examples count."""
+        """Leave out the statistics of this step, with a warning if there is a reason for one. Its examples count."""
         self._by_site.clear()
         self._void.update(range(len(self.sites)))
         self.refused = {i: why for i, why in self.refused.items() if why != UNKNOWN}
@@ -92,27 +92,27 @@ class StepStatistics:
             self.refused.update(dict.fromkeys(self.due, reason))
 
     def check_scale(self, g: Tensor) -> None:
-        """Leave the statistics out if a gradient is float16 and nobody knows its scale."""
+        """Leave out the statistics if a gradient is float16 and its scale is unknown."""
         if g.dtype == torch.float16 and self.loss_scale.scaler is None and not self.scale_is_unknown:
-            # Layers that run in float32 carry the same scale, and nothing in them tells.
+            # Layers that run in float32 carry the same scale, but do not reveal it.
             self.scale_is_unknown = True
             self.leave_out(UNKNOWN)
 
     def follow_scale(self, changes: bool) -> None:
-        """Leave out what was captured at a scale that was not known then; ``changes`` if the new one differs."""
+        """Leave out statistics that were captured with an unknown scale. ``changes``: whether the new one differs."""
         if self.scale_is_unknown or (changes and (self._by_site or self._void)):
-            self.leave_out()  # better no statistics than some of a wrong size
+            self.leave_out()  # no statistics are better than wrong ones
 
     # ------------------------------------------------------------------ what is added
     def record(self, index: int, call: Call, current: Pass | None) -> None:
-        """Take in a use of a layer, whose pass is given if it is known."""
+        """Add a use of a layer, with its pass if it is known."""
         if current is None or current.evidence.examples is None:
             examples = 1 if call.adapter.is_unbatched(call.g if call.x is None else call.x) else call.g.shape[0]
             self._own_examples[index] = self._own_examples.get(index, 0) + examples
             self.add(index, [call], examples)
             return
         if call.g.numel() == 0:
-            self.idle.add(index)  # an expert without a token says nothing about its factors
+            self.idle.add(index)  # an expert without tokens has no information about its factors
             return
         if index in self._void:
             return
@@ -124,11 +124,11 @@ class StepStatistics:
             self.add(index, [*waiting, call], current.evidence.examples)
             del current.fired[index]
         else:
-            # Copies: a compiled backward reuses the memory of its activations.
+            # Copy them, because a compiled backward pass reuses the memory of its activations.
             waiting.append(call._replace(x=None if call.x is None else call.x.clone(), g=call.g.clone()))
 
     def flush(self, passes: Iterable[Pass]) -> None:
-        """Add calls that waited for others of their pass (a branch without backward, a recomputed layer)."""
+        """Add calls that waited for others of their pass (a branch without a backward pass, a recomputed layer)."""
         for current in passes:
             for index, calls in current.fired.items():
                 self.add(index, calls, current.evidence.examples or 0)

@@ -1,4 +1,4 @@
-"""Taps: what hooks put into the graphs of autograd, as hooks on tensors or as operators of compiled models."""
+"""Taps, which hooks insert into the graphs of autograd as tensor hooks or as operators of compiled models."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from secondorder.capture.layers.adapter import Adapter
     from secondorder.capture.passes import Pass
 
-#: Tensors among the inputs of a model that are looked at.
+#: Number of tensors among the inputs of a model that are considered.
 MAX_INPUTS = 16
 #: Captures by the key that their hooks hold.
 CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()
 
 SECOND_BACKWARD = (
     "layer '{name}': a second backward ran through one forward (retain_graph=True), and statistics of the sum of "
-    "two losses cannot be had from their gradients one by one. Sum the losses and call backward once, or run the extra "
+    "two losses cannot be computed from separate gradients. Sum the losses and call backward once, or run the extra "
     "forward inside `with optimizer.pause_capture():`."
 )
 
@@ -40,13 +40,13 @@ class Switch:
         self.key = key
         self.armed = False
         self.depth = 0
-        #: Whether a gradient of parameters that are cut over ranks has come since the last step.
+        #: Whether a gradient of a sharded parameter has arrived since the last step.
         self.reduced = False
         self.token: Tensor | None = None
 
 
 class Inert(OwnHook):
-    """What release 0.1.0 put into a pickled model in the place of a hook; it is here so that such files load."""
+    """Replacement for a hook in models that release 0.1.0 pickled. It exists so that such files load."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
@@ -59,10 +59,10 @@ class Seen(NamedTuple):
         site: Index of the site.
         part: Which of the Γ blocks the use fills, -1 for all.
         adapter: Rows of the use.
-        x: What the adapter prepared from the input; None where it needs none.
+        x: The tensor that the adapter prepared from the input; None if it needs none.
         version: Version counter of ``x``.
         shape: Shape of the output.
-        call: How many uses of the layer the forward pass had before.
+        call: Number of earlier uses of the layer in the forward pass.
     """
 
     site: int
@@ -80,7 +80,7 @@ class Seen(NamedTuple):
 
 
 class EagerTap:
-    """Hook on the gradient of a layer output; lets go of the input as soon as it has fired."""
+    """Hook on the gradient of a layer output, which releases the input as soon as it has fired."""
 
     __slots__ = ("capture", "current", "fired", "seen")
 
@@ -106,13 +106,13 @@ class EagerTap:
 
 
 def put_tap(capture: Capture, hook: LayerHook, x: Tensor, output: Tensor) -> None:
-    """Put a tap on the output of a layer, or note where the gradient there can be asked for."""
+    """Insert a tap on the output of a layer, or record the edge where its gradient can be computed."""
     current, call = capture.find_pass(capture.hooks.switch.token, hook.index), 0
     if current is not None and not in_backward():
         call = current.see(hook.index, hook.adapter, x)
     seen = _seen(hook, x.detach(), output.shape, call)
-    # On the node that computed the values, not on the tensor: an in-place activation behind a view (a Linear on 3-D
-    # input returns one) takes the gradient past the view's own hooks.
+    # Use the node that computed the values, not the tensor: an in-place activation after a view (a Linear on 3-D
+    # input returns one) makes the gradient bypass the hooks of the view.
     source = output._base if output._is_view() else output
     whole = source is not None and source.grad_fn is not None and source.numel() == output.numel()
     if capture.observes:
@@ -126,8 +126,8 @@ def put_tap(capture: Capture, hook: LayerHook, x: Tensor, output: Tensor) -> Non
         output.register_hook(lambda g: tap((g,)))
 
 
-# Where the root is a class of the user's, torch runs its hooks outside of the graph, and would try to compile what they
-# call. The lazy form of the decorator is torch's own; it does not import the compiler.
+# If the root is a user-defined class, torch runs its hooks outside of the graph and would try to compile the functions
+# that they call. The lazy form of the decorator is torch's own and does not import the compiler.
 _outside_of_graphs = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
@@ -140,13 +140,13 @@ def _seen(hook: LayerHook, x: Tensor, shape: torch.Size, call: int = 0) -> Seen:
 def prepare(switch: Switch) -> None:
     """Prepare a capture for a forward pass that begins."""
     capture = CAPTURES.get(switch.key)
-    if capture is not None and not in_backward():  # a recomputation begins no forward of its own
+    if capture is not None and not in_backward():  # a recomputation does not begin a new forward pass
         capture.prepare()
 
 
 @_outside_of_graphs  # type: ignore[untyped-decorator]
 def leave_pass(switch: Switch, output: Any) -> None:
-    """Note what a forward pass returned, and have the backward through it tell that it has entered it."""
+    """Record the outputs of a forward pass, with a hook that reports when a backward pass enters it."""
     if in_backward() or switch.token is None:
         return
     capture = CAPTURES.get(switch.key)
@@ -161,7 +161,7 @@ def leave_pass(switch: Switch, output: Any) -> None:
 
 
 def _entrance(reference: weakref.ref[Capture], current: Pass) -> Callable[[Tensor], None]:
-    """A hook that tells the capture which pass a backward has entered."""
+    """Return a hook that reports to the capture which pass a backward pass has entered."""
 
     def enter(_: Tensor) -> None:
         if (alive := reference()) is not None:
@@ -172,7 +172,7 @@ def _entrance(reference: weakref.ref[Capture], current: Pass) -> Callable[[Tenso
 
 # ------------------------------------------------------------------ operators for compiled models
 def open_pass(inputs: Sequence[Tensor], key: int, root: int, examples: int) -> Tensor:
-    """Begin a forward of a root, and return the number of its pass; -1 where the capture is gone."""
+    """Begin a forward pass of a root, and return the number of the pass; -1 if the capture no longer exists."""
     capture, number = CAPTURES.get(key), -1
     if capture is not None:
         number = capture.open_pass([Input.of(x) for x in inputs], root, None if examples < 0 else examples)
@@ -185,7 +185,7 @@ def _open_pass_op(inputs: Sequence[Tensor], key: int, root: int, examples: int) 
 
 
 def _find_hook(key: int, number: int) -> tuple[Capture | None, LayerHook | None]:
-    """A capture and one of its hooks, as far as they are still there: a graph may outlive both."""
+    """Return a capture and one of its hooks if they still exist, since a graph may outlive both."""
     capture = CAPTURES.get(key)
     if capture is None or number >= len(capture.hooks.taps):
         return capture, None
@@ -198,7 +198,7 @@ def _tap_op(output: Tensor, x: Tensor, token: Tensor, key: int, number: int) -> 
     if capture is not None and hook is not None:
         current = capture.find_pass(token, hook.index)
         if current is not None:
-            current.is_one |= current.evidence.is_stray  # a compiled call does not tell its backward which one it was
+            current.is_one |= current.evidence.is_stray  # a compiled call has no number in its backward pass
             current.see(hook.index, hook.adapter, x)
     return output.clone()
 
@@ -230,7 +230,7 @@ _tap_op.register_autograd(_tap_gradient, setup_context=_tap_setup)
 
 # ------------------------------------------------------------------ helpers
 def tensors_in(value: Any, by_sequence: bool = False) -> Iterator[Tensor]:
-    """The tensors in nested containers; of packed sequences one row each, if asked for ``by_sequence``."""
+    """The tensors in nested containers. With ``by_sequence``, packed sequences have one row each."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -248,12 +248,12 @@ def tensors_in(value: Any, by_sequence: bool = False) -> Iterator[Tensor]:
 
 
 def in_backward() -> bool:
-    """Whether an autograd backward is running: a forward now is a recomputation."""
+    """Whether an autograd backward pass is running, so that a forward pass is a recomputation."""
     task = getattr(torch._C, "_current_graph_task_id", None)
     return task is not None and task() != -1
 
 
 def in_transform() -> bool:
-    """Whether a ``torch.func`` transform is running: its tensors are wrappers that belong to no training step."""
+    """Whether a ``torch.func`` transform is running, whose tensors are wrappers that belong to no training step."""
     peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
     return peek is not None and peek() is not None

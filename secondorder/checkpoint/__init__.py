@@ -1,5 +1,4 @@
-"""Checkpoints: what the state of an optimizer must hold, and how a loaded one is compared with it.
+"""Checkpoints: the required content of the state of an optimizer, and the comparison with a loaded state.
 
-Everything is checked before anything is changed, so that a checkpoint that does not fit leaves the optimizer as it
-was.
+Everything is checked before anything is changed, so a checkpoint that does not match leaves the optimizer unchanged.
 """

@@ -1,8 +1,8 @@
-"""Checkpoints of second-order optimizers: what a state must hold, checked whole before anything is changed.
+"""Checkpoints of second-order optimizers, which are checked completely before anything is changed.
 
-Saved state has one form, whatever the number of ranks and the strategy: for every parameter tensors whose shapes follow
-from the model and the options. A rank loads the part of it that it holds. Where a rank holds a part only, so does its
-``state_dict()``, which says so under ``"partial"``; ``consolidate_state_dict`` completes that of one rank.
+Saved state has the same form for every number of ranks and every strategy: for each parameter, it has tensors whose
+shapes depend on the model and the options. A rank loads the part that it holds. If a rank holds only a part, so does
+its ``state_dict()``, which is marked as ``"partial"``; ``consolidate_state_dict`` completes that of one rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _STEP = Entry(torch.zeros(()), "buffers", Place.OWN, always=True)
 
 @dataclass(frozen=True)
 class KnownOptions:
-    """What a checkpoint must know of the options of parameter groups.
+    """The knowledge about the options of parameter groups that a checkpoint needs.
 
     Attributes:
         checks: Checks of the options that only this method has.
@@ -82,7 +82,7 @@ class Checkpoint:
         runtime: The step counter.
         curvature: The curvature in the state of the parameters.
         keys: Returns the keys of the state of the first-order rule that a parameter usually follows.
-        known: What must be known of the options of the groups.
+        known: The knowledge about the options of the groups.
         divided: The curvature again if its tensors may be divided between ranks.
     """
 
@@ -163,10 +163,10 @@ class Checkpoint:
             return
         self.warned_of_partial = True
         warnings.warn(
-            f"{self._method}: this state_dict() is partial, {self._comm.identity} holds a part of the curvature "
-            "only. To save on one rank for all, call consolidate_state_dict() on all ranks before, which the callbacks "
-            "of secondorder.integrations do in trainers; the state_dict() of every rank, saved by each, can be loaded "
-            "by the same ranks again.",
+            f"{self._method}: this state_dict() is partial, {self._comm.identity} holds a part of the curvature only. "
+            "To save everything on one rank, first call consolidate_state_dict() on all ranks, as the callbacks of "
+            "secondorder.integrations do in trainers. If every rank saves its state_dict() instead, the same ranks can "
+            "load them again.",
             stacklevel=depth_of_caller(),
         )
 
@@ -229,7 +229,7 @@ class Checkpoint:
         return found
 
     def _require_own(self, mark: Any) -> None:
-        """Refuse a partial state that another rank saved, or this one in another world or under another strategy."""
+        """Reject a partial state that another rank saved, or this one in another world or under another strategy."""
         saved_by = str(next(iter(mark), "")) if isinstance(mark, Mapping) else str(mark or "")
         if saved_by and saved_by != self._comm.identity:
             raise RuntimeError(
@@ -257,7 +257,7 @@ class Checkpoint:
                 loaded[p] = self._copied(p, {k: v for k, v in theirs.items() if k not in schema or k in here}, schema)
         if elsewhere and not lines:
             raise RuntimeError(
-                f"this state_dict has a part of the curvature only, and {self._comm.identity} needs another "
+                f"this state_dict has only a part of the curvature, and {self._comm.identity} needs another "
                 f"({'; '.join(elsewhere[:3])}, …): it was saved on one rank of several. {_REMEDY}"
             )
         _refuse(lines + elsewhere)
@@ -284,7 +284,7 @@ class Checkpoint:
         shapes.update({k: entry.shape for k, entry in schema.items() if k in theirs})
         wrong = compare_states(theirs, shapes, tuple(p.shape), label)
         wrong += [
-            f"{label}: {key} is cut over the ranks in another way than the parameter: save with "
+            f"{label}: {key} is sharded over the ranks in another way than the parameter: save with "
             "consolidate_state_dict() or with torch.distributed.checkpoint"
             for key, value in theirs.items()
             if is_cut(value) and not cut_equally(value, p)
@@ -320,7 +320,7 @@ class Checkpoint:
             entries = self._table.entries
             schema |= {k: entries[k]._replace(like=v) for k, v in theirs.items() if k in entries}
         schema = self.curvature.expected(p, schema, theirs)
-        if was_never_trained(theirs, self.curvature.form.common_keys):  # it was frozen, and begins anew
+        if was_never_trained(theirs, self.curvature.form.common_keys):  # it was frozen, and begins again
             return {k: entry for k, entry in schema.items() if k in theirs or k in ("step", "global_step")}
         return schema
 

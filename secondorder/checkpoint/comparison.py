@@ -105,7 +105,7 @@ def matched_by_name(state_dict: dict[str, Any], ours: Sequence[list[str] | None]
     by_names = {frozenset(map(clean_name, cast("list[str]", names))): g for names, g in zip(theirs, given, strict=True)}
     wanted = [list(map(clean_name, cast("list[str]", names))) for names in ours]
     if any(frozenset(names) not in by_names for names in wanted) or len(by_names) != len(given):
-        return state_dict  # it is refused, with a list of what differs
+        return state_dict  # it is rejected, with a list of what differs
     groups = []
     for live, names in zip(ours, wanted, strict=True):
         group = by_names[frozenset(names)]
@@ -138,7 +138,7 @@ def adopt_value(key: str, value: Any, live: Any, parameter: Tensor) -> Any:
 
 
 def by_number(found: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """State by parameter; torch's distributed checkpoints load plain numbers to its number in words instead."""
+    """State by parameter; torch's distributed checkpoints load plain numbers to its number as text instead."""
     texts = {k for k in found if isinstance(k, str) and k.isdecimal() and int(k) in found}
     return {k: {**v, **found.get(str(k), {})} for k, v in found.items() if k not in texts} if texts else found
 

@@ -17,7 +17,7 @@ from secondorder.preconditioners.base import CurvatureState, DividedState
 
 Tensors = dict[nn.Parameter, dict[str, Tensor]]
 
-#: Dtypes by the number that stands for each in a message.
+#: Dtypes, whose index represents them in a message.
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -31,7 +31,7 @@ class GatheredState:
     Args:
         comm: Communication strategy.
         table: The parameters.
-        curvature: The curvature in their state.
+        curvature: The curvature in the state of the parameters.
         divided: The curvature again if its tensors may be divided between ranks.
     """
 
@@ -73,13 +73,13 @@ class GatheredState:
             self._gather_shards(asks)
 
     def completed(self, p: nn.Parameter, found: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of a parameter with what was gathered of it, which replaces slices."""
+        """Return the state of a parameter with the gathered tensors, which replace slices."""
         if not (own := self.tensors.get(p)):
             return found
         return {key: value for key, value in {**found, **own}.items() if plain(key) == key}
 
     def _gather_shards(self, asks: bool) -> None:
-        """Add the tensors that are sharded as their parameter is."""
+        """Add the tensors that are sharded like their parameter."""
         for p in self._table.group_of:
             state = self._table.state[p]
             for key in sorted(key for key, value in state.items() if is_cut(value)):
@@ -107,7 +107,7 @@ class GatheredState:
         return found
 
     def _headers(self, placed: Sequence[tuple[int, nn.Parameter]], keys: Sequence[str], asks: bool) -> Tensor:
-        """How many ranks need a tensor, and its dtype and shape on its owner ``[blocks, keys, …]``, to be summed."""
+        """The number of ranks that need a tensor, and its dtype and shape on its owner ``[blocks, keys, …]``."""
         words = torch.zeros(len(placed), len(keys), 3 + _MOST_DIMS, dtype=torch.float64)
         for row, (index, p) in zip(words, placed, strict=True):
             for word, key in zip(row, keys, strict=True):

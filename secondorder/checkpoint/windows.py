@@ -23,7 +23,7 @@ from secondorder.preconditioners.window_plan import CATALOG, MOMENTUM_KEYS, Wind
 if TYPE_CHECKING:
     from secondorder.parallel.windows import WindowExchange
 
-_REMEDY = "Call optimizer.consolidate_state_dict() on all ranks before saving: what is saved then loads anywhere."
+_REMEDY = "Call optimizer.consolidate_state_dict() on all ranks before saving, so that the checkpoint loads anywhere."
 
 
 class WindowCheckpoint:
@@ -114,7 +114,7 @@ class WindowCheckpoint:
             raise
 
     def translated(self, states: SavedStates, group_of: Mapping[nn.Parameter, Group]) -> SavedStates:
-        """Return saved states in which the first parameter of each window holds what its parameters share.
+        """Return saved states in which the first parameter of each window holds the shared tensors.
 
         Raises:
             RuntimeError: If they have slices of another rank, or lack windows of this rank.
@@ -166,7 +166,7 @@ class WindowCheckpoint:
         ]
         if self._plan.options.partition == "layer" and there and lacking and kept == "all":
             raise RuntimeError(
-                f"this state_dict has some windows only, and rank {self._comm.rank} under {self._comm!r} needs others "
+                f"this state_dict has only some windows, and rank {self._comm.rank} under {self._comm!r} needs others "
                 f"(that of '{lacking[0]}'): it was saved on one rank of several. {_REMEDY}"
             )
 
@@ -230,7 +230,7 @@ class WindowCheckpoint:
         return ""
 
     def settle(self, follow: Callable[[], None]) -> None:
-        """Make a new plan if there is a reason, and wait for all copies of which the state shows the results."""
+        """Make a new plan if necessary, and wait for all copies whose results are in the state."""
         follow()
         for unit in self._plan.units:
             self._plan.momentum_if_wanted(unit)
@@ -238,7 +238,7 @@ class WindowCheckpoint:
                 event.synchronize()
 
     def gather(self, asks: bool) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Gather whole tensors of windows, on the CPU, for ranks that ask for them. All ranks must call it."""
+        """Gather complete tensors of windows on the CPU for ranks that request them. All ranks must call this."""
         if all(group["checkpoint_curvature"] == "none" for group in self._table.groups):
             return {}
         for unit in self._plan.units:
@@ -259,7 +259,7 @@ class WindowCheckpoint:
         return found
 
     def _agreed_units(self, asks: bool) -> tuple[list[bool], list[bool]]:
-        """Agree on which windows some rank lacks, and which have momentum on the ranks that store them."""
+        """Agree on the windows that any rank lacks, and on those that have momentum on the ranks that store them."""
         count, mine = len(self._plan.units), self._comm.rank
         words = torch.zeros(2, count, dtype=torch.float64)
         for i, unit in enumerate(self._plan.units):

@@ -70,8 +70,7 @@ def default_strategy(cut: bool = False) -> CommStrategy:
     """Return the strategy for ``comm=None``: ``CommOpt`` in a process group of more than one rank.
 
     Args:
-        cut: Whether parameters are sharded over the ranks (FSDP2). If so, the strategy is ``MemOpt``, which also shards
-            the curvature.
+        cut: Whether parameters are sharded over the ranks (FSDP2), with which the strategy is ``MemOpt``.
 
     Returns:
         A new strategy.

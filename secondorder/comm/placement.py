@@ -177,8 +177,7 @@ def refresh_flops(sizes: Iterable[int]) -> float:
 def default_roles(n: int) -> tuple[list[int], list[int], list[int]]:
     """Choose the ranks that compute gradients, factors and inverses if the three are different processes.
 
-    One fifth of the ranks (rounded, at least one) computes factors, equally many compute inverses, and the rest compute
-    gradients.
+    One fifth of the ranks (rounded, at least one) computes factors, as many inverses, and the rest gradients.
 
     Args:
         n: Number of ranks.

@@ -4,8 +4,7 @@ A grid has ``m`` rows and ``W / m`` columns (see :class:`~secondorder.comm.place
 of a unit's owner precondition it, each for the ranks of its row. :class:`~secondorder.comm.CommOpt` has ``m = W``,
 :class:`~secondorder.comm.MemOpt` has ``m = 1``, and :class:`~secondorder.comm.HybridOpt` lies between them.
 
-Pauloski et al., KAISA, SC21 (arXiv 2107.01739), section 3. There, every rank stores all factors; here, only the owner
-does.
+Pauloski et al., KAISA, SC21 (arXiv 2107.01739), section 3, where every rank stores all factors instead of the owner.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The curvature of one layer: what is estimated, what a refresh makes of it, and how it preconditions.
+"""The curvature of one layer: its estimate, the results of a refresh, and the preconditioning with them.
 
-Factors and their inverses or eigenbases, rows of examples with their kernel, and the schedule of refreshes are here.
-The statistics that come in are collected in ``capture/``, and the mathematics is in ``linalg/``.
+The modules contain factors and their inverses or eigenbases, rows of examples with their kernel, and the schedule of
+refreshes. ``capture/`` collects the statistics, and ``linalg/`` contains the mathematics.
 """

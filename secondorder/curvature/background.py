@@ -1,4 +1,4 @@
-"""Work beside training: a thread, and on a GPU a stream of its own."""
+"""Work in parallel with training, in a separate thread and, on a GPU, in a separate stream."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Kinds of devices that compute one thing beside another.
+#: Types of devices that can run two tasks in parallel.
 DEVICES = ("cpu", "cuda")
 
 
 class Job:
-    """Something that is being computed.
+    """A computation in progress.
 
     Args:
-        future: The thread's.
-        device: Where it is computed.
+        future: The future of the thread.
+        device: The device of the computation.
     """
 
     def __init__(self, future: Future[tuple[Any, torch.Event | None]], device: torch.device) -> None:
@@ -29,27 +29,27 @@ class Job:
 
     @classmethod
     def failed(cls, error: Exception, device: torch.device) -> Job:
-        """A job that could not begin: its result raises."""
+        """Return a job that could not begin, whose result raises an error."""
         future: Future[tuple[Any, torch.Event | None]] = Future()
         future.set_exception(error)
         return cls(future, device)
 
     @property
     def is_here(self) -> bool:
-        """Whether this process has the thread: a fork of it has not."""
+        """Whether this process has the thread, which a forked process does not."""
         return self._process == os.getpid()
 
     def result(self, tensors: Callable[[Any], Iterable[Tensor]]) -> Any:
-        """Wait for the result: the host for the thread, the stream of now for that of the work.
+        """Wait for the result. The host waits for the thread, and the current stream waits for that of the work.
 
         Args:
-            tensors: The tensors of a result, which this stream uses from now on.
+            tensors: Returns the tensors of a result, which this stream uses from now on.
 
         Returns:
             The result.
 
         Raises:
-            Exception: What the work raised.
+            Exception: The error that the work raised.
         """
         found, done = self._future.result()
         if self._device.type == "cuda" and done is not None:
@@ -60,7 +60,7 @@ class Job:
         return found
 
     def wait(self) -> None:
-        """Wait until nothing of it is used any more, however it ends."""
+        """Wait until the job uses nothing any more, whether or not it succeeds."""
         if self.is_here:
             self._future.exception()
             if self._device.type == "cuda":
@@ -68,7 +68,7 @@ class Job:
 
 
 class Background:
-    """A thread for one piece of work after the other; it starts with the first."""
+    """A thread that runs one piece of work after the other. It starts with the first piece."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -76,7 +76,7 @@ class Background:
         self._streams: dict[torch.device, Any] = {}
 
     def submit(self, work: Callable[[], Any], device: torch.device) -> Job:
-        """Start some work on tensors as they are now on this stream; what it reads must not change until it is done."""
+        """Start some work on tensors in their current state on this stream. They must not change until it is done."""
         if self._thread is None or self._process != os.getpid():
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="secondorder")
             self._process = os.getpid()
@@ -88,7 +88,7 @@ class Background:
         return Job(self._thread.submit(_run, work, device, stream, begun), device)
 
     def close(self) -> None:
-        """Let the thread end when it has nothing left to do; the next work starts another."""
+        """End the thread when it has no work left. The next work starts another thread."""
         if self._thread is not None and self._process == os.getpid():
             self._thread.shutdown(wait=False)
         self._thread = None

@@ -1,4 +1,4 @@
-"""A block is the curvature of one layer, with its state and its options."""
+"""Blocks: the curvature of one layer, with its state and its options."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from secondorder.runtime import Runtime
 
 
 class Due(NamedTuple):
-    """What a step measures of a block.
+    """The measurements of a step for a block.
 
     Attributes:
         factors: Whether the step captures statistics for the running estimate.
         scale: Whether it measures the scale example by example, in the bases that exist when it begins.
-        late: Whether it measures the scale in the bases that its own refresh finds.
-        keeps_calls: Whether it stores what it captures, since the bases are not on this rank yet.
+        late: Whether it measures the scale in the bases that its own refresh computes.
+        keeps_calls: Whether it stores captured calls, since the bases are not on this rank yet.
     """
 
     factors: bool
@@ -38,7 +38,7 @@ class Due(NamedTuple):
     keeps_calls: bool = False
 
 
-#: A step measures nothing but the running estimate of a block.
+#: A step that measures only the running estimate of a block.
 ESTIMATE_ALONE = Due(factors=True)
 
 
@@ -48,7 +48,7 @@ BlockT = TypeVar("BlockT", bound="Block")
 class Block(ABC):
     """The curvature of one layer.
 
-    Everything that is kept between steps is in ``state``. Options are read from ``group`` whenever they are used.
+    Everything that is kept between steps is in ``state``. Options are read from ``group`` when they are used.
 
     Args:
         layer: The layer.
@@ -56,7 +56,7 @@ class Block(ABC):
         group: The parameter group of the owner, whose options the block follows.
         runtime: The values that all parts of the optimizer share.
         options: The options that are the same for all layers.
-        fisher: Which Fisher is estimated.
+        fisher: The Fisher estimate.
 
     Attributes:
         name: Module name as in ``named_modules()``.
@@ -66,7 +66,7 @@ class Block(ABC):
         params: Weight and bias, as far as they are trained.
         weight: Trained weight, or None when it is frozen.
         bias: Trained bias, or None.
-        kind: Type of the module that holds the parameters, in words.
+        kind: Type of the module that holds the parameters, as text.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Block(ABC):
 
     @property
     def sets_length(self) -> bool:
-        """Whether directions get a uniform spectrum: those that mix all inputs into all outputs do."""
+        """Whether directions get a uniform spectrum, as for layers that mix all inputs into all outputs."""
         if not self.group.get("orthogonalize"):
             return False
         adapter = self.adapter
@@ -153,7 +153,7 @@ class Block(ABC):
 
     @abstractmethod
     def described(self) -> tuple[str, str]:
-        """Return what ``describe()`` adds to the treatment of the layer, and the sizes of its curvature."""
+        """Return the text that ``describe()`` adds to the treatment of the layer, and the sizes of its curvature."""
 
     @abstractmethod
     def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
@@ -161,11 +161,11 @@ class Block(ABC):
 
         Args:
             group: The options.
-            held: The state, current or loaded, which decides sizes that follow from data alone.
+            held: The state, current or loaded, which determines sizes that depend only on data.
         """
 
     def momentum_schema(self, p: nn.Parameter, group: Mapping[str, Any]) -> Schema:
-        """Return the entries that the state of one of the parameters has in addition."""
+        """Return additional entries of the state of one of the parameters."""
         return {}
 
     @abstractmethod
@@ -174,7 +174,7 @@ class Block(ABC):
 
     @abstractmethod
     def sums(self, due: Due = ESTIMATE_ALONE) -> Schema:
-        """Return the entries for what this step measures, as ranks add it up."""
+        """Return the entries for the measurements of this step, in the form in which ranks sum them."""
 
     @abstractmethod
     def is_finite(self, measured: Measured) -> Tensor:
@@ -182,30 +182,30 @@ class Block(ABC):
 
     @abstractmethod
     def measure(self, statistic: Statistic, examples: int) -> Measured:
-        """Return what this rank's batch says about the estimate, scaled per datum."""
+        """Return the measurements of this rank's batch, scaled per datum."""
 
     @abstractmethod
     def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
-        """Fold what was measured into the running estimate, and return whether it was finite."""
+        """Update the running estimate with the measurements, and return whether they were finite."""
 
     def count_update(self, measured: Measured, due: Due) -> None:
-        """Count an update of the estimate, on whatever rank it took place."""
+        """Count an update of the estimate, on whichever rank it took place."""
         self.state["factor_updates"] += 1
 
     @abstractmethod
     def tasks(self, begun: bool = False) -> dict[str, Task]:
-        """Return what a refresh factorizes, by side.
+        """Return the matrices that a refresh factorizes, by side.
 
         Args:
-            begun: Whether to take the copies with which a refresh in the background was begun.
+            begun: Whether to use the copies with which a refresh in the background was begun.
         """
 
     @abstractmethod
     def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
-        """Adopt what a refresh has found of each task where ``good`` is True."""
+        """Adopt the results of a refresh for each task where ``good`` is True."""
 
     def restore(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
-        """Adopt what a checkpoint has left out, and a refresh of the loaded estimate has found again."""
+        """Adopt curvature that a checkpoint left out and a refresh of the loaded estimate has recomputed."""
         self.adopt(found, good)
 
     @abstractmethod
@@ -217,12 +217,12 @@ class Block(ABC):
         """λ and the extreme eigenvalues of the damped curvature; None if they are on other ranks."""
 
     def bounds(self) -> Extremes | None:
-        """λ and upper bounds of the largest eigenvalues, found without waiting for the device."""
+        """λ and upper bounds of the largest eigenvalues, without waiting for the device."""
         return self.extremes()
 
     @abstractmethod
     def product(self, matrix: Tensor) -> Tensor:
-        """Apply the undamped curvature to a matrix ``[(Γ,) n_g, n_a]``, as the quadratic model needs it."""
+        """Apply the undamped curvature to a matrix ``[(Γ,) n_g, n_a]`` for the quadratic model."""
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -230,10 +230,10 @@ class Block(ABC):
 
 
 class PlainBlock(Block):
-    """Base of blocks with one running estimate, of which a refresh factorizes nothing.
+    """Base class of blocks with one running estimate and no factorization in a refresh.
 
-    Other methods than those of this package derive from it. They have the option ``factor_decay``, and the parts that
-    they measure have the keys of the estimate in the schema.
+    Custom methods derive from it. They have the option ``factor_decay``, and their measured parts have the keys of the
+    estimate in the schema.
     """
 
     @property
@@ -247,7 +247,7 @@ class PlainBlock(Block):
         return bool(self.state["factor_updates"] > 0)
 
     def described(self) -> tuple[str, str]:
-        """Return nothing to add to the treatment of the layer, and its sizes."""
+        """Return an empty text for ``describe()``, and the sizes of the layer."""
         lead = f"{self.adapter.groups}×" if self.adapter.groups > 1 else ""
         return "", f"{lead}{self.adapter.n_a}, {self.adapter.n_g}"
 
@@ -261,9 +261,9 @@ class PlainBlock(Block):
         return all_finite([part.total for part in measured.parts.values()]) if measured.parts else torch.tensor(True)
 
     def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
-        """Fold each measured part into its running mean, and return whether all were finite."""
+        """Update each running mean with its measured part, and return whether all were finite."""
         parts, state, finite = measured.parts, self.state, self.is_finite(measured)
-        good = finite if gate is None else finite & gate  # without a gate the gradients have been looked at
+        good = finite if gate is None else finite & gate  # without a gate, the gradients have been checked
         totals, scales = [part.total for part in parts.values()], [cast(float, part.scale) for part in parts.values()]
         decay, weight = self.group["factor_decay"], state["factor_weight"]
         ratio_ema_([state[key] for key in parts], weight, totals, scales, float(measured.examples), decay, good)

@@ -1,4 +1,4 @@
-"""Whether damping hides all curvature, so that preconditioning does no more than rescale the gradient."""
+"""Detects damping that hides all curvature, so that preconditioning only rescales the gradient."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Damped(NamedTuple):
     """A block or a window, and the damping of its curvature.
 
     Attributes:
-        name: Of the layer or the window.
-        group: Its options.
+        name: Name of the layer or the window.
+        group: The options of the layer or the window.
         option: The option that holds the damping.
         extremes: λ, and the largest eigenvalue with and without it, or an upper bound of both.
     """
@@ -45,11 +45,11 @@ class DampingWatch:
 
     @property
     def has_measured(self) -> bool:
-        """Whether there is nothing to measure any more."""
+        """Whether there is nothing left to measure."""
         return self.done or self._numbers is not None
 
     def measure(self, damped: Sequence[Damped]) -> None:
-        """Compare λ with the curvature of blocks; does not wait for their device."""
+        """Compare λ with the curvature of blocks without waiting for their device."""
         self._damped = [d for d in damped if d.extremes.largest is not None and d.extremes.undamped is not None]
         if not self._damped:
             self.done = True
@@ -63,10 +63,10 @@ class DampingWatch:
             self._arrived.record()
 
     def verdict(self, method: str) -> str | None:
-        """Return, once, what to warn about if λ hides the curvature of all blocks and the numbers have arrived."""
+        """Return a warning, once, if λ hides the curvature of all blocks and the numbers have arrived."""
         if self.done or self._numbers is None or (self._arrived is not None and not self._arrived.query()):
             return None
-        numbers, self.done = self._numbers.numpy().tolist(), True  # on the host already: nothing waits
+        numbers, self.done = self._numbers.numpy().tolist(), True  # already on the host, so nothing waits
         text = _verdict(method, self._damped, numbers)
         self._damped, self._numbers, self._arrived = (), None, None
         return text
@@ -83,7 +83,7 @@ def _numbers(found: Extremes) -> Tensor:
 
 
 def _verdict(method: str, damped: Sequence[Damped], numbers: Sequence[Sequence[float]]) -> str | None:
-    """Return what to warn about; None if any curvature stands out against its damping, or is not finite."""
+    """Return the warning; None if any curvature is large compared with its damping, or is not finite."""
     if not all(ratio <= _NEAR_IDENTITY for _, _, ratio in numbers):
         return None
     (worst, (damping, largest, _)) = max(zip(damped, numbers, strict=True), key=lambda pair: pair[1][2])
@@ -94,7 +94,7 @@ def _verdict(method: str, damped: Sequence[Damped], numbers: Sequence[Sequence[f
         advice += ", or damping=0.1 with damping_mode='relative', which follows the curvature"
     where = f"'{worst.name}'" if worst.name else "the model itself"
     return (
-        f"{method}: {worst.option}={value:g} hides the curvature. The largest eigenvalue that this process keeps is "
+        f"{method}: {worst.option}={value:g} hides the curvature. The largest eigenvalue on this process is "
         f"{largest:.2g} (in {where}), less than a tenth of the damping of {damping:.2g} that is added to it, so "
         f"every condition number is below {_NEAR_IDENTITY:g} and preconditioning only rescales the gradient. "
         f"Try {advice}."

@@ -1,11 +1,11 @@
 r"""Blocks with a scale in the eigenbases of their factors, ``F = (Q_G ⊗ Q_A) diag(vec s) (Q_G ⊗ Q_A)ᵀ``.
 
-The scale s is measured in the bases, so that it is right in bases that are only approximate::
+The scale s is measured in the bases, so it is correct even if the bases are only approximate::
 
     estimator="intra"      squares of per-example gradients, which a statistic sums
     estimator="running"    squares of the mean gradient, which preconditioning rotates anyway
 
-A refresh finds other bases. Then the scale is carried over from the last ones, or measured again.
+When a refresh computes other bases, the scale is transferred from the last ones or measured again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from secondorder.curvature.schema import COUNTER, Entry, Place, Schema, shaped, 
 from secondorder.linalg import eigenbasis
 from secondorder.linalg.dense import full_precision, precision_of
 
-#: State of a block with a scale, in addition to its factors. All that belongs to the scale is where the scale is.
+#: State of a block with a scale, in addition to its factors. Everything for the scale is on the ranks with the scale.
 SCALES: Schema = {
     "off_diagonal": Entry(0, "buffers", Place.CURVATURE),
     "scale": Entry(0, "scale", Place.CURVATURE),
@@ -49,7 +49,7 @@ def preconditions_gradient(group: Mapping[str, Any]) -> bool:
 
 
 def like_adam(group: Mapping[str, Any]) -> bool:
-    """Whether the scale is that of the mean gradient, so that steps have Adam's size whatever the batch is."""
+    """Whether the scale is that of the mean gradient, so that steps have Adam's size for every batch size."""
     return bool(group["estimator"] == "running" and group["momentum_mode"] == "pre")
 
 
@@ -63,7 +63,7 @@ class EigenbasisBlock(FactoredBlock):
 
     #: The gradient of this step in the eigenbases, between the measurement of the scale and the direction.
     rotated: Tensor | None = None
-    #: Whether the last refresh was good, a 0-dim bool tensor.
+    #: Whether the last refresh succeeded, as a 0-dim bool tensor.
     adopted: Tensor
 
     # ------------------------------------------------------------------ what the state holds
@@ -90,12 +90,12 @@ class EigenbasisBlock(FactoredBlock):
         return shaped(SCALES, {"gradient_momentum": self.layer.empty(p.shape, precision_of(p)), "gradient_updates": 0})
 
     def scale_sums(self) -> Schema:
-        """The entry for the scale, as ranks add up what they have measured."""
+        """The entry for the scale, in the form in which ranks sum their measurements."""
         return shaped(SCALES, {"scale": self.layer.empty(self.layer.matrix_shape)})
 
     # ------------------------------------------------------------------ statistics
     def statistic(self, due: Due = ESTIMATE_ALONE) -> EigenSums:
-        """Empty sums of what is due."""
+        """Empty sums for the measurements that are due."""
         factors = self.new_sums() if due.factors else None
         scales = self.new_scales() if due.scale and not due.keeps_calls else None
         return EigenSums(factors, scales, self.group["estimator"] == "intra", due.keeps_calls)
@@ -104,7 +104,7 @@ class EigenbasisBlock(FactoredBlock):
         """Return sums for the scale in the current bases, which begin with stored calls of some forward passes.
 
         Raises:
-            ValueError: If the rows of a call cannot be told apart by example.
+            ValueError: If the rows of a call cannot be assigned to examples.
         """
         group, generator = self.group, None
         like = torch.empty_like(tensors(self.scale_sums())["scale"], device=self.owner.device)
@@ -131,7 +131,7 @@ class EigenbasisBlock(FactoredBlock):
         return Measured(parts, examples, sums)
 
     def measure_calls(self, sums: EigenSums) -> Measured:
-        """The scale of stored calls, in the current bases; it raises what :meth:`new_scales` does."""
+        """The scale of stored calls in the current bases, with the errors of :meth:`new_scales`."""
         scales, examples = self.new_scales(sums.calls), sum(count for _, count in sums.calls)
         return Measured({"scale": self._measured_scale(scales, examples)}, examples, sums)
 
@@ -146,7 +146,7 @@ class EigenbasisBlock(FactoredBlock):
 
     # ------------------------------------------------------------------ into the estimate
     def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
-        """Fold the factors and the scale of a batch into the running ones; returns whether they were finite."""
+        """Update the running factors and the scale with those of a batch, and return whether they were finite."""
         finite = torch.ones((), dtype=torch.bool, device=self.owner.device)
         if "factor_a" in measured.parts:
             finite = self.fold_factors(measured, gate)
@@ -164,13 +164,13 @@ class EigenbasisBlock(FactoredBlock):
         self._fold_scale(measured.parts["scale"], self.batch_weight(measured.examples), ok)
 
     def fold_gradient(self, matrix: Tensor, examples: float, ranks: int, gate: Tensor | None) -> Tensor:
-        """Fold the square of the mean gradient into the scale, without any work per example.
+        """Update the scale with the square of the mean gradient, without any work per example.
 
         Args:
             matrix: The gradient as a matrix ``[(Γ,) n_g, n_a]``.
-            examples: Number of examples that it is the mean of.
+            examples: Number of examples that the gradient averages.
             ranks: Number of ranks over which a summed loss was averaged.
-            gate: None, or a 0-dim bool tensor: where it is False nothing changes.
+            gate: None, or a 0-dim bool tensor. If it is False, nothing changes.
 
         Returns:
             The gradient in the eigenbases.
@@ -183,7 +183,7 @@ class EigenbasisBlock(FactoredBlock):
             factor = 1.0
         elif group["loss_reduction"] == "mean":
             factor = examples * group["loss_terms"]
-        else:  # N (∇/N)² of the whole sum
+        else:  # N (∇/N)² of the sum
             factor = ranks**2 / examples
         squares = Estimate(eigenbasis.scale_running(rotated, factor))
         weight = 1.0 if plain else self.batch_weight(int(examples))
@@ -200,15 +200,15 @@ class EigenbasisBlock(FactoredBlock):
             state["scale_unit"].copy_(torch.where(ok, weight, state["scale_unit"]))
 
     def count_update(self, measured: Measured, due: Due) -> None:
-        """Count the updates of the factors and of the scale, on whatever rank they took place."""
+        """Count the updates of the factors and of the scale, on whichever rank they took place."""
         if due.factors:
             super().count_update(measured, due)
-        # After loading, ranks may find the bases only when the forward that would have measured is over.
+        # After loading, ranks may compute the bases only after the forward pass that would have measured.
         if due.scale and (measured.seen is None or "scale" in measured.seen):
             self.count_scale()
 
     def count_scale(self) -> None:
-        """Count an update of the scale, on whatever rank it took place."""
+        """Count an update of the scale, on whichever rank it took place."""
         self.state["scale_updates"] += 1
         self.note_step("scale_step")
 
@@ -220,16 +220,16 @@ class EigenbasisBlock(FactoredBlock):
         return bool(group["basis_update"] == "qr" and refreshes > 0 and refreshes % group["full_every"] != 0)
 
     def restore(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
-        """Adopt bases that a checkpoint has left out; the scale in it is in these bases."""
+        """Adopt bases that a checkpoint left out. The scale in the checkpoint refers to these bases."""
         self.adopt(found, good, carry=False)
 
     def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor, *, carry: bool = True) -> None:
-        """Adopt what a refresh has found for each side if it is good.
+        """Adopt the results of a refresh for each side if they are good.
 
         Args:
             found: By side, eigenvalues, the basis of a dense factor and, after an iteration, the order of its columns.
-            good: Whether both sides came out well, a 0-dim bool tensor.
-            carry: Whether the scale is brought into the new bases.
+            good: Whether both sides succeeded, as a 0-dim bool tensor.
+            carry: Whether the scale is transferred to the new bases.
         """
         self.adopted = good
         state, mode = self.state, self.group["transport"]
@@ -239,7 +239,7 @@ class EigenbasisBlock(FactoredBlock):
             values[side] = eigenbasis.without_rounding(values[side], kept)
         product = values["g"][..., :, None] * values["a"][..., None, :]
         if state["scale_updates"] == 0:
-            # A placeholder of weight 0: nothing of it survives the first measurement.
+            # This is a placeholder with weight 0, which the first measurement replaces completely.
             adopt_tensor(self.state, "scale", product, good)
         elif carry and mode == "kfac":
             adopt_tensor(self.state, "scale", product, good)
@@ -257,10 +257,10 @@ class EigenbasisBlock(FactoredBlock):
 
     # ------------------------------------------------------------------ null spaces
     def _singular_values(self, dimensions: int = 1) -> tuple[Tensor | None, Tensor | None]:
-        """Return eigenvalues ``[..., n]`` of A and of G, where a null space of so many dimensions is possible.
+        """Return eigenvalues ``[..., n]`` of A and of G if a null space of this dimension is possible.
 
-        None stands for a factor whose null space is known to be smaller without waiting for a device, and for a
-        diagonal factor, whose basis is the identity.
+        It is None for a factor whose null space is known to be smaller without waiting for a device, and for a diagonal
+        factor, whose basis is the identity.
         """
         keys = [None if self.is_diagonal(side) else f"eigenvalues_{side}" for side in "ag"]
         found = [None if key is None else self.state[key] for key in keys]
@@ -274,7 +274,7 @@ class EigenbasisBlock(FactoredBlock):
 
     # ------------------------------------------------------------------ use
     def precondition(self, gradient: Tensor) -> Tensor:
-        """``Q_G [(Q_Gᵀ ∇ Q_A) ⊘ (s + λ)^p] Q_Aᵀ``; of :attr:`rotated`, if it is there, in the place of Q_Gᵀ ∇ Q_A."""
+        """``Q_G [(Q_Gᵀ ∇ Q_A) ⊘ (s + λ)^p] Q_Aᵀ``, where :attr:`rotated` replaces Q_Gᵀ ∇ Q_A if it is set."""
         group, s, adam = self.group, self.state["scale"], is_adam(self.group)
         mean = s.mean((-2, -1))
         damping = torch.full_like(mean, group["eps"]) if adam else self.damping_of(mean)
@@ -325,7 +325,7 @@ def _has_fewer_zeros(values: Tensor, count: int) -> bool:
 
 
 def _in_new_order(scale: Tensor, found: Mapping[str, Sequence[Tensor]]) -> Tensor:
-    """A scale ``[..., n_g, n_a]`` by index, following columns that an iteration has sorted."""
+    """A scale ``[..., n_g, n_a]`` by index, permuted like the columns that an iteration has sorted."""
     for side, axis in (("a", -1), ("g", -2)):
         for order in found[side][2:3]:
             index = order.reshape(*scale.shape[:-2], -1)
@@ -337,7 +337,7 @@ def _in_new_order(scale: Tensor, found: Mapping[str, Sequence[Tensor]]) -> Tenso
 def _in_new_bases(
     scale: Tensor, basis_of: Callable[[str], Tensor | None], found: Mapping[str, Sequence[Tensor]]
 ) -> Tensor:
-    """The diagonal, in the bases that were found, of the operator with a scale ``[..., n_g, n_a]`` in some bases."""
+    """The diagonal, in the new bases, of the operator with a scale ``[..., n_g, n_a]`` in other bases."""
     overlaps = []
     for side in "ag":
         old, new = basis_of(side), found[side][1:2]

@@ -1,4 +1,4 @@
-"""Rows of examples between capture and refresh, and the sizes that the state of a layer keeps of them.
+"""Rows of examples between capture and refresh, and their sizes in the state of a layer.
 
 Unlike factors, rows have sizes that depend on the batch: R rows of S positions each.
 """
@@ -17,7 +17,7 @@ from secondorder.capture.statistics import averages
 from secondorder.linalg import kernel, woodbury
 from secondorder.linalg.kernel import Rows
 
-#: Kernels of more rows are kept in the precision of the rows: in float64 they would outgrow everything else.
+#: Kernels of more rows are kept in the precision of the rows, because in float64 they would be too large.
 DOUBLE_ROWS = 4096
 
 
@@ -26,7 +26,7 @@ class Raw:
     """Rows of a block as captured on this rank.
 
     Attributes:
-        rows: Neither scaled nor divided by anything.
+        rows: The rows without any scaling.
         real: Rows that are not padding.
     """
 
@@ -35,21 +35,20 @@ class Raw:
 
     @cached_property
     def finite(self) -> Tensor:
-        """Whether all numbers are finite, a 0-dim bool tensor."""
+        """Whether all numbers are finite, as a 0-dim bool tensor."""
         return all_finite(self.rows)
 
 
 class Fresh(NamedTuple):
-    """What a step captured for a block.
+    """The rows that a step captured for a block.
 
     Attributes:
-        rows: Rows of all examples of this rank, scaled per datum: the Fisher's block is ``Σ_n u_n u_nᵀ`` over those of
-            all ranks.
-        examples: n, of this rank.
+        rows: Rows of all examples of this rank, scaled so that the Fisher is ``Σ_n u_n u_nᵀ`` over all ranks.
+        examples: n of this rank.
         real: Rows that are not padding.
-        ok: Whether they may be used, a 0-dim bool tensor.
-        share: n as a part of the examples of all ranks.
-        damping: λ ``[(Γ)]``, where it follows from the examples of several ranks.
+        ok: Whether they may be used, as a 0-dim bool tensor.
+        share: n divided by the number of examples of all ranks.
+        damping: λ ``[(Γ)]`` if it depends on the examples of several ranks.
     """
 
     rows: Rows
@@ -61,13 +60,13 @@ class Fresh(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a refresh has seen of a block, on the rank with the most of it.
+    """The sizes of the batch of a block at a refresh, on the rank with the largest batch.
 
     Attributes:
         examples: n.
-        rows: Rows: not every example need pass a layer.
+        rows: Number of rows, which may be less than n, since not every example passes the layer.
         positions: S.
-        whole: Whether they were per-example gradients where they may be pairs of rows.
+        whole: Whether the rows were per-example gradients instead of pairs of rows.
     """
 
     examples: int
@@ -77,7 +76,7 @@ class Batch(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Rows that a refresh keeps of a block, and what makes their M.
+    """Rows that a refresh keeps for a block, and the values that determine M.
 
     Attributes:
         rows: Rows ``[(Γ,) R, S, …]``.
@@ -96,7 +95,7 @@ class Sizes(NamedTuple):
     Attributes:
         rows: R.
         positions: S.
-        d_a: Numbers in a row a with its 1, 0 where there is none.
+        d_a: Numbers in a row a including its 1; 0 if there is no such row.
         d_g: Numbers in a row g.
         by_index: Whether rows a are indices.
     """
@@ -109,19 +108,19 @@ class Sizes(NamedTuple):
 
 
 def all_finite(rows: Rows) -> Tensor:
-    """Whether all numbers of some rows are finite, a 0-dim bool tensor."""
+    """Whether all numbers of some rows are finite, as a 0-dim bool tensor."""
     return averages.all_finite([t for t in (rows.a, rows.g) if t is not None and t.is_floating_point()])
 
 
 def inputs_of(rows: Rows) -> Tensor:
-    """Inputs as state keeps them: with their 1, so that a bias that is frozen or trained later shows in the shape."""
+    """Inputs in the form of the state, with their 1, so that freezing a bias later does not change the shape."""
     if rows.a is None:
         return rows.g.new_zeros(*rows.g.shape[:-1], 0)
     return F.pad(rows.a, (0, 1), value=1.0) if rows.homogeneous else rows.a
 
 
 def filled(kept: Kept, rows: int) -> Kept:
-    """Zero rows up to a fixed number of them, which change nothing."""
+    """Pad with zero rows, which have no effect, to a fixed number."""
     missing = rows - kept.rows.g.shape[-3]
     if missing <= 0:
         return kept
@@ -134,5 +133,5 @@ def filled(kept: Kept, rows: int) -> Kept:
 
 
 def owned(x: Tensor) -> Tensor:
-    """``x`` itself, or a copy if it is a part of something larger."""
+    """``x`` itself, or a copy if it is a part of a larger tensor."""
     return x if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes else x.clone()

@@ -1,4 +1,4 @@
-"""Damping in force and extreme eigenvalues of damped curvature, as an optimizer tells them."""
+"""The current damping and the extreme eigenvalues of damped curvature, as an optimizer reports them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from secondorder.linalg.dense import anywhere
 
 
 class Extremes(NamedTuple):
-    """Of the curvature of one layer, whose Γ blocks are the leading dimensions.
+    """Damping and extreme eigenvalues of the curvature of one layer, whose Γ blocks are the leading dimensions.
 
     Attributes:
         damping: λ ``[...]``.
-        smallest: Smallest eigenvalue of the damped curvature ``[...]``; None where only a factorisation would tell.
-        largest: Its largest eigenvalue.
+        smallest: Smallest eigenvalue of the damped curvature ``[...]``; None if only a factorization could compute it.
+        largest: Largest eigenvalue of the damped curvature.
         undamped: The largest eigenvalue without the damping.
     """
 
@@ -29,14 +29,14 @@ class Extremes(NamedTuple):
 
     @property
     def condition(self) -> Tensor:
-        """Largest over smallest, of the worst block, 0-dim; NaN where they are not known."""
+        """Largest over smallest eigenvalue of the worst block, 0-dim; NaN if they are not known."""
         if self.smallest is None or self.largest is None:
             return torch.full((), torch.nan, device=self.damping.device)
         return (self.largest / self.smallest).amax()
 
 
 def bounds_where(chosen: Tensor, first: Extremes, second: Extremes) -> Extremes:
-    """The bounds of the one or the other, by a flag 0-dim that stays on the device."""
+    """The bounds of one or the other, selected by a 0-dim flag that stays on the device."""
     (large, undamped), (other_large, other_undamped) = ((e.largest, e.undamped) for e in (first, second))
     assert large is not None
     assert undamped is not None
@@ -48,19 +48,19 @@ def bounds_where(chosen: Tensor, first: Extremes, second: Extremes) -> Extremes:
 
 
 def of_product(values_a: Tensor, values_g: Tensor, damping: Tensor) -> Extremes:
-    """Of ``G ⊗ A + λI``, from the eigenvalues ``[..., n]`` of both factors."""
+    """Extremes of ``G ⊗ A + λI``, from the eigenvalues ``[..., n]`` of both factors."""
     small, large = values_a.amin(-1) * values_g.amin(-1), values_a.amax(-1) * values_g.amax(-1)
     return of_values(small, large, damping)
 
 
 def of_values(small: Tensor, large: Tensor, damping: Tensor) -> Extremes:
-    """Of a curvature with these extreme eigenvalues ``[...]``, damped no less than by the rounding of the largest."""
+    """Extremes of a curvature with these extreme eigenvalues, damped at least by the rounding error of the largest."""
     floor = torch.maximum(damping.to(large.dtype), torch.finfo(large.dtype).eps * large)
     return Extremes(damping, small + floor, large + floor, large)
 
 
 def bound_of_rows(inverse: Tensor, kernel: Tensor | None, damping: Tensor) -> Extremes:
-    """Upper bounds for ``F̂ + λI``, from products alone; for the arguments see :func:`of_rows`.
+    """Upper bounds for ``F̂ + λI`` computed only from products; :func:`of_rows` describes the arguments.
 
     ``B = M K̂`` has the eigenvalues σ/(σ + λ), and the eighth root of ``tr B⁸`` is at least the largest of them and at
     most ``R^(1/8)`` times as large.
@@ -81,20 +81,20 @@ def bound_of_rows(inverse: Tensor, kernel: Tensor | None, damping: Tensor) -> Ex
 
 
 def of_rows(inverse: Tensor, kernel: Tensor | None, damping: Tensor, n: int) -> Extremes:
-    """Of ``F̂ + λI`` with ``(F̂ + λI)⁻¹ = (I − Ûᵀ M Û)/λ``, see :mod:`secondorder.linalg.woodbury`.
+    """Extremes of ``F̂ + λI`` with ``(F̂ + λI)⁻¹ = (I − Ûᵀ M Û)/λ``, see :mod:`secondorder.linalg.woodbury`.
 
     Args:
         inverse: M ``[..., R, R]``.
-        kernel: K̂ of the kept rows where they interpolate others; None where ``M = (K + λI)⁻¹``.
+        kernel: K̂ of the kept rows if they interpolate others; None if ``M = (K + λI)⁻¹``.
         damping: λ ``[...]``.
         n: Number of parameters.
 
     Returns:
-        The extremes; directions that no row reaches have the eigenvalue λ.
+        The extremes. Directions that no row reaches have the eigenvalue λ.
     """
     damping = damping.double()
     if kernel is None:
-        # From the largest σ + λ to the smallest: the smallest eigenvalue of the inverse belongs to the largest.
+        # The order is from the largest σ + λ to the smallest, since the inverse reverses the order.
         values = 1 / anywhere(torch.linalg.eigvalsh, inverse.double()).clamp(min=torch.finfo(torch.float64).tiny)
     else:
         # σ/(σ + λ) are the eigenvalues of M K̂, and of a symmetric matrix that has the same.
@@ -107,7 +107,7 @@ def of_rows(inverse: Tensor, kernel: Tensor | None, damping: Tensor, n: int) -> 
 
 
 def numbers(found: Mapping[str, Extremes]) -> tuple[dict[str, float | None], dict[str, float | None]]:
-    """Return λ and the condition number by layer, None for what is not finite; waits for the device once."""
+    """Return λ and the condition number by layer, with None for nonfinite values. Waits for the device once."""
     if not found:
         return {}, {}
     rows = [torch.stack([e.damping.double().mean(), e.condition.double()]) for e in found.values()]

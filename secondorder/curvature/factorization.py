@@ -1,4 +1,4 @@
-"""Factors to eigenbases or inverses: many matrices in stacks of one size, with their flags. Tensors in, tensors out."""
+"""Eigenbases or inverses of factors, computed for stacks of equal matrices, with flags. All functions are pure."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from secondorder.linalg.dense import eigh_psd, inverse_pd, mirror_upper_
 
-#: Matrices above this size are factorised one by one: a batch would only cost memory.
+#: Matrices above this size are factorized one by one, because a batch would only cost memory.
 _BATCH_LIMIT = 512
 
-#: What was found of a matrix, and whether it came out well.
+#: The results for a matrix, and whether they are good.
 Found = tuple[tuple[Tensor, ...], Tensor]
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class Factorization(NamedTuple):
-    """What is found of a matrix.
+    """A factorization of a matrix.
 
     Attributes:
-        dense: Returns what is found of a stack of matrices ``[k, n, n]``, and last whether each came out well, ``[k]``.
-            Its second argument is whether the host may look at results.
-        entrywise: Returns what is found of a diagonal ``[(Γ,) n]``.
+        dense: Returns the results for a stack of matrices ``[k, n, n]``, followed by whether each is good, ``[k]``. Its
+            second argument is whether the host may check results.
+        entrywise: Returns the results for a diagonal ``[(Γ,) n]``.
         symmetric: Whether the first result consists of symmetric matrices, of which ranks receive a triangle.
     """
 
@@ -48,12 +48,12 @@ CHOLESKY = Factorization(_inverse, torch.reciprocal, symmetric=True)
 
 
 class Task(NamedTuple):
-    """A matrix to factorise.
+    """A matrix to factorize.
 
     Attributes:
         matrix: Symmetric ``[(Γ,) n, n]``, or its diagonal ``[(Γ,) n]``.
-        way: What is found of it.
-        diagonal: Whether it is its diagonal.
+        way: The factorization.
+        diagonal: Whether ``matrix`` is the diagonal.
     """
 
     matrix: Tensor
@@ -62,12 +62,12 @@ class Task(NamedTuple):
 
 
 def factorise(tasks: Mapping[KeyT, Task], host_checks: bool, mirrors: bool = False) -> dict[KeyT, Found]:
-    """Return what is found of each matrix by name; matrices of one factorization and size are done together.
+    """Return the results for each matrix by name. Matrices of equal factorization and size are processed together.
 
     Args:
         tasks: Matrices by name.
         host_checks: As in :func:`secondorder.linalg.dense.eigh_psd`.
-        mirrors: Whether inverses are symmetric bit by bit, so that ranks that receive a triangle have the same.
+        mirrors: Whether inverses are symmetric bit for bit, so that ranks that receive a triangle have the same.
     """
     found: dict[KeyT, Found] = {}
     for way in dict.fromkeys(task.way for task in tasks.values()):
@@ -82,18 +82,18 @@ def factorise(tasks: Mapping[KeyT, Task], host_checks: bool, mirrors: bool = Fal
 
 
 def _dense(way: Factorization, host_checks: bool, mirrors: bool, stack: Tensor) -> Found:
-    """Return what is found of a stack of matrices ``[k, n, n]``, and their flags ``[k]``."""
+    """Return the results for a stack of matrices ``[k, n, n]``, and their flags ``[k]``."""
     first, *rest, ok = way.dense(stack, host_checks)
     return (mirror_upper_(first) if mirrors and way.symmetric else first, *rest), ok
 
 
 def pack(results: tuple[Tensor, ...]) -> Found:
-    """Results and their flag apart."""
+    """Separate results and their flag."""
     return results[:-1], results[-1]
 
 
 def joint_ok(found: Mapping[tuple[Any, str], Found], blocks: Sequence[Any]) -> Tensor:
-    """``[len(blocks)]``: whether all that was found of a block came out well."""
+    """Whether all results for each block are good, ``[len(blocks)]``."""
     by_block: dict[Any, Tensor] = {}
     for (block, _), (_, ok) in found.items():
         by_block[block] = by_block[block] & ok if block in by_block else ok
@@ -101,7 +101,7 @@ def joint_ok(found: Mapping[tuple[Any, str], Found], blocks: Sequence[Any]) -> T
 
 
 def batched(matrices: Sequence[Tensor], dense: Callable[[Tensor], Found]) -> list[Found]:
-    """Factorise matrices ``[(Γ,) n, n]`` in stacks of one size; results in the given order, ``ok`` 0-dim."""
+    """Factorize matrices ``[(Γ,) n, n]`` in stacks of one size; results in the given order, ``ok`` 0-dim."""
     results: list[Found | None] = [None] * len(matrices)
     for stack in _stacks(matrices):
         parts = [matrices[i].reshape(-1, *matrices[i].shape[-2:]) for i in stack]

@@ -1,6 +1,6 @@
 """Kronecker factors A and G of a layer: dense matrices ``[(Γ,) n, n]``, or diagonals ``[(Γ,) n]``.
 
-A factor is diagonal by nature if its rows are one-hot (A of an embedding), and by choice beyond ``max_factor_dim``. A
+A factor is naturally diagonal if its rows are one-hot (A of an embedding), and by choice above ``max_factor_dim``. A
 dense factor may be stored as a triangle. Both forms may be stored in a lower precision than that of products.
 """
 
@@ -35,7 +35,7 @@ FACTORS: Schema = {
 #: The part of it that a refresh in the background adds.
 _BEGUN = ("begun_a", "begun_g", "adopt_at")
 
-#: Largest size of a factor that is dense by default on a CPU, by the way it is factorized. Either takes about a second
+#: Largest size of a factor that is dense by default on a CPU, by its factorization. Each takes about a second
 #: on two cores, and eight times as long for twice the size (``python -m benchmarks measure linalg``).
 _CPU_BOUNDS = {"eigen": 2048, "cholesky": 4096}
 #: The same for other devices, which factorize faster. It is also the largest size whose diagonal form is reported.
@@ -43,7 +43,7 @@ WIDEST = 8192
 
 
 def default_bound(device_type: str, way: str) -> int:
-    """The bound for ``max_factor_dim="auto"``, which no measurement decides, so that it is equal on all ranks."""
+    """The limit for ``max_factor_dim="auto"``, which does not depend on measurements, so it is equal on all ranks."""
     return _CPU_BOUNDS.get(way, WIDEST) if device_type == "cpu" else WIDEST
 
 
@@ -54,7 +54,7 @@ class Side(NamedTuple):
         n: Size.
         lead: ``(Γ,)``, or ``()`` for a single block.
         diagonal: Whether only the diagonal is kept.
-        by_nature: Whether the factor has nothing off its diagonal.
+        by_nature: Whether all entries off the diagonal of the factor are zero.
     """
 
     n: int
@@ -69,7 +69,7 @@ class Side(NamedTuple):
 
 
 def sides(adapter: Adapter, max_dim: int | None) -> tuple[Side, Side]:
-    """Forms of A and G of a layer; neither is dense beyond ``max_dim``."""
+    """Forms of A and G of a layer. Neither is dense above ``max_dim``."""
     lead = (adapter.groups,) if adapter.groups > 1 else ()
 
     def side(n: int, by_nature: bool) -> Side:
@@ -108,7 +108,7 @@ def times(x: Tensor, factor: Tensor, *, left: bool) -> Tensor:
 
 
 class Storage(ABC):
-    """How a state stores a dense factor, ``"a"`` or ``"g"``. A block chooses it with the attribute ``storage``."""
+    """Storage of a dense factor, ``"a"`` or ``"g"``, in a state. A block selects it with the attribute ``storage``."""
 
     @abstractmethod
     def entries(self, name: str, like: Tensor) -> Schema:
@@ -116,11 +116,11 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, state: Mapping[str, Any], name: str, like: Tensor) -> Tensor:
-        """Return the stored factor in the shape and precision of ``like``; it may be the tensor of the state."""
+        """Return the stored factor in the shape and precision of ``like``, which may be the tensor of the state."""
 
     @abstractmethod
     def write(self, state: Mapping[str, Any], name: str, factor: Tensor) -> None:
-        """Store a factor ``[(Γ,) n, n]``, or what :meth:`alike` returned, changed in place."""
+        """Store a factor ``[(Γ,) n, n]``, or the result of :meth:`alike` after changing it in place."""
 
     def alike(self, state: Mapping[str, Any], name: str, total: Tensor) -> tuple[Tensor, Tensor]:
         """Return the stored factor and one of a batch ``[(Γ,) n, n]``, both in the form in which they are averaged."""
@@ -186,12 +186,12 @@ class Packed(Storage):
 
 #: By name: full matrices, or triangles if they are packed.
 STORAGES: dict[str, Storage] = {"dense": Plain(symmetric=True), "packed": Packed()}
-#: A diagonal factor is stored as it is.
+#: A diagonal factor is stored without conversion.
 _DIAGONAL = Plain(symmetric=False)
 
 
 class KroneckerFactors:
-    """How the state of a layer stores A and G. States and options are arguments, so that they are never out of date.
+    """Storage of A and G in the state of a layer. States and options are arguments, so they are never out of date.
 
     Args:
         layer: The layer.
@@ -204,7 +204,7 @@ class KroneckerFactors:
         self._likes: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def storage_of(self, side: Side) -> Storage:
-        """How one factor is stored."""
+        """The storage of one factor."""
         return _DIAGONAL if side.diagonal else self.storage
 
     def sides(self, group: Mapping[str, Any]) -> Iterator[tuple[str, Side]]:
@@ -228,7 +228,7 @@ class KroneckerFactors:
         return found | self.begun(group) if self.options.overlap else found
 
     def entries(self, group: Mapping[str, Any]) -> Schema:
-        """Entries for the factors as they are stored."""
+        """Entries for the stored factors."""
         found, kept = Schema(), self.kept_in(self.options.storage.factor_dtype)
         for name, side in self.sides(group):
             found |= self.storage_of(side).entries(name, self.layer.empty(side.shape, kept))
@@ -265,7 +265,7 @@ class KroneckerFactors:
         return a, g
 
     def working(self, state: Mapping[str, Any], key: str) -> Tensor:
-        """A tensor of the state in the precision of products; not copied if it is stored in that precision."""
+        """A tensor of the state in the precision of products. It is not copied if it is stored in this precision."""
         kept: Tensor = state[key]
         return kept.to(self.layer.precision)
 
@@ -289,7 +289,7 @@ class KroneckerFactors:
     def tikhonov(self, mean_value: Tensor, group: Mapping[str, Any]) -> Tensor:
         """λ according to the options, without weight decay."""
         if self.layer.adapter.is_exact:
-            # Relative to the steepest unit, so that a unit that hardly matters does not take the longest step.
+            # Damping is relative to the steepest unit, so that a unit with little effect does not take long steps.
             mean_value = mean_value.amax().expand_as(mean_value)
         return averages.effective_damping(group["damping"], group["damping_mode"], mean_value)
 
@@ -303,7 +303,7 @@ class KroneckerFactors:
         decay: float,
         good: Tensor,
     ) -> None:
-        """Fold the factors of a batch of some weight into the running ones where ``good`` is True."""
+        """Update the running factors with those of a batch of some weight where ``good`` is True."""
         storages = {name: self.storage_of(side) for name, side in self.sides(group)}
         pairs = [storage.alike(state, name, batch[name].total) for name, storage in storages.items()]
         running, totals = [kept for kept, _ in pairs], [total for _, total in pairs]
@@ -315,7 +315,7 @@ class KroneckerFactors:
     def in_own_form(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a loaded state with its factors in the form in which this optimizer stores them.
 
-        It has copies under factorization where refreshes overlap, and nowhere else.
+        It has copies under factorization only if refreshes overlap.
         """
         found = dict(theirs)
         for name, side in self.sides(group):
@@ -347,8 +347,8 @@ class KroneckerFactors:
 def without_block(theirs: Mapping[str, Any], options: LayerOptions, known: Container[str]) -> dict[str, Any]:
     """Return the loaded state of a parameter that owns no block, converted; ``known`` are the keys of factors.
 
-    Factors in the form in which this optimizer does not store them are left out with all that belongs to them. They are
-    estimated anew when the parameter is trained.
+    Factors that this optimizer stores in another form are left out, together with everything derived from them. They
+    are estimated again when the parameter is trained.
     """
     other = "dense" if options.storage.packed else "packed"
     in_other_form = other in {form_of(k, v) for k, v in theirs.items()}

@@ -1,4 +1,4 @@
-"""How a layer with factors A and G is inverted: what a refresh finds, and how it preconditions.
+"""Inverses of layers with factors A and G: the results of a refresh, and the preconditioning with them.
 
 ::
 
@@ -47,13 +47,13 @@ class Inverse(ABC):
         factors: How the state stores A and G.
     """
 
-    #: What a refresh finds of each factor.
+    #: The results of a refresh for each factor.
     way: ClassVar[Factorization]
     #: Whether a refresh uses λ, so that a change of λ needs another refresh to take effect.
     holds_damping: ClassVar[bool] = False
     #: Whether :meth:`apply` uses the factors themselves.
     uses_factors: ClassVar[bool] = False
-    #: What :meth:`apply` reads of a state and of a group where it also takes stacks ``[k, ...]`` of both; else empty.
+    #: Entries of a state and of a group that :meth:`apply` reads if it supports stacks ``[k, ...]``; otherwise empty.
     stacked: ClassVar[tuple[str, ...]] = ()
     options: ClassVar[tuple[str, ...]] = ()
 
@@ -62,7 +62,7 @@ class Inverse(ABC):
 
     @abstractmethod
     def schema(self, group: Group) -> Schema:
-        """Return the entries of the state for what a refresh finds."""
+        """Return the entries of the state for the results of a refresh."""
 
     @abstractmethod
     def matrices(self, state: State, group: Group) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ class Inverse(ABC):
         return (2.0 * side.n, 90.0 * side.n**3) if self.way is EIGEN else (1.0 * side.n, 4.0 * side.n**3)
 
     def tasks(self, state: State, group: Group, begun: bool = False) -> dict[str, Task]:
-        """Return what a refresh factorizes for each side: the factors now, or copies if it was ``begun`` before."""
+        """Return the matrices that a refresh factorizes for each side: the factors, or copies if it was ``begun``."""
         pair = (state["begun_a"], state["begun_g"]) if begun else self.matrices(state, group)
         return {
             side: Task(matrix, self.way, self.factors.is_diagonal(state, group, side))

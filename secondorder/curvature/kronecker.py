@@ -25,7 +25,7 @@ from secondorder.curvature.truncated import Truncated, is_truncated
 
 
 class FactoredBlock(Block):
-    """A running estimate of A and G, an eigenbasis of each, and the damping of both."""
+    """Base class of blocks with running estimates of A and G, their eigenbases, and damping."""
 
     #: How the state stores dense factors. If it is None, the option ``packed`` decides.
     storage: ClassVar[Storage | None] = None
@@ -56,13 +56,13 @@ class FactoredBlock(Block):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the block is new, and nothing has been folded into its factors."""
+        """Whether the block is new and its factors have no updates."""
         weight = self.state.get("factor_weight")
         return self.state["refreshes"] == 0 and isinstance(weight, Tensor) and not float(weight)
 
     @property
     def has_estimate(self) -> bool:
-        """Whether something was folded into the factors."""
+        """Whether the factors have updates."""
         return bool(self.state["factor_updates"] > 0)
 
     # ------------------------------------------------------------------ statistics
@@ -78,7 +78,7 @@ class FactoredBlock(Block):
         return KroneckerSums(self.adapter, group["approx"], likes[0], likes[1], sampler, constant_g)
 
     def gradient_scale(self, examples: int) -> Any:
-        """Factor that turns sums over captured gradients into means over examples; may be a 0-dim tensor."""
+        """Factor that converts sums over captured gradients to means over examples. It may be a 0-dim tensor."""
         group = self.group
         if self.fisher.is_observed:  # the vectors have unit scale
             if group["loss_reduction"] == "sum":
@@ -103,7 +103,7 @@ class FactoredBlock(Block):
         return averages.all_finite(totals) if totals else torch.tensor(True)
 
     def fold_factors(self, measured: Measured, gate: Tensor | None) -> Tensor:
-        """Fold the factors of a batch into the running ones; returns whether they were finite."""
+        """Update the running factors with those of a batch, and return whether they were finite."""
         group, state = self.group, self.state
         a, g = measured.parts["factor_a"], measured.parts["factor_g"]
         finite = averages.all_finite([a.total, g.total])
@@ -113,7 +113,7 @@ class FactoredBlock(Block):
         return finite
 
     def decay(self, decay: float, updates: int, last: str) -> float:
-        """β of the next update of a running estimate; ``last`` is the state key with the step of the previous one."""
+        """β of the next update of a running estimate. ``last`` is the state key with the step of the last update."""
         group = self.group
         if updates < group["burnin_steps"]:
             return 1.0
@@ -129,7 +129,7 @@ class FactoredBlock(Block):
         return float(examples) if self.group["weighting"] == "samples" else 1.0
 
     def count_update(self, measured: Measured, due: Due) -> None:
-        """Count an update of the estimate, on whatever rank it took place."""
+        """Count an update of the estimate, on whichever rank it took place."""
         self.state["factor_updates"] += 1
         self.note_step("factor_step")
 
@@ -146,15 +146,15 @@ class FactoredBlock(Block):
     # ------------------------------------------------------------------ refresh
     @property
     def inverse(self) -> Inverse:
-        """What a refresh finds of the factors."""
+        """The factorization that a refresh computes."""
         return self.eigen
 
     def tasks(self, begun: bool = False) -> dict[str, Task]:
-        """Return what a refresh factorizes for each side; see the base class."""
+        """Return the matrices that a refresh factorizes for each side; see the base class."""
         return self.inverse.tasks(self.state, self.group, begun)
 
     def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
-        """Adopt what a refresh has found for each side where ``good`` is True."""
+        """Adopt the results of a refresh for each side where ``good`` is True."""
         self.inverse.adopt(self.state, found, good)
 
     @property
@@ -164,7 +164,7 @@ class FactoredBlock(Block):
 
     # ------------------------------------------------------------------ reading and loading
     def described(self) -> tuple[str, str]:
-        """What ``describe()`` adds to the treatment of the layer, and the sizes of its factors."""
+        """The text that ``describe()`` adds to the treatment of the layer, and the sizes of its factors."""
         lead = f"{self.adapter.groups}×" if self.adapter.groups > 1 else ""
         sizes = zip("ag", (self.adapter.n_a, self.adapter.n_g), strict=True)
         return "", lead + ", ".join(f"diagonal {n}" if self.is_diagonal(side) else str(n) for side, n in sizes)
@@ -190,7 +190,7 @@ class KroneckerBlock(FactoredBlock):
 
     # ------------------------------------------------------------------ estimate
     def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
-        """Entries for the factors, for what is derived from them, and for the counters."""
+        """Entries for the factors, for tensors derived from them, and for the counters."""
         return self.factor_schema(group) | self.inverse_for(group).schema(group)
 
     def statistic(self, due: Due = ESTIMATE_ALONE) -> KroneckerSums:
@@ -198,7 +198,7 @@ class KroneckerBlock(FactoredBlock):
         return self.new_sums()
 
     def sums(self, due: Due = ESTIMATE_ALONE) -> Schema:
-        """Entries for both factors, which every captured batch contributes to."""
+        """Entries for both factors, to which every captured batch contributes."""
         return self.factors.sums(self.group)
 
     def measure(self, statistic: Statistic, examples: int) -> Measured:
@@ -206,12 +206,12 @@ class KroneckerBlock(FactoredBlock):
         return Measured(self.measured_factors(cast(KroneckerSums, statistic), examples), examples)
 
     def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
-        """Fold the factors of the batch into the running ones."""
+        """Update the running factors with those of the batch."""
         return self.fold_factors(measured, gate)
 
     # ------------------------------------------------------------------ inverse
     def inverse_for(self, group: Mapping[str, Any]) -> Inverse:
-        """How a block with these options is inverted; two diagonal factors have a diagonal product."""
+        """The inverse of a block with these options. Two diagonal factors have a diagonal product."""
         if group["inverse_method"] == "eigen":
             rank = group["inverse_rank"]
             return (
@@ -222,12 +222,12 @@ class KroneckerBlock(FactoredBlock):
 
     @property
     def inverse(self) -> Inverse:
-        """How the block is inverted."""
+        """The inverse of the block."""
         return self.inverse_for(self.group)
 
     @property
     def uses_estimate(self) -> bool:
-        """Whether the factors themselves precondition: if both are diagonal, there are no inverses."""
+        """Whether the factors themselves precondition, which is the case if both are diagonal."""
         inverse = self.inverse
         if not isinstance(inverse, Eigen):
             _ = self.state  # state dicts list the owners of such blocks first

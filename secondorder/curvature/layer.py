@@ -1,4 +1,4 @@
-"""A layer: the parameters that one block covers, and what is chosen for all layers."""
+"""A layer, which is the parameters that one block covers, and the options for all layers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from secondorder.config import BatchOptions, BudgetOptions, RefreshOptions, Stat
 from secondorder.curvature.refresh_schedule import RefreshSchedule
 from secondorder.linalg.dense import Workspace, precision_of
 
-#: What ``skip_layers`` takes: a module name or shell-style pattern, a module type, or a module of the model.
+#: A rule of ``skip_layers``: a module name or shell-style pattern, a module type, or a module of the model.
 SkipRule = str | type[nn.Module] | nn.Module
 
 
 @dataclass(eq=False)
 class Layer:
-    """One layer's parameters and the adapter that turns their layer into a Kronecker-factored block.
+    """The parameters of one layer and the adapter that makes the layer a Kronecker-factored block.
 
     Attributes:
         name: Module name as in ``named_modules()``, without wrapper prefixes.
-        kind: Type of the module that holds the parameters, in words.
-        taps: Modules whose calls are captured; more than one when weights are tied or a module applies its weight in
-            pieces.
-        adapter: Shapes of the layer, the same for all its taps; each tap has an adapter for the rows of its own calls.
+        kind: Type of the module that holds the parameters, as text.
+        taps: Modules whose calls are captured, several if weights are tied or applied in pieces.
+        adapter: Shapes of the layer, the same for all taps. Each tap has an adapter for the rows of its calls.
         weight: Trained weight, or None when it is frozen.
         bias: Trained bias, or None.
         owner: The parameter whose state holds the curvature: the weight, or the bias when the weight is frozen.
@@ -46,13 +45,13 @@ class Layer:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What makes two layers the same one."""
+        """Key that is equal for equal layers."""
         taps = [(id(tap.module), tap.part) for tap in self.taps]
         return self.name, *taps, id(self.weight), id(self.bias), type(self.adapter), self.adapter.factor_shapes()
 
     @property
     def label(self) -> str:
-        """Its name in messages: a model that is a layer itself has none, and is called by its type."""
+        """Name of the layer in messages. A model that is itself a layer has no name and is called by its type."""
         return self.name or self.kind
 
     @property
@@ -69,7 +68,7 @@ class Layer:
 
     @property
     def precision(self) -> torch.dtype:
-        """In which products with the curvature are taken: float32, or float64 where parameters are float64."""
+        """Dtype of products with the curvature: float32, or float64 if parameters are float64."""
         return precision_of(self.owner)
 
     @property
@@ -95,7 +94,7 @@ class Layer:
 
 
 class Choices(NamedTuple):
-    """What a user may choose about the blocks of a model.
+    """The options of a user for the blocks of a model.
 
     Attributes:
         skip: ``skip_layers``.
@@ -111,7 +110,7 @@ class Choices(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What is chosen once for all layers, at construction.
+    """The options that are set for all layers at construction.
 
     Attributes:
         skip_layers: Layers to leave out.
@@ -139,12 +138,12 @@ class LayerOptions:
 
     @property
     def choices(self) -> Choices:
-        """What the plan of blocks needs."""
+        """The options that the plan of blocks needs."""
         skip = self.skip_layers
         rules = [skip] if isinstance(skip, (str, type, nn.Module)) else list(skip)
         return Choices(rules, self.statistics.tied, self.statistics.norm_curvature)
 
     @cached_property
     def schedule(self) -> RefreshSchedule:
-        """When layers are captured and refreshed."""
+        """The schedule of captures and refreshes."""
         return RefreshSchedule(self.refresh.stagger, bool(self.refresh.warmup), self.overlap)

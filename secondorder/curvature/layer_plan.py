@@ -1,4 +1,4 @@
-"""The layers of a model that get a block, and why other parameters have none."""
+"""The layers of a model that get a block, and the reasons why other parameters have none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from secondorder.curvature.wrappers import clean_name, find_name, unwrap
 
 @dataclass
 class Plan:
-    """Layers of a model that get a block and, for every other parameter, the reason in words."""
+    """Layers of a model that get a block and, for every other parameter, the reason as text."""
 
     layers: list[Layer]
     reasons: dict[nn.Parameter, str]
@@ -53,7 +53,7 @@ def plan_layers(root: nn.Module, trained: Iterable[nn.Parameter], choices: Choic
 
     Raises:
         ValueError: If a rule of ``skip`` matches nothing.
-        TypeError: If a rule is of a wrong kind.
+        TypeError: If a rule is of the wrong type.
     """
     wanted = set(trained)
     skipped = _skipped_modules(root, choices.skip)
@@ -87,7 +87,7 @@ def _has_inner(module: nn.Module, inner: set[nn.Module]) -> bool:
 def _layers(
     uses: dict[nn.Parameter, list[_Use]], reasons: dict[nn.Parameter, str], choices: Choices
 ) -> Iterator[Layer]:
-    """One per distinct weight; tied weights share one when their layers agree, else none."""
+    """Return one layer per distinct weight. Tied weights share one if their layers agree, or else have none."""
     for owner, found in uses.items():
         chosen, conflict = _agreeing(found, choices.tied)
         if owner in reasons:
@@ -107,12 +107,12 @@ def _layers(
 
 
 def _kind_of(module: nn.Module) -> str:
-    """Type of a module in words; ``fully_shard`` replaces it by one of its own that derives from it."""
+    """Type of a module as text. ``fully_shard`` replaces the type by a subclass."""
     return next(k.__name__ for k in type(module).__mro__ if not k.__module__.startswith("torch.distributed.fsdp"))
 
 
 def _agreeing(found: list[_Use], tied: str | None) -> tuple[list[_Use], str]:
-    """The uses of a weight that can share a block, or why there are none."""
+    """The uses of a weight that can share a block, or the reason why there are none."""
     names = ", ".join(use.name for use in found)
     if _differ(found) and tied is not None:
         found = [use for use in found if use.adapter().one_hot == (tied == "embedding")]

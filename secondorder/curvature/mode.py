@@ -17,7 +17,7 @@ from secondorder.switching import MODES, Always, SwitchPolicy
 
 log: logging.Logger = logging.getLogger("secondorder")
 
-#: What the state of the first parameter contains.
+#: Keys of the policy in the state of the first parameter.
 SWITCH: Schema = {"switch_state": Entry(0, "buffers", Place.OWN, always=True)}
 _ANSWERS = ("auto", *MODES)
 
@@ -26,30 +26,30 @@ class ModeSwitch:
     """A policy, the mode that it has chosen, and the history of its choices.
 
     Args:
-        policy: The policy, of which the switch keeps a copy.
+        policy: The policy, which is copied.
         method: Name of the method in log messages.
 
     Attributes:
-        mode: The mode that the policy has chosen last; None before its first choice.
+        mode: The last mode that the policy chose; None before its first choice.
         history: The step of each change, and the mode since then.
     """
 
     def __init__(self, policy: SwitchPolicy, method: str) -> None:
-        # A policy counts the steps of one optimizer, and so each optimizer has its own.
+        # A policy counts the steps of one optimizer, so each optimizer has its own.
         self.policy, self._at_start = copy.deepcopy(policy), copy.deepcopy(policy)
         self.method = method
         self.mode: str | None = None
         self.history: tuple[tuple[int, str], ...] = ()
 
     def mode_in(self, group: Mapping[str, Any]) -> str:
-        """The mode that a group has now, or will probably have."""
+        """The mode that a group has now, or the mode that it will probably have."""
         mode: str = group["mode"]
         if mode != "auto":
             return mode
         return self.mode or (self.policy.mode if isinstance(self.policy, Always) else "kid")
 
     def fixed(self) -> ModeSwitch:
-        """Return a switch that stays in the mode of now."""
+        """Return a switch that stays in the current mode."""
         found = ModeSwitch(Always(self.mode_in({"mode": "auto"})), self.method)
         found.mode = found.mode_in({"mode": "auto"})
         return found
@@ -68,7 +68,7 @@ class ModeSwitch:
 
     # ------------------------------------------------------------------ state
     def vector(self) -> Tensor:
-        """What the policy remembers, the mode that it has chosen, and a number for its class."""
+        """The state of the policy, the mode that it has chosen, and a number for its class."""
         numbers = [*self.policy.state_dict().values(), float(_ANSWERS.index(self.mode or "auto"))]
         return torch.tensor([*numbers, _kind_of(self.policy)], dtype=torch.float64)
 
@@ -79,7 +79,7 @@ class ModeSwitch:
         )
 
     def load(self, vector: Tensor | None, step: int) -> None:
-        """Continue from a loaded state at some step; with None, start anew."""
+        """Continue from a loaded state at some step; with None, start again."""
         self.policy, self.mode = copy.deepcopy(self._at_start), None
         self.history = tuple((at, mode) for at, mode in self.history if at < step)
         if vector is not None:
@@ -90,5 +90,5 @@ class ModeSwitch:
 
 
 def _kind_of(policy: SwitchPolicy) -> float:
-    """A number by which policies of different classes differ."""
+    """A number that distinguishes policies of different classes."""
     return 1.0 * zlib.crc32(f"{type(policy).__module__}.{type(policy).__qualname__}".encode())

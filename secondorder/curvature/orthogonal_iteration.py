@@ -35,18 +35,18 @@ class Start(NamedTuple):
 
 
 class BasisIteration:
-    """Iterations of blocks from their last bases, with another sweep where the last one did not get close enough."""
+    """Iterations of blocks from their last bases, with an additional sweep if the last one was not accurate enough."""
 
     def __init__(self) -> None:
-        #: What iterations left off the diagonals of A and G, on its way to the host.
+        #: The off-diagonal parts of A and G after the last iterations, which are copied to the host.
         self._left: dict[FactoredBlock, Tensor] = {}
 
     def forget(self) -> None:
-        """Read what was left off the diagonals from the states again, which have been loaded."""
+        """Read the off-diagonal parts from loaded states again."""
         self._left.clear()
 
     def run(self, blocks: Sequence[EigenbasisBlock]) -> dict[tuple[FactoredBlock, str], Found]:
-        """Iterate the bases of some blocks, and return what :func:`iterate` does by block and side."""
+        """Iterate the bases of some blocks, and return the results of :func:`iterate` by block and side."""
         starts: dict[tuple[FactoredBlock, str], Start] = {}
         for block in blocks:
             for side, off in zip("ag", self._left_by(block), strict=True):
@@ -60,19 +60,19 @@ class BasisIteration:
         return found
 
     def prepare(self, blocks: Iterable[FactoredBlock]) -> None:
-        """Send what the next iteration of some blocks will ask for to the host, which then need not wait for it."""
+        """Start to copy the numbers that the next iteration of some blocks needs to the host."""
         for block in blocks:
             if "off_diagonal" in block.state:
                 self._left[block] = block.state["off_diagonal"].to("cpu", non_blocking=True)
 
     def _left_by(self, block: EigenbasisBlock) -> Any:
-        """What the last iteration left off the diagonals, which arrived long ago or was loaded just now."""
+        """The off-diagonal parts after the last iteration, which have already arrived or were just loaded."""
         arrived = self._left.get(block)
         return (block.state["off_diagonal"].cpu() if arrived is None else arrived).numpy()
 
 
 class BasisRefresher(Refresher):
-    """Finds bases by an iteration that starts from the last ones where a block may iterate."""
+    """Computes bases by an iteration from the last bases if a block supports it."""
 
     def __init__(self, schedule: RefreshSchedule, interval: str, max_failures: int) -> None:
         super().__init__(schedule, interval, max_failures)
@@ -81,30 +81,30 @@ class BasisRefresher(Refresher):
     def find(
         self, blocks: Sequence[Any], host_checks: bool, mirrors: bool, restores: bool = False
     ) -> dict[tuple[Any, str], Found]:
-        """Return eigenvalues and bases by block and side, and what :func:`iterate` returns in addition."""
+        """Return eigenvalues and bases by block and side, and the additional results of :func:`iterate`."""
         warm = [] if restores else [b for b in blocks if b.may_iterate]
         cold = [b for b in blocks if b not in warm]
         found = super().find(cold, host_checks, mirrors)
         self._iteration.prepare(cold)
         if warm:
             iterated: dict[tuple[Any, str], Found] = {**self._iteration.run(warm)}
-            if host_checks:  # a basis that lost its orthogonality starts anew
+            if host_checks:  # a basis that lost its orthogonality starts again
                 lost = [b for b, ok in zip(warm, joint_ok(iterated, warm).cpu().numpy(), strict=True) if not ok]
                 iterated.update(super().find(lost, host_checks, mirrors))
             found.update(iterated)
         return found
 
     def forget_jobs(self) -> None:
-        """Leave what was begun to be found again, and read what iterations left off the diagonals from the states."""
+        """Discard refreshes in progress, and read the off-diagonal parts from the states."""
         super().forget_jobs()
         self._iteration.forget()
 
 
 def iterate(starts: Mapping[KeyT, Start]) -> dict[KeyT, Found]:
-    """Return the results of all sweeps by name; those of one number and size are taken together.
+    """Return the results of all sweeps by name, computed in batches of equal size and number of sweeps.
 
     They are eigenvalues, basis, the column of the last basis that each new column continues, and the part of the
-    matrix off the diagonal of the new basis; of a diagonal only eigenvalues.
+    matrix off the diagonal in the new basis. A diagonal has only eigenvalues.
     """
     found: dict[KeyT, Found] = {}
     pairs: dict[int, dict[KeyT, Tensor]] = {}
@@ -120,11 +120,11 @@ def iterate(starts: Mapping[KeyT, Start]) -> dict[KeyT, Found]:
 
 
 def _sweep(pairs: Tensor, sweeps: int) -> Found:
-    """Matrix over basis ``[k, 2n, n]`` to eigenvalues, basis, order of columns, what is off the diagonal, and ok."""
+    """Map matrix over basis ``[k, 2n, n]`` to eigenvalues, basis, order of columns, off-diagonal part, and ok."""
     matrix, basis = pairs.chunk(2, -2)
     try:
         *results, ok = eigenbasis.qr_refresh(matrix, basis, sweeps)
-    except LinAlgError:  # the caller starts anew
+    except LinAlgError:  # the caller starts again
         nothing = torch.zeros_like(matrix[..., 0])
         results, ok = [nothing, basis, nothing.long(), nothing[:, 0]], nothing[:, 0].bool()
     return tuple(results), ok

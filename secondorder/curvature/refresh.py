@@ -1,13 +1,13 @@
-"""When blocks are refreshed, at once or in the background, and what becomes of refreshes that fail.
+"""Refreshes of blocks, at once or in the background, and the handling of failures.
 
 ::
 
     step t         copy the factors, begin to factorize the copies    where a refresh is due
     step t + lag   wait for the result, and adopt it                  lag: see ``RefreshSchedule``
 
-In between, the old curvature preconditions. The step of the adoption follows from the step counter alone, so it is the
-same on every rank and in every run, however long the work takes. The copies belong to the state: a run that was resumed
-in between factorizes the same matrices.
+In between, the old curvature preconditions. The step of the adoption depends only on the step counter, so it is the
+same on every rank and in every run, however long the work takes. The copies are part of the state, so a run that is
+resumed in between factorizes the same matrices.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from secondorder.linalg.dense import full_precision
 log: logging.Logger = logging.getLogger("secondorder")
 
 Key = tuple[Block, str]
-#: What a refresh finds, by how its names begin.
+#: Prefixes of the names of the results of a refresh.
 _FOUND = ("basis_", "eigenvalues_", "inverse_")
-#: Numbers of the factors that a refresh works on at a time, more only if one layer has more.
+#: Number of entries of the factors that a refresh processes at a time. A single layer may have more.
 REFRESH_PORTION = 1 << 24
 
 
@@ -40,15 +40,15 @@ class Refresher:
 
     Args:
         schedule: The steps in which blocks are refreshed.
-        interval: Name of the option that says how many steps lie between two refreshes.
+        interval: Name of the option with the number of steps between two refreshes.
         max_failures: Number of consecutive failed refreshes of a block after which an error is raised.
 
     Attributes:
         failures: Number of consecutive failed refreshes by block.
         failed_at: Number of updates of the estimate at the last failed refresh by block.
         failed: Number of failed refreshes.
-        refreshed_at: Step of the last refresh by block. Refreshes that a checkpoint brought are not known.
-        missing: Names of blocks whose curvature a checkpoint left out, until the ranks have found it again.
+        refreshed_at: Step of the last refresh by block. It is not known after loading a checkpoint.
+        missing: Names of blocks whose curvature a checkpoint left out, until the ranks have recomputed it.
         jobs: Refreshes in the background by block.
         background: The thread in which they run.
     """
@@ -62,9 +62,9 @@ class Refresher:
         self.missing: set[str] = set()
         self.jobs: dict[Block, Job] = {}
         self.background = Background()
-        #: Refreshes whose outcome is on its way to the host.
+        #: Refreshes whose outcome is being copied to the host.
         self._unjudged: list[tuple[Sequence[Block], Tensor, torch.Event]] = []
-        #: Blocks that adopt in this step what was begun earlier.
+        #: Blocks that adopt in this step a refresh that was begun earlier.
         self._adopting: set[Block] = set()
 
     def follow(self, other: Refresher) -> None:
@@ -74,12 +74,12 @@ class Refresher:
 
     # ------------------------------------------------------------------ when
     def is_due(self, block: Block, count: int) -> bool:
-        """Whether this step refreshes a block, ``count`` being the number of blocks."""
+        """Whether this step refreshes a block. ``count`` is the number of blocks."""
         interval, place = block.group[self.interval], (block.index, count)
         return self.schedule.refreshes(block.runtime.step, interval, place, self._counters(block))
 
     def is_refreshed(self, block: Block) -> bool:
-        """Whether there is what a refresh finds."""
+        """Whether the results of a refresh exist."""
         return bool(block.state["refreshes"] > 0) and block.name not in self.missing
 
     def adopts(self, block: Block) -> bool:
@@ -87,7 +87,7 @@ class Refresher:
         return self.schedule.adopts(block.runtime.step, block.group[self.interval], self._counters(block))
 
     def begins(self, block: Block, count: int) -> bool:
-        """Whether this step begins a refresh in the background, ``count`` being the number of blocks."""
+        """Whether this step begins a refresh in the background. ``count`` is the number of blocks."""
         interval, place = block.group[self.interval], (block.index, count)
         return self.schedule.begins(block.runtime.step, interval, place, self._counters(block).refreshes)
 
@@ -98,9 +98,9 @@ class Refresher:
 
     # ------------------------------------------------------------------ by one process
     def with_estimates(self, due: list[BlockT]) -> tuple[list[BlockT], bool]:
-        """Return the blocks that have an estimate, and whether the host looks at how their refresh ends.
+        """Return the blocks that have an estimate, and whether the host checks the results of their refresh.
 
-        It does on the CPU, where that is free, and on a device at the first refresh of a block and after a failure.
+        It does so on the CPU, where this is free, and on a device at the first refresh of a block and after a failure.
         """
         if all(b.owner.device.type in ("cpu", "meta") for b in due):
             return due, True
@@ -129,7 +129,7 @@ class Refresher:
         if look:
             self.judge(due, ok.cpu())
         else:
-            # Judged at the next refresh, when the answer has long arrived and nobody waits for it.
+            # Check the outcome at the next refresh. It has arrived by then, so the host need not wait.
             arrived = torch.Event(ok.device)
             outcome = ok.to("cpu", non_blocking=True)
             arrived.record()
@@ -138,7 +138,7 @@ class Refresher:
 
     # ------------------------------------------------------------------ outcomes
     def settle(self) -> None:
-        """Judge refreshes whose outcome was on its way to the host."""
+        """Check refreshes whose outcome was copied to the host."""
         for blocks, outcome, arrived in self._unjudged:
             arrived.synchronize()
             self.judge(blocks, outcome)
@@ -157,14 +157,14 @@ class Refresher:
             count = self.failures[block.name] = self.failures.get(block.name, 0) + 1
             self.failed += 1
             log.warning(
-                "refresh of layer %r failed (%d in a row); its last good one stays. If that goes on, raise damping, "
-                "lower lr, or leave the layer out with skip_layers",
+                "refresh of layer %r failed (%d in a row); the last good result is kept. If this continues, raise "
+                "damping, lower lr, or leave the layer out with skip_layers",
                 block.label,
                 count,
             )
             if count >= self.max_failures:
                 raise RuntimeError(
-                    f"the factors of layer '{block.label}' could not be factorised {count} times in a row, even with "
+                    f"the factors of layer '{block.label}' could not be factorized {count} times in a row, even with "
                     "jitter and in float64. Raise damping, lower lr, or leave the layer out with skip_layers."
                 )
 
@@ -181,16 +181,16 @@ class Refresher:
 
     # ------------------------------------------------------------------ factorizations
     def refresh(self, blocks: Sequence[Block], host_checks: bool, mirrors: bool, restores: bool = False) -> Tensor:
-        """Refresh some blocks, a portion at a time, so that temporaries do not grow with the model.
+        """Refresh some blocks in portions, so that temporary memory does not grow with the model.
 
         Args:
             blocks: The blocks.
-            host_checks: Whether the host may look at results.
+            host_checks: Whether the host may check results.
             mirrors: As in :func:`secondorder.curvature.factorization.factorise`.
-            restores: Whether this finds only what a checkpoint has left out.
+            restores: Whether this only recomputes curvature that a checkpoint left out.
 
         Returns:
-            Whether each went well, ``[len(blocks)]``. One that fails keeps its last good result.
+            Whether each refresh succeeded, ``[len(blocks)]``. A block whose refresh fails keeps its last good result.
         """
         return torch.cat([self._refresh(some, host_checks, mirrors, restores) for some in _portions(blocks)])
 
@@ -205,13 +205,13 @@ class Refresher:
     def find(
         self, blocks: Sequence[Block], host_checks: bool, mirrors: bool, restores: bool = False
     ) -> dict[Key, Found]:
-        """Return the factorizations of the copies with which a refresh was begun, else of the estimates of now.
+        """Return the factorizations of the copies with which a refresh was begun, or else of the current estimates.
 
         Args:
             blocks: The blocks.
-            host_checks: Whether the host may look at results.
+            host_checks: Whether the host may check results.
             mirrors: As in :func:`secondorder.curvature.factorization.factorise`.
-            restores: Whether this finds only what a checkpoint has left out.
+            restores: Whether this only recomputes curvature that a checkpoint left out.
         """
         found: dict[Key, Found] = {}
         jobs = [self.jobs[b] for b in blocks if b in self._adopting and b in self.jobs]
@@ -227,7 +227,7 @@ class Refresher:
 
     @contextmanager
     def adopting(self, blocks: Iterable[Block]) -> Iterator[set[Block]]:
-        """Let blocks adopt what was begun for this step in the refreshes that run inside the ``with`` block."""
+        """Make refreshes inside the ``with`` block adopt what was begun for this step."""
         adopted = self._adopting = {b for b in blocks if self.adopts(b)}
         try:
             yield adopted
@@ -241,7 +241,7 @@ class Refresher:
             self.jobs.pop(block, None)
 
     def begin(self, blocks: Sequence[Block], here: Callable[[Block], bool], mirrors: bool) -> None:
-        """Copy what a refresh of some blocks factorizes, and start on the copies, first on what is adopted first.
+        """Copy the matrices that a refresh of some blocks factorizes, and start on those that are adopted first.
 
         Args:
             blocks: The blocks.
@@ -259,7 +259,7 @@ class Refresher:
         for (_, device), some in sorted(together.items(), key=lambda item: item[0][0]):
             try:
                 job = self.background.submit(partial(factorise, self._copies(some), True, mirrors), device)
-            except (RuntimeError, MemoryError) as error:  # no memory, or no thread: raised where ranks hear of it
+            except (RuntimeError, MemoryError) as error:  # no memory or thread; raised where all ranks hear of it
                 job = Job.failed(error, device)
             self.jobs.update(dict.fromkeys(some, job))
 
@@ -271,26 +271,26 @@ class Refresher:
         }
 
     def forget(self, blocks: Iterable[Block]) -> None:
-        """Adopt nothing of what was begun for some blocks."""
+        """Cancel the refreshes that were begun for some blocks."""
         for block in blocks if self.schedule.overlap else ():
             block.state["adopt_at"] = 0
             if block in self.jobs:
-                self.jobs.pop(block).wait()  # it may read copies that the next one writes
+                self.jobs.pop(block).wait()  # it may read copies that the next refresh writes
 
     def forget_jobs(self) -> None:
-        """Leave what was begun to be found again from its copies."""
+        """Discard refreshes in progress, so that they are computed again from their copies."""
         for job in set(self.jobs.values()):
             job.wait()
         self.jobs.clear()
 
     def close(self) -> None:
-        """Forget what was begun, and end the thread."""
+        """Discard refreshes in progress and end the thread."""
         self.forget_jobs()
         self.background.close()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is being found in the background."""
+        """Bytes of refreshes in the background."""
         states = [(block.layer.precision.itemsize, block.state) for block in self.jobs]
         return sum(v.numel() * size for size, state in states for k, v in state.items() if k.startswith(_FOUND))
 

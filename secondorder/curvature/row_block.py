@@ -1,7 +1,7 @@
 """Blocks with rows of examples, or with K-FAC's factors where those are cheaper.
 
-A layer of d_i inputs and d_o outputs keeps R rows of S positions each if ``R S (d_i + d_o) < d_i² + d_o²`` and
-``R³ < d_i³ + d_o³``; otherwise it gets factors, made of the same rows.
+A layer with d_i inputs and d_o outputs keeps R rows of S positions each if ``R S (d_i + d_o) < d_i² + d_o²`` and
+``R³ < d_i³ + d_o³``. Otherwise, it gets factors that are computed from the same rows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from secondorder.linalg.kernel import scaled
 
 
 class RowBlock(Block):
-    """Rows of examples and their kernel, or the factors that take their place.
+    """Rows of examples and their kernel, or the factors that replace them.
 
     Attributes:
         fresh: The rows of this step, until its end; None if nothing was captured.
-        union: The rows that all ranks have chosen in this step, until its end; None where they are not gathered.
+        union: The rows that all ranks have chosen in this step, until its end; None if they are not gathered.
     """
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -51,7 +51,7 @@ class RowBlock(Block):
 
     @property
     def captured(self) -> Fresh:
-        """The rows of this step, where it is known that there are some."""
+        """The rows of this step if they exist."""
         assert self.fresh is not None
         return self.fresh
 
@@ -59,19 +59,19 @@ class RowBlock(Block):
     def schema(
         self, group: Mapping[str, Any], held: Mapping[str, Any], planned: int = 0, known: bool = False
     ) -> Schema:
-        """Return entries for rows and their kernel, or for factors: what a state holds decides which.
+        """Return entries for rows and their kernel, or for factors, depending on the content of a state.
 
         Args:
             group: The options.
             held: The state, which may be a loaded one.
             planned: Number of rows if it is known before the first batch, else 0.
-            known: Whether every rank that stores the rows has put them together itself.
+            known: Whether every rank that stores the rows has combined them itself.
         """
         found = self.factor_schema(group, held, planned)
         return found or self.with_rows.schema(self.with_rows.sizes_in(held, group, planned), known=known)
 
     def factor_schema(self, group: Mapping[str, Any], held: Mapping[str, Any], planned: int) -> Schema | None:
-        """The same for a block with factors; None if it has rows."""
+        """The entries for a block with factors; None if it has rows."""
         if not held.keys().isdisjoint(("factor_a", "factor_g", "rows_instead")):
             sizes = (held.get(key) for key in ("rows_instead", "positions_instead"))
             return self.with_factors.schema(*(n if isinstance(n, int) else 0 for n in sizes))
@@ -92,32 +92,32 @@ class RowBlock(Block):
 
     @property
     def has_estimate(self) -> bool:
-        """Whether rows or factors are there."""
+        """Whether rows or factors exist."""
         return bool(self.state["refreshes"] > 0)
 
     def is_finite(self, measured: Measured) -> Tensor:
-        """Whether the rows are finite, where ranks agree on them."""
+        """Whether the rows are finite, if ranks agree on them."""
         return torch.tensor(True) if measured.rest is None else measured.rest.finite
 
     # ------------------------------------------------------------------ statistics
     def statistic(self, due: Due = ESTIMATE_ALONE) -> ExampleRows:
-        """An empty statistic; it collects pairs of rows if factors may be made of them."""
+        """An empty statistic, which collects pairs of rows if factors may be computed from them."""
         group = self.group
         found = ExampleRows(self.adapter, group["approx"], self.layer.precision, conv_scale=group["conv_scale"])
         found.as_pairs = self.is_undecided or self.is_factored
         return found
 
     def sums(self, due: Due = ESTIMATE_ALONE) -> Schema:
-        """No entries, since rows are not added up."""
+        """No entries, since rows are not summed."""
         return {}
 
     def measure(self, statistic: Statistic, examples: int) -> Measured:
-        """The rows of this rank's batch, as they were captured."""
+        """The captured rows of this rank's batch."""
         pending = cast(ExampleRows, statistic)
         return Measured({}, examples, Raw(pending.finish(), pending.real) if pending.nbytes else None)
 
     def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
-        """Scale rows per datum, and keep them for the refresh of this step; returns whether they were finite."""
+        """Scale rows per datum, keep them for the refresh of this step, and return whether they were finite."""
         if measured.rest is None:
             return torch.ones((), dtype=torch.bool, device=self.owner.device)
         raw, examples = cast(Raw, measured.rest), measured.examples
@@ -128,7 +128,7 @@ class RowBlock(Block):
         return finite
 
     def gradient_scale(self, examples: int) -> Any:
-        """Factor of ``‖u‖²`` from captured rows of so many examples to rows scaled per datum; on a device a tensor."""
+        """Factor of ``‖u‖²`` from captured rows of some examples to rows scaled per datum; a tensor on a device."""
         group = self.group
         if self.fisher.is_observed:  # rows are of unit scale
             terms = self.runtime.observed_terms.clamp(min=1)
@@ -142,16 +142,16 @@ class RowBlock(Block):
         return averages.effective_damping(self.group["damping"], self.group["damping_mode"], mean)
 
     def damping(self, trace: Tensor) -> Tensor:
-        """λ of the rows of this step from the trace of their kernel, unless other ranks have rows, too."""
+        """λ of the rows of this step from the trace of their kernel, unless other ranks have rows too."""
         fresh = self.captured
         return self.damping_of(trace, fresh.examples) if fresh.damping is None else fresh.damping
 
     def tasks(self, begun: bool = False) -> dict[str, Task]:
-        """The factors to bring into their eigenbases, by side."""
+        """The factors to decompose, by side."""
         return self.with_factors.tasks(self.state)
 
     def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
-        """Store the eigenvalues and bases that a refresh has found for the factors if they are good."""
+        """Store the eigenvalues and bases from a refresh of the factors if they are good."""
         self.with_factors.eigen.adopt(self.state, found, good)
 
     # ------------------------------------------------------------------ use
@@ -168,7 +168,7 @@ class RowBlock(Block):
         return self.form.dense(self.state)
 
     def extremes(self) -> Extremes | None:
-        """λ and the extreme eigenvalues of what is inverted; None if it is on other ranks."""
+        """λ and the extreme eigenvalues of the damped curvature; None if it is on other ranks."""
         return self.form.extremes(self.state)
 
     def bounds(self) -> Extremes | None:
@@ -176,5 +176,5 @@ class RowBlock(Block):
         return self.form.bounds(self.state)
 
     def described(self) -> tuple[str, str]:
-        """What ``describe()`` adds to the treatment of the layer, and the sizes of its curvature."""
+        """The text that ``describe()`` adds to the treatment of the layer, and the sizes of its curvature."""
         return self.form.described(self.state)

@@ -1,6 +1,6 @@
-"""Which rows of examples a layer keeps: drawn at random, or as pivots that interpolate the others.
+"""Choice of the rows of examples that a layer keeps: drawn at random, or as pivots that interpolate the others.
 
-Kernels of one size are worked on together. All functions are pure, and take the layers as a mapping by any key.
+Kernels of equal size are processed together. All functions are pure and take the layers as a mapping by any key.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from secondorder.linalg.kernel import Rows
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
-#: Ranks that an energy asks for are rounded up to a multiple of this, so that few sizes occur.
+#: Ranks from an energy are rounded up to a multiple of this number, so that few sizes occur.
 _RANK_STEP = 8
-#: Part of the trace of a kernel that is left to rounding.
+#: Part of the trace of a kernel that is attributed to rounding.
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 class Energy(NamedTuple):
-    """Rows of which to keep as many as hold a share of the trace of their kernel, up to a limit."""
+    """Rows of which to keep the number that reaches a share of the trace of their kernel, up to a limit."""
 
     rows: Rows
     limit: int
@@ -32,7 +32,7 @@ class Energy(NamedTuple):
 
 
 class Pivots(NamedTuple):
-    """Rows of which to keep as many as the rank; ``damping`` returns λ ``[(Γ)]`` for the trace of the kernel."""
+    """Rows of which to keep a number given by the rank. ``damping`` returns λ ``[(Γ)]`` for the trace of the kernel."""
 
     rows: Rows
     rank: int
@@ -47,7 +47,7 @@ def batch(rows: Rows) -> int:
 
 
 def widened(x: Tensor) -> Tensor:
-    """A kernel in the precision in which it is factorized."""
+    """A kernel in the precision of its factorization."""
     return x.double() if x.shape[-1] <= DOUBLE_ROWS else x
 
 
@@ -58,7 +58,7 @@ def sampled(rows: Rows, scores: Tensor, rank: int, sampling: str, seed: int) -> 
 
 
 def by_energy(asked: Mapping[KeyT, Energy]) -> dict[KeyT, int]:
-    """Return the number of rows that the energy of each kernel asks for; waits for the device once."""
+    """Return the number of rows for the energy of each kernel. Waits for the device once."""
     kinds: dict[object, list[KeyT]] = {}
     for key, (rows, limit, share) in asked.items():
         kinds.setdefault((rows.n, limit, share, rows.g.dtype, rows.g.device), []).append(key)
@@ -99,7 +99,7 @@ def interpolated(asked: Mapping[KeyT, Pivots]) -> dict[KeyT, Kept]:
 
 
 def _bounded(kinds: Mapping[object, Sequence[KeyT]], rows: Mapping[KeyT, Rows]) -> Iterator[list[KeyT]]:
-    """Keys whose kernels are worked on together."""
+    """Keys whose kernels are processed together."""
     for members in kinds.values():
         yield from stacks.bounded(members, lambda key: batch(rows[key]) * rows[key].n ** 2)
 

@@ -1,6 +1,6 @@
-"""What the state of a layer of a row method contains: rows of examples and their kernel, or factors A and G.
+"""The content of the state of a layer of a row method: rows of examples and their kernel, or factors A and G.
 
-Both forms have the same verbs. They keep nothing: the state and the options are arguments.
+Both forms have the same methods and no state: the state and the options are arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from secondorder.linalg import eigenbasis, kernel, woodbury
 from secondorder.linalg.dense import Workspace, all_true_on_cpu
 from secondorder.linalg.kernel import Rows
 
-#: λ is known to every rank that has the rows, as is whether they were interpolated.
+#: Every rank that has the rows knows λ and whether they were interpolated.
 ROWS: Schema = {
     "rows_a": Entry(0, "rows", Place.CURVATURE),
     "rows_g": Entry(0, "rows", Place.CURVATURE),
@@ -44,11 +44,11 @@ ROWS_OR_FACTORS: Schema = {
     **dict.fromkeys(("rows_instead", "positions_instead"), COUNTER),
     **dict.fromkeys(("basis_a", "basis_g", "eigenvalues_a", "eigenvalues_g"), FOUND),
 }
-#: Rows of which diagnostics find eigenvalues.
+#: Largest number of rows for which diagnostics compute eigenvalues.
 _MOST_ROWS = 2048
-#: Options of K-FAC that decide how factors are stored, as they are here.
+#: Options of K-FAC that determine how factors are stored, with their values here.
 _STORAGE = {"max_factor_dim": None, "decay_per_step": False}
-#: The keys of a state with factors, in their order.
+#: The keys of a state with factors, in order.
 _WITH_FACTORS = (
     "factor_weight", "kernel_damping", "rows_instead", "positions_instead", "factor_a", "basis_a", "eigenvalues_a",
     "factor_g", "basis_g", "eigenvalues_g", "factor_updates", "refreshes",
@@ -72,7 +72,7 @@ class RowForm:
         return () if adapter.is_exact or adapter.groups == 1 else (adapter.groups,)
 
     def schema(self, sizes: Sizes, *, known: bool = False) -> Schema:
-        """Entries for rows, their kernel and the counters; ``known`` if every rank puts the rows together itself."""
+        """Entries for rows, their kernel and the counters. ``known`` means that every rank combines the rows itself."""
         empty, r, a_shape = self._empty, sizes.rows, (sizes.rows, sizes.positions)
         likes: dict[str, Tensor | int] = {
             "rows_a": empty(a_shape, torch.int64) if sizes.by_index else empty((*a_shape, sizes.d_a)),
@@ -90,13 +90,13 @@ class RowForm:
         return self.layer.empty((*self.lead, *shape), dtype)
 
     def sizes_in(self, held: Mapping[str, Any], group: Mapping[str, Any], planned: int) -> Sizes:
-        """The sizes of the rows of a state, which may be a loaded one; of a state without rows, the planned ones."""
+        """The sizes of the rows of a state, which may be a loaded one; for a state without rows, the planned ones."""
         adapter, a, g = self.layer.adapter, held.get("rows_a"), held.get("rows_g")
         d_a = 0 if adapter.constant_input else adapter.n_a
         d_g = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
         if not (isinstance(a, Tensor) and isinstance(g, Tensor) and g.dim() >= 3):
             return Sizes(planned, 1, d_a, d_g, keeps_indices(adapter, group["approx"]))
-        # As held, if that is something this block can have: a checkpoint may be of another model.
+        # Use the sizes of the state if this block can have them; a checkpoint may belong to another model.
         by_index = isinstance(adapter, EmbeddingAdapter) and not a.is_floating_point()
         whole = not by_index and a.shape[-1] == 0
         d_g = adapter.n_g * adapter.n_a if whole and not adapter.is_exact else d_g
@@ -120,7 +120,7 @@ class RowForm:
             "interpolated": torch.full((), int(kept.core is not None), device=rows.g.device),
         }
         same = all(state[key].shape == new.shape and state[key].dtype == new.dtype for key, new in found.items())
-        if good.device.type == "cpu" or not same:  # the host looked, since the layout changes
+        if good.device.type == "cpu" or not same:  # the host has checked, since the layout changes
             if all_true_on_cpu(good.cpu()):
                 state.update({key: owned(new) for key, new in found.items()})
             return
@@ -131,7 +131,7 @@ class RowForm:
     def precondition(
         self, state: Mapping[str, Any], group: Mapping[str, Any], gradient: Tensor, workspace: Workspace
     ) -> Tensor:
-        """``[V − Ĝᵀ diag(M ĵ) Â] / λ``, or without the division."""
+        """``[V − Ĝᵀ diag(M ĵ) Â] / λ``, or the same without the division."""
         rows, damping = self.rows_in(state), state["kernel_damping"]
         matrix = as_rows_matrix(rows, gradient)
         found = woodbury.apply(rows, state["kernel"], damping, matrix).reshape(gradient.shape)
@@ -189,7 +189,7 @@ class RowForm:
 
 
 class FactorForm:
-    """K-FAC's factors of a layer, which are made of its rows and damped as these would be.
+    """K-FAC's factors of a layer, which are computed from its rows and damped like the rows.
 
     Args:
         layer: The layer.
@@ -200,7 +200,7 @@ class FactorForm:
         self.eigen = Eigen(self.factors)
 
     def schema(self, rows: int, positions: int) -> Schema:
-        """Entries for factors in place of so many rows of so many positions, and for their bases."""
+        """Entries for factors that replace rows of this number and size, and for their bases."""
         side = dict(self.factors.sides(_STORAGE))["a"]
         likes: dict[str, Tensor | int] = {
             "kernel_damping": self.layer.empty(side.lead, torch.float64),
@@ -213,7 +213,7 @@ class FactorForm:
     def fold(
         self, state: Mapping[str, Any], group: Mapping[str, Any], moments: list[Tensor], examples: int, good: Tensor
     ) -> None:
-        """Fold the second moments of the rows of a batch into the factors."""
+        """Update the factors with the second moments of the rows of a batch."""
         running, decay = [state["factor_a"], state["factor_g"]], group["factor_decay"]
         averages.ratio_ema_(running, state["factor_weight"], moments, [1.0, 1.0], float(examples), decay, good)
 
@@ -229,7 +229,7 @@ class FactorForm:
     def precondition(
         self, state: Mapping[str, Any], group: Mapping[str, Any], gradient: Tensor, workspace: Workspace
     ) -> Tensor:
-        """``(G ⊗ A + λI)⁻¹ vec(∇)``, times λ if the group asks for that."""
+        """``(G ⊗ A + λI)⁻¹ vec(∇)``, times λ if the options require it."""
         values = state["eigenvalues_g"][..., :, None] * state["eigenvalues_a"][..., None, :]
         damping = state["kernel_damping"].to(values.dtype)
         found = eigenbasis.precondition(gradient, state["basis_a"], state["basis_g"], values, damping, 1.0, workspace)
@@ -252,11 +252,11 @@ class FactorForm:
         return of_product(state["eigenvalues_a"], state["eigenvalues_g"], state["kernel_damping"])
 
     def bounds(self, state: Mapping[str, Any]) -> Extremes | None:
-        """λ and the extreme eigenvalues, which a refresh has found; never waits for the device."""
+        """λ and the extreme eigenvalues from the last refresh. Never waits for the device."""
         return self.extremes(state)
 
     def described(self, state: Mapping[str, Any]) -> tuple[str, str]:
-        """Why the layer has factors, and their sizes."""
+        """The reason why the layer has factors, and their sizes."""
         adapter = self.layer.adapter
         (numbers, squares), (cubes, both) = costs(adapter, state["rows_instead"], state["positions_instead"])
         why = f", K-FAC, cheaper than rows: numbers {numbers:,} against {squares:,}, R³ = {cubes:,} against {both:,}"
@@ -264,7 +264,7 @@ class FactorForm:
 
 
 def costs(adapter: Adapter, rows: int, positions: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Numbers to store, and cubes of the sizes to factorize: for rows, and for factors."""
+    """Numbers to store, and cubes of the sizes to factorize, for rows and for factors."""
     d_a, d_g = adapter.n_a, adapter.n_g
     whole = kernel.prefers_whole(positions, d_a, d_g)
     numbers = rows * (d_a * d_g if whole else positions * (d_a + d_g))
@@ -272,7 +272,7 @@ def costs(adapter: Adapter, rows: int, positions: int) -> tuple[tuple[int, int],
 
 
 def factors_are_cheaper(adapter: Adapter, group: Mapping[str, Any], rows: int, positions: int) -> bool:
-    """Whether a layer gets factors, since they take less memory or time than so many rows of so many positions."""
+    """Whether a layer gets factors, since they take less memory or time than rows of this number and size."""
     if not group["kfac_when_cheaper"] or adapter.is_exact or adapter.one_hot:
         return False
     memory, time = costs(adapter, rows, positions)
@@ -280,5 +280,5 @@ def factors_are_cheaper(adapter: Adapter, group: Mapping[str, Any], rows: int, p
 
 
 def products_are_smaller(adapter: Adapter, positions: int) -> bool:
-    """Whether per-example gradients are smaller and faster than pairs of rows of so many positions."""
+    """Whether per-example gradients are smaller and faster than pairs of rows with this number of positions."""
     return not adapter.one_hot and kernel.prefers_whole(positions, adapter.n_a, adapter.n_g)

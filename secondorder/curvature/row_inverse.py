@@ -1,4 +1,4 @@
-"""Inverses of what blocks with rows of examples keep: kernels of rows, or factors."""
+"""Inverses for blocks with rows of examples: of kernels of rows, or of factors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Stage = Callable[[str], AbstractContextManager[None]]
 
 
 def invert_factors(good: Mapping[RowBlock, Tensor], host_checks: bool) -> dict[RowBlock, Tensor]:
-    """Bring the factors of blocks into their eigenbases, and adopt these where ``good`` is True.
+    """Decompose the factors of blocks, and adopt the eigenbases where ``good`` is True.
 
     Args:
         good: Whether the factors of each block may be used.
-        host_checks: Whether the host may look at results.
+        host_checks: Whether the host may check results.
 
     Returns:
         Whether that succeeded, by block. A block that fails keeps what it has.
@@ -41,7 +41,7 @@ def invert_factors(good: Mapping[RowBlock, Tensor], host_checks: bool) -> dict[R
 def invert_kernels(
     kept: Mapping[RowBlock, Kept], good: Mapping[RowBlock, Tensor], stage: Stage
 ) -> dict[RowBlock, Tensor]:
-    """Invert the kernels of rows, those of equally many rows together, and adopt them where ``good`` is True.
+    """Invert the kernels of rows, in batches of equal size, and adopt the inverses where ``good`` is True.
 
     Args:
         kept: The rows.

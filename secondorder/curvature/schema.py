@@ -1,9 +1,9 @@
-"""Contents of a state by key: shape and dtype, kind, place and symmetry of every tensor, each defined once.
+"""The content of a state by key: shape and dtype, kind, place and symmetry of every tensor, each defined once.
 
 ::
 
-    catalog      key ─► what is the same in every state       kind, place, what a checkpoint may lack
-    schema       key ─► that, and what depends on the layer   shape and dtype, symmetry
+    catalog      key ─► properties that all states share      kind, place, whether a checkpoint may lack it
+    schema       key ─► these and properties of the layer     shape and dtype, symmetry
 
 Allocation, ``memory_usage()``, plans, checkpoints and messages between ranks all follow the schema.
 """
@@ -31,7 +31,7 @@ class Place(Enum):
     MEASURED = "measured"
     #: All ranks, with equal values.
     EVERYWHERE = "everywhere"
-    #: All ranks, each with values of its own.
+    #: All ranks, each with separate values.
     OWN = "own"
 
 
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
         derived: Whether it can be recomputed from the running estimate; ``checkpoint_curvature="factors"`` omits it.
         known: Whether every rank that stores the tensor computes it, so that it is not sent after a refresh.
         optional: Whether a checkpoint may lack the entry.
-        always: Whether every checkpoint has the entry, whatever ``checkpoint_curvature`` is, as it is not curvature.
+        always: Whether every checkpoint has the entry for all values of ``checkpoint_curvature``.
     """
 
     like: Tensor | int
@@ -93,7 +93,7 @@ def shaped(catalog: Mapping[str, Entry], likes: Mapping[str, Tensor | int], symm
     """Return entries of a catalog with the tensors of one state, in the order of ``likes``.
 
     Args:
-        catalog: What is the same in every state.
+        catalog: The properties that all states share.
         likes: By key, a ``meta`` tensor or the initial value of a number.
         symmetric: Keys of the tensors that are symmetric matrices.
     """
@@ -121,7 +121,7 @@ def held(schema: Schema, places: Container[Place]) -> Schema:
 
 
 def keys(schema: Schema, place: Place, *, known: bool = True) -> list[str]:
-    """Return the sorted keys of the tensors at a place; the order of a loaded state may differ between ranks.
+    """Return the sorted keys of the tensors at a place, since the order of a loaded state may differ between ranks.
 
     Tensors that every rank of the place computes itself are included if ``known``.
     """

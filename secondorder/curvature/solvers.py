@@ -1,7 +1,7 @@
 """Solvers for windows: the directions of M-FAC and GGT from the Gram matrix of past gradients.
 
-For a vector ``x = Gᵀ b + r``, both find the coefficients ``a`` of the direction ``u = Gᵀ a + c·r`` from S = G Gᵀ only.
-The mathematics is explained in ``secondorder/linalg/gram.py``. Solvers have no state: the results that later steps need
+For a vector ``x = Gᵀ b + r``, both compute the coefficients ``a`` of the direction ``u = Gᵀ a + c·r`` only from
+S = G Gᵀ. ``secondorder/linalg/gram.py`` explains the mathematics. Solvers have no state: results that later steps need
 are stored in the :class:`Unit`.
 """
 
@@ -24,16 +24,16 @@ from secondorder.linalg import gram
 from secondorder.linalg.dense import all_true_on_cpu, anywhere
 
 #: Error of the direction above which ``solver="auto"`` filters the spectrum: the error of a dot times the amplification
-#: squared, since the dots are wrong too.
+#: squared, since the dots have errors too.
 _LARGEST_ERROR = 2e-2
 
 
 class WindowSolver(ABC):
-    """The mathematics of a window method."""
+    """The solver of a window method."""
 
     @abstractmethod
     def momentum_of_gradients(self, group: Mapping[str, Any]) -> float:
-        """Return β of the momentum that the method applies to gradients; 0 means that it applies none."""
+        """Return β of the momentum that the method applies to gradients. 0 means no momentum."""
 
     @abstractmethod
     def coefficients(self, units: Sequence[Unit], lower: Tensor, step: int) -> Tensor:
@@ -76,7 +76,7 @@ class WindowSolver(ABC):
 
     @abstractmethod
     def solve_options(self, unit: Unit, step: int) -> tuple[object, ...]:
-        """Return what must be equal of units that are solved in one batch."""
+        """Return the properties that must be equal for units that are solved in one batch."""
 
     @abstractmethod
     def extremes(self, unit: Unit) -> tuple[Tensor, Tensor] | None:
@@ -144,7 +144,7 @@ class MFACSolver(WindowSolver):
         return torch.full_like(count, unit.window.m) if unit.group["scale"] == "window" else count
 
     def _filtered(self, units: Sequence[Unit], problem: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> Tensor:
-        """Coefficients without the directions that consist of rounding errors; not finite if the solve fails."""
+        """Coefficients without the directions that consist of rounding errors. Not finite if the solve fails."""
         lower = torch.stack([unit.window.lower() for unit in units])
         try:
             return gram.mfac_filtered(lower, *problem, noise=units[0].window.noise)
@@ -152,7 +152,7 @@ class MFACSolver(WindowSolver):
             return torch.full_like(problem[0], torch.nan)
 
     def _filtering(self, units: Sequence[Unit], amplification: Tensor, step: int) -> Tensor | None:
-        """Which units use the answer without the directions that consist of rounding errors.
+        """Which units use the result without the directions that consist of rounding errors.
 
         A CPU uses the amplification of the current step; other devices use that of some steps before.
 
@@ -175,11 +175,11 @@ class MFACSolver(WindowSolver):
         arrival = unit.arrivals.pop(step % LAG, None)
         if arrival is not None:
             arrival.synchronize()
-        few = unit.window.filled <= LAG  # nothing is measured yet, and few rows make eigenvalues cheap
+        few = unit.window.filled <= LAG  # nothing is measured yet, and eigenvalues of few rows are cheap
         return few or bool(unit.lagged.numpy()[step % LAG] ** 2 * unit.window.noise > _LARGEST_ERROR)
 
     def _note(self, unit: Unit, amplification: Tensor, step: int) -> None:
-        """Start copying the amplification of this step to the host, which reads it some steps later."""
+        """Start to copy the amplification of this step to the host, which reads it some steps later."""
         i = step % LAG
         unit.lagged[i].copy_(amplification, non_blocking=True)
         if amplification.device.type not in ("cpu", "meta"):

@@ -1,4 +1,4 @@
-"""The user's own modules inside the wrappers of torch, their names, and models that consist of several modules."""
+"""The user's modules inside the wrappers of torch, their names, and models that consist of several modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def clean_name(name: str) -> str:
 
 
 def find_name(name: str, names: Container[str]) -> str | None:
-    """``name`` as the unwrapped module has it: itself, or without data-parallel prefixes."""
+    """``name`` in the unwrapped module, without data-parallel prefixes if it has any."""
     name = clean_name(name)
     while name not in names:
         if not name.startswith("module."):
@@ -23,7 +23,7 @@ def find_name(name: str, names: Container[str]) -> str | None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own module inside ``torch.compile`` and data-parallel wrappers."""
+    """The user's module inside ``torch.compile`` and data-parallel wrappers."""
     while True:
         inner = None
         if type(module).__name__ == "OptimizedModule":
@@ -36,17 +36,17 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 class Parts(nn.ModuleList):
-    """Several modules that are trained as one, such as the stages of a pipeline: each has a forward of its own."""
+    """Several modules with separate forward passes that are trained as one, such as the stages of a pipeline."""
 
 
 def as_root(module: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """Return the user's own module inside its wrappers; of several parts, one module that holds them.
+    """Return the user's module inside its wrappers, or, for several parts, one module that contains them.
 
     The names in :class:`Parts` begin with the number of the part.
 
     Raises:
-        TypeError: If it is no module and no sequence of modules.
-        ValueError: If there is no part, or one is inside another.
+        TypeError: If the argument is neither a module nor a sequence of modules.
+        ValueError: If there are no parts, or a part is inside another.
     """
     if isinstance(module, nn.Module):
         return unwrap(module)
@@ -60,7 +60,7 @@ def as_root(module: nn.Module | Sequence[nn.Module]) -> nn.Module:
     for i, part in enumerate(parts):
         for j, other in enumerate(parts):
             if i != j and any(part is inner for inner in other.modules()):
-                raise ValueError(f"part {i} of the list of modules is part {j} or inside it: give each layer once")
+                raise ValueError(f"part {i} of the list of modules is part {j} or inside it: pass each layer only once")
     return Parts(parts)
 
 

@@ -23,8 +23,7 @@ class TensorBoardCallback(StepwiseCallback):
 
     Args:
         optimizer: The optimizer, or the wrapper that a trainer made of it.
-        writer: A ``torch.utils.tensorboard.SummaryWriter``, or any object with its ``add_scalar``. You have to close
-            it yourself.
+        writer: A ``SummaryWriter``, or any object with its ``add_scalar``. You have to close it yourself.
         every: Number of steps between two reports. Reading the measurements may wait for the device.
         by_layer: Whether to report all values by layer. Otherwise, the largest of each kind is reported as ``…/max``.
 

@@ -21,8 +21,7 @@ class SecondOrderCallback(TrainerCallback):
 
     * If curvature is spread over the ranks (``MemOpt()``), every checkpoint contains all of it, because the saving rank
       first gathers it on its CPU. This works with all values of ``save_strategy``. With ``"best"``, the ``Trainer``
-      decides after the last event before the save, so every evaluation gathers. With ``save_only_model``, nothing is
-      gathered.
+      decides after the last event before the save, so every evaluation gathers. ``save_only_model`` prevents this.
     * The optimizer is connected to the loss scaler of float16 training before the first batch.
     * ``diagnostics()`` is logged with every training loss, as numbers under ``secondorder/``. It is the report of this
       rank, and reading it may wait for the device.

@@ -1,10 +1,10 @@
-"""Dense linear algebra of curvature factors: pure functions, tensors in and tensors out.
+"""Dense linear algebra of curvature factors, as pure functions of tensors.
 
 Matrices may carry leading batch dimensions ``[..., n, n]``. Nothing here reads a module, a parameter group or a rank.
 
 The two factorizations (``eigh`` and the Cholesky inverse) have a failure ladder, which each matrix climbs only if it
-failed: working precision → jitter → float64 → float64 on the CPU → give up (``ok`` is False, and the caller keeps what
-it had). A function that a device does not have, or breaks down in, runs on the CPU right away (:func:`anywhere`).
+failed: working precision → jitter → float64 → float64 on the CPU → failure (``ok`` is False, and the caller keeps its
+last result). A function that a device does not support, or that fails on it, runs on the CPU (:func:`anywhere`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 _JITTER = 1e-6
 #: Largest accepted error of ``Q Qᵀ v = v`` for a probe vector of unit entries, by precision.
 _ORTHOGONALITY = {torch.float32: 1e-3, torch.float64: 1e-8}
-#: Columns of one strip of a blocked Gram product on a CPU, below a width and beyond it; two strips are the least that
-#: pays.
+#: Columns of one strip of a blocked Gram product on a CPU, below and above a width; two strips are the minimum.
 _STRIP, _WIDE_STRIP, _WIDE = 64, 128, 1024
 #: The same on other devices, where a product has to be large to be fast.
 _DEVICE_STRIP = 1024
@@ -34,13 +33,13 @@ _ALIGNMENT = 16
 Factorisation = Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]]
 
 log: logging.Logger = logging.getLogger("secondorder")
-#: Functions that a kind of device did not have, each of which is logged once.
+#: Functions that a type of device did not support, each of which is logged once.
 _elsewhere: set[tuple[str, str]] = set()
 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Turn TF32 and autocast off: factors and bases need every bit of float32."""
+    """Turn TF32 and autocast off, because factors and bases need the full precision of float32."""
     if not torch.amp.is_autocast_available(device.type):
         yield
         return
@@ -60,7 +59,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def _tf32_switches() -> tuple[str, Any, list[Any]]:
-    """Find the switches of TF32; torch has old and new ones, and refuses to read the old after use of the new.
+    """Find the switches of TF32. torch has old and new ones, and rejects reading the old after using the new.
 
     Returns:
         Name of an attribute, its value without TF32, and the objects that have it, for products and for convolutions.
@@ -91,14 +90,13 @@ def solve_each(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def anywhere(function: Callable[..., Any], *tensors: Tensor, **keywords: Any) -> Any:
-    """Return ``function(*tensors)``, computed on the CPU if their device has no such function or breaks down in it.
+    """Return ``function(*tensors)``, computed on the CPU if the device does not support it or fails.
 
     Matrices that cannot be factorized (``LinAlgError``) and a lack of memory are not such cases.
 
     Args:
-        function: A function of ``torch.linalg`` or a similar one: it takes tensors and returns a tensor or a tuple of
-            them.
-        *tensors: Its arguments, all on one device.
+        function: A function such as those of ``torch.linalg``, which takes tensors and returns a tensor or a tuple.
+        *tensors: The arguments, all on one device.
         **keywords: Further arguments, which are not tensors.
 
     Returns:
@@ -107,7 +105,7 @@ def anywhere(function: Callable[..., Any], *tensors: Tensor, **keywords: Any) ->
     Raises:
         LinAlgError: If the function raises it.
         OutOfMemoryError: If the function raises it.
-        RuntimeError: If the function raises it on the CPU, ``NotImplementedError`` included.
+        RuntimeError: If the function raises it on the CPU, including ``NotImplementedError``.
     """
     try:
         return function(*tensors, **keywords)
@@ -153,7 +151,7 @@ class Workspace:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def reset(self) -> None:
-        """Make everything that was handed out available again."""
+        """Make all returned memory available again."""
         self._used.clear()
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -163,7 +161,7 @@ class Workspace:
         self._used[key] = start + size
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < start + size:
-            # Tensors that were handed out before keep the old buffer alive; the next block finds one that fits all.
+            # Tensors that were returned before keep the old buffer alive. The next block gets a buffer that fits all.
             buffer = self._buffers[key] = like.new_empty(start + size)
         return buffer[start : start + size].view(tuple(shape))
 
@@ -236,7 +234,7 @@ def mirror_upper_(x: Tensor) -> Tensor:
 
 
 def add_outer_rows_(out: Tensor, rows: Tensor, homogeneous: bool) -> None:
-    """Add ``Σ a aᵀ`` to ``out``, ``a`` being a row, with a 1 appended last if ``homogeneous``.
+    """Add ``Σ a aᵀ`` over rows ``a`` to ``out``, with a 1 appended to each row if ``homogeneous``.
 
     The appended column needs only the sum of the rows, so no row is copied to make room for it.
 
@@ -260,8 +258,7 @@ def eigh_psd(x: Tensor, host_checks: bool) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         x: Matrices ``[k, n, n]``, float32 or float64.
-        host_checks: Whether the host may check the outcome and climb the ladder, as it may on a CPU, where that costs
-            nothing, and after a failure.
+        host_checks: Whether the host may check the outcome and climb the ladder, as on a CPU or after a failure.
 
     Returns:
         Eigenvalues ``[k, n]`` clamped at 0, eigenvectors ``[k, n, n]`` in columns, and ``ok [k]``.
@@ -312,7 +309,7 @@ def _cholesky_inverse(x: Tensor) -> tuple[tuple[Tensor], Tensor]:
 
 
 def _with_ladder(x: Tensor, factorise: Factorisation, host_checks: bool) -> tuple[tuple[Tensor, ...], Tensor]:
-    x = (x + x.mT) / 2  # both routines assume symmetry
+    x = (x + x.mT) / 2  # both functions assume symmetry
     try:
         results, ok = factorise(x)
     except LinAlgError:

@@ -1,19 +1,18 @@
-r"""Second moments of per-example gradients in a Kronecker eigenbasis: the pure mathematics of EK-FAC.
+r"""Second moments of per-example gradients in a Kronecker eigenbasis: the mathematics of EK-FAC.
 
-With the gradient ``G_n = Σ_s g_{n,s} a_{n,s}ᵀ`` of example n, positions summed *before* anything is squared, and
-orthogonal bases ``Q_A``, ``Q_G`` of the two factors::
+Let ``G_n = Σ_s g_{n,s} a_{n,s}ᵀ`` be the gradient of example n, summed over positions *before* it is squared, and
+``Q_A``, ``Q_G`` orthogonal bases of the two factors::
 
     s     = (1/N) Σ_n (Q_Gᵀ G_n Q_A)²                         elementwise square, [n_g, n_a]
     F_EK  = (Q_G ⊗ Q_A) diag(vec s) (Q_G ⊗ Q_A)ᵀ              over row-major vec([W | b])
     V     = Q_G [(Q_Gᵀ ∇ Q_A) ⊘ (s + λ)^p] Q_Aᵀ               p = 1: (F_EK + λI)⁻¹ ∇
 
-s is the diagonal of the exact block in that basis, so of all operators that are diagonal there ``F_EK`` is the closest
-one (George et al. 2018, arXiv 1806.03884). The refresh by QR is that of SOAP (Vyas et al. 2024, arXiv 2409.11321).
+s is the diagonal of the exact block in this basis, so ``F_EK`` is the closest of all operators that are diagonal there
+(George et al. 2018, arXiv 1806.03884). The refresh by QR is that of SOAP (Vyas et al. 2024, arXiv 2409.11321).
 
 Where a factor is singular, as after a batch with fewer rows than columns, any basis of its null space consists of
 eigenvectors, and rounding decides which one a factorization returns. s is therefore averaged over the null space
-(:func:`pool`): ``F_EK`` then depends on that space and not on the basis, and of all operators of which
-this holds it is the closest.
+(:func:`pool`): ``F_EK`` then depends on the space and not on the basis, and is the closest of all such operators.
 
 Every tensor may lead with a group dimension ``[Γ, ...]``. A basis may be None, which means the identity (a diagonal
 factor). Products belong in :func:`secondorder.linalg.dense.full_precision`.
@@ -37,12 +36,12 @@ CHUNK_BYTES = 16 * 2**20
 _FLOPS_PER_MOVE = 20
 #: This jitter makes the orthonormal completion of a null space reproducible; it is a multiple of the mean eigenvalue.
 _JITTER = 1e-6
-#: An eigenvalue counts as 0 below this many times ``√n ε`` of the largest. At widths of 256 to 1024 rounding leaves up
-#: to a tenth of that in place of 0, and the smallest eigenvalues that are not 0 were five times as much or more.
+#: An eigenvalue counts as 0 below this many times ``√n ε`` of the largest. At widths of 256 to 1024, rounding gives up
+#: to a tenth of this instead of 0, and the smallest nonzero eigenvalues were at least five times as large.
 _NULL = 2.0
 #: Bounds of the error of a rotated gradient, as multiples of ε: of each coordinate relative to the gradient's norm, and
 #: of the angle ``ε s_max / s_j`` by which rounding turns a null space towards an eigenvector of another eigenvalue s_j.
-#: At the same widths rounding makes up to a twentieth of each.
+#: At the same widths, rounding gives up to a twentieth of each.
 _ROTATION, _TURN = 8.0, 4.0
 #: Largest accepted error of ``Q Qᵀ v = v`` for a probe vector of unit entries, as for eigenvectors.
 _ORTHOGONALITY = 1e-4
@@ -110,7 +109,7 @@ def choose_route(positions: int, n_a: int, n_g: int, rotate_a: bool = True, rota
     if positions == 1:
         return "gramian"
     costs = route_costs(positions, n_a, n_g, rotate_a, rotate_g)
-    # Pairs of rows pay only while they are smaller than the gradient that they stand for.
+    # Pairs of rows are worth it only while they are smaller than the gradient that they represent.
     if positions**2 * (n_a + n_g) >= n_a * n_g:
         del costs["gramian"]
     return min(costs, key=lambda name: costs[name].flops + _FLOPS_PER_MOVE * costs[name].moved)
@@ -134,8 +133,7 @@ def scale_intra(
         basis_g: ``Q_G [(Γ,) n_g, n_g]`` or None.
         route: A key of :func:`route_costs`; None for the cheapest.
         chunk_bytes: Bound on temporaries, unless those of a single example do not fit.
-        homogeneous: Whether a 1 has to be appended to every row of ``a``, which then has ``n_a − 1`` columns. No row
-            is copied for it.
+        homogeneous: Whether to append a 1 to every row of ``a`` (without copying), which has ``n_a − 1`` columns.
 
     Returns:
         The sum ``[(Γ,) n_g, n_a]``, in the precision of the bases, without them in that of g but at least float32.
@@ -219,11 +217,11 @@ def precondition(
         power: p, 1 for the natural gradient, 0.5 to whiten.
         workspace: Memory for temporaries.
         is_rotated: Whether ``grad`` is in the basis already.
-        damp_root: Divide by ``s^p + λ`` instead, as Adam does for p = 0.5, and use λ as it is.
+        damp_root: Whether to divide by ``s^p + λ`` instead, as Adam does for p = 0.5, with λ unchanged.
         silent: Coordinates ``[..., n_g, n_a]`` in the basis along which V is 0.
 
     Returns:
-        V, of the shape of ``grad``, in memory of its own.
+        V, in the shape of ``grad`` and in separate memory.
     """
     rotated = grad if is_rotated else rotate(grad, basis_a, basis_g, workspace)
     # Without a basis the quotient is the result, which must outlive the workspace.
@@ -261,7 +259,7 @@ def overlap(old_basis: Tensor | None, new_basis: Tensor | None) -> Tensor | None
 def transport(scale: Tensor, r_a: Tensor | None, r_g: Tensor | None) -> Tensor:
     """Return ``(R_G ∘ R_G) s (R_A ∘ R_A)ᵀ``, the diagonal of the old operator in the new basis.
 
-    Rows and columns of ``R ∘ R`` sum to 1, so the entries stay non-negative and keep their sum.
+    Rows and columns of ``R ∘ R`` sum to 1, so the entries stay nonnegative and keep their sum.
 
     Args:
         scale: s ``[..., n_g, n_a]`` in the old basis.
@@ -299,8 +297,7 @@ def pool(scale: Tensor, null_a: Tensor | None, null_g: Tensor | None) -> Tensor:
         null_g: The same for G, ``[..., n_g]``.
 
     s with the mean of each row over the null space of A in all its columns, and in the same way for the rows of the
-    null space of G; ``scale`` itself if both are None. The sum does not change, and neither does s if no null space has
-    two dimensions.
+    null space of G; ``scale`` itself if both are None. The sum does not change.
     """
     for inside, axis in ((_across(null_a, -1), -1), (_across(null_g, -2), -2)):
         if inside is not None:
@@ -312,7 +309,7 @@ def pool(scale: Tensor, null_a: Tensor | None, null_g: Tensor | None) -> Tensor:
 def is_rounding(
     scale: Tensor, values_a: Tensor | None, values_g: Tensor | None, kept: tuple[torch.dtype, torch.dtype]
 ) -> Tensor | None:
-    """Return where squares of a rotated gradient are rounding errors of 0, which their root must not raise to 1.
+    """Return a mask of squares of a rotated gradient that are rounding errors of 0, which a root must not amplify.
 
     Along a null space, the gradient of the batches that a factor was estimated from is 0. The numbers there are errors
     of the rotation, and parts of other coordinates that the rounded eigenvectors let through.
@@ -324,8 +321,7 @@ def is_rounding(
         kept: The dtypes in which factors and bases are kept.
 
     Returns:
-        Coordinates in a null space whose square is within these errors, ``[..., n_g, n_a]`` of bool; None if there is
-        no null space.
+        Coordinates in a null space with a square within these errors, ``[..., n_g, n_a]`` of bool; None without one.
     """
     error = _ROTATION * torch.finfo(scale.dtype).eps + _error_of(kept[1], scale.dtype) / min(scale.shape[-2:]) ** 0.5
     bound, found = error**2 * scale.sum((-2, -1), keepdim=True), None

@@ -1,4 +1,4 @@
-"""The first-order side of a step: pure functions on lists of tensors, with the arithmetic of ``torch.optim``.
+"""The first-order part of a step: pure functions on lists of tensors, with the arithmetic of ``torch.optim``.
 
 Each operation is that of ``torch.optim.SGD``, ``Adam`` or ``AdamW``, so that a parameter without curvature has the same
 bits.
@@ -79,7 +79,7 @@ def adam_moments_(
     betas: tuple[float, float],
     gate: Tensor | None = None,
 ) -> None:
-    """Fold gradients into Adam's first and second moments, in place."""
+    """Update Adam's first and second moments with gradients, in place."""
     beta1, beta2 = betas
     if gate is None:
         torch._foreach_lerp_(exp_avgs, gradients, 1 - beta1)
@@ -222,11 +222,11 @@ def norms(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def match_lengths_(sets: Sequence[Tensors], wanted: Tensor, found: Tensor) -> Tensor:
-    """Scale sets of tensors by one number each, in place, so that each set has another length; zeros stay zeros.
+    """Scale each set of tensors by one number, in place, so that it has a given length. Zeros stay zeros.
 
     Args:
-        sets: The tensors to scale, of which those of a set have one length together.
-        wanted: Norms ``[k]`` of tensors that have the new lengths together, for the k tensors of all sets.
+        sets: The sets of tensors to scale. The tensors of a set have a common length.
+        wanted: Norms ``[k]`` of tensors with the new common lengths, for the k tensors of all sets.
         found: Norms of the tensors ``[k]``.
 
     Returns:

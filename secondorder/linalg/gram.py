@@ -1,4 +1,4 @@
-r"""The m×m side of a gradient window: pure mathematics on its Gram matrix S = G Gᵀ.
+r"""The m×m side of a gradient window: pure functions of its Gram matrix S = G Gᵀ.
 
 Everything a window method computes is ``u = Gᵀ a + c·r`` for a vector ``x = Gᵀ b + r`` that is given by coefficients
 ``b`` on the rows (``e_j`` when x is the newest row) and a rest ``r`` outside, of which only the dots ``q = G r`` are
@@ -72,7 +72,7 @@ def mfac_damping(squares: Tensor, damping: float, mode: str, n: Tensor) -> Tenso
     """Return λ ``[k]``: ``damping``, or its multiple of the mean squared row norm tr(S)/n."""
     if mode == "absolute":
         return torch.full_like(n, damping)
-    # A window of zeros has no scale of its own; the vectors that it preconditions are zero whatever λ is.
+    # A window of zeros has no scale, and the vectors that it preconditions are zero for every λ.
     return (damping * squares.sum(-1) / n).clamp(min=1e-36)
 
 
@@ -154,10 +154,10 @@ class Spectrum(NamedTuple):
 
 
 def spectrum(lower: Tensor, noise: float, w: Tensor | None = None) -> Spectrum:
-    """Return the eigenvalues of ``GᵀG`` without the directions that are rounding.
+    """Return the eigenvalues of ``GᵀG`` without the directions that consist of rounding errors.
 
-    What is rounding is decided for rows of equal length: dots have an error relative to the lengths of their two rows,
-    so that one huge gradient must not make those after it look like noise. With row lengths D,
+    Rounding errors are identified for rows scaled to equal length, since dots have errors relative to the lengths of
+    their two rows, and one huge gradient must not make the following ones look like noise. With row lengths D,
     ``D⁻¹ S D⁻¹ = V Λ Vᵀ``; the basis is ``B = Λ^(-1/2) Vᵀ D⁻¹ G`` and ``GᵀG = Bᵀ H B``, ``H = Λ^½ Vᵀ D² V Λ^½``.
 
     Args:
@@ -182,7 +182,7 @@ def spectrum(lower: Tensor, noise: float, w: Tensor | None = None) -> Spectrum:
 
 
 def mfac_filtered(lower: Tensor, b: Tensor, q: Tensor | None, damping: Tensor, n: Tensor, noise: float) -> Tensor:
-    """Return coefficients ``[k, t]`` of M-FAC, as :func:`mfac_cholesky_`, without directions that are rounding."""
+    """Return coefficients ``[k, t]`` of M-FAC like :func:`mfac_cholesky_`, without directions of rounding errors."""
     found, damping, n = spectrum(lower, noise), damping[:, None], n[:, None]
     f = 1 / (damping + found.values / n)
     return found.apply(f, -f * found.values / (n * damping), b, q)
@@ -193,7 +193,7 @@ def ggt_coefficients(
 ) -> Tensor:
     """Return the coefficients of GGT for the decayed window ``diag(w) G``.
 
-    The decay only enters the eigenvalues: x and u are combinations of the rows without decay, so that nothing is
+    The decay only enters the eigenvalues: x and u are combinations of the rows without decay, so nothing is
     divided by the weight of an almost forgotten row.
 
     Args:
@@ -224,7 +224,7 @@ def decay(beta: float, pos: Tensor, m: int, t: int) -> Tensor:
 
 
 def metrics(lower: Tensor, a: Tensor, slot: Tensor) -> dict[str, Tensor]:
-    """Compare a direction ``u = Gᵀa`` with the newest row ``g``, from the Gram matrix alone.
+    """Compare a direction ``u = Gᵀa`` with the newest row ``g``, using only the Gram matrix.
 
     Args:
         lower: Lower triangle of S ``[t, t]``.

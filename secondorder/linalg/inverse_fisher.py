@@ -1,13 +1,13 @@
-"""Products with the inverse of an empirical Fisher matrix, from the gradients that make it: static M-FAC.
+"""Products with the inverse of an empirical Fisher matrix, computed from its gradients (static M-FAC).
 
 With m gradients as the rows of ``G [m, d]`` and the damping λ::
 
     F = λI + (1/m) Σ_i g_i g_iᵀ = λI + GᵀG/m
     F⁻¹ = (I − Gᵀ (mλI + GGᵀ)⁻¹ G) / λ                                       (Woodbury)
 
-which needs one m×m factorization and never a d×d matrix (where d ≤ m, F itself is the smaller one and is inverted
-directly). This is what the static algorithm of M-FAC computes by a recursion over the gradients (Frantar, Kurtic,
-Alistarh 2021, arXiv 2107.03356); it serves pruning, where the saliency of a weight is ``w_i² / (2 [F⁻¹]_ii)``.
+This needs one m×m factorization and never a d×d matrix. If d ≤ m, F itself is smaller and is inverted directly. The
+static algorithm of M-FAC computes the same by a recursion over the gradients (Frantar, Kurtic, Alistarh 2021, arXiv
+2107.03356). It is used for pruning, where the saliency of a weight is ``w_i² / (2 [F⁻¹]_ii)``.
 
 Everything is computed in float64, tile of columns by tile of columns. For an x that the gradients span, the difference
 above cancels where λ is small: the relative error is then about 1e-16 · (largest eigenvalue of F) / λ.
@@ -173,6 +173,6 @@ def _inverse_root(gram: Tensor, shift: float) -> Tensor:
     try:  # a shift below the rounding of S: the factorization stumbles over an eigenvalue that should be the shift
         values, basis = anywhere(torch.linalg.eigh, gram)
     except LinAlgError as error:
-        raise RuntimeError(f"the Gram matrix [{n}, {n}] of grads cannot be factorised: raise damping") from error
+        raise RuntimeError(f"the Gram matrix [{n}, {n}] of grads cannot be factorized: raise damping") from error
     scaled: Tensor = basis * values.clamp_(min=shift).rsqrt()
     return scaled.T

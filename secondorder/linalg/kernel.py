@@ -1,6 +1,6 @@
-r"""Natural gradients through the kernel of per-example gradients: the pure mathematics of SNGD and HyLo.
+r"""Natural gradients through the kernel of per-example gradients: the mathematics of SNGD and HyLo.
 
-With per-example gradients ``u_n = Σ_s vec(g_ns (a_ns, 1)ᵀ)`` as the columns of U, every scalar factor folded into g::
+Let the columns of U be the per-example gradients ``u_n = Σ_s vec(g_ns (a_ns, 1)ᵀ)``, with all scalar factors in g::
 
     F = U Uᵀ         K = Uᵀ U,  K_nm = Σ_st ⟨a_ns, a_mt⟩ ⟨g_ns, g_mt⟩             (U itself is never formed)
     (F + λI)⁻¹ V = (V − U M Uᵀ V) / λ        M = (K + λI)⁻¹                      (Woodbury)
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from secondorder.linalg.dense import mirror_upper_
 
-#: Bytes of one temporary where examples have several positions; two of them live at a time.
+#: Bytes of one temporary if examples have several positions; two of them exist at a time.
 _TILE_BYTES = 16 * 2**20
 #: Rows of a tile of a symmetric kernel, which stops at the diagonal; also the least width that a product is given.
 _STRIP = 256
@@ -69,11 +69,11 @@ def gram(x: Rows, y: Rows | None = None) -> Tensor:
         y: n' rows of the same kind; None for ``x`` itself.
 
     Returns:
-        K ``[..., n, n']``; symmetric to the bit without ``y``.
+        K ``[..., n, n']``; symmetric bit for bit without ``y``.
     """
     first, second = _summed(x), _summed(x if y is None else y)
     small = first.n <= _STRIP and first.g[..., 0, 0, 0].numel() * first.n**2 * first.g.element_size() <= _TILE_BYTES
-    if y is None and first.g.shape[-2] == 1 and small:  # half the work would save nothing here
+    if y is None and first.g.shape[-2] == 1 and small:  # halving the work would save nothing here
         tile = _tile(first, first)
         return tile.add(tile.mT).mul_(0.5)
     out = first.g.new_empty(*first.g.shape[:-3], first.n, second.n)
@@ -197,7 +197,7 @@ def whole(rows: Rows) -> Rows:
         ValueError: If the inputs are indices.
     """
     if _indexed(rows):
-        raise ValueError("rows with indices are not written out: a gradient would be as large as the table")
+        raise ValueError("rows with indices cannot be expanded: a gradient would be as large as the table")
     rows = _summed(rows)
     if rows.a is None:
         return rows
@@ -277,7 +277,7 @@ def _tile(x: Rows, y: Rows) -> Tensor:
     """Compute the kernel of two parts from all pairs at once."""
     (n, positions), (m, others) = x.g.shape[-3:-1], y.g.shape[-3:-1]
     found = _products(_flat(x), _flat(y))
-    if positions > 1:  # first over whole rows: that is one stream, and little is left afterwards
+    if positions > 1:  # first over complete rows, which is one stream and leaves little
         found = found.unflatten(-2, (n, positions)).sum(-2)
     return found.unflatten(-1, (m, others)).sum(-1) if others > 1 else found
 
@@ -324,7 +324,7 @@ def add_combination_(out: Tensor, rows: Rows, z: Tensor) -> None:
     g = rows.g.flatten(-3, -2)
     if rows.a is None:
         _add_product_(out, g.mT, z[..., 0])
-    elif _indexed(rows):  # unlike index_add_, this has the same bits every time, on every device
+    elif _indexed(rows):  # unlike index_add_, this has the same bits in every run on every device
         out.mT.index_put_(_places(rows.a), (rows.g * z).flatten(-3, -2), accumulate=True)
     else:
         a, d = rows.a, rows.a.shape[-1]

@@ -1,11 +1,11 @@
-r"""Directions of a uniform spectrum: the polar factor of a preconditioned matrix.
+r"""Directions with a uniform spectrum: the polar factor of a preconditioned matrix.
 
 A matrix ``V = U S Wᵀ`` becomes ``U Wᵀ``, the steepest descent in the spectral norm: every singular direction moves
-equally far. It is found by the odd quintic iteration ``X ← aX + (bXXᵀ + c(XXᵀ)²)X``, whose coefficients bring singular
-values of ``X/‖X‖`` from about a thousandth upwards into [0.7, 1.2] in five rounds, which does as well as exactly 1;
-smaller ones stay small (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"). The result is
-multiplied by ``0.2 √max(n, m)``, which gives a matrix of full rank entries of root mean square 0.2, the usual size of
-Adam's steps, so that learning rates carry over (Liu et al. 2025, arXiv 2502.16982).
+equally far. It is computed by the odd quintic iteration ``X ← aX + (bXXᵀ + c(XXᵀ)²)X``. In five rounds, its
+coefficients bring singular values of ``X/‖X‖`` above about a thousandth into [0.7, 1.2], which is as good as exactly 1.
+Smaller ones stay small (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"). The result is
+multiplied by ``0.2 √max(n, m)``, which gives the entries of a full-rank matrix a root mean square of 0.2, the usual
+size of Adam's steps, so that learning rates carry over (Liu et al. 2025, arXiv 2502.16982).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: a, b, c of the iteration, found by Jordan for the fastest rise of small singular values.
+#: a, b, c of the iteration, which Jordan found for the fastest growth of small singular values.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ROUNDS = 5
 #: Root mean square of the entries of a step of full rank.
 RMS = 0.2
 #: Length of the shorter side from which products in bfloat16 are faster than in float32 on a processor with units for
-#: it; below it a call costs more.
+#: it; below it, a call costs more.
 _LARGE = 128
 
 
@@ -37,7 +37,9 @@ def polar(x: Tensor, rounds: int = ROUNDS, dtype: torch.dtype | None = None) -> 
         About ``U Wᵀ``, in the dtype of ``x``; singular values of 0 stay 0 but for that noise.
     """
     wide = x.shape[-2] <= x.shape[-1]
-    y = _divided(x if wide else x.mT, x.abs().amax((-2, -1), keepdim=True))  # squares of huge numbers would be infinite
+    y = _divided(
+        x if wide else x.mT, x.abs().amax((-2, -1), keepdim=True)
+    )  # squares of huge numbers would be infinite
     y = _divided(y, torch.linalg.matrix_norm(y, keepdim=True))
     if dtype is not None and x.dtype == torch.float32 and min(x.shape[-2:]) >= _LARGE:
         y = y.to(dtype)

@@ -1,14 +1,14 @@
-r"""The local quadratic model of the loss, which sizes a step and judges it; its failures change the damping.
+r"""The local quadratic model of the loss, which determines the size of a step, judges it and adapts the damping.
 
 .. math::
     q(\delta) = \nabla^\top \delta + \tfrac12\, \delta^\top (C + \lambda I)\, \delta, \qquad \delta = \sum_i x_i d_i
 
-Along one or two directions ``d_i`` the model is a quadratic in ``x [k]``. Its terms are kept apart, so that damping and
-decay can be left out, or changed, without another product with C.
+Along one or two directions ``d_i``, the model is a quadratic in ``x [k]``. Its terms are kept separately, so damping
+and decay can be left out, or changed, without another product with C.
 
-Levenberg-Marquardt: with ``ρ = (L(θ+δ) − L(θ)) / (q(δ) − q(0))``, the change that happened over the change that was
-predicted, λ falls where the model is trustworthy (ρ > 3/4) and rises where it is not (ρ < 1/4). Martens & Grosse 2015
-(arXiv 1503.05671), sections 6.4 to 7.
+Levenberg-Marquardt: ``ρ = (L(θ+δ) − L(θ)) / (q(δ) − q(0))`` is the actual change divided by the predicted change. λ
+decreases if the model is trustworthy (ρ > 3/4) and increases if it is not (ρ < 1/4). Martens & Grosse 2015 (arXiv
+1503.05671), sections 6.4 to 7.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOWER, UPPER = 0.25, 0.75
 
 @dataclass(frozen=True)
 class QuadraticModel:
-    """The model along k directions ``d_i``, term by term; decay is that of the objective ``L + ½ Σ w θ²``.
+    """The terms of the model along k directions ``d_i``. Decay is that of the objective ``L + ½ Σ w θ²``.
 
     Attributes:
         gradient: ``⟨∇, d_i⟩ [k]``.
@@ -45,12 +45,12 @@ class QuadraticModel:
     decay: Tensor
 
     def minimum(self, tolerance: float) -> Tensor:
-        """Return the coefficients ``x [k]`` of the minimum of the damped model with decay, see :func:`minimise`."""
+        """Return the coefficients ``x [k]`` of the minimum of the damped model with decay, see :func:`minimize`."""
         matrix = self.curvature + self.damping + self.decay
         return minimise(matrix, self.gradient + self.decay_gradient, tolerance)
 
     def change(self, x: Tensor, *, damped: bool) -> Tensor:
-        """Return ``q(δ) − q(0)`` of the loss alone, without decay.
+        """Return ``q(δ) − q(0)`` of the loss without decay.
 
         Args:
             x: Coefficients ``[k]``.
@@ -67,8 +67,7 @@ def minimise(matrix: Tensor, linear: Tensor, tolerance: float) -> Tensor:
     """Return ``x = −M⁻¹ c`` for one or two directions, without waiting for the device.
 
     The second direction is dropped if M is close to singular (it adds nothing to the first) or not positive. If the
-    first one has no positive curvature either, the model cannot size it: then ``x = −1``, which does not scale the
-    step.
+    first one has no positive curvature either, ``x = −1``, which does not scale the step.
 
     Args:
         matrix: M ``[k, k]``, k = 1 or 2.
@@ -83,7 +82,7 @@ def minimise(matrix: Tensor, linear: Tensor, tolerance: float) -> Tensor:
     first = torch.where(usable, first, -torch.ones_like(first))
     if len(linear) == 1:
         return first[None]
-    # Each direction is measured by its own length, so that a vanishing previous step is no reason to drop it.
+    # Each direction is measured by its own length, so a vanishing previous step is not dropped for this reason.
     length = matrix.diagonal().clamp(min=0).sqrt()
     cosine, (c1, c2) = matrix[0, 1] / (length[0] * length[1]), (linear / length).unbind()
     sine = 1 - cosine * cosine

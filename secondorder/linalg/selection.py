@@ -1,4 +1,4 @@
-r"""The choice of examples that represent all n: importance sampling and interpolative decomposition, as pure functions.
+r"""Selection of examples that represent all n by importance sampling or interpolative decomposition (pure functions).
 
 The curvature is ``F = Σ u uᵀ`` over the rows u of n examples, with the kernel ``K_st = ⟨u_s, u_t⟩``; r rows are kept.
 
@@ -26,8 +26,8 @@ factorization with pivoting, which stops after r rows or where nothing is left:
 With ``D = λI``, ``λI + diag(E)`` or ``λI + E`` for what is left out, ``S = P D⁻¹ Pᵀ`` (:func:`core`) is all that the
 damped inverse needs to know of the rows that are not kept: ``P (D + Pᵀ K̂ P)⁻¹ Pᵀ = (S⁻¹ + K̂)⁻¹``, ``K̂ = K_II``.
 
-Every function takes leading batch dimensions ``...`` and leaves a device undisturbed: no value is read by the host.
-Numbers that are not finite end up in the weights as nan, never in the indices.
+Every function accepts leading batch dimensions ``...``, and the host never reads a value from a device. Numbers that
+are not finite appear as nan in the weights, but never in the indices.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def planned_rank(n: int, fraction: float, max_rank: int) -> int:
 def inclusion(scores: Tensor, rank: int) -> Tensor:
     """Return the probabilities ``π = min(1, c q)`` of a draw without repeats, with c such that they sum to the rank.
 
-    This is where ``min(1, r q/Σq)`` ends when what is cut off at 1 is given to the others, again and again; the number
-    of ones is read off the sorted scores instead.
+    This is the limit of ``min(1, r q/Σq)`` when the excess above 1 is repeatedly distributed to the others; the number
+    of ones is computed from the sorted scores instead.
 
     Args:
         scores: q ``[..., n]``; negative ones count as 0.
@@ -253,10 +253,10 @@ def core(kernel: Tensor, found: Interpolation, damping: Tensor | float, residual
         found: Its decomposition.
         damping: λ > 0 ``[...]``.
         residual: Form of D: ``"none"`` for λI, ``"diag"`` for λI + diag(E), ``"full"`` for λI + E, or the form of
-            ``"diag"`` if rounding makes that indefinite.
+            ``"diag"`` if rounding makes it indefinite.
 
     Returns:
-        S ``[..., r, r]``, symmetric to the bit, with a 1 on the diagonal of each pivot that is not valid.
+        S ``[..., r, r]``, symmetric bit for bit, with a 1 on the diagonal of each pivot that is not valid.
 
     Raises:
         ValueError: For an unknown residual.

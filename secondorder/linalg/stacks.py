@@ -43,7 +43,7 @@ def parted(joined: Tensor, leads: Sequence[torch.Size]) -> list[Tensor]:
 
 
 def foreach_parts(tensors: Sequence[TensorT], foreach: bool | None) -> Iterator[list[TensorT]]:
-    """Yield tensors of one device and dtype to update in one call, on a CPU by default as many as stay in its cache."""
+    """Yield tensors of one device and dtype to update in one call; on a CPU, as many as fit into its cache."""
     if foreach is False:
         yield from ([t] for t in tensors)
         return

@@ -1,8 +1,8 @@
 """Symmetric matrices stored and sent as triangles of n(n+1)/2 elements each.
 
-The lower triangle is folded into a rectangle, so that packing is a few strided copies whatever n is. With ``h`` the
-larger half of n, the first h columns of the triangle stay where they are, and the small triangle of the last ``n - h``
-columns goes, transposed, into the place above their diagonal::
+The lower triangle is folded into a rectangle, so packing takes a few strided copies for every n. With ``h`` the larger
+half of n, the first h columns of the triangle do not move, and the small triangle of the last ``n - h`` columns is
+transposed and stored above their diagonal::
 
     n = 5, h = 3          a . . | . .          a D E
                           b c . | . .          b c F        [5, 3]; for even n the small triangle is as large as the
@@ -21,13 +21,13 @@ from torch import Tensor
 
 
 def triangle(n: int) -> int:
-    """Return the number of elements of a triangle of an ``[n, n]`` matrix, diagonal included."""
+    """Return the number of elements of a triangle of an ``[n, n]`` matrix, including the diagonal."""
     return n * (n + 1) // 2
 
 
 @functools.lru_cache(maxsize=128)
 def _upper(n: int, device: torch.device) -> Tensor:
-    """Return a mask ``[n, n]`` of the upper triangle, diagonal included."""
+    """Return a mask ``[n, n]`` of the upper triangle, including the diagonal."""
     return torch.ones(n, n, dtype=torch.bool, device=device).triu()
 
 

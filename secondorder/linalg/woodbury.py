@@ -1,9 +1,9 @@
-"""The Woodbury identity for few rows, which are used as they are or interpolate others.
+"""The Woodbury identity for few rows, which are used directly or interpolate others.
 
 With R rows u, ``F = Σ u uᵀ`` and the kernel ``K = [⟨u, u'⟩]``, the direction is ``(F + λI)⁻¹ V = (V − Σ_n z_n u_n)/λ``
 where ``z = M ⟨u, V⟩``::
 
-    rows as they are    M = (K + λI)⁻¹
+    direct use          M = (K + λI)⁻¹
     interpolation       M = (S⁻¹ + K)⁻¹ = C (I + Cᵀ K C)⁻¹ Cᵀ,  S = C Cᵀ
 
 Ren & Goldfarb 2019 (arXiv 1906.02353), section 3; Mu et al., HyLo, SC22, with the interpolation corrected.
@@ -34,7 +34,7 @@ def damped_inverse(kernel: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
         damping: λ > 0, ``[...]``.
 
     Returns:
-        M ``[..., R, R]``, symmetric to the bit, and zeros if nothing helped (the direction is V/λ then); and whether
+        M ``[..., R, R]``, symmetric bit for bit, and zeros if nothing helped (the direction is V/λ then); and whether
         there is an inverse ``[...]``.
     """
     damped = kernel.clone()
@@ -87,7 +87,7 @@ def apply(rows: Rows, inverse: Tensor, damping: Tensor, matrix: Tensor) -> Tenso
         matrix: V ``[..., d_o, n_a]``.
 
     Returns:
-        The direction, of the shape of V, in memory of its own.
+        The direction, in the shape of V and in separate memory.
     """
     dots = project(rows, matrix).to(inverse.dtype)
     z = (inverse @ dots[..., None]).squeeze(-1) / damping.to(inverse.dtype)[..., None]
@@ -156,7 +156,7 @@ def _attempt(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _checked(inverse: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the inverse symmetric to the bit, and zero where it is not usable."""
+    """Make the inverse symmetric bit for bit, and zero where it is not usable."""
     inverse = mirror_upper_(inverse.mT if inverse.mT.is_contiguous() else inverse)
     ok = ok & torch.isfinite(inverse.diagonal(dim1=-2, dim2=-1).sum(-1))
     return torch.where(ok[..., None, None], inverse, torch.zeros_like(inverse)), ok

@@ -94,8 +94,7 @@ class HyLo(SecondOrderOptimizer):
             gradients along random signs, and ``"exact"`` uses the Gauss-Newton rows of a loss with one output per
             example. A squared error needs one of these three, because its gradients vanish with the errors.
         kl_clip: κ, the bound on the step in the Fisher metric. If None, steps are not bounded.
-        weight_decay_mode: ``"standard"``, or ``"reg"``, with which the decay is part of the gradient that is
-            preconditioned.
+        weight_decay_mode: ``"standard"``, or ``"reg"`` to include the decay in the gradient that is preconditioned.
         fallback: Rule for parameters without a block: ``"sgd"``, ``"adam"`` or ``"adamw"``, or
             :class:`FallbackOptions`, which also sets its learning rate. If None, it is the rule of ``graft`` if that is
             set, and SGD otherwise. The steps of SGD are η times the gradient, whereas those of blocks are of the order

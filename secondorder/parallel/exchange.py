@@ -1,4 +1,4 @@
-"""What layer methods exchange with other ranks: statistics, outcomes of refreshes, and what a refresh found.
+"""The exchange of layer methods with other ranks: statistics, outcomes of refreshes, and refreshed curvature.
 
 ::
 
@@ -7,7 +7,7 @@
     agree      failures of the owners' refreshes                                         one small message
     share      bases, inverses, scales ─► ranks that precondition
 
-Which blocks are in a message follows from the step counter and from what was agreed, never from one rank's data.
+The blocks in a message depend on the step counter and on agreed numbers, but never on the data of one rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from secondorder.linalg.dense import full_precision, precision_of
 
 log: logging.Logger = logging.getLogger("secondorder")
 
-#: Words that every due block has before the counts of its parts: examples, contributions, dropped ones.
+#: Number of words of every due block before the counts of its parts: examples, contributed, dropped.
 _WORDS = 3
 
 
@@ -37,11 +37,11 @@ class Posted:
     """Statistics that were sent.
 
     Attributes:
-        schemas: What was sent of each block.
-        measured: What this rank measured, by index of the block.
+        schemas: The parts that were sent for each block.
+        measured: The measurements of this rank, by index of the block.
         parcels: The sums, which have arrived when ``work`` has ended.
-        words: The words of each block and those of the caller, added up over the ranks.
-        work: The messages that are under way.
+        words: The words of each block and those of the caller, summed over the ranks.
+        work: The pending messages.
     """
 
     schemas: Mapping[Block, Schema]
@@ -52,18 +52,17 @@ class Posted:
 
 
 class StatisticsExchange:
-    """Adds up statistics over ranks, and brings what was found of them to the ranks that use it.
+    """Sums statistics over ranks, and sends the resulting curvature to the ranks that use it.
 
     Args:
         comm: Communication strategy.
-        device: Where tensors of messages are allocated; by default, where the parameters of each block are.
+        device: Device of tensors of messages. If None, it is that of the parameters of each block.
 
     Attributes:
         skipped: Number of batches that were not finite, by block.
-        learned_at: Step of the last statistics, by block. Those that a checkpoint brought are not known.
-        rows_seen: Examples of a rank in the last batch, and rows that the statistics had of them, by block: for plans.
-        unsent: Names of blocks whose tensors at ``Place.MEASURED`` are so far only on ranks that precondition. The same
-            on all ranks.
+        learned_at: Step of the last statistics, by block. It is not known after loading a checkpoint.
+        rows_seen: Number of examples of a rank in the last batch and of their rows, by block, for plans.
+        unsent: Names of blocks whose tensors at ``Place.MEASURED`` are so far only on ranks that precondition.
     """
 
     def __init__(self, comm: CommStrategy, device: torch.device | None = None) -> None:
@@ -78,26 +77,26 @@ class StatisticsExchange:
         return self._device or block.owner.device
 
     def room(self, block: Block) -> list[Tensor]:
-        """Return zeros in the place of the directions of a block, where another rank finds them."""
+        """Return tensors for the directions of a block that another rank computes."""
         return [torch.zeros(p.shape, dtype=precision_of(p), device=self._device or p.device) for p in block.params]
 
     # ------------------------------------------------------------------ statistics
     def combine(
         self, schemas: Mapping[Block, Schema], measured: Mapping[int, Measured], words: Sequence[float]
     ) -> tuple[dict[int, Measured], Tensor]:
-        """Return what the ranks measured of some blocks, added up, and the sums of some more words.
+        """Return the sums of the measurements of all ranks for some blocks, and the sums of additional words.
 
-        The parts are by block, for those that any rank has seen, where this rank holds the estimate.
+        Only blocks that any rank has seen and whose estimate this rank holds are included.
 
         Args:
-            schemas: The parts that are measured of each block.
-            measured: What this rank measured, by index of the block.
-            words: Numbers to be added up, too.
+            schemas: The parts that are measured for each block.
+            measured: The measurements of this rank, by index of the block.
+            words: Additional numbers to sum.
         """
         return self.read(self.post(schemas, measured, words))
 
     def post(self, schemas: Mapping[Block, Schema], measured: Mapping[int, Measured], words: Sequence[float]) -> Posted:
-        """Send statistics; the arguments are those of :meth:`combine`. The sums travel while ranks agree on counts."""
+        """Send statistics, with the arguments of :meth:`combine`. Sums are sent while ranks agree on counts."""
         own = [self._contribution(b, measured.get(b.index), schema) for b, schema in schemas.items()]
         counts, parcels = [w for w, _ in own], [parcel for _, parcel in own]
         work = self.comm.reduce_statistics(parcels)
@@ -107,7 +106,7 @@ class StatisticsExchange:
         return Posted(schemas, measured, parcels, agreed.split([*map(len, counts), len(words)]), work)
 
     def read(self, posted: Posted) -> tuple[dict[int, Measured], Tensor]:
-        """Interpret what has arrived; see :meth:`combine`."""
+        """Interpret received messages; see :meth:`combine`."""
         *totals, words = posted.words
         found, numbers = dict[int, Measured](), dict[int, Tensor]()
         for (block, schema), total in zip(posted.schemas.items(), totals, strict=True):
@@ -138,7 +137,7 @@ class StatisticsExchange:
         size, device = block.count_size, self._device_of(block)
         finite = None if measured is None else block.is_finite(measured).to(device)
         counts, found = [], []
-        # Nothing of a unit travels whose owner alone captures it.
+        # Nothing is sent for a unit that only its owner captures.
         sends = self.comm.captures(block.index) or self.comm.sources(block.index) > 1
         for key, like in tensors(schema).items():
             part = None if measured is None else measured.parts.get(key)
@@ -157,7 +156,7 @@ class StatisticsExchange:
         return words, Parcel(block.index, found, tuple(entry.symmetric for entry in schema.values()) if found else ())
 
     def _means(self, block: Block, parcel: Parcel, counts: Tensor, schema: Schema) -> dict[str, Estimate]:
-        """The combined parts, where this rank holds what they are folded into."""
+        """The combined parts of the blocks whose estimates this rank holds."""
         if not self.comm.estimates(block.index):
             return {}
         own = counts.split(block.count_size) if schema else ()
@@ -168,14 +167,14 @@ class StatisticsExchange:
     def refresh_together(
         self, due: list[BlockT], refresh: Callable[[list[BlockT], bool], Tensor]
     ) -> tuple[list[BlockT], Tensor]:
-        """Return the blocks that had an estimate, and whether each was refreshed well, the same on every rank.
+        """Return the blocks that had an estimate, and whether each refresh succeeded, the same on every rank.
 
         Args:
             due: The blocks.
             refresh: Refreshes blocks and returns ``ok [len(blocks)]``; the flag says that the host checks results.
 
         Raises:
-            RuntimeError: On every rank, if one of them could not even try.
+            RuntimeError: On every rank, if the refresh raised an error on any rank.
         """
         mine = [b for b in due if self.comm.refreshes(b.index)]
         failed, empty, error = dict[BlockT, bool](), set[BlockT](), None
@@ -203,7 +202,7 @@ class StatisticsExchange:
 
     # ------------------------------------------------------------------ curvature
     def share(self, schemas: Mapping[Block, Schema]) -> None:
-        """Bring what was refreshed of some blocks to the ranks that precondition with it."""
+        """Send the refreshed curvature of some blocks to the ranks that precondition with it."""
         mine = {b: schema for b, schema in schemas.items() if self.comm.preconditions(b.index)}
         wide = {b: schema for b, schema in schemas.items() if self.sends_measured(b)}
         near = {b: [Place.CURVATURE] if b in wide else [Place.CURVATURE, Place.MEASURED] for b in mine}
@@ -212,11 +211,11 @@ class StatisticsExchange:
         self.comm.spread([parcel for parcel in measured if parcel.tensors])
 
     def lacks_measured(self, block: Block) -> bool:
-        """Whether ranks that only capture a block have yet to receive what it is measured with."""
+        """Whether ranks that only capture a block still need the tensors with which it is measured."""
         return self._is_unsent(block) and self.comm.captures_elsewhere(block.index)
 
     def sends_measured(self, block: Block) -> bool:
-        """Whether what is at ``Place.MEASURED`` is now on ranks that do not precondition, too."""
+        """Whether the tensors at ``Place.MEASURED`` are now also on ranks that do not precondition."""
         return self.comm.captures_elsewhere(block.index) and not self._is_unsent(block)
 
     def _is_unsent(self, block: Block) -> bool:
@@ -224,7 +223,7 @@ class StatisticsExchange:
 
     @contextmanager
     def holding_back(self) -> Iterator[None]:
-        """Count nothing at ``Place.MEASURED`` as sent inside the ``with`` block, in which a checkpoint is read."""
+        """Treat tensors at ``Place.MEASURED`` as not sent inside the ``with`` block, in which a checkpoint is read."""
         self._holds_back = True
         try:
             yield
@@ -232,7 +231,7 @@ class StatisticsExchange:
             self._holds_back = False
 
     def places_here(self, block: Block | None) -> frozenset[Place]:
-        """Return where this rank is, of the places at which tensors of a block's state are."""
+        """Return the places of tensors of a block's state that this rank has."""
         everywhere = frozenset(Place)
         if block is None or not self.comm.combines:
             return everywhere
@@ -247,12 +246,12 @@ class StatisticsExchange:
 
 
 def parcel_of(block: Block, schema: Schema, *places: Place, known: bool = True) -> Parcel:
-    """The tensors of a block's state that are at some places, as far as they are here."""
+    """The tensors of a block's state at some places, as far as this rank has them."""
     return parcel_with(block, schema, sorted(k for place in places for k in keys(schema, place, known=known)))
 
 
 def parcel_with(block: Block, schema: Schema, names: Sequence[str]) -> Parcel:
-    """The tensors of a block's state with these keys, in this order, as far as they are here."""
+    """The tensors of a block's state with these keys, in this order, as far as this rank has them."""
     state = block.state
     here = [k for k in names if k in state]
     return Parcel(block.index, [state[k] for k in here], tuple(schema[k].symmetric for k in here))

@@ -77,7 +77,7 @@ class RoleWorker:
 
     # ------------------------------------------------------------------ what arrives
     def note_estimate(self, index: int, updates: int) -> None:
-        """Note that the estimate of a block was overwritten by one that was updated so often."""
+        """Note that the estimate of a block was overwritten by one that was updated this many times."""
         self._block(index).state["factor_updates"] = updates
 
     def adopt_curvature(self, index: int, tensors: Sequence[Tensor]) -> None:
@@ -89,7 +89,7 @@ class RoleWorker:
         self._curvature.refresher.refreshed_at[self._block(index).name] = self._block(index).runtime.step - 1
 
     def forget_curvature(self, index: int) -> None:
-        """Begin anew with a block, as if nothing had ever been known of it."""
+        """Begin again with a block, as if nothing had ever been known of it."""
         block, state = self._block(index), self._block(index).state
         for key in keys(self._curvature.plan.live_schema(block), Place.ESTIMATE):
             if key in state:

@@ -1,6 +1,6 @@
 """Rows of examples in messages: the numbers by which ranks agree on sizes, and parcels of equal sizes.
 
-Every rank sends the same number of rows, filled up with zeros, which are removed when the rows are put together.
+Every rank sends the same number of rows, padded with zeros, which are removed when the rows are combined.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 log: logging.Logger = logging.getLogger("secondorder")
 
-#: Each rank has three numbers about a block: examples, rows and positions.
+#: Number of values of each rank about a block: examples, rows and positions.
 _BY_RANK = 3
 
 
 class Census(NamedTuple):
-    """What the ranks captured of a block. It is the same on every rank.
+    """The sizes that the ranks captured for a block. They are the same on every rank.
 
     Attributes:
         examples: Number of examples of each rank.
         rows: Number of rows of each rank. Not every example passes the layer, and not every rank uses it.
         positions: S, the largest number of positions of a row.
-        whole: Whether some rank has per-example gradients. Others may have pairs of rows.
+        whole: Whether any rank has per-example gradients. Others may have pairs of rows.
         trace: Trace of the kernel of all rows, scaled per datum ``[(Γ)]``, float64 on the CPU.
         real: Number of rows that are not padding ``[Γ or 1]``, float64 on the CPU.
     """
@@ -53,7 +53,7 @@ class Census(NamedTuple):
         return sum(self.examples)
 
     def sizes(self, block: RowBlock, rows: int) -> Sizes:
-        """Return the sizes of so many rows of a block in messages."""
+        """Return the sizes of rows of a block in messages."""
         adapter = block.adapter
         wide = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
         if adapter.constant_input:
@@ -70,20 +70,21 @@ def _groups(block: RowBlock) -> int:
 
 
 def count_words(block: RowBlock, world: int) -> int:
-    """Return the length of :func:`words_of` for so many ranks."""
+    """Return the length of :func:`words_of` for a number of ranks."""
     return _BY_RANK * world + 1 + 2 * _groups(block)
 
 
 def words_of(
     block: RowBlock, raw: Raw | None, traces: Tensor | None, examples: int, *, rank: int, world: int
 ) -> Tensor:
-    """Return the contribution of a rank to the census of a block: numbers to be added up.
+    """Return the contribution of a rank to the census of a block, as numbers that are summed over the ranks.
 
-    They are ``[examples, rows, positions]`` in the places of this rank, whether rows are whole, traces, and real rows.
+    They are ``[examples, rows, positions]`` at the positions of this rank, whether rows are per-example gradients,
+    traces, and numbers of real rows.
 
     Args:
         block: The block.
-        raw: What the rank captured of it, or None.
+        raw: The captured rows of the rank, or None.
         traces: Traces of the kernel of these rows ``[Γ or 1]``, on the CPU.
         examples: Number of examples of the rank.
         rank: The rank.
@@ -114,9 +115,9 @@ def census_of(block: RowBlock, words: Tensor, world: int) -> Census | None:
 def filled_up(
     block: RowBlock, sizes: Sizes, kept: Kept | None, *, interpolates: bool, device: torch.device
 ) -> list[Tensor]:
-    """Return rows a (if the layer has some) and g of a rank, filled up with zeros to the sizes of a message.
+    """Return the rows a (if the layer has any) and g of a rank, padded with zeros to the sizes of a message.
 
-    Where ``interpolates``, the core of the interpolation follows. A rank without rows sends zeros alone.
+    With ``interpolates``, the core of the interpolation follows. A rank without rows sends only zeros.
     """
     likes, sent = tensors(block.with_rows.schema(sizes)), []
     parts = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
@@ -145,12 +146,12 @@ def put_together(
     *,
     interpolates: bool,
 ) -> Kept:
-    """Return the rows of all ranks, in their order, without what they were filled up with.
+    """Return the rows of all ranks in order, without padding.
 
     Args:
         block: The block.
         sizes: Sizes of the rows.
-        stacks: What :func:`filled_up` has returned on each rank, stacked over the ranks.
+        stacks: The results of :func:`filled_up` on all ranks, stacked over the ranks.
         counts: Number of rows of each rank.
         damping: λ ``[(Γ)]``.
         interpolates: Whether cores were sent.
@@ -168,24 +169,24 @@ def put_together(
 
 
 def sum_together(comm: CommStrategy, what: str, shape: Sequence[int], attempt: Callable[[], Tensor]) -> Tensor:
-    """Add up the words with which some work ends on every rank.
+    """Do some work on every rank, and sum the words that it returns.
 
     Args:
         comm: Communication strategy.
-        what: What is tried, for messages.
+        what: Description of the work, for messages.
         shape: Shape of the words.
-        attempt: Does the work of this rank, and returns its words.
+        attempt: Function that does the work of this rank and returns its words.
 
     Returns:
         The sums, float64 on the CPU.
 
     Raises:
-        RuntimeError: On every rank, if one of them failed.
+        RuntimeError: On every rank, if a rank failed.
     """
     words, error = torch.zeros(*shape, dtype=torch.float64), None
     try:
         words = attempt()
-    except Exception as found:  # the others wait for this rank: they must hear of it
+    except Exception as found:  # the other ranks wait for this rank and must be notified
         error = f"rank {comm.rank}: {what} failed: {type(found).__name__}: {found}"
         log.exception("%s failed", what)
     flag = torch.tensor([float(error is not None)], dtype=torch.float64)

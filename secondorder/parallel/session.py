@@ -1,4 +1,4 @@
-"""What ranks compare before they train together: the method and its options, and what the first step starts from."""
+"""The comparison of ranks before they train together: their method and options, and their starting values."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ class RankSession:
 
     def __init__(self, comm: CommStrategy, table: ParameterTable, runtime: Runtime) -> None:
         self._comm, self._table, self._runtime = comm, table, runtime
-        #: Whether the ranks have met since units were last placed.
+        #: Whether the ranks have connected since units were last placed.
         self.is_connected = False
-        #: Whether the ranks have compared what the first step starts from.
+        #: Whether the ranks have compared the starting values.
         self.has_compared = False
 
     def place(self, units: Sequence[Unit]) -> None:
-        """Let the strategy decide who does what.
+        """Let the strategy assign units to ranks.
 
-        This is only arithmetic, so that loading a checkpoint needs no message. The ranks connect later.
+        This needs no communication, so loading a checkpoint needs no message. The ranks connect later.
         """
         self.is_connected = False
         self._comm.place(units)
 
     def connect(self, facts: Mapping[str, list[str]]) -> None:
-        """Meet the other ranks, after construction or when the units have changed. All ranks do so at the same time.
+        """Connect to the other ranks, after construction or when the units have changed. All ranks do this together.
 
         Args:
-            facts: What else must be equal on all ranks, in words.
+            facts: Other settings that must be equal on all ranks, as text.
         """
         if self._table.first is not None:
             self._comm.connect({**self._facts(), **facts}, self._table.first.device)
             self.is_connected = True
 
     def close(self) -> None:
-        """Have the ranks meet again before the next step."""
+        """Make the ranks connect again before the next step."""
         self.is_connected = False
 
     def compare_start(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
@@ -77,7 +77,7 @@ class RankSession:
         )
 
     def _facts(self) -> dict[str, list[str]]:
-        """Return what must be equal on all ranks for every method, in words."""
+        """Return the settings that must be equal on all ranks for every method, as text."""
         table = self._table
         return {
             "the method": [table.method],
@@ -88,13 +88,13 @@ class RankSession:
 
 
 def words_of_options(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the options of some groups in words, for a comparison between ranks."""
+    """Return the options of some groups as text, for a comparison between ranks."""
     options_of = ({k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups)
     plain = ({k: float(v) if isinstance(v, Tensor) else v for k, v in found.items()} for found in options_of)
     return [f"{k}={v!r}" for found in plain for k, v in found.items()]
 
 
 def _sum_of(x: Tensor) -> str:
-    """Return the sum of a tensor in words, which tells most pairs of different tensors apart."""
+    """Return the sum of a tensor as text, which distinguishes most pairs of different tensors."""
     real = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
     return repr(float(real.sum(dtype=torch.float64)))

@@ -1,7 +1,7 @@
-"""Parameters that are sharded over ranks (FSDP2): what a step needs of them beyond the shards of this rank.
+"""Parameters that are sharded over ranks (FSDP2), and the parts of a step that need more than this rank's shards.
 
-Everything that works entry by entry works on shards. Two things do not: sums over a parameter, which are added up over
-the ranks, and the curvature of a layer, which takes the whole gradient of that layer where it is preconditioned::
+Operations that work entry by entry work on shards. Two operations do not: sums over a parameter, which are summed over
+the ranks, and the curvature of a layer, which needs the complete gradient where the layer is preconditioned::
 
     shards of ∇ ──gather──► ∇ on the ranks that precondition the block ─► V ──scatter──► shards of V
 """
@@ -30,14 +30,14 @@ class WholeParameters:
     layouts: Mapping[nn.Parameter, Layout] = {}
 
     def require_fitting_strategy(self) -> None:
-        """Refuse a strategy that cannot serve sharded parameters, which may be known only once it is placed.
+        """Reject a strategy that does not support sharded parameters, which may be known only after units are placed.
 
         Raises:
             NotImplementedError: If the strategy is one of these.
         """
 
     def sum(self, values: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
-        """Return sums over whole parameters, given those over the shards of this rank.
+        """Return sums over complete parameters, given those over the shards of this rank.
 
         Args:
             values: One number for each parameter ``[len(params)]``.
@@ -49,7 +49,7 @@ class WholeParameters:
         return values
 
     def norms(self, params: Sequence[nn.Parameter], tensors: Iterable[Tensor]) -> Tensor:
-        """Return the norm of one tensor for each parameter ``[len(params)]``, of whole tensors if they are sharded."""
+        """Return the norm of one tensor for each parameter ``[len(params)]``, over all ranks if they are sharded."""
         return first_order.norms(tensors)
 
     def everywhere(self, flag: Tensor) -> Tensor:
@@ -57,14 +57,14 @@ class WholeParameters:
         return flag
 
     def gather(self, params: Sequence[nn.Parameter], shards: Directions, ranks: Sequence[Sequence[int]]) -> Directions:
-        """Return the whole tensors that this rank needs, from its shards, with zeros for those that are missing.
+        """Return the complete tensors that this rank needs, given its shards, with zeros for missing ones.
 
         ``ranks`` are those that need each parameter. Parameters are the same on every rank.
         """
         return shards
 
     def scatter(self, params: Sequence[nn.Parameter], wholes: Directions, ranks: Sequence[Sequence[int]]) -> Directions:
-        """Return the shard of this rank of each parameter, from the whole tensors that this rank has.
+        """Return the shard of this rank of each parameter, given the complete tensors that this rank has.
 
         ``ranks`` are those that have each parameter. Parameters are the same on every rank.
         """
@@ -91,8 +91,8 @@ class ParameterShards:
         self._ways: dict[Hashable, Route] = {}
         if found := [name for p, name in names.items() if p.is_complex()]:
             raise NotImplementedError(
-                f"parameter '{found[0]}' is complex and others are cut over the ranks (fully_shard): train complex "
-                "parameters in an optimizer of their own, or use DistributedDataParallel"
+                f"parameter '{found[0]}' is complex and others are sharded over the ranks (fully_shard): train complex "
+                "parameters in a separate optimizer, or use DistributedDataParallel"
             )
         self.require_fitting_strategy()
 
@@ -106,8 +106,8 @@ class ParameterShards:
             )
         if not self.comm.takes_pieces:
             raise NotImplementedError(
-                f"{type(self.comm).__name__} cannot serve parameters that are cut over the ranks (fully_shard): use "
-                "MemOpt(), HybridOpt(mesh=mesh) or CommOpt()"
+                f"{type(self.comm).__name__} cannot serve parameters that are sharded over the ranks (fully_shard): "
+                "use MemOpt(), HybridOpt(mesh=mesh) or CommOpt()"
             )
 
     def sum(self, values: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
@@ -183,7 +183,7 @@ def zeros_like_shard(p: nn.Parameter) -> Tensor:
 
 
 def require_separate_parameters(method: str, module: nn.Module | None, params: Sequence[nn.Parameter]) -> None:
-    """Refuse the parameters of the older wrapper, which joins those of several layers.
+    """Reject the parameters of the older wrapper, which joins those of several layers.
 
     Raises:
         NotImplementedError: If there are any.
@@ -191,8 +191,8 @@ def require_separate_parameters(method: str, module: nn.Module | None, params: S
     modules = [] if module is None else list(module.modules())
     if any(type(x).__name__ in ("FullyShardedDataParallel", "FlatParameter") for x in [*modules, *params]):
         raise NotImplementedError(
-            f"{method}: FullyShardedDataParallel glues the parameters of several layers together; use "
-            "torch.distributed.fsdp.fully_shard, which keeps them apart"
+            f"{method}: FullyShardedDataParallel joins the parameters of several layers; use "
+            "torch.distributed.fsdp.fully_shard, which keeps them separate"
         )
 
 

@@ -1,15 +1,15 @@
-"""Windows over parameters that are cut over ranks (FSDP2): the way between the two cuts.
+"""Windows over parameters that are sharded over ranks (FSDP2), and the conversion between the two divisions.
 
 ::
 
-    weight, flat              0 ────── rank 0 ────── rank 1 ── 20       as FSDP2 cuts it
+    weight, flat              0 ────── rank 0 ────── rank 1 ── 20       as FSDP2 shards it
     its part of the window    0 ─ rank 0 ─ rank 1 ──────────── 20       at block boundaries, of nearly equal cost
 
-Gradients go to where the rows are, directions to where the parameters are; what is in both cuts of a rank stays where
-it is. Dense rows are cut as the parameters are, if there are as many pieces as parts: then nothing travels. Blocks of
-sparse rows are never cut, so there the two cuts differ by less than a block, where that leaves parts even enough.
-What a window stores does not depend on its cut: rows, sums and gathered checkpoints are those of replicas. A parameter
-that is cut along another dimension than its first travels whole: ranges of its rows are no ranges of it.
+Gradients are sent to the ranks with the rows, and directions to the ranks with the parameters. Entries that a rank has
+in both divisions are not sent. If there are as many shards as parts, dense rows are divided like the parameters, and
+nothing is sent. Blocks of sparse rows are never divided, so the two divisions differ by less than a block there, if the
+parts are then even enough. The content of a window does not depend on its division: rows, sums and gathered checkpoints
+are those of replicas. A parameter that is sharded along another dimension than the first is sent completely.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from secondorder.linalg.dense import precision_of
 if TYPE_CHECKING:
     from secondorder.curvature.window.unit import Unit
 
-#: Bytes of whole tensors that travel together, for each rank.
+#: Bytes of complete tensors that are sent together, for each rank.
 _PORTION = 32 * 2**20
-#: Blocks of sparse rows that every part must have of a parameter, if it is to be cut as the parameter is.
+#: Smallest number of blocks of sparse rows in every part of a parameter if it is divided like the parameter.
 _BLOCKS = 8
 
 Tensors = Sequence[Tensor | None]
 
 
 class WindowCuts:
-    """Brings gradients from the cut of the parameters to that of the windows, and directions back.
+    """Converts gradients from the division of the parameters to that of the windows, and directions back.
 
     Args:
-        comm: Who sends them.
+        comm: Communication strategy.
         units: The windows.
-        layouts: How their parameters are cut.
+        layouts: The sharding of the parameters.
     """
 
     def __init__(self, comm: CommStrategy, units: Sequence[Unit], layouts: Mapping[nn.Parameter, Layout]) -> None:
@@ -50,13 +50,13 @@ class WindowCuts:
         self._ways: dict[tuple[Unit, int, bool], Route] = {}
 
     def own(self, wanted: Sequence[Tensors | None]) -> Iterator[list[Tensor | None] | None]:
-        """What belongs to this rank's rows.
+        """Yield the entries for this rank's rows.
 
         Args:
-            wanted: By window a tensor or None per parameter, this rank's pieces of those that are cut; or None for all.
+            wanted: For each window, a tensor or None per parameter, which are shards if it is sharded; or None.
 
         Yields:
-            By window the same, of this rank's part of it; None where it has none, and for None.
+            For each window, the same for this rank's part; None if it has no part, or if None was passed.
         """
         arrived = iter(self._gathered_pieces(wanted))
         for unit, given in zip(self.units, wanted, strict=True):
@@ -65,7 +65,7 @@ class WindowCuts:
             yield [x if g is not None else None for x, g in zip(own, given or (), strict=True)] if there else None
 
     def _gathered_pieces(self, wanted: Sequence[Tensors | None]) -> list[Tensor]:
-        """Of every parameter of every window what belongs to this rank's rows, zeros where nothing was given."""
+        """Return the entries of all parameters of all windows for this rank's rows, with zeros for missing ones."""
         sent, ways, members = [], [], []
         for index, (unit, given) in enumerate(zip(self.units, wanted, strict=True)):
             for i, p in enumerate(unit.params):
@@ -81,7 +81,7 @@ class WindowCuts:
         return [self._as_rows(unit, i, x) for (unit, i), x in zip(members, arrived, strict=True)]
 
     def _as_rows(self, unit: Unit, i: int, x: Tensor) -> Tensor:
-        """What has arrived, as the window takes it."""
+        """Return the received entries in the form that the window expects."""
         layout = self.layouts[unit.params[i]]
         if not x.numel():
             return x
@@ -91,13 +91,13 @@ class WindowCuts:
         return found if unit.part is None else unit.part.slice(i, found)
 
     def directions(self, found: Sequence[Sequence[Tensor] | None]) -> list[list[Tensor] | None]:
-        """Directions of this rank's pieces of the parameters.
+        """Return the directions of this rank's shards of the parameters.
 
         Args:
-            found: By window this rank's part of the direction, a tensor per parameter; None where it has none.
+            found: For each window, this rank's part of the direction, a tensor per parameter; None if it has no part.
 
         Returns:
-            By window a tensor per parameter.
+            For each window, a tensor per parameter.
         """
         sent, ways = [], []
         for index, (unit, own) in enumerate(zip(self.units, found, strict=True)):
@@ -111,7 +111,7 @@ class WindowCuts:
         return [[self._piece_of(p, next(arrived)) for p in unit.params] for unit in self.units]
 
     def _piece_of(self, p: nn.Parameter, x: Tensor) -> Tensor:
-        """This rank's piece, of what has arrived for it."""
+        """Return this rank's shard from the received entries."""
         layout, rank = self.layouts[p], self.comm.rank
         if layout.dim:
             start, stop = layout.spans[rank]
@@ -120,20 +120,20 @@ class WindowCuts:
 
     # ------------------------------------------------------------------ who has what
     def _way_of_rows(self, index: int, i: int, back: bool) -> Route:
-        """From the pieces of parameter i of a window to the rows of each rank, or back."""
+        """Return the route from the shards of parameter i of a window to the rows of each rank, or back."""
         unit = self.units[index]
         key = unit, i, back
         if key not in self._ways:
             layout, rows = self.layouts[unit.params[i]], self._rows_by_rank(index, i)
             if back:
                 ends = rows, layout.everywhere if layout.dim else layout.spans
-            else:  # of one that is cut along another dimension all of it, wherever a part is wanted
+            else:  # sharded along another dimension: send it completely to every rank that needs a part
                 ends = layout.spans, tuple((0, layout.numel) if layout.dim and r != NOTHING else r for r in rows)
             self._ways[key] = route(*ends, layout.mates, self.comm.rank)
         return self._ways[key]
 
     def _rows_by_rank(self, index: int, i: int) -> Spans:
-        """By rank the entries of parameter i of a window that it has rows of."""
+        """Return the entries of parameter i of a window for which each rank has rows."""
         unit, ranks = self.units[index], range(self.comm.world)
         if unit.part is None:
             there = set(self.comm.preconditioners(index))
@@ -142,7 +142,7 @@ class WindowCuts:
         return tuple(span if span[0] < span[1] else NOTHING for span in spans)
 
     def _moved(self, tensors: Sequence[Tensor], ways: Sequence[Route], stage: str, exact: bool = False) -> list[Tensor]:
-        """Bring flat tensors from one cut to another, in messages of bounded size."""
+        """Convert flat tensors from one division to another, in messages of bounded size."""
         found: list[Tensor] = list(tensors)
         for chosen in _portions(tensors, [way.numel for way in ways], _PORTION * self.comm.world):
             arrived = self.comm.reshard([tensors[i] for i in chosen], [ways[i] for i in chosen], stage, exact)
@@ -152,7 +152,7 @@ class WindowCuts:
 
 
 def wished_bounds(p: nn.Parameter, layout: Layout | None, parts: Sequence[int], cutting: Cutting) -> Bounds | None:
-    """Where a parameter of a window, cut over ranks or not, had best be cut into parts; None for no preference."""
+    """Return the best bounds for dividing a parameter of a window into parts; None for no preference."""
     if layout is None or layout.dim or not cutting.grain or p.is_complex():
         return None
     spans = dict(zip(parts, layout.spans, strict=True))
@@ -172,7 +172,7 @@ def wished_bounds(p: nn.Parameter, layout: Layout | None, parts: Sequence[int], 
 
 
 def _portions(tensors: Sequence[Tensor], sizes: Sequence[int], nbytes: int) -> Iterator[list[int]]:
-    """Positions of tensors of one dtype and device that travel together."""
+    """Yield the positions of tensors of one dtype and device that are sent together."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, x in enumerate(tensors):
         kinds.setdefault((x.dtype, x.device), []).append(i)

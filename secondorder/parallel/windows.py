@@ -1,11 +1,11 @@
-"""Messages of a step for windows of which a rank stores a part, or nothing.
+"""Messages of a step for windows of which a rank stores only a part or nothing.
 
 ::
 
-    window in parts    dots of the parts ──sum──► the same Gram row and solve on all ─► slices of u ──gather──► u
+    divided windows    dots of the parts ──sum──► the same Gram row and solve on all ─► slices of u ──gather──► u
     whole windows      u on the ranks that hold it ──copy──► u on the others of their row
 
-Every message contains every window, with zeros if a rank has no gradient, so that its size depends on the plan only.
+Every message contains every window, with zeros if a rank has no gradient, so its size depends only on the plan.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WindowExchange:
         """Select the part of some tensors that belongs to the rows of this rank.
 
         Args:
-            wanted: For each window, None or a list with a tensor or None per parameter; pieces if it is sharded.
+            wanted: For each window, None or a list with a tensor or None per parameter (pieces if it is sharded).
 
         Yields:
             For each window, such a list for the part on this rank; None if there is no part or no list.
@@ -117,7 +117,7 @@ class WindowExchange:
             unit.decay_dots = words[-m:][:t]
 
     def decay_of(self, p: nn.Parameter) -> float:
-        """The weight decay of a parameter that is preconditioned but does not enter the window, else 0."""
+        """The weight decay of a parameter that is preconditioned but does not enter the window, or else 0."""
         group = self.groups[p]
         return float(group["weight_decay"]) if group["weight_decay_mode"] in ("reg", "both") else 0.0
 
@@ -139,7 +139,7 @@ class WindowExchange:
                 divided; None without gradients.
 
         Returns:
-            The directions, of which some may be None only in a world of one rank.
+            The directions. Some may be None only if there is one rank.
         """
         if self._cuts is not None:
             return self._cuts.directions(found)

@@ -1,4 +1,4 @@
-"""The state of all parameters, which follows the groups and the module."""
+"""Allocation of the state of all parameters, which follows the groups and the module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Allocator:
         runtime: The step counter.
         preconditioner: The curvature.
         update: The first-order rules.
-        place: Lets the strategy decide which rank does what.
+        place: Function with which the strategy assigns units to ranks.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Allocator:
         self._preconditioner, self._update = preconditioner, update
 
     def rebuild(self) -> bool:
-        """Plan anew and allocate what is missing; state that still fits is kept.
+        """Make a new plan and allocate missing state. State that still fits is kept.
 
         Returns:
             Whether the plan changed.
@@ -62,7 +62,7 @@ class Allocator:
         state = self._table.state[p]
         state.setdefault("step", torch.zeros((), dtype=torch.float32))
         if not p.requires_grad:
-            return  # a frozen layer keeps its estimate for when it is unfrozen
+            return  # a frozen layer keeps its estimate until it is unfrozen
         self._preconditioner.plan.allocate(p)
         self._update.allocate(p, self._table.group_of[p])
         for key in set(state) & set(RULE_KEYS):
@@ -74,12 +74,12 @@ class Allocator:
             self._preconditioner.hooks.replanned(self.rebuild())
 
     def follow_replaced(self) -> None:
-        """Follow parameters that a trainer has put in the place of others since the last step."""
+        """Follow parameters that a trainer has replaced since the last step."""
         if self._table.was_replaced:
             self.synchronize()
 
     def allocate_rules(self) -> None:
-        """Allocate what the first-order rules keep, which may depend on options that have changed."""
+        """Allocate the state of the first-order rules, which may depend on options that have changed."""
         if self._table.signature:  # a copy without its module does not know its rules
             for p, group in self._table.group_of.items():
                 if p.requires_grad:

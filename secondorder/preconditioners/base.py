@@ -6,7 +6,7 @@
     statistics estimates inverses      to ranks directions
 """
 
-# ruff: noqa: B027 - what a kind of curvature does not need does nothing
+# ruff: noqa: B027 - methods that a kind of curvature does not need do nothing
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ from secondorder.preconditioners.hooks import NoHooks
 if TYPE_CHECKING:
     from secondorder.preconditioners.layer_capture import LayerCapture
 
-#: State by parameter, as a checkpoint has it.
+#: State by parameter, as in a checkpoint.
 SavedStates = Mapping[nn.Parameter, Mapping[str, Any]]
 
 
@@ -55,8 +55,8 @@ class Rule(NamedTuple):
         weight_decay: Weight decay.
         decoupled: Whether weight decay is decoupled, which makes Adam's rule AdamW.
         factor: Factor of the direction.
-        shrink: What is subtracted from 1 for the factor of the parameter, whatever the learning rate.
-        is_fallback: Whether Adam's rule takes the learning rate of the fallback.
+        shrink: 1 minus the factor of the parameter, which does not depend on the learning rate.
+        is_fallback: Whether Adam's rule uses the learning rate of the fallback.
     """
 
     kind: str
@@ -82,7 +82,7 @@ class CurvaturePlan(ABC):
 
     @abstractmethod
     def clear(self, params: Collection[nn.Parameter]) -> None:
-        """Forget what was planned for another module, or for other parameters than the current ones."""
+        """Discard the plan for another module, or for other parameters than the current ones."""
 
     def take_back(self, group: Group) -> None:
         """Remove the last group, if that is possible, since its curvature could not be planned."""
@@ -91,26 +91,26 @@ class CurvaturePlan(ABC):
         """Replace the parameters by those that ``after`` maps them to."""
 
     def allocate(self, p: nn.Parameter) -> None:
-        """Allocate the curvature in the state of a parameter; what is there and still fits is kept."""
+        """Allocate the curvature in the state of a parameter. Existing tensors that still fit are kept."""
 
     def state_of_copies(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> Mapping[nn.Parameter, dict[str, Any]]:
-        """Return the state as copies and pickles contain it."""
+        """Return the state for copies and pickles."""
         return state
 
 
 class CurvatureReport(ABC):
-    """What curvature reports about itself."""
+    """Interface of the reports of curvature."""
 
     #: Heading of the column with the sizes of the curvature.
     sizes_are: ClassVar[str]
 
     @abstractmethod
     def summary(self) -> str:
-        """Return the number of blocks or windows in words."""
+        """Return the number of blocks or windows as text."""
 
     @abstractmethod
     def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
-        """Return what covers a parameter, its size, and its owner; all are empty if nothing covers it."""
+        """Return what covers a parameter, its size, and its owner; all are empty strings if nothing covers it."""
 
     @abstractmethod
     def damped(self, step: int) -> list[Damped] | None:
@@ -161,14 +161,14 @@ class Preconditioner(ABC):
 
     #: Whether ``propose`` preconditions its argument ``source``. Windows precondition what they contain.
     takes_sources: ClassVar[bool] = True
-    #: Option that says how many steps lie between two refreshes; empty if there is none. 0 switches curvature off.
+    #: Option with the number of steps between two refreshes; empty if there is none. 0 switches curvature off.
     refresh_interval: ClassVar[str] = ""
     #: Whether there is curvature only for the layers of a module, so that a copy waits for one.
     needs_module: ClassVar[bool] = False
 
     comm: CommStrategy
     table: ParameterTable
-    #: What captures statistics in forward and backward passes.
+    #: The hooks that capture statistics in forward and backward passes.
     hooks: NoHooks | LayerCapture
     plan: CurvaturePlan
     report: CurvatureReport
@@ -178,7 +178,7 @@ class Preconditioner(ABC):
         """Make a new plan for the current parameters.
 
         Args:
-            place: Lets the strategy decide which rank does what.
+            place: Function with which the strategy assigns units to ranks.
 
         Returns:
             Whether the plan changed.
@@ -188,7 +188,7 @@ class Preconditioner(ABC):
         """Act on a new plan whose state has been allocated."""
 
     def detach(self) -> None:
-        """Remove all hooks, and end what runs in the background. Idempotent."""
+        """Remove all hooks and end all work in the background. Idempotent."""
 
     # ------------------------------------------------------------------ copies
     @abstractmethod
@@ -202,18 +202,18 @@ class Preconditioner(ABC):
         return self.table.shards.everywhere(all_finite(found))
 
     def inspected(self, gradients: Directions) -> None:
-        """Note the gradients of a step after they have been checked."""
+        """Record the gradients of a step after they have been checked."""
 
     def end_step(self) -> None:
-        """Prepare for the coming step."""
+        """Prepare for the next step."""
 
     @abstractmethod
     def facts(self) -> dict[str, list[str]]:
-        """Return what must be equal on all ranks, in words."""
+        """Return the settings that must be equal on all ranks, as text."""
 
     @abstractmethod
     def recover(self) -> None:
-        """Find the curvature that a checkpoint has left out, once the ranks have met."""
+        """Recompute the curvature that a checkpoint left out, after the ranks have connected."""
 
     @abstractmethod
     def collect(self) -> Any:
@@ -229,12 +229,12 @@ class Preconditioner(ABC):
         Args:
             statistics: The return value of ``collect``.
             gradients: Gradients of this step by parameter.
-            gate: None, or a 0-dim bool tensor: where it is False nothing changes.
+            gate: None, or a 0-dim bool tensor. If it is False, nothing changes.
         """
 
     @abstractmethod
     def refresh_due(self) -> list[int]:
-        """Refresh the curvature that is due, and return the indices of what was refreshed."""
+        """Refresh the curvature that is due, and return the indices of refreshed units."""
 
     @abstractmethod
     def share(self, refreshed: list[int]) -> None:
@@ -246,7 +246,7 @@ class Preconditioner(ABC):
 
         Args:
             gradients: Gradients of this step by parameter.
-            source: What is preconditioned: gradients, or means of them. Windows contain it already.
+            source: The tensors to precondition: gradients, or means of them. Windows contain them already.
             gate: None, or a 0-dim bool tensor that is False if the step is not to be taken.
 
         Returns:
@@ -268,12 +268,12 @@ class Preconditioner(ABC):
         """Return the parameters for which a step with these gradients proposes directions."""
 
     def change_sources(self, source: Directions, gradients: Directions, gate: Tensor | None) -> None:
-        """Change in place what is preconditioned, if the method preconditions something else.
+        """Change in place the tensors to precondition, if the method preconditions something else.
 
         Args:
             source: The gradient of each parameter, or Adam's first moment.
             gradients: Gradients of this step by parameter.
-            gate: None, or a 0-dim bool tensor: where it is False nothing changes.
+            gate: None, or a 0-dim bool tensor. If it is False, nothing changes.
         """
         return
 
@@ -282,8 +282,8 @@ class Preconditioner(ABC):
 
         Args:
             p: The parameter.
-            group: Its options.
-            rule: The rule as the options have it.
+            group: The options of the parameter.
+            rule: The rule that the options select.
 
         Returns:
             The rule, which the method may have changed.
@@ -292,11 +292,11 @@ class Preconditioner(ABC):
 
 
 class StateForm(NamedTuple):
-    """What is special about the state of a kind of curvature.
+    """Properties of the state of a kind of curvature.
 
     Attributes:
-        common_keys: Keys of the values that the state of one parameter holds for others, too.
-        structural_options: Options that decide how much is allocated. A checkpoint does not change them.
+        common_keys: Keys of the values that the state of one parameter also holds for other parameters.
+        structural_options: Options that determine how much is allocated. A checkpoint does not change them.
     """
 
     common_keys: frozenset[str] = frozenset()
@@ -304,7 +304,7 @@ class StateForm(NamedTuple):
 
 
 class CurvatureState(Protocol):
-    """Curvature in the state of an optimizer, as checkpoints see it.
+    """Interface between curvature in the state of an optimizer and checkpoints.
 
     ::
 
@@ -332,7 +332,7 @@ class CurvatureState(Protocol):
         ...
 
     def places_here(self, p: nn.Parameter) -> frozenset[Place]:
-        """Return where this rank is, of the places at which tensors of a parameter's state are."""
+        """Return the places of tensors of a parameter's state that this rank has."""
         ...
 
     def placed(self) -> Sequence[tuple[int, nn.Parameter]] | None:
@@ -343,34 +343,34 @@ class CurvatureState(Protocol):
         ...
 
     def settle(self, follow: Callable[[], None]) -> None:
-        """Bring the state up to date before it is saved; ``follow`` makes a new plan if there is a reason."""
+        """Update the state before it is saved. ``follow`` makes a new plan if necessary."""
 
     def misfits(self, states: SavedStates) -> list[str]:
         """Return why saved states do not fit, apart from keys and shapes."""
         ...
 
     def while_loading(self, states: SavedStates, rebuild: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Return the context in which saved states are compared; ``rebuild`` makes a new plan and allocates state."""
+        """Return the context in which saved states are compared. ``rebuild`` makes a new plan and allocates state."""
         ...
 
     def translated(self, states: SavedStates, group_of: Mapping[nn.Parameter, Group]) -> SavedStates:
         """Return saved states in the form in which this optimizer stores them, given their saved groups.
 
         Raises:
-            RuntimeError: If they lack what only another rank has saved.
+            RuntimeError: If they lack tensors that only another rank has saved.
         """
         ...
 
     def expected(self, p: nn.Parameter, schema: Schema, theirs: Mapping[str, Any]) -> Schema:
-        """Return the schema with which the saved state of a parameter is compared, given that of its whole state."""
+        """Return the schema with which the saved state of a parameter is compared, given the complete schema."""
         ...
 
     def loaded(self, rebuild: Callable[[], bool]) -> None:
-        """Complete what a checkpoint may leave out, and follow the loaded options with a new plan."""
+        """Compute what a checkpoint may leave out, and make a new plan for the loaded options."""
 
 
 class DividedState(Protocol):
-    """Curvature whose tensors may be divided between ranks, and which copies a checkpoint into them itself."""
+    """Interface of curvature whose tensors may be divided between ranks and are copied from a checkpoint specially."""
 
     #: Keys of these tensors.
     keys: ClassVar[frozenset[str]]
@@ -380,8 +380,8 @@ class DividedState(Protocol):
         ...
 
     def install(self, loaded: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Replace the state by checked values, of which those of these tensors are copied."""
+        """Replace the state by checked values, copying those of these tensors."""
 
     def gather(self, asks: bool) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Return what this rank lacks, on the CPU, if it asks for it. All ranks must call it."""
+        """Return the tensors that this rank lacks, on the CPU, if it requests them. All ranks must call this."""
         ...

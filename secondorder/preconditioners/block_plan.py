@@ -1,4 +1,4 @@
-"""The plan of the blocks: the layers that they cover, their ranks, and what the states hold of them."""
+"""The plan of the blocks: the layers that they cover, their ranks, and the content of their states."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class BlockPlan(CurvaturePlan, Generic[BlockT]):
-    """Plans blocks over the layers of a module, and allocates their state.
+    """Plans blocks over the layers of a module and allocates their state.
 
     Args:
-        setting: What the blocks share with the optimizer.
+        setting: The parts of the optimizer that the blocks use.
         block_type: The class of the blocks.
-        interval: Name of the option that says how many steps lie between two refreshes.
-        exchange: What the blocks exchange with other ranks.
+        interval: Name of the option with the number of steps between two refreshes.
+        exchange: The exchange of the blocks with other ranks.
 
     Attributes:
         blocks: The blocks, in the order of their indices.
         block_of: The block of each covered parameter.
-        shapes: Shapes of the whole curvature of each parameter, wherever it is.
+        shapes: Shapes of the complete curvature of each parameter, on whichever rank it is.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
     def follow(self, place: Callable[[Sequence[Unit]], None]) -> bool:
         """Find the blocks for the current parameters.
 
-        Hooks of equal blocks stay, because a compiled model would not see new ones.
+        Hooks of equal blocks are kept, because a compiled model would not see new ones.
 
         Args:
-            place: Called with what the strategy has to place, if the blocks have changed.
+            place: Function with which the strategy assigns units to ranks, called if the blocks have changed.
 
         Returns:
             Whether the blocks changed.
@@ -94,15 +94,15 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         return ((b.name, b.params) for b in self.blocks)
 
     def clear(self, params: Collection[nn.Parameter]) -> None:
-        """Forget the blocks of another module."""
+        """Discard the blocks of another module."""
         self.blocks = []
 
     def units(self) -> list[Unit]:
-        """What a strategy needs to know of the blocks."""
+        """Return the units of all blocks for a strategy."""
         return [self.unit(block) for block in self.blocks]
 
     def unit(self, block: BlockT) -> Unit:
-        """What a strategy needs to know of a block."""
+        """Return the unit of a block for a strategy."""
         adapter, schema = block.adapter, self.live_schema(block)
         a, g, blocks = adapter.n_a, adapter.n_g, adapter.groups
         flat = [a if adapter.one_hot else a**3, g**3]
@@ -118,16 +118,16 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
 
     # ------------------------------------------------------------------ what the states hold
     def schema(self, block: BlockT, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
-        """Return what the state of a block holds; ``held`` is that state, or a loaded one."""
+        """Return the schema of the state of a block. ``held`` is this state, or a loaded one."""
         found: Schema = block.schema(group, held)
         return found
 
     def live_schema(self, block: BlockT) -> Schema:
-        """Return what the state of a block holds now."""
+        """Return the schema of the current state of a block."""
         return self.schema(block, block.group, self.table.state.get(block.owner, {}))
 
     def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
-        """Return what the state of a parameter holds of curvature if it has a group and a state."""
+        """Return the schema of the curvature in the state of a parameter with a group and a state."""
         block = self.block_of.get(p)
         if block is None:
             return {}
@@ -135,11 +135,11 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         return {**found, **block.momentum_schema(p, group)}
 
     def places_here(self, p: nn.Parameter) -> frozenset[Place]:
-        """Return where this rank is, of the places at which tensors of a parameter's state are."""
+        """Return the places of tensors of a parameter's state that this rank has."""
         return self._exchange.places_here(self.block_of.get(p))
 
     def allocate(self, p: nn.Parameter) -> None:
-        """Allocate the curvature in the state of a parameter; what is there and still fits is kept."""
+        """Allocate the curvature in the state of a parameter. Existing tensors that still fit are kept."""
         state, before, entries = self.table.state[p], self.shapes.get(p, {}), self.table.entries
         schema = self.schema_of(p, self.table.group_of[p], state)
         wanted = held(schema, self.places_here(p))
@@ -161,7 +161,7 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
                 like = p if is_cut(p) and entry.kind == "momentum" else value
                 state[key] = torch.zeros_like(like, dtype=value.dtype, device=p.device, requires_grad=False)
                 if entry.derived:
-                    state["refreshes"] = 0  # nothing to precondition with until the next refresh, which is due
+                    state["refreshes"] = 0  # it does not precondition until the next refresh, which is due
             else:  # the model was moved or cast
                 state[key] = state[key].to(p.device, value.dtype)
 
@@ -172,14 +172,14 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         self.block_of = {p: block for block in self.blocks for p in block.params}
 
     def facts(self) -> dict[str, list[str]]:
-        """Return what must be equal on all ranks, in words."""
+        """Return the settings that must be equal on all ranks, as text."""
         chosen = {f.name: getattr(self.options, f.name) for f in fields(LayerOptions) if f.name != "skip_layers"}
         if callable(self.options.batch.input):
             chosen["batch"] = replace(self.options.batch, input="a function")  # its representation has an address
         return {"options of all layers": [f"{k}={v!r}" for k, v in chosen.items()]}
 
     def portable_rules(self) -> list[Any]:
-        """Return the rules for layers to skip, with names in the place of modules."""
+        """Return the rules for layers to skip, with names instead of modules."""
         found: list[Any] = list(self.options.choices.skip)
         for i, rule in enumerate(found):
             if isinstance(rule, nn.Module):
@@ -190,7 +190,7 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
 
 
 def _refuse_tensor_parallel(root: nn.Module, layers: Sequence[Layer]) -> None:
-    """Refuse layers of which every rank applies a part: what their hooks see is no row of the layer.
+    """Reject tensor-parallel layers, since their hooks see only parts of the rows of the layer.
 
     Raises:
         NotImplementedError: Naming them.
@@ -207,12 +207,12 @@ def _refuse_tensor_parallel(root: nn.Module, layers: Sequence[Layer]) -> None:
     ]
     if found:
         raise NotImplementedError(
-            f"layers {', '.join(found)} are tensor-parallel: each rank sees a part of their rows, from which the "
-            "curvature of the layer cannot be had. Leave them out with skip_layers=[...], or use a window method, "
+            f"layers {', '.join(found)} are tensor-parallel: each rank sees only a part of their rows, from which the "
+            "curvature of the layer cannot be computed. Leave them out with skip_layers=[...], or use a window method, "
             "such as MFAC"
         )
 
 
 def _is_fully_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to a module; by name, since not every build of torch has it."""
+    """Whether ``fully_shard`` was applied to a module. Compare names, since not every build of torch has it."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

@@ -1,4 +1,4 @@
-"""What a step measures of which blocks."""
+"""Decides which statistics a step measures, and of which blocks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class CaptureSchedule(Generic[BlockT]):
-    """Decides what a step measures, from the step counter, the options and the counters in the states alone.
+    """Decides what a step measures, based only on the step counter, the options and the counters in the states.
 
     Args:
         plan: The blocks.
-        refresher: When they are refreshed.
-        exchange: What they exchange with other ranks.
-        interval: Name of the option that says how many steps lie between two updates of the estimates.
+        refresher: The schedule of their refreshes.
+        exchange: Their exchange with other ranks.
+        interval: Name of the option with the number of steps between two updates of the estimates.
         counter: Name of the counter of these updates in the states.
     """
 
@@ -30,22 +30,22 @@ class CaptureSchedule(Generic[BlockT]):
         self._interval, self._counter = interval, counter
 
     def find_due(self) -> dict[int, Due]:
-        """Return what the coming step measures of the blocks whose statistics it uses, on any rank, by index."""
+        """Return the measurements of the next step, by index of the blocks whose statistics it uses on any rank."""
         learns = self._plan.comm.learns
         found = ((b.index, self.due_of(b)) for b in self._plan.blocks)
         return {i: due for i, due in found if due is not None and learns(i)}
 
     def due_of(self, block: BlockT) -> Due | None:
-        """Return what the coming step measures of a block; None for nothing."""
+        """Return the measurements of the next step for a block; None if there are none."""
         return ESTIMATE_ALONE if self.captures(block) else None
 
     def captures(self, block: BlockT) -> bool:
-        """Return whether the coming step updates the running estimate of a block."""
+        """Return whether the next step updates the running estimate of a block."""
         every, interval = block.group[self._interval], block.group[self._plan.interval]
         updates, step = block.state.get(self._counter, 0), self._plan.runtime.step
         return self._refresher.schedule.captures(step, every, interval, updates)
 
     def chosen_intervals(self) -> list[tuple[Any, ...]]:
-        """Return the options by group that decide what a step uses."""
+        """Return the options by group that determine which statistics a step uses."""
         names = (self._plan.interval, self._interval, "scale_update_steps", "estimator")
         return [tuple(g.get(name) for name in names) for g in self._plan.table.groups]

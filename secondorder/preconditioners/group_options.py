@@ -18,8 +18,8 @@ class GroupRules:
     """Rules about several options of a parameter group.
 
     Args:
-        exclusions: Each raises ``ValueError`` if options of a group exclude each other, or those of the other groups.
-        mode_by_default: Whether the mode of the damping was left to the constructor.
+        exclusions: Functions that raise ``ValueError`` if options exclude each other, in a group or between groups.
+        mode_by_default: Whether the constructor chooses the mode of the damping.
 
     Attributes:
         mode_by_default: The argument.
@@ -34,7 +34,7 @@ class GroupRules:
         """Return an added group without a damping that is None, and with the options that depend on other options."""
         found = {k: v for k, v in given.items() if v is not None or k not in ("damping", "damping_mode")}
         if self.mode_by_default and "damping" in found:
-            # A number given as damping is λ itself unless a mode is given with it.
+            # A number for damping is λ itself unless damping_mode is set too.
             found.setdefault("damping_mode", "absolute")
         return found
 
@@ -55,11 +55,11 @@ class GroupRules:
         return options.is_adam(defaults["graft"] or defaults["inner"])
 
     def facts(self) -> dict[str, list[str]]:
-        """Return what must be equal on all ranks in addition to the options of groups, in words."""
+        """Return the settings that must be equal on all ranks in addition to the options of groups, as text."""
         return {}
 
     def reason_against_roles(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return why ranks of several roles cannot serve the method, or None if they can."""
+        """Return why ranks of several roles cannot run the method, or None if they can."""
         return "it has no factors of layers. Use comm=MemOpt()"
 
 
@@ -67,14 +67,14 @@ class GroupOptions:
     """The options of the groups of one optimizer.
 
     Args:
-        method: Class of the optimizer. Its attribute ``checks`` has the checks of the options that only it has.
+        method: Class of the optimizer. Its attribute ``checks`` has the checks of its specific options.
         rules: Rules about several options of a group.
 
     Attributes:
         checks: Checks of all options.
-        betas: β₁ and β₂ of a group that does not give its own. The defaults of the optimizer contain them only if
-            schedulers act on them, since they would cycle them and not the momentum otherwise.
-        chosen: What the constructor was given for all groups, by keyword: objects, and options that no group has.
+        betas: The default of β₁ and β₂. The defaults of the optimizer contain them only if schedulers should cycle
+            them; otherwise, schedulers would cycle them instead of the momentum.
+        chosen: The constructor's arguments for all groups by keyword: objects, and options that no group has.
     """
 
     def __init__(self, method: Any, rules: GroupRules) -> None:
@@ -85,7 +85,7 @@ class GroupOptions:
         self._seen: list[Group] = []
 
     def defaults(self, given: Mapping[str, Any]) -> Group:
-        """Return the default options, checked, of which ``betas`` are left out where schedulers do not act on them."""
+        """Return the checked default options, without ``betas`` if schedulers should not act on them."""
         found = {key: options.plain(value) for key, value in given.items()}
         found["fallback"] = options.resolve_fallback(found["fallback"], found["graft"])
         options.validate(found, self.checks)
@@ -95,7 +95,7 @@ class GroupOptions:
         return found
 
     def completed(self, given: Group, defaults: Mapping[str, Any], groups: list[Group], is_late: bool) -> Group:
-        """Return an added group, checked, with the options that depend on other options.
+        """Return an added group after checking it, with the options that depend on other options.
 
         Args:
             given: The group.
@@ -127,11 +127,11 @@ class GroupOptions:
             group.setdefault("fallback_base_lr", float(group["lr"]))
 
     def check_changes(self, groups: list[Group]) -> None:
-        """Refuse values that were written into groups since the last call, before they have an effect.
+        """Reject values that were written into groups since the last call, before they have an effect.
 
         Raises:
             TypeError: If a value has the wrong type.
-            ValueError: For a value out of range, or for options that exclude each other.
+            ValueError: If a value is out of range, or options exclude each other.
         """
         found = options.check_changes(groups, self._seen, self.checks)
         if found is not None:
@@ -140,7 +140,7 @@ class GroupOptions:
             self._seen = found
 
     def warn_without_effect(self, groups: Iterable[Group]) -> None:
-        """Warn once of options that were given although no rule of their group reads them."""
+        """Warn once about options that are set although no rule of their group reads them."""
         usual = keywords.usual(self._method)
         for text in dict.fromkeys(options.without_effect(group, usual) for group in groups):
             if text:
@@ -156,22 +156,22 @@ def _check_keys(method: type, param_group: Group, known: Collection[str]) -> Non
         known: Names of the options of groups.
 
     Raises:
-        ValueError: If a key is an argument that only the constructor takes.
+        ValueError: If a key is an argument that only the constructor accepts.
     """
     fixed = {*signature(method).parameters, *keywords.flat_names(method)} - {*known, "params", *options.RENAMED}
     for name in sorted(keywords.OBJECTS.keys() & fixed & param_group.keys()):
         if keys := [key for key, _ in keywords.group_keys(keywords.OBJECTS[name])]:
             raise ValueError(
-                f"{name} is for the constructor of {method.__name__}; groups have the keys {', '.join(keys)}"
+                f"{name} is an argument of the constructor of {method.__name__}; groups have the keys {', '.join(keys)}"
             )
     if found := sorted(fixed & param_group.keys()):
         raise ValueError(
-            f"{', '.join(found)}: set once for all groups; give it to the constructor of {method.__name__}, "
+            f"{', '.join(found)}: set once for all groups; pass it to the constructor of {method.__name__}, "
             "not to a parameter group"
         )
     for key in param_group.keys() - set(known):
         if close := get_close_matches(key, {*known, *fixed}, n=1, cutoff=0.85):
-            place = ", which only the constructor takes" if close[0] in fixed else ""
+            place = ", which only the constructor accepts" if close[0] in fixed else ""
             warnings.warn(
                 f"{method.__name__}: the key {key!r} of a parameter group has no effect; did you mean "
                 f"{close[0]!r}{place}?",

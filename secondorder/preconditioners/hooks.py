@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class NoHooks:
-    """Hooks nothing, as for windows, which contain the gradients of past steps."""
+    """Null object for methods that capture nothing, such as window methods."""
 
     @property
     def capture(self) -> Capture:
-        """What captures statistics.
+        """The object that captures statistics.
 
         Raises:
             AttributeError: Always, since nothing is captured.
         """
-        raise AttributeError("a window of past gradients captures nothing of the layers of a module")
+        raise AttributeError("window methods capture no statistics from the layers of a module")
 
     def hook(self) -> None:
         """Hook nothing."""
@@ -34,17 +34,17 @@ class NoHooks:
         """Do nothing after a new plan between two steps."""
 
     def begin_step(self, synchronize: Callable[[], None]) -> None:
-        """Follow parameters that were frozen, unfrozen or moved since the last step, as no forward pass has done."""
+        """Follow parameters that were frozen, unfrozen or moved since the last step, as no forward pass did."""
         synchronize()
 
     def check_gradients(self) -> None:
-        """Do nothing, since gradients need not belong to anything that was captured."""
+        """Do nothing, since no captured statistics belong to the gradients."""
 
     def discard(self) -> None:
         """Do nothing, since nothing was captured."""
 
     def follow_schedule(self) -> None:
-        """Do nothing, since no interval decides what is captured."""
+        """Do nothing, since nothing is captured at intervals."""
 
     def observe(self, outputs: Any, likelihood: Any, targets: Any = None) -> None:
         """Check the arguments, which have no effect: windows contain gradients of the loss."""
@@ -52,7 +52,7 @@ class NoHooks:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Capture nothing of the forward passes inside the ``with`` block."""
+        """Capture nothing from forward passes inside the ``with`` block."""
         yield
 
     @contextmanager
@@ -65,7 +65,7 @@ class NoHooks:
         """Discard statistics together with the gradients."""
 
     def time_stages(self, clock: Clock | None) -> None:
-        """Have a clock time the capture."""
+        """Time the capture with a clock."""
 
 
 def check_mask(keep: Tensor | None) -> None:
@@ -73,7 +73,7 @@ def check_mask(keep: Tensor | None) -> None:
 
     Raises:
         TypeError: If it is not a tensor of bools or integers.
-        ValueError: If it has not two dimensions.
+        ValueError: If it does not have two dimensions.
     """
     if keep is not None and (not isinstance(keep, Tensor) or keep.is_floating_point() or keep.is_complex()):
         kind = keep.dtype if isinstance(keep, Tensor) else type(keep).__name__

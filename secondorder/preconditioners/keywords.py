@@ -1,4 +1,4 @@
-"""Keywords of constructors that take objects with options, and the keys of parameter groups that these set."""
+"""Keywords of constructors that accept option objects, and the keys of parameter groups that these objects set."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def usual(method: type) -> dict[str, Any]:
 
 
 def gathered(chosen: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group with those of objects as objects.
+    """Return the options of a group, with related options as objects.
 
     Args:
-        chosen: What the constructor was given for all groups, by keyword: objects, and options that no group has.
+        chosen: The constructor's arguments for all groups by keyword: objects, and options that no group has.
         group: The options of a group, by key.
-        defaults: Those of a group that gives none.
+        defaults: The default options of a group.
 
     Returns:
         The options by keyword. A key that differs from the default replaces the field of its object.
@@ -66,10 +66,10 @@ def gathered(chosen: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapp
 
 
 def flat_names(method: Callable[..., Any]) -> dict[str, tuple[str, Field[Any]]]:
-    """Return the fields of the objects that a constructor takes, by key of parameter groups or former keyword.
+    """Return the fields of the objects that a constructor accepts, by key of parameter groups or by former keyword.
 
     Args:
-        method: The method, whose attribute ``absent`` has the fields that it lacks.
+        method: The method, whose attribute ``absent`` names the fields that it does not have.
 
     Returns:
         Keyword and field of each.
@@ -84,7 +84,7 @@ def flat_names(method: Callable[..., Any]) -> dict[str, tuple[str, Field[Any]]]:
 
 
 def from_flat(method: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a constructor from settings without objects, as a command line or a file has them.
+    """Return the keywords of a constructor from settings without objects, such as those of a command line or a file.
 
     Args:
         method: The method.

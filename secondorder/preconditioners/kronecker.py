@@ -23,7 +23,7 @@ from secondorder.preconditioners.small_blocks import StackRule
 
 
 def _read(block: KroneckerBlock) -> tuple[Sequence[str], Sequence[str]]:
-    """Return what the inverse of a block reads; a subclass declares itself that its ``apply`` takes stacks."""
+    """Return what the inverse of a block reads. A subclass has to declare that its ``apply`` supports stacks."""
     inverse = type(block.inverse)
     takes_stacks = type(block) is KroneckerBlock and "stacked" in vars(inverse)
     return (inverse.stacked, inverse.options) if takes_stacks else ((), ())
@@ -38,7 +38,7 @@ def _precondition(blocks: Sequence[KroneckerBlock], gradients: Tensor) -> Tensor
 
 
 class KroneckerPreconditioner(LayerPreconditioner[KroneckerBlock]):
-    """Blocks that are inverted by eigenvalues, or factor by factor."""
+    """Preconditions with blocks that are inverted by eigenvalues or factor by factor."""
 
     catalog: ClassVar[Schema] = {**FACTORS, **INVERSES}
     block_type: ClassVar[type[Block]] = KroneckerBlock

@@ -1,4 +1,4 @@
-"""The capture of the statistics of blocks: hooks, what the coming step uses, and warnings about what is missing."""
+"""The capture of the statistics of blocks: hooks, the statistics for the next step, and warnings about missing ones."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 
 class LayerCapture:
-    """Hooks the layers of blocks, and has captured what the coming step uses.
+    """Hooks the layers of blocks and captures the statistics that the next step uses.
 
     Args:
-        setting: What it shares with the optimizer.
+        setting: The parts of the optimizer that it uses.
         plan: The blocks.
-        schedule: What a step measures.
+        schedule: The schedule of the measurements of a step.
         rows_per_example: The largest number of rows of each example that a method can use, or None for no limit.
 
     Attributes:
         is_closed: Whether hooks were removed.
-        due: What the coming step measures of the blocks whose statistics it uses, on any rank, by index of the block.
+        due: The measurements of the next step, by index of the blocks whose statistics it uses on any rank.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class LayerCapture:
     ) -> None:
         self._setting, self._plan, self._schedule = setting, plan, schedule
         self._fisher = ModelFisher(setting.fisher, setting.runtime, setting.layers.batch.dim, rows_per_example)
-        #: Intervals that decided what the coming step uses.
+        #: Intervals that determined which statistics the next step uses.
         self._armed_for: list[tuple[Any, ...]] = []
         self.is_closed = False
         self.due: dict[int, Due] = {}
         self._capture: Capture | None = None
         self._warned: set[str] = set()
-        #: The gradient of the first layer in the last step, and its version: the same again means no backward pass.
+        #: The gradient of the first layer in the last step, and its version. They change with every backward pass.
         self._last_gradient: tuple[weakref.ref[Tensor] | None, int] = (None, 0)
 
     # ------------------------------------------------------------------ hooks
     def is_a_copy(self) -> str:
-        """Return what to do where a copy has no module."""
+        """Return what to do with a copy that has no module."""
         return f"this {self._setting.method} is a copy and has no module to capture from: call attach(module) first"
 
     @property
@@ -76,14 +76,14 @@ class LayerCapture:
 
     @property
     def capture(self) -> Capture:
-        """What captures the statistics of the blocks.
+        """The object that captures the statistics of the blocks.
 
         Raises:
             RuntimeError: If the optimizer was closed, or is a copy without a module.
         """
         if self._capture is None:
             if self.is_closed:
-                raise RuntimeError(f"this {self._setting.method} was closed; call attach(module) to train on")
+                raise RuntimeError(f"this {self._setting.method} was closed; call attach(module) to continue training")
             raise RuntimeError(self.is_a_copy())
         return self._capture
 
@@ -119,29 +119,29 @@ class LayerCapture:
         return Site(block.label, block.layer.taps, block.owner, new_statistic)
 
     def arm(self) -> None:
-        """Capture what the coming step uses."""
+        """Capture the statistics that the next step uses."""
         if self._capture is not None:
             captures = self._setting.comm.captures
             self._armed_for, self.due = self._schedule.chosen_intervals(), self._schedule.find_due()
             self._capture.arm(i for i in self.due if captures(i))
 
     def replanned(self, changed: bool) -> None:
-        """Hook the layers of new blocks, if there are any, and have captured what the coming step will use."""
+        """Hook the layers of new blocks, if there are any, and capture the statistics that the next step uses."""
         if changed and self.is_hooked:
             self.hook()
         self.arm()
 
     def begin_step(self, synchronize: Callable[[], None]) -> None:
-        """Refuse a step without a module. What changed since the last step was followed by its forward pass."""
+        """Reject a step without a module. Its forward pass has already applied changes since the last step."""
         _ = self.capture
 
     def follow_schedule(self) -> None:
-        """Let intervals that changed since the last step act on the forward pass that begins."""
+        """Apply intervals that changed since the last step to the forward pass that begins."""
         if self._schedule.chosen_intervals() != self._armed_for:
             self.arm()
 
     def time_stages(self, clock: Clock | None) -> None:
-        """Have a clock time what is captured, or none."""
+        """Time the capture with a clock, or stop timing."""
         if self._capture is not None:
             self._capture.clock = clock
 
@@ -154,7 +154,7 @@ class LayerCapture:
 
     @contextmanager
     def pause(self, by_user: bool = True) -> Iterator[None]:
-        """Capture nothing of the forwards that run inside the ``with`` block.
+        """Capture nothing from forward passes inside the ``with`` block.
 
         Args:
             by_user: Whether the next step may lack statistics for this reason.
@@ -167,7 +167,7 @@ class LayerCapture:
 
     @contextmanager
     def mask(self, keep: Tensor | None) -> Iterator[None]:
-        """Keep padding out of the statistics of the forwards that run inside the ``with`` block."""
+        """Exclude padding from the statistics of forward passes inside the ``with`` block."""
         check_mask(keep)
         if self._capture is None:
             yield
@@ -176,7 +176,7 @@ class LayerCapture:
             yield
 
     def observe(self, outputs: Any, likelihood: Any, targets: Any = None) -> None:
-        """Pull vectors of the loss curvature back to the layers, where the Fisher is that of the model."""
+        """Pull vectors of the loss curvature back to the layers if the Fisher is that of the model."""
         heads, kinds, given = resolved(outputs, likelihood, targets)
         if not self._setting.fisher.is_observed:
             return
@@ -190,7 +190,7 @@ class LayerCapture:
 
     # ------------------------------------------------------------------ what was captured
     def take(self) -> Captured:
-        """Take what was captured since the last step."""
+        """Return the statistics captured since the last step."""
         capture = self.capture
         self._setting.loss_scale.infer(capture.statistics, self._setting.comm.averages)
         taken = capture.take()
@@ -198,21 +198,21 @@ class LayerCapture:
         return taken
 
     def discard(self) -> None:
-        """Forget what was captured since the last step."""
+        """Discard the statistics captured since the last step."""
         if self._capture is not None:
             self._capture.discard()
 
     def spare(self) -> None:
-        """Forget what was captured since the last step, unless its backward pass has yet to come."""
+        """Discard the statistics captured since the last step, unless their backward pass has not run yet."""
         if self._capture is not None:
             self._capture.reset()
 
     def refused(self, block: Block) -> str | None:
-        """Return why nothing can be captured of a block, or None."""
+        """Return why nothing can be captured for a block, or None."""
         return self._capture.statistics.refused.get(block.index) if self._capture is not None else None
 
     def refuse(self, block: Block, reason: str) -> None:
-        """Note why nothing of a block can be used."""
+        """Record why the statistics of a block cannot be used."""
         self.capture.statistics.refused[block.index] = reason
 
     @property
@@ -222,7 +222,7 @@ class LayerCapture:
         return sum(int(getattr(s, "nbytes", 0)) for s in pending)
 
     def end_step(self) -> None:
-        """Remember the gradient of the step, and prepare for the coming one."""
+        """Store the gradient of the step, and prepare for the next step."""
         self._fisher.end_step()
         gradient = next((b.owner.grad for b in self._plan.blocks if b.owner.grad is not None), None)
         self._last_gradient = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
@@ -230,13 +230,13 @@ class LayerCapture:
 
     # ------------------------------------------------------------------ warnings
     def check_gradients(self) -> None:
-        """Leave out what was captured of a backward whose gradients others have replaced."""
+        """Leave out the statistics of backward passes whose gradients were replaced."""
         if self._capture is not None and self._capture.leave_out_replaced() and REPLACED not in self._warned:
             self._warned.add(REPLACED)
             warnings.warn(f"{self._setting.method}: {REPLACED}", stacklevel=depth_of_caller())
 
     def _warn_of_doubts(self, capture: Capture) -> None:
-        """Say once that the number of examples of a forward pass is a guess."""
+        """Warn once that the number of examples of a forward pass is uncertain."""
         doubts, key = sorted(capture.forwards.doubts), "number of examples"
         capture.forwards.doubts.clear()
         if not doubts or key in self._warned:
@@ -244,14 +244,14 @@ class LayerCapture:
         self._warned.add(key)
         warnings.warn(
             f"{self._setting.method}: it is not certain how many examples a forward pass of {doubts[0]}. The scale of "
-            "the curvature depends on that number. Name the argument of forward that counts the examples with "
-            "batch=BatchOptions(input=...), or give a function of its arguments there. If the script calls parts "
-            "of the model instead of its forward, call them from one forward.",
+            "the curvature depends on this number. Name the argument of forward that counts the examples with "
+            "batch=BatchOptions(input=...), or pass a function of the arguments of forward there. If your script calls "
+            "parts of the model instead of its forward, call them from one forward.",
             stacklevel=depth_of_caller(),
         )
 
     def warn_uncaptured(self, reduced: Reduced, gradients: Directions) -> None:
-        """Say once, by name, which layers have a gradient but nothing captured though it was due."""
+        """Warn once about the layers that have a gradient but no statistics although they were due."""
         gate, statistics, blocks = self.capture.gate, self.capture.statistics, self._plan.blocks
         if gate.was_paused or statistics.were_left_out:
             gate.was_paused = statistics.were_left_out = False
@@ -263,22 +263,22 @@ class LayerCapture:
             return
         missed, names = dict[str, str](), set[str]()
         for block in lacking:
-            reason = statistics.refused.setdefault(block.index, self._why_missing(block))  # describe() says so too
+            reason = statistics.refused.setdefault(block.index, self._why_missing(block))  # describe() reports it too
             own = {block.name, reason, f"{kind_of(block.name)}: {kind_of(reason)}"}
             if not own & self._warned:
                 missed[block.label] = reason
                 names.add(block.name)
         if not missed:
             return
-        self._warned |= names | ({UNKNOWN} & set(missed.values()))  # that holds for every layer, also if due later
-        # Other experts of a mixture have other shapes in every batch: once for all of them.
+        self._warned |= names | ({UNKNOWN} & set(missed.values()))  # this applies to every layer, even if due later
+        # The experts of a mixture have other shapes in every batch, so warn once for all of them.
         self._warned |= {f"{kind_of(name)}: {kind_of(why)}" for name, why in missed.items() if kind_of(why) != why}
         todo = advice(missed, bool(reduced.measured or reduced.idle), self._setting.layers.batch.dim)
         text = verdict(missed, len(wanted))
         warnings.warn(f"{self._setting.method}: {text}{todo}", stacklevel=depth_of_caller())
 
     def _is_repeated(self, reduced: Reduced) -> bool:
-        """Whether this step has the gradients of the last one, which is said once."""
+        """Whether this step has the gradients of the last step, in which case a warning is issued once."""
         before, version = self._last_gradient
         gradient = None if before is None else before()
         held = (block.owner.grad for block in self._plan.blocks)

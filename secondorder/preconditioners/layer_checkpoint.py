@@ -1,4 +1,4 @@
-"""Blocks in checkpoints: what their states hold, and what is found again of what a checkpoint leaves out."""
+"""Blocks in checkpoints: the content of their states, and the recovery of what a checkpoint leaves out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LayerCheckpoint:
-    """Describes the curvature of blocks in a state, and completes a state that was loaded.
+    """Describes the curvature of blocks in a state, and completes a loaded state.
 
     Args:
         curvature: The blocks.
@@ -39,7 +39,7 @@ class LayerCheckpoint:
         return self._plan.schema_of(p, group, held)
 
     def places_here(self, p: nn.Parameter) -> frozenset[Place]:
-        """Return where this rank is, of the places at which tensors of a parameter's state are."""
+        """Return the places of tensors of a parameter's state that this rank has."""
         return self._plan.places_here(p)
 
     def placed(self) -> Sequence[tuple[int, nn.Parameter]]:
@@ -55,7 +55,7 @@ class LayerCheckpoint:
 
     # ------------------------------------------------------------------ load
     def misfits(self, states: SavedStates) -> list[str]:
-        """Return an empty list, since keys and shapes say everything."""
+        """Return an empty list, since keys and shapes are sufficient."""
         return []
 
     def while_loading(self, states: SavedStates, rebuild: Callable[[], bool]) -> AbstractContextManager[None]:
@@ -79,7 +79,7 @@ class LayerCheckpoint:
         return schema
 
     def loaded(self, rebuild: Callable[[], bool]) -> None:
-        """Complete what a checkpoint may leave out, and follow the loaded options with a new plan."""
+        """Compute what a checkpoint may leave out, and make a new plan for the loaded options."""
         curvature, plan, hooks = self._curvature, self._plan, self._curvature.hooks
         curvature.refresher.forget_jobs()
         curvature.refresher.refreshed_at.clear()
@@ -98,7 +98,7 @@ class LayerCheckpoint:
             hooks.arm()
 
     def _find_again(self, complete: Mapping[Any, set[str]], refreshes: Mapping[Any, int]) -> None:
-        """Find the curvature that a checkpoint has left out.
+        """Recompute the curvature that a checkpoint left out.
 
         Args:
             complete: By block, the keys of its state in the checkpoint.

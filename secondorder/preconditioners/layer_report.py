@@ -1,4 +1,4 @@
-"""What blocks report about themselves: coverage, bytes, dense matrices, damping and diagnostics."""
+"""Reports of blocks: coverage, bytes, dense matrices, damping and diagnostics."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from secondorder.preconditioners.block_plan import BlockPlan
     from secondorder.preconditioners.layer_capture import LayerCapture
 
-#: Refreshes of every block before λ is compared with the curvature.
+#: Number of refreshes of every block before λ is compared with the curvature.
 _REFRESHES_BEFORE_WATCH = 3
 
 
 class LayerReport(CurvatureReport):
-    """Reads blocks and changes nothing.
+    """Reports on blocks without changing them.
 
     Args:
         plan: The blocks.
-        hooks: What captures their statistics.
-        exchange: What they exchange with other ranks.
-        refresher: When they are refreshed.
+        hooks: The capture of their statistics.
+        exchange: Their exchange with other ranks.
+        refresher: The schedule of their refreshes.
     """
 
     sizes_are = "factors A, G"
@@ -40,16 +40,16 @@ class LayerReport(CurvatureReport):
         self._plan, self._hooks, self._exchange, self._refresher = plan, hooks, exchange, refresher
 
     def summary(self) -> str:
-        """Return the number of blocks in words."""
+        """Return the number of blocks as text."""
         return f"{len(self._plan.blocks)} blocks"
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of statistics, and of refreshes in progress, that wait for a coming step."""
+        """Bytes of statistics, and of refreshes in progress, that wait for a later step."""
         return self._hooks.nbytes + self._refresher.nbytes
 
     def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
-        """Return what covers a parameter, its size, and its owner; all are empty if nothing covers it."""
+        """Return what covers a parameter, its size, and its owner; all are empty strings if nothing covers it."""
         plan = self._plan
         block = plan.block_of.get(p)
         if block is None:
@@ -74,7 +74,7 @@ class LayerReport(CurvatureReport):
         if not (comm.estimates(block.index) and comm.preconditions(block.index)):
             raise RuntimeError(
                 f"the curvature of layer '{name}' is on rank {comm.owner(block.index)}: ask there, or use "
-                "comm=CommOpt(), which keeps it on every rank"
+                "comm=CommOpt(), which stores it on every rank"
             )
         if not block.has_estimate:
             raise RuntimeError(f"nothing was captured for layer '{name}' yet: take a step first")
@@ -90,11 +90,11 @@ class LayerReport(CurvatureReport):
         return [Damped(b.name, b.group, "damping", e) for b, e in found if e is not None]
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return what is going on as plain numbers; reading them may wait for the device."""
+        """Return diagnostics as plain numbers; reading them may wait for the device."""
         refreshed = {b.name: b for b in self._plan.blocks if self._refresher.is_refreshed(b)}
         found = {name: e for name, b in refreshed.items() if (e := b.extremes()) is not None}
         dampings, conditions = numbers(found)
-        # A rank may precondition with an inverse without the factors that would tell λ.
+        # A rank may precondition with an inverse but lack the factors that determine λ.
         held = {name for name, b in refreshed.items() if name in found or self._plan.comm.preconditions(b.index)}
         last, skipped = self._plan.runtime.step - 1, self._exchange.skipped
         return {

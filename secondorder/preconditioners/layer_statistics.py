@@ -1,4 +1,4 @@
-"""The statistics of a step: measured on this rank, combined over all ranks, and folded into the running estimates."""
+"""The statistics of a step, which are measured here, combined over all ranks, and added to the running estimates."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 class LayerStatistics:
-    """Measures what was captured, and folds it into the estimates of blocks.
+    """Measures captured statistics and updates the estimates of blocks with them.
 
     Args:
         plan: The blocks.
-        hooks: What captures their statistics.
-        exchange: What they exchange with other ranks.
+        hooks: The capture of their statistics.
+        exchange: Their exchange with other ranks.
     """
 
     def __init__(self, plan: BlockPlan[Any], hooks: LayerCapture, exchange: StatisticsExchange) -> None:
         self._plan, self._hooks, self._exchange = plan, hooks, exchange
 
     def reduce(self, captured: Captured) -> Reduced:
-        """Measure what was captured, and combine it over the ranks."""
+        """Measure captured statistics, and combine them over the ranks."""
         plan = self._plan
         if captured.terms is not None:
             plan.runtime.observed_terms = captured.terms
@@ -52,25 +52,25 @@ class LayerStatistics:
         schemas = {blocks[i]: blocks[i].sums(due) for i, due in sorted(self._hooks.due.items())}
         if not schemas:
             return Reduced({}, captured.examples, captured.idle, captured.total)
-        # A number of 20 bits for the options of the groups: its square and sums of them are exact.
+        # A number of 20 bits represents the options of the groups. Its square and sums of such numbers are exact.
         word = float(zlib.crc32("\n".join(words_of_options(groups)).encode()) & 0xFFFFF)
         tail = [float(captured.total), float(captured.total > 0), 1.0, word, word * word]
         found, agreed = self._exchange.combine(schemas, measured, tail)
         examples = {i: m.examples for i, m in found.items()}
         total, ranks, everyone, words, squares = agreed.tolist()
-        if everyone * squares != words * words:  # not one and the same word
+        if everyone * squares != words * words:  # the words differ
             rates = [float(group["lr"]) for group in groups]
             raise RuntimeError(
                 f"step {self._plan.runtime.step}: the options of the parameter groups differ between ranks (lr here: "
-                f"{rates}), so their parameters would drift apart. Schedules must see the same numbers on every rank: "
-                "average a validation loss over the ranks before it goes into one."
+                f"{rates}), so their parameters would diverge. Schedules must see the same numbers on every rank: "
+                "average a validation loss over the ranks before you pass it to a scheduler."
             )
         # A rank that captures no layer has as many examples as the others.
         total = round(total * comm.data_world / ranks) if ranks else 0
         return Reduced(found, examples, captured.idle, total)
 
     def fold(self, reduced: Reduced, gate: Tensor | None) -> None:
-        """Fold what was measured into the running estimates, and count the updates."""
+        """Update the running estimates with the measured statistics, and count the updates."""
         combines, step = self._plan.comm.combines, self._plan.runtime.step
         for index, measured in reduced.measured.items():
             block = self._plan.blocks[index]

@@ -31,50 +31,50 @@ from secondorder.preconditioners.small_blocks import NO_STACKS, StackRule
 
 
 class LayerPreconditioner(Preconditioner, Generic[BlockT]):
-    """The stages of a step over the blocks of a module. A method sets ``block_type``, and what follows from it.
+    """The stages of a step over the blocks of a module. A method sets ``block_type`` and the related classes.
 
     Args:
-        setting: What it shares with the optimizer.
-        exchange: What the blocks exchange with other ranks. A plan of a run has one that reads nothing.
+        setting: The parts of the optimizer that it uses.
+        exchange: The exchange of the blocks with other ranks. In a dry run, it reads nothing.
         **own: Arguments of the plan that only this method has.
 
     Attributes:
         plan: The blocks.
-        hooks: What captures their statistics.
-        exchange: What they exchange with other ranks.
-        refresher: When they are refreshed.
-        schedule: What a step measures.
-        statistics: What a step has measured.
-        directions: What a step proposes.
-        report: What they report.
+        hooks: The capture of their statistics.
+        exchange: Their exchange with other ranks.
+        refresher: The schedule of their refreshes.
+        schedule: The schedule of the measurements of a step.
+        statistics: The statistics of a step.
+        directions: The directions of a step.
+        report: The report of the blocks.
     """
 
     hooks: LayerCapture
     #: The class of the blocks.
     block_type: ClassVar[type[Block]]
-    #: The class of their plan.
+    #: The class of the plan.
     plan_type: ClassVar[type[BlockPlan[Any]]] = BlockPlan
-    #: The class of what decides what a step measures.
+    #: The class of the schedule of measurements.
     schedule_type: ClassVar[type[CaptureSchedule[Any]]] = CaptureSchedule
-    #: The class of what they report.
+    #: The class of the report.
     report_type: ClassVar[type[LayerReport]] = LayerReport
-    #: The class of their half of checkpoints.
+    #: The class of the adapter for checkpoints.
     checkpoint_type: ClassVar[type[LayerCheckpoint]] = LayerCheckpoint
-    #: The class of what refreshes them.
+    #: The class of the refresher.
     refresher_type: ClassVar[type[Refresher]] = Refresher
-    #: How small blocks precondition together.
+    #: The rule by which small blocks precondition together.
     stack_rule: ClassVar[StackRule] = NO_STACKS
     #: Entries of the states of blocks, by key, as far as they are the same in every state.
     catalog: ClassVar[Schema] = {}
-    #: Options that decide what the state of a block holds.
+    #: Options that determine the content of the state of a block.
     allocating: ClassVar[tuple[str, ...]] = ()
     needs_module = True
-    #: Options that say how many steps lie between two updates of the estimates, and between two refreshes.
+    #: Options with the number of steps between two updates of the estimates, and between two refreshes.
     capture_interval: ClassVar[str] = "factor_update_steps"
     refresh_interval: ClassVar[str] = "inv_update_steps"
     #: The counter of the updates of the estimates in the states.
     capture_counter: ClassVar[str] = "factor_updates"
-    #: Whether relative damping is that of the kernel of the examples, instead of the Fisher's of the parameters.
+    #: Whether relative damping refers to the kernel of the examples instead of the Fisher of the parameters.
     damps_kernel: ClassVar[bool] = False
     #: The largest number of rows of each example that a method can use, or None for no limit.
     rows_per_example: ClassVar[int | None] = None
@@ -110,23 +110,23 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
 
     def rebuilt(self) -> None:
         """Act on a new plan, whose state has been allocated."""
-        self.refresher.forget_jobs()  # parameters may have moved, or be of another dtype
+        self.refresher.forget_jobs()  # parameters may have moved or changed their dtype
 
     def facts(self) -> dict[str, list[str]]:
-        """Return what must be equal on all ranks, in words."""
+        """Return the settings that must be equal on all ranks, as text."""
         return self.plan.facts()
 
     # ------------------------------------------------------------------ stages 1 to 3: statistics
     def collect(self) -> Reduced:
-        """Take what was captured since the last step, combined over the ranks."""
+        """Return the statistics captured since the last step, combined over the ranks."""
         return self.reduce(self.hooks.take())
 
     def reduce(self, statistics: Captured) -> Reduced:
-        """Measure what was captured, and combine it over the ranks."""
+        """Measure captured statistics, and combine them over the ranks."""
         return self.statistics.reduce(statistics)
 
     def learn(self, statistics: Reduced, gradients: Directions, gate: Tensor | None) -> None:
-        """Fold what was measured into the running estimates."""
+        """Update the running estimates with the measured statistics."""
         self.statistics.fold(statistics, gate)
         if self.hooks.is_hooked:
             self.hooks.warn_uncaptured(statistics, gradients)
@@ -135,7 +135,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
     def refresh_due(self) -> list[int]:
         """Refresh the blocks that are due, here or on their owners, and return the indices of the refreshed ones.
 
-        With ``overlap`` it adopts what was begun, and begins what is due.
+        With ``overlap``, it adopts refreshes that were begun and begins those that are due.
 
         Returns:
             The indices.
@@ -168,24 +168,24 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         return self.refresher.is_due(block, len(self.plan.blocks))
 
     def with_estimates(self, due: list[BlockT]) -> tuple[list[BlockT], bool]:
-        """Return the blocks that have an estimate, and whether the host looks at how their refresh ends."""
+        """Return the blocks that have an estimate, and whether the host checks the results of their refresh."""
         return self.refresher.with_estimates(due)
 
     def refresh(self, blocks: Sequence[BlockT], host_checks: bool, *, restores: bool = False) -> Tensor:
-        """Refresh some blocks, a portion at a time, so that temporaries do not grow with the model.
+        """Refresh some blocks in portions, so that temporary memory does not grow with the model.
 
         Args:
             blocks: The blocks.
-            host_checks: Whether the host may look at results.
-            restores: Whether this finds only what a checkpoint has left out.
+            host_checks: Whether the host may check results.
+            restores: Whether this only recomputes curvature that a checkpoint left out.
 
         Returns:
-            Whether each went well, ``[len(blocks)]``. One that fails keeps its last good result.
+            Whether each refresh succeeded, ``[len(blocks)]``. A block whose refresh fails keeps its last good result.
         """
         return self.refresher.refresh(blocks, host_checks, self.comm.combines, restores)
 
     def share(self, refreshed: list[int]) -> None:
-        """Bring what was refreshed to the ranks that precondition with it."""
+        """Send refreshed curvature to the ranks that precondition with it."""
         if self.comm.combines and refreshed:
             blocks = [self.plan.blocks[i] for i in refreshed]
             self.exchange.share({b: self.plan.live_schema(b) for b in blocks})
@@ -195,10 +195,10 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
 
         Args:
             blocks: The blocks.
-            restores: Whether this finds only what a checkpoint has left out. What was begun is newer, then.
+            restores: Whether this only recomputes curvature that a checkpoint left out. Pending refreshes are newer.
 
         Returns:
-            Whether each went well.
+            Whether each refresh succeeded.
         """
         refresh = partial(self.refresh, restores=True) if restores else self.refresh
         if self.comm.combines:
@@ -224,16 +224,16 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         return self.directions.propose(gradients, source)
 
     def forget_step(self) -> None:
-        """Forget what only the current step uses."""
+        """Discard data that only the current step uses."""
 
     def end_step(self) -> None:
-        """Prepare for the coming step."""
+        """Prepare for the next step."""
         self.forget_step()
         self.hooks.end_step()
 
     # ------------------------------------------------------------------ copies and ends
     def recover(self) -> None:
-        """Find what a checkpoint left out together with the other ranks, which have met."""
+        """Recompute curvature that a checkpoint left out, together with the other ranks."""
         if self.refresher.missing:
             blocks = [b for b in self.plan.blocks if b.name in self.refresher.missing]
             ok = self.renew(blocks, restores=True)
@@ -243,7 +243,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
             self.refresher.missing.clear()
 
     def kept(self) -> dict[str, Any]:
-        """Return what copies and pickles keep, apart from the state."""
+        """Return what copies and pickles keep in addition to the state."""
         return {
             "to_renew": set(self.refresher.missing),
             "bases_to_send": set(self.exchange.unsent),
@@ -256,7 +256,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         return {}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Take what :meth:`kept` returned for the original."""
+        """Restore the result of :meth:`kept` for the original."""
         self.refresher.missing = set(kept["to_renew"])
         self.refresher.refreshed_at.update(kept["refreshed_at"])
         self.exchange.learned_at = dict(kept["learned_at"])

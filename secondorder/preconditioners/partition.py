@@ -1,4 +1,4 @@
-"""Which parameters share a window, and which are left to the fallback."""
+"""Decides which parameters share a window, and which are left to the fallback."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ HasRows = Callable[[nn.Parameter], bool]
 
 
 class Partition:
-    """Parts the parameters of an optimizer among windows.
+    """Divides the parameters of an optimizer among windows.
 
     Args:
         kind: ``"global"``, ``"group"`` or ``"layer"``.
-        skip_norm_layers: Whether the parameters of normalisation layers follow the fallback.
-        skip_biases: Whether biases do.
-        excluded: Parameters that were left out before, and why.
+        skip_norm_layers: Whether the parameters of normalization layers follow the fallback.
+        skip_biases: Whether biases follow the fallback.
+        excluded: Parameters that were left out before, with the reasons.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class Partition:
         self._skip_norm_layers, self._skip_biases = skip_norm_layers, skip_biases
 
     def units(self, table: ParameterTable, has_rows: HasRows) -> dict[str, list[nn.Parameter]]:
-        """Covered parameters by the unit they belong to."""
+        """Covered parameters by their unit."""
         found: dict[str, list[nn.Parameter]] = {}
         for i, group in enumerate(table.groups):
             for p in group["params"]:
-                # One that was frozen later stays, with zeros; one that was frozen from the start costs nothing.
+                # A parameter that was frozen later stays, with zeros. One frozen from the start is not included.
                 if p not in self.excluded and (p.requires_grad or has_rows(p)):
                     found.setdefault(self._unit_name(table.names[p], i), []).append(p)
         return found
@@ -50,7 +50,7 @@ class Partition:
         return name if _MADE_UP_NAME.match(name) else name.rpartition(".")[0] or "(root)"
 
     def exclude(self, table: ParameterTable, has_rows: HasRows) -> None:
-        """Leave parameters to the fallback as the user wants it; decided once for each."""
+        """Leave parameters to the fallback according to the options, which is decided once for each parameter."""
         owners = () if table.root is None else table.root.modules()
         layers = {p: m for m in owners for p in m.parameters(recurse=False)}
         for p in table.group_of:
@@ -62,7 +62,7 @@ class Partition:
                 self.excluded[p] = "left out by skip_biases"
 
     def reasons(self, table: ParameterTable) -> dict[nn.Parameter, str]:
-        """Why parameters have no curvature."""
+        """Reasons why parameters have no curvature."""
         return {p: "frozen" for p in table.group_of if not p.requires_grad} | self.excluded
 
 
@@ -74,5 +74,5 @@ def _is_bias(p: nn.Parameter, name: str, layer: nn.Module | None) -> bool:
 def _is_norm(p: nn.Parameter, layer: nn.Module | None) -> bool:
     if layer is None:
         return p.dim() <= 1
-    # By name, so that those of other libraries count too (LlamaRMSNorm), with what is derived from them.
+    # Compare names, so that layers of other libraries (LlamaRMSNorm) and their subclasses count too.
     return any(_NORM_LAYER.search(kind.__name__) for kind in type(layer).__mro__)

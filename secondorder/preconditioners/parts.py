@@ -37,11 +37,11 @@ class Shared:
 
 @dataclass(frozen=True)
 class Setting(Shared):
-    """What the preconditioner of a layer method needs.
+    """The parts of an optimizer that the preconditioner of a layer method needs.
 
     Attributes:
-        layers: What is chosen for all layers.
-        fisher: Which Fisher is estimated.
+        layers: The options that apply to all layers.
+        fisher: The Fisher estimate.
     """
 
     layers: LayerOptions

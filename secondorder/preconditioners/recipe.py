@@ -1,4 +1,4 @@
-"""What is special about a method: its curvature, and the rules about its options."""
+"""The recipe of a method, which contains its curvature and the rules about its options."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class Recipe(Protocol):
-    """Makes the parts of an optimizer that differ between methods. Copies and pickles keep it.
+    """Creates the parts of an optimizer that differ between methods. Copies and pickles keep the recipe.
 
     Attributes:
         rules: Rules about several options of a group.
-        fisher: Which Fisher is estimated.
+        fisher: The Fisher estimate.
     """
 
     rules: GroupRules
@@ -42,7 +42,7 @@ class Recipe(Protocol):
 
     @property
     def allocating(self) -> tuple[str, ...]:
-        """Options of a group that decide how much state its parameters have."""
+        """Options of a group that determine how much state its parameters have."""
         ...
 
     def defaults(self, given: Mapping[str, Any], checks: Mapping[str, options.Check]) -> Group:
@@ -64,22 +64,22 @@ class Recipe(Protocol):
 
     @abstractmethod
     def precondition(self, shared: Shared, kept: Mapping[str, Any] | None) -> Preconditioner:
-        """Return a preconditioner; that of a copy takes what ``Preconditioner.kept`` returned for the original."""
+        """Return a preconditioner. For a copy, ``kept`` is the result of ``Preconditioner.kept`` for the original."""
         ...
 
     @abstractmethod
     def judge(self, preconditioner: Any, update: Update) -> NoTrust | TrustRegion:
-        """Return what judges steps by their loss."""
+        """Return the object that judges steps by the loss."""
         ...
 
     @abstractmethod
     def saved(self, preconditioner: Any) -> tuple[CurvatureState, DividedState | None]:
-        """Return the curvature as checkpoints see it, and again if its tensors may be divided between ranks."""
+        """Return the curvature for checkpoints, and a second adapter if its tensors may be divided between ranks."""
         ...
 
     @abstractmethod
     def worker(self, preconditioner: Any, advance: weakref.WeakMethod[Callable[[], None]]) -> RoleWorker | None:
-        """Return what serves ranks of several roles; None if they cannot serve the method."""
+        """Return the worker for ranks of several roles; None if they cannot run the method."""
         ...
 
     @abstractmethod

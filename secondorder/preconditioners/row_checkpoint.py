@@ -35,19 +35,19 @@ class RowCheckpoint(LayerCheckpoint):
         return schema
 
     def misfits(self, states: SavedStates) -> list[str]:
-        """Return an error if the saved state of the policy is that of another policy."""
+        """Return an error if the saved state belongs to another policy."""
         table, modes = self._plan.table, self._plan.modes
         if table.first is None or modes.accepts(states.get(table.first, {}).get("switch_state")):
             return []
-        todo = "build the optimizer with the same policy as mode=, or delete that key, and the policy starts anew"
+        todo = "build the optimizer with the same policy as mode=, or delete that key to start the policy again"
         name = table.names[table.first]
-        return [f"parameter '{name}': switch_state is of another policy than {modes.policy!r}: {todo}"]
+        return [f"parameter '{name}': switch_state belongs to another policy than {modes.policy!r}: {todo}"]
 
     def loaded(self, rebuild: Callable[[], bool]) -> None:
-        """Follow the loaded state of the policy, and complete what a checkpoint may leave out."""
+        """Follow the loaded state of the policy, and compute what a checkpoint may leave out."""
         table, plan = self._plan.table, self._plan
         saved = None if table.first is None else table.state[table.first].get("switch_state")
         plan.modes.load(saved, plan.runtime.step)
-        for block in plan.blocks:  # whether a block has rows or factors depends only on what was loaded
+        for block in plan.blocks:  # only the loaded state determines whether a block has rows or factors
             plan.shapes.pop(block.owner, None)
         super().loaded(rebuild)

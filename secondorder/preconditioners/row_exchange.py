@@ -1,18 +1,17 @@
-"""Rows of examples of several ranks: every rank chooses among its own, and one rank inverts the kernel of all rows.
+"""Rows of examples of several ranks: every rank chooses among its own rows, and one rank inverts the common kernel.
 
 ::
 
     agree     examples, rows and positions of every rank, trace of the kernel     one small message
-    choose    rows of own examples, scaled for those of all ranks                  every rank by itself
+    choose    rows of own examples, scaled for those of all ranks                  every rank separately
     agree     failures, errors of probes                                           one small message
     gather    rows, cores of interpolations ─► ranks that hold the estimate
     refresh   the kernel of all rows                                               their owner
     share     kernel, and rows where only the owner has them ─► ranks that precondition
 
-Every rank sends the same number of rows, r of the largest batch, and fills up with zeros, which are removed when the
-rows are put together. Each rank draws rows by its own scores. With r rows from every rank, these are the probabilities
-that sample the union with the least variance. With one factor for all ranks, ranks with low scores would send fewer
-rows than they may.
+Every rank sends the same number of rows, r of the largest batch, padded with zeros that are removed when the rows are
+combined. Each rank draws rows by its own scores. With r rows from every rank, these probabilities sample the union with
+the least variance. With a common factor for all ranks, ranks with low scores would send fewer rows than possible.
 
 For layers with factors instead of rows, ranks add up second moments of rows, as in K-FAC.
 """
@@ -43,18 +42,18 @@ if TYPE_CHECKING:
 
 
 class RowExchange:
-    """The rows of a step, which ranks bring together where several of them combine their examples.
+    """The rows of a step, which ranks combine if several of them share their examples.
 
     Args:
         comm: Communication strategy.
         plan: The blocks.
-        selection: Chooses among the rows of this rank.
-        device: Where tensors of messages are allocated; by default, where the parameters of each block are.
+        selection: The selection among the rows of this rank.
+        device: Device of tensors of messages. If None, it is that of the parameters of each block.
 
     Attributes:
         seen: Blocks that some rank captured in this step, with the rows of this rank, or None.
-        census: What the ranks captured of each block in this step.
-        ranks: Number of rows that every rank sends of each block.
+        census: The sizes that the ranks captured for each block in this step.
+        ranks: Number of rows that every rank sends for each block.
     """
 
     def __init__(
@@ -65,10 +64,10 @@ class RowExchange:
 
     # ------------------------------------------------------------------ the rows of a step
     def forget(self) -> None:
-        """Forget the rows of a step."""
+        """Discard the rows of a step."""
         for block in self._plan.blocks:
             block.fresh = block.union = None
-        #: The number of examples of this rank, by block if it captured some, and in all its forward passes.
+        #: Number of examples of this rank, by block if it captured some, and in all its forward passes.
         self._own_examples: tuple[Mapping[int, int], int] = {}, 0
         self._gate: Tensor | None = None
         self.seen: dict[RowBlock, Raw | None] = {}
@@ -81,13 +80,13 @@ class RowExchange:
         self._own_examples = dict(own.examples), own.total
 
     def take(self, reduced: Reduced, gate: Tensor | None) -> None:
-        """Take what was captured on this rank of the blocks that any rank has seen."""
+        """Take the captured rows of this rank for the blocks that any rank has seen."""
         if self._comm.combines:
             self.seen = {self._plan.blocks[i]: measured.rest for i, measured in sorted(reduced.measured.items())}
             self._gate = gate
 
     def good(self, block: RowBlock) -> Tensor:
-        """Return whether the step may be used, a 0-dim bool tensor."""
+        """Return whether the step may be used, as a 0-dim bool tensor."""
         return torch.ones((), dtype=torch.bool, device=self._device_of(block)) if self._gate is None else self._gate
 
     def _device_of(self, block: RowBlock) -> torch.device:
@@ -95,7 +94,7 @@ class RowExchange:
 
     # ------------------------------------------------------------------ together
     def bring_together(self) -> None:
-        """Bring factors of all ranks' rows, and rows that all ranks have chosen, to where they are stored."""
+        """Send factors of all ranks' rows, and rows that all ranks have chosen, to the ranks that store them."""
         self.census = self._take_census(list(self.seen))
         for block in self.census:
             self._take_own(block)
@@ -123,13 +122,13 @@ class RowExchange:
 
     # ------------------------------------------------------------------ who has what
     def _take_census(self, blocks: Sequence[RowBlock]) -> dict[RowBlock, Census]:
-        """Agree on what all ranks captured of some blocks; blocks without rows are left out."""
+        """Agree on the sizes that all ranks captured for some blocks. Blocks without rows are left out."""
         sizes = [count_words(b, self._comm.data_world) for b in blocks]
         agreed = sum_together(self._comm, "looking at its rows", [sum(sizes)], lambda: self._own_words(blocks))
         return self.read_census(dict(zip(blocks, agreed.split(sizes), strict=True)))
 
     def read_census(self, words: Mapping[RowBlock, Tensor]) -> dict[RowBlock, Census]:
-        """Interpret the words of all ranks about some blocks; those that have no rows are left out."""
+        """Interpret the words of all ranks about some blocks. Blocks without rows are left out."""
         found = {block: census_of(block, own, self._comm.data_world) for block, own in words.items()}
         return {block: census for block, census in found.items() if census is not None}
 
@@ -179,7 +178,7 @@ class RowExchange:
 
     # ------------------------------------------------------------------ how many rows
     def _agree_on_ranks(self, blocks: Sequence[RowBlock]) -> dict[RowBlock, int]:
-        """Return r, the number of rows that every rank sends: with an energy, the most that any rank needs."""
+        """Return r, the number of rows that every rank sends. With an energy, it is the most that any rank needs."""
         limits = {block: self.most_rows(block) for block in blocks}
         asked = [b for b in blocks if self._plan.asks_energy(b)]
         needed = torch.zeros(0, self._comm.data_world)
@@ -193,7 +192,7 @@ class RowExchange:
         return {block: min(int(by_rank.max()), limits[block]) for block, by_rank in needed.items()}
 
     def most_rows(self, block: RowBlock) -> int:
-        """Return the number of rows that every rank sends of a block, or the limit of that number with an energy."""
+        """Return the number of rows that every rank sends for a block, or its limit with an energy."""
         census, planned, ranks = self.census[block], self._plan.batch_size, self._comm.sources(block.index)
         wanted = [
             min(self._plan.rank_of(block.group, planned or n, ranks), rows)
@@ -203,7 +202,7 @@ class RowExchange:
         return max([*wanted, self._plan.rank_of(block.group, planned, ranks) if planned else 0])
 
     def _needed(self, limits: Mapping[RowBlock, int]) -> Tensor:
-        """Return the rows that the energies of this rank's kernels ask for, in this rank's column ``[blocks, W]``."""
+        """Return the numbers of rows for the energies of this rank's kernels, in this rank's column ``[blocks, W]``."""
         own = {b: min(r, b.fresh.rows.n) for b, r in limits.items() if b.fresh is not None}
         found = own | self._selection.by_energy(own)
         words = torch.zeros(len(limits), self._comm.data_world, dtype=torch.float64)
@@ -211,7 +210,7 @@ class RowExchange:
         return words
 
     def _counts(self, block: RowBlock) -> list[int]:
-        """Return the number of rows of each rank that sends some."""
+        """Return the number of rows of each rank that sends any."""
         counts = [min(self.ranks[block], n) for n in self.census[block].rows]
         return counts if self._comm.sources(block.index) > 1 else [counts[self._comm.owner(block.index)]]
 
@@ -232,7 +231,7 @@ class RowExchange:
         return [a * part.to(a.device, a.dtype).reshape(*block.with_rows.lead, 1, 1), g]
 
     def _add_moments(self, moments: Mapping[RowBlock, list[Tensor]]) -> None:
-        """Add up second moments, and fold them into factors."""
+        """Sum second moments, and update factors with them."""
         if not moments:
             return
         self._comm.reduce_statistics([Parcel(b.index, m, (True, True)) for b, m in moments.items()]).wait()
@@ -245,7 +244,7 @@ class RowExchange:
 
     # ------------------------------------------------------------------ rows
     def _parcel(self, block: RowBlock, kept: Kept | None) -> Parcel:
-        """Return this rank's rows, filled up to r rows of S positions."""
+        """Return this rank's rows, padded to r rows of S positions."""
         if not self._comm.captures(block.index):
             return Parcel(block.index, [])
         sizes, interpolates = self.census[block].sizes(block, self.ranks[block]), self._plan.interpolates(block)
@@ -253,7 +252,7 @@ class RowExchange:
         return Parcel(block.index, found)
 
     def read_rows(self, gathered: Sequence[Parcel]) -> None:
-        """Put the rows of all ranks together where they are stored."""
+        """Combine the rows of all ranks on the ranks that store them."""
         for found in gathered:
             if found.tensors and self._comm.preconditions(found.index):
                 block = self._plan.blocks[found.index]
@@ -268,7 +267,7 @@ class RowExchange:
 
     # ------------------------------------------------------------------ what the owner of a block sends
     def make_room(self, block: RowBlock) -> None:
-        """Allocate what this rank receives from the owner of a block, and store what it knows without it."""
+        """Allocate what this rank receives from the owner of a block, and store what it already knows."""
         is_sent = self._comm.preconditions(block.index) and not self._comm.refreshes(block.index)
         if block.is_factored or not is_sent:
             return

@@ -1,4 +1,4 @@
-"""The plan of blocks with rows of examples: how many rows each block keeps, and which blocks get factors instead."""
+"""The plan of blocks with rows of examples: the number of rows of each block, and the blocks with factors instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from secondorder.curvature.schema import Schema, held, likes
 from secondorder.linalg import selection
 from secondorder.preconditioners.block_plan import BlockPlan
 
-#: Number of examples for which costs of layers are compared if ``batch_size`` is not given.
+#: Number of examples for which costs of layers are compared if ``batch_size`` is not set.
 _EXAMPLES = 32
 
 
@@ -26,8 +26,8 @@ class RowPlan(BlockPlan[RowBlock]):
 
     Attributes:
         modes: The mode of each group.
-        batch_size: Examples of a step, if they were given at construction.
-        last_batch: What the last refresh has seen of each block, by name.
+        batch_size: Number of examples of a step, if it was set at construction.
+        last_batch: The batch of the last refresh of each block, by name.
     """
 
     def __init__(self, *given: Any, modes: ModeSwitch, batch_size: int | None = None) -> None:
@@ -40,18 +40,18 @@ class RowPlan(BlockPlan[RowBlock]):
         return self.modes.mode_in(block.group) == "kid"
 
     def asks_energy(self, block: RowBlock) -> bool:
-        """Return whether the energy of its kernel decides how many rows a block keeps."""
+        """Return whether the energy of the kernel determines the number of rows that a block keeps."""
         return block.group["rank_energy"] is not None and self.modes.mode_in(block.group) != "sngd"
 
     def rank_of(self, group: Mapping[str, Any], examples: int, ranks: int = 1) -> int:
-        """Return r, the number of rows that each rank keeps of so many examples, or its limit with an energy."""
+        """Return r, the number of rows that each rank keeps of these examples, or its limit with an energy."""
         if self.modes.mode_in(group) == "sngd":
             return examples
         fraction = 1.0 if group["rank_energy"] is not None else group["rank_fraction"]
         return selection.planned_rank(examples, fraction, max(1, group["max_rank"] // ranks))
 
     def planned_rows(self, block: RowBlock, group: Mapping[str, Any], examples: int) -> int:
-        """Return R, the number of rows of a block if every rank has so many examples."""
+        """Return R, the number of rows of a block if every rank has this number of examples."""
         if not examples:
             return 0
         ranks = self.comm.sources(block.index)
@@ -74,7 +74,7 @@ class RowPlan(BlockPlan[RowBlock]):
         return block.schema(group, held, planned, known=self.comm.replicates)
 
     def unit(self, block: RowBlock) -> Unit:
-        """Return what a strategy needs to know of a block. Ranks do not compare the sizes of rows, which may change."""
+        """Return the unit of a block for a strategy. Ranks do not compare the sizes of rows, which may change."""
         adapter, group = block.adapter, block.group
         blocks, wide = (1, adapter.groups * adapter.n_g) if adapter.is_exact else (adapter.groups, adapter.n_g)
         r, batch = self.rank_of(group, self.batch_size or _EXAMPLES), self.batch_size or "of any size"
@@ -100,7 +100,7 @@ class RowPlan(BlockPlan[RowBlock]):
             are_pairs: Whether rows of inputs and of gradients were captured, and not their products.
 
         Returns:
-            Whether such pairs are to be multiplied out.
+            Whether such pairs should be multiplied out.
         """
         if not block.is_undecided:
             return False

@@ -1,4 +1,4 @@
-"""What blocks with rows of examples report about themselves: modes, ranks, and the bytes of rows."""
+"""Reports of blocks with rows of examples: modes, ranks, and the bytes of rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class RowReport(LayerReport):
-    """Reads blocks with rows of examples and changes nothing."""
+    """Reports on blocks with rows of examples without changing them."""
 
     sizes_are = "rows × (a + g)"
     _plan: RowPlan
@@ -23,7 +23,7 @@ class RowReport(LayerReport):
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of statistics and of rows that wait for a coming step."""
+        """Bytes of statistics and of rows that wait for a later step."""
         rows = (found.rows for b in self._plan.blocks for found in (b.fresh, b.union) if found is not None)
         nbytes: int = sum(found.nbytes for found in rows)
         return super().pending_bytes + nbytes

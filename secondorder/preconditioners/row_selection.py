@@ -1,4 +1,4 @@
-"""Which rows of a step each block keeps, and what fewer of them would get wrong."""
+"""Selects the rows of a step that each block keeps, and measures the error of keeping fewer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RowSelection:
-    """Chooses rows among those that this rank has captured, in the mode of each group.
+    """Chooses rows among those that this rank captured, in the mode of each group.
 
     Args:
         plan: The blocks.
@@ -34,7 +34,7 @@ class RowSelection:
         runtime: Step counter and seeds.
 
     Attributes:
-        gradients: Gradients of this step by parameter, which the probes of a policy compare.
+        gradients: Gradients of this step by parameter, for the probes of a policy.
     """
 
     def __init__(self, plan: RowPlan, comm: CommStrategy, runtime: Runtime) -> None:
@@ -47,12 +47,12 @@ class RowSelection:
             self._plan.modes.decide(self._runtime.step)
 
     def by_energy(self, limits: Mapping[RowBlock, int]) -> dict[RowBlock, int]:
-        """Return the number of rows of those blocks for which the energy of their kernels decides."""
+        """Return the numbers of rows of the blocks for which the energy of the kernel determines it."""
         asking = [b for b in limits if self._plan.asks_energy(b)]
         return row_choice.by_energy({b: Energy(b.captured.rows, limits[b], b.group["rank_energy"]) for b in asking})
 
     def choose(self, blocks: Sequence[RowBlock], ranks: Mapping[RowBlock, int]) -> dict[RowBlock, Kept]:
-        """Choose as many rows of each block as ``ranks`` says."""
+        """Choose ``ranks`` rows of each block."""
         kept: dict[RowBlock, Kept] = {}
         pivots: dict[RowBlock, Pivots] = {}
         for block in blocks:
@@ -66,7 +66,7 @@ class RowSelection:
         return kept | row_choice.interpolated(pivots)
 
     def _sampled(self, block: RowBlock, rows: Rows, scores: Tensor, rank: int, purpose: str = "") -> Rows:
-        """Draw rows by their scores ``[(Γ,) n]``; a draw depends on the layer, the refresh and the rank alone."""
+        """Draw rows by their scores ``[(Γ,) n]``. A draw depends only on the layer, the refresh and the rank."""
         place = f" on rank {self._comm.rank}" if self._comm.combines else ""
         refresh: int = block.state["refreshes"]
         seed = self._runtime.seed(zlib.crc32(f"{purpose}{block.name}{place}".encode()), refresh)
@@ -74,7 +74,7 @@ class RowSelection:
 
     # ------------------------------------------------------------------ the error of few rows
     def probe_errors(self, blocks: Sequence[RowBlock], ranks: Mapping[RowBlock, int]) -> list[Tensor]:
-        """Return the relative errors of KIS on a few layers, measured with this rank's examples alone."""
+        """Return the relative errors of KIS on a few layers, measured only with this rank's examples."""
         asking = [b for b in blocks if b.group["mode"] == "auto"]
         usable = [b for b in asking if all(p in self.gradients for p in b.params)]
         count = min(self._plan.modes.policy.probes, len(usable))
@@ -82,7 +82,7 @@ class RowSelection:
         return [self._probe_error(block, ranks[block]) for block in chosen]
 
     def _probe_error(self, block: RowBlock, rank: int) -> Tensor:
-        """Return the relative error of the direction that KIS finds for a layer."""
+        """Return the relative error of the direction that KIS computes for a layer."""
         fresh = block.captured
         rows = fresh.rows if fresh.share == 1 else kernel.scaled(fresh.rows, fresh.share**-0.5)
         gradient = block.layer.matrix([self.gradients[p].to(precision_of(p)) for p in block.params])

@@ -37,15 +37,15 @@ from secondorder.preconditioners.row_selection import RowSelection
 
 
 class RowPreconditioner(LayerPreconditioner[RowBlock]):
-    """Layers that keep rows of examples, or K-FAC's factors where those are cheaper.
+    """Preconditions layers with rows of examples, or with K-FAC's factors where those are cheaper.
 
     Args:
-        setting: What it shares with the optimizer.
+        setting: The parts of the optimizer that it uses.
         batch_size: Number of examples of a step on each rank, if it is known.
         modes: The mode of groups with ``mode="auto"``.
 
     Attributes:
-        selection: Which rows of a step are kept.
+        selection: The selection of the rows of a step that are kept.
         rows: The rows of a step.
     """
 
@@ -75,7 +75,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
 
     # ------------------------------------------------------------------ stages 1 to 3: rows
     def reduce(self, statistics: Captured) -> Reduced:
-        """Measure what was captured, and combine the numbers of examples over the ranks."""
+        """Measure captured rows, and combine the numbers of examples over the ranks."""
         self.rows.begin(statistics)
         return super().reduce(statistics)
 
@@ -91,21 +91,21 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
         return block in self.rows.census if self.comm.combines else block.fresh is not None
 
     def with_estimates(self, due: list[RowBlock]) -> tuple[list[RowBlock], bool]:
-        """Return all blocks, and whether the host looks at how their refresh ends."""
+        """Return all blocks, and whether the host checks the results of their refresh."""
         on_host = all(b.owner.device.type in ("cpu", "meta") for b in due)
         first = any(b.state["refreshes"] == 0 for b in due)
         failing = any(b.name in self.refresher.failures for b in due)
         return due, on_host or first or failing or any(map(self.plan.changes_layout, due))
 
     def refresh_due(self) -> list[int]:
-        """Refresh the blocks that are due, after ranks have brought their rows together."""
+        """Refresh the blocks that are due, after the ranks have combined their rows."""
         if self.rows.seen:
             with full_precision(next(iter(self.rows.seen)).owner.device), self.runtime.stage("select"):
                 self.rows.bring_together()
         return super().refresh_due()
 
     def refresh(self, blocks: Sequence[RowBlock], host_checks: bool, *, restores: bool = False) -> Tensor:
-        """Invert kernels of rows and factors; a block that fails keeps its last good ones."""
+        """Invert kernels of rows and factors. A block that fails keeps its last good results."""
         if not self.comm.combines:
             return self._refresh_alone(blocks, host_checks)
         good = {b: self.rows.good(b) for b in blocks}
@@ -115,7 +115,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
         return torch.stack([ok[b] for b in blocks])
 
     def _refresh_alone(self, blocks: Sequence[RowBlock], host_checks: bool) -> Tensor:
-        """Choose among the rows of this process, and invert their kernels and the factors made of them."""
+        """Choose among the rows of this process, and invert their kernels and the factors computed from them."""
         for block in blocks:
             self._settle_form(block)
         good = {b: b.captured.ok for b in blocks}
@@ -123,7 +123,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
         others = [b for b in blocks if b not in ok]
         self.selection.decide(others)
         with self.runtime.stage("select"):
-            # Not every example need pass a layer.
+            # Not every example passes a layer.
             limits = {b: min(self.plan.limit(b), b.captured.rows.n) for b in others}
             ranks = limits | self.selection.by_energy(limits)
             kept = self._filled(self.selection.choose(others, ranks))
@@ -134,7 +134,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
         return torch.stack([ok[b] for b in blocks])
 
     def _settle_form(self, block: RowBlock) -> None:
-        """Decide between rows and factors, and fold the rows of this step into factors."""
+        """Decide between rows and factors, and update factors with the rows of this step."""
         found = block.captured
         if self.plan.choose_form(block, self.plan.limit(block), found.rows.g.shape[-2], found.rows.a is not None):
             found = block.fresh = found._replace(rows=kernel.whole(found.rows))
@@ -147,26 +147,26 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
             factors.keep_damping(block.state, damping, found.ok)
 
     def _filled(self, kept: Mapping[RowBlock, Kept]) -> Mapping[RowBlock, Kept]:
-        """Fill rows up with zeros to the number that follows from ``batch_size``."""
+        """Pad rows with zeros to the number that follows from ``batch_size``."""
         if (n := self.plan.batch_size) is None:
             return kept
         return {b: filled(k, self.plan.rank_of(b.group, n)) for b, k in kept.items()}
 
     def share(self, refreshed: list[int]) -> None:
-        """Bring what was refreshed to the ranks that precondition with it."""
-        if self.comm.combines:  # the others keep what they have, of whatever size
+        """Send refreshed curvature to the ranks that precondition with it."""
+        if self.comm.combines:  # the others keep their tensors, of whatever size
             refreshed = [i for i in refreshed if self.plan.blocks[i].name not in self.refresher.failures]
             for i in refreshed:
                 self.rows.make_room(self.plan.blocks[i])
         super().share(refreshed)
 
     def forget_step(self) -> None:
-        """Forget what only the current step uses."""
+        """Discard data that only the current step uses."""
         self.rows.forget()
         self.selection.gradients = {}
 
     def inspected(self, gradients: Directions) -> None:
-        """Have the policy observe the learning rates and the norm of the gradient, as far as it needs them."""
+        """Pass the learning rates and the norm of the gradient to the policy, as far as it needs them."""
         if self.is_auto():
             policy, groups = self.plan.modes.policy, self.table.groups
             rates = [_number(g["lr"]) for g in groups] if policy.needs_rates else []
@@ -185,7 +185,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
 
     # ------------------------------------------------------------------ weight decay as part of the objective
     def change_sources(self, source: Directions, gradients: Directions, gate: Tensor | None) -> None:
-        """With ``weight_decay_mode="reg"``, precondition the gradient of the decay, too."""
+        """With ``weight_decay_mode="reg"``, also precondition the gradient of the decay."""
         for p in source:
             group = self.table.group_of[p]
             if group["weight_decay_mode"] == "reg" and group["weight_decay"]:
@@ -211,7 +211,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
                 self.table.state[first]["switch_state"] = self.plan.modes.vector()
 
     def facts(self) -> dict[str, list[str]]:
-        """Return what must be equal on all ranks, in words."""
+        """Return the settings that must be equal on all ranks, as text."""
         own = {"batch size and switch": [str(self.plan.batch_size), type(self.plan.modes.policy).__name__]}
         if self.setting.fisher.is_observed:
             own["Fisher"] = [f"fisher={self.setting.fisher.kind!r}"]
@@ -223,5 +223,5 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
 
 
 def _number(lr: Any) -> float:
-    """Return a learning rate as a number; one on a device is waited for."""
+    """Return a learning rate as a number, waiting for the device if it is on one."""
     return float(lr.cpu().numpy()) if isinstance(lr, Tensor) else float(lr)

@@ -1,13 +1,13 @@
-"""EK-FAC's scale: in which step it is measured, of which examples, in which bases, and on which rank.
+"""EK-FAC's scale: the steps, examples, bases and ranks with which it is measured.
 
 ::
 
     "intra"      squares of per-example gradients     during backward, or, with transport="recompute", after a refresh
     "running"    squares of the mean gradient         in stage 5, where the gradient is rotated anyway
 
-The second way needs no capture, only the number of examples. With ``transport="recompute"`` several ranks measure after
-the new bases were shared, and share the scale then. Where some ranks have examples of a layer and do not precondition
-it, every rank keeps the bases of that layer::
+The second way needs no capture, only the number of examples. With ``transport="recompute"``, several ranks measure
+after the new bases are shared, and then share the scale. If some ranks have examples of a layer but do not precondition
+it, every rank stores the bases of this layer::
 
     owner ── Q_A, Q_G ─► all ranks, at every refresh        sums [n_g, n_a] of each rank ─► owner
 """
@@ -43,19 +43,19 @@ from secondorder.preconditioners.small_blocks import StackRule
 
 
 class ScaleSchedule(CaptureSchedule[EigenbasisBlock]):
-    """Decides what a step measures of factors and of scales."""
+    """Decides what a step measures for factors and for scales."""
 
     def due_of(self, block: EigenbasisBlock) -> Due | None:
-        """Return what the coming step measures of a block; None for nothing."""
+        """Return the measurements of the next step for a block; None if there are none."""
         if block.group[self._plan.interval] == 0:
             return None
         due = self.measured_of(block)
-        # A running scale needs the number of examples, which any layer of the step tells.
+        # A running scale needs the number of examples, which any layer of the step provides.
         counts = self.scale_is_due(block) and not like_adam(block.group)
         return due if counts or due.factors or due.late else None
 
     def measured_of(self, block: EigenbasisBlock) -> Due:
-        """Return what the coming step measures of a block whose statistics it uses."""
+        """Return the measurements of the next step for a block whose statistics it uses."""
         captures, refresher = self.captures(block), self._refresher
         if block.group["estimator"] != "intra":
             return Due(captures)
@@ -65,7 +65,7 @@ class ScaleSchedule(CaptureSchedule[EigenbasisBlock]):
         return Due(captures, scale, late, late or (scale and self._exchange.lacks_measured(block)))
 
     def scale_is_due(self, block: EigenbasisBlock) -> bool:
-        """Return whether the coming step measures the scale of a block, where it does not follow from a refresh."""
+        """Return whether the next step measures the scale of a block without a refresh."""
         steps: int = block.group["scale_update_steps"]
         return self._plan.runtime.step % steps == 0
 
@@ -75,7 +75,7 @@ _READ = "damping", "damping_mode", "power", "weight_decay", "weight_decay_in_cur
 
 
 def _read(block: EigenbasisBlock) -> tuple[Sequence[str], Sequence[str]]:
-    """Return what a block reads, unless its gradient is in the basis already, or it is Adam there."""
+    """Return what a block reads; nothing if its gradient is already in the basis, or if it is Adam there."""
     is_apart = type(block) is not EigenbasisBlock or block.rotated is not None or is_adam(block.group)
     return ((), ()) if is_apart else (("scale", "basis_a", "basis_g"), _READ)
 
@@ -107,17 +107,17 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         super().__init__(setting, exchange)
         #: Examples of this step.
         self._step_examples = 0
-        #: What was captured in this step, where the scale is to be measured in the basis that it finds.
+        #: Captured calls of this step whose scale is measured in the basis that the step computes.
         self._late: dict[EigenbasisBlock, EigenSums] = {}
         self._late_due: set[int] = set()
 
     # ------------------------------------------------------------------ statistics
     def reduce(self, statistics: Captured) -> Reduced:
-        """Measure what was captured, and combine it over the ranks; bases that ranks lack are sent before."""
+        """Measure captured statistics, and combine them over the ranks, after sending bases that ranks lack."""
         blocks, due = self.plan.blocks, self.hooks.due
         if self.comm.combines:
             self._send_bases()
-        # Ranks may have found bases together since the forward pass began.
+        # Ranks may have computed bases together since the forward pass began.
         due.update({i: self.schedule.measured_of(blocks[i]) for i in due})
         self._late_due = {i for i, own in due.items() if own.late}
         if not self.comm.combines:
@@ -128,10 +128,10 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         return reduced
 
     def _send_bases(self) -> None:
-        """Send bases that were found before all ranks could have them."""
+        """Send bases that were computed before all ranks could store them."""
         lacking, unsent = self.exchange.lacks_measured, self.exchange.unsent
         blocks = [b for b in self.plan.blocks if b.group["estimator"] == "intra" and lacking(b)]
-        unsent -= {block.name for block in blocks}  # from now on they are where they are measured in
+        unsent -= {block.name for block in blocks}  # from now on, all ranks that measure in them have them
         for block in blocks:
             schema = self.plan.live_schema(block)
             for key in keys(schema, Place.MEASURED):
@@ -142,7 +142,7 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
             self.comm.spread(parcels)
 
     def _measure_kept(self, statistics: Captured) -> Captured:
-        """Measure calls that were kept until the bases had been sent; a layer that refuses is left out."""
+        """Measure calls that were kept until the bases had been sent. A layer that cannot be measured is left out."""
         kept = dict(statistics.statistics)
         for i, found in statistics.statistics.items():
             block, sums = self.plan.blocks[i], cast(EigenSums, found)
@@ -156,7 +156,7 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         return statistics._replace(statistics=kept)
 
     def learn(self, statistics: Reduced, gradients: Directions, gate: Tensor | None) -> None:
-        """Fold what was measured into the running factors and the scale."""
+        """Update the running factors and the scale with the measured statistics."""
         self._step_examples = statistics.total or max(statistics.examples.values(), default=0)
         if not self.comm.combines:
             found = ((self.plan.blocks[i], m.rest) for i, m in statistics.measured.items())
@@ -168,7 +168,7 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
 
     # ------------------------------------------------------------------ refresh
     def share(self, refreshed: list[int]) -> None:
-        """Bring what was refreshed to the ranks that precondition with it, and measure scales in the new bases."""
+        """Send refreshed curvature to the ranks that precondition with it, and measure scales in the new bases."""
         super().share(refreshed)
         late = [self.plan.blocks[i] for i in refreshed if i in self._late_due]
         if self.comm.combines and late:
@@ -181,12 +181,12 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
                 block.count_scale()
 
     def _measure_late(self, blocks: Sequence[EigenbasisBlock]) -> None:
-        """Measure the scale of this step's batch alone on every rank, in bases that all of them have."""
+        """Measure the scale from only this step's batch on every rank, in bases that all ranks have."""
         mine: dict[int, Measured] = {}
         for block in (b for b in blocks if b in self._late):
             try:
                 mine[block.index] = block.measure_calls(self._late[block])
-            except ValueError as error:  # the other ranks go on
+            except ValueError as error:  # the other ranks continue
                 self.hooks.refuse(block, str(error))
         found, _ = self.exchange.combine({b: b.scale_sums() for b in blocks}, mine, [])
         for block in blocks:
@@ -199,7 +199,7 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         self._share_scales(blocks)
 
     def _share_scales(self, blocks: Sequence[EigenbasisBlock]) -> None:
-        """Bring scales that only the owners have measured to the others that precondition with them."""
+        """Send scales that only the owners have measured to the other ranks that precondition with them."""
         if self.comm.replicates:
             return
         keys = ("scale", "scale_weight", "scale_unit")
@@ -208,7 +208,7 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
 
     # ------------------------------------------------------------------ directions
     def propose(self, gradients: Directions, source: Directions, gate: Tensor | None) -> Proposal:
-        """Preconditioned directions, by scales that have seen this step's mean gradient where they are of that."""
+        """Preconditioned directions. Running scales are first updated with this step's mean gradient."""
         active = self.directions.active(gradients)
         due = [b for b in active if b.group["estimator"] == "running" and self.schedule.scale_is_due(b)]
         wholes, is_sharded = self.directions.wholes, self.table.shards.is_sharded
@@ -242,7 +242,7 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         return rule
 
     def _measure_running(self, block: EigenbasisBlock, gradients: Directions, gate: Tensor | None) -> None:
-        """Fold the squared gradient into the scale: no per-example work at all."""
+        """Update the scale with the squared gradient, which needs no per-example work."""
         if self._step_examples == 0 and not like_adam(block.group):
             return
         if self.comm.preconditions(block.index):
@@ -254,6 +254,6 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         block.count_scale()
 
     def forget_step(self) -> None:
-        """Forget what only the current step uses."""
+        """Discard data that only the current step uses."""
         self._late.clear()
         self._late_due.clear()

@@ -1,4 +1,4 @@
-"""The plan of the windows: their parameters, their ranks, and the part that the state of each parameter shows."""
+"""The plan of the windows: their parameters, their ranks, and the views in the state of each parameter."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class WindowStructure:
 
     Attributes:
         compression: Compression of the rows.
-        dtype: Precision of dense rows and low-rank factors; None stands for the default.
+        dtype: Precision of dense rows and low-rank factors; None means the default.
         partition: Which parameters share a window.
         skip_norm_layers: Whether the parameters of normalization layers follow the fallback.
         skip_biases: Whether biases follow the fallback.
@@ -79,15 +79,15 @@ class WindowStructure:
 
 
 class WindowPlan(CurvaturePlan):
-    """Plans the units of a partition, allocates their windows and lets the state of each parameter show its part.
+    """Plans the units of a partition, allocates their windows, and stores views of them in the states of parameters.
 
     Args:
-        solver: The mathematics of the method.
+        solver: The solver of the method.
         options: The options that are the same in all groups.
         comm: Communication strategy, which decides which ranks store which windows.
         table: The parameters.
         excluded: Parameters that were left out before, with the reasons.
-        bounds: How parameters are already cut. This does not change while they are covered, so that rows never move.
+        bounds: How parameters are already divided. This does not change while they are covered, so rows never move.
         covered: Parameters that the original of a copy covered. Their rows may be on other ranks.
     """
 
@@ -109,7 +109,7 @@ class WindowPlan(CurvaturePlan):
         self.copied: set[nn.Parameter] = set(covered)
         #: The portions that were placed; None before the first placement.
         self.portions: Portions | None = None
-        #: Windows before they are cut, if they are only laid out.
+        #: Complete windows before they are divided, if they are only laid out.
         self.wholes: list[GradientWindow] = []
 
     # ------------------------------------------------------------------ units
@@ -143,7 +143,7 @@ class WindowPlan(CurvaturePlan):
         parts = [(unit.params, unit.part.bounds) for unit in units if unit.part is not None]
         self.bounds = {p: own for params, bounds in parts for p, own in zip(params, bounds, strict=True)}
         self.copied = set()
-        for p in sources.keys() - self.unit_of.keys():  # a removed one must not keep the old rows alive
+        for p in sources.keys() - self.unit_of.keys():  # a removed parameter must not keep the old rows alive
             self.table.state[p] = {k: v for k, v in self.table.state[p].items() if plain(k) not in CATALOG}
         return bool(fresh)
 
@@ -157,19 +157,19 @@ class WindowPlan(CurvaturePlan):
         return ((unit.name, unit.params) for unit in self.units if unit.held)
 
     def clear(self, params: Collection[nn.Parameter]) -> None:
-        """Forget the windows if other parameters have replaced theirs, together with their state."""
+        """Discard the windows and their state if other parameters have replaced theirs."""
         if not self.unit_of.keys() <= set(params):
             self.units, self.unit_of = [], {}
 
     def state_of_copies(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> Mapping[nn.Parameter, dict[str, Any]]:
-        """Return the state in which each parameter has its part of the window, not a view of the whole."""
+        """Return the state in which each parameter has its part of the window instead of a view."""
         found = defaultdict[nn.Parameter, dict[str, Any]](dict)
         for p, own in state.items():
             found[p] = {k: v.clone() if plain(k) in CATALOG else v for k, v in own.items()}
         return found
 
     def has_rows(self, p: nn.Parameter) -> bool:
-        """Whether a parameter is in a window, or was in a window of the original of a copy."""
+        """Whether a parameter is in a window, or, for a copy, was in a window of the original."""
         return p in self.unit_of or p in self.copied or any(plain(key) in SLOT_DIM for key in self.table.state[p])
 
     def named(self) -> dict[str, list[nn.Parameter]]:
@@ -198,7 +198,7 @@ class WindowPlan(CurvaturePlan):
         """The window of some parameters, laid out but not allocated."""
         group = self.table.group_of[params[0]]
         least, free = 8 * packed_size(group["window_size"]), free_bytes(params[0].device)
-        if free is not None and least > free:  # before sizes overflow
+        if free is not None and least > free:  # checked before sizes overflow
             raise RuntimeError(
                 f"window_size={group['window_size']}: the Gram matrix alone needs {human_bytes(least)} and "
                 f"{human_bytes(free)} are free on {params[0].device}; use a smaller window_size"
@@ -215,7 +215,7 @@ class WindowPlan(CurvaturePlan):
             sizes, costs = [math.prod(shape) for shape in shapes], [whole.form.cost(shape) for shape in shapes]
             kept = [self.bounds.get(p) for p in params]
             if any(b is not None and (len(b) != size + 1 or b[-1] != n) for b, n in zip(kept, sizes, strict=True)):
-                kept = [None] * len(params)  # another world
+                kept = [None] * len(params)  # the number of ranks has changed
             kept = [
                 b or wished_bounds(p, self.table.shards.layouts.get(p), self.comm.shards(index), cutting)
                 for b, p in zip(kept, params, strict=True)
@@ -248,13 +248,13 @@ class WindowPlan(CurvaturePlan):
         return GradientWindow(self._places(unit.params, unit.part), form, momentum)
 
     def _fill(self, unit: Unit, sources: Mapping[nn.Parameter, Unit]) -> None:
-        """Allocate the window of a new unit, and copy what its parameters had in earlier windows."""
+        """Allocate the window of a new unit, and copy the rows of its parameters from earlier windows."""
         states: list[dict[str, Tensor]] = [
             self.own_state(unit, i, self.table.state[p]) for i, p in enumerate(unit.params)
         ]
         old = list(dict.fromkeys(sources[p] for p in unit.params if p in sources))
         rounded = stored_otherwise(unit, old)
-        if any(not u.held for u in old):  # rows of another rank
+        if any(not u.held for u in old):  # the rows are on another rank
             states, shared, old = [{} for _ in states], {}, []
         elif old:
             shared = {**old[0].window.shared_state(), "amplification": old[0].lagged}
@@ -273,7 +273,7 @@ class WindowPlan(CurvaturePlan):
         unit.lagged = torch.zeros(LAG, dtype=torch.float64, pin_memory=unit.params[0].device.type == "cuda")
         self.take_over(unit, states, shared, rounded)
         if old and (len(old) > 1 or not set(old[0].params) <= set(unit.params)):
-            unit.window.recompute_gram()  # columns were removed, or added with rows of their own
+            unit.window.recompute_gram()  # columns were removed, or added with existing rows
         self.expose(unit)
 
     def own_state(self, unit: Unit, i: int, state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -290,7 +290,7 @@ class WindowPlan(CurvaturePlan):
     def take_over(
         self, unit: Unit, states: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor], rounded: bool = False
     ) -> None:
-        """Fill a window from a state, which may have another number of slots. Without a state it stays empty."""
+        """Fill a window from a state, which may have another number of slots. Without a state, it stays empty."""
         window = unit.window
         if "amplification" in shared:
             unit.lagged.copy_(shared["amplification"])
@@ -309,7 +309,7 @@ class WindowPlan(CurvaturePlan):
         window.adopt_resized(old)
 
     def expose(self, unit: Unit) -> None:
-        """Let the state of each parameter show its part of the window. Slices have keys of their own."""
+        """Store a view of its part of the window in the state of each parameter. Slices have separate keys."""
         for i, p in enumerate(unit.params):
             found = unit.window.state(i)
             if unit.part is not None:
@@ -352,7 +352,7 @@ class WindowPlan(CurvaturePlan):
 
         Args:
             portions: The portions that the strategy has placed.
-            keep: Whether parameters stay cut as they are.
+            keep: Whether parameters stay divided in the same way.
         """
         self.portions = portions
         if not keep:

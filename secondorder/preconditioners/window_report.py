@@ -1,4 +1,4 @@
-"""What windows report about themselves: coverage, the dense matrix, and metrics of the last directions."""
+"""Reports of windows: coverage, the dense matrix, and metrics of the last directions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from secondorder.preconditioners.base import CurvatureReport
 if TYPE_CHECKING:
     from secondorder.preconditioners.window_plan import WindowPlan
 
-#: Steps after which the damping is compared with the curvature.
+#: Number of steps after which the damping is compared with the curvature.
 _STEPS_BEFORE_WATCH = 20
 
 
 class WindowReport(CurvatureReport):
-    """Reads windows and changes nothing.
+    """Reports on windows without changing them.
 
     Args:
         plan: The windows.
@@ -33,11 +33,11 @@ class WindowReport(CurvatureReport):
         self._plan = plan
 
     def summary(self) -> str:
-        """Return the number of windows in words."""
+        """Return the number of windows as text."""
         return f"{len(self._plan.units)} window{'s' if len(self._plan.units) != 1 else ''}"
 
     def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
-        """Return what covers a parameter, its size, and its owner; all are empty if nothing covers it."""
+        """Return what covers a parameter, its size, and its owner; all are empty strings if nothing covers it."""
         unit = self._plan.unit_of.get(p)
         if unit is None:
             return "", "", ""
@@ -54,8 +54,8 @@ class WindowReport(CurvatureReport):
         unit = self._plan.unit_of[chosen[0]]
         if unit.part is not None or not unit.held:
             raise RuntimeError(
-                f"the rows of '{name}' are not all on rank {self._plan.comm.rank}: use comm=CommOpt(), or load what "
-                "consolidate_state_dict() has gathered into an optimizer of one process"
+                f"the rows of '{name}' are not all on rank {self._plan.comm.rank}: use comm=CommOpt(), or load the "
+                "state that consolidate_state_dict() has gathered into an optimizer of one process"
             )
         if not unit.window.filled:
             raise RuntimeError(f"the window of '{name}' is empty: take a step first")
@@ -92,18 +92,18 @@ class WindowReport(CurvatureReport):
         return [found for unit in held if (found := self._plan.solver.bounds(unit)) is not None]
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return counters as plain numbers and, for each window, how its last direction relates to the gradient.
+        """Return counters as plain numbers and, for each window, the relation of its last direction to the gradient.
 
         Everything is computed from the Gram matrix, with one eigendecomposition ``[m, m]`` per window and no pass over
-        the parameters. It waits for the device, but never for another rank: windows that are only on other ranks are
-        left out, and so are values of divided windows that ranks do not exchange.
+        the parameters. It waits for the device, but never for another rank. Windows that are only on other ranks, and
+        values of divided windows that ranks do not exchange, are left out.
 
         Returns:
-            ``skipped_steps``, ``damping``, ``solve_failures``, and ``units``: by name of the window a dict of ``rows``,
-            ``count`` (rows ever stored) and, once a step was taken, ``damping``, ``condition_number``, the entries of
-            :func:`secondorder.linalg.gram.metrics` (cosine, angle in degrees, norm ratio, amplification, effective
-            rank, ...) and for compressed rows ``sent_energy``, ``residual_norm`` and ``residual_ratio`` (to the norm of
-            the gradient).
+            ``skipped_steps``, ``damping``, ``solve_failures``, and ``units``, which has a dict for each window by name
+            with ``rows``, ``count`` (rows ever stored) and, after a step, ``damping``, ``condition_number``, the
+            entries of :func:`secondorder.linalg.gram.metrics` (cosine, angle in degrees, norm ratio, amplification,
+            effective rank, ...) and, for compressed rows, ``sent_energy``, ``residual_norm`` and ``residual_ratio`` (to
+            the norm of the gradient).
         """
         held = [unit for unit in self._plan.units if unit.held]
         # These are counted in the state, so that copies and checkpoints keep them.

@@ -31,7 +31,7 @@ from secondorder.runtime import Runtime
 
 #: Norm of a gradient above which its products overflow, by working precision.
 _LARGEST_NORM = {torch.float32: 1e15, torch.float64: 1e150}
-#: Entries of the matrices that are factorised in one batch.
+#: Entries of the matrices that are factorized in one batch.
 _BATCH = 1 << 20
 
 
@@ -39,7 +39,7 @@ class WindowPreconditioner(Preconditioner):
     """Windows of past gradients, and the stages of a step that use them.
 
     Args:
-        solver: The mathematics of the method.
+        solver: The solver of the method.
         structure: The options that are the same in all groups.
         comm: Communication strategy, which decides which ranks store which windows.
         table: The parameters.
@@ -79,7 +79,7 @@ class WindowPreconditioner(Preconditioner):
         return changed
 
     def kept(self) -> dict[str, Any]:
-        """Return what copies and pickles keep in addition to the state and the recipe."""
+        """Return the state that copies and pickles keep in addition to the state and the recipe."""
         return self.plan.kept()
 
     def reconnect(self) -> None:
@@ -94,7 +94,7 @@ class WindowPreconditioner(Preconditioner):
             is_real: Whether parameters are sharded in the same way as they are now.
 
         Returns:
-            The windows, which only support queries that depend on shapes alone.
+            The windows, which support only queries that depend on shapes.
         """
         found = WindowPreconditioner(self.solver, self.structure, comm, self.table, Runtime(), self.plan.kept())
         found.plan.lay_out(self.plan.portions, keep=is_real)
@@ -103,11 +103,11 @@ class WindowPreconditioner(Preconditioner):
         return found
 
     def facts(self) -> dict[str, list[str]]:
-        """Return what must be equal on all ranks: the windows whose sums are due, since they are sent in a message."""
+        """Return the windows whose sums are due, which must be equal on all ranks because they are sent."""
         return {"windows to sum anew": [unit.name for unit in self.plan.units if unit.window.stale]}
 
     def recover(self) -> None:
-        """Do nothing, since a checkpoint leaves no part of a window out."""
+        """Do nothing, since a checkpoint always contains complete windows."""
 
     # ------------------------------------------------------------------ stages 1 to 3: the window
     def collect(self) -> None:
@@ -191,7 +191,7 @@ class WindowPreconditioner(Preconditioner):
         return []
 
     def share(self, refreshed: list[int]) -> None:
-        """Do nothing, since every rank that stores rows has solved for their coefficients."""
+        """Do nothing, since every rank that stores rows has computed their coefficients."""
 
     def _source(self, unit: Unit) -> Source:
         window, group, t = unit.window, unit.group, unit.window.filled
@@ -251,7 +251,7 @@ class WindowPreconditioner(Preconditioner):
             found = unit.window.combine(unit.a)
         for u, r in zip(found, unit.source.r or [None] * len(found), strict=True):
             if r is not None:
-                c = unit.outside  # a number is filled in on the device: a copy from the host would wait
+                c = unit.outside  # fill in the number on the device, because a copy from the host would wait
                 u.addcmul_(r.to(u.dtype), c.to(u) if isinstance(c, Tensor) else u.new_full((), c))
         return found
 
@@ -283,7 +283,7 @@ class WindowPreconditioner(Preconditioner):
 
 
 def _batches(alike: Iterable[list[Unit]]) -> Iterator[list[Unit]]:
-    """Batches of units of one size, which are solved together. Their size bounds the temporary memory."""
+    """Batches of units of equal size, which are solved together. The batch size limits the temporary memory."""
     for units in alike:
         count = max(1, _BATCH // max(units[0].window.filled, 1) ** 2)
         yield from (units[i : i + count] for i in range(0, len(units), count))

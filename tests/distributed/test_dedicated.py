@@ -379,7 +379,7 @@ def fail_in(rank: int, world: int, where: str) -> None:
 
 def test_an_error_on_one_rank_is_heard_on_all(pool: Pool) -> None:
     for where, words in [
-        ("refresh", "could not be factorised"),
+        ("refresh", "could not be factorized"),
         ("factor", "the loader is empty"),
         ("gradient", "the loader is empty"),
     ]:

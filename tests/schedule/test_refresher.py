@@ -76,7 +76,7 @@ def test_a_first_refresh_that_failed_waits_for_another_estimate_and_the_limit_ra
     _learn(block, float("nan"))
     assert _take(refresher, block, 2) == [0]
     _learn(block, float("nan"))
-    with pytest.raises(RuntimeError, match="could not be factorised 3 times in a row"):
+    with pytest.raises(RuntimeError, match="could not be factorized 3 times in a row"):
         _take(refresher, block, 3)
 
 

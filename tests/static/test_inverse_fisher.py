@@ -69,7 +69,7 @@ def test_neither_the_width_of_the_tiles_nor_the_factorization_matters(monkeypatc
         raise torch.linalg.LinAlgError("no convergence")
 
     monkeypatch.setattr(torch.linalg, "eigh", fail)
-    with pytest.raises(RuntimeError, match=r"\[5, 5\] of grads cannot be factorised: raise damping"):
+    with pytest.raises(RuntimeError, match=r"\[5, 5\] of grads cannot be factorized: raise damping"):
         inverse_fisher_vector_product(grads, x, 0.02)
 
 

@@ -1,5 +1,5 @@
-"""Fishers: whose gradients are captured, and the likelihoods from which they are drawn.
+"""Fishers, which determine the captured gradients, and the likelihoods of the loss.
 
-The empirical Fisher takes the gradients of the loss. All others pull the curvature of a likelihood at the outputs of
-the model back to its layers, in passes of their own.
+The empirical Fisher uses the gradients of the loss. All others pull the curvature of a likelihood at the outputs of the
+model back to its layers, in separate backward passes.
 """

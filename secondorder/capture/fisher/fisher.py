@@ -25,7 +25,7 @@ class ModelFisher:
     """Pulls vectors of the loss curvature back to the layers.
 
     Args:
-        options: Which Fisher is estimated.
+        options: The Fisher estimate.
         runtime: The values that all parts of the optimizer share.
         batch_dim: Dimension of the model's input that counts examples.
         most_rows: The largest number of rows of each example that the method can use, or None for no limit.
@@ -63,7 +63,7 @@ class ModelFisher:
         waiting = capture.forwards.waiting()  # in a model in parts, the last part returned the outputs
         batches = [current.evidence.examples or 0 for current in waiting if current.root == waiting[-1].root]
         laid = [Head.of(*head, batches, self._batch_dim) for head in zip(heads, kinds, targets, strict=True)]
-        # The mean over loss terms is taken when all micro-batches are there; heads are weighted by their own numbers of
+        # The mean over loss terms is taken when all micro-batches are complete. Heads are weighted by their numbers of
         # terms.
         terms = [head.terms for head in laid]
         most = torch.stack([t.to(terms[0].device) for t in terms]).max()  # not 0 where any head has terms
@@ -127,11 +127,11 @@ def resolved(
     """Return outputs, likelihoods and targets by head, from the arguments of ``observe``.
 
     Raises:
-        ValueError: If a likelihood is unknown, or there are other numbers of them than of outputs.
-        TypeError: If an argument is of a wrong kind.
+        ValueError: If a likelihood is unknown, or their number does not match the number of outputs.
+        TypeError: If an argument is of the wrong type.
     """
     if not isinstance(outputs, (Tensor, list, tuple)):
-        raise TypeError(f"observe takes outputs of the model, a tensor or a sequence of them, got {outputs!r}")
+        raise TypeError(f"observe takes outputs of the model, a tensor or a sequence of tensors, got {outputs!r}")
     heads: list[Tensor] = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     kinds, given = _one_each(likelihood, len(heads)), _one_each(targets, len(heads))
     if not heads or not all(isinstance(head, Tensor) for head in heads):

@@ -1,4 +1,4 @@
-"""The outputs of a model, laid out by example, from which ``observe`` pulls their loss curvature back."""
+"""The outputs of a model, arranged by example, from which ``observe`` pulls back the loss curvature."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from secondorder.capture.fisher.likelihood import Categorical, Likelihood
 
 @dataclass(frozen=True)
 class Head:
-    """One output of a model whose loss curvature is to be pulled back, with its examples first.
+    """One output of a model whose loss curvature is pulled back, with its examples first.
 
     Attributes:
         kind: Likelihood.
         outputs: ``[N, …]``, detached.
         targets: Targets in the same layout, or None.
-        restore: Function that brings a tensor back into the layout of the model.
+        restore: Function that converts a tensor back to the layout of the model.
     """
 
     kind: Likelihood
@@ -31,13 +31,13 @@ class Head:
     def of(
         cls, outputs: Tensor, kind: Likelihood, targets: Tensor | None, batches: Sequence[int], batch_dim: int
     ) -> Head:
-        """Return an output laid out by example: terms of one example need vectors of their own.
+        """Return an output arranged by example, since each term of an example needs a separate vector.
 
         Args:
             outputs: Output as the model returned it.
             kind: Its likelihood.
             targets: Its targets, or None.
-            batches: Numbers of examples of the forwards that it may belong to.
+            batches: Numbers of examples of the forward passes to which it may belong.
             batch_dim: Dimension of the model's input that counts examples.
 
         Raises:
@@ -52,7 +52,7 @@ class Head:
             return cls(kind, plain, targets, lambda v: v)
         if batch_dim == 1 and outputs.dim() == 2:
             raise ValueError(
-                f"observe: outputs of shape {tuple(shape)} do not say which rows belong to one of {sizes[-1]} "
+                f"observe: outputs of shape {tuple(shape)} do not say which rows belong to each of {sizes[-1]} "
                 "examples; pass them as [S, N, C]"
             )
         examples = next((size for size in sizes if outputs.dim() > 0 and shape[0] % size == 0), None)

@@ -31,8 +31,8 @@ from torch import Tensor
 class Likelihood(ABC):
     """The distribution of targets that a loss implies, given the outputs of the model.
 
-    For a loss of your own, define :meth:`sample`. The other methods are needed for the kinds of Fisher that their
-    errors name, and :meth:`terms` is needed if the loss averages over more than the examples.
+    For a custom loss, define :meth:`sample`. The other methods are needed for the kinds of Fisher that their error
+    messages name, and :meth:`terms` is needed if the loss averages over more than the examples.
     """
 
     def terms(self, outputs: Tensor, targets: Tensor | None = None) -> int | Tensor:
@@ -77,7 +77,7 @@ class Likelihood(ABC):
         raise NotImplementedError(self._missing("rademacher()", "fisher='curvature_prop'", "use fisher='mc'"))
 
     def columns(self, outputs: Tensor) -> int:
-        """Return the number of columns of S per example; terms of one example have columns of their own.
+        """Return the number of columns of S per example. Each term of an example has separate columns.
 
         Raises:
             NotImplementedError: If the likelihood does not define it.
@@ -117,22 +117,22 @@ class Likelihood(ABC):
         raise NotImplementedError(self._missing("hessian_product()", "the quadratic model", "leave that model off"))
 
     def _missing(self, methods: str, user: str, otherwise: str) -> str:
-        return f"{type(self).__name__} has no {methods}, needed for {user}: define what is missing, or {otherwise}"
+        return f"{type(self).__name__} has no {methods}, needed for {user}: define the missing methods, or {otherwise}"
 
 
 @dataclass(frozen=True)
 class Categorical(Likelihood):
-    """Classes by logits, as in ``F.cross_entropy``; every position of an output is a term of its own.
+    """Classes by logits, as in ``F.cross_entropy``. Every position of an output is a separate term.
 
-    Label smoothing does not change the curvature: it is that of the plain cross entropy. Class weights are not
+    Label smoothing does not change the curvature, which is that of the plain cross entropy. Class weights are not
     supported. Targets that are probabilities ``[N, …]`` instead of classes ignore nothing.
 
     Args:
-        ignore_index: Class that marks a position which has no loss; None if there is none.
-        class_dim: Dimension of the logits: -1 for ``[N, …, C]``, 1 for ``[N, C, …]`` as ``F.cross_entropy`` wants it.
+        ignore_index: Class that marks positions without a loss; None if there is none.
+        class_dim: Dimension of the logits: -1 for ``[N, …, C]``, or 1 for ``[N, C, …]`` as in ``F.cross_entropy``.
 
     Raises:
-        TypeError: For a value that is not an integer.
+        TypeError: If a value is not an integer.
     """
 
     ignore_index: int | None = -100
@@ -153,7 +153,7 @@ class Categorical(Likelihood):
     def sample(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
         axis = self._axis(outputs)
         p = _softmax(outputs, axis)
-        # The sample inverts the cumulative distribution: it takes one random number per term and, unlike
+        # The sample inverts the cumulative distribution. It takes one random number per term and, unlike
         # torch.multinomial, it causes no error and no wait if logits are not finite (the result is NaN there, and the
         # step drops it).
         cumulative = p.movedim(axis, -1).cumsum(-1).contiguous()  # [N, …, C]
@@ -204,13 +204,13 @@ class Categorical(Likelihood):
         axis = self.class_dim + outputs.dim() if self.class_dim < 0 else self.class_dim
         if not 0 < axis < outputs.dim():
             raise ValueError(
-                f"class_dim={self.class_dim} must be a dimension behind the batch, got outputs of shape "
+                f"class_dim={self.class_dim} must be a dimension after the batch, got outputs of shape "
                 f"{tuple(outputs.shape)}; for a single example use unsqueeze(0)"
             )
         return axis
 
     def _ignored(self, outputs: Tensor, targets: Tensor | None, axis: int) -> Tensor | None:
-        """Return where there is no loss, as bool in the shape of the outputs without the classes; None for nowhere."""
+        """Return a mask of positions without a loss, in the shape of the outputs without the classes; None for none."""
         if targets is None:
             return None
         rows = _without(outputs.shape, axis)
@@ -223,13 +223,13 @@ class Categorical(Likelihood):
         return None if soft or self.ignore_index is None else targets == self.ignore_index
 
     def _masked(self, v: Tensor, outputs: Tensor, targets: Tensor | None, axis: int) -> Tensor:
-        """Set entries without loss to zero in place, whatever their value was."""
+        """Set entries without a loss to zero in place."""
         ignored = self._ignored(outputs, targets, axis)
         return v if ignored is None else v.masked_fill_(ignored.unsqueeze(axis), 0)
 
 
 class _Independent(Likelihood):
-    """Outputs that do not depend on each other: S is diagonal, and stored as an array shaped like the outputs."""
+    """Base class for independent outputs, with a diagonal S that is stored as an array like the outputs."""
 
     mean: bool
 
@@ -274,7 +274,7 @@ class Bernoulli(_Independent):
         mean: Whether the loss of an example is the mean over its outputs instead of their sum.
 
     Raises:
-        TypeError: If it is not a bool.
+        TypeError: If ``mean`` is not a bool.
     """
 
     mean: bool = False
@@ -333,7 +333,7 @@ _NAMES: dict[str, type[Likelihood]] = {"categorical": Categorical, "bernoulli": 
 
 
 def resolve(value: str | Likelihood) -> Likelihood:
-    """Return the likelihood that a name stands for.
+    """Return the likelihood with a name.
 
     Args:
         value: ``"categorical"``, ``"bernoulli"``, ``"gaussian"``, or a likelihood.
@@ -342,8 +342,8 @@ def resolve(value: str | Likelihood) -> Likelihood:
         A likelihood with its defaults for a name, and the object itself otherwise.
 
     Raises:
-        ValueError: For an unknown name.
-        TypeError: For a value that is neither a name nor a likelihood.
+        ValueError: If the name is unknown.
+        TypeError: If the value is neither a name nor a likelihood.
     """
     known = ", ".join(repr(name) for name in _NAMES)
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Observation: vectors are pulled back from the model outputs to the layer outputs, in passes without a loss.
+"""Observation, which pulls vectors back from the model outputs to the layer outputs in passes without a loss.
 
 Forward passes keep the edges of their layer outputs (``Pass.edges``); the gradients there are computed by
 ``autograd.grad``, so that no gradient of a weight is computed, and ``.grad`` and the graph do not change.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _NOTHING_TO_OBSERVE = (
-    "observe: no covered layer of a forward that was captured leads to these outputs. Pass what the model itself "
+    "observe: no covered layer of a captured forward leads to these outputs. Pass the outputs that the model itself "
     "returned in train mode, once per forward (several heads in one call) and before its backward; a compiled model "
     "cannot be observed."
 )
@@ -34,13 +34,13 @@ _REENTRANT = (
     "but the loss's. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
 )
 _NO_GRAPH = (
-    "observe: the graph behind the outputs is gone or was never built. Call observe between the forward and "
+    "observe: the graph behind the outputs was freed or never built. Call observe between the forward and "
     "loss.backward(), outside torch.no_grad()."
 )
 
 
 class Observation:
-    """Observes the forward passes that wait for it.
+    """Observes the forward passes that wait to be observed.
 
     Args:
         forwards: The passes.

@@ -61,7 +61,7 @@ class Adapter(ABC):
 
     @staticmethod
     def refusal(module: nn.Module) -> str:
-        """Return why a module of the registered type cannot be covered, in words; empty if it can."""
+        """Return why a module of the registered type cannot be covered, as text; empty if it can."""
         return ""
 
     @property
@@ -138,7 +138,7 @@ class Adapter(ABC):
 
     def squared_means(self, inputs: list[Tensor], examples: int) -> Tensor:
         """Return the diagonal of ``Σ_n ā āᵀ`` ``[(Γ,) d_in]`` for one-hot rows; ā is an example's mean over calls."""
-        raise NotImplementedError(f"{type(self).__name__} has one-hot rows and does not say what their means are")
+        raise NotImplementedError(f"{type(self).__name__} has one-hot rows and does not define their means")
 
     def pick_examples(
         self, x: Tensor, g: Tensor, kept: int, examples: int, generator: torch.Generator

@@ -195,7 +195,7 @@ class BatchNormAdapter(ChannelNormAdapter):
     def refusal(module: nn.Module) -> str:
         """Return why such a module follows the fallback rule; empty if it does not have to."""
         if isinstance(module, nn.SyncBatchNorm):
-            return "SyncBatchNorm normalises with statistics of all ranks, which the input on one rank does not tell"
+            return "SyncBatchNorm normalizes with statistics of all ranks, which the input on one rank does not contain"
         return ""
 
     def normalized(self, x: Tensor) -> Tensor:

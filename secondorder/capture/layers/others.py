@@ -159,7 +159,7 @@ class StackedAdapter(Adapter):
         if x.dim() != 3:
             return split_examples(x, examples)
         if x.shape[1] != examples:
-            raise ValueError(f"its sequences of {x.shape[1]} examples are not those of a batch of {examples}")
+            raise ValueError(f"its sequences of {x.shape[1]} examples do not match a batch of {examples}")
         return x.transpose(0, 1)
 
     def _shared(self, x: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class WeightUse(NamedTuple):
 
 
 def parts_of(module: nn.Module, norm_curvature: str) -> tuple[list[WeightUse], str]:
-    """Return the parts of a module, or none and the reason in words."""
+    """Return the parts of a module, or none and the reason as text."""
     inner = _linear_parts(module)
     name = type(module).__name__
     if inner is not None:

@@ -57,7 +57,7 @@ def register_layer(module_type: type[nn.Module], adapter: type[Adapter]) -> None
 
 
 def find_adapter(module: nn.Module) -> tuple[type[Adapter] | None, str]:
-    """Return the adapter class for a module, or None and the reason in words."""
+    """Return the adapter class for a module, or None and the reason as text."""
     name = type(module).__name__
     for kind, adapter in _candidates(type(module)):
         if type(module).forward is not kind.forward:

@@ -1,5 +1,5 @@
-"""Statistics of one layer: sums and rows that fill up during the backward pass.
+"""Statistics of one layer: sums and rows that are collected during the backward pass.
 
-The modules here have Kronecker factors, squares in an eigenbasis and rows of examples, the batch means that become of
-them, and their running averages.
+The modules contain Kronecker factors, squares in an eigenbasis and rows of examples, their batch means, and their
+running averages.
 """

@@ -1,13 +1,13 @@
-"""Statistics of Kronecker factors and their running estimates: pure tensor mathematics.
+"""Statistics of Kronecker factors and their running estimates, as pure functions of tensors.
 
-Scale: per-datum exact. With N examples of S positions each, per-example gradients g (the mean of the loss undone) and
-inputs a (1 appended last for a bias)::
+The scale is exact per datum. For N examples of S positions each, let g be the per-example gradients (without the mean
+of the loss) and a the inputs (with 1 appended last for a bias)::
 
     expand   A = 1/(N S) Σ_n Σ_s a aᵀ                 B = 1/N Σ_n Σ_s g gᵀ
     reduce   A = 1/N Σ_n ā āᵀ,  ā = mean_s a          B = 1/N Σ_n ĝ ĝᵀ,  ĝ = Σ_s g
 
-so that ``B ⊗ A`` is the block of the Fisher of the mean per-example loss over row-major ``vec([W | b])``, whatever the
-batch size, the number of micro-batches or the image size (Eschenhagen et al. 2023, arXiv 2311.00636, section 3).
+Then ``B ⊗ A`` is the block of the Fisher of the mean per-example loss over row-major ``vec([W | b])``, for every batch
+size, number of micro-batches and image size (Eschenhagen et al. 2023, arXiv 2311.00636, section 3).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from secondorder.linalg.dense import Workspace, aligned, product
 
-#: π of the factored damping is kept inside this range, so that a vanishing factor cannot take all of the damping.
+#: Range of π of the factored damping, which prevents a vanishing factor from getting all of the damping.
 _PI_RANGE = (1e-6, 1e6)
 
 
@@ -27,7 +27,7 @@ def gradient_scale(examples: int, reduction: str, loss_terms: float) -> float:
     Args:
         examples: N, examples of all micro-batches of the step.
         reduction: ``"mean"`` if the objective divides by the number of examples (then ``g = N g°``), ``"sum"`` if not.
-        loss_terms: T, scalar loss terms per example that the mean runs over; without meaning for a sum.
+        loss_terms: T, the number of scalar loss terms per example in the mean. It has no meaning for a sum.
 
     Returns:
         ``N·T`` for a mean, ``1/N`` for a sum.
@@ -44,10 +44,10 @@ def ratio_ema_(
     decay: float,
     ok: Tensor,
 ) -> None:
-    """Fold one batch into running means, debiased from the first one on.
+    """Update running means with one batch, without bias from the first batch on.
 
     ``W ← βW + w``, ``X ← X + (w/W)(X_batch − X)``, ``W₀ = 0``: the first value is the first batch, and for β = 1 the
-    estimate is the pooled mean. Where ``ok`` is False nothing changes, whatever the batch holds.
+    estimate is the pooled mean. If ``ok`` is False, nothing changes.
 
     Args:
         running: Estimates, changed in place.
@@ -62,7 +62,7 @@ def ratio_ema_(
     share = torch.where(ok, batch_weight / grown, torch.zeros_like(grown))
     weight.copy_(torch.where(ok, grown, weight))
     for estimate, total, scale in zip(running, sums, scales, strict=True):
-        if ok.device.type == "cpu":  # plain numbers cost nothing to read here, and save three passes
+        if ok.device.type == "cpu":  # plain numbers are free to read here and save three passes
             part = float(share.numpy())
             if part > 0:
                 wide = estimate.to(total.dtype)  # itself, unless it is kept in fewer bits
@@ -74,21 +74,21 @@ def ratio_ema_(
 
 
 def _round(kept: Tensor, wide: Tensor) -> None:
-    """Take over what was computed in more bits, if that is another tensor."""
+    """Copy the result that was computed in more bits, if it is another tensor."""
     if wide is not kept:
         kept.copy_(wide)
 
 
 def all_finite(tensors: list[Tensor]) -> Tensor:
-    """0-dim bool tensor: whether every entry of every tensor is finite (by their sums: one pass, no temporary)."""
+    """Return whether all entries of all tensors are finite, as a 0-dim bool tensor, in one pass over their sums."""
     sums = [t.sum(dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in tensors]
     return torch.isfinite(torch.stack([s.to(sums[0].device) for s in sums])).all()
 
 
 def effective_damping(damping: float, mode: str, mean_value: Tensor) -> Tensor:
-    """λ of a block: ``damping`` itself, or in ``"relative"`` mode its multiple of the block's mean eigenvalue.
+    """Return λ of a block, which is ``damping`` or, in ``"relative"`` mode, a multiple of the mean eigenvalue.
 
-    A block whose factors are all zero keeps the absolute value: there is nothing to be relative to.
+    A block whose factors are all zero uses the absolute value.
 
     Returns:
         λ ``[...]``, of the shape of ``mean_value``.
@@ -150,7 +150,7 @@ def solve_factored(grad: Tensor, inverse_a: Tensor, inverse_g: Tensor, workspace
     """``G⁻¹ grad A⁻¹`` from the inverses of the damped factors ``[..., n, n]``, or of diagonal ones ``[..., n]``.
 
     Returns:
-        The solution, not memory of the workspace: the next block overwrites that.
+        The solution, which is not in the memory of the workspace, since the next block overwrites that.
     """
     if inverse_g.dim() < grad.dim():
         grad = grad * inverse_g[..., :, None]

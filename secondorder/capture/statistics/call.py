@@ -1,4 +1,4 @@
-"""One use of a layer in a forward pass, as its backward sees it."""
+"""One use of a layer in a forward pass, as seen by its backward pass."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Call(NamedTuple):
     """A use of a layer, with the gradient at its output.
 
     Attributes:
-        x: What the adapter prepared from the layer's input; None where it needs none.
+        x: The tensor that the adapter prepared from the layer's input; None if it needs none.
         g: Gradient of the accumulated objective at the layer output.
-        adapter: Rows of the module that was called; another one that shares its weight may have others.
-        unscale: Factor that turns g into that of the objective (the reciprocal of a loss scale), 0-dim, or None.
+        adapter: Adapter of the called module. Another module that shares its weight may have another one.
+        unscale: Factor that converts g to the gradient of the objective (the reciprocal of a loss scale), or None.
         keep: 1 for real and 0 for padded rows, shaped like the leading dimensions of ``g``, or None.
         part: Which of the Γ blocks the call fills; -1 for all.
-        again: Whether the input was already taken in (another vector pushed back through one forward).
-        shared: Whether its rows are those of the whole batch, none of an example.
-        unclear: Whether nothing tells which of its first two dimensions counts examples.
+        again: Whether the input was already added (another vector pushed back through the same forward pass).
+        shared: Whether its rows belong to the whole batch instead of to examples.
+        unclear: Whether it is unclear which of its first two dimensions counts examples.
     """
 
     x: Tensor | None
@@ -42,11 +42,11 @@ class Call(NamedTuple):
         return self.adapter.of_part(self.part)
 
     def require_examples(self) -> None:
-        """Raise a ``ValueError`` if no row belongs to an example, or nobody knows to which."""
+        """Raise a ``ValueError`` if rows belong to no example, or it is unclear to which."""
         if self.unclear:
             raise ValueError(
                 f"its values of shape {tuple(self.g.shape)} may have the examples of the batch in their second "
-                "dimension or be several rows of each in the first: another batch size tells"
+                "dimension or several rows of each in the first: another batch size avoids this ambiguity"
             )
         if self.shared:
             raise ValueError(
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
     def gradient(self, dtype: torch.dtype) -> Tensor:
         """``g`` unscaled and without padded rows, in the precision of the factor."""
-        g = self.g.to(dtype)  # before any product: the square of a scaled gradient would overflow a half
+        g = self.g.to(dtype)  # before any product, because the square of a scaled gradient would overflow float16
         if self.unscale is not None:
             g = g * self.unscale.to(g.device, dtype)
         if self.keep is None:

@@ -1,12 +1,13 @@
-"""Pending rows of one layer: what each example's gradient is made of, collected during backward.
+"""Pending rows of one layer, from which each example's gradient can be computed, collected during the backward pass.
 
-An example's gradient is ``u_n = Σ_s g_ns (a_ns, 1)ᵀ`` over its positions and over all calls of the layer. Kept are
+An example's gradient is ``u_n = Σ_s g_ns (a_ns, 1)ᵀ`` over its positions and over all calls of the layer. The following
+is kept:
 
 =================  ===================================================================================================
 ``"expand"``       the rows of all positions, or u itself where that is the smaller and faster one; of a lookup table
                    the indices and the gradients at them
 ``"reduce"``       one row: the mean of the inputs, the sum of the gradients; long lookup tables as in ``"expand"``
-normalisation      u, of all units of the layer together
+normalization      u of all units of the layer together
 =================  ===================================================================================================
 
 Mu et al., HyLo, SC22; positions: Eschenhagen et al. 2023 (arXiv 2311.00636), section 3.
@@ -27,22 +28,22 @@ from secondorder.linalg import kernel
 from secondorder.linalg.dense import full_precision
 from secondorder.linalg.kernel import Rows
 
-#: Columns of a lookup table up to which ``"reduce"`` takes the mean of its one-hot rows, as a row of so many numbers.
+#: Largest number of columns of a lookup table for which ``"reduce"`` forms the mean of its one-hot rows.
 _DENSE_COLUMNS = 8192
 
 
 class ExampleRows:
-    """Rows of a layer since the last step, as captured: neither scaled per datum nor divided by anything.
+    """Captured rows of a layer since the last step, without any scaling.
 
     Args:
         adapter: The layer's shapes and rows.
         approx: ``"reduce"`` or ``"expand"``.
         dtype: Precision of the rows.
         conv_scale: ``"hylo"`` divides the summed gradients of a convolution by the number of its positions, which
-            makes its Fisher as much too small, twice, as in the code published with the paper.
+            makes its Fisher too small by the square of it, as in the code published with the paper.
 
     Attributes:
-        as_pairs: Keep pairs of rows even where per-example gradients are smaller: factors are made of pairs.
+        as_pairs: Whether to keep pairs of rows even if per-example gradients are smaller, to compute factors.
         real: Rows that are not padding, over all examples; ``[Γ]`` where each of Γ blocks is filled by its own calls.
     """
 
@@ -62,10 +63,10 @@ class ExampleRows:
         return sum(part.nbytes for part in self._parts)
 
     def add(self, calls: list[Call], examples: int) -> None:
-        """Take in all calls of the layer in one forward pass over ``examples`` examples.
+        """Add all calls of the layer in one forward pass over ``examples`` examples.
 
         Raises:
-            ValueError: If the examples cannot be told apart.
+            ValueError: If the rows cannot be assigned to examples.
         """
         for call in calls:
             call.require_examples()
@@ -93,14 +94,14 @@ class ExampleRows:
         return self._reduced(calls, examples) if self.reduce else self._expanded(calls, examples)
 
     def _joined(self, calls: list[Call], examples: int) -> Rows:
-        """All units of a normalisation layer as one vector ``[n, 1, Γ·k]``."""
+        """All units of a normalization layer as one vector ``[n, 1, Γ·k]``."""
         sums = self._output_sums(calls, examples)
         joined = sums.transpose(0, 1).flatten(1) if self._adapter.groups > 1 else sums
         self.real = self.real + examples
         return Rows(None, joined[:, None])
 
     def _looked_up(self, adapter: EmbeddingAdapter, calls: list[Call], examples: int) -> Rows:
-        """Indices and the gradients at them, or per-example gradients where the table is the smaller one."""
+        """Indices and the gradients at them, or per-example gradients if the table is smaller."""
         inputs = [call.x for call in calls if call.x is not None]
         # A masked position has no index; its gradient is 0.
         index = torch.cat([adapter.indices(x, examples) for x in inputs], 1).clamp(min=0)
@@ -127,7 +128,7 @@ class ExampleRows:
         return found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
     def _input_sums(self, call: Call, examples: int) -> tuple[Tensor, Tensor]:
-        """``Σ_s a [(Γ,) n, d_i]`` of each example, and how many positions ``[(Γ,) n, 1]`` that are."""
+        """``Σ_s a [(Γ,) n, d_i]`` of each example, and the number of positions ``[(Γ,) n, 1]``."""
         adapter, x = call.own, call.x
         assert x is not None
         if isinstance(adapter, EmbeddingAdapter):
@@ -173,7 +174,7 @@ class ExampleRows:
         return Rows(_copied(inputs), g, adapter.has_bias)
 
     def _real_rows(self, call: Call, outputs: Tensor) -> float | Tensor:
-        """How many there are, ``[Γ]`` for a call that fills one of the Γ blocks."""
+        """Number of rows, ``[Γ]`` for a call that fills one of the Γ blocks."""
         rows = outputs.shape[-3] * outputs.shape[-2]
         found = rows if call.keep is None else call.keep.sum() * (rows / call.keep.numel())
         return found if call.part < 0 else call.whole(outputs.new_ones(()) * found)
@@ -213,7 +214,7 @@ def multiplied_out(rows: Rows) -> Rows:
 
 
 def keeps_indices(adapter: Adapter, approx: str) -> bool:
-    """Whether the rows of a layer are those of a lookup table, told by its indices."""
+    """Whether the rows of a layer are those of a lookup table, which has indices."""
     if not isinstance(adapter, EmbeddingAdapter) or isinstance(adapter, EmbeddingBagAdapter):
         return False
     return approx == "expand" or adapter.d_in > _DENSE_COLUMNS

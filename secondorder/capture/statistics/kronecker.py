@@ -1,4 +1,4 @@
-"""Pending Kronecker statistics of one layer: raw sums over rows, filled during backward, folded by ``step``."""
+"""Pending Kronecker statistics of one layer: sums over rows, collected in the backward pass and used by ``step``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class KroneckerSums:
     Args:
         adapter: The layer's shapes and rows.
         approx: ``"expand"`` or ``"reduce"``.
-        like_a: Tensor of the shape, dtype and device of A (its diagonal, if that is what is kept).
-        like_g: Likewise for G.
-        sampler: Draws of rows to use, if not all are.
-        constant_g: Leave G at the identity.
+        like_a: Tensor of the shape, dtype and device of A (or of its diagonal, if only this is kept).
+        like_g: The same for G.
+        sampler: Sampler of rows, if not all are used.
+        constant_g: Whether G stays the identity.
 
     Attributes:
         a: Valid on and above the diagonal until :meth:`finish`.
@@ -37,7 +37,7 @@ class KroneckerSums:
         constant_g: bool = False,
     ) -> None:
         self._adapter = adapter
-        # An exact block is of whole examples, whatever happens to their positions.
+        # An exact block uses complete examples, whether or not positions are sampled.
         self.reduce = approx == "reduce" or adapter.is_exact
         self._sampler = sampler
         self._constant_g = constant_g
@@ -50,7 +50,7 @@ class KroneckerSums:
 
     @property
     def wants_whole_pass(self) -> bool:
-        """Whether all calls of a forward pass must come in one :meth:`add` (reduce averages over them)."""
+        """Whether all calls of a forward pass must be in one :meth:`add`, since reduce averages over them."""
         return self.reduce
 
     @property
@@ -62,7 +62,7 @@ class KroneckerSums:
         """Add the rows of some calls of the layer in one forward pass over ``examples`` examples.
 
         Raises:
-            ValueError: If reduce cannot tell the examples apart in an input.
+            ValueError: If reduce cannot assign the rows of an input to examples.
         """
         with full_precision(self.a.device):
             if self.reduce:
@@ -82,7 +82,7 @@ class KroneckerSums:
 
     @property
     def rows(self) -> float | Tensor:
-        """Rows that ``a`` is made of, ``[Γ]`` where each of Γ blocks is filled by its own calls."""
+        """Number of rows in ``a``, ``[Γ]`` if each of Γ blocks is filled by separate calls."""
         if not self._part_rows:
             return self._rows
         rows = [self._rows + self._part_rows.get(part, 0.0) for part in range(self._adapter.groups)]
@@ -181,7 +181,7 @@ class KroneckerSums:
         for call in calls:
             call.require_examples()
         if any(call.keep is not None for call in calls) and not adapter.constant_input:
-            raise ValueError("padded rows cannot be told apart by approx='reduce'; use approx='expand' with mask()")
+            raise ValueError("approx='reduce' cannot leave out padded rows; use approx='expand' with mask()")
         outputs = [call.whole(call.own.output_sums(call.gradient(dtype), call.x, examples)) for call in calls]
         total, weight, chosen = torch.stack(outputs).sum(0), 1.0, None
         if self._sampler is not None and not (adapter.constant_input or adapter.one_hot):
@@ -210,7 +210,7 @@ class KroneckerSums:
 
 
 class Sampler:
-    """Draws the examples and positions whose rows enter the statistics, when not all do.
+    """Draws the examples and positions whose rows enter the statistics, if not all do.
 
     Args:
         examples: Examples to keep of each micro-batch, or None.
@@ -230,9 +230,9 @@ class Sampler:
     def draw(
         self, adapter: Adapter, x: Tensor, g: Tensor, examples: int
     ) -> tuple[Tensor, Tensor, int, float, tuple[Tensor, Tensor] | None]:
-        """Return input, output gradient and number of the examples to use of a call.
+        """Return input, output gradient and number of the examples of a call to use.
 
-        They come with what makes ``Σ g gᵀ`` over them unbiased, and with rows a and g where positions were drawn.
+        The factor that makes ``Σ g gᵀ`` unbiased follows, and rows a and g if positions were drawn.
         """
         weight, chosen = 1.0, None
         if self._examples is not None and examples > self._examples:

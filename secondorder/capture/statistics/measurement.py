@@ -1,4 +1,4 @@
-"""What one step measured of a layer: batch means with what they are means over, so that ranks can be combined."""
+"""The measurements of a step for a layer: batch means with their counts, so that ranks can be combined."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Estimate(NamedTuple):
     Attributes:
         total: A sum ``[(Γ,) …]``.
         scale: Factor that makes it the mean of this batch.
-        number: Number of rows, examples or terms that the mean is over, a number, or ``[Γ]`` where blocks differ.
+        number: Number of rows, examples or terms in the mean, as a number, or ``[Γ]`` if blocks differ.
     """
 
     total: Tensor
@@ -24,13 +24,13 @@ class Estimate(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a step measured of a layer.
+    """The measurements of a step for a layer.
 
     Attributes:
-        parts: By state key of the running estimate.
-        examples: N, of all ranks once they are combined.
-        rest: The statistic itself, with what is not combined by summing; None where only other ranks saw the layer.
-        seen: State keys of the parts that any rank has measured, the same on all; None for those of ``parts``.
+        parts: The parts by state key of the running estimate.
+        examples: N, which covers all ranks after they are combined.
+        rest: The statistic, for parts that are not combined by summing; None if only other ranks saw the layer.
+        seen: State keys of the parts that any rank measured, the same on all ranks; None for those of ``parts``.
     """
 
     parts: Mapping[str, Estimate]
@@ -40,13 +40,13 @@ class Measured(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """What the ranks measured in a step.
+    """The measurements of the ranks in a step.
 
     Attributes:
-        measured: By index of the block, for blocks of which any rank has seen something.
+        measured: The measurements by index of the block, for blocks that any rank has seen.
         examples: N by index of the block.
         idle: Blocks whose layer ran on no row at all on this rank.
-        total: Examples of all forward passes that were counted.
+        total: Number of examples of all counted forward passes.
     """
 
     measured: dict[int, Measured]
@@ -63,7 +63,7 @@ def counts_of(part: Estimate, size: int) -> Tensor:
 
 
 def weighted(part: Estimate, counts: Tensor, finite: Tensor) -> Tensor:
-    """The part as a sum over its counts ``[Γ or 1]``, zeros where it is not to be used: what ranks add up."""
+    """The part as a sum over its counts ``[Γ or 1]``, which ranks sum; zeros if it is not used."""
     lead = counts if counts.numel() == 1 else counts.view(-1, *[1] * (part.total.dim() - 1))
     weight = lead.to(part.total.device, part.total.dtype) * part.scale
     return torch.where(finite.to(part.total.device), part.total * weight, torch.zeros_like(part.total))

@@ -24,15 +24,15 @@ class ScaleSums:
         like: Tensor of the shape, dtype and device of the scale.
         basis_a: ``Q_A [(Γ,) n_a, n_a]``, None for the identity.
         basis_g: ``Q_G [(Γ,) n_g, n_g]``, None for the identity.
-        tokens: Take every position as a datum of its own, in layers whose positions are tokens.
-        kept: Examples to use of each micro-batch, or None for all.
-        generator: CPU generator of their choice.
+        tokens: Whether to treat every position as a separate datum, in layers whose positions are tokens.
+        kept: Number of examples to use of each micro-batch, or None for all.
+        generator: CPU generator that draws them.
 
     Attributes:
         total: The sum ``[(Γ,) n_g, n_a]``.
     """
 
-    #: All calls of a layer belong into one gradient before it is squared.
+    #: All calls of a layer are summed into one gradient before it is squared.
     wants_whole_pass = True
 
     def __init__(
@@ -59,21 +59,21 @@ class ScaleSums:
         return self.total.nbytes
 
     def per_datum(self, reduction: str, examples: float) -> tuple[Tensor, float]:
-        """A sum and its factor that make the mean over data, which are tokens where they were asked for."""
+        """The sum and the factor of the mean over data, which are examples or tokens."""
         if self._tokens is None:
             return self.total, examples if reduction == "mean" else 1.0 / examples
         tokens = self._tokens.clamp(min=1)  # may differ from block to block
         return self.total * tokens if reduction == "mean" else self.total / tokens, 1.0
 
     def data(self, examples: float) -> float | Tensor:
-        """Number of data that the mean is over: examples, or tokens ``[Γ or 1]``."""
+        """Number of data in the mean, which are examples or tokens ``[Γ or 1]``."""
         return examples if self._tokens is None else self._tokens.flatten()
 
     def add(self, calls: list[Call], examples: int) -> None:
         """Add all calls of the layer in one forward pass over ``examples`` examples.
 
         Raises:
-            ValueError: If the rows cannot be told apart by example.
+            ValueError: If the rows cannot be assigned to examples.
         """
         for call in calls:
             call.require_examples()
@@ -141,7 +141,7 @@ class ScaleSums:
         return (inputs[0] if len(inputs) == 1 else torch.cat(inputs, -2)) if inputs else None, g
 
     def _rows(self, call: Call, examples: int, part: int) -> tuple[Tensor | None, Tensor]:
-        """Rows a and g of a call by example, of the wanted block alone if ``part`` is not -1."""
+        """Rows a and g of a call by example, only of one block if ``part`` is not -1."""
         adapter = call.own
         g = adapter.example_outputs(call.gradient(self.total.dtype), call.x, examples)
         a = None
@@ -153,7 +153,7 @@ class ScaleSums:
         return a, g
 
     def _embedded(self, adapter: EmbeddingAdapter, calls: list[Call], examples: int, basis_g: Tensor | None) -> Tensor:
-        """A looked-up table: rows of one index are added before the square, and no one-hot row is formed."""
+        """Add a lookup table: rows of equal index are summed before the square, and no one-hot row is formed."""
         outputs = [c.own.example_outputs(c.gradient(self.total.dtype), c.x, examples) for c in calls]
         x = adapter.joined([call.x for call in calls if call.x is not None], examples)
         rows = torch.cat(outputs, 1).flatten(0, 1)
@@ -163,13 +163,13 @@ class ScaleSums:
 
 
 class EigenSums:
-    """What one step captures for a layer of EK-FAC; without any sums, only its examples are counted.
+    """The statistic of a step for a layer of EK-FAC. Without sums, only examples are counted.
 
     Args:
-        factors: Sums for the factors, None when they are not due.
-        scales: Sums for the scale, None when it is not due.
-        by_example: Whether a scale will ever be measured from per-example gradients.
-        keep_calls: Keep the calls, to measure the scale in a basis that is not here, or not yet.
+        factors: Sums for the factors, None if they are not due.
+        scales: Sums for the scale, None if it is not due.
+        by_example: Whether a scale is ever measured from per-example gradients.
+        keep_calls: Whether to keep the calls, to measure the scale later in a basis that this rank does not have yet.
 
     Attributes:
         calls: Calls and number of examples of each forward pass, if they are kept.
@@ -185,7 +185,7 @@ class EigenSums:
 
     @property
     def wants_whole_pass(self) -> bool:
-        """Whether all calls of a forward pass must come in one :meth:`add`: gradients add up before the square."""
+        """Whether all calls of a forward pass are in one :meth:`add`, since gradients are summed before squaring."""
         return (
             self.scales is not None or self._keep_calls or (self.factors is not None and self.factors.wants_whole_pass)
         )
@@ -197,23 +197,23 @@ class EigenSums:
         return sum(part.nbytes for part in (self.factors, self.scales, *kept) if part is not None)
 
     def add(self, calls: list[Call], examples: int) -> None:
-        """Take in calls of one forward pass.
+        """Add calls of one forward pass.
 
         Raises:
-            ValueError: If rows must be told apart by example and cannot.
+            ValueError: If rows must be assigned to examples and cannot be.
         """
         if self.scales is not None:
             self.scales.add(calls, examples)
         else:
             self._require_examples(calls, examples)
-        if self._keep_calls:  # copies: a program may reuse its buffers before the step
+        if self._keep_calls:  # copy them, because a program may reuse its buffers before the step
             copies = [c._replace(x=None if c.x is None else c.x.clone(), g=c.g.clone()) for c in calls]
             self.calls.append((copies, examples))
         if self.factors is not None:
             self.factors.add(calls, examples)
 
     def _require_examples(self, calls: list[Call], examples: int) -> None:
-        """Refuse at once, not when the first scale is due, a layer whose examples cannot be told apart."""
+        """Reject a layer whose rows cannot be assigned to examples now, and not when the first scale is due."""
         if self._by_example:
             for call in calls:
                 call.require_examples()

@@ -74,7 +74,7 @@ class Form:
         return kind.kept(shape) if isinstance(kind, LowRank) else math.prod(shape)
 
     def describe(self, working: torch.dtype) -> str:
-        """Describe the form in words."""
+        """Describe the form as text."""
         kind = self.compression
         if isinstance(kind, TopK) and kind.density == 1:
             value = working if kind.value_dtype == torch.float32 else kind.value_dtype

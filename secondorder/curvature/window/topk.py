@@ -78,11 +78,11 @@ class TopK:
         if self.error_bits is not None and not self.error_feedback:
             raise ValueError(f"error_bits={self.error_bits} needs error_feedback=True")
         if self.error_bits is not None and self.density == 1:
-            raise ValueError(f"error_bits={self.error_bits} needs density < 1: dense rows leave nothing to pack")
+            raise ValueError(f"error_bits={self.error_bits} needs density < 1: dense rows have no residual to pack")
         if self.kernels not in ("torch", "triton"):
             raise ValueError(f"kernels must be 'torch' or 'triton', got {self.kernels!r}")
         if self.kernels == "triton" and self.density == 1:
-            raise ValueError("kernels='triton' needs density < 1: dense rows are products of matrices")
+            raise ValueError("kernels='triton' needs density < 1: dense rows use matrix products instead")
         if self.kernels == "triton" and importlib.util.find_spec("triton") is None:
             raise ImportError("TopK(kernels='triton') needs triton: pip install triton")
 

@@ -106,7 +106,7 @@ class TritonTopKRows(TopKRows):
 
 
 def require_device(device: torch.device) -> None:
-    """Refuse a device that Triton does not compile for.
+    """Reject a device that Triton does not compile for.
 
     Raises:
         ValueError: If it is such a device.

@@ -36,7 +36,7 @@ class Unit:
         params: Its parameters.
         window: The window of their gradients.
         group: Options that the unit follows: those of its first parameter.
-        inputs: The gradients of the coming step, None if the unit has none.
+        inputs: The gradients of the next step, None if the unit has none.
         source: The vector that is preconditioned.
         a: Coefficients of the last direction.
         outside: Factor of ``source.r``, 0-dim or a number.
