@@ -19,6 +19,7 @@ _SKIPPED = (
     (re.compile(r"\A---\n.*?^---$", re.M | re.S), ""),
     (re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}).*?^(?P=indent)(?P=fence)[ \t]*$", re.M | re.S), ""),
     (re.compile(r"<!-- results: .*?<!-- end of results -->|<!-- presets -->.*?<!-- end of presets -->", re.S), ""),
+    (re.compile(r"<[^<>\n]+>"), ""),
     (re.compile(r"<!--.*?-->|^ *:::.*$", re.M | re.S), ""),
     (re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.S), "N"),
     (re.compile(r"\$\$.+?\$\$|\$(?! )[^$\n]+\$", re.S), "N"),
