@@ -10,7 +10,7 @@ k, T and m are what :func:`choose` returns. No clock is read, so runs are reprod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 #: Intervals to choose from. Updates of the factors in fewer than ten steps rarely lower the loss at equal cost.
@@ -18,16 +18,14 @@ _UPDATES = (10, 20, 50, 100, 200, 500, 1000)
 _PRECONDITIONED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 #: Number of updates of the factors between two refreshes.
 _REFRESHES = (1, 2, 5)
-#: Numbers of positions of each example to choose from, and the cost of an update that they should not exceed.
-_POSITIONS, _UPDATE_COST = (256, 128, 64, 32, 16, 8), 1.0
 #: The part of the budget beyond a step without curvature that directions may take.
-_DIRECTIONS = 0.75
+_DIRECTIONS = 0.85
 #: Operators of a layer in a forward and backward pass with its update; and in the stages of a step of curvature.
 _MODEL, _DIRECTION, _UPDATE, _REFRESH = 30.0, 60.0, 30.0, 60.0
 #: Operators of a step with and without curvature, whatever the number of layers is.
 _STEP, _CURVATURE = 20.0, 60.0
 #: Passes over the parameters, each of 4 bytes: of Adam, and of a direction with its length.
-_ADAM_PASSES, _DIRECTION_PASSES = 14.0, 24.0
+_ADAM_PASSES, _DIRECTION_PASSES = 14.0, 15.0
 #: Passes over inputs and outputs of a layer in a forward and backward pass.
 _ROW_PASSES = 4.0
 
@@ -53,7 +51,6 @@ class LayerWork(NamedTuple):
 
     Attributes:
         rows: Rows of a batch on one rank, which are examples times positions.
-        examples: Examples of the batch.
         sizes: ``(n_a, n_g)``.
         blocks: Γ, the number of such matrices.
         direction: FLOPs of a direction.
@@ -61,7 +58,6 @@ class LayerWork(NamedTuple):
     """
 
     rows: float
-    examples: float
     sizes: tuple[int, int]
     blocks: int
     direction: float
@@ -89,39 +85,34 @@ class Intervals(NamedTuple):
         update: Number of steps between updates of the factors.
         refresh: Number of steps between refreshes.
         precondition: Number of steps between preconditioned ones.
-        positions: Positions of each example that contribute to the factors; None for all.
         cost: Mean cost of a step, in units of a step without curvature.
     """
 
     update: int
     refresh: int
     precondition: int
-    positions: int | None
     cost: float
 
 
-def costs(layers: Sequence[LayerWork], others: int, speed: Calibration, positions: int | None = None) -> Costs:
+def costs(layers: Sequence[LayerWork], others: int, speed: Calibration) -> Costs:
     """Return the costs of the stages of a step.
 
     Args:
         layers: The layers with curvature.
         others: Number of parameters without curvature.
         speed: Speed of the machine.
-        positions: Positions of each example that contribute to the factors; None for all.
     """
     byte, operator = speed.flops_per_byte, speed.flops_per_operator
     step = 4.0 * _ADAM_PASSES * others * byte + _STEP * operator
     direction, update, refresh = _CURVATURE * operator, 0.0, 0.0
     for layer in layers:
         n_a, n_g = layer.sizes
-        entries = layer.blocks * n_a * n_g
+        entries, squares = layer.blocks * n_a * n_g, layer.blocks * (n_a**2 + n_g**2)
+        widths = layer.rows * layer.blocks * (n_a + n_g)
         step += 6.0 * layer.rows * entries + _MODEL * operator
-        step += 4.0 * byte * (_ADAM_PASSES * entries + _ROW_PASSES * layer.rows * layer.blocks * (n_a + n_g))
+        step += 4.0 * byte * (_ADAM_PASSES * entries + _ROW_PASSES * widths)
         direction += layer.direction + 4.0 * byte * _DIRECTION_PASSES * entries + _DIRECTION * operator
-        rows = _sampled(layer, positions)
-        squares = layer.blocks * (n_a**2 + n_g**2)
-        update += rows * squares + 4.0 * byte * (2 * rows * layer.blocks * (n_a + n_g) + 3 * squares)
-        update += _UPDATE * operator
+        update += 2.0 * layer.rows * squares + 4.0 * byte * (2.0 * widths + 3.0 * squares) + _UPDATE * operator
         refresh += layer.refresh + _REFRESH * operator
     return Costs(direction / step, update / step, refresh / step)
 
@@ -138,24 +129,10 @@ def choose(
         speed: Speed of the machine.
         alternates: Whether steps may be left without preconditioning.
     """
-    positions = _positions(layers, others, speed)
-    found = costs(layers, others, speed, positions)
-    room = limit - 1.0
+    found, room = costs(layers, others, speed), limit - 1.0
     turns = _PRECONDITIONED if alternates else (1,)
     every = next((k for k in turns if found.direction / k <= _DIRECTIONS * room), turns[-1])
     pairs = [(t, t * m) for t in _UPDATES for m in _REFRESHES]
     means = [(found.direction / every + found.update / t + found.refresh / r, t, r) for t, r in pairs]
     cost, update, refresh = next((mean for mean in means if mean[0] <= room), means[-1])
-    return Intervals(update, refresh, every, positions, 1.0 + cost)
-
-
-def _positions(layers: Sequence[LayerWork], others: int, speed: Calibration) -> int | None:
-    """Return the largest number of positions with which an update does not cost more than a step; None for all."""
-    if max((layer.rows / layer.examples for layer in layers), default=0.0) <= _POSITIONS[-1]:
-        return None
-    candidates: Iterable[int | None] = (None, *_POSITIONS)
-    return next((p for p in candidates if costs(layers, others, speed, p).update <= _UPDATE_COST), _POSITIONS[-1])
-
-
-def _sampled(layer: LayerWork, positions: int | None) -> float:
-    return layer.rows if positions is None else min(layer.rows, layer.examples * positions)
+    return Intervals(update, refresh, every, 1.0 + cost)

@@ -17,7 +17,7 @@ from secondorder.curvature import factors
 from secondorder.curvature.block import ESTIMATE_ALONE, Block, Due
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import Task
-from secondorder.curvature.factors import STORAGES, KroneckerFactors, Storage
+from secondorder.curvature.factors import STORAGES, KroneckerFactors, Side, Storage
 from secondorder.curvature.inverse import Cholesky, Eigen, Entrywise, Inverse
 from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.schema import Schema, tensors
@@ -166,8 +166,11 @@ class FactoredBlock(Block):
     def described(self) -> tuple[str, str]:
         """The text that ``describe()`` adds to the treatment of the layer, and the sizes of its factors."""
         lead = f"{self.adapter.groups}×" if self.adapter.groups > 1 else ""
-        sizes = zip("ag", (self.adapter.n_a, self.adapter.n_g), strict=True)
-        return "", lead + ", ".join(f"diagonal {n}" if self.is_diagonal(side) else str(n) for side, n in sizes)
+        return "", lead + ", ".join(self.described_side(name, form) for name, form in self.factors.sides(self.group))
+
+    def described_side(self, name: str, form: Side) -> str:
+        """The size of a factor in words."""
+        return f"diagonal {form.n}" if self.is_diagonal(name) else str(form.n)
 
     def translated(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Convert the factors of a loaded state to the form in which this optimizer stores them."""
@@ -224,6 +227,11 @@ class KroneckerBlock(FactoredBlock):
     def inverse(self) -> Inverse:
         """The inverse of the block."""
         return self.inverse_for(self.group)
+
+    def described_side(self, name: str, form: Side) -> str:
+        """The size of a factor in words, with the number of eigenvectors if not all are found."""
+        rank = self.group["inverse_rank"] if self.group["inverse_method"] == "eigen" else None
+        return super().described_side(name, form) + (f" ({rank} kept)" if is_truncated(form, rank) else "")
 
     @property
     def uses_estimate(self) -> bool:

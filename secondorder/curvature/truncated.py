@@ -60,7 +60,7 @@ class Truncated(Eigen):
     def _work_of(self, side: Side, group: Group) -> tuple[float, float]:
         """Return the rows of products with the eigenvectors of a factor, and the work of finding them."""
         rank = group["inverse_rank"]
-        return (2.0 * rank, 20.0 * rank * side.n**2) if is_truncated(side, rank) else super()._work_of(side, group)
+        return (2.0 * rank, 40.0 * rank * side.n**2) if is_truncated(side, rank) else super()._work_of(side, group)
 
     def tasks(self, state: State, group: Group, begun: bool = False) -> dict[str, Task]:
         """Return what a refresh factorizes for each side, and how many eigenvectors it finds."""

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from secondorder.linalg.dense import Workspace, anywhere, eigh_psd, product
 
-#: Columns that the iteration carries beyond those that are kept, and its number of iterations.
-_OVERSAMPLING, _ITERATIONS = 8, 2
+#: Columns that the iteration carries beyond those that are kept, and its number of products with the matrix.
+OVERSAMPLING, PASSES = 8, 4
 
 
 def leading_eigh(x: Tensor, rank: int, host_checks: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,14 +35,14 @@ def leading_eigh(x: Tensor, rank: int, host_checks: bool) -> tuple[Tensor, Tenso
         columns; and whether each matrix came out well, ``[k]``.
     """
     n = x.shape[-1]
-    width = min(n, rank + _OVERSAMPLING)
+    width = min(n, rank + OVERSAMPLING)
     # The generator has a fixed seed, so that all ranks and resumed runs find the same vectors.
     start = torch.randn(n, width, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     trace = x.diagonal(dim1=-2, dim2=-1).sum(-1)
     unit = torch.where(trace > 0, trace / n, torch.ones_like(trace))[:, None, None]  # no square under- or overflows
     scaled = x / unit
     basis = scaled @ start.to(x)
-    for _ in range(_ITERATIONS):
+    for _ in range(PASSES - 2):
         basis = scaled @ anywhere(torch.linalg.qr, basis)[0]
     basis = anywhere(torch.linalg.qr, basis)[0]
     image = scaled @ basis

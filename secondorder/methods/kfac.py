@@ -73,9 +73,9 @@ class KFAC(SecondOrderOptimizer):
             ``"cholesky"``, it takes effect at the next refresh. ``"cholesky"`` needs half the work per step, and its
             refreshes are many times cheaper. :class:`InverseOptions` also sets how λ is split between the two factors.
         budget: Largest mean cost of a step, in units of a step of the same model with AdamW, such as 1.3. It chooses
-            the intervals, the positions that contribute to the factors, and how many steps are preconditioned, from
-            the sizes of the layers and of the first batch; inverses have ``rank=16`` unless ``inverse_method`` says
-            otherwise. ``describe()`` shows the choice. See :class:`BudgetOptions`.
+            the intervals and how many steps are preconditioned, from the sizes of the layers and of the first batch.
+            Inverses have ``rank=16`` unless ``inverse_method`` sets something else. ``describe()`` shows the choice.
+            See :class:`BudgetOptions`.
         refresh: When inverses are computed again, see :class:`RefreshOptions`: spread over the interval
             (``stagger=True``), and more often at the start (``warmup``).
 
@@ -199,17 +199,16 @@ def _within_budget(given: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         ValueError: If an option was given that the budget chooses.
     """
-    budget, refresh, statistics = given["budget"], given["refresh"], given["statistics"]
+    budget, refresh = given["budget"], given["refresh"]
     if budget is None or getattr(budget, "limit", budget) is None:
         return given
     clashes = {
         **{f"{name}={given[name]!r}": given[name] is not None for name in INTERVALS},
         "refresh.warmup=True": getattr(refresh, "warmup", None) is True,
         "refresh.precondition_steps": getattr(refresh, "precondition_steps", 1) != 1,
-        "statistics.positions": getattr(statistics, "positions", None) is not None,
     }
     if found := options.clashing(clashes):
-        raise ValueError(f"budget={budget!r} chooses the intervals and the positions itself: drop {found}")
+        raise ValueError(f"budget={budget!r} chooses the intervals itself: drop {found}")
     is_default = given["inverse_method"] in ("eigen", InverseOptions())
     return {**given, "inverse_method": _CHEAP} if is_default else given
 

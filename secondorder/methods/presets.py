@@ -140,7 +140,7 @@ _ALL = (
         KFAC,
         1e-3,
         {"weight_decay": 1e-2, "graft": "adamw"},
-        measured="docs/performance.md, One changed line",
+        measured="docs/evidence.md, One changed line",
     ),
     Preset(
         "from_adam",
@@ -148,7 +148,7 @@ _ALL = (
         KFAC,
         1e-3,
         {"graft": "adam"},
-        measured="docs/performance.md, One changed line",
+        measured="docs/evidence.md, One changed line",
     ),
     Preset(
         "from_sgd",
@@ -156,7 +156,7 @@ _ALL = (
         KFAC,
         0.1,
         {"momentum": 0.9, "graft": "sgd"},
-        measured="docs/performance.md, One changed line",
+        measured="docs/evidence.md, One changed line",
     ),
     Preset(
         "from_muon",

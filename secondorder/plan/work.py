@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Schema, tensors
+from secondorder.linalg.leading import OVERSAMPLING, PASSES
 
 #: FLOPs divided by n³ of an eigendecomposition of [n, n], and of a Cholesky factorization with the inverse.
 _EIGEN, _CHOLESKY = 9.0, 1.0
@@ -47,7 +48,7 @@ def flops_of_refresh(block: Block, schema: Schema) -> float:
     n_a, n_g, groups = block.adapter.n_a, block.adapter.n_g, block.adapter.groups
     total = 0.0
     for n, factorise, _ in _factorizations(block, found):
-        total += factorise * groups * n**3
+        total += groups * factorise
         if "scale" in found:  # it is transformed into the new basis
             total += 2.0 * groups * (n**3 + n * n_a * n_g)
     return total
@@ -60,20 +61,20 @@ def flops_of_direction(block: Block, schema: Schema) -> float:
     if "rows_g" in found:
         total = _flops_of_woodbury(found["rows_g"], found["rows_a"], n_a, n_g)
     else:
-        total = sum(2.0 * products * groups * n * n_a * n_g for n, _, products in _factorizations(block, found))
+        total = sum(2.0 * groups * columns * n_a * n_g for _, _, columns in _factorizations(block, found))
     return total + block.shaping_flops
 
 
-def _factorizations(block: Block, found: Mapping[str, Tensor]) -> list[tuple[int, float, int]]:
-    """Return the size of each factor that is not diagonal, the cost of its factorization, and the products with it."""
-    sides = zip("ag", (block.adapter.n_a, block.adapter.n_g), strict=True)
+def _factorizations(block: Block, found: Mapping[str, Tensor]) -> Iterator[tuple[int, float, int]]:
+    """Yield the size of each factor that is not diagonal, the FLOPs to factorize it, and the columns of products."""
     vector = 1 + (block.adapter.groups > 1)
-    return [
-        (n, cost, products)
-        for side, n in sides
-        for name, cost, products in (("basis", _EIGEN, 2), ("inverse", _CHOLESKY, 1))
-        if (key := f"{name}_{side}") in found and found[key].dim() > vector
-    ]
+    for side, n in zip("ag", (block.adapter.n_a, block.adapter.n_g), strict=True):
+        basis, inverse = (found.get(f"{name}_{side}") for name in ("basis", "inverse"))
+        if basis is not None and basis.dim() > vector:
+            columns = basis.shape[-1]
+            yield n, _EIGEN * n**3 if columns == n else 2.0 * PASSES * (columns + OVERSAMPLING) * n**2, 2 * columns
+        if inverse is not None and inverse.dim() > vector:
+            yield n, _CHOLESKY * n**3, n
 
 
 def _flops_of_kernel(g: Tensor, a: Tensor) -> float:

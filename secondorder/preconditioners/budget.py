@@ -57,24 +57,20 @@ class BudgetChooser:
         seen = self._exchange.rows_seen.get(block.name)
         if seen is None:
             return None
-        examples, number = seen
-        rows = float(torch.as_tensor(number).flatten()[0])
+        rows = float(torch.as_tensor(seen[1]).flatten()[0])
         adapter, group = block.adapter, block.group
         sizes = adapter.n_a, adapter.n_g
         direction, refresh = block.inverse_for(group).work(group)
-        return LayerWork(rows, examples, sizes, adapter.groups, direction, refresh)
+        return LayerWork(rows, sizes, adapter.groups, direction, refresh)
 
     def _write(self, group: Group, found: Intervals) -> float:
         """Write the intervals of the first rank into a group, and return the counted cost of a step."""
-        own = [found.update, found.refresh, found.precondition, found.positions or 0, found.cost]
+        own = [found.update, found.refresh, found.precondition, found.cost]
         is_first = self._plan.comm.rank == 0
         words = self._plan.comm.agree(torch.tensor(own, dtype=torch.float64) * is_first).tolist()
-        update, refresh, precondition, positions = map(int, words[:4])
-        group["factor_update_steps"], group["inv_update_steps"] = update, refresh
-        group["precondition_steps"] = precondition
-        if group["approx"] == "expand":
-            group["factor_positions"] = positions or None
-        return float(words[4])
+        for name, steps in zip(("factor_update_steps", "inv_update_steps", "precondition_steps"), words, strict=False):
+            group[name] = int(steps)
+        return float(words[3])
 
 
 def _speed_of(rates: Any, device_type: str) -> Calibration:
