@@ -1,8 +1,8 @@
 """Tutorials: each is a script in ``docs/tutorials``, and a page with what the script printed and drew.
 
-Scripts are in the percent format: ``# %% [markdown]`` begins text, ``# %%`` begins code. The page next to a script is made
-from it and is committed, so it is also the cache of the results: it names the digest of the code that it shows. The site
-build runs only scripts whose code has another digest; a change of the text alone runs nothing. By hand::
+Scripts are in the percent format: ``# %% [markdown]`` begins text, ``# %%`` begins code. The page next to a script is
+made from it and committed, so it is also the cache of the results: it names the digest of the code that it shows. The
+site build runs only scripts whose code has another digest; a change of the text alone runs nothing. By hand::
 
     python docs/gallery.py             # run what changed
     python docs/gallery.py two-ranks   # run this one in any case, for example after a change of the package
@@ -32,12 +32,14 @@ SECONDS = 600
 HEAD = "<!-- Made from {} by docs/gallery.py. Change the script, not this page. Digest of its code: {} -->"
 #: A block of code on a page, and the results after it.
 SHOWN = re.compile(
-    r"^```python\n.*?^```\n((?:\n<!-- output -->\n```text\n.*?^```\n)?(?:\n!\[[^\n]*\]\(images/[^\n]*\)\n)*)", re.M | re.S
+    r"^```python\n.*?^```\n((?:\n<!-- output -->\n```text\n.*?^```\n)?(?:\n!\[[^\n]*\]\(images/[^\n]*\)\n)*)",
+    re.M | re.S,
 )
 #: No frame that hides a curve, and the same bytes for the same figures.
 STYLE = {
-    "axes.grid": True, "axes.grid.axis": "y", "axes.spines.right": False, "axes.spines.top": False, "font.size": 10,
-    "grid.color": "0.9", "legend.frameon": False, "lines.linewidth": 1.8, "svg.hashsalt": "tutorials",
+    "axes.formatter.min_exponent": 4, "axes.grid": True, "axes.grid.axis": "y", "axes.spines.right": False,
+    "axes.spines.top": False, "font.size": 10, "grid.color": "0.9", "legend.frameon": False, "lines.linewidth": 1.8,
+    "path.simplify_threshold": 0.5, "svg.hashsalt": "tutorials",
 }  # fmt: skip
 
 
@@ -73,8 +75,7 @@ def is_current(script: Path) -> bool:
 def rendered(script: Path, results: list[str]) -> str:
     """Return the page of a script."""
     parts, left = [HEAD.format(script.name, digest(script)) + "\n"], iter(results)
-    for cell in cells(script):
-        parts.append(f"```python\n{cell.text}```\n{next(left)}" if cell.is_code else cell.text)
+    parts += [f"```python\n{cell.text}```\n{next(left)}" if cell.is_code else cell.text for cell in cells(script)]
     return "\n".join(parts)
 
 

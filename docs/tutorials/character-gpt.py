@@ -1,15 +1,15 @@
 # %% [markdown]
 # # A character GPT
 #
-# This tutorial trains a small GPT to predict the next character of a text. It compares AdamW with the preset `from_muon`,
-# which is made for transformers.
+# This tutorial trains a small GPT to predict the next character of a text. It compares AdamW with the preset
+# `from_muon`, which is made for transformers.
 #
 # You need `torch` and `matplotlib`. [Download the script](character-gpt.py). It takes about half a minute on one core.
 #
 # ## Data
 #
-# Python contains the text of its own manual, for `help()`. The first 300,000 characters are the data, and the last tenth of
-# them is held out.
+# Python contains the text of its own manual, for `help()`. The first 300,000 characters are the data, and the last
+# tenth of them is held out.
 
 # %%
 import time
@@ -44,7 +44,8 @@ class GPT(nn.Module):
         self.characters = nn.Embedding(len(characters), WIDTH)
         self.positions = nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(2)
         )
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, len(characters))
@@ -60,9 +61,9 @@ class GPT(nn.Module):
 # %% [markdown]
 # ## Optimizer
 #
-# `from_muon` is EK-FAC with steps of a uniform spectrum. It makes the parameter groups itself: the hidden matrices are in
-# one group, and the embeddings, the norms and the head are in another one with half the learning rate. `lr` means the same
-# as in `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, which is the size of AdamW's steps.
+# `from_muon` is EK-FAC with steps of a uniform spectrum. It makes the parameter groups itself: the hidden matrices are
+# in one group, and the embeddings, the norms and the head are in another one with half the learning rate. `lr` means
+# the same as in `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, which is the size of AdamW's steps.
 
 
 # %%
@@ -153,3 +154,11 @@ plt.show()
 for name, run in shown.items():
     time_of_step = 1000 * run["seconds"][-1] / len(run["losses"])
     print(f"{name:24} {time_of_step:5.1f} ms a step, held-out loss {run['held-out loss']:.2f}")
+
+# %% [markdown]
+# After the same number of steps, EK-FAC has a lower loss than AdamW, on the text that it was trained on and on the
+# held-out text. A step takes two to three times as long. In equal time the two curves are close to each other for most
+# of the run, and EK-FAC ends with the lower loss. Its best learning rate is the largest one of the three, so an even
+# larger one might do better.
+#
+# [Evidence](../evidence.md) has longer runs of a larger character GPT, with more optimizers.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Image classification: from AdamW to K-FAC
 #
-# This tutorial starts from an ordinary training script for handwritten digits that uses AdamW. It replaces the line that
-# builds the optimizer, keeps everything else, and compares the two runs at equal steps and in equal time.
+# This tutorial starts from an ordinary training script for handwritten digits that uses AdamW. It replaces the line
+# that builds the optimizer, keeps everything else, and compares the two runs at equal steps and in equal time.
 #
 # You need `torch`, `scikit-learn` and `matplotlib`. The data is part of scikit-learn, so nothing is downloaded.
 # [Download the script](image-classification.py). It takes about half a minute on one core.
@@ -41,8 +41,8 @@ def make_model():
 # %% [markdown]
 # ## The line that changes
 #
-# The preset `from_adamw` builds K-FAC with steps of AdamW's size. The learning rate, its schedule and the weight decay of a
-# script that was tuned for AdamW therefore keep their meaning:
+# The preset `from_adamw` builds K-FAC with steps of AdamW's size. The learning rate, its schedule and the weight decay
+# of a script that was tuned for AdamW therefore keep their meaning:
 #
 # ```diff
 # -opt = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WD)
@@ -66,8 +66,8 @@ def make_optimizer(name, model, lr):
 
 
 # %% [markdown]
-# Ask K-FAC which layers it covers before you train. Each row is a parameter. A parameter without a block would be marked as
-# `fallback` here, and AdamW would train it.
+# Ask K-FAC which layers it covers before you train. Each row is a parameter. A parameter without a block would be
+# marked as `fallback` here, and AdamW would train it.
 
 # %%
 print(make_optimizer("K-FAC", make_model(), 1e-3).describe())
@@ -75,8 +75,8 @@ print(make_optimizer("K-FAC", make_model(), 1e-3).describe())
 # %% [markdown]
 # ## Train
 #
-# The loop has nothing that is specific to K-FAC. It draws batches of 96 images, and the learning rate falls to zero along a
-# cosine. The clock runs only during the training step.
+# The loop has nothing that is specific to K-FAC. It draws batches of 96 images, and the learning rate falls to zero
+# along a cosine. The clock runs only during the training step.
 
 # %%
 EPOCHS, BATCH = 12, 96
@@ -122,8 +122,8 @@ for (name, lr), run in sorted(runs.items()):
 # %% [markdown]
 # ## Compare
 #
-# The run with the lowest training loss represents each optimizer. A step of K-FAC takes longer than a step of AdamW, so a
-# third run trains AdamW for four times as many epochs, with a schedule of that length.
+# The run with the lowest training loss represents each optimizer. A step of K-FAC takes longer than a step of AdamW, so
+# a third run trains AdamW for four times as many epochs, with a schedule of that length.
 
 # %%
 best = {name: min((lr for lr in RATES), key=lambda lr: runs[name, lr]["loss"]) for name in ("AdamW", "K-FAC")}
@@ -147,4 +147,16 @@ figure.suptitle("Handwritten digits: AdamW and K-FAC")
 plt.show()
 
 for name, run in shown.items():
-    print(f"{name:25} {1000 * run['seconds'][-1] / len(run['losses']):5.1f} ms a step, held-out loss {run['held-out loss']:.3f}")
+    print(
+        f"{name:25} {1000 * run['seconds'][-1] / len(run['losses']):5.1f} ms a step, held-out loss {run['held-out loss']:.3f}"
+    )
+
+# %% [markdown]
+# After the same number of steps, K-FAC's training loss is much lower than AdamW's. A step of K-FAC takes several times
+# as long, and with the time that this saves AdamW reaches a lower training loss in the end. The accuracy on the
+# held-out images is about the same. On a problem as easy as this one, K-FAC saves steps and no time.
+#
+# Two things make the step expensive here. The model is tiny, so the forward and backward pass take little time. And the
+# run is hardly longer than the first hundred steps, in which K-FAC refreshes its curvature more often than later.
+# [Performance](../performance.md) has the time of a step on larger models, and [Choose a method](../choose-a-method.md)
+# says which problems gain most.

@@ -1,16 +1,17 @@
 # %% [markdown]
 # # A physics-informed network
 #
-# This tutorial solves the Poisson equation $-\Delta u = f$ on the unit square with a small network. It compares AdamW with
-# the preset `physics_informed`, which is HyLo on the gradients of the outputs.
+# This tutorial solves the Poisson equation $-\Delta u = f$ on the unit square with a small network. It compares AdamW
+# with the preset `physics_informed`, which is HyLo on the gradients of the outputs.
 #
-# You need `torch` and `matplotlib`. [Download the script](physics-informed.py). It takes about half a minute on one core.
+# You need `torch` and `matplotlib`. [Download the script](physics-informed.py). It takes about half a minute on one
+# core.
 #
 # ## The equation
 #
 # The right side is $f(x, y) = 2 \pi^2 \sin(\pi x) \sin(\pi y)$, and $u$ is zero on the boundary. The exact solution is
-# $u(x, y) = \sin(\pi x) \sin(\pi y)$, so the error of the network can be measured. The network sees 900 points inside the
-# square and 120 points on its boundary, all of them at every step.
+# $u(x, y) = \sin(\pi x) \sin(\pi y)$, so the error of the network can be measured. The network sees 900 points inside
+# the square and 120 points on its boundary, all of them at every step.
 
 # %%
 import time
@@ -39,10 +40,10 @@ grid = torch.cartesian_prod(torch.linspace(0, 1, 21), torch.linspace(0, 1, 21))
 # %% [markdown]
 # ## The network
 #
-# The loss needs second derivatives of the network by its inputs. The network carries them forward through its layers: row 0
-# is the value, rows 1 and 2 are the first derivatives by $x$ and $y$, and rows 3 and 4 are the second derivatives. Every
-# weight is then used in one call of its layer, which is what the curvature of a layer needs. A bias belongs to the value
-# only, so it is the weight of an additional input that is 1 in row 0 and 0 in the others.
+# The loss needs second derivatives of the network by its inputs. The network carries them forward through its layers:
+# row 0 is the value, rows 1 and 2 are the first derivatives by $x$ and $y$, and rows 3 and 4 are the second
+# derivatives. Every weight is then used in one call of its layer, which is what the curvature of a layer needs. A bias
+# belongs to the value only, so it is the weight of an additional input that is 1 in row 0 and 0 in the others.
 
 # %%
 CONSTANT = torch.tensor([1.0, 0, 0, 0, 0])[:, None]
@@ -68,8 +69,8 @@ class Solution(nn.Module):
 
 
 # %% [markdown]
-# The residual is $-\Delta u - f$ at a point inside and $10 u$ at a point on the boundary. The factor 10 makes the boundary
-# count.
+# The residual is $-\Delta u - f$ at a point inside and $10 u$ at a point on the boundary. The factor 10 makes the
+# boundary count.
 
 # %%
 points = torch.cat((inside, boundary))
@@ -81,9 +82,10 @@ right = torch.where(is_inside, 2 * pi**2 * exact(points), 0.0)
 # %% [markdown]
 # ## Train
 #
-# K-FAC and HyLo normally estimate the curvature from the gradients of the loss. Those vanish here as the residuals do. The
-# preset therefore asks for the curvature of the outputs, and the loop has one more line: `opt.observe(outputs, "gaussian")`
-# between the forward and the backward pass. The learning rate falls to zero along a cosine for both optimizers.
+# K-FAC and HyLo normally estimate the curvature from the gradients of the loss. Those vanish here as the residuals do.
+# The preset therefore asks for the curvature of the outputs, and the loop has one more line: `opt.observe(outputs,
+# "gaussian")` between the forward and the backward pass. The learning rate falls to zero along a cosine for both
+# optimizers.
 
 
 # %%
@@ -123,8 +125,8 @@ def train(name, lr, steps=STEPS):
 
 
 # %% [markdown]
-# The two optimizers have different units for the learning rate: AdamW's is the change of a weight in a step, and 1 is a full
-# Newton step for HyLo. Both get the same wide range of rates.
+# The two optimizers have different units for the learning rate: AdamW's is the change of a weight in a step, and 1 is a
+# full Newton step for HyLo. Both get the same wide range of rates.
 
 # %%
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
@@ -136,8 +138,8 @@ for (name, lr), run in runs.items():
 # %% [markdown]
 # ## Compare
 #
-# The run with the lowest loss represents each optimizer. A third run gives AdamW four times as many steps, because each of
-# them takes less time.
+# The run with the lowest loss represents each optimizer. A third run gives AdamW four times as many steps, because each
+# of them takes less time.
 
 # %%
 best = {name: min(RATES, key=lambda lr: runs[name, lr]["loss"]) for name in ("AdamW", "HyLo")}
@@ -162,3 +164,12 @@ plt.show()
 for name, run in shown.items():
     time_of_step = 1000 * run["seconds"][-1] / len(run["losses"])
     print(f"{name:24} {time_of_step:5.1f} ms a step, relative error {run['error']:.2g}")
+
+# %% [markdown]
+# HyLo needs about twenty steps for the loss at which AdamW ends, and then goes on to a loss that is hundreds of times
+# lower. A step takes about five times as long. In equal time HyLo is still far lower, because AdamW hardly improves
+# after its first hundred steps. The error of the solution shows the same: AdamW has the right shape with an error of
+# several percent, and HyLo is right to a few thousandths.
+#
+# This is the kind of problem that second-order methods are best at: the points are the same at every step, so nothing
+# is noise, and the loss is badly conditioned. [Recipes](../recipes.md) has the same settings for other equations.

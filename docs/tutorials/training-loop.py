@@ -1,12 +1,12 @@
 # %% [markdown]
 # # A complete training loop
 #
-# Real loops accumulate gradients, clip them, warm the learning rate up and save checkpoints. This tutorial has all of it in
-# one loop, which works for AdamW and for K-FAC without a change. It then interrupts a run, resumes it from its checkpoint,
-# and compares the weights with those of a run that was not interrupted.
+# Real loops accumulate gradients, clip them, warm the learning rate up and save checkpoints. This tutorial has all of
+# it in one loop, which works for AdamW and for K-FAC without a change. It then interrupts a run, resumes it from its
+# checkpoint, and compares the weights with those of a run that was not interrupted.
 #
-# You need `torch`, `scikit-learn` and `matplotlib`. [Download the script](training-loop.py). It takes about 20 seconds on
-# one core.
+# You need `torch`, `scikit-learn` and `matplotlib`. [Download the script](training-loop.py). It takes about 20 seconds
+# on one core.
 #
 # ## Data and model
 
@@ -41,13 +41,13 @@ def make_optimizer(name, model, lr):
 # %% [markdown]
 # ## The loop
 #
-# * **Accumulation.** A step takes 4 micro-batches of 32 examples. Each loss is divided by 4, so the gradient is the mean over
-#   all 128 examples. K-FAC adds the statistics of the micro-batches up by itself.
+# * **Accumulation.** A step takes 4 micro-batches of 32 examples. Each loss is divided by 4, so the gradient is the
+#   mean over all 128 examples. K-FAC adds the statistics of the micro-batches up by itself.
 # * **Clipping.** `clip_grad_norm_` acts on the gradients between `backward` and `step`, as with any optimizer. K-FAC
 #   preconditions the clipped gradient. Its curvature comes from the micro-batches before clipping.
 # * **Schedule.** The learning rate rises for 15 steps and then falls to zero along a cosine.
-# * **Checkpoint.** The state dict of the optimizer contains the curvature. The file also has the model, the schedule and the
-#   state of the random number generator, because the generator decides about the next batch.
+# * **Checkpoint.** The state dict of the optimizer contains the curvature. The file also has the model, the schedule
+#   and the state of the random number generator, because the generator decides about the next batch.
 
 # %%
 STEPS, WARMUP, PARTS, SIZE = 150, 15, 4, 32
@@ -156,3 +156,8 @@ plt.show()
 
 for name, lr in best.items():
     print(f"{name:5} {1000 * runs[name, lr]['seconds'][-1] / STEPS:5.1f} ms a step")
+
+# %% [markdown]
+# The points lie on the curve of K-FAC: the resumed run is the uninterrupted one. After the same number of steps, K-FAC
+# has a lower training loss than AdamW. A step takes about five times as long on a network of this size, so AdamW has
+# the lower loss at equal time. [Reliability](../reliability.md) lists what else a checkpoint survives.
