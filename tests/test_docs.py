@@ -117,7 +117,7 @@ def _python(words: list[str]) -> None:
 
 def _script(name: str, words: list[str]) -> None:
     """A script of the repository, which knows every option that it is given."""
-    places = [folder / name for folder in (ROOT, DOCS / "multinode", DOCS) if (folder / name).exists()]
+    places = [folder / name for folder in (ROOT, DOCS / "multinode", DOCS / "tutorials", DOCS) if (folder / name).exists()]
     assert places, f"there is no {name}"
     source = (DOCS / "multinode" / "train.py" if places[0].suffix in (".sh", ".sbatch") else places[0]).read_text(
         "utf-8"

@@ -147,9 +147,8 @@ figure.suptitle("Handwritten digits: AdamW and K-FAC")
 plt.show()
 
 for name, run in shown.items():
-    print(
-        f"{name:25} {1000 * run['seconds'][-1] / len(run['losses']):5.1f} ms a step, held-out loss {run['held-out loss']:.3f}"
-    )
+    time_of_step = 1000 * run["seconds"][-1] / len(run["losses"])
+    print(f"{name:25} {time_of_step:5.1f} ms a step, held-out loss {run['held-out loss']:.3f}")
 
 # %% [markdown]
 # After the same number of steps, K-FAC's training loss is much lower than AdamW's. A step of K-FAC takes several times

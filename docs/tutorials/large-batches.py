@@ -133,6 +133,6 @@ for name, run in shown.items():
 # %% [markdown]
 # After the same number of steps, K-FAC has a far lower loss than SGD and AdamW, and it needed no search for a learning
 # rate. A step takes more than ten times as long, because each one also evaluates the quadratic model on a model that is
-# tiny. In equal time AdamW has a lower loss during the first second. After that K-FAC overtakes it and ends lower.
+# tiny. In equal time AdamW has the lower loss at first. K-FAC overtakes it later and ends lower.
 #
 # [Damping](../damping.md) explains how the step size and the damping are chosen.

@@ -167,9 +167,9 @@ for name, run in shown.items():
 
 # %% [markdown]
 # HyLo needs about twenty steps for the loss at which AdamW ends, and then goes on to a loss that is hundreds of times
-# lower. A step takes about five times as long. In equal time HyLo is still far lower, because AdamW hardly improves
-# after its first hundred steps. The error of the solution shows the same: AdamW has the right shape with an error of
-# several percent, and HyLo is right to a few thousandths.
+# lower. A step takes several times as long. In equal time HyLo is still far lower, because AdamW hardly improves after
+# its first hundred steps. The error of the solution shows the same: AdamW has the right shape with an error of several
+# percent, and HyLo is right to a few thousandths.
 #
 # This is the kind of problem that second-order methods are best at: the points are the same at every step, so nothing
 # is noise, and the loss is badly conditioned. [Recipes](../recipes.md) has the same settings for other equations.

@@ -91,8 +91,12 @@ def run(page: Path, allowed: set[str]) -> dict[str, object]:
 
 
 def pages_with(wanted: set[str]) -> list[Path]:
-    """Pages with a Python block that runs, and whose marks are these and no others."""
-    return [page for page in PAGES if any(block.marks == wanted for block in examples(page))]
+    """Pages with a Python block that runs, and whose marks are these and no others.
+
+    Tutorials are left out: tests/test_tutorials.py runs their scripts.
+    """
+    pages = [page for page in PAGES if page.parent != DOCS / "tutorials"]
+    return [page for page in pages if any(block.marks == wanted for block in examples(page))]
 
 
 def commands(page: Path) -> Iterator[tuple[int, str]]:
