@@ -92,13 +92,12 @@ def run(script: Path, images: Path = FOLDER / "images") -> list[str]:
     ranks = RANKS.get(script.stem)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}  # it prints
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"
         command = [sys.executable, *launcher, __file__, "--execute", str(script), str(images), str(out)]
-        ended = subprocess.run(
-            command, cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True, timeout=SECONDS
-        )
+        ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS)
         if ended.returncode:
             raise RuntimeError(f"{script.name} failed:\n{ended.stderr}")
         found: list[str] = json.loads(out.read_text(encoding="utf-8"))

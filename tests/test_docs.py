@@ -72,9 +72,19 @@ def test_no_block_escapes() -> None:
         for block in found:
             if block.language not in LANGUAGES:
                 wrong.append(f"{name_of(page)}:{block.line}: {block.language!r} is not among {sorted(LANGUAGES)}")
+            if block.is_output and block.language != "text":
+                wrong.append(f"{name_of(page)}:{block.line}: output in {block.language!r}")
             if block.language == "text" and re.search(r"^(import|from) \w", block.code, re.M):
                 wrong.append(f"{name_of(page)}:{block.line}: Python as text")
     assert not wrong, "\n".join(wrong)
+
+
+def test_output_follows_a_block_of_python() -> None:
+    """Elsewhere nothing would compare it."""
+    for page in PAGES:
+        every = list(blocks(page))
+        for before, block in zip([None, *every], every, strict=False):
+            assert not block.is_output or (before and before.language == "python"), f"{name_of(page)}:{block.line}"
 
 
 def test_both_sides_of_a_diff_compile() -> None:
@@ -117,7 +127,9 @@ def _python(words: list[str]) -> None:
 
 def _script(name: str, words: list[str]) -> None:
     """A script of the repository, which knows every option that it is given."""
-    places = [folder / name for folder in (ROOT, DOCS / "multinode", DOCS / "tutorials", DOCS) if (folder / name).exists()]
+    places = [
+        folder / name for folder in (ROOT, DOCS / "multinode", DOCS / "tutorials", DOCS) if (folder / name).exists()
+    ]
     assert places, f"there is no {name}"
     source = (DOCS / "multinode" / "train.py" if places[0].suffix in (".sh", ".sbatch") else places[0]).read_text(
         "utf-8"

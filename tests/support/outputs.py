@@ -10,7 +10,7 @@ import re
 
 #: A word without digits, a number, or a single other character.
 TOKEN = re.compile(
-    r"(?P<elision>\.\.\.)|(?P<number>(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\d]))|(?P<other>\w+|\S)"
+    r"(?P<elision>\.\.\.)|(?P<number>(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?!\d))|(?P<other>\w+|\S)"
 )
 TIME = re.compile(r" *(?:ms|µs|s|seconds|minutes)\b")
 
@@ -36,7 +36,7 @@ def _agree(shown: tuple[str, str], printed: tuple[str, str], tolerance: float) -
     if not re.search(r"[.e]", text + printed[1]):
         return False
     one, other = (float(number.replace(",", "")) for number in (text, printed[1]))
-    # Half a unit of the last digit: more than that a page does not say.
+    # A unit of the last digit that the page shows: rounding may go either way.
     digits = len(re.sub(r"e.*", "", text).partition(".")[2])
     unit = 10.0 ** (int(text.partition("e")[2] or 0) - digits)
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=1.01 * unit)

@@ -24,7 +24,7 @@ def outputs(text: str) -> list[str]:
 def reruns(path: Path, images: Path) -> None:
     """Run a tutorial again; tests/integrations has those that need other libraries."""
     shown, printed = outputs(page_of(path)), outputs("".join(gallery.run(path, images)))
-    assert len(shown) == len(printed)
+    assert len(shown) == len(printed), printed
     for one, other in zip(shown, printed, strict=True):
         assert (found := difference(one, other, TOLERANCE)) is None, found
     assert {file.name for file in images.glob("*.svg")} == {
