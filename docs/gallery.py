@@ -173,12 +173,16 @@ def update(script: Path, *, anew: bool = False) -> None:
         page.write_text(text, encoding="utf-8")
 
 
-def on_pre_build(**_: Any) -> None:
-    """Called by mkdocs before it looks for pages. Under --strict a warning ends the build."""
+def on_pre_build(config: Any, **_: Any) -> None:
+    """Called by mkdocs before it looks for pages. With --strict, a page that cannot be renewed ends the build."""
+    from mkdocs.exceptions import PluginError
+
     for script in SCRIPTS:
         try:
             update(script)
         except (ModuleNotFoundError, RuntimeError) as error:
+            if config.strict:  # --quiet would hide a warning, and --strict count none that is hidden
+                raise PluginError(str(error)) from None
             logging.getLogger("mkdocs.gallery").warning(str(error))
 
 

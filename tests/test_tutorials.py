@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,28 +82,26 @@ def test_a_changed_script_runs_and_changed_text_does_not(tmp_path: Path, monkeyp
     assert not gallery.is_current(path)
 
 
-def test_a_package_that_is_missing_is_named_and_the_page_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("import unheard_of", "tiny.py has changed and cannot run: unheard_of not installed"),
+        ("raise ValueError('no')", 'tiny.py", line 7'),  # the line of the script
+    ],
+)
+def test_a_script_that_cannot_run_is_named_and_its_page_stays(
+    line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    exceptions = pytest.importorskip("mkdocs.exceptions")  # of the extra "docs"
     path = tmp_path / "tiny.py"
-    path.write_text(TINY.replace("x = 1", "import unheard_of"), encoding="utf-8")
+    path.write_text(TINY.replace("x = 1", line), encoding="utf-8")
     path.with_suffix(".md").write_text("old", encoding="utf-8")
     monkeypatch.setattr(gallery, "SCRIPTS", [path])
-    gallery.on_pre_build()
-    assert "tiny.py has changed and cannot run: unheard_of not installed" in caplog.text
-    assert caplog.records[0].name.split(".")[0] == "mkdocs"  # whose warnings end a build under --strict
+    gallery.on_pre_build(config=SimpleNamespace(strict=False))
+    assert words in caplog.text
+    with pytest.raises(exceptions.PluginError, match=re.escape(words)):
+        gallery.on_pre_build(config=SimpleNamespace(strict=True))
     assert page_of(path) == "old"
-
-
-def test_a_script_that_fails_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "tiny.py"
-    path.write_text(TINY.replace("x = 1", "raise ValueError('no')"), encoding="utf-8")
-    monkeypatch.setattr(gallery, "SCRIPTS", [path])
-    gallery.on_pre_build()
-    assert "ValueError: no" in caplog.text
-    assert 'tiny.py", line 7' in caplog.text  # the line of the script
 
 
 @pytest.mark.slow

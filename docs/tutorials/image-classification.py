@@ -5,7 +5,7 @@
 # that builds the optimizer, keeps everything else, and compares the two runs at equal steps and in equal time.
 #
 # You need `torch`, `scikit-learn` and `matplotlib`. The data is part of scikit-learn, so nothing is downloaded.
-# [Download the script](image-classification.py). It takes about half a minute on one core.
+# [Download the script](image-classification.py). It takes about 15 seconds on one core.
 #
 # ## Data and model
 #

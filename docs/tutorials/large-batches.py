@@ -5,8 +5,8 @@
 # most. This tutorial trains a deep autoencoder on all images at once. It compares SGD and AdamW with the preset
 # `large_batch`, which has no learning rate to tune.
 #
-# You need `torch`, `scikit-learn` and `matplotlib`. [Download the script](large-batches.py). It takes about half a
-# minute on one core.
+# You need `torch`, `scikit-learn` and `matplotlib`. [Download the script](large-batches.py). It takes about 15 seconds
+# on one core.
 #
 # ## Data and model
 #

@@ -5,7 +5,7 @@
 # it in one loop, which works for AdamW and for K-FAC without a change. It then interrupts a run, resumes it from its
 # checkpoint, and compares the weights with those of a run that was not interrupted.
 #
-# You need `torch`, `scikit-learn` and `matplotlib`. [Download the script](training-loop.py). It takes about 20 seconds
+# You need `torch`, `scikit-learn` and `matplotlib`. [Download the script](training-loop.py). It takes about 10 seconds
 # on one core.
 #
 # ## Data and model
