@@ -8,10 +8,11 @@
 #
 # ## Data
 #
-# Python contains the text of its own manual, for `help()`. The first 300,000 characters are the data, and the last
-# tenth of them is held out.
+# Python comes with the text of its manual, which `help()` shows. The first 300,000 characters are the data, and the
+# last tenth of them is held out.
 
 # %%
+import textwrap
 import time
 from pydoc_data.topics import topics
 
@@ -73,7 +74,7 @@ def make_optimizer(name, model, lr):
     return secondorder.create("from_muon", model, lr=lr)
 
 
-print(secondorder.presets()["from_muon"].call(lr=0.03))
+print(textwrap.fill(secondorder.presets()["from_muon"].call(lr=0.03), 100))
 
 # %% [markdown]
 # ## Train

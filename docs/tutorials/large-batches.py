@@ -1,16 +1,16 @@
 # %% [markdown]
 # # Large batches
 #
-# A large batch has a gradient with little noise. What remains hard is the shape of the loss, and there curvature helps
-# most. This tutorial trains a deep autoencoder on all images at once. It compares SGD and AdamW with the preset
-# `large_batch`, which has no learning rate to tune.
+# A large batch has a gradient with little noise. The shape of the loss remains hard, and curvature helps with it. This
+# tutorial trains a deep autoencoder on all images at once. It compares SGD and AdamW with the preset `large_batch`,
+# which has no learning rate to tune.
 #
 # You need `torch`, `scikit-learn` and `matplotlib`. [Download the script](large-batches.py). It takes about 15 seconds
 # on one core.
 #
 # ## Data and model
 #
-# The autoencoder squeezes the 64 pixels of a handwritten digit through 8 numbers. The batch is all 1,797 images. The
+# The autoencoder compresses the 64 pixels of a handwritten digit into 8 numbers. The batch is all 1,797 images. The
 # loss of an image is the cross-entropy of its pixels. It cannot fall below the entropy of the pixels, which is
 # subtracted from all numbers below.
 

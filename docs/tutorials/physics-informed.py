@@ -14,6 +14,7 @@
 # the square and 120 points on its boundary, all of them at every step.
 
 # %%
+import textwrap
 import time
 from math import pi
 
@@ -40,10 +41,11 @@ grid = torch.cartesian_prod(torch.linspace(0, 1, 21), torch.linspace(0, 1, 21))
 # %% [markdown]
 # ## The network
 #
-# The loss needs second derivatives of the network by its inputs. The network carries them forward through its layers:
-# row 0 is the value, rows 1 and 2 are the first derivatives by $x$ and $y$, and rows 3 and 4 are the second
-# derivatives. Every weight is then used in one call of its layer, which is what the curvature of a layer needs. A bias
-# belongs to the value only, so it is the weight of an additional input that is 1 in row 0 and 0 in the others.
+# The loss needs second derivatives of the network with respect to its inputs. The network carries them forward through
+# its layers: row 0 is the value, rows 1 and 2 are the first derivatives with respect to $x$ and $y$, and rows 3 and 4
+# are the second derivatives. Every weight is then used in one call of its layer, which is what the curvature of a layer
+# needs. A bias belongs to the value only, so it is the weight of an additional input that is 1 in row 0 and 0 in the
+# others.
 
 # %%
 CONSTANT = torch.tensor([1.0, 0, 0, 0, 0])[:, None]
@@ -95,7 +97,7 @@ def make_optimizer(name, model, lr):
     return secondorder.create("physics_informed", model, lr=lr)
 
 
-print(secondorder.presets()["physics_informed"].call())
+print(textwrap.fill(secondorder.presets()["physics_informed"].call(), 100))
 
 STEPS = 150
 
@@ -125,8 +127,8 @@ def train(name, lr, steps=STEPS):
 
 
 # %% [markdown]
-# The two optimizers have different units for the learning rate: AdamW's is the change of a weight in a step, and 1 is a
-# full Newton step for HyLo. Both get the same wide range of rates.
+# The two optimizers have different units for the learning rate: AdamW's is roughly the change of a weight in a step,
+# and for HyLo 1 is a full Newton step. Both get the same wide range of rates.
 
 # %%
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
@@ -166,10 +168,10 @@ for name, run in shown.items():
     print(f"{name:24} {time_of_step:5.1f} ms a step, relative error {run['error']:.2g}")
 
 # %% [markdown]
-# HyLo needs about twenty steps for the loss at which AdamW ends, and then goes on to a loss that is hundreds of times
-# lower. A step takes several times as long. In equal time HyLo is still far lower, because AdamW hardly improves after
-# its first hundred steps. The error of the solution shows the same: AdamW has the right shape with an error of several
-# percent, and HyLo is right to a few thousandths.
+# HyLo needs about twenty steps for the loss at which AdamW ends, and then goes on to one that is more than a thousand
+# times lower. A step takes several times as long. In equal time HyLo is still far lower, because AdamW hardly improves
+# after its first hundred steps. The solutions differ as much: AdamW's is off by about ten percent, and HyLo's by less
+# than one.
 #
 # This is the kind of problem that second-order methods are best at: the points are the same at every step, so nothing
 # is noise, and the loss is badly conditioned. [Recipes](../recipes.md) has the same settings for other equations.

@@ -158,6 +158,6 @@ for name, lr in best.items():
     print(f"{name:5} {1000 * runs[name, lr]['seconds'][-1] / STEPS:5.1f} ms a step")
 
 # %% [markdown]
-# The points lie on the curve of K-FAC: the resumed run is the uninterrupted one. After the same number of steps, K-FAC
-# has a lower training loss than AdamW. A step takes about five times as long on a network of this size, so AdamW has
-# the lower loss at equal time. [Reliability](../reliability.md) lists what else a checkpoint survives.
+# The points lie on the curve of K-FAC, because the resumed run repeats the uninterrupted one. After the same number of
+# steps, K-FAC has a lower training loss than AdamW. A step takes about five times as long on a network of this size, so
+# AdamW has the lower loss at equal time. [Reliability](../reliability.md) lists the tests of checkpoints.

@@ -141,7 +141,8 @@ dist.destroy_process_group()
 #
 # `plan()` does the placement for any number of ranks, without processes. A model on the `meta` device has shapes and no
 # numbers, so the model may be larger than the memory of this computer. This one is an encoder with 24 layers of width
-# 1,024, as in BERT-large, with 8 examples per rank.
+# 1,024, as in BERT-large, with 8 examples per rank. `plan()` counts one position per example, as its last line says.
+# Only the FLOPs of the statistics depend on that.
 
 # %%
 with torch.device("meta"):
