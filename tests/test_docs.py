@@ -26,9 +26,7 @@ from tests.support.code_blocks import (
     name_of,
     pages_with,
     run,
-    same_output,
     script,
-    without_output,
     words_of,
 )
 
@@ -63,30 +61,6 @@ def test_slow_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         run(page, {"slow"})
 
 
-@pytest.mark.parametrize("page", ["quickstart", "choose-a-method", "tuning", "faq"])
-def test_blocks_that_print_show_what_they_print(page: str) -> None:
-    assert list(without_output(DOCS / f"{page}.md")) == []
-
-
-def test_another_output_than_the_one_shown_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "page.md"
-    block = "```python\nprint(1 / 3)\n```\n\n"
-    page.write_text(f"{block}<!-- example: output -->\n```text\n0.33...\n```\n")
-    monkeypatch.setattr("tests.support.code_blocks.ROOT", tmp_path)
-    run(page, set())
-    assert not list(without_output(page))
-    page.write_text(f"{block}<!-- example: output -->\n```text\n0.34...\n```\n")
-    with pytest.raises(AssertionError, match="page.md:6 prints\n0.33"):
-        run(page, set())
-    page.write_text(block)
-    assert list(without_output(page)) == [1]
-
-
-def test_outputs_may_differ_in_white_space_only() -> None:
-    assert same_output("a  b\n", "a b\n")
-    assert not same_output("a b\n", "ab\n")
-
-
 def test_no_block_escapes() -> None:
     """A fence that is not recognised would not be run either."""
     wrong = []
@@ -98,9 +72,19 @@ def test_no_block_escapes() -> None:
         for block in found:
             if block.language not in LANGUAGES:
                 wrong.append(f"{name_of(page)}:{block.line}: {block.language!r} is not among {sorted(LANGUAGES)}")
+            if block.is_output and block.language != "text":
+                wrong.append(f"{name_of(page)}:{block.line}: output in {block.language!r}")
             if block.language == "text" and re.search(r"^(import|from) \w", block.code, re.M):
                 wrong.append(f"{name_of(page)}:{block.line}: Python as text")
     assert not wrong, "\n".join(wrong)
+
+
+def test_output_follows_a_block_of_python() -> None:
+    """Elsewhere nothing would compare it."""
+    for page in PAGES:
+        every = list(blocks(page))
+        for before, block in zip([None, *every], every, strict=False):
+            assert not block.is_output or (before and before.language == "python"), f"{name_of(page)}:{block.line}"
 
 
 def test_both_sides_of_a_diff_compile() -> None:
@@ -143,7 +127,9 @@ def _python(words: list[str]) -> None:
 
 def _script(name: str, words: list[str]) -> None:
     """A script of the repository, which knows every option that it is given."""
-    places = [folder / name for folder in (ROOT, DOCS / "multinode", DOCS) if (folder / name).exists()]
+    places = [
+        folder / name for folder in (ROOT, DOCS / "multinode", DOCS / "tutorials", DOCS) if (folder / name).exists()
+    ]
     assert places, f"there is no {name}"
     source = (DOCS / "multinode" / "train.py" if places[0].suffix in (".sh", ".sbatch") else places[0]).read_text(
         "utf-8"

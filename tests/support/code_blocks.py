@@ -6,32 +6,48 @@ the fence changes that, with one or more of these words::
     <!-- example: slow -->          left to the slow tests
     <!-- example: fragment -->      a piece that cannot run alone; it has to compile
     <!-- example: integrations -->  needs transformers, lightning and the like: run in their environment only
-    <!-- example: output -->        before a block of text: the Python block before it prints this; ``...`` is anything
+
+A block that prints is followed by what it prints, in a block of its own::
+
+    <!-- output -->
+    ```text
+    loss 0.0123
+    ```
+
+:mod:`tests.support.outputs` compares the two. This command runs a page, and writes or renews the blocks that differ::
+
+    python -m tests.support.code_blocks docs/quickstart.md
+    python -m tests.support.code_blocks docs/trainers.md integrations   # with blocks that have this mark
 """
 
-import ast
-import contextlib
-import doctest
 import importlib.util
 import io
+import os
 import re
 import shlex
+import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+
+from tests.support.outputs import difference
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [page for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG") if (page := ROOT / f"{name}.md").exists()]
 PAGES += sorted(DOCS.rglob("*.md"))
 
-MARKS = {"slow", "fragment", "integrations", "output"}
+MARKS = {"slow", "fragment", "integrations"}
+#: Whether a block that prints must be followed by its output. A block of output is compared in any case.
+OUTPUT_IS_REQUIRED = True
 #: Languages of blocks that are commands for a shell.
 SHELL = {"console", "bash"}
 
 FENCE = re.compile(
-    r"^(?P<indent> *)(?:<!-- example: (?P<marks>[\w ]+) -->\n(?P=indent))?"
+    r"^(?P<indent> *)(?:<!-- (?:example: (?P<marks>[\w ]+)|(?P<output>output)) -->\n(?P=indent))?"
     r"(?P<fence>`{3,}|~{3,}) *(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^(?P=indent)(?P=fence)[ \t]*$",
     re.M | re.S,
 )
@@ -46,12 +62,18 @@ class Block(NamedTuple):
         marks: What the comment before it says.
         line: Lines of the page before the code.
         code: Its text, without the indentation of the fence.
+        is_output: Whether it is what the block before it prints.
+        indent: The indentation of the fence.
+        span: Where the block begins and ends in the text of the page, with the comment.
     """
 
     language: str
     marks: frozenset[str]
     line: int
     code: str
+    is_output: bool
+    indent: str
+    span: tuple[int, int]
 
 
 def script(name: str) -> ModuleType:
@@ -65,7 +87,7 @@ def script(name: str) -> ModuleType:
 
 
 def name_of(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
+    return page.relative_to(ROOT).as_posix() if page.is_relative_to(ROOT) else page.name
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -76,7 +98,7 @@ def blocks(page: Path) -> Iterator[Block]:
         marks = frozenset((match["marks"] or "").split())
         line = text[: match.start("code")].count("\n")
         assert marks <= MARKS, f"{name_of(page)}:{line}: unknown mark {sorted(marks - MARKS)}"
-        yield Block(match["language"], marks, line, code)
+        yield Block(match["language"], marks, line, code, bool(match["output"]), match["indent"], match.span())
 
 
 def examples(page: Path) -> Iterator[Block]:
@@ -84,53 +106,62 @@ def examples(page: Path) -> Iterator[Block]:
     return (block for block in blocks(page) if block.language == "python")
 
 
-def run(page: Path, allowed: set[str]) -> dict[str, object]:
-    """Run the Python blocks of a page whose marks are all allowed, and compare their output with the one shown.
+class Printed(NamedTuple):
+    """What a block printed, and the block that shows it."""
 
-    Returns:
-        The names that the blocks leave.
-    """
+    block: Block
+    text: str
+    shown: Block | None
+
+
+def printed(page: Path, allowed: set[str], namespace: dict[str, object]) -> Iterator[Printed]:
+    """Run the Python blocks of a page whose marks are all allowed, with these names; what each of them printed."""
+    every = list(blocks(page))
+    for block, after in zip(every, [*every[1:], None], strict=True):
+        if block.language != "python":
+            continue
+        # Empty lines before the code make a traceback name the line of the page.
+        code = compile("\n" * block.line + block.code, name_of(page), "exec")
+        if block.marks <= allowed:
+            with redirect_stdout(io.StringIO()) as stream:
+                exec(code, namespace)
+            text = "".join(f"{line.rstrip()}\n" for line in stream.getvalue().strip("\n").splitlines())
+            yield Printed(block, text, after if after and after.is_output else None)
+
+
+def run(page: Path, allowed: set[str]) -> dict[str, object]:
+    """Run the Python blocks of a page whose marks are all allowed, and compare their output; the names they leave."""
     namespace: dict[str, object] = {"__name__": f"example_{page.stem}"}
-    printed: str | None = None
-    for block in blocks(page):
-        if block.language == "python":
-            # Empty lines before the code make a traceback name the line of the page.
-            code = compile("\n" * block.line + block.code, name_of(page), "exec")
-            printed = None
-            if block.marks <= allowed:
-                with contextlib.redirect_stdout(io.StringIO()) as output:
-                    exec(code, namespace)
-                printed = output.getvalue()
-        elif "output" in block.marks and printed is not None:
-            assert same_output(block.code, printed), f"{name_of(page)}:{block.line} prints\n{printed}"
+    wrong = []
+    for block, text, shown in printed(page, allowed, namespace):
+        if shown and (found := difference(shown.code, text)):
+            wrong.append(f"{name_of(page)}:{shown.line}: {found}")
+        elif text and not shown and OUTPUT_IS_REQUIRED:
+            wrong.append(f"{name_of(page)}:{block.line}: prints, and no block of output follows")
+    assert not wrong, "\n".join([*wrong, f"renew the output by `python -m tests.support.code_blocks {name_of(page)}`"])
     return namespace
 
 
-def same_output(shown: str, printed: str) -> bool:
-    """Whether a block shows what was printed, apart from white space and from what ``...`` stands for."""
-    return doctest.OutputChecker().check_output(shown, printed, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-
-
-def without_output(page: Path) -> Iterator[int]:
-    """Lines of the Python blocks that print something, at their outer level, and do not show it."""
-    found = [block for block in blocks(page) if block.language == "python" or "output" in block.marks]
-    for block, following in zip(found, [*found[1:], None], strict=False):  # none if there is no block
-        shown = following is not None and "output" in following.marks
-        if block.language == "python" and block.marks <= {"slow"} and _prints(block.code) and not shown:
-            yield block.line
-
-
-def _prints(code: str) -> bool:
-    def is_print(node: ast.AST) -> bool:
-        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-
-    outer = (node for node in ast.parse(code).body if not isinstance(node, ast.FunctionDef | ast.ClassDef))
-    return any(is_print(node) for statement in outer for node in ast.walk(statement))
+def renew(page: Path, allowed: set[str]) -> None:
+    """Write what blocks print where the page does not show it; a block that agrees stays, with what it leaves out."""
+    text = page.read_text(encoding="utf-8")
+    for block, output, shown in reversed(list(printed(page, allowed, {"__name__": f"example_{page.stem}"}))):
+        if shown and not difference(shown.code, output):
+            continue
+        lines = ["<!-- output -->", "```text", *output.splitlines(), "```"] if output else []
+        new = "\n".join(f"{block.indent}{line}".rstrip() for line in lines)
+        start, end = shown.span if shown else (block.span[1], block.span[1])
+        text = text[:start] + ("" if shown or not new else "\n\n") + new + text[end:]
+    page.write_text(text, encoding="utf-8")
 
 
 def pages_with(wanted: set[str]) -> list[Path]:
-    """Pages with a Python block that runs, and whose marks are these and no others."""
-    return [page for page in PAGES if any(block.marks == wanted for block in examples(page))]
+    """Pages with a Python block that runs, and whose marks are these and no others.
+
+    Tutorials are left out: tests/test_tutorials.py runs their scripts.
+    """
+    pages = [page for page in PAGES if page.parent != DOCS / "tutorials"]
+    return [page for page in pages if any(block.marks == wanted for block in examples(page))]
 
 
 def commands(page: Path) -> Iterator[tuple[int, str]]:
@@ -155,3 +186,10 @@ def words_of(command: str) -> tuple[dict[str, str], list[str]]:
         name, _, value = words.pop(0).partition("=")
         variables[name] = value
     return variables, words
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1]).resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # examples write files
+        renew(target, set(sys.argv[2:]))
