@@ -225,9 +225,10 @@ class InverseOptions:
         damping_split: ``"exact"`` adds λ to the eigenvalues of ``G ⊗ A``, and ``"pi"`` splits λ between the two factors
             (Martens & Grosse 2015, section 6.3). If None, it is ``"exact"`` for ``"eigen"`` without a ``rank``, and
             ``"pi"`` otherwise (``damping_split``).
-        rank: For ``"eigen"``: number of leading eigenvectors that are computed of each factor with more than twice as
-            many rows; their mean replaces the other eigenvalues. It makes directions and refreshes of wide layers
-            many times cheaper, and takes less memory. If None, all eigenvectors are computed (``inverse_rank``).
+        rank: Number of leading eigenvectors that are computed for a factor with more than twice as many rows. The other
+            eigenvalues are replaced by their mean, and λ is split as ``damping_split`` says. This makes directions and
+            refreshes of wide layers many times cheaper, and takes less memory. Layers in which both factors are
+            narrower use ``method``. If None, all layers do (``inverse_rank``).
     """
 
     method: str = _option("eigen", key="inverse_method")

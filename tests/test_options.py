@@ -35,7 +35,7 @@ from secondorder.preconditioners.keywords import OBJECTS, flat_names, from_flat
 from secondorder.switching import EpochList
 
 #: Keyword-only arguments that a constructor has at most.
-LIMITS = {KFAC: 34, EKFAC: 38, HyLo: 30, MFAC: 26, SparseMFAC: 26, GGT: 26}
+LIMITS = {KFAC: 35, EKFAC: 38, HyLo: 30, MFAC: 26, SparseMFAC: 26, GGT: 26}
 METHODS = pytest.mark.parametrize("method", LIMITS, ids=lambda method: method.__name__)
 
 
@@ -85,7 +85,7 @@ def test_classes_are_public_frozen_and_documented(kind):
 NOT_DEFAULT = {
     (kind, name): {name: value}
     for kind, values in {
-        RefreshOptions: {"stagger": True, "warmup": True, "basis_update": "qr", "full_every": 3},
+        RefreshOptions: {"stagger": True, "warmup": True, "basis_update": "qr", "full_every": 3, "precondition_steps": 3},
         StatisticsOptions: {
             "batch_size": 3, "positions": 3, "weighting": "update", "burnin_steps": 3, "decay_per_step": True,
             "weight_decay": True, "norm_curvature": "diagonal",

@@ -78,7 +78,7 @@ def test_a_preset_equals_the_call_that_it_prints(name, changes):
 
 
 def test_str_is_the_call_without_changes():
-    assert str(PRESETS["from_adamw"]) == "KFAC(model, lr=0.001, weight_decay=0.01, graft='adamw')"
+    assert str(PRESETS["from_adamw"]) == "KFAC(model, lr=0.001, weight_decay=0.01, graft='adamw', budget=2.0)"
     assert all(str(preset) == preset.call() for preset in PRESETS.values())
 
 

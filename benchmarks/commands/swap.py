@@ -43,10 +43,11 @@ _METHODS: dict[SwapMethod, str] = {
     "sparse_mfac": "SparseMFAC",
     "ggt": "GGT",
 }
+_BUDGETS = {"KFAC": ", budget=2.0"}
 REPLACEMENTS: dict[SwapMethod, dict[Base, str]] = {
     method: {
-        "adamw": f'{name}(model, lr=LR, weight_decay=WD, graft="adamw")',
-        "sgd": f'{name}(model, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
+        "adamw": f'{name}(model, lr=LR, weight_decay=WD, graft="adamw"{_BUDGETS.get(name, "")})',
+        "sgd": f'{name}(model, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd"{_BUDGETS.get(name, "")})',
     }
     for method, name in _METHODS.items()
 }

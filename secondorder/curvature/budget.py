@@ -21,9 +21,9 @@ _REFRESHES = (1, 2, 5)
 #: The part of the budget beyond a step without curvature that directions may take.
 _DIRECTIONS = 0.85
 #: Operators of a layer in a forward and backward pass with its update; and in the stages of a step of curvature.
-_MODEL, _DIRECTION, _UPDATE, _REFRESH = 30.0, 60.0, 30.0, 60.0
+_MODEL, _DIRECTION, _UPDATE, _REFRESH = 30.0, 50.0, 80.0, 150.0
 #: Operators of a step with and without curvature, whatever the number of layers is.
-_STEP, _CURVATURE = 20.0, 60.0
+_STEP, _CURVATURE = 20.0, 100.0
 #: Passes over the parameters, each of 4 bytes: of Adam, and of a direction with its length.
 _ADAM_PASSES, _DIRECTION_PASSES = 14.0, 15.0
 #: Passes over inputs and outputs of a layer in a forward and backward pass.

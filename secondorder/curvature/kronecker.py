@@ -215,11 +215,10 @@ class KroneckerBlock(FactoredBlock):
     # ------------------------------------------------------------------ inverse
     def inverse_for(self, group: Mapping[str, Any]) -> Inverse:
         """The inverse of a block with these options. Two diagonal factors have a diagonal product."""
+        if any(is_truncated(side, group["inverse_rank"]) for _, side in self.factors.sides(group)):
+            return self.truncated
         if group["inverse_method"] == "eigen":
-            rank = group["inverse_rank"]
-            return (
-                self.truncated if any(is_truncated(side, rank) for _, side in self.factors.sides(group)) else self.eigen
-            )
+            return self.eigen
         entrywise = all(side.diagonal for _, side in self.factors.sides(group))
         return (Entrywise if entrywise else Cholesky)(self.factors)
 
@@ -230,7 +229,7 @@ class KroneckerBlock(FactoredBlock):
 
     def described_side(self, name: str, form: Side) -> str:
         """The size of a factor in words, with the number of eigenvectors if not all are found."""
-        rank = self.group["inverse_rank"] if self.group["inverse_method"] == "eigen" else None
+        rank = self.group["inverse_rank"]
         return super().described_side(name, form) + (f" ({rank} kept)" if is_truncated(form, rank) else "")
 
     @property

@@ -120,6 +120,7 @@ USUAL = (
     "kl_clip",
     "factor_update_steps",
     "inv_update_steps",
+    "budget",
     "update_steps",
     "rank_fraction",
     "window_size",

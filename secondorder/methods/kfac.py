@@ -74,8 +74,8 @@ class KFAC(SecondOrderOptimizer):
             refreshes are many times cheaper. :class:`InverseOptions` also sets how λ is split between the two factors.
         budget: Largest mean cost of a step, in units of a step of the same model with AdamW, such as 1.3. It chooses
             the intervals and how many steps are preconditioned, from the sizes of the layers and of the first batch.
-            Inverses have ``rank=16`` unless ``inverse_method`` sets something else. ``describe()`` shows the choice.
-            See :class:`BudgetOptions`.
+            The default of ``inverse_method`` is ``InverseOptions("cholesky", rank=16)`` then. ``describe()`` shows the
+            choice. See :class:`BudgetOptions`.
         refresh: When inverses are computed again, see :class:`RefreshOptions`: spread over the interval
             (``stagger=True``), and more often at the start (``warmup``).
 
@@ -122,6 +122,7 @@ class KFAC(SecondOrderOptimizer):
         kl_clip: float | None = 1e-3,
         factor_update_steps: int | None = None,
         inv_update_steps: int | None = None,
+        budget: float | BudgetOptions | None = None,
         skip_layers: Sequence[SkipRule] | SkipRule = (),
         graft: str | None = "auto",
         weight_decay: float = 0.0,
@@ -146,7 +147,6 @@ class KFAC(SecondOrderOptimizer):
         clip: float | ClipOptions | None = None,
         checkpoint_curvature: str = "all",
         refresh: RefreshOptions = RefreshOptions(),
-        budget: float | BudgetOptions | None = None,
         statistics: StatisticsOptions = StatisticsOptions(),
         inner: str = "sgd",
         deterministic_seed: int = 0,
@@ -190,7 +190,7 @@ class KFACRules(FactoredRules):
 
 
 #: The inverse of a budget, whose cost does not grow with the width of a layer.
-_CHEAP = InverseOptions(rank=16)
+_CHEAP = InverseOptions("cholesky", rank=16)
 
 
 def _within_budget(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -226,7 +226,5 @@ def _exclude(group: Mapping[str, Any], groups: list[Group]) -> None:
             "damping_split='exact' needs the eigenvalues: use inverse_method='eigen', or damping_split='pi' with "
             "inverse_method='cholesky'"
         )
-    if group["inverse_rank"] is not None:
-        raise ValueError(f"rank={group['inverse_rank']} needs the eigenvectors: use inverse_method='eigen'")
     if group["power"] != 1.0:
         raise ValueError(f"power={group['power']} needs the eigenvalues: use inverse_method='eigen'")

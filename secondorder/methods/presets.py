@@ -139,7 +139,7 @@ _ALL = (
         "For a script that was tuned for AdamW: its learning rate, weight decay and schedule carry over.",
         KFAC,
         1e-3,
-        {"weight_decay": 1e-2, "graft": "adamw"},
+        {"weight_decay": 1e-2, "graft": "adamw", "budget": 2.0},
         measured="docs/evidence.md, One changed line",
     ),
     Preset(
@@ -147,7 +147,7 @@ _ALL = (
         "For a script that was tuned for Adam, whose weight decay is part of the gradient.",
         KFAC,
         1e-3,
-        {"graft": "adam"},
+        {"graft": "adam", "budget": 2.0},
         measured="docs/evidence.md, One changed line",
     ),
     Preset(
@@ -155,7 +155,7 @@ _ALL = (
         "For a script that was tuned for SGD with momentum: its learning rate, weight decay and schedule carry over.",
         KFAC,
         0.1,
-        {"momentum": 0.9, "graft": "sgd"},
+        {"momentum": 0.9, "graft": "sgd", "budget": 2.0},
         measured="docs/evidence.md, One changed line",
     ),
     Preset(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from secondorder.curvature.damping_watch import Damped
 from secondorder.curvature.extremes import numbers
 from secondorder.curvature.wrappers import find_name
+from secondorder.parameters import Group
 from secondorder.preconditioners.base import CurvatureReport
 from secondorder.runtime import some_of
 
@@ -40,8 +41,22 @@ class LayerReport(CurvatureReport):
         self._plan, self._hooks, self._exchange, self._refresher = plan, hooks, exchange, refresher
 
     def summary(self) -> str:
-        """Return the number of blocks as text."""
-        return f"{len(self._plan.blocks)} blocks"
+        """Return the number of blocks, and what a budget has chosen, in words."""
+        chosen = (self._choice(i, group) for i, group in enumerate(self._plan.table.groups))
+        return ", ".join([f"{len(self._plan.blocks)} blocks", *filter(None, chosen)])
+
+    def _choice(self, index: int, group: Group) -> str:
+        limit = group.get("budget")
+        if limit is None:
+            return ""
+        name = f"budget {limit:g}" + (f" of group {index}" if len(self._plan.table.groups) > 1 else "")
+        if not any(b.state.get("factor_updates") for b in self._plan.blocks if b.group is group):
+            return f"{name} (chosen in the first step)"
+        turn = group["precondition_steps"]
+        return (
+            f"{name}: factors every {group['factor_update_steps']} steps, inverses every {group['inv_update_steps']}, "
+            f"directions every {'step' if turn == 1 else f'{turn} steps'}"
+        )
 
     @property
     def pending_bytes(self) -> int:

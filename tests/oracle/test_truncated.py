@@ -49,9 +49,8 @@ def rows(shape):
 
 def step_of(model, x, weights, **keywords):
     """The change of the weight and the bias of a layer as one matrix, for the loss ``Σ weights · outputs / N``."""
-    optimizer = KFAC(
-        model, lr=1.0, momentum=0.0, kl_clip=None, damping=DAMPING, factor_update_steps=1, inv_update_steps=1, **keywords
-    )  # fmt: skip
+    every = {"factor_update_steps": 1, "inv_update_steps": 1}
+    optimizer = KFAC(model, lr=1.0, momentum=0.0, kl_clip=None, damping=DAMPING, **every, **keywords)
     before = torch.cat([model.weight.flatten(1), model.bias[:, None]], 1).detach().clone()
     ((model(x) * weights).sum() / len(x)).backward()
     optimizer.step()
@@ -97,8 +96,21 @@ def test_without_a_split_it_is_pi_in_narrow_layers_too():
     copy = nn.Linear(3, 4).double()
     copy.load_state_dict(model.state_dict())
     found, _ = step_of(model, x, weights, inverse_method=InverseOptions(rank=RANK))
-    expected, _ = step_of(copy, x, weights, inverse_method="cholesky")
+    expected, _ = step_of(copy, x, weights, inverse_method=InverseOptions("cholesky", rank=RANK))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    inputs, gradients = torch.cat([x, torch.ones(40, 1).double()], 1), weights / 40
+    solved = solution(*factors_of(gradients, inputs, 40), gradients.T @ inputs, "pi", 1.0, False)
+    torch.testing.assert_close(found, solved, rtol=1e-7, atol=1e-10)
+
+
+def test_a_wide_layer_has_the_same_direction_with_either_method():
+    torch.manual_seed(0)
+    model, x, weights = nn.Linear(11, 9).double(), rows((40, 11)), rows((40, 9))
+    copy = nn.Linear(11, 9).double()
+    copy.load_state_dict(model.state_dict())
+    found, _ = step_of(model, x, weights, inverse_method=InverseOptions(rank=RANK))
+    expected, _ = step_of(copy, x, weights, inverse_method=InverseOptions("cholesky", rank=RANK))
+    assert torch.equal(found, expected)
 
 
 def test_memory_and_flops_are_those_of_thin_bases():

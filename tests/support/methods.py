@@ -33,6 +33,7 @@ from tests.support.storages import (
     entries,
     kept_rows,
     kronecker,
+    leading,
     shapes,
     squares,
 )
@@ -209,6 +210,7 @@ _CHOLESKY = frozenset(_FACTORS | {"inverse_a", "inverse_g"})
 _SCALED = _EIGEN | {"scale", "scale_weight", "scale_updates"}
 _BEGUN = {"begun_a", "begun_g", "adopt_at"}
 _KFAC_EIGEN = kronecker({"factors": squares, "second_order": bases})
+_KFAC_RANK = kronecker({"factors": squares, "second_order": partial(leading, rank=1)})
 _KFAC_CHOLESKY = kronecker({"factors": squares, "second_order": squares})
 _EKFAC = kronecker({"factors": squares, "second_order": bases, "scale": entries})
 _KFAC_OVERLAP = kronecker({"factors": lambda block: 2 * squares(block), "second_order": squares})
@@ -380,6 +382,7 @@ METHODS = (
             _layer_variant("eigen", {"inverse_method": "eigen"}, _EIGEN, _KFAC_EIGEN),
             _layer_variant("cholesky", {"inverse_method": "cholesky"}, _CHOLESKY, _KFAC_CHOLESKY),
             _layer_variant("stagger", {"inverse_method": "eigen", "stagger": True}, _EIGEN, _KFAC_EIGEN),
+            _layer_variant("rank", {"inverse_rank": 1}, _EIGEN, _KFAC_RANK, narrow=True),
             _layer_variant(
                 "overlap",
                 {"inverse_method": "cholesky", "overlap": True},

@@ -59,6 +59,16 @@ def bases(block: Shape) -> int:
     return eigenvectors + block.pairs * (block.n_a + block.n_g)
 
 
+def leading(block: Shape, rank: int) -> int:
+    """Numbers of the leading eigenvectors of wide factors, and of their eigenvalues with the mean of the others."""
+    a = block.n_a if block.diagonal else _leading(block.n_a, rank)
+    return block.pairs * (a + _leading(block.n_g, rank))
+
+
+def _leading(n: int, rank: int) -> int:
+    return n * rank + rank + 1 if n > 2 * rank else n * n + n
+
+
 def entries(block: Shape) -> int:
     """Numbers of something shaped like the gradient."""
     return block.pairs * block.n_a * block.n_g

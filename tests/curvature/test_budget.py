@@ -1,0 +1,198 @@
+"""A budget chooses intervals from counted work: pure arithmetic, and what becomes of it in an optimizer."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from secondorder import KFAC, BudgetOptions, InverseOptions, MachineRates, ParamScheduler, RefreshOptions
+from secondorder.curvature.budget import NOMINAL, Calibration, LayerWork, choose, costs
+from tests.support.pool import on_every_rank
+from tests.support.tasks import assert_identical, values
+
+WIDE = [LayerWork(128.0, (784, 512), 1, 8.0 * 16 * 784 * 512, 40.0 * 16 * (784**2 + 512**2))] * 2
+LONG = [LayerWork(4096.0, (128, 512), 1, 8.0 * 16 * 128 * 512, 40.0 * 16 * (128**2 + 512**2))] * 6
+SMALL = [LayerWork(64.0, (33, 32), 1, 4.0 * 65 * 33 * 32, 90.0 * (33**3 + 32**3))] * 20
+
+
+# ---------------------------------------------------------------------- arithmetic
+@pytest.mark.parametrize("layers", [WIDE, LONG, SMALL], ids=["wide", "long", "small"])
+@pytest.mark.parametrize("limit", [1.1, 1.3, 2.0, 4.0])
+def test_the_counted_mean_is_within_the_budget(layers, limit):
+    found = choose(limit, layers, 1000, NOMINAL["cpu"])
+    parts = costs(layers, 1000, NOMINAL["cpu"])
+    steps = range(found.refresh * found.precondition * 3)
+    total = sum(
+        parts.direction * (t % found.precondition == 0)
+        + parts.update * (t % found.update == 0)
+        + parts.refresh * (t % found.refresh == 0)
+        for t in steps
+    )
+    assert 1 + total / len(steps) == pytest.approx(found.cost)
+    assert found.cost <= limit
+    assert found.refresh % found.update == 0
+
+
+@pytest.mark.parametrize("layers", [WIDE, LONG, SMALL], ids=["wide", "long", "small"])
+def test_a_larger_budget_is_never_used_for_longer_intervals_between_directions(layers):
+    every = [choose(limit, layers, 0, NOMINAL["cpu"]).precondition for limit in (1.1, 1.3, 1.6, 2.0, 3.0, 5.0)]
+    assert every == sorted(every, reverse=True)
+
+
+def test_the_work_of_a_step_is_that_of_products_bytes_and_operators():
+    """On a machine that moves bytes and calls operators in no time, ratios are those of the FLOPs."""
+    free = Calibration(0.0, 0.0)
+    found = costs(WIDE, 0, free)
+    step = 2 * 6 * 128 * 784 * 512
+    assert found.direction == pytest.approx(2 * 8 * 16 * 784 * 512 / step)
+    assert found.update == pytest.approx(2 * 2 * 128 * (784**2 + 512**2) / step)
+    assert costs(WIDE, 0, Calibration(1.0, 0.0)).update < costs(WIDE, 0, NOMINAL["cpu"]).update * 2
+
+
+def test_every_step_is_preconditioned_where_none_may_be_left_out():
+    assert choose(1.05, SMALL, 0, NOMINAL["cpu"], alternates=False).precondition == 1
+
+
+# ---------------------------------------------------------------------- in an optimizer
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 3))
+
+
+def trained(model, optimizer, steps, start=0, batch=16):
+    for t in range(start, start + steps):
+        x = torch.randn(batch, 40, generator=torch.Generator().manual_seed(t))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return values(model)
+
+
+def test_the_first_step_chooses_and_the_rest_equals_the_printed_options():
+    model, other = network(), network()
+    optimizer = KFAC(model, lr=0.01, graft="adamw", budget=1.5)
+    assert "budget 1.5 (chosen in the first step)" in optimizer.describe()
+    trained(model, optimizer, 1)
+    group = optimizer.param_groups[0]
+    intervals = {key: group[key] for key in ("factor_update_steps", "inv_update_steps")}
+    turn = group["precondition_steps"]
+    assert turn > 1
+    assert f"budget 1.5: factors every {group['factor_update_steps']} steps" in optimizer.describe()
+    assert f"directions every {turn} steps" in optimizer.describe()
+    explicit = KFAC(
+        other, lr=0.01, graft="adamw", inverse_method=InverseOptions("cholesky", rank=16),
+        refresh=RefreshOptions(precondition_steps=turn), **intervals,
+    )  # fmt: skip
+    trained(other, explicit, 1)
+    steps = 2 * group["inv_update_steps"] + 3
+    assert_identical(trained(model, optimizer, steps, 1), trained(other, explicit, steps, 1))
+
+
+def test_a_resumed_run_keeps_what_was_chosen():
+    model = network()
+    optimizer = KFAC(model, lr=0.01, graft="adamw", budget=1.5)
+    trained(model, optimizer, 4)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    expected = trained(model, optimizer, 25, 4)
+    again = network()
+    again.load_state_dict(weights)
+    resumed = KFAC(again, lr=0.01, graft="adamw", budget=1.5)
+    resumed.load_state_dict(saved)
+    assert_identical(trained(again, resumed, 25, 4, batch=16), expected)
+    assert resumed.param_groups[0]["precondition_steps"] == optimizer.param_groups[0]["precondition_steps"]
+
+
+def test_a_choice_may_be_changed_later():
+    model = network()
+    optimizer = KFAC(model, lr=0.01, graft="adamw", budget=1.5)
+    schedule = ParamScheduler(optimizer, precondition_steps={3: 1})
+    for t in range(5):
+        trained(model, optimizer, 1, t)
+        schedule.step()
+    assert optimizer.param_groups[0]["precondition_steps"] == 1
+
+
+def test_steps_that_are_not_preconditioned_are_those_of_the_graft():
+    model, other = network(), network()
+    optimizer = KFAC(
+        model, lr=0.01, weight_decay=0.1, graft="adamw", damping=1.0, factor_update_steps=1, inv_update_steps=1,
+        refresh=RefreshOptions(precondition_steps=3),
+    )  # fmt: skip
+    adamw = torch.optim.AdamW(other.parameters(), lr=0.01, weight_decay=0.1)
+    trained(model, optimizer, 1)
+    trained(other, adamw, 1)
+    before = {p: (p.detach().clone(), optimizer.state[p]) for p in model.parameters()}
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        with torch.no_grad():
+            q.copy_(p)
+        adamw.state[q].update({key: optimizer.state[p][key].clone() for key in ("exp_avg", "exp_avg_sq", "step")})
+    assert_identical(trained(model, optimizer, 2, 1), trained(other, adamw, 2, 1))
+    assert all(not torch.equal(p, old) for p, (old, _) in before.items())
+    after = trained(model, optimizer, 1, 3), trained(other, adamw, 1, 3)
+    assert any(not torch.equal(after[0][name], after[1][name]) for name in after[0])
+
+
+def test_measured_rates_decide():
+    def rates(operator):
+        flat = ((1.0, 1e11), (512.0, 1e11))
+        bytes_ = ((1.0, 1e10), (1e9, 1e10))
+        times = ((16.0, 1e-5), (512.0, 1e-2))
+        return MachineRates("cpu", operator, bytes_, 1e9, flat, flat, times, times)
+
+    chosen = []
+    for operator in (1e-9, 1e-4):
+        model = network()
+        optimizer = KFAC(model, lr=0.01, graft="adamw", budget=BudgetOptions(1.3, rates(operator)))
+        trained(model, optimizer, 1, batch=512)
+        chosen.append(optimizer.param_groups[0]["precondition_steps"])
+    assert chosen[0] < chosen[1]
+
+
+def test_groups_choose_for_themselves():
+    model = network()
+    optimizer = KFAC([{"params": model[0].parameters(), "budget": 4.0}, {"params": model[2].parameters()}],
+                     module=model, lr=0.01, graft="adamw", budget=1.1)  # fmt: skip
+    trained(model, optimizer, 1)
+    first, second = optimizer.param_groups
+    assert first["precondition_steps"] < second["precondition_steps"]
+    assert "of group 1" in optimizer.describe()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"budget": 1.0}, "budget must be finite, >= 1.05"),
+        ({"budget": 1.3, "factor_update_steps": 5}, r"budget=1.3 chooses .*drop factor_update_steps=5"),
+        ({"budget": 1.3, "inv_update_steps": 5}, "drop inv_update_steps=5"),
+        ({"budget": 1.3, "refresh": RefreshOptions(warmup=True)}, "drop refresh.warmup=True"),
+        ({"lr": 0.1, "graft": None, "refresh": RefreshOptions(precondition_steps=2)}, "precondition_steps=2 needs"),
+    ],
+)  # fmt: skip
+def test_refusals(keywords, words):
+    with pytest.raises(ValueError, match=words):
+        KFAC(network(), **keywords)
+
+
+def test_another_inverse_is_kept():
+    for method, rank in (("cholesky", None), (InverseOptions(rank=4), 4)):
+        group = KFAC(network(), lr=0.01, graft="adamw", budget=1.3, inverse_method=method).param_groups[0]
+        assert group["inverse_rank"] == rank
+
+
+@on_every_rank(2)
+def test_ranks_with_unequal_batches_choose_alike(rank: int, world: int) -> None:
+    model = network()
+    optimizer = KFAC(model, lr=0.01, graft="adamw", budget=1.5)
+    for t in range(3):
+        x = torch.randn(8 + 200 * rank, 40, generator=torch.Generator().manual_seed(rank + 10 * t))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        for p in model.parameters():
+            torch.distributed.all_reduce(p.grad)
+        optimizer.step()
+    keys = "factor_update_steps", "inv_update_steps", "precondition_steps"
+    own = torch.tensor([optimizer.param_groups[0][key] for key in keys])
+    all_ranks = [torch.zeros_like(own) for _ in range(world)]
+    torch.distributed.all_gather(all_ranks, own)
+    assert all(torch.equal(own, other) for other in all_ranks)
