@@ -37,9 +37,7 @@ def polar(x: Tensor, rounds: int = ROUNDS, dtype: torch.dtype | None = None) -> 
         About ``U Wᵀ``, in the dtype of ``x``; singular values of 0 stay 0 but for that noise.
     """
     wide = x.shape[-2] <= x.shape[-1]
-    y = _divided(
-        x if wide else x.mT, x.abs().amax((-2, -1), keepdim=True)
-    )  # squares of huge numbers would be infinite
+    y = _divided(x if wide else x.mT, x.abs().amax((-2, -1), keepdim=True))  # squares of huge numbers would be infinite
     y = _divided(y, torch.linalg.matrix_norm(y, keepdim=True))
     if dtype is not None and x.dtype == torch.float32 and min(x.shape[-2:]) >= _LARGE:
         y = y.to(dtype)
