@@ -68,7 +68,7 @@ def load_target(text: str) -> Any:
         raise ValueError(f"cannot import {module!r} of the target {text!r}: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"the module of the target {text!r} has no attribute {name!r}")
+            raise ValueError(f"the module of the target {text!r} has no {name!r}")
         found = getattr(found, part)
     return found
 

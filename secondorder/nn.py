@@ -428,7 +428,7 @@ def _obstacle(module: nn.Module, plain: type[nn.Module]) -> str:
     if is_parametrized(module):
         return "its weights are parametrized"
     if type(module).forward is not plain.forward or "forward" in vars(module):
-        return f"{type(module).__name__} has its own forward"
+        return f"{type(module).__name__} has a forward of its own"
     return ""
 
 

@@ -41,7 +41,7 @@ _REMEDY = (
     "Call consolidate_state_dict() on all ranks before state_dict() on the one that saves, or save and load the "
     "state_dict() of every rank on that rank."
 )
-#: What every parameter counts.
+#: Counters of every parameter.
 _STEP = Entry(torch.zeros(()), "buffers", Place.OWN, always=True)
 
 
@@ -316,7 +316,7 @@ class Checkpoint:
         if p.requires_grad:
             rule = Entry(p, "momentum", Place.OWN, always=True)
             schema |= dict.fromkeys(self._keys(p, group), rule)
-        elif not self.curvature.covers(p):  # what a frozen parameter has is kept as it is, for when it is unfrozen
+        elif not self.curvature.covers(p):  # keep the state of a frozen parameter until it is unfrozen
             entries = self._table.entries
             schema |= {k: entries[k]._replace(like=v) for k, v in theirs.items() if k in entries}
         schema = self.curvature.expected(p, schema, theirs)
@@ -357,7 +357,7 @@ class Checkpoint:
         if dropped:
             warnings.warn(
                 f"{self._method}: the curvature of frozen parameters was spread over several ranks when it was "
-                f"saved, or is to be, and is not loaded ({some_of(dropped)}); it is estimated anew when they are "
+                f"saved, or will be, and is not loaded ({some_of(dropped)}); it is estimated again when they are "
                 "unfrozen.",
                 stacklevel=depth_of_caller(),
             )

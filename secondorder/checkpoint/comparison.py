@@ -1,4 +1,4 @@
-"""What a checkpoint brings: compared with what is expected, and adopted."""
+"""Compares the content of a checkpoint with the expected content, and adopts it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def compare_states(found: Mapping[str, Any], expected: Spec, shape: tuple[int, .
         found: Loaded state of the parameter.
         expected: Required keys with the shape of their tensor, None for a plain number.
         shape: Shape of the parameter, which the state of a first-order rule must have.
-        label: What to call the parameter.
+        label: Name of the parameter in messages.
     """
     lines = [f"{label}: {key} is missing" for key in expected if key not in found]
     for key, value in found.items():

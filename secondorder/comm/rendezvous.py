@@ -50,7 +50,7 @@ def meet(what: str, timeout: timedelta | None = None) -> None:
         came = [other for other in range(world) if store.check([str(other)])]
         store.delete_key(str(rank))  # so that a second attempt counts as a new one
         raise RuntimeError(
-            f"{what} must be called on all ranks at the same time: within {patience.total_seconds():g} s, "
+            f"{what} must be called on all ranks at the same time: within {patience.total_seconds():g} s "
             f"{_named(came)} of {world} came"
         ) from error
     _held[default] = number + 1

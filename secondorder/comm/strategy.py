@@ -154,7 +154,7 @@ class CommStrategy(ABC):
             ValueError: If the strategy already serves another optimizer.
         """
 
-    def compare(self, facts: Mapping[str, Sequence[str]]) -> None:  # noqa: B027 - nobody to compare with
+    def compare(self, facts: Mapping[str, Sequence[str]]) -> None:  # noqa: B027 - no rank to compare with
         """Compare facts over the ranks. Every rank passes the same number of them.
 
         Raises:
@@ -267,7 +267,7 @@ class CommStrategy(ABC):
     def end_step(self) -> None:  # noqa: B027 - nothing to do
         """Finish a step, before it is decided what the next step captures."""
 
-    def average_gradients(self, params: Sequence[nn.Parameter]) -> None:  # noqa: B027 - nobody to send to
+    def average_gradients(self, params: Sequence[nn.Parameter]) -> None:  # noqa: B027 - no rank to send to
         """Average ``.grad`` over the ranks, if that was requested."""
 
     def agree(self, words: Tensor) -> Tensor:
@@ -302,14 +302,14 @@ class CommStrategy(ABC):
         """Stack tensors ``[...]`` of all ranks in rank order as ``[W, ...]``, valid where :meth:`estimates` is True."""
         return [Parcel(p.index, [t[None] for t in p.tensors]) for p in parcels]
 
-    def share_curvature(self, parcels: Sequence[Parcel]) -> None:  # noqa: B027 - nobody to send to
+    def share_curvature(self, parcels: Sequence[Parcel]) -> None:  # noqa: B027 - no rank to send to
         """Copy parcels from the owners of their units to the ranks that precondition.
 
         Args:
             parcels: One for each refreshed unit that this rank preconditions.
         """
 
-    def spread(self, parcels: Sequence[Parcel]) -> None:  # noqa: B027 - nobody to send to
+    def spread(self, parcels: Sequence[Parcel]) -> None:  # noqa: B027 - no rank to send to
         """Copy parcels from the owners of their units to all ranks. Every rank passes all of them."""
 
     def post_directions(self, parcels: Sequence[Parcel]) -> Pending:
@@ -342,7 +342,7 @@ class CommStrategy(ABC):
         return values
 
     # ------------------------------------------------------------------ verbs that are called rarely
-    def meet(self, what: str) -> None:  # noqa: B027 - nobody to wait for
+    def meet(self, what: str) -> None:  # noqa: B027 - no rank to wait for
         """Wait until every rank has called this.
 
         Args:
@@ -352,7 +352,7 @@ class CommStrategy(ABC):
             RuntimeError: If not all ranks call this within the timeout.
         """
 
-    def copy_from(self, source: int, tensors: Sequence[Tensor]) -> None:  # noqa: B027 - nobody to send to
+    def copy_from(self, source: int, tensors: Sequence[Tensor]) -> None:  # noqa: B027 - no rank to send to
         """Copy tensors of one rank to all others, in place. Every rank passes all of them, with the same shapes."""
 
     # ------------------------------------------------------------------ verbs of divisible units

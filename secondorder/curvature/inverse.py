@@ -27,7 +27,7 @@ from secondorder.curvature.schema import FOUND, Schema, shaped
 from secondorder.linalg import eigenbasis
 from secondorder.linalg.dense import Workspace
 
-#: What a refresh computes if the factors are inverted separately.
+#: The factorization of a refresh if the factors are inverted separately.
 INVERSES: Schema = {"inverse_a": FOUND, "inverse_g": FOUND}
 
 State = Mapping[str, Any]
@@ -129,7 +129,7 @@ class Eigen(Inverse):
         return self.factors.pair(state, group)
 
     def basis(self, state: State, side: str) -> Tensor | None:
-        """Return the eigenvectors of a factor in the precision of products; None stands for the identity."""
+        """Return the eigenvectors of a factor in the precision of products; None means the identity."""
         return self.factors.working(state, f"basis_{side}") if f"basis_{side}" in state else None
 
     def adopt(self, state: State, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:

@@ -51,7 +51,7 @@ class FactoredBlock(Block):
         return self.factors.is_diagonal(self.state, self.group, side)
 
     def basis(self, side: str) -> Tensor | None:
-        """Eigenvectors of a factor in the precision of products; None stands for the identity."""
+        """Eigenvectors of a factor in the precision of products; None means the identity."""
         return self.eigen.basis(self.state, side)
 
     @property

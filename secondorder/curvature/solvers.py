@@ -187,7 +187,7 @@ class MFACSolver(WindowSolver):
             unit.arrivals[i].record()
 
     def solve_options(self, unit: Unit, step: int) -> tuple[object, ...]:
-        """What determines how the spectrum is filtered."""
+        """Key of the options that determine how the spectrum is filtered."""
         return unit.group["solver"], self._filters(unit, step)
 
     def corrects_bias(self, group: Mapping[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """Inverses from the leading eigenvectors of wide factors; see :mod:`secondorder.linalg.leading` for the mathematics.
 
-An optimizer with ``rank=`` has one for each layer with a wide factor. A direction costs ``8 r n_g n_a`` FLOPs instead of
+An optimizer with ``rank=`` has one for each layer with a wide factor. A direction costs ``8 r n_g n_a`` FLOPs, and not
 ``4 (n_g + n_a) n_g n_a``, and a refresh multiplies by ``r`` columns instead of decomposing the matrix. A factor with at
 most ``2 r`` rows keeps all its eigenvectors.
 """

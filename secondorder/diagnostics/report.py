@@ -143,7 +143,7 @@ def representation(
         lines.append(f"Parameter Group {i}" if i == last else f"Parameter Groups {i} to {last}")
         lines += [f"    {name}: {value}" for name, value in options.items()]
         i = last + 1
-    return "\n".join([*lines, "    other options: as by default, see param_groups", ")"])
+    return "\n".join([*lines, "    other options: defaults, see param_groups", ")"])
 
 
 def _unusual(

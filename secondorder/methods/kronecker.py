@@ -104,7 +104,7 @@ def _exclude(group: Mapping[str, Any], groups: list[Group], adaptation: Adaptati
         }
         if options.is_adam(group["inner"]):
             raise ValueError(
-                f"orthogonalize=True makes all singular values equal, inner={group['inner']!r} undoes this: drop one"
+                f"orthogonalize=True makes all singular values equal, inner={group['inner']!r} undoes it: drop one"
             )
         if found := options.clashing(judged):
             raise ValueError(f"orthogonalize=True takes steps that the quadratic model cannot describe: drop {found}")

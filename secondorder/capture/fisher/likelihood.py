@@ -14,7 +14,7 @@ BCE with logits, s = σ(f)     ``diag √(s (1 − s))``        ``s − ŷ``, ŷ
 A loss averaged over the C outputs of an example has ``H / C`` and ``S / √C``. Martens 2014 (arXiv 1412.1193).
 
 Nothing here is scaled by the number of terms, and nothing waits for the device. Random numbers come from the generator
-that is passed in. Everything is computed in float32 or better, whatever the dtype of the outputs.
+that is passed in. Everything is computed in float32 or better for every dtype of the outputs.
 """
 
 from __future__ import annotations

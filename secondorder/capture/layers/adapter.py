@@ -3,8 +3,9 @@
 Every adapter keeps this identity: with rows ``a`` of :meth:`Adapter.input_rows` (1 appended last for a bias) and rows
 ``g`` of :meth:`Adapter.output_rows` in the same order, ``Σ g aᵀ`` is the gradient of ``[W | b]``.
 
-**A new layer type** is one subclass of :class:`Adapter`, registered with ``register_layer``. An adapter holds numbers,
-never the module: it is used inside backward hooks, where reading a module's parameters is unsafe under sharding.
+**A new layer type** needs one subclass of :class:`Adapter`, registered with ``register_layer``. An adapter holds
+numbers and never the module, because it is used inside backward hooks, where reading a module's parameters is unsafe
+under sharding.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Adapter(ABC):
         one_hot: Whether rows a have one nonzero entry: A is then diagonal, and only :meth:`input_squares` is called.
         is_exact: Whether the block is exact, so that damping has no factors over which it is split.
         channels_first: Whether the second axis of input and output counts channels.
-        positions_are_tokens: Whether positions of an example may be treated as data of their own.
+        positions_are_tokens: Whether positions of an example may be treated as separate data.
     """
 
     groups: int = 1
@@ -143,7 +144,7 @@ class Adapter(ABC):
     def pick_examples(
         self, x: Tensor, g: Tensor, kept: int, examples: int, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, int, float]:
-        """Draw the input and output gradient of some examples at random, if examples can be told apart.
+        """Draw the input and output gradient of some examples at random, if rows can be assigned to examples.
 
         Args:
             x: Result of :meth:`prepare`.
@@ -180,11 +181,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def example_inputs(self, x: Tensor, examples: int) -> Tensor:
-        """Return rows a by example, ``[(Γ,) N, S, d_in]``, or raise ``ValueError`` if they cannot be told apart."""
+        """Return rows a by example, ``[(Γ,) N, S, d_in]``, or raise ``ValueError`` if they cannot be assigned."""
 
     @abstractmethod
     def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
-        """Return rows g by example, ``[(Γ,) N, S, d_out]``, or raise ``ValueError`` if they cannot be told apart."""
+        """Return rows g by example, ``[(Γ,) N, S, d_out]``, or raise ``ValueError`` if they cannot be assigned."""
 
     def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
         """Return per-example sums over positions ``[(Γ,) N, d_in]`` and their number S, or raise ``ValueError``."""

@@ -89,7 +89,7 @@ class EmbeddingAdapter(Adapter):
             An int64 tensor.
 
         Raises:
-            ValueError: If the positions cannot be told apart by example.
+            ValueError: If the positions cannot be assigned to examples.
         """
         return split_examples(x[..., None], examples)[..., 0].long()
 
@@ -131,7 +131,7 @@ class EmbeddingAdapter(Adapter):
             ``[d, V]``.
 
         Raises:
-            ValueError: If the positions cannot be told apart by example.
+            ValueError: If the positions cannot be assigned to examples.
         """
         place, positions = self._places(x, examples)
         index, row, weight = self.entries(x)
@@ -156,7 +156,7 @@ class EmbeddingAdapter(Adapter):
             Places and number.
 
         Raises:
-            ValueError: If the positions cannot be told apart by example.
+            ValueError: If the positions cannot be assigned to examples.
         """
         shape = self._row_shape(x)
         rows = torch.arange(shape.numel(), device=x.device)

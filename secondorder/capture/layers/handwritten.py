@@ -1,7 +1,7 @@
 """Third-party normalization layers, which are recognized by the function that they compute.
 
-Many models bring a LayerNorm or an RMSNorm of their own: nanoGPT's without a bias, Llama's, T5's and CLIP's, that of
-the Annotated Transformer. A module is one of them if it has no children, no buffers, one or two vectors of the same
+Many models define their own LayerNorm or RMSNorm: nanoGPT's without a bias, Llama's, T5's, CLIP's, and that of the
+Annotated Transformer. A module is one of them if it has no children, no buffers, one or two vectors of the same
 length as its parameters and a ``forward`` of one argument, and if a trial shows that its output is ``y = y₀ + w x̂ +
 b``, where x̂ is the input normalized over its last axis in one of the forms below. Such a layer has the exact block of
 torch's own.

@@ -1,4 +1,4 @@
-"""Adapters of normalization layers: scale and shift of each unit form a block of their own, which is 2×2 and exact.
+"""Adapters of normalization layers, where the scale and shift of each unit form a separate exact block of size 2×2.
 
 With x̂ the normalized input, a layer computes ``y = w x̂ + b`` unit by unit, so one example's gradient in a unit is the
 pair ``u = (Σ_s g x̂, Σ_s g)`` over its positions. Units are the groups of the block, u its output row, and A = [1]. The
@@ -73,7 +73,7 @@ class NormAdapter(Adapter):
         """Sum over the positions of each example to ``[N, C]``.
 
         Raises:
-            ValueError: If the examples cannot be told apart.
+            ValueError: If the rows cannot be assigned to examples.
         """
 
     # ------------------------------------------------------------------ rows

@@ -67,7 +67,7 @@ class TransposedLinearAdapter(LinearAdapter):
         self.d_in, self.d_out = weight.shape
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Return the input, whatever its argument is called."""
+        """Return the input, independent of the name of its argument."""
         x: Tensor = args[0] if args else next(iter(kwargs.values()))
         return x
 
@@ -86,7 +86,7 @@ def hugging_face_conv1d() -> type[nn.Module] | None:
 
 
 class StackedAdapter(Adapter):
-    """Covers Γ Linears of equal shape that are stacked in one weight ``[Γ·d_o, d_i]``, each with a block of its own.
+    """Covers Γ Linears of equal shape that are stacked in one weight ``[Γ·d_o, d_i]``, each with a separate block.
 
     The query, key and value projections of attention are such Linears. Three axes of an input are (position, example,
     feature), as everywhere inside attention and recurrent layers.

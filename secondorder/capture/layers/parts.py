@@ -1,7 +1,7 @@
 """The weights that a module applies, and where each can be captured: one part per weight, usually one per module.
 
 Most layers are one part, captured at the module itself. Attention and recurrent layers apply several weights inside one
-module; each is captured at a ``Projection`` of its own.
+module, and each is captured at a separate ``Projection``.
 """
 
 from __future__ import annotations

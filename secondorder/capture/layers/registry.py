@@ -37,17 +37,17 @@ ADAPTERS: dict[type[nn.Module], type[Adapter]] = {
 
 
 def register_layer(module_type: type[nn.Module], adapter: type[Adapter]) -> None:
-    """Cover a module type of your own in every method that estimates curvature per layer.
+    """Register an adapter for a custom module type, which all layer methods then cover.
 
-    Optimizers that are constructed afterwards use it; an existing entry for the type is replaced. Subclasses of the
+    Optimizers that are constructed afterwards use it. An existing entry for the type is replaced. Subclasses of the
     type are covered too, as long as they do not override ``forward``.
 
     Args:
-        module_type: Subclass of ``nn.Module`` that applies one weight, and a bias or none.
-        adapter: Subclass of :class:`Adapter` with its shapes and rows.
+        module_type: Subclass of ``nn.Module`` that applies one weight and optionally a bias.
+        adapter: Subclass of :class:`Adapter` with the shapes and rows of the module type.
 
     Raises:
-        TypeError: If either is not such a class.
+        TypeError: If an argument is not such a class.
     """
     if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
         raise TypeError(f"module_type must be a subclass of nn.Module, got {module_type!r}")

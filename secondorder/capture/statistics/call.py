@@ -50,7 +50,7 @@ class Call(NamedTuple):
             )
         if self.shared:
             raise ValueError(
-                f"its {len(self.g)} rows may be shared by the whole batch, so they have no examples of their own"
+                f"its {len(self.g)} rows may be shared by the whole batch, so they do not belong to single examples"
             )
 
     def gradient(self, dtype: torch.dtype) -> Tensor:

@@ -19,17 +19,17 @@ from secondorder.linalg.dense import anywhere
 
 @dataclass(frozen=True)
 class LowRank:
-    """Keeps each matrix gradient as a product of two thin factors, and feeds the rest back.
+    """Compression that keeps each matrix gradient as a product of two thin factors and feeds the rest back.
 
-    A tensor is treated as a matrix of its first dimension by all others. Vectors, and matrices that factors would not
-    make smaller, are kept whole.
+    A tensor is treated as a matrix of its first dimension by all others. Vectors, and matrices for which factors would
+    not be smaller, are not compressed.
 
     Args:
         rank: Number of columns of the factors.
 
     Raises:
         ValueError: If ``rank`` is not positive.
-        TypeError: If it is not an integer.
+        TypeError: If ``rank`` is not an integer.
     """
 
     rank: int = 4

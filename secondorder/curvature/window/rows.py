@@ -115,7 +115,7 @@ def gated(gate: Tensor | None, value: float, otherwise: float) -> Tensor | float
 
 
 def flatten(x: Parts, shapes: Sequence[torch.Size], like: Tensor) -> Tensor:
-    """Concatenate tensors to one vector of the dtype and device of ``like``; None stands for zeros."""
+    """Concatenate tensors to one vector of the dtype and device of ``like``; None means zeros."""
     parts = [
         like.new_zeros(math.prod(shape)) if part is None else part.reshape(-1).to(like.device, like.dtype)
         for part, shape in zip(x, shapes, strict=True)

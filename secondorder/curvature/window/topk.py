@@ -32,21 +32,21 @@ _INT16_LIMIT = 32768
 
 @dataclass(frozen=True)
 class TopK:
-    """Keeps the largest entries of each block of a gradient, and feeds the rest back.
+    """Compression that keeps the largest entries of each block of a gradient and feeds the rest back.
 
     Args:
         density: Share of the entries that are kept; 1 keeps dense rows.
         block_size: Length of a block. Blocks start again at each parameter.
-        value_dtype: Dtype of the kept values; float32 stands for the working precision, which is float64 for float64
+        value_dtype: Dtype of the kept values. float32 means the working precision, which is float64 for float64
             parameters.
         error_feedback: Whether the entries that are not kept are added to the next gradient.
-        error_bits: Number of bits per entry of that residual, 4 or 8; None for the working precision.
+        error_bits: Number of bits per entry of this residual, 4 or 8. If None, it has the working precision.
         kernels: Implementation of the products with the window: ``"torch"``, or ``"triton"`` on a GPU, which adds the
             same terms in another order.
 
     Raises:
         ValueError: If a value is out of range.
-        ImportError: For ``kernels="triton"``, if triton is not installed.
+        ImportError: If ``kernels="triton"`` and triton is not installed.
         TypeError: If a value has the wrong type.
     """
 
@@ -369,5 +369,5 @@ def _outwards(x: Tensor, sign: int) -> Tensor:
 
 
 def _tile(entries: int, whole: Tensor) -> int:
-    """Return the entries of a tile: at least so many, and on ``meta``, which has no cache, a 64th of the whole."""
+    """Return the number of entries of a tile, which is a 64th of all entries on ``meta``, since it has no cache."""
     return max(entries, whole.numel() // 64) if whole.is_meta else entries

@@ -1,4 +1,4 @@
-"""A window of past gradients: a ring of m rows, and the Gram matrix of the rows as they are stored.
+"""A window of past gradients: a ring of m rows, and the Gram matrix of the stored rows.
 
 ::
 
@@ -264,7 +264,7 @@ class GradientWindow:
         """Store a gradient as the newest row, in place of the oldest one; :meth:`finish` completes this.
 
         Args:
-            x: One tensor per tensor of the window; None stands for zeros.
+            x: One tensor per tensor of the window; None means zeros.
             gate: None, or a 0-dim bool tensor; where it is False nothing changes.
             beta: β of the momentum on gradients ``v ← βv + (1−β)ĝ``, if that is kept.
 
