@@ -35,11 +35,15 @@ SHOWN = re.compile(
     r"^```python\n.*?^```\n((?:\n<!-- output -->\n```text\n.*?^```\n)?(?:\n!\[[^\n]*\]\(images/[^\n]*\)\n)*)",
     re.M | re.S,
 )
+#: Color of text and axes, which is readable on light and on dark pages.
+INK = "#7D8590"
 #: No frame that hides a curve, and the same bytes for the same figures.
 STYLE = {
-    "axes.formatter.min_exponent": 4, "axes.grid": True, "axes.grid.axis": "y", "axes.spines.right": False,
-    "axes.spines.top": False, "font.size": 10, "grid.color": "0.9", "legend.frameon": False, "lines.linewidth": 1.8,
-    "path.simplify_threshold": 0.5, "svg.hashsalt": "tutorials",
+    "axes.edgecolor": INK, "axes.facecolor": "none", "axes.formatter.min_exponent": 4, "axes.grid": True,
+    "axes.grid.axis": "y", "axes.labelcolor": INK, "axes.spines.right": False, "axes.spines.top": False,
+    "axes.titlecolor": INK, "figure.facecolor": "none", "font.size": 10, "grid.color": "#7D859040",
+    "legend.frameon": False, "lines.linewidth": 1.8, "path.simplify_threshold": 0.5, "savefig.facecolor": "none",
+    "svg.hashsalt": "tutorials", "text.color": INK, "xtick.color": INK, "ytick.color": INK,
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from secondorder.parameters import Directions, Group, ParameterTable
 from secondorder.preconditioners.base import Covering, Preconditioner, Proposal, Rule
 
 #: Number of entries of Adam's steps that exist at the same time for small parameters.
-_STEPS = 2**14
+_STEPS = 2**16
 
 
 class Update:

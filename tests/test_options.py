@@ -85,7 +85,9 @@ def test_classes_are_public_frozen_and_documented(kind):
 NOT_DEFAULT = {
     (kind, name): {name: value}
     for kind, values in {
-        RefreshOptions: {"stagger": True, "warmup": True, "basis_update": "qr", "full_every": 3, "precondition_steps": 3},
+        RefreshOptions: {
+            "stagger": True, "warmup": True, "basis_update": "qr", "full_every": 3, "precondition_steps": 3,
+        },
         StatisticsOptions: {
             "batch_size": 3, "positions": 3, "weighting": "update", "burnin_steps": 3, "decay_per_step": True,
             "weight_decay": True, "norm_curvature": "diagonal",

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 START = re.compile(r"\b(?:secondorder\.create|KFAC|EKFAC|HyLo|MFAC|SparseMFAC|GGT)\(")
 #: Keywords of a line that needs nothing else from its script; other lines belong to a loss or a loop of their own.
-PLAIN = {"lr", "momentum", "weight_decay", "graft", "damping", "damping_mode", "window_size", "inverse_method", "budget"}
+PLAIN = {"lr", "momentum", "weight_decay", "graft", "budget"}
+PLAIN |= {"damping", "damping_mode", "window_size", "inverse_method"}
 #: The script's own numbers.
 NAMES = {"LR": 3e-3, "WD": 1e-2, "secondorder": secondorder, "torch": torch, **vars(secondorder)}
 MODEL = {"model", "model.parameters()"}

@@ -137,7 +137,7 @@ shown = {name: runs[name, lr] for name, lr in best.items()}
 shown["AdamW, 3 times the steps"] = train("AdamW", best["AdamW"], 3 * STEPS)
 LOOK = {
     "AdamW": {"color": "#E69F00", "linestyle": "--"},
-    "EK-FAC": {"color": "#009E73", "linestyle": "-."},
+    "EK-FAC": {"color": "#00A077", "linestyle": "-."},
     "AdamW, 3 times the steps": {"color": "#E69F00", "linestyle": ":"},
 }
 

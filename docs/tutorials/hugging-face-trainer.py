@@ -122,7 +122,7 @@ for key, value in runs["K-FAC", 1e-3]["diagnostics"].items():
 
 # %%
 shown = {name: min((runs[name, lr] for lr in RATES), key=lambda run: run["loss"]) for name in ("AdamW", "K-FAC")}
-LOOK = {"AdamW": {"color": "#E69F00", "linestyle": "--"}, "K-FAC": {"color": "#0072B2", "linestyle": "-"}}
+LOOK = {"AdamW": {"color": "#E69F00", "linestyle": "--"}, "K-FAC": {"color": "#3B82D0", "linestyle": "-"}}
 
 figure, (by_step, by_time) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
 for name, run in shown.items():
@@ -140,6 +140,6 @@ for name, run in shown.items():
 
 # %% [markdown]
 # After the same number of steps, K-FAC has the lower training loss. Its held-out loss is not lower than AdamW's best
-# one, and a step takes about three times as long, so nothing is gained on this task. The tutorial shows how the parts
+# one, and a step takes more than half as long again, so nothing is gained on this task. The tutorial shows how the parts
 # fit together. [Trainers](../trainers.md) has more about the `Trainer`: parameter groups, checkpoints, several
 # processes and padding.

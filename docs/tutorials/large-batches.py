@@ -111,9 +111,9 @@ print(f"K-FAC       none {shown['K-FAC']['loss']:7.2f}")
 adamw = min(RATES, key=lambda lr: runs["AdamW", lr]["loss"])
 shown["AdamW, 8 times the steps"] = train("AdamW", adamw, 8 * STEPS)
 LOOK = {
-    "SGD": {"color": "#000000", "linestyle": "-."},
+    "SGD": {"color": "#8C8C8C", "linestyle": "-."},
     "AdamW": {"color": "#E69F00", "linestyle": "--"},
-    "K-FAC": {"color": "#0072B2", "linestyle": "-"},
+    "K-FAC": {"color": "#3B82D0", "linestyle": "-"},
     "AdamW, 8 times the steps": {"color": "#E69F00", "linestyle": ":"},
 }
 

@@ -115,7 +115,7 @@ for (name, lr), run in runs.items():
 shown = {name: min((runs[name, lr] for lr in RATES), key=lambda run: run["loss"]) for name in NAMES}
 LOOK = {
     "AdamW": {"color": "#E69F00", "linestyle": "--"},
-    "M-FAC": {"color": "#D55E00", "linestyle": "-"},
+    "M-FAC": {"color": "#D9622B", "linestyle": "-"},
     "sparse M-FAC": {"color": "#56B4E9", "linestyle": "--"},
 }
 

@@ -189,7 +189,8 @@ class KroneckerBlock(FactoredBlock):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.truncated = Truncated(self.factors)
+        #: By method, rank and largest size, which every step asks for.
+        self._inverses: dict[tuple[str, int | None, int | None], Inverse] = {}
 
     # ------------------------------------------------------------------ estimate
     def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
@@ -215,12 +216,18 @@ class KroneckerBlock(FactoredBlock):
     # ------------------------------------------------------------------ inverse
     def inverse_for(self, group: Mapping[str, Any]) -> Inverse:
         """The inverse of a block with these options. Two diagonal factors have a diagonal product."""
-        if any(is_truncated(side, group["inverse_rank"]) for _, side in self.factors.sides(group)):
-            return self.truncated
-        if group["inverse_method"] == "eigen":
+        options = group["inverse_method"], group["inverse_rank"], group["max_factor_dim"]
+        if options not in self._inverses:
+            self._inverses[options] = self._new_inverse(*options)
+        return self._inverses[options]
+
+    def _new_inverse(self, method: str, rank: int | None, max_dim: int | None) -> Inverse:
+        sides = factors.sides(self.adapter, max_dim)
+        if any(is_truncated(side, rank) for side in sides):
+            return Truncated(self.factors)
+        if method == "eigen":
             return self.eigen
-        entrywise = all(side.diagonal for _, side in self.factors.sides(group))
-        return (Entrywise if entrywise else Cholesky)(self.factors)
+        return (Entrywise if all(side.diagonal for side in sides) else Cholesky)(self.factors)
 
     @property
     def inverse(self) -> Inverse:

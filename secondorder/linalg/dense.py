@@ -40,7 +40,8 @@ _elsewhere: set[tuple[str, str]] = set()
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Turn TF32 and autocast off, because factors and bases need the full precision of float32."""
-    if not torch.amp.is_autocast_available(device.type):
+    is_available = torch.amp.is_autocast_available(device.type)
+    if not is_available or (device.type == "cpu" and not torch.is_autocast_enabled("cpu")):
         yield
         return
     with torch.autocast(device.type, enabled=False):

@@ -19,7 +19,7 @@ Tensors = list[Tensor]
 Scalar = float | Tensor
 
 #: Entries of tensors that are read together.
-_READ = 2**14
+_READ = 2**16
 #: Entries of a piece of a large tensor that stays in the cache of a CPU with its temporaries.
 _PIECE = 2**16
 

@@ -5,6 +5,7 @@ For matrices of a few thousand entries, the time of a product is mostly the over
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -54,9 +55,11 @@ def directions_of_stacks(blocks: Sequence[Block], source: Directions, rule: Stac
     Returns:
         The directions. Blocks are left out if they are not small, lack gradients or belong to too small a stack.
     """
+    sizes = Counter((block.adapter.n_a, block.adapter.n_g) for block in blocks)
     stacks: dict[Hashable, list[Block]] = {}
-    for block in blocks:
-        if all(map(source.__contains__, block.params)) and (key := _key(block, rule)) is not None:
+    for block in blocks if max(sizes.values(), default=0) >= _FEW else ():
+        is_one_of_few = sizes[block.adapter.n_a, block.adapter.n_g] < _FEW
+        if not is_one_of_few and all(map(source.__contains__, block.params)) and (key := _key(block, rule)) is not None:
             stacks.setdefault(key, []).append(block)
     found: dict[int, list[Tensor]] = {}
     for members in stacks.values():
