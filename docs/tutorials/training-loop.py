@@ -160,4 +160,5 @@ for name, lr in best.items():
 # %% [markdown]
 # The points lie on the curve of K-FAC, because the resumed run repeats the uninterrupted one. After the same number of
 # steps, K-FAC has a lower training loss than AdamW. A step takes about twice as long, which is the budget of the
-# preset, so AdamW can take twice as many steps in the same time. [Reliability](../reliability.md) lists the tests of checkpoints.
+# preset, so AdamW can take twice as many steps in the same time. [Reliability](../reliability.md) lists the tests of
+# checkpoints.
