@@ -24,6 +24,8 @@ _DIRECTIONS = 0.85
 _MODEL, _DIRECTION, _UPDATE, _REFRESH = 30.0, 50.0, 80.0, 150.0
 #: Operators of a step with and without curvature, whatever the number of layers is.
 _STEP, _CURVATURE = 20.0, 100.0
+#: Time of a FLOP of a factorization, divided by that of a matrix product.
+_SLOWER = 5.0
 #: Passes over the parameters, each of 4 bytes: of Adam, and of a direction with its length.
 _ADAM_PASSES, _DIRECTION_PASSES = 14.0, 15.0
 #: Passes over inputs and outputs of a layer in a forward and backward pass.
@@ -54,7 +56,7 @@ class LayerWork(NamedTuple):
         sizes: ``(n_a, n_g)``.
         blocks: Γ, the number of such matrices.
         direction: FLOPs of a direction.
-        refresh: FLOPs of a refresh, in the time of matrix products.
+        refresh: FLOPs of a refresh.
     """
 
     rows: float
@@ -113,7 +115,7 @@ def costs(layers: Sequence[LayerWork], others: int, speed: Calibration) -> Costs
         step += 4.0 * byte * (_ADAM_PASSES * entries + _ROW_PASSES * widths)
         direction += layer.direction + 4.0 * byte * _DIRECTION_PASSES * entries + _DIRECTION * operator
         update += 2.0 * layer.rows * squares + 4.0 * byte * (2.0 * widths + 3.0 * squares) + _UPDATE * operator
-        refresh += layer.refresh + _REFRESH * operator
+        refresh += _SLOWER * layer.refresh + _REFRESH * operator
     return Costs(direction / step, update / step, refresh / step)
 
 

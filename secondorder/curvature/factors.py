@@ -83,6 +83,11 @@ def is_diagonal(factor: Tensor, adapter: Adapter) -> bool:
     return factor.dim() == 1 + (adapter.groups > 1)
 
 
+def is_truncated(side: Side, rank: int | None) -> bool:
+    """Whether only ``rank`` leading eigenvectors of a factor are found."""
+    return rank is not None and not side.diagonal and side.n > 2 * rank
+
+
 def mean_diagonal(factor: Tensor, diagonal: bool) -> Tensor:
     """Mean eigenvalue ``tr X / n`` of a factor, ``[...]``."""
     return factor.mean(-1) if diagonal else factor.diagonal(dim1=-2, dim2=-1).mean(-1)

@@ -22,7 +22,7 @@ from secondorder.capture.statistics import averages
 from secondorder.curvature import factors
 from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.factorization import CHOLESKY, EIGEN, Factorization, Task
-from secondorder.curvature.factors import FACTORS, KroneckerFactors, Side
+from secondorder.curvature.factors import FACTORS, KroneckerFactors
 from secondorder.curvature.schema import FOUND, Schema, shaped
 from secondorder.linalg import eigenbasis
 from secondorder.linalg.dense import Workspace
@@ -38,6 +38,24 @@ def adopt_tensor(state: State, key: str, found: Tensor, good: Tensor) -> None:
     """Copy a result into the state where ``good`` is True."""
     current: Tensor = state[key]
     current.copy_(torch.where(good, found.reshape(current.shape), current))
+
+
+def adopt_eigenpairs(state: State, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
+    """Copy eigenvalues and bases into the state where ``good`` is True."""
+    for side, tensors in found.items():
+        for key, tensor in zip(("eigenvalues", "basis"), tensors, strict=False):
+            adopt_tensor(state, f"{key}_{side}", tensor, good)
+
+
+def basis_of(factors: KroneckerFactors, state: State, side: str) -> Tensor | None:
+    """Return the eigenvectors of a factor in the precision of products; None means the identity."""
+    return factors.working(state, f"basis_{side}") if f"basis_{side}" in state else None
+
+
+def splits_damping(factors: KroneckerFactors, group: Group) -> bool:
+    """Whether λ is split over the two factors where eigenvalues are known."""
+    by_default = None if group.get("inverse_rank") is None else "pi"
+    return (group["damping_split"] or by_default) == "pi" and not factors.layer.adapter.is_exact
 
 
 class Inverse(ABC):
@@ -67,17 +85,6 @@ class Inverse(ABC):
     @abstractmethod
     def matrices(self, state: State, group: Group) -> tuple[Tensor, Tensor]:
         """Return the matrices (or diagonals) of A and G that a refresh would factorize now."""
-
-    def work(self, group: Group) -> tuple[float, float]:
-        """Return the FLOPs of a direction, and those of a refresh in the time of matrix products."""
-        found = [self._work_of(side, group) for _, side in self.factors.sides(group) if not side.diagonal]
-        groups = self.factors.layer.adapter.groups
-        n_a, n_g = (side.n for _, side in self.factors.sides(group))
-        return sum(2.0 * groups * n * n_a * n_g for n, _ in found), sum(groups * work for _, work in found)
-
-    def _work_of(self, side: Side, group: Group) -> tuple[float, float]:
-        """Return the rows of products with what is found of a dense factor, and the work of finding it."""
-        return (2.0 * side.n, 90.0 * side.n**3) if self.way is EIGEN else (1.0 * side.n, 4.0 * side.n**3)
 
     def tasks(self, state: State, group: Group, begun: bool = False) -> dict[str, Task]:
         """Return the matrices that a refresh factorizes for each side: the factors, or copies if it was ``begun``."""
@@ -130,19 +137,17 @@ class Eigen(Inverse):
 
     def basis(self, state: State, side: str) -> Tensor | None:
         """Return the eigenvectors of a factor in the precision of products; None means the identity."""
-        return self.factors.working(state, f"basis_{side}") if f"basis_{side}" in state else None
+        return basis_of(self.factors, state, side)
 
     def adopt(self, state: State, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
         """Adopt eigenvalues and bases where ``good`` is True."""
-        for side, tensors in found.items():
-            for key, tensor in zip(("eigenvalues", "basis"), tensors, strict=False):
-                adopt_tensor(state, f"{key}_{side}", tensor, good)
+        adopt_eigenpairs(state, found, good)
 
     def apply(self, state: State, group: Group, gradient: Tensor, workspace: Workspace) -> Tensor:
         """Return ``(G ⊗ A + λI)^(-p) vec(∇)``, or its factored form."""
         values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
         damping: Tensor | None = self.factors.damping_of(values_a.mean(-1) * values_g.mean(-1), group)
-        if self._splits(group):
+        if splits_damping(self.factors, group):
             values_a, values_g = averages.split_eigenvalues(values_a, values_g, cast(Tensor, damping))
             damping = None
         values = values_g[..., :, None] * values_a[..., None, :]
@@ -156,16 +161,11 @@ class Eigen(Inverse):
         values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
         damping = self.factors.damping_of(values_a.mean(-1) * values_g.mean(-1), group)
         found = of_product(values_a, values_g, damping)
-        if not self._splits(group):
+        if not splits_damping(self.factors, group):
             return found
         values = averages.split_eigenvalues(values_a, values_g, found.damping)
         (small_a, large_a), (small_g, large_g) = (v.aminmax(dim=-1) for v in values)
         return Extremes(found.damping, small_a * small_g, large_a * large_g, found.undamped)
-
-    def _splits(self, group: Group) -> bool:
-        """Whether λ is split over the two factors."""
-        by_default = None if group.get("inverse_rank") is None else "pi"
-        return (group["damping_split"] or by_default) == "pi" and not self.factors.layer.adapter.is_exact
 
 
 class Cholesky(Inverse):

@@ -17,11 +17,11 @@ from secondorder.curvature import factors
 from secondorder.curvature.block import ESTIMATE_ALONE, Block, Due
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import Task
-from secondorder.curvature.factors import STORAGES, KroneckerFactors, Side, Storage
+from secondorder.curvature.factors import STORAGES, KroneckerFactors, Storage
 from secondorder.curvature.inverse import Cholesky, Eigen, Entrywise, Inverse
 from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.schema import Schema, tensors
-from secondorder.curvature.truncated import Truncated, is_truncated
+from secondorder.curvature.truncation import Truncated
 
 
 class FactoredBlock(Block):
@@ -166,11 +166,11 @@ class FactoredBlock(Block):
     def described(self) -> tuple[str, str]:
         """The text that ``describe()`` adds to the treatment of the layer, and the sizes of its factors."""
         lead = f"{self.adapter.groups}×" if self.adapter.groups > 1 else ""
-        return "", lead + ", ".join(self.described_side(name, form) for name, form in self.factors.sides(self.group))
-
-    def described_side(self, name: str, form: Side) -> str:
-        """The size of a factor in words."""
-        return f"diagonal {form.n}" if self.is_diagonal(name) else str(form.n)
+        rank = self.group.get("inverse_rank")
+        forms = list(self.factors.sides(self.group))
+        kept = [f" ({rank} kept)" if factors.is_truncated(form, rank) else "" for _, form in forms]
+        sizes = [f"diagonal {form.n}" if self.is_diagonal(name) else str(form.n) for name, form in forms]
+        return "", lead + ", ".join(size + few for size, few in zip(sizes, kept, strict=True))
 
     def translated(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Convert the factors of a loaded state to the form in which this optimizer stores them."""
@@ -187,10 +187,8 @@ class FactoredBlock(Block):
 class KroneckerBlock(FactoredBlock):
     """``F = G ⊗ A``, inverted by eigenvalues or factor by factor."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        #: By method, rank and largest size, which every step asks for.
-        self._inverses: dict[tuple[str, int | None, int | None], Inverse] = {}
+    #: The last inverse, which every step asks for, with the options that it is for.
+    _last: tuple[tuple[str, int | None, int | None], Inverse] | None = None
 
     # ------------------------------------------------------------------ estimate
     def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
@@ -216,14 +214,14 @@ class KroneckerBlock(FactoredBlock):
     # ------------------------------------------------------------------ inverse
     def inverse_for(self, group: Mapping[str, Any]) -> Inverse:
         """The inverse of a block with these options. Two diagonal factors have a diagonal product."""
-        options = group["inverse_method"], group["inverse_rank"], group["max_factor_dim"]
-        if options not in self._inverses:
-            self._inverses[options] = self._new_inverse(*options)
-        return self._inverses[options]
+        options = group["inverse_method"], group.get("inverse_rank"), group["max_factor_dim"]
+        if self._last is None or self._last[0] != options:
+            self._last = options, self._new_inverse(*options)
+        return self._last[1]
 
     def _new_inverse(self, method: str, rank: int | None, max_dim: int | None) -> Inverse:
         sides = factors.sides(self.adapter, max_dim)
-        if any(is_truncated(side, rank) for side in sides):
+        if any(factors.is_truncated(side, rank) for side in sides):
             return Truncated(self.factors)
         if method == "eigen":
             return self.eigen
@@ -233,11 +231,6 @@ class KroneckerBlock(FactoredBlock):
     def inverse(self) -> Inverse:
         """The inverse of the block."""
         return self.inverse_for(self.group)
-
-    def described_side(self, name: str, form: Side) -> str:
-        """The size of a factor in words, with the number of eigenvectors if not all are found."""
-        rank = self.group["inverse_rank"]
-        return super().described_side(name, form) + (f" ({rank} kept)" if is_truncated(form, rank) else "")
 
     @property
     def uses_estimate(self) -> bool:

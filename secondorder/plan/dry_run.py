@@ -21,11 +21,11 @@ from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Place, Schema, likes
 from secondorder.curvature.window.unit import Unit as Window
 from secondorder.curvature.window.window import LAG, GradientWindow
+from secondorder.curvature.work import flops_of_direction, flops_of_products, flops_of_refresh, flops_of_scale
 from secondorder.parallel.exchange import Posted, StatisticsExchange
 from secondorder.parallel.roles import RoleWorker
 from secondorder.plan.plan import Holding, Work
 from secondorder.plan.rehearsal import Rehearsal
-from secondorder.plan.work import flops_of_direction, flops_of_products, flops_of_refresh, flops_of_scale
 from secondorder.preconditioners.parts import Setting
 from secondorder.preconditioners.window_plan import CATALOG
 

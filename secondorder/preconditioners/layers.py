@@ -20,6 +20,7 @@ from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parameters import Directions
 from secondorder.preconditioners.base import Preconditioner, Proposal
 from secondorder.preconditioners.block_plan import BlockPlan
+from secondorder.preconditioners.budget import Budget
 from secondorder.preconditioners.capture_schedule import CaptureSchedule
 from secondorder.preconditioners.directions import LayerDirections
 from secondorder.preconditioners.layer_capture import LayerCapture
@@ -45,6 +46,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         refresher: The schedule of their refreshes.
         schedule: The schedule of the measurements of a step.
         statistics: The statistics of a step.
+        budget: The choice of intervals for groups with a budget.
         directions: The directions of a step.
         report: The report of the blocks.
     """
@@ -92,6 +94,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         self.schedule = self.schedule_type(*parts, self.capture_interval, self.capture_counter)
         self.hooks = LayerCapture(setting, self.plan, self.schedule, self.rows_per_example)
         self.statistics = LayerStatistics(self.plan, self.hooks, self.exchange)
+        self.budget = Budget(self.plan, self.exchange, self.options.budget)
         self.directions: LayerDirections[BlockT] = LayerDirections(*parts, self.stack_rule)
         self.report = self.report_type(self.plan, self.hooks, self.exchange, self.refresher)
 
@@ -128,6 +131,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
     def learn(self, statistics: Reduced, gradients: Directions, gate: Tensor | None) -> None:
         """Update the running estimates with the measured statistics."""
         self.statistics.fold(statistics, gate)
+        self.budget.follow(statistics.measured)
         if self.hooks.is_hooked:
             self.hooks.warn_uncaptured(statistics, gradients)
 

@@ -11,9 +11,9 @@ from secondorder.curvature.budget import NOMINAL, Calibration, LayerWork, choose
 from tests.support.pool import on_every_rank
 from tests.support.tasks import assert_identical, values
 
-WIDE = [LayerWork(128.0, (784, 512), 1, 8.0 * 16 * 784 * 512, 40.0 * 16 * (784**2 + 512**2))] * 2
-LONG = [LayerWork(4096.0, (128, 512), 1, 8.0 * 16 * 128 * 512, 40.0 * 16 * (128**2 + 512**2))] * 6
-SMALL = [LayerWork(64.0, (33, 32), 1, 4.0 * 65 * 33 * 32, 90.0 * (33**3 + 32**3))] * 20
+WIDE = [LayerWork(128.0, (784, 512), 1, 8.0 * 16 * 784 * 512, 8.0 * 24 * (784**2 + 512**2))] * 2
+LONG = [LayerWork(4096.0, (128, 512), 1, 8.0 * 16 * 128 * 512, 8.0 * 24 * (128**2 + 512**2))] * 6
+SMALL = [LayerWork(64.0, (33, 32), 1, 4.0 * 65 * 33 * 32, 9.0 * (33**3 + 32**3))] * 20
 
 
 # ---------------------------------------------------------------------- arithmetic

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from secondorder import KFAC, InverseOptions
-from secondorder.linalg.leading import leading_eigh
+from secondorder.linalg.eigenpairs import leading_eigh
 
 DAMPING, RANK = 0.3, 3
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Schema, tensors
-from secondorder.linalg.leading import OVERSAMPLING, PASSES
+from secondorder.linalg.eigenpairs import OVERSAMPLING, PASSES
 
 #: FLOPs divided by n³ of an eigendecomposition of [n, n], and of a Cholesky factorization with the inverse.
 _EIGEN, _CHOLESKY = 9.0, 1.0

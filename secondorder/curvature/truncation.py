@@ -1,4 +1,4 @@
-"""Inverses from the leading eigenvectors of wide factors; see :mod:`secondorder.linalg.leading` for the mathematics.
+"""Inverses from the leading eigenvectors of wide factors; see :mod:`secondorder.linalg.eigenpairs` for the mathematics.
 
 An optimizer with ``rank=`` has one for each layer with a wide factor. A direction costs ``8 r n_g n_a`` FLOPs, and not
 ``4 (n_g + n_a) n_g n_a``, and a refresh multiplies by ``r`` columns instead of decomposing the matrix. A factor with at
@@ -7,8 +7,9 @@ most ``2 r`` rows keeps all its eigenvectors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +17,19 @@ from torch import Tensor
 from secondorder.capture.statistics import averages
 from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.factorization import EIGEN, Factorization, Task
-from secondorder.curvature.factors import FACTORS, KroneckerFactors, Side
-from secondorder.curvature.inverse import Eigen, Group, State
+from secondorder.curvature.factors import FACTORS, is_truncated
+from secondorder.curvature.inverse import (
+    Eigen,
+    Group,
+    Inverse,
+    State,
+    adopt_eigenpairs,
+    basis_of,
+    splits_damping,
+)
 from secondorder.curvature.schema import Schema, shaped
-from secondorder.linalg import eigenbasis, leading
+from secondorder.linalg import eigenbasis, eigenpairs
 from secondorder.linalg.dense import Workspace
-
-
-def is_truncated(side: Side, rank: int | None) -> bool:
-    """Whether only the leading eigenvectors of a factor are found."""
-    return rank is not None and not side.diagonal and side.n > 2 * rank
 
 
 @lru_cache
@@ -35,33 +39,37 @@ def _leading(rank: int) -> Factorization:
 
 
 def _dense(rank: int, stack: Tensor, host_checks: bool) -> tuple[Tensor, ...]:
-    return leading.leading_eigh(stack, rank, host_checks)
+    return eigenpairs.leading_eigh(stack, rank, host_checks)
 
 
-class Truncated(Eigen):
+class Truncated(Inverse):
     """The leading eigenvectors of each factor that is wide; the other eigenvalues are replaced by their mean."""
 
-    stacked: ClassVar[tuple[str, ...]] = Eigen.stacked
-
-    def __init__(self, factors: KroneckerFactors) -> None:
-        super().__init__(factors)
-        self._last: tuple[tuple[Any, ...], Tensor, tuple[Tensor, Tensor]] | None = None
+    way = EIGEN
+    stacked = Eigen.stacked
+    options = Eigen.options
+    #: The weights of the last step, with what they depend on.
+    _last: tuple[tuple[Any, ...], Tensor, tuple[Tensor, Tensor]] | None = None
 
     def schema(self, group: Group) -> Schema:
         """Return the entries of whole bases, or of leading eigenvectors ``[n, r]`` and eigenvalues ``[1 + r]``."""
-        layer, rank, likes = self.factors.layer, group["inverse_rank"], dict[str, Tensor | int]()
+        layer, likes = self.factors.layer, dict[str, Tensor | int]()
         kept = self.factors.kept_in(self.factors.options.storage.inv_dtype)
-        found = super().schema(group)
         for name, side in self.factors.sides(group):
-            if is_truncated(side, rank):
-                likes[f"basis_{name}"] = layer.empty((*side.lead, side.n, rank), kept)
-                likes[f"eigenvalues_{name}"] = layer.empty((*side.lead, 1 + rank))
-        return found | shaped(FACTORS, likes)
+            few = is_truncated(side, group["inverse_rank"])
+            if not side.diagonal:
+                columns = group["inverse_rank"] if few else side.n
+                likes[f"basis_{name}"] = layer.empty((*side.lead, side.n, columns), kept)
+            likes[f"eigenvalues_{name}"] = layer.empty((*side.lead, 1 + group["inverse_rank"] if few else side.n))
+        return shaped(FACTORS, likes)
 
-    def _work_of(self, side: Side, group: Group) -> tuple[float, float]:
-        """Return the rows of products with the eigenvectors of a factor, and the work of finding them."""
-        rank = group["inverse_rank"]
-        return (2.0 * rank, 40.0 * rank * side.n**2) if is_truncated(side, rank) else super()._work_of(side, group)
+    def matrices(self, state: State, group: Group) -> tuple[Tensor, Tensor]:
+        """Return the factors."""
+        return self.factors.pair(state, group)
+
+    def adopt(self, state: State, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
+        """Adopt eigenvalues and eigenvectors where ``good`` is True."""
+        adopt_eigenpairs(state, found, good)
 
     def tasks(self, state: State, group: Group, begun: bool = False) -> dict[str, Task]:
         """Return what a refresh factorizes for each side, and how many eigenvectors it finds."""
@@ -74,7 +82,7 @@ class Truncated(Eigen):
     def apply(self, state: State, group: Group, gradient: Tensor, workspace: Workspace) -> Tensor:
         """Return ``(G̃ ⊗ Ã + λI)^(-p) vec(∇)`` or its factored form, G̃ and Ã being the truncated factors."""
         weights = self._weights(state, group)
-        basis_a, basis_g = self.basis(state, "a"), self.basis(state, "g")
+        basis_a, basis_g = (basis_of(self.factors, state, side) for side in "ag")
         forms = dict(self.factors.sides(group))
         few_a, few_g = (is_truncated(forms[side], group["inverse_rank"]) for side in "ag")
         whole = None if few_a else basis_a, None if few_g else basis_g
@@ -82,13 +90,13 @@ class Truncated(Eigen):
         if few_a and few_g:
             assert basis_a is not None
             assert basis_g is not None
-            return leading.multiply_both(rotated, basis_g, basis_a, weights, workspace)
+            return eigenpairs.multiply_both(rotated, basis_g, basis_a, weights, workspace)
         if few_a:
             assert basis_a is not None
-            found = leading.multiply_right(rotated, basis_a, weights, workspace)
+            found = eigenpairs.multiply_right(rotated, basis_a, weights, workspace)
         else:
             assert basis_g is not None
-            found = leading.multiply_left(rotated, basis_g, weights, workspace)
+            found = eigenpairs.multiply_left(rotated, basis_g, weights, workspace)
         return eigenbasis.rotate_back(found, *whole, workspace)
 
     def extremes(self, state: State, group: Group) -> Extremes | None:
@@ -97,7 +105,7 @@ class Truncated(Eigen):
             return None
         damping, values_a, values_g = self._damped(state, group)
         undamped = of_product(state["eigenvalues_a"], state["eigenvalues_g"], damping)
-        if not self._splits(group):
+        if not splits_damping(self.factors, group):
             return undamped
         (small_a, large_a), (small_g, large_g) = (v.aminmax(dim=-1) for v in (values_a, values_g))
         return Extremes(damping, small_a * small_g, large_a * large_g, undamped.undamped)
@@ -107,13 +115,13 @@ class Truncated(Eigen):
         forms = dict(self.factors.sides(group))
         values = {side: state[f"eigenvalues_{side}"] for side in "ag"}
         mean_a, mean_g = (
-            leading.mean_value(values[side], forms[side].n)
+            eigenpairs.mean_value(values[side], forms[side].n)
             if is_truncated(forms[side], group["inverse_rank"])
             else values[side].mean(-1)
             for side in "ag"
         )
         damping = self.factors.damping_of(mean_a * mean_g, group)
-        if not self._splits(group):
+        if not splits_damping(self.factors, group):
             return damping, values["a"], values["g"]
         adds = averages.pi_damping(mean_a, mean_g, damping)
         a, g = (averages.add_to_eigenvalues(values[side], add) for side, add in zip("ag", adds, strict=True))
@@ -125,7 +133,7 @@ class Truncated(Eigen):
         chosen = tuple(group[key] for key in self.options)
         if any(isinstance(value, Tensor) for value in chosen):
             return self._new_weights(state, group)
-        key = (*map(id, values), *(x._version for x in values), *chosen)
+        key = (*map(id, values), *(x._version for x in values), state.get("refreshes"), *chosen)
         if self._last is None or self._last[0] != key:
             self._last = key, self._new_weights(state, group), values  # values that are held keep their ids
         return self._last[1]
@@ -134,7 +142,7 @@ class Truncated(Eigen):
         """Return the inverse of the damped products of eigenvalues, to the power p."""
         damping, values_a, values_g = self._damped(state, group)
         products = values_g[..., :, None] * values_a[..., None, :]
-        if not self._splits(group):
+        if not splits_damping(self.factors, group):
             # Below rounding of the largest entry there is no curvature to divide by, only noise.
             floor = torch.maximum(damping, torch.finfo(products.dtype).eps * products.amax((-2, -1)))
             products += floor[..., None, None]

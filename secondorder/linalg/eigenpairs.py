@@ -13,6 +13,8 @@ as Puiu 2022 (arXiv 2206.15397) does for K-FAC.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -36,12 +38,10 @@ def leading_eigh(x: Tensor, rank: int, host_checks: bool) -> tuple[Tensor, Tenso
     """
     n = x.shape[-1]
     width = min(n, rank + OVERSAMPLING)
-    # The generator has a fixed seed, so that all ranks and resumed runs find the same vectors.
-    start = torch.randn(n, width, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     trace = x.diagonal(dim1=-2, dim2=-1).sum(-1)
     unit = torch.where(trace > 0, trace / n, torch.ones_like(trace))[:, None, None]  # no square under- or overflows
     scaled = x / unit
-    basis = scaled @ start.to(x)
+    basis = scaled @ _start(n, width, x.dtype, x.device)
     for _ in range(PASSES - 2):
         basis = scaled @ anywhere(torch.linalg.qr, basis)[0]
     basis = anywhere(torch.linalg.qr, basis)[0]
@@ -52,6 +52,13 @@ def leading_eigh(x: Tensor, rank: int, host_checks: bool) -> tuple[Tensor, Tenso
     rest = (trace - values.sum(-1)).clamp(min=0) / (n - rank)
     values = torch.cat([rest[:, None], values], -1)
     return values, basis, ok & torch.isfinite(values).all(-1) & torch.isfinite(basis).all((-2, -1))
+
+
+@lru_cache
+def _start(n: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return random vectors ``[n, width]``, which are the same on all ranks and in every run."""
+    found = torch.randn(n, width, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    return found.to(device, dtype)  # only the first refresh of a size waits for the device
 
 
 def mean_value(values: Tensor, n: int) -> Tensor:
