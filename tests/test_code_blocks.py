@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import code_blocks
 from tests.support.code_blocks import ROOT, blocks, renew, run
 from tests.support.outputs import difference
 
@@ -90,13 +89,12 @@ def test_output_of_a_block_that_prints_nothing_fails(page: Path) -> None:
         run(changed(page, 'print("loss", value)', "value"), set())
 
 
-def test_output_can_be_required(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_is_required_unless_other_libraries_print(page: Path) -> None:
     changed(page, "<!-- output -->\n```text\nloss 0.667\n```\n", "")
-    monkeypatch.setattr(code_blocks, "OUTPUT_IS_REQUIRED", False)
-    run(page, set())
-    monkeypatch.setattr(code_blocks, "OUTPUT_IS_REQUIRED", True)
     with pytest.raises(AssertionError, match=r"page\.md:3: prints, and no block of output follows"):
         run(page, set())
+    page.write_text("<!-- example: integrations -->\n```python\nprint(1)\n```\n", encoding="utf-8")
+    run(page, {"integrations"})
 
 
 @pytest.mark.parametrize(
@@ -108,8 +106,7 @@ def test_output_can_be_required(page: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("\n99", "\n98"),
     ],
 )
-def test_the_output_of_a_page_is_renewed(page: Path, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_blocks, "OUTPUT_IS_REQUIRED", True)
+def test_the_output_of_a_page_is_renewed(page: Path, old: str, new: str) -> None:
     renew(changed(page, old, new), set())
     run(page, set())
     renewed = page.read_text(encoding="utf-8")
