@@ -64,6 +64,8 @@ RUNS = [
     Run("broad", "ekfac_running", WHITENING, steps=10),
     # every kind of layer
     *(Run(task, method, steps=6) for task, methods in KINDS.items() for method in methods),
+    # leading eigenvectors, which every rank finds or receives
+    *(Run("mlp", method, {"inverse_rank": 2}, steps=12) for method in ("kfac_eigen", "kfac_cholesky")),
     # without synchronization
     *(Run("mlp", method, steps=10, micro=2) for method in (*KRONECKER, "hylo_sngd", "mfac")),
 ]
