@@ -37,7 +37,7 @@ _BEGUN = ("begun_a", "begun_g", "adopt_at")
 
 #: Largest size of a factor that is dense by default on a CPU, by its factorization. Each takes about a second
 #: on two cores, and eight times as long for twice the size (``python -m benchmarks measure linalg``).
-_CPU_BOUNDS = {"eigen": 2048, "cholesky": 4096}
+_CPU_BOUNDS = {"eigen": 2048, "cholesky": 4096, "leading": 4096}
 #: The same for other devices, which factorize faster. It is also the largest size whose diagonal form is reported.
 WIDEST = 8192
 

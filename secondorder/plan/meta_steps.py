@@ -195,4 +195,5 @@ def _kind(curvature: LayerPreconditioner[Any], t: int) -> Hashable:
     curvature.runtime.step = t
     blocks = curvature.plan.blocks
     due = [(i, *blocks[i].sums(own)) for i, own in curvature.schedule.find_due().items()]
-    return tuple(due), tuple(b.index for b in blocks if curvature.is_due(b))
+    refreshed = tuple(b.index for b in blocks if curvature.is_due(b))
+    return tuple(due), refreshed, tuple(b.index for b in blocks if curvature.directions.is_ready(b))

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 #: Stage of all operators outside of the optimizer's step.
 MODEL = "model"
-#: Factorizations of a symmetric matrix [n, n] by operator: their kind, and their FLOPs divided by n³.
+#: Factorizations of a matrix [n, n] by operator: their kind, and their FLOPs divided by n³. QR takes ``[m, n]``.
 _FACTORIZATIONS: Mapping[str, tuple[str, float]] = {
     "aten::_linalg_eigh": ("eigh", 9.0),
     "aten::linalg_cholesky_ex": ("cholesky", 1 / 3),
@@ -135,8 +135,8 @@ def cost_of(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any], out: 
     itemsize = max((x.element_size() for x in inputs), default=4)
     if name in _FACTORIZATIONS:
         kind, factor = _FACTORIZATIONS[name]
-        *lead, n = inputs[0].shape[:-1]
-        return Cost(kind, n, factor * math.prod(lead) * n**3, nbytes, itemsize)
+        *lead, rows, n = inputs[0].shape  # as many columns as rows, but for QR
+        return Cost(kind, n, factor * math.prod(lead) * rows * n**2, nbytes, itemsize)
     if name in _SOLVES:
         right, matrix = (inputs[i] for i in _SOLVES[name])
         return Cost("matmul", min(right.shape[-2:]), float(right.numel() * matrix.shape[-1]), nbytes, itemsize)

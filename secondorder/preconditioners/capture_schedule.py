@@ -47,5 +47,5 @@ class CaptureSchedule(Generic[BlockT]):
 
     def chosen_intervals(self) -> list[tuple[Any, ...]]:
         """Return the options by group that determine which statistics a step uses."""
-        names = (self._plan.interval, self._interval, "scale_update_steps", "estimator")
+        names = (self._plan.interval, self._interval, "precondition_steps", "scale_update_steps", "estimator")
         return [tuple(g.get(name) for name in names) for g in self._plan.table.groups]
