@@ -184,7 +184,8 @@ class LayerDryRun:
                 schema, holders = self.layers.plan.live_schema(block), self._comm.holders
                 yield from self._work_of_statistics(block, schema)
                 yield Work(holders(block.index, "owner"), "refresh", flops_of_refresh(block, schema) / interval)
-                yield Work(holders(block.index, "directions"), "precondition", flops_of_direction(block, schema))
+                directions = flops_of_direction(block, schema) / block.group.get("precondition_steps", 1)
+                yield Work(holders(block.index, "directions"), "precondition", directions)
 
     def _has_factors(self, block: Block) -> bool:
         """Return whether factors are sums over rows."""

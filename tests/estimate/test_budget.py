@@ -1,0 +1,58 @@
+"""Estimates and plans of groups with a budget, a rank, or steps that are not preconditioned."""
+
+import pytest
+import torch
+from torch import nn
+
+import secondorder
+from secondorder import KFAC, InverseOptions, RefreshOptions
+from tests.estimate.test_estimate import RATES
+
+
+def network(width=64):
+    return nn.Sequential(nn.Linear(40, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def estimated(width=64, **keywords):
+    methods = {"it": lambda model: KFAC(model, lr=0.01, graft="adamw", **keywords)}
+    return secondorder.estimate(network(width), batch_size=32, methods=methods, rates=RATES).methods["it"]
+
+
+def test_steps_that_are_not_preconditioned_are_counted():
+    every = {"factor_update_steps": 20, "inv_update_steps": 20}
+    full, half = (estimated(**every, refresh=RefreshOptions(precondition_steps=k)) for k in (1, 2))
+    assert half.flops["precondition"] == pytest.approx(full.flops["precondition"] / 2)
+    assert half.flops["refresh"] == pytest.approx(full.flops["refresh"])
+
+
+def test_a_refresh_of_leading_eigenvectors_costs_products():
+    """A factorization of ``[n, n]`` would be far more than all its products with a few vectors."""
+    full = estimated(512, inverse_method="eigen").flops["refresh"]
+    few = estimated(512, inverse_method=InverseOptions(rank=4)).flops["refresh"]
+    assert few < full / 20
+
+
+def test_the_estimate_shows_the_intervals_of_the_budget():
+    small, large = (estimated(budget=limit) for limit in (1.1, 4.0))
+    assert small.flops["precondition"] < large.flops["precondition"]
+    assert small.slowdown < large.slowdown
+
+
+def test_a_plan_divides_directions_by_their_interval():
+    def planned(k):
+        keywords = {"graft": "adamw", "refresh": RefreshOptions(precondition_steps=k)}
+        return KFAC(network(), lr=0.01, **keywords).plan(world_size=2, batch_size=8).ranks[0].flops["precondition"]
+
+    assert planned(4) == pytest.approx(planned(1) / 4)
+
+
+def test_memory_of_a_preset_with_a_budget_is_exact():
+    model = network(256)
+    found = secondorder.estimate(model, batch_size=32, methods=["from_adamw"], rates=RATES).methods["from_adamw"]
+    optimizer = secondorder.create("from_adamw", model)
+    model(torch.randn(32, 40)).square().mean().backward()
+    optimizer.step()
+    usage = optimizer.memory_usage()
+    assert {k: v for k, v in found.memory.items() if k != "workspace" and k != "total"} == {
+        k: v for k, v in usage.items() if k not in ("workspace", "total")
+    }
