@@ -2,10 +2,10 @@
 
 ::
 
-    mean cost   1 + d/k + (c + r/m)/T  ≤  budget       in units of a step without curvature
+    mean cost   1 + e + d/k + (c + r/m)/T  ≤  budget       in units of a step without curvature
 
-d is the cost of the directions of a step, c that of an update of the factors, and r that of a refresh; the intervals
-k, T and m are what :func:`choose` returns. No clock is read, so runs are reproducible and ranks agree.
+e is the cost of a step that uses no curvature, d that of the directions of a step, c that of an update of the factors,
+and r that of a refresh; the intervals k, T and m are what :func:`choose` returns. No clock is read, so runs are reproducible and ranks agree.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _REFRESHES = (1, 2, 5)
 _DIRECTIONS = 0.85
 #: Operators of a layer in a forward and backward pass with its update; and in the stages of a step of curvature.
 _MODEL, _DIRECTION, _UPDATE, _REFRESH = 30.0, 50.0, 80.0, 150.0
-#: Operators of a step with and without curvature, whatever the number of layers is.
-_STEP, _CURVATURE = 20.0, 100.0
+#: Operators of a step whatever the number of layers is: without an optimizer of this package, what one adds to that,
+#: and what curvature adds in a step that uses it.
+_STEP, _IDLE, _CURVATURE = 20.0, 40.0, 60.0
 #: Time of a FLOP of a factorization, divided by that of a matrix product.
 _SLOWER = 5.0
 #: Passes over the parameters, each of 4 bytes: of Adam, and of a direction with its length.
@@ -66,15 +67,29 @@ class LayerWork(NamedTuple):
     refresh: float
 
 
+class Others(NamedTuple):
+    """Numbers of the parameters without curvature.
+
+    Attributes:
+        trained: Parameters that another rule updates.
+        frozen: Parameters that are not trained, such as those of a model with adapters. Gradients pass through them.
+    """
+
+    trained: int = 0
+    frozen: int = 0
+
+
 class Costs(NamedTuple):
     """Costs in units of a step without curvature.
 
     Attributes:
+        idle: A step that uses no curvature, beyond one with another optimizer.
         direction: Directions of all layers.
         update: An update of the factors of all layers.
         refresh: A refresh of all layers.
     """
 
+    idle: float
     direction: float
     update: float
     refresh: float
@@ -96,16 +111,17 @@ class Intervals(NamedTuple):
     cost: float
 
 
-def costs(layers: Sequence[LayerWork], others: int, speed: Calibration) -> Costs:
+def costs(layers: Sequence[LayerWork], others: Others, speed: Calibration) -> Costs:
     """Return the costs of the stages of a step.
 
     Args:
         layers: The layers with curvature.
-        others: Number of parameters without curvature.
+        others: Numbers of the parameters without curvature.
         speed: Speed of the machine.
     """
     byte, operator = speed.flops_per_byte, speed.flops_per_operator
-    step = 4.0 * _ADAM_PASSES * others * byte + _STEP * operator
+    step = 4.0 * _ADAM_PASSES * others.trained * byte + _STEP * operator
+    step += 4.0 * max((layer.rows for layer in layers), default=0.0) * others.frozen
     direction, update, refresh = _CURVATURE * operator, 0.0, 0.0
     for layer in layers:
         n_a, n_g = layer.sizes
@@ -116,25 +132,26 @@ def costs(layers: Sequence[LayerWork], others: int, speed: Calibration) -> Costs
         direction += layer.direction + 4.0 * byte * _DIRECTION_PASSES * entries + _DIRECTION * operator
         update += 2.0 * layer.rows * squares + 4.0 * byte * (2.0 * widths + 3.0 * squares) + _UPDATE * operator
         refresh += _SLOWER * layer.refresh + _REFRESH * operator
-    return Costs(direction / step, update / step, refresh / step)
+    return Costs(_IDLE * operator / step, direction / step, update / step, refresh / step)
 
 
 def choose(
-    limit: float, layers: Sequence[LayerWork], others: int, speed: Calibration, alternates: bool = True
+    limit: float, layers: Sequence[LayerWork], others: Others, speed: Calibration, alternates: bool = True
 ) -> Intervals:
     """Return the shortest intervals within a budget, or the longest ones if it is too small for all.
 
     Args:
         limit: The budget, in units of a step without curvature.
         layers: The layers with curvature.
-        others: Number of parameters without curvature.
+        others: Numbers of the parameters without curvature.
         speed: Speed of the machine.
         alternates: Whether steps may be left without preconditioning.
     """
-    found, room = costs(layers, others, speed), limit - 1.0
+    found = costs(layers, others, speed)
+    room = limit - 1.0 - found.idle
     turns = _PRECONDITIONED if alternates else (1,)
     every = next((k for k in turns if found.direction / k <= _DIRECTIONS * room), turns[-1])
     pairs = [(t, t * m) for t in _UPDATES for m in _REFRESHES]
     means = [(found.direction / every + found.update / t + found.refresh / r, t, r) for t, r in pairs]
     cost, update, refresh = next((mean for mean in means if mean[0] <= room), means[-1])
-    return Intervals(update, refresh, every, 1.0 + cost)
+    return Intervals(update, refresh, every, 1.0 + found.idle + cost)

@@ -10,7 +10,7 @@ import torch
 from secondorder.config import BudgetOptions
 from secondorder.curvature import budget
 from secondorder.curvature.block import Block
-from secondorder.curvature.budget import Calibration, Intervals, LayerWork
+from secondorder.curvature.budget import Calibration, Intervals, LayerWork, Others
 from secondorder.curvature.work import flops_of_direction, flops_of_refresh
 from secondorder.parameters import Group
 
@@ -47,7 +47,8 @@ class Budget:
     def _chosen(self, group: Group, blocks: list[Block]) -> Intervals:
         layers = [work for b in blocks if (work := self._work_of(b)) is not None]
         covered = sum(p.numel() for b in blocks for p in b.params)
-        others = sum(p.numel() for p in group["params"] if p.requires_grad) - covered
+        trained = sum(p.numel() for p in group["params"] if p.requires_grad)
+        others = Others(trained - covered, sum(p.numel() for p in group["params"]) - trained)
         speed = _speed_of(self._rates, blocks[0].owner.device.type)
         return budget.choose(group["budget"], layers, others, speed, alternates=group["graft"] is not None)
 
