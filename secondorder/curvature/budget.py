@@ -5,7 +5,8 @@
     mean cost   1 + e + d/k + (c + r/m)/T  ≤  budget       in units of a step without curvature
 
 e is the cost of a step that uses no curvature, d that of the directions of a step, c that of an update of the factors,
-and r that of a refresh; the intervals k, T and m are what :func:`choose` returns. No clock is read, so runs are reproducible and ranks agree.
+and r that of a refresh; the intervals k, T and m are what :func:`choose` returns. No clock is read, so runs are
+reproducible and ranks agree.
 """
 
 from __future__ import annotations
