@@ -24,8 +24,8 @@ LINES: Mapping[str, str] = {
 SMOKE_STEPS = 4
 _LOWER = ("equal_steps_lower", "equal_seconds_lower")
 _CAPTION = (
-    "Cost: processor seconds of the run divided by those of AdamW's run. Losses are means over the last tenth of the "
-    "steps: of all steps, and of the steps that fit into the seconds of AdamW's run."
+    "Cost, median step: processor seconds of the run, and of its median step, divided by those of AdamW. Losses are "
+    "means over the last tenth of the steps: of all steps, and of the steps that fit into the seconds of AdamW's run."
 )
 
 
@@ -105,7 +105,7 @@ def _table(results: Mapping[str, Any]) -> Table:
         "steps": value("steps"),
         "optimizer": value("line"),
         "cost": value("cost", ".2f"),
-        "cost of a median step": value("median_cost", ".2f"),
+        "median step": value("median_cost", ".2f"),
         "AdamW's loss": value("adamw", ".3g"),
         "equal steps": _marked("equal_steps"),
         "equal seconds": _marked("equal_seconds"),

@@ -77,7 +77,7 @@ def test_the_command(tmp_path, capsys):
         "line", "lower at equal steps", "lower at equal seconds", "median cost", "largest cost",
     ]  # fmt: skip
     assert table["columns"] == [
-        "script", "steps", "optimizer", "cost", "cost of a median step", "AdamW's loss", "equal steps", "equal seconds",
+        "script", "steps", "optimizer", "cost", "median step", "AdamW's loss", "equal steps", "equal seconds",
     ]  # fmt: skip
     assert [row[:3] for row in table["rows"]] == [["tabular", "4", line] for line in lines]
     assert [row[0] for row in totals["rows"]] == list(lines)
