@@ -23,6 +23,7 @@ from benchmarks.commands.ranks import Ranks
 from benchmarks.commands.regress import Regress
 from benchmarks.commands.robustness import Robustness
 from benchmarks.commands.scaling import Scaling
+from benchmarks.commands.scripts import Scripts
 from benchmarks.commands.spikes import Spikes
 from benchmarks.commands.step_time import StepTime
 from benchmarks.commands.swap import Swap
@@ -48,7 +49,7 @@ class Study:
 class Measure:
     """Time steps and their parts on this machine."""
 
-    what: OmitSubcommandPrefixes[OmitArgPrefixes[Kernel | Linalg | Spikes | StepTime | Swap | Window]]
+    what: OmitSubcommandPrefixes[OmitArgPrefixes[Kernel | Linalg | Scripts | Spikes | StepTime | Swap | Window]]
 
     def run(self) -> int:
         return self.what.run()

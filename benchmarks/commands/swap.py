@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
+import secondorder
 from benchmarks import report
 from benchmarks.commands.options import Common
 from benchmarks.recipes import Schedule
@@ -23,7 +24,6 @@ from benchmarks.recipes.types import make_schedule
 from benchmarks.runner import History, Trainer, race
 from benchmarks.workloads import Size, Workload, make_workload
 from benchmarks.workloads.stand_in import found_or_made_up
-from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, SparseMFAC
 
 Base = Literal["adamw", "sgd"]
 ScriptName = Literal["digits", "autoencoder", "resnet20", "chargpt"]
@@ -112,9 +112,11 @@ class Swap(Common):
 
 
 def build(line: str, script: tuple[float, float], model: nn.Module) -> Optimizer:
-    classes = {"KFAC": KFAC, "EKFAC": EKFAC, "HyLo": HyLo, "MFAC": MFAC, "SparseMFAC": SparseMFAC, "GGT": GGT}
-    values = {"torch": torch, **classes, "model": model, "LR": script[0], "WD": script[1]}
-    optimizer: Optimizer = eval(line, values)  # the very line that users read; it comes from this file
+    names = {name: getattr(secondorder, name) for name in secondorder.__all__}
+    values = {"torch": torch, **names, "model": model, "LR": script[0], "WD": script[1]}
+    optimizer: Optimizer = eval(
+        line, values
+    )  # the very line that users read; it comes from this repository or from the command line
     return optimizer
 
 

@@ -1,0 +1,117 @@
+"""``scripts``: cost and loss of twenty small scripts in which only the line that builds the optimizer changes."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.commands.options import Common
+from benchmarks.report import Column, value
+from benchmarks.script_runs import ADAMW, compare
+from benchmarks.scripts import SCRIPTS, Data, Script
+from benchmarks.workloads.stand_in import found_or_made_up
+
+LINES: Mapping[str, str] = {
+    "KFAC": 'KFAC(model, lr=LR, weight_decay=WD, graft="adamw")',
+    "KFAC, budget 2": 'KFAC(model, lr=LR, weight_decay=WD, graft="adamw", budget=2.0)',
+    "KFAC, budget 1.3": 'KFAC(model, lr=LR, weight_decay=WD, graft="adamw", budget=1.3)',
+}
+"""The lines that replace AdamW's, by their names in the tables."""
+SMOKE_STEPS = 4
+_LOWER = ("equal_steps_lower", "equal_seconds_lower")
+_CAPTION = (
+    "Cost, median step: processor seconds of the run, and of its median step, divided by those of AdamW. Losses are "
+    "means over the last tenth of the steps: of all steps, and of the steps that fit into the seconds of AdamW's run."
+)
+
+
+@dataclass
+class Scripts(Common):
+    """Replace AdamW in twenty small scripts, and compare costs and losses."""
+
+    threads: int = 1
+    """Number of threads that torch uses. Processor seconds are most comparable with one."""
+    size: Literal["smoke", "cpu"] = "cpu"
+    """smoke takes 4 steps of each script and generates missing data; cpu takes minutes."""
+    only: tuple[str, ...] = ()
+    """Scripts to run. Default: all."""
+    length: float = 2.0
+    """Multiple of the number of steps of each script."""
+    lines: tuple[str, ...] = tuple(LINES)
+    """Lines that replace the one of AdamW. Besides the defaults, any expression of model, LR, WD, torch and the names
+    in secondorder."""
+
+    def run(self) -> int:
+        torch.set_num_threads(self.threads)
+        names = self.only or tuple(SCRIPTS)
+        if unknown := [name for name in names if name not in SCRIPTS]:
+            raise ValueError(f"there is no script {', '.join(unknown)}, only {', '.join(SCRIPTS)}")
+        if min(self._steps(SCRIPTS[name]) for name in names) < 1:
+            raise ValueError(f"length must be positive and give each script a step, got {self.length}")
+        lines = {line: LINES.get(line, line) for line in self.lines}
+        results = {}
+        with (
+            found_or_made_up("convnet", self.data_dir, self.size) as (mnist, _),
+            found_or_made_up("chargpt", self.data_dir, self.size) as (shakespeare, _),
+        ):
+            data = Data(mnist, shakespeare, self.seed)
+            for name in report.tracked("scripts", names, str):
+                results[name] = compare(SCRIPTS[name], data, lines, self._steps(SCRIPTS[name]))
+        about = {"size": self.size, "seed": self.seed, "length": self.length, "lines": {"AdamW": ADAMW, **lines}}
+        tables = [_totals(results, self.lines), _table(results)]
+        report.save(self.out_dir, f"scripts-{self.size}", tables, {**about, "scripts": results})
+        return 0
+
+    def _steps(self, script: Script) -> int:
+        return SMOKE_STEPS if self.size == "smoke" else round(self.length * script.steps)
+
+
+def _rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"script": name, "steps": found["steps"], "line": line, "adamw": found["adamw"]["loss"], **row}
+        for name, found in results.items()
+        for line, row in found["lines"].items()
+    ]
+
+
+def _totals(results: Mapping[str, Any], lines: Sequence[str]) -> Table:
+    groups = {line: [row for row in _rows(results) if row["line"] == line] for line in lines}
+    totals = [
+        {
+            "line": line,
+            "largest": max(row["cost"] for row in rows),
+            "median": statistics.median(row["cost"] for row in rows),
+            **{key: f"{sum(row[key] for row in rows)} of {len(rows)}" for key in _LOWER},
+        }
+        for line, rows in groups.items()
+    ]
+    columns = {
+        "line": value("line"),
+        "lower at equal steps": value("equal_steps_lower"),
+        "lower at equal seconds": value("equal_seconds_lower"),
+        "median cost": value("median", ".2f"),
+        "largest cost": value("largest", ".2f"),
+    }
+    return report.table_of("Scripts whose loss is lower than with AdamW", totals, columns)
+
+
+def _table(results: Mapping[str, Any]) -> Table:
+    columns = {
+        "script": value("script"),
+        "steps": value("steps"),
+        "optimizer": value("line"),
+        "cost": value("cost", ".2f"),
+        "median step": value("median_cost", ".2f"),
+        "AdamW's loss": value("adamw", ".3g"),
+        "equal steps": _marked("equal_steps"),
+        "equal seconds": _marked("equal_seconds"),
+    }
+    return report.table_of("Each script", _rows(results), columns, _CAPTION)
+
+
+def _marked(key: str) -> Column:
+    return lambda row: value(key, ".3g")(row) + ", lower" * row[f"{key}_lower"]

@@ -1,0 +1,97 @@
+"""Twenty small scripts, in which AdamW's line is replaced."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from benchmarks.cli import main
+from benchmarks.commands.scripts import LINES
+from benchmarks.runner import History
+from benchmarks.script_runs import compare, figures
+from benchmarks.scripts import SCRIPTS, Data
+
+pytestmark = pytest.mark.filterwarnings("ignore:KFAC. of factors with more than 2048 rows:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_there_are_twenty():
+    assert len(SCRIPTS) == 20
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_trains(name, data_dir):
+    line = "KFAC, budget 2"
+    found = compare(SCRIPTS[name], Data(data_dir, data_dir), {line: LINES[line]}, steps=2)
+    row = found["lines"][line]
+    assert found["steps"] == 2
+    assert row["cost"] > 0
+    assert row["median_cost"] > 0
+    assert math.isfinite(found["adamw"]["loss"])
+    assert math.isfinite(row["equal_steps"])
+
+
+def test_batches_depend_on_the_seed_only(data_dir):
+    for build in (SCRIPTS[name].build for name in ("siamese", "tcn", "rnn")):
+        first, again, other = (next(build(Data(data_dir, data_dir, seed))[1]) for seed in (0, 0, 1))
+        assert all(map(torch.equal, first, again))
+        assert not all(map(torch.equal, first, other))
+
+
+def test_costs_and_losses_are_relative_to_adamw():
+    before = History("AdamW", losses=[3.0, 2.0, 1.0, 1.0], processor_seconds=[1.0] * 4)
+    after = History("KFAC", losses=[3.0, 1.5, 0.5, 0.25], processor_seconds=[2.5, 1.0, 1.0, 1.0])
+    assert figures(after, before) == {
+        "cost": 5.5 / 4,
+        "median_cost": 1.0,
+        "steps_that_fit": 2,
+        "equal_steps": 0.25,
+        "equal_seconds": 1.5,
+        "equal_steps_lower": True,
+        "equal_seconds_lower": False,
+    }
+    slow = figures(History("KFAC", losses=[0.5] * 4, processor_seconds=[5.0] * 4), before)
+    assert slow["steps_that_fit"] == 0
+    assert slow["equal_seconds"] is None
+    assert not slow["equal_seconds_lower"]
+    assert figures(before, before)["steps_that_fit"] == 4
+
+
+def test_the_command(tmp_path, capsys):
+    lines = "KFAC, budget 2", "torch.optim.SGD(model.parameters(), lr=LR)"
+    words = ["measure", "scripts", "--size", "smoke", "--data-dir", str(tmp_path), "--out-dir", str(tmp_path)]
+    assert main([*words, "--only", "tabular", "--lines", *lines]) == 0
+    assert "made-up data" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "scripts-smoke.json").read_text())
+    assert str(tmp_path) not in json.dumps(saved)
+    assert saved["lines"]["KFAC, budget 2"] == LINES["KFAC, budget 2"]
+    totals, table = saved["tables"]
+    assert totals["columns"] == [
+        "line", "lower at equal steps", "lower at equal seconds", "median cost", "largest cost",
+    ]  # fmt: skip
+    assert table["columns"] == [
+        "script", "steps", "optimizer", "cost", "median step", "AdamW's loss", "equal steps", "equal seconds",
+    ]  # fmt: skip
+    assert [row[:3] for row in table["rows"]] == [["tabular", "4", line] for line in lines]
+    assert [row[0] for row in totals["rows"]] == list(lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--only", "mlp", "poems"], "there is no script poems"),
+        (["--length", "0"], "length must be positive"),
+        (["--only", "tabular", "--length", "0.01", "--lines", "KFAC(net)"], "does not build an optimizer: name 'net'"),
+        (["--only", "mlp", "--length", "0.01"], "missing data"),
+    ],
+)
+def test_bad_options_are_one_line_and_status_2(words, why, tmp_path, capsys):
+    assert main(["measure", "scripts", "--data-dir", str(tmp_path), "--out-dir", str(tmp_path), *words]) == 2
+    assert why in capsys.readouterr().err
