@@ -140,6 +140,6 @@ for name, run in shown.items():
 
 # %% [markdown]
 # After the same number of steps, K-FAC has the lower training loss. Its held-out loss is not lower than AdamW's best
-# one, and a step takes more than half as long again, so nothing is gained on this task. The tutorial shows how the parts
-# fit together. [Trainers](../trainers.md) has more about the `Trainer`: parameter groups, checkpoints, several
+# one, and a step takes more than half as long again, so nothing is gained on this task. The tutorial shows how the
+# parts fit together. [Trainers](../trainers.md) has more about the `Trainer`: parameter groups, checkpoints, several
 # processes and padding.
