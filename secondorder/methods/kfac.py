@@ -21,6 +21,7 @@ example: Eschenhagen et al. 2023 (2311.00636); ``ν``: Pauloski et al. 2020 (200
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -152,7 +153,7 @@ class KFAC(SecondOrderOptimizer):
         deterministic_seed: int = 0,
     ) -> None:
         given = factored_arguments(_within_budget(locals()), type(self))
-        rules = KFACRules(given, _exclude)
+        rules = KFACRules(given, _exclude, partial(_exclude_judged, adaptation=given["adaptation"]))
         super().__init__(given, factor_recipe(given, self.preconditioner_type, rules))
         warn_of_options(type(self).__name__, self.param_groups, self.blocks.values(), rules)
 
@@ -211,6 +212,17 @@ def _within_budget(given: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(f"budget={budget!r} chooses the intervals itself: drop {found}")
     is_default = given["inverse_method"] in ("eigen", InverseOptions())
     return {**given, "inverse_method": _CHEAP} if is_default else given
+
+
+def _exclude_judged(group: Mapping[str, Any], groups: list[Group], adaptation: AdaptationOptions) -> None:
+    """Reject steps without curvature where a quadratic model judges each step."""
+    found = {
+        f"budget={group['budget']}": group["budget"] is not None,
+        f"precondition_steps={group['precondition_steps']}": group["precondition_steps"] > 1,
+    }
+    if adaptation.judging and (clashing := options.clashing(found)):
+        judging = ", ".join(adaptation.judging)
+        raise ValueError(f"{judging} judges every step by its curvature, which some steps lack then: drop {clashing}")
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group]) -> None:

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from secondorder import KFAC, BudgetOptions, InverseOptions, MachineRates, ParamScheduler, RefreshOptions
+from secondorder import (
+    KFAC,
+    AdaptationOptions,
+    BudgetOptions,
+    InverseOptions,
+    MachineRates,
+    ParamScheduler,
+    RefreshOptions,
+)
 from secondorder.curvature.budget import NOMINAL, Calibration, LayerWork, Others, choose, costs
 from tests.support.pool import on_every_rank
 from tests.support.tasks import assert_identical, values
@@ -169,6 +177,7 @@ def test_groups_choose_for_themselves():
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
+        ({"budget": 1.3, "adaptation": AdaptationOptions(adaptive_damping=True)}, "judges .*drop budget"),
         ({"budget": 1.0}, "budget must be finite, >= 1.05"),
         ({"budget": 1.3, "factor_update_steps": 5}, r"budget=1.3 chooses .*drop factor_update_steps=5"),
         ({"budget": 1.3, "inv_update_steps": 5}, "drop inv_update_steps=5"),
