@@ -99,9 +99,9 @@ class BudgetOptions:
     Args:
         limit: Largest mean cost of a step, in units of a step of the same model with AdamW, the first steps included.
             It is at least 1.05 (``budget``).
-        rates: The speed of the machine, as ``secondorder.measure_rates()`` measures it once, or
-            ``secondorder.MachineRates.load(path)`` reads it from a file. If None, nominal numbers for the type of the
-            device are used. The same rates give the same choices in every run.
+        rates: The speed of the machine: the ``rates`` of a :func:`secondorder.estimate`, which measures it once, or
+            ``secondorder.MachineRates.load(path)``. If None, nominal numbers for the type of the device are used. The
+            same rates give the same choices in every run.
     """
 
     limit: float | None = _option(None, key="budget")

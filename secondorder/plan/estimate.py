@@ -146,7 +146,7 @@ def estimate_methods(
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"the model has no parameters to train: {type(model).__name__}")
     place = _device_of(model, device)
-    rates = rates or measure_rates(place)
+    rates = rates or _rates_of(place)
     batch, examples = batch_of(model, inputs, batch_size)
     world = _World(world_size or 1, comm, examples)
     copy, tally = on_meta(model), Tally()
@@ -155,6 +155,17 @@ def estimate_methods(
     compared = {name: _compared(one, basis) for name, one in found.items()}
     parameters = sum(p.numel() for p in model.parameters())
     return Estimate(compared, parameters, examples, world.size, world.name, rates)
+
+
+def _rates_of(device: torch.device) -> MachineRates:
+    """Return the measured rates of a device."""
+    try:
+        return measure_rates(device)
+    except (AssertionError, RuntimeError) as error:  # torch has no such device here
+        raise ValueError(
+            f"the speed of {device.type!r} cannot be measured on this machine ({error}): pass the rates of a machine "
+            "that has this device, or device='cpu'"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,12 @@ def estimated(width=64, **keywords):
     return secondorder.estimate(network(width), batch_size=32, methods=methods, rates=RATES).methods["it"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_a_device_that_this_machine_lacks():
+    with pytest.raises(ValueError, match=r"speed of 'cuda' cannot be measured .*device='cpu'"):
+        secondorder.estimate(network(), batch_size=4, methods=["kfac"], device="cuda")
+
+
 def test_steps_that_are_not_preconditioned_are_counted():
     every = {"factor_update_steps": 20, "inv_update_steps": 20}
     full, half = (estimated(**every, refresh=RefreshOptions(precondition_steps=k)) for k in (1, 2))
