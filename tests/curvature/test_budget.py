@@ -15,6 +15,7 @@ from secondorder import (
     ParamScheduler,
     RefreshOptions,
 )
+from secondorder.comm import from_name
 from secondorder.curvature.budget import NOMINAL, Calibration, LayerWork, Others, choose, costs
 from tests.support.pool import on_every_rank
 from tests.support.tasks import assert_identical, values
@@ -196,10 +197,11 @@ def test_another_inverse_is_kept():
         assert group["inverse_rank"] == rank
 
 
+@pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt", "local_factors", "chief_only"])
 @on_every_rank(2)
-def test_ranks_with_unequal_batches_choose_alike(rank: int, world: int) -> None:
+def test_ranks_with_unequal_batches_choose_alike(rank: int, world: int, strategy: str) -> None:
     model = network()
-    optimizer = KFAC(model, lr=0.01, graft="adamw", budget=1.5)
+    optimizer = KFAC(model, lr=0.01, graft="adamw", budget=1.5, comm=from_name(strategy))
     for t in range(3):
         x = torch.randn(8 + 200 * rank, 40, generator=torch.Generator().manual_seed(rank + 10 * t))
         optimizer.zero_grad()
