@@ -82,7 +82,7 @@ class Plan:
         tables: list[tuple[str, Callable[[RankPlan], Mapping[str, float]], Callable[[float], str]]] = [
             ("stored", lambda rank: rank.stored, bytes_in_words),
             ("sent per step", lambda rank: rank.sent, bytes_in_words),
-            ("sent in the worst", lambda rank: rank.worst_sent, bytes_in_words),
+            ("sent in the largest step", lambda rank: rank.worst_sent, bytes_in_words),
             ("FLOPs per step", lambda rank: rank.flops, flops_in_words),
         ]
         for title, part, words in tables:
