@@ -133,8 +133,9 @@ for name, run in shown.items():
 dist.destroy_process_group()
 
 # %% [markdown]
-# After the same number of steps, K-FAC has a lower loss than AdamW. A step takes two to three times as
-# long: the budget of the preset, 2, does not count the messages between processes. Dividing the curvature is worth it for models whose curvature does not fit on one rank.
+# After the same number of steps, K-FAC has a lower loss than AdamW. A step takes two to three times as long: the budget
+# of the preset, 2, does not count the messages between processes. Dividing the curvature is worth it for models whose
+# curvature does not fit on one rank.
 #
 # ## A plan for 8 × 8 GPUs
 #
