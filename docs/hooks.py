@@ -50,7 +50,7 @@ def api_pages() -> str:
 
 
 def _on_the_page(api_page: str) -> dict[str, Any]:
-    """What the pages of the API show, by the path that it is shown under; None for what is not to be imported."""
+    """Return the objects that the pages of the API show, by path; None for those that are not imported."""
     found: dict[str, Any] = {}
     for path in re.findall(r"^::: ([\w.]+)$", api_page, re.M):
         owner, _, name = path.rpartition(".")
@@ -66,7 +66,7 @@ def _attribute(owner: str, name: str) -> Any:
 
 
 def undocumented(module: Any, api_page: str) -> list[str]:
-    """What is missing, one sentence each: a docstring, or a place on a page of the API under any of its paths."""
+    """Return one sentence for each name that has no docstring, or no place on a page of the API."""
     missing = []
     shown = _on_the_page(api_page)
     for name in public_names(module):

@@ -29,7 +29,7 @@ _STEMS = (
     "categor|custom|factor|final|general|initial|local|marginal|maxim|minim|normal|optim|orthogonal|organ|parallel|"
     "parametr|penal|quant|real|recogn|regular|serial|special|stabil|standard|summar|symmetr|synchron|util|vector|visual"
 )
-#: What is found, and what to write instead.
+#: Each habit, and the words to write instead.
 _RULES = tuple(
     (re.compile(rf"\b(?:{pattern})\b", re.I), instead)
     for pattern, instead in (

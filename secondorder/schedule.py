@@ -29,7 +29,7 @@ Schedule: TypeAlias = Callable[[int], Any] | Mapping[int, Any]
 _RESERVED = frozenset({"params", "param_names", "initial_lr", "fallback_base_lr"})
 #: Options of our methods that determine the layout of a layer's state, which is fixed when a group is added.
 _ALLOCATING = frozenset(
-    {"inverse_method", "inverse_rank", "max_factor_dim", "basis_update", "momentum_mode", "transport"}
+    {"inverse_method", "inverse_rank", "budget", "max_factor_dim", "basis_update", "momentum_mode", "transport"}
 )
 #: Marks an option that has no scheduled value yet, before its first milestone.
 _UNSET = object()

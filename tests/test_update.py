@@ -169,3 +169,27 @@ def test_a_set_with_one_bad_direction_becomes_its_sources_and_others_stay(bad: f
     found = update.bound(Proposal(directions, ones(p, q, value=7.0), [(None, [p]), (None, [q])]), sources)
     assert (found[p].tolist(), found[q].tolist()) == ([5.0] * 3, [1.0] * 3)
     assert not sources
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_lengths_of_pieces_are_those_of_the_step_of_adam(dtype: torch.dtype) -> None:
+    """A tensor of several pieces, the last one short, against the step that torch's own optimizer takes."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.zeros(300, 701, dtype=dtype))
+    adam = torch.optim.Adam([p], lr=1.0, betas=(0.8, 0.95), eps=1e-3)
+    for _ in range(3):
+        before, p.grad = p.detach().clone(), torch.randn_like(p)
+        adam.step()
+    state = adam.state[p]
+    lengths = first_order.adam_lengths(state["exp_avg"], state["exp_avg_sq"], 3.0, (0.8, 0.95), 1e-3)
+    assert lengths is not None
+    assert len(lengths) == 4
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    step = torch.linalg.vector_norm((p.detach() - before).double())
+    torch.testing.assert_close(torch.linalg.vector_norm(lengths.double()), step, rtol=tolerance, atol=0)
+
+
+def test_small_tensors_and_those_with_gaps_have_no_pieces() -> None:
+    small, gaps = torch.ones(8), torch.ones(400, 400)[:, ::2]
+    for x in (small, gaps):
+        assert first_order.adam_lengths(x, x, 1.0, (0.9, 0.99), 1e-8) is None

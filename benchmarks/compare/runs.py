@@ -122,7 +122,7 @@ def execute(job: Job, setting: Setting) -> dict[str, Any]:
         return entry | _train(job, setting, method, recipe)
     except (TimeoutError, DataMissingError, PeerMissingError):
         raise
-    except FAILURES as err:  # told in the report, and the others go on
+    except FAILURES as err:  # the report names it, and the others go on
         empty = {"taken": 0, "diverged": False, "curve": [], "metric": None, "quality": {}, "optimizer_bytes": 0}
         return entry | empty | {"failed": f"{type(err).__name__}: {err}"}
 

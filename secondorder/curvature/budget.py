@@ -97,7 +97,7 @@ class Costs(NamedTuple):
 
 
 class Intervals(NamedTuple):
-    """What a budget decides.
+    """The choice that a budget allows.
 
     Attributes:
         update: Number of steps between updates of the factors.

@@ -208,11 +208,18 @@ def test_swap(tmp_path, capsys):
         assert f"One changed line, {method}, smoke" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("workload", [pytest.param("autoencoder", marks=pytest.mark.slow), "resnet20", "chargpt"])
+#: With its budget, the new line ends at 165.7 and AdamW at 164.4; without one, it ends at 146.
+BUDGET_IS_WORSE = pytest.mark.xfail(
+    strict=True, reason="a budget has no warm-up, and splits a damping that is too small"
+)
+
+
+@pytest.mark.parametrize(
+    "workload", [pytest.param("autoencoder", marks=[pytest.mark.slow, BUDGET_IS_WORSE]), "resnet20", "chargpt"]
+)
 def test_swap_on_made_up_data_of_the_real_format(workload, tmp_path, capsys):
     words = ["measure", "swap", "--workload", workload, "--data-dir", str(tmp_path), "--out-dir", str(tmp_path)]
-    # On the made-up images of the autoencoder, both lines end within a percent of each other.
-    assert _run(*words, "--tolerance", "0.02") == 0
+    assert _run(*words) == 0
     outcomes = json.loads((tmp_path / "swap-smoke.json").read_text())["outcomes"]
     assert [outcome["passed"] for outcome in outcomes] == [True, True]
 
@@ -242,6 +249,7 @@ def test_swap_lines_differ_in_class_window_damping_and_budget_only():
             calls = [ast.parse(code, mode="eval").body for code in (line, REPLACEMENTS["kfac"][base])]
             own, kfac = ({word.arg: ast.unparse(word.value) for word in call.keywords} for call in calls)
             assert own.keys() - kfac.keys() <= {"window_size", "damping", "damping_mode"}
+            assert ("budget" in own) == (method == "kfac")
             assert kfac.items() - {("budget", "2.0")} <= own.items()
 
 

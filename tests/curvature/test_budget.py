@@ -129,6 +129,13 @@ def test_a_choice_may_be_changed_later():
     assert optimizer.param_groups[0]["precondition_steps"] == 1
 
 
+def test_a_budget_cannot_be_scheduled():
+    """It decides once, in the first step."""
+    optimizer = KFAC(network(), lr=0.01, graft="adamw", budget=1.5)
+    with pytest.raises(ValueError, match="'budget' cannot be scheduled"):
+        ParamScheduler(optimizer, budget={10: 2.0})
+
+
 def test_steps_that_are_not_preconditioned_are_those_of_the_graft():
     model, other = network(), network()
     optimizer = KFAC(

@@ -89,6 +89,25 @@ def test_a_convolution_with_groups():
         )
 
 
+@pytest.mark.parametrize(("n_in", "n_out"), [(11, 9), (11, 4), (4, 9)])
+def test_equal_layers_that_precondition_together(n_in, n_out):
+    """From four equal layers on, one batched product gives the directions of all of them."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(n_in, n_out).double() for _ in range(5))
+    xs, weights = [rows((40, n_in)) for _ in model], [rows((40, n_out)) for _ in model]
+    options = {"lr": 1.0, "momentum": 0.0, "kl_clip": None, "damping": DAMPING}
+    optimizer = KFAC(model, **options, inverse_method=InverseOptions(rank=RANK), factor_update_steps=1)
+    before = [torch.cat([m.weight, m.bias[:, None]], 1).detach().clone() for m in model]
+    (sum((m(x) * w).sum() for m, x, w in zip(model, xs, weights, strict=True)) / 40).backward()
+    optimizer.step()
+    for m, x, w, old in zip(model, xs, weights, before, strict=True):
+        inputs = torch.cat([x, torch.ones(40, 1).double()], 1)
+        gradient = (w / 40).T @ inputs
+        expected = solution(*factors_of(w / 40, inputs, 40), gradient, "pi", 1.0, False)
+        found = old - torch.cat([m.weight, m.bias[:, None]], 1).detach()
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9 * float(expected.abs().max()))
+
+
 def test_without_a_split_it_is_pi_in_narrow_layers_too():
     """A layer that keeps its whole basis is damped as the others are."""
     torch.manual_seed(0)

@@ -107,7 +107,7 @@ def examples(page: Path) -> Iterator[Block]:
 
 
 class Printed(NamedTuple):
-    """What a block printed, and the block that shows it."""
+    """The text that a block printed, and the block that shows it."""
 
     block: Block
     text: str

@@ -1,4 +1,4 @@
-"""What a program printed, compared with what a page shows.
+"""Compares the text that a program printed with the text that a page shows.
 
 Words have to agree, and whole numbers. Numbers with a fraction or an exponent agree up to rounding that differs between
 machines. A time, a number before ``ms`` or ``s``, agrees with any other time. ``...`` on the page stands for any text.
