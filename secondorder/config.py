@@ -68,8 +68,9 @@ class RefreshOptions:
     Args:
         stagger: Whether to spread the refreshes of the blocks over the interval.
         warmup: Whether to update the factors at every step of the first interval and to refresh at its steps 0, 1, 2,
-            4, 8, … The curvature of a new network changes a thousandfold in its first hundred steps. If None, the
-            warm-up is on unless you set an interval, which is then kept exactly.
+            4, 8, … The curvature of a new network changes a thousandfold in its first hundred steps. With
+            ``"doubling"``, only the steps that refresh update the factors, which costs far less. If None, the warm-up
+            is on unless you set an interval, which is then kept exactly; with a budget, it is ``"doubling"``.
         max_failures: Number of consecutive failed refreshes of a layer after which an error is raised.
         basis_update: For EKFAC: ``"eigh"`` computes each basis from scratch, and ``"qr"`` uses orthogonal iteration
             from the last basis (``basis_update``).
@@ -79,7 +80,7 @@ class RefreshOptions:
     """
 
     stagger: bool = False
-    warmup: bool | None = _option(None, was="refresh_warmup")
+    warmup: bool | str | None = _option(None, was="refresh_warmup")
     max_failures: int = 10
     basis_update: str = _option("eigh", key="basis_update")
     full_every: int = _option(20, key="full_every")
@@ -88,7 +89,7 @@ class RefreshOptions:
 
     def __post_init__(self) -> None:
         options.flag("stagger", self.stagger)
-        options.optional_flag("warmup", self.warmup)
+        options.optional_flag("warmup", self.warmup, "doubling")
         options.whole(1)("max_failures", self.max_failures)
 
 
@@ -223,12 +224,12 @@ class InverseOptions:
     Args:
         method: Factorization that is used, ``"eigen"`` or ``"cholesky"`` (``inverse_method``).
         damping_split: ``"exact"`` adds λ to the eigenvalues of ``G ⊗ A``, and ``"pi"`` splits λ between the two factors
-            (Martens & Grosse 2015, section 6.3). If None, it is ``"exact"`` for ``"eigen"`` without a ``rank``, and
-            ``"pi"`` otherwise (``damping_split``).
+            (Martens & Grosse 2015, section 6.3). If None, it is ``"exact"`` for ``"eigen"`` and ``"pi"`` for
+            ``"cholesky"`` (``damping_split``).
         rank: Number of leading eigenvectors that are computed for a factor with more than twice as many rows. The other
-            eigenvalues are replaced by their mean, and λ is split as ``damping_split`` says. This makes directions and
-            refreshes of wide layers many times cheaper, and takes less memory. Layers in which both factors are
-            narrower use ``method``. If None, all layers do (``inverse_rank``).
+            eigenvalues are replaced by their mean. This makes directions and refreshes of wide layers many times cheaper,
+            and takes less memory. Layers in which both factors are narrower use ``method``. If None, all layers do
+            (``inverse_rank``).
     """
 
     method: str = _option("eigen", key="inverse_method")

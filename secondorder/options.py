@@ -84,9 +84,11 @@ def flag(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def optional_flag(name: str, value: Any) -> None:
-    """A check for a bool or None."""
-    if value is not None:
+def optional_flag(name: str, value: Any, *words: str) -> None:
+    """A check for a bool, None or one of some words."""
+    if isinstance(value, str) and words:
+        choice(*words)(name, value)
+    elif value is not None:
         flag(name, value)
 
 

@@ -54,8 +54,8 @@ def basis_of(factors: KroneckerFactors, state: State, side: str) -> Tensor | Non
 
 def splits_damping(factors: KroneckerFactors, group: Group) -> bool:
     """Whether λ is split over the two factors where eigenvalues are known."""
-    by_default = None if group.get("inverse_rank") is None else "pi"
-    return (group["damping_split"] or by_default) == "pi" and not factors.layer.adapter.is_exact
+    split = group["damping_split"] or ("pi" if group.get("inverse_method") == "cholesky" else "exact")
+    return split == "pi" and not factors.layer.adapter.is_exact
 
 
 class Inverse(ABC):

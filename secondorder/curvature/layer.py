@@ -146,4 +146,4 @@ class LayerOptions:
     @cached_property
     def schedule(self) -> RefreshSchedule:
         """The schedule of captures and refreshes."""
-        return RefreshSchedule(self.refresh.stagger, bool(self.refresh.warmup), self.overlap)
+        return RefreshSchedule(self.refresh.stagger, self.refresh.warmup or False, self.overlap)

@@ -40,12 +40,13 @@ class RefreshSchedule:
 
     Attributes:
         stagger: Whether the refreshes of the blocks are spread over the interval.
-        warmup: Whether the steps 0, 1, 2, 4, 8, … of the first interval refresh, and all its steps capture.
+        warmup: Whether the steps 0, 1, 2, 4, 8, … of the first interval refresh, and all its steps capture. With
+            ``"doubling"``, only the steps that refresh capture.
         overlap: Whether refreshes run in the background of training.
     """
 
     stagger: bool = False
-    warmup: bool = False
+    warmup: bool | str = False
     overlap: bool = False
 
     @staticmethod
@@ -55,7 +56,10 @@ class RefreshSchedule:
 
     def captures(self, t: int, every: int, interval: int, updates: int) -> bool:
         """Whether a step captures statistics: every ``every`` steps, and at each step until there are some."""
-        return interval > 0 and (self._warms_up(t, interval) or t % every == 0 or updates == 0)
+        if interval == 0:
+            return False
+        starts = self._warms_up(t, interval) and (self.warmup is True or _is_power(t))
+        return starts or t % every == 0 or updates == 0
 
     def refreshes(self, t: int, interval: int, place: tuple[int, int], counters: Counters) -> bool:
         """Whether a step refreshes a block, from its current estimate or by adopting a refresh in progress."""
@@ -82,7 +86,7 @@ class RefreshSchedule:
         return t if begun > 0 and self.begins(begun, interval, place, 1) else 0
 
     def _warms_up(self, t: int, interval: int) -> bool:
-        return self.warmup and t < interval
+        return bool(self.warmup) and t < interval
 
     def _is_done_at_once(self, t: int, interval: int) -> bool:
         return not self.overlap or self._warms_up(t, interval)
@@ -90,7 +94,12 @@ class RefreshSchedule:
     def _is_scheduled(self, t: int, interval: int, place: tuple[int, int]) -> bool:
         """Whether a refresh of a block other than its first is scheduled for a step."""
         if self._warms_up(t, interval):
-            return t & (t - 1) == 0
+            return _is_power(t)
         index, count = place
         phase = index * interval // count if self.stagger else 0
         return (t - phase) % interval == 0
+
+
+def _is_power(t: int) -> bool:
+    """Whether a step is 0 or a power of 2."""
+    return t & (t - 1) == 0

@@ -247,11 +247,12 @@ def _device_type(given: Mapping[str, Any]) -> str:
     return "cpu" if first is None else first.device.type
 
 
-def _warms_up(given: Mapping[str, Any]) -> bool:
+def _warms_up(given: Mapping[str, Any]) -> bool | str:
     """Whether refreshes are frequent at the start: as ``warmup`` says, or else unless an interval was set."""
-    asked: bool | None = given["refresh"].warmup
-    by_default = all(given[name] is None for name in INTERVALS) and given.get("budget") is None
-    return by_default if asked is None else asked
+    asked: bool | str | None = given["refresh"].warmup
+    if asked is not None:
+        return asked
+    return "doubling" if given.get("budget") is not None else all(given[name] is None for name in INTERVALS)
 
 
 def _resolve_damping(damping: float | None, mode: str | None) -> tuple[float, str]:

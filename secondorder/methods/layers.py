@@ -122,12 +122,12 @@ def _refuse_several_devices(method: str, module: nn.Module) -> None:
         )
 
 
-def layer_options(given: Mapping[str, Any], warms_up: bool = False) -> LayerOptions:
+def layer_options(given: Mapping[str, Any], warms_up: bool | str = False) -> LayerOptions:
     """Return the options that apply to all layers.
 
     Args:
         given: The arguments of a constructor by name, with objects in place of their short forms.
-        warms_up: Whether refreshes are frequent at the start.
+        warms_up: Whether and how refreshes are frequent at the start, see :class:`RefreshOptions`.
 
     Returns:
         The options.

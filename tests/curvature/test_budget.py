@@ -97,12 +97,23 @@ def test_the_first_step_chooses_and_the_rest_equals_the_printed_options():
     assert f"budget 1.5: factors every {group['factor_update_steps']} steps" in optimizer.describe()
     assert f"directions every {turn} steps" in optimizer.describe()
     explicit = KFAC(
-        other, lr=0.01, graft="adamw", inverse_method=InverseOptions("cholesky", rank=16),
-        refresh=RefreshOptions(precondition_steps=turn), **intervals,
+        other, lr=0.01, graft="adamw", inverse_method=InverseOptions(rank=16),
+        refresh=RefreshOptions(precondition_steps=turn, warmup="doubling"), **intervals,
     )  # fmt: skip
     trained(other, explicit, 1)
     steps = 2 * group["inv_update_steps"] + 3
     assert_identical(trained(model, optimizer, steps, 1), trained(other, explicit, steps, 1))
+
+
+@pytest.mark.parametrize(("warmup", "updates"), [(None, 5), ("doubling", 5), (False, 1)])
+def test_the_first_interval_refreshes_at_doubling_steps(warmup, updates):
+    model = network()
+    optimizer = KFAC(model, lr=0.01, graft="adamw", budget=1.5, refresh=RefreshOptions(warmup=warmup))
+    trained(model, optimizer, 10)
+    assert optimizer.param_groups[0]["factor_update_steps"] >= 10
+    counted = [optimizer.state[p]["factor_updates"] for p in model.parameters() if "factor_updates" in optimizer.state[p]]
+    assert counted
+    assert set(counted) == {updates}
 
 
 def test_a_resumed_run_keeps_what_was_chosen():

@@ -24,6 +24,7 @@ def steps(answer: Callable[[int], bool]) -> list[int]:
         (RefreshSchedule(), 10, 20, 0, [*STEPS]),  # until there is an estimate
         (RefreshSchedule(), 10, 0, 0, []),  # switched off
         (RefreshSchedule(warmup=True), 10, 5, 1, [0, 1, 2, 3, 4, 10, 20, 30]),
+        (RefreshSchedule(warmup="doubling"), 10, 20, 1, [0, 1, 2, 4, 8, 10, 16, 20, 30]),
         (RefreshSchedule(stagger=True, overlap=True), 15, 20, 1, [0, 15, 30]),
     ],
 )
@@ -44,6 +45,7 @@ def test_steps_that_capture(
         (RefreshSchedule(stagger=True), 2, (4, 5), [1, *range(3, 40, 2)]),  # more blocks than steps
         (RefreshSchedule(warmup=True), 10, (2, 5), [0, 1, 2, 4, 8, 10, 20, 30]),
         (RefreshSchedule(warmup=True), 16, (0, 1), [0, 1, 2, 4, 8, 16, 32]),
+        (RefreshSchedule(warmup="doubling"), 10, (2, 5), [0, 1, 2, 4, 8, 10, 20, 30]),
         (RefreshSchedule(stagger=True, warmup=True), 10, (2, 5), [0, 1, 2, 4, 8, 14, 24, 34]),
         (RefreshSchedule(overlap=True), 10, (2, 5), []),  # nothing was begun
         (RefreshSchedule(overlap=True, warmup=True), 10, (2, 5), [0, 1, 2, 4, 8]),
