@@ -98,8 +98,9 @@ class BudgetOptions:
     """A limit on the mean cost of a step. ``budget=1.3`` is short for ``budget=BudgetOptions(1.3)``.
 
     Args:
-        limit: Largest mean cost of a step, in units of a step of the same model with AdamW, the first steps included.
-            It is at least 1.05 (``budget``).
+        limit: Largest mean cost of a step in a long run, in units of a step of the same model with AdamW. It is at
+            least 1.05. The additional refreshes at the steps 1, 2, 4, 8, … of the first interval are not part of it
+            (``budget``).
         rates: The speed of the machine: the ``rates`` of a :func:`secondorder.estimate`, which measures it once, or
             ``secondorder.MachineRates.load(path)``. If None, nominal numbers for the type of the device are used. The
             same rates give the same choices in every run.

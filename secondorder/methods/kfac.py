@@ -75,8 +75,8 @@ class KFAC(SecondOrderOptimizer):
             refreshes are many times cheaper. :class:`InverseOptions` also sets how λ is split between the two factors.
         budget: Largest mean cost of a step, in units of a step of the same model with AdamW, such as 1.3. It chooses
             the intervals and how many steps are preconditioned, from the sizes of the layers and of the first batch.
-            The default of ``inverse_method`` is ``InverseOptions(rank=16)`` then. ``describe()`` shows the
-            choice. See :class:`BudgetOptions`.
+            The default of ``inverse_method`` is ``InverseOptions(rank=16)`` then. ``describe()`` shows the choice. See
+            :class:`BudgetOptions`.
         refresh: When inverses are computed again, see :class:`RefreshOptions`: spread over the interval
             (``stagger=True``), and more often at the start (``warmup``).
 
