@@ -24,6 +24,7 @@ from benchmarks.commands.regress import Regress
 from benchmarks.commands.robustness import Robustness
 from benchmarks.commands.scaling import Scaling
 from benchmarks.commands.scripts import Scripts
+from benchmarks.commands.seconds import Seconds
 from benchmarks.commands.spikes import Spikes
 from benchmarks.commands.step_time import StepTime
 from benchmarks.commands.swap import Swap
@@ -38,7 +39,9 @@ class Study:
     """Run a study whose results are stored, or show stored results as tables or figures."""
 
     what: OmitSubcommandPrefixes[
-        OmitArgPrefixes[BatchSize | Density | Annotated[Drawn, subcommand("figures")] | Memory | Overview | Robustness]
+        OmitArgPrefixes[
+            BatchSize | Density | Annotated[Drawn, subcommand("figures")] | Memory | Overview | Robustness | Seconds
+        ]
     ]
 
     def run(self) -> int:

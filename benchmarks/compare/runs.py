@@ -119,7 +119,7 @@ def execute(job: Job, setting: Setting) -> dict[str, Any]:
         "note": recipe.note,
     }
     try:
-        return entry | _train(job, setting, method, recipe)
+        return entry | train(job, setting, method, recipe, pause_of(job, setting, key_of(job, recipe)))
     except (TimeoutError, DataMissingError, PeerMissingError):
         raise
     except FAILURES as err:  # the report names it, and the others go on
@@ -136,7 +136,8 @@ def pause_of(job: Job, setting: Setting, key: str) -> Pause | None:
     return Pause(setting.pauses / f"{job.optimizer}-{key}.pt", about)
 
 
-def _train(job: Job, setting: Setting, method: Method, recipe: Recipe) -> dict[str, Any]:
+def train(job: Job, setting: Setting, method: Method, recipe: Recipe, pause: Pause | None = None) -> dict[str, Any]:
+    """Train with the settings of a recipe, and return the figures of the run."""
     workload = setting.make_workload()
     make = partial(method.construct, **recipe.settings)
     schedule = partial(make_schedule, schedule_of(recipe, setting), job.steps)
@@ -144,7 +145,6 @@ def _train(job: Job, setting: Setting, method: Method, recipe: Recipe) -> dict[s
     torch.manual_seed(job.seed)  # of dropout, say
     trainer = Trainer(method.label, workload, make, job.seed, schedule, closure)
     reference = reference_of(workload, setting) if setting.reference_seconds else None
-    pause = pause_of(job, setting, key_of(job, recipe))
     seconds: list[float] = (pause and pause.resume(trainer)) or []  # that the reference took
     for step in range(len(trainer.history.losses), job.steps):
         if time.time() > setting.deadline:

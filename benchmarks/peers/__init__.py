@@ -6,7 +6,7 @@ no package are read from a checkout, see :mod:`benchmarks.peers.checkouts`.
 
 from functools import partial
 
-from benchmarks.peers import checkouts, muon, recipes
+from benchmarks.peers import checkouts, muon, orthogonal, recipes
 from benchmarks.peers import libraries as packaged
 from benchmarks.peers.checkouts import CHECKOUTS, PATHS, set_paths
 from benchmarks.peers.libraries import PACKAGES, PeerMissingError, evaluating, has_library, installed
@@ -21,6 +21,7 @@ _second = partial(Method, order="second", ours=False)
 PEERS: dict[str, Method] = {
     "muon": _first(muon.label(), muon.muon, recipes.MUON),
     "muon_short": _first(f"{muon.label()}, momentum 0.85", muon.muon, recipes.MUON_SHORT),
+    "orthogonal": _first("orthogonal momentum", orthogonal.orthogonal_momentum, recipes.ORTHOGONAL),
     "soap": _first("SOAP", packaged.soap, recipes.SOAP),
     "shampoo": _first("Shampoo", packaged.shampoo, recipes.SHAMPOO),
     "psgd_kron": _first("PSGD-Kron", packaged.psgd_kron, recipes.PSGD_KRON),

@@ -11,6 +11,7 @@ from benchmarks.recipes.types import COSINE, Recipe, Schedule, Settings
 WARMUP = Schedule("constant", 0.05)
 """Of methods that average: the rate rises over a twentieth of the run, and stays."""
 
+_CONTROL = "the rates and groups of the recipe of ekfac_orthogonal, with the identity in place of its curvature"
 _HERE = "learning rates tuned here on digits, autoencoder and chargpt of size smoke"
 _MUON = f"{_HERE}, AdamW's rate from its own recipe; everything else from github.com/KellerJordan/Muon, README"
 _SOAP = f"{_HERE}; betas, decay and interval from github.com/nikhilvyas/SOAP, README"
@@ -31,6 +32,8 @@ _META_SHAMPOO = (
 )
 _IST_MFAC = f"{_HERE}; damping from github.com/IST-DASLab/M-FAC, optim.py, except for autoencoder"
 
+_OF_CONTROL = ("lr", "momentum", "plain_layers", "plain_lr", "orthogonal_dtype")
+"""Keywords of ``ekfac_orthogonal`` that its control has."""
 _OVER_WORDS = ("chargpt", "multi30k", "gpt2_small")
 """Workloads whose loss is a mean over sequences, too."""
 
@@ -108,6 +111,14 @@ def _ist_mfac(workload: str, _: float) -> Settings:
     return {**rates, "momentum": 0.9, "window_size": 128}
 
 
+ORTHOGONAL = {
+    name: Recipe(
+        {key: recipe.settings[key] for key in _OF_CONTROL if key in recipe.settings},
+        _CONTROL,
+        searched=("lr", "plain_lr"),
+    )
+    for name, recipe in OURS["ekfac_orthogonal"].recipes.items()
+}
 MUON = _recipes(_muon, _MUON, searched=("lr", "adamw_lr"))
 MUON_SHORT = _recipes(
     lambda *given: {**_muon(*given), "momentum": 0.85},

@@ -27,8 +27,10 @@ MethodName = Literal[
     "ekfac_adaptive",
     "ekfac_orthogonal",
 ]
-Shape = Literal["constant", "cosine", "linear", "steps"]
-"""Course of the learning rate after its warm-up."""
+Shape = Literal["constant", "cosine", "linear", "steps", "trapezoid"]
+"""Course of the learning rate after its warm-up; a trapezoid is constant and falls to nothing at the end."""
+_FALL = 0.3
+"""Share of a run in which the rate of a trapezoid falls."""
 Rule = Literal["constant", "sqrt", "linear"]
 """How the learning rate follows the examples of a step: not at all, with their square root, or in proportion."""
 
@@ -148,6 +150,8 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
         return 0.5 + 0.5 * math.cos(math.pi * share)
     if schedule.shape == "linear":
         return 1 - share
+    if schedule.shape == "trapezoid":
+        return min(1.0, (steps - step) / (_FALL * steps))
     if schedule.shape == "steps":
         return float(schedule.gamma ** sum(step >= milestone * steps for milestone in schedule.milestones))
     return 1.0

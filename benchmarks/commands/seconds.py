@@ -1,0 +1,329 @@
+"""``seconds``: losses and held-out metrics at equal processor seconds.
+
+1. Each optimizer is tuned at full length on one seed: rates are bracketed on both sides, and momentum, β₂ and the
+   schedule are chosen among the same values for all that have them. See :mod:`benchmarks.search`.
+2. The time T is that of the best first-order optimizer for all steps of the workload.
+3. Each optimizer then trains for 0.5, 0.7, 1 and 1.5 times T with seeds that no search has seen. The number of steps
+   follows from the time of its own steps, and its schedule ends with the run.
+
+Seconds are those of the processor, scaled to the speed at which the study began by steps of SGD in between.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from scipy import stats
+
+from benchmarks import report
+from benchmarks.compare.plan import Job
+from benchmarks.compare.runs import Setting as RunSetting
+from benchmarks.compare.runs import find, measure_reference, recipe_on, train
+from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt
+from benchmarks.plot import Panel, plot_rows
+from benchmarks.recipes import Schedule, Settings
+from benchmarks.recipes.types import RATES
+from benchmarks.search import Axis, search
+from benchmarks.workloads import Workload, WorkloadName
+
+_SCHEDULES = Axis(("schedule",), ("cosine", "linear", "trapezoid"))
+_MOMENTA = Axis(("momentum",), (0.8, 0.9, 0.95))
+_LR = Axis(("lr",))
+AXES: Mapping[str, Sequence[Axis]] = {
+    "adamw": (_LR, Axis(("beta2",), (0.95, 0.99, 0.999)), _SCHEDULES),
+    "muon": (Axis(("lr", "adamw_lr")), Axis(("adamw_lr",)), _MOMENTA, _SCHEDULES),
+    "orthogonal": (Axis(("lr", "plain_lr")), Axis(("plain_lr",)), _MOMENTA, _SCHEDULES),
+    "ekfac_orthogonal": (Axis(RATES), Axis(("plain_lr", "fallback_lr")), _MOMENTA, _SCHEDULES),
+}
+"""What is searched for an optimizer, in this order; for all others, it is the rate and then the schedule."""
+_STARTS: Mapping[str, Settings] = {"adamw": {"beta2": 0.999}, "muon": {"momentum": 0.95}}
+"""Defaults of optimizers that are searched and that their recipes leave out."""
+_WARMUP = 0.05
+
+
+@dataclass
+class Seconds(Evidence):
+    """Compare optimizers at equal processor seconds, with searched settings and seeds that no search has seen."""
+
+    workload: WorkloadName = "chargpt"
+    """Workload to train."""
+    optimizers: tuple[str, ...] = ("adamw", "muon", "soap", "orthogonal", "ekfac_orthogonal", "from_adamw")
+    """Optimizers to compare. At least one must be a first-order optimizer."""
+    shares: tuple[float, ...] = (0.5, 0.7, 1.0, 1.5)
+    """Lengths of the runs, as multiples of the time of the best first-order optimizer."""
+    steps: int | None = None
+    """Number of steps of that time and of each trial. Default: that of the workload."""
+    seeds: int = 5
+    """Number of seeds of the runs that count, starting with --first-seed. Trials use --seed."""
+    first_seed: int = 100
+    """First of these seeds."""
+
+    @property
+    def stem(self) -> str:
+        return f"seconds-{self.workload}-{self.size}"
+
+    @property
+    def runs(self) -> int:
+        return self.seeds * len(self.shares) * len(self.optimizers)
+
+    def check_options(self) -> None:
+        self.check(positive=("seeds", "steps", "shares"))
+        if not any(find(name).order == "first" for name in self.optimizers):
+            raise ValueError(f"at least one of the optimizers must be a first-order one, got {self.optimizers}")
+        if self.seed >= self.first_seed:
+            raise ValueError(f"seed must be below first_seed={self.first_seed}, got {self.seed}")
+
+    @cached_property
+    def task(self) -> Workload:
+        return RunSetting(self.workload, self.size, self.data_dir).make_workload()
+
+    @property
+    def length(self) -> int:
+        return self.task.steps[self.size] if self.steps is None else self.steps
+
+    def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
+        reference = cells.run({**self._about(), "what": "a step of SGD"}, self._reference)
+        if reference is None:
+            return []
+        course = _Course(self, cells, advance, reference["seconds"])
+        tuned = [found for name in self.optimizers if (found := course.tuned(name))]
+        if not any(found.first_order for found in tuned):
+            return []
+        best = min((found for found in tuned if found.first_order), key=lambda found: found.loss)
+        rows = [
+            {"share": share, **course.row(found, share, best.cost * self.length)}
+            for share in sorted(self.shares, key=lambda share: abs(math.log(share)))
+            for found in tuned
+        ]
+        return _judged(sorted(rows, key=lambda row: row["share"]))
+
+    def show(self, rows: list[Figures]) -> Shown:
+        about = {"workload": self.workload, "steps": self.length, "metric": self.task.metric}
+        drawn = [row for row in rows if row["losses"]]
+        return Shown(_tables(rows, self.workload, self.task.metric), about, partial(_draw, drawn) if drawn else None)
+
+    def _about(self) -> dict[str, Any]:
+        return {"workload": self.workload, "size": self.size, "batch_size": self.task.batch_size}
+
+    def _reference(self) -> Figures:
+        return {"seconds": measure_reference(RunSetting(self.workload, self.size, self.data_dir, self.threads))}
+
+    def setting(self, reference: float, schedule: str) -> RunSetting:
+        shape: Any = schedule
+        course = Schedule(shape, _WARMUP)
+        return RunSetting(
+            self.workload, self.size, self.data_dir, self.threads, schedule=course, reference_seconds=reference
+        )
+
+
+@dataclass(frozen=True)
+class _Tuned:
+    """An optimizer with the settings that its search found."""
+
+    name: str
+    settings: Settings
+    loss: float
+    cost: float
+    """Seconds per step, the median of all trials."""
+    trials: int
+
+    @property
+    def first_order(self) -> bool:
+        return find(self.name).order == "first"
+
+
+@dataclass(frozen=True)
+class _Course:
+    """Runs what a study needs, and keeps it."""
+
+    study: Seconds
+    cells: Cells
+    advance: Callable[[str], None]
+    reference: float
+
+    def tuned(self, name: str) -> _Tuned | None:
+        """Return the best settings of an optimizer, or None if there was no time for all trials."""
+        study, trials = self.study, dict[str, Figures]()
+        recipe = recipe_on(name, study.task, study.size, study.data_dir)
+
+        def loss_of(settings: Settings) -> float:
+            found = self.run(name, settings, study.seed, study.length, "sift")
+            if found is None:
+                raise TimeoutError
+            trials[repr(sorted(settings.items()))] = found
+            return _end(found)
+
+        try:
+            start = {**_STARTS.get(name, {}), **recipe.settings, "schedule": "cosine"}
+            best = search(start, AXES.get(name, (_LR, _SCHEDULES)), loss_of)
+        except TimeoutError:
+            return None
+        costs = [found["curve"][-1][2] / found["taken"] for found in trials.values() if math.isfinite(_end(found))]
+        return _Tuned(name, best, loss_of(best), statistics.median(costs), len(trials)) if costs else None
+
+    def row(self, tuned: _Tuned, share: float, seconds: float) -> Figures:
+        """Train with all seeds for a share of some seconds, and summarize the runs."""
+        study, method = self.study, find(tuned.name)
+        steps = max(1, math.floor(share * seconds / tuned.cost))
+        found = [
+            self.run(tuned.name, tuned.settings, seed, steps, "final")
+            for seed in range(study.first_seed, study.first_seed + study.seeds)
+        ]
+        whole = [run for run in found if run is not None]
+        return {
+            "optimizer": tuned.name,
+            "label": method.label,
+            "order": method.order,
+            "ours": method.ours,
+            "settings": dict(tuned.settings),
+            "trials": tuned.trials,
+            "cost": tuned.cost / self.reference,
+            "steps": steps,
+            "seconds": statistics.median(ends) if (ends := [run["curve"][-1][2] for run in whole if _is_fine(run)]) else None,
+            "losses": [_end(run) for run in whole],
+            "metrics": [run["metric"] for run in whole if run.get("metric") is not None],
+            "curves": [[point[1:3] for point in run["curve"]] for run in whole if run.get("curve")] if share == 1 else [],
+            "failed": [run["failed"] for run in whole if run["failed"]],
+        }
+
+    def run(self, name: str, settings: Settings, seed: int, steps: int, phase: Any) -> Figures | None:
+        study, own = self.study, dict(settings)
+        self.advance(f"{name}, {'trial' if phase == 'sift' else f'seed {seed}'}")
+        schedule = str(own.pop("schedule"))
+        identity = study.about(study.task, name, own, schedule=schedule, seed=seed, steps=steps, phase=phase)
+        job = Job(name, phase, 1.0, seed, steps)
+        setting = study.setting(self.reference, schedule)
+        recipe = replace(recipe_on(name, study.task, study.size, study.data_dir), settings=own)
+        measure = partial(train, job, setting, find(name), recipe, self.cells.pause(identity))
+        return self.cells.run(identity, partial(attempt, measure))
+
+
+def _is_fine(run: Mapping[str, Any]) -> bool:
+    return not run["failed"] and not run["diverged"]
+
+
+def _end(run: Mapping[str, Any]) -> float:
+    return float(run["curve"][-1][1]) if _is_fine(run) else math.inf
+
+
+def _judged(rows: list[Figures]) -> list[Figures]:
+    """Add the comparison with the best first-order optimizer of the same time to each row."""
+    for share in dict.fromkeys(row["share"] for row in rows):
+        own = [row for row in rows if row["share"] == share]
+        full = max(len(row["losses"]) for row in own)
+        first = [row for row in own if row["order"] == "first" and len(row["losses"]) == full > 0]
+        best = min(first, key=lambda row: statistics.fmean(row["losses"]), default=None)
+        for row in own:
+            whole = best is not None and len(row["losses"]) == full
+            pairs = list(zip(row["losses"], best["losses"], strict=True)) if best is not None and whole else []
+            row["reference"] = best is row
+            row["lower"] = sum(mine < theirs for mine, theirs in pairs)
+            row["ratio"] = statistics.fmean(mine / theirs for mine, theirs in pairs) if pairs else None
+            row["crossing"] = _crossing(row["curves"], best["curves"]) if best is not None and pairs else None
+    return rows
+
+
+def _crossing(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> float | None:
+    """Return the seconds to the reference's final loss, divided by the seconds in which the reference first gets there.
+
+    None if a run does not get there.
+    """
+    ratios = []
+    for own, other in zip(mine, theirs, strict=True):
+        target = other[-1][0]
+        if target is None:
+            return None
+        crossed = [next((s for loss, s in curve if loss is not None and loss <= target), None) for curve in (own, other)]
+        if crossed[0] is None or not crossed[1]:
+            return None
+        ratios.append(crossed[0] / crossed[1])
+    return statistics.fmean(ratios) if ratios else None
+
+
+def _tables(rows: Sequence[Figures], workload: str, metric: str) -> list[Table]:
+    shares = list(dict.fromkeys(row["share"] for row in rows))
+    by_name: dict[str, dict[float, Figures]] = {}
+    for row in rows:
+        by_name.setdefault(row["label"], {})[row["share"]] = row
+    lines = list(by_name.values())
+
+    def named(cell: Callable[[Figures], str]) -> dict[str, Any]:
+        label = {"optimizer": lambda line: line[shares[0]]["label"]}
+        return label | {f"{share:g} T": partial(lambda share, line: cell(line[share]), share) for share in shares}
+
+    mean = "Mean over the seeds ± half of the 95 % confidence interval (Student's t)."
+    at_one = [line[1.0] for line in lines if 1.0 in line]
+    return [
+        report.table_of(f"Training loss at equal seconds, {workload}", lines, named(partial(_interval, "losses")), mean),
+        report.table_of(f"Held-out {metric} at equal seconds", lines, named(partial(_interval, "metrics")), mean),
+        report.table_of("Relative to the best first-order optimizer of the same time", lines, named(_relative), _RATIO),
+        report.table_of("Searches, and runs of time T", at_one, _SEARCHED, _SEARCH),
+    ]
+
+
+_RATIO = (
+    "Change of the training loss, as a mean over the seeds, and the number of seeds with a lower loss. For 1 T also the "
+    "seconds in which the curve crosses the final loss of the reference, divided by the seconds in which the curve of "
+    "the reference itself first crosses it."
+)
+_SEARCH = (
+    "Trials are runs with all steps of the workload on a seed that is not among those of the other tables. Cost is the "
+    "time of a step divided by that of a step of SGD."
+)
+
+
+def _interval(key: str, row: Figures) -> str:
+    values = row[key]
+    if not values:
+        return ", ".join(row["failed"][:1]) or "-"
+    if not all(map(math.isfinite, values)):
+        return "diverged"
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return f"{mean:.4g}"
+    half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean:.4g} ± {half:.2g}" + (f" ({len(values)} seeds)" if len(values) < 3 else "")
+
+
+def _relative(row: Figures) -> str:
+    if row["reference"]:
+        return "reference"
+    if row["ratio"] is None or not math.isfinite(row["ratio"]):
+        return "-"
+    crossing = "" if row["crossing"] is None else f", crosses at {row['crossing']:.2f}"
+    return f"{100 * (row['ratio'] - 1):+.1f} %, {row['lower']} of {len(row['losses'])}{crossing}"
+
+
+def _settings_text(row: Figures) -> str:
+    searched = dict.fromkeys(key for axis in AXES.get(row["optimizer"], (_LR, _SCHEDULES)) for key in axis.keywords)
+    return ", ".join(f"{key} {row['settings'][key]}" for key in searched if key in row["settings"])
+
+
+_SEARCHED: dict[str, report.Column] = {
+    "optimizer": report.value("label"),
+    "trials": report.value("trials", "d"),
+    "chosen": _settings_text,
+    "cost": report.value("cost", ".2f"),
+    "steps": report.value("steps", "d"),
+    "seconds": report.value("seconds", ".1f"),
+}
+
+
+def _draw(rows: Sequence[Figures], path: Path) -> None:
+    def mean(row: Mapping[str, Any]) -> float | None:
+        values = [loss for loss in row["losses"] if math.isfinite(loss)]
+        return statistics.fmean(values) if values else None
+
+    panel = Panel("training loss", {"": mean}, log=False)
+    words = "Training loss at equal processor seconds", "multiple of T"
+    plot_rows(rows, [panel], lambda row: row["share"], lambda row: row["label"], words, path, _from_data)
+
+
+def _from_data(panels: Sequence[Any]) -> None:
+    for axes in panels:
+        axes.margins(0.05)

@@ -1,0 +1,67 @@
+"""A search for the settings of one optimizer, one axis after the other.
+
+A rate is bracketed: the search goes on in steps of ``10^¼`` until the best value has a worse neighbor on both sides.
+The other axes are lists of choices. The first axis is searched again at the end, because the choices move its optimum.
+The search depends on nothing but the losses, so that one that was interrupted is repeated with the losses that are
+known.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.recipes.types import Setting, Settings
+
+STEP = 10**0.25
+"""Ratio of two neighboring rates."""
+_MOST = 12
+"""Rates to try on each side; a search that leaves this range has no optimum."""
+
+LossOf = Callable[[Settings], float]
+"""Trains with some settings, and returns the final loss, infinite for a run that failed."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Keywords that are multiplied by the same power of :data:`STEP`, or one keyword with its choices."""
+
+    keywords: tuple[str, ...]
+    choices: tuple[Setting, ...] = ()
+
+    def best(self, start: Settings, loss_of: LossOf) -> Settings:
+        """Return the best settings on the axis through ``start``."""
+        if self.choices:
+            found = [start, *(self._chosen(start, choice) for choice in self.choices)]
+            return min(found, key=loss_of)
+        losses = {0: loss_of(start)}
+        while True:
+            best = min(losses, key=lambda power: (losses[power], -power))
+            beyond = [power for power in (best - 1, best + 1) if power not in losses and abs(power) <= _MOST]
+            if not beyond:
+                return self._moved(start, best)
+            losses.update({power: loss_of(self._moved(start, power)) for power in beyond})
+
+    def _chosen(self, start: Settings, choice: Setting) -> Settings:
+        return {**start, **dict.fromkeys(self.keywords, choice)}
+
+    def _moved(self, start: Settings, power: int) -> Settings:
+        if power == 0:
+            return start
+        moved = {key: float(f"{value * STEP**power:.4g}") for key, value in self._rates(start).items()}
+        return {**start, **moved}
+
+    def _rates(self, start: Settings) -> Mapping[str, float]:
+        return {key: float(start[key] or 0) for key in self.keywords if key in start}
+
+
+def search(start: Settings, axes: Sequence[Axis], loss_of: LossOf) -> Settings:
+    """Return the best settings that were found.
+
+    Args:
+        start: The settings to begin with.
+        axes: What is searched, in this order.
+        loss_of: Returns the loss of a run; it is called again for settings that are known.
+    """
+    best = start
+    for axis in (*axes, axes[0]):
+        best = axis.best(best, loss_of)
+    return best

@@ -1,0 +1,61 @@
+"""The control of orthogonal EKFAC: the same steps as that method with an identity in place of its curvature."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.peers import PEERS
+from benchmarks.peers.orthogonal import orthogonal_momentum
+from benchmarks.recipes.tuned import OURS
+from secondorder import EKFAC, FallbackOptions
+
+
+class Network(nn.Module):
+    """Every layer type that the control knows, and some that it leaves to AdamW."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 6, 3), nn.LayerNorm(6)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.tokens, self.head = nn.Embedding(5, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        rows = self.conv(x).flatten(2).mT + self.tokens(tokens)[:, None]
+        rows = self.norm(rows)
+        return self.head(torch.tanh(self.attention(rows, rows, rows, need_weights=False)[0]).mean(1))
+
+
+def test_it_is_orthogonal_ekfac_without_curvature():
+    torch.manual_seed(0)
+    model = Network().double()
+    twin = copy.deepcopy(model)
+    control = orthogonal_momentum(model, lr=0.02, plain_lr=0.01, plain_layers="Embedding,LayerNorm,head")
+    hidden = [*twin.conv.parameters(), *twin.attention.parameters()]
+    plain = [*twin.norm.parameters(), *twin.tokens.parameters(), *twin.head.parameters()]
+    ekfac = EKFAC(
+        [{"params": hidden, "orthogonalize": True}, {"params": plain, "lr": 0.01}], module=twin, lr=0.02,
+        momentum=0.8, nesterov=True, momentum_mode="pre", power=1e-13, kl_clip=None, betas=(0.9, 0.95),
+        skip_layers=["tokens", "norm", "head"], fallback=FallbackOptions("adamw", lr=0.01), factor_update_steps=1,
+        inv_update_steps=1,
+    )  # fmt: skip
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(16, 2, 4, 4, generator=generator, dtype=torch.float64)
+        tokens, y = (torch.randint(n, (16,), generator=generator) for n in (5, 4))
+        for network, optimizer in ((model, control), (twin, ekfac)):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(network(x, tokens), y).backward()
+            optimizer.step()
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8, msg=lambda text: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("workload", PEERS["orthogonal"].recipes)
+def test_its_recipe_is_that_of_the_method(workload):
+    own, method = PEERS["orthogonal"].recipes[workload].settings, OURS["ekfac_orthogonal"].recipes[workload].settings
+    assert {"lr", "plain_lr", "plain_layers"} <= own.keys()
+    assert own.items() <= method.items()
