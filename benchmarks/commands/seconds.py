@@ -38,6 +38,8 @@ AXES: Mapping[str, Sequence[Axis]] = {
     "adamw": (_LR, Axis(("beta2",), (0.95, 0.99, 0.999)), _SCHEDULES),
     "muon": (Axis(("lr", "adamw_lr")), Axis(("adamw_lr",)), _MOMENTA, _SCHEDULES),
     "orthogonal": (Axis(("lr", "plain_lr")), Axis(("plain_lr",)), _MOMENTA, _SCHEDULES),
+    "lbfgs": (Axis(("history_size",), (10, 30, 100)),),
+    "gauss_newton": (Axis(("damping",), (1e-3, 1e-2, 0.1, 1.0, 10.0)),),
     "ekfac_orthogonal": (Axis(RATES), Axis(("plain_lr", "fallback_lr")), _MOMENTA, _SCHEDULES),
 }
 """What is searched for an optimizer, in this order; for all others, it is the rate and then the schedule."""
@@ -159,7 +161,8 @@ class _Course:
             return _end(found)
 
         try:
-            start = {**_STARTS.get(name, {}), **recipe.settings, "schedule": "cosine"}
+            schedule = recipe.schedule.shape if recipe.own_schedule else "cosine"
+            start = {**_STARTS.get(name, {}), **recipe.settings, "schedule": schedule}
             best = search(start, AXES.get(name, (_LR, _SCHEDULES)), loss_of)
         except TimeoutError:
             return None

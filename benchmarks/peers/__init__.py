@@ -6,7 +6,7 @@ no package are read from a checkout, see :mod:`benchmarks.peers.checkouts`.
 
 from functools import partial
 
-from benchmarks.peers import checkouts, muon, orthogonal, recipes
+from benchmarks.peers import checkouts, deterministic, muon, orthogonal, recipes
 from benchmarks.peers import libraries as packaged
 from benchmarks.peers.checkouts import CHECKOUTS, PATHS, set_paths
 from benchmarks.peers.libraries import PACKAGES, PeerMissingError, evaluating, has_library, installed
@@ -26,6 +26,8 @@ PEERS: dict[str, Method] = {
     "shampoo": _first("Shampoo", packaged.shampoo, recipes.SHAMPOO),
     "psgd_kron": _first("PSGD-Kron", packaged.psgd_kron, recipes.PSGD_KRON),
     "schedule_free": _first("schedule-free AdamW", packaged.schedule_free, recipes.SCHEDULE_FREE),
+    "lbfgs": _first("L-BFGS", deterministic.lbfgs, recipes.LBFGS, closure=True),
+    "gauss_newton": _second("Gauss-Newton", deterministic.gauss_newton, recipes.GAUSS_NEWTON, closure=True),
     "distributed_shampoo": _first("Shampoo (Meta)", checkouts.distributed_shampoo, recipes.DISTRIBUTED_SHAMPOO),
     "singd": _second("SINGD", packaged.singd, recipes.SINGD),
     "kfac_pytorch": _second("K-FAC (kfac-pytorch)", checkouts.kfac_pytorch, recipes.KFAC_PYTORCH),

@@ -6,7 +6,7 @@ Every table follows AdamW's rates, which are in ``benchmarks/recipes``, so that 
 from collections.abc import Callable
 
 from benchmarks.recipes.tuned import OURS
-from benchmarks.recipes.types import COSINE, Recipe, Schedule, Settings
+from benchmarks.recipes.types import CONSTANT, COSINE, Recipe, Schedule, Settings
 
 WARMUP = Schedule("constant", 0.05)
 """Of methods that average: the rate rises over a twentieth of the run, and stays."""
@@ -30,6 +30,8 @@ _KFAC_PYTORCH = (
 _META_SHAMPOO = (
     "grafted from Adam at AdamW's own learning rate: github.com/facebookresearch/optimizers, README, example 2"
 )
+_LBFGS = "torch.optim.LBFGS with its own line search and iterations per step"
+_GAUSS_NEWTON = "the damping of Levenberg and Marquardt, with the thresholds of Nocedal and Wright"
 _IST_MFAC = f"{_HERE}; damping from github.com/IST-DASLab/M-FAC, optim.py, except for autoencoder"
 
 _OF_CONTROL = ("lr", "momentum", "plain_layers", "plain_lr", "orthogonal_dtype")
@@ -137,5 +139,15 @@ SCHEDULE_FREE = _recipes(
     "held-out metric at the averaged weights",
 )
 KFAC_PYTORCH = _recipes(_kfac_pytorch, _KFAC_PYTORCH, searched=("lr", "clip_root"))
+# Only where every step takes all data: elsewhere, a line search follows the noise of a batch.
+LBFGS = {
+    "poisson": Recipe(
+        {"lr": 1.0, "history_size": 30, "line_search_fn": "strong_wolfe"}, _LBFGS, CONSTANT, own_schedule=True,
+        note="a step has up to 20 iterations",
+    )
+}  # fmt: skip
+GAUSS_NEWTON = {
+    "poisson": Recipe({"damping": 0.1}, _GAUSS_NEWTON, CONSTANT, searched=("damping",), own_schedule=True)
+}
 DISTRIBUTED_SHAMPOO = _recipes(_meta_shampoo, _META_SHAMPOO)
 IST_MFAC = _recipes(_ist_mfac, _IST_MFAC)

@@ -117,6 +117,8 @@ class Method:
     """Whether it uses curvature; what lies between, such as Muon, Shampoo and SOAP, counts as first."""
     ours: bool = True
     """Whether this package has it."""
+    closure: bool = False
+    """Whether each of its steps needs a closure, whatever the settings are."""
 
     def recipe(self, workload: str, size: str = "cpu") -> Recipe:
         if size == "paper" and workload in self.published:
@@ -132,7 +134,7 @@ class Method:
 
     def needs_closure(self, workload: str | None = None, changes: Settings | None = None, size: str = "cpu") -> bool:
         settings = self.settings(workload, changes, size)
-        return any(settings.get(key) for key in _WITH_CLOSURE)
+        return self.closure or any(settings.get(key) for key in _WITH_CLOSURE)
 
     def build(
         self, model: nn.Module, workload: str | None = None, changes: Settings | None = None, size: str = "cpu"

@@ -19,7 +19,7 @@ from benchmarks.recipes.tuned import OURS
 from benchmarks.runner import Trainer, optimizer_bytes
 from benchmarks.workloads import make_workload
 
-PACKAGED = [name for name in PEERS if name not in CHECKOUTS]
+PACKAGED = [name for name in PEERS if name not in CHECKOUTS and "autoencoder" in PEERS[name].recipes]
 CASES = [(name, "chargpt") for name in PACKAGED] + [("singd", "resnet20"), ("muon", "multi30k"), ("muon", "unet")]
 BLOCKED = {"soap": "pytorch_optimizer", "shampoo": "pytorch_optimizer", "psgd_kron": "pytorch_optimizer",
            "schedule_free": "schedulefree", "singd": "singd"}  # fmt: skip

@@ -1,0 +1,112 @@
+"""Methods for losses without noise: L-BFGS, and Gauss-Newton with the damping of Levenberg and Marquardt.
+
+Both evaluate the loss several times in a step, so they are compared by time and not by steps.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap
+from torch.optim import Optimizer
+
+from benchmarks.peers.peer import Peer
+
+Closure = Callable[[], tuple[Tensor, Tensor, Tensor]]
+"""Evaluates the loss with its gradients, and returns it with the outputs and targets."""
+
+
+class _LBFGS(Peer):
+    """``torch.optim.LBFGS``, whose closure returns more than a loss here."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = []
+
+        def loss() -> Tensor:
+            found.append(closure())
+            value: Tensor = found[-1][0]
+            return value
+
+        self.parts[0].step(loss)
+        return found[0]
+
+
+def lbfgs(model: nn.Module, lr: float = 1.0, history_size: int = 30, max_iter: int = 20, **settings: Any) -> Optimizer:
+    """Build L-BFGS. A step has ``max_iter`` iterations, each with its line search."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return _LBFGS(
+        torch.optim.LBFGS(parameters, lr, max_iter, history_size=history_size, tolerance_grad=0.0, tolerance_change=0.0,
+                          **settings)
+    )  # fmt: skip
+
+
+class GaussNewton(Optimizer):
+    """Gauss-Newton for a mean of squared residuals r over N examples, ``δ = -Jᵀ(JJᵀ + NλI)⁻¹ r``.
+
+    λ falls after a step that the linear model predicts well, and rises after one that it does not. A step that raises
+    the loss is taken back (Levenberg 1944, Marquardt 1963; Nocedal & Wright 2006, algorithm 4.1 for the thresholds).
+
+    Args:
+        model: The model, which maps each example to residuals on its own.
+        damping: The first λ.
+        factor: By which λ changes.
+    """
+
+    def __init__(self, model: nn.Module, damping: float = 1e-3, factor: float = 3.0) -> None:
+        self._model = model
+        self._names = [name for name, p in model.named_parameters() if p.requires_grad]
+        super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": 1.0, "damping": damping})
+        self._factor = factor
+        self._inputs: Tensor | None = None
+        model.register_forward_pre_hook(self._remember)
+
+    def _remember(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if torch.is_grad_enabled():
+            self._inputs = inputs[0].detach()
+
+    def step(self, closure: Any = None) -> Any:
+        evaluated: tuple[Tensor, Tensor, Tensor] = closure()
+        loss, outputs, targets = evaluated
+        residuals = (outputs - targets).detach().flatten()
+        with torch.no_grad():
+            self._move(float(loss), residuals, targets)
+        return evaluated
+
+    def _move(self, loss: float, residuals: Tensor, targets: Tensor) -> None:
+        group = self.param_groups[0]
+        inputs = self._inputs
+        assert inputs is not None
+        jacobian = self._jacobian(inputs)
+        kernel, shift = jacobian @ jacobian.mT, len(targets) * group["damping"]
+        kernel.diagonal().add_(shift)
+        multipliers = torch.cholesky_solve(residuals[:, None], torch.linalg.cholesky(kernel))
+        step = -(jacobian.mT @ multipliers).flatten()
+        self._add(step)
+        expected = float((residuals + jacobian @ step).square().sum()) / len(targets)
+        found = float((self._model(inputs) - targets).square().sum()) / len(targets)
+        gain = (loss - found) / max(loss - expected, 1e-300)
+        if not found < loss:
+            self._add(-step)
+        group["damping"] *= 1 / self._factor if gain > 0.75 else self._factor if gain < 0.25 else 1.0
+
+    def _jacobian(self, inputs: Tensor) -> Tensor:
+        """Return J ``[N outputs, parameters]``."""
+        known = dict(self._model.named_parameters())
+        params = {name: known[name].detach() for name in self._names}
+
+        def outputs(params: dict[str, Tensor], example: Tensor) -> Tensor:
+            found: Tensor = functional_call(self._model, params, (example[None],))
+            return found[0]
+
+        rows = vmap(jacrev(outputs), (None, 0))(params, inputs)
+        return torch.cat([rows[name].flatten(2) for name in self._names], 2).flatten(0, 1)
+
+    def _add(self, step: Tensor) -> None:
+        parameters = self.param_groups[0]["params"]
+        for parameter, part in zip(parameters, step.split([p.numel() for p in parameters]), strict=True):
+            parameter.add_(part.view_as(parameter))
+
+
+def gauss_newton(model: nn.Module, **settings: Any) -> Optimizer:
+    return GaussNewton(model, **settings)

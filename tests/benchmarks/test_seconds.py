@@ -1,0 +1,101 @@
+"""The study at equal seconds: searches, the length of runs, the verdict, and that finished runs are not repeated."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+
+from benchmarks.commands import seconds
+from benchmarks.commands.seconds import Seconds
+from benchmarks.recipes.types import Schedule, factor
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _draws_nothing(monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
+
+
+def study(data_dir, tmp_path, **options):
+    common = {"workload": "digits", "size": "smoke", "steps": 4, "seeds": 2, "shares": (0.5, 1.0)}
+    return Seconds(optimizers=("adamw", "orthogonal"), data_dir=data_dir, out_dir=tmp_path, **common, **options)
+
+
+def test_a_study_and_its_continuation(data_dir, tmp_path, monkeypatch):
+    assert study(data_dir, tmp_path, minutes=1e-9).run() == 0
+    path = tmp_path / "seconds-digits-smoke.json"
+    assert json.loads(path.read_text())["rows"] == []
+    assert study(data_dir, tmp_path).run() == 0
+    data = json.loads(path.read_text())
+    rows = {(row["optimizer"], row["share"]): row for row in data["rows"]}
+    assert list(rows) == [("adamw", 0.5), ("orthogonal", 0.5), ("adamw", 1.0), ("orthogonal", 1.0)]
+    assert all(len(row["losses"]) == len(row["metrics"]) == 2 for row in rows.values())
+    assert sum(row["reference"] for row in rows.values()) == 2
+    reference = next(row for row in rows.values() if row["share"] == 1.0 and row["steps"] == 4)
+    assert reference["steps"] == 4  # T is the time of as many steps of the best first-order optimizer
+    assert [row["trials"] >= 8 for row in rows.values()] == [True] * 4
+    phases = [(cell["of"].get("phase"), cell["of"].get("seed")) for cell in data["cells"][1:]]
+    assert {seed for phase, seed in phases if phase == "final"} == {100, 101}
+    assert {seed for phase, seed in phases if phase == "sift"} == {0}
+    monkeypatch.setattr(seconds, "train", lambda *_: pytest.fail("a finished run was repeated"))
+    assert study(data_dir, tmp_path).run() == 0
+    assert json.loads(path.read_text())["rows"] == data["rows"]
+
+
+def row(losses, order="first", share=1.0, curves=()):
+    return {"share": share, "order": order, "losses": losses, "curves": curves, "failed": []}
+
+
+def test_the_best_first_order_optimizer_of_the_same_time_is_the_reference():
+    slow, fast = row([3.0, 3.0], share=0.5), row([2.0, 2.2], share=0.5)
+    ours, late, partial = row([1.0, 2.4], "second", 0.5), row([1.0, 1.0]), row([0.1], share=0.5)
+    seconds._judged([slow, fast, ours, late, partial])
+    assert [r["reference"] for r in (slow, fast, ours, late, partial)] == [False, True, False, True, False]
+    assert ours["lower"] == 1
+    assert ours["ratio"] == pytest.approx((1 / 2 + 2.4 / 2.2) / 2)
+    assert partial["ratio"] is None  # a seed is missing: its mean is of other runs
+
+
+def test_crossings_compare_the_seconds_to_the_same_loss():
+    theirs = [[[3.0, 1.0], [2.0, 4.0], [2.0, 8.0]]]
+    assert seconds._crossing([[[3.0, 1.0], [1.9, 3.0]]], theirs) == pytest.approx(3 / 4)
+    assert seconds._crossing([[[3.0, 1.0], [None, 3.0]]], theirs) is None
+
+
+def test_intervals():
+    shown = seconds._interval("losses", {"losses": [1.0, 2.0, 3.0], "failed": []})
+    assert shown == f"2 ± {4.302652729911275 / math.sqrt(3):.2g}"
+    assert seconds._interval("losses", {"losses": [1.0, math.inf], "failed": []}) == "diverged"
+
+
+def test_a_trapezoid_is_constant_and_falls_to_nothing():
+    found = [factor(Schedule("trapezoid", 0.1), step, 100) for step in (0, 9, 10, 70, 85, 99)]
+    assert found == pytest.approx([0.1, 1.0, 1.0, 1.0, 0.5, 1 / 30])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"first_seed": 0}, "seed must be below first_seed=0"),
+        ({"seeds": 0}, "seeds must be positive"),
+    ],
+)
+def test_refusals(options, words, data_dir, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        Seconds(workload="digits", size="smoke", data_dir=data_dir, out_dir=tmp_path, **options).run()
+
+
+def test_a_first_order_optimizer_is_needed(tmp_path):
+    with pytest.raises(ValueError, match="at least one of the optimizers must be a first-order one"):
+        Seconds(workload="digits", optimizers=("kfac",), out_dir=tmp_path).run()
