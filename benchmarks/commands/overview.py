@@ -36,14 +36,15 @@ def best_rows(comparisons: Sequence[Results]) -> Rows:
         "Best of our methods and best first-order optimizer",
         (
             "workload", "best first-order", "its loss", "best of ours", "runs", "seeds", "share of steps",
-            "target", "verdict", "share of seconds", "complete run, seconds",
+            "target", "verdict", "relative seconds", "complete run, seconds",
         ),
         tuple(_best(results) for results in comparisons),
-        "All shares are relative to the full run of the best first-order optimizer. The shares of steps and of seconds "
-        "count up to the point where our run reaches that optimizer's final loss, as means over the seeds that reach "
-        "it. The last column is the time of our complete run. The best of ours is the method that reaches the loss "
-        "with the most seeds, then in the fewest steps. A target is met if every seed stays within this share of the "
-        "steps. Seconds have no target, because they compare a part of one run with another complete run.",
+        "The share of steps counts up to the point where our run reaches the final loss of the best first-order "
+        "optimizer, relative to all steps of that optimizer, as a mean over the seeds that reach it. A target is met "
+        "if every seed stays within this share. Relative seconds are our seconds to that loss, divided by those in "
+        "which the curves of the best first-order optimizer first get there. The last column is the time of our "
+        "complete run, divided by that of the other complete run. The best of ours is the method that reaches the loss "
+        "with the most seeds, then in the fewest steps.",
     )  # fmt: skip
 
 

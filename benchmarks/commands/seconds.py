@@ -187,10 +187,14 @@ class _Course:
             "trials": tuned.trials,
             "cost": tuned.cost / self.reference,
             "steps": steps,
-            "seconds": statistics.median(ends) if (ends := [run["curve"][-1][2] for run in whole if _is_fine(run)]) else None,
+            "seconds": statistics.median(ends)
+            if (ends := [run["curve"][-1][2] for run in whole if _is_fine(run)])
+            else None,
             "losses": [_end(run) for run in whole],
             "metrics": [run["metric"] for run in whole if run.get("metric") is not None],
-            "curves": [[point[1:3] for point in run["curve"]] for run in whole if run.get("curve")] if share == 1 else [],
+            "curves": [[point[1:3] for point in run["curve"]] for run in whole if run.get("curve")]
+            if share == 1
+            else [],
             "failed": [run["failed"] for run in whole if run["failed"]],
         }
 
@@ -241,7 +245,9 @@ def _crossing(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) ->
         target = other[-1][0]
         if target is None:
             return None
-        crossed = [next((s for loss, s in curve if loss is not None and loss <= target), None) for curve in (own, other)]
+        crossed = [
+            next((s for loss, s in curve if loss is not None and loss <= target), None) for curve in (own, other)
+        ]
         if crossed[0] is None or not crossed[1]:
             return None
         ratios.append(crossed[0] / crossed[1])
@@ -262,7 +268,9 @@ def _tables(rows: Sequence[Figures], workload: str, metric: str) -> list[Table]:
     mean = "Mean over the seeds ± half of the 95 % confidence interval (Student's t)."
     at_one = [line[1.0] for line in lines if 1.0 in line]
     return [
-        report.table_of(f"Training loss at equal seconds, {workload}", lines, named(partial(_interval, "losses")), mean),
+        report.table_of(
+            f"Training loss at equal seconds, {workload}", lines, named(partial(_interval, "losses")), mean
+        ),
         report.table_of(f"Held-out {metric} at equal seconds", lines, named(partial(_interval, "metrics")), mean),
         report.table_of("Relative to the best first-order optimizer of the same time", lines, named(_relative), _RATIO),
         report.table_of("Searches, and runs of time T", at_one, _SEARCHED, _SEARCH),
@@ -270,9 +278,9 @@ def _tables(rows: Sequence[Figures], workload: str, metric: str) -> list[Table]:
 
 
 _RATIO = (
-    "Change of the training loss, as a mean over the seeds, and the number of seeds with a lower loss. For 1 T also the "
-    "seconds in which the curve crosses the final loss of the reference, divided by the seconds in which the curve of "
-    "the reference itself first crosses it."
+    "Change of the training loss, as a mean over the seeds, and the number of seeds with a lower loss. For 1 T also "
+    "the seconds in which the curve crosses the final loss of the reference, divided by the seconds in which the curve "
+    "of the reference itself first crosses it."
 )
 _SEARCH = (
     "Trials are runs with all steps of the workload on a seed that is not among those of the other tables. Cost is the "

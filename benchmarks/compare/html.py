@@ -119,7 +119,7 @@ def _tiles(results: Results) -> str:
     tiles = [("met" if best.everywhere else "missed", f"{best.reached} of {best.seeds}", seeds)]
     answer = wording.verdict(best.met(aim))
     tiles.append((answer, wording.share(best.steps_share), f"of {target.label}'s steps; target {aim:g}: {answer}"))
-    seconds = f"of the seconds of {target.label}'s full run, until that loss is reached"
+    seconds = f"of the seconds in which {target.label} itself gets to that loss"
     tiles.append(("plain", wording.share(best.seconds_share), seconds))
     items = (f'<li class="{kind}"><b>{escape(big)}</b><span>{escape(text)}</span></li>' for kind, big, text in tiles)
     return f'<ul class="tiles">{"".join(items)}</ul>'

@@ -44,6 +44,8 @@ class Target:
     steps: float
     """Of a full run of its owner, like :attr:`seconds`."""
     seconds: float
+    crossing: float
+    """Seconds in which the curves of its owner first reach the loss, as a mean over the seeds that do."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Reach:
     steps_share: float | None
     """Of the steps of the target's owner."""
     seconds_share: float | None
+    """Of the seconds in which the target's owner gets there itself."""
 
     @property
     def everywhere(self) -> bool:
@@ -237,12 +240,15 @@ def target_of(results: Results, optimizer: str | None) -> Target | None:
     if optimizer is None or not done:
         return None
     column = clock_column(results)
+    loss, seconds = fmean(map(final_loss, done)), fmean(run["curve"][-1][column] for run in done)
+    crossings = [hit[1] for run in done if (hit := first_reach(run, loss, column))]
     return Target(
         optimizer=optimizer,
         label=label_of(results, optimizer),
-        loss=fmean(map(final_loss, done)),
+        loss=loss,
         steps=fmean(run["taken"] for run in done),
-        seconds=fmean(run["curve"][-1][column] for run in done),
+        seconds=seconds,
+        crossing=fmean(crossings) if crossings else seconds,
     )
 
 
@@ -283,7 +289,7 @@ def reach(results: Results, optimizer: str, target: Target, phase: Phase) -> Rea
         steps=steps,
         seconds=seconds,
         steps_share=None if steps is None else steps / target.steps,
-        seconds_share=seconds / target.seconds if seconds is not None and target.seconds else None,
+        seconds_share=seconds / target.crossing if seconds is not None and target.crossing else None,
     )
 
 

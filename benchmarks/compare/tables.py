@@ -134,11 +134,13 @@ def reach_rows(results: Results, target: Target) -> Rows:
             "steps",
             "share of steps",
             "seconds",
-            "share of seconds",
+            "relative seconds",
             "target",
         ),
         tuple(_reach(item, aim) for item in found),
-        f"Shares are relative to a full run of {target.label}: {target.steps:.0f} steps, {seconds(target.seconds)} s. "
+        f"The share of steps is relative to a full run of {target.label}, {target.steps:.0f} steps and "
+        f"{seconds(target.seconds)} s. Relative seconds are relative to the {seconds(target.crossing)} s in which its "
+        "own curves first get there. "
         f"A full run has reached the loss at the first of two consecutive points of its curve (or at its last point) "
         f"whose mean of {WINDOW} steps is at most that loss. A short run has reached it if it ends at most there, and "
         "it counts with all of its steps. Steps and seconds are means over the seeds that reached the loss. The target "

@@ -95,7 +95,8 @@ def _passage(best: Reach, target: Target) -> str:
     how = "in runs with a short schedule" if best.phase == "short" else "within full runs"
     return (
         f"{best.label} is the best: it reached that loss in {share(best.steps_share)} of {target.label}'s steps and "
-        f"{share(best.seconds_share)} of its seconds, {how} ({best.reached} of {_seeds(best.seeds)})"
+        f"{share(best.seconds_share)} of the seconds in which {target.label} gets there itself, {how} "
+        f"({best.reached} of {_seeds(best.seeds)})"
     )
 
 

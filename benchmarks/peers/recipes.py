@@ -146,8 +146,6 @@ LBFGS = {
         note="a step has up to 20 iterations",
     )
 }  # fmt: skip
-GAUSS_NEWTON = {
-    "poisson": Recipe({"damping": 0.1}, _GAUSS_NEWTON, CONSTANT, searched=("damping",), own_schedule=True)
-}
+GAUSS_NEWTON = {"poisson": Recipe({"damping": 0.1}, _GAUSS_NEWTON, CONSTANT, searched=("damping",), own_schedule=True)}
 DISTRIBUTED_SHAMPOO = _recipes(_meta_shampoo, _META_SHAMPOO)
 IST_MFAC = _recipes(_ist_mfac, _IST_MFAC)

@@ -208,9 +208,7 @@ def test_swap(tmp_path, capsys):
         assert f"One changed line, {method}, smoke" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "workload", [pytest.param("autoencoder", marks=pytest.mark.slow), "resnet20", "chargpt"]
-)
+@pytest.mark.parametrize("workload", [pytest.param("autoencoder", marks=pytest.mark.slow), "resnet20", "chargpt"])
 def test_swap_on_made_up_data_of_the_real_format(workload, tmp_path, capsys):
     words = ["measure", "swap", "--workload", workload, "--data-dir", str(tmp_path), "--out-dir", str(tmp_path)]
     assert _run(*words) == 0

@@ -1,4 +1,4 @@
-"""L-BFGS and Gauss-Newton of the benchmarks, against torch's optimizer and against an explicit least-squares solution."""
+"""L-BFGS and Gauss-Newton of the benchmarks, against torch's optimizer and explicit least-squares solutions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def test_gauss_newton_solves_a_linear_problem_in_one_step():
     optimizer = PEERS["gauss_newton"].build(model, "poisson", {"damping": 1e-8})
     optimizer.step(evaluation(optimizer, model, x, y))
     solution = torch.linalg.lstsq(torch.cat([x, torch.ones(30, 1, dtype=torch.float64)], 1), y).solution.mT
-    torch.testing.assert_close(torch.cat([model.weight, model.bias[:, None]], 1).detach(), solution, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.cat([model.weight, model.bias[:, None]], 1).detach(), solution, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_gauss_newton_is_the_damped_normal_equation():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-
 from benchmarks.commands import seconds
 from benchmarks.commands.seconds import Seconds
 from benchmarks.recipes.types import Schedule, factor

@@ -111,7 +111,9 @@ def test_the_first_interval_refreshes_at_doubling_steps(warmup, updates):
     optimizer = KFAC(model, lr=0.01, graft="adamw", budget=1.5, refresh=RefreshOptions(warmup=warmup))
     trained(model, optimizer, 10)
     assert optimizer.param_groups[0]["factor_update_steps"] >= 10
-    counted = [optimizer.state[p]["factor_updates"] for p in model.parameters() if "factor_updates" in optimizer.state[p]]
+    counted = [
+        optimizer.state[p]["factor_updates"] for p in model.parameters() if "factor_updates" in optimizer.state[p]
+    ]
     assert counted
     assert set(counted) == {updates}
 
