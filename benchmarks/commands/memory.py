@@ -128,32 +128,31 @@ def _table(workload: str, batch_size: int, found: Sequence[Figures]) -> Table:
     rows = [_row(figures) for figures in found]
     size = f"{found[0]['parameter_bytes'] / 1e6:.2f} MB of parameters" if found else "nothing measured"
     caption = (
-        "All columns are in MB, except for the difference from plan(), which is in bytes. Rest: counters. Temporary: "
-        "workspace that is kept from step to step. Third-party optimizers are counted tensor by tensor and have no "
-        "plan."
+        "All columns are in MB, except for the difference from plan(), which is in bytes. Rest: counters. Workspace is "
+        "kept from step to step and is not part of checkpoints. Total: everything that is kept between steps. The plan "
+        "is that of the state, without workspace. Third-party optimizers are counted tensor by tensor and have no plan."
     ) + notes_text(found)
     columns = {
         "optimizer": value("label"),
-        **{part: value(part, ".3f", 1e-6) for part in ("curvature", "momentum", "rest", "state")},
+        **{part: value(part, ".3f", 1e-6) for part in ("curvature", "momentum", "rest", "workspace", "total")},
         "× parameters": value("multiple", ".2f"),
         "difference": value("difference", "+,"),
-        "temporary": value("temporary", ".3f", 1e-6),
     }
     title = f"{workload}, batch {batch_size}, {size}: state of one process"
     return report.table_of(title, rows, columns, caption)
 
 
 def _row(figures: Figures) -> Figures:
-    memory, total = figures["memory"], state_bytes(figures)
+    memory, state = figures["memory"], state_bytes(figures)
     momentum, rest = sum(memory.get(kind, 0) for kind in _MOMENTUM), memory.get(COUNTERS, 0)
-    parts = {"curvature": total - momentum - rest, "momentum": momentum, "rest": rest}
+    parts = {"curvature": state - momentum - rest, "momentum": momentum, "rest": rest}
     return {
         "label": figures["label"],
-        **(parts if len(memory) > 1 else {}),  # of others the total is all that is known
-        "state": total,
-        "multiple": total / figures["parameter_bytes"],
+        # Of third-party optimizers, only the total is known.
+        **(parts | {"workspace": memory["total"] - state} if len(memory) > 1 else {}),
+        "total": memory["total"],
+        "multiple": memory["total"] / figures["parameter_bytes"],
         "difference": difference(figures),
-        "temporary": memory["total"] - total if len(memory) > 1 else None,
     }
 
 
