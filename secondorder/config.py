@@ -228,9 +228,9 @@ class InverseOptions:
             (Martens & Grosse 2015, section 6.3). If None, it is ``"exact"`` for ``"eigen"`` and ``"pi"`` for
             ``"cholesky"`` (``damping_split``).
         rank: Number of leading eigenvectors that are computed for a factor with more than twice as many rows. The other
-            eigenvalues are replaced by their mean. This makes directions and refreshes of wide layers many times cheaper,
-            and takes less memory. Layers in which both factors are narrower use ``method``. If None, all layers do
-            (``inverse_rank``).
+            eigenvalues are replaced by their mean. This makes directions and refreshes of wide layers many times
+            cheaper, and takes less memory. Layers in which both factors are narrower use ``method``. If None, all
+            layers do (``inverse_rank``).
     """
 
     method: str = _option("eigen", key="inverse_method")

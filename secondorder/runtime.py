@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from secondorder.linalg.dense import Workspace
+
+_NOTHING = nullcontext()
 
 
 class Clock(Protocol):
@@ -62,15 +64,17 @@ class Runtime:
             mixed = (mixed * 1_000_003 + part + 1) % (1 << 62)
         return mixed
 
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that names a stage of a step for the profiler, and times it if there is a clock."""
+        # Entering a range takes longer than several small operators, so it is only done for a profiler.
+        if self.clock is None and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            return _NOTHING
+        return self._named(name)
+
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Name a stage of a step for the profiler, and time it if there is a clock."""
-        with record_function(f"secondorder.{name}"):
-            if self.clock is None:
-                yield
-                return
-            with self.clock.stage(name):
-                yield
+    def _named(self, name: str) -> Iterator[None]:
+        with record_function(f"secondorder.{name}"), _NOTHING if self.clock is None else self.clock.stage(name):
+            yield
 
 
 def some_of(names: Sequence[str]) -> str:

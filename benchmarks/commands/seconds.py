@@ -256,17 +256,19 @@ def _crossing(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) ->
 
 def _tables(rows: Sequence[Figures], workload: str, metric: str) -> list[Table]:
     shares = list(dict.fromkeys(row["share"] for row in rows))
-    by_name: dict[str, dict[float, Figures]] = {}
+    by_name: dict[str, Figures] = {}
     for row in rows:
-        by_name.setdefault(row["label"], {})[row["share"]] = row
+        by_name.setdefault(row["label"], {"label": row["label"]})[f"{row['share']:g} T"] = row
     lines = list(by_name.values())
 
-    def named(cell: Callable[[Figures], str]) -> dict[str, Any]:
-        label = {"optimizer": lambda line: line[shares[0]]["label"]}
-        return label | {f"{share:g} T": partial(lambda share, line: cell(line[share]), share) for share in shares}
+    def named(cell: Callable[[Figures], str]) -> dict[str, report.Column]:
+        columns = [f"{share:g} T" for share in shares]
+        return {"optimizer": report.value("label")} | {
+            column: partial(lambda column, line: cell(line[column]), column) for column in columns
+        }
 
     mean = "Mean over the seeds ± half of the 95 % confidence interval (Student's t)."
-    at_one = [line[1.0] for line in lines if 1.0 in line]
+    at_one = [line["1 T"] for line in lines if "1 T" in line]
     return [
         report.table_of(
             f"Training loss at equal seconds, {workload}", lines, named(partial(_interval, "losses")), mean
@@ -310,7 +312,7 @@ def _relative(row: Figures) -> str:
     return f"{100 * (row['ratio'] - 1):+.1f} %, {row['lower']} of {len(row['losses'])}{crossing}"
 
 
-def _settings_text(row: Figures) -> str:
+def _settings_text(row: Mapping[str, Any]) -> str:
     searched = dict.fromkeys(key for axis in AXES.get(row["optimizer"], (_LR, _SCHEDULES)) for key in axis.keywords)
     return ", ".join(f"{key} {row['settings'][key]}" for key in searched if key in row["settings"])
 

@@ -28,7 +28,8 @@ class _LBFGS(Peer):
             value: Tensor = found[-1][0]
             return value
 
-        self.parts[0].step(loss)
+        optimizer: Any = self.parts[0]
+        optimizer.step(loss)
         return found[0]
 
 

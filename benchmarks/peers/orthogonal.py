@@ -114,5 +114,6 @@ def _layers_of(model: nn.Module) -> Iterator[_Layer]:
         if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
             yield from (_Layer(module.in_proj_weight, module.in_proj_bias, (part, 3)) for part in range(3))
         elif isinstance(module, nn.Linear | _ConvNd) and min(module.weight.flatten(1).shape) > 1:
-            trained = module.bias is not None and module.bias.requires_grad
-            yield _Layer(module.weight, module.bias if trained else None)
+            weight, bias = module._parameters["weight"], module._parameters.get("bias")
+            assert weight is not None
+            yield _Layer(weight, bias if bias is not None and bias.requires_grad else None)
