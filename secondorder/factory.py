@@ -1,10 +1,10 @@
-"""All methods and presets by name, including the names that other programs use for the methods."""
+"""Builds and estimates methods and presets by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,61 +12,11 @@ from torch.optim.optimizer import ParamsT
 
 from secondorder.comm.names import from_name
 from secondorder.comm.strategy import CommStrategy
-from secondorder.curvature.window.lowrank import LowRank
-from secondorder.curvature.window.topk import TopK
-from secondorder.methods.ekfac import EKFAC
-from secondorder.methods.ggt import GGT
-from secondorder.methods.hylo import HyLo
-from secondorder.methods.kfac import KFAC
-from secondorder.methods.mfac import MFAC, SparseMFAC
+from secondorder.methods.names import METHODS, Alias, plain, resolve
 from secondorder.methods.presets import PRESETS
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.plan.estimate import Builder, Estimate, estimate_methods, made_on_meta
 from secondorder.plan.rates import MachineRates
-
-#: The methods by the names that this package gives them.
-METHODS: Mapping[str, Callable[..., SecondOrderOptimizer]] = {
-    "kfac": KFAC,
-    "ekfac": EKFAC,
-    "hylo": HyLo,
-    "mfac": MFAC,
-    "sparse_mfac": SparseMFAC,
-    "ggt": GGT,
-}
-
-
-class Alias(NamedTuple):
-    """Another name of a method.
-
-    Attributes:
-        method: Key of :data:`METHODS`.
-        options: Keywords that the name implies.
-    """
-
-    method: str
-    options: Mapping[str, Any]
-
-
-#: The names by which other programs know the methods, and their meaning.
-ALIASES: Mapping[str, Alias] = {
-    # lzhangbv/kfac_pytorch, --kfac-name: form of the inverse; *_dp: factors from the owner's own data
-    "eigen": Alias("kfac", {"inverse_method": "eigen"}),
-    "inverse": Alias("kfac", {"inverse_method": "cholesky"}),
-    "eigen_dp": Alias("kfac", {"inverse_method": "eigen", "comm": "local_factors"}),
-    "inverse_dp": Alias("kfac", {"inverse_method": "cholesky", "comm": "local_factors"}),
-    "dp_kfac": Alias("kfac", {"inverse_method": "eigen", "comm": "local_factors"}),
-    # IST-DASLab/EFCP, --optim: k for the largest entries, lr for low rank, r1 for rank one; its two sparse variants of
-    # GGT differ only in how they store the window
-    "kgmfac": Alias("sparse_mfac", {"compression": TopK()}),
-    "lrmfac": Alias("mfac", {"compression": LowRank()}),
-    "r1mfac": Alias("mfac", {"compression": LowRank(1)}),
-    "ksggt": Alias("ggt", {"compression": TopK()}),
-    "kdggt": Alias("ggt", {"compression": TopK()}),
-    # hylo-dso/hylo: --enable-id, --enable-is, --sngd
-    "kid": Alias("hylo", {"mode": "kid"}),
-    "kis": Alias("hylo", {"mode": "kis"}),
-    "sngd": Alias("hylo", {"mode": "sngd"}),
-}
 
 
 def create(
@@ -114,39 +64,14 @@ def create(
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = secondorder.create("from_adamw", model, lr=3e-4)
     """
-    preset = _PRESETS.get(_plain(name)) if isinstance(name, str) else None
-    method, options = Alias("", {}) if preset else resolve(name)
+    preset = _PRESETS.get(plain(name)) if isinstance(name, str) else None
+    method, options = Alias("", {}) if preset else resolve(name, PRESETS)
     chosen = {**options, **overrides}
     if isinstance(chosen.get("comm"), str):
         chosen["comm"] = from_name(chosen["comm"])
     if preset:
         return preset.build(cast("nn.Module", model), lr, **chosen)
     return METHODS[method](model, lr=lr, **chosen)
-
-
-def resolve(name: str) -> Alias:
-    """Return the method and the keywords that a name implies.
-
-    Args:
-        name: Any name that :func:`create` accepts.
-
-    Returns:
-        Key of :data:`METHODS`, and keywords. There are no keywords if it is the name of a method.
-
-    Raises:
-        ValueError: If no method has this name. The message lists all names.
-        TypeError: If the name is not a string.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"the name of a method must be a string, got {name!r}")
-    known = {_plain(method): Alias(method, {}) for method in METHODS}
-    known.update({_plain(alias): meaning for alias, meaning in ALIASES.items()})
-    if _plain(name) not in known:
-        raise ValueError(
-            f"unknown method {name!r}: choose a preset from {', '.join(PRESETS)}, a method from {', '.join(METHODS)}, "
-            f"or {', '.join(ALIASES)}"
-        )
-    return known[_plain(name)]
 
 
 # ---------------------------------------------------------------------- what methods will cost
@@ -226,21 +151,17 @@ def _builders(names: Sequence[str] | None) -> dict[str, Builder]:
     if isinstance(names, str):
         raise TypeError(f"methods must be a list of names, got {names!r}")
     found: dict[str, Builder] = {}
-    known = {_plain(name): name for name in FIRST_ORDER}
+    known = {plain(name): name for name in FIRST_ORDER}
     for name in names:
-        if isinstance(name, str) and _plain(name) in known:
-            found[known[_plain(name)]] = FIRST_ORDER[known[_plain(name)]]
-        elif isinstance(name, str) and _plain(name) in _PRESETS:
-            found[_PRESETS[_plain(name)].name] = partial(create, name)
+        if isinstance(name, str) and plain(name) in known:
+            found[known[plain(name)]] = FIRST_ORDER[known[plain(name)]]
+        elif isinstance(name, str) and plain(name) in _PRESETS:
+            found[_PRESETS[plain(name)].name] = partial(create, name)
         else:
-            method, options = resolve(name)
+            method, options = resolve(name, PRESETS)
             shown = getattr(METHODS[method], "__name__", method) if not options else name
             found[shown] = partial(create, name)
     return found
 
 
-def _plain(name: str) -> str:
-    return name.strip().lower().replace("-", "").replace("_", "")
-
-
-_PRESETS = {_plain(name): preset for name, preset in PRESETS.items()}
+_PRESETS = {plain(name): preset for name, preset in PRESETS.items()}

@@ -26,7 +26,7 @@ from secondorder import (
 )
 from secondorder.comm import ChiefOnly, Local, from_name
 from secondorder.comm.names import STRATEGIES
-from secondorder.factory import ALIASES, METHODS, resolve
+from secondorder.methods.names import ALIASES, METHODS, resolve
 
 CLASSES = {"kfac": KFAC, "ekfac": EKFAC, "hylo": HyLo, "mfac": MFAC, "sparse_mfac": SparseMFAC, "ggt": GGT}
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import secondorder
-from secondorder.factory import METHODS
+from secondorder.methods.names import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

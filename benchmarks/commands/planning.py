@@ -14,7 +14,7 @@ from benchmarks.recipes import METHODS, Method, MethodName, Recipe, Schedule, fi
 from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import Shape
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
-from secondorder.factory import ALIASES
+from secondorder.methods.names import ALIASES
 
 _OPTIMIZERS = tyro.extras.literal_type_from_choices([*METHODS, *ALIASES, *PEERS])
 

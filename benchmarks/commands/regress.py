@@ -22,7 +22,7 @@ from benchmarks import report
 from benchmarks.counting import Counts, count, graph_breaks
 from benchmarks.filling import fill_windows, windows_of
 from benchmarks.timing import Intervals, StepClass
-from secondorder.factory import METHODS, resolve
+from secondorder.methods.names import METHODS, resolve
 from secondorder.preconditioners.keywords import from_flat
 
 BASELINE = Path(__file__).parent.parent / "baseline.json"

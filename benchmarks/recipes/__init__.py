@@ -13,7 +13,7 @@ from benchmarks.recipes.building import layer_keywords, second_order, window_key
 from benchmarks.recipes.published import PUBLISHED
 from benchmarks.recipes.tuned import OURS
 from benchmarks.recipes.types import CONSTANT, COSINE, Method, MethodName, Recipe, Rule, Schedule, Setting, Settings
-from secondorder.factory import ALIASES
+from secondorder.methods.names import ALIASES
 
 __all__ = [
     "CONSTANT",
@@ -38,7 +38,7 @@ AliasName = Literal[
     "eigen", "inverse", "eigen_dp", "inverse_dp", "dp_kfac", "kgmfac", "lrmfac", "r1mfac", "ksggt", "kdggt",
     "kid", "kis", "sngd",
 ]  # fmt: skip
-"""Names of :data:`secondorder.factory.ALIASES`."""
+"""Names of :data:`secondorder.methods.names.ALIASES`."""
 VARIANTS: tuple[MethodName, ...] = (
     "from_adamw", "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive", "ekfac_orthogonal",
 )  # fmt: skip

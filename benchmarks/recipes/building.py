@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from benchmarks.recipes.types import Setting, Settings
 from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK, create
-from secondorder.factory import METHODS, resolve
+from secondorder.methods.names import METHODS, resolve
 from secondorder.methods.presets import PRESETS
 from secondorder.preconditioners.keywords import from_flat
 

@@ -12,7 +12,8 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.recipes.building import adamw, layer_keywords, second_order, sgd, window_keywords
 from benchmarks.recipes.types import RATES, Method, Recipe, Schedule, Settings
-from secondorder import factory
+from secondorder.methods.names import METHODS, resolve
+from secondorder.methods.presets import PRESETS
 from secondorder.preconditioners.keywords import from_flat
 
 RULES = {
@@ -22,7 +23,8 @@ RULES = {
 }
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
 """Ranks that the table of scaled rates has a row for."""
-_COURSES = {"constant": "constant", "cosine": "cosine to nothing", "linear": "linear to nothing"}
+_COURSES = {"constant": "constant", "cosine": "cosine to nothing", "linear": "linear to nothing",
+            "trapezoid": "constant, and linear to nothing at the end"}  # fmt: skip
 _CLASSES = {sgd: "torch.optim.SGD", adamw: "torch.optim.AdamW"}
 
 
@@ -81,9 +83,11 @@ def python_line(method: Method, settings: Settings) -> str | None:
     if not isinstance(construct, partial) or construct.func is not second_order:
         return None
     (name,) = construct.args
-    known, options = factory.resolve(name)
+    if name in PRESETS:
+        return _call("secondorder.create", f'"{name}", model', settings)
+    known, options = resolve(name)
     windowed = known in ("mfac", "sparse_mfac", "ggt")
-    kind = factory.METHODS[known]
+    kind = METHODS[known]
     keywords = from_flat(kind, window_keywords(settings) if windowed else layer_keywords(settings))
     if isinstance(keywords.get("comm", options.get("comm")), str):  # the constructor wants a strategy itself
         return _call("secondorder.create", f'"{name}", model', keywords)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from secondorder.curvature.extremes import Extremes
+from secondorder.linalg.dense import is_on_host
 
 #: Damped curvature whose largest eigenvalue is at most this multiple of λ counts as a multiple of the identity.
 _NEAR_IDENTITY = 1.1
@@ -56,7 +57,7 @@ class DampingWatch:
             return
         rows = [_numbers(d.extremes) for d in self._damped]
         found = torch.stack([row.to(rows[0].device, non_blocking=True) for row in rows])
-        if found.device.type not in ("cpu", "meta"):
+        if not is_on_host(found):
             self._arrived = torch.Event(found.device)
         self._numbers = found.to("cpu", non_blocking=True)
         if self._arrived is not None:

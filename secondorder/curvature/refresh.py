@@ -24,7 +24,7 @@ from secondorder.curvature.background import Background, Job
 from secondorder.curvature.block import Block, BlockT
 from secondorder.curvature.factorization import Found, Task, factorise, joint_ok
 from secondorder.curvature.refresh_schedule import Counters, RefreshSchedule
-from secondorder.linalg.dense import full_precision
+from secondorder.linalg.dense import full_precision, is_on_host
 
 log: logging.Logger = logging.getLogger("secondorder")
 
@@ -102,7 +102,7 @@ class Refresher:
 
         It does so on the CPU, where this is free, and on a device at the first refresh of a block and after a failure.
         """
-        if all(b.owner.device.type in ("cpu", "meta") for b in due):
+        if all(is_on_host(b.owner) for b in due):
             return due, True
         new = [b for b in due if b.state["refreshes"] == 0]
         if new:

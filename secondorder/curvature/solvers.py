@@ -21,7 +21,7 @@ from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.window.unit import Unit
 from secondorder.curvature.window.window import LAG
 from secondorder.linalg import gram
-from secondorder.linalg.dense import all_true_on_cpu, anywhere
+from secondorder.linalg.dense import all_true_on_cpu, anywhere, is_on_host
 
 #: Error of the direction above which ``solver="auto"`` filters the spectrum: the error of a dot times the amplification
 #: squared, since the dots have errors too.
@@ -182,7 +182,7 @@ class MFACSolver(WindowSolver):
         """Start to copy the amplification of this step to the host, which reads it some steps later."""
         i = step % LAG
         unit.lagged[i].copy_(amplification, non_blocking=True)
-        if amplification.device.type not in ("cpu", "meta"):
+        if not is_on_host(amplification):
             unit.arrivals[i] = torch.Event(amplification.device)
             unit.arrivals[i].record()
 

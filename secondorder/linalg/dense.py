@@ -286,6 +286,11 @@ def inverse_pd(x: Tensor, host_checks: bool) -> tuple[Tensor, Tensor]:
     return inverse, ok
 
 
+def is_on_host(x: Tensor) -> bool:
+    """Whether the host can look at a tensor without waiting: on the CPU, or on ``meta``, where there are no values."""
+    return x.device.type in ("cpu", "meta")
+
+
 def all_true_on_cpu(flags: Tensor) -> bool:
     """Whether every flag of a CPU tensor is set; it is read without a dispatched operator."""
     return bool(flags.numpy().all())

@@ -61,6 +61,12 @@ class FactoredRules(LayerRules):
         way = "leading" if group.get("inverse_rank") is not None else str(group.get("inverse_method", "eigen"))
         return factors.default_bound(self.device_type, way)
 
+    def choose_for(self, device_type: str, groups: Iterable[Group]) -> None:
+        """Choose ``max_factor_dim`` of groups for a type of device that is not that of the model."""
+        self.device_type = device_type
+        for group in groups if self.chooses_bound else ():
+            group["max_factor_dim"] = self.bound(group)
+
     def complete(self, given: dict[str, Any], defaults: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
         """Return an added group without options that are None, and with options that depend on others."""
         found = super().complete(given, defaults, groups)

@@ -128,7 +128,8 @@ class LayerDryRun:
     def _go_to(self, t: int) -> None:
         """Set the step and the refreshes that it adopts in a run that takes every step."""
         layers = self.layers
-        layers.runtime.step, schedule, count = t, layers.options.schedule, len(layers.plan.blocks)
+        schedule, count = layers.options.schedule, len(layers.plan.blocks)
+        layers.go_to(t)
         for b in layers.plan.blocks:
             b.state["adopt_at"] = schedule.adoption(t, b.group[layers.refresh_interval], (b.index, count))
 

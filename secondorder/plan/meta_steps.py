@@ -87,7 +87,7 @@ def take_steps(
             return optimizer, Steps(memory, _mean(_layer_steps(curvature, step)))
         if isinstance(curvature, WindowPreconditioner):
             for unit in curvature.plan.units:
-                unit.window.filled = unit.window.m
+                unit.window.count_all_rows()
         return optimizer, Steps(memory, _mean([(1.0, step())]))
 
 
@@ -119,7 +119,7 @@ def _layer_steps(
 ) -> Iterator[tuple[float, StageCosts]]:
     """Take a step of each kind, and yield the share of this kind among all steps together with its operators."""
     for t, share in list(_kinds(curvature)):
-        curvature.runtime.step = t
+        curvature.go_to(t)
         curvature.hooks.arm()
         yield share, step()
 
@@ -149,11 +149,9 @@ def memory_of(optimizer: Any) -> dict[str, int]:
 
 def _suit(optimizer: Any, device: str) -> None:
     """Make an optimizer choose the options that it would choose on a device."""
-    rules: Any = getattr(getattr(optimizer, "group_options", None), "rules", None)
-    if getattr(rules, "chooses_bound", False):
-        rules.device_type = device
-        for group in optimizer.param_groups:
-            group["max_factor_dim"] = rules.bound(group)
+    choose_for = getattr(getattr(getattr(optimizer, "group_options", None), "rules", None), "choose_for", None)
+    if choose_for is not None:
+        choose_for(device, optimizer.param_groups)
     for group in optimizer.param_groups:
         if device == "cpu" and group.get("foreach") is None:
             group["foreach"] = False
@@ -192,7 +190,7 @@ def _kinds(curvature: LayerPreconditioner[Any]) -> Iterator[tuple[int, float]]:
 
 def _kind(curvature: LayerPreconditioner[Any], t: int) -> Hashable:
     """Return a key of the work that is due in a step."""
-    curvature.runtime.step = t
+    curvature.go_to(t)
     blocks = curvature.plan.blocks
     due = [(i, *blocks[i].sums(own)) for i, own in curvature.schedule.find_due().items()]
     refreshed = tuple(b.index for b in blocks if curvature.is_due(b))

@@ -119,6 +119,10 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         """Return the settings that must be equal on all ranks, as text."""
         return self.plan.facts()
 
+    def go_to(self, step: int) -> None:
+        """Continue as if a number of steps had been taken, to rehearse a step without numbers."""
+        self.runtime.step = step
+
     # ------------------------------------------------------------------ stages 1 to 3: statistics
     def collect(self) -> Reduced:
         """Return the statistics captured since the last step, combined over the ranks."""

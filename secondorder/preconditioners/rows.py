@@ -20,7 +20,7 @@ from secondorder.curvature.row_forms import ROWS_OR_FACTORS
 from secondorder.curvature.row_inverse import invert_factors, invert_kernels
 from secondorder.curvature.schema import Schema
 from secondorder.linalg import kernel
-from secondorder.linalg.dense import full_precision
+from secondorder.linalg.dense import full_precision, is_on_host
 from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parameters import Directions
 from secondorder.preconditioners.base import Rule
@@ -92,7 +92,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
 
     def with_estimates(self, due: list[RowBlock]) -> tuple[list[RowBlock], bool]:
         """Return all blocks, and whether the host checks the results of their refresh."""
-        on_host = all(b.owner.device.type in ("cpu", "meta") for b in due)
+        on_host = all(is_on_host(b.owner) for b in due)
         first = any(b.state["refreshes"] == 0 for b in due)
         failing = any(b.name in self.refresher.failures for b in due)
         return due, on_host or first or failing or any(map(self.plan.changes_layout, due))

@@ -8,7 +8,7 @@ from torch import nn
 from benchmarks.cli import main
 from benchmarks.recipes import METHODS, AliasName, find_method
 from secondorder import LocalFactors
-from secondorder.factory import ALIASES
+from secondorder.methods.names import ALIASES
 
 
 def test_the_command_line_knows_every_name():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from secondorder import KFAC, ParamScheduler, create
-from secondorder.factory import METHODS, resolve
+from secondorder.methods.names import METHODS, resolve
 from secondorder.nn import expose
 from tests.support.building import grouped
 

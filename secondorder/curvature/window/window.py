@@ -259,6 +259,10 @@ class GradientWindow:
         """Return the slot of the newest row, 0-dim."""
         return gram.newest(self.counters["pos"], self.m)
 
+    def count_all_rows(self) -> None:
+        """Count all rows as filled, to rehearse the later steps of a run without numbers."""
+        self.filled = self.m
+
     # ------------------------------------------------------------------ the verbs
     def push(self, x: Parts, gate: Tensor | None, beta: float = 0.0) -> Push:
         """Store a gradient as the newest row, in place of the oldest one; :meth:`finish` completes this.
