@@ -39,6 +39,11 @@ def choices(results: Mapping[str, Results]) -> str:
     return markdown_table(Rows("Cost and result of each choice", columns, tuple(rows), caption)) + "\n"
 
 
+def presets(name: str) -> dict[str, str]:
+    """Return the preset of each optimizer that is one in a comparison."""
+    return {ours: choice for choice, file, ours, _ in _CHOICES if file == name and choice.islower()}
+
+
 def _choice(choice: str, workload: str, steps: int, before: Summary, after: Summary) -> tuple[str, ...]:
     pair = (before, after)
     return (
