@@ -33,8 +33,8 @@ def choices(results: Mapping[str, Results]) -> str:
         rows.append(_choice(choice, results[name], of[other], of[ours]))
     columns = ("choice", "replaces", "workload", "steps", "loss", "held-out metric", "seconds", "state, MB")
     caption = (
-        "Training loss and held-out metric at the end of the run, mean over the seeds, seconds of the whole run, and the memory that the "
-        "optimizer keeps between steps: of the optimizer that is replaced -> of the choice."
+        "Training loss and held-out metric at the end of the run, mean over the seeds, seconds of the whole run, and "
+        "the memory that the optimizer keeps between steps: of the optimizer that is replaced -> of the choice."
     )
     return markdown_table(Rows("Cost and result of each choice", columns, tuple(rows), caption)) + "\n"
 

@@ -69,7 +69,7 @@ def _title(results: Results) -> str:
 def draw_curves(results: Results, path: Path) -> None:
     """Draw the loss against steps and seconds: AdamW, Muon, the best first-order optimizer and the best of ours."""
     with styled():
-        figure = Figure(figsize=(9, 3.3), layout="constrained")
+        figure = Figure(figsize=(9, 3.0), layout="constrained")
         by_step, by_second = figure.subplots(1, 2, sharey=True)
         handles = _curves(by_step, results, "steps") | _curves(by_second, results, "seconds")
         figure.suptitle(f"{results['workload']}, {results['steps']} steps", x=0.01, ha="left")
