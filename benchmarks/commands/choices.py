@@ -30,23 +30,29 @@ def choices(results: Mapping[str, Results]) -> str:
     rows = [*_choices_of_the_demo(results), *_choices_of_one_line(results)]
     for choice, name, ours, other in _CHOICES:
         of = {item.optimizer: item for item in statistics.summaries(results[name])}
-        rows.append(_choice(choice, results[name]["workload"], results[name]["steps"], of[other], of[ours]))
-    columns = ("choice", "replaces", "workload", "steps", "loss", "seconds", "state, MB")
+        rows.append(_choice(choice, results[name], of[other], of[ours]))
+    columns = ("choice", "replaces", "workload", "steps", "loss", "held-out metric", "seconds", "state, MB")
     caption = (
-        "Training loss at the end of the run, mean over the seeds, seconds of the whole run, and the memory that the "
-        "optimizer keeps between steps: of the optimizer that is replaced -> of the choice."
+        "Training loss and held-out metric at the end of the run, mean over the seeds, seconds of the whole run, and "
+        "the memory that the optimizer keeps between steps: of the optimizer that is replaced -> of the choice."
     )
     return markdown_table(Rows("Cost and result of each choice", columns, tuple(rows), caption)) + "\n"
 
 
-def _choice(choice: str, workload: str, steps: int, before: Summary, after: Summary) -> tuple[str, ...]:
+def presets(name: str) -> dict[str, str]:
+    """Return the preset of each optimizer that is one in a comparison."""
+    return {ours: choice for choice, file, ours, _ in _CHOICES if file == name and choice.islower()}
+
+
+def _choice(choice: str, results: Results, before: Summary, after: Summary) -> tuple[str, ...]:
     pair = (before, after)
     return (
         choice,
         before.label,
-        workload,
-        str(steps),
+        results["workload"],
+        str(results["steps"]),
         " -> ".join(number(item.loss.mean if item.loss else None) for item in pair),
+        f"{results['metric']} {' -> '.join(number(item.metric.mean if item.metric else None) for item in pair)}",
         " -> ".join(seconds(item.seconds.mean if item.seconds else None) for item in pair),
         " -> ".join(NOTHING if item.megabytes is None else f"{item.megabytes:.3g}" for item in pair),
     )
@@ -62,6 +68,7 @@ def _choices_of_the_demo(results: Mapping[str, Results]) -> list[tuple[str, ...]
             results["demo"]["workload"],
             str(len(pair[0]["losses"])),
             " -> ".join(number(item["final_loss"]) for item in pair),
+            f"test accuracy {' -> '.join(number(item['metric']) for item in pair)}",
             " -> ".join(seconds(sum(item["step_seconds"])) for item in pair),
             " -> ".join(f"{item['optimizer_bytes'] / 1e6:.3g}" for item in pair),
         )
@@ -77,6 +84,7 @@ def _choices_of_one_line(results: Mapping[str, Results]) -> list[tuple[str, ...]
             found["workload"],
             str(found["steps"]),
             f"{number(found['before'][-1])} -> {number(found['after'][-1])}",
+            NOTHING,
             NOTHING,
             NOTHING,
         )

@@ -21,7 +21,6 @@ from benchmarks.compare.statistics import Results
 from benchmarks.plot import INK, OPTIMIZERS, look, plot_losses, save, styled
 from benchmarks.runner import History
 
-_PAIRS = 2  # workloads side by side, each with a panel of steps and a panel of seconds
 _SHADE = 0.18  # opacity of the range over the seeds
 
 
@@ -38,10 +37,11 @@ class Drawn:
         found = load(self.results)
         if not found:
             raise ValueError(f"{self.results} contains no results")
-        comparisons = [results for results in found.values() if "runs" in results]
-        draw = {"evidence-curves.svg": partial(draw_curves, comparisons)} if comparisons else {}
+        draw = {}
         for stem, results in found.items():
-            if stem.startswith("batch-size-"):
+            if "runs" in results:
+                draw[f"evidence-{results['workload']}.svg"] = partial(draw_curves, results)
+            elif stem.startswith("batch-size-"):
                 draw["evidence-batch-size.svg"] = partial(draw_batch_sizes, _done(results["rows"]), _title(results))
             elif stem.startswith("density-"):
                 title = f"{_title(results)}: loss against the entries kept"
@@ -66,20 +66,13 @@ def _title(results: Results) -> str:
 
 
 # ---------------------------------------------------------------------- comparisons
-def draw_curves(comparisons: Sequence[Results], path: Path) -> None:
+def draw_curves(results: Results, path: Path) -> None:
     """Draw the loss against steps and seconds: AdamW, Muon, the best first-order optimizer and the best of ours."""
-    rows = -(-len(comparisons) // _PAIRS)
-    handles: dict[str, Line2D] = {}
     with styled():
-        figure = Figure(figsize=(11, 2.5 * rows + 0.7), layout="constrained")
-        for place, part in enumerate(figure.subfigures(rows, _PAIRS, squeeze=False).flat):
-            if place >= len(comparisons):
-                break
-            part.set_facecolor("none")
-            results = comparisons[place]
-            part.suptitle(f"{results['workload']}, {results['steps']} steps", fontsize=10)
-            by_step, by_second = part.subplots(1, 2, sharey=True)
-            handles |= _curves(by_step, results, "steps") | _curves(by_second, results, "seconds")
+        figure = Figure(figsize=(9, 3.0), layout="constrained")
+        by_step, by_second = figure.subplots(1, 2, sharey=True)
+        handles = _curves(by_step, results, "steps") | _curves(by_second, results, "seconds")
+        figure.suptitle(f"{results['workload']}, {results['steps']} steps", x=0.01, ha="left")
         figure.legend(
             handles=[handles[label] for label in sorted(handles, key=_order)],
             loc="outside lower center", ncols=4, frameon=False,
@@ -123,7 +116,7 @@ def _curves(axes: Axes, results: Results, against: Against) -> dict[str, Line2D]
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_ylim(min(low) / 1.15, max(top) * 1.15)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 2.5, 5, 10)))
     axes.set_xlabel("steps" if against == "steps" else "processor seconds", fontsize=9)
     if against == "steps":
         axes.set_ylabel("training loss", fontsize=9)

@@ -3,9 +3,10 @@
 A page contains such tables between two comments, ``<!-- results: NAME -->`` and ``<!-- end of results -->``. NAME is
 one of
 
-* the name of a results file without its ending; ``NAME 2`` is the second table of that file alone;
+* the name of a results file without its ending; ``NAME 2`` is the second table of that file alone,
+  ``NAME COLUMN=VALUE`` has only the rows with this value, and ``NAME best`` is a short table of a comparison;
 * ``all``, ``losses`` or ``sources``: a table over all comparisons;
-* ``step-times``: a summary of all measured step times.
+* ``step-times`` or ``memory``: a summary of all measured step times, or of the state of all optimizers.
 
 ``--page`` renews the tables of a page.
 """
@@ -17,13 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commands.choices import choices
+from benchmarks.commands.choices import choices, presets
 from benchmarks.compare import statistics, wording
 from benchmarks.compare.statistics import Results, Summary, targets
 from benchmarks.compare.tables import Rows, markdown_table, plain, reach_rows, result_rows
-from benchmarks.compare.wording import NOTHING, number, share
+from benchmarks.compare.wording import NOTHING, number, seconds, share
 
 _NONE = (NOTHING,) * 4
+_FEW = 6  # rows of a short table
 
 
 def overview(comparisons: Sequence[Results]) -> str:
@@ -103,6 +105,61 @@ def step_times(measured: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(Rows("Step time relative to SGD", ("optimizer", "intervals", *heads), rows)) + "\n"
 
 
+def memory(measured: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the state of each optimizer, and of its multiple of the parameters, on all workloads.
+
+    Variants are left out.
+    """
+    kept = {"state": ", MB", "× parameters": ", × parameters"}
+    found: dict[str, dict[str, str]] = {}
+    for results in measured:
+        table = results["tables"][0]
+        places = {table["columns"].index(column): results["workload"] + words for column, words in kept.items()}
+        for row in (row for row in table["rows"] if "," not in row[0]):
+            found.setdefault(row[0], {}).update((head, row[place]) for place, head in places.items())
+    heads = [results["workload"] + words for results in measured for words in kept.values()]
+    rows = tuple((label, *(cells.get(head, NOTHING) for head in heads)) for label, cells in found.items())
+    return markdown_table(Rows("", ("optimizer", *heads), rows)) + "\n"
+
+
+def best_of(name: str, results: Results) -> str:
+    """Return a short table of one comparison, with the names of the presets that the optimizers belong to."""
+    preset = presets(name)
+    found = [item for item in statistics.summaries(results) if item.optimizer in _few(results, preset)]
+    rows = tuple(_row(item, preset.get(item.optimizer)) for item in found)
+    columns = ("optimizer", "loss", results["metric"], "seconds", "÷ SGD", "MB")
+    return markdown_table(Rows("", columns, rows)) + "\n"
+
+
+def _few(results: Results, preset: Mapping[str, str]) -> list[str]:
+    """Return the best of ours, presets, AdamW, kfac-pytorch, two first-order optimizers, and more of ours."""
+    ranked = [item for item in statistics.summaries(results) if item.loss]
+    target = statistics.target_of(results, statistics.best_first(results))
+    best = statistics.best_of_ours(results, target) if target else None
+    first: dict[str, str] = {}
+    for item in ranked:
+        if item.order == "first":
+            first.setdefault(item.label.split(",")[0], item.optimizer)  # one of its settings is enough
+    names = [best.optimizer] if best else []
+    names += [*preset, "adamw", *list(first.values())[:2], "kfac_pytorch"]
+    names += [item.optimizer for item in ranked if item.ours]
+    known = statistics.optimizers(results)
+    return [name for name in dict.fromkeys(names) if name in known][:_FEW]
+
+
+def _row(item: Summary, preset: str | None) -> tuple[str, ...]:
+    loss, metric, time = item.loss, item.metric, item.seconds
+    deviation = f" ± {number(loss.deviation, 2)}" if loss and loss.deviation is not None else ""
+    return (
+        item.label + (f" ({preset})" if preset else ""),
+        number(loss.mean if loss else None) + deviation,
+        number(metric.mean if metric else None),
+        seconds(time.mean if time else None),
+        share(item.step_cost),
+        NOTHING if item.megabytes is None else f"{item.megabytes:.3g}",
+    )
+
+
 def _name(results: Results) -> str:
     return f"{results['workload']} ({results['size']}){', made-up data' * bool(results.get('made_up_data'))}"
 
@@ -132,9 +189,10 @@ def _best(results: Results) -> tuple[str, ...]:
 
 
 _BLOCK = re.compile(
-    r"(<!-- results: (?P<name>[\w-]+)(?: (?P<table>\d+))? -->\n).*?(?P<end><!-- end of results -->)", re.S
+    r"(<!-- results: (?P<name>[\w-]+)(?: (?P<part>[^>\n]+))? -->\n).*?(?P<end><!-- end of results -->)", re.S
 )
 _TOGETHER = {"all": overview, "losses": losses, "sources": sources}
+_MEASURED = {"step-times": ("step-time-", step_times), "memory": ("memory-", memory)}
 
 
 @dataclass
@@ -149,7 +207,7 @@ class Overview:
     def run(self) -> int:
         found = load(self.results)
         if not self.page:
-            print(_body(found, "all", None), end="")
+            print(_body(found, "all"), end="")
         for page in self.page:
             page.write_text(renewed(page.read_text(encoding="utf-8"), found), encoding="utf-8")
         return 0
@@ -161,13 +219,12 @@ def load(folder: Path) -> dict[str, Results]:
 
 def renewed(text: str, results: Mapping[str, Results]) -> str:
     def block(match: re.Match[str]) -> str:
-        number = None if match["table"] is None else int(match["table"])
-        return f"{match[1]}\n{_body(results, match['name'], number).strip()}\n\n{match['end']}"
+        return f"{match[1]}\n{_body(results, match['name'], match['part'] or '').strip()}\n\n{match['end']}"
 
     return _BLOCK.sub(block, text)
 
 
-def _body(results: Mapping[str, Results], name: str, number: int | None) -> str:
+def _body(results: Mapping[str, Results], name: str, part: str = "") -> str:
     if name == "choices":
         return choices(results)
     if name in _TOGETHER:
@@ -175,16 +232,30 @@ def _body(results: Mapping[str, Results], name: str, number: int | None) -> str:
         if not comparisons:
             raise ValueError("the folder contains no results of compare")
         return _TOGETHER[name](comparisons)
-    if name == "step-times":
-        return step_times([found for stem, found in results.items() if stem.startswith("step-time-")])
+    if name in _MEASURED:
+        prefix, summary = _MEASURED[name]
+        return summary([found for stem, found in results.items() if stem.startswith(prefix)])
     if name not in results:
         raise ValueError(f"the page asks for results of {name!r}, but there are only {', '.join(results)}")
     if "runs" in results[name]:
-        return section(results[name])
+        return best_of(name, results[name]) if part == "best" else section(results[name])
     if "tables" not in results[name]:
         raise ValueError(f"the results of {name} contain no tables: run the command that produces them again")
-    tables = [Rows(**table) for table in results[name]["tables"]]
-    return "\n\n".join(map(markdown_table, tables if number is None else tables[number - 1 : number]))
+    return "\n\n".join(map(markdown_table, _part([Rows(**table) for table in results[name]["tables"]], part)))
+
+
+def _part(tables: Sequence[Rows], part: str) -> Sequence[Rows]:
+    """Return all tables, the one of a number, or of each the rows with a value in a column, without the column."""
+    column, equal, value = part.partition("=")
+    if not equal:
+        return tables[int(part) - 1 : int(part)] if part else tables
+    return [_selected(table, table.columns.index(column), value) for table in tables if column in table.columns]
+
+
+def _selected(table: Rows, place: int, value: str) -> Rows:
+    rows = [row for row in table.rows if row[place] == value]
+    columns, *kept = [(*row[:place], *row[place + 1 :]) for row in (table.columns, *rows)]
+    return replace(table, title=f"{table.title} ({table.columns[place]}: {value})", columns=columns, rows=tuple(kept))
 
 
 def section(results: Results) -> str:

@@ -41,11 +41,11 @@ def summary_tables(results: Results) -> list[Table]:
 
 
 def markdown_table(table: Rows) -> str:
-    """Return one table as Markdown: its title in bold, the rows, the caption."""
+    """Return one table as Markdown: its title in bold, if it has one, the rows, the caption."""
     texts = {0, *(place for row in table.rows for place, cell in enumerate(row) if len(cell) > _SENTENCE)}
     sides = [" :--- " if place in texts else " ---: " for place in range(len(table.columns))]
-    head = [_line(table.columns), "|" + "|".join(sides) + "|"]
-    text = "\n".join([f"**{plain(table.title)}**", "", *head, *map(_line, table.rows)])
+    title = [f"**{plain(table.title)}**", ""] if table.title else []
+    text = "\n".join([*title, _line(table.columns), "|" + "|".join(sides) + "|", *map(_line, table.rows)])
     return f"{text}\n\n{plain(table.caption)}" if table.caption else text
 
 

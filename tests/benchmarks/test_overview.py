@@ -8,6 +8,7 @@ import pytest
 from benchmarks import report
 from benchmarks.cli import main
 from benchmarks.commands.overview import load, renewed
+from benchmarks.plot import look
 from benchmarks.report import make_table
 
 ROOT = Path(__file__).parents[2]
@@ -26,9 +27,59 @@ def test_a_page_shows_the_results_that_are_kept(page):
 
 
 def test_every_comparison_that_is_kept_is_shown():
-    shown = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
     for name, results in load(RESULTS).items():
-        assert f"<!-- results: {name} -->" in shown or "runs" not in results
+        if "runs" in results:
+            workload = results["workload"]
+            own = (ROOT / "docs" / "evidence" / f"{workload}.md").read_text(encoding="utf-8")
+            assert f"<!-- results: {name} -->" in own
+            assert f"<!-- results: {name} best -->" in page
+            assert f"(images/evidence-{workload}.svg)" in page
+            assert f"(evidence/{workload}.md)" in page
+
+
+def test_a_short_table_has_presets_the_best_adamw_and_kfac_pytorch():
+    shown = {name: _rows(f"{name}-cpu best") for name in ("chargpt", "multi30k", "poisson")}
+    assert all(len(rows) == 6 for rows in shown.values())
+    labels = {name: [row[0] for row in rows] for name, rows in shown.items()}
+    assert labels["chargpt"] == [
+        r"EKFAC, orthogonal (from\_muon)", "Muon, momentum 0.85", "K-FAC (kfac-pytorch)", "EKFAC", "SOAP", "AdamW"
+    ]  # fmt: skip
+    assert "Muon, momentum 0.85" in labels["multi30k"]  # the better of two settings, and not both
+    assert "Muon" not in labels["multi30k"]
+    assert labels["poisson"][:2] == [r"HyLo (physics\_informed)", r"EKFAC, quadratic model (least\_squares)"]
+    assert shown["chargpt"][0][1:] == ["1.701 ± 0.027", "1.842", "85.1", "1.54", "32.8"]
+    assert shown["chargpt"][4][1] == "2.185"  # one seed has no deviation
+
+
+def test_a_short_table_of_few_optimizers_has_all_of_them():
+    results = load(RESULTS)["chargpt-cpu"]
+    runs = [run for run in results["runs"] if run["optimizer"] in {"sgd", "hylo"}]
+    assert [row[0] for row in _rows("some best", {"some": {**results, "runs": runs}})] == ["HyLo", "SGD"]
+
+
+def test_rows_of_a_value_are_shown_without_their_column(tmp_path):
+    rows = [("x", "1", "a"), ("y", "2", "b"), ("z", "1", "c")]
+    report.save(tmp_path, "found", [make_table("Table", ("name", "ranks", "kept"), rows, "Why.")], {})
+    text = renewed("<!-- results: found ranks=1 -->\n<!-- end of results -->\n", load(tmp_path))
+    assert "**Table (ranks: 1)**\n\n| name | kept |\n| :--- | ---: |\n| x | a |\n| z | c |\n\nWhy." in text
+
+
+def test_memory_is_summarized_without_variants(tmp_path):
+    columns = ("optimizer", "curvature", "state", "× parameters")
+    for name, label in (("digits", "KFAC"), ("chargpt", "EKFAC, power 1/2"), ("unet", "KFAC")):
+        table = {"title": "", "columns": columns, "rows": [(label, "1.0", "2.0", "3.0")], "caption": ""}
+        (tmp_path / f"memory-{name}.json").write_text(json.dumps({"workload": name, "tables": [table]}))
+    text = renewed("<!-- results: memory -->\n<!-- end of results -->\n", load(tmp_path))
+    assert "| optimizer | chargpt, MB | chargpt, × parameters | digits, MB | digits, × parameters | unet, MB" in text
+    assert "| KFAC | – | – | 2.0 | 3.0 | 2.0 | 3.0 |" in text
+    assert "power" not in text
+
+
+def _rows(block, results=None):
+    text = renewed(f"<!-- results: {block} -->\n<!-- end of results -->\n", results or load(RESULTS))
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [line.strip("| ").split(" | ") for line in lines[2:]]
 
 
 def test_step_times_are_summarized(tmp_path):
@@ -45,9 +96,13 @@ def test_figures_are_drawn_from_stored_results(tmp_path):
     words = ["study", "figures", "--results", str(RESULTS), "--out-dir", str(tmp_path)]
     assert main(words) == 0
     drawn = {path.name for path in tmp_path.iterdir()}
-    assert drawn == {"demo.png", *(f"evidence-{name}.svg" for name in ("batch-size", "curves", "density", "worlds"))}
-    curves = (tmp_path / "evidence-curves.svg").read_text(encoding="utf-8")
-    assert all(f">{label}<" in curves for label in ("AdamW", "Muon, momentum 0.85", "SOAP", "EKFAC, orthogonal"))
+    workloads = {results["workload"] for results in load(RESULTS).values() if "runs" in results}
+    assert drawn == {"demo.png", *(f"evidence-{name}.svg" for name in ("batch-size", "density", "worlds", *workloads))}
+    for name, ours in (("chargpt", "EKFAC, orthogonal"), ("poisson", "HyLo")):
+        text = (tmp_path / f"evidence-{name}.svg").read_text(encoding="utf-8")
+        shown = ("AdamW", "Muon, momentum 0.85", ours, "steps", "processor seconds")
+        assert all(f">{label}<" in text for label in shown)
+        assert f"stroke: {look(ours, 0)['color'].lower()}" in text
     assert main(["study", "figures", "--results", str(tmp_path / "none")]) == 2
 
 
