@@ -6,7 +6,7 @@ one of
 * the name of a results file without its ending; ``NAME 2`` is the second table of that file alone,
   ``NAME COLUMN=VALUE`` has only the rows with this value, and ``NAME best`` is a short table of a comparison;
 * ``all``, ``losses`` or ``sources``: a table over all comparisons;
-* ``step-times`` or ``memory``: a summary of all measured step times, or of the state of all optimizers.
+* ``step-times`` or ``memory``: a summary of all measured step times, or of the bytes of all optimizers.
 
 ``--page`` renews the tables of a page.
 """
@@ -106,11 +106,11 @@ def step_times(measured: Sequence[Mapping[str, Any]]) -> str:
 
 
 def memory(measured: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of the state of each optimizer, and of its multiple of the parameters, on all workloads.
+    """Return a table of what each optimizer keeps between steps, and of its multiple of the parameters.
 
     Variants are left out.
     """
-    kept = {"state": ", MB", "× parameters": ", × parameters"}
+    kept = {"total": ", MB", "× parameters": ", × parameters"}
     found: dict[str, dict[str, str]] = {}
     for results in measured:
         table = results["tables"][0]

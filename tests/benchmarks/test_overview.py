@@ -66,7 +66,7 @@ def test_rows_of_a_value_are_shown_without_their_column(tmp_path):
 
 
 def test_memory_is_summarized_without_variants(tmp_path):
-    columns = ("optimizer", "curvature", "state", "× parameters")
+    columns = ("optimizer", "curvature", "total", "× parameters")
     for name, label in (("digits", "KFAC"), ("chargpt", "EKFAC, power 1/2"), ("unet", "KFAC")):
         table = {"title": "", "columns": columns, "rows": [(label, "1.0", "2.0", "3.0")], "caption": ""}
         (tmp_path / f"memory-{name}.json").write_text(json.dumps({"workload": name, "tables": [table]}))

@@ -256,6 +256,11 @@ def test_a_recipe_is_printed_with_its_scaling(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_recipe_of_a_preset_is_printed_as_the_call_that_builds_it(tmp_path, capsys):
+    assert _run(tmp_path, "--optimizer", "from_adamw", "--print-recipe") == 0
+    assert 'secondorder.create("from_adamw", model, lr=0.01)' in capsys.readouterr().out
+
+
 def test_the_printed_line_trains_what_was_printed(tmp_path, capsys):
     assert _run(tmp_path, "--optimizer", "adamw", "--print-recipe", "--batch-size", "16", "--steps", "2") == 0
     *_, shell, python = capsys.readouterr().out.splitlines()
