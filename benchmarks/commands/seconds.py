@@ -31,7 +31,15 @@ from benchmarks.recipes.types import RATES
 from benchmarks.search import Axis, search
 from benchmarks.workloads import Workload, WorkloadName
 
-_SCHEDULES = Axis(("schedule",), ("cosine", "linear", "trapezoid"))
+_COURSES = {
+    "cosine": Schedule("cosine", 0.05),
+    "linear": Schedule("linear", 0.05),
+    "trapezoid": Schedule("trapezoid", 0.05),
+    "long warm-up": Schedule("cosine", 0.5),
+    "constant": Schedule("constant"),
+}
+"""Schedules by name. The last one belongs to optimizers that have no other."""
+_SCHEDULES = Axis(("schedule",), ("cosine", "linear", "trapezoid", "long warm-up"))
 _MOMENTA = Axis(("momentum",), (0.8, 0.9, 0.95))
 _LR = Axis(("lr",))
 AXES: Mapping[str, Sequence[Axis]] = {
@@ -45,7 +53,6 @@ AXES: Mapping[str, Sequence[Axis]] = {
 """What is searched for an optimizer, in this order; for all others, it is the rate and then the schedule."""
 _STARTS: Mapping[str, Settings] = {"adamw": {"beta2": 0.999}, "muon": {"momentum": 0.95}}
 """Defaults of optimizers that are searched and that their recipes leave out."""
-_WARMUP = 0.05
 
 
 @dataclass
@@ -116,8 +123,7 @@ class Seconds(Evidence):
         return {"seconds": measure_reference(RunSetting(self.workload, self.size, self.data_dir, self.threads))}
 
     def setting(self, reference: float, schedule: str) -> RunSetting:
-        shape: Any = schedule
-        course = Schedule(shape, _WARMUP)
+        course = _COURSES[schedule]
         return RunSetting(
             self.workload, self.size, self.data_dir, self.threads, schedule=course, reference_seconds=reference
         )
