@@ -100,7 +100,10 @@ class Seconds(Evidence):
         if reference is None:
             return []
         course = _Course(self, cells, advance, reference["seconds"])
-        tuned = [found for name in self.optimizers if (found := course.tuned(name))]
+        try:
+            tuned = [found for name in self.optimizers if (found := course.tuned(name))]
+        except TimeoutError:
+            return []  # T is not known yet
         if not any(found.first_order for found in tuned):
             return []
         best = min((found for found in tuned if found.first_order), key=lambda found: found.loss)
@@ -155,7 +158,11 @@ class _Course:
     reference: float
 
     def tuned(self, name: str) -> _Tuned | None:
-        """Return the best settings of an optimizer, or None if there was no time for all trials."""
+        """Return the best settings of an optimizer, or None if every trial failed.
+
+        Raises:
+            TimeoutError: If there was no time for all trials.
+        """
         study, trials = self.study, dict[str, Figures]()
         recipe = recipe_on(name, study.task, study.size, study.data_dir)
 
@@ -166,12 +173,10 @@ class _Course:
             trials[repr(sorted(settings.items()))] = found
             return _end(found)
 
-        try:
-            schedule = recipe.schedule.shape if recipe.own_schedule else "cosine"
-            start = {**_STARTS.get(name, {}), **recipe.settings, "schedule": schedule}
-            best = search(start, AXES.get(name, (_LR, _SCHEDULES)), loss_of)
-        except TimeoutError:
-            return None
+        schedule = recipe.schedule.shape if recipe.own_schedule else "cosine"
+        start = {**_STARTS.get(name, {}), **recipe.settings, "schedule": schedule}
+        axes = (_LR,) if recipe.own_schedule else (_LR, _SCHEDULES)
+        best = search(start, AXES.get(name, axes), loss_of)
         costs = [found["curve"][-1][2] / found["taken"] for found in trials.values() if math.isfinite(_end(found))]
         return _Tuned(name, best, loss_of(best), statistics.median(costs), len(trials)) if costs else None
 
@@ -184,6 +189,7 @@ class _Course:
             for seed in range(study.first_seed, study.first_seed + study.seeds)
         ]
         whole = [run for run in found if run is not None]
+        ends = [run["curve"][-1][2] for run in whole if _is_fine(run)]
         return {
             "optimizer": tuned.name,
             "label": method.label,
@@ -193,9 +199,7 @@ class _Course:
             "trials": tuned.trials,
             "cost": tuned.cost / self.reference,
             "steps": steps,
-            "seconds": statistics.median(ends)
-            if (ends := [run["curve"][-1][2] for run in whole if _is_fine(run)])
-            else None,
+            "seconds": statistics.median(ends) if ends else None,
             "losses": [_end(run) for run in whole],
             "metrics": [run["metric"] for run in whole if run.get("metric") is not None],
             "curves": [[point[1:3] for point in run["curve"]] for run in whole if run.get("curve")]
@@ -338,11 +342,6 @@ def _draw(rows: Sequence[Figures], path: Path) -> None:
         values = [loss for loss in row["losses"] if math.isfinite(loss)]
         return statistics.fmean(values) if values else None
 
-    panel = Panel("training loss", {"": mean}, log=False)
+    panel = Panel("training loss", {"": mean})
     words = "Training loss at equal processor seconds", "multiple of T"
-    plot_rows(rows, [panel], lambda row: row["share"], lambda row: row["label"], words, path, _from_data)
-
-
-def _from_data(panels: Sequence[Any]) -> None:
-    for axes in panels:
-        axes.margins(0.05)
+    plot_rows(rows, [panel], lambda row: row["share"], lambda row: row["label"], words, path)
