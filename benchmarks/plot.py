@@ -24,6 +24,7 @@ OPTIMIZERS = {
     "SGD": "#8C8C8C", "AdamW": "#E69F00", "Muon": "#D6456B", "KFAC": "#3B82D0", "EKFAC": "#00A077", "HyLo": "#CC79A7",
     "M-FAC": "#D9622B", "sparse M-FAC": "#56B4E9", "GGT": "#9670D8", "SOAP": "#A6761D", "Shampoo": "#7BA829",
     "PSGD-Kron": "#1AA5B8", "schedule-free AdamW": "#BFA800", "SINGD": "#7283E0",
+    "orthogonal momentum": "#E065C8", "L-BFGS": "#B08968", "Gauss-Newton": "#C94F4F",
 }  # fmt: skip
 """The color of each optimizer, in all figures. They contrast with white and with dark gray."""
 
