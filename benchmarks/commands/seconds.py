@@ -27,6 +27,7 @@ from benchmarks.compare.runs import find, measure_reference, recipe_on, train
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt
 from benchmarks.plot import Panel, plot_rows
 from benchmarks.recipes import Schedule, Settings
+from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import RATES
 from benchmarks.search import Axis, search
 from benchmarks.workloads import Workload, WorkloadName
@@ -62,7 +63,8 @@ class Seconds(Evidence):
     workload: WorkloadName = "chargpt"
     """Workload to train."""
     optimizers: tuple[str, ...] = ("adamw", "muon", "soap", "orthogonal", "ekfac_orthogonal", "from_adamw")
-    """Optimizers to compare. At least one must be a first-order optimizer."""
+    """Optimizers to compare. At least one must be a first-order optimizer. A colon begins settings that replace those
+    of the recipe, as in ekfac_orthogonal:inv_update_steps=100,max_factor_dim=256."""
     shares: tuple[float, ...] = (0.5, 0.7, 1.0, 1.5)
     """Lengths of the runs, as multiples of the time of the best first-order optimizer."""
     steps: int | None = None
@@ -82,7 +84,7 @@ class Seconds(Evidence):
 
     def check_options(self) -> None:
         self.check(positive=("seeds", "steps", "shares"))
-        if not any(find(name).order == "first" for name in self.optimizers):
+        if not any(find(_split(name)[0]).order == "first" for name in self.optimizers):
             raise ValueError(f"at least one of the optimizers must be a first-order one, got {self.optimizers}")
         if self.seed >= self.first_seed:
             raise ValueError(f"seed must be below first_seed={self.first_seed}, got {self.seed}")
@@ -145,7 +147,7 @@ class _Tuned:
 
     @property
     def first_order(self) -> bool:
-        return find(self.name).order == "first"
+        return find(_split(self.name)[0]).order == "first"
 
 
 @dataclass(frozen=True)
@@ -164,35 +166,37 @@ class _Course:
             TimeoutError: If there was no time for all trials.
         """
         study, trials = self.study, dict[str, Figures]()
-        recipe = recipe_on(name, study.task, study.size, study.data_dir)
+        base, changes = _split(name)
+        recipe = recipe_on(base, study.task, study.size, study.data_dir)
 
         def loss_of(settings: Settings) -> float:
-            found = self.run(name, settings, study.seed, study.length, "sift")
+            found = self.run(base, settings, study.seed, study.length, "sift")
             if found is None:
                 raise TimeoutError
             trials[repr(sorted(settings.items()))] = found
             return _end(found)
 
         schedule = recipe.schedule.shape if recipe.own_schedule else "cosine"
-        start = {**_STARTS.get(name, {}), **recipe.settings, "schedule": schedule}
+        start = {**_STARTS.get(base, {}), **recipe.settings, **changes, "schedule": schedule}
         axes = (_LR,) if recipe.own_schedule else (_LR, _SCHEDULES)
-        best = search(start, AXES.get(name, axes), loss_of)
+        best = search(start, AXES.get(base, axes), loss_of)
         costs = [found["curve"][-1][2] / found["taken"] for found in trials.values() if math.isfinite(_end(found))]
         return _Tuned(name, best, loss_of(best), statistics.median(costs), len(trials)) if costs else None
 
     def row(self, tuned: _Tuned, share: float, seconds: float) -> Figures:
         """Train with all seeds for a share of some seconds, and summarize the runs."""
-        study, method = self.study, find(tuned.name)
+        base, _, changes = tuned.name.partition(":")
+        study, method = self.study, find(base)
         steps = max(1, math.floor(share * seconds / tuned.cost))
         found = [
-            self.run(tuned.name, tuned.settings, seed, steps, "final")
+            self.run(base, tuned.settings, seed, steps, "final")
             for seed in range(study.first_seed, study.first_seed + study.seeds)
         ]
         whole = [run for run in found if run is not None]
         ends = [run["curve"][-1][2] for run in whole if _is_fine(run)]
         return {
-            "optimizer": tuned.name,
-            "label": method.label,
+            "optimizer": base,
+            "label": f"{method.label}, {changes}" if changes else method.label,
             "order": method.order,
             "ours": method.ours,
             "settings": dict(tuned.settings),
@@ -218,6 +222,12 @@ class _Course:
         recipe = replace(recipe_on(name, study.task, study.size, study.data_dir), settings=own)
         measure = partial(train, job, setting, find(name), recipe, self.cells.pause(identity))
         return self.cells.run(identity, partial(attempt, measure))
+
+
+def _split(name: str) -> tuple[str, Settings]:
+    """Return the name of an optimizer, and the settings after the colon."""
+    base, _, changes = name.partition(":")
+    return base, parse_settings(changes.split(",")) if changes else {}
 
 
 def _is_fine(run: Mapping[str, Any]) -> bool:

@@ -52,6 +52,18 @@ def test_a_study_and_its_continuation(data_dir, tmp_path, monkeypatch):
     assert json.loads(path.read_text())["rows"] == data["rows"]
 
 
+def test_settings_after_a_colon_are_a_further_optimizer(data_dir, tmp_path):
+    words = {"workload": "digits", "size": "smoke", "steps": 2, "seeds": 1, "shares": (1.0,)}
+    names = ("orthogonal", "orthogonal:momentum=0.5,plain_layers=none")
+    with pytest.raises(ValueError, match="a setting must look like key=value"):
+        Seconds(optimizers=(*names, "adamw:lr"), data_dir=data_dir, out_dir=tmp_path, **words).run()
+    assert Seconds(optimizers=names, data_dir=data_dir, out_dir=tmp_path, **words).run() == 0
+    data = json.loads((tmp_path / "seconds-digits-smoke.json").read_text())
+    labels = [row["label"] for row in data["rows"]]
+    assert labels == ["orthogonal momentum", "orthogonal momentum, momentum=0.5,plain_layers=none"]
+    assert 0.5 in {cell["of"]["settings"]["momentum"] for cell in data["cells"][1:]}
+
+
 def row(losses, order="first", share=1.0, curves=()):
     return {"share": share, "order": order, "losses": losses, "curves": curves, "failed": []}
 
