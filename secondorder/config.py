@@ -130,8 +130,8 @@ class StorageOptions:
         packed: Whether to store A and G as triangles. This takes half the memory; the full matrices exist only while a
             refresh needs them.
         max_factor_dim: Largest number of rows of a factor that is stored as a matrix. For a larger factor, only the
-            diagonal is stored. None sets no limit. ``"auto"`` is 8192, except on a CPU, where it is 4096 for KFAC with a rank or
-            ``inverse_method="cholesky"`` and 2048 otherwise (``max_factor_dim``).
+            diagonal is stored. None sets no limit. ``"auto"`` is 8192, except on a CPU, where it is 4096 for KFAC with
+            a rank or ``inverse_method="cholesky"``, and 2048 otherwise (``max_factor_dim``).
         orthogonal_dtype: Precision of the matrix products with which ``orthogonalize`` computes the polar factor.
             ``torch.bfloat16``, the precision that Muon uses, applies to matrices with at least 128 rows and columns. It
             is faster on hardware that supports it, and adds noise in directions in which the gradient is close to zero.
