@@ -26,7 +26,7 @@ PEERS: dict[str, Method] = {
     "shampoo": _first("Shampoo", packaged.shampoo, recipes.SHAMPOO),
     "psgd_kron": _first("PSGD-Kron", packaged.psgd_kron, recipes.PSGD_KRON),
     "schedule_free": _first("schedule-free AdamW", packaged.schedule_free, recipes.SCHEDULE_FREE),
-    "lbfgs": _first("L-BFGS", deterministic.lbfgs, recipes.LBFGS, closure=True),
+    "lbfgs": _second("L-BFGS", deterministic.lbfgs, recipes.LBFGS, closure=True),
     "gauss_newton": _second("Gauss-Newton", deterministic.gauss_newton, recipes.GAUSS_NEWTON, closure=True),
     "distributed_shampoo": _first("Shampoo (Meta)", checkouts.distributed_shampoo, recipes.DISTRIBUTED_SHAMPOO),
     "singd": _second("SINGD", packaged.singd, recipes.SINGD),

@@ -33,7 +33,7 @@ class _LBFGS(Peer):
         return found[0]
 
 
-def lbfgs(model: nn.Module, lr: float = 1.0, history_size: int = 30, max_iter: int = 20, **settings: Any) -> Optimizer:
+def lbfgs(model: nn.Module, lr: float = 1.0, history_size: int = 30, max_iter: int = 4, **settings: Any) -> Optimizer:
     """Build L-BFGS. A step has ``max_iter`` iterations, each with its line search."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return _LBFGS(

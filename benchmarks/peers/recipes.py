@@ -30,7 +30,7 @@ _KFAC_PYTORCH = (
 _META_SHAMPOO = (
     "grafted from Adam at AdamW's own learning rate: github.com/facebookresearch/optimizers, README, example 2"
 )
-_LBFGS = "torch.optim.LBFGS with its own line search and iterations per step"
+_LBFGS = "torch.optim.LBFGS with its own line search"
 _GAUSS_NEWTON = "the damping of Levenberg and Marquardt, with the thresholds of Nocedal and Wright"
 _IST_MFAC = f"{_HERE}; damping from github.com/IST-DASLab/M-FAC, optim.py, except for autoencoder"
 
@@ -143,7 +143,7 @@ KFAC_PYTORCH = _recipes(_kfac_pytorch, _KFAC_PYTORCH, searched=("lr", "clip_root
 LBFGS = {
     "poisson": Recipe(
         {"lr": 1.0, "history_size": 30, "line_search_fn": "strong_wolfe"}, _LBFGS, CONSTANT, own_schedule=True,
-        note="a step has up to 20 iterations",
+        note="a step has up to 4 iterations",
     )
 }  # fmt: skip
 GAUSS_NEWTON = {"poisson": Recipe({"damping": 0.1}, _GAUSS_NEWTON, CONSTANT, searched=("damping",), own_schedule=True)}

@@ -36,7 +36,13 @@ def test_lbfgs_is_that_of_torch():
     model, x, y = problem(hidden=True)
     twin = copy.deepcopy(model)
     optimizer = PEERS["lbfgs"].build(model, "poisson", {"history_size": 7})
-    options = {"history_size": 7, "line_search_fn": "strong_wolfe", "tolerance_grad": 0.0, "tolerance_change": 0.0}
+    options = {
+        "history_size": 7,
+        "max_iter": 4,
+        "line_search_fn": "strong_wolfe",
+        "tolerance_grad": 0.0,
+        "tolerance_change": 0.0,
+    }
     theirs = torch.optim.LBFGS(twin.parameters(), **options)
     closure = evaluation(theirs, twin, x, y)
     for _ in range(3):
