@@ -252,6 +252,8 @@ def _judged(rows: list[Figures]) -> list[Figures]:
             row["lower"] = sum(mine < theirs for mine, theirs in pairs)
             row["ratio"] = statistics.fmean(mine / theirs for mine, theirs in pairs) if pairs else None
             row["crossing"] = _crossing(row["curves"], best["curves"]) if best is not None and pairs else None
+    for row in rows:
+        del row["curves"]  # they stay in the cells
     return rows
 
 
