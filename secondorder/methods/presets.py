@@ -160,7 +160,7 @@ _ALL = (
     ),
     Preset(
         "from_muon",
-        "For transformers and convolutional networks that you would train with Muon; its measured losses are lowest.",
+        "For transformers and convolutional networks that you would train with Muon, if steps matter more than time.",
         EKFAC,
         0.02,
         _MATRICES,
