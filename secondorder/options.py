@@ -86,10 +86,10 @@ def flag(name: str, value: Any) -> None:
 
 def optional_flag(name: str, value: Any, *words: str) -> None:
     """A check for a bool, None or one of some words."""
-    if isinstance(value, str) and words:
-        choice(*words)(name, value)
-    elif value is not None:
-        flag(name, value)
+    if value is None or isinstance(value, bool) or (isinstance(value, str) and value in words):
+        return
+    allowed = " or ".join(["True", "False", *map(repr, words)])
+    raise TypeError(f"{name} must be {allowed}, got {value!r}")
 
 
 def learning_rate(name: str, value: Any) -> None:

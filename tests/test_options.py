@@ -156,7 +156,7 @@ def test_anything_but_the_object_is_refused(keyword):
         (lambda: FisherOptions("exact", samples=2), ValueError, "samples=2 needs"),
         (lambda: RefreshOptions(stagger=1), TypeError, "stagger must be True or False"),
         (lambda: RefreshOptions(max_failures=0), ValueError, "max_failures must be >= 1"),
-        (lambda: RefreshOptions(warmup="often"), ValueError, "warmup must be one of"),
+        (lambda: RefreshOptions(warmup="often"), TypeError, "warmup must be True or False or 'doubling', got 'often'"),
         (lambda: RefreshOptions(warmup=1), TypeError, "warmup must be True or False"),
         (lambda: StorageOptions(packed="packed"), TypeError, "packed must be True or False"),
         (lambda: StorageOptions(inv_dtype=torch.float16), ValueError, "inv_dtype must be"),
