@@ -51,7 +51,7 @@ AXES: Mapping[str, Sequence[Axis]] = {
     "gauss_newton": (Axis(("damping",), (1e-3, 1e-2, 0.1, 1.0, 10.0)),),
     "ekfac_orthogonal": (Axis(RATES), Axis(("plain_lr", "fallback_lr")), _MOMENTA, _SCHEDULES),
 }
-"""What is searched for an optimizer, in this order; for all others, it is the rate and then the schedule."""
+"""The axes of the search for an optimizer, in this order. All others have the rate and then the schedule."""
 _STARTS: Mapping[str, Settings] = {"adamw": {"beta2": 0.999}, "muon": {"momentum": 0.95}}
 """Defaults of optimizers that are searched and that their recipes leave out."""
 

@@ -83,13 +83,17 @@ class GaussNewton(Optimizer):
         kernel.diagonal().add_(shift)
         multipliers = torch.cholesky_solve(residuals[:, None], torch.linalg.cholesky(kernel))
         step = -(jacobian.mT @ multipliers).flatten()
+        before = [parameter.clone() for parameter in group["params"]]
         self._add(step)
         expected = float((residuals + jacobian @ step).square().sum()) / len(targets)
         found = float((self._model(inputs) - targets).square().sum()) / len(targets)
         gain = (loss - found) / max(loss - expected, 1e-300)
-        if not found < loss:
-            self._add(-step)
-        group["damping"] *= 1 / self._factor if gain > 0.75 else self._factor if gain < 0.25 else 1.0
+        if not found < loss:  # also where it is not finite
+            torch._foreach_copy_(group["params"], before)
+        if gain > 0.75:
+            group["damping"] /= self._factor
+        elif not gain >= 0.25:
+            group["damping"] *= self._factor
 
     def _jacobian(self, inputs: Tensor) -> Tensor:
         """Return J ``[N outputs, parameters]``."""
