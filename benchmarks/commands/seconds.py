@@ -26,7 +26,7 @@ from benchmarks.compare.runs import Setting as RunSetting
 from benchmarks.compare.runs import find, measure_reference, recipe_on, train
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt
 from benchmarks.plot import Panel, plot_rows
-from benchmarks.recipes import Schedule, Settings
+from benchmarks.recipes import Recipe, Schedule, Settings
 from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import RATES
 from benchmarks.search import Axis, search
@@ -42,18 +42,23 @@ _COURSES = {
 """Schedules by name. The last one belongs to optimizers that have no other."""
 _SCHEDULES = Axis(("schedule",), ("cosine", "linear", "trapezoid", "long warm-up"))
 _MOMENTA = Axis(("momentum",), (0.8, 0.9, 0.95))
-_LR = Axis(("lr",))
 AXES: Mapping[str, Sequence[Axis]] = {
-    "adamw": (_LR, Axis(("beta2",), (0.95, 0.99, 0.999)), _SCHEDULES),
+    "adamw": (Axis(("lr",)), Axis(("beta2",), (0.95, 0.99, 0.999)), _SCHEDULES),
     "muon": (Axis(("lr", "adamw_lr")), Axis(("adamw_lr",)), _MOMENTA, _SCHEDULES),
     "orthogonal": (Axis(("lr", "plain_lr")), Axis(("plain_lr",)), _MOMENTA, _SCHEDULES),
     "lbfgs": (Axis(("history_size",), (10, 30, 100)),),
     "gauss_newton": (Axis(("damping",), (1e-3, 1e-2, 0.1, 1.0, 10.0)),),
     "ekfac_orthogonal": (Axis(RATES), Axis(("plain_lr", "fallback_lr")), _MOMENTA, _SCHEDULES),
 }
-"""The axes of the search for an optimizer, in this order. All others have the rate and then the schedule."""
+"""The axes of the search for an optimizer, in this order. :func:`axes_of` returns those of all others."""
 _STARTS: Mapping[str, Settings] = {"adamw": {"beta2": 0.999}, "muon": {"momentum": 0.95}}
 """Defaults of optimizers that are searched and that their recipes leave out."""
+
+
+def axes_of(name: str, recipe: Recipe) -> Sequence[Axis]:
+    """Return the axes of the search: those that :data:`AXES` has, or the rates of the recipe and the schedule."""
+    schedules = () if recipe.own_schedule else (_SCHEDULES,)
+    return AXES.get(name, (Axis(recipe.searched), *schedules))
 
 
 @dataclass
@@ -140,6 +145,8 @@ class _Tuned:
 
     name: str
     settings: Settings
+    chosen: Settings
+    """Those that were searched."""
     loss: float
     cost: float
     """Seconds per step, the median of all trials."""
@@ -178,10 +185,11 @@ class _Course:
 
         schedule = recipe.schedule.shape if recipe.own_schedule else "cosine"
         start = {**_STARTS.get(base, {}), **recipe.settings, **changes, "schedule": schedule}
-        axes = (_LR,) if recipe.own_schedule else (_LR, _SCHEDULES)
-        best = search(start, AXES.get(base, axes), loss_of)
+        axes = axes_of(base, recipe)
+        best = search(start, axes, loss_of)
         costs = [found["curve"][-1][2] / found["taken"] for found in trials.values() if math.isfinite(_end(found))]
-        return _Tuned(name, best, loss_of(best), statistics.median(costs), len(trials)) if costs else None
+        chosen = {key: best[key] for axis in axes for key in axis.keywords if key in best}
+        return _Tuned(name, best, chosen, loss_of(best), statistics.median(costs), len(trials)) if costs else None
 
     def row(self, tuned: _Tuned, share: float, seconds: float) -> Figures:
         """Train with all seeds for a share of some seconds, and summarize the runs."""
@@ -200,6 +208,7 @@ class _Course:
             "order": method.order,
             "ours": method.ours,
             "settings": dict(tuned.settings),
+            "chosen": dict(tuned.chosen),
             "trials": tuned.trials,
             "cost": tuned.cost / self.reference,
             "steps": steps,
@@ -334,15 +343,14 @@ def _relative(row: Figures) -> str:
     return f"{100 * (row['ratio'] - 1):+.1f} %, {row['lower']} of {len(row['losses'])}{crossing}"
 
 
-def _settings_text(row: Mapping[str, Any]) -> str:
-    searched = dict.fromkeys(key for axis in AXES.get(row["optimizer"], (_LR, _SCHEDULES)) for key in axis.keywords)
-    return ", ".join(f"{key} {row['settings'][key]}" for key in searched if key in row["settings"])
+def _chosen_text(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in row["chosen"].items())
 
 
 _SEARCHED: dict[str, report.Column] = {
     "optimizer": report.value("label"),
     "trials": report.value("trials", "d"),
-    "chosen": _settings_text,
+    "chosen": _chosen_text,
     "cost": report.value("cost", ".2f"),
     "steps": report.value("steps", "d"),
     "seconds": report.value("seconds", ".1f"),

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.commands import seconds
 from benchmarks.commands.seconds import Seconds
+from benchmarks.compare.runs import find
 from benchmarks.recipes.types import Schedule, factor
 
 
@@ -76,6 +77,21 @@ def test_the_best_first_order_optimizer_of_the_same_time_is_the_reference():
     assert ours["lower"] == 1
     assert ours["ratio"] == pytest.approx((1 / 2 + 2.4 / 2.2) / 2)
     assert partial["ratio"] is None  # a seed is missing: its mean is of other runs
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords"),
+    [
+        ("adamw", ["lr", "beta2", "schedule"]),
+        ("soap", ["lr", "schedule"]),
+        ("ekfac_adaptive", ["damping", "schedule"]),
+        ("hylo", ["lr", "schedule"]),
+        ("lbfgs", ["history_size"]),
+    ],
+)
+def test_what_is_searched_follows_the_optimizer_and_its_recipe(name, keywords):
+    axes = seconds.axes_of(name, find(name).recipe("poisson"))
+    assert [key for axis in axes for key in axis.keywords] == keywords
 
 
 def test_crossings_compare_the_seconds_to_the_same_loss():
