@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from secondorder.linalg.dense import Workspace
+from secondorder.linalg.stacks import Stacks
 
 _NOTHING = nullcontext()
 
@@ -40,6 +41,7 @@ class Runtime:
         states: State of the optimizer by parameter. The optimizer updates this reference when loading replaces it.
         observed_terms: Number of loss terms that ``observe`` has seen in this step, as a 0-dim tensor.
         workspace: Memory for temporary tensors.
+        stacks: Curvature of small blocks that precondition together.
         blocks: Number of blocks of a layer method.
         clock: The clock that times the stages of a step, if the user requested it.
     """
@@ -49,6 +51,7 @@ class Runtime:
     states: Mapping[Any, dict[str, Tensor | int]] = field(default_factory=dict)
     observed_terms: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
     workspace: Workspace = field(default_factory=Workspace)
+    stacks: Stacks = field(default_factory=Stacks)
     blocks: int = 0
     clock: Clock | None = None
 

@@ -39,6 +39,8 @@ class Update:
 
     def __init__(self, table: ParameterTable, preconditioner: Preconditioner) -> None:
         self._table, self._preconditioner = table, preconditioner
+        #: Lengths of Adam's steps at rate 1, if they were computed together with its moments.
+        self._lengths: Directions = {}
         #: Factors by which grafting scaled directions in the last step, by the first parameter of each set.
         self.graft_factors: dict[nn.Parameter, Tensor] = {}
         #: Factor by which kl-clip scaled directions; None if it never did.
@@ -81,11 +83,14 @@ class Update:
 
     def steps_of(self, params: Sequence[nn.Parameter]) -> list[float]:
         """Return the number of updates of each parameter."""
-        return cast("list[float]", torch.stack([self._table.state[p]["step"] for p in params]).tolist())
+        return cast("list[float]", torch.stack(self._step_counts(params)).tolist())
+
+    def _step_counts(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
+        return [self._table.state[p]["step"] for p in params]
 
     def count(self, gradients: Directions) -> None:
         """Count an update of every parameter that has a gradient."""
-        torch._foreach_add_([self._table.state[p]["step"] for p in gradients], 1.0)
+        torch._foreach_add_(self._step_counts(gradients), 1.0)
 
     def _moments(self, params: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
         """Adam's moments; for sharded parameters, the shards of this rank."""
@@ -116,13 +121,20 @@ class Update:
     def _count_moments(self, members: Sequence[nn.Parameter], gradients: Directions, gate: Tensor | None) -> None:
         """Update Adam's moments with the gradients where Adam determines the size of the step."""
         chosen = set(members)
+        self._lengths.clear()
         for group in self._table.groups if chosen else ():
             own = [p for p in group["params"] if p in chosen]
             if own:
                 means, squares = map(_as_real, self._moments(own))
                 grads = _as_real([self._with_decay(p, gradients[p]) for p in own])
-                betas, _ = self._preconditioner.adam_options(group)
-                first_order.adam_moments_(grads, means, squares, betas, gate)
+                betas, eps = self._preconditioner.adam_options(group)
+                lengths = None
+                if gate is None:
+                    lengths = first_order.adam_lengths_(grads, means, squares, self._step_counts(own), betas, eps)
+                if lengths is None:
+                    first_order.adam_moments_(grads, means, squares, betas, gate)
+                else:
+                    self._lengths.update(zip(own, lengths.unbind(), strict=True))
 
     def _with_decay(self, p: nn.Parameter, gradient: Tensor) -> Tensor:
         """Return the gradient that Adam uses for a covered parameter, with weight decay added if it is coupled."""
@@ -205,26 +217,27 @@ class Update:
         self.graft_factors.update(zip((params[0] for _, params in chosen), factors.unbind(), strict=True))
 
     def _graft_steps(self, chosen: Sequence[tuple[str, Sequence[nn.Parameter]]], raw: Directions) -> Iterator[Tensor]:
-        """Yield the steps of the grafted rules. Adam's are yielded in parts, since all are as large as the model."""
+        """Yield the steps of the grafted rules, or tensors of the same norms.
+
+        Adam's are yielded in parts, since all are as large as the model.
+        """
         for rule, members in groupby(((rule, p) for rule, params in chosen for p in params), key=itemgetter(0)):
             params = [p for _, p in members]
             if not options.is_adam(rule):
                 yield from (raw[p] for p in params)
+                continue
+            if all(map(self._lengths.__contains__, params)):
+                yield from (self._lengths[p] for p in params)
                 continue
             for some in stacks.bounded(params, torch.Tensor.numel, _STEPS):
                 for own in _of_one_group(some, self._table.group_of):
                     yield from self._adam_steps(own)
 
     def _adam_steps(self, params: Sequence[nn.Parameter]) -> Sequence[Tensor]:
-        """Adam's steps at learning rate 1 for parameters of one group, or tensors of the same norms."""
+        """Adam's steps at learning rate 1 for parameters of one group."""
         betas, eps = self._preconditioner.adam_options(self._table.group_of[params[0]])
         means, squares = map(_as_real, self._moments(params))
-        steps = self.steps_of(params)
-        if len(params) == 1:
-            lengths = first_order.adam_lengths(means[0], squares[0], steps[0], betas, eps)
-            if lengths is not None:
-                return [lengths]
-        return first_order.adam_steps(means, squares, steps, betas, eps)
+        return first_order.adam_steps(means, squares, self.steps_of(params), betas, eps)
 
     def _clip(self, directions: Directions) -> None:
         """Bound the norm of all directions, and then their entries."""
@@ -291,13 +304,17 @@ class Update:
     def _apply_adam(
         self, rule: Rule, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
     ) -> None:
-        means, squares = self._moments(params)
         betas, eps = self._preconditioner.adam_options(group)
-        first_order.adam_(
-            _as_real(self._locals(params)), _as_real(directions), _as_real(means), _as_real(squares),
-            self.steps_of(params), lr=_fallback_lr(group) if rule.is_fallback else rate(group["lr"]),
-            betas=betas, eps=eps, weight_decay=rule.weight_decay, decoupled=rule.decoupled, gate=gate,
-        )  # fmt: skip
+        tensors = *map(_as_real, (self._locals(params), directions, *self._moments(params))),
+        rule_options: dict[str, Any] = {
+            "lr": _fallback_lr(group) if rule.is_fallback else rate(group["lr"]), "betas": betas, "eps": eps,
+            "weight_decay": rule.weight_decay, "decoupled": rule.decoupled,
+        }  # fmt: skip
+        # Parameters without curvature follow torch.optim to the bit, and the fused kernel rounds differently.
+        if gate is None and not rule.is_fallback and group["foreach"] is None and first_order.fits_fused(directions):
+            first_order.fused_adam_(*tensors, self._step_counts(params), **rule_options)
+        else:
+            first_order.adam_(*tensors, self.steps_of(params), **rule_options, gate=gate)
 
     def _apply_sgd(
         self, rule: Rule, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None

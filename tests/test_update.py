@@ -172,24 +172,35 @@ def test_a_set_with_one_bad_direction_becomes_its_sources_and_others_stay(bad: f
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_lengths_of_pieces_are_those_of_the_step_of_adam(dtype: torch.dtype) -> None:
-    """A tensor of several pieces, the last one short, against the step that torch's own optimizer takes."""
+def test_lengths_and_moments_are_those_of_the_steps_of_adam(dtype: torch.dtype) -> None:
+    """A tensor of several pieces, the last one short, and small ones, against the steps of torch's own optimizer."""
     torch.manual_seed(0)
-    p = nn.Parameter(torch.zeros(300, 701, dtype=dtype))
-    adam = torch.optim.Adam([p], lr=1.0, betas=(0.8, 0.95), eps=1e-3)
-    for _ in range(3):
-        before, p.grad = p.detach().clone(), torch.randn_like(p)
-        adam.step()
-    state = adam.state[p]
-    lengths = first_order.adam_lengths(state["exp_avg"], state["exp_avg_sq"], 3.0, (0.8, 0.95), 1e-3)
-    assert lengths is not None
-    assert len(lengths) == 4
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((5, 3), (300, 701), (7,))]
+    adam = torch.optim.Adam(params, lr=1.0, betas=(0.8, 0.95), eps=1e-3)
+    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    step = torch.linalg.vector_norm((p.detach() - before).double())
-    torch.testing.assert_close(torch.linalg.vector_norm(lengths.double()), step, rtol=tolerance, atol=0)
+    for step in range(1, 4):
+        before = [p.detach().clone() for p in params]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        adam.step()
+        gradients, counts = [p.grad for p in params if p.grad is not None], [torch.tensor(float(step))] * 3
+        lengths = first_order.adam_lengths_(gradients, *moments, counts, (0.8, 0.95), 1e-3)
+        expected = [torch.linalg.vector_norm((p.detach() - x).double()) for p, x in zip(params, before, strict=True)]
+        assert lengths is not None
+        torch.testing.assert_close(lengths.double(), torch.stack(expected), rtol=tolerance, atol=0)
+    for key, found in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+        torch.testing.assert_close(found, [adam.state[p][key] for p in params], rtol=tolerance, atol=tolerance)
 
 
-def test_small_tensors_and_those_with_gaps_have_no_pieces() -> None:
-    small, gaps = torch.ones(8), torch.ones(400, 400)[:, ::2]
-    for x in (small, gaps):
-        assert first_order.adam_lengths(x, x, 1.0, (0.9, 0.99), 1e-8) is None
+@pytest.mark.parametrize("kind", ["gaps", "meta", "dtypes"])
+def test_tensors_that_do_not_suit_the_kernel_are_not_changed(kind: str) -> None:
+    plain = torch.ones(4, 4)
+    odd = {"gaps": torch.ones(4, 8)[:, ::2], "meta": torch.ones(4, 4, device="meta"), "dtypes": plain.double()}[kind]
+    gradients = [plain, odd]
+    means, squares = [plain.clone(), odd.clone()], [plain.clone(), odd.clone()]
+    if kind == "gaps":
+        means[1] = odd
+    assert first_order.adam_lengths_(gradients, means, squares, [torch.ones(())] * 2, (0.9, 0.99), 1e-8) is None
+    assert torch.equal(means[0], plain)
+    assert torch.equal(squares[0], plain)

@@ -103,7 +103,7 @@ class Report:
                 if isinstance(value, Tensor):
                     usage[self.kind(p, key)] += local(value).nbytes
         usage["pending"] = self.curvature.report.pending_bytes
-        usage["workspace"] = self.runtime.workspace.nbytes
+        usage["workspace"] = self.runtime.workspace.nbytes + self.runtime.stacks.nbytes
         usage["buffers"] += self.comm.nbytes + self.curvature.report.nbytes
         usage["total"] = sum(usage.values())
         return usage

@@ -118,4 +118,7 @@ def multiply_both(x: Tensor, basis_g: Tensor, basis_a: Tensor, weights: Tensor, 
     inner[..., :r_a, :] = basis_a.mT
     torch.add(right.mul_(left - corner), both @ basis_a.mT, out=inner[..., r_a:, :])
     found = x * corner  # one product for both sums, as the matrix is the largest operand
-    return found.addmm_(outer, inner) if x.dim() == 2 else found.baddbmm_(outer, inner)
+    if x.dim() == 2:
+        return found.addmm_(outer, inner)
+    found.flatten(0, -3).baddbmm_(outer.flatten(0, -3), inner.flatten(0, -3))
+    return found

@@ -7,7 +7,8 @@ bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ Scalar = float | Tensor
 _READ = 2**16
 #: Entries of a piece of a large tensor that stays in the cache of a CPU with its temporaries.
 _PIECE = 2**16
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def sgd_(
@@ -110,24 +112,56 @@ def adam_steps(
     return found
 
 
-def adam_lengths(
-    exp_avg: Tensor, exp_avg_sq: Tensor, step: float, betas: tuple[float, float], eps: float
+def adam_lengths_(
+    gradients: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    steps: Tensors,
+    betas: tuple[float, float],
+    eps: float,
 ) -> Tensor | None:
-    """Return the lengths ``[k]`` of k pieces of Adam's step at rate 1, whose norm is that of the step.
+    """Update Adam's moments in place and return the lengths of its steps at rate 1 ``[k]``, in one pass over memory.
 
-    On a CPU, the temporaries of a piece stay in its cache, where those of a large tensor would be written to memory.
+    Results are those of :func:`adam_moments_` and :func:`adam_steps` up to rounding.
+
+    Args:
+        gradients: Gradients.
+        exp_avgs: First moments.
+        exp_avg_sqs: Second moments.
+        steps: Number of updates of each parameter, this one included, as 0-dim tensors.
+        betas: β₁ and β₂.
+        eps: ε.
 
     Returns:
-        The lengths; None for a tensor that is not on a CPU, is small, or has gaps.
+        The lengths; None if the tensors do not suit the kernel, and then nothing is changed.
     """
-    is_dense = exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()
-    if exp_avg.device.type != "cpu" or exp_avg.numel() <= _PIECE or not is_dense:
+    if not fits_fused(gradients) or not all(map(Tensor.is_contiguous, (*gradients, *exp_avgs))):
         return None
-    pieces = zip(exp_avg.view(-1).split(_PIECE), exp_avg_sq.view(-1).split(_PIECE), strict=True)
-    root = (1 - betas[1] ** step) ** 0.5
-    steps = (m / v.sqrt().add_(root * eps) for m, v in pieces)
-    lengths = torch.stack([torch.linalg.vector_norm(x, dtype=_accurate(x.dtype)) for x in steps])
-    return lengths.mul_(root / (1 - betas[0] ** step))
+    found: Tensors = []
+    for some in stacks.bounded(_pieces(gradients, exp_avgs, exp_avg_sqs, steps), lambda own: own[0].numel(), _PIECE):
+        g, m, v, t = map(list, zip(*some, strict=True))
+        moved = list(map(torch.zeros_like, g))
+        torch._fused_adam_(
+            moved, g, m, v, [], t, lr=1.0, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=0.0, amsgrad=False,
+            maximize=False,
+        )  # fmt: skip
+        found += torch._foreach_norm(moved, 2, dtype=_accurate(moved[0].dtype))
+    return _together(torch.stack(found), [-(-t.numel() // _PIECE) for t in gradients])
+
+
+def _pieces(*lists: Tensors) -> Iterator[tuple[Tensor, ...]]:
+    """Yield corresponding tensors, those that are large in pieces, with the last one, which is a 0-dim tensor."""
+    for *own, step in zip(*lists, strict=True):
+        if own[0].numel() <= _PIECE:
+            yield (*own, step)
+        else:
+            yield from zip(*(t.view(-1).split(_PIECE) for t in own), repeat(step))
+
+
+def fits_fused(tensors: Sequence[Tensor]) -> bool:
+    """Return whether the fused kernels of the CPU accept these tensors, and others of the same kind."""
+    is_plain = all(t.device.type == "cpu" and type(t) in _PLAIN for t in tensors)
+    return is_plain and len({t.dtype for t in tensors}) == 1
 
 
 def corrected(exp_avgs: Tensors, steps: Sequence[float], beta1: float) -> Tensors:
@@ -180,6 +214,30 @@ def adam_(
     else:
         scaled: list[Any] = [-(lr / (1 - betas[0] ** t)) for t in steps]
         torch._foreach_addcdiv_(params, exp_avgs, denominators, scaled)
+
+
+def fused_adam_(
+    params: Tensors,
+    gradients: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    steps: Tensors,
+    *,
+    lr: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> None:
+    """Apply Adam or AdamW like :func:`adam_`, in one pass over memory and up to rounding.
+
+    The arguments are the same, except for ``steps``, which are 0-dim tensors.
+    """
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel(
+        params, gradients, exp_avgs, exp_avg_sqs, [], steps, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps,
+        weight_decay=weight_decay, amsgrad=False, maximize=False,
+    )  # fmt: skip
 
 
 def rate(lr: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from operator import is_not
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,43 @@ TensorT = TypeVar("TensorT", bound=Tensor)
 LIMIT = 1 << 24
 #: Entries that a CPU updates together, which stay in its cache.
 _CACHED = 2**15
+
+
+class _Kept(NamedTuple):
+    tensors: Sequence[Tensor]
+    versions: tuple[Hashable, ...]
+    stack: Tensor
+
+
+class Stacks:
+    """Stacks of tensors that are kept until one of the tensors changes."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, _Kept] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(kept.stack.nbytes for kept in self._kept.values())
+
+    def clear(self) -> None:
+        """Release all stacks."""
+        self._kept.clear()
+
+    def of(self, name: Hashable, tensors: Sequence[Tensor], *stamp: Hashable) -> Tensor:
+        """Return tensors of equal shape as one tensor ``[k, ...]``.
+
+        Args:
+            name: Name of the stack, which replaces an earlier one of this name.
+            tensors: The tensors.
+            stamp: Values that change whenever the tensors do. Torch counts changes in place as well, but not those by
+                messages.
+        """
+        versions = (*(t._version for t in tensors), *stamp)
+        kept = self._kept.get(name)
+        if kept is None or kept.versions != versions or any(map(is_not, kept.tensors, tensors)):
+            kept = self._kept[name] = _Kept(tensors, versions, torch.stack(list(tensors)))
+        return kept.stack
 
 
 def bounded(items: Iterable[ItemT], numbers: Callable[[ItemT], int], limit: int | None = None) -> Iterator[list[ItemT]]:

@@ -12,9 +12,8 @@ from secondorder.curvature.factors import FACTORS
 from secondorder.curvature.inverse import INVERSES
 from secondorder.curvature.kronecker import KroneckerBlock
 from secondorder.curvature.schema import Schema
-from secondorder.linalg.dense import stacked
 from secondorder.preconditioners.layers import LayerPreconditioner
-from secondorder.preconditioners.small_blocks import StackRule
+from secondorder.preconditioners.small_blocks import StackRule, stacked_state
 
 
 def _read(block: KroneckerBlock) -> tuple[Sequence[str], Sequence[str]]:
@@ -25,11 +24,10 @@ def _read(block: KroneckerBlock) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _precondition(blocks: Sequence[KroneckerBlock], gradients: Tensor) -> Tensor:
-    """Return the preconditioned matrices ``[k, n_g, n_a]``."""
-    first, workspace = blocks[0], blocks[0].runtime.workspace
-    keys = [key for key in first.inverse.stacked if key in first.state]
-    state = {key: stacked([block.state[key] for block in blocks], workspace) for key in keys}
-    return first.inverse.apply(state, first.group, gradients, workspace)
+    """Return the preconditioned matrices ``[k, (Γ,) n_g, n_a]``."""
+    first = blocks[0]
+    state = stacked_state(blocks, first.inverse.stacked)
+    return first.inverse.apply(state, first.group, gradients, first.runtime.workspace)
 
 
 class KroneckerPreconditioner(LayerPreconditioner[KroneckerBlock]):

@@ -114,6 +114,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
     def rebuilt(self) -> None:
         """Act on a new plan, whose state has been allocated."""
         self.refresher.forget_jobs()  # parameters may have moved or changed their dtype
+        self.runtime.stacks.clear()
 
     def facts(self) -> dict[str, list[str]]:
         """Return the settings that must be equal on all ranks, as text."""

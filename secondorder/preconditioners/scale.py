@@ -39,7 +39,7 @@ from secondorder.preconditioners.base import Proposal, Rule
 from secondorder.preconditioners.capture_schedule import CaptureSchedule
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.parts import Setting
-from secondorder.preconditioners.small_blocks import StackRule
+from secondorder.preconditioners.small_blocks import StackRule, stacked_state
 
 
 class ScaleSchedule(CaptureSchedule[EigenbasisBlock]):
@@ -81,11 +81,11 @@ def _read(block: EigenbasisBlock) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _precondition(blocks: Sequence[EigenbasisBlock], gradients: Tensor) -> Tensor:
-    """Return the preconditioned matrices ``[k, n_g, n_a]``."""
+    """Return the preconditioned matrices ``[k, (Γ,) n_g, n_a]``."""
     first, workspace = blocks[0], blocks[0].runtime.workspace
     scales = stacked([block.state["scale"] for block in blocks], workspace)
-    bases = ([cast(Tensor, block.basis(side)) for block in blocks] for side in "ag")
-    a, g = (None if own[0] is None else stacked(own, workspace) for own in bases)
+    state = stacked_state(blocks, ("basis_a", "basis_g"))
+    a, g = (first.eigen.basis(state, side) for side in "ag")
     damping = first.damping_of(scales.mean((-2, -1)))
     return eigenbasis.precondition(gradients, a, g, scales, damping, first.group["power"], workspace)
 

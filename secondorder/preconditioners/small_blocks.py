@@ -5,8 +5,8 @@ For matrices of a few thousand entries, the time of a product is mostly the over
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +19,9 @@ from secondorder.linalg.stacks import bounded
 from secondorder.parameters import Directions
 
 #: Largest number of entries of the matrix of a small block, and of a stack. The temporaries of a stack take a few MB.
-_SMALL, _STACK = 2**14, 2**20
+_SMALL, _STACK = 2**16, 2**20
 #: Smallest number of blocks for which a stack is worth it.
-_FEW = 4
+_FEW = 2
 
 
 class StackRule(NamedTuple):
@@ -29,7 +29,7 @@ class StackRule(NamedTuple):
 
     Attributes:
         reads: Returns the state entries and the options that a block reads; none if it does not support stacks.
-        precondition: Returns the preconditioned matrices ``[k, n_g, n_a]`` of blocks that agree in both.
+        precondition: Returns the preconditioned matrices ``[k, (Γ,) n_g, n_a]`` of blocks that agree in both.
     """
 
     reads: Callable[[Any], tuple[Sequence[str], Sequence[str]]]
@@ -44,6 +44,20 @@ def _nothing(*_: Any) -> Any:
 NO_STACKS = StackRule(_nothing, _nothing)
 
 
+def stacked_state(blocks: Sequence[Block], keys: Sequence[str]) -> dict[str, Tensor]:
+    """Return entries of the states of blocks as stacks ``[k, ...]``, as far as the blocks have them.
+
+    A stack is kept until the entries change, because they are the same in most steps.
+    """
+    first, states = blocks[0], [block.state for block in blocks]
+    stacks, refreshes = first.runtime.stacks, [state["refreshes"] for state in states]
+    return {
+        key: stacks.of((first.index, key), [state[key] for state in states], *refreshes)
+        for key in keys
+        if key in states[0]
+    }
+
+
 def directions_of_stacks(blocks: Sequence[Block], source: Directions, rule: StackRule) -> dict[int, list[Tensor]]:
     """Return the directions of the parameters of small blocks, by index of the block.
 
@@ -55,28 +69,38 @@ def directions_of_stacks(blocks: Sequence[Block], source: Directions, rule: Stac
     Returns:
         The directions. Blocks are left out if they are not small, lack gradients or belong to too small a stack.
     """
-    sizes = Counter((block.adapter.n_a, block.adapter.n_g) for block in blocks)
-    stacks: dict[Hashable, list[Block]] = {}
-    for block in blocks if max(sizes.values(), default=0) >= _FEW else ():
-        is_one_of_few = sizes[block.adapter.n_a, block.adapter.n_g] < _FEW
-        if not is_one_of_few and all(map(source.__contains__, block.params)) and (key := _key(block, rule)) is not None:
-            stacks.setdefault(key, []).append(block)
+    alike: dict[tuple[int, ...], list[Block]] = {}
+    for block in blocks:
+        size = block.adapter.groups, block.adapter.n_g, block.adapter.n_a
+        if math.prod(size) <= _SMALL:
+            alike.setdefault(size, []).append(block)
     found: dict[int, list[Tensor]] = {}
-    for members in stacks.values():
-        for some in bounded(members, lambda block: block.adapter.n_a * block.adapter.n_g, _STACK):
-            if len(some) < _FEW:
-                continue  # copies into a stack would take as long as the calls
-            some[0].runtime.workspace.reset()
-            direction = rule.precondition(some, _matrices(some, source))
-            found.update(zip((b.index for b in some), _split(some, direction), strict=True))
+    for size, same_size in alike.items():
+        if len(same_size) < _FEW:
+            continue  # copies into a stack would take as long as the calls
+        for members in _divided(same_size, source, rule):
+            for some in bounded(members, lambda _, entries=math.prod(size): entries, _STACK):
+                if len(some) < _FEW:
+                    continue
+                some[0].runtime.workspace.reset()
+                direction = rule.precondition(some, _matrices(some, source))
+                found.update(zip((b.index for b in some), _split(some, direction), strict=True))
     return found
+
+
+def _divided(blocks: Sequence[Block], source: Directions, rule: StackRule) -> Collection[list[Block]]:
+    """Divide blocks of one size into those that precondition together, without those that precondition alone."""
+    found: dict[Hashable, list[Block]] = {}
+    for block in blocks:
+        if all(map(source.__contains__, block.params)) and (key := _key(block, rule)) is not None:
+            found.setdefault(key, []).append(block)
+    return found.values()
 
 
 def _key(block: Block, rule: StackRule) -> Hashable | None:
     """Return a key that is equal for blocks that precondition together; None for a block that preconditions alone."""
-    adapter = block.adapter
-    is_small = adapter.n_a * adapter.n_g <= _SMALL and adapter.groups == 1 and not adapter.is_exact
-    if not is_small or block.sets_length:
+    has_one_unit = block.adapter.is_exact and block.adapter.groups == 1
+    if block.sets_length or has_one_unit:
         return None
     entries, options = rule.reads(block)
     values = tuple(block.group[key] for key in options)
@@ -85,19 +109,19 @@ def _key(block: Block, rule: StackRule) -> Hashable | None:
     state = block.state
     kept = tuple((key, state[key].shape, state[key].dtype) for key in entries if key in state)
     shapes = tuple(p.shape for p in block.params)
-    return type(adapter), shapes, block.weight is None, block.layer.precision, block.owner.device, values, kept
+    return type(block.adapter), shapes, block.weight is None, block.layer.precision, block.owner.device, values, kept
 
 
 # ---------------------------------------------------------------------- gradients as matrices
 def _is_plain(block: Block) -> bool:
     """Return whether the matrix of a block is its weight with the bias as the last column."""
-    kind = type(block.adapter)
-    overridden: Callable[..., object] = kind.to_matrix
-    return overridden is Adapter.to_matrix and block.weight is not None and block.bias is not None
+    overridden: Callable[..., object] = type(block.adapter).to_matrix
+    has_both = block.weight is not None and block.bias is not None
+    return has_both and block.adapter.groups == 1 and overridden is Adapter.to_matrix
 
 
 def _matrices(blocks: Sequence[Block], source: Directions) -> Tensor:
-    """Return gradients as a stack of matrices ``[k, n_g, n_a]``."""
+    """Return gradients as a stack of matrices ``[k, (Γ,) n_g, n_a]``."""
     first = blocks[0]
     precision, workspace = precision_of(first.owner), first.runtime.workspace
     grads = [[source[p].to(precision) for p in b.params] for b in blocks]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from secondorder import EKFAC, KFAC
+from secondorder import EKFAC, KFAC, InverseOptions
 from secondorder.preconditioners import directions, small_blocks
 from secondorder.preconditioners.small_blocks import directions_of_stacks
 from tests.support.building import built
@@ -18,22 +18,23 @@ def stacks_of_any_size(monkeypatch):
 
 
 class Net(nn.Module):
-    """Layers of every kind of matrix: with and without a bias, frozen in part, convolutions, an embedding, a norm."""
+    """Layers of every kind of matrix: with and without a bias, frozen in part, convolutions, an embedding, norms."""
 
     def __init__(self, dtype):
         super().__init__()
         self.words = nn.Embedding(9, 12)
         self.convs = nn.Sequential(nn.Conv1d(12, 12, 1), nn.Tanh(), nn.Conv1d(12, 12, 1), nn.Tanh())
-        self.norm = nn.LayerNorm(12)
+        self.grouped = nn.Sequential(nn.Conv1d(12, 12, 1, groups=3), nn.Conv1d(12, 12, 1, groups=3))
+        self.norm = nn.Sequential(nn.LayerNorm(12), nn.LayerNorm(12))
         self.plain = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(12, 12), nn.Tanh())))
         self.bare = nn.Sequential(nn.Linear(12, 12, bias=False), nn.Tanh(), nn.Linear(12, 12, bias=False))
         self.biased = nn.Linear(12, 12)
         self.biased.weight.requires_grad_(False)
-        self.wide = nn.Sequential(nn.Linear(12, 130), nn.Linear(130, 130))
+        self.wide = nn.Sequential(nn.Linear(12, 130), nn.Linear(130, 600))
         self.to(dtype)
 
     def forward(self, x):
-        x = self.convs(self.words(x).mT).mT
+        x = self.grouped(self.convs(self.words(x).mT)).mT
         return self.wide(self.biased(self.bare(self.plain(self.norm(x)))))
 
 
@@ -73,6 +74,7 @@ def assert_close(found, expected, dtype):
 CASES = {
     "eigen": (KFAC, {}),
     "pi": (KFAC, {"damping_split": "pi"}),
+    "truncated": (KFAC, {"inverse_method": InverseOptions(rank=1)}),
     "cholesky": (KFAC, {"inverse_method": "cholesky"}),
     "power": (KFAC, {"power": 0.5}),
     "absolute": (KFAC, {"damping": 0.1, "weight_decay": 0.1, "weight_decay_in_curvature": True}),
@@ -91,16 +93,16 @@ def test_steps_are_those_of_single_products(monkeypatch, case, dtype):
     method, options = CASES[case]
     together, count = trained(monkeypatch, method, dtype, stacked=True, **options)
     apart, none = trained(monkeypatch, method, dtype, stacked=False, **options)
-    # All but the norm and the widest layer: an embedding, two convolutions, four layers, two without a bias, a bias.
-    assert (count, none) == (10, 0)
+    # All but the widest layer: an embedding, four convolutions, two norms, four layers, two without a bias, a bias.
+    assert (count, none) == (14, 0)
     assert_close(together, apart, dtype)
 
 
 def test_what_is_in_the_basis_already_or_sets_its_own_length_is_apart(monkeypatch):
     for own in ({}, {"power": 0.5, "momentum_mode": "pre", "kl_clip": None}):
         assert trained(monkeypatch, EKFAC, torch.float32, stacked=True, estimator="running", **own)[1] == 0
-    # The embedding, whose inputs choose a row, and a bias have no polar factor.
-    assert trained(monkeypatch, KFAC, torch.float32, stacked=True, orthogonalize=True)[1] == 2
+    # The embedding, whose inputs choose a row, the norms, and a bias have no polar factor.
+    assert trained(monkeypatch, KFAC, torch.float32, stacked=True, orthogonalize=True)[1] == 4
 
 
 def test_a_stack_is_bounded(monkeypatch):
@@ -119,6 +121,41 @@ def test_blocks_without_a_gradient_are_left_out():
     source = {p: torch.ones_like(p) for p in model.plain[0].parameters()}
     (index,) = directions_of_stacks(blocks, source, optimizer.preconditioner.stack_rule)
     assert blocks[index].name == "plain.0"
+
+
+@pytest.mark.parametrize("method", [KFAC, EKFAC])
+def test_stacks_are_kept_until_curvature_changes(method):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    optimizer = method(model, lr=0.0, damping=1e-3, factor_update_steps=4, inv_update_steps=4)
+    first = model[0].weight
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.randn(9, 6, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+        with optimizer.keep_directions() as kept:
+            optimizer.step()
+        return kept["0.weight"].clone(), dict(optimizer.preconditioner.runtime.stacks._kept)
+
+    def are_same(found, others):
+        return [found[name].stack is others[name].stack for name in found if "basis" in name[1]]
+
+    before, stacks = step()
+    assert optimizer.memory_usage()["workspace"] >= sum(kept.stack.nbytes for kept in stacks.values()) > 0
+    again, same = step()
+    assert torch.equal(before, again) == (method is KFAC)  # EKFAC measures its scale in each step
+    assert are_same(stacks, same) == [True, True]
+    saved = optimizer.state_dict()
+    with torch.no_grad():
+        optimizer.state[first]["basis_a"].mul_(2.0)
+    other, changed = step()
+    assert not torch.allclose(other, before)
+    assert are_same(stacks, changed) == [False, True]
+    optimizer.state[first]["basis_g"].data.mul_(2.0)  # as a message would: torch does not count it
+    optimizer.state[first]["refreshes"] += 1
+    assert are_same(changed, step()[1]) == [False, False]
+    optimizer.load_state_dict(saved)
+    assert not torch.allclose(step()[0], other)
 
 
 def test_few_blocks_are_taken_one_by_one(monkeypatch):
