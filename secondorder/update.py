@@ -268,7 +268,7 @@ class Update:
             return curvature.rule(p, group, rule)
         is_on = not curvature.refresh_interval or group[curvature.refresh_interval]
         if not is_on or graft is not None or options.is_adam(group["inner"]):
-            return _rule_named(graft or group["inner"], group)
+            return _rule_named(graft or group["inner"], group)._replace(may_fuse=bool(is_on))
         return _rule_named(group["fallback"], group, is_fallback=True)
 
     def apply(
@@ -310,8 +310,8 @@ class Update:
             "lr": _fallback_lr(group) if rule.is_fallback else rate(group["lr"]), "betas": betas, "eps": eps,
             "weight_decay": rule.weight_decay, "decoupled": rule.decoupled,
         }  # fmt: skip
-        # Parameters without curvature follow torch.optim to the bit, and the fused kernel rounds differently.
-        if gate is None and not rule.is_fallback and group["foreach"] is None and first_order.fits_fused(directions):
+        may_fuse = rule.may_fuse and gate is None and group["foreach"] is None
+        if may_fuse and first_order.fits_fused(directions):
             first_order.fused_adam_(*tensors, self._step_counts(params), **rule_options)
         else:
             first_order.adam_(*tensors, self.steps_of(params), **rule_options, gate=gate)

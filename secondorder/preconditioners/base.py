@@ -57,6 +57,7 @@ class Rule(NamedTuple):
         factor: Factor of the direction.
         shrink: 1 minus the factor of the parameter, which does not depend on the learning rate.
         is_fallback: Whether Adam's rule uses the learning rate of the fallback.
+        may_fuse: Whether Adam's rule may use a fused kernel, which rounds differently from ``torch.optim``.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Rule(NamedTuple):
     factor: float = 1.0
     shrink: float = 0.0
     is_fallback: bool = False
+    may_fuse: bool = False
 
 
 class CurvaturePlan(ABC):

@@ -155,7 +155,7 @@ def test_steps_that_are_not_preconditioned_are_those_of_the_graft():
         model, lr=0.01, weight_decay=0.1, graft="adamw", damping=1.0, factor_update_steps=1, inv_update_steps=1,
         refresh=RefreshOptions(precondition_steps=3),
     )  # fmt: skip
-    adamw = torch.optim.AdamW(other.parameters(), lr=0.01, weight_decay=0.1)
+    adamw = torch.optim.AdamW(other.parameters(), lr=0.01, weight_decay=0.1, fused=True)
     trained(model, optimizer, 1)
     trained(other, adamw, 1)
     before = {p: (p.detach().clone(), optimizer.state[p]) for p in model.parameters()}
