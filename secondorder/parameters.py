@@ -229,7 +229,8 @@ class ParameterTable:
 
 def module_of(method: str, params: Any, module: nn.Module | Sequence[nn.Module] | None) -> tuple[nn.Module | None, Any]:
     """Return the module and the parameters to train from the first two arguments. Several parts form one module."""
-    if isinstance(params, nn.Module) or _is_list_of_modules(params):
+    is_list = isinstance(params, (list, tuple)) and params and all(isinstance(p, nn.Module) for p in params)
+    if isinstance(params, nn.Module) or is_list:
         if module is not None and module is not params:
             raise ValueError(f"{method}: give the module once, first or as module=")
         module = params
@@ -239,7 +240,3 @@ def module_of(method: str, params: Any, module: nn.Module | Sequence[nn.Module] 
             raise ValueError(f"{method}: the module {type(root).__name__} has no parameters")
         return root, params
     return None if module is None else as_root(module), params
-
-
-def _is_list_of_modules(params: Any) -> bool:
-    return isinstance(params, (list, tuple)) and bool(params) and all(isinstance(p, nn.Module) for p in params)

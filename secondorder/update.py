@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, groupby
-from operator import itemgetter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -21,12 +20,9 @@ from secondorder.capture.statistics.averages import all_finite
 from secondorder.comm.layout import local
 from secondorder.linalg import first_order, stacks
 from secondorder.linalg.dense import all_true_on_cpu
-from secondorder.linalg.first_order import rate
+from secondorder.linalg.first_order import as_real, rate
 from secondorder.parameters import Directions, Group, ParameterTable
 from secondorder.preconditioners.base import Covering, Preconditioner, Proposal, Rule
-
-#: Number of entries of Adam's steps that exist at the same time for small parameters.
-_STEPS = 2**16
 
 
 class Update:
@@ -39,7 +35,7 @@ class Update:
 
     def __init__(self, table: ParameterTable, preconditioner: Preconditioner) -> None:
         self._table, self._preconditioner = table, preconditioner
-        #: Lengths of Adam's steps at rate 1, if they were computed together with its moments.
+        #: Lengths of Adam's steps at rate 1 in this step, where Adam determines the size of the directions.
         self._lengths: Directions = {}
         #: Factors by which grafting scaled directions in the last step, by the first parameter of each set.
         self.graft_factors: dict[nn.Parameter, Tensor] = {}
@@ -81,16 +77,13 @@ class Update:
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
         return cast(Tensor, state[key])
 
-    def steps_of(self, params: Sequence[nn.Parameter]) -> list[float]:
-        """Return the number of updates of each parameter."""
-        return cast("list[float]", torch.stack(self._step_counts(params)).tolist())
-
-    def _step_counts(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
+    def counts(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Return the number of updates of each parameter, as 0-dim tensors on the CPU."""
         return [self._table.state[p]["step"] for p in params]
 
     def count(self, gradients: Directions) -> None:
         """Count an update of every parameter that has a gradient."""
-        torch._foreach_add_(self._step_counts(gradients), 1.0)
+        torch._foreach_add_(self.counts(gradients), 1.0)
 
     def _moments(self, params: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
         """Adam's moments; for sharded parameters, the shards of this rank."""
@@ -106,35 +99,36 @@ class Update:
         """
         curvature = self._preconditioner
         params = curvature.preconditioned(gradients)
-        grafted = [p for p in params if options.is_adam(curvature.covered[p].group["graft"])]
-        self._count_moments(grafted, gradients, gate)
+        means = self._count_moments(
+            {p for p in params if options.is_adam(curvature.covered[p].group["graft"])}, gradients, gate
+        )
         if not curvature.takes_sources:
             return {}
-        found = {p: gradients[p] for p in params}
-        for own in _of_one_group(grafted, self._table.group_of):
-            (beta1, _), _ = curvature.adam_options(self._table.group_of[own[0]])
-            means = [local(self._table.state[p]["exp_avg"]) for p in own]
-            found.update(zip(own, first_order.corrected(means, self.steps_of(own), beta1), strict=True))
+        found = {p: means.get(p, gradients[p]) for p in params}
         curvature.change_sources(found, gradients, gate)
         return found
 
-    def _count_moments(self, members: Sequence[nn.Parameter], gradients: Directions, gate: Tensor | None) -> None:
-        """Update Adam's moments with the gradients where Adam determines the size of the step."""
-        chosen = set(members)
+    def _count_moments(self, chosen: set[nn.Parameter], gradients: Directions, gate: Tensor | None) -> Directions:
+        """Update Adam's moments and the lengths of its steps for the parameters whose step has that length.
+
+        Returns:
+            The bias-corrected first moments, if they are preconditioned.
+        """
+        corrected: Directions = {}
         self._lengths.clear()
         for group in self._table.groups if chosen else ():
             own = [p for p in group["params"] if p in chosen]
             if own:
-                means, squares = map(_as_real, self._moments(own))
-                grads = _as_real([self._with_decay(p, gradients[p]) for p in own])
+                moments, counts = self._moments(own), self.counts(own)
                 betas, eps = self._preconditioner.adam_options(group)
-                lengths = None
-                if gate is None:
-                    lengths = first_order.adam_lengths_(grads, means, squares, self._step_counts(own), betas, eps)
-                if lengths is None:
-                    first_order.adam_moments_(grads, means, squares, betas, gate)
-                else:
-                    self._lengths.update(zip(own, lengths.unbind(), strict=True))
+                grads = [self._with_decay(p, gradients[p]) for p in own]
+                grads, means, squares = map(as_real, (grads, *moments))
+                lengths = first_order.adam_lengths_(grads, means, squares, counts, betas, eps, gate)
+                self._lengths.update(zip(own, lengths.unbind(), strict=True))
+                if self._preconditioner.takes_sources:
+                    steps: list[float] = torch.stack(counts).tolist()
+                    corrected.update(zip(own, first_order.corrected(moments[0], steps, betas[0]), strict=True))
+        return corrected
 
     def _with_decay(self, p: nn.Parameter, gradient: Tensor) -> Tensor:
         """Return the gradient that Adam uses for a covered parameter, with weight decay added if it is coupled."""
@@ -211,33 +205,11 @@ class Update:
             return
         members = [p for _, params in chosen for p in params]
         found = [[directions[p] for p in params] for _, params in chosen]
-        wanted = self._graft_steps(chosen, raw)
+        # A tensor with the norm of the step of the rule: Adam's steps would be as large as the model.
+        wanted = [self._lengths[p] if options.is_adam(rule) else raw[p] for rule, params in chosen for p in params]
         lengths = self._table.shards.norms([*members, *members], chain(wanted, *found)).chunk(2)
         factors = first_order.match_lengths_(found, *lengths)
         self.graft_factors.update(zip((params[0] for _, params in chosen), factors.unbind(), strict=True))
-
-    def _graft_steps(self, chosen: Sequence[tuple[str, Sequence[nn.Parameter]]], raw: Directions) -> Iterator[Tensor]:
-        """Yield the steps of the grafted rules, or tensors of the same norms.
-
-        Adam's are yielded in parts, since all are as large as the model.
-        """
-        for rule, members in groupby(((rule, p) for rule, params in chosen for p in params), key=itemgetter(0)):
-            params = [p for _, p in members]
-            if not options.is_adam(rule):
-                yield from (raw[p] for p in params)
-                continue
-            if all(map(self._lengths.__contains__, params)):
-                yield from (self._lengths[p] for p in params)
-                continue
-            for some in stacks.bounded(params, torch.Tensor.numel, _STEPS):
-                for own in _of_one_group(some, self._table.group_of):
-                    yield from self._adam_steps(own)
-
-    def _adam_steps(self, params: Sequence[nn.Parameter]) -> Sequence[Tensor]:
-        """Adam's steps at learning rate 1 for parameters of one group."""
-        betas, eps = self._preconditioner.adam_options(self._table.group_of[params[0]])
-        means, squares = map(_as_real, self._moments(params))
-        return first_order.adam_steps(means, squares, self.steps_of(params), betas, eps)
 
     def _clip(self, directions: Directions) -> None:
         """Bound the norm of all directions, and then their entries."""
@@ -268,7 +240,7 @@ class Update:
             return curvature.rule(p, group, rule)
         is_on = not curvature.refresh_interval or group[curvature.refresh_interval]
         if not is_on or graft is not None or options.is_adam(group["inner"]):
-            return _rule_named(graft or group["inner"], group)._replace(may_fuse=bool(is_on))
+            return _rule_named(graft or group["inner"], group, may_fuse=bool(is_on))
         return _rule_named(group["fallback"], group, is_fallback=True)
 
     def apply(
@@ -305,16 +277,13 @@ class Update:
         self, rule: Rule, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
     ) -> None:
         betas, eps = self._preconditioner.adam_options(group)
-        tensors = *map(_as_real, (self._locals(params), directions, *self._moments(params))),
-        rule_options: dict[str, Any] = {
-            "lr": _fallback_lr(group) if rule.is_fallback else rate(group["lr"]), "betas": betas, "eps": eps,
-            "weight_decay": rule.weight_decay, "decoupled": rule.decoupled,
-        }  # fmt: skip
-        may_fuse = rule.may_fuse and gate is None and group["foreach"] is None
-        if may_fuse and first_order.fits_fused(directions):
-            first_order.fused_adam_(*tensors, self._step_counts(params), **rule_options)
-        else:
-            first_order.adam_(*tensors, self.steps_of(params), **rule_options, gate=gate)
+        may_fuse = rule.may_fuse and gate is None and group["foreach"] is None and first_order.fits_fused(directions)
+        tensors, directions, means, squares = map(as_real, (self._locals(params), directions, *self._moments(params)))
+        first_order.adam_(
+            tensors, directions, means, squares, self.counts(params),
+            lr=_fallback_lr(group) if rule.is_fallback else rate(group["lr"]), betas=betas, eps=eps,
+            weight_decay=rule.weight_decay, decoupled=rule.decoupled, gate=gate, fused=may_fuse,
+        )  # fmt: skip
 
     def _apply_sgd(
         self, rule: Rule, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
@@ -360,11 +329,12 @@ def _modelled_rule(group: Group) -> Rule:
     return Rule("model", group["momentum"], group["weight_decay"] if is_decoupled else 0.0, True)
 
 
-def _rule_named(name: str, group: Group, *, is_fallback: bool = False) -> Rule:
+def _rule_named(name: str, group: Group, *, is_fallback: bool = False, may_fuse: bool = False) -> Rule:
     """The rule that an option of a group names."""
     if not options.is_adam(name):
         return _plain_rule("sgd", group)
-    return Rule("adam", 0.0, group["weight_decay"], options.is_decoupled(name, group), is_fallback=is_fallback)
+    decoupled = options.is_decoupled(name, group)
+    return Rule("adam", 0.0, group["weight_decay"], decoupled, is_fallback=is_fallback, may_fuse=may_fuse)
 
 
 def _fallback_lr(group: Group) -> Any:
@@ -375,14 +345,6 @@ def _fallback_lr(group: Group) -> Any:
             return rate(group["lr"])
         own = 1e-3
     return own * (rate(group["lr"]) / group["fallback_base_lr"]) if group["fallback_base_lr"] else own
-
-
-def _of_one_group(
-    params: Sequence[nn.Parameter], group_of: Mapping[nn.Parameter, Group]
-) -> Iterator[list[nn.Parameter]]:
-    """Yield successive parameters of one group."""
-    for _, own in groupby(params, key=lambda p: id(group_of[p])):
-        yield list(own)
 
 
 def _clipped(
@@ -399,10 +361,6 @@ def _clipped(
 def _are_finite_on_cpu(tensors: list[Tensor]) -> bool:
     """Return whether tensors are on the CPU and finite."""
     return all(t.device.type == "cpu" for t in tensors) and all_true_on_cpu(all_finite(tensors).reshape(1))
-
-
-def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
 
 
 def _like(direction: Tensor, p: nn.Parameter) -> Tensor:

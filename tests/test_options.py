@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import secondorder
+from benchmarks.recipes.building import from_flat
 from secondorder import (
     EKFAC,
     GGT,
@@ -31,7 +32,7 @@ from secondorder import (
     WindowOptions,
 )
 from secondorder.methods.documentation import EXPERT, USUAL
-from secondorder.preconditioners.keywords import OBJECTS, flat_names, from_flat
+from secondorder.preconditioners.keywords import OBJECTS, flat_names
 from secondorder.switching import EpochList
 
 #: Keyword-only arguments that a constructor has at most.

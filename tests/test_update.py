@@ -80,7 +80,7 @@ SGD = Rule("sgd", 0.9, 0.1, False)
         ({}, True, SGD, SGD),
         ({"every": 0}, False, SGD, SGD),
         ({"inner": "adamw"}, True, Rule("adam", 0.0, 0.1, True), SGD),
-        ({"inner": "adam"}, False, Rule("adam", 0.0, 0.1, False), SGD),
+        ({"inner": "adam"}, False, Rule("adam", 0.0, 0.1, False, may_fuse=True), SGD),
         ({"graft": "adam"}, True, Rule("plain", 0.0, 0.0, False), SGD),
         ({"graft": "adamw"}, True, Rule("plain", 0.0, 0.1, True), SGD),
         ({"graft": "sgd", "fallback": "adam"}, False, SGD, Rule("adam", 0.0, 0.1, False, is_fallback=True)),
@@ -159,7 +159,7 @@ def test_a_closed_gate_changes_neither_moments_nor_parameters() -> None:
 def test_a_step_counts_parameters_that_have_a_gradient() -> None:
     update, p, q, _ = make()
     update.count(ones(p))
-    assert update.steps_of([p, q]) == [1.0, 0.0]
+    assert list(map(float, update.counts([p, q]))) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -171,36 +171,23 @@ def test_a_set_with_one_bad_direction_becomes_its_sources_and_others_stay(bad: f
     assert not sources
 
 
+@pytest.mark.parametrize("gate", [None, torch.tensor(True)], ids=["fused", "gated"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_lengths_and_moments_are_those_of_the_steps_of_adam(dtype: torch.dtype) -> None:
+def test_lengths_and_moments_are_those_of_the_steps_of_adam(dtype: torch.dtype, gate: Tensor | None) -> None:
     """A tensor of several pieces, the last one short, and small ones, against the steps of torch's own optimizer."""
     torch.manual_seed(0)
-    params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((5, 3), (300, 701), (7,))]
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((5, 3), (300, 701), (0,), (7,))]
     adam = torch.optim.Adam(params, lr=1.0, betas=(0.8, 0.95), eps=1e-3)
     moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
     for step in range(1, 4):
         before = [p.detach().clone() for p in params]
         for p in params:
             p.grad = torch.randn_like(p)
         adam.step()
-        gradients, counts = [p.grad for p in params if p.grad is not None], [torch.tensor(float(step))] * 3
-        lengths = first_order.adam_lengths_(gradients, *moments, counts, (0.8, 0.95), 1e-3)
+        gradients, counts = [p.grad for p in params if p.grad is not None], [torch.tensor(float(step))] * 4
+        lengths = first_order.adam_lengths_(gradients, *moments, counts, (0.8, 0.95), 1e-3, gate)
         expected = [torch.linalg.vector_norm((p.detach() - x).double()) for p, x in zip(params, before, strict=True)]
-        assert lengths is not None
         torch.testing.assert_close(lengths.double(), torch.stack(expected), rtol=tolerance, atol=0)
     for key, found in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
         torch.testing.assert_close(found, [adam.state[p][key] for p in params], rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("kind", ["gaps", "meta", "dtypes"])
-def test_tensors_that_do_not_suit_the_kernel_are_not_changed(kind: str) -> None:
-    plain = torch.ones(4, 4)
-    odd = {"gaps": torch.ones(4, 8)[:, ::2], "meta": torch.ones(4, 4, device="meta"), "dtypes": plain.double()}[kind]
-    gradients = [plain, odd]
-    means, squares = [plain.clone(), odd.clone()], [plain.clone(), odd.clone()]
-    if kind == "gaps":
-        means[1] = odd
-    assert first_order.adam_lengths_(gradients, means, squares, [torch.ones(())] * 2, (0.9, 0.99), 1e-8) is None
-    assert torch.equal(means[0], plain)
-    assert torch.equal(squares[0], plain)

@@ -21,9 +21,9 @@ import secondorder
 from benchmarks import report
 from benchmarks.counting import Counts, count, graph_breaks
 from benchmarks.filling import fill_windows, windows_of
+from benchmarks.recipes.building import from_flat
 from benchmarks.timing import Intervals, StepClass
 from secondorder.methods.names import METHODS, resolve
-from secondorder.preconditioners.keywords import from_flat
 
 BASELINE = Path(__file__).parent.parent / "baseline.json"
 """Counts that the code had when they were last written."""

@@ -26,12 +26,12 @@ from benchmarks.commands.options import Alone
 from benchmarks.filling import dense_rows, fill_windows
 from benchmarks.machine import COPY_BYTES, Rate, copying, gemm_gflops, peak_bytes, seconds
 from benchmarks.recipes import Settings, window_keywords
+from benchmarks.recipes.building import from_flat
 from benchmarks.report import value
 from benchmarks.runner import memory_usage
 from benchmarks.workloads import WorkloadName, make_workload
 from benchmarks.workloads.resnets import BlockName, imagenet_resnet
 from secondorder import MFAC, TopK
-from secondorder.preconditioners.keywords import from_flat
 
 Shape = tuple[int, ...]
 SizeName = Literal["digits", "resnet20", "autoencoder", "large", "resnet50"]

@@ -1,7 +1,8 @@
 """From the plain values of a recipe or a command line to an optimizer."""
 
 import ast
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +14,7 @@ from benchmarks.recipes.types import Setting, Settings
 from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK, create
 from secondorder.methods.names import METHODS, resolve
 from secondorder.methods.presets import PRESETS
-from secondorder.preconditioners.keywords import from_flat
+from secondorder.preconditioners.keywords import OBJECTS, flat_names
 
 _WINDOWED = (MFAC, SparseMFAC, GGT)
 
@@ -36,6 +37,19 @@ def second_order(name: str, model: nn.Module, **settings: Any) -> Optimizer:
     if "plain_layers" in keywords:
         params, keywords["module"] = orthogonal_groups(model, keywords), model
     return create(name, params, **from_flat(method, keywords))
+
+
+def from_flat(method: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a constructor from settings without objects, such as those of a command line or a file.
+
+    They are named by keyword, by key of parameter groups, or by a name of :func:`flat_names`.
+    """
+    known, found = inspect.signature(method).parameters, dict(settings)
+    own: dict[str, dict[str, Any]] = {}
+    for key, (name, option) in flat_names(method).items():
+        if key in found and not isinstance(found[key], OBJECTS[name]) and (key == name or key not in known):
+            own.setdefault(name, {})[option.name] = found.pop(key)
+    return found | {name: OBJECTS[name](**values) for name, values in own.items()}
 
 
 def orthogonal_groups(model: nn.Module, keywords: dict[str, Any]) -> list[dict[str, Any]]:

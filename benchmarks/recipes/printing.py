@@ -10,11 +10,10 @@ import torch
 from rich.table import Table
 
 from benchmarks import report
-from benchmarks.recipes.building import adamw, layer_keywords, second_order, sgd, window_keywords
+from benchmarks.recipes.building import adamw, from_flat, layer_keywords, second_order, sgd, window_keywords
 from benchmarks.recipes.types import RATES, Method, Recipe, Schedule, Settings
 from secondorder.methods.names import METHODS, resolve
 from secondorder.methods.presets import PRESETS
-from secondorder.preconditioners.keywords import from_flat
 
 RULES = {
     "constant": "rates stay, whatever the examples of a step",

@@ -41,7 +41,9 @@ class Moment:
     def __init__(self, module: nn.Module, devices: Iterable[torch.device]) -> None:
         self._module, self._devices = module, set(devices)
         self._cpu = torch.get_rng_state()
-        self._others = {d: torch.get_device_module(d).get_rng_state(d) for d in self._devices if _draws(d)}
+        self._others = {
+            d: torch.get_device_module(d).get_rng_state(d) for d in self._devices if d.type in ("cuda", "xpu")
+        }
         self._buffers = [
             (owner, name, buffer, buffer.detach().clone())
             for owner in module.modules()
@@ -294,10 +296,6 @@ def eager() -> Iterator[None]:
 def _autocast(devices: Iterable[torch.device]) -> list[tuple[str, bool, torch.dtype]]:
     kinds = sorted({"cpu", *(d.type for d in devices)})
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-
-
-def _draws(device: torch.device) -> bool:
-    return device.type in ("cuda", "xpu")
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:

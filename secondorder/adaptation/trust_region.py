@@ -208,7 +208,7 @@ class TrustRegion:
         model, update, group_of = self._model, self._update, self._table.group_of
         directions = {p: d + w * p if (w := model.coupled_decay(p)) else d for p, d in directions.items()}
         along = [directions]
-        if any(group_of[p]["momentum"] and update.steps_of([p])[0] > 1 for p in directions):
+        if any(group_of[p]["momentum"] and float(update.counts([p])[0]) > 1 for p in directions):
             along.append({  # the previous step before `lr`, or zeros if momentum is off
                 p: -update.state_of(p, "momentum_buffer") if group_of[p]["momentum"] else torch.zeros_like(p)
                 for p in directions
@@ -231,7 +231,9 @@ class TrustRegion:
         old, new, *others = torch.stack([n.to(numbers[-1].device, torch.float64) for n in numbers]).tolist()
         taken = gate is None or bool(others[0])
         rejected = self.adaptation.reject_steps and taken and not new <= old
-        factor = self._verdict(old, new - old, others[-1], _epsilon(evaluation.loss)) if self._adapts() else 1.0
+        factor = (
+            self._verdict(old, new - old, others[-1], torch.finfo(evaluation.loss.dtype).eps) if self._adapts() else 1.0
+        )
         if self.adaptation.reject_steps:
             self._rejected_steps += rejected
             for group in self._table.groups:
@@ -335,7 +337,3 @@ class TrustRegion:
             "model_rate": None if alpha is None else -alpha,
             "model_momentum": mu,
         }
-
-
-def _epsilon(loss: Tensor) -> float:
-    return float(torch.finfo(loss.dtype).eps)

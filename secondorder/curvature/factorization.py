@@ -34,17 +34,9 @@ class Factorization(NamedTuple):
     symmetric: bool = False
 
 
-def _eigen(stack: Tensor, host_checks: bool) -> tuple[Tensor, ...]:
-    return eigh_psd(stack, host_checks)
-
-
-def _inverse(stack: Tensor, host_checks: bool) -> tuple[Tensor, ...]:
-    return inverse_pd(stack, host_checks)
-
-
 #: Eigenvalues and the basis, and the inverse by Cholesky.
-EIGEN = Factorization(_eigen, lambda diagonal: diagonal.clamp(min=0))
-CHOLESKY = Factorization(_inverse, torch.reciprocal, symmetric=True)
+EIGEN = Factorization(eigh_psd, lambda diagonal: diagonal.clamp(min=0))
+CHOLESKY = Factorization(inverse_pd, torch.reciprocal, symmetric=True)
 
 
 class Task(NamedTuple):

@@ -62,7 +62,7 @@ def plan_layers(root: nn.Module, trained: Iterable[nn.Parameter], choices: Choic
     uses: dict[nn.Parameter, list[_Use]] = {}
     inner = inner_modules(root)
     for name, module in root.named_modules():
-        own = [p for p in module.parameters(recurse=_has_inner(module, inner)) if p in wanted]
+        own = [p for p in module.parameters(recurse=not inner.isdisjoint(module.children())) if p in wanted]
         if not own or module in inner:
             continue
         parts, reason = parts_of(module, choices.norm_curvature)
@@ -78,10 +78,6 @@ def plan_layers(root: nn.Module, trained: Iterable[nn.Parameter], choices: Choic
             if p not in covered:
                 reasons.setdefault(p, reason)
     return Plan(list(_layers(uses, reasons, choices)), reasons, by_user)
-
-
-def _has_inner(module: nn.Module, inner: set[nn.Module]) -> bool:
-    return any(child in inner for child in module.children())
 
 
 def _layers(

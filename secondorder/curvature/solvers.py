@@ -231,7 +231,7 @@ class GGTSolver(WindowSolver):
     def coefficients(self, units: Sequence[Unit], lower: Tensor, step: int) -> Tensor:
         """``φ(G_wᵀG_w) x``, see :func:`secondorder.linalg.gram.ggt_coefficients`."""
         group, window = units[0].group, units[0].window
-        outside = _outside(group)
+        outside = float(1 / group["eps"] if group["sgd_weight"] is None else group["sgd_weight"])
         w = torch.stack([self._decays(unit) for unit in units])
         b = torch.stack([unit.source.b for unit in units if unit.source is not None])
         dots = [unit.source.q for unit in units if unit.source is not None and unit.source.q is not None]
@@ -291,7 +291,3 @@ def _stacked(units: Sequence[Unit]) -> tuple[Tensor, Tensor | None]:
     sources = [unit.source for unit in units if unit.source is not None]
     dots = [source.q for source in sources if source.q is not None]
     return torch.stack([source.b for source in sources]), torch.stack(dots) if dots else None
-
-
-def _outside(group: Mapping[str, Any]) -> float:
-    return float(1 / group["eps"] if group["sgd_weight"] is None else group["sgd_weight"])

@@ -288,7 +288,8 @@ class Analysis:
     @torch.no_grad()
     def _look(self) -> None:
         """Measure rows and gradients before the parameters change."""
-        gradients = {b: [_dense(p.grad) for p in b.params if p.grad is not None] for b in self._blocks}
+        owned = {b: [p.grad.detach() for p in b.params if p.grad is not None] for b in self._blocks}
+        gradients = {b: [g if g.layout == torch.strided else g.to_dense() for g in own] for b, own in owned.items()}
         if self._trend is not None:
             self._trend.look(gradients)
         if self._capture is not None and self._step is not None:
@@ -348,7 +349,3 @@ def _last_norms(path: Path, process: int) -> dict[str, float]:
     """Read the norm of the gradient by layer from the last events of a process."""
     own = [e for e in read_events(path) if e.get("process") == process] if path.exists() else []
     return {e["layer"]: e["grad_norm"] for e in own if e.get("grad_norm") is not None}
-
-
-def _dense(grad: Tensor) -> Tensor:
-    return grad.detach() if grad.layout == torch.strided else grad.detach().to_dense()

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from secondorder.capture.capture import Capture
 from secondorder.capture.layers.parts import watched_attention
@@ -68,8 +68,5 @@ class RowCapture:
 
 def _are_gone(owners: Sequence[nn.Parameter], reduced: bool) -> bool:
     """Whether gradients were discarded. After a skipped step, zeros may have replaced them."""
-    return all(p.grad is None or not _has_entries(p.grad.detach()) for p in owners)
-
-
-def _has_entries(grad: Tensor) -> bool:
-    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+    gradients = [p.grad.detach() for p in owners if p.grad is not None]
+    return not any((grad.coalesce().values() if grad.is_sparse else grad).any() for grad in gradients)

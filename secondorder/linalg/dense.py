@@ -119,16 +119,12 @@ def anywhere(function: Callable[..., Any], *tensors: Tensor, **keywords: Any) ->
         if (name, device.type) not in _elsewhere:
             _elsewhere.add((name, device.type))
             log.info("%s is done on the CPU, as %s does not do it: %s", name, device.type, error)
-        found = function(*map(_to_host, tensors), **keywords)
+        found = function(*map(Tensor.cpu, tensors), **keywords)
         return found.to(device) if isinstance(found, Tensor) else tuple(part.to(device) for part in found)
 
 
 def _is_on_host(x: Tensor) -> bool:
     return x.device.type == "cpu"
-
-
-def _to_host(x: Tensor) -> Tensor:
-    return x.cpu()
 
 
 def precision_of(p: Tensor) -> torch.dtype:

@@ -23,7 +23,6 @@ Scalar = float | Tensor
 _READ = 2**16
 #: Entries of a piece of a large tensor that stays in the cache of a CPU with its temporaries.
 _PIECE = 2**16
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def sgd_(
@@ -102,10 +101,10 @@ def adam_denominators(exp_avg_sqs: Tensors, steps: Sequence[float], beta2: float
     return roots
 
 
-def adam_steps(
-    exp_avgs: Tensors, exp_avg_sqs: Tensors, steps: Sequence[float], betas: tuple[float, float], eps: float
-) -> Tensors:
-    """Return Adam's steps at rate 1, ``m̂ / (√v̂ + ε)``, as new tensors."""
+def adam_steps(moments: Sequence[tuple[Tensor, ...]], betas: tuple[float, float], eps: float) -> Tensors:
+    """Return Adam's steps at rate 1, ``m̂ / (√v̂ + ε)``, for ``(m, v, number of updates)`` of tensors, as new tensors."""
+    exp_avgs, exp_avg_sqs, counts = map(list, zip(*moments, strict=True))
+    steps = torch.stack(counts).tolist()
     roots = adam_denominators(exp_avg_sqs, steps, betas[1], eps)
     found = corrected(exp_avgs, steps, betas[0])
     torch._foreach_div_(found, roots)
@@ -116,37 +115,43 @@ def adam_lengths_(
     gradients: Tensors,
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
-    steps: Tensors,
+    counts: Tensors,
     betas: tuple[float, float],
     eps: float,
-) -> Tensor | None:
-    """Update Adam's moments in place and return the lengths of its steps at rate 1 ``[k]``, in one pass over memory.
+    gate: Tensor | None = None,
+) -> Tensor:
+    """Update Adam's moments in place, and compute the lengths of its steps at rate 1.
 
-    Results are those of :func:`adam_moments_` and :func:`adam_steps` up to rounding.
-
-    Args:
-        gradients: Gradients.
-        exp_avgs: First moments.
-        exp_avg_sqs: Second moments.
-        steps: Number of updates of each parameter, this one included, as 0-dim tensors.
-        betas: β₁ and β₂.
-        eps: ε.
+    On a CPU this is one pass over memory. Elsewhere the steps exist a few at a time, as all are as large as the model.
 
     Returns:
-        The lengths; None if the tensors do not suit the kernel, and then nothing is changed.
+        The lengths ``[k]``.
     """
-    if not fits_fused(gradients) or not all(map(Tensor.is_contiguous, (*gradients, *exp_avgs))):
-        return None
-    found: Tensors = []
-    for some in stacks.bounded(_pieces(gradients, exp_avgs, exp_avg_sqs, steps), lambda own: own[0].numel(), _PIECE):
-        g, m, v, t = map(list, zip(*some, strict=True))
-        moved = list(map(torch.zeros_like, g))
-        torch._fused_adam_(
-            moved, g, m, v, [], t, lr=1.0, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=0.0, amsgrad=False,
-            maximize=False,
-        )  # fmt: skip
-        found += torch._foreach_norm(moved, 2, dtype=_accurate(moved[0].dtype))
-    return _together(torch.stack(found), [-(-t.numel() // _PIECE) for t in gradients])
+    if gate is None and fits_fused(gradients) and all(map(Tensor.is_contiguous, (*gradients, *exp_avgs))):
+        pieces = _pieces(gradients, exp_avgs, exp_avg_sqs, counts)
+        parts = stacks.bounded(pieces, lambda own: own[0].numel(), _PIECE)
+        found = norms(step for part in parts for step in _fused_steps(part, betas, eps))
+        return _together(found, [max(1, -(-t.numel() // _PIECE)) for t in gradients])
+    adam_moments_(gradients, exp_avgs, exp_avg_sqs, betas, gate)
+    parts = stacks.bounded(zip(exp_avgs, exp_avg_sqs, counts, strict=True), lambda own: own[0].numel(), _READ)
+    return norms(step for part in parts for step in adam_steps(part, betas, eps))
+
+
+def _fused_steps(pieces: Sequence[tuple[Tensor, ...]], betas: tuple[float, float], eps: float) -> Tensors:
+    """Update Adam's moments in place, and return its steps at rate 1, for ``(gradient, moments, count)`` of tensors."""
+    gradients, *moments, counts = map(list, zip(*pieces, strict=True))
+    found = list(map(torch.zeros_like, gradients))
+    _fused_adam_((found, gradients, *moments), counts, 1.0, betas, eps, 0.0, False)
+    return found
+
+
+def _fused_adam_(
+    lists: Iterable[Tensors], counts: Tensors, lr: Scalar, betas: tuple[float, float], eps: float, decay: float,
+    decoupled: bool,
+) -> None:  # fmt: skip
+    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    own = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": decay}
+    kernel(*lists, [], counts, lr=lr, **own, amsgrad=False, maximize=False)
 
 
 def _pieces(*lists: Tensors) -> Iterator[tuple[Tensor, ...]]:
@@ -160,7 +165,7 @@ def _pieces(*lists: Tensors) -> Iterator[tuple[Tensor, ...]]:
 
 def fits_fused(tensors: Sequence[Tensor]) -> bool:
     """Return whether the fused kernels of the CPU accept these tensors, and others of the same kind."""
-    is_plain = all(t.device.type == "cpu" and type(t) in _PLAIN for t in tensors)
+    is_plain = all(t.device.type == "cpu" and type(t) is Tensor for t in tensors)
     return is_plain and len({t.dtype for t in tensors}) == 1
 
 
@@ -174,7 +179,7 @@ def adam_(
     gradients: Tensors,
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
-    steps: Sequence[float],
+    counts: Tensors,
     *,
     lr: Scalar,
     betas: tuple[float, float],
@@ -182,6 +187,7 @@ def adam_(
     weight_decay: float,
     decoupled: bool,
     gate: Tensor | None = None,
+    fused: bool = False,
 ) -> None:
     """Apply Adam or AdamW: weight decay, moments and update, in place.
 
@@ -190,14 +196,18 @@ def adam_(
         gradients: The vectors that Adam uses as gradients.
         exp_avgs: First moments.
         exp_avg_sqs: Second moments.
-        steps: Number of updates of each parameter, this one included (1 for the first).
+        counts: Number of updates of each parameter, this one included (1 for the first), as 0-dim tensors.
         lr: Learning rate, a number or a 0-dim tensor.
         betas: β₁ and β₂.
         eps: ε.
         weight_decay: Decay, added to the gradient or, if ``decoupled``, applied to the parameter.
         decoupled: Whether decay is decoupled, as in AdamW.
         gate: Whether anything changes, see the module.
+        fused: Whether to use one pass over memory, which rounds differently and has no gate; see :func:`fits_fused`.
     """
+    if fused:
+        _fused_adam_((params, gradients, exp_avgs, exp_avg_sqs), counts, lr, betas, eps, weight_decay, decoupled)
+        return
     if gate is not None:
         lr = _gated(gate, lr, 0.0)
     if weight_decay != 0 and not decoupled:
@@ -205,6 +215,7 @@ def adam_(
     if weight_decay != 0 and decoupled:
         torch._foreach_mul_(params, 1 - lr * weight_decay)
     adam_moments_(gradients, exp_avgs, exp_avg_sqs, betas, gate)
+    steps = torch.stack(counts).tolist()
     denominators = adam_denominators(exp_avg_sqs, steps, betas[1], eps)
     sizes = [1 / (1 - betas[0] ** t) for t in steps]
     if isinstance(lr, Tensor):
@@ -214,30 +225,6 @@ def adam_(
     else:
         scaled: list[Any] = [-(lr / (1 - betas[0] ** t)) for t in steps]
         torch._foreach_addcdiv_(params, exp_avgs, denominators, scaled)
-
-
-def fused_adam_(
-    params: Tensors,
-    gradients: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    steps: Tensors,
-    *,
-    lr: Scalar,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-) -> None:
-    """Apply Adam or AdamW like :func:`adam_`, in one pass over memory and up to rounding.
-
-    The arguments are the same, except for ``steps``, which are 0-dim tensors.
-    """
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    kernel(
-        params, gradients, exp_avgs, exp_avg_sqs, [], steps, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps,
-        weight_decay=weight_decay, amsgrad=False, maximize=False,
-    )  # fmt: skip
 
 
 def rate(lr: Any) -> Any:
@@ -267,7 +254,7 @@ def norms(tensors: Iterable[Tensor]) -> Tensor:
     """
     found: Tensors = []
     for some in stacks.bounded(tensors, Tensor.numel, _READ):
-        real = _as_real(some)
+        real = as_real(some)
         accurate = {_accurate(t.dtype) for t in real}
         if len(accurate) == 1:
             found += torch._foreach_norm(real, 2, dtype=accurate.pop())
@@ -327,7 +314,8 @@ def _accurate(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _as_real(tensors: Tensors) -> Tensors:
+def as_real(tensors: Sequence[Tensor]) -> Tensors:
+    """Return views of complex tensors as real ones, and the others themselves."""
     return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
 
 

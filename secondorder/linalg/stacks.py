@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import is_not
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,22 +18,17 @@ LIMIT = 1 << 24
 _CACHED = 2**15
 
 
-class _Kept(NamedTuple):
-    tensors: Sequence[Tensor]
-    versions: tuple[Hashable, ...]
-    stack: Tensor
-
-
 class Stacks:
     """Stacks of tensors that are kept until one of the tensors changes."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, _Kept] = {}
+        #: The tensors with their versions, and the stack, by name.
+        self._kept: dict[Hashable, tuple[Sequence[Tensor], tuple[Hashable, ...], Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(kept.stack.nbytes for kept in self._kept.values())
+        return sum(stack.nbytes for *_, stack in self._kept.values())
 
     def clear(self) -> None:
         """Release all stacks."""
@@ -50,9 +45,9 @@ class Stacks:
         """
         versions = (*(t._version for t in tensors), *stamp)
         kept = self._kept.get(name)
-        if kept is None or kept.versions != versions or any(map(is_not, kept.tensors, tensors)):
-            kept = self._kept[name] = _Kept(tensors, versions, torch.stack(list(tensors)))
-        return kept.stack
+        if kept is None or kept[1] != versions or any(map(is_not, kept[0], tensors)):
+            kept = self._kept[name] = tensors, versions, torch.stack(list(tensors))
+        return kept[2]
 
 
 def bounded(items: Iterable[ItemT], numbers: Callable[[ItemT], int], limit: int | None = None) -> Iterator[list[ItemT]]:

@@ -105,7 +105,7 @@ class RoleWorker:
         Raises:
             RuntimeError: If a block failed ``max_failures`` times in a row.
         """
-        todo = [b for b in map(self._block, indices) if self._can_refresh(b)]
+        todo = [b for b in map(self._block, indices) if self.updates_of(b.index) > 0 and not b.is_empty]
         if not todo:
             return [False] * len(indices)
         with full_precision(todo[0].owner.device):
@@ -115,9 +115,6 @@ class RoleWorker:
         for index, fine in good.items():
             self._block(index).state["refreshes"] += fine
         return [bool(good.get(index, False)) for index in indices]
-
-    def _can_refresh(self, block: Block) -> bool:
-        return self.updates_of(block.index) > 0 and not block.is_empty
 
     @torch.no_grad()
     def idle(self) -> None:

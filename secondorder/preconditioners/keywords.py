@@ -81,21 +81,3 @@ def flat_names(method: Callable[..., Any]) -> dict[str, tuple[str, Field[Any]]]:
         for found in fields(OBJECTS[name])
         if f"{name}.{found.name}" not in absent
     }
-
-
-def from_flat(method: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a constructor from settings without objects, such as those of a command line or a file.
-
-    Args:
-        method: The method.
-        settings: Values by keyword, by key of parameter groups, or by a name of :func:`flat_names`.
-
-    Returns:
-        The keywords.
-    """
-    known, found = inspect.signature(method).parameters, dict(settings)
-    own: dict[str, dict[str, Any]] = {}
-    for key, (name, option) in flat_names(method).items():
-        if key in found and not isinstance(found[key], OBJECTS[name]) and (key == name or key not in known):
-            own.setdefault(name, {})[option.name] = found.pop(key)
-    return found | {name: OBJECTS[name](**values) for name, values in own.items()}

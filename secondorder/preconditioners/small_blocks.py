@@ -15,7 +15,6 @@ from torch import Tensor
 from secondorder.capture.layers.adapter import Adapter
 from secondorder.curvature.block import Block
 from secondorder.linalg.dense import precision_of, stacked
-from secondorder.linalg.stacks import bounded
 from secondorder.parameters import Directions
 
 #: Largest number of entries of the matrix of a small block, and of a stack. The temporaries of a stack take a few MB.
@@ -36,12 +35,8 @@ class StackRule(NamedTuple):
     precondition: Callable[[Sequence[Any], Tensor], Tensor]
 
 
-def _nothing(*_: Any) -> Any:
-    return (), ()
-
-
 #: The rule under which every block preconditions separately.
-NO_STACKS = StackRule(_nothing, _nothing)
+NO_STACKS = StackRule(lambda _: ((), ()), lambda _, gradients: gradients)
 
 
 def stacked_state(blocks: Sequence[Block], keys: Sequence[str]) -> dict[str, Tensor]:
@@ -75,17 +70,20 @@ def directions_of_stacks(blocks: Sequence[Block], source: Directions, rule: Stac
         if math.prod(size) <= _SMALL:
             alike.setdefault(size, []).append(block)
     found: dict[int, list[Tensor]] = {}
-    for size, same_size in alike.items():
-        if len(same_size) < _FEW:
-            continue  # copies into a stack would take as long as the calls
-        for members in _divided(same_size, source, rule):
-            for some in bounded(members, lambda _, entries=math.prod(size): entries, _STACK):
-                if len(some) < _FEW:
-                    continue
-                some[0].runtime.workspace.reset()
-                direction = rule.precondition(some, _matrices(some, source))
-                found.update(zip((b.index for b in some), _split(some, direction), strict=True))
+    for shape, same_size in alike.items():
+        most = max(_STACK // math.prod(shape), 1)
+        for members in _divided(same_size, source, rule) if len(same_size) >= _FEW else ():
+            for start in range(0, len(members), most):
+                some = members[start : start + most]
+                if len(some) >= _FEW:
+                    found |= _directions_of_stack(some, source, rule)
     return found
+
+
+def _directions_of_stack(blocks: Sequence[Block], source: Directions, rule: StackRule) -> dict[int, list[Tensor]]:
+    blocks[0].runtime.workspace.reset()
+    direction = rule.precondition(blocks, _matrices(blocks, source))
+    return dict(zip((b.index for b in blocks), _split(blocks, direction), strict=True))
 
 
 def _divided(blocks: Sequence[Block], source: Directions, rule: StackRule) -> Collection[list[Block]]:

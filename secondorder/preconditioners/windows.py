@@ -210,7 +210,8 @@ class WindowPreconditioner(Preconditioner):
         decayed, dots = unit.decayed, unit.decay_dots
         if decayed is not None and dots is not None:
             q = dots if q is None else q + dots
-            r = decayed if r is None else [_sum(x, d) for x, d in zip(r, decayed, strict=True)]
+            pairs = zip(r or [None] * len(decayed), decayed, strict=True)
+            r = [d if x is None else x if d is None else x + d for x, d in pairs]
         return Source(b, q, r)
 
     def _decay_in_direction(self, unit: Unit) -> list[Tensor | None] | None:
@@ -287,7 +288,3 @@ def _batches(alike: Iterable[list[Unit]]) -> Iterator[list[Unit]]:
     for units in alike:
         count = max(1, _BATCH // max(units[0].window.filled, 1) ** 2)
         yield from (units[i : i + count] for i in range(0, len(units), count))
-
-
-def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return x if y is None else y if x is None else x + y

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from secondorder.preconditioners.keywords import flat_names, from_flat
+from benchmarks.recipes.building import from_flat
+from secondorder.preconditioners.keywords import flat_names
 
 
 def grouped(method: Any, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,6 +75,10 @@ def test_sgd_under_a_gate(keywords, lr):
     assert_same(shut[0] + shut[1], params + buffers)
 
 
+def counts(*steps: float) -> list[Tensor]:
+    return [torch.tensor(step) for step in steps]
+
+
 def moments(fresh: bool = False) -> tuple[list[Tensor], list[Tensor]]:
     return [x * (not fresh) for x in draw(30)], [x.square() * (not fresh) for x in draw(40)]
 
@@ -96,12 +100,12 @@ def test_adam_under_a_gate(weight_decay, decoupled, lr):
     gated, plain = (draw(0), *moments()), (draw(0), *moments())
     for i in range(3):
         for (values, *found), gate in ((gated, OPEN), (plain, None)):
-            first_order.adam_(values, draw(50 + i), *found, [i + 1.0, i + 4.0], gate=gate, **keywords)
+            first_order.adam_(values, draw(50 + i), *found, counts(i + 1.0, i + 4.0), gate=gate, **keywords)
     for one, other in zip(gated, plain, strict=True):
         assert_near(one, other)
     for fresh in (False, True):  # before the first step, too
         values, found = draw(0), moments(fresh)
-        first_order.adam_(values, poisoned(), *found, [1.0, 7.0], gate=SHUT, **keywords)
+        first_order.adam_(values, poisoned(), *found, counts(1.0, 7.0), gate=SHUT, **keywords)
         assert_same(values + found[0] + found[1], draw(0) + moments(fresh)[0] + moments(fresh)[1])
 
 

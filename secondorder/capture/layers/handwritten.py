@@ -149,7 +149,8 @@ def _affine_in(module: nn.Module, rows: list[Tensor], scale: str, shift: str | N
         start = output(x, zero, zero)
         hat = output(x, one, zero) - start
         wanted = start + w * hat + (0 if shift is None else b)
-        if hat.shape != x.shape or not _agree(output(x, w, b), wanted):
+        full = output(x, w, b)
+        if not hat.shape == x.shape == full.shape or not torch.allclose(full, wanted, rtol=0, atol=_TOLERANCE):
             return None
         found.append(hat)
     return found
@@ -185,7 +186,3 @@ def _candidates(module: nn.Module) -> Iterator[tuple[type[_Handwritten], float]]
     for eps in dict.fromkeys((*own, *_EPS)):
         for form in (_OwnLayerNorm, _OwnRMSNorm, _UnbiasedDeviationNorm, _DeviationNorm):
             yield form, eps
-
-
-def _agree(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and bool(torch.allclose(x, y, rtol=0, atol=_TOLERANCE))

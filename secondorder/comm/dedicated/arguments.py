@@ -37,7 +37,8 @@ class Arguments:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        _flag("allow_colocated", self.allow_colocated)
+        if not isinstance(self.allow_colocated, bool):
+            raise TypeError(f"allow_colocated must be True or False, got {self.allow_colocated!r}")
         given = {name: getattr(self, name) for name in roles.NAMES}
         for name, ranks in roles.check(given, self.allow_colocated).items():
             object.__setattr__(self, name, ranks)
@@ -94,11 +95,6 @@ class Arguments:
 def _choice(name: str, value: Any, among: Sequence[str]) -> None:
     if value not in among:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, among))}, got {value!r}")
-
-
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def _whole(name: str, value: Any, least: int) -> None:
