@@ -17,8 +17,8 @@ from secondorder.curvature.block import Block
 from secondorder.linalg.dense import precision_of, stacked
 from secondorder.parameters import Directions
 
-#: Largest number of entries of the matrix of a small block, and of a stack. The temporaries of a stack take a few MB.
-_SMALL, _STACK = 2**16, 2**20
+#: Largest number of entries of the matrix of a small block, of its curvature, which is copied, and of a stack of matrices.
+_SMALL, _KEPT, _STACK = 2**16, 2**15, 2**20
 #: Smallest number of blocks for which a stack is worth it.
 _FEW = 2
 
@@ -97,8 +97,7 @@ def _divided(blocks: Sequence[Block], source: Directions, rule: StackRule) -> Co
 
 def _key(block: Block, rule: StackRule) -> Hashable | None:
     """Return a key that is equal for blocks that precondition together; None for a block that preconditions alone."""
-    has_one_unit = block.adapter.is_exact and block.adapter.groups == 1
-    if block.sets_length or has_one_unit:
+    if block.sets_length or (block.adapter.is_exact and block.adapter.groups == 1):
         return None
     entries, options = rule.reads(block)
     values = tuple(block.group[key] for key in options)
@@ -106,6 +105,8 @@ def _key(block: Block, rule: StackRule) -> Hashable | None:
         return None  # for example, a number that is adapted on the device
     state = block.state
     kept = tuple((key, state[key].shape, state[key].dtype) for key in entries if key in state)
+    if sum(shape.numel() for _, shape, _ in kept) > _KEPT:
+        return None
     shapes = tuple(p.shape for p in block.params)
     return type(block.adapter), shapes, block.weight is None, block.layer.precision, block.owner.device, values, kept
 
