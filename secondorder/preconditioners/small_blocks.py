@@ -17,7 +17,7 @@ from secondorder.curvature.block import Block
 from secondorder.linalg.dense import precision_of, stacked
 from secondorder.parameters import Directions
 
-#: Largest number of entries of the matrix of a small block, of its curvature, which is copied, and of a stack of matrices.
+#: Largest number of entries of the matrix of a small block; of its curvature, which is copied; and of a stack.
 _SMALL, _KEPT, _STACK = 2**16, 2**15, 2**20
 #: Smallest number of blocks for which a stack is worth it.
 _FEW = 2
