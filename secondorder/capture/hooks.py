@@ -49,22 +49,22 @@ class RootEnter(OwnHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a pass if statistics are due."""
-        switch = self.switch
+        switch, compiles = self.switch, torch.compiler.is_compiling()
         if not module.training:
             return
-        if not torch.compiler.is_compiling():
+        if not compiles:
             if in_transform():
                 switch.token = None
                 return
             prepare(switch)
-        if not switch.armed or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (compiles and not switch.armed):
             return
         switch.depth += 1
-        if switch.depth > 1:
-            return  # the model called itself
+        if switch.depth > 1 or not switch.armed:  # the model called itself, or nothing is due
+            return
         examples = -1 if self.rule is None else self.rule(args, kwargs)
         inputs = list(itertools.islice(tensors_in((args, kwargs), by_sequence=True), MAX_INPUTS))
-        if not torch.compiler.is_compiling():
+        if not compiles:
             switch.token = open_pass(inputs, switch.key, self.number, examples)
         elif inputs:
             plain = [x.detach() for x in inputs]
@@ -79,10 +79,10 @@ class RootLeave(RootEnter):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """End the pass, and record the pass for recomputations in the backward pass."""
         switch = self.switch
-        if not switch.armed or not module.training or not torch.is_grad_enabled():
+        if not switch.depth or not module.training or not torch.is_grad_enabled():
             return
         switch.depth -= 1
-        if switch.depth > 0:
+        if switch.depth > 0 or not switch.armed:
             return
         if switch.token is not None and not torch.compiler.is_compiling():
             leave_pass(switch, output)
@@ -98,7 +98,7 @@ class PartEnter(RootEnter):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the inputs of the part, unless the root is running."""
         switch = self.switch
-        if torch.compiler.is_compiling() or switch.depth or not module.training or in_transform() or in_backward():
+        if switch.depth or not module.training or torch.compiler.is_compiling() or in_transform() or in_backward():
             return
         prepare(switch)
         capture = CAPTURES.get(switch.key)

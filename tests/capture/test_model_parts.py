@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 import secondorder
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, SparseMFAC, TopK
+from secondorder.capture import hooks
 from secondorder.diagnostics import Analysis, read_events
 from tests.support.building import built
 from tests.support.grid import each
@@ -189,6 +190,27 @@ def test_examples_are_counted_once_per_micro_batch(method):
     chained(parts, micro_batches(0, 1))
     taken = opt.capture.take()
     assert set(taken.examples.values()) == {taken.total} == {4}
+
+
+@pytest.mark.parametrize("interval", [1, 100])
+def test_a_pass_of_the_model_is_prepared_once_and_one_of_a_part_by_itself_too(interval, monkeypatch):
+    model = nn.Sequential(*make_parts())
+    optimizer = KFAC(model, lr=0.0, damping=0.1, factor_update_steps=interval, inv_update_steps=interval)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    for _ in range(2):  # the next step is due only with an interval of 1
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    calls = []
+    monkeypatch.setattr(hooks, "prepare", calls.append)
+    model(x)
+    assert len(calls) == 1
+    model[0](x)
+    assert len(calls) == 2
+    with pytest.raises(RuntimeError, match="shape"):
+        model(x[:, :2])
+    model(x)
+    assert len(calls) == 4  # the pass that failed has ended
 
 
 @each(fisher=["mc", "exact"], build=[KFAC, EKFAC])
