@@ -93,9 +93,7 @@ def test_a_rate_that_is_a_tensor_of_the_device_stays_there(method: Method, mlp: 
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Devices that lack a factorization, or break down in it
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------- Devices that lack a factorization, or break down in it
 
 FACTORIZATIONS = (
     aten._linalg_eigh.default,

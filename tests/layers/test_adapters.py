@@ -24,9 +24,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, check_dtype=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Transposed convolutions; their factors under every option are in `test_layer_types.py`
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------- Transposed convolutions; their factors under every option are in `test_layer_types.py`
 
 
 def check_rows(adapter, module: nn.Module, args: tuple, examples: int, **kwargs) -> tuple[Tensor, ...]:
@@ -63,9 +61,7 @@ def test_rows_of_many_examples_come_in_chunks_and_those_that_are_drawn_belong_to
     assert len(drawn) * ratio == pytest.approx(len(pairs_of_rows))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Normalisation
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------------- Normalisation
 
 
 def test_examples_that_cannot_be_told_apart_are_refused_with_the_shape():
@@ -79,9 +75,7 @@ def test_examples_that_cannot_be_told_apart_are_refused_with_the_shape():
             adapter.output_sums(torch.ones(5, 3), x, 4)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Lookup tables
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------------- Lookup tables
 def check_table(adapter, module: nn.Module, args: tuple, rows: Tensor, owner: Tensor, **kwargs) -> None:
     """``rows`` ``[rows, V]`` are the dense input rows, ``owner`` ``[rows]`` the example of each."""
     y = module(*args, **kwargs)
@@ -212,9 +206,7 @@ def test_examples_of_bags_are_picked_with_their_entries(bags):
         close(adapter.output_rows(of_picked, picked, kept), of_picked * rows[chosen].any(1, keepdim=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Linear layers in another dress
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------- Linear layers in another dress
 
 
 def test_positions_of_stacked_linears_come_first():
@@ -224,9 +216,7 @@ def test_positions_of_stacked_linears_come_first():
     assert adapter.is_unbatched(torch.ones(2))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Precision and refusals
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------- Precision and refusals
 def test_sums_of_half_precision_are_not_rounded_to_it():
     for adapter, x, shape in (
         (LayerNormAdapter(nn.LayerNorm(2), False, True), None, (1, 257, 2)),

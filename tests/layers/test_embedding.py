@@ -58,9 +58,7 @@ def test_a_position_index_shared_over_the_batch(examples, axis):
     check_block(opt, "positions", (A, B), torch.kron(A, B))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------- Memory
 
 
 @pytest.mark.parametrize(("kind", "method"), [(nn.Embedding, "eigen"), (nn.EmbeddingBag, "cholesky")])
@@ -82,9 +80,7 @@ def test_a_large_vocabulary_makes_no_square_matrix_and_no_one_hot_rows(kind, met
     assert opt.memory_usage()["total"] < 4 * 12 * vocabulary
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What has no block
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------- What has no block
 
 
 class Refused(nn.Module):
@@ -140,9 +136,7 @@ def test_a_table_without_a_trained_weight_or_without_a_word_is_no_trouble():
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A table that is also the output projection, as in GPT-2: two kinds of use of one weight
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------ A table that is also the output projection, as in GPT-2: two kinds of use of one weight
 
 
 class Language(nn.Module):

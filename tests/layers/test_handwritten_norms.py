@@ -212,9 +212,7 @@ def test_what_computes_something_else_is_left_out_by_name():
         assert follows_fallback(opt, "1.weight", "no adapter")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A GPT as nanoGPT writes it is covered without a keyword: tied weights, a LayerNorm of its own, learned positions
-# ---------------------------------------------------------------------------------------------------------------------
+# ----- A GPT as nanoGPT writes it is covered without a keyword: tied weights, a LayerNorm of its own, learned positions
 
 
 VOCABULARY, CONTEXT, SIZE = 31, 12, 16

@@ -20,9 +20,7 @@ from tests.support.models import mlp, vectors
 from tests.support.oracles.kfac import expected_factors, solve_exact, solve_pi
 from tests.support.oracles.layers import block_state, check_block, diagonal_of, largest_tensor, row_of, train
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Diagonal factors
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------- Diagonal factors
 
 # layer "0" has 5 inputs (with the 1) and 7 outputs, layer "2" 8 inputs and 3 outputs
 WIDTHS = (4, 7, 3)
@@ -142,9 +140,7 @@ def test_a_wrong_limit_is_refused():
             plain_kfac(mlp(), max_factor_dim=value)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The default: no refresh of many seconds unless it is asked for
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------- The default: no refresh of many seconds unless it is asked for
 
 
 def wide(n: int) -> nn.Sequential:

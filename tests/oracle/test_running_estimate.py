@@ -69,9 +69,7 @@ def test_refreshes_leave_the_factors_bit_identical(method):
     kfac.assert_same_factors(opt, model, held)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# When factors and factorisations are renewed
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------- When factors and factorisations are renewed
 
 
 RENEWED = [  # layers, options, steps at which each of them has its factors updated, and is refreshed

@@ -157,9 +157,7 @@ def in_one_process(case: Case, world: int) -> Tensor:
     return torch.stack(path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows that every rank chooses, and dense matrices of all of them
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------ Rows that every rank chooses, and dense matrices of all of them
 
 
 def chosen_path(case: Case, world: int) -> Tensor:

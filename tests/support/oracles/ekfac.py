@@ -22,9 +22,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Per-example gradients
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------ Per-example gradients
 
 
 def example_gradients(model: nn.Module, x: Tensor, y: Tensor, loss: Loss) -> dict[str, Tensor]:
@@ -77,9 +75,7 @@ def values(layer: nn.Module) -> Tensor:
     return as_matrices(layer, *parts)[0].clone()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Dense blocks
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------- Dense blocks
 
 
 def exact_blocks(G: Tensor) -> Tensor:
@@ -148,9 +144,7 @@ def frobenius(X: Tensor) -> float:
     return float((X * X).sum().sqrt())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Output gradients of the Fisher with exact loss curvature (type-2): columns of S, S Sᵀ = Hessian of the loss
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------- Output gradients of the Fisher with exact loss curvature (type-2): columns of S, S Sᵀ = Hessian of the loss
 
 
 def curvature_roots(outputs: Tensor, likelihood: str) -> Tensor:
@@ -176,9 +170,7 @@ def curvature_gradients(model: nn.Module, name: str, x: Tensor, likelihood: str)
     return torch.cat(columns)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Schedules, restated
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------- Schedules, restated
 
 
 def eigenbasis(X: Tensor, limit: int | None = None) -> tuple[Tensor, Tensor]:

@@ -94,9 +94,7 @@ def diagonal_of(A: Tensor) -> Tensor:
     return A * torch.eye(A.shape[-1], dtype=A.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the optimizer holds
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------- What the optimizer holds
 
 
 def block_state(opt, name: str) -> dict:
@@ -147,9 +145,7 @@ def follows_fallback(opt, name: str, *reason: str) -> bool:
     return "fallback" in row and all(word.lower() in row for word in reason)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------- Memory
 
 
 class _Largest(TorchDispatchMode):
@@ -172,9 +168,7 @@ def largest_tensor() -> Iterator[_Largest]:
         yield mode
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layers of transformers, spelled out
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------- Layers of transformers, spelled out
 
 
 def embedding(tape: Tape, name: str, tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -254,9 +248,7 @@ def attention_pairs(expected: dict, name: str) -> dict[str, tuple[Tensor, Tensor
     return {f"{name}.in_proj": (A, B), f"{name}.out_proj": expected[f"{name}.out"]}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Recurrent layers and transposed convolutions, spelled out
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------ Recurrent layers and transposed convolutions, spelled out
 
 State = tuple[Tensor, ...]
 
