@@ -16,8 +16,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
+from secondorder.diagnostics import quantify_preconditioning
 from tests.support.checkpoints import COPIERS, Pair, assert_same_run
-from tests.support.methods import Method
+from tests.support.methods import Method, Variant
 from tests.support.tasks import MLP, assert_identical, train, values
 
 Act = Callable[[int], object]  # what is done in a step, by its number
@@ -126,8 +127,8 @@ MOMENTS: dict[str, dict[str, Prepare]] = {
 }
 
 
-def trained(method: Method, moment: str = "", prepare: Prepare | None = None) -> Pair:
-    model, optimizer = method.start(MLP)
+def trained(method: Method, moment: str = "", prepare: Prepare | None = None, **keywords: Any) -> Pair:
+    model, optimizer = method.start(MLP, **keywords)
     act = prepare(model, optimizer) if prepare else None
     for step in range(STEPS):
         acts = {moment: act} if act else {}
@@ -149,6 +150,29 @@ def test_training_is_undisturbed(method: Method, moment: str) -> None:
             assert_same_run(trained(method, moment, prepare), undisturbed)
         except AssertionError as error:
             raise AssertionError(f"disturbed by: {name}") from error
+
+
+def looking(model: nn.Module, optimizer: Any) -> Act:
+    blocks = optimizer.blocks if "first" in optimizer.blocks else values(model)  # a window is asked by parameter
+
+    def act(step: int) -> None:
+        for look in (optimizer.diagnostics, optimizer.describe, optimizer.memory_usage, optimizer.__repr__):
+            look()
+        for name in blocks if step else ():
+            optimizer.dense_curvature(name)
+
+    return act
+
+
+def test_looking_changes_nothing(method: Method, variant: Variant) -> None:
+    """At figures, curvature and, next to the steps, directions."""
+    model, optimizer = trained(method, "between two steps", looking, **variant.keywords)
+    with optimizer.keep_directions() as kept:
+        train(model, optimizer, MLP, 1, start=STEPS)
+    quantify_preconditioning({name: model.get_parameter(name).grad for name in kept}, kept, histogram=True)
+    twin, undisturbed = trained(method, **variant.keywords)
+    train(twin, undisturbed, MLP, 1, start=STEPS)
+    assert_same_run((model, optimizer), (twin, undisturbed))
 
 
 @pytest.mark.option("window_size")

@@ -88,18 +88,6 @@ def test_a_stopped_or_copied_run_goes_on_to_the_bit(run):
         assert not math.isnan(opt.switch.state_dict()["last_norm"])
 
 
-@pytest.mark.parametrize("run", ["auto", "kis", "cheaper"])
-def test_looking_changes_nothing(run):
-    (model, opt), (other, second) = new(run), new(run)
-    for number in range(6):
-        go_on(model, opt, number, number + 1)
-        go_on(other, second, number, number + 1)
-        opt.dense_curvature("second")
-        for look in (opt.diagnostics, opt.describe, opt.memory_usage):
-            look()
-    assert_same_run((other, second), (model, opt))
-
-
 def test_without_curvature_a_policy_goes_on_with_what_it_remembers():
     model, opt = new("auto", checkpoint_curvature="none")
     go_on(model, opt, 0, 5)

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secondorder.switching import EpochList
 from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, noise
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
@@ -59,18 +58,6 @@ def test_the_mean_of_the_rows_is_the_gradient():
     for name in ("first", "second", "head"):
         V = as_rows(model, name, one(gradients(model)))[:, 0]
         assert_close(layer_rows(plain, name, x, y, F.cross_entropy).mean(1), V, 1e-12)
-
-
-def test_frozen_parts():
-    for frozen, size in (("0.bias", 5 * 4), ("0.weight", 5), ("2.bias", 3 * 5), ("2.weight", 3)):
-
-        def build(frozen=frozen):
-            model = mlp()
-            model.get_parameter(frozen).requires_grad_(False)
-            return model
-
-        opt, _ = check(build, *vectors(), F.cross_entropy, NAMES)
-        assert len(opt.dense_curvature(frozen[0])) == size
 
 
 THAWING = {
@@ -131,16 +118,6 @@ def test_a_gradient_that_is_changed_between_backward_and_step():
         nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
         model[2].weight.grad.add_(noise(3, 5))
         assert_solved(model, plain, (x, y), taken(opt), tolerance=1e-7)
-
-
-def test_the_rows_of_a_former_mode_are_gone():
-    """From one refresh to the next, whatever the rank was."""
-    (x, y), model, plain = vectors(8), mlp((4, 3)), mlp((4, 3))
-    opt = plain_hylo(model, mode="auto", switch=EpochList([(0, 1)], steps_per_epoch=1), rank_fraction=1.0)
-    U = layer_rows(plain, "0", x, y, F.cross_entropy)
-    for _ in range(4):
-        step(opt, model, x, y, F.cross_entropy)
-        assert_close(opt.dense_curvature("0"), fisher(U)[0], 1e-7)
 
 
 # -------------------------------------------------------------------------------------------------------------------- λ

@@ -162,11 +162,13 @@ def test_convolutions(case):
         check(build, x, noise(*build()(x).shape, seed=1), squares, ["0"], approx)
 
 
-@each(frozen=["weight", "bias"], kind=["conv", "groups", "norm"], approx=APPROX)
+@each(frozen=["weight", "bias"], kind=["linear", "conv", "groups", "norm"], approx=APPROX)
 def test_frozen_parts(frozen, kind, approx):
     def build():
         if kind == "norm":
             model = seeded_build(NORMED["LayerNorm tokens"][0])
+        elif kind == "linear":
+            model = nn.Sequential(seeded_build(lambda: nn.Linear(3, 5)))
         else:
             model = nn.Sequential(seeded_build(lambda: nn.Conv2d(2, 4, 2, groups=1 + (kind == "groups"))))
         getattr(model.norm if kind == "norm" else model[0], frozen).requires_grad_(False)

@@ -175,16 +175,6 @@ def test_drawn_rows_have_the_weights_of_their_probabilities(sampling, rank):
         assert_close(c[~is_zero(c)], weights[~is_zero(c)], 1e-6)
 
 
-def test_the_direction_is_the_solve_with_the_curvature_that_is_shown():
-    a, g, U = uneven()
-    for sampling in SAMPLINGS:
-        model = linear()
-        opt = plain_hylo(model, mode="kis", rank_fraction=0.4, kis_sampling=sampling)
-        for _ in range(3):
-            moved = step(opt, model, a, g, products)["weight"].flatten()
-            assert_close(moved, solve(opt.dense_curvature(""), U.mean(0), 1e-2), 1e-7, sampling)
-
-
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 def test_kis_of_a_network(approx):
     """Scores are the norms of whole rows, also where they have positions."""
