@@ -152,20 +152,19 @@ def test_training_is_undisturbed(method: Method, moment: str) -> None:
             raise AssertionError(f"disturbed by: {name}") from error
 
 
-def looking(model: nn.Module, optimizer: Any) -> Act:
-    blocks = optimizer.blocks if "first" in optimizer.blocks else values(model)  # a window is asked by parameter
-
-    def act(step: int) -> None:
-        for look in (optimizer.diagnostics, optimizer.describe, optimizer.memory_usage, optimizer.__repr__):
-            look()
-        for name in blocks if step else ():
-            optimizer.dense_curvature(name)
-
-    return act
-
-
 def test_looking_changes_nothing(method: Method, variant: Variant) -> None:
-    """At figures, curvature and, next to the steps, directions."""
+    """At figures and curvature, and, next to a step, at directions."""
+    blocks = ["first", "second"] if method.layerwise else [name for name, _ in MLP.model().named_parameters()]
+
+    def looking(model: nn.Module, optimizer: Any) -> Act:
+        def act(step: int) -> None:
+            for look in (optimizer.diagnostics, optimizer.describe, optimizer.memory_usage, optimizer.__repr__):
+                look()
+            for name in blocks if step else ():
+                optimizer.dense_curvature(name)
+
+        return act
+
     model, optimizer = trained(method, "between two steps", looking, **variant.keywords)
     with optimizer.keep_directions() as kept:
         train(model, optimizer, MLP, 1, start=STEPS)
