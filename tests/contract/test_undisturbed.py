@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -90,19 +90,43 @@ def hooks_of_the_step(model: nn.Module, optimizer: Any) -> Act:
 def foreign_parameters(model: nn.Module, optimizer: Any) -> Act:
     """Fast weights of a meta-learner, per-example gradients, perturbed copies."""
 
+    def total(own: dict[str, Tensor], inputs: Tensor) -> Tensor:
+        return functional_call(model, own, (inputs,)).sum()
+
     def act(step: int) -> None:
         inputs, targets = MLP.batch(100 + step)
         fast = {name: value.requires_grad_() for name, value in values(model).items()}
         F.cross_entropy(functional_call(model, fast, (inputs,)), targets).backward()
-        torch.func.grad(lambda own: functional_call(model, own, (inputs,)).sum())(values(model))
+        torch.func.grad(total)(values(model), inputs)
+        torch.func.vmap(torch.func.grad(total), (None, 0))(values(model), inputs[:, None])
 
     return act
+
+
+def gradient_of_inputs(model: nn.Module, optimizer: Any) -> Act:
+    """As in adversarial training, attacks and saliency maps: weights take no part in it."""
+
+    def act(step: int) -> None:
+        inputs = MLP.batch(100 + step)[0].requires_grad_()
+        for training in (False, True):
+            torch.autograd.grad(model.train(training)(inputs).sum(), inputs)
+
+    return act
+
+
+def forward_alone(model: nn.Module, optimizer: Any) -> Act:
+    return lambda step: model(MLP.batch(100 + step)[0])
 
 
 def clip_that_is_not_reached(clip: Callable[..., Any]) -> Prepare:
     return lambda model, optimizer: lambda step: clip(model.parameters(), 1e6)
 
 
+ALWAYS: dict[str, Prepare] = {
+    "foreign parameters": foreign_parameters,
+    "gradient of inputs": gradient_of_inputs,
+    "a forward alone": forward_alone,
+}
 COPIES = {f"training of a copy by {name}": training_of_a_copy(copier) for name, copier in COPIERS.items()}
 MOMENTS: dict[str, dict[str, Prepare]] = {
     "between two steps": {
@@ -112,14 +136,16 @@ MOMENTS: dict[str, dict[str, Prepare]] = {
         "paused training": paused_training,
         "attaching again": attaching_again,
         "hooks of the step": hooks_of_the_step,
+        **ALWAYS,
         **COPIES,
     },
     "between forward and backward": {
         **{f"teacher, {mode}": evaluation(mode, True) for mode in (*CONTEXTS, "eval")},
+        **ALWAYS,
         **{f"the model itself, {mode}": evaluation(mode, False) for mode in ("no_grad", "inference_mode", "eval")},
     },
     "between backward and step": {
-        "foreign parameters": foreign_parameters,
+        **ALWAYS,
         "clip by norm": clip_that_is_not_reached(nn.utils.clip_grad_norm_),
         "clip by value": clip_that_is_not_reached(nn.utils.clip_grad_value_),
         **COPIES,
