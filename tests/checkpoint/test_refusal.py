@@ -92,6 +92,12 @@ def test_wrong_checkpoint_is_refused_by_name_and_changes_nothing(method: Method,
     assert_identical(values(model), method.trained(mlp, 7))
 
 
+def test_what_is_no_state_of_an_optimizer_is_refused(method: Method, mlp: Task) -> None:
+    for given in ({}, {"state": {}}, {"param_groups": []}):
+        with pytest.raises(ValueError, match="not an optimizer state_dict: it needs 'state' and 'param_groups'"):
+            method.build(mlp.model()).load_state_dict(given)
+
+
 @pytest.mark.option("inverse_method")
 def test_inverse_method_comes_from_the_checkpoint_like_every_group_value(method: Method, mlp: Task) -> None:
     """It is no mismatch, unless the loaded groups say something else than the loaded state is."""

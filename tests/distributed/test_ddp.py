@@ -72,23 +72,6 @@ def test_forms_of_ddp(pool: Pool, wrapping: dict[str, Any], method: str, strateg
     assert_same_path(pool.run(together, strategy, run, world=2, **wrapping), alone(run)[0])
 
 
-@each(method=["kfac_eigen", "hylo_sngd", "mfac"], strategy=BOTH)
-@on_every_rank(2)
-def test_gradients_stay_views_of_their_bucket(rank: int, world: int, method: str, strategy: str) -> None:
-    """A step leaves them the same objects with the same numbers."""
-    run = Run("mlp", method)
-    model = DDP(TASKS[run.task].model(device_of(rank)), gradient_as_bucket_view=True)
-    with optimizer_on(model, strategy, run) as optimizer:
-        descend(model, optimizer, shard(run.batch(0), rank, world), run)
-        inputs, targets = (t.to(device_of(rank)) for t in shard(run.batch(1), rank, world))
-        mean_loss(model(inputs), targets).backward()
-        before = [(p.grad, p.grad.clone()) for p in model.parameters()]
-        optimizer.step()
-        for p, (same, numbers) in zip(model.parameters(), before, strict=True):
-            assert p.grad is same
-            assert torch.equal(p.grad, numbers)
-
-
 def assert_curvatures(held: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Of at least one layer."""
     assert held
