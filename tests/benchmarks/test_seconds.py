@@ -6,19 +6,11 @@ import json
 import math
 
 import pytest
-import torch
 from matplotlib.figure import Figure
 
 from benchmarks.commands import seconds
 from benchmarks.commands.seconds import Seconds
 from benchmarks.recipes.types import Schedule, factor
-
-
-@pytest.fixture(autouse=True)
-def _keep_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

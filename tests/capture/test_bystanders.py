@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.grid import each
@@ -25,6 +24,7 @@ from tests.support.kfac import (
     train_step,
 )
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.operators import Operators
 from tests.support.oracles.kfac import expected_factors, solve_exact
 
 
@@ -126,21 +126,9 @@ def test_no_activation_survives_its_backward_or_a_dropped_forward(checkpointed, 
     assert [ref() for ref in model.seen] == [None] * len(model.seen)
 
 
-class Operations(TorchDispatchMode):
-    """Every operation that reaches the dispatcher, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def operations(model, x, y):
     model.zero_grad()
-    with Operations() as seen:
+    with Operators() as seen:
         backward(model, x, y, F.cross_entropy)
     return seen.names
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -18,6 +17,7 @@ from secondorder.preconditioners.keywords import flat_names
 from tests.support.building import built
 from tests.support.methods import Method
 from tests.support.tasks import Task, assert_identical, snapshot, train
+from tests.support.warned import warned
 
 #: By keyword: values that are refused, and values of a wrong kind.
 REFUSED: dict[str, tuple[list[Any], list[Any]]] = {
@@ -290,8 +290,6 @@ def test_uneven_intervals_warn_after_everything_is_validated(method: Method, mlp
     with pytest.warns(UserWarning, match="inv_update_steps"):
         method.build(mlp.model(), **uneven)
     for bad in ({"damping": -1.0}, {"clip_norm": -1.0}, {"skip_layers": ("nowhere",)}, {"lr": "fast"}):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with pytest.raises((ValueError, TypeError)):
-                method.build(mlp.model(), **uneven, **bad)
-        assert [str(warning.message) for warning in caught] == [], bad
+        with warned() as caught, pytest.raises((ValueError, TypeError)):
+            method.build(mlp.model(), **uneven, **bad)
+        assert caught == [], bad

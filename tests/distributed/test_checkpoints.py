@@ -18,6 +18,7 @@ from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, alone, assert_re
 from tests.support.pool import Pool, everywhere, on_every_rank
 from tests.support.saving import Saved, broken_off, raised, resumed, snapshot, started, through_a_file, train
 from tests.support.tasks import assert_identical
+from tests.support.warned import warned
 
 BREAK, END = 5, 11
 MEND = "consolidate_state_dict() on all ranks"
@@ -37,10 +38,9 @@ def one_process(run: Run) -> Saved:
 
 # ------------------------------------------------------------------------------------------------------------- alone
 def saved_with_warnings(optimizer: Any) -> tuple[Saved, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         saved = optimizer.state_dict()
-    return saved, [str(w.message) for w in caught]
+    return saved, caught
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("mem", 2), ("hybrid_half", 4), ("comm_owner", 2)])

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from secondorder.capture.layers.embedding import EmbeddingAdapter
 from secondorder.linalg import eigenbasis
 from secondorder.linalg.dense import Workspace
 from secondorder.linalg.eigenbasis import dense, overlap, precondition, qr_refresh, route_costs, scale_intra, transport
 from tests.support.grid import each
+from tests.support.operators import Operators
 
 WHICH = {"both": "ag", "a": "a", "g": "g", "none": ""}
 ROUTES = ["gramian", "gradient", "unprojected", "unprojected_a", "unprojected_g"]
@@ -199,20 +199,12 @@ def test_temporaries_stay_below_chunk_bytes(route: str, size: tuple[int, int, in
 
 def test_memory_is_used_that_is_there() -> None:
     """A chunk is more than one example wherever more fit: the number of products falls with the bytes."""
-
-    class Products(TorchDispatchMode):
-        seen = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.seen += "mm" in str(func)
-            return func(*args, **(kwargs or {}))
-
     a, g, (basis_a, basis_g) = draw(64, 4, 9), draw(64, 4, 8), bases("ag", 9, 8)
     seen = []
     for chunk_bytes in (1, 1 << 14, 1 << 24):
-        with Products() as products:
+        with Operators() as operators:
             scale_intra(a, g, basis_a, basis_g, "gradient", chunk_bytes)
-        seen.append(products.seen)
+        seen.append(sum("mm" in name for name in operators.names))
     assert seen[0] == 3 * 64
     assert seen[2] == 3 < seen[1] < 3 * 32
 

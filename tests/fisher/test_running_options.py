@@ -1,7 +1,5 @@
 """Options of the running estimate and of the direction: weights, burn-in, decay, weight decay as curvature, power."""
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +24,7 @@ from tests.support.kfac import (
 from tests.support.models import mlp, seeded_build, vectors
 from tests.support.oracles.fisher import METHODS, STILL, quiet
 from tests.support.oracles.kfac import expected_factors, layer_values, solve_pi
+from tests.support.warned import silent
 
 both = each(method=METHODS)
 SIZES = [5, 2, 7, 1, 4, 3, 6, 2]
@@ -280,8 +279,7 @@ def test_power_needs_eigenvalues_in_every_group():
     for params, keywords in ((mlp(), cholesky), (groups, {"module": model})):
         with pytest.raises((ValueError, RuntimeError), match="power"):
             built(KFAC, params, **keywords, power=0.5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         built(KFAC, mlp(), **cholesky, power=1.0)
 
 

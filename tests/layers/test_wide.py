@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -17,8 +16,10 @@ from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, backward, directions, labels, noise, plain_kfac, train_step
 from tests.support.layer_cases import CASES, ONE_OF_EACH
 from tests.support.models import mlp, vectors
+from tests.support.operators import Operators
 from tests.support.oracles.kfac import expected_factors, solve_exact, solve_pi
-from tests.support.oracles.layers import block_state, check_block, diagonal_of, largest_tensor, row_of, train
+from tests.support.oracles.layers import block_state, check_block, diagonal_of, row_of, train
+from tests.support.warned import warned
 
 # ----------------------------------------------------------------------------------------------------- Diagonal factors
 
@@ -113,7 +114,7 @@ def test_a_head_of_fifty_thousand_words_works_in_bounded_memory(method):
     model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, words))
     x, y = noise(4, 4, dtype=torch.float32), labels(4, words)
     opt = plain_kfac(model, inverse_method=method)
-    with largest_tensor() as largest:
+    with Operators() as seen:
         for _ in range(2):
             train(opt, model, (x,), y, F.cross_entropy)
     n_a = width + 1
@@ -126,7 +127,7 @@ def test_a_head_of_fifty_thousand_words_works_in_bounded_memory(method):
     usage, small = opt.memory_usage(), 5**2 + 8**2  # those of the first layer
     assert usage["factors"] == 4 * (factors + small)
     assert usage["second_order"] == 4 * (second + small + (5 + 8 if method == "eigen" else 0))
-    assert largest.numel <= 4 * words * n_a  # temporaries as large as the gradient
+    assert seen.numel <= 4 * words * n_a  # temporaries as large as the gradient
     assert "diagonal" in row_of(opt, "2.weight")
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
@@ -150,10 +151,9 @@ def wide(n: int) -> nn.Sequential:
 
 def made(method, *args, **keywords) -> tuple[KFAC, list[str]]:
     """An optimizer, and what it warned of."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warned() as found:
         opt = built(method, *args, **keywords)
-    return opt, [str(w.message) for w in found]
+    return opt, found
 
 
 @pytest.mark.parametrize(
