@@ -3,8 +3,6 @@
 What of it shows in training is in `tests/contract/test_groups.py` and `tests/capture/test_messages.py`.
 """
 
-from __future__ import annotations
-
 from itertools import combinations
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Levenberg-Marquardt: λ over steps against a restatement, its bounds, its calls of the closure, its traces."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial

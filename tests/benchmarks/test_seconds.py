@@ -1,7 +1,5 @@
 """The study at equal seconds: searches, the length of runs, the verdict, and that finished runs are not repeated."""
 
-from __future__ import annotations
-
 import json
 import math
 

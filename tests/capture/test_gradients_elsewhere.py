@@ -3,8 +3,6 @@
 The oracle is the curvature of the whole batch, from the per-example gradients of autograd in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 The oracle puts one example after the other through the model's ``forward`` and collects rows and gradients in float64.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """deepcopy, pickle and `torch.save` of the optimizer, of the model that it hooks, and of both together."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

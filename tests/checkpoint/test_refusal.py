@@ -1,7 +1,5 @@
 """A wrong checkpoint is refused with a list of what differs, and changes nothing."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

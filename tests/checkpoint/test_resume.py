@@ -1,7 +1,5 @@
 """A run that is saved, loaded elsewhere and continued is the run as if nothing had happened, to the bit."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 In a window complex numbers are pairs of real ones, and sparse gradients are dense.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a user writes first: the class and the model, or its parameters, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -3,8 +3,6 @@
 And `repr(optimizer)`, which fits on a screen: learning rate, weight decay, and what was not left at its default.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

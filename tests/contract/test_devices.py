@@ -4,8 +4,6 @@ The device is simulated, see `tests.support.device`. It has no second stream, so
 training refuse it; and what a device may lack, a factorization for example, is taken away from it.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from typing import Any

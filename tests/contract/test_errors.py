@@ -1,7 +1,5 @@
 """Bad input is refused at construction: the value in the text, before any warning, and nothing is left behind."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

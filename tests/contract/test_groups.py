@@ -1,7 +1,5 @@
 """Parameter groups: every option per group, late groups, values that are refused, and the errors of `torch.optim`."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The public face of `torch.optim`: a real `Optimizer`, every keyword in the constructor's own signature."""
 
-from __future__ import annotations
-
 import inspect
 import typing
 

@@ -5,8 +5,6 @@ Its parameters are bare, so a layer method gets `module=` a net that does not ho
 `CoveredInfo` runs the same tests over a layer whose parameters do have a block. A window method covers them either way.
 """
 
-from __future__ import annotations
-
 import unittest
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Averages and EMA teachers, evaluations, per-example gradients, copies that train on their own, hooks that come again.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Blocks with a scale in their eigenbases on plain states, against dense linear algebra in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Blocks with rows of examples on plain states, against dense linear algebra in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

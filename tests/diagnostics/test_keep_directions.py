@@ -1,7 +1,5 @@
 """`keep_directions()` shows what each method subtracts, and goes together with `quantify_preconditioning`."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

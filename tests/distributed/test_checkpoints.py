@@ -1,7 +1,5 @@
 """What a rank saves alone and what it lacks, who refuses it, and how `consolidate_state_dict` completes it."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """DDP in all its forms around the model, no DDP at all, and what may go wrong on one rank only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle

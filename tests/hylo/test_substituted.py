@@ -1,7 +1,5 @@
 """`kfac_when_cheaper`: which layers take K-FAC's factors instead of rows, and that those factors are KFAC's."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 

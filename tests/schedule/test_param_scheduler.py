@@ -1,7 +1,5 @@
 """`ParamScheduler` sets options of the groups to absolute values of the step, or changes nothing at all."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

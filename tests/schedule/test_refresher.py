@@ -1,7 +1,5 @@
 """The refresher on blocks with plain dicts as their state, without an optimizer."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """One driver of runs that stop, go elsewhere and are continued, and the ways that there are from one to the other."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

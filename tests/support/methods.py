@@ -6,8 +6,6 @@ is what layer methods have, which estimate the curvature of layers and need the 
 which see gradients alone and cover every parameter.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

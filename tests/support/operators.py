@@ -1,7 +1,5 @@
 """Which operators run inside a ``with`` block, and the memory of the tensors that they make."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -22,8 +22,6 @@ A test whose ranks can judge by themselves what they see is one function::
         assert sum_of_ranks(rank, world, 1.0) == 6.0
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc

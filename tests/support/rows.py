@@ -1,7 +1,5 @@
 """Runs of HyLo whose ranks have batches of any size, and the same in one process."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

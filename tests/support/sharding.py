@@ -7,8 +7,6 @@
     sharded_path(rank, world, case)  a rank, its shards and batches [steps, P], gathered after every step
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache

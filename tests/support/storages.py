@@ -1,7 +1,5 @@
 """What a block or a window holds, by state key and in bytes: the documented formulas, worked out beside the package."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a step may cost beside its two passes: no temporary as large as the window, no Python loop over its rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
