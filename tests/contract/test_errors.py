@@ -48,17 +48,17 @@ REFUSED: dict[str, tuple[list[Any], list[Any]]] = {
     "fisher_samples": ([0], [2.5]),
     "batch_dim": ([-1], ["first"]),
     "batch_input": (["nothing_that_forward_takes"], [2]),
-    "norm_curvature": (["full"], [1]),
+    "norm_curvature": (["full", None], [1]),
     "tied": (["both"], [1]),
-    "max_factor_dim": ([0], [2.5]),
+    "max_factor_dim": ([0, -1], [2.5, "wide", True]),
     "weighting": (["tokens"], [1]),
     "burnin_steps": ([-1], [1.5]),
     "factor_batch_size": ([0], ["4"]),
     "factor_positions": ([-2], [0.5]),
-    "power": ([0.0, 1.5], ["half"]),
+    "power": ([0.0, -1.0, 1.5, math.nan, math.inf], ["half"]),
     "damping_interval": ([0], [2.5]),
     "min_damping": ([-1.0], ["small"]),
-    "max_damping": ([0.0], [None]),
+    "max_damping": ([0.0, math.nan], [None]),
     "likelihood": (["poisson"], [3]),
     "estimator": (["mean"], []),
     "scale_decay": ([1.5], ["0.95"]),
@@ -213,6 +213,9 @@ TOGETHER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         )
         for mode in ("legacy", "reg", "both")
     },
+    "adam in the quadratic model": ({"quadratic_model": True, "inner": "adamw"}, ("quadratic_model",)),
+    "graft in the quadratic model": ({"quadratic_model": True, "graft": "sgd"}, ("quadratic_model",)),
+    "nesterov in the quadratic model": ({"quadratic_model": True, "nesterov": True}, ("quadratic_model",)),
     **{f"nesterov {mode}": ({"nesterov": True, "momentum_mode": mode}, ("(?i)nesterov",)) for mode in ("ema", "pre")},
 }
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import secondorder
 from secondorder import EKFAC, KFAC
-from tests.support.building import built
 from tests.support.grid import each, pairs
 from tests.support.kfac import (
     all_factors,
@@ -581,17 +580,6 @@ def test_wrong_arguments_are_refused_and_leave_the_step_usable():
     F.cross_entropy(outputs, y).backward()
     opt.step()
     assert_factors(all_factors(opt, model), expected)
-
-
-def test_an_unknown_fisher_is_refused():
-    for options, error, message in (
-        ({"fisher": "type-2"}, ValueError, "fisher.*'type-2'"),
-        ({"fisher": 2}, TypeError, "fisher"),
-        ({"fisher": "mc", "fisher_samples": 0}, ValueError, "samples must be >= 1"),
-    ):
-        for method in METHODS.values():
-            with pytest.raises(error, match=message):
-                built(method, mlp(), **options)
 
 
 # ---------------------------------------------------------------- forward_only, and what EK-FAC makes of each Fisher

@@ -116,25 +116,6 @@ def test_a_batch_without_an_index_is_no_row():
     assert not adapter.output_rows(torch.ones(3, 0, 3), x, 3).any()
 
 
-@pytest.mark.parametrize(
-    ("shape", "padding_idx"), [((6,), 0), ((3, 5), None), ((3, 5), -1), ((6, 1), None), ((3, 2, 4), 0)]
-)
-def test_embedding(padding_idx, shape):
-    module = nn.Embedding(4, 3, padding_idx=padding_idx).double()
-    x = torch.randint(4, shape)
-    rows = F.one_hot(x.reshape(-1), 4).double()
-    if padding_idx is not None:
-        rows[:, module.padding_idx] = 0
-    adapter = EmbeddingAdapter(module, True)
-    check_table(adapter, module, (x,), rows, torch.arange(3).repeat_interleave(x.numel() // 3))
-    x, g = adapter.prepare((x,), {}), torch.randn(*shape, 3, dtype=torch.float64)
-    kept, index = adapter.keep(x, 3), adapter.indices(x, 3)
-    dense = F.one_hot(index.clamp(min=0), 4) * kept[..., None]
-    outputs = adapter.example_outputs(g, x, 3)
-    assert kept.shape == index.shape == outputs.shape[:2] == (3, x.numel() // 3)
-    close(torch.einsum("nsd,nsv->dv", outputs, dense.double()), adapter.output_rows(g, x, 3).mT @ rows)
-
-
 def test_embedding_whose_positions_come_first_or_are_shared():
     module = nn.Embedding(4, 3, padding_idx=1).double()
     adapter = EmbeddingAdapter(module, True)

@@ -132,15 +132,6 @@ def test_a_head_of_fifty_thousand_words_works_in_bounded_memory(method):
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_a_wrong_limit_is_refused():
-    for value in (2.5, "wide", True):
-        with pytest.raises(TypeError, match="max_factor_dim must be an integer"):
-            plain_kfac(mlp(), max_factor_dim=value)
-    for value in (0, -1):
-        with pytest.raises(ValueError, match="max_factor_dim"):
-            plain_kfac(mlp(), max_factor_dim=value)
-
-
 # ------------------------------------------------------- The default: no refresh of many seconds unless it is asked for
 
 

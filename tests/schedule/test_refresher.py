@@ -78,15 +78,6 @@ def test_a_first_refresh_that_failed_waits_for_another_estimate_and_the_limit_ra
         _take(refresher, block, 3)
 
 
-def test_a_success_ends_the_count_of_failures() -> None:
-    block = _block()
-    refresher = _refresher(block, max_failures=2)
-    for step, size in enumerate((float("nan"), 1.0)):
-        _learn(block, size)
-        _take(refresher, block, step)
-    assert (refresher.failed, refresher.failures, block.state["refreshes"]) == (1, {}, 1)
-
-
 @pytest.mark.parametrize("forget", ["blocks", "by an error"])
 def test_a_refresh_that_is_forgotten_is_not_adopted(forget: str) -> None:
     block = _block(overlap=True)

@@ -247,15 +247,6 @@ def solve_pi(B: Tensor, A: Tensor, gradient: Tensor, damping: float) -> Tensor:
     return torch.linalg.solve(F, gradient.reshape(-1)).view_as(gradient)
 
 
-def ratio_average(batches: list[tuple[int, Tensor]], decay: float) -> Tensor:
-    """The running estimate after ``batches`` of (examples, batch value): W ← βW + w, X ← X + (w/W)(X_batch − X)."""
-    total, value = 0.0, None
-    for examples, batch in batches:
-        total = decay * total + examples
-        value = batch if value is None else value + examples / total * (batch - value)
-    return value
-
-
 # --------------------------------------------------------------------------------------------------------------- Losses
 
 
