@@ -26,7 +26,7 @@ PLAIN = {
 class Covering:
     """Covers parameters without any mathematics, and writes down the questions."""
 
-    refresh_interval = "every"
+    takes_sources, refresh_interval = True, "every"
 
     def __init__(self, options: Mapping[nn.Parameter, dict[str, Any]], factor: float = 1.0) -> None:
         self._options, self._factor = options, factor
@@ -41,6 +41,9 @@ class Covering:
 
     def preconditioned(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[nn.Parameter]:
         return [p for p in gradients if p in self._options]
+
+    def change_sources(self, source: Any, gradients: Any, gate: Any) -> None:
+        pass
 
     def rule(self, p: nn.Parameter, group: Mapping[str, Any], rule: Rule) -> Rule:
         self.asked.append(("rule", p, rule))
@@ -114,6 +117,18 @@ def test_state_is_that_of_the_usual_rule(options: dict[str, Any], keys: tuple[st
     group = update._table.groups[0]
     update.allocate(p, group)
     assert tuple(key for key in update._table.state[p] if key != "step") == update.keys(p, group) == keys
+
+
+def test_a_closed_gate_changes_neither_moments_nor_parameters() -> None:
+    update, p, _, _ = make(graft="adamw")
+    update.count(ones(p))
+    update.sources(ones(p, value=4.0), torch.tensor(False))
+    assert not update.state_of(p, "exp_avg").any()
+    update, p, q, _ = make()
+    with torch.no_grad():
+        update.apply(ones(p, q), ones(p), torch.tensor(False))
+    assert p.tolist() == q.tolist() == [1.0] * 3
+    assert not update.state_of(p, "momentum_buffer").any()
 
 
 # ------------------------------------------------------------------ lengths of directions

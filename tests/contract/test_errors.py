@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[list[Any], list[Any]]] = {
     "batch_dim": ([-1], ["first"]),
     "batch_input": (["nothing_that_forward_takes"], [2]),
     "norm_curvature": (["full", None], [1]),
-    "tied": (["both"], [1]),
+    "tied": (["both"], [1, True]),
     "max_factor_dim": ([0, -1], [2.5, "wide", True]),
     "weighting": (["tokens"], [1]),
     "burnin_steps": ([-1], [1.5]),

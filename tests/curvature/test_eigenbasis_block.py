@@ -49,9 +49,9 @@ def draw_factors(block: EigenbasisBlock, seed: int) -> None:
         block.state[f"factor_{side}"].copy_(rows.mT @ rows)
 
 
-def refresh(block: EigenbasisBlock) -> None:
+def refresh(block: EigenbasisBlock, good: Tensor = GOOD) -> None:
     found = factorise(block.tasks(), True)
-    block.adopt({side: results for side, (results, _) in found.items()}, GOOD)
+    block.adopt({side: results for side, (results, _) in found.items()}, good)
     block.state["refreshes"] += 1
 
 
@@ -66,6 +66,11 @@ def operator(block: EigenbasisBlock) -> Tensor:
     """The curvature over row-major ``vec``, from its definition."""
     vectors = torch.kron(block.state["basis_g"], block.state["basis_a"])
     return vectors @ block.state["scale"].flatten().diag() @ vectors.mT
+
+
+def a_call() -> Call:
+    """A batch under a mean over examples."""
+    return Call(noise(N, D_IN, seed=5), noise(N, D_OUT, seed=6) / N, block_of().adapter)
 
 
 def squares(block: EigenbasisBlock, gradients: Tensor) -> Tensor:
@@ -101,8 +106,7 @@ def test_its_verbs_are_those_of_the_dense_operator(power: float) -> None:
     ],
 )
 def test_what_is_due_is_summed(due: Due, expected: list[str]) -> None:
-    block = block_of()
-    call = Call(noise(N, D_IN, seed=5), noise(N, D_OUT, seed=6) / N, block.adapter)
+    block, call = block_of(), a_call()
     assert list(block.sums(due)) == expected
     sums = block.statistic(due)
     sums.add([call], N)
@@ -129,6 +133,27 @@ def test_the_square_of_a_summed_gradient_that_two_ranks_have_averaged() -> None:
     block = block_of(estimator="running", loss_reduction="sum")
     block.fold_gradient((sums[0] + sums[1]) / 2, N, 2, None)
     torch.testing.assert_close(block.state["scale"], N * squares(block, (sums[0] + sums[1]) / N))
+
+
+@pytest.mark.parametrize("transport", ["project", "kfac", "none"])
+def test_a_refresh_that_failed_leaves_the_curvature(transport: str) -> None:
+    block = with_scale(transport=transport)
+    old = operator(block)
+    draw_factors(block, 2)
+    refresh(block, ~GOOD)
+    torch.testing.assert_close(operator(block), old, rtol=0, atol=0)
+
+
+def test_a_scale_starts_again_from_stored_calls_after_a_refresh_that_is_good() -> None:
+    block, call = with_scale(transport="recompute"), a_call()
+    sums = block.statistic(Due(False, late=True, keeps_calls=True))
+    sums.add([call], N)
+    before = block.state["scale"].clone(), block.state["scale_weight"].clone()
+    block.replace_scale(block.measure_calls(sums), ~GOOD)
+    torch.testing.assert_close((block.state["scale"], block.state["scale_weight"]), before, rtol=0, atol=0)
+    block.replace_scale(block.measure_calls(sums), GOOD)
+    gradients = N * torch.einsum("ni,nj->nij", call.g, call.x)
+    torch.testing.assert_close(block.state["scale"], squares(block, gradients).mean(0))
 
 
 def test_a_refresh_averages_the_scale_over_the_null_space_that_it_finds() -> None:

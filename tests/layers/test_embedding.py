@@ -278,6 +278,3 @@ def test_a_tied_head_with_a_bias_of_its_own():
         row = row_of(opt, "head.bias")
         assert "fallback" in row or "block" in row
         assert torch.isfinite(model.head.bias).all()
-    for value in ("both", 1, True):
-        with pytest.raises((ValueError, TypeError), match="tied"):
-            plain_kfac(model, tied=value)
