@@ -1,7 +1,5 @@
 """What a release is made of agrees: version, changelog, citation, pins, supported versions, pipelines, types."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The first-order update on plain values: rules, what is preconditioned, gates, and what is updated in one call.
+"""The first-order update on plain values: rules, what is updated in one call, and lengths of directions.
 
 The lengths of steps, which clips, grafts and rates give them, are in `tests/contract`.
 """
@@ -24,7 +24,7 @@ PLAIN = {
 
 
 class Covering:
-    """Covers parameters without any mathematics, doubles what is preconditioned, and writes down the questions."""
+    """Covers parameters without any mathematics, and writes down the questions."""
 
     takes_sources, refresh_interval = True, "every"
 
@@ -43,9 +43,7 @@ class Covering:
         return [p for p in gradients if p in self._options]
 
     def change_sources(self, source: Any, gradients: Any, gate: Any) -> None:
-        self.asked.append(("sources", dict(source), dict(gradients), gate))
-        for p in source:
-            source[p] = source[p] * 2
+        pass
 
     def rule(self, p: nn.Parameter, group: Mapping[str, Any], rule: Rule) -> Rule:
         self.asked.append(("rule", p, rule))
@@ -64,11 +62,6 @@ def make(factor: float = 1.0, **options: Any) -> tuple[Update, nn.Parameter, nn.
 
 def ones(*params: nn.Parameter, value: float = 1.0) -> dict[nn.Parameter, Tensor]:
     return {p: torch.full((3,), value) for p in params}
-
-
-def apply(update: Update, gradients: Any, directions: Any, gate: Tensor | None = None) -> None:
-    with torch.no_grad():
-        update.apply(gradients, directions, gate)
 
 
 SGD = Rule("sgd", 0.9, 0.1, False)
@@ -106,7 +99,8 @@ def test_equal_rules_are_applied_in_one_call(factor: float, calls: int, monkeypa
     monkeypatch.setattr(
         first_order, "sgd_", lambda params, *args, **kw: (found.append(len(params)), rule(params, *args, **kw))
     )
-    apply(update, ones(p, q), ones(p))
+    with torch.no_grad():
+        update.apply(ones(p, q), ones(p), None)
     assert sum(found) == 2
     assert len(found) == calls
     assert covering.asked == [("rule", p, Rule("sgd", 0.0, 0.0, False))]
@@ -125,41 +119,19 @@ def test_state_is_that_of_the_usual_rule(options: dict[str, Any], keys: tuple[st
     assert tuple(key for key in update._table.state[p] if key != "step") == update.keys(p, group) == keys
 
 
-# ------------------------------------------------------------------ what is preconditioned
-def test_only_what_is_covered_is_preconditioned_and_the_preconditioner_may_change_it() -> None:
-    update, p, q, covering = make()
-    gate, gradients = torch.tensor(True), ones(p, q)
-    found = update.sources(gradients, gate)
-    assert covering.asked == [("sources", {p: gradients[p]}, gradients, gate)]
-    assert [*found] == [p]
-    assert found[p].tolist() == [2.0] * 3
-
-
-@pytest.mark.parametrize(("decay", "mean"), [(0.0, 4.0), (0.5, 4.5)])
-def test_with_a_graft_of_adam_its_mean_is_preconditioned(decay: float, mean: float) -> None:
-    """The bias-corrected mean, with coupled decay in it."""
-    update, p, _, covering = make(graft="adam", weight_decay=decay)
-    update.count(ones(p))
-    update.sources(ones(p, value=4.0), None)
-    ((_, sources, _, _),) = covering.asked
-    torch.testing.assert_close(sources[p], torch.full((3,), mean))
-
-
 def test_a_closed_gate_changes_neither_moments_nor_parameters() -> None:
     update, p, _, _ = make(graft="adamw")
     update.count(ones(p))
     update.sources(ones(p, value=4.0), torch.tensor(False))
     assert not update.state_of(p, "exp_avg").any()
     update, p, q, _ = make()
-    apply(update, ones(p, q), ones(p), torch.tensor(False))
+    with torch.no_grad():
+        update.apply(ones(p, q), ones(p), torch.tensor(False))
     assert p.tolist() == q.tolist() == [1.0] * 3
     assert not update.state_of(p, "momentum_buffer").any()
 
 
-def test_a_step_counts_parameters_that_have_a_gradient() -> None:
-    update, p, q, _ = make()
-    update.count(ones(p))
-    assert list(map(float, update.counts([p, q]))) == [1.0, 0.0]
+# ------------------------------------------------------------------ lengths of directions
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -1,7 +1,5 @@
 """Damping chosen at the start, from the true loss after a step with each candidate."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

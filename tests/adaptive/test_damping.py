@@ -1,7 +1,5 @@
 """Levenberg-Marquardt: λ over steps against a restatement, its bounds, its calls of the closure, its traces."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial
@@ -376,27 +374,3 @@ def test_what_a_closure_may_not_return(returned: Any, error: type[Exception], ma
     _, optimizer, loop = problem(likelihood="categorical", **EVERY_STEP)
     with pytest.raises(error, match=match):
         optimizer.step(lambda: (loop(), returned)[1])
-
-
-@pytest.mark.parametrize(
-    ("option", "error"),
-    [
-        ({"adaptive_damping": 1}, TypeError),
-        ({"damping_interval": 0}, ValueError),
-        ({"damping_interval": 2.5}, TypeError),
-        ({"min_damping": -1.0}, ValueError),
-        ({"max_damping": 0.0}, ValueError),
-        ({"max_damping": math.nan}, ValueError),
-        ({"min_damping": 1.0, "max_damping": 0.5}, ValueError),
-        ({"likelihood": "poisson"}, ValueError),
-        ({"likelihood": 3}, TypeError),
-        ({"reject_steps": None}, TypeError),
-        ({"quadratic_model": True, "graft": "sgd"}, ValueError),
-        ({"quadratic_model": True, "inner": "adamw"}, ValueError),
-        ({"quadratic_model": True, "nesterov": True, "momentum": 0.9}, ValueError),
-    ],
-    ids=str,
-)
-def test_bad_values(option: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error, match=next(iter(option))):
-        kfac(mlp(), **option)

@@ -1,7 +1,5 @@
 """Rate and momentum from the quadratic model, against dense solves with an explicit curvature matrix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

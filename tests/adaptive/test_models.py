@@ -1,7 +1,5 @@
 """Adaptation over models and ways to run them: compiled, in bfloat16, frozen in part, with attention, observed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps that raise the loss are undone to the bit, answered with more damping, counted, and not repeated for ever."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Forward-mode products of recorded forwards, against explicit Jacobians and Hessians with the same dropout masks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from benchmarks import events
 from benchmarks.cli import main
@@ -24,13 +23,6 @@ COLUMNS = {
     "train": {"step", "epoch", "loss", "lr", "damping", "mode", "elapsed_s"},
 }  # fmt: skip
 PNG = b"\x89PNG"
-
-
-@pytest.fixture(autouse=True)
-def _keep_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -23,13 +23,6 @@ from benchmarks.workloads.random_data import random_workload
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _keep_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 def _run(*args, threads=1):
     return main([*args, "--threads", str(threads)])
 

@@ -1,7 +1,5 @@
 """The control of orthogonal EKFAC: the same steps as that method with an identity in place of its curvature."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

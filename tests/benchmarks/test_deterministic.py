@@ -1,7 +1,5 @@
 """L-BFGS and Gauss-Newton of the benchmarks, against torch's optimizer and explicit least-squares solutions."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

@@ -24,13 +24,6 @@ from secondorder import KFAC
 HELD = ("kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt", "ekfac_natural")
 
 
-@pytest.fixture(autouse=True)
-def _keep_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def drawn(monkeypatch):
     """Paths of pictures that would be drawn, which takes longer than all else here."""

@@ -15,13 +15,6 @@ from benchmarks.scripts import SCRIPTS, Data
 pytestmark = pytest.mark.filterwarnings("ignore:KFAC. of factors with more than 2048 rows:UserWarning")
 
 
-@pytest.fixture(autouse=True)
-def _keep_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_there_are_twenty():
     assert len(SCRIPTS) == 20
 

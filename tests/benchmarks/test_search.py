@@ -1,7 +1,5 @@
 """The search of settings: brackets on both sides, choices, and nothing but the losses decides."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

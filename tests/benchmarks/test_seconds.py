@@ -1,25 +1,15 @@
 """The study at equal seconds: searches, the length of runs, the verdict, and that finished runs are not repeated."""
 
-from __future__ import annotations
-
 import json
 import math
 
 import pytest
-import torch
 from matplotlib.figure import Figure
 
 from benchmarks.commands import seconds
 from benchmarks.commands.seconds import Seconds
 from benchmarks.compare.runs import find
 from benchmarks.recipes.types import Schedule, factor
-
-
-@pytest.fixture(autouse=True)
-def _keep_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -27,14 +27,6 @@ ROOT = Path(__file__).parents[2]
 WORDS = ("train", "--workload", "digits", "--size", "smoke", "--threads", "1")
 
 
-@pytest.fixture(autouse=True)
-def _keep_threads_and_random_state():
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    yield
-    torch.set_num_threads(threads)
-    torch.set_rng_state(state)
-
-
 def _trainer(name, schedule=None, amp=None, steps=10):
     method = METHODS[name]
     make = partial(method.build, workload="digits")

@@ -18,13 +18,6 @@ from tests.support.grid import each
 SHAPES = [(100, 50), (3,), (700,), (8, 4, 3, 3), (512,)]
 
 
-@pytest.fixture(autouse=True)
-def _keep_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_kept():
     for length, keywords, k in [
         (4096, {}, 40),  # 40.96, rounded to a multiple of 8

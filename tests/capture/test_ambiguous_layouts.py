@@ -3,8 +3,6 @@
 Wanted are directions by per-example autograd, or the number of examples; where nothing tells, a layer is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

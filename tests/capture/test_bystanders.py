@@ -1,6 +1,5 @@
 """Forwards and backwards that train nothing, and what must not be kept: references, memory, operations, hooks."""
 
-import copy
 import gc
 import weakref
 from contextlib import nullcontext
@@ -9,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.grid import each
@@ -26,79 +24,8 @@ from tests.support.kfac import (
     train_step,
 )
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.operators import Operators
 from tests.support.oracles.kfac import expected_factors, solve_exact
-
-
-def forward_only(model, x):
-    return model(x)
-
-
-def without_gradients(model, x):
-    """Evaluation, and an EMA teacher: a copy in train mode."""
-    with torch.inference_mode():
-        model(x)
-    with torch.no_grad():
-        model(x)
-        copy.deepcopy(model)(x)
-        model.eval()(x)
-    model.train()
-
-
-def gradient_of_inputs(model, x):
-    """As in adversarial training, attacks and saliency maps: weights take no part in it."""
-    x = x.clone().requires_grad_()
-    for training in (False, True):
-        torch.autograd.grad(model.train(training)(x).sum(), x)
-
-
-def functional_gradients(model, x):
-    parameters = {n: p.detach() for n, p in model.named_parameters()}
-
-    def value(q, rows):
-        return torch.func.functional_call(model, q, (rows,)).sum()
-
-    torch.func.grad(value)(parameters, x)
-    torch.func.vmap(torch.func.grad(value), (None, 0))(parameters, x[:, None])
-
-
-def other_parameters(model, x):
-    """Fast weights of a meta-learner, and a copy that was made after the optimizer."""
-    fast = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    torch.func.functional_call(model, fast, (x,)).sum().backward()
-    copy.deepcopy(model)(x).sum().backward()
-
-
-BYSTANDERS = [forward_only, without_gradients, gradient_of_inputs, functional_gradients, other_parameters]
-MOMENTS = ["before", "between forward and backward", "between backward and step"]
-
-
-@pytest.mark.parametrize("bystander", BYSTANDERS)
-def test_forwards_that_train_nothing_leave_no_trace(bystander):
-    (x, y), other = vectors(), vectors(9, seed=5)[0]
-    expected = expected_factors(mlp(), x, y, F.cross_entropy)
-    for when in MOMENTS:
-        model = mlp()
-        opt = plain_kfac(model)
-        if when == MOMENTS[0]:
-            bystander(model, other)
-        value = F.cross_entropy(model(x), y)
-        if when == MOMENTS[1]:
-            bystander(model, other)
-        value.backward()
-        if when == MOMENTS[2]:
-            bystander(model, other)
-        moved = directions(opt, model)
-        assert_factors(all_factors(opt, model), expected)
-        for name, (gradient, V) in moved.items():
-            A, B = expected[name]
-            assert_close(V, solve_exact(B, A, gradient, 1e-2), 1e-8, f"{name}, {when}")
-        assert layer_state(opt, model, "0")["factor_updates"] == 1
-    held, values = all_factors(opt, model), [p.detach().clone() for p in model.parameters()]
-    opt.zero_grad()
-    bystander(model, other)  # alone
-    opt.step()
-    assert_same_factors(opt, model, held)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), values, strict=True))
 
 
 def test_evaluation_with_accumulating_backward_is_not_captured():
@@ -199,21 +126,9 @@ def test_no_activation_survives_its_backward_or_a_dropped_forward(checkpointed, 
     assert [ref() for ref in model.seen] == [None] * len(model.seen)
 
 
-class Operations(TorchDispatchMode):
-    """Every operation that reaches the dispatcher, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def operations(model, x, y):
     model.zero_grad()
-    with Operations() as seen:
+    with Operators() as seen:
         backward(model, x, y, F.cross_entropy)
     return seen.names
 

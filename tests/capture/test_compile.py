@@ -1,7 +1,5 @@
 """Models under torch.compile: equal factors, no graph break or endless recompilation, and a warning if it is late."""
 
-import warnings
-
 import pytest
 import torch
 import torch._dynamo as dynamo
@@ -24,6 +22,7 @@ from tests.support.kfac import (
 from tests.support.models import convnet, images, mlp, vectors
 from tests.support.networks import reused
 from tests.support.oracles.kfac import expected_factors
+from tests.support.warned import silent, warned
 
 backends = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 
@@ -171,8 +170,7 @@ def test_hooks_after_compilation_are_reported_once_by_layer_name():
     assert "compile" in " ".join(str(w.message) for w in caught)
     for n, p in model.named_parameters():
         assert_close(before[n] - p.detach(), 0.1 * gradients[n], 1e-12, n)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         for seed in range(3):
             opt.zero_grad()
             backward(fast, *vectors(seed=seed), F.cross_entropy)
@@ -186,11 +184,10 @@ def train_two_of_a_class() -> tuple[KFAC, nn.Module, list[str]]:
     adam, opt = torch.optim.AdamW(other.parameters()), plain_kfac(model, lr=0.0)
     fast = {adam: compiled(other), opt: compiled(model)}
     train_step(adam, fast[adam], x, y, F.cross_entropy)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         for optimizer in (opt, adam, opt):
             train_step(optimizer, fast[optimizer], x, y, F.cross_entropy)
-    return opt, model, [str(w.message) for w in caught]
+    return opt, model, caught
 
 
 def test_a_second_model_of_a_class_is_named_with_the_remedy():

@@ -4,8 +4,6 @@ Every case names a loss of one example that torch computes. Columns and `hessian
 random vectors must have it for their second moment, within five standard errors of the mean over the draws.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

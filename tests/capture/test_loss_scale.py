@@ -17,6 +17,7 @@ from secondorder import EKFAC, KFAC, MFAC, FallbackOptions, HyLo
 from secondorder.diagnostics import Analysis, read_events
 from tests.support.building import built
 from tests.support.grid import each, pairs
+from tests.support.warned import silent, warned
 
 METHODS = {
     "kfac": lambda model, **k: built(KFAC, model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=1, **k),
@@ -85,8 +86,7 @@ def make_scaler(**keywords):
 @pytest.fixture(autouse=True)
 def silence():
     """No run of this file may warn, but those that say so."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         yield
 
 
@@ -233,15 +233,14 @@ def test_float16_gradients_with_no_scaler_to_be_found_warn_once_and_leave_all_la
     model = Mixed()
     opt = method(model)
     x, y = batch()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         for _ in range(4):
             opt.zero_grad()
             (F.cross_entropy(model(x), y) * 1024).backward()
             for p in model.parameters():
                 p.grad.div_(1024)
             opt.step()
-    (message,) = [str(w.message) for w in caught]
+    (message,) = caught
     assert "narrow, single: the gradients of this batch are float16" in message
     for remedy in ("scaler.step(optimizer)", "optimizer.grad_scaler", "GradScaler(enabled=False)"):
         assert remedy in message
@@ -261,12 +260,11 @@ def test_float16_gradients_of_unknown_scale_follow_the_fallback(fallback):
     opt = KFAC(model, lr=0.01, momentum=0.0, kl_clip=None, fallback=FallbackOptions(fallback, lr=0.01))
     rules = {"sgd": torch.optim.SGD, "adamw": lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=0.0)}
     runs = [(model, opt), (other, rules[fallback](other.parameters(), lr=0.01))]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         for _ in range(3):
             for net, optimizer in runs:
                 scaled_step(optimizer, net, make_scaler(enabled=False), step=lambda o: o.step())
-    (message,) = [str(w.message) for w in caught]
+    (message,) = caught
     assert "nothing was captured" in message
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)

@@ -1,7 +1,5 @@
 """What is said of layers without curvature is true, stands in one line and names what to do."""
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,16 +8,10 @@ from torch import Tensor, nn
 import secondorder
 from secondorder import EKFAC, KFAC, HyLo
 from tests.support.building import built
+from tests.support.warned import messages_of
 
 METHODS = pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
 OFTEN = {KFAC: {"factor_update_steps": 1}, EKFAC: {"factor_update_steps": 1}, HyLo: {"update_steps": 1}}
-
-
-def messages_of(run) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        run()
-    return [str(w.message) for w in found]
 
 
 def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> None:

@@ -3,11 +3,8 @@
 The oracle puts one example after the other through the model's ``forward`` and collects rows and gradients in float64.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +20,7 @@ from tests.support.grid import pairs
 from tests.support.kfac import all_factors, assert_captures, assert_factors, held_factors, labels, noise, plain_kfac
 from tests.support.models import mlp, seeded_build
 from tests.support.oracles.kfac import expected_factors
+from tests.support.warned import warned
 
 WIDTH, CLASSES, N, T = 64, 10, 24, 7
 
@@ -208,11 +206,10 @@ def test_rows_that_are_no_multiples_are_doubted() -> None:
         opt.zero_grad()
         rows = (*model.inner(noise(24, WIDTH)), *model.inner(noise(7, WIDTH)), *model.decoder(noise(24, WIDTH)))
         sum(row.square().mean() for row in rows).backward()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned() as caught:
             opt.step()
         text = "how many examples a forward pass of Coder has: a layer of it was called with 7 and with 24 rows"
-        assert [text in str(w.message) for w in caught] == ([True] if step == 0 else [])
+        assert [text in w for w in caught] == ([True] if step == 0 else [])
 
 
 # ------------------------------------------------------------------ which input counts
@@ -314,8 +311,7 @@ def test_the_user_decides() -> None:
     plain = seeded_build(Ambiguous)
     B = factor_of(plain, plain.layer, lambda: F.cross_entropy(plain(offsets, x), y, reduction="sum")) / 4
     for rule, n in ((None, 0), ("offsets", 5), ("x", 11), (sizes, 4)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned() as caught:
             found = captured_factor(seeded_build(Ambiguous), "layer", y, offsets, x, batch_input=rule)
         assert bool(caught) == (rule is None)
         if rule is not None:

@@ -278,31 +278,6 @@ def test_step_without_zero_grad_starts_the_statistics_anew():
     assert_factors(all_factors(opt, model), expected_factors(mlp(), x, y, F.cross_entropy))
 
 
-class Experts(nn.Module):
-    """Each example is routed to one of two layers, which see that many rows only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(4, 4)
-        self.positive, self.negative = nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x):
-        z = torch.tanh(self.trunk(x))
-        chosen = x[:, 0] > 0
-        out = z.new_zeros(len(x), 3)
-        out[chosen] = self.positive(z[chosen])
-        out[~chosen] = self.negative(z[~chosen])
-        return out
-
-
-@pytest.mark.parametrize("split", [[8], [3, 5]], ids=str)
-def test_experts_divide_their_inputs_by_their_rows_and_gradients_by_all_examples(split):
-    """An example that does not reach a layer has no row there, and no gradient: B counts it, A cannot."""
-    x, y = vectors(8, seed=3)
-    assert 0 < int((x[:, 0] > 0).sum()) < 8
-    assert_captures(seeded_build(Experts), seeded_build(Experts), x, y, lambda model: accumulate(model, x, y, split))
-
-
 def test_an_empty_batch_changes_nothing():
     """The last batch of a filtered loader may have no example at all."""
     model = mlp()

@@ -1,6 +1,5 @@
 """What has no Kronecker statistics is refused or passed to the fallback by name, never treated silently wrong."""
 
-import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -24,6 +23,7 @@ from tests.support.kfac import (
 from tests.support.models import mlp, seeded_build, vectors
 from tests.support.networks import TwoHeads
 from tests.support.oracles.kfac import expected_factors, solve_exact
+from tests.support.warned import warned
 
 pytestmark = pytest.mark.filterwarnings("ignore:KFAC. some parameters get no curvature:UserWarning")
 
@@ -49,10 +49,9 @@ def rows_of(opt, name: str) -> list[str]:
 def left_out():
     """Collects the warnings that a layer with a gradient got no statistics."""
     messages: list[str] = []
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warned() as found:
         yield messages
-    messages += [str(w.message) for w in found if "nothing was captured" in str(w.message)]
+    messages += [w for w in found if "nothing was captured" in w]
 
 
 def create_graph(model, x, y):

@@ -1,7 +1,5 @@
 """deepcopy, pickle and `torch.save` of the optimizer, of the model that it hooks, and of both together."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -36,9 +34,7 @@ def hook_tables(model: nn.Module) -> list[dict[int, Any]]:
     return [getattr(module, name) for module in model.modules() for name in names]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model alone
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------ The model alone
 
 
 def test_a_copied_model_computes_the_same_without_any_hook(method: Method, task: Task) -> None:
@@ -152,9 +148,7 @@ def test_hook_that_is_copied_alone_does_nothing(method: Method, mlp: Task) -> No
     optimizer.detach()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The optimizer
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------------- The optimizer
 
 
 @pytest.mark.cover(way=COPIES)
@@ -235,9 +229,7 @@ def test_attach_refuses_a_module_without_the_parameters(method: Method, mlp: Tas
         optimizer.attach(nn.Sequential(nn.Linear(2, 2)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Choices of the constructor
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------- Choices of the constructor
 
 
 @pytest.mark.option("skip_layers")

@@ -1,7 +1,5 @@
 """A checkpoint is loaded whether a layer is frozen in the run that saves it, in the one that loads it, or in both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

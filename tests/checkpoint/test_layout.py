@@ -1,7 +1,5 @@
 """What `state_dict()` holds: per parameter, fixed string keys, tensors and ints, allocated at construction."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

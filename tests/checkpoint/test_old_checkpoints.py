@@ -1,7 +1,5 @@
 """Files of older versions in `tests/checkpoint_files` load, and training goes on from them; see `saved_runs`."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`checkpoint_curvature`: what a checkpoint holds of the curvature, and what loading makes of one without it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

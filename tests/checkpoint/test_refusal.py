@@ -1,7 +1,5 @@
 """A wrong checkpoint is refused with a list of what differs, and changes nothing."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -90,6 +88,12 @@ def test_wrong_checkpoint_is_refused_by_name_and_changes_nothing(method: Method,
     refuse(optimizer, make(method, mlp), *words)
     train(model, optimizer, mlp, 4, start=3)
     assert_identical(values(model), method.trained(mlp, 7))
+
+
+def test_what_is_no_state_of_an_optimizer_is_refused(method: Method, mlp: Task) -> None:
+    for given in ({}, {"state": {}}, {"param_groups": []}):
+        with pytest.raises(ValueError, match="not an optimizer state_dict: it needs 'state' and 'param_groups'"):
+            method.build(mlp.model()).load_state_dict(given)
 
 
 @pytest.mark.option("inverse_method")

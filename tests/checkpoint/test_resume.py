@@ -1,7 +1,5 @@
 """A run that is saved, loaded elsewhere and continued is the run as if nothing had happened, to the bit."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace
@@ -102,9 +100,7 @@ def test_resume_is_exact_with_every_default(method: Method, mlp: Task, build: Ca
     assert_goes_on(start, steps_of(mlp), MIDDLE, END)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What loading takes, and what it leaves
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------- What loading takes, and what it leaves
 
 
 @pytest.mark.option("window_size")
@@ -197,9 +193,7 @@ def test_numpy_numbers_become_plain_ones(method: Method, mlp: Task) -> None:
     assert_goes_on(build, steps_of(mlp), 2, 3)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# By parameter names
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------- By parameter names
 
 
 @pytest.mark.cover(flat={"plain": False, "flat": True})
@@ -237,9 +231,7 @@ def test_through_files_without_a_process_group(method: Method, mlp: Task, flat: 
             assert_goes_on(builder(method, mlp, **variant.keywords), steps_of(mlp), MIDDLE, MIDDLE + 2, by_files)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Curvature that is zero, and not missing
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------ Curvature that is zero, and not missing
 
 
 class Closed(nn.Module):

@@ -4,8 +4,6 @@ Numbers are small integers, so that every sum is exact in every dtype and order,
 tested on its own with random numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Triangles that come back bit for bit, lists cut into messages, buffers that are never used twice at once."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

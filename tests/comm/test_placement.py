@@ -1,7 +1,5 @@
 """Grids, roles and owners: literal tables, bounds against the optimum, and balance of memory at real shapes."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

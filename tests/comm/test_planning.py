@@ -1,7 +1,5 @@
 """What a plan says, against formulas written down by hand, and against the promises made of it."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

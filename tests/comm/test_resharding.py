@@ -1,7 +1,5 @@
 """Ways between two cuts of a tensor: every wanted entry comes once, and ranks agree on it without a message."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest

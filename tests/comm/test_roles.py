@@ -1,7 +1,5 @@
 """Who computes gradients, factors and inverses, and when a version of the curvature is used: literal tables."""
 
-from __future__ import annotations
-
 import pytest
 
 from secondorder.comm.dedicated import lockstep, roles

@@ -1,7 +1,5 @@
 """What a rank without data takes over from one that has data, on plain values and a strategy that plays the others."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

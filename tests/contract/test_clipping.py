@@ -1,7 +1,5 @@
 """`clip_norm` and `clip_value` bound the preconditioned direction; those of `torch.nn.utils` bound gradients before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`step(closure)`, called once, under grad, its loss returned; and the hooks of `torch.optim.Optimizer`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

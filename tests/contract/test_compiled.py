@@ -3,8 +3,6 @@
 `tests/capture/test_compile.py` looks at factors, graph breaks and recompilations; here is every method.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

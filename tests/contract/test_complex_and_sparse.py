@@ -3,8 +3,6 @@
 In a window complex numbers are pairs of real ones, and sparse gradients are dense.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +19,7 @@ from tests.support.tasks import Shadow, assert_all_close, assert_changed, assert
 LAYERWISE = pytest.mark.option("skip_layers", "fallback")
 WINDOWED = pytest.mark.option("window_size")
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Complex parameters
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------- Complex parameters
 
 RULES: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
     "sgd": ({"momentum": 0.0}, lambda p: SGD(p, 0.05)),
@@ -135,9 +131,7 @@ def test_every_window_trains_and_resumes_with_complex_numbers(method: Method, va
     assert window is None or window.shape == (method.keywords["window_size"], 3, 2, 2)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sparse gradients
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------- Sparse gradients
 
 
 class Lookup(nn.Module):

@@ -1,7 +1,5 @@
 """What decides how a layer method estimates its curvature, uses it and judges it: each choice on every task."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from functools import partial

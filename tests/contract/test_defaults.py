@@ -1,9 +1,5 @@
 """What a user writes first: the class and the model, or its parameters, and nothing else."""
 
-from __future__ import annotations
-
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +7,7 @@ from torch import nn
 from tests.support.checkpoints import DEFAULT_BUILDS
 from tests.support.methods import Method
 from tests.support.tasks import Task, assert_changed, backward, displacements, train, values
+from tests.support.warned import silent
 
 
 def check(method: Method, task: Task, way: str, dtype: torch.dtype) -> None:
@@ -46,8 +43,7 @@ def test_trains_in_another_precision(method: Method, task: Task, dtype: torch.dt
 def test_nothing_is_said_unasked(method: Method, task: Task) -> None:
     """On a model of covered layers only, and by a window method on any."""
     models = [nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         for model in models if task.name == "mlp" else []:
             train(model, method.cls(model), task, 3)
         for build in DEFAULT_BUILDS.values() if not method.layerwise else ():

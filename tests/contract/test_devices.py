@@ -4,8 +4,6 @@ The device is simulated, see `tests.support.device`. It has no second stream, so
 training refuse it; and what a device may lack, a factorization for example, is taken away from it.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from typing import Any
@@ -93,9 +91,7 @@ def test_a_rate_that_is_a_tensor_of_the_device_stays_there(method: Method, mlp: 
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Devices that lack a factorization, or break down in it
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------- Devices that lack a factorization, or break down in it
 
 FACTORIZATIONS = (
     aten._linalg_eigh.default,

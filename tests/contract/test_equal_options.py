@@ -3,8 +3,6 @@
 Memory layout is no part of the result either: transposed weights and gradients, channels_last models.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,10 +1,7 @@
 """Bad input is refused at construction: the value in the text, before any warning, and nothing is left behind."""
 
-from __future__ import annotations
-
 import math
 import re
-import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -18,6 +15,7 @@ from secondorder.preconditioners.keywords import flat_names
 from tests.support.building import built
 from tests.support.methods import Method
 from tests.support.tasks import Task, assert_identical, snapshot, train
+from tests.support.warned import warned
 
 #: By keyword: values that are refused, and values of a wrong kind.
 REFUSED: dict[str, tuple[list[Any], list[Any]]] = {
@@ -50,17 +48,17 @@ REFUSED: dict[str, tuple[list[Any], list[Any]]] = {
     "fisher_samples": ([0], [2.5]),
     "batch_dim": ([-1], ["first"]),
     "batch_input": (["nothing_that_forward_takes"], [2]),
-    "norm_curvature": (["full"], [1]),
-    "tied": (["both"], [1]),
-    "max_factor_dim": ([0], [2.5]),
+    "norm_curvature": (["full", None], [1]),
+    "tied": (["both"], [1, True]),
+    "max_factor_dim": ([0, -1], [2.5, "wide", True]),
     "weighting": (["tokens"], [1]),
     "burnin_steps": ([-1], [1.5]),
     "factor_batch_size": ([0], ["4"]),
     "factor_positions": ([-2], [0.5]),
-    "power": ([0.0, 1.5], ["half"]),
+    "power": ([0.0, -1.0, 1.5, math.nan, math.inf], ["half"]),
     "damping_interval": ([0], [2.5]),
     "min_damping": ([-1.0], ["small"]),
-    "max_damping": ([0.0], [None]),
+    "max_damping": ([0.0, math.nan], [None]),
     "likelihood": (["poisson"], [3]),
     "estimator": (["mean"], []),
     "scale_decay": ([1.5], ["0.95"]),
@@ -215,6 +213,9 @@ TOGETHER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         )
         for mode in ("legacy", "reg", "both")
     },
+    "adam in the quadratic model": ({"quadratic_model": True, "inner": "adamw"}, ("quadratic_model",)),
+    "graft in the quadratic model": ({"quadratic_model": True, "graft": "sgd"}, ("quadratic_model",)),
+    "nesterov in the quadratic model": ({"quadratic_model": True, "nesterov": True}, ("quadratic_model",)),
     **{f"nesterov {mode}": ({"nesterov": True, "momentum_mode": mode}, ("(?i)nesterov",)) for mode in ("ema", "pre")},
 }
 
@@ -290,8 +291,6 @@ def test_uneven_intervals_warn_after_everything_is_validated(method: Method, mlp
     with pytest.warns(UserWarning, match="inv_update_steps"):
         method.build(mlp.model(), **uneven)
     for bad in ({"damping": -1.0}, {"clip_norm": -1.0}, {"skip_layers": ("nowhere",)}, {"lr": "fast"}):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with pytest.raises((ValueError, TypeError)):
-                method.build(mlp.model(), **uneven, **bad)
-        assert [str(warning.message) for warning in caught] == [], bad
+        with warned() as caught, pytest.raises((ValueError, TypeError)):
+            method.build(mlp.model(), **uneven, **bad)
+        assert caught == [], bad

@@ -4,8 +4,6 @@ A layer method has no block for `scale.gain`; a window leaves out what its optio
 take both names of Adam's rule: `"adam"` decays weights as `decoupled_weight_decay` says, `"adamw"` always decoupled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

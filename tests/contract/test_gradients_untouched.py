@@ -1,7 +1,5 @@
 """`.grad` belongs to the user and to DDP's buckets: never rebound, never written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

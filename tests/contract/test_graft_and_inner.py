@@ -3,8 +3,6 @@
 What the same rules do to parameters without a block is in `test_fallback.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -1,8 +1,5 @@
 """Parameter groups: every option per group, late groups, values that are refused, and the errors of `torch.optim`."""
 
-from __future__ import annotations
-
-import warnings
 from functools import partial
 from typing import Any
 
@@ -24,6 +21,7 @@ from tests.support.tasks import (
     train,
     values,
 )
+from tests.support.warned import messages_of
 
 
 def split(model: nn.Module, **second: object) -> list[dict[str, object]]:
@@ -39,14 +37,6 @@ def weights_and_biases(model: nn.Module, **second: object) -> list[dict[str, obj
         {"params": [p for name, p in named if not name.endswith("bias")]},
         {"params": [p for name, p in named if name.endswith("bias")], **second},
     ]
-
-
-def caught(action: Any) -> list[str]:
-    """Texts of the warnings of a call."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        action()
-    return [str(w.message) for w in found]
 
 
 def test_module_parameters_and_named_parameters_train_alike(method: Method, task: Task) -> None:
@@ -271,7 +261,7 @@ def test_parameters_replaced_in_training_are_named_once(method: Method, mlp: Tas
     model, optimizer = method.start(mlp, steps)
     for path in ("first.weight", "second.weight"):
         replace_parameter(model, optimizer, path)
-    texts = caught(lambda: train(model, optimizer, mlp, 3, start=steps))
+    texts = messages_of(lambda: train(model, optimizer, mlp, 3, start=steps))
     texts = [text for text in texts if "other parameters have come" in text]
     assert len(texts) == bool(steps)
     for text in texts:
@@ -291,7 +281,9 @@ def test_keys_that_a_group_cannot_have_are_named(method: Method, mlp: Task) -> N
     with pytest.warns(UserWarning, match="'weight_decy' .* did you mean 'weight_decay'"):
         method.build(model, split(model, weight_decy=0.1))
     known = {"initial_lr": 0.1, "max_lr": 1.0, "max_momentum": 0.9, "name": "rest", "lr_scale": 1.0}
-    assert not [text for text in caught(lambda: method.build(model, split(model, **known))) if "has no effect" in text]
+    assert not [
+        text for text in messages_of(lambda: method.build(model, split(model, **known))) if "has no effect" in text
+    ]
 
 
 @pytest.mark.option("damping_mode", "factor_update_steps", "fallback")
@@ -368,10 +360,7 @@ def test_an_interval_of_zero_is_refused_in_the_forward(method: Method, mlp: Task
 
 def warned_of(method: Method, task: Task, **keywords: Any) -> list[str]:
     """Texts of the warnings of a constructor about options without effect."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        method.build(task.model(), **keywords)
-    return [str(w.message) for w in caught if "no effect" in str(w.message)]
+    return [text for text in messages_of(lambda: method.build(task.model(), **keywords)) if "no effect" in text]
 
 
 def test_options_that_no_rule_reads_are_named_once(method: Method, mlp: Task) -> None:

@@ -3,8 +3,6 @@
 The factor may be computed in single precision, hence the tolerance of 1e-6.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 A window method has no hooks: the same calls exist and do no harm. `test_undisturbed.py` attaches during a run.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

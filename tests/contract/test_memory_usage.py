@@ -3,8 +3,6 @@
 `diagnostics()` of the same ordinary training is plain data, and no step is skipped.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

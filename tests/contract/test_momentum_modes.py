@@ -1,7 +1,5 @@
 """Where momentum runs: over directions as torch has it, as their average, or over gradients before they are sent."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

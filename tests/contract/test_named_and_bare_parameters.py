@@ -4,8 +4,6 @@ Names are kept in groups and checkpoints where the user gave them, and only ther
 what that module does not hold takes the fallback. A window method needs none, and covers every parameter.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

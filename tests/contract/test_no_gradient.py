@@ -1,7 +1,5 @@
 """Steps with nothing to do: no gradient, some gradients missing, or gradients of zero."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

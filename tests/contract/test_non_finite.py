@@ -1,7 +1,5 @@
 """A non-finite gradient anywhere drops the step: no parameter, momentum or curvature changes, and it is counted."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The record of torch's allocator is summed up over `step()` alone, with gradients and state in place.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

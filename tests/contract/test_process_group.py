@@ -1,7 +1,5 @@
 """In a process group: the default strategy trains and replicas agree, one process without a strategy is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Every scheduler of `torch.optim.lr_scheduler` drives a method as it drives `torch.optim.SGD`."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The public face of `torch.optim`: a real `Optimizer`, every keyword in the constructor's own signature."""
 
-from __future__ import annotations
-
 import inspect
 import typing
 
@@ -35,6 +33,7 @@ WITH_ROWS = {
     **dict.fromkeys(("switch", "rank_energy", "batch_size")),
     "approx": "reduce", "mode": "auto", "kis_sampling": "systematic", "kid_pivoting": "cholesky",
     "kid_residual": "diag", "conv_scale": "exact", "normalize_damping": False, "kfac_when_cheaper": False,
+    "update_steps": 10, "rank_fraction": 0.1,
 }  # fmt: skip
 
 
@@ -82,6 +81,8 @@ def test_first_choices_are_the_defaults(method: Method) -> None:
         del expected["compression"]
     known = {key for key in defaults.keys() & expected.keys() if method.accepts(key)}
     assert {key: defaults[key] for key in known} == {key: expected[key] for key in known}
+    if method.accepts("rank_fraction"):
+        assert method.cls(torch.nn.Linear(3, 2)).param_groups[0]["lr"] == 1e-3
 
 
 def test_group_keys_that_schedulers_look_for(method: Method, mlp: Task) -> None:

@@ -1,7 +1,5 @@
 """Refreshes every 0 steps: nothing is captured and the step is torch's own, to the bit; it can be turned on and off."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

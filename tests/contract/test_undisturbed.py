@@ -3,21 +3,20 @@
 Averages and EMA teachers, evaluations, per-example gradients, copies that train on their own, hooks that come again.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
+from secondorder.diagnostics import quantify_preconditioning
 from tests.support.checkpoints import COPIERS, Pair, assert_same_run
-from tests.support.methods import Method
+from tests.support.methods import Method, Variant
 from tests.support.tasks import MLP, assert_identical, train, values
 
 Act = Callable[[int], object]  # what is done in a step, by its number
@@ -89,19 +88,43 @@ def hooks_of_the_step(model: nn.Module, optimizer: Any) -> Act:
 def foreign_parameters(model: nn.Module, optimizer: Any) -> Act:
     """Fast weights of a meta-learner, per-example gradients, perturbed copies."""
 
+    def total(own: dict[str, Tensor], inputs: Tensor) -> Tensor:
+        return functional_call(model, own, (inputs,)).sum()
+
     def act(step: int) -> None:
         inputs, targets = MLP.batch(100 + step)
         fast = {name: value.requires_grad_() for name, value in values(model).items()}
         F.cross_entropy(functional_call(model, fast, (inputs,)), targets).backward()
-        torch.func.grad(lambda own: functional_call(model, own, (inputs,)).sum())(values(model))
+        torch.func.grad(total)(values(model), inputs)
+        torch.func.vmap(torch.func.grad(total), (None, 0))(values(model), inputs[:, None])
 
     return act
+
+
+def gradient_of_inputs(model: nn.Module, optimizer: Any) -> Act:
+    """As in adversarial training, attacks and saliency maps: weights take no part in it."""
+
+    def act(step: int) -> None:
+        inputs = MLP.batch(100 + step)[0].requires_grad_()
+        for training in (False, True):
+            torch.autograd.grad(model.train(training)(inputs).sum(), inputs)
+
+    return act
+
+
+def forward_alone(model: nn.Module, optimizer: Any) -> Act:
+    return lambda step: model(MLP.batch(100 + step)[0])
 
 
 def clip_that_is_not_reached(clip: Callable[..., Any]) -> Prepare:
     return lambda model, optimizer: lambda step: clip(model.parameters(), 1e6)
 
 
+ALWAYS: dict[str, Prepare] = {
+    "foreign parameters": foreign_parameters,
+    "gradient of inputs": gradient_of_inputs,
+    "a forward alone": forward_alone,
+}
 COPIES = {f"training of a copy by {name}": training_of_a_copy(copier) for name, copier in COPIERS.items()}
 MOMENTS: dict[str, dict[str, Prepare]] = {
     "between two steps": {
@@ -111,14 +134,16 @@ MOMENTS: dict[str, dict[str, Prepare]] = {
         "paused training": paused_training,
         "attaching again": attaching_again,
         "hooks of the step": hooks_of_the_step,
+        **ALWAYS,
         **COPIES,
     },
     "between forward and backward": {
         **{f"teacher, {mode}": evaluation(mode, True) for mode in (*CONTEXTS, "eval")},
+        **ALWAYS,
         **{f"the model itself, {mode}": evaluation(mode, False) for mode in ("no_grad", "inference_mode", "eval")},
     },
     "between backward and step": {
-        "foreign parameters": foreign_parameters,
+        **ALWAYS,
         "clip by norm": clip_that_is_not_reached(nn.utils.clip_grad_norm_),
         "clip by value": clip_that_is_not_reached(nn.utils.clip_grad_value_),
         **COPIES,
@@ -126,8 +151,8 @@ MOMENTS: dict[str, dict[str, Prepare]] = {
 }
 
 
-def trained(method: Method, moment: str = "", prepare: Prepare | None = None) -> Pair:
-    model, optimizer = method.start(MLP)
+def trained(method: Method, moment: str = "", prepare: Prepare | None = None, **keywords: Any) -> Pair:
+    model, optimizer = method.start(MLP, **keywords)
     act = prepare(model, optimizer) if prepare else None
     for step in range(STEPS):
         acts = {moment: act} if act else {}
@@ -149,6 +174,28 @@ def test_training_is_undisturbed(method: Method, moment: str) -> None:
             assert_same_run(trained(method, moment, prepare), undisturbed)
         except AssertionError as error:
             raise AssertionError(f"disturbed by: {name}") from error
+
+
+def test_looking_changes_nothing(method: Method, variant: Variant) -> None:
+    """At figures and curvature, and, next to a step, at directions."""
+    blocks = ["first", "second"] if method.layerwise else [name for name, _ in MLP.model().named_parameters()]
+
+    def looking(model: nn.Module, optimizer: Any) -> Act:
+        def act(step: int) -> None:
+            for look in (optimizer.diagnostics, optimizer.describe, optimizer.memory_usage, optimizer.__repr__):
+                look()
+            for name in blocks if step else ():
+                optimizer.dense_curvature(name)
+
+        return act
+
+    model, optimizer = trained(method, "between two steps", looking, **variant.keywords)
+    with optimizer.keep_directions() as kept:
+        train(model, optimizer, MLP, 1, start=STEPS)
+    quantify_preconditioning({name: model.get_parameter(name).grad for name in kept}, kept, histogram=True)
+    twin, undisturbed = trained(method, **variant.keywords)
+    train(twin, undisturbed, MLP, 1, start=STEPS)
+    assert_same_run((model, optimizer), (twin, undisturbed))
 
 
 @pytest.mark.option("window_size")

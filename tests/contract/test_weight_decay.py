@@ -3,8 +3,6 @@
 A window method adds coupled decay to the gradient, as torch's own optimizers do: it enters the window.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Names of layers, the wrappers that put a prefix before them, and other ways to call a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The mode of a refresh: the one of its group, or the one that a policy has chosen."""
 
-from __future__ import annotations
-
 from secondorder.curvature.mode import ModeSwitch
 from secondorder.switching import MODES, Always, EpochList
 

@@ -1,7 +1,5 @@
 """Blocks with rows of examples on plain states, against dense linear algebra in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -31,11 +29,11 @@ GROUP: dict[str, Any] = {
 }  # fmt: skip
 
 
-def block_of(group: dict[str, Any] = GROUP) -> RowBlock:
+def block_of() -> RowBlock:
     """The block of a linear layer, whose state is a plain dict."""
     model = nn.Linear(D_IN, D_OUT).double()
     (layer,) = plan_layers(model, model.parameters(), Choices([], "head", "unit")).layers
-    return RowBlock(layer, 0, group, Runtime(states={layer.owner: {}}), fisher=FisherOptions())
+    return RowBlock(layer, 0, GROUP, Runtime(states={layer.owner: {}}), fisher=FisherOptions())
 
 
 def some_rows(seed: int = 0, n: int = N) -> Rows:
@@ -102,26 +100,6 @@ def test_both_forms_have_the_same_verbs(form: str) -> None:
     assert bounds.largest >= values[-1] * (1 - 1e-12)
 
 
-def test_what_a_state_holds_decides_its_form() -> None:
-    block = block_of({**GROUP, "kfac_when_cheaper": True})
-    few, many = block.schema(block.group, {}, 1), block.schema(block.group, {}, 1000)
-    assert "rows_g" in few
-    assert few["rows_g"].shape == (1, 1, D_OUT)
-    assert "rows_g" not in many
-    assert (many["rows_instead"].like, many["positions_instead"].like) == (1000, 1)
-    held = {"rows_instead": 7, "positions_instead": 2}
-    assert block.schema(block.group, held, 1)["positions_instead"].like == 2
-
-
-def test_rows_that_are_not_good_are_not_kept() -> None:
-    block, _ = with_all_rows(False)
-    before = {key: value.clone() for key, value in block.state.items() if isinstance(value, Tensor)}
-    kept = Kept(some_rows(seed=5), torch.tensor(1.0, dtype=torch.float64))
-    block.with_rows.adopt(block.state, kept, torch.eye(N, dtype=torch.float64), ~GOOD)
-    for key, value in before.items():
-        assert torch.equal(block.state[key], value)
-
-
 def test_a_census_is_the_sum_of_the_words_of_all_ranks() -> None:
     block, rows = block_of(), [some_rows(0, 5), some_rows(1, 3)]
     traces = [kernel.norms(x).sum().reshape(1) for x in rows]
@@ -146,16 +124,6 @@ def test_rows_of_all_ranks_are_put_together_without_fillings() -> None:
     assert torch.equal(found.core, torch.eye(8, dtype=torch.float64))
 
 
-def test_layers_of_other_sizes_do_not_change_a_choice() -> None:
-    rows = {"a": some_rows(0), "b": some_rows(1, 12), "c": some_rows(2)}
-    wishes = {key: Pivots(x, 5, "cholesky", "diag", lambda trace: trace / N) for key, x in rows.items()}
-    together = row_choice.interpolated(wishes)
-    for key, wish in wishes.items():
-        alone = row_choice.interpolated({key: wish})[key]
-        assert torch.equal(alone.rows.g, together[key].rows.g)
-        torch.testing.assert_close(alone.core, together[key].core, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("share", [0.3, 0.9, 1.0])
 def test_energy_asks_for_as_many_rows_as_hold_the_share(share: float) -> None:
     rows = some_rows(3, 40)
@@ -169,12 +137,3 @@ def test_energy_asks_for_as_many_rows_as_hold_the_share(share: float) -> None:
     assert found % 8 == 0
     assert found == 8 or explained(found - 8) < share - 1e-9
     assert row_choice.by_energy({"0": Energy(rows, 3, share)})["0"] <= 3
-
-
-def test_a_draw_is_that_of_its_seed() -> None:
-    rows = some_rows(4, 30)
-    scores = kernel.norms(rows)
-    first, same, other = (row_choice.sampled(rows, scores, 6, "systematic", seed).g for seed in (1, 1, 2))
-    assert torch.equal(first, same)
-    assert not torch.equal(first, other)
-    assert torch.equal(row_choice.sampled(rows, scores, 30, "systematic", 1).g, rows.g)

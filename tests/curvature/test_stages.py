@@ -1,7 +1,5 @@
 """Parts of a step over blocks on plain values: what is captured, folded, sent and gathered."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """`Analysis` changes nothing, writes one line per event, and its numbers are those of dense matrices in float64."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

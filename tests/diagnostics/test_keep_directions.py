@@ -1,7 +1,5 @@
 """`keep_directions()` shows what each method subtracts, and goes together with `quantify_preconditioning`."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -87,18 +85,6 @@ def test_nothing_is_kept_outside_of_the_block_even_after_an_error(method: Method
         raise KeyError("stop")
     train(model, optimizer, MLP, 1)
     assert kept == {}
-
-
-@every_method
-def test_looking_changes_nothing(method: Method) -> None:
-    seen, unseen = MLP.model(), MLP.model()
-    one, other = method.build(seen), method.build(unseen)
-    for number in range(6):
-        kept = step(seen, one, MLP, number)
-        gradients = {name: p.grad for name, p in seen.named_parameters() if name in kept}
-        quantify_preconditioning(gradients, kept, histogram=True)
-    train(unseen, other, MLP, 6)
-    assert_identical(values(seen), values(unseen))
 
 
 def test_preconditioning_by_a_positive_matrix_turns_by_less_than_a_right_angle() -> None:

@@ -1,7 +1,5 @@
 """Traces of `torch.profiler` name the stages of a step of every method."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

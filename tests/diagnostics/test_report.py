@@ -1,7 +1,5 @@
 """What a report reads from a table of parameters and from what covers them, without an optimizer."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """`StageClock` adds up stages by name, nested ones too, and changes nothing."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Public members that observers of an optimizer read: steps, module, names of parameters, capture."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from typing import Any

@@ -1,7 +1,5 @@
 """What a rank saves alone and what it lacks, who refuses it, and how `consolidate_state_dict` completes it."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from dataclasses import replace
@@ -18,6 +16,7 @@ from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, alone, assert_re
 from tests.support.pool import Pool, everywhere, on_every_rank
 from tests.support.saving import Saved, broken_off, raised, resumed, snapshot, started, through_a_file, train
 from tests.support.tasks import assert_identical
+from tests.support.warned import warned
 
 BREAK, END = 5, 11
 MEND = "consolidate_state_dict() on all ranks"
@@ -37,10 +36,9 @@ def one_process(run: Run) -> Saved:
 
 # ------------------------------------------------------------------------------------------------------------- alone
 def saved_with_warnings(optimizer: Any) -> tuple[Saved, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         saved = optimizer.state_dict()
-    return saved, [str(w.message) for w in caught]
+    return saved, caught
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("mem", 2), ("hybrid_half", 4), ("comm_owner", 2)])

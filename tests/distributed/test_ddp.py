@@ -1,7 +1,5 @@
 """DDP in all its forms around the model, no DDP at all, and what may go wrong on one rank only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
@@ -70,23 +68,6 @@ def test_order_of_construction_does_not_matter(pool: Pool, method: str, strategy
 def test_forms_of_ddp(pool: Pool, wrapping: dict[str, Any], method: str, strategy: str) -> None:
     run = Run("mlp", method, steps=STEPS)
     assert_same_path(pool.run(together, strategy, run, world=2, **wrapping), alone(run)[0])
-
-
-@each(method=["kfac_eigen", "hylo_sngd", "mfac"], strategy=BOTH)
-@on_every_rank(2)
-def test_gradients_stay_views_of_their_bucket(rank: int, world: int, method: str, strategy: str) -> None:
-    """A step leaves them the same objects with the same numbers."""
-    run = Run("mlp", method)
-    model = DDP(TASKS[run.task].model(device_of(rank)), gradient_as_bucket_view=True)
-    with optimizer_on(model, strategy, run) as optimizer:
-        descend(model, optimizer, shard(run.batch(0), rank, world), run)
-        inputs, targets = (t.to(device_of(rank)) for t in shard(run.batch(1), rank, world))
-        mean_loss(model(inputs), targets).backward()
-        before = [(p.grad, p.grad.clone()) for p in model.parameters()]
-        optimizer.step()
-        for p, (same, numbers) in zip(model.parameters(), before, strict=True):
-            assert p.grad is same
-            assert torch.equal(p.grad, numbers)
 
 
 def assert_curvatures(held: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

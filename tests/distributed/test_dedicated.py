@@ -1,7 +1,5 @@
 """Dedicated workers: equal to the delayed run of one process, never stuck at the end, loud when a rank dies."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -4,8 +4,6 @@ Layers have fewer columns than batches have examples: without a null space, in w
 rounding.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from typing import Any

@@ -4,8 +4,6 @@ One process saves for all after `consolidate_state_dict`, and the file is read i
 rank writes what it holds with `torch.distributed.checkpoint`, and reads what it holds elsewhere.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from pathlib import Path

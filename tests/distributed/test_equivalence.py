@@ -4,8 +4,6 @@ Statistics are compared at a learning rate of 0, where gradients do not matter: 
 to something else than the gradient of the joined batch, and statistics must not.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

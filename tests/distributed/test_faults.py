@@ -1,7 +1,5 @@
 """What goes wrong on one rank: the others hear of it in words, or of its silence within the timeout."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a grid of ranks is asked for beside who does what: meshes, verification, roundings, one optimizer each."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

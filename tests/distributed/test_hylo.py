@@ -3,8 +3,6 @@
 What sampling and interpolation come to is told by one process that has all shards and dense matrices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple

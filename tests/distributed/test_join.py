@@ -1,7 +1,5 @@
 """`torch.distributed.algorithms.join`: ranks whose data end early, owners of layers among them."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from typing import Any

@@ -4,8 +4,6 @@ Every case, a method under a strategy in a world, trains once; the tests look at
 is compared step by step: plain steps, steps with statistics, and steps with a refresh.
 """
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable, Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """The pool of ranks: fresh groups, results by rank, failures told, and survivors after a death or a hang."""
 
-from __future__ import annotations
-
 import os
 import time
 

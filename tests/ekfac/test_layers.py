@@ -30,9 +30,7 @@ def check(build, x, y, loss=squares, **keywords):
     return opt, model
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Kinds of layers
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------ Kinds of layers
 
 
 #: A layer that does not know which rows are whose has no squares of examples.
@@ -127,9 +125,7 @@ def test_norm_layers_have_the_exact_block_of_a_unit(kind, curvature):
     assert_close(V, solve(expected, gradient, 1e-2), 1e-8)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# How the batch came in, and what models do around their layers
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------- How the batch came in, and what models do around their layers
 
 
 @pytest.mark.parametrize("function", [F.mse_loss, F.binary_cross_entropy_with_logits])

@@ -192,19 +192,6 @@ def test_what_does_not_go_with_it_is_refused(options, error, told):
             built(kind, nn.Linear(2, 2), **{"orthogonalize": True, **options})
 
 
-def test_a_resumed_run_goes_on_bit_for_bit():
-    keywords = {**ADAM, "orthogonalize": True, "nesterov": True}
-    opt, _ = train(EKFAC, 3, **keywords)
-    again, _ = train(EKFAC, 0, **keywords)
-    again.module.load_state_dict(opt.module.state_dict())
-    again.load_state_dict(opt.state_dict())
-    for x, y in batches(3, seed=2):
-        for one in (opt, again):
-            moves_of(one, one.module, x, y)
-    for p, q in zip(opt.module.parameters(), again.module.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 def test_the_plan_counts_the_iteration():
     plain, extra = (
         EKFAC(nn.Linear(9, 4), orthogonalize=flag).plan(batch_size=8).ranks[0].flops["precondition"]

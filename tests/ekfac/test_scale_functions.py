@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from secondorder.capture.layers.embedding import EmbeddingAdapter
 from secondorder.linalg import eigenbasis
 from secondorder.linalg.dense import Workspace
-from secondorder.linalg.eigenbasis import dense, overlap, precondition, qr_refresh, route_costs, scale_intra, transport
+from secondorder.linalg.eigenbasis import dense, precondition, qr_refresh, route_costs, scale_intra, transport
 from tests.support.grid import each
+from tests.support.operators import Operators
 
 WHICH = {"both": "ag", "a": "a", "g": "g", "none": ""}
 ROUTES = ["gramian", "gradient", "unprojected", "unprojected_a", "unprojected_g"]
@@ -50,10 +50,6 @@ def naive_scale(a: Tensor, g: Tensor, basis_a: Tensor | None, basis_g: Tensor | 
             gradient += torch.outer(row_g, row_a)
         total += (q_g.T @ gradient @ q_a) ** 2
     return total
-
-
-def kron(x: Tensor, y: Tensor) -> Tensor:
-    return torch.kron(x.contiguous(), y.contiguous())
 
 
 # s by examples
@@ -199,20 +195,12 @@ def test_temporaries_stay_below_chunk_bytes(route: str, size: tuple[int, int, in
 
 def test_memory_is_used_that_is_there() -> None:
     """A chunk is more than one example wherever more fit: the number of products falls with the bytes."""
-
-    class Products(TorchDispatchMode):
-        seen = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.seen += "mm" in str(func)
-            return func(*args, **(kwargs or {}))
-
     a, g, (basis_a, basis_g) = draw(64, 4, 9), draw(64, 4, 8), bases("ag", 9, 8)
     seen = []
     for chunk_bytes in (1, 1 << 14, 1 << 24):
-        with Products() as products:
+        with Operators() as operators:
             scale_intra(a, g, basis_a, basis_g, "gradient", chunk_bytes)
-        seen.append(products.seen)
+        seen.append(sum("mm" in name for name in operators.names))
     assert seen[0] == 3 * 64
     assert seen[2] == 3 < seen[1] < 3 * 32
 
@@ -286,22 +274,6 @@ def test_dense_is_the_sum_over_the_basis(which: str) -> None:
 
 
 # change of basis
-
-
-@pytest.mark.parametrize("old", WHICH.values(), ids=WHICH)
-def test_transport_is_the_diagonal_of_the_old_operator(old: str) -> None:
-    n_a, n_g = 6, 4
-    for new, groups in itertools.product(WHICH.values(), [(), (3,)]):
-        scale = torch.rand(*groups, n_g, n_a, dtype=torch.float64)
-        (old_a, old_g), (new_a, new_g) = bases(old, n_a, n_g, *groups), bases(new, n_a, n_g, *groups)
-        moved = transport(scale, overlap(old_a, new_a), overlap(old_g, new_g))
-        operator = dense(scale, old_a, old_g)
-        for k in [(i,) for i in range(*groups)] if groups else [...]:
-            q_a = matrix(None if new_a is None else new_a[k], n_a)
-            q = kron(matrix(None if new_g is None else new_g[k], n_g), q_a)
-            torch.testing.assert_close(moved[k], (q.T @ operator[k] @ q).diagonal().view(n_g, n_a), **EXACT)
-        torch.testing.assert_close(moved.sum((-2, -1)), scale.sum((-2, -1)), **EXACT)
-        assert (moved >= 0).all()
 
 
 def test_transport_keeps_the_sum_in_float32() -> None:

@@ -14,9 +14,7 @@ from tests.support.kfac import assert_close, noise, plain_kfac
 from tests.support.models import mlp, seeded_build, vectors
 from tests.support.oracles.ekfac import Reference, diagonal_in, layer_gradients, operator, scales, solve, values
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The order of a step
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------- The order of a step
 
 
 def due(t, factors, scale, refresh):
@@ -105,9 +103,7 @@ def test_options_of_the_schedule_against_the_restatement(case):
     follow(opt, model, [Reference(name, **known) for name in ("0", "2")], dues)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Transport
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------ Transport
 
 
 @each(transport=["project", "none", "kfac", "recompute"], basis_update=["eigh", "qr"])
@@ -148,9 +144,7 @@ def test_what_a_refresh_makes_of_the_scales(transport, basis_update):
     assert_close(ekfac.held_scales(opt, model[0]), held + (batch_scales - held) / 1.5, 1e-10)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The cheap basis update
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------- The cheap basis update
 
 
 def test_a_cheap_update_is_one_sweep_from_the_last_basis():
@@ -192,9 +186,7 @@ def test_every_so_many_cheap_updates_is_a_full_one():
     assert full == [True, False, False, True, False, False, True]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layers that come and go, and weights of updates
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- Layers that come and go, and weights of updates
 
 
 @pytest.mark.parametrize("estimator", ["intra", "running"])
@@ -254,9 +246,7 @@ def test_a_scale_that_starts_again_from_eigenvalues_weighs_as_one_update(options
     assert float(state_of(opt, model[0])["scale_weight"]) == pytest.approx(8)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Options that change between steps, and those of checkpoints
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------- Options that change between steps, and those of checkpoints
 
 
 ADAM = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum": 0.9, "lr": 1e-2}

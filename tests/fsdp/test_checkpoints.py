@@ -1,7 +1,5 @@
 """Checkpoints of sharded training: by `torch.distributed.checkpoint`, rank by rank, or gathered on one rank."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What travels between sharded ranks in a step, and what each of them keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Sharded by FSDP2, every method takes the steps that it takes in one process on the joined batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

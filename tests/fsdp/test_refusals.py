@@ -1,7 +1,5 @@
 """What goes wrong on one rank, and what is refused by name."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

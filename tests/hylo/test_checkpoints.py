@@ -74,9 +74,7 @@ def assert_refused(second, saved, match):
     assert second.diagnostics() == told
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Resume
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------- Resume
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -88,18 +86,6 @@ def test_a_stopped_or_copied_run_goes_on_to_the_bit(run):
         assert {mode for _, mode in opt.diagnostics()["switches"]} == {"kid", "kis"}
     if run == "frozen first":
         assert not math.isnan(opt.switch.state_dict()["last_norm"])
-
-
-@pytest.mark.parametrize("run", ["auto", "kis", "cheaper"])
-def test_looking_changes_nothing(run):
-    (model, opt), (other, second) = new(run), new(run)
-    for number in range(6):
-        go_on(model, opt, number, number + 1)
-        go_on(other, second, number, number + 1)
-        opt.dense_curvature("second")
-        for look in (opt.diagnostics, opt.describe, opt.memory_usage):
-            look()
-    assert_same_run((other, second), (model, opt))
 
 
 def test_without_curvature_a_policy_goes_on_with_what_it_remembers():
@@ -126,9 +112,7 @@ def test_the_examples_per_step_may_be_told_in_advance():
     assert torch.equal(*found)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Modes, factors and policies of the checkpoint and of the optimizer that loads it
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------- Modes, factors and policies of the checkpoint and of the optimizer that loads it
 
 
 @each(

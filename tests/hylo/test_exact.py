@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secondorder.switching import EpochList
 from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, noise
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
@@ -41,9 +40,7 @@ def assert_solved(model, plain, batch, kept, damping=1e-2, values=None, factor=1
         assert_close(moved, factor * expected, tolerance, name)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The solve
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------ The solve
 
 
 @pairs(damping=[1e-6, 1e-2, 1.0], n=[1, 2, 6, 40], bias=[True, False])
@@ -61,18 +58,6 @@ def test_the_mean_of_the_rows_is_the_gradient():
     for name in ("first", "second", "head"):
         V = as_rows(model, name, one(gradients(model)))[:, 0]
         assert_close(layer_rows(plain, name, x, y, F.cross_entropy).mean(1), V, 1e-12)
-
-
-def test_frozen_parts():
-    for frozen, size in (("0.bias", 5 * 4), ("0.weight", 5), ("2.bias", 3 * 5), ("2.weight", 3)):
-
-        def build(frozen=frozen):
-            model = mlp()
-            model.get_parameter(frozen).requires_grad_(False)
-            return model
-
-        opt, _ = check(build, *vectors(), F.cross_entropy, NAMES)
-        assert len(opt.dense_curvature(frozen[0])) == size
 
 
 THAWING = {
@@ -111,9 +96,7 @@ def test_a_promised_batch_size_that_is_not_kept_to():
         check(mlp, *vectors(9), F.cross_entropy, NAMES, batch_size=size)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Stale rows
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------- Stale rows
 
 
 def test_rows_of_the_last_refresh_precondition_the_gradient_of_now():
@@ -137,19 +120,7 @@ def test_a_gradient_that_is_changed_between_backward_and_step():
         assert_solved(model, plain, (x, y), taken(opt), tolerance=1e-7)
 
 
-def test_the_rows_of_a_former_mode_are_gone():
-    """From one refresh to the next, whatever the rank was."""
-    (x, y), model, plain = vectors(8), mlp((4, 3)), mlp((4, 3))
-    opt = plain_hylo(model, mode="auto", switch=EpochList([(0, 1)], steps_per_epoch=1), rank_fraction=1.0)
-    U = layer_rows(plain, "0", x, y, F.cross_entropy)
-    for _ in range(4):
-        step(opt, model, x, y, F.cross_entropy)
-        assert_close(opt.dense_curvature("0"), fisher(U)[0], 1e-7)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# λ
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------------------------- λ
 
 
 @pairs(normalized=[False, True], relative=[False, True])
@@ -191,9 +162,7 @@ def test_normalized_damping_multiplies_kept_rows_by_it():
         assert_close(found[1], 0.3 * found[0], 1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Decay
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------- Decay
 
 
 @pytest.mark.parametrize("keywords", [{}, {"decoupled_weight_decay": True}, {"weight_decay_mode": "reg"}], ids=str)
@@ -212,9 +181,7 @@ def test_weight_decay_is_preconditioned_as_part_of_the_objective_only(keywords):
     assert_solved(model, plain, batch, moved, values=values)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The curvature that is shown
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------ The curvature that is shown
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from secondorder.diagnostics import Analysis
-from tests.support.checkpoints import COPIES, assert_goes_on, by_file
 from tests.support.kfac import assert_close, labels, noise
 from tests.support.models import mlp
 from tests.support.oracles.hylo import check_block, error, fisher, flat, layer_rows, plain_hylo, taken
@@ -90,22 +89,6 @@ def test_micro_batches_are_one_batch():
         opt.observe(outputs, "gaussian")
         ((outputs - y[some]).square().sum() / N).backward()
     assert_close(flat(taken(opt)), flat(expected), 1e-9)
-
-
-def test_copies_and_files_go_on_alike():
-    _, x, y = problem()
-
-    def build():
-        model = problem()[0]
-        return model, hylo(model, lr=1e-3, fisher="mc", mode="kis", rank_fraction=0.5, momentum=0.9)
-
-    def run(model, opt, first, last):
-        for _ in range(first, last):
-            observed(model, opt, x, y)
-
-    for way in (by_file, COPIES["deepcopy"]):
-        _, opt = assert_goes_on(build, run, 1, 3, way)
-        assert opt.fisher == "mc"
 
 
 def test_what_it_cannot_do_is_refused(tmp_path):

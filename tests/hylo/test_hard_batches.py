@@ -1,7 +1,5 @@
 """Examples that repeat, or have no gradient or no finite one; batches of one; refreshes that fail; plain training."""
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +8,7 @@ from torch import nn
 from secondorder import HyLo
 from secondorder.linalg import woodbury
 from tests.support.building import built
+from tests.support.grid import pairs
 from tests.support.kfac import assert_close, noise
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import Sometimes
@@ -57,33 +56,27 @@ def assert_exact(model, kept, name, U, tolerance, what):
     assert_close(moved, sngd(U, V, 1e-2), tolerance, what)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Singular kernels
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------- Singular kernels
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_duplicated_examples(dtype):
-    """A kernel of rank 3 for 12 rows; what is exact stays exact."""
-    x, y = vectors(3)
+# A batch, its examples repeated, and the model.
+SINGULAR = {
+    "rank 3 for 12 rows": (vectors(3), 4, mlp),
+    "more rows than parameters": (vectors(30, 2, 2), 1, lambda: mlp((2, 2), bias=False)),
+}
+
+
+@pairs(case=list(SINGULAR), dtype=[torch.float64, torch.float32])
+def test_what_is_exact_stays_exact_where_kernels_are_singular(case, dtype):
+    (x, y), times, build = SINGULAR[case]
+    tolerance = 1e-3 if dtype == torch.float32 else 1e-6 if times == 1 else 1e-7
     for mode, keywords in MODES.items():
-        model = mlp().to(dtype)
-        kept = step(plain_hylo(model, **keywords), model, x.repeat(4, 1).to(dtype), y.repeat(4), F.cross_entropy)
+        model = build().to(dtype)
+        opt = plain_hylo(model, **keywords)
+        kept = step(opt, model, x.repeat(times, 1).to(dtype), y.repeat(times), F.cross_entropy)
         finite(kept, mode)
-        for name in ("0", "2") if mode in EXACT else ():
-            U = layer_rows(mlp(), name, x, y, F.cross_entropy)
-            assert_exact(model, kept, name, U, 1e-3 if dtype == torch.float32 else 1e-7, mode)
-
-
-def test_more_rows_than_parameters():
-    x, y = vectors(30, 2, 2)
-    U = layer_rows(mlp((2, 2), bias=False), "0", x, y, F.cross_entropy)
-    for mode, keywords in MODES.items():
-        model = mlp((2, 2), bias=False)
-        kept = step(plain_hylo(model, **keywords), model, x, y, F.cross_entropy)
-        finite(kept, mode)
-        if mode in EXACT:
-            assert_exact(model, kept, "0", U, 1e-6, mode)
+        for name in opt.blocks if mode in EXACT else ():
+            assert_exact(model, kept, name, layer_rows(build(), name, x, y, F.cross_entropy), tolerance, mode)
 
 
 def test_examples_without_a_gradient():
@@ -122,9 +115,7 @@ def test_relative_damping_without_a_trace_and_of_tiny_and_huge_losses(scale):
         finite(step(opt, model, x.float(), y, F.cross_entropy), mode)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Batches and refreshes that are dropped
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------- Batches and refreshes that are dropped
 
 
 def test_a_batch_that_overflows_is_dropped():
@@ -181,9 +172,7 @@ def test_a_refresh_that_fails_leaves_rows_and_their_kind():
     assert torch.equal(flat(with_gradient(opt, model, 0)), flat(direction))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tiny batches, plain loops
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------- Tiny batches, plain loops
 
 
 class Zoo(nn.Module):
@@ -213,23 +202,6 @@ def test_batches_of_one_and_two_of_every_kind_of_layer():
         assert_exact(single, kept, "head", layer_rows(plain, "head", x, y, F.cross_entropy), 1e-7, mode)
 
 
-def test_a_plain_loop_with_default_arguments_learns_without_a_warning():
-    model = seeded_build(Zoo).float()
-    opt = HyLo(model)
-    (x, y), losses = images(16), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(25):
-            opt.zero_grad()
-            loss = F.cross_entropy(model(x.float()), y)
-            loss.backward()
-            opt.step()
-            losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0]
-    group = opt.param_groups[0]
-    assert (group["lr"], group["momentum"], group["update_steps"], group["rank_fraction"]) == (1e-3, 0.9, 10, 0.1)
-
-
 def test_a_gradient_that_is_no_mean_of_examples():
     """A loss of the whole batch (Dice, say): rows are what backward makes of it, and steps stay numbers."""
 
@@ -243,9 +215,7 @@ def test_a_gradient_that_is_no_mean_of_examples():
             finite(step(opt, model, x, y, dice), mode)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------- Training
 
 
 class Small(nn.Module):

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.profiler import profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from secondorder.linalg import kernel, woodbury
 from secondorder.linalg.kernel import Rows
 from tests.support.grid import each, pairs
+from tests.support.operators import Operators
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 F64 = torch.float64
@@ -78,9 +78,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Products
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------- Products
 
 
 @every_kind
@@ -105,7 +103,7 @@ def test_products_are_those_of_the_gradients(kind: str, lead: tuple[int, ...], m
 
 
 def test_norms_form_no_kernel() -> None:
-    with Largest() as seen:
+    with Operators() as seen:
         kernel.norms(make("homogeneous", 300, d_i=5, d_o=6))
         kernel.norms(make("homogeneous", 200, 2, d_i=30, d_o=30))
     assert seen.numel < 200 * 200
@@ -139,15 +137,13 @@ def test_products_in_one_position_are_two_matrix_products(kind: str) -> None:
 def test_temporaries_of_many_positions_stay_below_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "_TILE_BYTES", 2**14)
     x = make("homogeneous", 6, 150, d_i=3, d_o=3)  # all pairs: 6.5 MB, those of two examples: 180 kB
-    with Largest() as seen:
+    with Operators(x.a, x.g) as seen:
         kernel.gram(x)
         kernel.norms(x)
     assert seen.numel * 8 <= 5 * 2**14
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------- Rows
 
 
 @every_kind
@@ -179,9 +175,7 @@ def test_rows_are_picked_filled_up_put_together_and_scaled(kind: str, lead: tupl
     assert kernel.concatenate(parts[:1]) is parts[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Inverses and directions
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------- Inverses and directions
 
 
 def spd(n: int, *lead: int) -> Tensor:
@@ -298,9 +292,7 @@ def test_a_kernel_that_is_not_finite_leaves_the_gradient() -> None:
             assert torch.isfinite(found).all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Precision and devices
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------ Precision and devices
 
 
 def single(rows: Rows) -> Rows:
@@ -322,31 +314,12 @@ def test_single_precision_comes_close(kind: str, positions: int) -> None:
         assert error(found, woodbury.exact_update(x, damping, v)) < 1e-4
 
 
-class Largest(TorchDispatchMode):
-    """Notes the size of the largest new tensor, and every operator whose result the host waits for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel, self.waits = 0, []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = str(func)
-        if any(word in name for word in ("_local_scalar_dense", "equal.default", "nonzero", "masked_select")):
-            self.waits.append(name)
-        if isinstance(result, Tensor):
-            storage = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
-            if result.untyped_storage().data_ptr() not in storage:
-                self.numel = max(self.numel, result.numel())
-        return result
-
-
 @each(kind=KINDS, positions=[1, 4])
 def test_nothing_waits_for_a_device(kind: str, positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(woodbury, "all_true_on_cpu", lambda _: False)
     x, damping = make(kind, 6, positions), torch.tensor(0.1, dtype=F64)
     v, index = matrix(x), torch.tensor([3, 1])
-    with Largest() as seen:
+    with Operators() as seen:
         kept = kernel.padded(kernel.concatenate([kernel.pick(x, index, torch.ones(2)), x]), 9)
         core = woodbury.block_diagonal([kernel.gram(x), kernel.gram(x)])[:9, :9].clone()
         inverse, _ = woodbury.interpolated_inverse(core, kernel.gram(kept))
@@ -363,24 +336,13 @@ def test_the_result_is_the_only_matrix_as_large_as_the_parameter(kind: str) -> N
     x, damping = make(kind, 3, d_i=40, d_o=50), torch.tensor(0.1, dtype=F64)
     v = matrix(x)
     inverse, _ = woodbury.damped_inverse(kernel.gram(x), damping)
-    made: set[int] = set()
-
-    class Made(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, Tensor) and result.untyped_storage().nbytes() >= v.nbytes:
-                made.add(result.untyped_storage().data_ptr())
-            return result
-
-    with Made():
+    with Operators(*(part for part in (v, x.a, x.g) if part is not None)) as seen:
         found = woodbury.apply(x, inverse, damping, v)
-    given = {part.untyped_storage().data_ptr() for part in (v, x.a, x.g) if part is not None}
-    assert made - given == {found.untyped_storage().data_ptr()}
+    large = [address for address, nbytes in seen.storages.items() if nbytes >= v.nbytes]
+    assert large == [found.untyped_storage().data_ptr()]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Analysis
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------- Analysis
 
 
 def test_effective_rank_and_rank_of_energy_of_known_spectra() -> None:

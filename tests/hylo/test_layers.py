@@ -63,9 +63,7 @@ def check_against(plain, model, inputs, y, loss, names, approx="expand", given=N
         check_block(opt, model, name, layer_rows(plain, name, inputs, y, loss, approx), kept, 1e-2)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Linear
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------- Linear
 
 
 @each(positions=[(), (1,), (4,), (2, 3)], sizes=[(2, 2), (12, 9)], bias=[True, False], approx=APPROX)
@@ -130,9 +128,7 @@ def test_masked_positions_are_no_rows(approx):
         check_block(opt, model, name, U, kept, 1e-2)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Convolutions
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------- Convolutions
 
 # The class, its channels, the size of images, and what else it is given.
 CONVOLUTIONS = {
@@ -166,11 +162,13 @@ def test_convolutions(case):
         check(build, x, noise(*build()(x).shape, seed=1), squares, ["0"], approx)
 
 
-@each(frozen=["weight", "bias"], kind=["conv", "groups", "norm"], approx=APPROX)
+@each(frozen=["weight", "bias"], kind=["linear", "conv", "groups", "norm"], approx=APPROX)
 def test_frozen_parts(frozen, kind, approx):
     def build():
         if kind == "norm":
             model = seeded_build(NORMED["LayerNorm tokens"][0])
+        elif kind == "linear":
+            model = nn.Sequential(seeded_build(lambda: nn.Linear(3, 5)))
         else:
             model = nn.Sequential(seeded_build(lambda: nn.Conv2d(2, 4, 2, groups=1 + (kind == "groups"))))
         getattr(model.norm if kind == "norm" else model[0], frozen).requires_grad_(False)
@@ -188,9 +186,7 @@ def test_a_network_of_convolutions(approx):
     check(lambda: convnet(stride=2, padding=1), *images(), F.cross_entropy, ["first", "second", "head"], approx)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several calls, tied weights
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------ Several calls, tied weights
 
 
 @each(times=[2, 3], tied=[False, True], tokens=[False, True], approx=APPROX)
@@ -247,9 +243,7 @@ def test_a_layer_that_only_some_micro_batches_pass(mode, fraction):
         assert_close(kept["sometimes.weight"], expected[:, :4])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Embeddings
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------- Embeddings
 
 
 def test_embedding():
@@ -347,9 +341,7 @@ def test_a_batch_of_nothing_but_padding():
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention, products of two inputs
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------ Attention, products of two inputs
 
 
 def from_tape(rows, approx):
@@ -391,9 +383,7 @@ def test_bilinear(approx):
         check(lambda: seeded_build(lambda: Pair(True)), inputs, labels(5, 3), F.cross_entropy, names, approx, False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Norm layers
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------- Norm layers
 
 
 @approximations
@@ -424,9 +414,7 @@ def test_batch_norm_takes_the_statistics_of_the_batch_as_constants(image):
     assert_close(opt.dense_curvature("norm"), dense(fisher(U)), 1e-8)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory layouts and what models do around their layers
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- Memory layouts and what models do around their layers
 
 CHANGES = {
     "in place": ({"inplace": True}, lambda x: x),

@@ -1,7 +1,5 @@
 """`kfac_when_cheaper`: which layers take K-FAC's factors instead of rows, and that those factors are KFAC's."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 
@@ -42,9 +40,7 @@ def assert_kfac(opt: HyLo, model: nn.Module, kept: dict, name: str, factors: tup
     assert_close(opt.dense_curvature(name), torch.kron(B, A), 1e-9)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which layers
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------- Which layers
 
 
 @pairs(mode=["sngd", "kid", "kis"], approx=APPROX)
@@ -109,9 +105,7 @@ def test_factors_need_a_number_of_rows_to_compare_with() -> None:
         HyLo(nn.Linear(3, 2), rows=RowOptions(kfac_when_cheaper=True, energy=0.9))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Damping and averages
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------- Damping and averages
 
 
 def test_a_new_damping_acts_on_factors_at_the_next_refresh() -> None:
@@ -152,9 +146,7 @@ def test_factors_of_a_running_mean() -> None:
         assert_kfac(opt, model, kept, "0", (A, B))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The same factors as those of KFAC, which sums them in another way: call by call, and keeps no row
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------- The same factors as those of KFAC, which sums them in another way: call by call, and keeps no row
 
 
 class Attention(nn.Module):

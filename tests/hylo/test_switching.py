@@ -1,7 +1,5 @@
 """Switch policies decide from what ended before a refresh: alike on every device, and alike across a resume."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

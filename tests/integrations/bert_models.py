@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from secondorder import EKFAC, KFAC, HyLo, SparseMFAC, TopK
 from tests.support.building import built
+from tests.support.warned import silent
 
 VOCABULARY, N, S = 60, 8, 12  # words, examples, positions
 WINDOW, DENSITY = 1024, 0.1
@@ -81,8 +81,7 @@ def step(model: nn.Module, optimizer: Any, batch: Batch, *, masked: bool = True)
 
 def steps(model: nn.Module, optimizer: Any, batches: list[Batch], times: int) -> list[float]:
     """Losses of steps through batches again and again, with whatever is warned of as an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         return [step(model, optimizer, batch) for _ in range(times) for batch in batches]
 
 

@@ -5,7 +5,6 @@ The page on BERT, whose examples `test_docs_blocks.py` runs, reads the files of 
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from tests.integrations.bert_models import (
     steps,
     treatment,
 )
+from tests.support.warned import warned
 
 #: Linear layers below the head, in two layers of each.
 LINEAR = {"Bert": 12, "DistilBert": 12, "Roberta": 12, "GPT2": 8}
@@ -82,22 +82,20 @@ def test_positions_that_are_looked_up_once_for_all(method: str) -> None:
     model, data = new_model("Bert", SENTENCES), batch("Bert", SENTENCES)
     del data["position_ids"]
     optimizer = optimizer_of(method, model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         for _ in range(3):
             step(model, optimizer, data)
     needs_examples = method in {"ekfac", "hylo"}
     assert on_fallback(optimizer) == ["bert.embeddings.position_embeddings.weight"] * needs_examples
-    assert ["position_embeddings" in str(warning.message) for warning in caught] == [True] * needs_examples
+    assert ["position_embeddings" in warning for warning in caught] == [True] * needs_examples
 
 
 @pytest.mark.parametrize("tied", [None, "embedding", "head"])
 def test_a_word_embedding_that_is_the_head_too_may_have_either_block(tied: str | None) -> None:
     model = new_model("GPT2", LANGUAGE)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         optimizer = optimizer_of("kfac", model, tied=tied)
-    assert ["tied='embedding') or tied='head'" in str(warning.message) for warning in caught] == [True] * (tied is None)
+    assert ["tied='embedding') or tied='head'" in warning for warning in caught] == [True] * (tied is None)
     losses = steps(model, optimizer, [batch("GPT2", LANGUAGE)], 8)
     assert losses[-1] < losses[0]
     how = treatment(optimizer)["transformer.wte.weight"]

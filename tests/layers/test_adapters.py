@@ -24,9 +24,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, check_dtype=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Transposed convolutions; their factors under every option are in `test_layer_types.py`
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------- Transposed convolutions; their factors under every option are in `test_layer_types.py`
 
 
 def check_rows(adapter, module: nn.Module, args: tuple, examples: int, **kwargs) -> tuple[Tensor, ...]:
@@ -63,9 +61,7 @@ def test_rows_of_many_examples_come_in_chunks_and_those_that_are_drawn_belong_to
     assert len(drawn) * ratio == pytest.approx(len(pairs_of_rows))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Normalisation
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------------- Normalisation
 
 
 def test_examples_that_cannot_be_told_apart_are_refused_with_the_shape():
@@ -79,9 +75,7 @@ def test_examples_that_cannot_be_told_apart_are_refused_with_the_shape():
             adapter.output_sums(torch.ones(5, 3), x, 4)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Lookup tables
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------------- Lookup tables
 def check_table(adapter, module: nn.Module, args: tuple, rows: Tensor, owner: Tensor, **kwargs) -> None:
     """``rows`` ``[rows, V]`` are the dense input rows, ``owner`` ``[rows]`` the example of each."""
     y = module(*args, **kwargs)
@@ -120,25 +114,6 @@ def test_a_batch_without_an_index_is_no_row():
     adapter, x = EmbeddingAdapter(module, True), torch.randint(4, (3, 0))
     assert not adapter.input_squares(x)[0].any()
     assert not adapter.output_rows(torch.ones(3, 0, 3), x, 3).any()
-
-
-@pytest.mark.parametrize(
-    ("shape", "padding_idx"), [((6,), 0), ((3, 5), None), ((3, 5), -1), ((6, 1), None), ((3, 2, 4), 0)]
-)
-def test_embedding(padding_idx, shape):
-    module = nn.Embedding(4, 3, padding_idx=padding_idx).double()
-    x = torch.randint(4, shape)
-    rows = F.one_hot(x.reshape(-1), 4).double()
-    if padding_idx is not None:
-        rows[:, module.padding_idx] = 0
-    adapter = EmbeddingAdapter(module, True)
-    check_table(adapter, module, (x,), rows, torch.arange(3).repeat_interleave(x.numel() // 3))
-    x, g = adapter.prepare((x,), {}), torch.randn(*shape, 3, dtype=torch.float64)
-    kept, index = adapter.keep(x, 3), adapter.indices(x, 3)
-    dense = F.one_hot(index.clamp(min=0), 4) * kept[..., None]
-    outputs = adapter.example_outputs(g, x, 3)
-    assert kept.shape == index.shape == outputs.shape[:2] == (3, x.numel() // 3)
-    close(torch.einsum("nsd,nsv->dv", outputs, dense.double()), adapter.output_rows(g, x, 3).mT @ rows)
 
 
 def test_embedding_whose_positions_come_first_or_are_shared():
@@ -212,9 +187,7 @@ def test_examples_of_bags_are_picked_with_their_entries(bags):
         close(adapter.output_rows(of_picked, picked, kept), of_picked * rows[chosen].any(1, keepdim=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Linear layers in another dress
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------- Linear layers in another dress
 
 
 def test_positions_of_stacked_linears_come_first():
@@ -224,9 +197,7 @@ def test_positions_of_stacked_linears_come_first():
     assert adapter.is_unbatched(torch.ones(2))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Precision and refusals
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------- Precision and refusals
 def test_sums_of_half_precision_are_not_rounded_to_it():
     for adapter, x, shape in (
         (LayerNormAdapter(nn.LayerNorm(2), False, True), None, (1, 257, 2)),

@@ -96,9 +96,7 @@ def test_attentions_of_one_weight_with_other_heads_and_layouts():
     ATTENTION.check(opt, expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Leaving no trace
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------- Leaving no trace
 
 
 def anatomy(model: nn.Module) -> list:
@@ -146,9 +144,7 @@ def test_a_subclass_with_a_forward_of_its_own_or_a_skipped_one_takes_the_fallbac
     assert "attn.out_proj" not in plain_kfac(seeded_build(Attends), skip_layers="attn.out_proj").blocks
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Torch's transformers
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------- Torch's transformers
 
 
 def check_all(opt, model: nn.Module, plain: nn.Module, run, examples, targets, loss) -> None:

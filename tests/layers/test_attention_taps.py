@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import secondorder.nn
 from secondorder.capture.layers.projections import Projection, WatchedAttention
 from tests.support.grid import each, pairs
 from tests.support.kfac import noise
+from tests.support.operators import Operators
 
 E, HEADS, L, S, N = 6, 2, 3, 4, 2
 
@@ -118,9 +118,7 @@ def mask_options(kind: str, tensors: list[Tensor], module: nn.MultiheadAttention
     }[kind]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The same bits
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------------- The same bits
 MODULES = {
     "plain": {},
     "batch first": {"batch_first": True},
@@ -209,14 +207,7 @@ def test_other_precisions_autocast_and_batches_of_none_and_one():
         assert_same_bits(outcome(seen, [x] * 3), outcome(plain, [x] * 3))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What taps see
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The module stays as it is
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------- The module stays as it is
 
 
 class Uncopyable:
@@ -251,20 +242,12 @@ def test_nothing_outlives_the_module():
     assert [r() for r in references] == [None, None]
 
 
-class Operators(TorchDispatchMode):
-    names: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def test_eval_keeps_the_fast_path():
     seen, plain, calls = watched_and_plain(batch_first=True)
     seen, plain, x = seen.eval(), plain.eval(), noise(N, L, E)
     with torch.no_grad(), Operators() as used:
         found = seen(x, x, x)
-    assert "_native_multi_head_attention" in used.names
+    assert "aten._native_multi_head_attention.default" in used.names
     with torch.no_grad():
         assert_same_bits(found, plain(x, x, x))
     assert not calls
@@ -290,9 +273,7 @@ def test_asked_only_in_training_with_gradients():
     assert watched.projections.out.training
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whatever happens in between
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------ Whatever happens in between
 
 
 @each(where=["inside", "register_forward_pre_hook", "register_forward_hook"], prepend=[True, False])

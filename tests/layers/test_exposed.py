@@ -6,7 +6,6 @@ The oracle is the torch module with the same parameters, to 1e-12 in float64, an
 import copy
 import itertools
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from secondorder import KFAC
 from secondorder.nn import expose
 from tests.support.grid import each, pairs
 from tests.support.kfac import noise
+from tests.support.warned import silent
 
 D, H, T, N = 3, 4, 5, 3
 LAYERS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
@@ -112,9 +112,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The same results
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------- The same results
 
 
 LENGTHS = {"packed": [5, 2, 2], "unsorted": [2, 4, 1], "alone": [3]}  # of packed sequences
@@ -235,9 +233,7 @@ def test_autocast_gives_what_torch_gives_on_this_machine(kind, dtypes, options):
                 torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The same errors
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------ The same errors
 
 
 # what a layer is given, and the number of dimensions that torch expects of its state
@@ -263,9 +259,7 @@ def test_what_torch_refuses_is_refused(kind):
                 module(x, hx)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Every weight is seen
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------- Every weight is seen
 
 
 def test_the_input_goes_in_one_product_and_the_state_step_by_step():
@@ -292,9 +286,7 @@ def test_the_input_goes_in_one_product_and_the_state_step_by_step():
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Step by step only where somebody looks
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------- Step by step only where somebody looks
 
 
 @pytest.mark.parametrize("kind", [*LAYERS, *CELLS])
@@ -312,9 +304,7 @@ def test_the_kernel_runs_when_no_tap_is_waiting(kind):
     assert counts == [1, 1, 1, 1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Conversion
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------- Conversion
 KINDS = {**dict.fromkeys([*LAYERS, *CELLS], (D, H)), "MultiheadAttention": (6, 2)}
 
 
@@ -369,8 +359,7 @@ def test_a_model_is_converted_in_place():
     model.rnn[0].register_forward_hook(lambda *_: called.append("rnn"))
     before, keys = dict(model.named_parameters()), list(model.state_dict())
     expected = model(noise(T, N, D))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         assert expose(model) is model
         kinds = [type(m) for m in model.modules()]
         assert expose(model) is model
@@ -479,9 +468,7 @@ def test_a_weight_parametrized_later_is_not_computed_at_every_step(kind):
     assert counts[0] == counts[1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Under torch.compile
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------- Under torch.compile
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 The expected second moments come from autograd through the module itself, one example at a time.
 """
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +12,7 @@ from secondorder import EKFAC, KFAC, HyLo
 from tests.support.kfac import assert_close, labels, noise, plain_kfac, train_step
 from tests.support.models import seeded_build
 from tests.support.oracles.layers import follows_fallback
+from tests.support.warned import silent, warned
 
 N, S, WIDTH = 6, 5, 256
 
@@ -113,8 +112,7 @@ def built(make, size: int = WIDTH) -> Model:
 def test_its_block_is_the_second_moment_of_each_unit(case):
     make, names = NORMS[case]
     model, x, y = built(make), noise(N, S, 3), labels(N, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         opt = plain_kfac(model, lr=0.0)
     assert list(opt.blocks) == ["body", "norm", "head"]
     params = [getattr(model.norm, name) for name in names]
@@ -212,9 +210,7 @@ def test_what_computes_something_else_is_left_out_by_name():
         assert follows_fallback(opt, "1.weight", "no adapter")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A GPT as nanoGPT writes it is covered without a keyword: tied weights, a LayerNorm of its own, learned positions
-# ---------------------------------------------------------------------------------------------------------------------
+# ----- A GPT as nanoGPT writes it is covered without a keyword: tied weights, a LayerNorm of its own, learned positions
 
 
 VOCABULARY, CONTEXT, SIZE = 31, 12, 16
@@ -260,8 +256,7 @@ def test_it_is_covered_but_for_positions_that_have_no_gradients_of_examples(meth
     torch.manual_seed(0)
     model, losses = GPT(bias), []
     words = torch.randint(VOCABULARY, (5, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warned() as found:
         opt = method(model, **keywords)
         for _ in range(8):
             opt.zero_grad()
@@ -278,5 +273,5 @@ def test_it_is_covered_but_for_positions_that_have_no_gradients_of_examples(meth
         assert len([row for row in rows if "block '" in row]) == len(list(model.parameters()))
     else:
         (warning,) = found
-        assert "(wpe: its 12 rows may be shared by the whole batch" in str(warning.message)
+        assert "(wpe: its 12 rows may be shared by the whole batch" in warning
         assert left_out == ["wpe.weight"]

@@ -334,11 +334,8 @@ def test_each_micro_batch_of_a_batch_norm_has_its_own_statistics():
         assert torch.equal(mine, theirs), name
 
 
-def test_a_wrong_choice_is_refused():
+def test_a_norm_over_ranks_follows_the_fallback():
     assert follows_fallback(plain_kfac(nn.Sequential(nn.SyncBatchNorm(3), nn.Linear(3, 3))), "0.weight", "ranks")
-    for value in ("full", 2, None):
-        with pytest.raises((ValueError, TypeError), match="norm_curvature"):
-            plain_kfac(nn.LayerNorm(3), norm_curvature=value)
 
 
 def test_relative_damping_is_relative_to_the_steepest_unit():

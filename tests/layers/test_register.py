@@ -209,9 +209,7 @@ def test_arguments_of_a_wrong_kind_are_refused():
             secondorder.register_layer(fresh(), adapter)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Conv1D is a linear layer whose weight lies transposed; a stand-in takes the place of the package
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------- Conv1D is a linear layer whose weight lies transposed; a stand-in takes the place of the package
 
 
 CASE = LayerCase(GPT2Attention, lambda: (noise(4, 3, 4),))

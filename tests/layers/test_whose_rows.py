@@ -4,7 +4,6 @@ A layer whose examples cannot be told apart is left out and says why; it is neve
 """
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, labels, noise, plain_kfac
 from tests.support.models import seeded_build
 from tests.support.oracles.ekfac import scales
+from tests.support.warned import warned
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing was captured")
 
@@ -54,9 +54,7 @@ def gradients(layer: nn.Module, examples: list[Tensor], loss) -> Tensor:
     return torch.stack(found)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sequence first
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------- Sequence first
 
 
 class SequenceFirst(nn.Module):
@@ -131,9 +129,7 @@ def test_a_layer_that_is_the_whole_model(batch_dim, S, N):
     check_factors(opt, layer, rows, 2 * rows @ layer.weight.detach().mT, N)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokens as data
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------- Tokens as data
 
 
 def batches(*lengths: int | list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -214,9 +210,7 @@ def test_tokens_as_data_in_cross_attention():
         assert_close(s, scales(G[:, None], Q_B[None], Q_A[None])[0], 1e-9, key)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows that all examples share
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------- Rows that all examples share
 
 T = 8
 
@@ -242,11 +236,10 @@ def test_shared_positions_are_never_split_among_the_examples(N, kind, method):
     model = seeded_build(Positions)
     x = torch.arange(N * T).view(N, T) % 5 if kind == "indices" else noise(N, T, 3)
     opt = plain_ekfac(model) if method == "scale" else plain_kfac(model, approx="reduce")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         train(opt, model, x, read, steps=3)
     assert is_left_out(opt, model.place)
-    assert any("place" in str(w.message) and "shared by the whole batch" in str(w.message) for w in caught)
+    assert any("place" in w and "shared by the whole batch" in w for w in caught)
     assert state_of(opt, model.head)["refreshes"] > 0
     if method == "scale":
         assert_scales(opt, model, seeded_build(Positions), x, torch.zeros(N), lambda f, _: read(f), ["head"])
@@ -276,9 +269,7 @@ def test_a_row_per_example_is_not_taken_for_a_shared_position(N):
         assert seen.nonzero().flatten().tolist() == sorted(set(x[:, i].tolist()))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts of a batch
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------- Parts of a batch
 
 
 @pytest.mark.parametrize("length", [5, 12, 24])
@@ -310,9 +301,7 @@ def test_examples_are_drawn_for_the_scale_of_a_table():
     assert_close(s[:, chosen], (Q_B.mT @ gradient).square(), 1e-9)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Compiled attention
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------- Compiled attention
 
 
 def test_what_to_do_about_compiled_attention_is_named():
@@ -321,11 +310,10 @@ def test_what_to_do_about_compiled_attention_is_named():
     opt = plain_kfac(model, lr=0.01)
     fast = torch.compile(model, backend="eager")
     x, y = noise(3, 4, 4), labels(3, 4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         for _ in range(2):
             opt.zero_grad()
             F.cross_entropy(fast(x).mean(1), y).backward()
             opt.step()
-    assert any("secondorder.nn.expose" in str(w.message) for w in caught)
+    assert any("secondorder.nn.expose" in w for w in caught)
     assert math.isfinite(float(model.attention.in_proj_weight.detach().sum()))

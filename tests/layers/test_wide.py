@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -17,12 +16,12 @@ from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, backward, directions, labels, noise, plain_kfac, train_step
 from tests.support.layer_cases import CASES, ONE_OF_EACH
 from tests.support.models import mlp, vectors
+from tests.support.operators import Operators
 from tests.support.oracles.kfac import expected_factors, solve_exact, solve_pi
-from tests.support.oracles.layers import block_state, check_block, diagonal_of, largest_tensor, row_of, train
+from tests.support.oracles.layers import block_state, check_block, diagonal_of, row_of, train
+from tests.support.warned import warned
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Diagonal factors
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------- Diagonal factors
 
 # layer "0" has 5 inputs (with the 1) and 7 outputs, layer "2" 8 inputs and 3 outputs
 WIDTHS = (4, 7, 3)
@@ -115,7 +114,7 @@ def test_a_head_of_fifty_thousand_words_works_in_bounded_memory(method):
     model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, words))
     x, y = noise(4, 4, dtype=torch.float32), labels(4, words)
     opt = plain_kfac(model, inverse_method=method)
-    with largest_tensor() as largest:
+    with Operators() as seen:
         for _ in range(2):
             train(opt, model, (x,), y, F.cross_entropy)
     n_a = width + 1
@@ -128,23 +127,12 @@ def test_a_head_of_fifty_thousand_words_works_in_bounded_memory(method):
     usage, small = opt.memory_usage(), 5**2 + 8**2  # those of the first layer
     assert usage["factors"] == 4 * (factors + small)
     assert usage["second_order"] == 4 * (second + small + (5 + 8 if method == "eigen" else 0))
-    assert largest.numel <= 4 * words * n_a  # temporaries as large as the gradient
+    assert seen.numel <= 4 * words * n_a  # temporaries as large as the gradient
     assert "diagonal" in row_of(opt, "2.weight")
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_a_wrong_limit_is_refused():
-    for value in (2.5, "wide", True):
-        with pytest.raises(TypeError, match="max_factor_dim must be an integer"):
-            plain_kfac(mlp(), max_factor_dim=value)
-    for value in (0, -1):
-        with pytest.raises(ValueError, match="max_factor_dim"):
-            plain_kfac(mlp(), max_factor_dim=value)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The default: no refresh of many seconds unless it is asked for
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------- The default: no refresh of many seconds unless it is asked for
 
 
 def wide(n: int) -> nn.Sequential:
@@ -154,10 +142,9 @@ def wide(n: int) -> nn.Sequential:
 
 def made(method, *args, **keywords) -> tuple[KFAC, list[str]]:
     """An optimizer, and what it warned of."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warned() as found:
         opt = built(method, *args, **keywords)
-    return opt, [str(w.message) for w in found]
+    return opt, found
 
 
 @pytest.mark.parametrize(

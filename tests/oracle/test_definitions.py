@@ -1,7 +1,6 @@
 """The oracle itself, checked against autograd, torch's own unfold and curvlinops before it judges anything."""
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -10,7 +9,7 @@ from tests.support.kfac import assert_close, assert_factors, backward, labels, n
 from tests.support.models import Tokens, seeded_build
 from tests.support.networks import CONVS
 from tests.support.oracles import kfac as oracle
-from tests.support.oracles.kfac import example_rows, layer_gradient, objective, pi_factors, ratio_average, solve_pi
+from tests.support.oracles.kfac import example_rows, layer_gradient, objective, pi_factors, solve_pi
 from tests.support.oracles.trajectory import curvlinops_blocks
 
 
@@ -57,10 +56,3 @@ def test_solves_undo_their_matrices():
     assert_close(B @ V @ A + 0.1 * V, gradient, 1e-12)
     B_damped, A_damped = pi_factors(B, A, 0.1)
     assert_close(B_damped @ solve_pi(B, A, gradient, 0.1) @ A_damped, gradient, 1e-12)
-
-
-def test_ratio_average_weighs_by_examples():
-    batches = [(4, torch.tensor(1.0)), (2, torch.tensor(4.0)), (6, torch.tensor(-1.0))]
-    # weights of the three batches after decay .5: 4·.25, 2·.5, 6
-    assert ratio_average(batches, 0.5).item() == pytest.approx((1 * 1 + 1 * 4 + 6 * -1) / 8)
-    assert ratio_average(batches, 1.0).item() == pytest.approx((4 * 1 + 2 * 4 + 6 * -1) / 12)

@@ -1,7 +1,5 @@
 """Products of a matrix with itself in strips, and what completes them: at the sizes where the way changes."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

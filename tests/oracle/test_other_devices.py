@@ -53,9 +53,7 @@ def test_a_lack_of_memory_and_errors_of_the_cpu_itself_are_raised(error, device)
         pass  # devices without autocast need none
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# TF32 is off while curvature is computed, whatever switches the user has used, and as it was afterwards
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------- TF32 is off while curvature is computed, whatever switches the user has used, and as it was afterwards
 
 SETTINGS = {
     "nothing": "",
@@ -109,9 +107,7 @@ def test_switches_of_either_kind():
     assert done.returncode == 0, done.stderr
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Nothing asks for CUDA unless there is CUDA
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------- Nothing asks for CUDA unless there is CUDA
 
 #: Factorisations in the package go through `anywhere`.
 FACTORISATIONS = {

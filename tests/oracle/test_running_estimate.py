@@ -1,6 +1,7 @@
-"""The ratio EMA of the factors against a plain Python list: W ← βW + w, X ← X + (w/W)(X_batch − X); and its steps.
+"""The running estimate of the factors and its steps: what is read at use, what is renewed, and when.
 
-The tables of every schedule are in `tests/schedule/test_refresh_schedule.py`.
+Against a plain list, over all of its options, it is in `tests/fisher/test_running_options.py`; the tables of every
+schedule are in `tests/schedule/test_refresh_schedule.py`.
 """
 
 import warnings
@@ -11,35 +12,11 @@ import torch.nn.functional as F
 
 from tests.support import kfac
 from tests.support.ekfac import Branches
-from tests.support.grid import pairs
 from tests.support.kfac import all_factors, assert_close, backward, held_factors, layer_state, plain_kfac, train_step
 from tests.support.models import mlp, seeded_build, vectors
-from tests.support.oracles.kfac import expected_factors, ratio_average, solve_exact
+from tests.support.oracles.kfac import expected_factors, solve_exact
 
 BATCHES = [vectors(n, seed=seed) for seed, n in enumerate((5, 2, 7, 1, 4))]
-
-
-@pairs(decay=[0.0, 0.3, 0.95, 1.0], interval=[1, 3])
-def test_unequal_batches_against_a_list(decay, interval):
-    """From the first batch on, which is the first estimate; the decay is per update, whatever the interval."""
-    model = mlp()
-    opt = plain_kfac(model, lr=0.0, factor_decay=decay, factor_update_steps=interval, inv_update_steps=6)
-    history, weight = [], 0.0
-    for t, (x, y) in enumerate(BATCHES):
-        if t % interval == 0:
-            history.append((len(x), expected_factors(mlp(), x, y, F.cross_entropy)))
-            weight = decay * weight + len(x)
-        train_step(opt, model, x, y, F.cross_entropy)
-        for name in ("0", "2"):
-            for i, X in enumerate(held_factors(opt, model, name)):
-                assert_close(X, ratio_average([(n, factors[name][i]) for n, factors in history], decay), 1e-10)
-                assert torch.equal(X, X.mT)
-            state = layer_state(opt, model, name)
-            assert float(state["factor_weight"]) == pytest.approx(weight, rel=1e-12)
-            assert state["factor_updates"] == len(history)
-    if decay == 1 == interval:  # the pooled mean over all examples
-        x, y = (torch.cat(parts) for parts in zip(*BATCHES, strict=True))
-        kfac.assert_factors(all_factors(opt, model), expected_factors(mlp(), x, y, F.cross_entropy), 1e-10)
 
 
 def test_the_decay_is_read_from_its_group_at_use():
@@ -69,9 +46,7 @@ def test_refreshes_leave_the_factors_bit_identical(method):
     kfac.assert_same_factors(opt, model, held)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# When factors and factorisations are renewed
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------- When factors and factorisations are renewed
 
 
 RENEWED = [  # layers, options, steps at which each of them has its factors updated, and is refreshed

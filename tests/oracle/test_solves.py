@@ -195,9 +195,7 @@ def test_grafting_on_adam_preconditions_the_first_moment():
         assert_close(seen[1][name][1], 0.01 * V * size / V.norm(), 1e-7, name)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layers without biases whose sides are multiples of 16, as most transformers and residual networks have them
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------- Layers without biases whose sides are multiples of 16, as most transformers and residual networks have them
 
 
 def aligned() -> nn.Sequential:

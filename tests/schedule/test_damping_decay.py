@@ -1,7 +1,5 @@
 """`damping_decay` is the rule of a step-by-step recurrence, whoever reads it and whenever."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

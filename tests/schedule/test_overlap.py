@@ -1,7 +1,5 @@
 """Refreshes beside training: what is adopted when, whatever the thread does; against factors that the tests kept."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Iterator

@@ -1,11 +1,8 @@
 """`ParamScheduler` sets options of the groups to absolute values of the step, or changes nothing at all."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +15,7 @@ from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 from secondorder import KFAC, MFAC, AdaptationOptions
 from secondorder.schedule import ParamScheduler
 from tests.support.building import built
+from tests.support.warned import silent
 
 Build = Callable[..., Optimizer]
 
@@ -139,8 +137,7 @@ def test_without_schedules_nothing_happens_and_no_step_of_the_optimizer_is_neede
     optimizer = sgd(network())
     before = held(optimizer)
     schedule = ParamScheduler(optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         schedule.step()
     assert held(optimizer) == before
     assert schedule.last_step == 1
@@ -257,8 +254,7 @@ def test_the_window_may_grow() -> None:
 def test_schedulers_of_the_learning_rate_work_beside_it(build: Build, first: bool) -> None:
     model = network()
     optimizer = build(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         ours = [ParamScheduler(optimizer, weight_decay=lambda t: 0.01 * t)] if first else []
         decay = lr_scheduler.StepLR(optimizer, 2, 0.5)
         schedulers = [*ours, decay] if first else [decay, ParamScheduler(optimizer, weight_decay=lambda t: 0.01 * t)]
@@ -420,8 +416,7 @@ def test_a_scheduled_damping_asks_for_its_unit() -> None:
     """Built without damping, K-FAC takes the number for a multiple of the mean eigenvalue."""
     with pytest.warns(UserWarning, match="multiples of the mean eigenvalue"):
         ParamScheduler(KFAC(network(), lr=0.1), damping=lambda t: 1e-3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         ParamScheduler(KFAC(network(), lr=0.1, damping=1e-2), damping=lambda t: 1e-3)
         ParamScheduler(KFAC(network(), lr=0.1, damping_mode="relative"), damping=lambda t: 5.0)
         ParamScheduler(KFAC(network(), lr=0.1), damping=lambda t: 1e-3, damping_mode={0: "absolute"})

@@ -1,7 +1,5 @@
 """`RefreshSchedule` as a table: which steps capture, refresh, begin and adopt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The refresher on blocks with plain dicts as their state, without an optimizer."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -78,15 +76,6 @@ def test_a_first_refresh_that_failed_waits_for_another_estimate_and_the_limit_ra
     _learn(block, float("nan"))
     with pytest.raises(RuntimeError, match="could not be factorized 3 times in a row"):
         _take(refresher, block, 3)
-
-
-def test_a_success_ends_the_count_of_failures() -> None:
-    block = _block()
-    refresher = _refresher(block, max_failures=2)
-    for step, size in enumerate((float("nan"), 1.0)):
-        _learn(block, size)
-        _take(refresher, block, step)
-    assert (refresher.failed, refresher.failures, block.state["refreshes"]) == (1, {}, 1)
 
 
 @pytest.mark.parametrize("forget", ["blocks", "by an error"])

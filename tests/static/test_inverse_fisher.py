@@ -5,10 +5,10 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from secondorder.linalg import inverse_fisher
 from secondorder.linalg.inverse_fisher import inverse_fisher_diagonal, inverse_fisher_vector_product
+from tests.support.operators import Operators
 
 SIZES = [(1, 1), (1, 7), (7, 1), (3, 20), (20, 3), (33, 33), (31, 60)]
 
@@ -135,33 +135,18 @@ def test_nothing_to_multiply() -> None:
     assert inverse_fisher_diagonal(draw(3, 0), 0.1).shape == (0,)
 
 
-class LargestResult(TorchDispatchMode):
-    """Records the most elements that any operation returned in memory of its own."""
-
-    def __init__(self, known: set[int]) -> None:
-        super().__init__()
-        self.known, self.most = known, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple) else (out,):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
-                self.most = max(self.most, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return out
-
-
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_no_temporary_is_larger_than_a_tile_beside_the_result(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inverse_fisher, "_TILE", 4096)
     grads, x = draw(16, 5000, dtype=torch.float32), draw(*shape, 5000, dtype=torch.float32)
-    with LargestResult({grads.untyped_storage().data_ptr(), x.untyped_storage().data_ptr()}) as record:
+    with Operators(grads, x) as seen:
         inverse_fisher_vector_product(grads, x, 0.1)
-    assert record.most == max(x.numel(), 16 * (4096 // (16 + max(1, *shape, 1))))
-    with LargestResult({grads.untyped_storage().data_ptr()}) as record:
+    assert seen.numel == max(x.numel(), 16 * (4096 // (16 + max(1, *shape, 1))))
+    with Operators(grads) as seen:
         inverse_fisher_diagonal(grads, 0.1)
-    assert record.most == 5000
+    assert seen.numel == 5000
 
 
 NO_NUMBERS = (float("nan"), float("inf"))

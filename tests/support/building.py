@@ -1,7 +1,5 @@
 """Optimizers from options by flat names, so that a table of cases needs no objects."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

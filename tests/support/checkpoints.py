@@ -1,7 +1,5 @@
 """One driver of runs that stop, go elsewhere and are continued, and the ways that there are from one to the other."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -71,9 +69,7 @@ DEFAULT_BUILDS: dict[str, Callable[[Method, nn.Module], Any]] = {
     ),
 }
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ways from one run to another
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------- Ways from one run to another
 
 
 def by_file(build: Build, model: nn.Module, optimizer: Any) -> Pair:
@@ -119,9 +115,7 @@ COPIERS = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": th
 COPIES: dict[str, Way] = {name: partial(as_a_copy, copier=copier) for name, copier in COPIERS.items()}
 DCP: dict[str, Way] = {"dcp": partial(by_dcp, flat=False), "flat dcp": partial(by_dcp, flat=True)}
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The driver
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------- The driver
 
 
 def assert_same_run(actual: Pair, expected: Pair) -> None:

@@ -16,8 +16,6 @@ with factors, with rows of examples, with windows. Where a promise is kept in on
 leaves out as slow tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any

@@ -8,8 +8,6 @@ Two networks and three optimizers without a process group stand for the three ro
   step in that epoch, when it was sent, and preconditions the learner from step (k + 2) T on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any

@@ -13,8 +13,6 @@ implications for software testing", IEEE TSE 30(6), 2004), so a default run take
     @only("kfac-exact", method=METHODS, rule=RULES)                            # by id, and the rest under `slow`
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 from itertools import product as cartesian

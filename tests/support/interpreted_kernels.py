@@ -1,7 +1,5 @@
 """Kernels of sparse windows against a dense matrix of the rows, and torch's operators: `test_triton.py` runs this."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

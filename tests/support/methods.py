@@ -6,8 +6,6 @@ is what layer methods have, which estimate the curvature of layers and need the 
 which see gradients alone and cover every parameter.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -198,9 +196,7 @@ def _keywords(cls: type[Optimizer]) -> frozenset[str]:
     return frozenset({*inspect.signature(cls).parameters} - OBJECTS.keys() | flat_names(cls).keys() | {"fallback"})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layer methods with factors
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------- Layer methods with factors
 
 _COUNTERS = {"factor_updates", "refreshes", "scale_updates", "adopt_at"}
 _WEIGHTS = {"factor_weight", "scale_weight"}
@@ -266,9 +262,7 @@ def _lacking(layer: nn.Module) -> set[str]:
     return {"basis_a"} if isinstance(layer, nn.Embedding) else set()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layer methods with rows of examples
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------- Layer methods with rows of examples
 
 _EXAMPLES = 6  # of the largest batch of all tasks; the rows of a smaller one are filled up with zeros
 _COMMON = frozenset({"factor_updates", "refreshes"})
@@ -321,9 +315,7 @@ def _row_variant(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Window methods
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------- Window methods
 
 _ROWS = 4  # of every window here: a handful of steps goes around the ring
 

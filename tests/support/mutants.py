@@ -5,8 +5,6 @@ one, a copy that is skipped. Where a line of the package changes, its row here f
 catches says what the tests have lost.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

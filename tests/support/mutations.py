@@ -7,8 +7,6 @@
 A copy has the tracked files alone. A test counts as a catch only if it passes without the fault.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

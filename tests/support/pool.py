@@ -22,8 +22,6 @@ A test whose ranks can judge by themselves what they see is one function::
         assert sum_of_ranks(rank, world, 1.0) == 6.0
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc
@@ -83,9 +81,7 @@ class _Call(NamedTuple):
     group_timeout: float
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The side of the tests
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------ The side of the tests
 
 
 class _Worker:
@@ -280,9 +276,7 @@ def _told(failure: Failure) -> str:
     return failure.traceback or f"{failure.type}: {failure.message}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The side of the ranks
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------ The side of the ranks
 
 
 _known_modules = 0

@@ -1,7 +1,5 @@
 """Small problems and dense oracles for tests of damping and of the quadratic model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs of HyLo whose ranks have batches of any size, and the same in one process."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -157,9 +155,7 @@ def in_one_process(case: Case, world: int) -> Tensor:
     return torch.stack(path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows that every rank chooses, and dense matrices of all of them
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------ Rows that every rank chooses, and dense matrices of all of them
 
 
 def chosen_path(case: Case, world: int) -> Tensor:

@@ -4,8 +4,6 @@
 saved, and stays as it is.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Training that is broken off, saved, loaded in another world or under another strategy, and gone on with."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings

@@ -7,8 +7,6 @@
     sharded_path(rank, world, case)  a rank, its shards and batches [steps, P], gathered after every step
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -150,9 +148,7 @@ class Case:
         return built(cls, groups, module=model, comm=comm, **{**own, **settings})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sharded models
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------- Sharded models
 
 
 def mesh_of(rank: int, world: int, replicas: int = 1) -> DeviceMesh:
@@ -200,9 +196,7 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([whole(p.detach()).flatten() for p in model.parameters()]).cpu()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------- Training
 
 
 def descend(model: nn.Module, optimizer: Any, batch: Batch, case: Case) -> None:

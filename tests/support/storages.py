@@ -1,7 +1,5 @@
 """What a block or a window holds, by state key and in bytes: the documented formulas, worked out beside the package."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,9 +18,7 @@ def compute_bytes(dtype: torch.dtype) -> int:
     return 8 if dtype is torch.float64 else 4
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Kronecker factors
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------- Kronecker factors
 
 
 class Shape(NamedTuple):
@@ -89,9 +85,7 @@ def kronecker(numbers: Mapping[str, Callable[[Shape], int]]) -> Sizes:
     return sizes
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows of examples
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------- Rows of examples
 
 
 def positions_of(model: nn.Module, name: str) -> int:
@@ -159,9 +153,7 @@ def kept_rows(kept: Kept) -> Sizes:
     return sizes
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Gradient windows
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------- Gradient windows
 
 UNIT_STATE = frozenset({"gram", "pos", "count", "skipped", "solve_failures", "amplification"})
 MOMENTUM_STATE = frozenset({"momentum_coefficients", "dots_momentum", "momentum_weight"})  # of gradients, per unit
@@ -302,9 +294,7 @@ def window_sizes(storage: Storage, rows: int, units: Callable[[nn.Module], Mappi
     return sizes
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Units
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------- Units
 
 
 def one_unit(model: nn.Module) -> dict[str, list[str]]:

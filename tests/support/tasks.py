@@ -4,8 +4,6 @@ Every model holds covered layers (Linear, Conv2d, Embedding, LayerNorm) and one 
 method will ever cover.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

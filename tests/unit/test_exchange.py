@@ -3,8 +3,6 @@
 Several ranks find out only what a message costs; here it shows what is in it. All sums are over this rank alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Covering grids cover what they promise, are small, and do not depend on anything but their arguments."""
 
-from __future__ import annotations
-
 from itertools import combinations, product
 
 from hypothesis import given

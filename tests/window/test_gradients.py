@@ -1,6 +1,5 @@
 """Gradients that are missing, not finite, or of parameters that come, go and come back."""
 
-import math
 from typing import Any
 
 import pytest
@@ -177,26 +176,6 @@ def test_a_group_added_after_training_started(method: str, storage: str, partiti
             if unit == EVERY:
                 assert rows[:, 23:].any(dim=1).sum() == min(step - 5, M)
             assert_near(moved[columns], explicit(method, rows, rows[-1], 1e-2), 1e-9, step)
-
-
-# ------------------------------------------------------------------------------------------------- gradients not finite
-
-
-@each(storage=FEW, partition=["global", "layer"], bad=[math.inf, -math.inf, math.nan])
-def test_one_bad_number_leaves_everything_as_it_is(storage: str, partition: str, bad: float) -> None:
-    """And the run goes on, bit for bit, as if that step had never been."""
-    kind, params, others = STORAGES[storage], parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
-    opt, twin = (build("mfac", p, partition=partition, **kind.keywords) for p in (params, others))
-    for step in range(3 * M):
-        if step in (0, 5, 6, M * 2):
-            before, g = snapshot(opt), noise(D, seed=50)
-            g[21] = bad
-            for _ in range(2):
-                assert not push(opt, params, g).any()
-            assert differences(before, opt.state_dict()) <= {"skipped", "global_step"}
-            assert int(states(opt)[0]["skipped"]) == int(before["state"][0]["skipped"]) + 2
-        u = push(opt, params, noise(D, seed=step))
-        assert torch.equal(u, push(twin, others, noise(D, seed=step)))
 
 
 # --------------------------------------------------------------------------------------------------------- closed gates

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from secondorder import GGT, MFAC
 from tests.support.building import built
 from tests.support.grid import each
-from tests.support.window import assert_near, flat, give, history, noise, parameters, push, residual, states
+from tests.support.window import flat, give, history, noise, parameters, push, residual, states
 from tests.support.window_storages import STORAGES
 
 SHAPES, D, M = [(4, 5), (3,)], 23, 4
@@ -64,15 +64,6 @@ def test_sent_energy_and_length_of_the_residual(storage: str) -> None:
         assert figures["sent_energy"] == pytest.approx(float(row @ row / (accumulated @ accumulated)), rel=5e-3)
         assert figures["residual_norm"] == pytest.approx(float(left.norm()), rel=1e-5)
         assert figures["residual_ratio"] == pytest.approx(float(left.norm() / g.norm()), rel=1e-5)
-
-
-def test_kept_directions_are_those_before_momentum() -> None:
-    params, others = parameters(SHAPES), parameters(SHAPES)
-    opt, plain = MFAC(params, lr=0.5, window_size=M, momentum=0.9), MFAC(others, lr=1.0, window_size=M)
-    for step in range(6):
-        with opt.keep_directions() as kept:
-            push(opt, params, noise(D, seed=step))
-        assert_near(torch.cat([u.reshape(-1) for u in kept.values()]), push(plain, others, noise(D, seed=step)), 1e-12)
 
 
 @each(storage=["topk", "topk-4-bit"], missing=[[0, 1], [1], [2, 3]])

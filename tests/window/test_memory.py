@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from secondorder import MFAC, LowRank, TopK
+from secondorder import LowRank, TopK
 from tests.support.building import built
 from tests.support.grid import each
 from tests.support.oracles.window import kept_entries
@@ -13,7 +13,6 @@ from tests.support.window import noise, parameters, push, size
 from tests.support.window_storages import METHODS
 
 SHAPES, M = [(40, 30), (70,), (8, 3, 5), (64,), (), (6,)], 5
-BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float64: 8}
 
 
 def dense(width: int) -> tuple[int, int]:
@@ -80,13 +79,3 @@ def test_bytes_are_those_of_the_formulas(case: str, method: str) -> None:
         assert used["error"] == error
         assert used["gram"] == 8 * M * (M + 1) // 2
         assert used["total"] == sum(value for key, value in used.items() if key != "total")
-
-
-def test_share_of_the_dense_window() -> None:
-    """Of one flat parameter, residual and Gram matrix included. Zeros that nobody has touched cost no memory here."""
-    m, d = 1024, 2_800_000
-    narrow = {"value_dtype": torch.bfloat16}
-    for share, keywords in ((60, {}), (90, narrow), (95, {**narrow, "error_bits": 4})):
-        compression = TopK(density=0.01, **keywords)
-        opt = MFAC([torch.nn.Parameter(torch.empty(d))], lr=1e-3, window_size=m, compression=compression)
-        assert opt.memory_usage()["total"] <= 4 * m * d / share

@@ -1,7 +1,5 @@
 """Kernels of sparse windows: by triton's interpreter on the CPU, and on a GPU where there is one."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

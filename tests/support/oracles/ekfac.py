@@ -22,9 +22,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Per-example gradients
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------ Per-example gradients
 
 
 def example_gradients(model: nn.Module, x: Tensor, y: Tensor, loss: Loss) -> dict[str, Tensor]:
@@ -77,9 +75,7 @@ def values(layer: nn.Module) -> Tensor:
     return as_matrices(layer, *parts)[0].clone()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Dense blocks
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------- Dense blocks
 
 
 def exact_blocks(G: Tensor) -> Tensor:
@@ -148,37 +144,7 @@ def frobenius(X: Tensor) -> float:
     return float((X * X).sum().sqrt())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Output gradients of the Fisher with exact loss curvature (type-2): columns of S, S Sᵀ = Hessian of the loss
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def curvature_roots(outputs: Tensor, likelihood: str) -> Tensor:
-    """``[C, k]`` of one example's outputs ``[C]``."""
-    if likelihood == "categorical":
-        p = outputs.softmax(-1)
-        return torch.diag(p.sqrt()) - torch.outer(p, p.sqrt())
-    if likelihood == "bernoulli":
-        q = torch.sigmoid(outputs)
-        return torch.diag((q * (1 - q)).sqrt())
-    return 2**0.5 * torch.eye(len(outputs), dtype=outputs.dtype)
-
-
-def curvature_gradients(model: nn.Module, name: str, x: Tensor, likelihood: str) -> Tensor:
-    """``[N · k, Γ, n_g, n_a]``: Jᵀ S of every example, times √k so that the mean over the rows is (1/N) Σ_n."""
-    columns = []
-    for n in range(len(x)):
-        with torch.no_grad():
-            roots = curvature_roots(model(x[n : n + 1])[0], likelihood)
-        for c in range(roots.shape[1]):
-            v = roots[:, c] * roots.shape[1] ** 0.5
-            columns.append(layer_gradients(model, name, x[n : n + 1], v[None], lambda o, v: (o * v).sum()))
-    return torch.cat(columns)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Schedules, restated
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------- Schedules, restated
 
 
 def eigenbasis(X: Tensor, limit: int | None = None) -> tuple[Tensor, Tensor]:

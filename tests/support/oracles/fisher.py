@@ -32,9 +32,7 @@ from tests.support.oracles.kfac import homogeneous, input_rows, output_rows
 Loss = Callable[[Any, Any], Tensor]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Losses of one example
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------ Losses of one example
 
 
 def cross_entropy(f: Tensor, y: Tensor) -> Tensor:
@@ -71,9 +69,7 @@ LOSSES: dict[str, tuple[Any, Loss]] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Columns of the output Hessian
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------- Columns of the output Hessian
 
 
 def heads(outputs: Any) -> tuple[Tensor, ...]:
@@ -100,9 +96,7 @@ def columns(outputs: Any, loss: Callable[[Any], Tensor]) -> list[tuple[Tensor, .
     return [restored(v) for v in (vectors[:, kept] * values[kept].clamp(min=0).sqrt()).T]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows of Linear and Conv layers
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------- Rows of Linear and Conv layers
 
 
 @dataclass
@@ -178,9 +172,7 @@ def one_example(y: Any, n: int) -> Any:
     return tuple(part[n : n + 1] for part in y) if isinstance(y, tuple) else y[n : n + 1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Any parameters
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------- Any parameters
 
 
 def parameter_gradients(model: nn.Module, names: Sequence[str], x: Tensor, y: Any, loss: Loss) -> list[Tensor]:
@@ -215,9 +207,7 @@ def hessian_block(model: nn.Module, name: str, objective: Callable[[Callable], T
     return torch.autograd.functional.hessian(value, theta.reshape(-1))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Driving the optimizers
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------- Driving the optimizers
 
 METHODS = {"kfac": KFAC, "ekfac": EKFAC}
 #: Nothing moves and nothing is remembered: every step's estimate is that of its own batch, at the first weights.

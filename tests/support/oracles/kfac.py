@@ -24,9 +24,7 @@ from torch import Tensor, nn
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows of one layer
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------- Rows of one layer
 
 
 @dataclass
@@ -151,9 +149,7 @@ def example_rows(
     return collected
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Factors and dense blocks
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------- Factors and dense blocks
 
 
 def factors(rows: Rows, approx: str = "expand", loss_terms: int = 1) -> tuple[Tensor, Tensor]:
@@ -205,9 +201,7 @@ def kron(B: Tensor, A: Tensor) -> Tensor:
     return torch.block_diag(*(torch.kron(b, a) for b, a in zip(grouped(B), grouped(A), strict=True)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Gradients of a layer as [n_g, n_a], and what the method should make of them
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------ Gradients of a layer as [n_g, n_a], and what the method should make of them
 
 
 def joined(weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -253,18 +247,7 @@ def solve_pi(B: Tensor, A: Tensor, gradient: Tensor, damping: float) -> Tensor:
     return torch.linalg.solve(F, gradient.reshape(-1)).view_as(gradient)
 
 
-def ratio_average(batches: list[tuple[int, Tensor]], decay: float) -> Tensor:
-    """The running estimate after ``batches`` of (examples, batch value): W ← βW + w, X ← X + (w/W)(X_batch − X)."""
-    total, value = 0.0, None
-    for examples, batch in batches:
-        total = decay * total + examples
-        value = batch if value is None else value + examples / total * (batch - value)
-    return value
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Losses
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------- Losses
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,11 @@ Nothing of the package is used to find them.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.support.kfac import assert_close
 from tests.support.oracles.kfac import Loss, Rows, factors, kron
@@ -94,9 +91,7 @@ def diagonal_of(A: Tensor) -> Tensor:
     return A * torch.eye(A.shape[-1], dtype=A.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the optimizer holds
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------- What the optimizer holds
 
 
 def block_state(opt, name: str) -> dict:
@@ -147,34 +142,7 @@ def follows_fallback(opt, name: str, *reason: str) -> bool:
     return "fallback" in row and all(word.lower() in row for word in reason)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class _Largest(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                self.numel = max(self.numel, leaf.untyped_storage().nbytes() // leaf.element_size())
-        return result
-
-
-@contextmanager
-def largest_tensor() -> Iterator[_Largest]:
-    """Watches the size of every tensor that any operator returns inside, also during backward."""
-    with _Largest() as mode:
-        yield mode
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Layers of transformers, spelled out
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------- Layers of transformers, spelled out
 
 
 def embedding(tape: Tape, name: str, tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -254,9 +222,7 @@ def attention_pairs(expected: dict, name: str) -> dict[str, tuple[Tensor, Tensor
     return {f"{name}.in_proj": (A, B), f"{name}.out_proj": expected[f"{name}.out"]}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Recurrent layers and transposed convolutions, spelled out
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------ Recurrent layers and transposed convolutions, spelled out
 
 State = tuple[Tensor, ...]
 
