@@ -240,7 +240,7 @@ class Update:
             return curvature.rule(p, group, rule)
         is_on = not curvature.refresh_interval or group[curvature.refresh_interval]
         if not is_on or graft is not None or options.is_adam(group["inner"]):
-            return _rule_named(graft or group["inner"], group, may_fuse=bool(is_on))
+            return _rule_named(graft or group["inner"], group, may_fuse=bool(is_on and graft))
         return _rule_named(group["fallback"], group, is_fallback=True)
 
     def apply(

@@ -73,7 +73,7 @@ SGD = Rule("sgd", 0.9, 0.1, False)
         ({}, True, SGD, SGD),
         ({"every": 0}, False, SGD, SGD),
         ({"inner": "adamw"}, True, Rule("adam", 0.0, 0.1, True), SGD),
-        ({"inner": "adam"}, False, Rule("adam", 0.0, 0.1, False, may_fuse=True), SGD),
+        ({"inner": "adam"}, False, Rule("adam", 0.0, 0.1, False), SGD),
         ({"graft": "adam"}, True, Rule("plain", 0.0, 0.0, False), SGD),
         ({"graft": "adamw"}, True, Rule("plain", 0.0, 0.1, True), SGD),
         ({"graft": "sgd", "fallback": "adam"}, False, SGD, Rule("adam", 0.0, 0.1, False, is_fallback=True)),

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC, MFAC, AdaptationOptions, CommOpt, HybridOpt, MemOpt, RefreshOptions
-from secondorder.curvature import factorization
+from secondorder.curvature.factorization import EIGEN
+from secondorder.curvature.inverse import Eigen
 from tests.support.grid import each
 from tests.support.oracles.ranks import TASKS, Run, build, flat
 from tests.support.pool import Pool, everywhere, on_every_rank
@@ -98,6 +99,11 @@ def test_ranks_that_start_again_after_a_kill_end_as_if_nothing_had_happened(
 
 
 # ------------------------------------------------------------------------------------------------- An error on one rank
+def factorized_by(dense: Callable[..., Any]) -> Any:
+    """Refresh eigenbases by another function."""
+    return mock.patch.object(Eigen, "way", EIGEN._replace(dense=dense))
+
+
 @each(method=["kfac_eigen", "ekfac_intra"], where=[("mem", 1), ("comm", 0), ("comm", 1)])
 @on_every_rank(2)
 def test_an_error_of_a_refresh_is_raised_on_all_ranks(
@@ -112,7 +118,7 @@ def test_an_error_of_a_refresh_is_raised_on_all_ranks(
     def wrong(*args: Any) -> Any:
         raise ValueError(f"injected on rank {rank}")
 
-    with mock.patch.object(factorization, "eigh_psd", wrong if rank == broken else factorization.eigh_psd):
+    with factorized_by(wrong if rank == broken else EIGEN.dense):
         kind, text = raised(train, model, optimizer, rank, world, run, 2, 3)
     assert kind == "RuntimeError"
     for word in (f"rank {broken}", "layer", "ValueError", f"injected on rank {broken}"):
@@ -129,13 +135,13 @@ def test_too_many_failures_in_a_row_end_training_on_all_ranks(rank: int, world: 
     run = Run(keywords={**EAGER, "max_failures": 3})
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, 1)
-    right, counts = factorization.eigh_psd, []
+    right, counts = EIGEN.dense, []
 
     def bad(*args: Any) -> Any:
         *found, ok = right(*args)
         return (*found, torch.zeros_like(ok))
 
-    with mock.patch.object(factorization, "eigh_psd", bad if rank == optimizer.comm.owner(0) else right):
+    with factorized_by(bad if rank == optimizer.comm.owner(0) else right):
         for step in (1, 2):
             train(model, optimizer, rank, world, run, step, step + 1)
             counts.append(optimizer.diagnostics()["refresh_failures"])
