@@ -200,7 +200,7 @@ _ALL = (
         {
             "momentum": 0.0,
             "damping": 0.01,
-            "kl_clip": 1.0,
+            "kl_clip": 0.3,
             "update_steps": 1,
             "mode": "kis",
             "rows": RowOptions(sampling="uniform"),
