@@ -19,9 +19,7 @@ from secondorder.linalg import stacks
 Tensors = list[Tensor]
 Scalar = float | Tensor
 
-#: Entries of tensors that are read together.
-_READ = 2**16
-#: Entries of a piece of a large tensor that stays in the cache of a CPU with its temporaries.
+#: Entries that are read together: of small tensors, or of a piece of a large one, with temporaries in a CPU's cache.
 _PIECE = 2**16
 
 
@@ -133,7 +131,7 @@ def adam_lengths_(
         found = norms(step for part in parts for step in _fused_steps(part, betas, eps))
         return _together(found, [max(1, -(-t.numel() // _PIECE)) for t in gradients])
     adam_moments_(gradients, exp_avgs, exp_avg_sqs, betas, gate)
-    parts = stacks.bounded(zip(exp_avgs, exp_avg_sqs, counts, strict=True), lambda own: own[0].numel(), _READ)
+    parts = stacks.bounded(zip(exp_avgs, exp_avg_sqs, counts, strict=True), lambda own: own[0].numel(), _PIECE)
     return norms(step for part in parts for step in adam_steps(part, betas, eps))
 
 
@@ -253,7 +251,7 @@ def norms(tensors: Iterable[Tensor]) -> Tensor:
     Tensors are read a few at a time, so that those of a generator do not exist together.
     """
     found: Tensors = []
-    for some in stacks.bounded(tensors, Tensor.numel, _READ):
+    for some in stacks.bounded(tensors, Tensor.numel, _PIECE):
         real = as_real(some)
         accurate = {_accurate(t.dtype) for t in real}
         if len(accurate) == 1:

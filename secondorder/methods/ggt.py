@@ -51,6 +51,8 @@ class GGTRules(WindowRules):
 class GGT(SecondOrderOptimizer):
     """Implements GGT for any parameters, with or without a module.
 
+    With default options, its final loss was at most AdamW's on six of eight workloads (``docs/evidence.md``, Defaults).
+
     Args:
         window_size: m, the number of gradients in the window. Each step needs an eigendecomposition of a matrix ``[m,
             m]``, which makes 256 a sensible limit.

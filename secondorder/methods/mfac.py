@@ -51,8 +51,7 @@ _SHARED = "damping", "damping_mode", "scale", "solver", "momentum_mode"
 class MFAC(SecondOrderOptimizer):
     """Implements M-FAC for any parameters, with or without a module.
 
-    With default options, its final loss was at most that of AdamW on six of eight workloads, and higher on ResNet-20
-    and on translation (``docs/evidence.md``, Defaults).
+    With default options, its final loss was at most AdamW's on six of eight workloads (``docs/evidence.md``, Defaults).
 
     Args:
         momentum: Coefficient μ of the momentum that ``momentum_mode`` selects.
