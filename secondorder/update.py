@@ -99,9 +99,8 @@ class Update:
         """
         curvature = self._preconditioner
         params = curvature.preconditioned(gradients)
-        means = self._count_moments(
-            {p for p in params if options.is_adam(curvature.covered[p].group["graft"])}, gradients, gate
-        )
+        grafted = {p for p in params if options.is_adam(curvature.covered[p].group["graft"])}
+        means = self._count_moments(grafted, gradients, gate)
         if not curvature.takes_sources:
             return {}
         found = {p: means.get(p, gradients[p]) for p in params}
@@ -277,12 +276,13 @@ class Update:
         self, rule: Rule, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
     ) -> None:
         betas, eps = self._preconditioner.adam_options(group)
-        may_fuse = rule.may_fuse and gate is None and group["foreach"] is None and first_order.fits_fused(directions)
         tensors, directions, means, squares = map(as_real, (self._locals(params), directions, *self._moments(params)))
+        may_fuse = rule.may_fuse and gate is None and group["foreach"] is None
+        fused = may_fuse and first_order.fits_fused((*map(torch.Tensor.detach, tensors), *directions, *means))
         first_order.adam_(
             tensors, directions, means, squares, self.counts(params),
             lr=_fallback_lr(group) if rule.is_fallback else rate(group["lr"]), betas=betas, eps=eps,
-            weight_decay=rule.weight_decay, decoupled=rule.decoupled, gate=gate, fused=may_fuse,
+            weight_decay=rule.weight_decay, decoupled=rule.decoupled, gate=gate, fused=fused,
         )  # fmt: skip
 
     def _apply_sgd(

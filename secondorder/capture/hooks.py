@@ -98,7 +98,7 @@ class PartEnter(RootEnter):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the inputs of the part, unless the root is running."""
         switch = self.switch
-        if switch.depth or not module.training or torch.compiler.is_compiling() or in_transform() or in_backward():
+        if torch.compiler.is_compiling() or switch.depth or not module.training or in_transform() or in_backward():
             return
         prepare(switch)
         capture = CAPTURES.get(switch.key)

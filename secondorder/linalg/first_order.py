@@ -125,7 +125,7 @@ def adam_lengths_(
     Returns:
         The lengths ``[k]``.
     """
-    if gate is None and fits_fused(gradients) and all(map(Tensor.is_contiguous, (*gradients, *exp_avgs))):
+    if gate is None and fits_fused((*gradients, *exp_avgs)):
         pieces = _pieces(gradients, exp_avgs, exp_avg_sqs, counts)
         parts = stacks.bounded(pieces, lambda own: own[0].numel(), _PIECE)
         found = norms(step for part in parts for step in _fused_steps(part, betas, eps))
@@ -162,9 +162,9 @@ def _pieces(*lists: Tensors) -> Iterator[tuple[Tensor, ...]]:
 
 
 def fits_fused(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the fused kernels of the CPU accept these tensors, and others of the same kind."""
-    is_plain = all(t.device.type == "cpu" and type(t) is Tensor for t in tensors)
-    return is_plain and len({t.dtype for t in tensors}) == 1
+    """Return whether the fused kernels of the CPU accept these tensors, which they read in the order of memory."""
+    are_plain = all(t.device.type == "cpu" and type(t) is Tensor and t.is_contiguous() for t in tensors)
+    return are_plain and len({t.dtype for t in tensors}) == 1
 
 
 def corrected(exp_avgs: Tensors, steps: Sequence[float], beta1: float) -> Tensors:

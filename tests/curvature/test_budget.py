@@ -169,6 +169,26 @@ def test_steps_that_are_not_preconditioned_are_those_of_the_graft():
     assert any(not torch.equal(after[0][name], after[1][name]) for name in after[0])
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["plain", "channels last"])
+def test_steps_do_not_depend_on_the_kernel_of_adam(layout):
+    def steps(foreach):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3)).double()
+        refresh = RefreshOptions(precondition_steps=2)
+        optimizer = KFAC(model, lr=0.01, graft="adamw", weight_decay=0.1, foreach=foreach, refresh=refresh)
+        model.to(memory_format=layout)
+        for i in range(5):
+            optimizer.zero_grad()
+            x = torch.randn(6, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+            model(x).square().mean().backward()
+            for p in model.parameters() if i % 2 else ():
+                p.grad = p.grad.contiguous()  # the user's own gradients may have another layout than their parameter
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    torch.testing.assert_close(steps(None), steps(False), rtol=1e-11, atol=1e-12)
+
+
 def test_measured_rates_decide():
     def rates(operator):
         flat = ((1.0, 1e11), (512.0, 1e11))
