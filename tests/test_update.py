@@ -151,15 +151,16 @@ def test_lengths_and_moments_are_those_of_the_steps_of_adam(dtype: torch.dtype, 
     params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((5, 3), (300, 701), (0,), (7,))]
     adam = torch.optim.Adam(params, lr=1.0, betas=(0.8, 0.95), eps=1e-3)
     moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
-    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+    # Where there are no pieces, a sum of 210,300 squares in float32 is less accurate.
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5 if gate is None else 2e-5
     for step in range(1, 4):
-        before = [p.detach().clone() for p in params]
         for p in params:
+            p.detach().zero_()  # so that the step is not rounded as the parameter is
             p.grad = torch.randn_like(p)
         adam.step()
         gradients, counts = [p.grad for p in params if p.grad is not None], [torch.tensor(float(step))] * 4
         lengths = first_order.adam_lengths_(gradients, *moments, counts, (0.8, 0.95), 1e-3, gate)
-        expected = [torch.linalg.vector_norm((p.detach() - x).double()) for p, x in zip(params, before, strict=True)]
+        expected = [torch.linalg.vector_norm(p.detach().double()) for p in params]
         torch.testing.assert_close(lengths.double(), torch.stack(expected), rtol=tolerance, atol=0)
     for key, found in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
         torch.testing.assert_close(found, [adam.state[p][key] for p in params], rtol=tolerance, atol=tolerance)

@@ -13,7 +13,7 @@ OPTIMIZER = """
     nesterov: Whether to use Nesterov momentum.
     maximize: Whether to maximize the objective instead of minimizing it.
     foreach: Whether to update the parameters of one device and dtype in one call, as in ``torch.optim``. If None, all
-        devices do so; a CPU updates as many small parameters per call as fit into its cache.
+        devices do so; a CPU updates what fits into its cache, and uses torch's fused kernel for steps of the graft.
     fallback: Rule for parameters that are not preconditioned: ``"sgd"``, ``"adam"``, ``"adamw"`` or
         :class:`FallbackOptions`, which also sets its learning rate, as in ``FallbackOptions("adamw", lr=1e-3)``. If
         None, it is the rule of ``graft`` if that is set, and SGD otherwise.

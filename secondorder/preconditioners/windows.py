@@ -210,7 +210,7 @@ class WindowPreconditioner(Preconditioner):
         decayed, dots = unit.decayed, unit.decay_dots
         if decayed is not None and dots is not None:
             q = dots if q is None else q + dots
-            pairs = zip(r or [None] * len(decayed), decayed, strict=True)
+            pairs = zip([None] * len(decayed) if r is None else r, decayed, strict=True)
             r = [d if x is None else x if d is None else x + d for x, d in pairs]
         return Source(b, q, r)
 

@@ -149,13 +149,15 @@ def test_a_budget_cannot_be_scheduled():
         ParamScheduler(optimizer, budget={10: 2.0})
 
 
-def test_steps_that_are_not_preconditioned_are_those_of_the_graft():
+@pytest.mark.parametrize("foreach", [None, False])
+def test_steps_that_are_not_preconditioned_are_those_of_the_graft(foreach):
+    """To the bit: of torch's fused kernel, or of its loop if ``foreach`` is set."""
     model, other = network(), network()
     optimizer = KFAC(
         model, lr=0.01, weight_decay=0.1, graft="adamw", damping=1.0, factor_update_steps=1, inv_update_steps=1,
-        refresh=RefreshOptions(precondition_steps=3),
+        refresh=RefreshOptions(precondition_steps=3), foreach=foreach,
     )  # fmt: skip
-    adamw = torch.optim.AdamW(other.parameters(), lr=0.01, weight_decay=0.1, fused=True)
+    adamw = torch.optim.AdamW(other.parameters(), lr=0.01, weight_decay=0.1, fused=foreach is None)
     trained(model, optimizer, 1)
     trained(other, adamw, 1)
     before = {p: (p.detach().clone(), optimizer.state[p]) for p in model.parameters()}

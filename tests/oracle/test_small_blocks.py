@@ -1,0 +1,135 @@
+"""Blocks that precondition together solve the equations of each: explicit factors and dense solves in float64."""
+
+import pytest
+import torch
+from torch import nn
+
+from secondorder import EKFAC, KFAC, InverseOptions
+
+LAYERS, N, WIDTH, DAMPING = 5, 20, 6, 0.3
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(*(part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))).double()
+
+
+def rows_of(model, x, y):
+    """Inputs with a 1 appended and gradients of the outputs, of each layer, by a forward pass written out."""
+    inputs, outputs, h = [], [], x
+    for layer in model[::2]:
+        inputs.append(torch.cat([h, h.new_ones(len(h), 1)], 1).detach())
+        outputs.append(h @ layer.weight.T + layer.bias)
+        h = outputs[-1].tanh()
+    loss = (h - y).square().sum(1).mean()
+    return list(zip(inputs, torch.autograd.grad(loss, outputs), strict=True))
+
+
+def moved(model, optimizer, x, y):
+    """The step of each layer as a matrix, for a rate of 1."""
+    before = [torch.cat([m.weight, m.bias[:, None]], 1).detach().clone() for m in model[::2]]
+    optimizer.zero_grad()
+    (model(x) - y).square().sum(1).mean().backward()
+    optimizer.step()
+    after = [torch.cat([m.weight, m.bias[:, None]], 1).detach() for m in model[::2]]
+    return [a - b for a, b in zip(before, after, strict=True)]
+
+
+PLAIN = {
+    "lr": 1.0, "momentum": 0.0, "kl_clip": None, "damping": DAMPING, "factor_update_steps": 1, "inv_update_steps": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("inverse_method", ["eigen", "cholesky"])
+def test_kfac_solves_with_explicit_factors(inverse_method):
+    model = network()
+    x, y = torch.randn(N, WIDTH).double(), torch.randn(N, WIDTH).double()
+    expected = []
+    for a, g in rows_of(model, x, y):
+        A, G, gradient = a.T @ a / N, N * g.T @ g, g.T @ a
+        if inverse_method == "eigen":
+            fisher = torch.kron(G, A) + DAMPING * torch.eye(WIDTH * (WIDTH + 1)).double()
+            expected.append(torch.linalg.solve(fisher, gradient.flatten()).view_as(gradient))
+        else:
+            pi = ((A.trace() / (WIDTH + 1)) / (G.trace() / WIDTH)).sqrt()
+            damped_a = A + pi * DAMPING**0.5 * torch.eye(WIDTH + 1).double()
+            damped_g = G + DAMPING**0.5 / pi * torch.eye(WIDTH).double()
+            expected.append(torch.linalg.solve(damped_g, gradient) @ torch.linalg.inv(damped_a))
+    found = moved(model, KFAC(model, inverse_method=inverse_method, **PLAIN), x, y)
+    for own, solution in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, solution, rtol=1e-9, atol=1e-12)
+
+
+def test_ekfac_solves_with_second_moments_in_explicit_bases():
+    """A first step of no length finds the bases, in which the second one measures the scale."""
+    model = network()
+    x, y = torch.randn(N, WIDTH).double(), torch.randn(N, WIDTH).double()
+    expected = []
+    for a, g in rows_of(model, x, y):
+        (_, q_a), (_, q_g) = torch.linalg.eigh(a.T @ a / N), torch.linalg.eigh(N * g.T @ g)
+        each = torch.einsum("ni,nj->nij", N * g @ q_g, a @ q_a)
+        scale = each.square().mean(0)
+        expected.append(q_g @ ((q_g.T @ (g.T @ a) @ q_a) / (scale + DAMPING)) @ q_a.T)
+    optimizer = EKFAC(model, **PLAIN)
+    optimizer.param_groups[0]["lr"] = 0.0
+    moved(model, optimizer, x, y)
+    optimizer.param_groups[0]["lr"] = 1.0
+    found = moved(model, optimizer, x, y)
+    for own, solution in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, solution, rtol=1e-9, atol=1e-12)
+
+
+def shortened(factor, rank):
+    """A factor of which the leading eigenvalues are kept and the others replaced by their mean."""
+    values, vectors = torch.linalg.eigh(factor)
+    values[:-rank] = values[:-rank].mean()
+    return vectors * values @ vectors.T
+
+
+def test_kfac_solves_with_the_leading_eigenvectors_of_explicit_factors():
+    model = network()
+    x, y = torch.randn(N, WIDTH).double(), torch.randn(N, WIDTH).double()
+    expected = []
+    for a, g in rows_of(model, x, y):
+        fisher = torch.kron(shortened(N * g.T @ g, 2), shortened(a.T @ a / N, 2))
+        damped = fisher + DAMPING * torch.eye(WIDTH * (WIDTH + 1)).double()
+        expected.append(torch.linalg.solve(damped, (g.T @ a).flatten()).view(WIDTH, WIDTH + 1))
+    found = moved(model, KFAC(model, inverse_method=InverseOptions(rank=2), **PLAIN), x, y)
+    for own, solution in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, solution, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["absolute", "relative"])
+def test_each_norm_is_damped_by_the_curvature_of_its_own_units(mode):
+    """Units of a norm are blocks of a scale and a shift, with a λ that the steepest unit of this norm sets."""
+    torch.manual_seed(0)
+    norms = [nn.LayerNorm(WIDTH).double() for _ in range(3)]
+    model, scales = nn.ModuleList(norms), (1.0, 30.0, 0.1)
+    inputs = [torch.randn(N, WIDTH).double() for _ in norms]
+    targets = [torch.randn(N, WIDTH).double() * torch.linspace(0.5, 2.0, WIDTH).double() for _ in norms]
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms = model
+
+        def forward(self, x):
+            rows = zip(self.norms, x, targets, scales, strict=True)
+            return sum(s * (norm(own) - y).square().sum(1) for norm, own, y, s in rows)
+
+    whole, expected = Sum(), []
+    for x, y, s in zip(inputs, targets, scales, strict=True):
+        hat = (x - x.mean(1, keepdim=True)) / (x.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        g = 2 * s * (hat - y)  # of one example; scale 1 and shift 0
+        rows = torch.stack([g * hat, g], 2)  # [example, unit, (scale, shift)]
+        fishers = torch.einsum("nui,nuj->uij", rows, rows) / N
+        steepest = fishers.diagonal(dim1=1, dim2=2).mean(1).max() if mode == "relative" else 1.0
+        damped = fishers + DAMPING * steepest * torch.eye(2).double()
+        expected.append(torch.linalg.solve(damped, rows.mean(0)))
+    before = [(norm.weight.detach().clone(), norm.bias.detach().clone()) for norm in norms]
+    optimizer = KFAC(whole, damping_mode=mode, **PLAIN)
+    whole(torch.stack(inputs, 1).unbind(1)).mean().backward()
+    optimizer.step()
+    for (weight, bias), norm, solution in zip(before, norms, expected, strict=True):
+        found = torch.stack([weight - norm.weight, bias - norm.bias], 1).detach()
+        torch.testing.assert_close(found, solution, rtol=1e-9, atol=1e-12)
