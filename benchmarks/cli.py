@@ -13,6 +13,7 @@ from benchmarks.commands.batch_size import BatchSize
 from benchmarks.commands.compare import Compare
 from benchmarks.commands.demo import Demo
 from benchmarks.commands.density import Density
+from benchmarks.commands.estimates import Estimates
 from benchmarks.commands.fetch import Fetch
 from benchmarks.commands.figures import Drawn
 from benchmarks.commands.kernel import Kernel
@@ -40,7 +41,14 @@ class Study:
 
     what: OmitSubcommandPrefixes[
         OmitArgPrefixes[
-            BatchSize | Density | Annotated[Drawn, subcommand("figures")] | Memory | Overview | Robustness | Seconds
+            BatchSize
+            | Density
+            | Estimates
+            | Annotated[Drawn, subcommand("figures")]
+            | Memory
+            | Overview
+            | Robustness
+            | Seconds
         ]
     ]
 

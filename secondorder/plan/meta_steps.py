@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from secondorder.plan.tally import Cost, Tally
+from secondorder.plan.tally import TORCH, Cost, Tally
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.windows import WindowPreconditioner
 
@@ -108,7 +108,7 @@ def _step(optimizer: Any, model: nn.Module, inputs: Any, tally: Tally) -> StageC
             optimizer.step(closure)
         else:
             closure()
-            with tally.stage("update"):
+            with tally.stage(TORCH):
                 optimizer.step()
         optimizer.zero_grad()
         return tally.take()

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from secondorder.linalg.dense import anywhere
-from secondorder.plan.tally import MODEL, Cost, Tally
+from secondorder.plan.tally import MODEL, TORCH, Cost, Tally
 
 #: Time between two operators in loops over parameters, divided by the time in modules and autograd; and the same ratio
 #: for all other stages of a step.
-_PYTHON, _PYTHON_OF_OTHERS = {"update": 0.4}, 0.75
+_PYTHON, _PYTHON_OF_OTHERS = {TORCH: 0.4, "update": 0.15}, 0.75
+#: The largest number of bytes that an operator is assumed to find in the caches.
+_CACHED = 2**20
 #: Time of an operator that only makes a view, divided by the time of other operators.
 VIEW = 1 / 3
 Curve = tuple[tuple[float, float], ...]
@@ -43,6 +45,7 @@ class MachineRates:
         operator: Seconds that the host takes to reach and dispatch an operator. An operator that only makes a view or
             allocates takes a third of that.
         bandwidth: Bytes per second, by the number of bytes that an operator reads and writes.
+        strided: Bytes per second of copies in another order, by the number of entries that stay next to each other.
         scattered: Bytes per second of operators that gather, scatter or select.
         matmul: FLOPs per second of matrix products, by the smallest side.
         conv: FLOPs per second of convolutions, forward and backward, by the number of channels.
@@ -53,6 +56,7 @@ class MachineRates:
     device: str
     operator: float
     bandwidth: Curve
+    strided: Curve
     scattered: float
     matmul: Curve
     conv: Curve
@@ -139,6 +143,8 @@ class MachineRates:
         moved = cost.nbytes / at(self.bandwidth, cost.nbytes)
         if cost.kind == "entrywise":
             return moved
+        if cost.kind == "strided":
+            return max(moved, cost.nbytes / at(self.strided, cost.size))
         return max(moved, slower * cost.flops / at(self.matmul if cost.kind == "matmul" else self.conv, cost.size))
 
 
@@ -194,7 +200,8 @@ def measure_rates(device: torch.device | str = "cpu") -> MachineRates:
         return MachineRates(
             device=where.type,
             operator=_operator_seconds(where),
-            bandwidth=tuple((float(n), _bandwidth(n, where)) for n in (2**16, 2**20, 2**23, 2**26)),
+            bandwidth=tuple((float(n), _bandwidth(n, where)) for n in (2**16, _CACHED, 2**23, 2**26)),
+            strided=tuple((float(n), _strided(n, where)) for n in (1, 3, 8, 32)),
             scattered=_scattered(where),
             matmul=tuple((float(n), _matmul(n, where)) for n in (1, 8, 32, 128, 512)),
             conv=tuple((float(n), _conv(n, where)) for n in (4, 16, 64)),
@@ -240,19 +247,32 @@ def _operator_seconds(device: torch.device) -> float:
     with Tally() as tally:
         step()
     number: float = sum(n * (VIEW if cost.kind == "view" else 1.0) for cost, n in tally.take()[MODEL].items())
+    return _seconds_from_memory(step, device, 15) / number
+
+
+def _seconds_from_memory(work: Callable[[], object], device: torch.device, trials: int = 5) -> float:
+    """Return the shortest time of a task that finds neither its data nor the interpreter in the caches."""
     other = torch.ones(2**22, device=device)
 
-    def seconds() -> float:
-        other.add_(1.0)  # evict the interpreter from the caches, as a larger model does
-        return _seconds(step, device, warm=False)
+    def trial() -> float:
+        other.add_(1.0)
+        return _seconds(work, device, warm=False)
 
-    return min(seconds() for _ in range(15)) / number
+    return min(trial() for _ in range(trials))
 
 
 def _bandwidth(nbytes: int, device: torch.device) -> float:
     source = torch.ones(nbytes // 8, device=device)
     target = torch.empty_like(source)
-    return nbytes / _seconds(lambda: torch.add(source, 1.0, out=target), device)
+    timed = _seconds if nbytes <= _CACHED else _seconds_from_memory
+    return nbytes / timed(lambda: torch.add(source, 1.0, out=target), device)
+
+
+def _strided(run: int, device: torch.device) -> float:
+    """Return the rate at which patches of images are copied, as the statistics of convolutions do."""
+    images = torch.ones(8, 8, 18, run + 15, device=device)
+    patches = images.unfold(2, 3, 1).unfold(3, run, 1).permute(0, 2, 3, 1, 4, 5)
+    return 2 * patches.numel() * images.element_size() / _seconds(patches.contiguous, device)
 
 
 def _scattered(device: torch.device) -> float:

@@ -20,6 +20,8 @@ from torch.utils.flop_counter import flop_registry
 
 #: Stage of all operators outside of the optimizer's step.
 MODEL = "model"
+#: Stage of the operators of an optimizer of ``torch.optim``.
+TORCH = "torch.optim"
 #: Factorizations of a matrix [n, n] by operator: their kind, and their FLOPs divided by n³. QR takes ``[m, n]``.
 _FACTORIZATIONS: Mapping[str, tuple[str, float]] = {
     "aten::_linalg_eigh": ("eigh", 9.0),
@@ -41,6 +43,8 @@ _WRITERS = {
 }
 _READERS = {"aten::gather", "aten::index", "aten::index_select", "aten::take", "aten::embedding"}
 _OVERWRITERS = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::ones_like", "aten::zeros_like"}
+#: Operators that copy a tensor, possibly in another order.
+_COPIES = {"aten::copy_", "aten::clone", "aten::_to_copy"}
 #: Operators that only allocate.
 _ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
 
@@ -49,8 +53,10 @@ class Cost(NamedTuple):
     """The cost of one operator.
 
     Attributes:
-        kind: ``"matmul"``, ``"conv"``, ``"eigh"``, ``"cholesky"``, ``"scattered"``, ``"entrywise"`` or ``"view"``.
-        size: Side of a factorized matrix, smallest side of a product, or channels of a convolution; otherwise 0.
+        kind: ``"matmul"``, ``"conv"``, ``"eigh"``, ``"cholesky"``, ``"scattered"``, ``"strided"``, ``"entrywise"`` or
+            ``"view"``.
+        size: Side of a factorized matrix, smallest side of a product, channels of a convolution, or number of entries
+            that stay next to each other in a copy; otherwise 0.
         flops: Number of FLOPs.
         nbytes: Number of bytes read and written.
         itemsize: Number of bytes per element.
@@ -146,7 +152,21 @@ def cost_of(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any], out: 
             return Cost("conv", _channels(inputs, "backward" in name), flops, nbytes, itemsize)
         side = min((n for x in inputs[-2:] for n in x.shape[-2:]), default=0)
         return Cost("matmul", side, flops, nbytes, itemsize)
+    if name in _COPIES:
+        return Cost("strided", _run(inputs[-1], results[0]), 0.0, nbytes)
     return Cost("scattered" if _is_scattered(name, inputs, results) else "entrywise", 0, 0.0, nbytes)
+
+
+def _run(source: Tensor, target: Tensor) -> int:
+    """Return the number of entries that lie next to each other in both tensors."""
+    run = 1
+    if source.shape == target.shape and source.layout == target.layout == torch.strided:
+        for stride, n, own in sorted(zip(target.stride(), target.shape, source.stride(), strict=True)):
+            if n > 1 and (stride, own) != (run, run):
+                break
+            run *= n
+        return run
+    return target.numel()
 
 
 def _is_scattered(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> bool:

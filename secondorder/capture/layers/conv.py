@@ -88,7 +88,7 @@ class ConvAdapter(Adapter):
         """Whether lags save work: weight gradients are not computed from patches, and rows are those of this class."""
         own = type(self).input_rows is ConvAdapter.input_rows and type(self).patches is ConvAdapter.patches
         onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-        fast = out.device.type == "cuda" or (out.device.type == "cpu" and onednn)
+        fast = out.device.type == "cuda" or (out.device.type in ("cpu", "meta") and onednn)
         return bool(own and fast and out.dtype == torch.float32)
 
     def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
