@@ -205,7 +205,7 @@ def measure_rates(device: torch.device | str = "cpu") -> MachineRates:
             scattered=_scattered(where),
             matmul=tuple((float(n), _matmul(n, where)) for n in (1, 8, 32, 128, 512)),
             conv=tuple((float(n), _conv(n, where)) for n in (4, 16, 64)),
-            eigh=tuple((float(n), _factorize(torch.linalg.eigh, n, where)) for n in (16, 64, 256, 512)),
+            eigh=tuple((float(n), _factorize(torch.linalg.eigh, n, where)) for n in (16, 64, 256, 1024)),
             cholesky=tuple((float(n), _factorize(_inverse, n, where)) for n in (16, 64, 256, 512)),
         )
 
