@@ -19,6 +19,7 @@ from benchmarks.commands.kernel import Kernel
 from benchmarks.commands.linalg import Linalg
 from benchmarks.commands.memory import Memory
 from benchmarks.commands.overview import Overview
+from benchmarks.commands.presets import Presets
 from benchmarks.commands.ranks import Ranks
 from benchmarks.commands.regress import Regress
 from benchmarks.commands.robustness import Robustness
@@ -40,7 +41,14 @@ class Study:
 
     what: OmitSubcommandPrefixes[
         OmitArgPrefixes[
-            BatchSize | Density | Annotated[Drawn, subcommand("figures")] | Memory | Overview | Robustness | Seconds
+            BatchSize
+            | Density
+            | Annotated[Drawn, subcommand("figures")]
+            | Memory
+            | Overview
+            | Presets
+            | Robustness
+            | Seconds
         ]
     ]
 
