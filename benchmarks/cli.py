@@ -20,6 +20,7 @@ from benchmarks.commands.kernel import Kernel
 from benchmarks.commands.linalg import Linalg
 from benchmarks.commands.memory import Memory
 from benchmarks.commands.overview import Overview
+from benchmarks.commands.presets import Presets
 from benchmarks.commands.ranks import Ranks
 from benchmarks.commands.regress import Regress
 from benchmarks.commands.robustness import Robustness
@@ -47,6 +48,7 @@ class Study:
             | Annotated[Drawn, subcommand("figures")]
             | Memory
             | Overview
+            | Presets
             | Robustness
             | Seconds
         ]

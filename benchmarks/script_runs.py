@@ -27,7 +27,7 @@ class Run:
     def __init__(self, line: str, script: Script, model: nn.Module) -> None:
         self.model, self.history = deepcopy(model), History(line)
         try:
-            self.optimizer = build(line, (script.lr, script.weight_decay), self.model)
+            self.optimizer = build(line, self.model, LR=script.lr, WD=script.weight_decay)
         except (NameError, SyntaxError, TypeError) as err:
             raise ValueError(f"the line {line!r} does not build an optimizer: {err}") from err
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commands.choices import choices, presets
 from benchmarks.compare import statistics, wording
 from benchmarks.compare.statistics import Results, Summary, targets
 from benchmarks.compare.tables import Rows, markdown_table, plain, reach_rows, result_rows
@@ -26,6 +25,11 @@ from benchmarks.compare.wording import NOTHING, number, seconds, share
 
 _NONE = (NOTHING,) * 4
 _FEW = 6  # rows of a short table
+_PRESETS: Mapping[str, Mapping[str, str]] = {
+    "autoencoder": {"kfac_adaptive": "large_batch"},
+    "poisson": {"hylo": "physics_informed", "ekfac_adaptive": "least_squares"},
+}
+"""By workload, the optimizers that are presets; ``ekfac_orthogonal`` is ``from_muon`` everywhere."""
 
 
 def overview(comparisons: Sequence[Results]) -> str:
@@ -122,9 +126,9 @@ def memory(measured: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(Rows("", ("optimizer", *heads), rows)) + "\n"
 
 
-def best_of(name: str, results: Results) -> str:
+def best_of(results: Results) -> str:
     """Return a short table of one comparison, with the names of the presets that the optimizers belong to."""
-    preset = presets(name)
+    preset = {"ekfac_orthogonal": "from_muon", **_PRESETS.get(results["workload"], {})}
     found = [item for item in statistics.summaries(results) if item.optimizer in _few(results, preset)]
     rows = tuple(_row(item, preset.get(item.optimizer)) for item in found)
     columns = ("optimizer", "loss", results["metric"], "seconds", "÷ SGD", "MB")
@@ -225,8 +229,6 @@ def renewed(text: str, results: Mapping[str, Results]) -> str:
 
 
 def _body(results: Mapping[str, Results], name: str, part: str = "") -> str:
-    if name == "choices":
-        return choices(results)
     if name in _TOGETHER:
         comparisons = [found for found in results.values() if "runs" in found]
         if not comparisons:
@@ -238,7 +240,7 @@ def _body(results: Mapping[str, Results], name: str, part: str = "") -> str:
     if name not in results:
         raise ValueError(f"the page asks for results of {name!r}, but there are only {', '.join(results)}")
     if "runs" in results[name]:
-        return best_of(name, results[name]) if part == "best" else section(results[name])
+        return best_of(results[name]) if part == "best" else section(results[name])
     if "tables" not in results[name]:
         raise ValueError(f"the results of {name} contain no tables: run the command that produces them again")
     return "\n\n".join(map(markdown_table, _part([Rows(**table) for table in results[name]["tables"]], part)))

@@ -98,10 +98,10 @@ class Swap(Common):
 
     def _compare(self, name: ScriptName, base: Base, workload: Workload) -> dict[str, Any]:
         steps = workload.steps[self.size] if self.steps is None else self.steps
-        script = SCRIPTS[name][base]
+        lr, decay = SCRIPTS[name][base]
         schedule = partial(make_schedule, Schedule("cosine"), steps)
         runs = [
-            Trainer(base, workload, partial(build, line, script), self.seed, schedule)
+            Trainer(base, workload, partial(build, line, LR=lr, WD=decay), self.seed, schedule)
             for line in (LINES[base], REPLACEMENTS[self.method][base])
         ]
         race(runs, steps)
@@ -111,12 +111,10 @@ class Swap(Common):
         return {**found, "before": before, "after": after, "passed": passed}
 
 
-def build(line: str, script: tuple[float, float], model: nn.Module) -> Optimizer:
+def build(line: str, model: nn.Module, **values: Any) -> Optimizer:
     names = {name: getattr(secondorder, name) for name in secondorder.__all__}
-    values = {"torch": torch, **names, "model": model, "LR": script[0], "WD": script[1]}
-    optimizer: Optimizer = eval(
-        line, values
-    )  # the very line that users read; it comes from this repository or from the command line
+    # The very line that users read; it comes from this repository or from the command line.
+    optimizer: Optimizer = eval(line, {"torch": torch, **names, "model": model, **values})
     return optimizer
 
 

@@ -13,6 +13,7 @@ from benchmarks.commands import batch_size, density
 from benchmarks.commands.batch_size import BatchSize
 from benchmarks.commands.density import PUBLISHED, Density
 from benchmarks.commands.memory import UNPLANNED, Memory, difference
+from benchmarks.commands.presets import Presets
 from benchmarks.commands.robustness import Robustness, _defaults, _judged
 from benchmarks.commands.scaling import Scaling
 from benchmarks.evidence import Cells, attempt, train_until
@@ -239,6 +240,7 @@ def test_values_that_are_refused():
         (Memory(world=0), "world must be positive, got 0"),
         (Robustness(share=1.5), r"share must be in \(0, 1\], got 1\.5"),
         (Robustness(workloads=()), "workloads must name at least one"),
+        (Presets(choices=("from_adams",)), "choices must be of from_adamw, .* got from_adams"),
         (Scaling(method="hylo", dp_kfac=True), "dp_kfac is a way to take the factors"),
     ]:
         with pytest.raises(ValueError, match=message):
