@@ -109,7 +109,10 @@ def match_outputs(forwards: Sequence[Forward], outputs: Any, targets: Any) -> li
     found = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     given = list(targets) if isinstance(targets, (tuple, list)) else [targets] * len(found)
     if not all(isinstance(x, Tensor) for x in found):
-        raise TypeError(f"the closure's outputs must be a tensor, or one for each forward; got {_shown(outputs)}")
+        raise TypeError(
+            "with a likelihood, the closure must return (loss, outputs), with one tensor of outputs for each forward; "
+            f"got outputs of type {_shown(outputs)}"
+        )
     if not len(found) == len(forwards) == len(given):
         raise RuntimeError(
             f"the closure returned {len(found)} outputs and {len(given)} targets, but ran {len(forwards)} forwards of "

@@ -108,7 +108,7 @@ class TrustRegion:
 
         Raises:
             RuntimeError: If there is no closure and an option needs one.
-            TypeError: If the closure returned anything other than a loss and outputs.
+            TypeError: If the closure returned anything other than a loss and outputs, or no outputs for a likelihood.
         """
         self._evaluation = None
         if closure is None:
@@ -125,8 +125,8 @@ class TrustRegion:
         with recorded(root, devices, on=recording) as forwards:
             returned = called(closure)
         loss, outputs, targets = parts_of(returned)
-        exact = self._likelihood is not None and outputs is not None
-        matched = match_outputs(forwards, outputs, targets) if recording and exact else []
+        exact = recording and self._likelihood is not None
+        matched = match_outputs(forwards, outputs, targets) if exact else []
         examples = sum(forward.examples(layers.batch.dim, rule) for forward in forwards)
         self._evaluation = Evaluation(
             cast("Callable[[], Any]", closure), self._objective(loss), start, recording, examples, matched

@@ -51,10 +51,7 @@ class ChiefOnly(RankGrid):
             raise ValueError(f"statistics must be one of {_STATISTICS}, got {statistics!r}")
         self._root, self._deliver, self._statistics = root, deliver, statistics
         super().__init__(
-            average_gradients=average_gradients,
-            wire_dtype=wire_dtype,
-            timeout=timeout,
-            verify_every=verify_every,
+            average_gradients=average_gradients, wire_dtype=wire_dtype, timeout=timeout, verify_every=verify_every
         )
 
     def workers(self, world: int) -> int:

@@ -38,10 +38,7 @@ class LocalFactors(MemOpt):
         verify_every: int | None = None,
     ) -> None:
         super().__init__(
-            average_gradients=average_gradients,
-            wire_dtype=wire_dtype,
-            timeout=timeout,
-            verify_every=verify_every,
+            average_gradients=average_gradients, wire_dtype=wire_dtype, timeout=timeout, verify_every=verify_every
         )
 
     def captures(self, index: int) -> bool:

@@ -33,7 +33,7 @@ _MATRICES: Mapping[str, Any] = {
     "betas": (0.9, 0.95),
 }
 _QUADRATIC: Mapping[str, Any] = {
-    "adaptation": AdaptationOptions(quadratic_model=True),
+    "adaptation": AdaptationOptions(quadratic_model=True, likelihood="categorical"),
     "kl_clip": None,
     "factor_update_steps": 1,
     "inv_update_steps": 5,
@@ -169,11 +169,12 @@ _ALL = (
     ),
     Preset(
         "large_batch",
-        "For large batches and losses that are ill-conditioned rather than noisy; there is no learning rate to tune.",
+        "For large batches and losses that are ill-conditioned rather than noisy; there is no learning rate to tune. "
+        "Losses other than the cross entropy need another likelihood.",
         KFAC,
         1.0,
         {**_QUADRATIC, "damping": 0.3, "damping_mode": "relative", "factor_decay": 0.8},
-        needs="calls step(closure), with a closure that returns the loss and the outputs if a likelihood is given",
+        needs="calls step(closure), with a closure that returns the loss and the outputs",
         measured="docs/evidence.md, An autoencoder",
     ),
     Preset(

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from bisect import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -156,14 +156,9 @@ def at(curve: Curve, size: float, power: float = 0.0) -> float:
         size: The size.
         power: The power of the size by which values grow beyond the last point.
     """
-    if size <= curve[0][0]:
-        return curve[0][1]
-    if size >= curve[-1][0]:
-        return float(curve[-1][1] * (size / curve[-1][0]) ** power)
-    i = bisect(curve, (size, math.inf))
-    (x0, y0), (x1, y1) = curve[i - 1], curve[i]
-    share = math.log(size / x0) / math.log(x1 / x0)
-    return float(y0 * (y1 / y0) ** share)
+    sizes, values = np.log(curve).T
+    inside = float(np.interp(math.log(size) if size else -math.inf, sizes, values))
+    return math.exp(inside) * float(max(1.0, size / curve[-1][0]) ** power)
 
 
 def _checked_curve(name: str, value: object) -> Curve:

@@ -365,7 +365,8 @@ def test_a_loss_scaler_cannot_pass_a_closure() -> None:
         *((x, TypeError, "need a closure that returns the loss")
           for x in (None, "loss", (), torch.zeros(2), (1.0, 2.0, 3.0, 4.0))),
         ((0.0, torch.zeros(12, 4)), RuntimeError, "not among what the model returned"),
-        ((0.0, "outputs"), TypeError, "outputs must be a tensor, or one for each forward"),
+        ((0.0, "outputs"), TypeError, "with one tensor of outputs for each forward; got outputs of type str"),
+        (0.0, TypeError, r"must return \(loss, outputs\), .* got outputs of type NoneType"),
         ((0.0, [torch.zeros(12, 4)] * 2), RuntimeError, "returned 2 outputs and 2 targets, but ran 1 forwards"),
     ],
     ids=str,

@@ -196,7 +196,7 @@ def test_measured_rates_decide():
         flat = ((1.0, 1e11), (512.0, 1e11))
         bytes_ = ((1.0, 1e10), (1e9, 1e10))
         times = ((16.0, 1e-5), (512.0, 1e-2))
-        return MachineRates("cpu", operator, bytes_, 1e9, flat, flat, times, times)
+        return MachineRates("cpu", operator, bytes_, flat, 1e9, flat, flat, times, times)
 
     chosen = []
     for operator in (1e-9, 1e-4):

@@ -23,6 +23,7 @@ RATES = secondorder.MachineRates(
     device="cpu",
     operator=1e-5,
     bandwidth=((2**16, 1e10), (2**26, 1e10)),
+    strided=((1, 1e9), (32, 1e10)),
     scattered=2e9,
     matmul=((1, 1e10), (512, 1e11)),
     conv=((4, 1e10), (64, 1e11)),
@@ -121,6 +122,31 @@ def test_flops_of_a_linear_layer_are_those_counted_by_hand() -> None:
     assert kfac["refresh"] == pytest.approx(9 * (n_a**3 + n_g**3) / 100, rel=0.2)  # and the check of the bases
     assert kfac["precondition"] == 4 * n_a * n_g * (n_a + n_g)
     assert found["KFAC"].flops_ratio == pytest.approx(sum(kfac.values()) / forward_and_weight_gradient)
+
+
+def test_flops_are_those_of_a_step_on_the_cpu() -> None:
+    """The statistics of convolutions have several ways, and the estimate has to take that of the device."""
+
+    def build(model: nn.Module) -> secondorder.SecondOrderOptimizer:
+        refresh = secondorder.RefreshOptions(warmup=False)
+        return secondorder.KFAC(model, factor_update_steps=1, inv_update_steps=50, refresh=refresh)
+
+    model, x = (
+        nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 4, 3)),
+        torch.randn(8, 16, 32, 32),
+    )
+    flops = secondorder.estimate(model, x, methods={"it": build}, rates=RATES).methods["it"].flops
+    tally = Tally()
+    with build(model) as optimizer:
+        optimizer.time_stages(tally)
+        for _ in range(2):
+            tally.take()
+            with tally:
+                model(x).square().mean().backward()
+                optimizer.step()
+    counted = {stage: sum(cost.flops * n for cost, n in own.items()) for stage, own in tally.take().items()}
+    for stage in (MODEL, "capture", "precondition"):
+        assert flops[stage] == pytest.approx(counted[stage])
 
 
 def test_a_model_is_neither_changed_nor_run() -> None:
@@ -224,6 +250,21 @@ def test_curves_are_interpolated_on_logarithms() -> None:
     assert at(curve, 10) == pytest.approx(4.0)
     assert at(curve, 0.5) == 1.0
     assert at(curve, 200, power=3) == pytest.approx(128.0)
+
+
+@pytest.mark.parametrize(
+    ("order", "run"), [((0, 1, 2), 24), ((0, 2, 1), 1), ((1, 0, 2), 4)], ids=["same", "transposed", "rows"]
+)
+def test_copies_in_another_order_count_the_entries_that_stay_together(order: tuple[int, ...], run: int) -> None:
+    x = torch.empty(2, 3, 4, device="meta").permute(order)
+    with Tally() as tally:
+        x.clone(memory_format=torch.contiguous_format)
+        torch.empty(x.shape, device="meta").copy_(x)
+    costs = {cost: number for cost, number in tally.take()[MODEL].items() if cost.kind == "strided"}
+    assert [(cost.size, cost.nbytes) for cost in costs] == [(run, 2 * 4 * 24)]
+    assert list(costs.values()) == [2]
+    slow = RATES.seconds(costs) - 2 * RATES.operator
+    assert slow == pytest.approx(2 * 192 / at(RATES.strided, run))
 
 
 def test_equal_operators_are_counted_each_time() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,25 +30,19 @@ class NormAdapter(Adapter):
         module: The layer.
         has_weight: Whether the scale is trained.
         has_bias: Whether the shift is trained.
-        shape: Shape of the scale and of the shift.
-        eps: Value that the layer adds to the variance.
         norm_curvature: ``"unit"`` for a k×k block per unit, ``"diagonal"`` for its diagonal.
     """
 
     is_exact = True
+    units_in = "num_features"
+    """Attribute of the layer with its number of units, or with the shape of its scale and shift."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        has_weight: bool,
-        has_bias: bool,
-        shape: tuple[int, ...],
-        eps: float | None,
-        norm_curvature: str,
-    ) -> None:
+    def __init__(self, module: Any, has_weight: bool, has_bias: bool = False, norm_curvature: str = "unit") -> None:
         super().__init__(module, has_weight, has_bias)
-        self.shape, self.eps = shape, eps
-        self.units, self.trained = math.prod(shape), has_weight + has_bias
+        units = getattr(module, self.units_in)
+        self.shape: tuple[int, ...] = (units,) if isinstance(units, int) else tuple(units)
+        self.eps: float | None = module.eps
+        self.units, self.trained = math.prod(self.shape), has_weight + has_bias
         diagonal = norm_curvature == "diagonal"
         self.groups, self.d_out = (self.units * self.trained, 1) if diagonal else (self.units, self.trained)
         self.d_in = 0
@@ -118,15 +113,7 @@ class NormAdapter(Adapter):
 class LayerNormAdapter(NormAdapter):
     """Covers ``nn.LayerNorm`` over any number of trailing axes: every element of them is a unit."""
 
-    def __init__(
-        self,
-        module: nn.LayerNorm | nn.RMSNorm,
-        has_weight: bool,
-        has_bias: bool = False,
-        norm_curvature: str = "unit",
-    ) -> None:
-        shape = tuple(module.normalized_shape)
-        super().__init__(module, has_weight, has_bias, shape, module.eps, norm_curvature)
+    units_in = "normalized_shape"
 
     @property
     def feature_axes(self) -> int:
@@ -159,17 +146,7 @@ class ChannelNormAdapter(NormAdapter):
 
     channels_first = True
 
-    def __init__(
-        self,
-        module: nn.Module,
-        has_weight: bool,
-        has_bias: bool,
-        channels: int,
-        eps: float,
-        norm_curvature: str,
-    ) -> None:
-        super().__init__(module, has_weight, has_bias, (channels,), eps, norm_curvature)
-        self._eps = eps
+    eps: float
 
     def is_unbatched(self, x: Tensor) -> bool:
         return False
@@ -182,15 +159,6 @@ class ChannelNormAdapter(NormAdapter):
 class BatchNormAdapter(ChannelNormAdapter):
     """Covers ``nn.BatchNorm1d``, ``2d`` and ``3d``, normalizing by the statistics of the batch as in training."""
 
-    def __init__(
-        self,
-        module: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d,
-        has_weight: bool,
-        has_bias: bool,
-        norm_curvature: str = "unit",
-    ) -> None:
-        super().__init__(module, has_weight, has_bias, module.num_features, module.eps, norm_curvature)
-
     @staticmethod
     def refusal(module: nn.Module) -> str:
         """Return why such a module follows the fallback rule; empty if it does not have to."""
@@ -199,7 +167,7 @@ class BatchNormAdapter(ChannelNormAdapter):
         return ""
 
     def normalized(self, x: Tensor) -> Tensor:
-        return F.batch_norm(widened(x), None, None, training=True, eps=self._eps)
+        return F.batch_norm(widened(x), None, None, training=True, eps=self.eps)
 
     def scaled_sums(self, g: Tensor, x: Tensor, examples: int) -> Tensor:
         """Compute the sums without x̂: some examples at a time, so that no temporary is as large as x."""
@@ -211,32 +179,30 @@ class BatchNormAdapter(ChannelNormAdapter):
             centred = part - mean
             found.append(self.sum_positions(gradient * centred, len(part) // folds))
             squares += centred.square_().sum(dims)
-        deviation = (squares / (x.numel() // self.units) + self._eps).sqrt()
+        deviation = (squares / (x.numel() // self.units) + self.eps).sqrt()
         return torch.cat(found) / deviation
 
 
 class GroupNormAdapter(ChannelNormAdapter):
     """Covers ``nn.GroupNorm``."""
 
-    def __init__(self, module: nn.GroupNorm, has_weight: bool, has_bias: bool, norm_curvature: str = "unit") -> None:
-        super().__init__(module, has_weight, has_bias, module.num_channels, module.eps, norm_curvature)
-        self.channel_groups: int = module.num_groups
+    units_in = "num_channels"
+
+    def __init__(
+        self, module: nn.GroupNorm, has_weight: bool, has_bias: bool = False, norm_curvature: str = "unit"
+    ) -> None:
+        super().__init__(module, has_weight, has_bias, norm_curvature)
+        self.channel_groups = module.num_groups
 
     def normalized(self, x: Tensor) -> Tensor:
-        return F.group_norm(widened(x), self.channel_groups, eps=self._eps)
+        return F.group_norm(widened(x), self.channel_groups, eps=self.eps)
 
 
 class InstanceNormAdapter(ChannelNormAdapter):
     """Covers ``nn.InstanceNorm1d``, ``2d`` and ``3d``, including single examples ``[C, …]``."""
 
-    def __init__(
-        self,
-        module: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d,
-        has_weight: bool,
-        has_bias: bool,
-        norm_curvature: str = "unit",
-    ) -> None:
-        super().__init__(module, has_weight, has_bias, module.num_features, module.eps, norm_curvature)
+    def __init__(self, module: Any, has_weight: bool, has_bias: bool = False, norm_curvature: str = "unit") -> None:
+        super().__init__(module, has_weight, has_bias, norm_curvature)
         self.unbatched_dim: int = module._get_no_batch_dim()
 
     def is_unbatched(self, x: Tensor) -> bool:
@@ -244,7 +210,7 @@ class InstanceNormAdapter(ChannelNormAdapter):
 
     def normalized(self, x: Tensor) -> Tensor:
         batched = x[None] if self.is_unbatched(x) else x
-        return F.instance_norm(widened(batched), eps=self._eps).view(x.shape)
+        return F.instance_norm(widened(batched), eps=self.eps).view(x.shape)
 
     def sum_positions(self, x: Tensor, examples: int) -> Tensor:
         return super().sum_positions(x[None] if self.is_unbatched(x) else x, examples)
