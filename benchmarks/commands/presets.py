@@ -50,6 +50,8 @@ class Choice:
 _SAME, _OWN = "create(name, model, lr=lr)", "create(name, model)"
 # The rate of the benchmarks' Muon is in the default unit of torch.optim.Muon.
 _MUON = "create(name, model, lr=lr, adjust_lr_fn='original')"
+# The loss of the autoencoder is the binary cross entropy.
+_BERNOULLI = "create(name, model, adaptation=AdaptationOptions(quadratic_model=True, likelihood='bernoulli'))"
 _ADAM_LIKE = "estimator='running', power=0.5, momentum_mode='pre', kl_clip=None"
 _EKFAC = f"EKFAC(model, lr=3 * lr, fallback=FallbackOptions('adamw', lr=lr), {_ADAM_LIKE})"
 _WINDOW = "(model.parameters(), lr=lr, graft='adamw')"
@@ -58,7 +60,7 @@ _ALL = (
     Choice("from_adam", "adam", _SAME, ("autoencoder", "chargpt")),
     Choice("from_sgd", "sgd", _SAME, ("autoencoder", "resnet20", "chargpt")),
     Choice("from_muon", "muon", _MUON, ("chargpt", "multi30k", "resnet20", "unet")),
-    Choice("large_batch", "adamw", _OWN, ("autoencoder",)),
+    Choice("large_batch", "adamw", _BERNOULLI, ("autoencoder",)),
     Choice("least_squares", "adamw", _OWN, ("poisson",)),
     Choice("physics_informed", "adamw", _OWN, ("poisson",)),
     Choice("low_memory", "adamw", _SAME, ("chargpt",)),

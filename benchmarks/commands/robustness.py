@@ -52,7 +52,8 @@ class Robustness(Evidence):
 
     @property
     def stem(self) -> str:
-        return "robustness-" + (self.workloads[0] if len(self.workloads) == 1 else "all")
+        share = "" if self.share is None else f"-{self.share:g}"
+        return f"robustness-{self.workloads[0] if len(self.workloads) == 1 else 'all'}{share}"
 
     @property
     def names(self) -> list[str]:

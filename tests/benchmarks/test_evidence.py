@@ -9,9 +9,10 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from benchmarks import checkpoints, evidence
-from benchmarks.commands import batch_size, density
+from benchmarks.commands import batch_size, density, estimates
 from benchmarks.commands.batch_size import BatchSize
 from benchmarks.commands.density import PUBLISHED, Density
+from benchmarks.commands.estimates import Estimates
 from benchmarks.commands.memory import UNPLANNED, Memory, difference
 from benchmarks.commands.presets import Presets
 from benchmarks.commands.robustness import Robustness, _defaults, _judged
@@ -290,14 +291,35 @@ def test_robustness(data_dir, tmp_path, capsys):
     assert Robustness(workloads=("digits", "autoencoder"), data_dir=tmp_path, **words).run() == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "left out: missing data" in text
-    rows = [row for row in saved(tmp_path / "robustness-all.json")["rows"] if row["workload"] == "digits"]
+    rows = [row for row in saved(tmp_path / "robustness-all-0.06.json")["rows"] if row["workload"] == "digits"]
     assert [row["optimizer"] for row in rows] == ["adamw", "kfac", "sgd"]
     assert rows[0]["as_good"]
     assert rows[1]["as_good"]
     assert rows[1]["loss"] < rows[0]["loss"]
     Robustness(workloads=("digits",), data_dir=data_dir, set=("lr=0.0",), **words).run()
-    own = next(row for row in saved(tmp_path / "robustness-digits.json")["rows"] if row["optimizer"] == "kfac")
+    own = next(row for row in saved(tmp_path / "robustness-digits-0.06.json")["rows"] if row["optimizer"] == "kfac")
     assert own["loss"] == pytest.approx(own["first"], rel=0.05)
+
+
+def test_estimated_and_measured_slowdowns(data_dir, tmp_path):
+    methods = ("adamw", "kfac", "from_adamw", "hylo", "ggt")
+    words = {"data_dir": data_dir, "out_dir": tmp_path, "size": "smoke", "steps": 10, "window_size": 4}
+    assert Estimates(workloads=("digits",), methods=methods, **words).run() == 0
+    data = saved(tmp_path / "estimates.json")
+    assert [row["method"] for row in data["rows"]] == list(methods)
+    assert all(row["failed"] is None and row["measured"] > 0 and row["estimated"] > 0 for row in data["rows"])
+    assert all(cell["figures"]["rates"]["device"] == "cpu" for cell in data["cells"])
+
+
+def test_estimates_that_are_far_off_are_marked():
+    rows = [
+        {"workload": "digits", "method": "kfac", "failed": None, "estimated": 1.2, "measured": 1.0},
+        {"workload": "digits", "method": "ggt", "failed": None, "estimated": 0.7, "measured": 1.0},
+        {"workload": "digits", "method": "mfac", "failed": "RuntimeError: no"},
+    ]
+    table = estimates._table(rows, ("kfac", "ggt", "mfac", "hylo"), 0.25)
+    assert [list(column.cells)[0] for column in table.columns][1:] == ["1.20 / 1.00", "0.70 / 1.00 *", "failed", "–"]
+    assert "1 of 2" in table.caption
 
 
 def test_a_default_that_changes_is_run_anew(monkeypatch):
@@ -329,7 +351,7 @@ def test_failed_methods_are_named(data_dir, tmp_path, capsys, monkeypatch):
     assert Robustness(optimizers=("sgd",), set=("nonsense=1",), **words).run() == 0
     assert Robustness(optimizers=("kfac",), set=("nonsense=1",), **words).run() == 0
     assert "nonsense" in capsys.readouterr().out
-    own = saved(tmp_path / "robustness-digits.json")["rows"][1]
+    own = saved(tmp_path / "robustness-digits-0.4.json")["rows"][1]
     assert own["failed"][0].startswith("TypeError")
     assert own["as_good"] is False
 

@@ -10,7 +10,7 @@ from benchmarks.commands.presets import CHOICES, Presets, loss_after
 from benchmarks.commands.swap import build
 from benchmarks.recipes import METHODS
 from benchmarks.runner import History, Trainer
-from secondorder import KFAC, create
+from secondorder import KFAC, AdaptationOptions, create
 from secondorder.methods.presets import PRESETS
 
 SETTINGS = {"lr": 0.07, "adamw_lr": 0.01}
@@ -68,7 +68,11 @@ def test_the_rate_carries_over(data_dir, tmp_path, trainers):
 def test_a_line_builds_the_preset(name):
     models = [nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)) for _ in range(2)]
     own = name in {"large_batch", "least_squares", "physics_informed"}
-    keywords = {"from_muon": {"lr": 0.07, "adjust_lr_fn": "original"}}.get(name, {} if own else {"lr": 0.07})
+    special = {
+        "from_muon": {"lr": 0.07, "adjust_lr_fn": "original"},
+        "large_batch": {"adaptation": AdaptationOptions(quadratic_model=True, likelihood="bernoulli")},
+    }
+    keywords = special.get(name, {} if own else {"lr": 0.07})
     built = build(CHOICES[name].line, models[0], name=name, **SETTINGS)
     wanted = create(name, models[1], **keywords)
     with built, wanted:
