@@ -52,7 +52,7 @@ endif
 	@touch $@
 
 demo: $(STAMP) ## Train on handwritten digits with SGD, AdamW and every method; table and plot (under 2 minutes)
-	@$(BIN)/python -m benchmarks demo $(ARGS)
+	@$(BIN)/python -m benchmarks study demo $(ARGS)
 
 test: $(STAMP) ## Run the test suite in parallel, without the slow tests
 	@$(PYTEST) $(ARGS)

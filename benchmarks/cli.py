@@ -43,6 +43,7 @@ class Study:
     what: OmitSubcommandPrefixes[
         OmitArgPrefixes[
             BatchSize
+            | Demo
             | Density
             | Estimates
             | Annotated[Drawn, subcommand("figures")]
@@ -78,7 +79,7 @@ class Scale:
         return self.what.run()
 
 
-Command = Analyse | Compare | Demo | Fetch | Measure | Regress | Scale | Study | Train
+Command = Analyse | Compare | Fetch | Measure | Regress | Scale | Study | Train
 
 
 def main(args: list[str] | None = None) -> int:

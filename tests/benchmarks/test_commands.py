@@ -30,7 +30,7 @@ def _run(*args, threads=1):
 def test_demo_as_a_process(tmp_path):
     chosen = ("sgd", "kfac", "mfac")
     words = ["--optimizers", *chosen, "--steps", "12", "--threads", "1", "--out-dir", str(tmp_path)]
-    command = [sys.executable, "-m", "benchmarks", "demo", *words]
+    command = [sys.executable, "-m", "benchmarks", "study", "demo", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     methods = [METHODS[name] for name in chosen]
     for method in methods:
@@ -47,7 +47,7 @@ def test_demo_as_a_process(tmp_path):
 
 def test_help_lists_commands_and_workloads(capsys):
     commands = [kind.__name__.lower() for kind in get_args(Command)]
-    assert commands == ["analyse", "compare", "demo", "fetch", "measure", "regress", "scale", "study", "train"]
+    assert commands == ["analyse", "compare", "fetch", "measure", "regress", "scale", "study", "train"]
     for words, names in (["--help"], commands), (["train", "--help"], WORKLOADS):
         with pytest.raises(SystemExit) as caught:
             main(words)
