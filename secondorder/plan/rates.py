@@ -25,7 +25,7 @@ from secondorder.plan.tally import MODEL, TORCH, Cost, Tally
 #: Time between two operators in loops over parameters, divided by the time in modules and autograd; and the same ratio
 #: for all other stages of a step.
 _PYTHON, _PYTHON_OF_OTHERS = {TORCH: 0.4, "update": 0.15}, 0.75
-#: The largest number of bytes that an operator is assumed to find in the caches.
+#: The largest number of bytes that an operator on a CPU is assumed to find in the caches.
 _CACHED = 2**20
 #: Time of an operator that only makes a view, divided by the time of other operators.
 VIEW = 1 / 3
@@ -259,7 +259,7 @@ def _seconds_from_memory(work: Callable[[], object], device: torch.device, trial
 def _bandwidth(nbytes: int, device: torch.device) -> float:
     source = torch.ones(nbytes // 8, device=device)
     target = torch.empty_like(source)
-    timed = _seconds if nbytes <= _CACHED else _seconds_from_memory
+    timed = _seconds_from_memory if device.type == "cpu" and nbytes > _CACHED else _seconds
     return nbytes / timed(lambda: torch.add(source, 1.0, out=target), device)
 
 
