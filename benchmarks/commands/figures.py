@@ -6,22 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter
 
 from benchmarks import report
 from benchmarks.commands.batch_size import draw_batch_sizes
 from benchmarks.commands.density import draw_densities
 from benchmarks.commands.overview import load
-from benchmarks.compare import statistics
-from benchmarks.compare.figures import Against, course
+from benchmarks.compare.figures import draw_losses
 from benchmarks.compare.statistics import Results
 from benchmarks.plot import INK, OPTIMIZERS, look, plot_losses, save, styled
 from benchmarks.runner import History
-
-_SHADE = 0.18  # opacity of the range over the seeds
 
 
 @dataclass
@@ -40,7 +35,7 @@ class Drawn:
         draw = {}
         for stem, results in found.items():
             if "runs" in results:
-                draw[f"evidence-{results['workload']}.svg"] = partial(draw_curves, results)
+                draw[f"evidence-{results['workload']}.svg"] = partial(draw_losses, results)
             elif stem.startswith("batch-size-"):
                 draw["evidence-batch-size.svg"] = partial(draw_batch_sizes, _done(results["rows"]), _title(results))
             elif stem.startswith("density-"):
@@ -63,66 +58,6 @@ def _done(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _title(results: Results) -> str:
     return str(results["tables"][0]["title"])
-
-
-# ---------------------------------------------------------------------- comparisons
-def draw_curves(results: Results, path: Path) -> None:
-    """Draw the loss against steps and seconds: AdamW, Muon, the best first-order optimizer and the best of ours."""
-    with styled():
-        figure = Figure(figsize=(9, 3.0), layout="constrained")
-        by_step, by_second = figure.subplots(1, 2, sharey=True)
-        handles = _curves(by_step, results, "steps") | _curves(by_second, results, "seconds")
-        figure.suptitle(f"{results['workload']}, {results['steps']} steps", x=0.01, ha="left")
-        figure.legend(
-            handles=[handles[label] for label in sorted(handles, key=_order)],
-            loc="outside lower center", ncols=4, frameon=False,
-        )  # fmt: skip
-        save(figure, path)
-
-
-def _order(label: str) -> tuple[bool, str]:
-    return not label.startswith(("AdamW", "Muon", "SOAP")), label
-
-
-def _shown(results: Results) -> list[str]:
-    """Return AdamW, the better Muon, the best first-order optimizer, and the best of ours."""
-    first = statistics.best_first(results)
-    target = statistics.target_of(results, first)
-    best = statistics.best_of_ours(results, target) if target else None
-    ranked = [found.optimizer for found in statistics.summaries(results) if found.loss]
-    muon = next((name for name in ranked if name.startswith("muon")), None)
-    names = ["adamw", muon, first, best.optimizer if best else None]
-    return [name for name in dict.fromkeys(names) if name in ranked]
-
-
-def _curves(axes: Axes, results: Results, against: Against) -> dict[str, Line2D]:
-    handles, low, top = {}, [], []
-    for name in _shown(results):
-        if (found := course(results, name)) is None:
-            continue
-        style: dict[str, Any] = {"color": look(found.label, 0)["color"], "linewidth": 1.6}
-        axes.plot(found.along(against), found.mean, **style)
-        if len(found.losses) > 1:
-            ends = found.losses.min(axis=0), found.losses.max(axis=0)
-            axes.fill_between(found.along(against), *ends, color=style["color"], alpha=_SHADE, linewidth=0)
-        handles[found.label] = Line2D([], [], label=found.label, **style)
-        low.append(float(found.mean.min()))
-        top.append(float(found.mean[0]))
-    axes.set_xlim(left=0)
-    axes.set_yscale("log")
-    span = max(top) / min(low)
-    subs = (1, 1.5, 2, 3, 4, 5, 7) if span < 5 else (1, 2, 5) if span < 100 else (1,)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_ylim(min(low) / 1.15, max(top) * 1.15)
-    axes.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 2.5, 5, 10)))
-    axes.set_xlabel("steps" if against == "steps" else "processor seconds", fontsize=9)
-    if against == "steps":
-        axes.set_ylabel("training loss", fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.grid(axis="y")
-    return handles
 
 
 # ---------------------------------------------------------------------- ranks and the demo

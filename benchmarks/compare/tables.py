@@ -1,4 +1,4 @@
-"""Tables of a comparison: the same rows for the terminal, for Markdown and for the HTML report."""
+"""Tables of a comparison: the same rows for the terminal and for Markdown."""
 
 import math
 from collections.abc import Sequence
@@ -24,8 +24,6 @@ class Rows:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str = ""
-    ours: frozenset[int] = frozenset()
-    """Rows of ours, to be set off."""
 
 
 def summary_tables(results: Results) -> list[Table]:
@@ -80,7 +78,6 @@ def result_rows(results: Results) -> Rows:
         f"The column s has {_clock(results)} seconds, and ÷ SGD is the time of a step relative to SGD. MB is the size "
         "of the optimizer's state. Runs counts those that finished, of all. Kind: methods that use the curvature of "
         "the loss are second order; Muon, Shampoo, SOAP and others that use gradients only are first order.",
-        _ours([s.ours for s in found]),
     )
 
 
@@ -118,10 +115,6 @@ def _quality(results: Results, optimizer: str, name: str) -> str:
     return number(found.mean if found else None)
 
 
-def _ours(flags: Sequence[bool]) -> frozenset[int]:
-    return frozenset(index for index, flag in enumerate(flags) if flag)
-
-
 def reach_rows(results: Results, target: Target) -> Rows:
     found, aim = statistics.reaches(results, target), results["share_target"]
     return Rows(
@@ -145,7 +138,6 @@ def reach_rows(results: Results, target: Target) -> Rows:
         f"whose mean of {WINDOW} steps is at most that loss. A short run has reached it if it ends at most there, and "
         "it counts with all of its steps. Steps and seconds are means over the seeds that reached the loss. The target "
         f"for our methods: every seed reaches the loss within {aim:g} of the steps.",
-        _ours([item.ours for item in found]),
     )
 
 
@@ -180,7 +172,6 @@ def sift_rows(results: Results) -> Rows:
         tuple(rows),
         f"Loss after {', '.join(map(str, steps))} steps, by multiple of the recipe's learning rate. An asterisk marks "
         "the best one, which full runs use. Best is last: no rate beyond the best one was tried.",
-        _ours([bool(statistics.select(results, optimizer=name)[0]["ours"]) for name in names]),
     )
 
 
@@ -199,5 +190,4 @@ def failure_rows(results: Results) -> Rows:
         tuple((r["label"], r["phase"], f"{r['factor']:.3g}", str(r["seed"]), why) for r, why in broken),
         "These runs count among the seeds as runs that never reached the target. A run has diverged if a loss is not "
         "finite, or if the mean at the end is above twice the first loss.",
-        _ours([bool(run["ours"]) for run, _ in broken]),
     )
