@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -116,6 +117,29 @@ class Workload(ABC):
     def quality(self, model: nn.Module) -> dict[str, float]:
         """Return what else the field reports of a trained model, by name, on all held-out data; often nothing."""
         return {}
+
+
+class InMemory(Workload):
+    """What workloads have in common whose examples are all in memory: every epoch takes them in a new order."""
+
+    @cached_property
+    @abstractmethod
+    def train(self) -> Batch:
+        """All examples that are trained on."""
+
+    @property
+    def examples(self) -> int:
+        return len(self.train[0])
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        inputs, targets = self.train
+        generator = torch.Generator().manual_seed(seed)
+        for index in shuffled_indices(len(inputs), self.batch_size, generator):
+            yield self.augmented(inputs[index], generator), targets[index]
+
+    def augmented(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Return what the model gets in place of the inputs of a batch in training."""
+        return inputs
 
 
 class Classification(Workload):
