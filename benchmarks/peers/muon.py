@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.peers.layers import Matrix, hidden_matrices, others
-from benchmarks.peers.peer import Peer
+from benchmarks.peers.layers import Matrix, adamw_for_others, hidden_matrices
+from benchmarks.peers.peer import Peer, evaluated
 
 ADAMW_BETAS = (0.9, 0.95)
 _SIZE, _REPEATS = 128, 5  # of the product that is timed
@@ -54,10 +54,7 @@ class Float32Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -104,10 +101,7 @@ class MatrixMuon(Optimizer):
         super().__init__([matrix.parameter for matrix in matrices], {"lr": self.muon.defaults["lr"]})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for matrix, views in zip(self._matrices, self._views, strict=True):
             self._show(matrix, views)
         self.muon.param_groups[0]["lr"] = self.param_groups[0]["lr"]
@@ -151,12 +145,8 @@ def muon(
         raise ValueError("the model has no hidden matrix for Muon")
     taken = [matrix.parameter for matrix in matrices]
     half = precision == "bfloat16" or (precision == "auto" and does_bfloat16(taken[0].device.type))
-    parts: list[Optimizer] = [
-        MatrixMuon(matrices, half, lr=lr, weight_decay=weight_decay, momentum=momentum, **options)
-    ]
-    if rest := others(model, taken):
-        parts.append(torch.optim.AdamW(rest, lr=adamw_lr, betas=ADAMW_BETAS, weight_decay=weight_decay))
-    return Peer(*parts)
+    first = MatrixMuon(matrices, half, lr=lr, weight_decay=weight_decay, momentum=momentum, **options)
+    return Peer(first, *adamw_for_others(model, taken, lr=adamw_lr, betas=ADAMW_BETAS, weight_decay=weight_decay))
 
 
 def label() -> str:
