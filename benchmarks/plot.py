@@ -1,4 +1,4 @@
-"""The style of all figures, and the figures of training runs and of the rows of a study."""
+"""The style of all figures, and the figures of the rows of a study."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,8 +10,6 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
-
-from benchmarks.runner import WINDOW, History
 
 INK = "#7D8590"
 """Color of text and axes, which is readable on light and on dark pages."""
@@ -59,37 +57,6 @@ def styled() -> AbstractContextManager[None]:
 def save(figure: Figure, path: Path) -> None:
     """Write a figure, with the same bytes for the same data, so that it changes in the repository only with them."""
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def plot_losses(histories: Sequence[History], title: str, target: float, path: Path) -> None:
-    with styled():
-        figure = Figure(figsize=(10, 4.6), layout="constrained")
-        by_step, by_second = figure.subplots(1, 2, sharey=True)
-        for index, history in enumerate(histories):
-            start = min(WINDOW, len(history.losses)) - 1
-            losses = history.smoothed[start:]
-            style = look(history.label, index)
-            by_step.plot(range(start + 1, len(history.losses) + 1), losses, label=history.label, linewidth=1.8, **style)
-            by_second.plot(history.seconds[start:], losses, linewidth=1.8, **style)
-        _dress(by_step, "optimizer steps", target)
-        _dress(by_second, "training seconds", target)
-        by_step.set_ylabel(f"training loss (mean of {WINDOW} steps)")
-        by_second.annotate(
-            f"target {target:g}", (1, target), (0, 3), xycoords=("axes fraction", "data"),
-            textcoords="offset points", ha="right", va="bottom", fontsize=9,
-        )  # fmt: skip
-        figure.legend(loc="outside lower center", ncols=min(5, len(histories)), frameon=False)
-        figure.suptitle(title, x=0.01, ha="left")
-        save(figure, path)
-
-
-def _dress(axes: Axes, label: str, target: float) -> None:
-    axes.set_yscale("log")
-    axes.set_xlabel(label)
-    axes.set_xlim(left=0)
-    axes.axhline(target, color=INK, linewidth=0.8, zorder=0)
-    axes.grid(axis="y")
-    axes.set_axisbelow(True)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from benchmarks import report
 from benchmarks.commands.batch_size import draw_batch_sizes
 from benchmarks.commands.density import draw_densities
 from benchmarks.commands.overview import load
-from benchmarks.compare.figures import draw_losses
+from benchmarks.compare.figures import draw_histories, draw_losses
 from benchmarks.compare.statistics import Results
-from benchmarks.plot import INK, OPTIMIZERS, look, plot_losses, save, styled
+from benchmarks.plot import INK, OPTIMIZERS, look, save, styled
 from benchmarks.runner import History
 
 
@@ -100,10 +100,6 @@ _WORLDS = {"K-FAC, MemOpt": "#2FB5C4", "DP-KFAC": "#7A6BD8"}
 
 
 def draw_demo(results: Mapping[str, Any], path: Path) -> None:
-    histories = []
-    for row in results["results"]:
-        history = History(row["label"])
-        history.losses = row["losses"]
-        history.step_seconds = row["step_seconds"]
-        histories.append(history)
-    plot_losses(histories, f"{results['workload']}, seed {results['seed']}", results["target"], path)
+    rows = results["results"]
+    histories = [History(row["label"], losses=row["losses"], step_seconds=row["step_seconds"]) for row in rows]
+    draw_histories(histories, f"{results['workload']}, seed {results['seed']}", results["target"], path)

@@ -5,11 +5,11 @@ optimizers have in all pictures, and the second gives each optimizer a panel of 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,6 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from benchmarks.compare import statistics
 from benchmarks.compare.statistics import Results, Run, Summary
 from benchmarks.plot import INK, look, save, styled
+from benchmarks.runner import WINDOW, History
 
 Against = Literal["steps", "seconds"]
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -76,15 +77,56 @@ def _courses(results: Results) -> dict[str, Course]:
 # ---------------------------------------------------------------------- a few in one panel
 def draw_losses(results: Results, path: Path) -> None:
     """Draw the loss against steps and seconds: AdamW, Muon, the best first-order optimizer and the best of ours."""
+    courses = [found for name in shown(results) if (found := course(results, name))]
+    styles = [{"color": look(found.label, 0)["color"]} for found in courses]
+    clock = "processor" if results["clock"] == "processor" else "wall-clock"
+    draw_courses(courses, styles, f"{results['workload']}, {results['steps']} steps", clock, path)
+
+
+def draw_histories(histories: Sequence[History], title: str, target: float, path: Path) -> None:
+    """Draw the loss of single runs against steps and seconds, as a mean of ten steps, with the loss to reach."""
+    courses = []
+    for history in histories:
+        losses = np.array(history.smoothed)
+        kept = np.isfinite(losses) & (np.arange(len(losses)) >= WINDOW - 1)
+        if kept.any():
+            steps, seconds = np.arange(1.0, len(losses) + 1), np.array(history.seconds)
+            courses.append(Course(history.label, steps[kept], seconds[kept], losses[None, kept]))
+    styles = [look(found.label, index) for index, found in enumerate(courses)]
+    draw_courses(courses, styles, title, "training", path, target)
+
+
+def draw_courses(
+    courses: Sequence[Course],
+    styles: Sequence[Mapping[str, Any]],
+    title: str,
+    clock: str,
+    path: Path,
+    target: float | None = None,
+) -> None:
+    """Draw losses against steps and against seconds of a clock, side by side."""
     with styled():
-        figure = Figure(figsize=(9, 3.0), layout="constrained")
-        by_step, by_second = figure.subplots(1, 2, sharey=True)
-        handles = _curves(by_step, results, "steps") | _curves(by_second, results, "seconds")
-        figure.suptitle(f"{results['workload']}, {results['steps']} steps", x=0.01, ha="left")
-        figure.legend(
-            handles=[handles[label] for label in sorted(handles, key=_order)],
-            loc="outside lower center", ncols=4, frameon=False,
-        )  # fmt: skip
+        figure = Figure(figsize=(9, 2.5 + 0.5 * math.ceil(len(courses) / 4)), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        handles = {}
+        for axes, against in zip(panels, get_args(Against), strict=True):
+            for found, style in zip(courses, styles, strict=True):
+                _draw(axes, found, against, {**style, "linewidth": 1.6})
+                handles[found.label] = Line2D([], [], label=escaped(found.label), **style, linewidth=1.6)
+            axes.set_xlim(left=0)
+            axes.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 2.5, 5, 10)))
+            axes.set_xlabel("steps" if against == "steps" else f"{clock} seconds", fontsize=9)
+            axes.tick_params(labelsize=8)
+            if courses:
+                _dress(axes, courses, max(found.mean[0] for found in courses))
+            if target is not None:
+                name = f"target {target:g}"
+                handles[name] = axes.axhline(target, color=INK, linewidth=0.8, zorder=0, label=name)
+                axes.set_ylim(bottom=min(axes.get_ylim()[0], target / 1.15))
+        panels[0].set_ylabel("training loss", fontsize=9)
+        figure.suptitle(title, x=0.01, ha="left")
+        ordered = [handles[label] for label in sorted(handles, key=_order)]
+        figure.legend(handles=ordered, loc="outside lower center", ncols=4, frameon=False)
         save(figure, path)
 
 
@@ -101,24 +143,6 @@ def shown(results: Results) -> list[str]:
     muon = next((name for name in ranked if name.startswith("muon")), None)
     names = ["adamw", muon, first, best.optimizer if best else None]
     return [name for name in dict.fromkeys(names) if name in ranked] or ranked[:4]
-
-
-def _curves(axes: Axes, results: Results, against: Against) -> dict[str, Line2D]:
-    courses = [found for name in shown(results) if (found := course(results, name))]
-    handles = {}
-    for found in courses:
-        style: dict[str, Any] = {"color": look(found.label, 0)["color"], "linewidth": 1.6}
-        _draw(axes, found, against, style)
-        handles[found.label] = Line2D([], [], label=escaped(found.label), **style)
-    axes.set_xlim(left=0)
-    axes.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 2.5, 5, 10)))
-    clock = "processor" if results["clock"] == "processor" else "wall-clock"
-    axes.set_xlabel("steps" if against == "steps" else f"{clock} seconds", fontsize=9)
-    if against == "steps":
-        axes.set_ylabel("training loss", fontsize=9)
-    axes.tick_params(labelsize=8)
-    _dress(axes, courses, max(found.mean[0] for found in courses))
-    return handles
 
 
 def _draw(axes: Axes, found: Course, against: Against, style: dict[str, Any]) -> None:
