@@ -23,8 +23,9 @@ OPTIMIZERS = {
     "M-FAC": "#D9622B", "sparse M-FAC": "#56B4E9", "GGT": "#9670D8", "SOAP": "#A6761D", "Shampoo": "#7BA829",
     "PSGD-Kron": "#1AA5B8", "schedule-free AdamW": "#BFA800", "SINGD": "#7283E0",
     "orthogonal momentum": "#E065C8", "L-BFGS": "#B08968", "Gauss-Newton": "#C94F4F",
+    "K-FAC, MemOpt": "#2FB5C4", "DP-KFAC": "#7A6BD8",
 }  # fmt: skip
-"""The color of each optimizer, in all figures. They contrast with white and with dark gray."""
+"""The color of each optimizer, and of two strategies, in all figures. They contrast with white and with dark gray."""
 
 _INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
 _TICKS = 7  # labels that have room below a panel
@@ -37,6 +38,8 @@ def look(label: str, index: int) -> dict[str, str]:
 
     A variant of an optimizer has its color in another style. Lines of anything else are styled by their index.
     """
+    if label in OPTIMIZERS:
+        return {"color": OPTIMIZERS[label], "linestyle": STYLES[0]}
     name = label.replace("K-FAC", "KFAC")
     method = name.split(",")[0].split(" (")[0]
     if method not in OPTIMIZERS:

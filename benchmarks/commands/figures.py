@@ -1,13 +1,12 @@
 """``figures``: the figures of the documentation, drawn from stored results without running anything again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.axes import Axes
 
 from benchmarks import report
 from benchmarks.commands.batch_size import draw_batch_sizes
@@ -15,7 +14,7 @@ from benchmarks.commands.density import draw_densities
 from benchmarks.commands.overview import load
 from benchmarks.compare.figures import draw_histories, draw_losses
 from benchmarks.compare.statistics import Results
-from benchmarks.plot import INK, OPTIMIZERS, look, save, styled
+from benchmarks.plot import INK, OPTIMIZERS, Panel, Row, plot_rows
 from benchmarks.runner import History
 
 
@@ -65,38 +64,22 @@ def draw_worlds(results: Results, path: Path) -> None:
     """Draw the step of the busiest rank against the number of ranks: measured as points, extrapolated as dashes."""
     rows = results["rows"]
     last = max(row["world"] for row in rows if row["measured"] is not None)
-    with styled():
-        figure = Figure(figsize=(8, 4.4), layout="constrained")
-        axes = figure.subplots()
-        for index, label in enumerate(dict.fromkeys(row["label"] for row in rows)):
-            own = [row for row in rows if row["label"] == label]
-            color = _WORLDS.get(label, look(label, index)["color"])
-            for part, style in (
-                ([row for row in own if row["world"] <= last], "-"),
-                ([row for row in own if row["world"] >= last], "--"),
-            ):
-                values = [1e3 * (row["computing"] + row["network"]) for row in part]
-                axes.plot([row["world"] for row in part], values, color=color, linestyle=style, linewidth=1.8)
-            known = [row for row in own if row["measured"] is not None]
-            values = [1e3 * row["measured"] for row in known]
-            axes.plot([row["world"] for row in known], values, "o", color=color, markersize=6)
-            axes.plot([], [], color=color, linewidth=1.8, label=label)
-        axes.axhline(1e3 * rows[0]["training"], color=OPTIMIZERS["SGD"], linewidth=1.2, label="SGD")
-        axes.plot([], [], "o", color=INK, label="measured")
-        axes.plot([], [], "--", color=INK, label="extrapolated")
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: f"{place:,g}"))
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("ranks")
-        axes.set_ylabel("processor milliseconds of a step")
-        axes.grid(axis="y")
-        figure.legend(loc="outside lower center", ncols=4, frameon=False)
-        figure.suptitle(_title(results), x=0.01, ha="left")
-        save(figure, path)
 
+    def modeled(row: Row) -> float:
+        return 1e3 * float(row["computing"] + row["network"])
 
-_WORLDS = {"K-FAC, MemOpt": "#2FB5C4", "DP-KFAC": "#7A6BD8"}
-"""Colors of strategies of K-FAC, which has one color otherwise."""
+    def more(panels: Sequence[Axes]) -> None:
+        panels[0].axhline(1e3 * rows[0]["training"], color=OPTIMIZERS["SGD"], linewidth=1.2, label="SGD")
+        panels[0].plot([], [], "o", color=INK, label="measured")
+        panels[0].plot([], [], "--", color=INK, label="extrapolated")
+
+    series: dict[str, Callable[[Row], float | None]] = {
+        "-": lambda row: modeled(row) if row["world"] <= last else None,
+        "--": lambda row: modeled(row) if row["world"] >= last else None,
+        "o": lambda row: None if row["measured"] is None else 1e3 * row["measured"],
+    }
+    panel, words = Panel("processor milliseconds of a step", series, log=False), (_title(results), "ranks")
+    plot_rows(rows, [panel], lambda row: row["world"], lambda row: row["label"], words, path, more)
 
 
 def draw_demo(results: Mapping[str, Any], path: Path) -> None:
