@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from benchmarks import report
 from benchmarks.commands.options import Alone
 from benchmarks.filling import dense_rows, fill_windows
-from benchmarks.machine import COPY_BYTES, Rate, copying, gemm_gflops, peak_bytes, seconds
+from benchmarks.machine import COPY_BYTES, Rate, copying, gemm_gflops, peak_bytes, timed_in_turns
 from benchmarks.recipes import Settings, window_keywords
 from benchmarks.recipes.building import from_flat
 from benchmarks.report import value
@@ -171,18 +171,7 @@ class _Bench:
         rows = dense_rows(self.optimizer)
         if rows is not None:
             works["pair"] = _plain_pair(rows)
-        times: dict[str, list[float]] = {name: [] for name in works}
-        gc.disable()  # a collection in the middle of a step would be charged to it
-        try:
-            for turn in range(-2, steps):
-                self._draw()
-                for name, work in works.items():
-                    spent = seconds(work, self.device)
-                    if turn >= 0:
-                        times[name].append(spent)
-        finally:
-            gc.enable()
-        return times
+        return timed_in_turns(works, steps, self.device, before=self._draw)
 
     def peak(self) -> int:
         self._draw()
