@@ -52,10 +52,10 @@ def rank_table(ranks: Sequence[RankFigures], steps: int) -> Table:
     )
 
 
-def losses_at(history: History, checkpoints: tuple[int, ...]) -> tuple[list[str], list[str]]:
+def losses_at(history: History, checkpoints: tuple[int, ...]) -> dict[str, str]:
     last = len(history.losses)
     steps = [*(step for step in checkpoints if step < last), last]
-    return [str(step) for step in steps], [f"{history.loss_at(step):.4g}" for step in steps]
+    return {str(step): f"{history.loss_at(step):.4g}" for step in steps}
 
 
 CHECKPOINTS = (40, 75, 100, 140, 300)
@@ -197,7 +197,18 @@ class Train(Planned):
     ) -> None:
         history, memory = trainer.history, ranks[0].memory
         found = trainer.evaluate(self.evaluate, quality=self.evaluate)
-        figures = {
+        data = {
+            "workload": self.workload,
+            "optimizer": self.optimizer,
+            "settings": dict(recipe.settings),
+            "seed": self.seed,
+            "workload_settings": {**recipe.workload, **parse_settings(self.workload_set)},
+            "source": recipe.source,
+            "schedule": asdict(recipe.schedule),
+            "batch_size": trainer.workload.batch_size,
+            "made_up_data": made_up,
+            "device": self.device,
+            "amp": self.amp,
             "losses": history.losses,
             "step_seconds": history.step_seconds,
             "optimizer_bytes": memory["total"],
@@ -207,39 +218,14 @@ class Train(Planned):
             "evaluations": measured,
             **found,
         }
-        columns, cells = losses_at(history, CHECKPOINTS)
-        seconds = f"{sum(history.step_seconds):.1f}"
+        cells = {"loss at step": f"mean of {WINDOW}", **losses_at(history, CHECKPOINTS)}
+        cells |= {name: f"{value:.4g}" for name, value in found.items()}
+        cells |= {"seconds": f"{sum(history.step_seconds):.1f}", "optimizer bytes": f"{memory['total']:,}"}
         keywords = " ".join(f"{key}={value}" for key, value in recipe.settings.items())
-        table = report.make_table(
-            f"{self.workload}{' (made-up data)' * made_up}: {history.label} {keywords}",
-            ("loss at step", *columns, *found, "seconds", "optimizer bytes"),
-            [
-                (
-                    f"mean of {WINDOW}",
-                    *cells,
-                    *(f"{value:.4g}" for value in found.values()),
-                    seconds,
-                    f"{memory['total']:,}",
-                )
-            ],
-        )
+        title = f"{self.workload}{' (made-up data)' * made_up}: {history.label} {keywords}"
+        table = report.make_table(title, list(cells), [list(cells.values())])
         tables = [table, *([rank_table(ranks, len(history.losses))] if len(ranks) > 1 else [])]
-        data = {
-            "workload": self.workload,
-            "optimizer": self.optimizer,
-            "settings": dict(recipe.settings),
-            "seed": self.seed,
-        }
-        data |= {
-            "workload_settings": {**recipe.workload, **parse_settings(self.workload_set)},
-            "source": recipe.source,
-            "schedule": asdict(recipe.schedule),
-            "batch_size": trainer.workload.batch_size,
-            "made_up_data": made_up,
-            "device": self.device,
-            "amp": self.amp,
-        }
-        report.save(self.out_dir, self._stem, tables, {**data, **figures})
+        report.save(self.out_dir, self._stem, tables, data)
 
 
 def _due(step: int, every: int | None) -> bool:

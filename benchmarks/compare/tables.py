@@ -93,7 +93,7 @@ def _result(found: Summary) -> tuple[str, ...]:
     loss, deviation = found.loss, found.loss.deviation if found.loss else None
     return (
         found.label,
-        wording.kind(found.ours, found.order),
+        "ours" if found.ours else found.order,
         NOTHING if found.factor is None else f"{found.factor:.3g}",
         number(loss.mean if loss else None),
         number(deviation, 2),

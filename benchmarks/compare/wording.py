@@ -30,10 +30,6 @@ def interval(values: Spread | None) -> str:
     return NOTHING if values is None or values.count == 1 else f"{number(values.low)}–{number(values.high)}"
 
 
-def kind(ours: bool, order: str) -> str:
-    return "ours" if ours else order
-
-
 def joined(words: Sequence[str]) -> str:
     if len(words) < 2:
         return "".join(words)
