@@ -111,7 +111,7 @@ class Train(Planned):
         if ranks.first:
             self.say_what_is_not_scaled(plan)
         mine, measured = self._train(trainer, ranks, plan.steps, identity)
-        figures = ranks.gather(mine)
+        figures: list[RankFigures] = ranks.collect(mine)
         trainer.history.losses = mean_losses(figures)
         if ranks.first:
             self._report(trainer, plan.recipe, figures, measured, made_up)

@@ -29,7 +29,7 @@ from benchmarks.recipes import Settings, window_keywords
 from benchmarks.recipes.building import from_flat
 from benchmarks.report import value
 from benchmarks.runner import memory_usage
-from benchmarks.workloads import WorkloadName, make_workload
+from benchmarks.workloads import WORKLOADS
 from benchmarks.workloads.resnets import BlockName, imagenet_resnet
 from secondorder import MFAC, TopK
 
@@ -37,8 +37,18 @@ Shape = tuple[int, ...]
 SizeName = Literal["digits", "resnet20", "autoencoder", "large", "resnet50"]
 
 
+_RESNETS: Mapping[str, tuple[BlockName, Sequence[int]]] = {
+    "large": ("basic", (2, 2, 2, 2)),
+    "resnet50": ("bottleneck", (3, 4, 6, 3)),
+}
+
+
 def shapes_of(name: SizeName) -> list[Shape]:
-    return _SIZES[name]()
+    """Return the shapes of the parameters of a network for ImageNet, or of a workload whose model needs no data."""
+    workloads: Mapping[str, Any] = WORKLOADS
+    with torch.device("meta"):
+        model = imagenet_resnet(*_RESNETS[name]) if name in _RESNETS else workloads[name](Path()).build_model(0)
+    return [tuple(p.shape) for p in model.parameters()]
 
 
 def count(shapes: Sequence[Shape]) -> int:
@@ -49,25 +59,6 @@ def kept(length: int, top_k: TopK) -> int:
     if length == top_k.block_size >= 64:
         return min(length, max(8, 8 * round(top_k.density * length / 8)))
     return max(1, math.ceil(top_k.density * length))
-
-
-def _of_workload(name: WorkloadName) -> list[Shape]:
-    model = make_workload(name, Path()).build_model(0)  # these models do not depend on data
-    return [tuple(p.shape) for p in model.parameters()]
-
-
-def _resnet(block: BlockName, depths: Sequence[int]) -> list[Shape]:
-    with torch.device("meta"):
-        return [tuple(p.shape) for p in imagenet_resnet(block, depths).parameters()]
-
-
-_SIZES: dict[SizeName, Callable[[], list[Shape]]] = {
-    "digits": lambda: _of_workload("digits"),
-    "resnet20": lambda: _of_workload("resnet20"),
-    "autoencoder": lambda: _of_workload("autoencoder"),
-    "large": lambda: _resnet("basic", (2, 2, 2, 2)),
-    "resnet50": lambda: _resnet("bottleneck", (3, 4, 6, 3)),
-}
 
 
 StorageName = Literal["dense", "dense-bf16", "topk", "topk-bf16", "topk-bf16-4bit", "lowrank", "topk-triton"]

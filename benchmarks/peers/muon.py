@@ -5,16 +5,16 @@ Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 hundred times as long as in float32; there :class:`Float32Muon` does the same in float32.
 """
 
-import functools
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from benchmarks.machine import seconds
 from benchmarks.peers.layers import Matrix, adamw_for_others, hidden_matrices
 from benchmarks.peers.peer import Peer, evaluated
 
@@ -154,7 +154,7 @@ def label() -> str:
     return "Muon" if does_bfloat16(device) else "Muon (float32)"
 
 
-@functools.cache
+@cache
 def does_bfloat16(device_type: str) -> bool:
     """Return whether a device multiplies matrices of bfloat16 about as fast as those of float32, by the clock."""
     if not hasattr(torch.optim, "Muon"):
@@ -163,14 +163,6 @@ def does_bfloat16(device_type: str) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device_type != "cpu":
         return False
-    return _seconds(torch.bfloat16) < _SLOWER * _seconds(torch.float32)
-
-
-def _seconds(dtype: torch.dtype) -> float:
-    matrix = torch.ones(_SIZE, _SIZE, dtype=dtype)
-    times = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        matrix @ matrix
-        times.append(time.perf_counter() - start)
-    return min(times)
+    matrices = [torch.ones(_SIZE, _SIZE, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    half, full = (min(seconds(partial(torch.mm, x, x)) for _ in range(_REPEATS)) for x in matrices)
+    return half < _SLOWER * full
