@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from rich.table import Table
@@ -29,7 +29,7 @@ from benchmarks.recipes import Settings, window_keywords
 from benchmarks.recipes.building import from_flat
 from benchmarks.report import value
 from benchmarks.runner import memory_usage
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import WorkloadName, make_workload
 from benchmarks.workloads.resnets import BlockName, imagenet_resnet
 from secondorder import MFAC, TopK
 
@@ -45,9 +45,11 @@ _RESNETS: Mapping[str, tuple[BlockName, Sequence[int]]] = {
 
 def shapes_of(name: SizeName) -> list[Shape]:
     """Return the shapes of the parameters of a network for ImageNet, or of a workload whose model needs no data."""
-    workloads: Mapping[str, Any] = WORKLOADS
     with torch.device("meta"):
-        model = imagenet_resnet(*_RESNETS[name]) if name in _RESNETS else workloads[name](Path()).build_model(0)
+        if name in _RESNETS:
+            model = imagenet_resnet(*_RESNETS[name])
+        else:
+            model = make_workload(cast("WorkloadName", name), Path()).build_model(0)
     return [tuple(p.shape) for p in model.parameters()]
 
 

@@ -145,8 +145,11 @@ class InMemory(Workload):
 class Classification(Workload):
     """What workloads on classes have in common."""
 
+    label_smoothing: float = 0.0
+    """Share of the target's probability that all classes have in common, in training; a field of some workloads."""
+
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(outputs, targets)
+        return cross_entropy(outputs, targets, self.label_smoothing)
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:

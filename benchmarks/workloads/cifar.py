@@ -24,7 +24,6 @@ from benchmarks.workloads.base import (
     InMemory,
     Size,
     accuracy,
-    cross_entropy,
     find_folder,
     seeded,
 )
@@ -83,7 +82,6 @@ class Cifar(InMemory, Classification):
     dataset: CifarName = "cifar10"
     augment: Augment = "flips"
     label_smoothing: float = 0.0
-    """Share of the target's probability that all classes have in common, in training."""
 
     metric: ClassVar[str] = "test accuracy"
 
@@ -97,9 +95,6 @@ class Cifar(InMemory, Classification):
     @property
     def classes(self) -> int:
         return CIFAR[self.dataset].classes
-
-    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(outputs, targets, self.label_smoothing)
 
     def augmented(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         if self.augment != "none":
