@@ -22,6 +22,7 @@ from benchmarks import report
 from benchmarks.checkpoints import Pause
 from benchmarks.commands.options import Common
 from benchmarks.compare.runs import curve, find
+from benchmarks.compare.wording import notes
 from benchmarks.peers import PeerMissingError
 from benchmarks.peers.checkouts import set_paths
 from benchmarks.recipes import Settings
@@ -139,12 +140,8 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
 
 
 def notes_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the notes of recipes for a caption, each once, with the optimizers that have it."""
-    labels: dict[str, dict[str, None]] = {}
-    for row in rows:
-        if row.get("note"):
-            labels.setdefault(row["note"], {})[row["label"]] = None
-    return "".join(f" {', '.join(found)}: {note}." for note, found in labels.items())
+    """Return the notes of recipes for a caption."""
+    return "".join(f" {text}" for text in notes(rows))
 
 
 def trainer_of(
