@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import report
+from benchmarks.commands.options import check_ranges
 from benchmarks.counting import counted_flops, factor_flops
 from benchmarks.plot import OPTIMIZERS, Panel, Row, plot_rows
 from benchmarks.report import value
@@ -201,13 +202,7 @@ class Scaling:
         return 0
 
     def _check(self) -> None:
-        if min(self.worlds, default=0) < 1:
-            raise ValueError(f"worlds must be numbers of ranks, got {self.worlds}")
-        for name in ("link_gbps", "node_gbps", "gpu_tflops", "refresh_tflops"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        check_ranges(self, ("worlds", "batch_size", "link_gbps", "node_gbps", "gpu_tflops", "refresh_tflops"))
         if self.dp_kfac and self.method not in {"kfac", "kfac-cholesky"}:
             raise ValueError(
                 f"dp_kfac is a way to take the factors of kfac and kfac-cholesky, got method {self.method!r}"

@@ -15,6 +15,7 @@ import torch
 from rich.table import Table
 
 from benchmarks import checkpoints, report
+from benchmarks.commands.options import check_ranges
 from benchmarks.commands.planning import Plan, Planned
 from benchmarks.journal import Journal
 from benchmarks.live import Board
@@ -82,10 +83,7 @@ class Train(Planned):
 
     def run(self) -> int:
         """Run the command, and return 0, or 1 when the loss was no longer finite."""
-        for name in ("steps", "world", "checkpoint_every", "evaluate_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        check_ranges(self, ("steps", "world", "checkpoint_every", "evaluate_every"))
         torch.set_num_threads(self.threads)
         if self.print_recipe:
             return self.show_recipe()
