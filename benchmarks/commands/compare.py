@@ -21,7 +21,7 @@ from benchmarks.commands.options import Common
 from benchmarks.compare.page import write_report
 from benchmarks.compare.plan import STEP, Budget, Job, current, end_loss, pending
 from benchmarks.compare.runs import Setting, execute, find, key_of, measure_reference, pause_of, recipe_of
-from benchmarks.compare.tables import summary_tables
+from benchmarks.compare.tables import printed
 from benchmarks.peers import PEERS, available, set_paths, versions
 from benchmarks.recipes import METHODS, VARIANTS
 from benchmarks.recipes.building import parse_settings
@@ -182,9 +182,7 @@ class Compare(Common):
 
     def _report(self, results: dict[str, Any], path: Path) -> None:
         store.save(path, results)
-        console = report.console()
-        for table in summary_tables(results):
-            console.print(table)
+        report.console().print(printed(results))
         report.print_path("results", path)
         report.print_path("report", write_report(results, self.out_dir))
 

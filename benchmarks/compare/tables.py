@@ -1,16 +1,14 @@
-"""Tables of a comparison: the same rows for the terminal and for Markdown."""
+"""Tables of a comparison, as Markdown for pages and for the terminal."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.markup import escape
-from rich.table import Table
+from rich.markdown import Markdown
 
 from benchmarks.compare import statistics, wording
 from benchmarks.compare.statistics import Reach, Results, Run, Summary, Target
 from benchmarks.compare.wording import NOTHING, number, seconds, share, verdict
-from benchmarks.report import make_table
 from benchmarks.runner import WINDOW
 
 _SENTENCE = 50  # letters from which a column is text, which is aligned on the left
@@ -26,16 +24,9 @@ class Rows:
     caption: str = ""
 
 
-def summary_tables(results: Results) -> list[Table]:
-    return [
-        make_table(
-            escape(table.title),
-            [escape(column) for column in table.columns],
-            [[escape(cell) for cell in row] for row in table.rows],
-            escape(table.caption),
-        )
-        for table in all_rows(results)
-    ]
+def printed(results: Results) -> Markdown:
+    """Return all tables for the terminal."""
+    return Markdown("\n\n".join(map(markdown_table, all_rows(results))))
 
 
 def markdown_table(table: Rows) -> str:

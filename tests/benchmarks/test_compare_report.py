@@ -328,7 +328,9 @@ def test_labels_of_any_letters_are_escaped_everywhere(field, tmp_path):
     page = write_report(odd, tmp_path).read_text(encoding="utf-8")
     assert r"K-FAC \<b> & $x$ \| \[red]\_\*" in page
     assert "K-FAC <b>" not in page
-    Console(file=io.StringIO()).print(*tables.summary_tables(odd))
+    out = io.StringIO()
+    Console(file=out, width=200).print(tables.printed(odd))
+    assert "K-FAC <b> & $x$ | [red]_*" in out.getvalue()
 
 
 def test_unfinished_comparisons_have_a_page(tmp_path):
@@ -362,7 +364,7 @@ def test_long_labels_are_cut_and_dollars_are_no_mathematics():
 
 def test_the_terminal_shows_every_optimizer_and_table(field):
     out = io.StringIO()
-    Console(file=out, width=200).print(*tables.summary_tables(field))
+    Console(file=out, width=200).print(tables.printed(field))
     titles = (
         "Reaching the final loss of Muon",
         "Reaching the final loss of AdamW",
