@@ -36,7 +36,8 @@ class Drawn:
             if "runs" in results:
                 draw[f"evidence-{results['workload']}.svg"] = partial(draw_losses, results)
             elif stem.startswith("batch-size-"):
-                draw["evidence-batch-size.svg"] = partial(draw_batch_sizes, _done(results["rows"]), _title(results))
+                reached = [row for row in results["rows"] if row["steps"]]
+                draw["evidence-batch-size.svg"] = partial(draw_batch_sizes, reached, _title(results))
             elif stem.startswith("density-"):
                 title = f"{_title(results)}: loss against the entries kept"
                 draw["evidence-density.svg"] = partial(draw_densities, results["rows"], title)
@@ -49,10 +50,6 @@ class Drawn:
             function(self.out_dir / name)
             report.print_path("figure", self.out_dir / name)
         return 0
-
-
-def _done(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [row for row in rows if row["steps"]]
 
 
 def _title(results: Results) -> str:

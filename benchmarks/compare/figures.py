@@ -79,8 +79,8 @@ def draw_losses(results: Results, path: Path) -> None:
     """Draw the loss against steps and seconds: AdamW, Muon, the best first-order optimizer and the best of ours."""
     courses = [found for name in shown(results) if (found := course(results, name))]
     styles = [{"color": look(found.label, 0)["color"]} for found in courses]
-    clock = "processor" if results["clock"] == "processor" else "wall-clock"
-    draw_courses(courses, styles, f"{results['workload']}, {results['steps']} steps", clock, path)
+    title = f"{results['workload']}, {results['steps']} steps"
+    draw_courses(courses, styles, title, statistics.clock_name(results), path)
 
 
 def draw_histories(histories: Sequence[History], title: str, target: float, path: Path) -> None:

@@ -61,7 +61,7 @@ def _facts(results: Results) -> Iterable[tuple[str, str]]:
     """Yield what was run and where."""
     held_out = "all held-out data" if results.get("everything") else "the workload's sample of held-out data"
     scaled = ", scaled to its speed at the start by steps of SGD in between" if results.get("reference_seconds") else ""
-    clock = f"processor time{scaled}" if results["clock"] == "processor" else "wall-clock time"
+    clock = f"{statistics.clock_name(results)} time{scaled}"
     yield "workload", f"{results['workload']}, size {results['size']}: {results['examples']} training examples"
     yield "full run", f"{results['steps']} steps of {results['batch_size']} examples"
     yield "loss", f"training loss, {results['loss']}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.markdown import Markdown
 
 from benchmarks.compare import statistics, wording
-from benchmarks.compare.statistics import Reach, Results, Run, Summary, Target
+from benchmarks.compare.statistics import Reach, Results, Summary, Target
 from benchmarks.compare.wording import NOTHING, number, seconds, share, verdict
 from benchmarks.runner import WINDOW
 
@@ -56,7 +56,9 @@ def all_rows(results: Results) -> list[Rows]:
 
 def result_rows(results: Results) -> Rows:
     found = statistics.summaries(results)
-    qualities = list(dict.fromkeys(name for run in _finals(results) for name in run.get("quality") or {}))
+    qualities = list(
+        dict.fromkeys(name for run in statistics.select(results, "final") for name in run.get("quality") or {})
+    )
     low = "higher is better" if results["metric_better"] == "higher" else "lower is better"
     columns = ("optimizer", "kind", "rate", "loss", "std", "min–max", results["metric"], *qualities)
     rows = tuple((*_result(s), *(_quality(results, s.optimizer, q) for q in qualities), *_cost(s)) for s in found)
@@ -66,18 +68,11 @@ def result_rows(results: Results) -> Rows:
         rows,
         f"Loss is the {results['loss']} at the end, with its mean, standard deviation and range over the seeds. "
         f"The {results['metric']} is a mean over the seeds ({low}). Rate is a multiple of the recipe's learning rate. "
-        f"The column s has {_clock(results)} seconds, and ÷ SGD is the time of a step relative to SGD. MB is the size "
-        "of the optimizer's state. Runs counts those that finished, of all. Kind: methods that use the curvature of "
-        "the loss are second order; Muon, Shampoo, SOAP and others that use gradients only are first order.",
+        f"The column s has {statistics.clock_name(results)} seconds, and ÷ SGD is the time of a step relative to SGD. "
+        "MB is the size of the optimizer's state. Runs counts those that finished, of all. Kind: methods that use the "
+        "curvature of the loss are second order; Muon, Shampoo, SOAP and others that use gradients only are first "
+        "order.",
     )
-
-
-def _clock(results: Results) -> str:
-    return "processor" if results["clock"] == "processor" else "wall-clock"
-
-
-def _finals(results: Results) -> list[Run]:
-    return statistics.select(results, "final")
 
 
 def _result(found: Summary) -> tuple[str, ...]:
