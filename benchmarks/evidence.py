@@ -6,7 +6,6 @@ again, after an interruption or with more cells to fill, runs only those that ar
 whose middle it was stopped.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.checkpoints import Pause
-from benchmarks.commands.options import Common
+from benchmarks.commands.options import Common, check_ranges
 from benchmarks.compare.runs import curve, find
+from benchmarks.compare.wording import notes
 from benchmarks.peers import PeerMissingError
 from benchmarks.peers.checkouts import set_paths
 from benchmarks.recipes import Settings
@@ -82,14 +82,7 @@ class Evidence(Common):
             report.print_path("plot", path)
         return shown.status
 
-    def check(self, positive: Sequence[str] = (), shares: Sequence[str] = ()) -> None:
-        """Refuse options that are out of range; one that is unset is in it."""
-        for names, most, words in ((positive, math.inf, "positive"), (shares, 1.0, "in (0, 1]")):
-            for name in names:
-                given = getattr(self, name)
-                each = given if isinstance(given, tuple) else (given,)
-                if any(number is not None and not 0 < number <= most for number in each):
-                    raise ValueError(f"{name} must be {words}, got {given}")
+    check = check_ranges
 
     def about(self, workload: Workload, optimizer: str, settings: Settings, **more: Any) -> Identity:
         own = {"workload": workload.name, "size": self.size, "batch_size": workload.batch_size}
@@ -139,12 +132,8 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
 
 
 def notes_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the notes of recipes for a caption, each once, with the optimizers that have it."""
-    labels: dict[str, dict[str, None]] = {}
-    for row in rows:
-        if row.get("note"):
-            labels.setdefault(row["note"], {})[row["label"]] = None
-    return "".join(f" {', '.join(found)}: {note}." for note, found in labels.items())
+    """Return the notes of recipes for a caption."""
+    return "".join(f" {text}" for text in notes(rows))
 
 
 def trainer_of(

@@ -1,7 +1,7 @@
-"""A run while it runs: a table that is renewed in place on a terminal, a few plain lines anywhere else.
+"""A run while it runs: its progress and its figures, renewed in place on a terminal; a few plain lines anywhere else.
 
 Figures are read between steps and at most a few times per second, outside the time that is measured. Stages are timed
-for the table alone, so that a run whose output goes to a file is measured as it is.
+for a terminal alone, so that a run whose output goes to a file is measured as it is.
 """
 
 import time
@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from benchmarks import report
 from benchmarks.runner import WINDOW, Trainer
@@ -22,7 +22,6 @@ LINES = 10
 """Plain lines of a run, where there is no terminal."""
 _PAUSE = 0.25  # seconds between two looks, at least
 _SHARE = 0.05  # of the time that may go into looks
-COLUMNS = ("run", "step", "loss", "lr", "damping", "kl factor", "staleness", "ms/step")
 
 
 class Board:
@@ -46,84 +45,71 @@ class Board:
     ) -> None:
         self._title, self._trainers, self._steps, self._now = title, list(trainers), steps, now
         self._console = report.console() if console is None else console
-        self._table = shown and self._console.is_terminal
-        self._lines = shown and not self._table
-        self._due, self._times = 0.0, timed and self._table
-        self._timed: list[SecondOrderOptimizer] = []
-        self._taken: dict[int, int] = {}
-        self._stages: dict[str, None] = {}  # in the order in which they were first seen, so that columns stay
-        self._progress = report.progress_bar(self._console)
-        done = sum(len(trainer.history.losses) for trainer in self._trainers)  # more than none in a run that goes on
-        self._task = self._progress.add_task(title, total=steps * len(self._trainers), completed=done)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._renewed = shown and self._console.is_terminal
+        self._lines = shown and not self._renewed
+        self._due, self._times = 0.0, timed and self._renewed
+        figures = TextColumn("{task.fields[figures]}", table_column=Column(overflow="fold"))
+        columns = TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn(), figures
+        off = not self._renewed
+        self._progress = Progress(*columns, console=self._console, auto_refresh=False, transient=True, disable=off)
+        self._tasks = {}
+        for trainer in trainers:
+            done = len(trainer.history.losses)  # more than none in a run that goes on
+            task = self._progress.add_task(trainer.history.label, total=steps, completed=done, figures="")
+            self._tasks[id(trainer)] = task
 
     def __enter__(self) -> "Board":
-        for trainer in self._trainers if self._times else ():
-            optimizer = trainer.optimizer
-            if isinstance(optimizer, SecondOrderOptimizer):
-                optimizer.time_stages(StageClock(next(trainer.model.parameters()).device))
-                self._timed.append(optimizer)
-        if self._table:
-            self._live.start()
+        self._time_stages(self._times)
+        if self._renewed:
+            self._console.print(self._title)
+        self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for optimizer in self._timed:
-            optimizer.time_stages(None)
-        if self._table:
-            self._live.stop()
+        self._time_stages(False)
+        self._progress.stop()
+
+    def _time_stages(self, on: bool) -> None:
+        for trainer in self._trainers if self._times else ():
+            if isinstance(trainer.optimizer, SecondOrderOptimizer):
+                device = next(trainer.model.parameters()).device
+                trainer.optimizer.time_stages(StageClock(device) if on else None)
 
     def update(self, trainer: Trainer) -> None:
-        self._progress.advance(self._task)
-        start, taken = self._now(), len(trainer.history.losses)
-        if self._taken.get(id(trainer)) == taken:
+        start, taken, task = self._now(), len(trainer.history.losses), self._tasks[id(trainer)]
+        if self._progress.tasks[task].completed == taken:
             return  # it diverged, and waits for the others
-        self._taken[id(trainer)] = taken
-        if self._table and (start >= self._due or taken == self._steps):
-            self._live.update(self.render(), refresh=True)
-            took = self._now() - start
-            self._due = start + max(_PAUSE, took / _SHARE)
+        self._progress.update(task, completed=taken)
+        if self._renewed and (start >= self._due or taken == self._steps):
+            for each in self._trainers:
+                self._progress.update(self._tasks[id(each)], figures=figures_of(each))
+            self._progress.refresh()
+            self._due = start + max(_PAUSE, (self._now() - start) / _SHARE)
         elif self._lines and (taken == self._steps or taken % -(-self._steps // LINES) == 0):
-            figures = figures_of(trainer)
-            told = ", ".join(f"{name} {figures[name]}" for name in COLUMNS[2:] if figures[name])
-            self._console.print(
-                f"{trainer.history.label}: step {figures['step']}/{self._steps}, {told}",
-                highlight=False, soft_wrap=True,
-            )  # fmt: skip
-
-    def render(self) -> Group:
-        found = [figures_of(trainer) for trainer in self._trainers]
-        caption = f"loss and ms/step: mean of {WINDOW} steps; staleness: steps since the oldest refresh"
-        rows = [[figures[name] for name in COLUMNS] for figures in found]
-        tables = [report.make_table(self._title, COLUMNS, rows, caption)]
-        self._stages.update(dict.fromkeys(stage for figures in found for stage in figures["stages"]))
-        if self._stages:
-            tables.append(_stage_table(found, list(self._stages)))
-        return Group(*tables, self._progress.get_renderable())
+            line = f"{trainer.history.label}: step {taken}/{self._steps}, {figures_of(trainer)}"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
 
-def figures_of(trainer: Trainer) -> dict[str, Any]:
-    """Return what a run has come to, as text."""
+def figures_of(trainer: Trainer) -> str:
+    """Return what a run has come to: loss and milliseconds of a step are means of ten steps."""
     history, optimizer = trainer.history, trainer.optimizer
     diagnose = getattr(optimizer, "diagnostics", dict)
     told: Mapping[str, Any] = diagnose()
-    steps = len(history.losses)
     recent = history.step_seconds[-WINDOW:]
     factor, ages = told.get("kl_clip_factor"), told.get("staleness") or {}
-    return {
-        "run": history.label,
-        "step": str(steps),
-        "loss": f"{history.loss_at(steps):.4g}" if steps else "",
+    damping = [x for x in (told.get("damping_by_layer") or {}).values() if x is not None] or told.get("damping", [])
+    figures = {
+        "loss": f"{history.loss_at(len(history.losses)):.4g}" if history.losses else "",
         "lr": f"{float(optimizer.param_groups[0]['lr']):.3g}",
-        "damping": _range([x for x in (told.get("damping_by_layer") or {}).values() if x is not None])
-        or _range(told.get("damping", [])),
+        "damping": _range(damping),
         "kl factor": "" if factor is None else f"{factor:.3g}",
         "staleness": str(max(ages.values())) if ages else "",
         "ms/step": f"{1e3 * sum(recent) / len(recent):.3g}" if recent else "",
-        "stages": dict(told.get("stage_ms", {})),
+        "stages, ms": " ".join(f"{stage} {spent:.2f}" for stage, spent in told.get("stage_ms", {}).items()),
     }
+    return ", ".join(f"{name} {text}" for name, text in figures.items() if text)
 
 
 def _range(values: Sequence[float]) -> str:
@@ -131,12 +117,3 @@ def _range(values: Sequence[float]) -> str:
         return ""
     low, high = f"{min(values):.2g}", f"{max(values):.2g}"
     return low if low == high else f"{low} – {high}"
-
-
-def _stage_table(found: Sequence[Mapping[str, Any]], stages: Sequence[str]) -> Table:
-    rows = [
-        [figures["run"], *(f"{figures['stages'].get(stage, 0.0):.2f}" for stage in stages)]
-        for figures in found
-        if figures["stages"]
-    ]
-    return report.make_table("Milliseconds of the last step", ("run", *stages), rows)

@@ -1,5 +1,6 @@
 """What the machine can do, measured beside the benchmark: matrix products, copying, and the memory of one step."""
 
+import gc
 import os
 import statistics
 import sys
@@ -53,21 +54,38 @@ def seconds(work: Callable[[], object], device: torch.device = CPU) -> float:
 
 
 def timed_in_turns(
-    ways: Mapping[Any, Callable[[], object]], trials: int, device: torch.device = CPU, least: float = 0.0
+    ways: Mapping[Any, Callable[[], object]],
+    trials: int,
+    device: torch.device = CPU,
+    least: float = 0.0,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[Any, list[float]]:
     """Return the seconds of every way, in turns, so that a busy moment of the machine hits all of them.
 
-    Each is repeated until it takes ``least`` seconds.
+    Each is repeated until it takes ``least`` seconds. ``before`` is called before each turn, outside the time.
     """
     repeats = {}
+    before()
     for name, way in ways.items():
         first = min(seconds(way, device) for _ in range(3 if least else 1))
         repeats[name] = max(1, round(least / first))
     times: dict[Any, list[float]] = {name: [] for name in ways}
-    for _ in range(trials):
-        for name, way in ways.items():
-            times[name].append(seconds(_repeated(way, repeats[name]), device) / repeats[name])
+    with no_collections():
+        for _ in range(trials):
+            before()
+            for name, way in ways.items():
+                times[name].append(seconds(_repeated(way, repeats[name]), device) / repeats[name])
     return times
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Keep Python from collecting garbage: a collection in the middle of a step would be charged to it."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _repeated(way: Callable[[], object], times: int) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""The style of all figures, and the figures of training runs and of the rows of a study."""
+"""The style of all figures, and the figures of the rows of a study."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,8 +10,6 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
-
-from benchmarks.runner import WINDOW, History
 
 INK = "#7D8590"
 """Color of text and axes, which is readable on light and on dark pages."""
@@ -25,8 +23,9 @@ OPTIMIZERS = {
     "M-FAC": "#D9622B", "sparse M-FAC": "#56B4E9", "GGT": "#9670D8", "SOAP": "#A6761D", "Shampoo": "#7BA829",
     "PSGD-Kron": "#1AA5B8", "schedule-free AdamW": "#BFA800", "SINGD": "#7283E0",
     "orthogonal momentum": "#E065C8", "L-BFGS": "#B08968", "Gauss-Newton": "#C94F4F",
+    "K-FAC, MemOpt": "#2FB5C4", "DP-KFAC": "#7A6BD8",
 }  # fmt: skip
-"""The color of each optimizer, in all figures. They contrast with white and with dark gray."""
+"""The color of each optimizer, and of two strategies, in all figures. They contrast with white and with dark gray."""
 
 _INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
 _TICKS = 7  # labels that have room below a panel
@@ -39,6 +38,8 @@ def look(label: str, index: int) -> dict[str, str]:
 
     A variant of an optimizer has its color in another style. Lines of anything else are styled by their index.
     """
+    if label in OPTIMIZERS:
+        return {"color": OPTIMIZERS[label], "linestyle": STYLES[0]}
     name = label.replace("K-FAC", "KFAC")
     method = name.split(",")[0].split(" (")[0]
     if method not in OPTIMIZERS:
@@ -59,37 +60,6 @@ def styled() -> AbstractContextManager[None]:
 def save(figure: Figure, path: Path) -> None:
     """Write a figure, with the same bytes for the same data, so that it changes in the repository only with them."""
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def plot_losses(histories: Sequence[History], title: str, target: float, path: Path) -> None:
-    with styled():
-        figure = Figure(figsize=(10, 4.6), layout="constrained")
-        by_step, by_second = figure.subplots(1, 2, sharey=True)
-        for index, history in enumerate(histories):
-            start = min(WINDOW, len(history.losses)) - 1
-            losses = history.smoothed[start:]
-            style = look(history.label, index)
-            by_step.plot(range(start + 1, len(history.losses) + 1), losses, label=history.label, linewidth=1.8, **style)
-            by_second.plot(history.seconds[start:], losses, linewidth=1.8, **style)
-        _dress(by_step, "optimizer steps", target)
-        _dress(by_second, "training seconds", target)
-        by_step.set_ylabel(f"training loss (mean of {WINDOW} steps)")
-        by_second.annotate(
-            f"target {target:g}", (1, target), (0, 3), xycoords=("axes fraction", "data"),
-            textcoords="offset points", ha="right", va="bottom", fontsize=9,
-        )  # fmt: skip
-        figure.legend(loc="outside lower center", ncols=min(5, len(histories)), frameon=False)
-        figure.suptitle(title, x=0.01, ha="left")
-        save(figure, path)
-
-
-def _dress(axes: Axes, label: str, target: float) -> None:
-    axes.set_yscale("log")
-    axes.set_xlabel(label)
-    axes.set_xlim(left=0)
-    axes.axhline(target, color=INK, linewidth=0.8, zorder=0)
-    axes.grid(axis="y")
-    axes.set_axisbelow(True)
 
 
 @dataclass(frozen=True)

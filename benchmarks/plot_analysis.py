@@ -1,14 +1,15 @@
 """Plots of an analysis, from its files alone: rank by layer, gradient norms, errors of few rows, stage times."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from benchmarks import events
@@ -37,13 +38,26 @@ def plot_analysis(folder: Path, suffix: str = ".png") -> list[Path]:
     return paths
 
 
+@contextmanager
+def _panel(path: Path, title: str, size: tuple[float, float], grid: Literal["x", "y"] = "y") -> Iterator[Axes]:
+    """Give the axes of a figure, and write the figure with its legend and title once they are filled."""
+    with styled():
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+        yield axes
+        axes.grid(axis=grid)
+        axes.set_axisbelow(True)
+        figure.legend(loc="outside right upper", frameon=False)
+        figure.suptitle(title, x=0.01, ha="left")
+        save(figure, path)
+
+
 def plot_rank(rank: Sequence[Event], path: Path) -> None:
     """Draw rank90 / m, one row for each layer and one for all: medians over the run, with the middle half as a bar."""
     names, sizes = events.layers(rank), sorted({event["m"] for event in rank})
     rows = ["all layers", *names]
-    with styled():
-        figure = Figure(figsize=(8, 1.6 + 0.24 * len(rows)), layout="constrained")
-        axes = figure.subplots()
+    title = "Share of the eigenvalues that make up 90 % of the curvature"
+    with _panel(path, title, (8, 1.6 + 0.24 * len(rows)), "x") as axes:
         for index, m in enumerate(sizes):
             own = events.where(rank, m=m)
             shares = [_shares(own), *(_shares(events.where(own, layer=name)) for name in names)]
@@ -60,42 +74,28 @@ def plot_rank(rank: Sequence[Event], path: Path) -> None:
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlim(left=0)
         axes.set_xlabel("rank90 / batch size (median and middle half over the run)")
-        axes.grid(axis="x")
-        axes.set_axisbelow(True)
-        figure.legend(loc="outside lower center", ncols=max(1, len(sizes)), frameon=False)
-        _save(figure, "Share of the eigenvalues that make up 90 % of the curvature", path)
 
 
 def plot_trend(trend: Sequence[Event], path: Path) -> None:
     """Draw the norm of the gradient against steps, for every layer and all together, KID periods shaded."""
-    with styled():
-        figure = Figure(figsize=(10, _HEIGHT), layout="constrained")
-        axes = figure.subplots()
-        periods = events.spans(trend, "kid")
-        for start, end in periods:
-            axes.axvspan(start - 0.5, end - 0.5, color=_SHADE, alpha=0.2, linewidth=0, zorder=0)
+    with _panel(path, "Norm of the gradient", (10, _HEIGHT)) as axes:
         _lines(axes, trend, "grad_norm")
         totals: dict[int, float] = {}
         for step, norm in zip(*events.series(trend, "step", "grad_norm"), strict=True):
             totals[step] = math.hypot(totals.get(step, 0.0), norm)
         axes.plot(list(totals), list(totals.values()), color=INK, linewidth=1.8, label="all layers")
-        _dress(axes)
-        if any(totals.values()):
-            axes.set_yscale("log")
-        _dress_steps(axes)
-        axes.set_ylabel("norm of the gradient")
-        handles, _ = axes.get_legend_handles_labels()
-        if periods:
-            handles = [*handles, Patch(color=_SHADE, alpha=0.2, label="KID")]
-        figure.legend(handles=handles, loc="outside right upper", frameon=False)
-        _save(figure, "Norm of the gradient", path)
+        for index, (start, end) in enumerate(events.spans(trend, "kid")):
+            label = "_" if index else "KID"
+            axes.axvspan(start - 0.5, end - 0.5, color=_SHADE, alpha=0.2, linewidth=0, zorder=0, label=label)
+        _dress_steps(axes, "norm of the gradient", any(totals.values()))
 
 
 def plot_error(error: Sequence[Event], path: Path) -> None:
     """Draw the distance of the updates of KID and KIS from the exact one: of all layers, and of each as a thin line."""
-    with styled():
-        figure = Figure(figsize=(8, _HEIGHT), layout="constrained")
-        axes = figure.subplots()
+    ranks = sorted({event["r"] for event in error if event["r"] is not None})
+    rows = f"{ranks[0]}" if len(ranks) == 1 else "few"
+    title = f"Error of updates from {rows} rows (thin lines: single layers)" if ranks else "Error of updates"
+    with _panel(path, title, (8, _HEIGHT)) as axes:
         for index, mode in enumerate(dict.fromkeys(event["mode"] for event in error)):
             colour, style = COLOURS[index % len(COLOURS)], STYLES[index % len(STYLES)]
             own = events.where(error, mode=mode)
@@ -105,27 +105,14 @@ def plot_error(error: Sequence[Event], path: Path) -> None:
             points = events.series(events.where(own, layer=ALL), "step", "rel_error")
             label = mode.replace("kid", "KID").replace("kis", "KIS")
             axes.plot(*points, color=colour, linewidth=1.8, linestyle=style, marker="o", markersize=3, label=label)
-        _dress(axes)
-        if any(event["rel_error"] for event in error):
-            axes.set_yscale("log")
-        _dress_steps(axes)
-        axes.set_ylabel("‖u − u*‖ / ‖u*‖")
-        figure.legend(loc="outside right upper", frameon=False)
-        ranks = sorted({event["r"] for event in error if event["r"] is not None})
-        rows = f"{ranks[0]}" if len(ranks) == 1 else "few"
-        _save(
-            figure,
-            f"Error of updates from {rows} rows (thin lines: single layers)" if ranks else "Error of updates",
-            path,
-        )
+        _dress_steps(axes, "‖u − u*‖ / ‖u*‖", any(event["rel_error"] for event in error))
 
 
 def plot_stages(profile: Sequence[Event], path: Path) -> None:
     """Draw the median time of each stage, stacked, for each kind of steps: plain ones, and those that refresh."""
     times = events.stage_times(profile)
-    with styled():
-        figure = Figure(figsize=(9, 1.5 + 0.7 * len(times)), layout="constrained")
-        axes = figure.subplots()
+    title = "Stages of an optimizer step (without forward and backward pass)"
+    with _panel(path, title, (9, 1.5 + 0.7 * len(times)), "x") as axes:
         left = dict.fromkeys(times, 0.0)
         for index, stage in enumerate(events.STAGES):
             widths = {kind: found[stage] for kind, found in times.items()}
@@ -138,10 +125,6 @@ def plot_stages(profile: Sequence[Event], path: Path) -> None:
             left = {kind: left[kind] + width for kind, width in widths.items()}
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds")
-        axes.grid(axis="x")
-        axes.set_axisbelow(True)
-        figure.legend(loc="outside right upper", frameon=False)
-        _save(figure, "Stages of an optimizer step (without forward and backward pass)", path)
 
 
 def _lines(axes: Axes, found: Sequence[Event], column: str) -> None:
@@ -162,16 +145,9 @@ def _shares(rank: Sequence[Event]) -> list[float]:
     return events.series(rank, "step", events.rank_share)[1]
 
 
-def _dress(axes: Axes) -> None:
-    axes.grid(axis="y")
-    axes.set_axisbelow(True)
-
-
-def _dress_steps(axes: Axes) -> None:
+def _dress_steps(axes: Axes, label: str, logarithmic: bool) -> None:
+    if logarithmic:
+        axes.set_yscale("log")
+    axes.set_ylabel(label)
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _save(figure: Figure, title: str, path: Path) -> None:
-    figure.suptitle(title, x=0.01, ha="left")
-    save(figure, path)

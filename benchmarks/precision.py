@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from secondorder import SecondOrderOptimizer
 
@@ -64,12 +65,7 @@ class Precision:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, list | tuple):
-        items = [moved(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return {key: moved(item, device) for key, item in value.items()} if isinstance(value, dict) else value
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
 @contextmanager

@@ -68,9 +68,6 @@ class Ranks:
         comm = getattr(optimizer, "comm", None)
         return (self.rank, self.size) if comm is None else (comm.data_rank, comm.data_world)
 
-    def gather(self, mine: RankFigures) -> list[RankFigures]:
-        return list(self.collect(mine))
-
     def collect(self, mine: Any) -> list[Any]:
         if self.size == 1:
             return [mine]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from inspect import signature
-from itertools import islice
+from itertools import accumulate, islice
 from statistics import fmean
 from typing import Any, cast
 
@@ -65,11 +65,7 @@ class History:
 
     @property
     def seconds(self) -> list[float]:
-        total, sums = 0.0, []
-        for value in self.step_seconds:
-            total += value
-            sums.append(total)
-        return sums
+        return list(accumulate(self.step_seconds))
 
     @property
     def smoothed(self) -> list[float]:

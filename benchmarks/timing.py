@@ -5,7 +5,6 @@ one short run and weighed as longer intervals would weigh them. A step of HyLo i
 stand beside the time that their own FLOPs take at the rate of large products.
 """
 
-import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any, Literal
 from rich.table import Table
 
 from benchmarks import report
-from benchmarks.machine import Rate, peak_bytes
+from benchmarks.machine import Rate, no_collections, peak_bytes
 from benchmarks.report import value
 from benchmarks.runner import Trainer
 from secondorder import SecondOrderOptimizer
@@ -147,8 +146,7 @@ def measure(
     for contender in (reference, *contenders):
         contender.step(record=False)
     turns = 0
-    gc.disable()  # a collection in the middle of a step would be charged to it
-    try:
+    with no_collections():
         for _ in range(steps):
             for contender in contenders:
                 contender.step()
@@ -156,8 +154,6 @@ def measure(
                 if turns % REFERENCE_EVERY == 0:
                     reference.step()
             on_round()
-    finally:
-        gc.enable()
 
 
 ROUNDS = 3

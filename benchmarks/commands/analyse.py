@@ -17,7 +17,7 @@ import torch
 from rich.table import Table
 
 from benchmarks import events, report
-from benchmarks.commands.options import Common
+from benchmarks.commands.options import Common, check_ranges
 from benchmarks.events import ALL, TRAIN, TRAIN_COLUMNS, Event
 from benchmarks.live import Board
 from benchmarks.plot_analysis import plot_analysis
@@ -77,8 +77,7 @@ class Analyse(Common):
 
     def run(self) -> int:
         """Run the command, and return 0, or 1 when the loss was no longer finite."""
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        check_ranges(self, ("steps",))
         torch.set_num_threads(self.threads)
         changes = parse_settings(self.set)
         workload = self._workload(self.batch_size)

@@ -1,4 +1,4 @@
-"""``compare``: one workload, many optimizers, the same number of trials for each; a report in one HTML file.
+"""``compare``: one workload, many optimizers, the same number of trials for each; a report as a page of Markdown.
 
 It can be stopped at any time and goes on where it was, to the bit, also in the middle of a run: each is checkpointed
 every minute beside the results. Results that lie in the repository are extended by later runs.
@@ -18,10 +18,10 @@ from torch import nn
 
 from benchmarks import report, store
 from benchmarks.commands.options import Common
-from benchmarks.compare.html import write_report
+from benchmarks.compare.page import write_report
 from benchmarks.compare.plan import STEP, Budget, Job, current, end_loss, pending
 from benchmarks.compare.runs import Setting, execute, find, key_of, measure_reference, pause_of, recipe_of
-from benchmarks.compare.tables import summary_tables
+from benchmarks.compare.tables import printed
 from benchmarks.peers import PEERS, available, set_paths, versions
 from benchmarks.recipes import METHODS, VARIANTS
 from benchmarks.recipes.building import parse_settings
@@ -182,14 +182,9 @@ class Compare(Common):
 
     def _report(self, results: dict[str, Any], path: Path) -> None:
         store.save(path, results)
-        console = report.console()
-        for table in summary_tables(results):
-            console.print(table)
-        target = self.out_dir / "report.html"
-        self.out_dir.mkdir(parents=True, exist_ok=True)
-        write_report(results, target)
+        report.console().print(printed(results))
         report.print_path("results", path)
-        report.print_path("report", target)
+        report.print_path("report", write_report(results, self.out_dir))
 
 
 def command_line(words: Sequence[str]) -> str:

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.commands.options import Common
+from benchmarks.compare.figures import draw_histories
 from benchmarks.live import Board
-from benchmarks.plot import plot_losses
 from benchmarks.recipes import METHODS, VARIANTS, MethodName
 from benchmarks.report import value
 from benchmarks.runner import WINDOW, Trainer, optimizer_bytes, race
@@ -61,7 +61,7 @@ class Demo(Common):
             "workload": self.workload, "seed": self.seed, "target": target, "results": results,
         })  # fmt: skip
         plot = self.out_dir / "demo.png"
-        plot_losses([trainer.history for trainer in trainers], f"{self.workload}, seed {self.seed}", target, plot)
+        draw_histories([trainer.history for trainer in trainers], f"{self.workload}, seed {self.seed}", target, plot)
         report.print_path("plot", plot)
         return 0
 

@@ -28,7 +28,7 @@ from scipy.sparse.linalg import svds
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.commands.options import Alone
+from benchmarks.commands.options import Alone, check_ranges
 from benchmarks.machine import timed_in_turns
 from benchmarks.report import value
 from secondorder.linalg import dense, eigenbasis, polar
@@ -57,8 +57,7 @@ class Linalg(Alone):
     def run(self) -> int:
         if not 0 <= self.drift <= 1:
             raise ValueError(f"drift must be from 0 to 1, got {self.drift}")
-        if self.damping <= 0:
-            raise ValueError(f"damping must be positive, got {self.damping}")
+        check_ranges(self, ("damping",))
         torch.set_num_threads(self.threads)
         found: dict[str, list[dict[str, Any]]] = {"results": [], "inverses": [], "polars": []}
         for n in report.tracked("factors", self.sizes):

@@ -1,7 +1,10 @@
 """Options that several commands share."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass
@@ -30,3 +33,13 @@ class Alone:
     """Number of threads that torch uses."""
     out_dir: Path = Path("bench-output")
     """Folder to write tables and results to."""
+
+
+def check_ranges(options: Any, positive: Sequence[str] = (), shares: Sequence[str] = ()) -> None:
+    """Refuse options that are out of range; one that is unset is in it."""
+    for names, most, words in ((positive, math.inf, "positive"), (shares, 1.0, "in (0, 1]")):
+        for name in names:
+            given = getattr(options, name)
+            each = given if isinstance(given, tuple) else (given,)
+            if any(number is not None and not 0 < number <= most for number in each):
+                raise ValueError(f"{name} must be {words}, got {given}")

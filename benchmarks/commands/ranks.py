@@ -6,10 +6,12 @@ handed to collectives, amortized over the intervals.
 
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,17 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 import secondorder
 from benchmarks import report
 from benchmarks.peers.checkouts import package, set_paths
+from benchmarks.report import value
 from benchmarks.workloads.cifar import ResNet20
 from secondorder import comm as strategies
 from secondorder.comm.names import from_name
 
-COLUMNS = (
-    "strategy",
-    "ranks",
-    "curvature of a rank (mean), MB",
-    "curvature of the fullest rank, MB",
-    "sent per step, MB",
-)
 _CURVATURE = ("factors", "second_order", "scale")
 
 
@@ -121,7 +117,7 @@ def _kfac_pytorch(model: nn.Module, command: Ranks, name: str) -> tuple[Callable
     strategies_of_it = package("kfac_pytorch", "kfac.enums").DistributedStrategy
     KFACPreconditioner = package("kfac_pytorch", "kfac.preconditioner").KFACPreconditioner
 
-    sent = _Sent()
+    sent: list[int] = []
     preconditioner = KFACPreconditioner(
         model,
         factor_update_steps=command.factor_steps,
@@ -132,41 +128,39 @@ def _kfac_pytorch(model: nn.Module, command: Ranks, name: str) -> tuple[Callable
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def step() -> None:
-        with sent:
+        with _counted(sent):
             preconditioner.step()
         optimizer.step()
 
-    return step, lambda: (float(preconditioner.memory_usage()["total"]), sent.nbytes / command.steps)
+    return step, lambda: (float(preconditioner.memory_usage()["total"]), sum(sent) / command.steps)
 
 
-class _Sent:
-    """Counts bytes handed to all-reduce and broadcast inside a ``with`` block."""
+@contextmanager
+def _counted(sent: list[int]) -> Iterator[None]:
+    """Add the bytes of each tensor that is handed to all-reduce or broadcast to a list."""
 
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._known: dict[str, Callable[..., Any]] = {}
-
-    def __enter__(self) -> None:
-        for name in ("all_reduce", "broadcast"):
-            self._known[name] = getattr(dist, name)
-            setattr(dist, name, self._counting(self._known[name]))
-
-    def __exit__(self, *_: object) -> None:
-        for name, function in self._known.items():
-            setattr(dist, name, function)
-
-    def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.nbytes += tensor.nbytes
+            sent.append(tensor.nbytes)
             return function(tensor, *args, **kwargs)
 
         return counted
+
+    with mock.patch.multiple(dist, all_reduce=counting(dist.all_reduce), broadcast=counting(dist.broadcast)):
+        yield
 
 
 def _table(found: Sequence[dict[str, Any]]) -> Table:
     rows = []
     for entry in found:
         kept, sent = zip(*entry["ranks"], strict=True)
-        numbers = f"{statistics.mean(kept) / 1e6:.2f}", f"{max(kept) / 1e6:.2f}", f"{statistics.mean(sent) / 1e6:.3f}"
-        rows.append((f"{entry['whose']} {entry['strategy']}", str(entry["world"]), *numbers))
-    return report.make_table("ResNet-20: bytes that ranks store and send", COLUMNS, rows)
+        means = {"mean": statistics.mean(kept), "most": max(kept), "sent": statistics.mean(sent)}
+        rows.append({"strategy": f"{entry['whose']} {entry['strategy']}", "world": entry["world"], **means})
+    columns = {
+        "strategy": value("strategy"),
+        "ranks": value("world"),
+        "curvature of a rank (mean), MB": value("mean", ".2f", 1e-6),
+        "curvature of the fullest rank, MB": value("most", ".2f", 1e-6),
+        "sent per step, MB": value("sent", ".3f", 1e-6),
+    }
+    return report.table_of("ResNet-20: bytes that ranks store and send", rows, columns)

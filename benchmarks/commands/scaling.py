@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import report
+from benchmarks.commands.options import check_ranges
 from benchmarks.counting import counted_flops, factor_flops
 from benchmarks.plot import OPTIMIZERS, Panel, Row, plot_rows
 from benchmarks.report import value
@@ -55,32 +56,26 @@ def architecture(name: ModelName) -> Architecture:
         return _MODELS[name]()
 
 
-# ---------------------------------------------------------------------- residual networks
 def _images(side: int) -> Callable[[int], Tensor]:
     return lambda n: torch.empty(n, 3, side, side, device="meta")
 
 
-def _resnet50() -> Architecture:
-    return Architecture(imagenet_resnet("bottleneck", (3, 4, 6, 3)), _images(224), 32)
+def _words(positions: int) -> Callable[[int], Tensor]:
+    return lambda n: torch.empty(n, positions, dtype=torch.int64, device="meta")
 
 
-def _resnet_cifar(depth: int) -> Architecture:
-    return Architecture(cifar_resnet(depth), _images(32), 128)
-
-
-# ---------------------------------------------------------------------- transformers
 class _Bert(nn.Module):
     """An encoder with word, position and segment embeddings, and the transform of its masked-word head.
 
     The head's last map is the table of words, which is tied to it and stands here once.
     """
 
-    def __init__(self, width: int, depth: int, heads: int, words: int = 30522, positions: int = 512) -> None:
+    def __init__(self, width: int, depth: int, words: int = 30522, positions: int = 512) -> None:
         super().__init__()
         self.words, self.positions = nn.Embedding(words, width), nn.Embedding(positions, width)
         self.segments = nn.Embedding(2, width)
         self.norm = nn.LayerNorm(width)
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, activation="gelu", batch_first=True)
+        layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, activation="gelu", batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.transform, self.head_norm = nn.Linear(width, width), nn.LayerNorm(width)
 
@@ -114,27 +109,19 @@ class _DecoderLayer(nn.Module):
         return x + added
 
 
-def _words(words: int, positions: int) -> Callable[[int], Tensor]:
-    return lambda n: torch.empty(n, positions, dtype=torch.int64, device="meta")
-
-
-def _bert(width: int, depth: int) -> Architecture:
-    return Architecture(_Bert(width, depth, width // 64), _words(30522, 512), 8)
-
-
 def _decoder() -> Architecture:
     width, words = 4096, 32000
     layers = [_DecoderLayer(width, 32, 11008) for _ in range(32)]
     head = [nn.RMSNorm(width), nn.Linear(width, words, bias=False)]
-    return Architecture(nn.Sequential(nn.Embedding(words, width), *layers, *head), _words(words, 2048), 2)
+    return Architecture(nn.Sequential(nn.Embedding(words, width), *layers, *head), _words(2048), 2)
 
 
 _MODELS: dict[ModelName, Callable[[], Architecture]] = {
-    "resnet20": lambda: _resnet_cifar(3),
-    "resnet32": lambda: _resnet_cifar(5),
-    "resnet50": _resnet50,
-    "bert-base": lambda: _bert(768, 12),
-    "bert-large": lambda: _bert(1024, 24),
+    "resnet20": lambda: Architecture(cifar_resnet(3), _images(32), 128),
+    "resnet32": lambda: Architecture(cifar_resnet(5), _images(32), 128),
+    "resnet50": lambda: Architecture(imagenet_resnet("bottleneck", (3, 4, 6, 3)), _images(224), 32),
+    "bert-base": lambda: Architecture(_Bert(768, 12), _words(512), 8),
+    "bert-large": lambda: Architecture(_Bert(1024, 24), _words(512), 8),
     "decoder-7b": _decoder,
 }
 
@@ -215,13 +202,7 @@ class Scaling:
         return 0
 
     def _check(self) -> None:
-        if min(self.worlds, default=0) < 1:
-            raise ValueError(f"worlds must be numbers of ranks, got {self.worlds}")
-        for name in ("link_gbps", "node_gbps", "gpu_tflops", "refresh_tflops"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        check_ranges(self, ("worlds", "batch_size", "link_gbps", "node_gbps", "gpu_tflops", "refresh_tflops"))
         if self.dp_kfac and self.method not in {"kfac", "kfac-cholesky"}:
             raise ValueError(
                 f"dp_kfac is a way to take the factors of kfac and kfac-cholesky, got method {self.method!r}"

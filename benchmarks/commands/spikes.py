@@ -4,7 +4,6 @@ Every way trains by itself, for what one leaves to another thread would be charg
 begins with an interval that is not timed, in which refreshes are done at once; then steps are timed by the clock.
 """
 
-import gc
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.commands.options import Common
+from benchmarks.machine import no_collections
 from benchmarks.recipes import METHODS, MethodName, Settings
 from benchmarks.report import value
 from benchmarks.runner import Trainer
@@ -75,13 +75,11 @@ class Spikes(Common):
         # Every way then has as many refreshes before it: one that overlaps is adopted a tenth of an interval later.
         for _ in range(self.inv_update_steps + max(1, self.inv_update_steps // 10) + 1):
             trainer.step()
-        gc.disable()  # a collection in the middle of a step would be charged to it
-        try:
-            return [trainer.step() for _ in range(self.intervals * self.inv_update_steps)]
-        finally:
-            gc.enable()
-            if isinstance(trainer.optimizer, SecondOrderOptimizer):
-                trainer.optimizer.close()  # and with it what is under way
+        with no_collections():
+            times = [trainer.step() for _ in range(self.intervals * self.inv_update_steps)]
+        if isinstance(trainer.optimizer, SecondOrderOptimizer):
+            trainer.optimizer.close()  # and with it what is under way
+        return times
 
 
 def summary(times: list[float], reference: list[float]) -> tuple[float, float, float, float]:

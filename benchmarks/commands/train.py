@@ -15,6 +15,7 @@ import torch
 from rich.table import Table
 
 from benchmarks import checkpoints, report
+from benchmarks.commands.options import check_ranges
 from benchmarks.commands.planning import Plan, Planned
 from benchmarks.journal import Journal
 from benchmarks.live import Board
@@ -52,10 +53,10 @@ def rank_table(ranks: Sequence[RankFigures], steps: int) -> Table:
     )
 
 
-def losses_at(history: History, checkpoints: tuple[int, ...]) -> tuple[list[str], list[str]]:
+def losses_at(history: History, checkpoints: tuple[int, ...]) -> dict[str, str]:
     last = len(history.losses)
     steps = [*(step for step in checkpoints if step < last), last]
-    return [str(step) for step in steps], [f"{history.loss_at(step):.4g}" for step in steps]
+    return {str(step): f"{history.loss_at(step):.4g}" for step in steps}
 
 
 CHECKPOINTS = (40, 75, 100, 140, 300)
@@ -82,10 +83,7 @@ class Train(Planned):
 
     def run(self) -> int:
         """Run the command, and return 0, or 1 when the loss was no longer finite."""
-        for name in ("steps", "world", "checkpoint_every", "evaluate_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        check_ranges(self, ("steps", "world", "checkpoint_every", "evaluate_every"))
         torch.set_num_threads(self.threads)
         if self.print_recipe:
             return self.show_recipe()
@@ -111,7 +109,7 @@ class Train(Planned):
         if ranks.first:
             self.say_what_is_not_scaled(plan)
         mine, measured = self._train(trainer, ranks, plan.steps, identity)
-        figures = ranks.gather(mine)
+        figures: list[RankFigures] = ranks.collect(mine)
         trainer.history.losses = mean_losses(figures)
         if ranks.first:
             self._report(trainer, plan.recipe, figures, measured, made_up)
@@ -197,7 +195,18 @@ class Train(Planned):
     ) -> None:
         history, memory = trainer.history, ranks[0].memory
         found = trainer.evaluate(self.evaluate, quality=self.evaluate)
-        figures = {
+        data = {
+            "workload": self.workload,
+            "optimizer": self.optimizer,
+            "settings": dict(recipe.settings),
+            "seed": self.seed,
+            "workload_settings": {**recipe.workload, **parse_settings(self.workload_set)},
+            "source": recipe.source,
+            "schedule": asdict(recipe.schedule),
+            "batch_size": trainer.workload.batch_size,
+            "made_up_data": made_up,
+            "device": self.device,
+            "amp": self.amp,
             "losses": history.losses,
             "step_seconds": history.step_seconds,
             "optimizer_bytes": memory["total"],
@@ -207,39 +216,14 @@ class Train(Planned):
             "evaluations": measured,
             **found,
         }
-        columns, cells = losses_at(history, CHECKPOINTS)
-        seconds = f"{sum(history.step_seconds):.1f}"
+        cells = {"loss at step": f"mean of {WINDOW}", **losses_at(history, CHECKPOINTS)}
+        cells |= {name: f"{value:.4g}" for name, value in found.items()}
+        cells |= {"seconds": f"{sum(history.step_seconds):.1f}", "optimizer bytes": f"{memory['total']:,}"}
         keywords = " ".join(f"{key}={value}" for key, value in recipe.settings.items())
-        table = report.make_table(
-            f"{self.workload}{' (made-up data)' * made_up}: {history.label} {keywords}",
-            ("loss at step", *columns, *found, "seconds", "optimizer bytes"),
-            [
-                (
-                    f"mean of {WINDOW}",
-                    *cells,
-                    *(f"{value:.4g}" for value in found.values()),
-                    seconds,
-                    f"{memory['total']:,}",
-                )
-            ],
-        )
+        title = f"{self.workload}{' (made-up data)' * made_up}: {history.label} {keywords}"
+        table = report.make_table(title, list(cells), [list(cells.values())])
         tables = [table, *([rank_table(ranks, len(history.losses))] if len(ranks) > 1 else [])]
-        data = {
-            "workload": self.workload,
-            "optimizer": self.optimizer,
-            "settings": dict(recipe.settings),
-            "seed": self.seed,
-        }
-        data |= {
-            "workload_settings": {**recipe.workload, **parse_settings(self.workload_set)},
-            "source": recipe.source,
-            "schedule": asdict(recipe.schedule),
-            "batch_size": trainer.workload.batch_size,
-            "made_up_data": made_up,
-            "device": self.device,
-            "amp": self.amp,
-        }
-        report.save(self.out_dir, self._stem, tables, {**data, **figures})
+        report.save(self.out_dir, self._stem, tables, data)
 
 
 def _due(step: int, every: int | None) -> bool:

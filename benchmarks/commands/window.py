@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from rich.table import Table
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from benchmarks import report
 from benchmarks.commands.options import Alone
 from benchmarks.filling import dense_rows, fill_windows
-from benchmarks.machine import COPY_BYTES, Rate, copying, gemm_gflops, peak_bytes, seconds
+from benchmarks.machine import COPY_BYTES, Rate, copying, gemm_gflops, peak_bytes, timed_in_turns
 from benchmarks.recipes import Settings, window_keywords
 from benchmarks.recipes.building import from_flat
 from benchmarks.report import value
@@ -37,8 +37,20 @@ Shape = tuple[int, ...]
 SizeName = Literal["digits", "resnet20", "autoencoder", "large", "resnet50"]
 
 
+_RESNETS: Mapping[str, tuple[BlockName, Sequence[int]]] = {
+    "large": ("basic", (2, 2, 2, 2)),
+    "resnet50": ("bottleneck", (3, 4, 6, 3)),
+}
+
+
 def shapes_of(name: SizeName) -> list[Shape]:
-    return _SIZES[name]()
+    """Return the shapes of the parameters of a network for ImageNet, or of a workload whose model needs no data."""
+    with torch.device("meta"):
+        if name in _RESNETS:
+            model = imagenet_resnet(*_RESNETS[name])
+        else:
+            model = make_workload(cast("WorkloadName", name), Path()).build_model(0)
+    return [tuple(p.shape) for p in model.parameters()]
 
 
 def count(shapes: Sequence[Shape]) -> int:
@@ -49,25 +61,6 @@ def kept(length: int, top_k: TopK) -> int:
     if length == top_k.block_size >= 64:
         return min(length, max(8, 8 * round(top_k.density * length / 8)))
     return max(1, math.ceil(top_k.density * length))
-
-
-def _of_workload(name: WorkloadName) -> list[Shape]:
-    model = make_workload(name, Path()).build_model(0)  # these models do not depend on data
-    return [tuple(p.shape) for p in model.parameters()]
-
-
-def _resnet(block: BlockName, depths: Sequence[int]) -> list[Shape]:
-    with torch.device("meta"):
-        return [tuple(p.shape) for p in imagenet_resnet(block, depths).parameters()]
-
-
-_SIZES: dict[SizeName, Callable[[], list[Shape]]] = {
-    "digits": lambda: _of_workload("digits"),
-    "resnet20": lambda: _of_workload("resnet20"),
-    "autoencoder": lambda: _of_workload("autoencoder"),
-    "large": lambda: _resnet("basic", (2, 2, 2, 2)),
-    "resnet50": lambda: _resnet("bottleneck", (3, 4, 6, 3)),
-}
 
 
 StorageName = Literal["dense", "dense-bf16", "topk", "topk-bf16", "topk-bf16-4bit", "lowrank", "topk-triton"]
@@ -171,18 +164,7 @@ class _Bench:
         rows = dense_rows(self.optimizer)
         if rows is not None:
             works["pair"] = _plain_pair(rows)
-        times: dict[str, list[float]] = {name: [] for name in works}
-        gc.disable()  # a collection in the middle of a step would be charged to it
-        try:
-            for turn in range(-2, steps):
-                self._draw()
-                for name, work in works.items():
-                    spent = seconds(work, self.device)
-                    if turn >= 0:
-                        times[name].append(spent)
-        finally:
-            gc.enable()
-        return times
+        return timed_in_turns(works, steps, self.device, before=self._draw)
 
     def peak(self) -> int:
         self._draw()

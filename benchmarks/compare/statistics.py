@@ -150,6 +150,10 @@ def clock_column(results: Results) -> int:
     return _CLOCKS[clock]
 
 
+def clock_name(results: Results) -> str:
+    return "processor" if results["clock"] == "processor" else "wall-clock"
+
+
 def spread(values: Iterable[float | None]) -> Spread | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:

@@ -1,16 +1,14 @@
-"""Tables of a comparison: the same rows for the terminal, for Markdown and for the HTML report."""
+"""Tables of a comparison, as Markdown for pages and for the terminal."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.markup import escape
-from rich.table import Table
+from rich.markdown import Markdown
 
 from benchmarks.compare import statistics, wording
-from benchmarks.compare.statistics import Reach, Results, Run, Summary, Target
+from benchmarks.compare.statistics import Reach, Results, Summary, Target
 from benchmarks.compare.wording import NOTHING, number, seconds, share, verdict
-from benchmarks.report import make_table
 from benchmarks.runner import WINDOW
 
 _SENTENCE = 50  # letters from which a column is text, which is aligned on the left
@@ -24,20 +22,11 @@ class Rows:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str = ""
-    ours: frozenset[int] = frozenset()
-    """Rows of ours, to be set off."""
 
 
-def summary_tables(results: Results) -> list[Table]:
-    return [
-        make_table(
-            escape(table.title),
-            [escape(column) for column in table.columns],
-            [[escape(cell) for cell in row] for row in table.rows],
-            escape(table.caption),
-        )
-        for table in all_rows(results)
-    ]
+def printed(results: Results) -> Markdown:
+    """Return all tables for the terminal."""
+    return Markdown("\n\n".join(map(markdown_table, all_rows(results))))
 
 
 def markdown_table(table: Rows) -> str:
@@ -67,7 +56,9 @@ def all_rows(results: Results) -> list[Rows]:
 
 def result_rows(results: Results) -> Rows:
     found = statistics.summaries(results)
-    qualities = list(dict.fromkeys(name for run in _finals(results) for name in run.get("quality") or {}))
+    qualities = list(
+        dict.fromkeys(name for run in statistics.select(results, "final") for name in run.get("quality") or {})
+    )
     low = "higher is better" if results["metric_better"] == "higher" else "lower is better"
     columns = ("optimizer", "kind", "rate", "loss", "std", "min–max", results["metric"], *qualities)
     rows = tuple((*_result(s), *(_quality(results, s.optimizer, q) for q in qualities), *_cost(s)) for s in found)
@@ -77,26 +68,18 @@ def result_rows(results: Results) -> Rows:
         rows,
         f"Loss is the {results['loss']} at the end, with its mean, standard deviation and range over the seeds. "
         f"The {results['metric']} is a mean over the seeds ({low}). Rate is a multiple of the recipe's learning rate. "
-        f"The column s has {_clock(results)} seconds, and ÷ SGD is the time of a step relative to SGD. MB is the size "
-        "of the optimizer's state. Runs counts those that finished, of all. Kind: methods that use the curvature of "
-        "the loss are second order; Muon, Shampoo, SOAP and others that use gradients only are first order.",
-        _ours([s.ours for s in found]),
+        f"The column s has {statistics.clock_name(results)} seconds, and ÷ SGD is the time of a step relative to SGD. "
+        "MB is the size of the optimizer's state. Runs counts those that finished, of all. Kind: methods that use the "
+        "curvature of the loss are second order; Muon, Shampoo, SOAP and others that use gradients only are first "
+        "order.",
     )
-
-
-def _clock(results: Results) -> str:
-    return "processor" if results["clock"] == "processor" else "wall-clock"
-
-
-def _finals(results: Results) -> list[Run]:
-    return statistics.select(results, "final")
 
 
 def _result(found: Summary) -> tuple[str, ...]:
     loss, deviation = found.loss, found.loss.deviation if found.loss else None
     return (
         found.label,
-        wording.kind(found.ours, found.order),
+        "ours" if found.ours else found.order,
         NOTHING if found.factor is None else f"{found.factor:.3g}",
         number(loss.mean if loss else None),
         number(deviation, 2),
@@ -116,10 +99,6 @@ def _quality(results: Results, optimizer: str, name: str) -> str:
     runs = statistics.select(results, "final", optimizer)
     found = statistics.spread((run.get("quality") or {}).get(name) for run in runs if not statistics.flaw(run))
     return number(found.mean if found else None)
-
-
-def _ours(flags: Sequence[bool]) -> frozenset[int]:
-    return frozenset(index for index, flag in enumerate(flags) if flag)
 
 
 def reach_rows(results: Results, target: Target) -> Rows:
@@ -145,7 +124,6 @@ def reach_rows(results: Results, target: Target) -> Rows:
         f"whose mean of {WINDOW} steps is at most that loss. A short run has reached it if it ends at most there, and "
         "it counts with all of its steps. Steps and seconds are means over the seeds that reached the loss. The target "
         f"for our methods: every seed reaches the loss within {aim:g} of the steps.",
-        _ours([item.ours for item in found]),
     )
 
 
@@ -180,7 +158,6 @@ def sift_rows(results: Results) -> Rows:
         tuple(rows),
         f"Loss after {', '.join(map(str, steps))} steps, by multiple of the recipe's learning rate. An asterisk marks "
         "the best one, which full runs use. Best is last: no rate beyond the best one was tried.",
-        _ours([bool(statistics.select(results, optimizer=name)[0]["ours"]) for name in names]),
     )
 
 
@@ -199,5 +176,4 @@ def failure_rows(results: Results) -> Rows:
         tuple((r["label"], r["phase"], f"{r['factor']:.3g}", str(r["seed"]), why) for r, why in broken),
         "These runs count among the seeds as runs that never reached the target. A run has diverged if a loss is not "
         "finite, or if the mean at the end is above twice the first loss.",
-        _ours([bool(run["ours"]) for run, _ in broken]),
     )

@@ -1,6 +1,6 @@
 """A comparison in words: numbers as text, and the sentences around its tables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from benchmarks.compare import statistics
 from benchmarks.compare.runs import find
@@ -28,10 +28,6 @@ def seconds(value: float | None) -> str:
 
 def interval(values: Spread | None) -> str:
     return NOTHING if values is None or values.count == 1 else f"{number(values.low)}–{number(values.high)}"
-
-
-def kind(ours: bool, order: str) -> str:
-    return "ours" if ours else order
 
 
 def joined(words: Sequence[str]) -> str:
@@ -128,12 +124,12 @@ def _broken(results: Results) -> list[str]:
 
 
 def fairness(results: Results) -> list[str]:
-    return [*_limits(results), *_keywords(results), *_notes(results)]
+    return [*_limits(results), *_keywords(results), *notes(results["runs"])]
 
 
 def budget(results: Results) -> list[str]:
     """Return how the budget was shared out and what limits the comparison, without the sources of the settings."""
-    return [*_limits(results), *_notes(results)]
+    return [*_limits(results), *notes(results["runs"])]
 
 
 def _limits(results: Results) -> list[str]:
@@ -251,10 +247,10 @@ def _source(results: Results, run: Run) -> str:
         return TUNED if run["ours"] else ""
 
 
-def _notes(results: Results) -> list[str]:
+def notes(runs: Iterable[Run]) -> list[str]:
     """Return each note on single optimizers once, such as at which point losses were taken."""
     labels: dict[str, dict[str, None]] = {}
-    for run in results["runs"]:
+    for run in runs:
         if run.get("note"):
             labels.setdefault(run["note"], {})[run["label"]] = None
     return [f"{joined(list(found))}: {note}." for note, found in labels.items()]

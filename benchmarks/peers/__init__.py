@@ -27,7 +27,7 @@ PEERS: dict[str, Method] = {
     "psgd_kron": _first("PSGD-Kron", packaged.psgd_kron, recipes.PSGD_KRON),
     "schedule_free": _first("schedule-free AdamW", packaged.schedule_free, recipes.SCHEDULE_FREE),
     "lbfgs": _second("L-BFGS", deterministic.lbfgs, recipes.LBFGS, closure=True),
-    "gauss_newton": _second("Gauss-Newton", deterministic.gauss_newton, recipes.GAUSS_NEWTON, closure=True),
+    "gauss_newton": _second("Gauss-Newton", deterministic.GaussNewton, recipes.GAUSS_NEWTON, closure=True),
     "distributed_shampoo": _first("Shampoo (Meta)", checkouts.distributed_shampoo, recipes.DISTRIBUTED_SHAMPOO),
     "singd": _second("SINGD", packaged.singd, recipes.SINGD),
     "kfac_pytorch": _second("K-FAC (kfac-pytorch)", checkouts.kfac_pytorch, recipes.KFAC_PYTORCH),

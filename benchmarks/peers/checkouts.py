@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.peers.layers import unheard_layers
+from benchmarks.peers.layers import trained, unheard_layers
 from benchmarks.peers.peer import Peer
 
 
@@ -166,14 +166,14 @@ def distributed_shampoo(
 ) -> Optimizer:
     shampoo = package("distributed_shampoo", "distributed_shampoo")
     graft = shampoo.AdamPreconditionerConfig(beta2=beta2, epsilon=graft_eps)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return Peer(shampoo.DistributedShampoo(parameters, lr=lr, betas=(beta1, beta2), grafting_config=graft, **options))
+    kind = shampoo.DistributedShampoo
+    return Peer(kind(trained(model), lr=lr, betas=(beta1, beta2), grafting_config=graft, **options))
 
 
 def ist_mfac(model: nn.Module, window_size: int = 1024, **options: Any) -> Optimizer:
     """Return M-FAC by its authors. Every parameter has to have a gradient in every step."""
     module = source_file("ist_mfac")
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = trained(model)
     device = parameters[0].device
     if device.type == "cpu":
         _make_run_on_cpu(module)

@@ -3,7 +3,6 @@
 Both evaluate the loss several times in a step, so they are compared by time and not by steps.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 from torch.optim import Optimizer
 
+from benchmarks.peers.layers import trained
 from benchmarks.peers.peer import Peer
-
-Closure = Callable[[], tuple[Tensor, Tensor, Tensor]]
-"""Evaluates the loss with its gradients, and returns it with the outputs and targets."""
 
 
 class _LBFGS(Peer):
@@ -35,11 +32,8 @@ class _LBFGS(Peer):
 
 def lbfgs(model: nn.Module, lr: float = 1.0, history_size: int = 30, max_iter: int = 4, **settings: Any) -> Optimizer:
     """Build L-BFGS. A step has ``max_iter`` iterations, each with its line search."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return _LBFGS(
-        torch.optim.LBFGS(parameters, lr, max_iter, history_size=history_size, tolerance_grad=0.0, tolerance_change=0.0,
-                          **settings)
-    )  # fmt: skip
+    keywords = {"history_size": history_size, "tolerance_grad": 0.0, "tolerance_change": 0.0, **settings}
+    return _LBFGS(torch.optim.LBFGS(trained(model), lr, max_iter, **keywords))
 
 
 class GaussNewton(Optimizer):
@@ -57,7 +51,7 @@ class GaussNewton(Optimizer):
     def __init__(self, model: nn.Module, damping: float = 1e-3, factor: float = 3.0) -> None:
         self._model = model
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
-        super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": 1.0, "damping": damping})
+        super().__init__(trained(model), {"lr": 1.0, "damping": damping})
         self._factor = factor
         self._inputs: Tensor | None = None
         model.register_forward_pre_hook(self._remember)
@@ -111,7 +105,3 @@ class GaussNewton(Optimizer):
         parameters = self.param_groups[0]["params"]
         for parameter, part in zip(parameters, step.split([p.numel() for p in parameters]), strict=True):
             parameter.add_(part.view_as(parameter))
-
-
-def gauss_newton(model: nn.Module, **settings: Any) -> Optimizer:
-    return GaussNewton(model, **settings)

@@ -1,10 +1,12 @@
 """Which weights of a model are what: matrices inside, and layers whose forward pass can be listened to."""
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.optim import Optimizer
 
 HEADS = ("head", "lm_head", "classifier", "fc")
 """Names of modules that hold the output layer."""
@@ -81,6 +83,12 @@ def _trains(module: nn.Module) -> bool:
     return all(parameter.requires_grad for parameter in module.parameters())
 
 
-def others(model: nn.Module, taken: list[nn.Parameter]) -> list[nn.Parameter]:
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def adamw_for_others(model: nn.Module, taken: list[nn.Parameter], **settings: Any) -> list[Optimizer]:
+    """Return AdamW for the parameters that no other optimizer takes, nothing where there are none."""
     known = {id(parameter) for parameter in taken}
-    return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in known]
+    rest = [parameter for parameter in trained(model) if id(parameter) not in known]
+    return [torch.optim.AdamW(rest, **settings)] if rest else []

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from benchmarks.peers.layers import heard_layers, others
-from benchmarks.peers.peer import Peer
+from benchmarks.peers.layers import adamw_for_others, heard_layers, trained
+from benchmarks.peers.peer import Peer, evaluated
 from benchmarks.workloads import Workload
 
 PACKAGES = {"pytorch_optimizer": "pytorch-optimizer", "schedulefree": "schedulefree", "singd": "singd"}
@@ -84,9 +84,7 @@ def singd(
             parts.append(
                 kind(model, taken, lr=lr, weight_decay=weight_decay, structures=(structure, structure), **options)
             )
-    if rest := others(model, taken):
-        parts.append(torch.optim.AdamW(rest, lr=adamw_lr, weight_decay=weight_decay))
-    return Peer(*parts)
+    return Peer(*parts, *adamw_for_others(model, taken, lr=adamw_lr, weight_decay=weight_decay))
 
 
 def _sides(layer: nn.Linear | nn.Conv2d) -> tuple[int, int]:
@@ -100,7 +98,7 @@ GRAFTS = {"none": 0, "sgd": 1, "adagrad": 2, "rmsprop": 3}
 
 def soap(model: nn.Module, beta1: float = 0.95, beta2: float = 0.95, **settings: Any) -> Optimizer:
     """Return SOAP: Adam in the eigenbasis of Shampoo. Its first step only gathers statistics."""
-    return Peer(library("pytorch_optimizer").SOAP(_trained(model), betas=(beta1, beta2), **settings))
+    return Peer(library("pytorch_optimizer").SOAP(trained(model), betas=(beta1, beta2), **settings))
 
 
 def shampoo(
@@ -117,17 +115,17 @@ def shampoo(
         "nesterov": False,
         **settings,
     }
-    return Peer(kind(_trained(model), betas=(beta1, beta2), graft_type=GRAFTS[graft], **keywords))
+    return Peer(kind(trained(model), betas=(beta1, beta2), graft_type=GRAFTS[graft], **keywords))
 
 
 def psgd_kron(model: nn.Module, seed: int | None = None, **settings: Any) -> Optimizer:
-    kron = library("pytorch_optimizer").Kron(_trained(model), **settings)
+    kron = library("pytorch_optimizer").Kron(trained(model), **settings)
     return _Seeded(kron, seed=_seed_of(model) if seed is None else seed)
 
 
 def _seed_of(model: nn.Module) -> int:
     """Return a number that is the same for equal weights; vectors often begin as zeros or ones, whatever the seed."""
-    weights = next((p for p in _trained(model) if p.dim() > 1), _trained(model)[0])
+    weights = next((p for p in trained(model) if p.dim() > 1), trained(model)[0])
     return zlib.crc32(weights.detach().cpu().float().numpy().tobytes())
 
 
@@ -139,10 +137,7 @@ class _Seeded(Peer):
         self._seed, self._taken = seed, 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         known = np.random.get_state()
         devices = {p.device for group in self.param_groups for p in group["params"] if p.is_cuda}
         with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
@@ -161,10 +156,6 @@ class _Seeded(Peer):
         self._seed, self._taken = state_dict["seed"], state_dict["taken"]
 
 
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 SETTLING = 50
 """Batches that norms see anew before an evaluation, as the package's documentation advises."""
 
@@ -181,9 +172,8 @@ class Averaging(Protocol):
 
 
 def schedule_free(model: nn.Module, beta1: float = 0.9, beta2: float = 0.999, **settings: Any) -> Optimizer:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kind = library("schedulefree").AdamWScheduleFree
-    return _ScheduleFree(kind(parameters, betas=(beta1, beta2), **settings))
+    return _ScheduleFree(kind(trained(model), betas=(beta1, beta2), **settings))
 
 
 class _ScheduleFree(Peer):

@@ -5,18 +5,18 @@ Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 hundred times as long as in float32; there :class:`Float32Muon` does the same in float32.
 """
 
-import functools
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.peers.layers import Matrix, hidden_matrices, others
-from benchmarks.peers.peer import Peer
+from benchmarks.machine import seconds
+from benchmarks.peers.layers import Matrix, adamw_for_others, hidden_matrices
+from benchmarks.peers.peer import Peer, evaluated
 
 ADAMW_BETAS = (0.9, 0.95)
 _SIZE, _REPEATS = 128, 5  # of the product that is timed
@@ -54,10 +54,7 @@ class Float32Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -104,10 +101,7 @@ class MatrixMuon(Optimizer):
         super().__init__([matrix.parameter for matrix in matrices], {"lr": self.muon.defaults["lr"]})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for matrix, views in zip(self._matrices, self._views, strict=True):
             self._show(matrix, views)
         self.muon.param_groups[0]["lr"] = self.param_groups[0]["lr"]
@@ -151,12 +145,8 @@ def muon(
         raise ValueError("the model has no hidden matrix for Muon")
     taken = [matrix.parameter for matrix in matrices]
     half = precision == "bfloat16" or (precision == "auto" and does_bfloat16(taken[0].device.type))
-    parts: list[Optimizer] = [
-        MatrixMuon(matrices, half, lr=lr, weight_decay=weight_decay, momentum=momentum, **options)
-    ]
-    if rest := others(model, taken):
-        parts.append(torch.optim.AdamW(rest, lr=adamw_lr, betas=ADAMW_BETAS, weight_decay=weight_decay))
-    return Peer(*parts)
+    first = MatrixMuon(matrices, half, lr=lr, weight_decay=weight_decay, momentum=momentum, **options)
+    return Peer(first, *adamw_for_others(model, taken, lr=adamw_lr, betas=ADAMW_BETAS, weight_decay=weight_decay))
 
 
 def label() -> str:
@@ -164,7 +154,7 @@ def label() -> str:
     return "Muon" if does_bfloat16(device) else "Muon (float32)"
 
 
-@functools.cache
+@cache
 def does_bfloat16(device_type: str) -> bool:
     """Return whether a device multiplies matrices of bfloat16 about as fast as those of float32, by the clock."""
     if not hasattr(torch.optim, "Muon"):
@@ -173,14 +163,6 @@ def does_bfloat16(device_type: str) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device_type != "cpu":
         return False
-    return _seconds(torch.bfloat16) < _SLOWER * _seconds(torch.float32)
-
-
-def _seconds(dtype: torch.dtype) -> float:
-    matrix = torch.ones(_SIZE, _SIZE, dtype=dtype)
-    times = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        matrix @ matrix
-        times.append(time.perf_counter() - start)
-    return min(times)
+    matrices = [torch.ones(_SIZE, _SIZE, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    half, full = (min(seconds(partial(torch.mm, x, x)) for _ in range(_REPEATS)) for x in matrices)
+    return half < _SLOWER * full

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
-from benchmarks.peers.layers import others
-from benchmarks.peers.peer import Peer
+from benchmarks.peers.layers import adamw_for_others
+from benchmarks.peers.peer import Peer, evaluated
 from benchmarks.recipes.building import orthogonal_groups
 from secondorder.linalg import polar
 
@@ -58,10 +58,7 @@ class OrthogonalMomentum(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         group = self.param_groups[0]
         for p in group["params"]:
             if p.grad is not None:
@@ -103,10 +100,8 @@ def orthogonal_momentum(
     layers = [layer for layer in _layers_of(model) if layer.weight in hidden]
     moved = [p for layer in layers for p in (layer.weight, layer.bias) if p is not None]
     dtype = None if orthogonal_dtype is None else getattr(torch, orthogonal_dtype)
-    parts: list[Optimizer] = [OrthogonalMomentum(layers, lr, momentum, dtype)]
-    if rest := others(model, moved):
-        parts.append(torch.optim.AdamW(rest, lr=plain_lr, betas=_BETAS, weight_decay=0.0))
-    return Peer(*parts)
+    first = OrthogonalMomentum(layers, lr, momentum, dtype)
+    return Peer(first, *adamw_for_others(model, moved, lr=plain_lr, betas=_BETAS, weight_decay=0.0))
 
 
 def _layers_of(model: nn.Module) -> Iterator[_Layer]:

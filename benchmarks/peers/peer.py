@@ -10,6 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """Return what the closure of a step returns, with gradients; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class Peer(Optimizer):
     """Optimizers that each train a part of one model, as one.
 
@@ -29,10 +37,7 @@ class Peer(Optimizer):
         super().__init__(_groups(parts), {})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         if self._before is not None:
             self._before()
         for part in self.parts:

@@ -11,6 +11,7 @@ says how the scales of the programs differ.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 from benchmarks.recipes.types import MethodName, Recipe, Rule, Schedule, Settings
 
@@ -29,14 +30,17 @@ def _recipe(
     source: str,
     schedule: Schedule,
     length: tuple[int, int | None, float | None],
-    rule: Rule = "linear",
     note: str = "",
     workload: Settings | None = None,
+    rule: Rule = "linear",
 ) -> Recipe:
     """Return a recipe of a run on so many ranks, with so many examples each, of so many epochs."""
     world, batch_size, epochs = length
     return Recipe(settings, source, schedule, batch_size, world, epochs, rule, workload=workload or {}, note=note)
 
+
+_rooted = partial(_recipe, rule="sqrt")
+"""Returns a recipe whose rates follow the square root of the examples of a step."""
 
 # ---------------------------------------------------------------------- SGD
 _HE = "He et al. 2015, arXiv:1512.03385, section 4.2"
@@ -62,37 +66,33 @@ SGD: dict[str, Recipe] = {
 
 # ---------------------------------------------------------------------- AdamW
 ADAMW: dict[str, Recipe] = {
-    "chargpt": _recipe(
+    "chargpt": _rooted(
         {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1},
         "karpathy/nanoGPT, config/train_shakespeare_char.py and train.py",
         Schedule("cosine", 100 / 5000),
         (1, 64, None),
-        "sqrt",
         "5,000 steps; there the rate ends at 1e-4, gradients are clipped to a norm of 1, and vectors do not decay",
     ),
-    "gpt2_small": _recipe(
+    "gpt2_small": _rooted(
         {"lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1},
         "karpathy/nanoGPT, config/train_gpt2.py and train.py",
         Schedule("cosine", 2000 / 600_000),
         (8, 60, None),
-        "sqrt",
         "600,000 steps of 480 × 1,024 tokens, 12 sequences at a time; there the rate ends at 6e-5, gradients are "
         "clipped to a norm of 1, and vectors do not decay",
     ),
-    "bert_qa": _recipe(
+    "bert_qa": _rooted(
         {"lr": 3e-5, "weight_decay": 0.0},
         "huggingface/transformers, examples/pytorch/question-answering/README.md, BERT-base on SQuAD 1.0",
         LINEAR,
         (1, 12, 2),
-        "sqrt",
         "length 384, stride 128; its trainer clips gradients to a norm of 1",
     ),
-    "glue": _recipe(
+    "glue": _rooted(
         {"lr": 2e-5, "weight_decay": 0.0},
         "huggingface/transformers, examples/pytorch/text-classification/README.md, BERT-base",
         LINEAR,
         (1, 32, 3),
-        "sqrt",
         "length 128; 5 epochs on MRPC and WNLI; its trainer clips gradients to a norm of 1",
     ),
 }
@@ -133,9 +133,9 @@ _AUTOENCODER = _recipe(
     "tensorflow/kfac, kfac/examples/autoencoder_mnist.py, of the authors of arXiv:1503.05671",
     Schedule(),
     (1, 1000, None),
-    "constant",
     "batches grow from 1,000 to all images, and rate and momentum come from the quadratic model; there 10,000 steps, "
     "the first 5 of which only gather statistics",
+    rule="constant",
 )
 KFAC: dict[str, Recipe] = {
     "autoencoder": _AUTOENCODER,
@@ -207,71 +207,63 @@ _EFCP = "IST-DASLab/EFCP, README.md (arXiv:2306.06098)"
 _SPARSE: Settings = {**_WINDOW, "density": 0.01}
 _LEGACY: Settings = {"weight_decay_mode": "legacy"}
 MFAC: dict[str, Recipe] = {
-    "resnet20": _recipe(
+    "resnet20": _rooted(
         {"lr": 1e-3, "damping": 1e-5, "weight_decay": 3e-3, **_WINDOW, "window_size": 512},
         "IST-DASLab/M-FAC, README.md and main_optim.py (arXiv:2107.03356)",
         falling(164, 82, 123),
         (1, 128, 164),
-        "sqrt",
     ),
-    "bert_qa": _recipe(
+    "bert_qa": _rooted(
         {"lr": 1e-4, "damping": 1e-6, **_WINDOW},
         "model card of M-FAC/bert-tiny-finetuned-squadv2, the same for bert-mini",
         LINEAR,
         (1, 12, 2),
-        "sqrt",
         "SQuAD 2, length 384, stride 128",
     ),
-    "glue": _recipe(
+    "glue": _rooted(
         {"lr": 1e-4, "damping": 1e-6, **_WINDOW},
         "model cards of M-FAC/bert-tiny-finetuned-qqp and bert-mini-finetuned-qnli",
         LINEAR,
         (1, 32, 5),
-        "sqrt",
         "length 128; window_size=512 on MRPC",
     ),
 }
 SPARSE_MFAC: dict[str, Recipe] = {
-    "resnet20": _recipe(
+    "resnet20": _rooted(
         {"lr": 1e-3, "damping": 1e-4, "weight_decay": 1e-4, **_SPARSE, **_LEGACY},
         f"{_EFCP}, CIFAR-10 / ResNet-20; main.py",
         falling(164, 82, 123),
         (1, 128, 164),
-        "sqrt",
     ),
-    "resnet18": _recipe(
+    "resnet18": _rooted(
         {"lr": 1e-3, "damping": 1e-7, "weight_decay": 1e-5, **_SPARSE, **_LEGACY},
         f"{_EFCP}, ImageNet; ffcv-imagenet/rn18_configs/rn18_88_epochs.yaml",
         LINEAR,
         (1, 1024, 88),
-        "sqrt",
         "norm layers do not decay there, and sides grow from 160 to 192",
         {"label_smoothing": 0.1},
     ),
-    "bert_qa": _recipe(
+    "bert_qa": _rooted(
         {"lr": 3e-5, "damping": 5e-5, **_SPARSE},
         f"{_EFCP}, QA/SquadV2, BERT-base",
         LINEAR,
         (1, None, 2),
-        "sqrt",
         "SQuAD 2; the size of a batch is not told",
     ),
-    "glue": _recipe(
+    "glue": _rooted(
         {"lr": 2e-5, "damping": 5e-5, **_SPARSE},
         f"{_EFCP}, GLUE/MNLI, BERT-base",
         LINEAR,
         (1, 32, 3),
-        "sqrt",
         "length 128",
     ),
 }
 GGT: dict[str, Recipe] = {
-    "logistic": _recipe(
+    "logistic": _rooted(
         {"lr": 1.0, "window_size": 100, "density": 0.01, "beta1": 0.0, "beta2": 1.0, "eps": 1e-5, "weight_decay": 0.0},
         f"{_EFCP}, Logistic Regression (sparse GGT), there on features of ImageNet",
         Schedule("cosine"),
         (1, 128, 10),
-        "sqrt",
     )
 }
 

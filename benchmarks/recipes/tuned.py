@@ -60,6 +60,8 @@ _NATURAL = _grafted({
     "multi30k": {},
     "unet": {},
 })  # fmt: skip
+# The exponent belongs to the problem: 1/2 where the noise of the gradient rules.
+_EKFAC = {**_NATURAL, **{name: _WHITEN[name] for name in ("resnet20", "chargpt", "multi30k", "unet")}}
 # The preset at AdamW's rate, which is the point of it.
 _FROM_ADAMW: dict[str, Settings] = {name: {"lr": rate} for name, rate in _ADAMW.items()}
 _KFAC = _grafted({
@@ -155,6 +157,13 @@ _ORTHOGONAL: dict[str, Settings] = {
     },
 }
 
+
+def _method(
+    label: str, name: str, tables: Mapping[str, Settings], rule: Rule = "sqrt", searched: tuple[str, ...] = ("lr",)
+) -> Method:
+    return Method(label, partial(second_order, name), tuned(tables, rule, searched))
+
+
 _FIRST: dict[MethodName, Method] = {
     "sgd": Method(
         "SGD",
@@ -166,34 +175,18 @@ _FIRST: dict[MethodName, Method] = {
     "adamw": Method(
         "AdamW", adamw, tuned({name: {"lr": lr} for name, lr in _ADAMW.items()}), order="first", ours=False
     ),
-    "kfac": Method("KFAC", partial(second_order, "kfac"), tuned(_KFAC)),
-    # The exponent belongs to the problem: 1/2 where the noise of the gradient rules.
-    "ekfac": Method(
-        "EKFAC",
-        partial(second_order, "ekfac"),
-        tuned(
-            {**_NATURAL, **{name: _WHITEN[name] for name in ("resnet20", "chargpt", "multi30k", "unet")}},
-            searched=_BOTH,
-        ),
-    ),
-    "hylo": Method("HyLo", partial(second_order, "hylo"), tuned(_HYLO)),
-    "mfac": Method("M-FAC", partial(second_order, "mfac"), tuned(_MFAC)),
-    "sparse_mfac": Method("sparse M-FAC", partial(second_order, "sparse_mfac"), tuned(_SPARSE)),
-    "ggt": Method("GGT", partial(second_order, "ggt"), tuned(_GGT)),
-    "from_adamw": Method("KFAC (from_adamw)", partial(second_order, "from_adamw"), tuned(_FROM_ADAMW)),
-    "ekfac_natural": Method("EKFAC, power 1", partial(second_order, "ekfac"), tuned(_NATURAL, searched=_BOTH)),
-    "ekfac_whiten": Method("EKFAC, power 1/2", partial(second_order, "ekfac"), tuned(_WHITEN, searched=_BOTH)),
-    "kfac_adaptive": Method(
-        "KFAC, quadratic model", partial(second_order, "kfac"), tuned(_KFAC_ADAPTIVE, "constant", ("damping",))
-    ),
-    "ekfac_adaptive": Method(
-        "EKFAC, quadratic model", partial(second_order, "ekfac"), tuned(_EKFAC_ADAPTIVE, "constant", ("damping",))
-    ),
-    "ekfac_orthogonal": Method(
-        "EKFAC, orthogonal",
-        partial(second_order, "ekfac"),
-        tuned(_ORTHOGONAL, searched=("lr", "fallback_lr", "plain_lr")),
-    ),
+    "kfac": _method("KFAC", "kfac", _KFAC),
+    "ekfac": _method("EKFAC", "ekfac", _EKFAC, searched=_BOTH),
+    "hylo": _method("HyLo", "hylo", _HYLO),
+    "mfac": _method("M-FAC", "mfac", _MFAC),
+    "sparse_mfac": _method("sparse M-FAC", "sparse_mfac", _SPARSE),
+    "ggt": _method("GGT", "ggt", _GGT),
+    "from_adamw": _method("KFAC (from_adamw)", "from_adamw", _FROM_ADAMW),
+    "ekfac_natural": _method("EKFAC, power 1", "ekfac", _NATURAL, searched=_BOTH),
+    "ekfac_whiten": _method("EKFAC, power 1/2", "ekfac", _WHITEN, searched=_BOTH),
+    "kfac_adaptive": _method("KFAC, quadratic model", "kfac", _KFAC_ADAPTIVE, "constant", ("damping",)),
+    "ekfac_adaptive": _method("EKFAC, quadratic model", "ekfac", _EKFAC_ADAPTIVE, "constant", ("damping",)),
+    "ekfac_orthogonal": _method("EKFAC, orthogonal", "ekfac", _ORTHOGONAL, searched=(*_BOTH, "plain_lr")),
 }
 
 

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -118,11 +119,37 @@ class Workload(ABC):
         return {}
 
 
+class InMemory(Workload):
+    """What workloads have in common whose examples are all in memory: every epoch takes them in a new order."""
+
+    @cached_property
+    @abstractmethod
+    def train(self) -> Batch:
+        """All examples that are trained on."""
+
+    @property
+    def examples(self) -> int:
+        return len(self.train[0])
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        inputs, targets = self.train
+        generator = torch.Generator().manual_seed(seed)
+        for index in shuffled_indices(len(inputs), self.batch_size, generator):
+            yield self.augmented(inputs[index], generator), targets[index]
+
+    def augmented(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Return what the model gets in place of the inputs of a batch in training."""
+        return inputs
+
+
 class Classification(Workload):
     """What workloads on classes have in common."""
 
+    label_smoothing: float = 0.0
+    """Share of the target's probability that all classes have in common, in training; a field of some workloads."""
+
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(outputs, targets)
+        return cross_entropy(outputs, targets, self.label_smoothing)
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:

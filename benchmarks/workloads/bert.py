@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from benchmarks.workloads.base import Batch, Workload, seeded, shuffled_indices
+from benchmarks.workloads.base import InMemory, seeded
 from benchmarks.workloads.chargpt import Layer, dropping
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -289,7 +289,7 @@ def _read_state(path: Path) -> dict[str, Tensor]:
 
 # ---------------------------------------------------------------------- workloads
 @dataclass(frozen=True)
-class Encoding(Workload):
+class Encoding(InMemory):
     """What the workloads on an encoder have in common.
 
     Pieces come from a ``vocab.txt`` of BERT where there is one in ``<data-dir>/bert``, else from the words of the
@@ -320,10 +320,6 @@ class Encoding(Workload):
         workload: Self = make(data_dir, checkpoint=str(weights) if weights.is_file() else None, **cls.published)
         return workload
 
-    @property
-    def examples(self) -> int:
-        return len(self.train[0])
-
     def build_model(self, seed: int) -> nn.Module:
         with seeded(seed):
             model = self.model_of(SHAPES[self.encoder], self.pieces)
@@ -333,11 +329,8 @@ class Encoding(Workload):
             load_checkpoint(encoder, Path(str(self.checkpoint)))
         return model
 
-    def batches(self, seed: int) -> Iterator[Batch]:
-        tokens, targets = self.train
-        generator = torch.Generator().manual_seed(seed)
-        for index in shuffled_indices(len(tokens), self.batch_size, generator):
-            yield trimmed(tokens[index], self.pieces.padding), targets[index]
+    def augmented(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        return trimmed(inputs, self.pieces.padding)
 
     @cached_property
     def pieces(self) -> WordPieces:
@@ -350,8 +343,3 @@ class Encoding(Workload):
     @abstractmethod
     def model_of(self, shape: tuple[int, int, int], pieces: WordPieces) -> nn.Module:
         """Return a new encoder with its head, from torch's generator."""
-
-    @cached_property
-    @abstractmethod
-    def train(self) -> Batch:
-        """All pieces that are trained on, padded to one length, and what is to be said of them."""

@@ -7,7 +7,6 @@ and crops. VGG-16 is after Simonyan and Zisserman, "Very deep convolutional netw
 norm after each, which needs no biases then, and one linear layer in place of three.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -22,12 +21,11 @@ from torch.nn import functional as F
 from benchmarks.workloads.base import (
     Batch,
     Classification,
+    InMemory,
     Size,
     accuracy,
-    cross_entropy,
     find_folder,
     seeded,
-    shuffled_indices,
 )
 from benchmarks.workloads.readers import CifarName, read_cifar_batch
 from benchmarks.workloads.resnets import cifar_resnet, initialise_convolutions
@@ -76,7 +74,7 @@ PADDING = 4
 
 
 @dataclass(frozen=True)
-class Cifar(Classification):
+class Cifar(InMemory, Classification):
     """Cross-entropy on small pictures of ten or a hundred classes; a subclass adds the network."""
 
     data_dir: Path
@@ -84,7 +82,6 @@ class Cifar(Classification):
     dataset: CifarName = "cifar10"
     augment: Augment = "flips"
     label_smoothing: float = 0.0
-    """Share of the target's probability that all classes have in common, in training."""
 
     metric: ClassVar[str] = "test accuracy"
 
@@ -99,37 +96,20 @@ class Cifar(Classification):
     def classes(self) -> int:
         return CIFAR[self.dataset].classes
 
-    @property
-    def examples(self) -> int:
-        return len(self._train[0])
-
-    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(outputs, targets, self.label_smoothing)
-
-    def batches(self, seed: int) -> Iterator[Batch]:
-        images, labels = self._train
-        generator = torch.Generator().manual_seed(seed)
-        for index in shuffled_indices(len(images), self.batch_size, generator):
-            batch = images[index]
-            if self.augment != "none":
-                flip = torch.rand(len(index), generator=generator) < 0.5
-                batch[flip] = batch[flip].flip(-1)
-            batch = self._normalise(batch)
-            yield random_crops(batch, generator) if self.augment == "crops" else batch, labels[index]
-
-    def in_order(self, train: bool, batch_size: int = 500) -> Iterator[Batch]:
-        """Yield all images once, in the order of the files, without augmentation."""
-        images, labels = self._train if train else self._test
-        for start in range(0, len(labels), batch_size):
-            yield self._normalise(images[start : start + batch_size]), labels[start : start + batch_size]
+    def augmented(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        if self.augment != "none":
+            flip = torch.rand(len(inputs), generator=generator) < 0.5
+            inputs[flip] = inputs[flip].flip(-1)
+        images = self.normalised(inputs)
+        return random_crops(images, generator) if self.augment == "crops" else images
 
     def evaluate(self, model: torch.nn.Module, everything: bool = False) -> float:
         """Return the accuracy on the first 2,000 test images: a forward pass on a CPU takes its time."""
         images, labels = self._test
         count = len(images) if everything else EVAL_EXAMPLES
-        return accuracy(model, self._normalise(images[:count]), labels[:count])
+        return accuracy(model, self.normalised(images[:count]), labels[:count])
 
-    def _normalise(self, images: Tensor) -> Tensor:
+    def normalised(self, images: Tensor) -> Tensor:
         files = CIFAR[self.dataset]
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (files.mean, files.std))
         return images.float().div_(255).sub_(mean).div_(std)
@@ -139,7 +119,7 @@ class Cifar(Classification):
         return _find(self.data_dir, self.dataset)
 
     @cached_property
-    def _train(self) -> Batch:
+    def train(self) -> Batch:
         return _read(self._folder, CIFAR[self.dataset].train, self.dataset)
 
     @cached_property

@@ -1,6 +1,5 @@
 """Handwritten digits, 8x8 pixels, that come with scikit-learn: a small convolutional net, milliseconds a step."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,14 +9,14 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from benchmarks.workloads.base import Batch, Classification, Size, accuracy, seeded, shuffled_indices
+from benchmarks.workloads.base import Batch, Classification, InMemory, Size, accuracy, seeded
 
 TEST_EXAMPLES = 360  # of 1797: one fifth
 _SPLIT_SEED = 0  # the split is part of the workload, not of a run
 
 
 @dataclass(frozen=True)
-class Digits(Classification):
+class Digits(InMemory, Classification):
     """Cross-entropy on scikit-learn's digits: 1437 training and 360 test images."""
 
     data_dir: Path | None = None
@@ -29,10 +28,6 @@ class Digits(Classification):
     metric: ClassVar[str] = "test accuracy"
     steps: ClassVar[dict[Size, int]] = {"smoke": 30, "cpu": 200, "paper": 200}
     small: ClassVar[dict[str, Any]] = {"batch_size": 64, "channels": (4, 8)}
-
-    @property
-    def examples(self) -> int:
-        return len(self._train[0])
 
     def build_model(self, seed: int) -> nn.Module:
         """Return two convolutions and two linear layers with weights from ``seed``."""
@@ -49,12 +44,6 @@ class Digits(Classification):
                 nn.Linear(64, 10),
             )
 
-    def batches(self, seed: int) -> Iterator[Batch]:
-        images, labels = self._train
-        generator = torch.Generator().manual_seed(seed)
-        for index in shuffled_indices(len(images), self.batch_size, generator):
-            yield images[index], labels[index]
-
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         return accuracy(model, *self._test)
 
@@ -65,8 +54,8 @@ class Digits(Classification):
         images = torch.from_numpy(digits.images).float().div(16).unsqueeze(1)
         return images[order], torch.from_numpy(digits.target).long()[order]
 
-    @property
-    def _train(self) -> Batch:
+    @cached_property
+    def train(self) -> Batch:
         images, labels = self._examples
         return images[TEST_EXAMPLES:], labels[TEST_EXAMPLES:]
 

@@ -26,7 +26,6 @@ from benchmarks.workloads.base import (
     Classification,
     DataMissingError,
     Size,
-    cross_entropy,
     evaluating,
     seeded,
     shuffled_indices,
@@ -68,7 +67,6 @@ class ImageNet(Classification):
     width: int = 32
     """Channels inside the blocks of the first stage."""
     label_smoothing: float = 0.0
-    """Share of the target's probability that all classes have in common, in training."""
     workers: int = 0
     """Processes that decode pictures; none: this one does."""
 
@@ -92,9 +90,6 @@ class ImageNet(Classification):
     def build_model(self, seed: int) -> nn.Module:
         with seeded(seed):
             return imagenet_resnet(self.block, self.depths, self.width, self.classes)
-
-    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(outputs, targets, self.label_smoothing)
 
     def batches(self, seed: int, skip: int = 0, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
         if self.batch_size % ranks:

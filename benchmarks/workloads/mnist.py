@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from benchmarks.workloads.base import (
     Batch,
     Classification,
+    InMemory,
     Size,
     Workload,
     accuracy,
@@ -68,7 +69,7 @@ def read_labels(path: Path, count: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Classifier(Classification):
+class Classifier(InMemory, Classification):
     """Cross-entropy on MNIST; a subclass adds the network."""
 
     data_dir: Path
@@ -76,15 +77,8 @@ class Classifier(Classification):
 
     metric: ClassVar[str] = "test accuracy"
 
-    @property
-    def examples(self) -> int:
-        return len(self._train[0])
-
-    def batches(self, seed: int) -> Iterator[Batch]:
-        images, labels = self._train
-        generator = torch.Generator().manual_seed(seed)
-        for index in shuffled_indices(len(images), self.batch_size, generator):
-            yield self.inputs(images[index]), labels[index]
+    def augmented(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        return self.inputs(inputs)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         images, labels = self._test
@@ -95,7 +89,7 @@ class Classifier(Classification):
         """Return what the network takes of bytes ``[count, 784]``."""
 
     @cached_property
-    def _train(self) -> Batch:
+    def train(self) -> Batch:
         return self._read(TRAIN_IMAGES, TRAIN_LABELS)
 
     @cached_property

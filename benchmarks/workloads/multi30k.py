@@ -198,9 +198,6 @@ class Multi30k(Classification):
         target = batch[1][:, 1:]
         return target.masked_fill(target == PAD, IGNORED)
 
-    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(outputs, targets, self.label_smoothing)
-
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         """Return the loss, without smoothing, on the first 256 pairs of the validation set."""
         pairs = self._numbered(self._validation)

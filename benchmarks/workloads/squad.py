@@ -313,10 +313,8 @@ class BertQA(Encoding, Classification):
         """The files of the version asked for, or of the first one that is complete."""
         candidates = (self.data_dir / "squad", self.data_dir)
         wanted = VERSIONS if self.version is None else (self.version,)
-        names = [(f"train-v{version:.1f}.json", f"dev-v{version:.1f}.json") for version in wanted]
-        for train, validation in names:
-            for folder in candidates:
-                if (folder / train).is_file() and (folder / validation).is_file():
-                    return folder / train, folder / validation
-        folder = find_folder(candidates, names[0], ORIGIN, HINT)  # which tells what is missing
-        return folder / names[0][0], folder / names[0][1]
+        pairs = [(f"train-v{version:.1f}.json", f"dev-v{version:.1f}.json") for version in wanted]
+        whole = [pair for pair in pairs if any(all((at / name).is_file() for name in pair) for at in candidates)]
+        train, validation = (whole or pairs)[0]
+        folder = find_folder(candidates, (train, validation), ORIGIN, HINT)  # which tells what is missing
+        return folder / train, folder / validation

@@ -100,7 +100,7 @@ def test_a_run_that_diverges_is_told_by_its_status(tmp_path):
 
 def test_no_steps_are_refused(tmp_path, capsys):
     assert _run(tmp_path, "--steps", "0") == 2
-    assert "steps must be at least 1, got 0" in capsys.readouterr().err
+    assert "steps must be positive, got 0" in capsys.readouterr().err
 
 
 def _profile(step, **stages):

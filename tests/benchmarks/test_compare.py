@@ -344,10 +344,10 @@ def test_a_comparison_goes_on_where_it_was(tmp_path, capsys):
         for name in ("sgd", "muon", "kfac")  # where there is one rate, nothing is sifted
     ]
     assert all(run["taken"] == run["steps"] and run["failed"] is None for run in first["runs"])
-    assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert (tmp_path / "report.md").read_text(encoding="utf-8").startswith("# digits (smoke)")
     assert main([*WORDS, "--out-dir", str(tmp_path)]) == 0
     assert json.loads(path.read_text())["runs"] == first["runs"]  # nothing ran twice
-    assert f"report: {tmp_path / 'report.html'}\n" in capsys.readouterr().out
+    assert f"report: {tmp_path / 'report.md'}\n" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("known_machine")
@@ -378,7 +378,7 @@ def test_a_method_that_cannot_run_is_told_with_its_reason(tmp_path, monkeypatch)
         ("kfac", "RuntimeError: not on this <model>"),
         ("sgd", None),
     ]
-    assert "RuntimeError: not on this &lt;model&gt;" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert r"RuntimeError: not on this \<model>" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
 def test_a_trial_that_failed_is_no_failure_where_others_went_well():

@@ -101,9 +101,9 @@ def test_pictures_of_equal_figures_are_equal(tmp_path):
 
 def test_values_that_are_refused(capsys):
     for words, message in [
-        (["--worlds", "0"], r"worlds must be numbers of ranks, got (0,)"),
+        (["--worlds", "0"], "worlds must be positive, got (0,)"),
         (["--link-gbps", "0"], "link_gbps must be positive, got 0.0"),
-        (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["--batch-size", "0"], "batch_size must be positive, got 0"),
     ]:
         assert main(["scale", "plan", "--model", "resnet20", *words]) == 2
         assert message in capsys.readouterr().err

@@ -208,8 +208,8 @@ def test_bad_words_are_one_line(tmp_path, capsys):
     saved = tmp_path / "train-digits-sgd.pt"
     assert _run(tmp_path, "--optimizer", "sgd", "--steps", "2", "--checkpoint-every", "2") == 0
     for words, why in [
-        (("--steps", "0"), "--steps must be at least 1, got 0"),
-        (("--checkpoint-every", "-1"), "--checkpoint-every must be at least 1, got -1"),
+        (("--steps", "0"), "steps must be positive, got 0"),
+        (("--checkpoint-every", "-1"), "checkpoint_every must be positive, got -1"),
         (("--schedule", "steps"), "say --milestones 0.5 0.75"),
         (("--resume", "nowhere.pt"), "no checkpoint nowhere.pt"),
         (("--optimizer", "sgd", "--resume", str(saved), "--seed", "1"), "is of another run: seed 0 there, 1 here"),
