@@ -148,7 +148,7 @@ _ALL = (
         KFAC,
         1e-3,
         {"graft": "adam", "budget": 2.0},
-        measured="docs/evidence.md, One changed line",
+        measured="docs/choose-a-method.md, Cost and result of each choice",
     ),
     Preset(
         "from_sgd",
@@ -164,7 +164,7 @@ _ALL = (
         EKFAC,
         0.02,
         _MATRICES,
-        measured="docs/evidence.md, All workloads",
+        measured="docs/choose-a-method.md, Cost and result of each choice",
         splits_matrices=True,
     ),
     Preset(
@@ -175,7 +175,7 @@ _ALL = (
         1.0,
         {**_QUADRATIC, "damping": 0.3, "damping_mode": "relative", "factor_decay": 0.8},
         needs="calls step(closure), with a closure that returns the loss and the outputs",
-        measured="docs/evidence.md, An autoencoder",
+        measured="docs/choose-a-method.md, Cost and result of each choice",
     ),
     Preset(
         "least_squares",
@@ -191,7 +191,7 @@ _ALL = (
         },
         needs="calls step(closure) with a closure that calls observe(outputs, 'gaussian') before backward() and "
         "returns the loss and the outputs",
-        measured="docs/evidence.md, A physics-informed network",
+        measured="docs/choose-a-method.md, Cost and result of each choice",
     ),
     Preset(
         "physics_informed",
@@ -218,7 +218,7 @@ _ALL = (
         HyLo,
         1e-3,
         {"weight_decay": 1e-2, "graft": "adamw"},
-        measured="docs/evidence.md, Memory",
+        measured="docs/choose-a-method.md, Cost and result of each choice",
     ),
 )
 
