@@ -70,6 +70,11 @@ _ALL = (
     Choice("GGT", "adamw", f"GGT{_WINDOW}", ("autoencoder",)),
 )
 CHOICES = {choice.name: choice for choice in _ALL}
+_SHORT = {
+    ("from_adamw", "multi30k"), ("from_sgd", "resnet20"), ("from_muon", "chargpt"), ("large_batch", "autoencoder"),
+    ("physics_informed", "poisson"), ("low_memory", "chargpt"),
+}  # fmt: skip
+"""The rows of the short table: presets on workloads that they are meant for."""
 
 
 @dataclass
@@ -102,9 +107,13 @@ class Presets(Evidence):
         return [self._row(cells, advance, choice, workloads[kind]) for choice, kind in pairs]
 
     def show(self, rows: list[Figures]) -> Shown:
-        table = report.table_of("Cost and result of each choice", rows, _COLUMNS, _CAPTION)
+        short = [row for row in rows if (row["choice"], row["workload"]) in _SHORT]
+        tables = [
+            report.table_of("Cost and result of each choice", rows, _COLUMNS, _CAPTION),
+            report.table_of("Presets", short, _COLUMNS, _CAPTION),
+        ]
         failed = any(row[side]["failed"] or row[side]["diverged"] for row in rows for side in ("before", "after"))
-        return Shown([table], {"share": self.share, "seeds": self.seeds}, status=int(failed))
+        return Shown(tables, {"share": self.share, "seeds": self.seeds}, status=int(failed))
 
     def _row(self, cells: Cells, advance: Callable[[str], None], choice: Choice, workload: Workload) -> Figures:
         method = REPLACED[choice.replaces]
