@@ -51,7 +51,7 @@ _SHARED = "damping", "damping_mode", "scale", "solver", "momentum_mode"
 class MFAC(SecondOrderOptimizer):
     """Implements M-FAC for any parameters, with or without a module.
 
-    With default options, its final loss was at most AdamW's on six of eight workloads (``docs/evidence.md``, Defaults).
+    With default options, its final loss was at most AdamW's on 5 of 8 workloads (``docs/evidence.md``, Defaults).
 
     Args:
         momentum: Coefficient μ of the momentum that ``momentum_mode`` selects.
@@ -158,8 +158,8 @@ class SparseMFAC(MFAC):
     """Implements M-FAC with a sparse window and error feedback, about 64 times smaller than a dense window.
 
     It is :class:`MFAC` with ``compression=TopK()`` as the default. The 40 largest of each block of 4096 gradient
-    entries enter the window, and the rest is added to the next gradient. With default options, it lags behind AdamW in
-    short runs: its final loss was at most that of AdamW on one of eight workloads (``docs/evidence.md``, Defaults).
+    entries enter the window, and the rest is added to the next gradient. With default options, its final loss was above
+    that of AdamW on all eight workloads, and on one it rose; a smaller ``lr`` helps (``docs/evidence.md``, Defaults).
 
     Args:
         compression: Compression of the rows: ``TopK(...)``, or another value that :class:`MFAC` accepts.
