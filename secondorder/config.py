@@ -392,7 +392,7 @@ class AdaptationOptions:
             resulting step is multiplied by ``lr``, so 1.0 leaves it unchanged. ``momentum=0`` ignores the previous
             step.
         likelihood: How the loss depends on the outputs: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` or a
-            ``Likelihood`` object. With a closure that returns ``(loss, outputs)``, the quadratic model is then exact.
+            ``Likelihood`` object. The closure then has to return ``(loss, outputs)``, which makes the model exact.
         calibrate_damping: Whether to try values from one thousandth of ``damping`` to a thousand times ``damping`` at
             the first refresh, and to keep the best one.
     """
