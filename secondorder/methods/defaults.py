@@ -1,7 +1,7 @@
 """Defaults that depend on other arguments: the size of a step, and a suitable damping.
 
-An optimizer without a learning rate takes the size of its steps from AdamW at AdamW's default learning rate. This
-trains any model that AdamW trains. With a learning rate, or with ``graft=None``, a method is as published.
+An optimizer without a learning rate takes the size of its steps from AdamW at AdamW's default learning rate, or at a
+smaller one with sparse rows. With a learning rate, or with ``graft=None``, a method is as published.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from secondorder import options
+from secondorder.curvature.window.topk import TopK
 
 #: The value of ``graft`` with which the constructor chooses the rule.
 AUTO = "auto"
 #: The other values of ``graft``.
 RULES = (None, "sgd", "adam", "adamw")
-#: Learning rate of steps that have the size of Adam's. It is also AdamW's default.
-ADAM_RATE = 1e-3
+#: Learning rates of steps of Adam's size: AdamW's default, and one for sparse rows, where most entries arrive late.
+ADAM_RATE, SPARSE_RATE = 1e-3, 3e-4
 #: Keys of a parameter group that determine the size of its steps.
 _SIZES = frozenset({"lr", "inner", "weight_decay_mode", "momentum_mode"})
 
@@ -50,7 +51,7 @@ def with_step_size(given: Mapping[str, Any], *, rate: float, own_size: bool) -> 
 def _rate(given: Mapping[str, Any], graft: Any, rate: float) -> float:
     """Return the default learning rate for the size of the steps."""
     if options.is_adam(graft) or options.is_adam(given["inner"]):
-        return ADAM_RATE
+        return SPARSE_RATE if isinstance(given.get("compression"), TopK) else ADAM_RATE
     return rate
 
 

@@ -7,8 +7,8 @@ describes only the arguments that other methods do not have, or that have a diff
 #: Arguments of every method.
 OPTIMIZER = """
     lr: Learning rate η, a number or a tensor with one element. If None, it is 1e-3, the default of AdamW, when
-        ``graft`` or ``inner`` names Adam's rule. It is 1.0 with ``AdaptationOptions(quadratic_model=True)``, and
-        otherwise 0.1 for layer methods and 1e-3 for window methods.
+        ``graft`` or ``inner`` names Adam's rule (3e-4 with ``compression=TopK(...)``). It is 1.0 with
+        ``AdaptationOptions(quadratic_model=True)``, and otherwise 0.1 for layer methods and 1e-3 for window methods.
     momentum: Coefficient of the heavy-ball momentum on the preconditioned gradient.
     nesterov: Whether to use Nesterov momentum.
     maximize: Whether to maximize the objective instead of minimizing it.

@@ -133,6 +133,21 @@ def test_numbers_that_window_methods_start_with(method: Method) -> None:
 
 
 @pytest.mark.option("window_size")
+def test_sparse_rows_have_a_smaller_rate_where_adam_determines_the_size_of_a_step(method: Method) -> None:
+    """Most of their entries arrive late. A rate that is passed, and that of the publication, stay as they are."""
+    for compression, keywords, expected in (
+        (secondorder.TopK(), {}, 3e-4),
+        (secondorder.TopK(density=0.05), {"inner": "adam"}, 3e-4),
+        (secondorder.TopK(), {"graft": None}, 1e-3),
+        (secondorder.TopK(), {"lr": 2e-3, "graft": "adamw"}, 2e-3),
+        (None, {}, 1e-3),
+        (secondorder.LowRank(), {}, 1e-3),
+    ):
+        optimizer = method.cls([torch.nn.Parameter(torch.zeros(8))], compression=compression, **keywords)
+        assert optimizer.param_groups[0]["lr"] == expected
+
+
+@pytest.mark.option("window_size")
 def test_strategies_and_compressors_stay_out_of_groups_and_state(method: Method, mlp: Task) -> None:
     model, optimizer = method.start(mlp)
     assert not {"compression", "comm", "window_dtype"} & optimizer.param_groups[0].keys()
