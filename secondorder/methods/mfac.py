@@ -159,7 +159,7 @@ class SparseMFAC(MFAC):
 
     It is :class:`MFAC` with ``compression=TopK()`` as the default. The 40 largest of each block of 4096 gradient
     entries enter the window, and the rest is added to the next gradient. With default options, its final loss was above
-    that of AdamW on all eight workloads, and on one it rose; a smaller ``lr`` helps (``docs/evidence.md``, Defaults).
+    that of AdamW on all eight workloads (``docs/evidence.md``, Defaults).
 
     Args:
         compression: Compression of the rows: ``TopK(...)``, or another value that :class:`MFAC` accepts.
@@ -167,7 +167,7 @@ class SparseMFAC(MFAC):
     Example:
         >>> import torch, secondorder
         >>> model = torch.nn.Linear(400, 20)
-        >>> optimizer = secondorder.SparseMFAC(model.parameters(), lr=1e-3, graft="adamw", window_size=32)
+        >>> optimizer = secondorder.SparseMFAC(model.parameters(), lr=3e-4, graft="adamw", window_size=32)
         >>> model(torch.randn(8, 400)).square().mean().backward()
         >>> optimizer.step()
     """
