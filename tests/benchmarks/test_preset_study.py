@@ -38,7 +38,7 @@ def study(data_dir, tmp_path, *choices):
 
 def test_runs_of_the_same_optimizer_are_shared_and_kept(data_dir, tmp_path, trainers):
     data = study(data_dir, tmp_path, "large_batch", "HyLo")
-    assert [label for label, _, _ in trainers] == ["adamw", "large_batch"] * 2 + ["HyLo"] * 2
+    assert [label for label, _, _ in trainers] == ["AdamW", "large_batch"] * 2 + ["HyLo"] * 2
     assert [closure for _, _, closure in trainers] == [False, True] * 2 + [False] * 2
     large, hylo = data["rows"]
     assert large["before"] == hylo["before"]
