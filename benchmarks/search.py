@@ -6,6 +6,7 @@ The search depends on nothing but the losses, so that one that was interrupted i
 known.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Axis:
     choices: tuple[Setting, ...] = ()
 
     def best(self, start: Settings, loss_of: LossOf) -> Settings:
-        """Return the best settings on the axis through ``start``."""
+        """Return the best settings on the axis through ``start``; ``start`` if it and both of its neighbors fail."""
         if self.choices:
             found = [start, *(self._chosen(start, choice) for choice in self.choices)]
             return min(found, key=loss_of)
@@ -36,8 +37,9 @@ class Axis:
         while True:
             best = min(losses, key=lambda power: (losses[power], -power))
             beyond = [power for power in (best - 1, best + 1) if power not in losses and abs(power) <= _MOST]
-            if not beyond:
-                return self._moved(start, best)
+            fails = len(losses) > 1 and math.isinf(losses[best])
+            if fails or not beyond:
+                return self._moved(start, 0 if fails else best)
             losses.update({power: loss_of(self._moved(start, power)) for power in beyond})
 
     def _chosen(self, start: Settings, choice: Setting) -> Settings:

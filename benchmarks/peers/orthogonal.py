@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.optim import Optimizer
 
 from benchmarks.peers.layers import adamw_for_others
@@ -23,15 +23,19 @@ _BETAS = (0.9, 0.95)
 
 @dataclass(frozen=True)
 class _Layer:
-    """A weight with its bias; of packed queries, keys and values, one of three parts."""
+    """A weight with its bias; of packed queries, keys and values, one of three parts.
+
+    The first dimension of the weight of a transposed convolution belongs to its inputs.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     part: tuple[int, int] = (0, 1)
+    transposed: bool = False
 
     def matrix(self, gradients: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """Return the gradient as a matrix ``[d_out, rest]`` with the bias as its last column."""
-        columns = [self._rows(gradients(self.weight)).flatten(1)]
+        columns = [self._of_outputs(gradients(self.weight)).flatten(1)]
         if self.bias is not None:
             columns.append(self._rows(gradients(self.bias))[:, None])
         return torch.cat(columns, 1)
@@ -40,8 +44,11 @@ class _Layer:
         if self.bias is not None:
             self._rows(self.bias).add_(step[:, -1], alpha=-rate)
             step = step[:, :-1]
-        rows = self._rows(self.weight)
+        rows = self._of_outputs(self.weight)
         rows.add_(step.reshape(rows.shape), alpha=-rate)
+
+    def _of_outputs(self, weight: Tensor) -> Tensor:
+        return weight.transpose(0, 1) if self.transposed else self._rows(weight)
 
     def _rows(self, tensor: Tensor) -> Tensor:
         index, count = self.part
@@ -111,4 +118,7 @@ def _layers_of(model: nn.Module) -> Iterator[_Layer]:
         elif isinstance(module, nn.Linear | _ConvNd) and min(module.weight.flatten(1).shape) > 1:
             weight, bias = module._parameters["weight"], module._parameters.get("bias")
             assert weight is not None
-            yield _Layer(weight, bias if bias is not None and bias.requires_grad else None)
+            own = bias if bias is not None and bias.requires_grad else None
+            transposed = isinstance(module, _ConvTransposeNd)
+            if not transposed or module.groups == 1:
+                yield _Layer(weight, own, transposed=transposed)

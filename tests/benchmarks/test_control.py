@@ -18,11 +18,12 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(2, 6, 3), nn.LayerNorm(6)
+        self.up = nn.ConvTranspose2d(6, 3, 2, 2)
         self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
         self.tokens, self.head = nn.Embedding(5, 6), nn.Linear(6, 4)
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        rows = self.conv(x).flatten(2).mT + self.tokens(tokens)[:, None]
+        rows = torch.tanh(self.up(self.conv(x))).reshape(len(x), -1, 6) + self.tokens(tokens)[:, None]
         rows = self.norm(rows)
         return self.head(torch.tanh(self.attention(rows, rows, rows, need_weights=False)[0]).mean(1))
 
@@ -32,7 +33,7 @@ def test_it_is_orthogonal_ekfac_without_curvature():
     model = Network().double()
     twin = copy.deepcopy(model)
     control = orthogonal_momentum(model, lr=0.02, plain_lr=0.01, plain_layers="Embedding,LayerNorm,head")
-    hidden = [*twin.conv.parameters(), *twin.attention.parameters()]
+    hidden = [*twin.conv.parameters(), *twin.up.parameters(), *twin.attention.parameters()]
     plain = [*twin.norm.parameters(), *twin.tokens.parameters(), *twin.head.parameters()]
     ekfac = EKFAC(
         [{"params": hidden, "orthogonalize": True}, {"params": plain, "lr": 0.01}], module=twin, lr=0.02,

@@ -46,6 +46,13 @@ def test_runs_that_fail_are_the_worst_ones():
     assert RATE.best({"lr": 1.0}, loss_of)["lr"] == 1.0
 
 
+def test_a_search_ends_if_every_run_fails():
+    tried = []
+    found = RATE.best({"lr": 1.0}, lambda settings: tried.append(settings["lr"]) or math.inf)
+    assert found == {"lr": 1.0}
+    assert len(tried) == 3
+
+
 def test_a_search_without_an_optimum_ends():
     found = RATE.best({"lr": 1.0}, lambda settings: -settings["lr"])
     assert found["lr"] == pytest.approx(STEP**12, rel=1e-3)
