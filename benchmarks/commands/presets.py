@@ -128,7 +128,7 @@ class Presets(Evidence):
             identity = {**identity, **own, "limit": before[-1].get("processor_seconds")}
             after.append(_run(cells, workload, identity, make, choice.name, choice.closure))
         # The label of Muon contains its precision, which a timing decides anew in every process.
-        label = next((run["label"] for run in before if run), method.label)
+        label = next((run["label"] for run in before if "label" in run), method.label)
         row = {"choice": choice.name, "replaces": label, "workload": workload.name, "steps": steps}
         return {**row, "metric": workload.metric, "before": _medians(before), "after": _medians(after)}
 
