@@ -131,6 +131,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         method, comm, table, runtime, recipe = type(self).__name__, self.comm, self._table, self._runtime, self._recipe
         follow = weakref.WeakMethod(self._follow_forward)
         self.preconditioner = recipe.precondition(Shared(method, comm, table, runtime, self.loss_scale, follow), kept)
+        table.interval = self.preconditioner.refresh_interval
         self._update = Update(table, self.preconditioner)
         self._trust = recipe.judge(self.preconditioner, self._update)
         known = KnownOptions(self.checks, ChainMap(self.defaults, {"betas": self.group_options.betas}), recipe.rules)

@@ -33,6 +33,7 @@ class ParameterTable:
     Attributes:
         method: Name of the optimizer's class, for messages.
         allocating: Options that determine how much state there is.
+        interval: Option with the number of steps between two refreshes, which is 0 in groups without curvature.
         groups: The parameter groups.
         state: State by parameter.
         names: Names by parameter.
@@ -49,6 +50,7 @@ class ParameterTable:
 
     method: str = ""
     allocating: tuple[str, ...] = ()
+    interval: str = ""
     groups: list[Group] = field(default_factory=list)
     state: MutableMapping[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
     names: dict[nn.Parameter, str] = field(default_factory=dict)
@@ -128,7 +130,8 @@ class ParameterTable:
         """Return everything that a plan and its state depend on and that a user may change between steps."""
         members = [(group, p) for group in self.groups for p in group["params"]]
         found: list[tuple[object, ...]] = [(id(g), id(p), p.requires_grad, p.dtype, p.device) for g, p in members]
-        return found + [tuple(group.get(name) for name in self.allocating) for group in self.groups]
+        found += [tuple(group.get(name) for name in self.allocating) for group in self.groups]
+        return found + [(group.get(self.interval) == 0,) for group in self.groups]
 
     def note_plan(self) -> None:
         """Record the layout for which the current plan was made."""

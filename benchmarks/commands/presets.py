@@ -59,6 +59,7 @@ _ALL = (
     Choice("from_adam", "adam", _SAME, ("autoencoder", "chargpt")),
     Choice("from_sgd", "sgd", _SAME, ("autoencoder", "resnet20", "chargpt")),
     Choice("from_muon", "muon", _MUON, ("chargpt", "multi30k", "resnet20", "unet")),
+    Choice("orthogonal_momentum", "muon", _MUON, ("chargpt", "multi30k", "resnet20", "unet")),
     Choice("large_batch", "adamw", _BERNOULLI, ("autoencoder",)),
     Choice("least_squares", "adamw", _OWN, ("poisson",)),
     Choice("physics_informed", "adamw", _OWN, ("poisson",)),

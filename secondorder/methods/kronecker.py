@@ -229,7 +229,7 @@ def _warn_wide(method: str, blocks: Iterable[Block], rules: FactoredRules) -> No
     sides = [
         f"{block.label} ({what}, {side.n})"
         for block, bound in bounds.items()
-        if block.group["max_factor_dim"] == bound
+        if block.group["max_factor_dim"] == bound and block.group["inv_update_steps"]
         for what, side in zip(("inputs", "outputs"), factors.sides(block.adapter, bound), strict=True)
         if side.diagonal and not side.by_nature and side.n <= factors.WIDEST
     ]

@@ -23,13 +23,7 @@ _MATRICES: Mapping[str, Any] = {
     "momentum": 0.8,
     "nesterov": True,
     "momentum_mode": "pre",
-    "estimator": "running",
-    "power": 0.5,
-    "scale": ScaleOptions(decay=0.95),
     "kl_clip": None,
-    "factor_update_steps": 2,
-    "inv_update_steps": 10,
-    "refresh": RefreshOptions(warmup=True),
     "betas": (0.9, 0.95),
 }
 _QUADRATIC: Mapping[str, Any] = {
@@ -53,6 +47,7 @@ class Preset:
         needs: What the training loop has to do beyond ``loss.backward()`` and ``step()``; empty if nothing.
         measured: Page and section of the documentation with measurements.
         splits_matrices: Whether the preset uses the parameter groups of :func:`secondorder.matrix_groups`.
+        others: Further options of the group of other parameters.
     """
 
     name: str
@@ -63,6 +58,7 @@ class Preset:
     needs: str = ""
     measured: str = ""
     splits_matrices: bool = False
+    others: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, model: nn.Module, lr: float | Tensor | None = None, **overrides: Any) -> SecondOrderOptimizer:
         """Build the optimizer.
@@ -70,8 +66,8 @@ class Preset:
         Args:
             model: The model.
             lr: Learning rate. If None, it is that of the preset.
-            **overrides: Keywords of the constructor, which replace those of the preset. The preset for users of Muon
-                also accepts the keywords of :func:`secondorder.matrix_groups`.
+            **overrides: Keywords of the constructor, which replace those of the preset. The presets for users of Muon
+                also accept the keywords of :func:`secondorder.matrix_groups`.
 
         Returns:
             The optimizer, equal to the one that the printed call builds.
@@ -106,6 +102,8 @@ class Preset:
             return {}, {"lr": rate, **self.options, **overrides}
         of_groups = {"lr": rate, **{key: overrides[key] for key in _OF_GROUPS if key in overrides}}
         others = of_groups.setdefault("others_lr", 0.5 * rate)
+        if self.others:
+            of_groups.setdefault("others", dict(self.others))
         rest = {key: value for key, value in overrides.items() if key not in _OF_GROUPS}
         return of_groups, {
             "lr": rate,
@@ -163,9 +161,27 @@ _ALL = (
         "For transformers and convolutional networks that you would train with Muon, if steps matter more than time.",
         EKFAC,
         0.02,
-        _MATRICES,
+        {
+            **_MATRICES,
+            "estimator": "running",
+            "power": 0.5,
+            "scale": ScaleOptions(decay=0.95),
+            "factor_update_steps": 10,
+            "inv_update_steps": 50,
+            "refresh": RefreshOptions(warmup="doubling"),
+        },
         measured="docs/choose-a-method.md, Cost and result of each choice",
         splits_matrices=True,
+    ),
+    Preset(
+        "orthogonal_momentum",
+        "For the same networks, if time matters more than steps: a variant of Muon without curvature, and AdamW.",
+        EKFAC,
+        0.02,
+        {**_MATRICES, "inv_update_steps": 0},
+        measured="docs/choose-a-method.md, Cost and result of each choice",
+        splits_matrices=True,
+        others={"graft": "adamw", "momentum_mode": "post", "nesterov": False},
     ),
     Preset(
         "large_batch",

@@ -180,17 +180,18 @@ class LayerDryRun:
     def work(self) -> Iterator[Work]:
         """Yield the FLOPs of statistics, refreshes and directions."""
         for block in self.layers.plan.blocks:
-            interval = block.group[self.layers.refresh_interval]
+            interval, holders = block.group[self.layers.refresh_interval], self._comm.holders
+            directions = block.shaping_flops
             if interval:
-                schema, holders = self.layers.plan.live_schema(block), self._comm.holders
+                schema = self.layers.plan.live_schema(block)
                 yield from self._work_of_statistics(block, schema)
                 yield Work(holders(block.index, "owner"), "refresh", flops_of_refresh(block, schema) / interval)
                 directions = flops_of_direction(block, schema) / block.group.get("precondition_steps", 1)
-                yield Work(holders(block.index, "directions"), "precondition", directions)
+            yield Work(holders(block.index, "directions"), "precondition", directions)
 
     def _has_factors(self, block: Block) -> bool:
-        """Return whether factors are sums over rows."""
-        return "factor_a" in block.sums()
+        """Return whether the block has factors, which are sums over rows."""
+        return self.layers.plan.is_on(block.group) and "factor_a" in block.sums()
 
     def _work_of_statistics(self, block: Block, schema: Schema) -> Iterator[Work]:
         """Yield the FLOPs of the sums behind the factors, and of squares of per-example gradients."""

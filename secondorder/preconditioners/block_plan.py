@@ -15,7 +15,7 @@ from secondorder.comm.strategy import Unit
 from secondorder.curvature.block import BlockT
 from secondorder.curvature.layer import Layer, LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
-from secondorder.curvature.schema import Place, Schema, held, nbytes, shape_of
+from secondorder.curvature.schema import COUNTERS, Place, Schema, held, nbytes, shape_of
 from secondorder.curvature.wrappers import clean_name, unwrap
 from secondorder.preconditioners.base import CurvaturePlan
 
@@ -106,21 +106,28 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         adapter, schema = block.adapter, self.live_schema(block)
         a, g, blocks = adapter.n_a, adapter.n_g, adapter.groups
         flat = [a if adapter.one_hot else a**3, g**3]
+        products = 2.0 * blocks * (a * a * g * (not adapter.one_hot) + a * g * g)
         return Unit(
             block.name,
             f"{blocks}×{g}×{a} {block.layer.kind} " + ", ".join(f"{k} {entry.shape}" for k, entry in schema.items()),
             refresh_flops=float(blocks * sum(flat)),
-            step_flops=2.0 * blocks * (a * a * g * (not adapter.one_hot) + a * g * g) + block.shaping_flops,
+            step_flops=self.is_on(block.group) * products + block.shaping_flops,
             nbytes=sum(nbytes(schema).values()),
             interval=max(1, int(block.group[self.interval])),
             everywhere=block.uses_estimate,
         )
 
     # ------------------------------------------------------------------ what the states hold
+    def is_on(self, group: Mapping[str, Any]) -> bool:
+        """Whether the blocks of a group have an interval of refreshes, and precondition."""
+        return bool(group[self.interval])
+
     def schema(self, block: BlockT, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Return the schema of the state of a block. ``held`` is this state, or a loaded one."""
         found: Schema = block.schema(group, held)
-        return found
+        if self.is_on(group) or any(held.get(key) for key in COUNTERS if key != "factor_weight"):
+            return found
+        return {key: entry for key, entry in found.items() if entry.kind == "buffers"}  # no curvature until it is on
 
     def live_schema(self, block: BlockT) -> Schema:
         """Return the schema of the current state of a block."""

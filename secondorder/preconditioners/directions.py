@@ -88,10 +88,11 @@ class LayerDirections(Generic[BlockT]):
         self.wholes = WholeGradients(plan.comm, plan.table)
 
     def is_ready(self, block: BlockT) -> bool:
-        """Return whether a block preconditions in this step."""
-        group = block.group
-        is_its_turn = block.runtime.step % group.get("precondition_steps", 1) == 0
-        return group[self._plan.interval] > 0 and is_its_turn and self._refresher.is_refreshed(block)
+        """Return whether a block supplies the direction of its parameters in this step."""
+        if not self._plan.is_on(block.group):  # hidden matrices are orthogonalized without curvature, too
+            return block.sets_length
+        is_its_turn = block.runtime.step % block.group.get("precondition_steps", 1) == 0
+        return is_its_turn and self._refresher.is_refreshed(block)
 
     def active(self, gradients: Directions) -> list[BlockT]:
         """Return the blocks that precondition in a step with these gradients."""
@@ -122,7 +123,8 @@ class LayerDirections(Generic[BlockT]):
             return known[block.index]
         if not self._plan.comm.preconditions(block.index) or not all(map(source.__contains__, block.params)):
             return self._exchange.room(block)
-        direction = block.precondition(self.matrix_of(block, source))
+        gradient = self.matrix_of(block, source)
+        direction = block.precondition(gradient) if self._plan.is_on(block.group) else gradient
         return block.layer.split(block.shape(direction))
 
     def matrix_of(self, block: Block, source: Directions) -> Tensor:

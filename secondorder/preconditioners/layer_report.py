@@ -75,6 +75,8 @@ class LayerReport(CurvatureReport):
             treatment += f", tied; its use in {some_of(block.layer.other_uses)} has no statistics"
         if refused and plan.table.state[p].get("refreshes", 0) == 0:
             treatment = f"{plan.table.group_of[p]['fallback']} fallback: {refused}"
+        if not plan.is_on(block.group):
+            treatment += f", without curvature: {plan.interval}=0"
         reason, sizes = block.described()
         return f"{treatment}{reason}", sizes, f"rank {plan.comm.owner(block.index)}"
 

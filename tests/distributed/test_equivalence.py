@@ -66,6 +66,8 @@ RUNS = [
     *(Run("mlp", method, {"inverse_rank": 2}, steps=12) for method in ("kfac_eigen", "kfac_cholesky")),
     # without synchronization
     *(Run("mlp", method, steps=10, micro=2) for method in (*KRONECKER, "hylo_sngd", "mfac")),
+    # orthogonalized without curvature
+    Run("cnn", "ekfac_running", {**WHITENING, "orthogonalize": True, "inv_update_steps": 0}, steps=10),
 ]
 LAYOUTS = [("comm", 2), ("hybrid_half", 4), ("mem", 3), ("hybrid_third", 3), ("comm", 4), ("mem", 4), ("mem", 2)]
 #: Where factors are; of K-FAC and EK-FAC alone.

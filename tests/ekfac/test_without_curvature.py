@@ -1,0 +1,160 @@
+"""Orthogonalized steps in groups with ``inv_update_steps=0``, which have no curvature, against a loop."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import secondorder
+from secondorder import EKFAC, KFAC, MemOpt
+from tests.ekfac.test_orthogonal import Net, batches, expected_step
+from tests.support.building import built
+
+OFF = {"lr": 0.01, "kl_clip": None, "orthogonalize": True, "inv_update_steps": 0}
+HIDDEN = ("inner", "conv", "head")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def trained(opt: torch.optim.Optimizer, model: nn.Module, steps: int) -> list[dict[str, Tensor]]:
+    """Train, and return the gradients of each step."""
+    gradients = []
+    for x, y in batches(steps):
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        opt.step()
+    return gradients
+
+
+def matrix(values: dict[str, Tensor], layer: str) -> Tensor:
+    return torch.cat([values[f"{layer}.weight"].flatten(1), values[f"{layer}.bias"][:, None]], 1)
+
+
+@pytest.mark.parametrize("pre", [False, True])
+def test_the_polar_factor_of_the_gradient_or_of_its_mean_is_the_direction(pre: bool) -> None:
+    model = network()
+    own = {"momentum_mode": "pre", "nesterov": True} if pre else {}
+    opt = built(EKFAC if pre else KFAC, model, momentum=0.8, **OFF, **own)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradients = trained(opt, model, 4)
+    moved = {name: (start[name] - p.detach()) / 0.01 for name, p in model.named_parameters()}
+    for layer in HIDDEN:
+        buffer, total = torch.zeros(()), torch.zeros(())
+        for t, step in enumerate(gradients, 1):
+            gradient = matrix(step, layer)
+            if pre:
+                buffer = 0.8 * buffer + 0.2 * gradient
+                total = total + expected_step(0.2 * gradient + 0.8 * buffer / (1 - 0.8**t))
+            else:
+                buffer = 0.8 * buffer + expected_step(gradient)
+                total = total + buffer
+        torch.testing.assert_close(matrix(moved, layer), total, rtol=1e-7, atol=1e-9)
+    buffer, total = torch.zeros(()), torch.zeros(())
+    for step in gradients:  # an embedding is not orthogonalized, and follows SGD
+        buffer = 0.8 * buffer + step["words.weight"]
+        total = total + (step["words.weight"] + 0.8 * buffer if pre else buffer)
+    torch.testing.assert_close(moved["words.weight"], total, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_there_is_no_curvature_to_keep_compute_or_send(kind: type) -> None:
+    model = network()
+    opt = built(kind, model, momentum=0.0, **OFF)
+    for _ in range(2):
+        assert not any(opt.memory_usage().get(kind) for kind in ("factors", "second_order", "scale"))
+        trained(opt, model, 2)
+    assert opt.describe().count(", without curvature: inv_update_steps=0\n") == len(list(model.parameters()))
+    plan = opt.plan(4, MemOpt(), batch_size=6)
+    for rank in plan.ranks:
+        assert not any(found.get(key) for found in (rank.sent, rank.flops) for key in ("statistics", "curvature", "refresh"))
+    linear = built(kind, nn.Linear(9, 4), momentum=0.0, **OFF)
+    flops = linear.plan(batch_size=8).ranks[0].flops["precondition"]
+    assert flops == 5 * (2 * 4 * 4 * 10 + 2 * 4 * 4 * 4 + 2 * 4 * 4 * 10)  # those of the polar factor
+
+
+def test_without_orthogonal_steps_it_is_the_plain_rule() -> None:
+    model, twin = network(), network()
+    trained(built(KFAC, model, momentum=0.9, **{**OFF, "orthogonalize": False}), model, 3)
+    trained(torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9), twin, 3)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_curvature_that_is_turned_on_begins_with_the_next_batch(kind: type) -> None:
+    keywords = {**OFF, "momentum": 0.0, "damping": 0.01, "factor_update_steps": 1}
+    model, twin = network(), network()
+    opt, on = built(kind, model, **keywords), built(kind, twin, **{**keywords, "inv_update_steps": 1})
+    trained(opt, model, 1)
+    twin.load_state_dict(model.state_dict())
+    opt.param_groups[0]["inv_update_steps"] = 1
+    trained(opt, model, 1)
+    trained(on, twin, 1)
+    for layer in HIDDEN:
+        torch.testing.assert_close(opt.dense_curvature(layer), on.dense_curvature(layer))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    held = opt.memory_usage()
+    assert {key: held[key] for key in ("factors", "second_order")} == {
+        key: on.memory_usage()[key] for key in ("factors", "second_order")
+    }
+    opt.param_groups[0]["inv_update_steps"] = 0  # what is there is kept for later
+    trained(opt, model, 1)
+    assert opt.memory_usage()["factors"] == held["factors"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is not a multiple of factor_update_steps")
+@pytest.mark.parametrize("interval", [0, 2])
+def test_a_state_without_curvature_continues(interval: int) -> None:
+    """In a new optimizer, also one that had curvature, and with an interval that is set afterwards."""
+    keywords = {**OFF, "momentum": 0.8, "momentum_mode": "pre", "damping": 0.01}
+    model = network()
+    opt = built(EKFAC, model, **keywords)
+    trained(opt, model, 2)
+    saved, weights = opt.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
+    ends = []
+    for constructed in (0, 2):
+        again = network()
+        other = built(EKFAC, again, **{**keywords, "inv_update_steps": constructed})
+        trained(other, again, 1)
+        again.load_state_dict(weights)
+        other.load_state_dict(saved)
+        other.param_groups[0]["inv_update_steps"] = interval
+        trained(other, again, 3)
+        ends.append(list(again.parameters()))
+    opt.param_groups[0]["inv_update_steps"] = interval
+    trained(opt, model, 3)
+    for end in ends:
+        for p, q in zip(model.parameters(), end, strict=True):
+            assert torch.equal(p, q)
+
+
+def test_the_preset_is_a_variant_of_muon_with_adamw(recwarn: pytest.WarningsRecorder) -> None:
+    """Hidden matrices as in the loop, and every other parameter as by ``torch.optim.AdamW``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(16, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
+    opt = secondorder.create("orthogonal_momentum", model, lr=0.02)
+    assert not recwarn
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradients = trained(opt, model, 4)
+    buffer, total = torch.zeros(()), torch.zeros(())
+    for t, step in enumerate(gradients, 1):
+        gradient = matrix(step, "2")
+        buffer = 0.8 * buffer + 0.2 * gradient
+        total = total + expected_step(0.2 * gradient + 0.8 * buffer / (1 - 0.8**t))
+    moved = matrix({name: start[name] - p.detach() for name, p in model.named_parameters()}, "2")
+    torch.testing.assert_close(moved, 0.02 * total, rtol=1e-7, atol=1e-9)
+    others = {name: nn.Parameter(x.clone()) for name, x in start.items() if not name.startswith("2.")}
+    adamw = torch.optim.AdamW(others.values(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in gradients:
+        for name, p in others.items():
+            p.grad = step[name]
+        adamw.step()
+    for name, p in others.items():
+        torch.testing.assert_close(model.get_parameter(name), p)
+    hidden, rest = model[2].weight.numel() + model[2].bias.numel(), sum(p.numel() for p in others.values())
+    assert opt.memory_usage()["momentum"] == 8 * (hidden + 2 * rest)
