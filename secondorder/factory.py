@@ -20,10 +20,7 @@ from secondorder.plan.rates import MachineRates
 
 
 def create(
-    name: str,
-    model: ParamsT | nn.Module | Sequence[nn.Module],
-    lr: float | Tensor | None = None,
-    **overrides: Any,
+    name: str, model: ParamsT | nn.Module | Sequence[nn.Module], lr: float | Tensor | None = None, **overrides: Any
 ) -> SecondOrderOptimizer:
     """Build an optimizer from the name of a preset or a method.
 

@@ -172,11 +172,7 @@ class Evaluated:
             )
         leaf, self._place = leaves[same[0]], same[0]
         self._strides = leaf.stride()
-        self._view = (
-            self.outputs.shape,
-            self.outputs.stride(),
-            self.outputs.storage_offset() - leaf.storage_offset(),
-        )
+        self._view = (self.outputs.shape, self.outputs.stride(), self.outputs.storage_offset() - leaf.storage_offset())
         self.outputs, self.forward.output = self.outputs.detach(), None
 
     def pick(self, output: Any) -> tuple[Tensor, Tensor | None]:

@@ -36,11 +36,7 @@ class GatheredState:
     """
 
     def __init__(
-        self,
-        comm: CommStrategy,
-        table: ParameterTable,
-        curvature: CurvatureState,
-        divided: DividedState | None = None,
+        self, comm: CommStrategy, table: ParameterTable, curvature: CurvatureState, divided: DividedState | None = None
     ) -> None:
         self._comm, self._table, self._curvature, self._divided = comm, table, curvature, divided
         self.tensors: Tensors = {}

@@ -151,11 +151,7 @@ class WindowCheckpoint:
                     f"'{self._table.names[p]}'), and rank {self._comm.rank} under {self._comm!r} holds {own}. {_REMEDY}"
                 )
 
-    def _require_all_windows(
-        self,
-        states: SavedStates,
-        group_of: Mapping[nn.Parameter, Group],
-    ) -> None:
+    def _require_all_windows(self, states: SavedStates, group_of: Mapping[nn.Parameter, Group]) -> None:
         untrained = {p for p, state in states.items() if was_never_trained(state, self.form.common_keys)}
         kept = next((group["checkpoint_curvature"] for group in group_of.values()), "all")
         there = {p for p, state in states.items() if any(plain(k) in CATALOG for k in state)}

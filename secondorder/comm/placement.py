@@ -116,8 +116,7 @@ class _Loads:
 
     def share(self, flops: float, nbytes: float) -> float:
         return max(
-            flops / self.all_flops if self.all_flops else 0.0,
-            nbytes / self.all_bytes if self.all_bytes else 0.0,
+            flops / self.all_flops if self.all_flops else 0.0, nbytes / self.all_bytes if self.all_bytes else 0.0
         )
 
     def after(self, ranks: Sequence[int], load: Load) -> float:

@@ -18,15 +18,7 @@ from secondorder.capture.statistics import averages
 from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.factorization import EIGEN, Factorization, Task
 from secondorder.curvature.factors import FACTORS, is_truncated
-from secondorder.curvature.inverse import (
-    Eigen,
-    Group,
-    Inverse,
-    State,
-    adopt_eigenpairs,
-    basis_of,
-    splits_damping,
-)
+from secondorder.curvature.inverse import Eigen, Group, Inverse, State, adopt_eigenpairs, basis_of, splits_damping
 from secondorder.curvature.schema import Schema, shaped
 from secondorder.linalg import eigenbasis, eigenpairs
 from secondorder.linalg.dense import Workspace

@@ -72,11 +72,7 @@ def shrink_(params: Tensors, amount: float, gate: Tensor | None = None) -> None:
 
 
 def adam_moments_(
-    gradients: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    betas: tuple[float, float],
-    gate: Tensor | None = None,
+    gradients: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, betas: tuple[float, float], gate: Tensor | None = None
 ) -> None:
     """Update Adam's first and second moments with gradients, in place."""
     beta1, beta2 = betas

@@ -105,12 +105,7 @@ class Preset:
         if self.others:
             of_groups.setdefault("others", dict(self.others))
         rest = {key: value for key, value in overrides.items() if key not in _OF_GROUPS}
-        return of_groups, {
-            "lr": rate,
-            **self.options,
-            "fallback": FallbackOptions("adamw", lr=float(others)),
-            **rest,
-        }
+        return of_groups, {"lr": rate, **self.options, "fallback": FallbackOptions("adamw", lr=float(others)), **rest}
 
 
 class Presets(dict[str, Preset]):

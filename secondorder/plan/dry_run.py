@@ -89,7 +89,7 @@ class LayerDryRun:
         batch_size: Number of examples per rank and step; None for the number in the last step.
 
     Attributes:
-        layers: The same blocks with states of ``meta`` tensors. All of them have statistics and are refreshed.
+        layers: The same blocks with states of ``meta`` tensors. All that have curvature are refreshed.
     """
 
     def __init__(self, curvature: LayerPreconditioner[Any], comm: Rehearsal, batch_size: int | None) -> None:
@@ -107,7 +107,8 @@ class LayerDryRun:
         for block in self.layers.plan.blocks:
             state = block.state
             found = {k: v for k, v in state.items() if k in table.entries} | likes(schemas[block.index])
-            state.update({k: v if isinstance(v, Tensor) else max(1, v) for k, v in found.items()})
+            least = int(self.layers.plan.is_on(block.group))
+            state.update({k: v if isinstance(v, Tensor) else max(least, v) for k, v in found.items()})
 
     # ------------------------------------------------------------------ parts that a family of methods overrides
     def _without_blocks(

@@ -192,12 +192,7 @@ def _by_rank(
     flops = spread(work, dict.fromkeys(own.stage for own in work), world)
     return [
         RankPlan(
-            stored[rank],
-            dict(found.sent),
-            dict(found.worst_sent),
-            flops[rank],
-            dict(found.wire),
-            dict(found.messages),
+            stored[rank], dict(found.sent), dict(found.worst_sent), flops[rank], dict(found.wire), dict(found.messages)
         )
         for rank, found in ((rank, sent[rank % len(sent)]) for rank in range(world))
     ]

@@ -15,7 +15,7 @@ from secondorder.comm.strategy import Unit
 from secondorder.curvature.block import BlockT
 from secondorder.curvature.layer import Layer, LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
-from secondorder.curvature.schema import COUNTERS, Place, Schema, held, nbytes, shape_of
+from secondorder.curvature.schema import Place, Schema, held, nbytes, shape_of
 from secondorder.curvature.wrappers import clean_name, unwrap
 from secondorder.preconditioners.base import CurvaturePlan
 
@@ -39,13 +39,7 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         shapes: Shapes of the complete curvature of each parameter, on whichever rank it is.
     """
 
-    def __init__(
-        self,
-        setting: Setting,
-        block_type: type[BlockT],
-        interval: str,
-        exchange: StatisticsExchange,
-    ) -> None:
+    def __init__(self, setting: Setting, block_type: type[BlockT], interval: str, exchange: StatisticsExchange) -> None:
         self.options, self.comm, self.table, self.runtime = setting.layers, setting.comm, setting.table, setting.runtime
         self.interval, self._exchange = interval, exchange
         self._new_block = partial(block_type, runtime=setting.runtime, options=setting.layers, fisher=setting.fisher)
@@ -125,9 +119,10 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
     def schema(self, block: BlockT, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Return the schema of the state of a block. ``held`` is this state, or a loaded one."""
         found: Schema = block.schema(group, held)
-        if self.is_on(group) or any(held.get(key) for key in COUNTERS if key != "factor_weight"):
+        curvature = {key for key, entry in found.items() if entry.kind != "buffers"}
+        if self.is_on(group) or held.keys() & curvature or held.get("factor_updates") or held.get("refreshes"):
             return found
-        return {key: entry for key, entry in found.items() if entry.kind == "buffers"}  # no curvature until it is on
+        return {key: entry for key, entry in found.items() if key not in curvature}  # none until it is on
 
     def live_schema(self, block: BlockT) -> Schema:
         """Return the schema of the current state of a block."""

@@ -62,12 +62,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
     plan: RowPlan
 
     def __init__(
-        self,
-        setting: Setting,
-        exchange: StatisticsExchange | None = None,
-        *,
-        batch_size: int | None,
-        modes: ModeSwitch,
+        self, setting: Setting, exchange: StatisticsExchange | None = None, *, batch_size: int | None, modes: ModeSwitch
     ) -> None:
         super().__init__(setting, exchange, batch_size=batch_size, modes=modes)
         self.selection = RowSelection(self.plan, self.comm, self.runtime)

@@ -387,8 +387,4 @@ class WindowPlan(CurvaturePlan):
 
     def kept(self) -> dict[str, Any]:
         """Return the values from which the plan of a copy is constructed."""
-        return {
-            "excluded": dict(self.partition.excluded),
-            "bounds": dict(self.bounds),
-            "covered": list(self.unit_of),
-        }
+        return {"excluded": dict(self.partition.excluded), "bounds": dict(self.bounds), "covered": list(self.unit_of)}

@@ -12,6 +12,7 @@ from tests.support.building import built
 
 OFF = {"lr": 0.01, "kl_clip": None, "orthogonalize": True, "inv_update_steps": 0}
 HIDDEN = ("inner", "conv", "head")
+KINDS = ("factors", "second_order", "scale")
 
 
 def network() -> nn.Module:
@@ -65,12 +66,13 @@ def test_there_is_no_curvature_to_keep_compute_or_send(kind: type) -> None:
     model = network()
     opt = built(kind, model, momentum=0.0, **OFF)
     for _ in range(2):
-        assert not any(opt.memory_usage().get(kind) for kind in ("factors", "second_order", "scale"))
+        assert not any(opt.memory_usage().get(kind) for kind in KINDS)
         trained(opt, model, 2)
     assert opt.describe().count(", without curvature: inv_update_steps=0\n") == len(list(model.parameters()))
     plan = opt.plan(4, MemOpt(), batch_size=6)
     for rank in plan.ranks:
-        assert not any(found.get(key) for found in (rank.sent, rank.flops) for key in ("statistics", "curvature", "refresh"))
+        assert not {"statistics", "curvature", "refresh"} & (rank.sent.keys() | rank.flops.keys())
+        assert not any(rank.stored.get(kind) for kind in KINDS)
     linear = built(kind, nn.Linear(9, 4), momentum=0.0, **OFF)
     flops = linear.plan(batch_size=8).ranks[0].flops["precondition"]
     assert flops == 5 * (2 * 4 * 4 * 10 + 2 * 4 * 4 * 4 + 2 * 4 * 4 * 10)  # those of the polar factor
@@ -158,3 +160,18 @@ def test_the_preset_is_a_variant_of_muon_with_adamw(recwarn: pytest.WarningsReco
         torch.testing.assert_close(model.get_parameter(name), p)
     hidden, rest = model[2].weight.numel() + model[2].bias.numel(), sum(p.numel() for p in others.values())
     assert opt.memory_usage()["momentum"] == 8 * (hidden + 2 * rest)
+
+
+def test_curvature_of_a_checkpoint_that_never_used_it_is_kept() -> None:
+    """Earlier versions allocated factors even if a group was off from the beginning."""
+    model, twin = network(), network()
+    saved = built(KFAC, model, **{**OFF, "inv_update_steps": 10}).state_dict()
+    for group in saved["param_groups"]:
+        group["inv_update_steps"] = 0
+    opt, new = built(KFAC, model, **OFF), built(KFAC, twin, **OFF)
+    opt.load_state_dict(saved)
+    for fresh, parameters in ((opt, model), (new, twin)):
+        trained(fresh, parameters, 2)
+    assert opt.memory_usage()["factors"] > new.memory_usage()["factors"] == 0
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)

@@ -179,10 +179,7 @@ class ConvTransposeAdapter(ConvAdapter):
     """
 
     def __init__(
-        self,
-        module: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d,
-        has_weight: bool,
-        has_bias: bool,
+        self, module: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d, has_weight: bool, has_bias: bool
     ) -> None:
         super().__init__(module, has_weight, has_bias)  # type: ignore[arg-type]
         self.spread: tuple[int, ...] = self.stride
