@@ -29,7 +29,7 @@ _PRESETS: Mapping[str, Mapping[str, str]] = {
     "autoencoder": {"kfac_adaptive": "large_batch"},
     "poisson": {"hylo": "physics_informed", "ekfac_adaptive": "least_squares"},
 }
-"""By workload, the optimizers that are presets; ``ekfac_orthogonal`` is ``from_muon`` everywhere."""
+"""By workload, the optimizers that are presets."""
 
 
 def overview(comparisons: Sequence[Results]) -> str:
@@ -128,7 +128,7 @@ def memory(measured: Sequence[Mapping[str, Any]]) -> str:
 
 def best_of(results: Results) -> str:
     """Return a short table of one comparison, with the names of the presets that the optimizers belong to."""
-    preset = {"ekfac_orthogonal": "from_muon", **_PRESETS.get(results["workload"], {})}
+    preset = _PRESETS.get(results["workload"], {})
     found = [item for item in statistics.summaries(results) if item.optimizer in _few(results, preset)]
     rows = tuple(_row(item, preset.get(item.optimizer)) for item in found)
     columns = ("optimizer", "loss", results["metric"], "seconds", "÷ SGD", "MB")

@@ -84,8 +84,10 @@ def test_the_rate_carries_over(data_dir, tmp_path, trainers):
 def test_a_line_builds_the_preset(name):
     models = [nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)) for _ in range(2)]
     own = name in {"large_batch", "least_squares", "physics_informed"}
+    muon = {"lr": 0.07, "adjust_lr_fn": "original"}
     special = {
-        "from_muon": {"lr": 0.07, "adjust_lr_fn": "original"},
+        "from_muon": muon,
+        "orthogonal_momentum": muon,
         "large_batch": {"adaptation": AdaptationOptions(quadratic_model=True, likelihood="bernoulli")},
     }
     keywords = special.get(name, {} if own else {"lr": 0.07})
