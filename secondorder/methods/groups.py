@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ def matrix_groups(
     lr: float | Tensor,
     others_lr: float | Tensor | None = None,
     others_momentum: float = 0.9,
-    others: Mapping[str, Any] | None = None,
     head: str | None = LAST,
     adjust_lr_fn: str = SCALES[0],
 ) -> list[dict[str, Any]]:
@@ -34,7 +33,6 @@ def matrix_groups(
         lr: Learning rate of the hidden layers.
         others_lr: Learning rate of the other parameters. If None, it is half of ``lr``.
         others_momentum: Momentum of the other parameters.
-        others: Further options of the group of the other parameters, such as ``{"weight_decay": 0.0}``.
         head: Name of the output layer as in ``named_modules()``. ``"last"`` is the last layer with a matrix, in the
             order of registration. If None, there is no head, and every matrix outside embeddings is orthogonalized.
         adjust_lr_fn: The convention for ``lr`` in your script for Muon, as in ``torch.optim.Muon``. With
@@ -64,12 +62,12 @@ def matrix_groups(
         factor = _adjustment(module) if adjust_lr_fn == "original" else 1.0
         groups.setdefault(factor, []).extend(found)
     hidden_ids = {id(p) for params in groups.values() for p in params}
-    rest = [p for p in model.parameters() if id(p) not in hidden_ids]
+    others = [p for p in model.parameters() if id(p) not in hidden_ids]
     rate = 0.5 * lr if others_lr is None else others_lr
     split: list[dict[str, Any]] = [
         {"params": params, "lr": lr * factor, "orthogonalize": True} for factor, params in groups.items()
     ]
-    split.append({"params": rest, "lr": rate, "momentum": others_momentum, **(others or {})})
+    split.append({"params": others, "lr": rate, "momentum": others_momentum})
     return [group for group in split if group["params"]]
 
 

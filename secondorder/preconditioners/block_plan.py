@@ -134,7 +134,9 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         if block is None:
             return {}
         found = self.schema(block, group, held) if block.owner is p else {}
-        return {**found, **block.momentum_schema(p, group)}
+        momentum = block.momentum_schema(p, group)
+        has_direction = self.is_on(group) or block.sets_length
+        return {**found, **(momentum if has_direction or held.keys() & momentum.keys() else {})}
 
     def places_here(self, p: nn.Parameter) -> frozenset[Place]:
         """Return the places of tensors of a parameter's state that this rank has."""
