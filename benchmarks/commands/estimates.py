@@ -30,7 +30,7 @@ from secondorder.plan.rates import measure_rates
 _RATE = 1e-5
 _EARLY: dict[str, Any] = {"refresh": RefreshOptions(warmup=False)}
 _WINDOWS = ("mfac", "sparse_mfac", "ggt")
-_CURVATURE = ("kfac", "ekfac", "hylo", "from_adamw", "from_muon")
+_CURVATURE = ("kfac", "ekfac", "hylo", "from_adamw", "from_muon", "orthogonal_momentum")
 _BLOCK, _REST, _SETTLE = 10, 5, 2
 """Timed steps of a method and of SGD in a block, and the steps before them."""
 
