@@ -557,7 +557,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         """
         self._tabulate()
         self._checkpoint.curvature.settle(self._allocator.synchronize)
-        self._allocator.follow_replaced()
+        self._allocator.follow_changed()
         self._allocator.allocate_rules()
         return self._checkpoint.completed(super().state_dict())
 
@@ -596,7 +596,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
                 been attached to a module yet.
         """
         self._checkpoint.require_module()
-        self._allocator.follow_replaced()
+        self._allocator.follow_changed()
         state_dict = dict(state_dict)
         for pre in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre(self, state_dict)

@@ -58,20 +58,12 @@ class Update:
     # ------------------------------------------------------------------ state
     def keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the keys of the state of the first-order rule that a parameter usually follows."""
-        block, name = self._preconditioner.covered.get(p), group["fallback"]
-        has_direction = block is not None and (self._is_on(group) or block.sets_length)
-        if has_direction or (block is not None and _names_rule(group)):
-            name = group["graft"] or group["inner"]
-        if options.is_adam(name):
+        covered = p in self._preconditioner.covered
+        if options.is_adam((group["graft"] or group["inner"]) if covered else group["fallback"]):
             return "exp_avg", "exp_avg_sq"
         rule = _plain_rule("sgd", group)
-        momentum = (self._preconditioner.rule(p, group, rule) if has_direction else rule).momentum
+        momentum = (self._preconditioner.rule(p, group, rule) if covered else rule).momentum
         return ("momentum_buffer",) if momentum else ()
-
-    def _is_on(self, group: Mapping[str, Any]) -> bool:
-        """Whether a group has curvature."""
-        interval = self._preconditioner.refresh_interval
-        return not interval or group[interval] > 0
 
     def allocate(self, p: nn.Parameter, group: Mapping[str, Any]) -> None:
         """Allocate the state of the usual rule, so that state never depends on which gradients came first."""
@@ -245,8 +237,9 @@ class Update:
             else:
                 rule = _rule_named(group["inner"], group)
             return curvature.rule(p, group, rule)
-        if _names_rule(group):
-            return _rule_named(graft or group["inner"], group, may_fuse=bool(graft) and self._is_on(group))
+        is_on = not curvature.refresh_interval or group[curvature.refresh_interval]
+        if not is_on or graft is not None or options.is_adam(group["inner"]):
+            return _rule_named(graft or group["inner"], group, may_fuse=bool(is_on and graft))
         return _rule_named(group["fallback"], group, is_fallback=True)
 
     def apply(
@@ -324,11 +317,6 @@ class Update:
     def _locals(self, params: list[nn.Parameter]) -> list[Tensor]:
         """The parameters; for sharded parameters, the shards of this rank."""
         return [local(p) for p in params] if self._table.shards.is_sharded else cast("list[Tensor]", params)
-
-
-def _names_rule(group: Mapping[str, Any]) -> bool:
-    """Whether a group names the rule for steps without a direction, which is otherwise the fallback."""
-    return group["graft"] is not None or options.is_adam(group["inner"])
 
 
 def _plain_rule(kind: str, group: Mapping[str, Any]) -> Rule:

@@ -89,11 +89,11 @@ def test_a_layout_shows_what_a_plan_depends_on() -> None:
 def test_parameters_count_as_replaced_once_there_is_a_plan() -> None:
     table = table_of({"params": parameters(1)})
     table.groups[0]["params"] = parameters(1)
-    assert not table.was_replaced
+    assert not table.has_changed
     table.note_plan()
-    assert table.was_replaced
+    assert table.has_changed
     table.regroup()
-    assert not table.was_replaced
+    assert not table.has_changed
 
 
 def test_a_module_with_other_parameters_is_refused() -> None:

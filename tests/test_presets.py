@@ -143,6 +143,23 @@ def test_hidden_matrices_are_those_that_muon_trains_with_their_biases():
     assert "orthogonalize" not in others
 
 
+def test_layers_without_a_matrix_are_not_hidden():
+    layers = [nn.Conv2d(4, 4, 3, groups=4), nn.ConvTranspose2d(4, 4, 2, groups=4), nn.Linear(4, 1)]
+    hidden = [nn.Conv2d(4, 4, 3, groups=2), nn.ConvTranspose2d(4, 2, 2), nn.Linear(1, 4), nn.Linear(4, 4, bias=False)]
+    model = nn.Sequential(*layers, nn.Linear(1, 4, bias=False), *hidden, nn.Linear(4, 4))
+    found, _ = matrix_groups(model, lr=0.02)
+    assert [id(p) for p in found["params"]] == [id(p) for layer in hidden for p in layer.parameters()]
+
+
+def test_others_have_further_options():
+    *_, others = matrix_groups(Tiny(), lr=0.02, others_momentum=0.7, others={"weight_decay": 0.1, "graft": "adamw"})
+    assert (others["momentum"], others["weight_decay"], others["graft"]) == (0.7, 0.1, "adamw")
+    with secondorder.create("orthogonal_momentum", Tiny(), others_lr=0.3) as optimizer:
+        hidden, others = optimizer.param_groups
+    assert (hidden["graft"], hidden["inv_update_steps"], hidden["momentum_mode"]) == (None, 0, "pre")
+    assert (others["graft"], others["inv_update_steps"], others["lr"]) == ("adamw", 0, 0.3)
+
+
 def test_every_parameter_is_in_one_group_even_if_layers_share_it():
     model = Tiny(tied=True)
     groups = matrix_groups(model, lr=0.02, head=None)

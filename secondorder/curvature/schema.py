@@ -59,6 +59,11 @@ class Entry(NamedTuple):
     always: bool = False
 
     @property
+    def is_curvature(self) -> bool:
+        """Whether it is an estimate or the result of a refresh, and neither a counter nor momentum."""
+        return self.kind not in ("buffers", "momentum")
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tensor, 0 for a number."""
         return self.like.numel() * self.like.element_size() if isinstance(self.like, Tensor) else 0

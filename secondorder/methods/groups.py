@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,19 +20,22 @@ def matrix_groups(
     lr: float | Tensor,
     others_lr: float | Tensor | None = None,
     others_momentum: float = 0.9,
+    others: Mapping[str, Any] | None = None,
     head: str | None = LAST,
     adjust_lr_fn: str = SCALES[0],
 ) -> list[dict[str, Any]]:
     """Split the parameters of a model into hidden matrices, whose steps are orthogonalized, and all other parameters.
 
-    The hidden layers are all layers with a matrix, except embeddings and the head. A weight that an embedding shares
-    with the head is not hidden. The bias of a hidden layer stays with its weight, since one block covers both.
+    The hidden layers are all layers with a matrix of several rows and columns, except embeddings and the head. A weight
+    that an embedding shares with the head is not hidden. The bias of a hidden layer stays with its weight, since one
+    block covers both.
 
     Args:
         model: The model.
         lr: Learning rate of the hidden layers.
         others_lr: Learning rate of the other parameters. If None, it is half of ``lr``.
         others_momentum: Momentum of the other parameters.
+        others: Further options of the group of the other parameters, such as ``{"weight_decay": 0.0}``.
         head: Name of the output layer as in ``named_modules()``. ``"last"`` is the last layer with a matrix, in the
             order of registration. If None, there is no head, and every matrix outside embeddings is orthogonalized.
         adjust_lr_fn: The convention for ``lr`` in your script for Muon, as in ``torch.optim.Muon``. With
@@ -62,12 +65,12 @@ def matrix_groups(
         factor = _adjustment(module) if adjust_lr_fn == "original" else 1.0
         groups.setdefault(factor, []).extend(found)
     hidden_ids = {id(p) for params in groups.values() for p in params}
-    others = [p for p in model.parameters() if id(p) not in hidden_ids]
+    rest = [p for p in model.parameters() if id(p) not in hidden_ids]
     rate = 0.5 * lr if others_lr is None else others_lr
     split: list[dict[str, Any]] = [
         {"params": params, "lr": lr * factor, "orthogonalize": True} for factor, params in groups.items()
     ]
-    split.append({"params": others, "lr": rate, "momentum": others_momentum})
+    split.append({"params": rest, "lr": rate, "momentum": others_momentum, **(others or {})})
     return [group for group in split if group["params"]]
 
 
@@ -79,7 +82,17 @@ def _hidden_layers(model: nn.Module, head: str | None) -> list[nn.Module]:
     elif head is not None and head not in layers:
         raise ValueError(f"head={head!r} names no layer with a matrix: choose from {', '.join(layers)}, or None")
     embeddings = (nn.Embedding, nn.EmbeddingBag)
-    return [module for name, module in layers.items() if name != head and not isinstance(module, embeddings)]
+    found = [module for name, module in layers.items() if name != head and not isinstance(module, embeddings)]
+    return [module for module in found if not _is_a_vector(module)]
+
+
+def _is_a_vector(module: nn.Module) -> bool:
+    """Whether the matrix of a layer, or of each group of a convolution, has one row or one column."""
+    weight, groups = _weight(module), int(getattr(module, "groups", 1))
+    assert weight is not None
+    rows = weight.shape[1] if getattr(module, "transposed", False) else weight.shape[0] // groups
+    has_bias = getattr(module, "bias", None) is not None
+    return min(rows, weight.numel() // (groups * rows) + has_bias) == 1
 
 
 def _matrix_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

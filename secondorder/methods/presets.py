@@ -47,6 +47,7 @@ class Preset:
         needs: What the training loop has to do beyond ``loss.backward()`` and ``step()``; empty if nothing.
         measured: Page and section of the documentation with measurements.
         splits_matrices: Whether the preset uses the parameter groups of :func:`secondorder.matrix_groups`.
+        others: Further options of the group of other parameters.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Preset:
     needs: str = ""
     measured: str = ""
     splits_matrices: bool = False
+    others: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, model: nn.Module, lr: float | Tensor | None = None, **overrides: Any) -> SecondOrderOptimizer:
         """Build the optimizer.
@@ -100,6 +102,8 @@ class Preset:
             return {}, {"lr": rate, **self.options, **overrides}
         of_groups = {"lr": rate, **{key: overrides[key] for key in _OF_GROUPS if key in overrides}}
         others = of_groups.setdefault("others_lr", 0.5 * rate)
+        if self.others:
+            of_groups.setdefault("others", dict(self.others))
         rest = {key: value for key, value in overrides.items() if key not in _OF_GROUPS}
         return of_groups, {"lr": rate, **self.options, "fallback": FallbackOptions("adamw", lr=float(others)), **rest}
 
@@ -172,6 +176,7 @@ _ALL = (
         {**_MATRICES, "inv_update_steps": 0},
         measured="docs/choose-a-method.md, Cost and result of each choice",
         splits_matrices=True,
+        others={"graft": "adamw", "momentum_mode": "post", "nesterov": False},
     ),
     Preset(
         "large_batch",

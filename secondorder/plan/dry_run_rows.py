@@ -103,7 +103,8 @@ class RowDryRun(LayerDryRun):
         """Return the schema of the state of a block, which holds rows of all ranks or factors."""
         plan, rows = self.layers.plan, self.layers.rows
         planned = plan.planned_rows(block, block.group, plan.batch_size or 0)
-        if block not in rows.census or block.factor_schema(block.group, block.state, planned):
+        is_known = block in rows.census and plan.is_on(block.group)
+        if not is_known or block.factor_schema(block.group, block.state, planned):
             return plan.live_schema(block)
         sizes = rows.census[block].sizes(block, rows.total_rows(block))
         return block.with_rows.schema(sizes, known=self._comm.replicates)

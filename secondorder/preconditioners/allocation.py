@@ -73,9 +73,9 @@ class Allocator:
         if self._table.layout() != self._table.signature:
             self._preconditioner.hooks.replanned(self.rebuild())
 
-    def follow_replaced(self) -> None:
-        """Follow parameters that a trainer has replaced since the last step."""
-        if self._table.was_replaced:
+    def follow_changed(self) -> None:
+        """Follow parameters that a trainer has replaced, and curvature that was turned on, since the last step."""
+        if self._table.has_changed:
             self.synchronize()
 
     def allocate_rules(self) -> None:

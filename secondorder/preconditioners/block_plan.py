@@ -104,7 +104,7 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         return Unit(
             block.name,
             f"{blocks}×{g}×{a} {block.layer.kind} " + ", ".join(f"{k} {entry.shape}" for k, entry in schema.items()),
-            refresh_flops=float(blocks * sum(flat)),
+            refresh_flops=self.is_on(block.group) * float(blocks * sum(flat)),
             step_flops=self.is_on(block.group) * products + block.shaping_flops,
             nbytes=sum(nbytes(schema).values()),
             interval=max(1, int(block.group[self.interval])),
@@ -118,11 +118,16 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
 
     def schema(self, block: BlockT, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Return the schema of the state of a block. ``held`` is this state, or a loaded one."""
-        found: Schema = block.schema(group, held)
-        curvature = {key for key, entry in found.items() if entry.kind != "buffers"}
-        if self.is_on(group) or held.keys() & curvature or held.get("factor_updates") or held.get("refreshes"):
-            return found
-        return {key: entry for key, entry in found.items() if key not in curvature}  # none until it is on
+        return self.without_unused(block.schema(group, held), group, held)
+
+    def without_unused(self, entries: Schema, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """Return entries without the curvature of a block that has been off from the beginning and needs none.
+
+        The result depends only on options and counters, which are the same on all ranks.
+        """
+        if self.is_on(group) or held.get("factor_updates") or held.get("refreshes"):
+            return entries
+        return {key: entry for key, entry in entries.items() if not entry.is_curvature}
 
     def live_schema(self, block: BlockT) -> Schema:
         """Return the schema of the current state of a block."""
@@ -134,9 +139,7 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         if block is None:
             return {}
         found = self.schema(block, group, held) if block.owner is p else {}
-        momentum = block.momentum_schema(p, group)
-        has_direction = self.is_on(group) or block.sets_length
-        return {**found, **(momentum if has_direction or held.keys() & momentum.keys() else {})}
+        return {**found, **block.momentum_schema(p, group)}
 
     def places_here(self, p: nn.Parameter) -> frozenset[Place]:
         """Return the places of tensors of a parameter's state that this rank has."""

@@ -87,12 +87,15 @@ class LayerDirections(Generic[BlockT]):
         self._plan, self._refresher, self._exchange, self._stack_rule = plan, refresher, exchange, stack_rule
         self.wholes = WholeGradients(plan.comm, plan.table)
 
+    def has_curvature(self, block: Block) -> bool:
+        """Return whether a block can precondition."""
+        return self._plan.is_on(block.group) and self._refresher.is_refreshed(block)
+
     def is_ready(self, block: BlockT) -> bool:
         """Return whether a block supplies the direction of its parameters in this step."""
-        if not self._plan.is_on(block.group):  # hidden matrices are orthogonalized without curvature, too
+        if not self.has_curvature(block):  # hidden matrices are orthogonalized without curvature, too
             return block.sets_length
-        is_its_turn = block.runtime.step % block.group.get("precondition_steps", 1) == 0
-        return is_its_turn and self._refresher.is_refreshed(block)
+        return block.runtime.step % int(block.group.get("precondition_steps", 1)) == 0
 
     def active(self, gradients: Directions) -> list[BlockT]:
         """Return the blocks that precondition in a step with these gradients."""
@@ -124,7 +127,7 @@ class LayerDirections(Generic[BlockT]):
         if not self._plan.comm.preconditions(block.index) or not all(map(source.__contains__, block.params)):
             return self._exchange.room(block)
         gradient = self.matrix_of(block, source)
-        direction = block.precondition(gradient) if self._plan.is_on(block.group) else gradient
+        direction = block.precondition(gradient) if self.has_curvature(block) else gradient
         return block.layer.split(block.shape(direction))
 
     def matrix_of(self, block: Block, source: Directions) -> Tensor:

@@ -70,13 +70,18 @@ class LayerCheckpoint:
         block, curvature = self._plan.block_of.get(p), self._curvature
         if block is not None and block.owner is p:
             found: Mapping[str, Any] = block.translated(theirs, group)
-            return found
+            entries = self._plan.table.entries
+            used = self._plan.without_unused(entries, group, found)
+            return {key: value for key, value in found.items() if key in used or key not in entries}
         known = self._plan.table.entries if block is None else ()
         return curvature.block_type.without_block(theirs, curvature.options, known)
 
     def expected(self, p: nn.Parameter, schema: Schema, theirs: Mapping[str, Any]) -> Schema:
-        """Return the schema with which the saved state of a parameter is compared."""
-        return schema
+        """Return the schema with which the saved state of a parameter is compared, which may lack unused curvature."""
+        is_used = theirs.get("factor_updates") or theirs.get("refreshes", 1)
+        if is_used or any(entry.is_curvature and key in theirs for key, entry in schema.items()):
+            return schema
+        return {key: entry for key, entry in schema.items() if not entry.is_curvature}
 
     def loaded(self, rebuild: Callable[[], bool]) -> None:
         """Compute what a checkpoint may leave out, and make a new plan for the loaded options."""

@@ -76,7 +76,8 @@ class LayerReport(CurvatureReport):
         if refused and plan.table.state[p].get("refreshes", 0) == 0:
             treatment = f"{plan.table.group_of[p]['fallback']} fallback: {refused}"
         if not plan.is_on(block.group):
-            treatment += f", without curvature: {plan.interval}=0"
+            rule = "orthogonalized" if block.sets_length else f"{block.group['graft'] or block.group['inner']}"
+            treatment += f", {rule} without curvature: {plan.interval}=0"
         reason, sizes = block.described()
         return f"{treatment}{reason}", sizes, f"rank {plan.comm.owner(block.index)}"
 

@@ -71,7 +71,8 @@ class RowPlan(BlockPlan[RowBlock]):
     def schema(self, block: RowBlock, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Return the entries for rows and their kernel, or for factors."""
         planned = self.planned_rows(block, group, self.batch_size or 0)
-        return block.schema(group, held, planned, known=self.comm.replicates)
+        found = block.schema(group, held, planned, known=self.comm.replicates)
+        return self.without_unused(found, group, held)
 
     def unit(self, block: RowBlock) -> Unit:
         """Return the unit of a block for a strategy. Ranks do not compare the sizes of rows, which may change."""

@@ -210,7 +210,7 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
     def propose(self, gradients: Directions, source: Directions, gate: Tensor | None) -> Proposal:
         """Preconditioned directions. Running scales are first updated with this step's mean gradient."""
         active = self.directions.active(gradients)
-        running = [b for b in active if b.group["estimator"] == "running" and self.plan.is_on(b.group)]
+        running = [b for b in active if b.group["estimator"] == "running" and self.directions.has_curvature(b)]
         due = [b for b in running if self.schedule.scale_is_due(b)]
         wholes, is_sharded = self.directions.wholes, self.table.shards.is_sharded
         whole = wholes.keep(due, gradients) if due and is_sharded else gradients

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import secondorder
-from secondorder import EKFAC, KFAC, MemOpt
+from secondorder import EKFAC, KFAC, HyLo, MemOpt
 from tests.ekfac.test_orthogonal import Net, batches, expected_step
 from tests.support.building import built
 
@@ -68,7 +68,8 @@ def test_there_is_no_curvature_to_keep_compute_or_send(kind: type) -> None:
     for _ in range(2):
         assert not any(opt.memory_usage().get(kind) for kind in KINDS)
         trained(opt, model, 2)
-    assert opt.describe().count(", without curvature: inv_update_steps=0\n") == len(list(model.parameters()))
+    for rule, parameters in (("orthogonalized", 6), ("sgd", 3)):
+        assert opt.describe().count(f", {rule} without curvature: inv_update_steps=0\n") == parameters
     plan = opt.plan(4, MemOpt(), batch_size=6)
     for rank in plan.ranks:
         assert not {"statistics", "curvature", "refresh"} & (rank.sent.keys() | rank.flops.keys())
@@ -162,16 +163,47 @@ def test_the_preset_is_a_variant_of_muon_with_adamw(recwarn: pytest.WarningsReco
     assert opt.memory_usage()["momentum"] == 8 * (hidden + 2 * rest)
 
 
-def test_curvature_of_a_checkpoint_that_never_used_it_is_kept() -> None:
+def test_curvature_of_a_checkpoint_that_never_used_it_is_dropped() -> None:
     """Earlier versions allocated factors even if a group was off from the beginning."""
     model, twin = network(), network()
-    saved = built(KFAC, model, **{**OFF, "inv_update_steps": 10}).state_dict()
+    old = built(KFAC, model, **{**OFF, "inv_update_steps": 10})
+    saved = old.state_dict()
     for group in saved["param_groups"]:
         group["inv_update_steps"] = 0
     opt, new = built(KFAC, model, **OFF), built(KFAC, twin, **OFF)
     opt.load_state_dict(saved)
     for fresh, parameters in ((opt, model), (new, twin)):
         trained(fresh, parameters, 2)
-    assert opt.memory_usage()["factors"] > new.memory_usage()["factors"] == 0
+    assert old.memory_usage()["factors"] > opt.memory_usage()["factors"] == 0
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC, HyLo])
+def test_a_state_that_is_saved_when_curvature_is_turned_on_continues(kind: type) -> None:
+    interval = "update_steps" if kind is HyLo else "inv_update_steps"
+    model, twin = network(), network()
+    opt, other = (built(kind, m, lr=0.01, **{interval: 0}) for m in (model, twin))
+    trained(opt, model, 2)
+    opt.param_groups[0][interval] = 2  # by a scheduler, after the step
+    other.load_state_dict(opt.state_dict())
+    twin.load_state_dict(model.state_dict())
+    for optimizer, parameters in ((opt, model), (other, twin)):
+        trained(optimizer, parameters, 3)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_hidden_matrices_stay_orthogonal_until_there_is_curvature() -> None:
+    """Also in the step in which it was turned on too late for its forward pass."""
+    model = network()
+    opt = built(KFAC, model, momentum=0.0, damping=0.01, **OFF)
+    x, y = next(iter(batches(1)))
+    F.cross_entropy(model(x), y).backward()
+    opt.param_groups[0]["inv_update_steps"] = 1
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradient = {name: p.grad.clone() for name, p in model.named_parameters()}
+    opt.step()
+    moved = {name: (before[name] - p.detach()) / 0.01 for name, p in model.named_parameters()}
+    for layer in HIDDEN:
+        torch.testing.assert_close(matrix(moved, layer), expected_step(matrix(gradient, layer)), rtol=1e-7, atol=1e-9)
