@@ -615,7 +615,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------ stages 5 to 7: directions, their size, update
     def _move(self, gradients: Directions, gate: Tensor | None, *, quiet: bool = False) -> None:
         """Update the parameters. A quiet step is hidden from profilers, and its directions are not kept."""
-        stage: Callable[[str], AbstractContextManager[None]] = _unnamed if quiet else self._runtime.stage
+        stage = (lambda _: nullcontext()) if quiet else self._runtime.stage
         update = self._update
         update.count(gradients)
         with stage("precondition"):
@@ -735,8 +735,3 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             **self._update.diagnostics(),
             **self._trust.diagnostics(),
         }
-
-
-def _unnamed(stage: str) -> AbstractContextManager[None]:
-    """Run a stage without a name."""
-    return nullcontext()

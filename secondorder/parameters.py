@@ -131,11 +131,7 @@ class ParameterTable:
         members = [(group, p) for group in self.groups for p in group["params"]]
         found: list[tuple[object, ...]] = [(id(g), id(p), p.requires_grad, p.dtype, p.device) for g, p in members]
         found += [tuple(group.get(name) for name in self.allocating) for group in self.groups]
-        return found + self._switches()
-
-    def _switches(self) -> list[tuple[object, ...]]:
-        """Return whether each group is without curvature."""
-        return [(group.get(self.interval) == 0,) for group in self.groups]
+        return found + [(group.get(self.interval) == 0,) for group in self.groups]
 
     def note_plan(self) -> None:
         """Record the layout for which the current plan was made."""
@@ -144,7 +140,7 @@ class ParameterTable:
     @property
     def has_changed(self) -> bool:
         """Whether parameters were replaced, or curvature was turned on or off, since the plan was made."""
-        is_switched = self.signature[-len(self.groups) :] != self._switches()
+        is_switched = self.layout()[-len(self.groups) :] != self.signature[-len(self.groups) :]
         is_replaced = any(p not in self.group_of for group in self.groups for p in group["params"])
         return bool(self.signature) and (is_switched or is_replaced)
 

@@ -185,7 +185,8 @@ class EigenbasisBlock(FactoredBlock):
             factor = examples * group["loss_terms"]
         else:  # N (∇/N)² of the sum
             factor = ranks**2 / examples
-        squares = Estimate(eigenbasis.scale_running(rotated, factor))
+        # The expectation is the variance of a per-example gradient plus N times its squared mean, which s has once.
+        squares = Estimate(rotated.square().mul_(factor))
         weight = 1.0 if plain else self.batch_weight(int(examples))
         self._fold_scale(squares, weight, ok if gate is None else ok & gate)
         return rotated

@@ -170,12 +170,6 @@ def scale_intra(
     return total.clamp_(min=0)  # differences of pairs may be rounded below it
 
 
-def scale_running(rotated: Tensor, examples: float) -> Tensor:
-    """Return ``N (Q_Gᵀ ∇ Q_A)²`` from the rotated mean gradient ``[..., n_g, n_a]`` of N examples; cheap and biased."""
-    # Its expectation is the variance of a per-example gradient plus N times its squared mean, which s has only once.
-    return rotated.square().mul_(examples)
-
-
 def rotate(x: Tensor, basis_a: Tensor | None, basis_g: Tensor | None, workspace: Workspace | None = None) -> Tensor:
     """Return ``Q_Gᵀ X Q_A [..., n_g, n_a]``, the coordinates in the eigenbasis; X itself if both bases are None."""
     basis_a, basis_g = _aligned(basis_a, workspace), _aligned(basis_g, workspace)

@@ -87,7 +87,7 @@ def take_steps(
             return optimizer, Steps(memory, _mean(_layer_steps(curvature, step)))
         if isinstance(curvature, WindowPreconditioner):
             for unit in curvature.plan.units:
-                unit.window.count_all_rows()
+                unit.window.filled = unit.window.m
         return optimizer, Steps(memory, _mean([(1.0, step())]))
 
 

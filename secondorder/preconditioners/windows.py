@@ -195,7 +195,7 @@ class WindowPreconditioner(Preconditioner):
 
     def _source(self, unit: Unit) -> Source:
         window, group, t = unit.window, unit.group, unit.window.filled
-        b, q = window.unit_vector(), None
+        b, q = (torch.arange(t, device=window.device) == window.newest).to(torch.float64), None  # the newest row
         r: list[Tensor | None] | None = None
         if window.outside is not None:
             b, q, r = window.outside.b[:t], window.outside.q[:t], list(window.outside.r)

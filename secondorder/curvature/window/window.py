@@ -259,10 +259,6 @@ class GradientWindow:
         """Return the slot of the newest row, 0-dim."""
         return gram.newest(self.counters["pos"], self.m)
 
-    def count_all_rows(self) -> None:
-        """Count all rows as filled, to rehearse the later steps of a run without numbers."""
-        self.filled = self.m
-
     # ------------------------------------------------------------------ the verbs
     def push(self, x: Parts, gate: Tensor | None, beta: float = 0.0) -> Push:
         """Store a gradient as the newest row, in place of the oldest one; :meth:`finish` completes this.
@@ -326,10 +322,6 @@ class GradientWindow:
     def lower(self) -> Tensor:
         """Return the lower triangle of S over the filled rows ``[t, t]``."""
         return gram.unpack_lower(self.gram, self.filled)
-
-    def unit_vector(self) -> Tensor:
-        """Return the coefficients of the newest row ``[t]``."""
-        return (torch.arange(self.filled, device=self.device) == self.newest).to(torch.float64)
 
     def residual_square(self) -> Tensor | None:
         """Return the squared norm of the residual of error feedback."""
