@@ -30,7 +30,7 @@ def create(
     | name | builds |
     |---|---|
     | `from_adamw`, `from_adam`, `from_sgd`, `from_muon` | the preset for users of that optimizer |
-    | `orthogonal_momentum` | the preset for a variant of Muon without curvature |
+    | `orthogonal_momentum` | the preset for a variant of Muon, which has no curvature |
     | `large_batch`, `least_squares`, `physics_informed`, `low_memory` | the preset for that kind of problem |
     | `kfac`, `ekfac`, `hylo`, `mfac`, `sparse_mfac`, `ggt` | `KFAC`, `EKFAC`, `HyLo`, `MFAC`, `SparseMFAC`, `GGT` |
     | `eigen`, `inverse` | `KFAC(inverse_method="eigen")`, `KFAC(inverse_method="cholesky")` |

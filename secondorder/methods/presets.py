@@ -170,7 +170,7 @@ _ALL = (
     ),
     Preset(
         "orthogonal_momentum",
-        "For the same networks, if time matters more than steps: a variant of Muon without curvature, and AdamW.",
+        "For the networks of from_muon, if time or memory matters more than steps: a variant of Muon, and AdamW.",
         EKFAC,
         0.02,
         {**_MATRICES, "inv_update_steps": 0},
