@@ -43,7 +43,7 @@ def test_a_short_table_has_presets_the_best_adamw_and_kfac_pytorch():
     assert all(len(rows) == 6 for rows in shown.values())
     labels = {name: [row[0] for row in rows] for name, rows in shown.items()}
     assert labels["chargpt"] == [
-        r"EKFAC, orthogonal (from\_muon)", "Muon, momentum 0.85", "K-FAC (kfac-pytorch)", "EKFAC", "SOAP", "AdamW"
+        "EKFAC, orthogonal", "Muon, momentum 0.85", "K-FAC (kfac-pytorch)", "EKFAC", "SOAP", "AdamW"
     ]  # fmt: skip
     assert "Muon, momentum 0.85" in labels["multi30k"]  # the better of two settings, and not both
     assert "Muon" not in labels["multi30k"]
