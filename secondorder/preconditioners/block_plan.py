@@ -104,10 +104,10 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         return Unit(
             block.name,
             f"{blocks}×{g}×{a} {block.layer.kind} " + ", ".join(f"{k} {entry.shape}" for k, entry in schema.items()),
-            refresh_flops=self.is_on(block.group) * float(blocks * sum(flat)),
+            refresh_flops=float(blocks * sum(flat)),
             step_flops=self.is_on(block.group) * products + block.shaping_flops,
             nbytes=sum(nbytes(schema).values()),
-            interval=max(1, int(block.group[self.interval])),
+            interval=int(block.group[self.interval]) or 100,  # curvature that is off may be turned on later
             everywhere=block.uses_estimate,
         )
 
