@@ -38,7 +38,7 @@ from tests.support.oracles.ranks import (
     together,
 )
 from tests.support.pool import Pool, device_of
-from tests.support.saving import paths_of, started, train, trained
+from tests.support.saving import paths_of, snapshot, started, train, trained
 
 KRONECKER = ("kfac_eigen", "kfac_cholesky", "ekfac_running", "ekfac_intra")
 STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
@@ -114,6 +114,38 @@ def test_selected_rows_do_not_depend_on_the_strategy(pool: Pool, method: str, of
     paths = [pool.run(together, strategy, run, world=world) for strategy in strategies]
     for of_strategy in paths:
         assert_same_path(of_strategy, paths[0][0], tolerance=1e-12)
+
+
+#: Intervals between refreshes, each of them for two steps.
+SWITCHED = (0, 1, 0, 2)
+
+
+def switched(model: nn.Module, optimizer: Any, run: Run, rank: int = 0, world: int = 1) -> Tensor:
+    """A trajectory with curvature that is turned on and off, at first without any step that uses it."""
+    group, path = optimizer.param_groups[0], train(model, optimizer, rank, world, run, 0, 1)
+    group["inv_update_steps"] = 1
+    snapshot(optimizer)  # only the owner of a layer has its factors now
+    group["inv_update_steps"] = 0
+    for trains in (False, True):  # the ranks compare their plans anew
+        model.get_parameter(next(name for name, _ in model.named_parameters())).requires_grad_(trains)
+        path += train(model, optimizer, rank, world, run, len(path), len(path) + 1)
+    for interval in SWITCHED:
+        group["inv_update_steps"] = interval
+        path += train(model, optimizer, rank, world, run, len(path), len(path) + 2)
+    optimizer.close()
+    return torch.stack(path)
+
+
+def switched_on_a_rank(rank: int, world: int, strategy: str, run: Run) -> Tensor:
+    return switched(*started(rank, strategy, run), run, rank, world)
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("comm", 2), ("mem", 3)])
+def test_curvature_is_turned_on_and_off_on_all_ranks(pool: Pool, strategy: str, world: int) -> None:
+    run = Run("mlp", "kfac_eigen", {"inv_update_steps": 0, "factor_update_steps": 1, "orthogonalize": True})
+    model = TASKS["mlp"].model()
+    expected = switched(model, build(run.method, model, **run.keywords), run)
+    assert_same_path(pool.run(switched_on_a_rank, strategy, run, world=world, timeout=60), expected)
 
 
 # ----------------------------------------------------------------------------------------------------------- Statistics
