@@ -144,7 +144,12 @@ def test_hidden_matrices_are_those_that_muon_trains_with_their_biases():
 
 
 def test_layers_without_a_matrix_are_not_hidden():
-    layers = [nn.Conv2d(4, 4, 3, groups=4), nn.ConvTranspose2d(4, 4, 2, groups=4), nn.Linear(4, 1)]
+    layers = [
+        nn.Conv2d(4, 4, 3, groups=4),
+        nn.ConvTranspose2d(4, 4, 2, groups=4),
+        nn.Linear(4, 1),
+        nn.LayerNorm((4, 4)),
+    ]
     hidden = [nn.Conv2d(4, 4, 3, groups=2), nn.ConvTranspose2d(4, 2, 2), nn.Linear(1, 4), nn.Linear(4, 4, bias=False)]
     model = nn.Sequential(*layers, nn.Linear(1, 4, bias=False), *hidden, nn.Linear(4, 4))
     found, _ = matrix_groups(model, lr=0.02)
@@ -158,6 +163,13 @@ def test_others_have_further_options():
         hidden, others = optimizer.param_groups
     assert (hidden["graft"], hidden["inv_update_steps"], hidden["momentum_mode"]) == (None, 0, "pre")
     assert (others["graft"], others["inv_update_steps"], others["lr"]) == ("adamw", 0, 0.3)
+
+
+def test_options_of_the_caller_are_added_to_those_of_the_preset():
+    with secondorder.create("orthogonal_momentum", Tiny(), others={"weight_decay": 0.1, "params": []}) as optimizer:
+        _, others = optimizer.param_groups
+    assert (others["graft"], others["weight_decay"]) == ("adamw", 0.1)
+    assert len(others["params"]) == 9
 
 
 def test_every_parameter_is_in_one_group_even_if_layers_share_it():

@@ -114,10 +114,7 @@ class Block(ABC):
     @property
     def sets_length(self) -> bool:
         """Whether directions get a uniform spectrum, as for layers that mix all inputs into all outputs."""
-        if not self.group.get("orthogonalize"):
-            return False
-        adapter = self.adapter
-        return not (adapter.one_hot or adapter.is_exact) and min(adapter.n_a, adapter.n_g) > 1
+        return bool(self.group.get("orthogonalize")) and self.adapter.is_matrix
 
     def shape(self, direction: Tensor) -> Tensor:
         """Return a preconditioned matrix ``[(Γ,) n_g, n_a]``, or with ``orthogonalize`` its polar factor."""

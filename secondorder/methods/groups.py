@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from secondorder.capture.layers.registry import find_adapter
+
 #: The ways in which implementations of Muon scale a step of unit spectral norm, with the names of ``torch.optim.Muon``.
 SCALES = ("match_rms_adamw", "original")
 #: The default head, which is the last layer with a matrix.
@@ -70,7 +72,7 @@ def matrix_groups(
     split: list[dict[str, Any]] = [
         {"params": params, "lr": lr * factor, "orthogonalize": True} for factor, params in groups.items()
     ]
-    split.append({"params": rest, "lr": rate, "momentum": others_momentum, **(others or {})})
+    split.append({"lr": rate, "momentum": others_momentum, **(others or {}), "params": rest})
     return [group for group in split if group["params"]]
 
 
@@ -82,17 +84,16 @@ def _hidden_layers(model: nn.Module, head: str | None) -> list[nn.Module]:
     elif head is not None and head not in layers:
         raise ValueError(f"head={head!r} names no layer with a matrix: choose from {', '.join(layers)}, or None")
     embeddings = (nn.Embedding, nn.EmbeddingBag)
-    found = [module for name, module in layers.items() if name != head and not isinstance(module, embeddings)]
-    return [module for module in found if not _is_a_vector(module)]
+    return [m for name, m in layers.items() if name != head and not isinstance(m, embeddings) and _is_matrix(m)]
 
 
-def _is_a_vector(module: nn.Module) -> bool:
-    """Whether the matrix of a layer, or of each group of a convolution, has one row or one column."""
-    weight, groups = _weight(module), int(getattr(module, "groups", 1))
-    assert weight is not None
-    rows = weight.shape[1] if getattr(module, "transposed", False) else weight.shape[0] // groups
-    has_bias = getattr(module, "bias", None) is not None
-    return min(rows, weight.numel() // (groups * rows) + has_bias) == 1
+def _is_matrix(module: nn.Module) -> bool:
+    """Whether a layer can be orthogonalized. Layers without an adapter, such as attention, are taken to be matrices."""
+    adapter, _ = find_adapter(module)
+    if adapter is None:
+        return True
+    bias = getattr(module, adapter.bias_name or "", None)
+    return adapter(module, True, bias is not None and bias.requires_grad).is_matrix
 
 
 def _matrix_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

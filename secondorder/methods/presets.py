@@ -47,7 +47,7 @@ class Preset:
         needs: What the training loop has to do beyond ``loss.backward()`` and ``step()``; empty if nothing.
         measured: Page and section of the documentation with measurements.
         splits_matrices: Whether the preset uses the parameter groups of :func:`secondorder.matrix_groups`.
-        others: Further options of the group of other parameters.
+        others: Further options of the group of other parameters, to which those of the caller are added.
     """
 
     name: str
@@ -102,8 +102,7 @@ class Preset:
             return {}, {"lr": rate, **self.options, **overrides}
         of_groups = {"lr": rate, **{key: overrides[key] for key in _OF_GROUPS if key in overrides}}
         others = of_groups.setdefault("others_lr", 0.5 * rate)
-        if self.others:
-            of_groups.setdefault("others", dict(self.others))
+        of_groups |= {"others": {**self.others, **(overrides.get("others") or {})}} if self.others else {}
         rest = {key: value for key, value in overrides.items() if key not in _OF_GROUPS}
         return of_groups, {"lr": rate, **self.options, "fallback": FallbackOptions("adamw", lr=float(others)), **rest}
 

@@ -121,10 +121,8 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         return self.without_unused(block.schema(group, held), group, held)
 
     def without_unused(self, entries: Schema, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
-        """Return entries without the curvature of a block that has been off from the beginning and needs none.
-
-        The result depends only on options and counters, which are the same on all ranks.
-        """
+        """Return entries without the curvature of a block that has been off from the beginning and needs none."""
+        # This depends only on options and counters, which are the same on all ranks.
         if self.is_on(group) or held.get("factor_updates") or held.get("refreshes"):
             return entries
         return {key: entry for key, entry in entries.items() if not entry.is_curvature}

@@ -47,7 +47,7 @@ class ScaleSchedule(CaptureSchedule[EigenbasisBlock]):
 
     def due_of(self, block: EigenbasisBlock) -> Due | None:
         """Return the measurements of the next step for a block; None if there are none."""
-        if block.group[self._plan.interval] == 0:
+        if not self._plan.is_on(block.group):
             return None
         due = self.measured_of(block)
         # A running scale needs the number of examples, which any layer of the step provides.

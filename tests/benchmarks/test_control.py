@@ -28,7 +28,12 @@ class Network(nn.Module):
         return self.head(torch.tanh(self.attention(rows, rows, rows, need_weights=False)[0]).mean(1))
 
 
-def test_it_is_orthogonal_ekfac_without_curvature():
+OFF = {"inv_update_steps": 0}
+LITTLE = {"power": 1e-13, "factor_update_steps": 1, "inv_update_steps": 1}
+
+
+@pytest.mark.parametrize("curvature", [OFF, LITTLE], ids=["off", "little"])
+def test_it_is_orthogonal_ekfac_without_curvature(curvature):
     torch.manual_seed(0)
     model = Network().double()
     twin = copy.deepcopy(model)
@@ -37,9 +42,8 @@ def test_it_is_orthogonal_ekfac_without_curvature():
     plain = [*twin.norm.parameters(), *twin.tokens.parameters(), *twin.head.parameters()]
     ekfac = EKFAC(
         [{"params": hidden, "orthogonalize": True}, {"params": plain, "lr": 0.01}], module=twin, lr=0.02,
-        momentum=0.8, nesterov=True, momentum_mode="pre", power=1e-13, kl_clip=None, betas=(0.9, 0.95),
-        skip_layers=["tokens", "norm", "head"], fallback=FallbackOptions("adamw", lr=0.01), factor_update_steps=1,
-        inv_update_steps=1,
+        momentum=0.8, nesterov=True, momentum_mode="pre", kl_clip=None, betas=(0.9, 0.95), **curvature,
+        skip_layers=["tokens", "norm", "head"], fallback=FallbackOptions("adamw", lr=0.01),
     )  # fmt: skip
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)

@@ -79,6 +79,26 @@ def test_there_is_no_curvature_to_keep_compute_or_send(kind: type) -> None:
     assert flops == 5 * (2 * 4 * 4 * 10 + 2 * 4 * 4 * 4 + 2 * 4 * 4 * 10)  # those of the polar factor
 
 
+def test_rows_of_hylo_are_not_kept_either() -> None:
+    model = network()
+    opt = built(HyLo, model, lr=0.01, update_steps=0, batch_size=8)
+    trained(opt, model, 2)
+    for found in (opt.memory_usage(), opt.plan(batch_size=8).ranks[0].stored):
+        assert not any(found.get(kind) for kind in ("rows", "kernel", *KINDS))
+
+
+def test_graft_gives_the_length_of_the_polar_factor() -> None:
+    model = network()
+    opt = built(KFAC, model, graft="adam", **OFF)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    (gradient,) = trained(opt, model, 1)
+    moved = {name: (before[name] - p.detach()) / 0.01 for name, p in model.named_parameters()}
+    for layer in HIDDEN:
+        found, wanted, g = matrix(moved, layer), expected_step(matrix(gradient, layer)), matrix(gradient, layer)
+        length = (g / (g.abs() + 1e-8)).norm()  # of Adam's first step
+        torch.testing.assert_close(found, wanted * (length / wanted.norm()), rtol=1e-6, atol=1e-8)
+
+
 def test_without_orthogonal_steps_it_is_the_plain_rule() -> None:
     model, twin = network(), network()
     trained(built(KFAC, model, momentum=0.9, **{**OFF, "orthogonalize": False}), model, 3)

@@ -89,6 +89,11 @@ class Adapter(ABC):
         return self.d_out
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether the parameters form matrices of several rows and columns, which map all inputs to all outputs."""
+        return not (self.one_hot or self.is_exact) and min(self.n_a, self.n_g) > 1
+
+    @property
     def constant_input(self) -> bool:
         """Whether a is the constant 1, so that no input rows are needed."""
         return not self.has_weight
