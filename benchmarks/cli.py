@@ -17,6 +17,7 @@ from benchmarks.commands.estimates import Estimates
 from benchmarks.commands.fetch import Fetch
 from benchmarks.commands.figures import Drawn
 from benchmarks.commands.kernel import Kernel
+from benchmarks.commands.length import Length
 from benchmarks.commands.linalg import Linalg
 from benchmarks.commands.memory import Memory
 from benchmarks.commands.overview import Overview
@@ -47,6 +48,7 @@ class Study:
             | Density
             | Estimates
             | Annotated[Drawn, subcommand("figures")]
+            | Length
             | Memory
             | Overview
             | Presets

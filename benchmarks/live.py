@@ -96,10 +96,10 @@ def figures_of(trainer: Trainer) -> str:
     """Return what a run has come to: loss and milliseconds of a step are means of ten steps."""
     history, optimizer = trainer.history, trainer.optimizer
     diagnose = getattr(optimizer, "diagnostics", dict)
-    told: Mapping[str, Any] = diagnose()
+    found: Mapping[str, Any] = diagnose()
     recent = history.step_seconds[-WINDOW:]
-    factor, ages = told.get("kl_clip_factor"), told.get("staleness") or {}
-    damping = [x for x in (told.get("damping_by_layer") or {}).values() if x is not None] or told.get("damping", [])
+    factor, ages = found.get("kl_clip_factor"), found.get("staleness") or {}
+    damping = [x for x in (found.get("damping_by_layer") or {}).values() if x is not None] or found.get("damping", [])
     figures = {
         "loss": f"{history.loss_at(len(history.losses)):.4g}" if history.losses else "",
         "lr": f"{float(optimizer.param_groups[0]['lr']):.3g}",
@@ -107,7 +107,7 @@ def figures_of(trainer: Trainer) -> str:
         "kl factor": "" if factor is None else f"{factor:.3g}",
         "staleness": str(max(ages.values())) if ages else "",
         "ms/step": f"{1e3 * sum(recent) / len(recent):.3g}" if recent else "",
-        "stages, ms": " ".join(f"{stage} {spent:.2f}" for stage, spent in told.get("stage_ms", {}).items()),
+        "stages, ms": " ".join(f"{stage} {spent:.2f}" for stage, spent in found.get("stage_ms", {}).items()),
     }
     return ", ".join(f"{name} {text}" for name, text in figures.items() if text)
 

@@ -51,6 +51,8 @@ class History:
     step_seconds: list[float] = field(default_factory=list)
     processor_seconds: list[float] = field(default_factory=list)
     """The same without the time in which the process did not run; of all its threads together."""
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    """Numbers of steps, and the held-out metric after them."""
 
     @property
     def diverged(self) -> bool:

@@ -27,7 +27,7 @@ from benchmarks.compare.runs import find, measure_reference, recipe_on, train
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt
 from benchmarks.plot import Panel, plot_rows
 from benchmarks.recipes import Recipe, Schedule, Settings
-from benchmarks.recipes.building import parse_settings
+from benchmarks.recipes.building import split_settings
 from benchmarks.recipes.types import RATES
 from benchmarks.search import Axis, search
 from benchmarks.workloads import Workload, WorkloadName
@@ -89,7 +89,7 @@ class Seconds(Evidence):
 
     def check_options(self) -> None:
         self.check(positive=("seeds", "steps", "shares"))
-        if not any(find(_split(name)[0]).order == "first" for name in self.optimizers):
+        if not any(find(split_settings(name)[0]).order == "first" for name in self.optimizers):
             raise ValueError(f"at least one of the optimizers must be a first-order one, got {self.optimizers}")
         if self.seed >= self.first_seed:
             raise ValueError(f"seed must be below first_seed={self.first_seed}, got {self.seed}")
@@ -154,7 +154,7 @@ class _Tuned:
 
     @property
     def first_order(self) -> bool:
-        return find(_split(self.name)[0]).order == "first"
+        return find(split_settings(self.name)[0]).order == "first"
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class _Course:
             TimeoutError: If there was no time for all trials.
         """
         study, trials = self.study, dict[str, Figures]()
-        base, changes = _split(name)
+        base, changes = split_settings(name)
         recipe = recipe_on(base, study.task, study.size, study.data_dir)
 
         def loss_of(settings: Settings) -> float:
@@ -231,12 +231,6 @@ class _Course:
         recipe = replace(recipe_on(name, study.task, study.size, study.data_dir), settings=own)
         measure = partial(train, job, setting, find(name), recipe, self.cells.pause(identity))
         return self.cells.run(identity, partial(attempt, measure))
-
-
-def _split(name: str) -> tuple[str, Settings]:
-    """Return the name of an optimizer, and the settings after the colon."""
-    base, _, changes = name.partition(":")
-    return base, parse_settings(changes.split(",")) if changes else {}
 
 
 def _is_fine(run: Mapping[str, Any]) -> bool:

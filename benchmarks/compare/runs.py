@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -69,6 +70,8 @@ class Setting:
     deadline: float = math.inf
     """Time of day, in seconds since the epoch, at which runs that are not done are given up."""
     workload_changes: Mapping[str, Any] = field(default_factory=dict)
+    evaluate_every: int | None = None
+    """Steps between evaluations during a run."""
     pauses: Path | None = None
     """Folder of the checkpoints of runs that are under way; None: none are written."""
 
@@ -158,6 +161,9 @@ def train(job: Job, setting: Setting, method: Method, recipe: Recipe, pause: Pau
             with torch.random.fork_rng(devices=[]):  # dropout of the run goes on as if there were no reference
                 reference.step()
             seconds.append(reference.history.processor_seconds[-1])
+        if setting.evaluate_every and (step + 1) % setting.evaluate_every == 0 and not trainer.diverged:
+            found = trainer.evaluate(setting.everything)[workload.metric]
+            trainer.history.evaluations.append((step + 1, found))
         if pause:
             pause.after_step(trainer, seconds)
     return _figures(trainer, job, setting) | _scaled(trainer.history, seconds, setting)
@@ -188,7 +194,9 @@ def _scaled(history: History, reference: list[float], setting: Setting) -> dict[
     now = median(reference)
     scale = setting.reference_seconds / now
     points = [[step, loss, _short(worked * scale), passed] for step, loss, worked, passed in curve(history)]
-    return {"curve": points, "reference_seconds": _short(now)}
+    worked = list(accumulate(history.processor_seconds))
+    found = [[step, _short(worked[step - 1] * scale), metric] for step, metric in history.evaluations]
+    return {"curve": points, "reference_seconds": _short(now), **({"evaluations": found} if found else {})}
 
 
 def _figures(trainer: Trainer, job: Job, setting: Setting) -> dict[str, Any]:

@@ -129,6 +129,12 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, Setting]:
     return settings
 
 
+def split_settings(text: str) -> tuple[str, dict[str, Setting]]:
+    """Return the name of an optimizer and the settings after the colon, as in ``adamw:lr=1e-3,beta2=0.99``."""
+    name, _, changes = text.partition(":")
+    return name, parse_settings(changes.split(",")) if changes else {}
+
+
 def _parse_value(text: str) -> Setting:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]

@@ -1,0 +1,157 @@
+"""``length``: long runs, with the held-out metric along the way and the seconds in which it reaches given values.
+
+Each optimizer trains with multiples of the rates of its recipe, and its best run is shown. Seconds are those of the
+processor, scaled to the speed at which the study began by steps of SGD in between.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.compare.plan import Job
+from benchmarks.compare.runs import Setting, find, measure_reference, recipe_on, train
+from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt, why_lost
+from benchmarks.plot import Row, look, save, styled
+from benchmarks.recipes import Schedule
+from benchmarks.recipes.building import parse_settings, split_settings
+from benchmarks.recipes.types import RATES
+from benchmarks.report import Column, value
+from benchmarks.workloads import WorkloadName
+
+_WARM_UP = 0.05
+
+
+@dataclass
+class Length(Evidence):
+    """Train for many steps, and measure how long each optimizer takes to reach given values of the held-out metric."""
+
+    workload: WorkloadName = "resnet20"
+    """Workload to train."""
+    workload_set: tuple[str, ...] = ("augment=crops",)
+    """Fields of the workload to change, as key=value."""
+    optimizers: tuple[str, ...] = ("sgd", "adamw", "muon", "soap", "orthogonal", "ekfac_orthogonal")
+    """Optimizers to compare. A colon begins settings that replace those of the recipe, as in adamw:lr=1e-3."""
+    steps: int = 5865
+    """Number of steps."""
+    factors: tuple[float, ...] = (1.0,)
+    """Multiples of the rates to try. The table has the run with the best metric."""
+    evaluations: int = 15
+    """Number of evaluations on all held-out data during a run."""
+    targets: tuple[float, ...] = (0.8, 0.85, 0.88)
+    """Values of the metric, a higher one of which is better."""
+    schedule: Literal["cosine", "linear", "trapezoid"] = "cosine"
+    """Schedule of the rates, after a warm-up over 5 % of the steps."""
+
+    @property
+    def stem(self) -> str:
+        return f"length-{self.workload}-{self.size}"
+
+    @property
+    def runs(self) -> int:
+        return len(self.optimizers) * len(self.factors)
+
+    def check_options(self) -> None:
+        self.check(positive=("steps", "factors", "evaluations"))
+        if self.evaluations > self.steps:
+            raise ValueError(f"evaluations must be at most steps={self.steps}, got {self.evaluations}")
+
+    def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
+        fields = parse_settings(self.workload_set)
+        setting = Setting(
+            self.workload, self.size, self.data_dir, self.threads, everything=True, workload_changes=fields,
+            schedule=Schedule(self.schedule, _WARM_UP), evaluate_every=self.steps // self.evaluations,
+        )  # fmt: skip
+        about = {"workload": self.workload, "size": self.size, "fields": fields}
+        found = cells.run({**about, "what": "a step of SGD"}, lambda: {"seconds": measure_reference(setting)})
+        if found is None:
+            return []
+        setting = replace(setting, reference_seconds=found["seconds"])
+        rows = [self._row(name, setting, cells, advance) for name in self.optimizers]
+        return [row for row in rows if row]
+
+    def _row(self, name: str, setting: Setting, cells: Cells, advance: Callable[[str], None]) -> Figures:
+        """Train with all rates, and return the figures of the best run; none if there was no time for all of them."""
+        runs = []
+        for times in self.factors:
+            advance(f"{name}, rates times {times:.3g}")
+            runs.append(self._run(name, times, setting, cells))
+        done = [run for run in runs if run is not None]
+        if len(done) < len(runs):
+            return {}
+        fine = [run for run in done if not run["failed"] and not run["diverged"]]
+        best = max(fine, key=lambda run: run["metric"]) if fine else done[0]
+        method = find(split_settings(name)[0])
+        return {"label": method.label, "ours": method.ours, "tried": len(runs), **best}
+
+    def _run(self, name: str, times: float, setting: Setting, cells: Cells) -> Figures | None:
+        base, changes = split_settings(name)
+        workload = setting.make_workload()
+        recipe = recipe_on(base, workload, self.size, self.data_dir)
+        recipe = replace(recipe, settings={**recipe.settings, **changes}).times(times, RATES)
+        identity = self.about(
+            workload, base, recipe.settings, fields=dict(setting.workload_changes), seed=self.seed, steps=self.steps,
+            schedule=self.schedule, evaluations=self.evaluations,
+        )  # fmt: skip
+        job = Job(base, "final", times, self.seed, self.steps)
+        measure = partial(train, job, setting, find(base), recipe, cells.pause(identity))
+        found = cells.run(identity, partial(attempt, measure))
+        return found and {"optimizer": base, "settings": dict(recipe.settings), **found}
+
+    def show(self, rows: list[Figures]) -> Shown:
+        workload = Setting(self.workload, self.size, self.data_dir).make_workload()
+        about = {"workload": self.workload, "steps": self.steps, "metric": workload.metric, "targets": self.targets}
+        drawn = [row for row in rows if row.get("evaluations")]
+        return Shown([self._table(rows, workload.metric)], about, partial(_draw, drawn, workload.metric))
+
+    def _table(self, rows: Sequence[Figures], metric: str) -> Table:
+        columns: dict[str, Column] = {
+            "optimizer": value("label"),
+            "rate": lambda row: f"{row['settings']['lr']:g}",
+            "runs": value("tried", "d"),
+            "training loss": lambda row: f"{_loss(row):.4g}" if row["curve"] else "-",
+            metric: lambda row: why_lost(row) if row["metric"] is None else f"{row['metric']:.4g}",
+            **{key: value(key, ".2f") for key in sorted({key for row in rows for key in row["quality"]})},
+            "seconds": lambda row: f"{row['curve'][-1][2]:,.0f}" if row["curve"] else "-",
+            **{f"to {target:g}": partial(_reached, target) for target in self.targets},
+            "state, MB": value("optimizer_bytes", ".3g", 1e-6),
+        }
+        return report.table_of(f"{self.workload}, {self.steps:,} steps", rows, columns, _CAPTION)
+
+
+_CAPTION = (
+    "Of several runs with different rates, the one with the best metric. The training loss is the mean of the last "
+    "points of the curve, each of which is a mean of ten steps. The columns that begin with to have the seconds of the "
+    "first evaluation with at least this value."
+)
+_POINTS = 3
+
+
+def _loss(row: Row) -> float:
+    return statistics.fmean(point[1] for point in row["curve"][-_POINTS:])
+
+
+def _reached(target: float, row: Row) -> str:
+    found = next((seconds for _, seconds, metric in row.get("evaluations", ()) if metric >= target), None)
+    return "-" if found is None else f"{found:,.0f}"
+
+
+def _draw(rows: Sequence[Row], metric: str, path: Path) -> None:
+    with styled():
+        figure = Figure(figsize=(7, 4.4), layout="constrained")
+        axes = figure.subplots()
+        for index, row in enumerate(rows):
+            seconds, metrics = zip(*(point[1:] for point in row["evaluations"]), strict=True)
+            style: dict[str, Any] = look(row["label"], index)
+            axes.plot(seconds, metrics, label=row["label"], marker="o", markersize=3, **style)
+        axes.set_xlabel("processor seconds")
+        axes.set_ylabel(metric)
+        axes.grid(axis="y")
+        axes.legend(frameon=False)
+        save(figure, path)
