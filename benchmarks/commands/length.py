@@ -108,7 +108,8 @@ class Length(Evidence):
         workload = Setting(self.workload, self.size, self.data_dir).make_workload()
         about = {"workload": self.workload, "steps": self.steps, "metric": workload.metric, "targets": self.targets}
         drawn = [row for row in rows if row.get("evaluations")]
-        return Shown([self._table(rows, workload.metric)], about, partial(_draw, drawn, workload.metric))
+        draw = partial(_draw, drawn, workload.metric) if drawn else None
+        return Shown([self._table(rows, workload.metric)], about, draw)
 
     def _table(self, rows: Sequence[Figures], metric: str) -> Table:
         columns: dict[str, Column] = {

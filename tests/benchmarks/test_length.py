@@ -1,0 +1,73 @@
+"""Long runs: evaluations along the way, seconds to a target, interruptions, and which of several rates is shown."""
+
+import json
+
+import pytest
+from matplotlib.figure import Figure
+
+from benchmarks.commands import length
+from benchmarks.commands.length import Length
+from benchmarks.compare import runs
+
+
+@pytest.fixture(autouse=True)
+def _draws_nothing(monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
+
+
+def study(data_dir, tmp_path, **options):
+    common = {"workload": "digits", "size": "smoke", "workload_set": (), "steps": 9, "evaluations": 3}
+    return Length(data_dir=data_dir, out_dir=tmp_path, **{**common, "optimizers": ("sgd:momentum=0.5",), **options})
+
+
+def saved(tmp_path):
+    return json.loads((tmp_path / "length-digits-smoke.json").read_text())
+
+
+def test_the_best_rate_is_shown_with_its_evaluations(data_dir, tmp_path):
+    assert study(data_dir, tmp_path, factors=(1.0, 1e-6)).run() == 0
+    data = saved(tmp_path)
+    (row,) = data["rows"]
+    tried = [cell["figures"] for cell in data["cells"][1:]]
+    assert [cell["of"]["settings"]["momentum"] for cell in data["cells"][1:]] == [0.5, 0.5]
+    assert row["tried"] == 2
+    assert row["metric"] == max(figures["metric"] for figures in tried)
+    assert [step for step, _, _ in row["evaluations"]] == [3, 6, 9]
+    assert row["evaluations"][-1][1] == pytest.approx(row["curve"][-1][2], rel=1e-4)
+    assert row["evaluations"][-1][2] == row["metric"]  # both on all held-out data
+
+
+def test_an_interrupted_run_keeps_its_evaluations(data_dir, tmp_path, monkeypatch):
+    whole = study(data_dir, tmp_path / "whole")
+    whole.run()
+    monkeypatch.setattr("benchmarks.checkpoints.SECONDS", 0.0)
+    evaluate = runs.Trainer.evaluate
+
+    def stops(trainer, *args, **keywords):
+        if len(trainer.history.losses) == 6:
+            raise KeyboardInterrupt
+        return evaluate(trainer, *args, **keywords)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(runs.Trainer, "evaluate", stops)
+        study(data_dir, tmp_path).run()
+    steps = []
+    step = runs.Trainer.step
+    monkeypatch.setattr(runs.Trainer, "step", lambda trainer: (steps.append(trainer.history.label), step(trainer))[1])
+    study(data_dir, tmp_path).run()
+    assert steps.count("SGD") == 4  # steps 6 to 9: the checkpoint is that of step 5
+    expected, found = (saved(folder)["rows"][0]["evaluations"] for folder in (tmp_path / "whole", tmp_path))
+    assert [(s, metric) for s, _, metric in found] == [(s, metric) for s, _, metric in expected]
+
+
+def test_seconds_to_a_target():
+    row = {"evaluations": [[3, 10.0, 0.7], [6, 20.0, 0.85], [9, 30.0, 0.84]]}
+    assert [length._reached(target, row) for target in (0.7, 0.8, 0.9)] == ["10", "20", "-"]
+    assert length._reached(0.7, {}) == "-"
+
+
+def test_without_time_there_is_no_row(data_dir, tmp_path):
+    assert study(data_dir, tmp_path, minutes=1e-9).run() == 0
+    assert saved(tmp_path)["rows"] == []
+    with pytest.raises(ValueError, match="evaluations must be at most steps=2, got 3"):
+        study(data_dir, tmp_path, steps=2).run()
