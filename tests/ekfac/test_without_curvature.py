@@ -35,29 +35,31 @@ def matrix(values: dict[str, Tensor], layer: str) -> Tensor:
     return torch.cat([values[f"{layer}.weight"].flatten(1), values[f"{layer}.bias"][:, None]], 1)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("pre", [False, True])
-def test_the_polar_factor_of_the_gradient_or_of_its_mean_is_the_direction(pre: bool) -> None:
+def test_the_polar_factor_of_the_gradient_or_of_its_mean_is_the_direction(pre: bool, decay: float) -> None:
     model = network()
     own = {"momentum_mode": "pre", "nesterov": True} if pre else {}
-    opt = built(EKFAC if pre else KFAC, model, momentum=0.8, **OFF, **own)
+    opt = built(EKFAC if pre else KFAC, model, momentum=0.8, weight_decay=decay, **OFF, **own)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     gradients = trained(opt, model, 4)
     moved = {name: (start[name] - p.detach()) / 0.01 for name, p in model.named_parameters()}
     for layer in HIDDEN:
         buffer, total = torch.zeros(()), torch.zeros(())
         for t, step in enumerate(gradients, 1):
-            gradient = matrix(step, layer)
+            gradient, decayed = matrix(step, layer), decay * (matrix(start, layer) - 0.01 * total)
             if pre:
                 buffer = 0.8 * buffer + 0.2 * gradient
-                total = total + expected_step(0.2 * gradient + 0.8 * buffer / (1 - 0.8**t))
+                total = total + expected_step(0.2 * gradient + 0.8 * buffer / (1 - 0.8**t)) + decayed
             else:
-                buffer = 0.8 * buffer + expected_step(gradient)
+                buffer = 0.8 * buffer + expected_step(gradient) + decayed
                 total = total + buffer
         torch.testing.assert_close(matrix(moved, layer), total, rtol=1e-7, atol=1e-9)
     buffer, total = torch.zeros(()), torch.zeros(())
     for step in gradients:  # an embedding is not orthogonalized, and follows SGD
-        buffer = 0.8 * buffer + step["words.weight"]
-        total = total + (step["words.weight"] + 0.8 * buffer if pre else buffer)
+        gradient = step["words.weight"] + decay * (start["words.weight"] - 0.01 * total)
+        buffer = 0.8 * buffer + gradient
+        total = total + (gradient + 0.8 * buffer if pre else buffer)
     torch.testing.assert_close(moved["words.weight"], total, rtol=1e-7, atol=1e-9)
 
 
