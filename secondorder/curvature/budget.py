@@ -21,11 +21,10 @@ _PRECONDITIONED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _REFRESHES = (1, 2, 5)
 #: The part of the budget beyond a step without curvature that directions may take.
 _DIRECTIONS = 0.85
-#: Operators of a layer in a forward and backward pass with its update; and in the stages of a step of curvature.
-_MODEL, _DIRECTION, _UPDATE, _REFRESH = 30.0, 50.0, 80.0, 150.0
-#: Operators of a step whatever the number of layers is: without an optimizer of this package, what one adds to that,
-#: and what curvature adds in a step that uses it.
-_STEP, _IDLE, _CURVATURE = 20.0, 40.0, 60.0
+#: Operators of a layer: of its passes and AdamW's update, added by K-FAC in every step, and added by each stage.
+_MODEL, _COVERED, _DIRECTION, _UPDATE, _REFRESH = 30.0, 3.0, 55.0, 80.0, 180.0
+#: Operators of a step, whatever the number of layers: of training with AdamW, added by K-FAC, and added by directions.
+_STEP, _IDLE, _CURVATURE = 20.0, 35.0, 80.0
 #: Time of a FLOP of a factorization, divided by that of a matrix product.
 _SLOWER = 5.0
 #: Passes over the parameters, each of 4 bytes: of Adam, and of a direction with its length.
@@ -59,6 +58,7 @@ class LayerWork(NamedTuple):
         blocks: Γ, the number of such matrices.
         direction: FLOPs of a direction.
         refresh: FLOPs of a refresh.
+        one_hot: Whether each row of inputs has one nonzero entry, as in a lookup table.
     """
 
     rows: float
@@ -66,6 +66,7 @@ class LayerWork(NamedTuple):
     blocks: int
     direction: float
     refresh: float
+    one_hot: bool = False
 
 
 class Others(NamedTuple):
@@ -126,14 +127,16 @@ def costs(layers: Sequence[LayerWork], others: Others, speed: Calibration) -> Co
     direction, update, refresh = _CURVATURE * operator, 0.0, 0.0
     for layer in layers:
         n_a, n_g = layer.sizes
-        entries, squares = layer.blocks * n_a * n_g, layer.blocks * (n_a**2 + n_g**2)
-        widths = layer.rows * layer.blocks * (n_a + n_g)
-        step += 6.0 * layer.rows * entries + _MODEL * operator
-        step += 4.0 * byte * (_ADAM_PASSES * entries + _ROW_PASSES * widths)
+        n = 1 if layer.one_hot else n_a  # numbers in a row of inputs
+        rows, entries, factors = (layer.blocks * count for count in (layer.rows, n_a * n_g, n_a * n + n_g**2))
+        step += 6.0 * rows * n * n_g + _MODEL * operator
+        step += 4.0 * byte * (_ADAM_PASSES * entries + _ROW_PASSES * rows * (n + n_g))
         direction += layer.direction + 4.0 * byte * _DIRECTION_PASSES * entries + _DIRECTION * operator
-        update += 2.0 * layer.rows * squares + 4.0 * byte * (2.0 * widths + 3.0 * squares) + _UPDATE * operator
+        update += 2.0 * rows * (n**2 + n_g**2) + _UPDATE * operator
+        update += 4.0 * byte * (2.0 * rows * (n + n_g) + 3.0 * factors)
         refresh += _SLOWER * layer.refresh + _REFRESH * operator
-    return Costs(_IDLE * operator / step, direction / step, update / step, refresh / step)
+    idle = (_IDLE + _COVERED * len(layers)) * operator
+    return Costs(idle / step, direction / step, update / step, refresh / step)
 
 
 def choose(

@@ -56,10 +56,8 @@ class RefreshSchedule:
 
     def captures(self, t: int, every: int, interval: int, updates: int) -> bool:
         """Whether a step captures statistics: every ``every`` steps, and at each step until there are some."""
-        if interval == 0:
-            return False
         starts = self._warms_up(t, interval) and (self.warmup is True or _is_power(t))
-        return starts or t % every == 0 or updates == 0
+        return interval > 0 and (starts or t % every == 0 or updates == 0)
 
     def refreshes(self, t: int, interval: int, place: tuple[int, int], counters: Counters) -> bool:
         """Whether a step refreshes a block, from its current estimate or by adopting a refresh in progress."""

@@ -60,7 +60,7 @@ class Budget:
         rows = float(torch.as_tensor(seen[1]).flatten()[0])
         adapter, schema = block.adapter, block.schema(block.group, {})
         flops = flops_of_direction(block, schema), flops_of_refresh(block, schema)
-        return LayerWork(rows, (adapter.n_a, adapter.n_g), adapter.groups, *flops)
+        return LayerWork(rows, (adapter.n_a, adapter.n_g), adapter.groups, *flops, adapter.one_hot)
 
     def _write(self, group: Group, found: Intervals) -> None:
         """Write the intervals that the first rank has found into a group."""
@@ -72,6 +72,5 @@ class Budget:
 
 def _speed_of(rates: Any, device_type: str) -> Calibration:
     """Return the speed that was measured, or a nominal one."""
-    if rates is not None:
-        return Calibration(*rates.relative())
-    return budget.NOMINAL.get(device_type, budget.NOMINAL["cpu"])
+    nominal = budget.NOMINAL.get(device_type, budget.NOMINAL["cpu"])
+    return nominal if rates is None else Calibration(*rates.relative())

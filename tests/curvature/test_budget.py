@@ -16,7 +16,8 @@ from secondorder import (
     RefreshOptions,
 )
 from secondorder.comm import from_name
-from secondorder.curvature.budget import NOMINAL, Calibration, LayerWork, Others, choose, costs
+from secondorder.curvature import budget
+from secondorder.curvature.budget import NOMINAL, Calibration, Intervals, LayerWork, Others, choose, costs
 from tests.support.pool import on_every_rank
 from tests.support.tasks import assert_identical, values
 
@@ -57,6 +58,22 @@ def test_the_work_of_a_step_is_that_of_products_bytes_and_operators():
     assert found.direction == pytest.approx(2 * 8 * 16 * 784 * 512 / step)
     assert found.update == pytest.approx(2 * 2 * 128 * (784**2 + 512**2) / step)
     assert costs(WIDE, Others(), Calibration(1.0, 0.0)).update < costs(WIDE, Others(), NOMINAL["cpu"]).update * 2
+
+
+def test_rows_of_a_lookup_table_have_one_number(monkeypatch):
+    """Forward and backward pass move one row of the table for each index, and the factor of the inputs is diagonal."""
+    table = LayerWork(128.0, (1000, 32), 1, 0.0, 0.0, one_hot=True)
+    found = costs([table], Others(), Calibration(0.0, 0.0))
+    assert found.update == pytest.approx(2 * (1 + 32**2) / (6 * 32))
+    seen = []
+    monkeypatch.setattr(
+        budget, "choose", lambda limit, layers, *_, **__: seen.extend(layers) or Intervals(1, 1, 1, 1.0)
+    )
+    model = nn.Sequential(nn.Embedding(1000, 32), nn.Flatten(), nn.Linear(64, 3))
+    optimizer = KFAC(model, lr=0.01, graft="adamw", budget=2.0)
+    model(torch.arange(16).view(8, 2)).square().mean().backward()
+    optimizer.step()
+    assert [(work.sizes, work.one_hot) for work in seen] == [((1000, 32), True), ((65, 3), False)]
 
 
 def test_gradients_pass_through_frozen_parameters():
