@@ -147,7 +147,7 @@ class Trainer:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of a run, for an exact continuation. All ranks have to call it; rank 0 gets the full state."""
+        """Return the state of a run. All ranks have to call this method, and rank 0 gets the complete state."""
         optimizer: Any = self.optimizer
         if self._ranks.size > 1 and isinstance(optimizer, SecondOrderOptimizer):
             optimizer.consolidate_state_dict(to=0)
@@ -205,7 +205,7 @@ class Trainer:
 
     def _train_on(self, batch: Batch) -> Tensor:
         if self._closure:
-            # Torch annotates closures as returning a float, although its optimizers return whatever the closure returns.
+            # Torch annotates closures as returning a float, but its optimizers return any result of a closure.
             closure = cast("Callable[[], float]", partial(self._evaluate, batch))
             loss = cast("Evaluation", self.optimizer.step(closure))[0]
         else:
@@ -243,7 +243,7 @@ def memory_usage(optimizer: Optimizer) -> dict[str, int]:
     """Return the bytes that an optimizer stores in addition to parameters and gradients, by kind.
 
     Args:
-        optimizer: Any optimizer. Its ``memory_usage()`` is called if it exists, because buffers may not be in ``state``.
+        optimizer: Any optimizer. Its ``memory_usage()`` is called if it exists, for buffers that are not in ``state``.
 
     Returns:
         Bytes, with ``"total"``, which is the only entry for the optimizers of torch.

@@ -40,8 +40,8 @@ def load(path: Path, head: Mapping[str, Any]) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as err:
         raise ValueError(f"{path} holds no results of a comparison: {err!r}") from err
     if found.get("version") != VERSION or other:
-        differences = ", ".join(f"{key} {value!r} instead of {head[key]!r}" for key, value in other.items())
-        raise ValueError(f"{path} is of another comparison ({differences or 'another version'}): give another --results")
+        changes = ", ".join(f"{key} {value!r} instead of {head[key]!r}" for key, value in other.items())
+        raise ValueError(f"{path} is of another comparison ({changes or 'another version'}): give another --results")
     return dict(found)
 
 

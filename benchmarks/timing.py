@@ -1,8 +1,8 @@
 """Step times: classes of steps, optimizers that are timed in turns, and the lower bound that the FLOPs imply.
 
-A step of K-FAC or EK-FAC is plain, or it updates the factors, or it also refreshes the inverses. One short run times all
-three, and the mean weights them according to longer intervals. A step of HyLo is plain or a refresh. The time of a stage
-is compared with the time that its FLOPs take at the rate of large matrix products.
+A step of K-FAC or EK-FAC is plain, or it updates the factors, or it also refreshes the inverses. One short run times
+all three, and the mean weights them according to longer intervals. A step of HyLo is plain or a refresh. The time of a
+stage is compared with the time that its FLOPs take at the rate of large matrix products.
 """
 
 import statistics
