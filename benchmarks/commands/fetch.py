@@ -1,4 +1,4 @@
-"""``fetch``: bring the data of a workload into the folder where it looks for it."""
+"""``fetch``: downloads the data of a workload to the folder from which it is read."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -2,8 +2,8 @@
 
 ``logistic`` is a convex problem, which suits methods with full-matrix curvature: multinomial logistic regression on
 random features of the pixels, ``max(0, W x + b)`` with fixed normal ``W`` and uniform ``b``, which are drawn once and
-never trained (Rahimi and Recht, "Weighted sums of random kitchen sinks", 2008). It has more parameters than regression on
-the pixels.
+never trained (Rahimi and Recht, "Weighted sums of random kitchen sinks", 2008). It has more parameters than
+regression on the pixels.
 
 ``convnet`` is the small network of the K-FAC examples for TensorFlow, ``kfac/examples/convnet.py`` of
 https://github.com/tensorflow/kfac: two 5x5 convolutions of 16 channels, each with ReLU and a 3x3 pooling of stride 2,

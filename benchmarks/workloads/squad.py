@@ -248,8 +248,8 @@ class BertQA(Encoding, Classification):
     small: ClassVar[dict[str, Any]] = {
         "batch_size": 8, "encoder": "smallest", "length": 48, "stride": 8, "vocabulary": 200,
     }  # fmt: skip
-    # BERT-base on SQuAD 2.0 for two epochs, as in the README of IST-DASLab/EFCP on GitHub. The batch size and the length
-    # are from the model cards of M-FAC. An epoch has 130,319 questions, which is slightly less than the windows.
+    # BERT-base on SQuAD 2.0 for two epochs, as in the README of IST-DASLab/EFCP on GitHub. Batch size and length are
+    # from the model cards of M-FAC. An epoch counts the 130,319 questions. The number of windows is slightly larger.
     published: ClassVar[dict[str, Any]] = {
         "batch_size": 12, "encoder": "base", "length": 384, "stride": 128, "version": 2.0, "dropout": 0.1,
         "vocabulary": 30_522,

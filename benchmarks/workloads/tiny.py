@@ -106,10 +106,10 @@ def write_photographs(folder: Path, rng: np.random.Generator, classes: int = 4, 
 
 
 def _blobs(rng: np.random.Generator, count: int) -> tuple[UInt8Array, UInt8Array]:
-    centres = rng.uniform(8, 20, (count, 2, 1, 1))
+    centers = rng.uniform(8, 20, (count, 2, 1, 1))
     grid = np.stack(np.meshgrid(np.arange(28), np.arange(28), indexing="ij"))
-    distance = ((grid - centres) ** 2).sum(1)
-    row, column = ((centres.reshape(count, 2) - 8) // 4).astype(np.uint8).T
+    distance = ((grid - centers) ** 2).sum(1)
+    row, column = ((centers.reshape(count, 2) - 8) // 4).astype(np.uint8).T
     return np.asarray(255 * np.exp(-distance / 20), np.uint8), 3 * row + column
 
 
