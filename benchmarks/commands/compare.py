@@ -79,7 +79,7 @@ class Compare(Common):
     def run(self) -> int:
         """Run the command.
 
-        Returns 1 if a full run or every trial of an optimizer raised an error, and 0 otherwise. Divergence is no error.
+        Returns 1 if a full run or all trials of an optimizer raised an error, else 0. Divergence is no error.
         """
         set_paths(self.peer_path)
         path = self.results or self.out_dir / f"compare-{self.workload}-{self.size}.json"

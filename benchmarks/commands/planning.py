@@ -105,7 +105,7 @@ class Planned(Common):
         if self.schedule != "recipe":
             chosen = Schedule(self.schedule, 0.0, self.milestones or own.milestones, own.gamma)
             if self.schedule == "steps" and not chosen.milestones:
-                raise ValueError("--schedule steps: the recipe has none, pass --milestones 0.5 0.75")
+                raise ValueError("--schedule steps: the recipe has none, say --milestones 0.5 0.75")
         return chosen if self.warmup is None else replace(chosen, warmup=self.warmup)
 
     def _steps(self, recipe: Recipe, workload: Workload, per_step: int) -> int | None:
@@ -159,7 +159,7 @@ class Planned(Common):
         held = recipe.world * (recipe.batch_size or plan.own_batch_size)
         if self.recipe and held != per_step and recipe.rule != "constant":
             print(
-                f"note: the recipe is for a batch size of {held}, and this run uses {per_step}. Its rates do not change. "
+                f"note: the recipe holds for {held} examples of a step, this run takes {per_step}; its rates stay, "
                 f"--scale-recipe applies its rule: {printing.RULES[recipe.rule]}"
             )
 

@@ -256,14 +256,14 @@ def _judged(rows: list[Figures]) -> list[Figures]:
             row["ratio"] = statistics.fmean(mine / theirs for mine, theirs in pairs) if pairs else None
             row["crossing"] = _crossing(row["curves"], best["curves"]) if best is not None and pairs else None
     for row in rows:
-        del row["curves"]  # they stay in the cells
+        del row["curves"]  # they are still in the cells
     return rows
 
 
 def _crossing(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> float | None:
-    """Return the seconds to the reference's final loss, divided by the seconds in which the reference first gets there.
+    """Return the seconds to the reference's final loss, divided by those in which the reference first reaches it.
 
-    None if a run does not get there.
+    Return None if a run does not reach it.
     """
     ratios = []
     for own, other in zip(mine, theirs, strict=True):

@@ -1,13 +1,13 @@
-"""Published recipes, for the size ``paper``: what authors say of their own runs, in the keywords of this package.
+"""Published recipes for the size ``paper``: the settings that authors used, as keywords of this package.
 
-Each was read in the paper or the program that its ``source`` names, and none was run here. Where a program has no
-rule for other batches, rates of SGD and of what replaces it follow them linearly (Goyal et al. 2017, arXiv:1706.02677)
-and those of the others with the square root. Three things differ for all: warm-up rises from nothing, where KAISA,
-DP-KFAC and HyLo begin with one rank's share of the rate; a λ that falls during a run keeps its first value; cosine ends
-at nothing. Settings that hold under another scale of the curvature only, which no keyword here restores, are left out
-and told in ``note``. Whole runs are left out where that is their only setting (DP-KFAC on sequences), where momentum
-stands elsewhere (the convolutional net of tensorflow/kfac), and where nobody told them (EK-FAC). ``docs/migrating``
-says how the scales of the programs differ.
+Each comes from the paper or the code that its ``source`` names, and none was run here. If that has no rule for other
+batch sizes, the rates of SGD and of its replacements are proportional to the batch size (Goyal et al. 2017,
+arXiv:1706.02677), and those of other optimizers to its square root. Three things differ for all recipes: the warm-up
+starts at 0, while KAISA, DP-KFAC and HyLo start at one rank's share of the rate; a λ that decreases during a run keeps
+its first value; and a cosine ends at 0. Settings that depend on a scale of the curvature that no keyword here restores
+are omitted, and ``note`` contains them. Runs are omitted if this is their only setting (DP-KFAC on sequences), if the
+momentum is applied elsewhere (the convolutional network of tensorflow/kfac), or if their settings were not published
+(EK-FAC). The scales of the implementations are in ``docs/migrating``.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def falling(epochs: float, *at: float, warmup: float = 0.0, gamma: float = 0.1) 
 
 LINEAR = Schedule("linear")
 _RESNETS = (1, 128, 64_000 * 128 / 50_000)
-"""Ranks, examples and epochs of He et al. on CIFAR-10: 64,000 steps."""
+"""Ranks, batch size and epochs of He et al. on CIFAR-10: 64,000 steps."""
 
 
 def _recipe(
@@ -34,13 +34,13 @@ def _recipe(
     workload: Settings | None = None,
     rule: Rule = "linear",
 ) -> Recipe:
-    """Return a recipe of a run on so many ranks, with so many examples each, of so many epochs."""
+    """Return a recipe. ``length`` contains the number of ranks, the batch size per rank and the number of epochs."""
     world, batch_size, epochs = length
     return Recipe(settings, source, schedule, batch_size, world, epochs, rule, workload=workload or {}, note=note)
 
 
 _rooted = partial(_recipe, rule="sqrt")
-"""Returns a recipe whose rates follow the square root of the examples of a step."""
+"""Returns a recipe whose rates are proportional to the square root of the batch size."""
 
 # ---------------------------------------------------------------------- SGD
 _HE = "He et al. 2015, arXiv:1512.03385, section 4.2"
@@ -100,7 +100,7 @@ ADAMW: dict[str, Recipe] = {
 # ---------------------------------------------------------------------- K-FAC
 _KAISA_NOTE = "λ is {} there, in a unit that depends on the layer: here the default, relative to each layer"
 _KAISA_KEYWORDS: Settings = {"factor_decay": 0.95, "kl_clip": 1e-3, "momentum": 0.9, "skip_layers": "BatchNorm2d"}
-# There 0.95 is the weight of the new batch; *_dp takes the factors of each layer from its owner's examples.
+# DP-KFAC gives the new batch a weight of 0.95. It computes the factors of each layer from its owner's examples.
 _DP: Settings = {
     "momentum": 0.9,
     "damping": 0.03,
@@ -248,7 +248,7 @@ SPARSE_MFAC: dict[str, Recipe] = {
         f"{_EFCP}, QA/SquadV2, BERT-base",
         LINEAR,
         (1, None, 2),
-        "SQuAD 2; the size of a batch is not told",
+        "SQuAD 2; the batch size is not stated",
     ),
     "glue": _rooted(
         {"lr": 2e-5, "damping": 5e-5, **_SPARSE},
