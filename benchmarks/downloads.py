@@ -171,15 +171,15 @@ def pooch() -> Any:
 
 def fetch(data_set: DataSet, data_dir: Path, only: str = "") -> list[Path]:
     """Download and unpack files. A file that exists and has the right checksum is not downloaded again."""
-    keeper, folder = pooch(), data_dir / data_set.folder
-    unpackers = {"tar": keeper.Untar, "zip": keeper.Unzip}
+    downloader, folder = pooch(), data_dir / data_set.folder
+    unpackers = {"tar": downloader.Untar, "zip": downloader.Unzip}
     found = []
     for file in data_set.files:
         if only.lower() not in file.name.lower() or (file.becomes and (folder / file.becomes).is_file()):
             continue
         target = folder / file.name
         unpack = unpackers[file.unpack](extract_dir=".") if file.unpack in unpackers else None
-        keeper.retrieve(
+        downloader.retrieve(
             file.url, known_hash=file.checksum, fname=target.name, path=target.parent, processor=unpack
         )  # fmt: skip
         found.append(_compressed(target, folder / file.becomes) if file.becomes else target)

@@ -92,7 +92,7 @@ class Compare(Common):
             for name in names:
                 find(name).recipe(self.workload, self.size)  # reports a wrong name before the first run
                 if name in PEERS and name not in available():
-                    find(name).construct(nn.Linear(1, 1), **find(name).settings(self.workload))  # reports what is missing
+                    find(name).construct(nn.Linear(1, 1), **find(name).settings(self.workload))  # reports the problem
             if self.threads == 1 and self.size != "smoke":
                 results.setdefault("reference_seconds", measure_reference(setting))
                 setting = replace(setting, reference_seconds=results["reference_seconds"])

@@ -16,9 +16,9 @@ from secondorder.methods.names import METHODS, resolve
 from secondorder.methods.presets import PRESETS
 
 RULES = {
-    "constant": "rates stay, whatever the examples of a step",
-    "sqrt": "rates × √(examples of a step / those of the recipe)",
-    "linear": "rates × (examples of a step / those of the recipe)",
+    "constant": "rates do not depend on the batch size",
+    "sqrt": "rates × √(batch size / that of the recipe)",
+    "linear": "rates × (batch size / that of the recipe)",
 }
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of ranks in the table of scaled rates."""
@@ -45,9 +45,9 @@ def recipe_table(title: str, recipe: Recipe, own_batch_size: int, steps: str) ->
     rows += [(f"workload: {key}", _formatted(value)) for key, value in recipe.workload.items()]
     rows += [
         ("learning rate", schedule_text(recipe.schedule, recipe.epochs)),
-        ("examples of a step", f"{recipe.world} × {size} = {recipe.world * size}"),
+        ("batch size", f"{recipe.world} × {size} = {recipe.world * size}"),
         ("length", steps),
-        ("other sizes", RULES[recipe.rule]),
+        ("other batch sizes", RULES[recipe.rule]),
         ("source", recipe.source),
         *([("note", recipe.note)] if recipe.note else []),
     ]
@@ -63,8 +63,8 @@ def scaled_table(
         scaled = recipe.at(ranks, batch_size, own_batch_size).settings
         mark = " ←" if ranks == world else ""
         rows.append((f"{ranks}{mark}", str(ranks * batch_size), *(_formatted(scaled[key]) for key in rates)))
-    heads = ("ranks", "examples of a step", *rates)
-    caption = f"with {batch_size} examples per rank; the other keywords stay"
+    heads = ("ranks", "batch size", *rates)
+    caption = f"With {batch_size} examples per rank. The other keywords do not change."
     return report.make_table("The same for other numbers of ranks", heads, rows, caption)
 
 

@@ -78,7 +78,7 @@ class Recipe:
     workload: Settings = field(default_factory=dict)
     """Fields of the workload that are part of the recipe, such as label smoothing."""
     own_schedule: bool = False
-    """Whether :attr:`schedule` is part of the optimizer, as for schedule-free methods. Comparisons do not replace it."""
+    """Whether :attr:`schedule` is part of the optimizer, as for schedule-free methods. Comparisons then keep it."""
     note: str = ""
     """Additional information for the readers of a comparison."""
 

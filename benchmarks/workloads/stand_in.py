@@ -19,13 +19,13 @@ def found_or_made_up(
     if missing is None:
         yield data_dir, False
         return
-    with tempfile.TemporaryDirectory() as spare:
-        write_tiny_data(Path(spare))
-        if _missing(name, Path(spare), size, changes):
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny_data(Path(folder))
+        if _missing(name, Path(folder), size, changes):
             raise missing
         if talk:
             print(f"{name}: no data in {data_dir}, so made-up data of the same format is used")
-        yield Path(spare), True
+        yield Path(folder), True
 
 
 def _missing(
