@@ -97,7 +97,7 @@ class Cells:
             return {}
         data = json.loads(self.path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or data.get("version") != CELLS_VERSION or "cells" not in data:
-            raise ValueError(f"{self.path} is no file of finished runs of this version: move it away")
+            raise ValueError(f"{self.path} is no file of finished runs of this version: move it to another folder")
         machines = data["machines"]
         return {_key(cell["of"]): (cell["of"], cell["figures"], machines[cell["machine"]]) for cell in data["cells"]}
 
@@ -152,7 +152,7 @@ def locked(path: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout as err:
-        raise ValueError(f"{path} is being written by another process: wait for it, or give another file") from err
+        raise ValueError(f"{path} is being written by another process: wait for it, or pass another file") from err
     try:
         yield
     finally:

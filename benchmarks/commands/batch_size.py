@@ -59,7 +59,7 @@ class BatchSize(Evidence):
     @property
     def loss(self) -> float:
         if self.target is None and self.workload not in TARGETS:
-            raise ValueError(f"{self.workload} has no target of its own, give one with --target")
+            raise ValueError(f"{self.workload} has no default target, pass one with --target")
         return TARGETS[self.workload] if self.target is None else self.target
 
     def check_options(self) -> None:

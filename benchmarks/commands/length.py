@@ -127,9 +127,9 @@ class Length(Evidence):
 
 
 _CAPTION = (
-    "Of several runs with different rates, the one with the best metric. The training loss is the mean of the last "
-    "points of the curve, each of which is a mean of ten steps. The columns that begin with to have the seconds of the "
-    "first evaluation with at least this value."
+    "Of runs with several rates, the table shows the one with the best metric. The training loss is the mean of the "
+    "last points of the curve, each of which is a mean of ten steps. The columns with a value of the metric show the "
+    "seconds until the first evaluation with at least this value."
 )
 _POINTS = 3
 

@@ -51,7 +51,7 @@ class Scripts(Common):
         if unknown := [name for name in names if name not in SCRIPTS]:
             raise ValueError(f"there is no script {', '.join(unknown)}, only {', '.join(SCRIPTS)}")
         if min(self._steps(SCRIPTS[name]) for name in names) < 1:
-            raise ValueError(f"length must be positive and give each script a step, got {self.length}")
+            raise ValueError(f"length must be positive, with at least one step of each script, got {self.length}")
         lines = {line: LINES.get(line, line) for line in self.lines}
         results = {}
         with (

@@ -49,7 +49,7 @@ def rank_table(ranks: Sequence[RankFigures], steps: int) -> Table:
         f"Bytes of each rank over {steps} steps",
         ("bytes", *heads),
         [(what, *(f"{count:,.0f}" for count in counts)) for what, counts in lines],
-        "Sent: what a rank hands to the collectives of its optimizer, without what DistributedDataParallel sends.",
+        "Sent: bytes that a rank passes to the collectives of its optimizer, without those of DistributedDataParallel.",
     )
 
 

@@ -145,7 +145,7 @@ def final_loss(run: Run) -> float:
 def clock_column(results: Results) -> int:
     clock = results["clock"]
     if clock not in _CLOCKS:
-        raise ValueError(f"clock is {clock!r}: known are {', '.join(_CLOCKS)}")
+        raise ValueError(f"clock is {clock!r}: it must be one of {', '.join(_CLOCKS)}")
     return _CLOCKS[clock]
 
 

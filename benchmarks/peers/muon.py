@@ -115,7 +115,7 @@ class MatrixMuon(Optimizer):
     def _show(matrix: Matrix, views: list[nn.Parameter]) -> None:
         parameter, grad = matrix.parameter, matrix.parameter.grad
         if not parameter.is_contiguous():
-            raise ValueError(f"Muon needs contiguous weights, got one of strides {parameter.stride()}")
+            raise ValueError(f"Muon needs contiguous weights, got one with strides {parameter.stride()}")
         grads = [None] * len(views) if grad is None else matrix.views(grad)
         for view, data, part in zip(views, matrix.views(parameter.detach()), grads, strict=True):
             view.data, view.grad = data, part

@@ -51,7 +51,7 @@ SGD: dict[str, Recipe] = {
     "resnet20": _recipe(_SGD, _HE, _HE_SHAPE, _RESNETS),
     "resnet32": _recipe(_SGD, _HE, _HE_SHAPE, _RESNETS),
     "resnet110": _recipe(
-        _SGD, _HE, _HE_SHAPE, _RESNETS, note="the first 400 steps or so there with a tenth of the rate"
+        _SGD, _HE, _HE_SHAPE, _RESNETS, note="its first 400 steps or so have a tenth of the rate"
     ),
     "vgg16": _recipe(
         {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4},
@@ -71,15 +71,15 @@ ADAMW: dict[str, Recipe] = {
         "karpathy/nanoGPT, config/train_shakespeare_char.py and train.py",
         Schedule("cosine", 100 / 5000),
         (1, 64, None),
-        "5,000 steps; there the rate ends at 1e-4, gradients are clipped to a norm of 1, and vectors do not decay",
+        "5,000 steps; it ends at a rate of 1e-4, clips gradients to a norm of 1, and does not decay vectors",
     ),
     "gpt2_small": _rooted(
         {"lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1},
         "karpathy/nanoGPT, config/train_gpt2.py and train.py",
         Schedule("cosine", 2000 / 600_000),
         (8, 60, None),
-        "600,000 steps of 480 × 1,024 tokens, 12 sequences at a time; there the rate ends at 6e-5, gradients are "
-        "clipped to a norm of 1, and vectors do not decay",
+        "600,000 steps of 480 × 1,024 tokens, 12 sequences at a time; it ends at a rate of 6e-5, clips gradients "
+        "to a norm of 1, and does not decay vectors",
     ),
     "bert_qa": _rooted(
         {"lr": 3e-5, "weight_decay": 0.0},
@@ -98,7 +98,7 @@ ADAMW: dict[str, Recipe] = {
 }
 
 # ---------------------------------------------------------------------- K-FAC
-_KAISA_NOTE = "λ is {} there, in a unit that depends on the layer: here the default, relative to each layer"
+_KAISA_NOTE = "it uses λ = {} in a unit that depends on the layer; here, λ is the default, relative to each layer"
 _KAISA_KEYWORDS: Settings = {"factor_decay": 0.95, "kl_clip": 1e-3, "momentum": 0.9, "skip_layers": "BatchNorm2d"}
 # DP-KFAC gives the new batch a weight of 0.95. It computes the factors of each layer from its owner's examples.
 _DP: Settings = {
@@ -133,8 +133,8 @@ _AUTOENCODER = _recipe(
     "tensorflow/kfac, kfac/examples/autoencoder_mnist.py, of the authors of arXiv:1503.05671",
     Schedule(),
     (1, 1000, None),
-    "batches grow from 1,000 to all images, and rate and momentum come from the quadratic model; there 10,000 steps, "
-    "the first 5 of which only gather statistics",
+    "batches grow from 1,000 to all images, and the quadratic model determines rate and momentum; the original run has "
+    "10,000 steps, the first 5 of which only gather statistics",
     rule="constant",
 )
 KFAC: dict[str, Recipe] = {
@@ -182,7 +182,7 @@ _HYLO_NOTE = (
     "switch=secondorder.switching.EpochList([(0, {}), ({}, {})], …): here the policy decides"
 )
 _HYLO_EPOCHS = (10, 35, 40, 10, 36, 41)
-_HYLO_RANKS = "the script leaves the number of ranks open"
+_HYLO_RANKS = "the script does not specify the number of ranks"
 HYLO: dict[str, Recipe] = {
     "resnet32": _recipe(
         {"lr": 1.8, "damping": 1.5, "weight_decay": 4.5e-4, "update_steps": 13, **_HYLO},
@@ -240,7 +240,7 @@ SPARSE_MFAC: dict[str, Recipe] = {
         f"{_EFCP}, ImageNet; ffcv-imagenet/rn18_configs/rn18_88_epochs.yaml",
         LINEAR,
         (1, 1024, 88),
-        "norm layers do not decay there, and sides grow from 160 to 192",
+        "it does not decay norm layers, and the image size grows from 160 to 192",
         {"label_smoothing": 0.1},
     ),
     "bert_qa": _rooted(
@@ -261,7 +261,7 @@ SPARSE_MFAC: dict[str, Recipe] = {
 GGT: dict[str, Recipe] = {
     "logistic": _rooted(
         {"lr": 1.0, "window_size": 100, "density": 0.01, "beta1": 0.0, "beta2": 1.0, "eps": 1e-5, "weight_decay": 0.0},
-        f"{_EFCP}, Logistic Regression (sparse GGT), there on features of ImageNet",
+        f"{_EFCP}, Logistic Regression (sparse GGT), on features of ImageNet",
         Schedule("cosine"),
         (1, 128, 10),
     )

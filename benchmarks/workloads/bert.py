@@ -218,7 +218,7 @@ class Bert(nn.Module):
 
     def first(self, tokens: Tensor) -> Tensor:
         if self.pooler is None:
-            raise ValueError("the encoder was built without a pooler, take pooled=True")
+            raise ValueError("the encoder was built without a pooler, pass pooled=True")
         return torch.tanh(self.pooler(self(tokens)[:, 0]))
 
 
@@ -261,7 +261,7 @@ def load_checkpoint(encoder: Bert, path: Path) -> None:
         if tensor.shape != own[name].shape:
             raise ValueError(
                 f"{path}: {their_name(name)} has shape {tuple(tensor.shape)}, "
-                f"the encoder has {tuple(own[name].shape)}; words are as many as its vocab.txt has lines"
+                f"the encoder has {tuple(own[name].shape)}; its vocab.txt must have one line per word"
             )
     encoder.load_state_dict({**own, **taken})
 

@@ -208,5 +208,5 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as err:
         raise ValueError(f"{path} must be text in UTF-8: {err}") from err
     if not text:
-        raise ValueError(f"{path} must hold some text, it is empty")
+        raise ValueError(f"{path} must contain text, but it is empty")
     return text

@@ -37,8 +37,8 @@ PARTS = ("train", "val")
 SUFFIXES = (".jpeg", ".jpg", ".png")
 ORIGIN = "https://www.image-net.org/download.php (ILSVRC 2012, classification)"
 HINT = (
-    "Put train/<class>/*.JPEG and val/<class>/*.JPEG into <data-dir>/imagenet, or give that folder as --data-dir; the "
-    "pictures of val come in one folder and have to be sorted by class."
+    "Put train/<class>/*.JPEG and val/<class>/*.JPEG into <data-dir>/imagenet, or pass that folder as --data-dir. The "
+    "downloaded images of val are in a single folder and have to be sorted by class."
 )
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the training pixels, per channel
 EVAL_PICTURES, EVAL_BATCH = 1000, 100

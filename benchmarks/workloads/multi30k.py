@@ -106,7 +106,7 @@ def bleu(translations: Sequence[Sequence[str]], references: Sequence[Sequence[st
     try:
         sacrebleu = import_module("sacrebleu")
     except ImportError as err:
-        raise ValueError("BLEU needs sacrebleu: install the extra `bench`") from err
+        raise ValueError("BLEU requires sacrebleu: install the extra `bench`") from err
     texts, right = ([" ".join(words) for words in side] for side in (translations, references))
     return float(sacrebleu.corpus_bleu(texts, [right], tokenize="none", force=True).score)
 
@@ -115,8 +115,8 @@ LANGUAGES = ("de", "en")  # source, target
 TRAIN_FILES = tuple(f"train.{language}.gz" for language in LANGUAGES)
 VALIDATION_FILES = tuple(f"val.{language}" for language in LANGUAGES)
 TEST_FILES = tuple(f"test_2016_flickr.{language}" for language in LANGUAGES)
-ORIGIN = "https://github.com/multi30k/dataset (task 1, tokenised and lower-cased)"
-HINT = f"Put {', '.join((*TRAIN_FILES, *VALIDATION_FILES))}, one sentence a line, into <data-dir>/multi30k."
+ORIGIN = "https://github.com/multi30k/dataset (task 1, tokenized, lower case)"
+HINT = f"Put {', '.join((*TRAIN_FILES, *VALIDATION_FILES))}, with one sentence per line, into <data-dir>/multi30k."
 """The test set is not listed, because without it, BLEU is measured on the validation set."""
 EVAL_SENTENCES = 256
 POOL = 20

@@ -100,7 +100,7 @@ class Poisson(Workload):
 
     def __post_init__(self) -> None:
         if self.batch_size < 2:
-            raise ValueError(f"batch_size must be at least 2, a point inside and one outside, got {self.batch_size}")
+            raise ValueError(f"batch_size must be at least 2, one of them on the boundary, got {self.batch_size}")
         if self.frequency < 1:
             raise ValueError(f"frequency must be at least 1, got {self.frequency}")
 
