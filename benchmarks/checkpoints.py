@@ -39,7 +39,7 @@ def load(path: Path, trainer: Trainer, run: dict[str, Any], trusted: bool = Fals
         saved = torch.load(path, map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as err:
         raise ValueError(
-            f"{path} contains more than tensors, like the states of some peers: --trust-checkpoint, if you wrote it"
+            f"{path} holds more than tensors, like the states of some peers: --trust-checkpoint, if you wrote it"
         ) from err
     if not isinstance(saved, dict) or saved.get("version") != _VERSION:
         raise ValueError(f"{path} is no checkpoint of this command")

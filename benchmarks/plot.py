@@ -103,7 +103,7 @@ def plot_rows(
                     )  # fmt: skip
         more(every)
         for axes, panel in zip(every, panels, strict=True):
-            _dress_rows(axes, panel, words[1], sorted({float(x(row)) for row in rows}), base)
+            _format_axes(axes, panel, words[1], sorted({float(x(row)) for row in rows}), base)
         handles, labels = every[0].get_legend_handles_labels()
         figure.legend(
             handles, labels, loc="outside lower center", ncols=min(6, 3 * len(panels)), frameon=False, fontsize=9
@@ -112,7 +112,7 @@ def plot_rows(
         save(figure, path)
 
 
-def _dress_rows(axes: Axes, panel: Panel, label: str, places: Sequence[float], base: int) -> None:
+def _format_axes(axes: Axes, panel: Panel, label: str, places: Sequence[float], base: int) -> None:
     axes.set_xscale("log", base=base)
     axes.set_xlabel(label)
     axes.set_ylabel(panel.label)

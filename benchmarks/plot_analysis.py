@@ -87,7 +87,7 @@ def plot_trend(trend: Sequence[Event], path: Path) -> None:
         for index, (start, end) in enumerate(events.spans(trend, "kid")):
             label = "_" if index else "KID"
             axes.axvspan(start - 0.5, end - 0.5, color=_SHADE, alpha=0.2, linewidth=0, zorder=0, label=label)
-        _dress_steps(axes, "norm of the gradient", any(totals.values()))
+        _format_axes(axes, "norm of the gradient", any(totals.values()))
 
 
 def plot_error(error: Sequence[Event], path: Path) -> None:
@@ -105,7 +105,7 @@ def plot_error(error: Sequence[Event], path: Path) -> None:
             points = events.series(events.where(own, layer=ALL), "step", "rel_error")
             label = mode.replace("kid", "KID").replace("kis", "KIS")
             axes.plot(*points, color=color, linewidth=1.8, linestyle=style, marker="o", markersize=3, label=label)
-        _dress_steps(axes, "‖u − u*‖ / ‖u*‖", any(event["rel_error"] for event in error))
+        _format_axes(axes, "‖u − u*‖ / ‖u*‖", any(event["rel_error"] for event in error))
 
 
 def plot_stages(profile: Sequence[Event], path: Path) -> None:
@@ -145,7 +145,7 @@ def _shares(rank: Sequence[Event]) -> list[float]:
     return events.series(rank, "step", events.rank_share)[1]
 
 
-def _dress_steps(axes: Axes, label: str, logarithmic: bool) -> None:
+def _format_axes(axes: Axes, label: str, logarithmic: bool) -> None:
     if logarithmic:
         axes.set_yscale("log")
     axes.set_ylabel(label)

@@ -37,8 +37,8 @@ Update = Literal["none", "eigh", "qr", "qr, 2 sweeps"]
 Inversion = Literal["none", "cholesky", "eigh", "newton", "newton, 2 rounds"]
 
 _DECADES = 4.0  # range of the eigenvalues
-_SMALL = 512  # up to this size, all singular values are computed
-_TURN = 0.5  # angle between the eigenbases of the old and the new part
+_SMALL = 512  # below this size, all singular values are computed
+_TURN = 0.5  # scale of the rotation between the old and the new eigenbasis
 
 
 @dataclass

@@ -118,7 +118,7 @@ def draw_courses(
             axes.set_xlabel("steps" if against == "steps" else f"{clock} seconds", fontsize=9)
             axes.tick_params(labelsize=8)
             if courses:
-                _dress(axes, courses, max(found.mean[0] for found in courses))
+                _format_axes(axes, courses, max(found.mean[0] for found in courses))
             if target is not None:
                 name = f"target {target:g}"
                 handles[name] = axes.axhline(target, color=INK, linewidth=0.8, zorder=0, label=name)
@@ -152,7 +152,7 @@ def _draw(axes: Axes, found: Course, against: Against, style: dict[str, Any]) ->
         axes.fill_between(found.along(against), low, high, color=style["color"], alpha=_SHADE, linewidth=0)
 
 
-def _dress(axes: Axes, courses: Sequence[Course], top: float) -> None:
+def _format_axes(axes: Axes, courses: Sequence[Course], top: float) -> None:
     """Show losses from the lowest one to ``top``, on a logarithmic scale with labeled ticks."""
     low = min(float(found.mean.min()) for found in courses)
     axes.grid(axis="y")
@@ -206,7 +206,7 @@ def _panel(axes: Axes, results: Results, own: Summary, courses: dict[str, Course
     more = "" if done == own.seeds else f" ({done} of {own.seeds})"
     axes.set_title(escaped(own.label) + more, loc="left", fontsize=9.5)
     if courses:  # the median of the initial losses; curves above it leave the panel
-        _dress(axes, list(courses.values()), median(found.mean[0] for found in courses.values()))
+        _format_axes(axes, list(courses.values()), median(found.mean[0] for found in courses.values()))
 
 
 def escaped(text: str) -> str:

@@ -100,7 +100,7 @@ def _source_file(name: str, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(plan)
     # Scripts of experiments change global settings of torch.
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    # torch.testing freezes these settings for the whole process.
+    # Torch's own test utilities freeze these settings for the whole process.
     with torch.backends.__allow_nonbracketed_mutation():
         try:
             plan.loader.exec_module(module)

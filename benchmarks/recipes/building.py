@@ -32,7 +32,7 @@ def second_order(name: str, model: nn.Module, **settings: Any) -> Optimizer:
     method = PRESETS[name].method if name in PRESETS else METHODS[resolve(name).method]
     keywords = window_keywords(settings) if method in _WINDOWED else layer_keywords(settings)
     if "kid_residual" in keywords:
-        keywords["kid_residual"] = keywords["kid_residual"] or "none"  # None on a command line means the word "none"
+        keywords["kid_residual"] = keywords["kid_residual"] or "none"  # the command line parses "none" as None
     params: Any = model
     if "plain_layers" in keywords:
         params, keywords["module"] = orthogonal_groups(model, keywords), model
@@ -72,7 +72,7 @@ def layer_keywords(settings: Settings) -> dict[str, Any]:
     if not betas.keys().isdisjoint(settings):
         keywords["betas"] = tuple(betas.values())
     if "skip_layers" in keywords and keywords["skip_layers"] is None:
-        keywords["skip_layers"] = ()  # "none" on a command line
+        keywords["skip_layers"] = ()  # the command line parses "none" as None
     if isinstance(keywords.get("skip_layers"), str):
         rules = [rule.strip() for rule in keywords["skip_layers"].split(",")]
         keywords["skip_layers"] = [_layer_type(rule) or rule for rule in rules if rule]

@@ -63,7 +63,7 @@ def scaled_table(
         scaled = recipe.at(ranks, batch_size, own_batch_size).settings
         mark = " ←" if ranks == world else ""
         rows.append((f"{ranks}{mark}", str(ranks * batch_size), *(_formatted(scaled[key]) for key in rates)))
-    heads = ("ranks", "batch size", *rates)
+    heads = ("ranks", "batch size (total)", *rates)
     caption = f"With {batch_size} examples per rank. The other keywords do not change."
     return report.make_table("The same for other numbers of ranks", heads, rows, caption)
 

@@ -50,9 +50,7 @@ _HE_SHAPE = Schedule("steps", 0.0, (0.5, 0.75))
 SGD: dict[str, Recipe] = {
     "resnet20": _recipe(_SGD, _HE, _HE_SHAPE, _RESNETS),
     "resnet32": _recipe(_SGD, _HE, _HE_SHAPE, _RESNETS),
-    "resnet110": _recipe(
-        _SGD, _HE, _HE_SHAPE, _RESNETS, note="its first 400 steps or so have a tenth of the rate"
-    ),
+    "resnet110": _recipe(_SGD, _HE, _HE_SHAPE, _RESNETS, note="its first 400 steps or so have a tenth of the rate"),
     "vgg16": _recipe(
         {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4},
         "weiaicunzai/pytorch-cifar100, train.py and conf/global_settings.py",

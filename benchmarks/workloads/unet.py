@@ -30,7 +30,7 @@ EVAL_BATCH = 8
 MEAN, STD = 0.491, 0.171  # of the training pixels
 
 
-def _twice(d_in: int, d_out: int) -> nn.Sequential:
+def _double_conv(d_in: int, d_out: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for channels in (d_in, d_out):
         layers += [nn.Conv2d(channels, d_out, 3, padding=1, bias=False), nn.BatchNorm2d(d_out), nn.ReLU()]
@@ -44,9 +44,9 @@ class _UNet(nn.Module):
         super().__init__()
         widths = [width * 2**level for level in range(levels)]
         steps = zip([1, *widths], widths, strict=False)
-        self.down = nn.ModuleList(_twice(d_in, d_out) for d_in, d_out in steps)
+        self.down = nn.ModuleList(_double_conv(d_in, d_out) for d_in, d_out in steps)
         self.lift = nn.ModuleList(nn.ConvTranspose2d(2 * d_out, d_out, 2, stride=2) for d_out in widths[:-1])
-        self.up = nn.ModuleList(_twice(2 * d_out, d_out) for d_out in widths[:-1])
+        self.up = nn.ModuleList(_double_conv(2 * d_out, d_out) for d_out in widths[:-1])
         self.head = nn.Conv2d(width, 1, 1)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
