@@ -276,7 +276,7 @@ def unet(data: Data) -> Training:
 
 @script(lr=1e-3, steps=150)
 def tcn(data: Data) -> Training:
-    """Add the two numbers of a sequence that are marked."""
+    """Add the two marked numbers of a sequence."""
 
     def batches(g: Generator) -> Batches:
         for _ in count():

@@ -42,7 +42,7 @@ _MEASURED = {
 
 @dataclass
 class Analyse(Common):
-    """Train with a layer method and record rank, gradient norms, error of few rows and stage times, with plots."""
+    """Train with a layer method and record and plot ranks, gradient norms, errors of few rows and stage times."""
 
     workload: WorkloadName = "digits"
     """Workload to train."""

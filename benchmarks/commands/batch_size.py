@@ -46,7 +46,7 @@ class BatchSize(Evidence):
     seconds: float = 300.0
     """Maximum processor seconds of a run."""
     seeds: int = 1
-    """Number of seeds of the best rate. The median counts, and a seed that does not reach the loss is infinite."""
+    """Number of seeds of the best rate. The median counts, and a seed that misses the loss counts as infinite."""
 
     @property
     def stem(self) -> str:

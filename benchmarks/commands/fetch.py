@@ -9,7 +9,7 @@ from benchmarks.workloads import WorkloadName
 
 @dataclass
 class Fetch:
-    """Download the public data of one workload and verify its checksums. Needs the package pooch."""
+    """Download the public data of one workload and verify its checksums. This requires the package pooch."""
 
     workload: WorkloadName
     """Workload whose data to download."""

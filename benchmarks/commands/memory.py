@@ -39,7 +39,7 @@ class Memory(Evidence):
     workload: WorkloadName = "autoencoder"
     """Workload whose model to use."""
     optimizers: tuple[str, ...] = (*_OWN, "ekfac_whiten", *PEERS)
-    """Optimizers, also third-party ones. Those without a recipe or that are not installed are left out."""
+    """Optimizers, including third-party ones. Those that are not installed or have no recipe are left out."""
     batch_size: int | None = None
     """Batch size of a rank. Default: that of the workload."""
     steps: int = 12

@@ -153,7 +153,7 @@ def _run(
 
 
 def loss_after(history: History, limit: float | None) -> float | None:
-    """Return the loss of the last step that ended within some processor seconds."""
+    """Return the loss of the last step that ended within ``limit`` processor seconds."""
     fit = 0 if limit is None else sum(total <= limit for total in accumulate(history.processor_seconds))
     return history.loss_at(fit) if fit else None
 

@@ -42,7 +42,7 @@ class Scripts(Common):
     length: float = 2.0
     """Multiple of the number of steps of each script."""
     lines: tuple[str, ...] = tuple(LINES)
-    """Lines that replace the one of AdamW. Besides the defaults, any expression of model, LR, WD, torch and the names
+    """Lines that replace that of AdamW: names of default lines, or expressions of model, LR, WD, torch and the names
     in secondorder."""
 
     def run(self) -> int:

@@ -31,7 +31,7 @@ PACKAGES = {"pytorch_optimizer": "pytorch-optimizer", "schedulefree": "schedulef
 
 
 class PeerMissingError(ImportError):
-    """A package of another project is not installed."""
+    """Raised if a third-party package is not installed."""
 
 
 def library(name: str) -> Any:

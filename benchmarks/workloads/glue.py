@@ -234,7 +234,7 @@ class Glue(Encoding):
         return (outputs - targets).square().sum(1).mean()
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the accuracy, or Pearson's correlation, on the first 1,024 examples of the validation set."""
+        """Return the accuracy, or Pearson's correlation, on 1,024 examples of the validation set, or on all."""
         tokens, labels = self._validation[0]
         count = len(labels) if everything else EVAL_BATCHES * EVAL_SENTENCES
         return next(iter(self._marks(model, tokens[:count], labels[:count]).values()))
