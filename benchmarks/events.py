@@ -82,7 +82,7 @@ def spans(events: Sequence[Event], mode: str) -> list[tuple[int, int]]:
 
 
 def stage_times(profile: Sequence[Event]) -> dict[str, dict[str, float]]:
-    """Return the median time of every stage by kind of step. Step 0 allocates, and counts only without others."""
+    """Return the median time of every stage by kind of step. Step 0, which allocates, is used only as a fallback."""
     steps: dict[str, list[Event]] = {kind: [] for kind in KINDS}
     for kind, event in zip(_kinds(profile), profile, strict=True):
         steps[kind].append(event)

@@ -122,7 +122,7 @@ class Regress:
         for row in worse:
             print("grew: {step}: {quantity} from {before:,} to {now:,}".format(**row), file=sys.stderr)
         for step in lost:
-            print(f"not on both sides, write the baseline again: {step}", file=sys.stderr)
+            print(f"not on both sides, write the baseline anew: {step}", file=sys.stderr)
         return int(bool(worse or lost))
 
     def _unmatched(self, found: Mapping[str, Mapping[str, int]], known: Mapping[str, Mapping[str, int]]) -> list[str]:
