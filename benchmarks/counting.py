@@ -1,10 +1,10 @@
-"""What a training step does, counted rather than timed: operators, FLOPs, bytes moved, bytes of new tensors.
+"""Counts of a training step: operators, FLOPs, bytes moved, and bytes of new tensors.
 
-Counts do not depend on the machine's mood: the same code on the same version of torch gives the same numbers, so one
-that grows says that a change made steps dearer. ``optimizer.plan()`` counts factors as ``2 N S (n_a² + n_g²)``;
-:func:`factor_flops` counts them as they are really done, where the A of a convolution of stride 1 takes the products of
-its c channels at every lag of its kernel k where those are fewer, ``2 N H W c² ((2k − 1)² + 1) / 2``. It works without
-a step, on the ``meta`` device.
+Unlike times, counts are reproducible: the same code on the same version of torch gives the same numbers, so a larger
+count means that a change made steps more expensive. ``optimizer.plan()`` counts the FLOPs of factors as
+``2 N S (n_a² + n_g²)``. :func:`factor_flops` counts the products that are really computed: for a convolution of
+stride 1, A is computed from the products of its c channels at every lag of its kernel k if those are fewer,
+``2 N H W c² ((2k − 1)² + 1) / 2``. It works without a step, on the ``meta`` device.
 """
 
 import math
@@ -19,27 +19,27 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 _CUBIC = ("_linalg_eigh", "linalg_cholesky_ex", "cholesky_inverse", "_linalg_solve_ex", "linalg_qr")
-"""Factorisations, of which n³ FLOPs are counted: torch counts none."""
+"""Factorizations, which torch counts as 0 FLOPs. They count as n³ here."""
 _PRODUCTS = {"addmm_": 1, "baddbmm_": 1, "addmv_": 1, "addmv": 1, "mv": 0, "dot": 0, "vdot": 0}
-"""Products that torch does not count, by the place of their first operand. Of other operators no FLOPs are counted."""
+"""Products that torch does not count, with the index of their first operand. Other operators count as 0 FLOPs."""
 _SOLVES = {"linalg_solve_triangular": (0, 1), "cholesky_solve": (1, 2)}
-"""Solutions with a factor at hand: the place of the factor, and FLOPs over n² and right-hand sides."""
+"""Solves with a given factor: the index of the factor, and the FLOPs per n² and right-hand side."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one step."""
+    """Counts of one step."""
 
     operators: int
-    """Calls of torch's operators, views left out."""
+    """Calls of torch's operators, without views."""
     flops: int
-    """Of products, convolutions, factorisations and solutions with factors."""
+    """FLOPs of products, convolutions, factorizations and solves with factors."""
     moved: int
-    """Bytes of all arguments and results: what would be read and written if nothing stayed in a cache."""
+    """Bytes of all arguments and results, which are the bytes read and written without a cache."""
     allocated: int
-    """Bytes of tensors that were made."""
+    """Bytes of new tensors."""
     tensors: int
-    """Their number."""
+    """Number of new tensors."""
 
     def __sub__(self, other: "Counts") -> "Counts":
         mine, theirs = asdict(self), asdict(other)
@@ -57,7 +57,7 @@ class _Counter(TorchDispatchMode):
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         known = {x.untyped_storage().data_ptr() for x in given}
         fresh = [x for x in made if x.untyped_storage().data_ptr() not in known]
-        # A view moves nothing: its result lies in the memory of an argument that it does not change.
+        # A view moves no data: its result shares the memory of an argument, which does not change.
         if made and not fresh and not func._schema.is_mutable:
             return out
         self.operators += 1
@@ -98,16 +98,16 @@ def graph_breaks(model: nn.Module, batch: tuple[Tensor, ...]) -> int:
 
 
 def counted_flops(step: Callable[[], object]) -> int:
-    """Return the FLOPs of what a function computes, counted by torch: matrix products, convolutions, attention."""
+    """Return the FLOPs of a function as torch counts them: those of matrix products, convolutions and attention."""
     with FlopCounterMode(display=False) as counter:
         step()
     return int(counter.get_total_flops())
 
 
 def factor_flops(model: nn.Module, forward: Callable[[], object], triangle: bool = False) -> int:
-    """Return the FLOPs of the products behind the factors of one batch, or of one triangle of each.
+    """Return the FLOPs of the products that compute the factors of one batch, or one triangle of each factor.
 
-    Nothing is counted where A is no full matrix: the diagonal of an embedding, the 1 of a normalization layer.
+    An A that is not a full matrix counts as 0: the diagonal of an embedding, and the 1 of a normalization layer.
     """
     found: list[int] = []
     examples: list[int] = []

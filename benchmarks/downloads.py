@@ -1,6 +1,6 @@
-"""Where data sets can be had, and their checksums where somebody published them.
+"""Addresses of data sets, and the checksums that were published for them.
 
-Nothing here runs unless ``python -m benchmarks fetch`` is called; ``pooch`` does the work.
+Only ``python -m benchmarks fetch`` uses this module. It downloads with ``pooch``.
 """
 
 import gzip
@@ -13,34 +13,34 @@ from typing import Any, Literal
 from benchmarks.workloads import WorkloadName
 
 Unpack = Literal["tar", "zip", "gzip"]
-"""``gzip``: a workload wants the file compressed, under the name with ``.gz``."""
+"""How to unpack a file. ``gzip`` compresses it instead, for workloads that read a ``.gz`` file."""
 
 
 @dataclass(frozen=True)
 class File:
-    """One file."""
+    """One file of a data set."""
 
     url: str
     name: str
-    """What it is called in the folder of its data set."""
+    """Name in the folder of the data set."""
     checksum: str | None = None
-    """Such as ``md5:…``; unset: nobody published one, so only the transfer is checked."""
+    """Published checksum, for example ``md5:…``. None if there is none; then the content is not checked."""
     unpack: Unpack | None = None
     becomes: str = ""
-    """Of ``"gzip"``: name of the compressed file."""
+    """Name of the compressed file, for ``unpack="gzip"``."""
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Some files of one origin."""
+    """The files of a data set."""
 
     folder: str
-    """Below the folder of all data."""
+    """Name of the folder, inside the folder of all data."""
     licence: str
     files: tuple[File, ...]
 
 
-_CIFAR_LICENCE = "none is told; to be cited as A. Krizhevsky, Learning Multiple Layers of Features, 2009"
+_CIFAR_LICENCE = "not stated; cite A. Krizhevsky, Learning Multiple Layers of Features, 2009"
 
 
 def _files(
@@ -85,7 +85,7 @@ SHAKESPEARE = DataSet(
 _GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 PIECES = DataSet(
     "gpt2",
-    "modified MIT licence of github.com/openai/gpt-2",
+    "modified MIT license of github.com/openai/gpt-2",
     tuple(
         File(f"{_GPT2}/{there}", here, f"sha256:{checksum}")
         for there, here, checksum in (
@@ -97,7 +97,7 @@ PIECES = DataSet(
 _MULTI30K = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/tok"
 MULTI30K = DataSet(
     "multi30k",
-    "told by https://github.com/multi30k/dataset; for research",
+    "see https://github.com/multi30k/dataset; for research only",
     tuple(
         File(f"{_MULTI30K}/{part}.lc.norm.tok.{end}", f"{part}.{end}", None, *packed)
         for part in ("train", "val", "test_2016_flickr")
@@ -122,7 +122,7 @@ SQUAD = DataSet(
 _GLUE = ("CoLA", "MNLI", "QNLIv2", "QQP-clean", "RTE", "SST-2", "STS-B", "WNLI")
 GLUE = DataSet(
     "glue",
-    "those of its parts, told by https://gluebenchmark.com/tasks; MRPC is Microsoft's and has to be asked for there",
+    "those of its parts, see https://gluebenchmark.com/tasks; request MRPC from Microsoft",
     _files(
         "dl.fbaipublicfiles.com/glue/data",
         ".zip",
@@ -133,7 +133,7 @@ GLUE = DataSet(
 _MEMBRANE = "https://raw.githubusercontent.com/zhixuhao/unet/master/data/membrane/train"
 MEMBRANE = DataSet(
     "membrane",
-    "that of the ISBI 2012 challenge on segmentation of neuronal structures",
+    "that of the ISBI 2012 challenge on the segmentation of neuronal structures",
     tuple(
         File(f"{_MEMBRANE}/{part}/{number}.png", f"{part}/{number}.png")
         for part in ("image", "label")
@@ -159,7 +159,7 @@ BY_HAND: dict[WorkloadName, str] = {
     "resnet18": "ImageNet asks for an account: https://www.image-net.org/download.php",
     "resnet50": "ImageNet asks for an account: https://www.image-net.org/download.php",
 }
-"""Workloads whose data nobody hands out without being asked."""
+"""Workloads whose data cannot be downloaded automatically, and why."""
 
 
 def pooch() -> Any:
@@ -170,16 +170,16 @@ def pooch() -> Any:
 
 
 def fetch(data_set: DataSet, data_dir: Path, only: str = "") -> list[Path]:
-    """Bring files here, and unpack them; what is here and has its checksum is not brought again."""
-    keeper, folder = pooch(), data_dir / data_set.folder
-    unpackers = {"tar": keeper.Untar, "zip": keeper.Unzip}
+    """Download and unpack files. A file that exists and has the right checksum is not downloaded again."""
+    downloader, folder = pooch(), data_dir / data_set.folder
+    unpackers = {"tar": downloader.Untar, "zip": downloader.Unzip}
     found = []
     for file in data_set.files:
         if only.lower() not in file.name.lower() or (file.becomes and (folder / file.becomes).is_file()):
             continue
         target = folder / file.name
         unpack = unpackers[file.unpack](extract_dir=".") if file.unpack in unpackers else None
-        keeper.retrieve(
+        downloader.retrieve(
             file.url, known_hash=file.checksum, fname=target.name, path=target.parent, processor=unpack
         )  # fmt: skip
         found.append(_compressed(target, folder / file.becomes) if file.becomes else target)

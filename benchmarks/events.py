@@ -1,4 +1,4 @@
-"""Figures of an analysis, from its files of events alone: what tables and plots show.
+"""Numbers for the tables and plots of an analysis, computed from its event files alone.
 
 The files are those of :class:`secondorder.diagnostics.Analysis`, and ``train.jsonl`` of the command ``analyse``.
 """
@@ -15,10 +15,10 @@ Event = dict[str, Any]
 
 TRAIN = "train"
 FILES = ("rank", "trend", "error", "profile", TRAIN)
-"""Stems of all files."""
+"""File names without their suffix."""
 TRAIN_COLUMNS = ("step", "epoch", "loss", "lr", "damping", "mode", "elapsed_s")
 ALL = "all"
-"""Stands in the column ``layer`` for all layers together."""
+"""Value of the column ``layer`` that represents all layers together."""
 STAGES = {
     "capture": "capture_ms",
     "exchange": "exchange_ms",
@@ -31,11 +31,11 @@ STAGES = {
     "precondition": "precondition_ms",
     "update": "update_ms",
 }
-"""Stages of a step that follow each other, and their columns."""
+"""Consecutive stages of a step, with their columns."""
 _WITHIN_REFRESH = ("select", "kernel", "invert")
 KINDS = ("plain", "capture", "refresh")
-"""Kinds of steps: those that only use the curvature, those that take statistics for it, and those that renew it."""
-_IDLE_MS = 0.05  # more than a refresh takes that finds nothing to do
+"""Kinds of steps: those that only use the curvature, those that gather statistics, and those that refresh it."""
+_IDLE_MS = 0.05  # upper bound of the refresh stage in a step without a refresh
 
 
 def load(folder: Path) -> dict[str, list[Event]]:
@@ -82,7 +82,7 @@ def spans(events: Sequence[Event], mode: str) -> list[tuple[int, int]]:
 
 
 def stage_times(profile: Sequence[Event]) -> dict[str, dict[str, float]]:
-    """Return the median time of every stage, by kind of step; the first, which allocates, counts only if need be."""
+    """Return the median time of every stage by kind of step. Step 0, which allocates, is used only as a fallback."""
     steps: dict[str, list[Event]] = {kind: [] for kind in KINDS}
     for kind, event in zip(_kinds(profile), profile, strict=True):
         steps[kind].append(event)
@@ -96,7 +96,7 @@ def stage_times(profile: Sequence[Event]) -> dict[str, dict[str, float]]:
 
 def _kinds(profile: Sequence[Event]) -> list[str]:
     times = [event["refresh_ms"] for event in profile]
-    # Steps without a refresh go through that stage in no time: far below the others, whatever disturbs those.
+    # Even on a busy machine, that stage takes much less time in steps without a refresh than in the others.
     shortest, longest = min(times, default=0.0), max(times, default=0.0)
     least = max(_IDLE_MS, min(longest / 10, math.sqrt(shortest * longest)))
     return [

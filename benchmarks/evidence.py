@@ -1,9 +1,9 @@
-"""The runner of all studies: options, results that are kept cell by cell, and what is shown of them.
+"""The runner of all studies: options, stored results, and their output.
 
-A study says which cells it wants, and how their figures become rows, tables and a picture. A cell is one run. It is
-named by everything that it depends on, and is written to the JSON file as soon as it is done: a command that is started
-again, after an interruption or with more cells to fill, runs only those that are missing, and goes on with the one in
-whose middle it was stopped.
+A study defines its cells, and how to make rows, tables and a picture of their results. A cell is one run, and its key
+contains everything that it depends on. It is written to the JSON file as soon as it is finished. A command that is
+started again, after an interruption or with more cells, runs only the missing cells, and resumes the run that was
+interrupted.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ from benchmarks.workloads import DataMissingError, Size, Workload
 __all__ = ["Cells", "Evidence", "Figures", "Identity", "Shown"]
 
 RESULTS = Path(__file__).parent / "results"
-"""Where results lie that are kept under version control."""
+"""Folder of the results that are under version control."""
 
 
 @dataclass
@@ -56,21 +56,21 @@ class Evidence(Common):
 
     @property
     def runs(self) -> int:
-        """How often :meth:`rows` tells that it goes on."""
+        """Number of times that :meth:`rows` calls ``advance``."""
         raise NotImplementedError
 
     def check_options(self) -> None:
-        """Refuse what makes no sense."""
+        """Raise an error for invalid options."""
 
     def rows(self, cells: "Cells", advance: Callable[[str], None]) -> list[Figures]:
-        """Do the runs that are missing, and return what they say together."""
+        """Run the missing cells, and return the rows of all cells."""
         raise NotImplementedError
 
     def show(self, rows: list[Figures]) -> "Shown":
         raise NotImplementedError
 
     def run(self) -> int:
-        """Run the study, and return 0, or 1 when a run that should not fail did."""
+        """Run the study. Return 1 if a run failed that should not fail, and 0 otherwise."""
         self.check_options()
         cells = self.open_cells(self.stem)
         with progress(self.stem.replace("-", " "), self.runs) as advance:
@@ -99,7 +99,7 @@ class Evidence(Common):
     def publish(self, cells: "Cells", tables: Sequence[Table], data: Mapping[str, Any]) -> Path:
         stem = cells.path.stem
         if cells.left:
-            print(f"{cells.left} runs are still to be done: the same command again goes on with them")
+            print(f"{cells.left} runs remain. Run the same command again to continue")
         cells.summary = {**data, "tables": [report.texts(table) for table in tables]}
         cells.write()
         report.save(self.out_dir, stem, tables, cells.payload())
@@ -132,7 +132,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
 
 
 def notes_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the notes of recipes for a caption."""
+    """Return the notes of the recipes, as text for a caption."""
     return "".join(f" {text}" for text in notes(rows))
 
 
@@ -162,11 +162,11 @@ def figures_of(trainer: Trainer, end: str) -> Figures:
 
 
 def lost(runs: Sequence[Figures]) -> tuple[list[Figures], Figures]:
-    """Return the runs that count, and the failures. If one failed, none counts, so that the mean is not too good."""
+    """Return the runs to average, and the failures. If a run failed, there are none: a mean of the others is biased."""
     whole = [run for run in runs if not run["failed"] and not run["diverged"]]
     failed = [run["failed"] for run in runs if run["failed"]]
-    told = {"runs": len(runs), "failed": failed, "diverged": sum(bool(run.get("diverged")) for run in runs)}
-    return whole if len(whole) == len(runs) else [], told
+    counts = {"runs": len(runs), "failed": failed, "diverged": sum(bool(run.get("diverged")) for run in runs)}
+    return whole if len(whole) == len(runs) else [], counts
 
 
 def why_lost(row: Mapping[str, Any]) -> str:
@@ -176,10 +176,10 @@ def why_lost(row: Mapping[str, Any]) -> str:
 def train_until(
     trainer: Trainer, steps: int, target: float | None = None, seconds: float | None = None, pause: Pause | None = None
 ) -> str:
-    """Train until something ends it, and return what: ``"target"``, ``"steps"``, ``"seconds"`` or ``"diverged"``.
+    """Train, and return the reason for the end: ``"target"``, ``"steps"``, ``"seconds"`` or ``"diverged"``.
 
-    That is a mean loss of :data:`benchmarks.runner.WINDOW` steps, their number, those of the processor, or a loss that
-    is not finite or a mean of twice the first one. A run that was interrupted goes on from its checkpoint.
+    The target is a mean loss of :data:`benchmarks.runner.WINDOW` steps, and seconds are those of the processor. A run
+    has diverged if its loss is not finite or its mean exceeds twice the first loss. An interrupted run is resumed.
     """
     if pause:
         pause.resume(trainer)
@@ -214,5 +214,5 @@ def attempt(measure: Callable[[], Figures]) -> Figures:
         return {"failed": None, **measure()}
     except (DataMissingError, PeerMissingError):
         raise
-    except FAILURES as err:  # its text is kept with the cell, and the others go on
+    except FAILURES as err:  # the message is stored with the cell, and the study continues
         return {"failed": f"{type(err).__name__}: {err}"}

@@ -1,8 +1,8 @@
-"""A full window without as many steps: every row is drawn at random, straight into the optimizer's memory.
+"""Windows that are filled with random rows, so that a benchmark with full windows needs no steps to fill them.
 
-Rows are independent and of norm about one: normal numbers, for TopK one entry out of each of k equal parts of a block,
-for LowRank two normal factors. The Gram matrix is set to the identity: the true one differs from it by some 1/√d per
-entry, and no step's time depends on that. Later steps push real rows with their real dots over the random ones.
+Rows are independent normal vectors of norm about 1. TopK has one entry in each of k equal parts of a block, and LowRank
+has two normal factors. The Gram matrix is set to the identity, from which the true one differs by about 1/√d per entry;
+step times do not depend on it. Later steps overwrite the random rows and their dot products.
 """
 
 import math

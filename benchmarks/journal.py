@@ -1,4 +1,4 @@
-"""What a run did, step by step, while it runs: lines of JSON, and TensorBoard where it is asked for."""
+"""The log of a run: one line of JSON per step and, on request, TensorBoard."""
 
 import json
 import math
@@ -10,14 +10,14 @@ from typing import Any
 from benchmarks.runner import Trainer
 
 COLUMNS = ("step", "loss", "lr", "seconds", "processor_seconds")
-"""What every line has."""
+"""Columns of every line."""
 
 
 class Journal:
-    """Writes one line of JSON per step; a run that goes on keeps the lines up to where it was.
+    """Writes one line of JSON per step. A resumed run keeps the lines up to its checkpoint.
 
-    Columns are ``step``, ``loss``, ``lr``, ``seconds`` and ``processor_seconds`` of training so far, and the metric in
-    the lines of steps after which it was measured. With several ranks, the loss is that of the first one's examples.
+    Columns are ``step``, ``loss``, ``lr``, and the total ``seconds`` and ``processor_seconds`` of training. The metric
+    is added after the steps at which it was measured. With several ranks, the loss is that of the first rank.
     """
 
     def __init__(self, path: Path, trainer: Trainer, tensorboard: Path | None = None) -> None:
@@ -25,7 +25,7 @@ class Journal:
         self._rate = self._next_rate()
         kept = _lines_until(path, self._written)
         self.measured = [_measured(json.loads(line)) for line in kept if set(json.loads(line)) > set(COLUMNS)]
-        """What was found on held-out data, with the step after which."""
+        """Metrics on held-out data, with their steps."""
         self._seconds = sum(trainer.history.step_seconds)
         self._worked = sum(trainer.history.processor_seconds)
         self._board = None if tensorboard is None else summary_writer(tensorboard, self._written + 1)
@@ -45,11 +45,11 @@ class Journal:
 
     @property
     def behind(self) -> bool:
-        """Whether a step was taken that is not written down."""
+        """Whether the last step has not been written yet."""
         return len(self._trainer.history.losses) > self._written
 
     def write(self, measured: Mapping[str, float] | None = None) -> None:
-        """Write the last step down, once."""
+        """Write the last step, unless it was written before."""
         history = self._trainer.history
         if not self.behind:
             return
@@ -61,8 +61,8 @@ class Journal:
         self._rate = self._next_rate()
         if measured:
             self.measured.append(_measured(row))
-        told = {key: value if math.isfinite(value) else None for key, value in row.items()}
-        self._file.write(json.dumps(told, allow_nan=False) + "\n")
+        line = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         if self._board is not None:
             for key in ("loss", "lr", *(measured or {})):
@@ -78,7 +78,7 @@ def _measured(row: Mapping[str, float]) -> dict[str, float]:
 
 def summary_writer(folder: Path, first_step: int) -> Any:
     try:
-        from torch.utils.tensorboard import SummaryWriter  # only where it is asked for
+        from torch.utils.tensorboard import SummaryWriter  # imported only on request
     except ImportError as err:
         raise ValueError(f"--tensorboard needs the package: pip install tensorboard ({err})") from err
     return SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)

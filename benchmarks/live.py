@@ -1,7 +1,7 @@
-"""A run while it runs: its progress and its figures, renewed in place on a terminal; a few plain lines anywhere else.
+"""The progress and the metrics of a run, updated in place on a terminal, and a few plain lines elsewhere.
 
-Figures are read between steps and at most a few times per second, outside the time that is measured. Stages are timed
-for a terminal alone, so that a run whose output goes to a file is measured as it is.
+Metrics are read between steps, at most a few times per second, and outside the measured time. Stages are timed only if
+the output is a terminal, so that the timers do not affect a run whose output goes to a file.
 """
 
 import time
@@ -19,9 +19,9 @@ from secondorder import SecondOrderOptimizer
 from secondorder.diagnostics import StageClock
 
 LINES = 10
-"""Plain lines of a run, where there is no terminal."""
-_PAUSE = 0.25  # seconds between two looks, at least
-_SHARE = 0.05  # of the time that may go into looks
+"""Number of plain lines per run, if the output is not a terminal."""
+_PAUSE = 0.25  # minimum seconds between two updates
+_SHARE = 0.05  # maximum share of the time that updates take
 
 
 class Board:
@@ -54,7 +54,7 @@ class Board:
         self._progress = Progress(*columns, console=self._console, auto_refresh=False, transient=True, disable=off)
         self._tasks = {}
         for trainer in trainers:
-            done = len(trainer.history.losses)  # more than none in a run that goes on
+            done = len(trainer.history.losses)  # not 0 if the run was resumed
             task = self._progress.add_task(trainer.history.label, total=steps, completed=done, figures="")
             self._tasks[id(trainer)] = task
 
@@ -80,7 +80,7 @@ class Board:
     def update(self, trainer: Trainer) -> None:
         start, taken, task = self._now(), len(trainer.history.losses), self._tasks[id(trainer)]
         if self._progress.tasks[task].completed == taken:
-            return  # it diverged, and waits for the others
+            return  # the run has diverged and takes no more steps
         self._progress.update(task, completed=taken)
         if self._renewed and (start >= self._due or taken == self._steps):
             for each in self._trainers:
@@ -93,7 +93,7 @@ class Board:
 
 
 def figures_of(trainer: Trainer) -> str:
-    """Return what a run has come to: loss and milliseconds of a step are means of ten steps."""
+    """Return the current metrics of a run as text. The loss and the step time are means of ten steps."""
     history, optimizer = trainer.history, trainer.optimizer
     diagnose = getattr(optimizer, "diagnostics", dict)
     found: Mapping[str, Any] = diagnose()

@@ -1,4 +1,4 @@
-"""What the machine can do, measured beside the benchmark: matrix products, copying, and the memory of one step."""
+"""Rates of the machine, which are measured with each benchmark: matrix products, copying, and the peak memory."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 GEMM_SIDE = 1536
-COPY_BYTES = 128 * 2**20  # beyond any cache
+COPY_BYTES = 128 * 2**20  # larger than any cache
 CPU = torch.device("cpu")
 
 
@@ -34,7 +34,7 @@ def gemm_gflops(
 
 
 def copy_gbytes(trials: int = 7, size: int = COPY_BYTES, device: torch.device = CPU) -> Rate:
-    """Return the GB per second of copying a large tensor; what is read and what is written both count."""
+    """Return the GB per second of copying a large tensor, where reads and writes both count."""
     return _rate(copying(size, device), 2 * size / 1e9, trials, device)
 
 
@@ -45,7 +45,7 @@ def copying(size: int, device: torch.device = CPU) -> Callable[[], object]:
 
 
 def seconds(work: Callable[[], object], device: torch.device = CPU) -> float:
-    """Return how long some work takes; CUDA is waited for, before and after."""
+    """Return the seconds that ``work`` takes. CUDA devices are synchronized before and after."""
     _wait_for(device)
     start = time.perf_counter()
     work()
@@ -60,9 +60,9 @@ def timed_in_turns(
     least: float = 0.0,
     before: Callable[[], object] = lambda: None,
 ) -> dict[Any, list[float]]:
-    """Return the seconds of every way, in turns, so that a busy moment of the machine hits all of them.
+    """Return the seconds of all functions, called in turns, so that other load on the machine affects all of them.
 
-    Each is repeated until it takes ``least`` seconds. ``before`` is called before each turn, outside the time.
+    Each is repeated until it takes ``least`` seconds. ``before`` is called before each turn and is not timed.
     """
     repeats = {}
     before()
@@ -80,7 +80,7 @@ def timed_in_turns(
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Keep Python from collecting garbage: a collection in the middle of a step would be charged to it."""
+    """Disable Python's garbage collection, which would add to the time of the step that it interrupts."""
     gc.disable()
     try:
         yield
@@ -104,11 +104,10 @@ def _rate(work: Callable[[], object], amount: float, trials: int, device: torch.
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device = CPU) -> int:
-    """Return how far the memory that torch allocates rises above its level at the start of ``work``.
+    """Return the peak of the memory that torch allocates during ``work``, relative to its level at the start.
 
-    The profiler's record of every allocation and release by torch's CPU allocator is summed up in order of time. That
-    sees tensors and the buffers inside operators, but not the scratch memory that oneDNN and MKL take for themselves.
-    On CUDA the allocator's own count is read.
+    On the CPU, the profiler records every allocation and release of torch's allocator. This includes tensors and the
+    buffers inside operators, but not the scratch memory of oneDNN and MKL. On CUDA, the allocator reports the peak.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -130,7 +129,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device = CPU) -> int:
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Drop what native code writes to the error stream: the profiler reports there that it starts and stops."""
+    """Discard what native code writes to stderr, such as the profiler's messages about its start and end."""
     sys.stderr.flush()
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)

@@ -1,4 +1,4 @@
-"""The style of all figures, and the figures of the rows of a study."""
+"""The style of all figures, and figures of the rows of a study."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +16,7 @@ INK = "#7D8590"
 COLOURS = (
     "#3B82D0", "#E69F00", "#00A077", "#CC79A7", "#D9622B", "#56B4E9", "#8C8C8C", "#9670D8", "#A6761D", "#1AA5B8",
 )  # fmt: skip
-"""Colors of lines that are not optimizers, for example of batch sizes."""
+"""Colors of lines that do not represent optimizers, for example batch sizes."""
 STYLES = ("-", "--", "-.", ":")
 OPTIMIZERS = {
     "SGD": "#8C8C8C", "AdamW": "#E69F00", "Muon": "#D6456B", "KFAC": "#3B82D0", "EKFAC": "#00A077", "HyLo": "#CC79A7",
@@ -28,15 +28,15 @@ OPTIMIZERS = {
 """The color of each optimizer, and of two strategies, in all figures. They contrast with white and with dark gray."""
 
 _INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
-_TICKS = 7  # labels that have room below a panel
+_TICKS = 7  # maximum number of labels below a panel
 
 Row = Mapping[str, Any]
 
 
 def look(label: str, index: int) -> dict[str, str]:
-    """Return color and style of a line. Those of an optimizer are the same in all figures.
+    """Return the color and style of a line. An optimizer has the same ones in all figures.
 
-    A variant of an optimizer has its color in another style. Lines of anything else are styled by their index.
+    A variant of an optimizer has the same color and another style. Other lines are styled by their index.
     """
     if label in OPTIMIZERS:
         return {"color": OPTIMIZERS[label], "linestyle": STYLES[0]}
@@ -48,7 +48,7 @@ def look(label: str, index: int) -> dict[str, str]:
 
 
 def styled() -> AbstractContextManager[None]:
-    """Return the settings of all figures: a transparent background, and a color of text that suits dark pages, too."""
+    """Return the settings of all figures: a transparent background, and text that is readable on dark pages."""
     settings: dict[Any, Any] = {
         "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "none",
         "axes.facecolor": "none", "grid.color": INK, "grid.alpha": 0.25, "grid.linewidth": 0.6,
@@ -58,7 +58,7 @@ def styled() -> AbstractContextManager[None]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure, with the same bytes for the same data, so that it changes in the repository only with them."""
+    """Write a figure. Equal data gives equal bytes, so that the file in the repository changes only with its data."""
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
@@ -68,10 +68,10 @@ class Panel:
 
     label: str
     series: Mapping[str, Callable[[Row], float | None]]
-    """The values to draw of a row, by the format of the line. "" is a line with points in the style of the label."""
+    """Functions that return a row's value, by line format. "" is a line with points in the style of the label."""
     log: bool = True
     modeled: bool = False
-    """The values are computed by a model rather than counted or measured: they are drawn dashed, with open points."""
+    """Whether the values are modeled, not counted or measured. They are drawn dashed, with open points."""
 
 
 def plot_rows(
@@ -84,7 +84,7 @@ def plot_rows(
     more: Callable[[Sequence[Axes]], None] = lambda _: None,
     base: int = 2,
 ) -> None:
-    """Draw panels side by side: a line for each group of rows, with a point for each row that has the value."""
+    """Draw panels side by side, with a line for each group of rows and a point for each row that has a value."""
     with styled():
         figure = Figure(figsize=(1.5 + 3.7 * len(panels), 4.4), layout="constrained")
         every = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -103,7 +103,7 @@ def plot_rows(
                     )  # fmt: skip
         more(every)
         for axes, panel in zip(every, panels, strict=True):
-            _dress_rows(axes, panel, words[1], sorted({float(x(row)) for row in rows}), base)
+            _format_axes(axes, panel, words[1], sorted({float(x(row)) for row in rows}), base)
         handles, labels = every[0].get_legend_handles_labels()
         figure.legend(
             handles, labels, loc="outside lower center", ncols=min(6, 3 * len(panels)), frameon=False, fontsize=9
@@ -112,7 +112,7 @@ def plot_rows(
         save(figure, path)
 
 
-def _dress_rows(axes: Axes, panel: Panel, label: str, places: Sequence[float], base: int) -> None:
+def _format_axes(axes: Axes, panel: Panel, label: str, places: Sequence[float], base: int) -> None:
     axes.set_xscale("log", base=base)
     axes.set_xlabel(label)
     axes.set_ylabel(panel.label)
@@ -124,7 +124,7 @@ def _dress_rows(axes: Axes, panel: Panel, label: str, places: Sequence[float], b
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         low, high = axes.get_ylim()
-        few = high / low < 20  # hardly a power of ten to be named
+        few = high / low < 20  # there are hardly any powers of ten to label
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}") if few else NullFormatter())
     else:
         axes.set_ylim(bottom=0)

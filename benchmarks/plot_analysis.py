@@ -1,4 +1,4 @@
-"""Plots of an analysis, from its files alone: rank by layer, gradient norms, errors of few rows, stage times."""
+"""Plots of the files of an analysis: rank by layer, gradient norms, errors with few rows, and stage times."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +16,9 @@ from benchmarks import events
 from benchmarks.events import ALL, Event
 from benchmarks.plot import COLOURS, INK, STYLES, save, styled
 
-_NAMED = 8  # layers that a legend names one by one
+_NAMED = 8  # maximum number of layers that the legend lists
 _SHADE = "#E69F00"
-_SHADES = (0.3, 0.8)  # the part of a color scale that is neither too dark nor too light for lines
+_SHADES = (0.3, 0.8)  # range of the color scale that is neither too dark nor too light for lines
 _HEIGHT = 4.2  # inches
 
 
@@ -40,7 +40,7 @@ def plot_analysis(folder: Path, suffix: str = ".png") -> list[Path]:
 
 @contextmanager
 def _panel(path: Path, title: str, size: tuple[float, float], grid: Literal["x", "y"] = "y") -> Iterator[Axes]:
-    """Give the axes of a figure, and write the figure with its legend and title once they are filled."""
+    """Yield the axes of a new figure, and then write the figure with its legend and title."""
     with styled():
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
@@ -53,7 +53,7 @@ def _panel(path: Path, title: str, size: tuple[float, float], grid: Literal["x",
 
 
 def plot_rank(rank: Sequence[Event], path: Path) -> None:
-    """Draw rank90 / m, one row for each layer and one for all: medians over the run, with the middle half as a bar."""
+    """Draw rank90 / m for each layer and for all layers: medians over the run, and bars from quartile to quartile."""
     names, sizes = events.layers(rank), sorted({event["m"] for event in rank})
     rows = ["all layers", *names]
     title = "Share of the eigenvalues that make up 90 % of the curvature"
@@ -77,7 +77,7 @@ def plot_rank(rank: Sequence[Event], path: Path) -> None:
 
 
 def plot_trend(trend: Sequence[Event], path: Path) -> None:
-    """Draw the norm of the gradient against steps, for every layer and all together, KID periods shaded."""
+    """Draw the norm of the gradient over steps, for every layer and for all together, with shaded KID periods."""
     with _panel(path, "Norm of the gradient", (10, _HEIGHT)) as axes:
         _lines(axes, trend, "grad_norm")
         totals: dict[int, float] = {}
@@ -87,29 +87,29 @@ def plot_trend(trend: Sequence[Event], path: Path) -> None:
         for index, (start, end) in enumerate(events.spans(trend, "kid")):
             label = "_" if index else "KID"
             axes.axvspan(start - 0.5, end - 0.5, color=_SHADE, alpha=0.2, linewidth=0, zorder=0, label=label)
-        _dress_steps(axes, "norm of the gradient", any(totals.values()))
+        _format_axes(axes, "norm of the gradient", any(totals.values()))
 
 
 def plot_error(error: Sequence[Event], path: Path) -> None:
-    """Draw the distance of the updates of KID and KIS from the exact one: of all layers, and of each as a thin line."""
+    """Draw the distance of KID and KIS updates from the exact ones, for all layers and (thin) for each."""
     ranks = sorted({event["r"] for event in error if event["r"] is not None})
     rows = f"{ranks[0]}" if len(ranks) == 1 else "few"
     title = f"Error of updates from {rows} rows (thin lines: single layers)" if ranks else "Error of updates"
     with _panel(path, title, (8, _HEIGHT)) as axes:
         for index, mode in enumerate(dict.fromkeys(event["mode"] for event in error)):
-            colour, style = COLOURS[index % len(COLOURS)], STYLES[index % len(STYLES)]
+            color, style = COLOURS[index % len(COLOURS)], STYLES[index % len(STYLES)]
             own = events.where(error, mode=mode)
             for name in events.layers(own):
                 points = events.series(events.where(own, layer=name), "step", "rel_error")
-                axes.plot(*points, color=colour, linewidth=0.6, alpha=0.45, linestyle=style)
+                axes.plot(*points, color=color, linewidth=0.6, alpha=0.45, linestyle=style)
             points = events.series(events.where(own, layer=ALL), "step", "rel_error")
             label = mode.replace("kid", "KID").replace("kis", "KIS")
-            axes.plot(*points, color=colour, linewidth=1.8, linestyle=style, marker="o", markersize=3, label=label)
-        _dress_steps(axes, "‖u − u*‖ / ‖u*‖", any(event["rel_error"] for event in error))
+            axes.plot(*points, color=color, linewidth=1.8, linestyle=style, marker="o", markersize=3, label=label)
+        _format_axes(axes, "‖u − u*‖ / ‖u*‖", any(event["rel_error"] for event in error))
 
 
 def plot_stages(profile: Sequence[Event], path: Path) -> None:
-    """Draw the median time of each stage, stacked, for each kind of steps: plain ones, and those that refresh."""
+    """Draw the median times of the stages as a stacked bar for each kind of step."""
     times = events.stage_times(profile)
     title = "Stages of an optimizer step (without forward and backward pass)"
     with _panel(path, title, (9, 1.5 + 0.7 * len(times)), "x") as axes:
@@ -128,9 +128,9 @@ def plot_stages(profile: Sequence[Event], path: Path) -> None:
 
 
 def _lines(axes: Axes, found: Sequence[Event], column: str) -> None:
-    """Draw one line per layer, and with many layers from a dark color for the first to a light color for the last."""
+    """Draw one line per layer. The colors of many layers range from dark for the first to light for the last."""
     names = events.layers(found)
-    colours = mpl.colormaps["viridis"]
+    colors = mpl.colormaps["viridis"]
     for index, name in enumerate(names):
         points = events.series(events.where(found, layer=name), "step", column)
         if len(names) <= _NAMED:
@@ -138,14 +138,14 @@ def _lines(axes: Axes, found: Sequence[Event], column: str) -> None:
         else:
             ends = {0: f"{name} (first)", len(names) - 1: f"{name} (last)"}
             depth = _SHADES[0] + (_SHADES[1] - _SHADES[0]) * index / (len(names) - 1)
-            axes.plot(*points, color=colours(depth), linewidth=0.7, label=ends.get(index, "_"))
+            axes.plot(*points, color=colors(depth), linewidth=0.7, label=ends.get(index, "_"))
 
 
 def _shares(rank: Sequence[Event]) -> list[float]:
     return events.series(rank, "step", events.rank_share)[1]
 
 
-def _dress_steps(axes: Axes, label: str, logarithmic: bool) -> None:
+def _format_axes(axes: Axes, label: str, logarithmic: bool) -> None:
     if logarithmic:
         axes.set_yscale("log")
     axes.set_ylabel(label)

@@ -1,4 +1,4 @@
-"""Where a run computes and in what precision: devices, autocast and the scaling of float16 losses."""
+"""The device and the precision of a run: autocast, and the scaling of float16 losses."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ DeviceName = Literal["cpu", "cuda"]
 
 
 class Precision:
-    """How the loss is computed, and how a step is taken; without arguments exactly as a plain loop does it."""
+    """Computes losses and takes steps. Without arguments, it does exactly the same as a plain training loop."""
 
     def __init__(self, device: str | torch.device = "cpu", amp: Amp | None = None) -> None:
         self.device = torch.device(device)
@@ -38,7 +38,7 @@ class Precision:
         return nullcontext() if self._dtype is None else torch.autocast(self.device.type, self._dtype)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients, scaled where there is a scaler."""
+        """Compute gradients, which are scaled if there is a scaler."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self, optimizer: Optimizer) -> None:
@@ -49,7 +49,7 @@ class Precision:
             self.scaler.update()
 
     def now(self) -> tuple[float, float]:
-        """Return the seconds of a clock and those that this process worked, all work on the device done."""
+        """Return wall-clock and processor seconds, after all work on the device has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter(), time.process_time()
@@ -70,7 +70,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 @contextmanager
 def answering_cpu(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let a model on another device be called with tensors of the CPU, and answer with such: as evaluations do."""
+    """Let a model on another device take and return tensors on the CPU, because evaluations use those."""
     if device.type == "cpu":
         yield
         return

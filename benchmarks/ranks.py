@@ -1,7 +1,7 @@
-"""The processes of one run: those that ``torchrun`` started, or this one alone.
+"""The processes of one run: those that ``torchrun`` started, or only this one.
 
-Each rank draws the same batches and trains on its own share of each, so that a run on several ranks sees the examples
-that a run on one sees. ``DistributedDataParallel`` averages the gradients, unless the optimizer's strategy does.
+Each rank draws the same batches and trains on its own share of each, so that a run on several ranks uses the same
+examples as a run on one. ``DistributedDataParallel`` averages the gradients, unless the optimizer's strategy does.
 """
 
 import os
@@ -25,22 +25,22 @@ _TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank measured."""
+    """Results of one rank."""
 
     rank: int
     role: str
     """``"gradient"``; with dedicated workers also ``"factor"`` or ``"inverse"``."""
     losses: list[float]
-    """Of its share of each batch."""
+    """Losses on its share of each batch."""
     memory: dict[str, int]
-    """Bytes that its optimizer holds, by kind."""
+    """Bytes that its optimizer stores, by kind."""
     sent: dict[str, float]
-    """Bytes handed to collectives per step, by stage, without what ``DistributedDataParallel`` sends."""
+    """Bytes passed to collectives per step, by stage, without those of ``DistributedDataParallel``."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """One process among those of a run. Alone, every method is the identity."""
+    """One of the processes of a run. If there is only one, every method is the identity."""
 
     rank: int = 0
     size: int = 1
@@ -64,7 +64,7 @@ class Ranks:
         return inputs, targets
 
     def readers(self, optimizer: Optimizer) -> tuple[int, int]:
-        """Return the index of this rank among those that read data, and their number."""
+        """Return the index of this rank among the ranks that read data, and the number of those."""
         comm = getattr(optimizer, "comm", None)
         return (self.rank, self.size) if comm is None else (comm.data_rank, comm.data_world)
 
@@ -72,7 +72,7 @@ class Ranks:
         if self.size == 1:
             return [mine]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, mine)  # pickled: among processes of one run that trust each other
+        dist.all_gather_object(found, mine)  # uses pickle, which is safe between the processes of one run
         return found
 
 
@@ -82,7 +82,7 @@ def own_device(kind: str) -> torch.device:
 
 @contextmanager
 def joined(device: str | torch.device = "cpu") -> Iterator[Ranks]:
-    """Join the process group that the launcher prepared, if there is one, for the time of the body."""
+    """Join the launcher's process group, if there is one, and leave it at the end of the ``with`` block."""
     if not all(key in os.environ for key in _FROM_LAUNCHER):
         yield Ranks()
         return

@@ -1,4 +1,4 @@
-"""Output of the commands: tables on the terminal, the same text in a file, and JSON beside it."""
+"""Output of the commands: tables on the terminal, the same text in a file, and the data as JSON next to it."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-_WIDTH = 120  # of saved tables, and of printed ones where no terminal says how wide it is
+_WIDTH = 120  # of saved tables, and of printed ones if the output is not a terminal
 
 
 def console() -> Console:
@@ -22,7 +22,7 @@ def console() -> Console:
 
 
 def progress_bar(target: Console | None = None) -> Progress:
-    """Return a progress bar that says what runs, how far it is and how long it will take; silent in a pipe."""
+    """Return a progress bar with the current item and the remaining time. It shows nothing outside a terminal."""
     terminal = target or Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, TimeRemainingColumn(), console=terminal, transient=True, disable=not terminal.is_terminal)
@@ -51,11 +51,11 @@ def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 Column = Callable[[Mapping[str, Any]], str]
-"""What a column shows of a row."""
+"""A function that returns the text of a cell, given its row."""
 
 
 def value(key: str, spec: str = "", scale: float = 1.0) -> Column:
-    """Return what a column shows of a row: its figure, "-" where there is none."""
+    """Return a column that formats ``row[key]``, or shows "-" if the row has no such value."""
 
     def shown(row: Mapping[str, Any]) -> str:
         found = row.get(key)
@@ -108,7 +108,7 @@ def environment() -> dict[str, str | int]:
 
 
 def plain(value: Any) -> Any:
-    """Return what JSON can hold: a number that is not finite becomes None, a path its text, a tuple a list."""
+    """Convert a value to JSON types: a number that is not finite becomes None, a path its text, and a tuple a list."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
 """Training runs: one model, one optimizer, one stream of batches, and a record of every step.
 
-The clock covers what a loop does per step: ``zero_grad``, forward, backward, ``step``, with a closure or without.
-Drawing the batch, reading the loss and evaluating stand outside.
+The measured time covers ``zero_grad``, forward, backward and ``step``, with or without a closure. Drawing the batch,
+reading the loss and evaluating are not included.
 """
 
 import math
@@ -25,16 +25,16 @@ from benchmarks.workloads import Batch, Workload
 from secondorder import SecondOrderOptimizer
 
 WINDOW = 10
-"""Steps that a reported loss is the mean of: single batches are noisy."""
+"""Number of steps that a reported loss averages over, because the losses of single batches are noisy."""
 FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
-"""What optimizers of a dozen projects raise when they cannot go on: kept with the run, like a divergence. Torch's own
-errors, such as those of its linear algebra and of its memory, are of ``RuntimeError``."""
+"""Errors of optimizers from a dozen projects, which are recorded as a failure of the run, as a divergence is. Torch's
+own errors, such as those of linear algebra and out-of-memory errors, are subclasses of ``RuntimeError``."""
 
 _RISEN = 2.0
-"""A mean loss of so many times the first one counts as diverged."""
+"""A run has diverged if its mean loss exceeds the first loss by this factor."""
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -44,15 +44,15 @@ Evaluation = tuple[Tensor, Tensor, Tensor]
 
 @dataclass
 class History:
-    """What a run did, one entry per step."""
+    """The record of a run, with one entry per step."""
 
     label: str
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     processor_seconds: list[float] = field(default_factory=list)
-    """The same without the time in which the process did not run; of all its threads together."""
+    """Processor time of all threads, which excludes the time in which the process did not run."""
     evaluations: list[tuple[int, float]] = field(default_factory=list)
-    """Numbers of steps, and the held-out metric after them."""
+    """Steps of evaluations, with the held-out metric."""
 
     @property
     def diverged(self) -> bool:
@@ -61,7 +61,7 @@ class History:
 
     @property
     def risen(self) -> bool:
-        """Whether the mean of the last :data:`WINDOW` losses is above twice the first loss: nothing was learned."""
+        """Whether the mean of the last :data:`WINDOW` losses is above twice the first loss."""
         taken = len(self.losses)
         return taken >= WINDOW and self.loss_at(taken) > _RISEN * abs(self.losses[0])
 
@@ -71,11 +71,11 @@ class History:
 
     @property
     def smoothed(self) -> list[float]:
-        """Mean loss of the last :data:`WINDOW` steps, at each step."""
+        """For each step, the mean loss of the last :data:`WINDOW` steps."""
         return [self.loss_at(step) for step in range(1, len(self.losses) + 1)]
 
     def loss_at(self, step: int, window: int = WINDOW) -> float:
-        """Return the mean loss of the ``window`` steps that end with ``step``, NaN where the run did not get there."""
+        """Return the mean loss of the ``window`` steps that end with ``step``, or NaN if there is no such step."""
         if not 1 <= step <= len(self.losses):
             return math.nan
         tail = self.losses[max(0, step - window) : step]
@@ -102,7 +102,7 @@ class Trainer:
         seed: int = 0,
         make_scheduler: MakeScheduler | None = None,
         closure: bool = False,
-        ranks: Ranks = Ranks(),  # noqa: B008 - it cannot be changed
+        ranks: Ranks = Ranks(),  # noqa: B008 - it is immutable
         device: str | torch.device = "cpu",
         amp: Amp | None = None,
     ) -> None:
@@ -121,7 +121,7 @@ class Trainer:
 
     @property
     def diverged(self) -> bool:
-        """Whether the last loss was not finite. One rank of several goes on to the end: the others do, too."""
+        """Whether the last loss was not finite. With several ranks, this is False: all of them train to the end."""
         return self._ranks.size == 1 and self.history.diverged
 
     def step(self) -> float:
@@ -136,7 +136,7 @@ class Trainer:
         return end - start
 
     def evaluate(self, everything: bool = False, quality: bool = False) -> dict[str, float]:
-        """Measure the model on held-out data; training goes on as if nobody had."""
+        """Measure the model on held-out data, without an effect on the training that follows."""
         workload, device = self.workload, self.precision.device
         states = self.precision.random_state()
         with answering_cpu(self.model, device), evaluating(self.optimizer, self.model, workload):
@@ -147,7 +147,7 @@ class Trainer:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a run needs to go on to the bit; every rank calls it, what rank 0 gets is complete."""
+        """Return the state of a run. All ranks have to call this method, and rank 0 gets the complete state."""
         optimizer: Any = self.optimizer
         if self._ranks.size > 1 and isinstance(optimizer, SecondOrderOptimizer):
             optimizer.consolidate_state_dict(to=0)
@@ -163,9 +163,9 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another run was.
+        """Continue another run.
 
-        In another number of ranks each rank goes on with the mean of the losses, and with its own random numbers.
+        If the number of ranks differs, each rank continues with the mean of the losses and its own random numbers.
         """
         for name, own in (("scheduler", self._scheduler), ("scaler", self.precision.scaler)):
             if (own is None) != (state[name] is None):
@@ -185,7 +185,7 @@ class Trainer:
             self.history = mean_history(label, [History(**entry["history"]) for entry in saved])
 
     def _set_rates(self) -> None:
-        """Take rates from the schedule: this run may be longer than the one that was saved."""
+        """Set rates by the schedule of this run, which may be longer than the saved one."""
         scheduler = self._scheduler
         if isinstance(scheduler, LambdaLR):
             courses = zip(self.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
@@ -194,7 +194,7 @@ class Trainer:
 
     def _batches(self, skip: int = 0) -> Iterator[Batch]:
         draw: Callable[..., Iterator[Batch]] = self.workload.batches
-        if "skip" in signature(draw).parameters:  # one that decodes no more than it has to
+        if "skip" in signature(draw).parameters:  # this workload decodes only the batches that it needs
             rank, ranks = self._ranks.readers(self.optimizer)
             own = draw(self._seed, skip=skip, rank=rank, ranks=ranks)
         else:
@@ -205,7 +205,7 @@ class Trainer:
 
     def _train_on(self, batch: Batch) -> Tensor:
         if self._closure:
-            # torch's annotation wants a float from a closure; its own optimizers, too, return what it returns.
+            # Torch annotates closures as returning a float, but its optimizers return any result of a closure.
             closure = cast("Callable[[], float]", partial(self._evaluate, batch))
             loss = cast("Evaluation", self.optimizer.step(closure))[0]
         else:
@@ -222,15 +222,15 @@ class Trainer:
             outputs, targets = workload.outputs(self._network, batch), workload.targets(batch)
             loss = workload.criterion(outputs, targets)
         if isinstance(self.optimizer, SecondOrderOptimizer):
-            self.optimizer.observe(outputs, workload.likelihood, targets)  # nothing, for the empirical Fisher
+            self.optimizer.observe(outputs, workload.likelihood, targets)  # does nothing for the empirical Fisher
         self.precision.backward(loss)
         return loss, outputs, targets
 
 
 def race(trainers: Sequence[Trainer], steps: int, on_step: Callable[[Trainer], None] = lambda _: None) -> None:
-    """Train all runs in turns of one step, so that a busy moment of the machine hits all of them alike.
+    """Train all runs in turns of one step, so that other load on the machine affects all of them equally.
 
-    A run whose loss is no longer finite stays out of the later turns.
+    A run takes no further steps when its loss is no longer finite.
     """
     for _ in range(steps):
         for trainer in trainers:
@@ -240,13 +240,13 @@ def race(trainers: Sequence[Trainer], steps: int, on_step: Callable[[Trainer], N
 
 
 def memory_usage(optimizer: Optimizer) -> dict[str, int]:
-    """Return the bytes that an optimizer holds beside parameters and gradients, by kind.
+    """Return the bytes that an optimizer stores in addition to parameters and gradients, by kind.
 
     Args:
-        optimizer: Any optimizer; one that has ``memory_usage()`` is asked, for its buffers outside ``state``.
+        optimizer: Any optimizer. Its ``memory_usage()`` is called if it exists, for buffers that are not in ``state``.
 
     Returns:
-        Bytes, with ``"total"``, which is the only entry for an optimizer of torch.
+        Bytes, with ``"total"``, which is the only entry for the optimizers of torch.
     """
     report = getattr(optimizer, "memory_usage", None)
     if report is not None:

@@ -45,7 +45,7 @@ def compare(script: Script, data: Data, lines: Mapping[str, str], steps: int) ->
     """Train with AdamW and with each line, in turns, and return the results of all of them."""
     with seeded(data.seed):
         model, batches, loss = script.build(data)
-    Run(ADAMW, script, model).step(loss, next(batches))  # so that no run includes what torch does only once
+    Run(ADAMW, script, model).step(loss, next(batches))  # warms up torch before the measured runs
     before, *others = (Run(line, script, model) for line in (ADAMW, *lines.values()))
     for batch in islice(batches, steps):
         for run in (before, *others):
@@ -56,7 +56,7 @@ def compare(script: Script, data: Data, lines: Mapping[str, str], steps: int) ->
 
 
 def figures(history: History, before: History) -> dict[str, Any]:
-    """Return cost and losses of a run, relative to the run of AdamW."""
+    """Return the cost and the losses of a run relative to AdamW."""
     seconds, steps = sum(before.processor_seconds), len(before.losses)
     fit = sum(total <= seconds for total in accumulate(history.processor_seconds))
     losses = {"equal_steps": last_loss(history, steps), "equal_seconds": last_loss(history, fit) if fit else None}
@@ -70,5 +70,5 @@ def figures(history: History, before: History) -> dict[str, Any]:
 
 
 def last_loss(history: History, steps: int) -> float:
-    """Return the mean loss of the last tenth of the first steps."""
+    """Return the mean loss of the last tenth of the first ``steps`` steps."""
     return history.loss_at(steps, max(1, steps // 10))

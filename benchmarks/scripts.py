@@ -5,7 +5,7 @@ MNIST, text is tiny Shakespeare, and everything else is generated from a fixed s
 ones for AdamW.
 """
 # mypy: disable-error-code="no-any-return"
-# A call of a module returns Any, and these scripts consist of such calls.
+# Calls of modules return Any, and these scripts consist of such calls.
 
 import math
 from collections.abc import Callable, Iterator
@@ -168,7 +168,7 @@ def super_resolution(data: Data) -> Training:
 
 @script(lr=1e-3, steps=200)
 def siamese(data: Data) -> Training:
-    """Tell whether two digits are the same."""
+    """Classify whether two digits are the same."""
 
     class Siamese(nn.Module):
         def __init__(self) -> None:
@@ -181,7 +181,7 @@ def siamese(data: Data) -> Training:
 
     def pairs(x: Tensor, classes: Tensor) -> tuple[Tensor, ...]:
         first, second = classes.argsort().view(-1, 2).T.clone()
-        second[::2] = second[::2].roll(8)  # half of the pairs are then two digits, and most of the others are one
+        second[::2] = second[::2].roll(8)  # in about half of the pairs, the digits now differ
         return x[first], x[second], (classes[first] == classes[second]).float()
 
     def loss(model: nn.Module, a: Tensor, b: Tensor, same: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ def unet(data: Data) -> Training:
 
 @script(lr=1e-3, steps=150)
 def tcn(data: Data) -> Training:
-    """Add the two numbers of a sequence that are marked."""
+    """Add the two marked numbers of a sequence."""
 
     def batches(g: Generator) -> Batches:
         for _ in count():
@@ -294,7 +294,7 @@ def tcn(data: Data) -> Training:
 
 @script(lr=1e-3, steps=400)
 def multitask(data: Data) -> Training:
-    """Ask ten questions about a digit, each with a head of its own."""
+    """Classify digits with ten binary tasks, each with its own head."""
 
     class Tasks(nn.Module):
         def __init__(self) -> None:
@@ -327,7 +327,7 @@ def lora(data: Data) -> Training:
 
 @script(lr=1e-2, steps=300, weight_decay=5e-4)
 def gcn(data: Data) -> Training:
-    """Classify the nodes of a generated graph; every fifth has a known class."""
+    """Classify the nodes of a generated graph. Every fifth node has a known class."""
     g = Generator().manual_seed(0)
     classes = torch.randint(7, (1500,), generator=g)
     chances = torch.where(classes[:, None] == classes, 0.012, 0.0012)

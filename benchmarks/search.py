@@ -1,9 +1,8 @@
 """A search for the settings of one optimizer, one axis after the other.
 
-A rate is bracketed: the search goes on in steps of ``10^¼`` until the best value has a worse neighbor on both sides.
+Rates are bracketed: the search continues in steps of ``10^¼`` until the best value has a worse neighbor on both sides.
 The other axes are lists of choices. The first axis is searched again at the end, because the choices move its optimum.
-The search depends on nothing but the losses, so that one that was interrupted is repeated with the losses that are
-known.
+The search depends only on the losses, so an interrupted search can be repeated with the known losses.
 """
 
 import math
@@ -15,10 +14,10 @@ from benchmarks.recipes.types import Setting, Settings
 STEP = 10**0.25
 """Ratio of two neighboring rates."""
 _MOST = 12
-"""Rates to try on each side; a search that leaves this range has no optimum."""
+"""Maximum number of rates on each side. A search that leaves this range has no optimum."""
 
 LossOf = Callable[[Settings], float]
-"""Trains with some settings, and returns the final loss, infinite for a run that failed."""
+"""Trains with some settings, and returns the final loss, which is infinite for a failed run."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ def search(start: Settings, axes: Sequence[Axis], loss_of: LossOf) -> Settings:
 
     Args:
         start: The settings to begin with.
-        axes: What is searched, in this order.
-        loss_of: Returns the loss of a run; it is called again for settings that are known.
+        axes: The axes to search, in this order.
+        loss_of: Returns the loss of a run. It may be called several times for the same settings.
     """
     best = start
     for axis in (*axes, axes[0]):

@@ -1,4 +1,4 @@
-"""The store of all results: JSON files that later runs extend, of a comparison or of the cells of a study."""
+"""Stored results: JSON files of a comparison or of the cells of a study, which later runs extend."""
 
 import datetime
 import hashlib
@@ -22,16 +22,16 @@ from benchmarks.report import plain
 
 VERSION = 1
 CELLS_VERSION = 2
-"""Of the format of a file of cells."""
+"""Version of the format of files of cells."""
 
 Identity = Mapping[str, Any]
-"""Everything that the figures of a cell depend on, beside the code and the machine."""
+"""Everything that the results of a cell depend on, except for the code and the machine."""
 Figures = dict[str, Any]
 Machine = dict[str, Any]
 
 
 def load(path: Path, head: Mapping[str, Any]) -> dict[str, Any]:
-    """Read results, or begin new ones."""
+    """Read results, or return new ones if there is no file."""
     if not path.exists():
         return {"version": VERSION, **head, "machines": [], "runs": []}
     try:
@@ -40,8 +40,8 @@ def load(path: Path, head: Mapping[str, Any]) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as err:
         raise ValueError(f"{path} holds no results of a comparison: {err!r}") from err
     if found.get("version") != VERSION or other:
-        told = ", ".join(f"{key} {value!r} instead of {head[key]!r}" for key, value in other.items())
-        raise ValueError(f"{path} is of another comparison ({told or 'another version'}): give another --results")
+        changes = ", ".join(f"{key} {value!r} instead of {head[key]!r}" for key, value in other.items())
+        raise ValueError(f"{path} is of another comparison ({changes or 'another version'}): give another --results")
     return dict(found)
 
 
@@ -50,7 +50,7 @@ def save(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def write(path: Path, head: Mapping[str, Any], name: str, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Write a file, whole or not at all: one entry a line, so that a diff shows what came."""
+    """Write a file atomically, with one entry per line, so that a diff shows the new entries."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(plain(entry), allow_nan=False) for entry in entries)
     text = json.dumps(plain(head), indent=1, allow_nan=False)[:-2] + f',\n "{name}": [\n' + lines + "\n]}\n"
@@ -81,13 +81,13 @@ def processor() -> str:
 
 @dataclass
 class Cells:
-    """The finished runs of one experiment, in a file."""
+    """The finished runs of one experiment, which are stored in a file."""
 
     path: Path
     budget: float | None = None
-    """Seconds after which no further run begins."""
+    """Seconds after which no further run starts."""
     left: int = 0
-    """Runs that were wanted and not begun."""
+    """Number of runs that were not started for lack of time."""
     summary: dict[str, Any] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
 
@@ -97,7 +97,7 @@ class Cells:
             return {}
         data = json.loads(self.path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or data.get("version") != CELLS_VERSION or "cells" not in data:
-            raise ValueError(f"{self.path} is no file of finished runs of this version: move it away")
+            raise ValueError(f"{self.path} is no file of finished runs of this version: move it to another folder")
         machines = data["machines"]
         return {_key(cell["of"]): (cell["of"], cell["figures"], machines[cell["machine"]]) for cell in data["cells"]}
 
@@ -107,14 +107,14 @@ class Cells:
     def run(
         self, identity: Identity, measure: Callable[[], Figures], counts: Callable[[Figures], bool] = lambda _: True
     ) -> Figures | None:
-        """Return the figures of a cell; run it if it is not done and there is time for it."""
+        """Return the results of a cell, after running it if necessary; None if there is no time left to run it."""
         found = self.get(identity)
         if found is not None and counts(found):
             return found
         if self.budget is not None and time.monotonic() - self._started > self.budget:
             self.left += 1
             return None
-        identity = _timed(identity)  # before the measurement, which may set other threads
+        identity = _timed(identity)  # before the measurement, which may change the number of threads
         pause = self.pause(identity)
         figures: Figures = plain(measure())
         self._found[_key(identity)] = plain(identity), figures, {**report.environment(), "processor": processor()}
@@ -152,7 +152,7 @@ def locked(path: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout as err:
-        raise ValueError(f"{path} is being written by another process: wait for it, or give another file") from err
+        raise ValueError(f"{path} is being written by another process: wait for it, or pass another file") from err
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""Step times: classes of steps, optimizers under the clock that take turns, and the floor that FLOPs set.
+"""Step times: classes of steps, optimizers that are timed in turns, and the lower bound that the FLOPs imply.
 
-A step of K-FAC or EK-FAC is plain, or it updates the factors, or it also refreshes the inverses. All three are timed in
-one short run and weighed as longer intervals would weigh them. A step of HyLo is plain or a refresh. Stages of a step
-stand beside the time that their own FLOPs take at the rate of large products.
+A step of K-FAC or EK-FAC is plain, or it updates the factors, or it also refreshes the inverses. One short run times
+all three, and the mean weights them according to longer intervals. A step of HyLo is plain or a refresh. The time of a
+stage is compared with the time that its FLOPs take at the rate of large matrix products.
 """
 
 import statistics
@@ -25,14 +25,14 @@ Times = dict[StepClass, list[float]]
 
 @dataclass(frozen=True)
 class Intervals:
-    """Steps between updates of the factors, and between refreshes of the inverses: a multiple of the former."""
+    """Steps between updates of the factors, and between refreshes, which is a multiple of the former."""
 
     factor: int
     refresh: int
 
     @property
     def name(self) -> str:
-        """As in tables: ``10/100``, or ``10`` where both are the same."""
+        """Name in tables: ``10/100``, or ``10`` if both are the same."""
         return f"{self.refresh}" if self.factor == self.refresh else f"{self.factor}/{self.refresh}"
 
     def step_class(self, step: int) -> StepClass:
@@ -41,7 +41,7 @@ class Intervals:
         return "factor" if step % self.factor == 0 else "plain"
 
     def weights(self) -> dict[StepClass, float]:
-        """Return the share of each class of steps in the long run: 10/100 gives .90, .09, .01."""
+        """Return the share of each class of steps in a long run: .90, .09 and .01 for 10/100."""
         refresh = 1 / self.refresh
         factor = 1 / self.factor - refresh
         return {"plain": 1 - factor - refresh, "factor": factor, "refresh": refresh}
@@ -51,15 +51,15 @@ class Intervals:
 
 
 MEASURED = Intervals(2, 10)
-"""Intervals of the timed run: short, so that every class comes up often."""
+"""Intervals of the timed run, which are short, so that it has many steps of every class."""
 REPORTED = (Intervals(10, 100), Intervals(1, 10))
 ROWS_REFRESHED = Intervals(10, 10)
-"""Of a method that keeps rows of examples, renewed by the same step that takes them: by default every tenth."""
+"""Intervals of a method that keeps rows of examples, which every tenth step takes and refreshes by default."""
 
 
 @dataclass
 class Row:
-    """Step times of one optimizer and of the reference steps taken in between."""
+    """Step times of one optimizer."""
 
     label: str
     times: Times = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Row:
         return {kind: statistic(values) for kind, values in self.times.items()}
 
     def ratio(self, intervals: Intervals, reference: "Row", minima: bool = False) -> float:
-        """Return the amortised step time over that of plain reference steps."""
+        """Return the amortized step time, relative to plain steps of the reference."""
         statistic: Callable[[Sequence[float]], float] = min if minima else statistics.median
         own, other = self.summary(statistic), reference.summary(statistic)["plain"]
         has_classes = len(own) > 1
@@ -77,20 +77,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of a training step and of what a method with curvature of layers adds to it."""
+    """FLOPs of a training step, and those that a method adds for the curvature of layers."""
 
     training: float
     precondition: float
     factor: float = 0.0
-    """Of the products behind the factors."""
+    """FLOPs of the products that compute the factors."""
     refresh: float = 0.0
     scale: float = 0.0
-    """Of EK-FAC's scale, which every step measures."""
+    """FLOPs of EK-FAC's scale, which every step measures."""
     triangles: float = 0.0
-    """Of the factors, where of a symmetric product one triangle is computed."""
+    """FLOPs of the factors if only one triangle of each symmetric product is computed."""
 
     def floor(self, intervals: Intervals) -> float:
-        """Return the least ratio to a plain training step, were every FLOP equally fast."""
+        """Return the minimum step time relative to plain training, if all FLOPs took the same time."""
         return 1 + self.extra(intervals) / self.training
 
     def extra(self, intervals: Intervals) -> float:
@@ -102,15 +102,15 @@ REFERENCE_EVERY = 3
 
 @dataclass
 class Contender:
-    """One optimizer under the clock."""
+    """One optimizer that is timed."""
 
     trainer: Trainer
     scheme: str | None = None
-    """How it inverts curvature; None for a method whose steps are all alike."""
+    """How it inverts the curvature; None for a method whose steps all do the same work."""
     measured: Intervals = MEASURED
     """Intervals of the timed run."""
     reported: tuple[Intervals, ...] = REPORTED
-    """Intervals to amortise over."""
+    """Intervals to amortize over."""
     row: Row = field(init=False)
     taken: int = 0
 
@@ -134,7 +134,7 @@ class Contender:
             if kind in peaks:
                 self.step(record=False)
             else:
-                self.trainer.optimizer.zero_grad()  # gradients of the last step are part of no level at rest
+                self.trainer.optimizer.zero_grad()  # gradients of the last step must not raise the initial level
                 peaks[kind] = peak_bytes(lambda: self.step(record=False), self.trainer.precision.device)
         return peaks
 
@@ -142,7 +142,7 @@ class Contender:
 def measure(
     reference: Contender, contenders: Sequence[Contender], steps: int, on_round: Callable[[], None] = lambda: None
 ) -> None:
-    """Let the contenders take steps in turn, and the reference after every third of them."""
+    """Let the contenders take steps in turns, and the reference after every third of those."""
     for contender in (reference, *contenders):
         contender.step(record=False)
     turns = 0
@@ -157,9 +157,9 @@ def measure(
 
 
 ROUNDS = 3
-"""Refresh intervals of steps that are looked into."""
+"""Number of refresh intervals in which stages are timed."""
 SHOWN: Mapping[str, StepClass] = {"precondition": "plain", "capture": "factor", "refresh": "refresh"}
-"""The stages that FLOPs set a floor for, and the class of steps that is looked into for each."""
+"""The stages with a lower bound from FLOPs, and the class of steps in which each is timed."""
 
 
 def stage_times(run: Contender) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""The commands of ``python -m benchmarks``, one file each."""
+"""The commands of ``python -m benchmarks``, with one file per command."""

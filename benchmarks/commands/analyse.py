@@ -1,8 +1,8 @@
-"""``analyse``: what the curvature of a training run looks like, written down event by event, and drawn.
+"""``analyse``: records and plots of the curvature during a training run.
 
-A layer method trains a workload with its recipe, and an observer that changes nothing looks on: rank of the kernel of
-every layer, norms of gradients and updates, error of updates from few rows (KID, KIS), time of every stage of a step.
-Norms and times are of every step; rank and error, which need the rows of all examples, of every tenth or so.
+A layer method trains a workload with its recipe, and an observer, which does not affect the training, records norms of
+gradients and updates and stage times in every step. In every tenth step by default, it also records what needs the rows
+of all examples: the rank of each layer's kernel, and the error of updates from few rows (KID, KIS).
 """
 
 import time
@@ -42,7 +42,7 @@ _MEASURED = {
 
 @dataclass
 class Analyse(Common):
-    """Train with a layer method and record rank, gradient norms, error of few rows and stage times, with plots."""
+    """Train with a layer method and record and plot ranks, gradient norms, errors of few rows and stage times."""
 
     workload: WorkloadName = "digits"
     """Workload to train."""
@@ -76,7 +76,7 @@ class Analyse(Common):
     """Format of the plots."""
 
     def run(self) -> int:
-        """Run the command, and return 0, or 1 when the loss was no longer finite."""
+        """Run the command. Return 1 if a run diverged, and 0 otherwise."""
         check_ranges(self, ("steps",))
         torch.set_num_threads(self.threads)
         changes = parse_settings(self.set)

@@ -1,12 +1,11 @@
-"""``batch-size``: steps to a training loss against the examples of a step, method by method.
+"""``batch-size``: the steps to a training loss as a function of the batch size, for each method.
 
-At each batch size every method gets the same number of trials: learning rates at the same multiples of its recipe's,
-which is scaled to the batch by the recipe's own rule. The first trial that reaches the target sets the limit of the
-later ones: with more steps they could not be better. Where the best rate is the first or the last of the row, a better
-one may lie beyond, and the table says so.
+At each batch size, every method gets the same number of trials. Their learning rates are the same multiples of the
+recipe's rate, which the recipe's own rule scales to the batch size. A trial that reaches the target limits the steps of
+the later ones, because they would not be better with more steps. If the best rate is the lowest or the highest one, a
+better rate may be outside the range, and the table marks it.
 
-Perfect scaling halves the steps when the batch doubles, and costs no more examples; where a method leaves that line,
-larger batches are worth less to it.
+With perfect scaling, doubling the batch size halves the steps. A method that deviates from this line benefits less.
 """
 
 import math
@@ -47,7 +46,7 @@ class BatchSize(Evidence):
     seconds: float = 300.0
     """Maximum processor seconds of a run."""
     seeds: int = 1
-    """Number of seeds of the best rate. The median counts, and a seed that does not reach the loss is infinite."""
+    """Number of seeds of the best rate. The median counts, and a seed that misses the loss counts as infinite."""
 
     @property
     def stem(self) -> str:
@@ -60,7 +59,7 @@ class BatchSize(Evidence):
     @property
     def loss(self) -> float:
         if self.target is None and self.workload not in TARGETS:
-            raise ValueError(f"{self.workload} has no target of its own, give one with --target")
+            raise ValueError(f"{self.workload} has no default target, pass one with --target")
         return TARGETS[self.workload] if self.target is None else self.target
 
     def check_options(self) -> None:
@@ -74,7 +73,7 @@ class BatchSize(Evidence):
 
     def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
         rows: list[Figures] = []
-        for batch_size in sorted(self.batch_sizes):  # the cheap ones first
+        for batch_size in sorted(self.batch_sizes):  # the fastest first
             workload = make_workload(self.workload, self.data_dir, self.size, batch_size)
             for name in self.optimizers:
                 advance(f"{name}, batch {batch_size}")
@@ -115,9 +114,9 @@ class BatchSize(Evidence):
     def trial(
         self, cells: Cells, name: str, workload: Workload, factor: float, seed: int, limit: int
     ) -> Figures | None:
-        """Do one run, or take it from the cells, where the limit is no part of its name: it only ends what has lost.
+        """Return the results of one run, which may be stored. Its key does not contain ``limit``.
 
-        What lost against a lower limit than this one may yet win, and runs again.
+        A stored run that stopped at a lower limit than this one is repeated, because it may reach the target now.
         """
         recipe = recipe_on(name, workload, self.size, self.data_dir).times(factor)
         identity = self.about(
@@ -126,7 +125,7 @@ class BatchSize(Evidence):
         )  # fmt: skip
 
         def counts(found: Figures) -> bool:
-            # Files of an earlier time have no limit: what was slower took as many steps as it was given.
+            # Older files have no limit, but a slower run took as many steps as its limit.
             return bool(found["end"] != "slower" or limit <= found["limit" if "limit" in found else "taken"])
 
         def train() -> Figures:

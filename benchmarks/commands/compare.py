@@ -1,7 +1,7 @@
-"""``compare``: one workload, many optimizers, the same number of trials for each; a report as a page of Markdown.
+"""``compare``: many optimizers on one workload, with the same number of trials each, and a report in Markdown.
 
-It can be stopped at any time and goes on where it was, to the bit, also in the middle of a run: each is checkpointed
-every minute beside the results. Results that lie in the repository are extended by later runs.
+It can be stopped at any time, and continues exactly from there: each run is checkpointed every minute, next to the
+results. Later runs extend the results in the repository.
 """
 
 import sys
@@ -30,10 +30,10 @@ from benchmarks.workloads import Size, Workload, WorkloadName
 from benchmarks.workloads.stand_in import found_or_made_up
 
 TARGETS: dict[str, float] = {"autoencoder": 0.2, "poisson": 0.2}
-"""Share of the best first-order run's steps within which one of ours should reach its loss."""
+"""Share of the best first-order run's steps in which one of our methods should reach its loss."""
 TARGET = 0.7
 SMOKE_STEPS = 20
-"""Most steps of a whole run in the small size: enough to see that everything works."""
+"""Maximum number of steps of a full run in the size ``smoke``, which only checks that everything works."""
 
 
 @dataclass
@@ -63,8 +63,8 @@ class Compare(Common):
     jobs: int = 1
     """Number of simultaneous runs, each with its own --threads."""
     threads: int = 1
-    """Threads of a run. With one of them seconds are those of the processor, scaled by steps of SGD in between to its
-    speed when the comparison began, for other work slows it down; with more they are those of the clock."""
+    """Number of threads of a run. With one thread, seconds are processor time, which steps of SGD in between scale to
+    the processor's speed at the start, because other work slows it down. With more, they are wall-clock time."""
     batch_size: int | None = None
     """Batch size. Default: that of the workload."""
     workload_set: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class Compare(Common):
     def run(self) -> int:
         """Run the command.
 
-        Returns 0, or 1 when a whole run or every trial of an optimizer raised an error; one that diverged is a result.
+        Returns 1 if a full run or all trials of an optimizer raised an error, else 0. Divergence is no error.
         """
         set_paths(self.peer_path)
         path = self.results or self.out_dir / f"compare-{self.workload}-{self.size}.json"
@@ -90,9 +90,9 @@ class Compare(Common):
             results["command"] = command_line(sys.argv[1:])
             names = list(self.optimizers) or self._everyone()
             for name in names:
-                find(name).recipe(self.workload, self.size)  # names a wrong one before hours have passed
+                find(name).recipe(self.workload, self.size)  # reports a wrong name before the first run
                 if name in PEERS and name not in available():
-                    find(name).construct(nn.Linear(1, 1), **find(name).settings(self.workload))  # says what is missing
+                    find(name).construct(nn.Linear(1, 1), **find(name).settings(self.workload))  # reports the problem
             if self.threads == 1 and self.size != "smoke":
                 results.setdefault("reference_seconds", measure_reference(setting))
                 setting = replace(setting, reference_seconds=results["reference_seconds"])
@@ -135,7 +135,7 @@ class Compare(Common):
     def _everyone(self) -> list[str]:
         names = [name for name in (*METHODS, *available()) if self.workload in find(name).recipes]
         plain = {name: dict(find(name).settings(self.workload, size=self.size)) for name in names}
-        # A variant that is the recipe of its method on this workload would do every run twice.
+        # A variant with the same settings as its method would repeat every run.
         twins = [name for name in names if name in VARIANTS and plain[name] == plain.get(name.split("_")[0])]
         return [name for name in names if name not in twins]
 
@@ -203,13 +203,13 @@ def _counts_hits(metric: str) -> bool:
 
 
 def _failed(runs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a full run raised an error, or every run of an optimizer did, so that it has no full run."""
+    """Return whether a full run failed, or all runs of an optimizer did, so that it has no full run."""
     able = {run["optimizer"] for run in runs if not run["failed"]}
     return any(run["failed"] and (run["phase"] != "sift" or run["optimizer"] not in able) for run in runs)
 
 
 def _drop_outdated(results: dict[str, Any], names: list[str], setting: Setting) -> None:
-    """Remove runs that failed, which are repeated, and those of recipes and packages that have changed since."""
+    """Remove failed runs and runs with changed recipes or packages, so that they are repeated."""
 
     def stays(run: Mapping[str, Any]) -> bool:
         if run["optimizer"] not in names:
@@ -223,7 +223,7 @@ def _drop_outdated(results: dict[str, Any], names: list[str], setting: Setting) 
 
 
 def _best(runs: list[dict[str, Any]], names: list[str], budget: Budget) -> list[str]:
-    """Return the two of our methods and the first-order optimizer with the lowest losses, once all have a full run."""
+    """Return the best two of our methods and the best first-order optimizer, once all have a full run."""
     first = [run for run in runs if run["phase"] == "final" and run["seed"] == 0 and run["steps"] == budget.steps]
     if any(job.phase == "sift" or job.seed == 0 for job in pending(runs, names, (), budget)):
         return []
@@ -234,7 +234,7 @@ def _best(runs: list[dict[str, Any]], names: list[str], budget: Budget) -> list[
 
 @contextmanager
 def _workers(jobs: int) -> Iterator[Any]:
-    """Return a function that starts a run: in this process if there is one at a time, otherwise in other processes."""
+    """Yield a function that starts a run: in this process if ``jobs`` is 1, and in other processes otherwise."""
     if jobs == 1:
         yield _now
         return

@@ -1,9 +1,9 @@
-"""``density``: what a sparse window of gradients loses and saves: loss and metric at the end against entries kept.
+"""``density``: the final loss, metric and memory of sparse windows of gradients, as a function of their density.
 
-Sparse M-FAC keeps of each gradient the largest entries of every block and feeds the rest back (EFCP, Modoranu,
-Kalinov, Kurtic, Frantar and Alistarh, "Error feedback can accurately compress preconditioners", 2023, arXiv
-2306.06098, which claims up to 99 % without a loss of accuracy). All densities, the dense window and the methods
-without a window train with the same seeds, batches and schedule; dense and sparse windows share their settings, too.
+Sparse M-FAC keeps the largest entries in every block of a gradient and feeds the rest back (EFCP, Modoranu, Kalinov,
+Kurtic, Frantar and Alistarh, "Error feedback can accurately compress preconditioners", 2023, arXiv 2306.06098, which
+claims a sparsity of up to 99 % without loss of accuracy). All densities, the dense window and the methods without a
+window train with the same seeds, batches and schedule. Dense and sparse windows also share their settings.
 """
 
 import statistics
@@ -50,7 +50,7 @@ PUBLISHED: Settings = {
     "window_size": 1024,
     "scale": "window",
 }
-"""For ResNet-20 on CIFAR-10 with density 0.01, batch 128 and 164 epochs."""
+"""Settings for ResNet-20 on CIFAR-10 with density 0.01, batch size 128 and 164 epochs."""
 SOURCE = "README and scripts of github.com/IST-DASLab/EFCP, ResNet-20 on CIFAR-10, where a run has 164 epochs"
 
 SPARSE_ONLY = frozenset(("density", "block_size", "value_dtype", "error_feedback", "error_bits", "rank"))
@@ -182,14 +182,14 @@ def _kept_share(sizes: Sequence[int], settings: Settings) -> float:
 
 
 def _summary(entry: _Entry, runs: Sequence[Figures]) -> Figures:
-    whole, told = lost(runs)
+    whole, counts = lost(runs)
     row: Figures = {
         "label": entry.label,
         "optimizer": entry.optimizer,
         "settings": dict(entry.settings),
         "share": entry.share,
         "note": entry.note,
-        **told,
+        **counts,
     }
     for key in ("loss", "metric", "processor_seconds"):
         values = [run[key] for run in whole]

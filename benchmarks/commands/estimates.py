@@ -1,8 +1,8 @@
-"""``estimates``: the slowdown that ``secondorder.estimate`` predicts, next to the one that is measured.
+"""``estimates``: a comparison of the slowdown that ``secondorder.estimate`` predicts with the measured one.
 
-Each method has the options of its constructor, but no warm-up of the curvature, which an estimate leaves out. Blocks of
-its steps and of SGD's alternate, until all kinds of steps in one interval between refreshes were timed. The first steps
-of a block are not timed, because the other model has left the caches. Windows are full from the start.
+Each method uses the defaults of its constructor, except that the curvature has no warm-up, which estimates ignore.
+Blocks of its steps alternate with blocks of SGD until all steps of one interval between refreshes are timed. The first
+steps of a block may be excluded, because the caches still contain the other model. Windows are full from the start.
 """
 
 import gc
@@ -32,7 +32,7 @@ _EARLY: dict[str, Any] = {"refresh": RefreshOptions(warmup=False)}
 _WINDOWS = ("mfac", "sparse_mfac", "ggt")
 _CURVATURE = ("kfac", "ekfac", "hylo", "from_adamw", "from_muon", "orthogonal_momentum")
 _BLOCK, _REST, _SETTLE = 10, 5, 2
-"""Timed steps of a method and of SGD in a block, and the steps before them."""
+"""Timed steps of a method and of SGD per block, and untimed steps before them."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Estimates(Evidence):
     window_size: int = 64
     """Number of rows of the windows."""
     steps: int = 30
-    """Smallest number of timed steps of a method. A whole interval between refreshes is timed in any case."""
+    """Minimum number of timed steps of a method. At least one full interval between refreshes is timed."""
     tolerance: float = 0.25
     """Largest relative error of an estimate that counts as close."""
 
@@ -82,7 +82,7 @@ class Estimates(Evidence):
     def _build(self, name: str, model: nn.Module) -> Optimizer:
         if name in ("sgd", "adamw"):
             return sgd(model, lr=_RATE, momentum=0.9) if name == "sgd" else adamw(model, lr=_RATE)
-        if name in _WINDOWS:  # random rows give no sensible direction, so the weights stay where they are
+        if name in _WINDOWS:  # random rows give useless directions, so the weights must not change
             return secondorder.create(name, model, lr=0.0, window_size=self.window_size)
         return secondorder.create(name, model, lr=_RATE, **({} if name == "hylo" else _EARLY))
 
@@ -112,7 +112,7 @@ class Estimates(Evidence):
         while len(seconds) < steps:
             others += _take(base, _SETTLE, _REST)
             seconds += _take(own, _SETTLE if interval == 1 else 0, _BLOCK)
-        # Kinds of steps differ, so their mean counts. A median withstands what other programs do.
+        # A median is robust to other load, but steps of several kinds need a mean.
         typical = statistics.median if interval == 1 else statistics.fmean
         return typical(seconds[:steps]), statistics.median(others)
 
@@ -131,7 +131,7 @@ class _WithLoss(nn.Module):
 
 def _take(trainer: Trainer, settle: int, steps: int) -> list[float]:
     gc.collect()
-    gc.disable()  # a collection in the middle of a step would be charged to it
+    gc.disable()  # a collection would add to the time of a step
     try:
         for _ in range(settle + steps):
             trainer.step()

@@ -1,4 +1,4 @@
-"""``fetch``: bring the data of a workload into the folder where it looks for it."""
+"""``fetch``: downloads the data of a workload to the folder from which it is read."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from benchmarks.workloads import WorkloadName
 
 @dataclass
 class Fetch:
-    """Download the public data of one workload and verify its checksums. Needs the package pooch."""
+    """Download the public data of one workload and verify its checksums. This requires the package pooch."""
 
     workload: WorkloadName
     """Workload whose data to download."""

@@ -1,4 +1,4 @@
-"""``figures``: the figures of the documentation, drawn from stored results without running anything again."""
+"""``figures``: draws the figures of the documentation from stored results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ def _title(results: Results) -> str:
 
 # ---------------------------------------------------------------------- ranks and the demo
 def draw_worlds(results: Results, path: Path) -> None:
-    """Draw the step of the busiest rank against the number of ranks: measured as points, extrapolated as dashes."""
+    """Draw the step time of the busiest rank over the number of ranks: measured points, and an extrapolation."""
     rows = results["rows"]
     last = max(row["world"] for row in rows if row["measured"] is not None)
 

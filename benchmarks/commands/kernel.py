@@ -1,7 +1,7 @@
-"""``kernel``: what HyLo's kernel and its projection cost beside their FLOPs, at the rate of large matrix products.
+"""``kernel``: the times of HyLo's kernel and projection, compared with the FLOPs at the rate of large matrix products.
 
-The kernel of R rows takes 2 R² (d_i + d_o) FLOPs, the projection of every step 4 R d_i d_o. A large square product is
-timed in turns with both, and gives the rate at which so many FLOPs could be done.
+The kernel of R rows takes 2 R² (d_i + d_o) FLOPs, and the projection in every step takes 4 R d_i d_o. A large square
+product, which is timed in turns with both, gives the rate.
 """
 
 import statistics

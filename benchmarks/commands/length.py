@@ -1,7 +1,7 @@
-"""``length``: long runs, with the held-out metric along the way and the seconds in which it reaches given values.
+"""``length``: long runs that evaluate on held-out data, and the seconds in which the metric reaches given values.
 
-Each optimizer trains with multiples of the rates of its recipe, and its best run is shown. Seconds are those of the
-processor, scaled to the speed at which the study began by steps of SGD in between.
+Each optimizer trains with multiples of the rates of its recipe, and its best run is shown. Seconds are processor time,
+which steps of SGD in between scale to the speed of the processor at the start of the study.
 """
 
 import statistics
@@ -45,7 +45,7 @@ class Length(Evidence):
     evaluations: int = 15
     """Number of evaluations on all held-out data during a run."""
     targets: tuple[float, ...] = (0.8, 0.85, 0.88)
-    """Values of the metric, a higher one of which is better."""
+    """Values of the metric to reach, where higher values are better."""
     schedule: Literal["cosine", "linear", "trapezoid"] = "cosine"
     """Schedule of the rates, after a warm-up over 5 % of the steps."""
 
@@ -77,7 +77,7 @@ class Length(Evidence):
         return [row for row in rows if row]
 
     def _row(self, name: str, setting: Setting, cells: Cells, advance: Callable[[str], None]) -> Figures:
-        """Train with all rates, and return the figures of the best run; none if there was no time for all of them."""
+        """Train with all rates, and return the results of the best run, or none if there was no time for all rates."""
         runs = []
         for times in self.factors:
             advance(f"{name}, rates times {times:.3g}")
@@ -127,9 +127,9 @@ class Length(Evidence):
 
 
 _CAPTION = (
-    "Of several runs with different rates, the one with the best metric. The training loss is the mean of the last "
-    "points of the curve, each of which is a mean of ten steps. The columns that begin with to have the seconds of the "
-    "first evaluation with at least this value."
+    "Of runs with several rates, the table shows the one with the best metric. The training loss is the mean of the "
+    "last points of the curve, each of which is a mean of ten steps. The columns with a value of the metric show the "
+    "seconds until the first evaluation with at least this value."
 )
 _POINTS = 3
 

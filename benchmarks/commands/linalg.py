@@ -1,18 +1,18 @@
-"""``linalg``: bringing eigenbases and inverses up to date after their factor has drifted.
+"""``linalg``: the time and accuracy of ways to update eigenbases and inverses after their factor has changed.
 
-A factor of decaying spectrum, its basis and its damped inverse known, moves as one update of a running mean moves it:
-``X ← (1 − drift) X + drift Y``, Y being the second moment of rows of another distribution, of the same trace. Then
-everything is brought up to date in every way, and judged in float64.
+A factor with a decaying spectrum and a known basis and damped inverse changes by one update of a running mean:
+``X ← (1 − drift) X + drift Y``, where Y is the second moment of rows of another distribution, with the same trace. Then
+each method updates the basis or the inverse, and its result is measured in float64.
 
-A basis, by ``eigh`` and by sweeps of QR: by what is left off the diagonal of ``QᵀXQ``, and by the scale along its
-vectors, ``diag(QᵀXQ)`` against the eigenvalues, both in ascending order. EK-FAC measures its scale in whatever basis
-there is, so the first figure says how good its curvature can be, and the second how far K-FAC's would be off.
+A basis is updated by ``eigh`` and by QR sweeps. Its errors are the part of ``QᵀXQ`` outside the diagonal, and the
+difference between the scale ``diag(QᵀXQ)`` and the eigenvalues, both in ascending order. EK-FAC measures its scale in
+any basis, so the first error limits the quality of its curvature. The second one is the error of K-FAC's scale.
 
-An inverse Y of ``Z = X + λI``, by Cholesky, by ``eigh`` and by rounds of Newton and Schulz, ``Y ← Y (2I − ZY)``, which
-square the residual ``I − ZY`` if its spectral norm is below 1: by that residual, and by how far a direction is off.
+An inverse Y of ``Z = X + λI`` is updated by Cholesky, ``eigh`` and Newton-Schulz iterations ``Y ← Y (2I − ZY)``, which
+square the residual ``I − ZY`` if its spectral norm is below 1. Its errors are that residual and that of a direction.
 
-A polar factor, of a matrix of full rank and of one of a sixteenth of it, by Muon's rounds in float32 and bfloat16: by
-how far it is from what the same rounds give in float64.
+The polar factors of two matrices, of full rank and of a sixteenth of it, are computed by Muon's iteration in float32
+and bfloat16. The error is the distance from the result of the same iteration in float64.
 """
 
 import statistics
@@ -36,9 +36,9 @@ from secondorder.linalg import dense, eigenbasis, polar
 Update = Literal["none", "eigh", "qr", "qr, 2 sweeps"]
 Inversion = Literal["none", "cholesky", "eigh", "newton", "newton, 2 rounds"]
 
-_DECADES = 4.0  # over which the eigenvalues are spread
-_SMALL = 512  # side of matrices whose singular values are all found
-_TURN = 0.5  # between the eigenbases of the old part and of the new one
+_DECADES = 4.0  # range of the eigenvalues
+_SMALL = 512  # below this size, all singular values are computed
+_TURN = 0.5  # scale of the rotation between the old and the new eigenbasis
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Linalg(Alone):
         judged: Mapping[Any, Mapping[str, float]],
         reference: str,
     ) -> list[dict[str, Any]]:
-        """Return the figures of every way; doing nothing has no time."""
+        """Return the results of every method. The method ``none`` has no time."""
         times = timed_in_turns(ways, self.trials, torch.device(self.device))
         medians = {name: statistics.median(spent) for name, spent in times.items()}
         found = []
@@ -139,10 +139,10 @@ def updates(factor: Tensor, basis: Tensor) -> dict[Update, Callable[[], Tensor]]
 
 
 def judge(factor: Tensor, basis: Tensor) -> dict[str, float]:
-    """Measure a basis Q against a matrix X of eigenvalues λ.
+    """Return the errors of a basis Q for a matrix X with eigenvalues λ.
 
-    Off the diagonal: ``‖QᵀXQ − diag‖ / ‖X‖``; scale error: ``‖diag(QᵀXQ) − λ‖ / ‖λ‖``; median error: the median of
-    ``|diag(QᵀXQ) / λ − 1|``, in which small eigenvalues count as much as large ones.
+    They are ``‖QᵀXQ − diag‖ / ‖X‖`` (off the diagonal), ``‖diag(QᵀXQ) − λ‖ / ‖λ‖`` (scale error), and the median of
+    ``|diag(QᵀXQ) / λ − 1|`` (median error), in which small and large eigenvalues have the same weight.
     """
     seen = basis.mT @ factor @ basis
     diagonal, exact = seen.diagonal(), torch.linalg.eigvalsh(factor)
@@ -175,9 +175,9 @@ def newton_schulz(x: Tensor, y: Tensor, rounds: int) -> Tensor:
 
 
 def judge_inverse(x: Tensor, y: Tensor) -> dict[str, float]:
-    """Measure an inverse Y against its matrix X: ``‖I − XY‖ / √n``, its norm, and the error of ``Yg`` for random g.
+    """Return ``‖I − XY‖ / √n``, the spectral norm of ``I − XY``, and the error of ``Yg`` for random g.
 
-    Where the largest singular value of ``I − XY`` is below 1, a round of Newton and Schulz squares it.
+    If the spectral norm is below 1, a Newton-Schulz iteration squares it.
     """
     rest = torch.eye(len(x), dtype=x.dtype) - x @ y
     g = torch.randn(len(x), generator=torch.Generator().manual_seed(0), dtype=x.dtype)

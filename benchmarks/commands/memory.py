@@ -1,8 +1,8 @@
-"""``memory``: bytes that every method keeps beside parameters and gradients, on one rank and on several, and planned.
+"""``memory``: the bytes that every method stores in addition to parameters and gradients, measured and planned.
 
-One process: each optimizer takes a few steps, so that all its state is there, and its bytes are counted by kind; beside
-them stands what ``plan()`` says of one rank. Several ranks: what ``plan()`` says of them; the tests of the package hold
-it equal to the bytes of runs of 2 to 4 processes.
+For one process, each optimizer takes a few steps, so that its state is complete. Its bytes are counted by kind and
+compared with ``plan()``. For several ranks, the bytes are those of ``plan()``. The tests of the package check that they
+are equal to the bytes of runs with 2 to 4 processes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,10 +24,10 @@ from secondorder import CommOpt, HybridOpt, MemOpt, SecondOrderOptimizer
 from secondorder.comm import CommStrategy
 
 TEMPORARY = ("workspace", "pending")
-"""Kinds that hold nothing between steps but memory to compute in."""
+"""Kinds of temporary memory, which contain no state between steps."""
 COUNTERS = "buffers"
 UNPLANNED = 256
-"""Bytes of counters of a whole method, such as those of HyLo's policy, that no plan counts."""
+"""Bytes of counters of a whole method, such as those of HyLo's policy, that plans do not count."""
 _MOMENTUM = ("momentum", "fallback")
 _OWN: tuple[MethodName, ...] = tuple(name for name in OURS if name not in VARIANTS)
 
@@ -39,7 +39,7 @@ class Memory(Evidence):
     workload: WorkloadName = "autoencoder"
     """Workload whose model to use."""
     optimizers: tuple[str, ...] = (*_OWN, "ekfac_whiten", *PEERS)
-    """Optimizers, also third-party ones. Those without a recipe or that are not installed are left out."""
+    """Optimizers, including third-party ones. Those that are not installed or have no recipe are left out."""
     batch_size: int | None = None
     """Batch size of a rank. Default: that of the workload."""
     steps: int = 12
@@ -50,10 +50,10 @@ class Memory(Evidence):
     """For HybridOpt: share of the ranks that precondition a layer."""
 
     def run(self) -> int:
-        """Run the command, and return 0, or 1 when bytes are not those of the plan."""
+        """Run the command. Return 1 if the bytes differ from the plan, and 0 otherwise."""
         self.check(positive=("steps", "world"))
         for name in self.optimizers:
-            find(name)  # a name that is not known is no optimizer that cannot be built
+            find(name)  # an unknown name is an error, unlike an optimizer that cannot be built
         cells = self.open_cells(f"memory-{self.workload}")
         workload = make_workload(self.workload, self.data_dir, self.size, self.batch_size)
         found: list[Figures] = []
@@ -110,7 +110,7 @@ class Memory(Evidence):
 
 
 def _sum(kinds: Mapping[str, int], *left_out: str) -> int:
-    """Return the bytes of state, without workspace."""
+    """Return the bytes of the state, without workspace."""
     return sum(n for kind, n in kinds.items() if kind not in (*TEMPORARY, *left_out))
 
 
@@ -120,7 +120,7 @@ def state_bytes(figures: Figures) -> int:
 
 
 def difference(figures: Figures) -> int | None:
-    """Return by how many bytes the state of one process differs from its plan."""
+    """Return the bytes of the state of one process minus those of its plan."""
     return None if figures["planned"] is None else state_bytes(figures) - int(figures["planned"])
 
 

@@ -36,7 +36,7 @@ class Alone:
 
 
 def check_ranges(options: Any, positive: Sequence[str] = (), shares: Sequence[str] = ()) -> None:
-    """Refuse options that are out of range; one that is unset is in it."""
+    """Raise an error if options are out of range. Unset options are valid."""
     for names, most, words in ((positive, math.inf, "positive"), (shares, 1.0, "in (0, 1]")):
         for name in names:
             given = getattr(options, name)

@@ -3,12 +3,12 @@
 A page contains such tables between two comments, ``<!-- results: NAME -->`` and ``<!-- end of results -->``. NAME is
 one of
 
-* the name of a results file without its ending; ``NAME 2`` is the second table of that file alone,
+* the name of a results file without its suffix. ``NAME 2`` is only the second table of that file,
   ``NAME COLUMN=VALUE`` has only the rows with this value, and ``NAME best`` is a short table of a comparison;
 * ``all``, ``losses`` or ``sources``: a table over all comparisons;
 * ``step-times`` or ``memory``: a summary of all measured step times, or of the bytes of all optimizers.
 
-``--page`` renews the tables of a page.
+``--page`` updates the tables of a page.
 """
 
 import json
@@ -24,12 +24,12 @@ from benchmarks.compare.tables import Rows, markdown_table, plain, reach_rows, r
 from benchmarks.compare.wording import NOTHING, number, seconds, share
 
 _NONE = (NOTHING,) * 4
-_FEW = 6  # rows of a short table
+_FEW = 6  # maximum number of rows in a short table
 _PRESETS: Mapping[str, Mapping[str, str]] = {
     "autoencoder": {"kfac_adaptive": "large_batch"},
     "poisson": {"hylo": "physics_informed", "ekfac_adaptive": "least_squares"},
 }
-"""By workload, the optimizers that are presets."""
+"""The presets that optimizers correspond to, by workload."""
 
 
 def overview(comparisons: Sequence[Results]) -> str:
@@ -85,7 +85,7 @@ def _label(item: Summary) -> str:
 
 
 def sources(comparisons: Sequence[Results]) -> str:
-    """Return a table of where the settings of each optimizer come from, besides the learning rate."""
+    """Return a table with the source of each optimizer's settings other than the learning rate."""
     found: dict[str, dict[str, None]] = {}
     for results in comparisons:
         for label, source in wording.sources(results).items():
@@ -96,7 +96,7 @@ def sources(comparisons: Sequence[Results]) -> str:
 
 
 def step_times(measured: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of the step time of each optimizer, divided by SGD's, on all workloads that were measured."""
+    """Return a table of each optimizer's step time relative to SGD, on all measured workloads."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for results in measured:
         for row in results["results"]:
@@ -110,9 +110,9 @@ def step_times(measured: Sequence[Mapping[str, Any]]) -> str:
 
 
 def memory(measured: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of what each optimizer keeps between steps, and of its multiple of the parameters.
+    """Return a table of the bytes that each optimizer stores between steps, also as a multiple of the parameters.
 
-    Variants are left out.
+    The table excludes variants.
     """
     kept = {"total": ", MB", "× parameters": ", × parameters"}
     found: dict[str, dict[str, str]] = {}
@@ -127,7 +127,7 @@ def memory(measured: Sequence[Mapping[str, Any]]) -> str:
 
 
 def best_of(results: Results) -> str:
-    """Return a short table of one comparison, with the names of the presets that the optimizers belong to."""
+    """Return a short table of one comparison, with the presets that optimizers correspond to."""
     preset = _PRESETS.get(results["workload"], {})
     found = [item for item in statistics.summaries(results) if item.optimizer in _few(results, preset)]
     rows = tuple(_row(item, preset.get(item.optimizer)) for item in found)
@@ -136,14 +136,14 @@ def best_of(results: Results) -> str:
 
 
 def _few(results: Results, preset: Mapping[str, str]) -> list[str]:
-    """Return the best of ours, presets, AdamW, kfac-pytorch, two first-order optimizers, and more of ours."""
+    """Return our best method, presets, AdamW, two first-order optimizers, kfac-pytorch, and more of our methods."""
     ranked = [item for item in statistics.summaries(results) if item.loss]
     target = statistics.target_of(results, statistics.best_first(results))
     best = statistics.best_of_ours(results, target) if target else None
     first: dict[str, str] = {}
     for item in ranked:
         if item.order == "first":
-            first.setdefault(item.label.split(",")[0], item.optimizer)  # one of its settings is enough
+            first.setdefault(item.label.split(",")[0], item.optimizer)  # only the best variant of each
     names = [best.optimizer] if best else []
     names += [*preset, "adamw", *list(first.values())[:2], "kfac_pytorch"]
     names += [item.optimizer for item in ranked if item.ours]
@@ -201,12 +201,12 @@ _MEASURED = {"step-times": ("step-time-", step_times), "memory": ("memory-", mem
 
 @dataclass
 class Overview:
-    """Print a summary of all stored comparisons as Markdown, or renew the tables of documentation pages."""
+    """Print a summary of all stored comparisons as Markdown, or update the tables of documentation pages."""
 
     results: Path = Path("benchmarks/results")
     """Folder that contains the results."""
     page: tuple[Path, ...] = ()
-    """Pages whose tables to renew. Without a page, the summary is printed."""
+    """Pages whose tables to update. Without a page, the summary is printed."""
 
     def run(self) -> int:
         found = load(self.results)
@@ -247,7 +247,7 @@ def _body(results: Mapping[str, Results], name: str, part: str = "") -> str:
 
 
 def _part(tables: Sequence[Rows], part: str) -> Sequence[Rows]:
-    """Return all tables, the one of a number, or of each the rows with a value in a column, without the column."""
+    """Return all tables, the table with a number, or the rows with a value in a column, without that column."""
     column, equal, value = part.partition("=")
     if not equal:
         return tables[int(part) - 1 : int(part)] if part else tables
@@ -262,7 +262,7 @@ def _selected(table: Rows, place: int, value: str) -> Rows:
 
 def section(results: Results) -> str:
     tables = [result_rows(results), *(reach_rows(results, target) for target in targets(results)[:1])]
-    tables = [replace(table, caption="") for table in tables]  # the page explains the columns once
+    tables = [replace(table, caption="") for table in tables]  # the page explains the columns only once
     notes = "\n".join(f"* {plain(sentence)}" for sentence in wording.budget(results))
     parts = [
         plain(" ".join(wording.summary(results))),

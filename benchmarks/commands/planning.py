@@ -1,4 +1,4 @@
-"""The run of ``train``: a workload, an optimizer, its recipe, and the changes of the command line."""
+"""The options of ``train`` that define a run: workload, optimizer, recipe and changes to it."""
 
 import math
 from dataclasses import dataclass, replace
@@ -25,12 +25,12 @@ class Plan:
 
     method: Method
     recipe: Recipe
-    """With the keywords and the schedule of the command line."""
+    """The recipe with the settings and the schedule of the command line."""
     workload: Workload
     own_batch_size: int
-    """The workload's own number of examples per step, for which a recipe without one holds."""
+    """The workload's default batch size, which recipes without a batch size assume."""
     steps: int | None
-    """None where the recipe says epochs and the data to count them with is missing."""
+    """Number of steps. It is None if the recipe specifies epochs and the data is missing."""
 
     @property
     def closure(self) -> bool:
@@ -56,10 +56,10 @@ class Planned(Common):
     recipe: bool = True
     """Start from the recipe. --no-recipe starts from the defaults of the constructor."""
     scale_recipe: bool = False
-    """Adapt the learning rates to the number of ranks and the batch size by the recipe's rule. Without this option they
-    stay, and a line reports the adapted rates."""
+    """Adapt the learning rates to the number of ranks and the batch size by the recipe's rule. Without this option,
+    they do not change, and a note reports the rule."""
     print_recipe: bool = False
-    """Print the recipe, its learning rates for other numbers of ranks, and the lines that use it. Do not train."""
+    """Print the recipe, its learning rates for other numbers of ranks, and commands that use it. Do not train."""
     world: int = 1
     """For --print-recipe: number of ranks. A run takes it from torchrun."""
     steps: int | None = None
@@ -119,7 +119,7 @@ class Planned(Common):
             raise
 
     def show_recipe(self) -> int:
-        """Print the recipe, what its rule makes of it for other numbers of ranks, and the lines that use it."""
+        """Print the recipe, its learning rates for other numbers of ranks, and commands that use it."""
         per_rank = None if self.batch_size is None else _share(self.batch_size, self.world)
         plan = replace(self, scale_recipe=False).plan(1)
         recipe, own = plan.recipe, plan.own_batch_size
@@ -154,7 +154,7 @@ class Planned(Common):
         return words
 
     def say_what_is_not_scaled(self, plan: Plan) -> None:
-        """Say that the rates are those of another number of examples, where they are."""
+        """Print a note if the rates are those of another batch size."""
         recipe, per_step = plan.recipe, plan.workload.batch_size
         held = recipe.world * (recipe.batch_size or plan.own_batch_size)
         if self.recipe and held != per_step and recipe.rule != "constant":
@@ -166,5 +166,5 @@ class Planned(Common):
 
 def _share(per_step: int, world: int) -> int:
     if per_step % world:
-        raise ValueError(f"{per_step} examples cannot be divided evenly among {world} ranks: say another --batch-size")
+        raise ValueError(f"{per_step} examples cannot be divided evenly among {world} ranks: use another --batch-size")
     return per_step // world

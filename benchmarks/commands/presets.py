@@ -1,7 +1,7 @@
-"""``presets``: each line of the page on methods, next to the optimizer that it replaces.
+"""``presets``: compares each line of the page on methods with the optimizer that it replaces.
 
-The optimizer that is replaced has the learning rate of its recipe. The line that replaces it gets this rate, or the
-multiple that the page names, and nothing else that was tuned. Both runs have the same steps, weights and batches.
+The replaced optimizer has the learning rate of its recipe. The new line gets this rate, or the multiple that the page
+specifies, and no other tuned setting. Both runs have the same steps, initial weights and batches.
 """
 
 import statistics
@@ -38,17 +38,17 @@ class Choice:
     name: str
     replaces: str
     line: str
-    """It may use its own name and the settings of the optimizer that it replaces, such as lr."""
+    """The line, which may use ``name`` and the settings of the replaced optimizer, such as ``lr``."""
     workloads: tuple[WorkloadName, ...]
 
     @property
     def closure(self) -> bool:
-        """Whether a step takes a closure. Such presets use the quadratic model, and have no rate to tune."""
+        """Whether a step needs a closure. Such presets use the quadratic model, and have no rate to tune."""
         return self.name in PRESETS and "closure" in PRESETS[self.name].needs
 
 
 _SAME, _OWN = "create(name, model, lr=lr)", "create(name, model)"
-# The rate of the benchmarks' Muon is in the default unit of torch.optim.Muon.
+# The rate of the benchmarks' Muon has the default scale of torch.optim.Muon.
 _MUON = "create(name, model, lr=lr, adjust_lr_fn='original')"
 # The loss of the autoencoder is the binary cross entropy.
 _BERNOULLI = "create(name, model, adaptation=AdaptationOptions(quadratic_model=True, likelihood='bernoulli'))"
@@ -74,7 +74,7 @@ _SHORT = {
     ("from_adamw", "multi30k"), ("from_sgd", "resnet20"), ("from_muon", "chargpt"), ("large_batch", "autoencoder"),
     ("physics_informed", "poisson"), ("low_memory", "chargpt"),
 }  # fmt: skip
-"""The rows of the short table: presets on workloads that they are meant for."""
+"""The rows of the short table: presets on workloads that suit them."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Presets(Evidence):
             before.append(_run(cells, workload, identity, partial(method.construct, **settings), method.label))
             identity = {**identity, **own, "limit": before[-1].get("processor_seconds")}
             after.append(_run(cells, workload, identity, make, choice.name, choice.closure))
-        # The label of Muon contains its precision, which a timing decides anew in every process.
+        # The label of Muon contains its precision, which each process chooses by a new timing.
         label = next((run["label"] for run in before if "label" in run), method.label)
         row = {"choice": choice.name, "replaces": label, "workload": workload.name, "steps": steps}
         return {**row, "metric": workload.metric, "before": _medians(before), "after": _medians(after)}
@@ -141,7 +141,7 @@ def _run(
 
     def train() -> Figures:
         seed, steps = identity["seed"], identity["steps"]
-        torch.manual_seed(seed)  # of dropout, say
+        torch.manual_seed(seed)  # for example for dropout
         schedule = partial(make_schedule, CONSTANT if closure else Schedule("cosine"), steps)
         trainer = Trainer(label, workload, make, seed, schedule, closure)
         end = evidence.train_until(trainer, steps, pause=cells.pause(identity))
@@ -153,7 +153,7 @@ def _run(
 
 
 def loss_after(history: History, limit: float | None) -> float | None:
-    """Return the loss of the last step that ended within some processor seconds."""
+    """Return the loss of the last step that ended within ``limit`` processor seconds."""
     fit = 0 if limit is None else sum(total <= limit for total in accumulate(history.processor_seconds))
     return history.loss_at(fit) if fit else None
 

@@ -1,7 +1,7 @@
-"""``ranks``: what each rank keeps and sends under every strategy, on processes of this machine, beside kfac-pytorch.
+"""``ranks``: the bytes that each rank stores and sends with every strategy, optionally compared with kfac-pytorch.
 
-The processes talk over gloo. Bytes are counted, not modelled: of tensors that the optimizer holds, and of what is
-handed to collectives, amortized over the intervals.
+The processes run on this machine and communicate with gloo. Bytes are counted, not modeled: those of the optimizer's
+tensors, and those of tensors that are passed to collectives, amortized over the intervals.
 """
 
 import statistics
@@ -74,9 +74,9 @@ def _work(rank: int, command: Ranks, whose: str, name: str, folder: str, results
     model = ResNet20(Path()).build_model(0)
     wrapped = DistributedDataParallel(model)
     if whose == "secondorder":
-        step, told = _ours(model, command, name)
+        step, count = _ours(model, command, name)
     else:
-        step, told = _kfac_pytorch(model, command, name)
+        step, count = _kfac_pytorch(model, command, name)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(command.steps):
         x = torch.randn(command.batch, 3, 32, 32, generator=generator)
@@ -84,7 +84,7 @@ def _work(rank: int, command: Ranks, whose: str, name: str, folder: str, results
         model.zero_grad()
         cross_entropy(wrapped(x), y).backward()
         step()
-    mine = torch.tensor(told(), dtype=torch.float64)
+    mine = torch.tensor(count(), dtype=torch.float64)
     everyone = [torch.zeros_like(mine) for _ in range(command.world)]
     dist.all_gather(everyone, mine)
     if rank == 0:
@@ -92,27 +92,27 @@ def _work(rank: int, command: Ranks, whose: str, name: str, folder: str, results
     dist.destroy_process_group()
 
 
-Told = Callable[[], tuple[float, float]]
+Counted = Callable[[], tuple[float, float]]
 
 
-def _ours(model: nn.Module, command: Ranks, name: str) -> tuple[Callable[[], None], Told]:
+def _ours(model: nn.Module, command: Ranks, name: str) -> tuple[Callable[[], None], Counted]:
     intervals = {"factor_update_steps": command.factor_steps, "inv_update_steps": command.steps}
     grid = from_name(name)
     optimizer = secondorder.create(
         command.method, model, lr=0.01, comm=grid, skip_layers=nn.BatchNorm2d, **intervals
-    )  # kfac-pytorch leaves norm layers out
+    )  # kfac-pytorch ignores norm layers
     assert isinstance(grid, strategies.RankGrid)
 
-    def told() -> tuple[float, float]:
+    def count() -> tuple[float, float]:
         usage = optimizer.memory_usage()
         sent = grid.collectives.counter.bytes_by_stage()
         sent.pop("agreement", None)
         return float(sum(usage.get(kind, 0) for kind in _CURVATURE)), sum(sent.values()) / command.steps
 
-    return optimizer.step, told
+    return optimizer.step, count
 
 
-def _kfac_pytorch(model: nn.Module, command: Ranks, name: str) -> tuple[Callable[[], None], Told]:
+def _kfac_pytorch(model: nn.Module, command: Ranks, name: str) -> tuple[Callable[[], None], Counted]:
     set_paths([f"kfac_pytorch={command.kfac_pytorch}"])
     strategies_of_it = package("kfac_pytorch", "kfac.enums").DistributedStrategy
     KFACPreconditioner = package("kfac_pytorch", "kfac.preconditioner").KFACPreconditioner
@@ -137,7 +137,7 @@ def _kfac_pytorch(model: nn.Module, command: Ranks, name: str) -> tuple[Callable
 
 @contextmanager
 def _counted(sent: list[int]) -> Iterator[None]:
-    """Add the bytes of each tensor that is handed to all-reduce or broadcast to a list."""
+    """Append the bytes of each tensor that is passed to all-reduce or broadcast to ``sent``."""
 
     def counting(function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

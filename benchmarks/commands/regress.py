@@ -1,7 +1,7 @@
-"""``regress``: what steps of every method do, counted, against the counts of an earlier time.
+"""``regress``: compares counts of the operations in the steps of every method with earlier counts.
 
-Three small networks, every method, every class of its steps; from each count that of a step of SGD is taken away, so
-that what is left is the optimizer's own. Nothing is timed.
+It counts every class of steps of every method on three small networks, and subtracts the counts of a step of SGD, so
+that the rest belongs to the optimizer. Nothing is timed.
 """
 
 import json
@@ -26,10 +26,10 @@ from benchmarks.timing import Intervals, StepClass
 from secondorder.methods.names import METHODS, resolve
 
 BASELINE = Path(__file__).parent.parent / "baseline.json"
-"""Counts that the code had when they were last written."""
+"""Stored counts of an earlier version of the code."""
 INTERVALS = Intervals(2, 4)
 ROWS = 64
-"""Of a window: enough that small networks have more entries than are multiplied in float64."""
+"""Rows of a window. With as many, small networks exceed the size up to which products are computed in float64."""
 
 _LAYERED: dict[str, Any] = {
     "factor_update_steps": INTERVALS.factor,
@@ -50,7 +50,7 @@ _METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class _Tokens(nn.Module):
-    """A transformer of one layer over words."""
+    """A transformer with one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Regress:
     """Folder to write the table and the results to."""
 
     def run(self) -> int:
-        """Run the command, and return 0, or 1 when a count has grown."""
+        """Run the command. Return 1 if a count has grown, and 0 otherwise."""
         self._check()
         torch.set_num_threads(1)
         known = {} if self.update else _read(self.baseline)
@@ -115,8 +115,8 @@ class Regress:
         data = {"torch": torch.__version__, "counts": found, "rows": rows, "compared": same}
         report.save(self.out_dir, "regress", [_table(found, rows)], data)
         if not same:
-            told = f"the baseline is of torch {known['torch']}, this is {torch.__version__}"
-            print(f"not judged: {told}", file=sys.stderr)
+            reason = f"the baseline is of torch {known['torch']}, this is {torch.__version__}"
+            print(f"not judged: {reason}", file=sys.stderr)
             return 0
         worse = [row for row in rows if row["worse"]]
         for row in worse:
@@ -126,7 +126,7 @@ class Regress:
         return int(bool(worse or lost))
 
     def _unmatched(self, found: Mapping[str, Mapping[str, int]], known: Mapping[str, Mapping[str, int]]) -> list[str]:
-        """Return steps, or quantities of a step, that only one side has, as far as they were to be counted."""
+        """Return the chosen steps whose counts, or some of them, exist only now or only in the baseline."""
         chosen = {(network, method) for network in self.networks for method in self.methods}
         ours = {step: set(counts) for step, counts in found.items()}
         theirs = {step: set(counts) for step, counts in known.items() if tuple(step.split(", ")[:2]) in chosen}
@@ -143,7 +143,7 @@ class Regress:
 
     def _write(self, found: Mapping[str, Mapping[str, int]]) -> None:
         before = _read(self.baseline) if self.baseline.is_file() else {}
-        known = before["counts"] if before.get("torch") == torch.__version__ else {}  # never of two versions
+        known = before["counts"] if before.get("torch") == torch.__version__ else {}  # never mix two versions of torch
         lines = ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in {**known, **found}.items())
         self.baseline.write_text(f'{{"torch": "{torch.__version__}", "counts": {{\n{lines}\n}}}}\n', encoding="utf-8")
 
@@ -182,11 +182,11 @@ def _plain_step(network: str) -> Counts:
 
 
 def _steps(network: str, method: str, plain: Counts) -> Iterator[tuple[StepClass, dict[str, int]]]:
-    """Count the classes of a method's steps, once all of its buffers are there."""
+    """Count the classes of a method's steps after all of its buffers have been allocated."""
     step, optimizer, model, x = _stepper(network, method)
     windowed = bool(windows_of(optimizer))
     intervals = Intervals(1, 1) if windowed else INTERVALS
-    for _ in range(3 * INTERVALS.refresh):  # the third refresh also compares the damping with the curvature, once a run
+    for _ in range(3 * INTERVALS.refresh):  # the third refresh also checks the damping, only once
         step()
     counts: dict[StepClass, Counts] = {}
     for index in range(INTERVALS.refresh):
@@ -208,7 +208,7 @@ def _steps(network: str, method: str, plain: Counts) -> Iterator[tuple[StepClass
 def _compared(
     found: Mapping[str, Mapping[str, int]], known: Mapping[str, Mapping[str, int]], tolerance: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield every count that is not what it was."""
+    """Yield every count that has changed."""
     for step, counts in found.items():
         for quantity, value in counts.items():
             old = known.get(step, {}).get(quantity)

@@ -1,8 +1,8 @@
-"""``robustness``: one set of defaults per method on every workload, nothing tuned, against AdamW's.
+"""``robustness``: the defaults of every method on every workload, without tuning, compared with those of AdamW.
 
-Every optimizer is built with the defaults of its constructor, learning rate included, and trains every workload for a
-part of its usual steps. A change of a default is judged by this table: how often a method ends at least as low as
-AdamW with lr 1e-3, by how much where it does not, and whether it ever diverges.
+Every optimizer is built with the defaults of its constructor, including the learning rate, and trains every workload
+for a part of its usual steps. To evaluate a change of a default, the table shows how often a method reaches the loss of
+AdamW with lr 1e-3, the decrease of the loss relative to AdamW, and whether a run diverges.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ from benchmarks.runner import WINDOW
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 
 SHARES: dict[Size, float] = {"smoke": 1.0, "cpu": 1 / 3, "paper": 1.0}
-"""Part of a workload's steps that a run takes."""
+"""Share of a workload's steps that a run takes."""
 REFERENCE = "adamw"
-"""With torch's defaults: lr 1e-3, weight decay 1e-2."""
+"""The reference, with torch's defaults: lr 1e-3, weight decay 1e-2."""
 _OWN: tuple[MethodName, ...] = tuple(name for name in METHODS if name not in VARIANTS)
 
 
@@ -111,11 +111,11 @@ class Robustness(Evidence):
 
 
 def _defaults(name: str, settings: Settings) -> str | None:
-    """Return a short text that changes with the defaults of a constructor, so that its runs are repeated."""
+    """Return a hash of the defaults of a constructor, so that runs are repeated if the defaults change."""
     try:
         optimizer = find(name).construct(nn.Linear(4, 3), **settings)
     except (TypeError, ValueError, RuntimeError):
-        return None  # a run will say so
+        return None  # a run will report the error
     kind: type = type(optimizer)
     options = {key: value for key, value in optimizer.param_groups[0].items() if not key.startswith("param")}
     known = inspect.signature(kind).parameters.values()
@@ -128,8 +128,8 @@ def _defaults(name: str, settings: Settings) -> str | None:
 def _rows(kind: str, found: Mapping[str, Sequence[Figures]], tolerance: float) -> list[Figures]:
     rows = []
     for name, runs in found.items():
-        whole, told = lost(runs)
-        row: Figures = {"workload": kind, "optimizer": name, "label": find(name).label, **told}
+        whole, counts = lost(runs)
+        row: Figures = {"workload": kind, "optimizer": name, "label": find(name).label, **counts}
         for key in ("loss", "first", "processor_seconds"):
             row[key] = statistics.median(run[key] for run in whole) if whole else None
         rows.append(row)

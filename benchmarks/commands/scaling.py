@@ -1,19 +1,19 @@
-"""``scaling``: what every rank stores and sends, and how long a step may take, in worlds of up to thousands of ranks.
+"""``scaling``: the bytes that every rank stores and sends, and modeled step times, for up to thousands of ranks.
 
-Bytes are those of ``optimizer.plan()``: arithmetic on shapes that the tests hold equal, to the byte, to the counters of
-runs of 2, 3 and 4 processes. Seconds are a model, not a measurement. For the rank that has most to do, it adds up
+Bytes are those of ``optimizer.plan()``, which computes them from shapes. The tests check that they are equal to the
+counters of runs with 2, 3 and 4 processes. Seconds are a model, not a measurement. For the busiest rank, it adds
 
 ===============  =======================================================================================
-training         FLOPs of forward and backward pass, counted by torch on shapes, over the rate
-gradients        ``2 (W − 1) / W`` times their bytes over the link
-statistics       FLOPs of the products behind the factors over the rate, every so many steps
-refresh          FLOPs of factorisations over a rate of their own, which is far below that of products
+training         FLOPs of the forward and backward pass, which torch counts on shapes, over the rate
+gradients        ``2 (W − 1) / W`` times their bytes over the bandwidth
+statistics       FLOPs of the products that compute the factors over the rate, amortized
+refresh          FLOPs of factorizations over a separate rate, which is far below that of products
 preconditioning  FLOPs over the rate
-messages         bytes that leave a rank over the link, that of a node where all ranks of a message are in one,
-                 and the latency times ``log2`` of the ranks for each message
+messages         bytes that a rank sends over the bandwidth, which is that inside a node if all ranks of a
+                 message are in one, and the latency times ``log2`` of the ranks for each message
 ===============  =======================================================================================
 
-and nothing overlaps.
+without any overlap.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,13 +42,13 @@ ModelName = Literal["resnet20", "resnet32", "resnet50", "bert-base", "bert-large
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model on the meta device, and the shape of its input."""
+    """A model on the meta device, and its inputs."""
 
     model: nn.Module
     inputs: Callable[[int], Tensor]
-    """Makes a batch of so many examples."""
+    """Returns a batch with a given number of examples."""
     batch_size: int
-    """Examples per rank that are usual."""
+    """Usual number of examples per rank."""
 
 
 def architecture(name: ModelName) -> Architecture:
@@ -65,9 +65,9 @@ def _words(positions: int) -> Callable[[int], Tensor]:
 
 
 class _Bert(nn.Module):
-    """An encoder with word, position and segment embeddings, and the transform of its masked-word head.
+    """An encoder with word, position and segment embeddings, and a masked-word head.
 
-    The head's last map is the table of words, which is tied to it and stands here once.
+    The last layer of the head is tied to the word embedding, whose weight it uses directly.
     """
 
     def __init__(self, width: int, depth: int, words: int = 30522, positions: int = 512) -> None:
@@ -88,7 +88,7 @@ class _Bert(nn.Module):
 
 
 class _DecoderLayer(nn.Module):
-    """Attention and a gated feed-forward layer, without biases."""
+    """A decoder layer with attention and a gated feed-forward network, without biases."""
 
     def __init__(self, width: int, heads: int, inner: int) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ _MODELS: dict[ModelName, Callable[[], Architecture]] = {
 MethodName = Literal["kfac", "kfac-cholesky", "ekfac", "ekfac-running", "hylo", "mfac"]
 
 NODE = 8
-"""Ranks that a row of the grid of ``hybrid`` has."""
+"""Number of ranks in a node, and in a row of the grid of ``HybridOpt``."""
 
 _BUILD: dict[MethodName, Callable[..., Any]] = {
     "kfac": lambda model, n: KFAC(model),
@@ -139,7 +139,7 @@ _BUILD: dict[MethodName, Callable[..., Any]] = {
     "hylo": lambda model, n: HyLo(model, batch=BatchOptions(size=n)),
     "mfac": lambda model, n: MFAC(model, window_size=64),
 }
-"""Optimizers with their defaults, but for the length of a window."""
+"""Optimizers with their defaults, except for the window size."""
 
 STRATEGIES: dict[str, Callable[[int], CommStrategy]] = {
     "CommOpt": lambda world: CommOpt(),
@@ -147,10 +147,10 @@ STRATEGIES: dict[str, Callable[[int], CommStrategy]] = {
     "MemOpt": lambda world: MemOpt(),
     "MemOpt, all factors": lambda world: MemOpt(replicate_factors=True),
 }
-"""By their name in the picture. The last one keeps all factors on every rank, as other implementations do."""
+"""Strategies by name. The last one stores all factors on every rank, as other implementations do."""
 
 FIRST_ORDER = ("momentum", "fallback", "buffers")
-"""Kinds of state that first-order methods have, too."""
+"""Kinds of state that first-order methods also have."""
 
 
 @dataclass
@@ -245,7 +245,7 @@ class Scaling:
         world, rate = plan.world_size, 1e12 * self.gpu_tflops
         interval = optimizer.param_groups[0].get("factor_update_steps")
         share = self._share(comm, plan, optimizer, base.examples)
-        different = {tuple(rank.wire.items()): rank for rank in plan.ranks}.values()  # of thousands, few
+        different = {tuple(rank.wire.items()): rank for rank in plan.ranks}.values()  # only a few of thousands
         return {
             "training": base.training / rate,
             "gradients": 2 * (world - 1) / world * base.gradient_bytes / self._rate(world <= NODE),
@@ -256,9 +256,9 @@ class Scaling:
         }
 
     def _share(self, comm: CommStrategy, plan: Plan, optimizer: Any, examples: int) -> float:
-        """Return the part of all statistics that the busiest rank takes: all, but where owners look at theirs only.
+        """Return the busiest rank's share of all statistics, which is below 1 only if each owner computes its own.
 
-        As far as the plan knows them: without a step it takes every layer to have one row per example.
+        Without a step, the plan assumes that every layer has one row per example.
         """
         if not isinstance(comm, LocalFactors):
             return 1.0
@@ -266,7 +266,7 @@ class Scaling:
         return max(rank.flops["statistics"] for rank in plan.ranks) / whole
 
     def messages(self, comm: CommStrategy, rank: RankPlan, world: int) -> float:
-        """Return the seconds that the messages of one rank take, a step on average."""
+        """Return the average seconds per step that the messages of one rank take."""
         assert isinstance(comm, RankGrid)
         width = world // comm.workers(world)
         sizes = {"directions": width, "dots": width, "curvature": comm.workers(world)}
@@ -274,7 +274,7 @@ class Scaling:
         total = 0.0
         for stage, wire in rank.wire.items():
             size = sizes.get(stage, world)
-            # Rows are runs of neighbours; other groups leave the node as soon as the world does.
+            # Rows are consecutive ranks. Other groups are inside a node only if all ranks are.
             inside = size <= NODE if stage in {"directions", "dots"} else world <= NODE
             total += wire / self._rate(inside) + rank.messages[stage] * latency * max(1, (size - 1).bit_length())
         return total
@@ -288,13 +288,13 @@ class Base:
     """The cost of a step that does not depend on the strategy."""
 
     training: int
-    """FLOPs of forward and backward pass."""
+    """FLOPs of the forward and backward pass."""
     gradient_bytes: int
     """Bytes of all gradients."""
     statistics: int
-    """FLOPs of the products behind the factors of one batch."""
+    """FLOPs of the products that compute the factors of one batch."""
     examples: int = 1
-    """Of that batch."""
+    """Number of examples in that batch."""
 
 
 def _base(found: Architecture, examples: int) -> Base:

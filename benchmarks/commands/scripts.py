@@ -42,7 +42,7 @@ class Scripts(Common):
     length: float = 2.0
     """Multiple of the number of steps of each script."""
     lines: tuple[str, ...] = tuple(LINES)
-    """Lines that replace the one of AdamW. Besides the defaults, any expression of model, LR, WD, torch and the names
+    """Lines that replace that of AdamW: names of default lines, or expressions of model, LR, WD, torch and the names
     in secondorder."""
 
     def run(self) -> int:
@@ -51,7 +51,7 @@ class Scripts(Common):
         if unknown := [name for name in names if name not in SCRIPTS]:
             raise ValueError(f"there is no script {', '.join(unknown)}, only {', '.join(SCRIPTS)}")
         if min(self._steps(SCRIPTS[name]) for name in names) < 1:
-            raise ValueError(f"length must be positive and give each script a step, got {self.length}")
+            raise ValueError(f"length must be positive, with at least one step of each script, got {self.length}")
         lines = {line: LINES.get(line, line) for line in self.lines}
         results = {}
         with (

@@ -1,12 +1,12 @@
 """``seconds``: losses and held-out metrics at equal processor seconds.
 
-1. Each optimizer is tuned at full length on one seed: rates are bracketed on both sides, and momentum, β₂ and the
-   schedule are chosen among the same values for all that have them. See :mod:`benchmarks.search`.
+1. Each optimizer is tuned with full runs and one seed: rates are bracketed on both sides, and momentum, β₂ and the
+   schedule are chosen among the same values for all optimizers that have them. See :mod:`benchmarks.search`.
 2. The time T is that of the best first-order optimizer for all steps of the workload.
-3. Each optimizer then trains for 0.5, 0.7, 1 and 1.5 times T with seeds that no search has seen. The number of steps
-   follows from the time of its own steps, and its schedule ends with the run.
+3. Each optimizer then trains for 0.5, 0.7, 1 and 1.5 times T with seeds that no search has used. The number of steps
+   follows from its step time, and its schedule ends with the run.
 
-Seconds are those of the processor, scaled to the speed at which the study began by steps of SGD in between.
+Seconds are processor time, which steps of SGD in between scale to the speed of the processor at the start of the study.
 """
 
 import math
@@ -39,7 +39,7 @@ _COURSES = {
     "long warm-up": Schedule("cosine", 0.5),
     "constant": Schedule("constant"),
 }
-"""Schedules by name. The last one belongs to optimizers that have no other."""
+"""Schedules by name. Optimizers without a schedule use the last one."""
 _SCHEDULES = Axis(("schedule",), ("cosine", "linear", "trapezoid", "long warm-up"))
 _MOMENTA = Axis(("momentum",), (0.8, 0.9, 0.95))
 AXES: Mapping[str, Sequence[Axis]] = {
@@ -50,20 +50,20 @@ AXES: Mapping[str, Sequence[Axis]] = {
     "gauss_newton": (Axis(("damping",), (1e-3, 1e-2, 0.1, 1.0, 10.0)),),
     "ekfac_orthogonal": (Axis(RATES), Axis(("plain_lr", "fallback_lr")), _MOMENTA, _SCHEDULES),
 }
-"""The axes of the search for an optimizer, in this order. :func:`axes_of` returns those of all others."""
+"""Axes of the search by optimizer, in this order. :func:`axes_of` returns the axes of any optimizer."""
 _STARTS: Mapping[str, Settings] = {"adamw": {"beta2": 0.999}, "muon": {"momentum": 0.95}}
-"""Defaults of optimizers that are searched and that their recipes leave out."""
+"""Searched settings that recipes do not contain, with the defaults of the optimizers."""
 
 
 def axes_of(name: str, recipe: Recipe) -> Sequence[Axis]:
-    """Return the axes of the search: those that :data:`AXES` has, or the rates of the recipe and the schedule."""
+    """Return the axes of the search: those of :data:`AXES`, or the rates of the recipe and the schedule."""
     schedules = () if recipe.own_schedule else (_SCHEDULES,)
     return AXES.get(name, (Axis(recipe.searched), *schedules))
 
 
 @dataclass
 class Seconds(Evidence):
-    """Compare optimizers at equal processor seconds, with searched settings and seeds that no search has seen."""
+    """Compare optimizers at equal processor seconds, with searched settings and seeds that no search has used."""
 
     workload: WorkloadName = "chargpt"
     """Workload to train."""
@@ -73,11 +73,11 @@ class Seconds(Evidence):
     shares: tuple[float, ...] = (0.5, 0.7, 1.0, 1.5)
     """Lengths of the runs, as multiples of the time of the best first-order optimizer."""
     steps: int | None = None
-    """Number of steps of that time and of each trial. Default: that of the workload."""
+    """Number of steps of a run of this time, and of each trial. Default: that of the workload."""
     seeds: int = 5
-    """Number of seeds of the runs that count, starting with --first-seed. Trials use --seed."""
+    """Number of seeds of the final runs, starting with --first-seed. Trials use --seed."""
     first_seed: int = 100
-    """First of these seeds."""
+    """First seed of the final runs."""
 
     @property
     def stem(self) -> str:
@@ -141,15 +141,15 @@ class Seconds(Evidence):
 
 @dataclass(frozen=True)
 class _Tuned:
-    """An optimizer with the settings that its search found."""
+    """An optimizer with the settings that the search found."""
 
     name: str
     settings: Settings
     chosen: Settings
-    """Those that were searched."""
+    """The searched settings."""
     loss: float
     cost: float
-    """Seconds per step, the median of all trials."""
+    """Median over all trials of the seconds per step."""
     trials: int
 
     @property
@@ -159,7 +159,7 @@ class _Tuned:
 
 @dataclass(frozen=True)
 class _Course:
-    """Runs what a study needs, and keeps it."""
+    """Performs the runs of a study and stores their results."""
 
     study: Seconds
     cells: Cells
@@ -192,7 +192,7 @@ class _Course:
         return _Tuned(name, best, chosen, loss_of(best), statistics.median(costs), len(trials)) if costs else None
 
     def row(self, tuned: _Tuned, share: float, seconds: float) -> Figures:
-        """Train with all seeds for a share of some seconds, and summarize the runs."""
+        """Train with all seeds for a share of ``seconds``, and summarize the runs."""
         base, _, changes = tuned.name.partition(":")
         study, method = self.study, find(base)
         steps = max(1, math.floor(share * seconds / tuned.cost))
@@ -256,14 +256,14 @@ def _judged(rows: list[Figures]) -> list[Figures]:
             row["ratio"] = statistics.fmean(mine / theirs for mine, theirs in pairs) if pairs else None
             row["crossing"] = _crossing(row["curves"], best["curves"]) if best is not None and pairs else None
     for row in rows:
-        del row["curves"]  # they stay in the cells
+        del row["curves"]  # they are still in the cells
     return rows
 
 
 def _crossing(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> float | None:
-    """Return the seconds to the reference's final loss, divided by the seconds in which the reference first gets there.
+    """Return the seconds to the reference's final loss, divided by those in which the reference first reaches it.
 
-    None if a run does not get there.
+    Return None if a run does not reach it.
     """
     ratios = []
     for own, other in zip(mine, theirs, strict=True):

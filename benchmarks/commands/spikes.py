@@ -1,7 +1,7 @@
-"""``spikes``: the worst step beside the median one, with refreshes at once, spread, beside training, and both.
+"""``spikes``: the slowest and the median step, with refreshes at once, spread over steps, in the background, or both.
 
-Every way trains by itself, for what one leaves to another thread would be charged to whoever takes the next step. Each
-begins with an interval that is not timed, in which refreshes are done at once; then steps are timed by the clock.
+The variants do not take turns, because the background work of one would slow down the steps of another. Each begins
+with an interval that is not timed. Then its steps are timed by the wall clock.
 """
 
 import statistics
@@ -72,13 +72,13 @@ class Spikes(Common):
     def _times(self, workload: Workload, name: MethodName, changes: Settings) -> list[float]:
         make = partial(METHODS[name].build, workload=self.workload, changes=changes)
         trainer = Trainer(METHODS[name].label, workload, make, self.seed)
-        # Every way then has as many refreshes before it: one that overlaps is adopted a tenth of an interval later.
+        # All variants then have as many refreshes: an overlapping one takes effect a tenth of an interval later.
         for _ in range(self.inv_update_steps + max(1, self.inv_update_steps // 10) + 1):
             trainer.step()
         with no_collections():
             times = [trainer.step() for _ in range(self.intervals * self.inv_update_steps)]
         if isinstance(trainer.optimizer, SecondOrderOptimizer):
-            trainer.optimizer.close()  # and with it what is under way
+            trainer.optimizer.close()  # also ends background work
         return times
 
 

@@ -1,9 +1,9 @@
-"""``step-time``: what a step costs beside SGD's, class by class, against the floor that its FLOPs set.
+"""``step-time``: step times relative to SGD for each class of steps, with the lower bounds that FLOPs imply.
 
-All optimizers take turns in one process, each on a model of its own, and after every third step stands one of SGD with
-momentum, the reference. Ratios are taken between medians, and between minima as a second reading that other load on
-the machine hardly touches. The windows of window methods are full of random rows from the start, because a step costs
-what its rows cost; ``window`` compares them with a floor.
+All optimizers take turns in one process, each with its own model, and every third step is followed by one of SGD with
+momentum, the reference. Ratios are those of medians and, because other load on the machine hardly affects them, also
+those of minima. The windows of window methods contain random rows from the start, because the rows determine the cost
+of a step. The command ``window`` compares them with a lower bound.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -44,28 +44,28 @@ CLASSES: tuple[StepClass, ...] = get_args(StepClass)
 
 @dataclass(frozen=True)
 class _Family:
-    """The ways of a method whose steps are of several classes."""
+    """The variants of a method with several classes of steps."""
 
     recipe: MethodName
     """Optimizer whose recipe is used."""
     keyword: Literal["inverse_method", "estimator", "mode"]
-    """What makes the difference."""
+    """Keyword that distinguishes the variants."""
     schemes: tuple[str, ...]
-    """Its values."""
+    """Values of the keyword."""
     intervals: Settings
     """Keywords of the timed run."""
     measured: Intervals = MEASURED
     reported: tuple[Intervals, ...] = REPORTED
 
 
-# All examples and positions enter, whatever a recipe samples: the floors count them all.
+# No sampling of examples or positions, because the lower bounds count all of them.
 _FACTORED: Settings = {
     "factor_update_steps": MEASURED.factor,
     "inv_update_steps": MEASURED.refresh,
     "factor_batch_size": None,
     "factor_positions": None,
 }
-# In the other recipes of EKFAC the momentum comes before the preconditioning, and excludes a graft.
+# Other recipes of EKFAC apply momentum before preconditioning, which is not compatible with grafting.
 _FAMILIES: dict[MethodName, _Family] = {
     "kfac": _Family("kfac", "inverse_method", ("cholesky", "eigen"), _FACTORED),
     "ekfac": _Family("ekfac_natural", "estimator", ("intra", "running"), _FACTORED),
@@ -146,7 +146,7 @@ class StepTime(Common):
             if name in _FAMILIES:
                 contenders += self._family(workload, name)
             elif name in WINDOW_METHODS:
-                # Random rows give no sensible direction, so the weights stay where they are.
+                # Random rows give useless directions, so the weights must not change.
                 contenders.append(self._contender(workload, name, {"graft": self.graft, "lr": 0.0}))
                 fill_windows(contenders[-1].trainer.optimizer, self.seed)
             else:
@@ -156,7 +156,7 @@ class StepTime(Common):
         return self._contender(workload, "sgd", {}), contenders
 
     def _peer(self, workload: Workload) -> Contender:
-        """Build the K-FAC of kfac-pytorch, whose steps are of the same classes as those of ours."""
+        """Build the K-FAC of kfac-pytorch, whose steps have the same classes as ours."""
         changes = {"factor_update_steps": MEASURED.factor, "inv_update_steps": MEASURED.refresh}
         peer = PEERS["kfac_pytorch"]
         make = partial(peer.build, workload=self.workload, changes=changes)
@@ -191,7 +191,7 @@ def _training(workload: Workload, seed: int, device: torch.device) -> Work:
 
 
 def _work(run: Contender, base: Work) -> Work | None:
-    """Return what a method with curvature of layers adds, by its plan, which says the mean of a refresh interval."""
+    """Return the additional work of a layer method from its plan, which has the mean of a refresh interval."""
     optimizer = run.trainer.optimizer
     if not run.scheme or not isinstance(optimizer, SecondOrderOptimizer):
         return None
@@ -258,10 +258,10 @@ def _tables(data: dict[str, Any]) -> list[Table]:
         "state": value("optimizer_bytes", ".2f", 1e-6),
         **{f"peak of a {kind} step": value(kind, ".2f", 1e-6) for kind in CLASSES},
     }
-    told = (
+    note = (
         "State: without parameters and gradients. Peak: memory that torch allocates in a step, above the level between "
         "steps. It includes gradients, but not the scratch memory of oneDNN and MKL."
     )
     stages = [stage_table(results)] if any("stages" in result for result in results) else []
-    memory = report.table_of("Memory in MB", [{**result, **result["peak_bytes"]} for result in results], held, told)
+    memory = report.table_of("Memory in MB", [{**result, **result["peak_bytes"]} for result in results], held, note)
     return [report.table_of(title, rows, columns, caption), *stages, memory]

@@ -1,9 +1,8 @@
-"""``swap``: the promise that one changed line is enough.
+"""``swap``: checks that changing one line of a script is enough.
 
-A script written and tuned for AdamW, and one for SGD, each with its learning rate, weight decay and cosine schedule,
-runs on every workload that has one. Then the line that builds the optimizer is replaced by the one that the README
-shows for that case, nothing else, and the loss after as many steps must be at least as low. The lines of the other
-methods differ from it in the name alone.
+Each workload has a script that is tuned for AdamW and one for SGD, with its learning rate, weight decay and a cosine
+schedule. The command replaces only the line that builds the optimizer, with the line from the README, and the loss
+after the same number of steps must be at least as low. The lines of other methods differ only in names and options.
 """
 
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ LINES: dict[Base, str] = {
     "adamw": "torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WD)",
     "sgd": "torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=WD)",
 }
-"""The line of the script."""
+"""The original lines of the scripts."""
 
 _METHODS: dict[SwapMethod, str] = {
     "kfac": "KFAC",
@@ -51,7 +50,7 @@ REPLACEMENTS: dict[SwapMethod, dict[Base, str]] = {
     }
     for method, name in _METHODS.items()
 }
-"""The line that replaces it; a test compares K-FAC's with the README."""
+"""The lines that replace them. A test compares those of K-FAC with the README."""
 
 
 SCRIPTS: dict[ScriptName, dict[Base, tuple[float, float]]] = {
@@ -60,7 +59,7 @@ SCRIPTS: dict[ScriptName, dict[Base, tuple[float, float]]] = {
     "resnet20": {"adamw": (3e-3, 1e-2), "sgd": (0.1, 5e-4)},
     "chargpt": {"adamw": (3e-3, 1e-2), "sgd": (0.3, 1e-4)},
 }
-"""Learning rate and weight decay that a script was tuned to, for its own optimizer and a cosine over the run."""
+"""Learning rate and weight decay of each script, tuned for its optimizer with a cosine schedule."""
 
 
 @dataclass
@@ -81,7 +80,7 @@ class Swap(Common):
     """Tolerance above the script's own loss: 0.02 is two percent."""
 
     def run(self) -> int:
-        """Run the command, and return 0 when every script passed, else 1."""
+        """Run the command. Return 0 if every script passed, and 1 otherwise."""
         torch.set_num_threads(self.threads)
         names = list(SCRIPTS) if self.workload is None else [self.workload]
         bases = list(LINES) if self.base is None else [self.base]
@@ -113,7 +112,7 @@ class Swap(Common):
 
 def build(line: str, model: nn.Module, **values: Any) -> Optimizer:
     names = {name: getattr(secondorder, name) for name in secondorder.__all__}
-    # The very line that users read; it comes from this repository or from the command line.
+    # The exact line that users read. It comes from this repository or from the command line.
     optimizer: Optimizer = eval(line, {"torch": torch, **names, "model": model, **values})
     return optimizer
 

@@ -1,6 +1,6 @@
-"""``train``: one workload, one optimizer, any keywords; for tuning, for the tables of the docs and for whole runs.
+"""``train``: trains one workload with one optimizer and any settings.
 
-Under ``torchrun`` all ranks train together, each on its share of every batch, and rank 0 reports for all.
+Under ``torchrun``, all ranks train together, each on its share of every batch, and rank 0 reports for all of them.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from secondorder import SecondOrderOptimizer
 from secondorder.comm.counter import Counter
 
 RANK_COLUMNS = 8
-"""Ranks that a table has a column for."""
+"""Maximum number of ranks with a column in the table."""
 
 
 def mean_losses(ranks: Sequence[RankFigures]) -> list[float]:
@@ -49,7 +49,7 @@ def rank_table(ranks: Sequence[RankFigures], steps: int) -> Table:
         f"Bytes of each rank over {steps} steps",
         ("bytes", *heads),
         [(what, *(f"{count:,.0f}" for count in counts)) for what, counts in lines],
-        "Sent: what a rank hands to the collectives of its optimizer, without what DistributedDataParallel sends.",
+        "Sent: bytes that a rank passes to the collectives of its optimizer, without those of DistributedDataParallel.",
     )
 
 
@@ -60,7 +60,7 @@ def losses_at(history: History, checkpoints: tuple[int, ...]) -> dict[str, str]:
 
 
 CHECKPOINTS = (40, 75, 100, 140, 300)
-"""Steps whose loss is reported, those of published runs of the autoencoder."""
+"""Steps whose loss is reported. Published runs of the autoencoder report the same ones."""
 
 
 @dataclass
@@ -70,19 +70,19 @@ class Train(Planned):
     checkpoint_every: int | None = None
     """Steps between checkpoints. Each replaces the previous one, and there is one at the end. Default: none."""
     resume: str | None = None
-    """Checkpoint to resume from, to the bit. auto uses the one in --out-dir, if there is one."""
+    """Checkpoint to resume from, with bitwise equal results. auto uses the one in --out-dir, if it exists."""
     trust_checkpoint: bool = False
     """Allow checkpoints with objects of other packages, which some optimizers need. Loading them can run any code."""
     evaluate: bool = False
-    """At the end take all held-out data, where the workload would take a part of it to save time, and the workload's
-    further figures."""
+    """Evaluate on all held-out data, even if the workload uses a part of it to save time, and at the end also with
+    further metrics of the workload."""
     evaluate_every: int | None = None
     """Steps between evaluations during training. Default: none."""
     tensorboard: bool = False
     """Also write TensorBoard logs to a folder in --out-dir."""
 
     def run(self) -> int:
-        """Run the command, and return 0, or 1 when the loss was no longer finite."""
+        """Run the command. Return 1 if the run diverged, and 0 otherwise."""
         check_ranges(self, ("steps", "world", "checkpoint_every", "evaluate_every"))
         torch.set_num_threads(self.threads)
         if self.print_recipe:
@@ -98,7 +98,7 @@ class Train(Planned):
     def _run(self, ranks: Ranks, device: torch.device, data_dir: Path, made_up: bool) -> int:
         """Train, and report on the first rank."""
         plan = replace(self, data_dir=data_dir).plan(ranks.size)
-        assert plan.steps is not None  # only a printed recipe goes without
+        assert plan.steps is not None  # it is None only for a printed recipe
         make = partial(plan.method.build, workload=None, changes=plan.recipe.settings)
         schedule = partial(make_schedule, plan.recipe.schedule, plan.steps)
         trainer = Trainer(
@@ -120,13 +120,13 @@ class Train(Planned):
         return f"train-{self.workload}-{self.optimizer}"
 
     def _resume(self, trainer: Trainer, identity: dict[str, Any]) -> None:
-        """Go on from a checkpoint, if that is asked for."""
+        """Resume from a checkpoint on request."""
         path = self.out_dir / f"{self._stem}.pt" if self.resume == "auto" else Path(self.resume or "")
         if self.resume and (self.resume != "auto" or path.is_file()):
             checkpoints.load(path, trainer, identity, self.trust_checkpoint)
 
     def _identity(self, plan: Plan) -> dict[str, Any]:
-        """Return what a checkpoint must agree with; the length may be another one."""
+        """Return the settings that must match those of a checkpoint. The number of steps may differ."""
         fields = {**plan.recipe.workload, **parse_settings(self.workload_set)}
         return {
             "workload": self.workload,
@@ -145,12 +145,12 @@ class Train(Planned):
     ) -> tuple[RankFigures, list[dict[str, float]]]:
         optimizer = trainer.optimizer
         measured: list[dict[str, float]] = []
-        comm: Any = getattr(optimizer, "comm", None)  # an optimizer of torch has none
+        comm: Any = getattr(optimizer, "comm", None)  # optimizers of torch have none
         role = getattr(comm, "role", "gradient")
         if self.checkpoint_every and getattr(comm, "data_world", ranks.size) < ranks.size:
             raise ValueError(f"--checkpoint-every: under {self.comm} ranks save their own, which this command cannot")
-        counter = getattr(getattr(comm, "collectives", None), "counter", Counter())  # nor has one process
-        counter.clear()  # of the messages of the constructor
+        counter = getattr(getattr(comm, "collectives", None), "counter", Counter())  # a single process has none
+        counter.clear()  # discard the messages of the constructor
         taken = max(1, steps - len(trainer.history.losses))
         if role == "inverse":
             comm.serve(optimizer)
@@ -179,7 +179,7 @@ class Train(Planned):
                     due = _due(step, self.evaluate_every)
                     journal.write(trainer.evaluate(self.evaluate) if due else {})
                 last = self.checkpoint_every is not None and step == steps
-                if (last or _due(step, self.checkpoint_every)) and not trainer.diverged:  # the one before is of use
+                if (last or _due(step, self.checkpoint_every)) and not trainer.diverged:  # keep the last useful one
                     checkpoints.save(self.out_dir / f"{self._stem}.pt", trainer, ranks, identity)
 
             race([trainer], steps - len(trainer.history.losses), after_step)

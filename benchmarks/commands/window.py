@@ -1,11 +1,11 @@
-"""``window``: what a step of M-FAC costs beside what memory bandwidth alone would take, and the bytes of its window.
+"""``window``: the step time of M-FAC, compared with a lower bound from the memory bandwidth, and its window's bytes.
 
-Random gradients, one optimizer at a time, its window full from the start (``benchmarks/filling.py`` says how). Between
-any two steps stands a copy of a large tensor, and for dense rows also the plain pair ``torch.mv(G, g)``,
-``torch.mv(G.T, a)``, so that the ratios are between things measured at the same moment. Floor of a step: the bytes that
-it must move over the rate of the copies, and the m³/3 FLOPs of the Cholesky factorization of the Gram matrix over the
-measured rate of float64 matrix products. A step reads the window twice, for the dots and for the combination; with TopK
-it also passes some six times over vectors of length d: accumulate, select, residual, row, direction, parameters.
+Optimizers are timed one at a time, with random gradients and full windows (see ``benchmarks/filling.py``). Steps
+alternate with a copy of a large tensor and, for dense rows, the two products ``torch.mv(G, g)`` and
+``torch.mv(G.T, a)``, so that ratios compare measurements of the same moment. The lower bound of a step, its floor, is
+the time to move its bytes at the rate of the copies, plus the m³/3 FLOPs of the Cholesky factorization of the Gram
+matrix at the measured rate of float64 products. A step reads the window twice, for the dot products and for the linear
+combination. With TopK, it also makes about six passes over vectors of length d.
 """
 
 import gc
@@ -44,7 +44,7 @@ _RESNETS: Mapping[str, tuple[BlockName, Sequence[int]]] = {
 
 
 def shapes_of(name: SizeName) -> list[Shape]:
-    """Return the shapes of the parameters of a network for ImageNet, or of a workload whose model needs no data."""
+    """Return the shapes of the parameters of an ImageNet network, or of a workload whose model needs no data."""
     with torch.device("meta"):
         if name in _RESNETS:
             model = imagenet_resnet(*_RESNETS[name])
@@ -74,13 +74,13 @@ STORAGES: dict[StorageName, Settings] = {
     "lowrank": {"rank": 4},
     "topk-triton": {"density": 0.01, "kernels": "triton"},
 }
-"""Keywords of each way to keep rows, as ``--set`` of ``train`` takes them."""
+"""Settings for each storage of rows, in the format of ``train --set``."""
 ANYWHERE: tuple[StorageName, ...] = tuple(name for name, words in STORAGES.items() if words.get("kernels") != "triton")
-"""Those that need no GPU."""
+"""Storages that need no GPU."""
 
 _ROWS = 1024
 _DENSE_ROWS: dict[SizeName, int] = {"autoencoder": 512, "large": 128, "resnet50": 128}
-"""Where 1,024 dense rows are more than most machines hold."""
+"""Rows for models with which 1,024 dense rows exceed the memory of most machines."""
 
 _STATE = ("window", "error", "gram")
 _SPARSE_PASSES = 24  # bytes per parameter: six passes in float32
@@ -111,20 +111,20 @@ class Window(Alone):
         return 0
 
     def _measure(self, size: SizeName, storage: StorageName, gemm: Rate) -> dict[str, Any]:
-        gc.collect()  # the window before this one
+        gc.collect()  # frees the previous window
         shapes, rows = shapes_of(size), self._rows(size, storage)
         figures: dict[str, Any] = {"size": size, "storage": storage, "window_size": rows, "parameters": count(shapes)}
         keywords = window_keywords({**STORAGES[storage], "window_size": rows})
         params = [nn.Parameter(torch.zeros(shape, device=self.device)) for shape in shapes]
         try:
             optimizer = MFAC(params, **from_flat(MFAC, keywords))
-        except RuntimeError as err:  # it does not fit into the memory that is free
+        except RuntimeError as err:  # not enough free memory
             return {**figures, "skipped": str(err)}
         bench = _Bench(optimizer, params, self.seed)
         try:
             fill_windows(optimizer, self.seed)
             times = bench.run(self.steps)
-        except torch.OutOfMemoryError as err:  # of a GPU, which has room for the window and for no step
+        except torch.OutOfMemoryError as err:  # the GPU has memory for the window, but not for a step
             return {**figures, "skipped": str(err)}
         memory = memory_usage(optimizer)
         moved = 2 * memory["window"]
@@ -145,7 +145,7 @@ class Window(Alone):
 
 
 class _Bench:
-    """Steps of one optimizer, and what is timed between them."""
+    """Times steps of one optimizer, and the work between them."""
 
     def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter], seed: int) -> None:
         self.optimizer, self.params = optimizer, params
@@ -156,7 +156,7 @@ class _Bench:
             p.grad = torch.empty_like(p)
 
     def run(self, steps: int) -> dict[str, list[float]]:
-        """Take steps in turn with the copy and, for dense rows, the plain pair of products."""
+        """Alternate steps with the copy and, for dense rows, the two products."""
         works: dict[str, Callable[[], object]] = {
             "step": lambda: self.optimizer.step(),
             "copy": copying(COPY_BYTES, self.device),

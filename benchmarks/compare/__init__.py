@@ -1,1 +1,1 @@
-"""A comparison of optimizers at equal budgets: its plan, its runs, its results on disk, and what is shown of them."""
+"""Comparisons of optimizers with equal budgets: plan, runs, statistics and report."""

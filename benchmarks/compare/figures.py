@@ -1,7 +1,7 @@
-"""Figures of a comparison: loss against steps and seconds of a few optimizers, and every optimizer on its own.
+"""Figures of a comparison: the losses of a few optimizers over steps and seconds, and one panel for every optimizer.
 
-A dozen lines or more do not stay readable in one panel. So the first figure shows a few of them, in the colors that
-optimizers have in all pictures, and the second gives each optimizer a panel of its own, before the lines of all.
+A dozen lines are not readable in one panel. Therefore, the first figure shows only a few of them, in the colors that
+optimizers have in all figures. The second one has a panel for each optimizer, in front of the lines of all others.
 """
 
 import math
@@ -27,13 +27,13 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _SHADE = 0.18  # opacity of the range over the seeds
 _THIN: dict[str, Any] = {"color": INK, "alpha": 0.4, "linewidth": 0.8, "zorder": 1}
-_COLUMNS, _ROW, _HEAD, _BELOW = 4, 1.75, 0.25, 0.55  # of small panels, the rest in inches
-_LETTERS = 24  # of a label
+_COLUMNS, _ROW, _HEAD, _BELOW = 4, 1.75, 0.25, 0.55  # columns of small panels, and sizes in inches
+_LETTERS = 24  # maximum length of a label
 
 
 @dataclass(frozen=True)
 class Course:
-    """The curves of one optimizer's runs that finished, at the points of the first of them."""
+    """The curves of an optimizer's finished runs, at the steps of the first of them."""
 
     label: str
     steps: Array
@@ -46,7 +46,7 @@ class Course:
         return np.asarray(self.losses.mean(axis=0))
 
     def along(self, against: Against) -> Array:
-        """Return the steps, or the mean seconds at those."""
+        """Return the steps, or the mean seconds at these steps."""
         return self.steps if against == "steps" else self.seconds
 
 
@@ -76,7 +76,7 @@ def _courses(results: Results) -> dict[str, Course]:
 
 # ---------------------------------------------------------------------- a few in one panel
 def draw_losses(results: Results, path: Path) -> None:
-    """Draw the loss against steps and seconds: AdamW, Muon, the best first-order optimizer and the best of ours."""
+    """Draw losses over steps and seconds: AdamW, Muon, the best first-order optimizer and the best of our methods."""
     courses = [found for name in shown(results) if (found := course(results, name))]
     styles = [{"color": look(found.label, 0)["color"]} for found in courses]
     title = f"{results['workload']}, {results['steps']} steps"
@@ -84,7 +84,7 @@ def draw_losses(results: Results, path: Path) -> None:
 
 
 def draw_histories(histories: Sequence[History], title: str, target: float, path: Path) -> None:
-    """Draw the loss of single runs against steps and seconds, as a mean of ten steps, with the loss to reach."""
+    """Draw the loss of single runs over steps and seconds, as a mean of ten steps, with the loss to reach."""
     courses = []
     for history in histories:
         losses = np.array(history.smoothed)
@@ -104,7 +104,7 @@ def draw_courses(
     path: Path,
     target: float | None = None,
 ) -> None:
-    """Draw losses against steps and against seconds of a clock, side by side."""
+    """Draw losses over steps and over seconds, side by side."""
     with styled():
         figure = Figure(figsize=(9, 2.5 + 0.5 * math.ceil(len(courses) / 4)), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
@@ -118,7 +118,7 @@ def draw_courses(
             axes.set_xlabel("steps" if against == "steps" else f"{clock} seconds", fontsize=9)
             axes.tick_params(labelsize=8)
             if courses:
-                _dress(axes, courses, max(found.mean[0] for found in courses))
+                _format_axes(axes, courses, max(found.mean[0] for found in courses))
             if target is not None:
                 name = f"target {target:g}"
                 handles[name] = axes.axhline(target, color=INK, linewidth=0.8, zorder=0, label=name)
@@ -135,7 +135,7 @@ def _order(label: str) -> tuple[bool, str]:
 
 
 def shown(results: Results) -> list[str]:
-    """Return AdamW, the better Muon, the best first-order optimizer, and the best of ours."""
+    """Return AdamW, the best variant of Muon, the best first-order optimizer, and the best of our methods."""
     first = statistics.best_first(results)
     target = statistics.target_of(results, first)
     best = statistics.best_of_ours(results, target) if target else None
@@ -152,8 +152,8 @@ def _draw(axes: Axes, found: Course, against: Against, style: dict[str, Any]) ->
         axes.fill_between(found.along(against), low, high, color=style["color"], alpha=_SHADE, linewidth=0)
 
 
-def _dress(axes: Axes, courses: Sequence[Course], top: float) -> None:
-    """Show losses from the lowest one to ``top``, on a logarithmic scale with ticks that have names."""
+def _format_axes(axes: Axes, courses: Sequence[Course], top: float) -> None:
+    """Show losses from the lowest one to ``top``, on a logarithmic scale with labeled ticks."""
     low = min(float(found.mean.min()) for found in courses)
     axes.grid(axis="y")
     if low <= 0:
@@ -168,7 +168,7 @@ def _dress(axes: Axes, courses: Sequence[Course], top: float) -> None:
 
 # ---------------------------------------------------------------------- one panel each
 def draw_each(results: Results, path: Path) -> None:
-    """Draw the loss of each optimizer before the lines of all, with a cross where a run did not finish."""
+    """Draw the loss of each optimizer in front of the others, with a cross if a run did not finish."""
     finals = {run["optimizer"] for run in statistics.select(results, "final") if known(run)}
     summaries = [found for found in statistics.summaries(results) if found.optimizer in finals]
     courses, rows = _courses(results), max(1, math.ceil(len(summaries) / _COLUMNS))
@@ -205,11 +205,11 @@ def _panel(axes: Axes, results: Results, own: Summary, courses: dict[str, Course
     done = own.loss.count if own.loss else 0
     more = "" if done == own.seeds else f" ({done} of {own.seeds})"
     axes.set_title(escaped(own.label) + more, loc="left", fontsize=9.5)
-    if courses:  # up to where most curves begin: one that rises beyond leaves the panel
-        _dress(axes, list(courses.values()), median(found.mean[0] for found in courses.values()))
+    if courses:  # the median of the initial losses; curves above it leave the panel
+        _format_axes(axes, list(courses.values()), median(found.mean[0] for found in courses.values()))
 
 
 def escaped(text: str) -> str:
-    """Return a label that has room, and that matplotlib does not take for mathematics."""
+    """Truncate a label, and escape dollar signs, between which matplotlib expects formulas."""
     short = text if len(text) <= _LETTERS else f"{text[: _LETTERS - 1].rstrip()}…"
     return short.replace("$", r"\$")

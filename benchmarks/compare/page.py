@@ -37,7 +37,7 @@ def page(results: Results, drawn: Iterable[str] = ()) -> str:
 
 
 def _draw(results: Results, folder: Path) -> list[str]:
-    """Draw the figures that the results are enough for, and return the paragraphs that show them."""
+    """Draw the figures for which there are results, and return the paragraphs that show them."""
     finals = statistics.select(results, "final")
     drawn = []
     if any(math.isfinite(statistics.final_loss(run)) for run in finals):
@@ -58,7 +58,7 @@ def _draw(results: Results, folder: Path) -> list[str]:
 
 
 def _facts(results: Results) -> Iterable[tuple[str, str]]:
-    """Yield what was run and where."""
+    """Yield facts about the runs and the machines."""
     held_out = "all held-out data" if results.get("everything") else "the workload's sample of held-out data"
     scaled = ", scaled to its speed at the start by steps of SGD in between" if results.get("reference_seconds") else ""
     clock = f"{statistics.clock_name(results)} time{scaled}"
@@ -96,7 +96,7 @@ def _versions(runs: Iterable[Run]) -> str:
 
 
 def command(results: Mapping[str, Any]) -> str:
-    """Return the command line that the file of results was made with, or one that makes such a file."""
+    """Return the command line that produced the results, or one that produces such results."""
     made = f"python -m benchmarks compare --workload {results['workload']} --size {results['size']}"
     return str(results.get("command") or f"{made} --steps {results['steps']} --batch-size {results['batch_size']}")
 
@@ -108,7 +108,7 @@ def _settings(results: Results) -> list[Rows]:
 
 def _setting(results: Results, optimizer: str) -> tuple[str, ...]:
     runs = statistics.select(results, optimizer=optimizer)
-    phases = {run["phase"]: run for run in runs}  # the last of each
+    phases = {run["phase"]: run for run in runs}  # the last run of each phase
     name, run = ("full runs", phases["final"]) if "final" in phases else ("a trial", runs[0])
     notes = dict.fromkeys(run["note"] for run in runs if run.get("note"))
     return runs[0]["label"], name, json.dumps(run["settings"], ensure_ascii=False, default=str), "; ".join(notes)

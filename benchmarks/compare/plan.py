@@ -1,8 +1,8 @@
-"""Which runs a comparison needs, given those that are done: pure, so that an interrupted one goes on where it stopped.
+"""The runs that a comparison still needs, as a pure function of the finished runs, so that it can be interrupted.
 
-Every optimizer gets the same: learning rates half a decade apart, sifted at a sixth of the steps; up to two further
-rates where the best one is the last of the row; then the winner over the whole run with each seed. Some of ours run
-once more with a schedule that ends early, at the share of the steps that the comparison has as its target.
+Every optimizer gets the same budget. Learning rates half a decade apart are tried for a sixth of the steps, and up to
+two further rates if the best one is the lowest or the highest. The best rate then gets full runs with all seeds. Some
+of our methods also run with a schedule that ends early, at the comparison's target share of the steps.
 """
 
 import hashlib
@@ -13,54 +13,54 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Phase = Literal["sift", "long", "final", "short"]
-"""A trial; a whole run at a rate that proved worse; a whole run that counts; one with a schedule that ends early."""
+"""A trial, a full run at a rate that is not the best, a full run that counts, or one with a shorter schedule."""
 Run = Mapping[str, Any]
-"""What a finished run left, see :mod:`benchmarks.compare.runs`."""
+"""The results of a finished run, see :mod:`benchmarks.compare.runs`."""
 
 STEP = math.sqrt(10)
-"""Between neighbouring learning rates."""
+"""Ratio of neighboring learning rates."""
 COMMON = "adamw"
-"""Whom every reader compares with: treated as if it led."""
+"""Always treated as a leader, because every reader compares with it."""
 EXTENSIONS = 2
-"""Further rates, at most, where the best is the last of the row."""
+"""Maximum number of further rates, if the best one is the lowest or the highest."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run that is to be done."""
+    """One run to do."""
 
     optimizer: str
     phase: Phase
     factor: float
-    """By which the searched keywords of the recipe are multiplied."""
+    """Factor for the searched keywords of the recipe."""
     seed: int
     steps: int
     """Length of the run and of its schedule."""
 
     def key(self, settings: Mapping[str, Any], *more: Any) -> str:
-        """Return what tells this run from others; the seed of a sift, say, or a recipe that has changed."""
-        phase = "final" if self.phase == "long" else self.phase  # which of the two it is shows later
+        """Return a hash that identifies this run and its settings."""
+        phase = "final" if self.phase == "long" else self.phase  # which of the two it is depends on later runs
         text = json.dumps([asdict(self) | {"phase": phase}, dict(settings), *more], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What every optimizer gets."""
+    """The budget of every optimizer."""
 
     steps: int
-    """Of a whole run."""
+    """Number of steps of a full run."""
     factors: tuple[float, ...] = (1 / STEP, 1.0, STEP)
     """Learning rates to try, as multiples of the recipe's."""
     seeds: int = 3
     sift_share: float = 1 / 6
     """Share of the steps that a trial takes."""
     short_share: float = 0.0
-    """Share of the steps of the short runs; 0: none."""
+    """Share of the steps in short runs. With 0, there are none."""
     extend: bool = True
     leaders: int = 0
-    """Of ours, and of those without curvature, who run whole at a second rate and with further seeds; 0: all run with
-    further seeds, none at a second rate."""
+    """Number of our methods, and of first-order optimizers, that also have full runs at a second rate and with further
+    seeds. With 0, all optimizers have further seeds and none has a second rate."""
 
     @property
     def sift_steps(self) -> int:
@@ -72,7 +72,7 @@ class Budget:
 
 
 def end_loss(run: Run) -> float:
-    """Return the loss at the end of a run, infinite where it failed or diverged."""
+    """Return the loss at the end of a run, or infinity if it failed or diverged."""
     if run["failed"] or run["diverged"] or not run["curve"]:
         return math.inf
     loss = run["curve"][-1][1]
@@ -89,7 +89,7 @@ def winner(runs: Sequence[Run], optimizer: str) -> float | None:
 
 
 def chosen(runs: Sequence[Run], optimizer: str, budget: Budget) -> float | None:
-    """Return the factor of an optimizer's whole runs: the only one there is, or the best of what was tried."""
+    """Return the factor of an optimizer's full runs: the only one, or the best of those that were tried."""
     if len(budget.factors) == 1:
         return budget.factors[0]
     best = winner(runs, optimizer)
@@ -100,7 +100,7 @@ def chosen(runs: Sequence[Run], optimizer: str, budget: Budget) -> float | None:
 
 
 def rivals(runs: Sequence[Run], optimizer: str, best: float | None) -> list[Run]:
-    """Return the whole runs of the first seed at the rate of the best trial, and at the next lower one."""
+    """Return the full runs of the first seed at the rate of the best trial and at the next lower rate."""
     if best is None:
         return []
     first = [run for phase in ("final", "long") for run in of(runs, optimizer, phase) if run["seed"] == 0]
@@ -136,7 +136,7 @@ def _beyond(done: Sequence[float], best: float | None) -> list[float]:
 
 
 def current(runs: Sequence[Run], optimizers: Sequence[str], budget: Budget) -> list[Run]:
-    """Return the runs that count: whole runs of a rate that is no longer the best one do not."""
+    """Return the runs that count, which excludes full runs at a rate that is no longer the best one."""
     best = {name: chosen(runs, name, budget) for name in optimizers}
     tried = [run for name in optimizers for run in rivals(runs, name, winner(runs, name))]
     kept: list[Run] = []
@@ -152,10 +152,10 @@ def current(runs: Sequence[Run], optimizers: Sequence[str], budget: Budget) -> l
 
 
 def pending(runs: Sequence[Run], optimizers: Sequence[str], short: Sequence[str], budget: Budget) -> Iterator[Job]:
-    """Yield the jobs that can be done now, the most useful first.
+    """Yield the jobs that can be done now, in the order of their usefulness if the comparison is interrupted.
 
     Trials come first, then the first seed of every optimizer, then that of the leaders at a second rate, then short
-    runs, then the other seeds: an interrupted comparison has something to show.
+    runs, and then the other seeds.
     """
     trials = {name: sift(runs, name, budget) for name in optimizers}
     for jobs in trials.values():
@@ -165,7 +165,7 @@ def pending(runs: Sequence[Run], optimizers: Sequence[str], short: Sequence[str]
     first = list(_missing(runs, [Job(name, "final", factor, 0, budget.steps) for name, factor in ready.items()]))
     yield from first
     if budget.leaders and (first or any(trials.values())):
-        return  # who leads is not known yet
+        return  # the leaders are not known yet
     ahead = [name for name in leaders(runs, list(ready), budget) if name in ready]
     seconds = list(_missing(runs, _seconds(runs, ahead, budget)))
     yield from seconds

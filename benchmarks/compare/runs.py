@@ -1,4 +1,4 @@
-"""One run of a comparison: train, and return plain values that JSON can hold."""
+"""Performs one run of a comparison, and returns its results as JSON values."""
 
 import math
 import time
@@ -30,31 +30,31 @@ def find(name: str) -> Method:
 
 
 def recipe_on(name: str, workload: Workload, size: Size, data_dir: Path) -> Recipe:
-    """Return the recipe of an optimizer for the workload that all of a comparison train, in one process.
+    """Return the recipe of an optimizer for the workload of a comparison, in one process.
 
-    A recipe may hold for other numbers of ranks and examples: its rates then follow its rule. Fields of the workload
-    that belong to it cannot be given to one optimizer alone: the note names them where the workload has other values.
+    If the recipe is for another number of ranks or batch size, its rule scales the rates. Fields of the workload that
+    belong to a recipe cannot differ between optimizers. If the workload has other values, the note lists them.
     """
     recipe = find(name).recipe(workload.name, size)
     own = make_workload(cast("WorkloadName", workload.name), data_dir, size).batch_size
     other = [f"{key}={value}" for key, value in recipe.workload.items() if getattr(workload, key, None) != value]
     if other:
-        told = f"published with {', '.join(other)}, which {'are' if len(other) > 1 else 'is'} not applied here"
-        recipe = replace(recipe, note="; ".join(text for text in (recipe.note, told) if text))
+        note = f"published with {', '.join(other)}, which {'are' if len(other) > 1 else 'is'} not applied here"
+        recipe = replace(recipe, note="; ".join(text for text in (recipe.note, note) if text))
     if recipe.batch_size is None and recipe.world == 1 and workload.batch_size == own:
         return recipe
     return recipe.at(1, workload.batch_size, own)
 
 
 POINTS = 60
-"""Of a curve that is kept."""
+"""Maximum number of points of a stored curve."""
 REFERENCE_EVERY = 5
-"""Steps between two of the reference."""
+"""Number of steps between two steps of the reference."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs of a comparison share; plain values, because other processes get it."""
+    """The settings that all runs of a comparison share, as plain values, which can be sent to other processes."""
 
     workload: WorkloadName
     size: Size
@@ -62,21 +62,21 @@ class Setting:
     threads: int = 1
     batch_size: int | None = None
     everything: bool = False
-    """Evaluate on all held-out data."""
+    """Whether to evaluate on all held-out data."""
     schedule: Schedule = COSINE
     peer_paths: tuple[str, ...] = ()
     reference_seconds: float | None = None
-    """What a step of SGD took when the file of results was begun; None: seconds are not scaled."""
+    """Seconds of a step of SGD when the comparison started. With None, seconds are not scaled."""
     deadline: float = math.inf
-    """Time of day, in seconds since the epoch, at which runs that are not done are given up."""
+    """Time in seconds since the epoch at which unfinished runs are interrupted."""
     workload_changes: Mapping[str, Any] = field(default_factory=dict)
     evaluate_every: int | None = None
     """Steps between evaluations during a run."""
     pauses: Path | None = None
-    """Folder of the checkpoints of runs that are under way; None: none are written."""
+    """Folder for checkpoints of unfinished runs. With None, there are no checkpoints."""
 
     def make_workload(self) -> Workload:
-        """Return the workload, the same one each time: reading its data may take longer than a short run."""
+        """Return the workload, which is cached because reading its data may take longer than a short run."""
         changes = tuple(sorted(self.workload_changes.items()))
         return _read_once(self.workload, self.data_dir, self.size, self.batch_size, changes)
 
@@ -98,7 +98,7 @@ def key_of(job: Job, recipe: Recipe) -> str:
 
 
 def schedule_of(recipe: Recipe, setting: Setting) -> Schedule:
-    """Return the schedule of a run: the comparison's, unless the optimizer is its own schedule."""
+    """Return the schedule of a run: that of the comparison, unless the optimizer has its own."""
     return recipe.schedule if recipe.own_schedule else setting.schedule
 
 
@@ -125,13 +125,13 @@ def execute(job: Job, setting: Setting) -> dict[str, Any]:
         return entry | train(job, setting, method, recipe, pause_of(job, setting, key_of(job, recipe)))
     except (TimeoutError, DataMissingError, PeerMissingError):
         raise
-    except FAILURES as err:  # the report names it, and the others go on
+    except FAILURES as err:  # the report shows the error, and other runs continue
         empty = {"taken": 0, "diverged": False, "curve": [], "metric": None, "quality": {}, "optimizer_bytes": 0}
         return entry | empty | {"failed": f"{type(err).__name__}: {err}"}
 
 
 def pause_of(job: Job, setting: Setting, key: str) -> Pause | None:
-    """Return where a run is kept while it runs; None for code of a checkout, whose state is not all in its dict."""
+    """Return the checkpoint of a run, or None for code of checkouts, whose ``state_dict`` may be incomplete."""
     if setting.pauses is None or job.optimizer in CHECKOUTS:
         return None
     about: dict[str, Any] = {"fields": dict(setting.workload_changes), "versions": versions(job.optimizer)}
@@ -140,15 +140,15 @@ def pause_of(job: Job, setting: Setting, key: str) -> Pause | None:
 
 
 def train(job: Job, setting: Setting, method: Method, recipe: Recipe, pause: Pause | None = None) -> dict[str, Any]:
-    """Train with the settings of a recipe, and return the figures of the run."""
+    """Train with the settings of a recipe, and return the results of the run."""
     workload = setting.make_workload()
     make = partial(method.construct, **recipe.settings)
     schedule = partial(make_schedule, schedule_of(recipe, setting), job.steps)
     closure = method.needs_closure(None, recipe.settings)
-    torch.manual_seed(job.seed)  # of dropout, say
+    torch.manual_seed(job.seed)  # for example for dropout
     trainer = Trainer(method.label, workload, make, job.seed, schedule, closure)
     reference = reference_of(workload, setting) if setting.reference_seconds else None
-    seconds: list[float] = (pause and pause.resume(trainer)) or []  # that the reference took
+    seconds: list[float] = (pause and pause.resume(trainer)) or []  # of the reference
     for step in range(len(trainer.history.losses), job.steps):
         if time.time() > setting.deadline:
             if pause:
@@ -158,7 +158,7 @@ def train(job: Job, setting: Setting, method: Method, recipe: Recipe, pause: Pau
             break
         trainer.step()
         if reference is not None and step % REFERENCE_EVERY == 0:
-            with torch.random.fork_rng(devices=[]):  # dropout of the run goes on as if there were no reference
+            with torch.random.fork_rng(devices=[]):  # the reference must not affect the dropout of the run
                 reference.step()
             seconds.append(reference.history.processor_seconds[-1])
         if setting.evaluate_every and (step + 1) % setting.evaluate_every == 0 and not trainer.diverged:
@@ -170,7 +170,7 @@ def train(job: Job, setting: Setting, method: Method, recipe: Recipe, pause: Pau
 
 
 def reference_of(workload: Workload, setting: Setting) -> Trainer:
-    """Return a run of SGD whose steps tell how fast the machine is just now."""
+    """Return a run of SGD, whose steps measure the current speed of the machine."""
     sgd = find("sgd").recipe(setting.workload, setting.size).times(1e-3)  # so small that it cannot diverge
     return Trainer("reference", workload, partial(find("sgd").construct, **sgd.settings))
 
@@ -184,10 +184,10 @@ def measure_reference(setting: Setting, steps: int = 12) -> float:
 
 
 def _scaled(history: History, reference: list[float], setting: Setting) -> dict[str, Any]:
-    """Return the curve with seconds as they would be at the speed at which the comparison began.
+    """Return the curve with seconds that are scaled to the speed of the machine when the comparison started.
 
-    Other work on the machine slows a processor down: it shares caches, memory and clock. Steps of SGD in between are
-    slowed down alike.
+    Other work on the machine slows a run down, because it shares caches, memory and clock rate. Steps of SGD in between
+    slow down in the same way.
     """
     if setting.reference_seconds is None or not reference:
         return {}

@@ -1,9 +1,9 @@
-"""What the runs of a comparison amount to: pure functions from the results of one workload to numbers.
+"""Statistics of a comparison: pure functions of the results of one workload.
 
-A loss is the mean of ten training steps. A curve has some sixty points, so the step at which a loss was reached is that
-of the first of two consecutive points at or below it: late by up to one gap between points, never early, and no single
-lucky point counts but the last one. A run that failed, diverged or ended early has reached nothing and has no final
-loss, but counts among the seeds.
+A loss is the mean of ten training steps. A curve has about sixty points, so a loss is reached at the first of two
+consecutive points at or below it. This is never too early, at most one point too late, and single outliers do not
+count, except for the last point. A run that failed, diverged or ended early does not reach any loss and has no final
+loss, but it counts among the seeds.
 """
 
 import math
@@ -18,90 +18,89 @@ Results = Mapping[str, Any]
 Run = Mapping[str, Any]
 Phase = Literal["sift", "long", "final", "short"]
 
-_CLOCKS = {"processor": 2, "wall": 3}  # their columns in a curve
+_CLOCKS = {"processor": 2, "wall": 3}  # columns of a curve
 _LOSS = 1
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A number over the seeds."""
+    """The distribution of a number over the seeds."""
 
     mean: float
     low: float
     high: float
     deviation: float | None
-    """Standard deviation of the sample; None for one value."""
+    """Standard deviation of the sample, or None for a single value."""
     count: int
 
 
 @dataclass(frozen=True)
 class Target:
-    """A loss to reach, and what its owner took for it."""
+    """A loss to reach, and the cost of the optimizer that defines it."""
 
     optimizer: str
     label: str
     loss: float
     steps: float
-    """Of a full run of its owner, like :attr:`seconds`."""
+    """Number of steps of its full run. :attr:`seconds` also refers to this run."""
     seconds: float
     crossing: float
-    """Seconds in which the curves of its owner first reach the loss, as a mean over the seeds that do."""
+    """Seconds in which its own curves first reach the loss, as a mean over the seeds that reach it."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How one optimizer got to the loss of another."""
+    """How an optimizer reached a target."""
 
     optimizer: str
     label: str
     ours: bool
     phase: Phase
-    """``"final"``: on the way of a full run; ``"short"``: at the end of a short one."""
+    """``"final"`` if full runs reached it, and ``"short"`` for the end of short runs."""
     reached: int
-    """Seeds that got there."""
+    """Number of seeds that reached the target."""
     seeds: int
     loss: float | None
-    """Mean loss at the end of the runs that finished."""
+    """Mean final loss of the runs that finished."""
     steps: float | None
-    """Mean over the seeds that got there, like the rest."""
+    """Mean over the seeds that reached the target, like the following attributes."""
     seconds: float | None
     steps_share: float | None
-    """Of the steps of the target's owner."""
+    """Share of the steps of the target's optimizer."""
     seconds_share: float | None
-    """Of the seconds in which the target's owner gets there itself."""
+    """Share of the seconds in which the target's optimizer first reaches the loss."""
 
     @property
     def everywhere(self) -> bool:
         return 0 < self.reached == self.seeds
 
     def met(self, share: float) -> bool:
-        """Return whether every seed got there, on average within a share of the steps.
+        """Return whether every seed reached the target, on average within a share of the steps.
 
-        Seconds are not judged: those of a run that is stopped where it reaches a loss do not compare with those of a
-        whole run.
+        Seconds do not matter here, because the time to a loss is not comparable with the time of a full run.
         """
         return self.everywhere and self.steps_share is not None and self.steps_share <= share
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What is told of one optimizer."""
+    """Summary of the runs of one optimizer."""
 
     optimizer: str
     label: str
     ours: bool
     order: str
     factor: float | None
-    """Of the learning rate that its full runs took."""
+    """Factor for the learning rate of its full runs."""
     seeds: int
-    """Full runs, also those that did not finish."""
+    """Number of full runs, including those that did not finish."""
     loss: Spread | None
     metric: Spread | None
     seconds: Spread | None
     step_cost: float | None
-    """Seconds per step over those of SGD."""
+    """Seconds per step relative to SGD."""
     megabytes: float | None
-    """State of the optimizer, the most over its full runs."""
+    """Largest state of the optimizer over its full runs."""
 
     @property
     def incomplete(self) -> bool:
@@ -146,7 +145,7 @@ def final_loss(run: Run) -> float:
 def clock_column(results: Results) -> int:
     clock = results["clock"]
     if clock not in _CLOCKS:
-        raise ValueError(f"clock is {clock!r}: known are {', '.join(_CLOCKS)}")
+        raise ValueError(f"clock is {clock!r}: it must be one of {', '.join(_CLOCKS)}")
     return _CLOCKS[clock]
 
 
@@ -184,7 +183,7 @@ def at_edge(results: Results, optimizer: str) -> bool:
 
 
 def seconds_per_step(results: Results, optimizer: str) -> float | None:
-    """Return the median over the full runs of the mean seconds of a step; the mean, for some steps refresh more."""
+    """Return the median over full runs of the mean seconds per step, which includes all refreshes."""
     column = clock_column(results)
     found = [run["curve"][-1][column] / run["taken"] for run in select(results, "final", optimizer) if not flaw(run)]
     return median(found) if found else None
@@ -219,14 +218,14 @@ def summaries(results: Results) -> list[Summary]:
 def best_first(results: Results) -> str | None:
     """Return the first-order optimizer with the lowest mean final loss.
 
-    One with a seed that did not finish is taken only where all have such seeds; :func:`passed_over` names it.
+    Optimizers with unfinished seeds count only if all have such seeds. :func:`passed_over` returns those.
     """
     ranked = sorted(_firsts(results), key=lambda pair: (pair[0].incomplete, pair[1]))
     return ranked[0][0].optimizer if ranked else None
 
 
 def passed_over(results: Results) -> list[str]:
-    """Return first-order optimizers whose finished seeds end lower than the reference, but some of whose did not."""
+    """Return first-order optimizers with unfinished seeds whose other seeds end lower than the reference."""
     reference = best_first(results)
     if reference is None:
         return []
@@ -239,7 +238,7 @@ def _firsts(results: Results) -> list[tuple[Summary, float]]:
 
 
 def target_of(results: Results, optimizer: str | None) -> Target | None:
-    """Return the mean final loss of an optimizer as a target; None where it has no full run that finished."""
+    """Return the mean final loss of an optimizer as a target, or None if no full run finished."""
     done = [run for run in select(results, "final", optimizer) if optimizer is not None and not flaw(run)]
     if optimizer is None or not done:
         return None
@@ -262,18 +261,18 @@ def targets(results: Results) -> list[Target]:
 
 
 def first_reach(run: Run, loss: float, column: int) -> tuple[int, float] | None:
-    """Return when a run reached a loss; a short run is judged by its end alone."""
+    """Return the step and the seconds at which a run reached a loss. For a short run, only its end counts."""
     if flaw(run):
         return None
     points = run["curve"][-1:] if run["phase"] == "short" else run["curve"]
-    whole = [p for p in points if p[0] >= min(WINDOW, run["taken"])]  # before, the mean is of fewer steps
+    whole = [p for p in points if p[0] >= min(WINDOW, run["taken"])]  # earlier means have fewer steps
     below = [finite(p[_LOSS]) and p[_LOSS] <= loss for p in whole]
     pairs = zip(whole, below, [*below[1:], True], strict=True)  # nothing follows the last one
     return next(((p[0], p[column]) for p, here, after in pairs if here and after), None)
 
 
 def reach(results: Results, optimizer: str, target: Target, phase: Phase) -> Reach | None:
-    """Return how the runs of one phase got to a target, None when there are no such runs."""
+    """Return how the runs of one phase reached a target, or None if there are no such runs."""
     runs = select(results, phase, optimizer)
     if not runs:
         return None
@@ -309,15 +308,15 @@ def reaches(results: Results, target: Target) -> list[Reach]:
 
 
 def best_of_ours(results: Results, target: Target) -> Reach | None:
-    """Return the run of ours that comes nearest to the target.
+    """Return the best of our methods: the one with the most seeds that reached the target, then with the fewest steps.
 
-    The more seeds reached it the better; then the fewer steps; where no seed of any got there, the lowest final loss.
+    If no seed reached it, return the method with the lowest final loss.
     """
     return next((item for item in reaches(results, target) if item.ours), None)
 
 
 def whole_share(results: Results, item: Reach, target: Target) -> float | None:
-    """Return the seconds of an optimizer's whole runs as a share of those of the target's owner; None if unknown."""
+    """Return the seconds of complete runs relative to those of the target's optimizer, or None if unknown."""
     runs = [run for run in select(results, item.phase, item.optimizer) if not flaw(run)]
     if not runs or not target.seconds:
         return None

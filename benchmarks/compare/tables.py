@@ -11,12 +11,12 @@ from benchmarks.compare.statistics import Reach, Results, Summary, Target
 from benchmarks.compare.wording import NOTHING, number, seconds, share, verdict
 from benchmarks.runner import WINDOW
 
-_SENTENCE = 50  # letters from which a column is text, which is aligned on the left
+_SENTENCE = 50  # columns with longer cells are text, and left-aligned
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A table as text."""
+    """A table of strings."""
 
     title: str
     columns: tuple[str, ...]
@@ -30,7 +30,7 @@ def printed(results: Results) -> Markdown:
 
 
 def markdown_table(table: Rows) -> str:
-    """Return one table as Markdown: its title in bold, if it has one, the rows, the caption."""
+    """Return a table as Markdown, with its title in bold and its caption."""
     texts = {0, *(place for row in table.rows for place, cell in enumerate(row) if len(cell) > _SENTENCE)}
     sides = [" :--- " if place in texts else " ---: " for place in range(len(table.columns))]
     title = [f"**{plain(table.title)}**", ""] if table.title else []
@@ -168,7 +168,7 @@ def _trial(loss: float | None, best: bool) -> str:
 
 
 def failure_rows(results: Results) -> Rows:
-    """Return every run that did not finish, and why."""
+    """Return all runs that did not finish, with the reasons."""
     broken = statistics.unfinished(results)
     return Rows(
         "Runs that did not finish",

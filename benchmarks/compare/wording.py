@@ -1,4 +1,4 @@
-"""A comparison in words: numbers as text, and the sentences around its tables."""
+"""The text of a comparison: formatted numbers, and the sentences around its tables."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +8,7 @@ from benchmarks.compare.statistics import Reach, Results, Run, Spread, Summary, 
 from benchmarks.recipes.tuned import TUNED
 
 NOTHING = "–"
-_DIFFERENT = 1.1  # ratio of measured rates from which on two machines do not count as alike
+_DIFFERENT = 1.1  # machines with a larger ratio of rates count as different
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -20,7 +20,7 @@ def share(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Return seconds with three significant digits, or without decimals from 100 on."""
+    """Format seconds with three significant digits, or without decimals if they are at least 100."""
     if value is None:
         return NOTHING
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
@@ -41,23 +41,23 @@ def summary(results: Results) -> list[str]:
     targets = statistics.targets(results)
     first = targets[0] if targets and targets[0].optimizer == statistics.best_first(results) else None
     if first is None:
-        said = ["No first-order optimizer has a full run that finished, so there is no reference yet."]
+        sentences = ["No first-order optimizer has a full run that finished, so there is no reference yet."]
     else:
-        said = [*_reference(results, first), *_verdict(results, first)]
-    said += [sentence for target in targets if target is not first for sentence in _second(results, target)]
-    return [*said, *_lowest(results), *_broken(results)]
+        sentences = [*_reference(results, first), *_verdict(results, first)]
+    sentences += [sentence for target in targets if target is not first for sentence in _second(results, target)]
+    return [*sentences, *_lowest(results), *_broken(results)]
 
 
 def _reference(results: Results, target: Target) -> list[str]:
     found = statistics.summarize(results, target.optimizer).loss
     assert found is not None  # a target is a full run that finished
-    said = [
+    sentences = [
         f"The best first-order optimizer is {target.label}: final loss {number(target.loss)} "
         f"({_over_seeds(found)}) after {target.steps:.0f} steps and {seconds(target.seconds)} s."
     ]
     if lower := statistics.passed_over(results):
-        said.append(f"{joined(lower)} ended lower in the runs that finished, but not with every seed.")
-    return said
+        sentences.append(f"{joined(lower)} ended lower in the runs that finished, but not with every seed.")
+    return sentences
 
 
 def _over_seeds(values: Spread) -> str:
@@ -114,7 +114,7 @@ def _lowest(results: Results) -> list[str]:
 
 
 def _broken(results: Results) -> list[str]:
-    """Return one sentence that counts the runs that did not finish, by optimizer and over all phases."""
+    """Return a sentence with the number of runs of all phases that did not finish, by optimizer."""
     broken = statistics.unfinished(results)
     if not broken:
         return [f"All {len(results['runs'])} runs finished."]
@@ -128,7 +128,7 @@ def fairness(results: Results) -> list[str]:
 
 
 def budget(results: Results) -> list[str]:
-    """Return how the budget was shared out and what limits the comparison, without the sources of the settings."""
+    """Return sentences about budgets and limitations, without the sources of the settings."""
     return [*_limits(results), *notes(results["runs"])]
 
 
@@ -152,18 +152,18 @@ def _trials(results: Results) -> list[str]:
 
 
 def _second_rates(results: Results, seeds: int) -> list[str]:
-    told = []
+    shown = []
     for run in statistics.select(results, "long"):
         counted = next(
             (r for r in statistics.select(results, "final", run["optimizer"]) if r["seed"] == run["seed"]), None
         )
         found = [f"{number(statistics.final_loss(r))} at × {r['factor']:.3g}" for r in (counted, run) if r]
-        told.append(f"{run['label']} {' and '.join(found)}")
-    if not told:
+        shown.append(f"{run['label']} {' and '.join(found)}")
+    if not shown:
         return []
     return [
         f"The leaders also completed a run at the next lower rate. The better rate then ran with {_seeds(seeds)}. "
-        f"Losses of the first seed, by multiple of the recipe's rate: {'; '.join(told)}."
+        f"Losses of the first seed, by multiple of the recipe's rate: {'; '.join(shown)}."
     ]
 
 
@@ -174,7 +174,7 @@ def _seeds(count: int) -> str:
 def _fewer(results: Results) -> list[str]:
     found = statistics.summaries(results)
     most = max((s.seeds for s in found), default=0)
-    expected = {1} if statistics.select(results, "long") else set()  # of those that did not lead
+    expected = {1} if statistics.select(results, "long") else set()  # optimizers that are not leaders
     fewer = [f"{s.label} {s.seeds}" for s in found if s.seeds < most and s.seeds not in expected]
     return [f"These have fewer full runs than {most}: {', '.join(fewer)}."] if fewer else []
 
@@ -220,35 +220,35 @@ def _machines(results: Results) -> list[str]:
 
 
 def sources(results: Results) -> dict[str, str]:
-    """Return where the settings beyond the rate come from, for each optimizer."""
-    found = {run["label"]: _source(results, run) for run in results["runs"]}  # the last run of each
+    """Return the source of each optimizer's settings other than the learning rate."""
+    found = {run["label"]: _source(results, run) for run in results["runs"]}  # uses the last run of each
     tuned = "tuned here, for each workload"
     return {label: tuned if source.startswith(TUNED) else source for label, source in found.items() if source}
 
 
 def _keywords(results: Results) -> list[str]:
-    """Return for whom keywords beyond the rate were tuned by workload, and who has those of its authors."""
+    """Return sentences with the optimizers that were tuned here, and with those that use their authors' settings."""
     found = {run["label"]: _source(results, run) for run in results["runs"]}
     tuned = [label for label, source in found.items() if source.startswith(TUNED)]
     others = [f"{label} ({source})" if source else label for label, source in found.items() if label not in tuned]
-    said = (
+    sentences = (
         [f"Other settings than the rate were tuned here, for each workload, for {'; '.join(tuned)}."] if tuned else []
     )
-    return said + ([f"The others use the settings of their authors: {'; '.join(others)}."] if others else [])
+    return sentences + ([f"The others use the settings of their authors: {'; '.join(others)}."] if others else [])
 
 
 def _source(results: Results, run: Run) -> str:
-    """Return who found the settings of a run; older files do not contain it, but the recipe does."""
+    """Return the source of the settings of a run. Older files do not contain it, but the recipe does."""
     if run.get("source"):
         return str(run["source"])
     try:
         return find(run["optimizer"]).recipe(results["workload"], results["size"]).source
-    except ValueError:  # one that is no more
+    except ValueError:  # the optimizer or its recipe no longer exists
         return TUNED if run["ours"] else ""
 
 
 def notes(runs: Iterable[Run]) -> list[str]:
-    """Return each note on single optimizers once, such as at which point losses were taken."""
+    """Return each note on an optimizer once, with the labels of the optimizers that have it."""
     labels: dict[str, dict[str, None]] = {}
     for run in runs:
         if run.get("note"):

@@ -1,7 +1,7 @@
-"""Optimizers of other projects, each behind one small function, to compare with those of this package.
+"""Third-party optimizers to compare with those of this package, each with a small function that builds it.
 
-Most come from packages, ``pip install secondorder[peers]``, which are imported when one is built. Projects that publish
-no package are read from a checkout, see :mod:`benchmarks.peers.checkouts`.
+Most come from packages (``pip install secondorder[peers]``), which are imported when an optimizer is built. Projects
+without a package are imported from a checkout, see :mod:`benchmarks.peers.checkouts`.
 """
 
 from functools import partial
@@ -45,7 +45,7 @@ _LIBRARIES = {
 
 
 def available() -> list[str]:
-    """Return the peers that can be built: their package is installed, or their checkout known."""
+    """Return the peers that can be built, because their package is installed or their checkout is known."""
     lacking = {name for name, package in _LIBRARIES.items() if not has_library(package)}
     lacking |= {name for name in CHECKOUTS if name not in PATHS.folders}
     return [name for name in PEERS if name not in lacking]

@@ -1,4 +1,4 @@
-"""The optimizers whose code comes from a checkout: K-FAC of kfac-pytorch, Meta's Shampoo, and M-FAC of its authors."""
+"""Optimizers that are imported from a checkout: K-FAC of kfac-pytorch, Meta's Shampoo, and M-FAC of its authors."""
 
 import functools
 import hashlib
@@ -25,11 +25,11 @@ from benchmarks.peers.peer import Peer
 
 @dataclass(frozen=True)
 class Checkout:
-    """A repository that has to be fetched by hand."""
+    """A repository that the user has to clone."""
 
     repository: str
     file: str
-    """A file that is in it, to know it by."""
+    """A file that identifies the repository."""
 
 
 CHECKOUTS = {
@@ -39,12 +39,12 @@ CHECKOUTS = {
     ),
     "ist_mfac": Checkout("https://github.com/IST-DASLab/M-FAC", "optim.py"),
 }
-"""By the name of the peer."""
+"""Repositories by the name of the peer."""
 
 
 @dataclass
 class PeerPaths:
-    """Where checkouts are."""
+    """The folders of checkouts."""
 
     folders: dict[str, Path] = field(default_factory=dict)
 
@@ -70,7 +70,7 @@ class PeerPaths:
 
 
 PATHS = PeerPaths()
-"""Those of this process."""
+"""The checkouts of this process."""
 
 set_paths = PATHS.set_paths
 
@@ -88,7 +88,7 @@ def package(name: str, module: str) -> Any:
 
 
 def source_file(name: str) -> ModuleType:
-    """Import the one file of a checkout that is of use, under a name that hides nothing."""
+    """Import the file of a checkout that contains the optimizer, under a name that hides no other module."""
     return _source_file(f"benchmarks_peer_{name}", PATHS.folder(name) / CHECKOUTS[name].file)
 
 
@@ -98,9 +98,9 @@ def _source_file(name: str, path: Path) -> ModuleType:
     assert plan is not None
     assert plan.loader is not None
     module = importlib.util.module_from_spec(plan)
-    # Files for one experiment set things for all.
+    # Scripts of experiments change global settings of torch.
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    # What tests torch itself forbids such settings to the whole process.
+    # Torch's own test utilities freeze these settings for the whole process.
     with torch.backends.__allow_nonbracketed_mutation():
         try:
             plan.loader.exec_module(module)
@@ -111,7 +111,7 @@ def _source_file(name: str, path: Path) -> ModuleType:
 
 @contextmanager
 def _in_front(folder: Path) -> Iterator[None]:
-    """Look into a checkout first, and say that what it asks about itself is installed."""
+    """Import from a checkout first, and return a version even for packages that are not installed."""
     known = importlib.metadata.version
 
     def version(distribution_name: str) -> str:
@@ -138,9 +138,9 @@ def kfac_pytorch(
 ) -> Optimizer:
     """Return SGD behind the preconditioner of kfac-pytorch (KAISA).
 
-    It takes linear layers and 2-D convolutions; all else follows SGD alone. Where its clip bounds the step, its length
-    is ``√kl_clip`` whatever the rate: here the clip follows the square of the rate, so that a schedule, and a search,
-    do what they do to others.
+    It preconditions linear layers and 2-D convolutions, and all other parameters use plain SGD. If its clipping is
+    active, the length of a step is ``√kl_clip`` for any rate. Here, the clip is proportional to the square of the rate,
+    so that schedules and searches work as for other optimizers.
     """
     kind = package("kfac_pytorch", "kfac.preconditioner").KFACPreconditioner
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay)
@@ -171,7 +171,7 @@ def distributed_shampoo(
 
 
 def ist_mfac(model: nn.Module, window_size: int = 1024, **options: Any) -> Optimizer:
-    """Return M-FAC by its authors. Every parameter has to have a gradient in every step."""
+    """Return the M-FAC of its authors. Every parameter needs a gradient in every step."""
     module = source_file("ist_mfac")
     parameters = trained(model)
     device = parameters[0].device
@@ -181,15 +181,15 @@ def ist_mfac(model: nn.Module, window_size: int = 1024, **options: Any) -> Optim
 
 
 def _make_run_on_cpu(module: ModuleType) -> None:
-    """Put stand-ins for the two functions of torch that ask for a GPU into what the code of M-FAC sees of torch."""
-    if isinstance(module.torch, _StandIn):
+    """Replace the two functions of torch that require a GPU, only inside the module of M-FAC."""
+    if isinstance(module.torch, _Patched):
         return
-    setattr(module, "torch", _StandIn(torch, lu=_lu))  # noqa: B010 - to a type checker modules are fixed
-    parallel = _StandIn(nn.parallel, parallel_apply=_one_by_one)
-    setattr(module, "nn", _StandIn(nn, parallel=parallel))  # noqa: B010
+    setattr(module, "torch", _Patched(torch, lu=_lu))  # noqa: B010 - type checkers reject assignments to modules
+    parallel = _Patched(nn.parallel, parallel_apply=_one_by_one)
+    setattr(module, "nn", _Patched(nn, parallel=parallel))  # noqa: B010
 
 
-class _StandIn:
+class _Patched:
     """A module with some names replaced."""
 
     def __init__(self, module: ModuleType, **replaced: Any) -> None:
@@ -201,7 +201,7 @@ class _StandIn:
 
 
 def _lu(matrix: Tensor, pivot: bool) -> tuple[Tensor]:
-    """Factorise a positive definite matrix as a unit lower triangle times an upper one, without pivots."""
+    """Factorize a positive definite matrix into a unit lower and an upper triangle, without pivoting."""
     assert not pivot
     root = torch.linalg.cholesky(matrix)
     scale = root.diagonal()

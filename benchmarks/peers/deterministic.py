@@ -1,6 +1,6 @@
-"""Methods for losses without noise: L-BFGS, and Gauss-Newton with the damping of Levenberg and Marquardt.
+"""Methods for losses without noise: L-BFGS, and Gauss-Newton with Levenberg-Marquardt damping.
 
-Both evaluate the loss several times in a step, so they are compared by time and not by steps.
+Both evaluate the loss several times per step, so they should be compared by time, not by steps.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from benchmarks.peers.peer import Peer
 
 
 class _LBFGS(Peer):
-    """``torch.optim.LBFGS``, whose closure returns more than a loss here."""
+    """``torch.optim.LBFGS`` with a closure that returns more than a loss."""
 
     def step(self, closure: Any = None) -> Any:
         found = []
@@ -31,7 +31,7 @@ class _LBFGS(Peer):
 
 
 def lbfgs(model: nn.Module, lr: float = 1.0, history_size: int = 30, max_iter: int = 4, **settings: Any) -> Optimizer:
-    """Build L-BFGS. A step has ``max_iter`` iterations, each with its line search."""
+    """Return L-BFGS. A step has ``max_iter`` iterations, each with a line search."""
     keywords = {"history_size": history_size, "tolerance_grad": 0.0, "tolerance_change": 0.0, **settings}
     return _LBFGS(torch.optim.LBFGS(trained(model), lr, max_iter, **keywords))
 
@@ -39,13 +39,13 @@ def lbfgs(model: nn.Module, lr: float = 1.0, history_size: int = 30, max_iter: i
 class GaussNewton(Optimizer):
     """Gauss-Newton for a mean of squared residuals r over N examples, ``δ = -Jᵀ(JJᵀ + NλI)⁻¹ r``.
 
-    λ falls after a step that the linear model predicts well, and rises after one that it does not. A step that raises
-    the loss is taken back (Levenberg 1944, Marquardt 1963; Nocedal & Wright 2006, algorithm 4.1 for the thresholds).
+    λ decreases after a step that the linear model predicts well, and increases after one that it predicts badly. Steps
+    that increase the loss are reverted (Levenberg 1944, Marquardt 1963; Nocedal & Wright 2006, algorithm 4.1).
 
     Args:
-        model: The model, which maps each example to residuals on its own.
-        damping: The first λ.
-        factor: By which λ changes.
+        model: The model, which maps each example independently to its outputs.
+        damping: Initial λ.
+        factor: Factor by which λ changes.
     """
 
     def __init__(self, model: nn.Module, damping: float = 1e-3, factor: float = 3.0) -> None:
@@ -82,7 +82,7 @@ class GaussNewton(Optimizer):
         expected = float((residuals + jacobian @ step).square().sum()) / len(targets)
         found = float((self._model(inputs) - targets).square().sum()) / len(targets)
         gain = (loss - found) / max(loss - expected, 1e-300)
-        if not found < loss:  # also where it is not finite
+        if not found < loss:  # also if it is not finite
             torch._foreach_copy_(group["params"], before)
         if gain > 0.75:
             group["damping"] /= self._factor

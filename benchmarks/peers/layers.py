@@ -1,4 +1,4 @@
-"""Which weights of a model are what: matrices inside, and layers whose forward pass can be listened to."""
+"""The hidden matrices of a model, and the layers that hooks can observe."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -9,16 +9,16 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 HEADS = ("head", "lm_head", "classifier", "fc")
-"""Names of modules that hold the output layer."""
+"""Names of modules that contain the output layer."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight as one matrix, or as several on top of each other."""
+    """A weight as one matrix, or as several stacked matrices."""
 
     parameter: nn.Parameter
     pieces: int = 1
-    """Three where queries, keys and values share a parameter."""
+    """Number of matrices, which is 3 if queries, keys and values share a parameter."""
 
     def views(self, tensor: Tensor) -> list[Tensor]:
         """Return the matrices ``[d_out, rest]`` of the parameter or of its gradient."""
@@ -26,11 +26,11 @@ class Matrix:
 
 
 def hidden_matrices(model: nn.Module) -> list[Matrix]:
-    """Return the weights that an optimizer of hidden matrices takes.
+    """Return the weights that an optimizer for hidden matrices trains.
 
-    Weights of linear layers, convolutions and attention are such, but for three: what is shared with an embedding, the
-    first layer where that is a convolution, and the output layer. The output layer is what a name of :data:`HEADS`
-    stands for, else the last one. A model with a single weight keeps it.
+    They are the weights of linear layers, convolutions and attention, except for weights that are shared with an
+    embedding, the first layer if it is a convolution, and the output layer. The output layer is the one with a name in
+    :data:`HEADS`, or else the last one. The only weight of a model is always included.
     """
     found = _weights(model)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -64,17 +64,17 @@ def _weights(model: nn.Module) -> dict[str, Matrix]:
 
 
 def heard_layers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
-    """Return the layers whose inputs and output gradients hooks get to see."""
-    deaf = unheard_layers(model)
+    """Return the layers whose inputs and output gradients hooks can observe."""
+    hidden = unheard_layers(model)
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d) and name not in deaf and _trains(module)
+        if isinstance(module, nn.Linear | nn.Conv2d) and name not in hidden and _trains(module)
     }
 
 
 def unheard_layers(model: nn.Module) -> list[str]:
-    """Return linear layers that are never called: ``nn.MultiheadAttention`` applies its output weights itself."""
+    """Return linear layers that are never called, because ``nn.MultiheadAttention`` applies their weights itself."""
     found = {id(module.out_proj) for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
     return [name for name, module in model.named_modules() if id(module) in found]
 
@@ -88,7 +88,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def adamw_for_others(model: nn.Module, taken: list[nn.Parameter], **settings: Any) -> list[Optimizer]:
-    """Return AdamW for the parameters that no other optimizer takes, nothing where there are none."""
+    """Return AdamW for the parameters that no other optimizer trains, or an empty list if there are none."""
     known = {id(parameter) for parameter in taken}
     rest = [parameter for parameter in trained(model) if id(parameter) not in known]
     return [torch.optim.AdamW(rest, **settings)] if rest else []

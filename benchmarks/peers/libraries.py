@@ -1,9 +1,9 @@
-"""Optimizers by packages of others, which are imported only when one is built, with a word on where to get it.
+"""Optimizers of third-party packages, which are imported only when an optimizer is built.
 
-SOAP, Shampoo and PSGD-Kron by pytorch-optimizer. SINGD, K-FAC without inverses and with structured factors: Lin et al.,
-"Structured inverse-free natural gradient" (2024), by the authors' package. Schedule-free AdamW, averaged weights in
-place of a falling rate: Defazio et al., "The road less scheduled" (2024), by the authors' package; gradients are taken
-at one point, the model is evaluated at another, and :func:`evaluating` goes there and back.
+SOAP, Shampoo and PSGD-Kron are those of pytorch-optimizer. SINGD is K-FAC without inverses and with structured factors
+(Lin et al., "Structured inverse-free natural gradient", 2024), from the authors' package. Schedule-free AdamW averages
+weights instead of decreasing the rate (Defazio et al., "The road less scheduled", 2024), from the authors' package. It
+computes gradients and evaluates the model at different points, between which :func:`evaluating` switches.
 """
 
 import importlib
@@ -27,11 +27,11 @@ from benchmarks.peers.peer import Peer, evaluated
 from benchmarks.workloads import Workload
 
 PACKAGES = {"pytorch_optimizer": "pytorch-optimizer", "schedulefree": "schedulefree", "singd": "singd"}
-"""Names of distributions, by what is imported."""
+"""Names of packages on PyPI by the name of their module."""
 
 
 class PeerMissingError(ImportError):
-    """A package of another project is not installed."""
+    """Raised if a third-party package is not installed."""
 
 
 def library(name: str) -> Any:
@@ -39,7 +39,7 @@ def library(name: str) -> Any:
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
-        if error.name != package:  # a package that it needs itself
+        if error.name != package:  # one of its own dependencies is missing
             raise
         raise PeerMissingError(
             f"{PACKAGES[package]} is not installed: pip install secondorder[peers], or pip install {PACKAGES[package]}"
@@ -50,7 +50,7 @@ def library(name: str) -> Any:
 def has_library(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ValueError:  # None stands for it in sys.modules
+    except ValueError:  # sys.modules contains None for it
         return False
 
 
@@ -80,7 +80,7 @@ def singd(
     parts: list[Optimizer] = []
     if taken:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of structures whose products are naive
+            warnings.simplefilter("ignore", UserWarning)  # about structures with a naive implementation
             parts.append(
                 kind(model, taken, lr=lr, weight_decay=weight_decay, structures=(structure, structure), **options)
             )
@@ -93,18 +93,18 @@ def _sides(layer: nn.Linear | nn.Conv2d) -> tuple[int, int]:
 
 
 GRAFTS = {"none": 0, "sgd": 1, "adagrad": 2, "rmsprop": 3}
-"""What gives a layer's step its length, by the package's numbers."""
+"""Methods that determine the step size of a layer, with the package's numbers."""
 
 
 def soap(model: nn.Module, beta1: float = 0.95, beta2: float = 0.95, **settings: Any) -> Optimizer:
-    """Return SOAP: Adam in the eigenbasis of Shampoo. Its first step only gathers statistics."""
+    """Return SOAP, which is Adam in the eigenbasis of Shampoo. Its first step only gathers statistics."""
     return Peer(library("pytorch_optimizer").SOAP(trained(model), betas=(beta1, beta2), **settings))
 
 
 def shampoo(
     model: nn.Module, beta1: float = 0.9, beta2: float = 0.999, graft: str = "rmsprop", every: int = 10, **settings: Any
 ) -> Optimizer:
-    """Return Shampoo in blocks, the length of each layer's step taken from a simpler method."""
+    """Return blocked Shampoo, in which a simpler method determines the step size of each layer."""
     if graft not in GRAFTS:
         raise ValueError(f"graft must be one of {', '.join(GRAFTS)}, got {graft!r}")
     kind = library("pytorch_optimizer").ScalableShampoo
@@ -124,13 +124,13 @@ def psgd_kron(model: nn.Module, seed: int | None = None, **settings: Any) -> Opt
 
 
 def _seed_of(model: nn.Module) -> int:
-    """Return a number that is the same for equal weights; vectors often begin as zeros or ones, whatever the seed."""
+    """Return a seed that depends on the weights. Vectors are ignored, because many are initialized to constants."""
     weights = next((p for p in trained(model) if p.dim() > 1), trained(model)[0])
     return zlib.crc32(weights.detach().cpu().float().numpy().tobytes())
 
 
 class _Seeded(Peer):
-    """Draws from generators of its own: a run is then the same whatever ran before, and the model's draws are too."""
+    """Seeds the global generators in each step and restores them, so that runs are reproducible and independent."""
 
     def __init__(self, *parts: Optimizer, seed: int) -> None:
         super().__init__(*parts)
@@ -157,18 +157,18 @@ class _Seeded(Peer):
 
 
 SETTLING = 50
-"""Batches that norms see anew before an evaluation, as the package's documentation advises."""
+"""Number of batches for new norm statistics before an evaluation, as the package's documentation recommends."""
 
 
 @runtime_checkable
 class Averaging(Protocol):
-    """An optimizer that keeps an average of the weights to evaluate with."""
+    """An optimizer that keeps an average of the weights for evaluations."""
 
     def train(self) -> None:
-        """Put the weights of training into the model."""
+        """Load the training weights into the model."""
 
     def eval(self) -> None:
-        """Put the averaged weights into the model."""
+        """Load the averaged weights into the model."""
 
 
 def schedule_free(model: nn.Module, beta1: float = 0.9, beta2: float = 0.999, **settings: Any) -> Optimizer:
@@ -186,10 +186,10 @@ class _ScheduleFree(Peer):
 
 @contextmanager
 def evaluating(optimizer: Optimizer, model: nn.Module, workload: Workload, seed: int = 0) -> Iterator[None]:
-    """Run the body with the weights that an optimizer wants to be judged by.
+    """Switch to the weights at which the model of an optimizer should be evaluated, for a ``with`` block.
 
-    Statistics of batch norms belong to the weights they were taken with, so they are taken anew, and put back at the
-    end. For every optimizer that keeps no average this does nothing.
+    The statistics of batch norms depend on the weights, so they are computed again and restored at the end. For
+    optimizers that do not average weights, this does nothing.
     """
     averaging = [part for part in getattr(optimizer, "parts", ()) if isinstance(part, Averaging)]
     if not averaging:

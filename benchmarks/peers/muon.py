@@ -1,8 +1,8 @@
-"""Muon: momentum whose matrices are brought close to orthogonal, and AdamW for what is no hidden matrix.
+"""Muon: momentum that is approximately orthogonalized for hidden matrices, and AdamW for all other parameters.
 
-Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). The step is that of
-``torch.optim.Muon``, whose Newton-Schulz iteration runs in bfloat16. Processors without units for that type take a
-hundred times as long as in float32; there :class:`Float32Muon` does the same in float32.
+It follows Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). The step is that of
+``torch.optim.Muon``, whose Newton-Schulz iteration uses bfloat16. On processors without hardware support, this takes a
+hundred times as long as float32. There, :class:`Float32Muon` performs the same step in float32.
 """
 
 import math
@@ -19,12 +19,12 @@ from benchmarks.peers.layers import Matrix, adamw_for_others, hidden_matrices
 from benchmarks.peers.peer import Peer, evaluated
 
 ADAMW_BETAS = (0.9, 0.95)
-_SIZE, _REPEATS = 128, 5  # of the product that is timed
+_SIZE, _REPEATS = 128, 5  # of the timed product
 _SLOWER = 2.0
 
 
 class Float32Muon(Optimizer):
-    """The step of ``torch.optim.Muon``, which came with torch 2.9, with the iteration in the type of the weights."""
+    """The step of ``torch.optim.Muon``, which requires torch 2.9, with the iteration in the dtype of the weights."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Float32Muon(Optimizer):
 
 
 def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Bring the singular values of a matrix close to one, by the quintic Newton-Schulz iteration of Muon."""
+    """Bring the singular values of a matrix close to 1 with Muon's quintic Newton-Schulz iteration."""
     a, b, c = coefficients
     wide: Tensor = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     x: Tensor = wide / wide.norm().clamp(min=eps)
@@ -91,7 +91,7 @@ def _growth(rule: str | None, d_out: int, d_in: int) -> float:
 
 
 class MatrixMuon(Optimizer):
-    """Muon on weights of any shape, each taken as a matrix ``[d_out, rest]`` or as several of them."""
+    """Muon for weights of any shape, each viewed as one or several matrices ``[d_out, rest]``."""
 
     def __init__(self, matrices: Sequence[Matrix], bfloat16: bool, **options: Any) -> None:
         self._matrices = list(matrices)
@@ -115,7 +115,7 @@ class MatrixMuon(Optimizer):
     def _show(matrix: Matrix, views: list[nn.Parameter]) -> None:
         parameter, grad = matrix.parameter, matrix.parameter.grad
         if not parameter.is_contiguous():
-            raise ValueError(f"Muon needs contiguous weights, got one of strides {parameter.stride()}")
+            raise ValueError(f"Muon needs contiguous weights, got one with strides {parameter.stride()}")
         grads = [None] * len(views) if grad is None else matrix.views(grad)
         for view, data, part in zip(views, matrix.views(parameter.detach()), grads, strict=True):
             view.data, view.grad = data, part
@@ -156,7 +156,7 @@ def label() -> str:
 
 @cache
 def does_bfloat16(device_type: str) -> bool:
-    """Return whether a device multiplies matrices of bfloat16 about as fast as those of float32, by the clock."""
+    """Return whether a device multiplies bfloat16 matrices about as fast as float32 matrices, by timing them."""
     if not hasattr(torch.optim, "Muon"):
         return False
     if device_type == "cuda":

@@ -1,7 +1,7 @@
-"""Orthogonalized momentum: orthogonal EKFAC with the identity as its curvature, which is the control of that method.
+"""Orthogonalized momentum, which is orthogonal EKFAC with the identity as curvature: a control for that method.
 
-It takes the parameter groups of the recipe of ``ekfac_orthogonal``. A hidden layer moves along the polar factor of its
-momentum, with its bias as one more column, and AdamW updates all other parameters, as in Muon.
+It uses the parameter groups of the recipe of ``ekfac_orthogonal``. Hidden layers move along the polar factor of their
+momentum, with the bias as one more column, and AdamW updates all other parameters, as in Muon.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +23,9 @@ _BETAS = (0.9, 0.95)
 
 @dataclass(frozen=True)
 class _Layer:
-    """A weight with its bias; of packed queries, keys and values, one of three parts.
+    """A weight with its bias, or one of three parts of packed queries, keys and values.
 
-    The first dimension of the weight of a transposed convolution belongs to its inputs.
+    In a transposed convolution, the first dimension of the weight is that of the inputs.
     """
 
     weight: nn.Parameter
@@ -56,7 +56,7 @@ class _Layer:
 
 
 class OrthogonalMomentum(Optimizer):
-    """Steps along the polar factor of Nesterov momentum, whose entries have a root mean square of 0.2."""
+    """Steps along the polar factor of Nesterov momentum, scaled to a root mean square of 0.2."""
 
     def __init__(self, layers: Sequence[_Layer], lr: float, momentum: float, dtype: torch.dtype | None) -> None:
         self._layers, self._dtype = list(layers), dtype
@@ -92,7 +92,7 @@ def orthogonal_momentum(
     momentum: float = 0.8,
     orthogonal_dtype: str | None = None,
 ) -> Optimizer:
-    """Build the control.
+    """Return the control.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""One object around the optimizers of another project, as schedules, clocks and byte counts expect it."""
+"""A wrapper for third-party optimizers with the interface that schedules and byte counts expect."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """Return what the closure of a step returns, with gradients; None without a closure."""
+    """Call the closure of a step with gradients enabled, and return its result; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -19,18 +19,18 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
 
 
 class Peer(Optimizer):
-    """Optimizers that each train a part of one model, as one.
+    """Combines optimizers that each train a part of one model.
 
-    Its parameter groups *are* those of the parts, so a schedule that drives the one drives the others.
+    Its parameter groups *are* those of the parts, so a schedule for it also controls the parts.
     """
 
     def __init__(
         self, *parts: Optimizer, before: Callable[[], object] | None = None, beside: Iterable[Any] = ()
     ) -> None:
-        """Put together parts that share no parameter.
+        """Combine parts that share no parameters.
 
-        ``before`` is called in each step before theirs, with all gradients there; what is ``beside`` them counts and is
-        saved with them.
+        Each step calls ``before`` when all gradients are there, before it calls the parts. Objects in ``beside`` are
+        included in the memory usage and in the ``state_dict``.
         """
         self.parts = parts
         self._before, self._beside = before, tuple(beside)
@@ -45,7 +45,7 @@ class Peer(Optimizer):
         return loss
 
     def memory_usage(self) -> dict[str, int]:
-        """Return the bytes of all tensors that the parts hold beside parameters and gradients.
+        """Return the bytes of all tensors of the parts, except for parameters and gradients.
 
         Returns:
             Bytes, as ``"total"``.
@@ -58,7 +58,7 @@ class Peer(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for part, state in zip((*self.parts, *self._beside), state_dict["parts"], strict=True):
-            part.load_state_dict(copy.deepcopy(state))  # some take what they are given apart, or for their own
+            part.load_state_dict(copy.deepcopy(state))  # some optimizers modify or keep what they are given
         self.param_groups = _groups(self.parts)
 
 
@@ -67,7 +67,7 @@ def _groups(parts: Iterable[Optimizer]) -> list[dict[str, Any]]:
 
 
 def held_bytes(roots: object, leave_out: Iterable[Tensor | None] = ()) -> int:
-    """Return the bytes of all tensors that can be reached from some objects, modules not entered, each memory once."""
+    """Return the bytes of all tensors that are reachable from objects, not through modules. Storages count once."""
     storages = {tensor.untyped_storage() for tensor in _tensors(roots, set())}
     known = {tensor.untyped_storage() for tensor in leave_out if tensor is not None}
     return sum(storage.nbytes() for storage in storages - known)

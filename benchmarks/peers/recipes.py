@@ -1,6 +1,6 @@
 """Recipes of third-party optimizers: the settings from which a search for their learning rates starts.
 
-Every table follows AdamW's rates, which are in ``benchmarks/recipes``, so that a new workload has a recipe at once.
+They are derived from the rates of AdamW in ``benchmarks/recipes``, so that new workloads have recipes automatically.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from benchmarks.recipes.tuned import OURS
 from benchmarks.recipes.types import CONSTANT, COSINE, Recipe, Schedule, Settings
 
 WARMUP = Schedule("constant", 0.05)
-"""Of methods that average: the rate rises over a twentieth of the run, and stays."""
+"""Schedule of averaging methods: a warm-up over a twentieth of the run, then a constant rate."""
 
 _CONTROL = "the rates and groups of the recipe of ekfac_orthogonal, with the identity in place of its curvature"
 _HERE = "learning rates tuned here on digits, autoencoder and chargpt of size smoke"
@@ -35,9 +35,9 @@ _GAUSS_NEWTON = "the damping of Levenberg and Marquardt, with the thresholds of 
 _IST_MFAC = f"{_HERE}; damping from github.com/IST-DASLab/M-FAC, optim.py, except for autoencoder"
 
 _OF_CONTROL = ("lr", "momentum", "plain_layers", "plain_lr", "orthogonal_dtype")
-"""Keywords of ``ekfac_orthogonal`` that its control has."""
+"""Keywords that the control shares with ``ekfac_orthogonal``."""
 _OVER_WORDS = ("chargpt", "multi30k", "gpt2_small")
-"""Workloads whose loss is a mean over sequences, too."""
+"""Workloads whose loss is also a mean over the positions of sequences."""
 
 
 def _recipes(
@@ -65,7 +65,7 @@ def _times(rate: float, factor: float) -> float:
 
 
 def _interval(workload: str) -> int:
-    """Return steps between two bases or roots: where matrices are tiny, as few as the methods of this package take."""
+    """Return the steps between two updates. Tiny matrices are updated as often as in the methods of this package."""
     return 1 if workload == "poisson" else 10
 
 
@@ -74,7 +74,7 @@ def _muon(_: str, rate: float) -> Settings:
 
 
 def _soap(workload: str, rate: float) -> Settings:
-    # The gradients of the autoencoder have few directions: whitened, most of a step is noise, at first.
+    # The autoencoder's gradients span few directions, so early whitened steps consist mostly of noise.
     factor = 10 if workload == "autoencoder" else 3
     return {"lr": _times(rate, factor), "weight_decay": 0.01, "precondition_frequency": _interval(workload)}
 
@@ -108,7 +108,7 @@ def _meta_shampoo(_: str, rate: float) -> Settings:
 
 
 def _ist_mfac(workload: str, _: float) -> Settings:
-    # The rate goes with 1 / damp; a loss that is a sum over pixels has large gradients.
+    # The rate depends on 1 / damp, and a loss that is summed over pixels has large gradients.
     rates = {"lr": 1.0, "damp": 1.0} if workload == "autoencoder" else {"lr": 3e-3, "damp": 1e-5}
     return {**rates, "momentum": 0.9, "window_size": 128}
 
@@ -139,7 +139,7 @@ SCHEDULE_FREE = _recipes(
     "held-out metric at the averaged weights",
 )
 KFAC_PYTORCH = _recipes(_kfac_pytorch, _KFAC_PYTORCH, searched=("lr", "clip_root"))
-# Only where every step takes all data: elsewhere, a line search follows the noise of a batch.
+# Only for full-batch training, because the noise of a batch misleads the line search.
 LBFGS = {
     "poisson": Recipe(
         {"lr": 1.0, "history_size": 30, "line_search_fn": "strong_wolfe"}, _LBFGS, CONSTANT, own_schedule=True,

@@ -1,8 +1,8 @@
 """The optimizers that the benchmarks compare, and the recipe of each on each workload.
 
-A method joins every command by adding one entry to :data:`METHODS`. A recipe is a set of constructor keywords with its
-source, its schedule and its rule for other numbers of ranks and examples. An optimizer may have further entries,
-:data:`VARIANTS`, where two ways to use it are to be compared.
+An entry in :data:`METHODS` makes a method available in every command. A recipe contains constructor keywords, their
+source, a schedule, and a rule for other numbers of ranks and batch sizes. Further entries of the same optimizer,
+:data:`VARIANTS`, compare other ways to use it.
 """
 
 from dataclasses import replace
@@ -42,8 +42,8 @@ AliasName = Literal[
 VARIANTS: tuple[MethodName, ...] = (
     "from_adamw", "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive", "ekfac_orthogonal",
 )  # fmt: skip
-"""Further recipes of optimizers that have an entry: the preset for scripts with AdamW, EKFAC with either exponent,
-damping that watches the loss, and steps of a uniform spectrum."""
+"""Further recipes of optimizers: the preset for scripts with AdamW, EKFAC with either exponent, damping that adapts to
+the loss, and orthogonalized steps."""
 WINDOW_METHODS: tuple[MethodName, ...] = ("mfac", "sparse_mfac", "ggt")
 """Methods that keep a window of past gradients."""
 METHODS: dict[MethodName, Method] = {

@@ -1,4 +1,4 @@
-"""From the plain values of a recipe or a command line to an optimizer."""
+"""Builds optimizers from the plain values of a recipe or a command line."""
 
 import ast
 import inspect
@@ -32,7 +32,7 @@ def second_order(name: str, model: nn.Module, **settings: Any) -> Optimizer:
     method = PRESETS[name].method if name in PRESETS else METHODS[resolve(name).method]
     keywords = window_keywords(settings) if method in _WINDOWED else layer_keywords(settings)
     if "kid_residual" in keywords:
-        keywords["kid_residual"] = keywords["kid_residual"] or "none"  # a word here, nothing on a command line
+        keywords["kid_residual"] = keywords["kid_residual"] or "none"  # the command line parses "none" as None
     params: Any = model
     if "plain_layers" in keywords:
         params, keywords["module"] = orthogonal_groups(model, keywords), model
@@ -40,9 +40,9 @@ def second_order(name: str, model: nn.Module, **settings: Any) -> Optimizer:
 
 
 def from_flat(method: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a constructor from settings without objects, such as those of a command line or a file.
+    """Return the keywords of a constructor for plain settings, such as those of a command line or a file.
 
-    They are named by keyword, by key of parameter groups, or by a name of :func:`flat_names`.
+    The names of settings are keywords, keys of parameter groups, or names of :func:`flat_names`.
     """
     known, found = inspect.signature(method).parameters, dict(settings)
     own: dict[str, dict[str, Any]] = {}
@@ -53,7 +53,7 @@ def from_flat(method: Callable[..., Any], settings: Mapping[str, Any]) -> dict[s
 
 
 def orthogonal_groups(model: nn.Module, keywords: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return parameter groups: layers whose steps are orthogonalized, and others with a rate of their own."""
+    """Return two parameter groups: layers with orthogonalized steps, and all others, with their own learning rate."""
     rules = [(_layer_type(rule), rule) for rule in str(keywords.pop("plain_layers")).split(",")]
     own = {"lr": keywords.pop("plain_lr"), "momentum": keywords.pop("plain_momentum", keywords["momentum"])}
     groups: list[dict[str, Any]] = [{"params": [], "orthogonalize": True}, {"params": [], **own}]
@@ -72,7 +72,7 @@ def layer_keywords(settings: Settings) -> dict[str, Any]:
     if not betas.keys().isdisjoint(settings):
         keywords["betas"] = tuple(betas.values())
     if "skip_layers" in keywords and keywords["skip_layers"] is None:
-        keywords["skip_layers"] = ()  # none, said on a command line
+        keywords["skip_layers"] = ()  # the command line parses "none" as None
     if isinstance(keywords.get("skip_layers"), str):
         rules = [rule.strip() for rule in keywords["skip_layers"].split(",")]
         keywords["skip_layers"] = [_layer_type(rule) or rule for rule in rules if rule]

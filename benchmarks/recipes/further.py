@@ -1,4 +1,4 @@
-"""Recipes of the workloads that were tuned by a few short runs at most: AdamW's usual rates, and what fits them."""
+"""Recipes of workloads that were tuned by a few short runs at most, based on the usual rates of AdamW."""
 
 from collections.abc import Mapping
 
@@ -37,17 +37,17 @@ def _table(
 
 
 def _residual(sgd: float, window: int, rows: int) -> dict[MethodName, Settings]:
-    """Return the recipes of a convolutional network for classes, which are those of ResNet-20."""
+    """Return the recipes of a convolutional classifier, which are those of ResNet-20."""
     own: Settings = {"lr": 3e-3, "graft": "adam", "window_size": rows}
     return _table(sgd, 3e-3, window, hylo=HALF, decayed=DECAYED, white=1e-2, ggt=own)
 
 
 _PHYSICS = PRESETS["physics_informed"]
-# All points on every step: nothing is noise, but rows of the loss vanish with the residuals.
+# Every step uses all points, so there is no noise, but rows from the gradients of the loss vanish with the residuals.
 _POISSON: dict[MethodName, Settings] = {
     **_table(1e-3, 1e-2, 128, hylo={}, whitened=False, layers={"fisher": "exact", **DAMPED}),
     "hylo": {"lr": _PHYSICS.lr, **_PHYSICS.options},
-    "ekfac_whiten": {"lr": 0.03, "fallback_lr": 0.03, **WHITENING},  # squares the gradient of the loss
+    "ekfac_whiten": {"lr": 0.03, "fallback_lr": 0.03, **WHITENING},  # its scale is the squared gradient of the loss
     "kfac_adaptive": {**WATCHFUL, "likelihood": "gaussian", "fisher": "exact", "damping": 1.0},
     "ekfac_adaptive": {**WATCHFUL, "likelihood": "gaussian", "fisher": "exact", "damping": 1.0, "scale_decay": 0.8},
 }
@@ -62,7 +62,7 @@ _TABLES: Mapping[str, dict[MethodName, Settings]] = {
     "convnet": _table(
         0.03, 3e-3, 128, hylo={"damping": 1e-2}, whitened=False, ggt={"lr": 3e-3, "graft": "adam", "window_size": 100}
     ),
-    # A head that is tied, at the size of the paper, has its block at the head.
+    # A tied weight, as at the size of the paper, has its block at the head.
     "gpt2_small": _table(0.3, 1e-3, 32, hylo=HALF, decayed=DECAYED, layers={"tied": "head"}),
     "bert_qa": _BERT,
     "glue": _BERT,
@@ -72,4 +72,4 @@ _METHODS: tuple[MethodName, ...] = tuple(dict.fromkeys(name for table in _TABLES
 FURTHER: dict[MethodName, dict[str, Settings]] = {
     name: {workload: table[name] for workload, table in _TABLES.items() if name in table} for name in _METHODS
 }
-"""By method and workload."""
+"""Recipes by method and workload."""

@@ -1,4 +1,4 @@
-"""A recipe as a person reads it: tables, a line of Python and a line for the shell."""
+"""Recipes as text: tables, a line of Python, and a line for the shell."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ from secondorder.methods.names import METHODS, resolve
 from secondorder.methods.presets import PRESETS
 
 RULES = {
-    "constant": "rates stay, whatever the examples of a step",
-    "sqrt": "rates × √(examples of a step / those of the recipe)",
-    "linear": "rates × (examples of a step / those of the recipe)",
+    "constant": "rates do not depend on the batch size",
+    "sqrt": "rates × √(batch size / that of the recipe)",
+    "linear": "rates × (batch size / that of the recipe)",
 }
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
-"""Ranks that the table of scaled rates has a row for."""
+"""Numbers of ranks in the table of scaled rates."""
 _COURSES = {"constant": "constant", "cosine": "cosine to nothing", "linear": "linear to nothing",
-            "trapezoid": "constant, and linear to nothing at the end"}  # fmt: skip
+            "trapezoid": "constant, then linear to nothing at the end"}  # fmt: skip
 _CLASSES = {sgd: "torch.optim.SGD", adamw: "torch.optim.AdamW"}
 
 
@@ -41,13 +41,13 @@ def schedule_text(schedule: Schedule, epochs: float | None = None) -> str:
 
 def recipe_table(title: str, recipe: Recipe, own_batch_size: int, steps: str) -> Table:
     size = recipe.batch_size or own_batch_size
-    rows = [(key, _told(value)) for key, value in recipe.settings.items()]
-    rows += [(f"workload: {key}", _told(value)) for key, value in recipe.workload.items()]
+    rows = [(key, _formatted(value)) for key, value in recipe.settings.items()]
+    rows += [(f"workload: {key}", _formatted(value)) for key, value in recipe.workload.items()]
     rows += [
         ("learning rate", schedule_text(recipe.schedule, recipe.epochs)),
-        ("examples of a step", f"{recipe.world} × {size} = {recipe.world * size}"),
+        ("batch size", f"{recipe.world} × {size} = {recipe.world * size}"),
         ("length", steps),
-        ("other sizes", RULES[recipe.rule]),
+        ("other batch sizes", RULES[recipe.rule]),
         ("source", recipe.source),
         *([("note", recipe.note)] if recipe.note else []),
     ]
@@ -62,9 +62,9 @@ def scaled_table(
     for ranks in sorted({*WORLDS, world, recipe.world}):
         scaled = recipe.at(ranks, batch_size, own_batch_size).settings
         mark = " ←" if ranks == world else ""
-        rows.append((f"{ranks}{mark}", str(ranks * batch_size), *(_told(scaled[key]) for key in rates)))
-    heads = ("ranks", "examples of a step", *rates)
-    caption = f"with {batch_size} examples per rank; the other keywords stay"
+        rows.append((f"{ranks}{mark}", str(ranks * batch_size), *(_formatted(scaled[key]) for key in rates)))
+    heads = ("ranks", "batch size (total)", *rates)
+    caption = f"With {batch_size} examples per rank. The other keywords do not change."
     return report.make_table("The same for other numbers of ranks", heads, rows, caption)
 
 
@@ -88,7 +88,7 @@ def python_line(method: Method, settings: Settings) -> str | None:
     windowed = known in ("mfac", "sparse_mfac", "ggt")
     kind = METHODS[known]
     keywords = from_flat(kind, window_keywords(settings) if windowed else layer_keywords(settings))
-    if isinstance(keywords.get("comm", options.get("comm")), str):  # the constructor wants a strategy itself
+    if isinstance(keywords.get("comm", options.get("comm")), str):  # the constructor needs a strategy object
         return _call("secondorder.create", f'"{name}", model', keywords)
     return _call(f"secondorder.{kind.__name__}", "model", {**options, **keywords})
 
@@ -117,5 +117,5 @@ def _code(value: Any) -> str:
     return str(value) if isinstance(value, torch.dtype) else repr(value)
 
 
-def _told(value: Any) -> str:
+def _formatted(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)

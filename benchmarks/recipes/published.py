@@ -1,13 +1,13 @@
-"""Published recipes, for the size ``paper``: what authors say of their own runs, in the keywords of this package.
+"""Published recipes for the size ``paper``: the settings that authors used, as keywords of this package.
 
-Each was read in the paper or the program that its ``source`` names, and none was run here. Where a program has no
-rule for other batches, rates of SGD and of what replaces it follow them linearly (Goyal et al. 2017, arXiv:1706.02677)
-and those of the others with the square root. Three things differ for all: warm-up rises from nothing, where KAISA,
-DP-KFAC and HyLo begin with one rank's share of the rate; a λ that falls during a run keeps its first value; cosine ends
-at nothing. Settings that hold under another scale of the curvature only, which no keyword here restores, are left out
-and told in ``note``. Whole runs are left out where that is their only setting (DP-KFAC on sequences), where momentum
-stands elsewhere (the convolutional net of tensorflow/kfac), and where nobody told them (EK-FAC). ``docs/migrating``
-says how the scales of the programs differ.
+Each comes from the paper or the code that its ``source`` names, and none was run here. If that has no rule for other
+batch sizes, the rates of SGD and of its replacements are proportional to the batch size (Goyal et al. 2017,
+arXiv:1706.02677), and those of other optimizers to its square root. Three things differ for all recipes: the warm-up
+starts at 0, while KAISA, DP-KFAC and HyLo start at one rank's share of the rate; a λ that decreases during a run keeps
+its first value; and a cosine ends at 0. Settings that depend on a scale of the curvature that no keyword here restores
+are omitted, and ``note`` contains them. Runs are omitted if this is their only setting (DP-KFAC on sequences), if the
+momentum is applied elsewhere (the convolutional network of tensorflow/kfac), or if their settings were not published
+(EK-FAC). The scales of the implementations are in ``docs/migrating``.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def falling(epochs: float, *at: float, warmup: float = 0.0, gamma: float = 0.1) 
 
 LINEAR = Schedule("linear")
 _RESNETS = (1, 128, 64_000 * 128 / 50_000)
-"""Ranks, examples and epochs of He et al. on CIFAR-10: 64,000 steps."""
+"""Ranks, batch size and epochs of He et al. on CIFAR-10: 64,000 steps."""
 
 
 def _recipe(
@@ -34,13 +34,13 @@ def _recipe(
     workload: Settings | None = None,
     rule: Rule = "linear",
 ) -> Recipe:
-    """Return a recipe of a run on so many ranks, with so many examples each, of so many epochs."""
+    """Return a recipe. ``length`` contains the number of ranks, the batch size per rank and the number of epochs."""
     world, batch_size, epochs = length
     return Recipe(settings, source, schedule, batch_size, world, epochs, rule, workload=workload or {}, note=note)
 
 
 _rooted = partial(_recipe, rule="sqrt")
-"""Returns a recipe whose rates follow the square root of the examples of a step."""
+"""Returns a recipe whose rates are proportional to the square root of the batch size."""
 
 # ---------------------------------------------------------------------- SGD
 _HE = "He et al. 2015, arXiv:1512.03385, section 4.2"
@@ -50,9 +50,7 @@ _HE_SHAPE = Schedule("steps", 0.0, (0.5, 0.75))
 SGD: dict[str, Recipe] = {
     "resnet20": _recipe(_SGD, _HE, _HE_SHAPE, _RESNETS),
     "resnet32": _recipe(_SGD, _HE, _HE_SHAPE, _RESNETS),
-    "resnet110": _recipe(
-        _SGD, _HE, _HE_SHAPE, _RESNETS, note="the first 400 steps or so there with a tenth of the rate"
-    ),
+    "resnet110": _recipe(_SGD, _HE, _HE_SHAPE, _RESNETS, note="its first 400 steps or so have a tenth of the rate"),
     "vgg16": _recipe(
         {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4},
         "weiaicunzai/pytorch-cifar100, train.py and conf/global_settings.py",
@@ -71,15 +69,15 @@ ADAMW: dict[str, Recipe] = {
         "karpathy/nanoGPT, config/train_shakespeare_char.py and train.py",
         Schedule("cosine", 100 / 5000),
         (1, 64, None),
-        "5,000 steps; there the rate ends at 1e-4, gradients are clipped to a norm of 1, and vectors do not decay",
+        "5,000 steps; it ends at a rate of 1e-4, clips gradients to a norm of 1, and does not decay vectors",
     ),
     "gpt2_small": _rooted(
         {"lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1},
         "karpathy/nanoGPT, config/train_gpt2.py and train.py",
         Schedule("cosine", 2000 / 600_000),
         (8, 60, None),
-        "600,000 steps of 480 × 1,024 tokens, 12 sequences at a time; there the rate ends at 6e-5, gradients are "
-        "clipped to a norm of 1, and vectors do not decay",
+        "600,000 steps of 480 × 1,024 tokens, 12 sequences at a time; it ends at a rate of 6e-5, clips gradients "
+        "to a norm of 1, and does not decay vectors",
     ),
     "bert_qa": _rooted(
         {"lr": 3e-5, "weight_decay": 0.0},
@@ -98,9 +96,9 @@ ADAMW: dict[str, Recipe] = {
 }
 
 # ---------------------------------------------------------------------- K-FAC
-_KAISA_NOTE = "λ is {} there, in a unit that depends on the layer: here the default, relative to each layer"
+_KAISA_NOTE = "it uses λ = {} in a unit that depends on the layer; here, λ is the default, relative to each layer"
 _KAISA_KEYWORDS: Settings = {"factor_decay": 0.95, "kl_clip": 1e-3, "momentum": 0.9, "skip_layers": "BatchNorm2d"}
-# There 0.95 is the weight of the new batch; *_dp takes the factors of each layer from its owner's examples.
+# DP-KFAC gives the new batch a weight of 0.95. It computes the factors of each layer from its owner's examples.
 _DP: Settings = {
     "momentum": 0.9,
     "damping": 0.03,
@@ -133,8 +131,8 @@ _AUTOENCODER = _recipe(
     "tensorflow/kfac, kfac/examples/autoencoder_mnist.py, of the authors of arXiv:1503.05671",
     Schedule(),
     (1, 1000, None),
-    "batches grow from 1,000 to all images, and rate and momentum come from the quadratic model; there 10,000 steps, "
-    "the first 5 of which only gather statistics",
+    "batches grow from 1,000 to all images, and the quadratic model determines rate and momentum; the original run has "
+    "10,000 steps, the first 5 of which only gather statistics",
     rule="constant",
 )
 KFAC: dict[str, Recipe] = {
@@ -182,7 +180,7 @@ _HYLO_NOTE = (
     "switch=secondorder.switching.EpochList([(0, {}), ({}, {})], …): here the policy decides"
 )
 _HYLO_EPOCHS = (10, 35, 40, 10, 36, 41)
-_HYLO_RANKS = "the script leaves the number of ranks open"
+_HYLO_RANKS = "the script does not specify the number of ranks"
 HYLO: dict[str, Recipe] = {
     "resnet32": _recipe(
         {"lr": 1.8, "damping": 1.5, "weight_decay": 4.5e-4, "update_steps": 13, **_HYLO},
@@ -240,7 +238,7 @@ SPARSE_MFAC: dict[str, Recipe] = {
         f"{_EFCP}, ImageNet; ffcv-imagenet/rn18_configs/rn18_88_epochs.yaml",
         LINEAR,
         (1, 1024, 88),
-        "norm layers do not decay there, and sides grow from 160 to 192",
+        "it does not decay norm layers, and the image size grows from 160 to 192",
         {"label_smoothing": 0.1},
     ),
     "bert_qa": _rooted(
@@ -248,7 +246,7 @@ SPARSE_MFAC: dict[str, Recipe] = {
         f"{_EFCP}, QA/SquadV2, BERT-base",
         LINEAR,
         (1, None, 2),
-        "SQuAD 2; the size of a batch is not told",
+        "SQuAD 2; the batch size is not stated",
     ),
     "glue": _rooted(
         {"lr": 2e-5, "damping": 5e-5, **_SPARSE},
@@ -261,7 +259,7 @@ SPARSE_MFAC: dict[str, Recipe] = {
 GGT: dict[str, Recipe] = {
     "logistic": _rooted(
         {"lr": 1.0, "window_size": 100, "density": 0.01, "beta1": 0.0, "beta2": 1.0, "eps": 1e-5, "weight_decay": 0.0},
-        f"{_EFCP}, Logistic Regression (sparse GGT), there on features of ImageNet",
+        f"{_EFCP}, Logistic Regression (sparse GGT), on features of ImageNet",
         Schedule("cosine"),
         (1, 128, 10),
     )

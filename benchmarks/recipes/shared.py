@@ -2,15 +2,15 @@
 
 from benchmarks.recipes.types import Settings
 
-# Absolute damping would have to follow the gradients, which shrink by orders of magnitude during a run.
+# Absolute damping would have to adapt to the gradients, which shrink by orders of magnitude during a run.
 DAMPED: Settings = {"damping": 1.0, "damping_mode": "relative"}
 
 DECAYED: Settings = {"weight_decay": 1e-2, "decoupled_weight_decay": True}
 
-# Runs of a few hundred steps want fresh factors; of a convolution a part of the batch says as much.
+# Runs of a few hundred steps need recent factors. For a convolution, a part of the batch is sufficient.
 OFTEN: Settings = {"factor_update_steps": 5, "inv_update_steps": 10, "refresh_warmup": False, "factor_batch_size": 32}
 
-# Adam in the eigenbasis of the Fisher, refreshed often because a stale basis mixes what the scale tells apart.
+# Adam in the eigenbasis of the Fisher, which is refreshed often because a stale basis mixes directions.
 WHITENING: Settings = {
     "estimator": "running",
     "power": 0.5,
@@ -22,7 +22,7 @@ WHITENING: Settings = {
     "inv_update_steps": 10,
     "fallback": "adamw",
 }
-# What is whitened in the eigenbasis, with a uniform spectrum. The means are short because the runs are.
+# Whitened steps with a uniform spectrum. The running means are short because the runs are short.
 SPECTRAL: Settings = {
     **WHITENING,
     "nesterov": True,
@@ -31,7 +31,7 @@ SPECTRAL: Settings = {
     "refresh_warmup": True,
     "fallback_beta2": 0.95,
 }
-# Rate and momentum from the quadratic model of the loss, damping from how well it predicts.
+# The quadratic model of the loss determines rate and momentum, and the error of its predictions the damping.
 WATCHFUL: Settings = {
     "lr": 1.0,
     "quadratic_model": True,
@@ -42,5 +42,5 @@ WATCHFUL: Settings = {
     "inv_update_steps": 5,
 }
 
-# A tenth of a batch of 128 on one rank is little; on many ranks the rows of all of them count.
+# The default of a tenth is few rows for a batch of 128 on one rank. With many ranks, the rows of all of them count.
 HALF: Settings = {"rank_fraction": 0.5, "damping": 1e-3}

@@ -1,6 +1,6 @@
-"""Recipes that were tuned here, for the sizes ``smoke`` and ``cpu``: equal steps, constant rate, two cores.
+"""Recipes that were tuned here for the sizes ``smoke`` and ``cpu``: equal steps, constant rate, two cores.
 
-``python -m benchmarks train --set ...`` is how; what they reached stands in ``docs/recipes.md`` and
+They were tuned with ``python -m benchmarks train --set ...``. The results are in ``docs/recipes.md`` and
 ``docs/evidence.md``.
 """
 
@@ -14,7 +14,7 @@ from benchmarks.recipes.shared import DAMPED, DECAYED, HALF, OFTEN, SPECTRAL, WA
 from benchmarks.recipes.types import Method, MethodName, Recipe, Rule, Settings
 
 TUNED = "tuned here"
-"""Source of these recipes: keywords of each method were tuned workload by workload."""
+"""Source of these recipes, whose keywords were tuned for each method on each workload."""
 _BOTH = ("lr", "fallback_lr")
 
 
@@ -31,11 +31,11 @@ _ADAMW = {
     "digits": 1e-2, "autoencoder": 1e-3, "resnet20": 3e-3, "chargpt": 3e-3, "logistic": 1e-3, "multi30k": 1e-3,
     "unet": 3e-3,
 }  # fmt: skip
-"""Learning rates; those of AdamW are also those of the methods that are grafted onto it."""
+"""Learning rates. Methods with AdamW as their graft use the same rates as AdamW."""
 
 
 def _grafted(further: Mapping[str, Settings], common: Settings | None = None) -> dict[str, Settings]:
-    """Return recipes at AdamW's rate, unless they say another, with its length of a step."""
+    """Return recipes with AdamW's step size, and with its rate unless ``further`` has another one."""
     return {name: {"lr": _ADAMW[name], "graft": "adam", **own, **(common or {})} for name, own in further.items()}
 
 
@@ -60,9 +60,9 @@ _NATURAL = _grafted({
     "multi30k": {},
     "unet": {},
 })  # fmt: skip
-# The exponent belongs to the problem: 1/2 where the noise of the gradient rules.
+# The best exponent depends on the problem. It is 1/2 if the noise of the gradient dominates.
 _EKFAC = {**_NATURAL, **{name: _WHITEN[name] for name in ("resnet20", "chargpt", "multi30k", "unet")}}
-# The preset at AdamW's rate, which is the point of it.
+# The preset is meant for the rate of AdamW.
 _FROM_ADAMW: dict[str, Settings] = {name: {"lr": rate} for name, rate in _ADAMW.items()}
 _KFAC = _grafted({
     "digits": {"lr": 0.02, "inverse_method": "cholesky", "factor_update_steps": 5, "inv_update_steps": 10},
@@ -75,20 +75,20 @@ _KFAC = _grafted({
 })  # fmt: skip
 _HYLO = _grafted({
     "digits": {"lr": 0.02, "damping": 1e-2},
-    # The curvature of its layers differs a thousandfold: one λ cannot fit them all.
+    # The curvature of its layers differs by a factor of 1000, so no single λ suits all of them.
     "autoencoder": {"damping": 1.0, "damping_mode": "relative"},
     "resnet20": {**HALF, **DECAYED},
     "chargpt": {**HALF, **DECAYED},
     "logistic": {},
     "multi30k": {**HALF, **DAMPED},
 })  # fmt: skip
-# Eight examples a step are few enough to keep them all.
+# With a batch size of eight, all rows can be kept.
 _HYLO["unet"] = {"lr": 0.1, "damping": 0.1, "rank_fraction": 1.0}
 
 _KFAC_ADAPTIVE: dict[str, Settings] = {
     "digits": {**WATCHFUL, "likelihood": "categorical", "damping": 0.01},
-    # Damping that follows the curvature needs no watching here, and a step less of the model. Sixty steps change the
-    # curvature so much that a mean over twenty of them is late.
+    # Damping relative to the curvature needs no adaptation here. Within sixty steps, the curvature changes too much for
+    # a running mean over twenty steps.
     "autoencoder": {
         **WATCHFUL,
         "likelihood": "bernoulli",
@@ -103,7 +103,7 @@ _EKFAC_ADAPTIVE: dict[str, Settings] = {
     "autoencoder": {**WATCHFUL, "likelihood": "bernoulli", "damping": 1.0, "scale_decay": 0.8},
 }
 
-# As published for 164 epochs, with half the rows: ahead of a graft onto Adam in the first hundreds of steps, too.
+# As published for 164 epochs, with half the rows. Even in a few hundred steps, this is better than Adam as graft.
 _PUBLISHED_WINDOW: Settings = {
     "lr": 1e-3, "damping": 1e-4, "weight_decay": 1e-4, "window_size": 512, "scale": "window",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a recipe is: the keywords of one optimizer on one workload, where they come from, and how they scale."""
+"""Recipes: the keywords of one optimizer on one workload, with their source and their rule for other batch sizes."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,33 +28,33 @@ MethodName = Literal[
     "ekfac_orthogonal",
 ]
 Shape = Literal["constant", "cosine", "linear", "steps", "trapezoid"]
-"""Course of the learning rate after its warm-up; a trapezoid is constant and falls to nothing at the end."""
+"""Shape of the learning rate after its warm-up. A trapezoid is constant and falls to 0 at the end."""
 _FALL = 0.3
 """Share of a run in which the rate of a trapezoid falls."""
 Rule = Literal["constant", "sqrt", "linear"]
-"""How the learning rate follows the examples of a step: not at all, with their square root, or in proportion."""
+"""How the learning rate depends on the batch size: not at all, by its square root, or linearly."""
 
 _EXPONENTS: dict[Rule, float] = {"constant": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 _WITH_CLOSURE = ("adaptive_damping", "reject_steps", "calibrate_damping", "quadratic_model")
-"""Options that evaluate the loss anew, or take the curvature of the loss from the outputs that a closure returns."""
+"""Options that evaluate the loss again, or compute its curvature from the outputs that a closure returns."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate over a run, as factors of the recipe's own."""
+    """Learning rate during a run, as a multiple of the recipe's rate."""
 
     shape: Shape = "constant"
     warmup: float = 0.0
-    """Share of the run in which the rate rises linearly from nothing."""
+    """Share of the run in which the rate rises linearly from 0."""
     milestones: tuple[float, ...] = ()
-    """Of ``"steps"``: shares of the run after which the rate is multiplied by ``gamma``."""
+    """For ``"steps"``: shares of the run after which the rate is multiplied by ``gamma``."""
     gamma: float = 0.1
 
 
 CONSTANT = Schedule()
 COSINE = Schedule("cosine", 0.05)
-"""What ``compare`` gives every optimizer: warm-up over a twentieth of the run, then down to nothing."""
+"""Schedule of ``compare`` for every optimizer: a warm-up over a twentieth of the run, then a cosine to 0."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +63,24 @@ class Recipe:
 
     settings: Settings
     source: str
-    """Who found them, and where they are written down."""
+    """Where the settings come from."""
     schedule: Schedule = CONSTANT
     batch_size: int | None = None
-    """Examples per rank that they hold for; unset: the workload's own number."""
+    """Batch size per rank that the settings are for. The default is that of the workload."""
     world: int = 1
-    """Ranks that they hold for."""
+    """Number of ranks that the settings are for."""
     epochs: float | None = None
-    """Passes over the data; unset: the workload's own number of steps."""
+    """Number of epochs. The default is the number of steps of the workload."""
     rule: Rule = "sqrt"
-    """How the learning rate follows the examples of a step."""
+    """How the learning rate depends on the batch size."""
     searched: tuple[str, ...] = ("lr",)
-    """Keywords that a search multiplies, all by the same factor; the first one names the trial."""
+    """Keywords that a search multiplies by the same factor. The first one identifies the trial."""
     workload: Settings = field(default_factory=dict)
-    """Fields of the workload that belong to the recipe, such as label smoothing."""
+    """Fields of the workload that are part of the recipe, such as label smoothing."""
     own_schedule: bool = False
-    """Whether :attr:`schedule` belongs to the optimizer, as with schedule-free methods: a comparison keeps it then."""
+    """Whether :attr:`schedule` is part of the optimizer, as for schedule-free methods. Comparisons then keep it."""
     note: str = ""
-    """What a reader of a comparison should know."""
+    """Additional information for the readers of a comparison."""
 
     def at(self, world: int, batch_size: int, own_batch_size: int) -> "Recipe":
         growth = world * batch_size / (self.world * (self.batch_size or own_batch_size))
@@ -97,28 +97,28 @@ RATES = ("lr", "fallback_lr", "adamw_lr", "plain_lr")
 
 
 def _scaled(value: Setting, factor: float) -> Setting:
-    """Return a keyword times a factor; what is no number, such as a rate that is left to the optimizer, stays."""
+    """Return a value times a factor. A value that is not a number, such as None, does not change."""
     return value if isinstance(value, bool | str | None) else float(f"{value * factor:.6g}")
 
 
 @dataclass(frozen=True)
 class Method:
-    """One optimizer: how it is built, and its recipe on each workload."""
+    """One optimizer, with its constructor and its recipe on each workload."""
 
     label: str
     """Its name in tables and plots."""
     construct: Callable[..., Optimizer]
     """Takes the model and the keywords of a recipe."""
     recipes: Mapping[str, Recipe]
-    """By workload, for the sizes ``smoke`` and ``cpu``."""
+    """Recipes by workload for the sizes ``smoke`` and ``cpu``."""
     published: Mapping[str, Recipe] = field(default_factory=dict)
-    """By workload, for the size ``paper``."""
+    """Recipes by workload for the size ``paper``."""
     order: Literal["first", "second"] = "second"
-    """Whether it uses curvature; what lies between, such as Muon, Shampoo and SOAP, counts as first."""
+    """``"second"`` if it uses curvature. Methods in between, such as Muon, Shampoo and SOAP, count as ``"first"``."""
     ours: bool = True
-    """Whether this package has it."""
+    """Whether it is part of this package."""
     closure: bool = False
-    """Whether each of its steps needs a closure, whatever the settings are."""
+    """Whether its steps need a closure with any settings."""
 
     def recipe(self, workload: str, size: str = "cpu") -> Recipe:
         if size == "paper" and workload in self.published:

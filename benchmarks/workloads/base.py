@@ -1,4 +1,4 @@
-"""What a workload is, and what all of them share: the protocol, data lookup, seeding, shuffling."""
+"""The base classes of workloads, and their shared functions for data lookup, seeding and shuffling."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,19 +18,19 @@ Batch = tuple[Tensor, Tensor]
 """Inputs and targets of one optimizer step."""
 
 Size = Literal["smoke", "cpu", "paper"]
-"""``smoke``: a small model and a few steps, seconds on one core. ``cpu``: minutes on two cores. ``paper``: the size and
-the length of the published run, for GPUs."""
+"""``smoke`` is a small model for a few steps, which take seconds on one core. ``cpu`` takes minutes on two cores.
+``paper`` has the size and the length of the published run, for GPUs."""
 
 
 IGNORED = -100
-"""Class of a position without a loss, as ``F.cross_entropy`` and the likelihoods have it by default."""
+"""Class of positions without a loss: the default ``ignore_index`` of ``F.cross_entropy`` and of the likelihoods."""
 
 
-_NAMED = 8  # missing files that an error names
+_NAMED = 8  # maximum number of missing files that an error lists
 
 
 class DataMissingError(FileNotFoundError):
-    """A data file is not where ``--data-dir`` says; the text names it and tells where to get it."""
+    """Raised if data files are missing in ``--data-dir``. The message lists them and says where to get them."""
 
     def __init__(self, folder: Path, missing: Sequence[str], origin: str, hint: str = "") -> None:
         """Compose the message."""
@@ -40,19 +40,19 @@ class DataMissingError(FileNotFoundError):
 
 
 class Workload(ABC):
-    """A model, a loss and a seeded stream of batches. Reading the data waits for the first batch.
+    """A model, a loss and a seeded stream of batches. The data is read when the first batch is drawn.
 
-    Fields have the values of the size ``cpu``. Unless a workload says otherwise the model takes the inputs, and its
-    outputs, logits of classes, are compared with the targets.
+    The defaults of fields belong to the size ``cpu``. By default, the model maps the inputs to logits of classes, which
+    the loss compares with the targets.
     """
 
     name: ClassVar[str]
     steps: ClassVar[dict[Size, int]]
-    """Optimizer steps that a run of each size takes."""
+    """Number of optimizer steps of a run, for each size."""
     small: ClassVar[dict[str, Any]] = {}
-    """Fields of the size ``smoke`` that are others."""
+    """Fields that differ for the size ``smoke``."""
     published: ClassVar[dict[str, Any]] = {}
-    """Fields of the size ``paper`` that are others."""
+    """Fields that differ for the size ``paper``."""
 
     @classmethod
     def smoke(cls, data_dir: Path | None = None) -> Self:
@@ -71,7 +71,7 @@ class Workload(ABC):
     @property
     @abstractmethod
     def metric(self) -> str:
-        """What :meth:`evaluate` returns, for table heads."""
+        """Name of the metric that :meth:`evaluate` returns, for table headers."""
 
     @property
     @abstractmethod
@@ -81,11 +81,11 @@ class Workload(ABC):
     @property
     @abstractmethod
     def examples(self) -> int:
-        """Training examples, of which an epoch takes as many."""
+        """Number of training examples per epoch."""
 
     @property
     def likelihood(self) -> str | Likelihood:
-        """What the loss says of the outputs, as ``secondorder`` names it."""
+        """The likelihood that corresponds to the loss, or its name in ``secondorder``."""
         return "categorical"
 
     @abstractmethod
@@ -94,7 +94,7 @@ class Workload(ABC):
 
     @abstractmethod
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield batches for ever; equal seeds give equal batches."""
+        """Yield batches forever. Equal seeds give equal batches."""
 
     @abstractmethod
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Workload(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return :attr:`metric` on held-out data, on all of it or on a part; the model's mode is left as it was."""
+        """Return :attr:`metric` on all held-out data or on a part of it. The mode of the model does not change."""
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         logits: Tensor = model(batch[0])
@@ -115,17 +115,17 @@ class Workload(ABC):
         return self.criterion(self.outputs(model, batch), self.targets(batch))
 
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return what else the field reports of a trained model, by name, on all held-out data; often nothing."""
+        """Return other usual metrics of a trained model on all held-out data, by name. The default is none."""
         return {}
 
 
 class InMemory(Workload):
-    """What workloads have in common whose examples are all in memory: every epoch takes them in a new order."""
+    """Base class of workloads with all examples in memory. Every epoch uses them in a new order."""
 
     @cached_property
     @abstractmethod
     def train(self) -> Batch:
-        """All examples that are trained on."""
+        """All training examples."""
 
     @property
     def examples(self) -> int:
@@ -138,15 +138,15 @@ class InMemory(Workload):
             yield self.augmented(inputs[index], generator), targets[index]
 
     def augmented(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Return what the model gets in place of the inputs of a batch in training."""
+        """Return the inputs of a training batch after augmentation."""
         return inputs
 
 
 class Classification(Workload):
-    """What workloads on classes have in common."""
+    """Base class of classification workloads."""
 
     label_smoothing: float = 0.0
-    """Share of the target's probability that all classes have in common, in training; a field of some workloads."""
+    """Share of the probability that the training targets spread over all classes. Some workloads have it as a field."""
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(outputs, targets, self.label_smoothing)
@@ -159,7 +159,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> T
 
 
 def find_folder(candidates: Iterable[Path], files: Sequence[str], origin: str, hint: str = "") -> Path:
-    """Return the first folder that holds every one of ``files``."""
+    """Return the first folder that contains all ``files``."""
     lacking = {folder: [name for name in files if not (folder / name).is_file()] for folder in candidates}
     best = min(lacking, key=lambda folder: len(lacking[folder]))
     if lacking[best]:
@@ -169,7 +169,7 @@ def find_folder(candidates: Iterable[Path], files: Sequence[str], origin: str, h
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Run the body with torch's CPU generator at ``seed``, and put its state back afterwards."""
+    """Seed torch's CPU generator for a ``with`` block, and restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -177,7 +177,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run the body in evaluation mode without gradients, then put the mode back."""
+    """Switch to evaluation mode without gradients for a ``with`` block, and restore the mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -188,7 +188,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def shuffled_indices(count: int, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield index batches for ever: a fresh permutation per epoch, the short rest of an epoch dropped."""
+    """Yield batches of indices forever, from a new permutation per epoch. Incomplete last batches are dropped."""
     if count < batch_size:
         raise ValueError(f"batch_size must be at most the number of examples, got {batch_size} for {count} examples")
     while True:
@@ -198,7 +198,7 @@ def shuffled_indices(count: int, batch_size: int, generator: torch.Generator) ->
 
 
 def accuracy(model: nn.Module, inputs: Tensor, targets: Tensor, batch_size: int = 500) -> float:
-    """Return the share of examples that the model classifies rightly."""
+    """Return the share of examples that the model classifies correctly."""
     parts = [slice(start, start + batch_size) for start in range(0, len(targets), batch_size)]
     with evaluating(model):
         hits = sum(int((model(inputs[part]).argmax(1) == targets[part]).sum()) for part in parts)

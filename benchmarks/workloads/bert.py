@@ -1,8 +1,8 @@
 """The encoder of BERT (Devlin et al., "BERT: Pre-training of deep bidirectional transformers", 2019), and its weights.
 
-Queries, keys and values are separate ``nn.Linear`` layers. With 30,522 pieces and 512 positions the base size has
-109,482,240 parameters: 23,837,184 of the embeddings, 7,087,872 of each of 12 layers, 590,592 of the pooler, which
-question answering does without. The sizes below base are those of Turc et al., "Well-read students learn better", 2019.
+Queries, keys and values are separate ``nn.Linear`` layers. With 30,522 pieces and 512 positions, the base size has
+109,482,240 parameters: 23,837,184 of the embeddings, 7,087,872 of each of 12 layers, and 590,592 of the pooler, which
+question answering does not use. The smaller sizes are from Turc et al., "Well-read students learn better", 2019.
 """
 
 import pickle
@@ -26,7 +26,7 @@ from benchmarks.workloads.chargpt import Layer, dropping
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 FILE = "vocab.txt"
 _LONGEST = 100
-"""Letters of a word; longer ones are unknown."""
+"""Maximum length of a word. Longer words are unknown."""
 _CHINESE = (
     (0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F),
     (0x2B740, 0x2B81F), (0x2B820, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F),
@@ -34,7 +34,7 @@ _CHINESE = (
 
 
 class Piece(NamedTuple):
-    """A token, and where it stands in the text."""
+    """A token and its position in the text."""
 
     number: int
     start: int
@@ -42,19 +42,18 @@ class Piece(NamedTuple):
 
 
 class _Word(NamedTuple):
-    """A word as the vocabulary has it, and the place of each of its letters in the text."""
+    """A normalized word, and the position of each of its letters in the text."""
 
     letters: str
     places: tuple[int, ...]
 
 
 class WordPieces:
-    """A vocabulary of pieces, as BERT's uncased models have them.
+    """The WordPiece vocabulary of BERT's uncased models.
 
-    A text is cut at blanks and around every punctuation mark and every Chinese character, lower-cased and freed of
-    accents. A word becomes the longest piece of the vocabulary that it begins with, then the longest that goes on from
-    there, and so forth; pieces that go on begin with ``##``. A word of which any part is not in the vocabulary is one
-    unknown word.
+    A text is split at whitespace and around every punctuation mark and Chinese character, converted to lower case, and
+    its accents are removed. A word is split greedily into the longest pieces of the vocabulary, and pieces that
+    continue a word begin with ``##``. A word is unknown as a whole if any part of it is not in the vocabulary.
     """
 
     def __init__(self, numbers: dict[str, int]) -> None:
@@ -69,7 +68,7 @@ class WordPieces:
 
     @classmethod
     def read(cls, path: Path) -> "WordPieces":
-        """Read a vocabulary in BERT's format, one piece a line."""
+        """Read a vocabulary in BERT's format, with one piece per line."""
         try:
             lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
             return cls({line.rstrip("\r"): number for number, line in enumerate(lines)})
@@ -129,7 +128,7 @@ def _words(chunk: str) -> Iterator[_Word]:
         if alone and letters:
             yield _word(letters)
             letters = []
-        letters += [(letter, place) for letter in _normalised(character)]
+        letters += [(letter, place) for letter in _normalized(character)]
         if alone and letters:
             yield _word(letters)
             letters = []
@@ -142,14 +141,14 @@ def _word(letters: list[tuple[str, int]]) -> _Word:
 
 
 def _stands_alone(character: str) -> bool:
-    """Return whether a character is a punctuation mark or Chinese: signs such as $ and ^ count as punctuation."""
+    """Return whether a character is Chinese or a punctuation mark, which includes symbols such as $ and ^."""
     code = ord(character)
     if code < 128:
         return character.isprintable() and not character.isalnum()
     return unicodedata.category(character)[0] == "P" or any(low <= code <= high for low, high in _CHINESE)
 
 
-def _normalised(character: str) -> str:
+def _normalized(character: str) -> str:
     if unicodedata.category(character)[0] == "C" or character == "\ufffd":
         return ""
     parts = unicodedata.normalize("NFD", character.lower())
@@ -170,7 +169,7 @@ SHAPES: dict[EncoderName, tuple[int, int, int]] = {
     "base": (12, 768, 12),
     "large": (24, 1024, 16),
 }
-"""Layers, width and heads; the first one is for checks only."""
+"""Layers, width and heads. The first size is only for tests."""
 POSITIONS = 512
 _STD = 0.02
 _THEIRS = (
@@ -186,11 +185,11 @@ _THEIRS = (
     (r"^layers\.(\d+)\.mlp\.0\.", r"encoder.layer.\1.intermediate.dense."),
     (r"^layers\.(\d+)\.mlp\.2\.", r"encoder.layer.\1.output.dense."),
 )
-"""Names here, and those of Hugging Face; the first that matches counts."""
+"""Patterns of names in this module, and the names of Hugging Face. The first match is used."""
 
 
 class Bert(nn.Module):
-    """Embeddings of words, positions and segments, then layers with their norms behind."""
+    """Embeddings of words, positions and segments, followed by post-norm layers."""
 
     def __init__(
         self, shape: tuple[int, int, int], pieces: WordPieces, dropout: float = 0.0, pooled: bool = False
@@ -204,10 +203,10 @@ class Bert(nn.Module):
         self.layers = nn.ModuleList(Layer(width, heads, **options) for _ in range(layers))
         self.pooler = nn.Linear(width, width) if pooled else None
         self.width, self.padding, self.separator = width, pieces.padding, pieces.separator
-        self.apply(_initialise)
+        self.apply(_initialize)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # Positions are looked up for every example, so that each has gradients of its own there.
+        # Positions are looked up for every example, so that each example has its own gradients.
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         there = tokens != self.padding
         ends = tokens == self.separator
@@ -219,11 +218,11 @@ class Bert(nn.Module):
 
     def first(self, tokens: Tensor) -> Tensor:
         if self.pooler is None:
-            raise ValueError("the encoder was built without a pooler, take pooled=True")
+            raise ValueError("the encoder was built without a pooler, pass pooled=True")
         return torch.tanh(self.pooler(self(tokens)[:, 0]))
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=_STD)
     if isinstance(module, nn.Linear):
@@ -234,21 +233,21 @@ def _initialise(module: nn.Module) -> None:
 
 
 def trimmed(tokens: Tensor, padding: int) -> Tensor:
-    """Return sentences without the places that are padding in all of them."""
+    """Return sentences without the positions at which all of them have padding."""
     longest = int((tokens != padding).sum(1).max())
     return tokens[:, :longest].long()
 
 
 def new_head(width: int, outputs: int) -> nn.Linear:
     head = nn.Linear(width, outputs)
-    _initialise(head)
+    _initialize(head)
     return head
 
 
 def load_checkpoint(encoder: Bert, path: Path) -> None:
-    """Take the weights of a published model, as ``torch.save`` wrote its state under Hugging Face's names.
+    """Load the weights of a published model from a ``state_dict`` file with Hugging Face's names.
 
-    Heads of other tasks in it are not used; without a pooler in it the encoder keeps its new one.
+    The heads of other tasks are ignored. If the file has no pooler, the encoder keeps its new one.
     """
     theirs = _read_state(path)
     own = encoder.state_dict()
@@ -262,7 +261,7 @@ def load_checkpoint(encoder: Bert, path: Path) -> None:
         if tensor.shape != own[name].shape:
             raise ValueError(
                 f"{path}: {their_name(name)} has shape {tuple(tensor.shape)}, "
-                f"the encoder has {tuple(own[name].shape)}; words are as many as its vocab.txt has lines"
+                f"the encoder has {tuple(own[name].shape)}; its vocab.txt must have one line per word"
             )
     encoder.load_state_dict({**own, **taken})
 
@@ -273,7 +272,7 @@ def their_name(name: str) -> str:
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:
-    """Read a state, its names without ``bert.`` and with today's words for the parts of a norm."""
+    """Read a ``state_dict``, and convert its names: no ``bert.``, and the current names of norm parameters."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as err:
@@ -290,10 +289,10 @@ def _read_state(path: Path) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------- workloads
 @dataclass(frozen=True)
 class Encoding(InMemory):
-    """What the workloads on an encoder have in common.
+    """Base class of workloads with an encoder.
 
-    Pieces come from a ``vocab.txt`` of BERT where there is one in ``<data-dir>/bert``, else from the words of the
-    training file. Without ``checkpoint`` the weights are new, and what the model learns in a short run is little.
+    The vocabulary is BERT's ``vocab.txt`` if ``<data-dir>/bert`` contains it, and is built from the words of the
+    training file otherwise. Without ``checkpoint``, the weights are random, and a short run teaches the model little.
     """
 
     data_dir: Path
@@ -301,11 +300,11 @@ class Encoding(InMemory):
     encoder: EncoderName = "tiny"
     """Size of the encoder."""
     length: int = 192
-    """Pieces that are read at a time."""
+    """Number of pieces per input."""
     vocabulary: int = 8000
-    """Pieces that are made where there is no vocabulary of BERT."""
+    """Size of the vocabulary that is built if there is none of BERT."""
     dropout: float = 0.0
-    """Share of the hidden states that is dropped."""
+    """Dropout probability of the hidden states."""
     checkpoint: str | None = None
     """File with the weights of a published encoder."""
 
@@ -342,4 +341,4 @@ class Encoding(InMemory):
 
     @abstractmethod
     def model_of(self, shape: tuple[int, int, int], pieces: WordPieces) -> nn.Module:
-        """Return a new encoder with its head, from torch's generator."""
+        """Return a new encoder with its head, initialized by torch's global generator."""

@@ -1,7 +1,7 @@
 """A character-level GPT on tiny Shakespeare or any other text: 4 layers, width 128, 4 heads, context 128.
 
-Its weights are initialised as torch does by default. The small embeddings of GPT-2 (standard deviation 0.02) need a
-warm-up of the learning rate: without one SGD diverges or stays at the frequencies of the characters.
+Its weights have torch's default initialization. The small embeddings of GPT-2 (standard deviation 0.02) would need a
+warm-up of the learning rate: without one, SGD diverges or learns only the frequencies of the characters.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """One transformer layer, with its norms in front of its two halves or behind them."""
+    """A pre-norm or post-norm transformer layer."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Layer(nn.Module):
         self.norm_first = norm_first
 
     def forward(self, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Return the next hidden states; arguments as of :meth:`Attention.forward`."""
+        """Return the next hidden states. The arguments are those of :meth:`Attention.forward`."""
         if self.norm_first:
             x = x + self.dropout(self.attention(self.norm1(x), allowed))
             first: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
@@ -72,9 +72,9 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token and position embeddings, causal layers with their norms in front, a norm and a head.
+    """Token and position embeddings, causal pre-norm layers, a norm and a head.
 
-    The weights are initialised as torch does by default; :func:`benchmarks.workloads.gpt2.initialise` does it as GPT-2.
+    The weights have torch's default initialization. :func:`benchmarks.workloads.gpt2.initialise` applies that of GPT-2.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # Looked up for every example, so that each has gradients of its own there.
+        # Positions are looked up for every example, so that each example has its own gradients.
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         x = self.dropout(self.tokens(tokens) + self.positions(positions))
         logits: Tensor = self.head(self.norm(self.layers(x)))
@@ -117,7 +117,7 @@ EVAL_WINDOWS = 64
 
 @dataclass(frozen=True)
 class CharGPT(Classification):
-    """Cross-entropy of the next character, mean over all tokens of the batch."""
+    """Cross-entropy of the next character, averaged over all tokens of the batch."""
 
     data_dir: Path
     batch_size: int = 32
@@ -126,15 +126,15 @@ class CharGPT(Classification):
     layers: int = 4
     heads: int = 4
     dropout: float = 0.0
-    """Share of the hidden states that is dropped."""
+    """Dropout probability of the hidden states."""
     text: str | None = None
-    """A text file; unset: tiny Shakespeare in the data folder."""
+    """A text file. The default is tiny Shakespeare in the data folder."""
 
     name: ClassVar[str] = "chargpt"
     metric: ClassVar[str] = "test loss"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 5000}
     small: ClassVar[dict[str, Any]] = {"batch_size": 8, "context": 32, "width": 32, "layers": 1, "heads": 2}
-    # As in nanoGPT's config/train_shakespeare_char.py, whose layers have no biases, though.
+    # From nanoGPT's config/train_shakespeare_char.py, except that its layers have no biases.
     published: ClassVar[dict[str, Any]] = {
         "batch_size": 64,
         "context": 256,
@@ -146,7 +146,7 @@ class CharGPT(Classification):
 
     @property
     def examples(self) -> int:
-        """Windows of the training text side by side: an epoch takes as many at random."""
+        """Number of disjoint windows in the training text. An epoch draws as many windows at random."""
         return (len(self._split[0]) - 1) // self.context
 
     def build_model(self, seed: int) -> nn.Module:
@@ -208,5 +208,5 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as err:
         raise ValueError(f"{path} must be text in UTF-8: {err}") from err
     if not text:
-        raise ValueError(f"{path} must hold some text, it is empty")
+        raise ValueError(f"{path} must contain text, but it is empty")
     return text

@@ -1,10 +1,10 @@
-"""CIFAR-10 and CIFAR-100: where their files are, how they are read and augmented, and the networks that train on them.
+"""CIFAR-10 and CIFAR-100: their files and augmentation, and the networks that train on them.
 
-ResNet-20, -32 and -110 are after He et al., "Deep residual learning for image recognition" (2016), section 4.2: 6n + 2
+ResNet-20, -32 and -110 follow He et al., "Deep residual learning for image recognition" (2016), section 4.2: 6n + 2
 layers, identity shortcuts that subsample and pad with zero channels, batches of 128 images and 64,000 steps with flips
-and crops. VGG-16 is after Simonyan and Zisserman, "Very deep convolutional networks for large-scale image recognition"
-(2015), configuration D, in the form that is usual for 32x32 images: thirteen 3x3 convolutions, five times halved, batch
-norm after each, which needs no biases then, and one linear layer in place of three.
+and crops. VGG-16 follows Simonyan and Zisserman, "Very deep convolutional networks for large-scale image recognition"
+(2015), configuration D, with the usual changes for 32x32 images: thirteen 3x3 convolutions without biases, each with
+batch norm, five poolings, and one linear layer in place of three.
 """
 
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ from benchmarks.workloads.readers import CifarName, read_cifar_batch
 from benchmarks.workloads.resnets import cifar_resnet, initialise_convolutions
 
 Augment = Literal["none", "flips", "crops"]
-"""``flips``: each image is mirrored with probability one half. ``crops``: that, and crops of the padded image."""
+"""``flips`` mirrors each image with probability 1/2. ``crops`` also takes random crops of the padded image."""
 
 
 @dataclass(frozen=True)
 class CifarFiles:
-    """The files of one data set, and what is known of it."""
+    """The files and the properties of one data set."""
 
     folder: str
     train: tuple[str, ...]
@@ -44,7 +44,7 @@ class CifarFiles:
     archive: str
     classes: int
     mean: tuple[float, float, float]
-    """Of the training pixels, per channel."""
+    """Mean of the training pixels, per channel."""
     std: tuple[float, float, float]
 
 
@@ -75,7 +75,7 @@ PADDING = 4
 
 @dataclass(frozen=True)
 class Cifar(InMemory, Classification):
-    """Cross-entropy on small pictures of ten or a hundred classes; a subclass adds the network."""
+    """Cross-entropy on CIFAR-10 or CIFAR-100. Subclasses add the network."""
 
     data_dir: Path
     batch_size: int = 128
@@ -104,7 +104,7 @@ class Cifar(InMemory, Classification):
         return random_crops(images, generator) if self.augment == "crops" else images
 
     def evaluate(self, model: torch.nn.Module, everything: bool = False) -> float:
-        """Return the accuracy on the first 2,000 test images: a forward pass on a CPU takes its time."""
+        """Return the accuracy on the first 2,000 test images, because a forward pass on a CPU is slow, or on all."""
         images, labels = self._test
         count = len(images) if everything else EVAL_EXAMPLES
         return accuracy(model, self.normalised(images[:count]), labels[:count])
@@ -128,7 +128,7 @@ class Cifar(InMemory, Classification):
 
 
 def random_crops(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Cut each image out of itself with zeros around it, at a random place."""
+    """Pad each image with zeros, and crop it to its size at a random position."""
     count, _, side, _ = images.shape
     padded = F.pad(images, (PADDING,) * 4)
     places = torch.randint(0, 2 * PADDING + 1, (count, 2), generator=generator).tolist()
@@ -150,7 +150,7 @@ def _find(data_dir: Path, dataset: CifarName) -> Path:
 
 
 def _unpack_hint(pack: Path) -> str:
-    """Return how to turn a pack of CIFAR-10, if it comes with its script, into the standard folder."""
+    """Return a hint how to convert a pack of CIFAR-10 to the standard folder, if there is a script for it."""
     scripts = sorted(pack.parent.glob("unpack*.py"))
     if not scripts:
         return f"{pack} is there, but this reader takes the standard folder only."
@@ -168,10 +168,10 @@ PUBLISHED_STEPS = 64_000
 
 @dataclass(frozen=True)
 class ResNet20(Cifar):
-    """Cross-entropy on CIFAR with horizontal flips, and at the published size with crops."""
+    """Cross-entropy on CIFAR with horizontal flips and, at the published size, crops."""
 
     depth: int = 3
-    """Blocks of each of the three stages."""
+    """Number of blocks in each of the three stages."""
     channels: tuple[int, int, int] = (16, 32, 64)
 
     name: ClassVar[str] = "resnet20"
@@ -186,7 +186,7 @@ class ResNet20(Cifar):
 
 @dataclass(frozen=True)
 class ResNet32(ResNet20):
-    """The same with five blocks a stage."""
+    """ResNet-32, with five blocks per stage."""
 
     depth: int = 5
 
@@ -195,7 +195,7 @@ class ResNet32(ResNet20):
 
 @dataclass(frozen=True)
 class ResNet110(ResNet20):
-    """The same with eighteen blocks a stage; a step takes six times as long as one of ResNet-20."""
+    """ResNet-110, with eighteen blocks per stage. A step takes six times as long as with ResNet-20."""
 
     batch_size: int = 64
     depth: int = 18
@@ -206,9 +206,9 @@ class ResNet110(ResNet20):
 
 
 STAGES = (2, 2, 3, 3, 3)
-"""Convolutions before each halving."""
+"""Number of convolutions before each pooling."""
 GROWTH = (1, 2, 4, 8, 8)
-"""Their width, in widths of the first."""
+"""Width of each stage, relative to the first."""
 
 
 def vgg16(width: int, classes: int) -> nn.Module:
@@ -225,7 +225,7 @@ def vgg16(width: int, classes: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class VGG16(Cifar):
-    """Cross-entropy on CIFAR with horizontal flips; a quarter as wide as published, unless at the published size."""
+    """Cross-entropy on CIFAR with horizontal flips. The smaller sizes are narrower than the published network."""
 
     batch_size: int = 64
     width: int = 16

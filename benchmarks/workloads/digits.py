@@ -1,4 +1,4 @@
-"""Handwritten digits, 8x8 pixels, that come with scikit-learn: a small convolutional net, milliseconds a step."""
+"""A small convolutional network on scikit-learn's handwritten digits of 8x8 pixels. A step takes milliseconds."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.workloads.base import Batch, Classification, InMemory, Size, accuracy, seeded
 
-TEST_EXAMPLES = 360  # of 1797: one fifth
+TEST_EXAMPLES = 360  # one fifth of 1797
 _SPLIT_SEED = 0  # the split is part of the workload, not of a run
 
 
@@ -20,7 +20,7 @@ class Digits(InMemory, Classification):
     """Cross-entropy on scikit-learn's digits: 1437 training and 360 test images."""
 
     data_dir: Path | None = None
-    """Not used: the data is part of scikit-learn."""
+    """Unused, because the data is part of scikit-learn."""
     batch_size: int = 256
     channels: tuple[int, int] = (16, 32)
 
@@ -30,7 +30,7 @@ class Digits(InMemory, Classification):
     small: ClassVar[dict[str, Any]] = {"batch_size": 64, "channels": (4, 8)}
 
     def build_model(self, seed: int) -> nn.Module:
-        """Return two convolutions and two linear layers with weights from ``seed``."""
+        """Return a network of two convolutions and two linear layers."""
         first, second = self.channels
         with seeded(seed):
             return nn.Sequential(

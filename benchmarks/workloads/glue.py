@@ -1,8 +1,8 @@
-"""GLUE (Wang et al., 2019): classes of sentences and pairs of them, by an encoder of BERT.
+"""GLUE (Wang et al., 2019): classification of sentences and pairs of sentences with a BERT encoder.
 
-The files are those of gluebenchmark.com, tab-separated, without quoting, in folders of their own such as
-``<data-dir>/glue/MNLI``. Columns are found by their heads; only CoLA has none. Held-out data is in the file ``dev``.
-The loss is the cross-entropy of the class, or, for STS-B, the squared error of the score.
+The files are those of gluebenchmark.com: tab-separated, without quoting, in one folder per task such as
+``<data-dir>/glue/MNLI``. Columns are found by their headers, which only CoLA lacks. Held-out data is in the file
+``dev``. The loss is the cross-entropy of the class or, for STS-B, the squared error of the score.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,35 +25,35 @@ TaskName = Literal["mnli", "qqp", "mrpc", "stsb", "sst2", "qnli", "cola", "rte",
 
 
 class Sentences(NamedTuple):
-    """What one file holds."""
+    """The contents of one file."""
 
     texts: list[tuple[str, ...]]
-    """One or two sentences each."""
+    """One or two sentences per example."""
     labels: list[float]
-    """Numbers of classes, or scores."""
+    """Indices of classes, or scores."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Where a task lies and how it is marked."""
+    """The files and the labels of a task."""
 
     folder: str
     texts: tuple[str, ...]
-    """Heads of the columns of the sentences."""
+    """Headers of the columns with sentences."""
     label: str = "label"
-    """Head of the column of the class or the score."""
+    """Header of the column with the class or the score."""
     classes: tuple[str, ...] = ("0", "1")
-    """Names of the classes in the file; none for scores."""
+    """Names of the classes in the file. Tasks with scores have none."""
     validation: tuple[str, ...] = ("dev.tsv",)
-    """Files of held-out data; the first one counts."""
+    """Files of held-out data. The metric is measured on the first one."""
     heads: tuple[str, ...] = ()
-    """Heads of a file that has none."""
+    """Column names of a file without headers."""
     gaps: bool = False
-    """Whether the published file has lines that lack columns, which are left out."""
+    """Whether the published file has incomplete lines, which are skipped."""
 
     @property
     def outputs(self) -> int:
-        """Outputs of the model: one for a score."""
+        """Number of outputs of the model, which is 1 for scores."""
         return len(self.classes) or 1
 
 
@@ -127,7 +127,7 @@ def _label(text: str, task: Task, where: str) -> float:
 
 
 def encode_sentences(texts: Iterable[tuple[str, ...]], pieces: WordPieces, length: int) -> Tensor:
-    """Turn one or two sentences each into what the encoder reads; of too long ones the longer is cut at its end."""
+    """Convert examples of one or two sentences to tokens. If they are too long, the longer sentence is truncated."""
     rows = []
     for sentences in texts:
         parts = [[piece.number for piece in pieces.encode(sentence)] for sentence in sentences]
@@ -138,7 +138,7 @@ def encode_sentences(texts: Iterable[tuple[str, ...]], pieces: WordPieces, lengt
     return torch.tensor(rows, dtype=torch.int32)
 
 
-# ---------------------------------------------------------------------- marks
+# ---------------------------------------------------------------------- metrics
 Marks = Callable[[Tensor, Tensor], dict[str, float]]
 
 
@@ -159,7 +159,7 @@ def mark(name: str, task: Task) -> Marks:
 
 
 def correlations(found: Tensor, right: Tensor) -> dict[str, float]:
-    """Return Pearson's and Spearman's correlation, 0 where one side is constant."""
+    """Return Pearson's and Spearman's correlation, which are 0 if one side is constant."""
     stats = import_module("scipy.stats")
     pairs = {"Pearson correlation": stats.pearsonr, "Spearman correlation": stats.spearmanr}
     if min(len(found.unique()), len(right.unique())) < 2:
@@ -176,7 +176,7 @@ EVAL_BATCHES = 4
 
 
 class SentenceModel(nn.Module):
-    """An encoder with a map from what its pooler returns."""
+    """An encoder with a pooler and a linear head."""
 
     def __init__(self, encoder: Bert, outputs: int, dropout: float) -> None:
         super().__init__()
@@ -194,15 +194,15 @@ class Glue(Encoding):
 
     batch_size: int = 32
     length: int = 64
-    """Pieces of a pair of sentences; more are cut off."""
+    """Maximum number of pieces per example. Longer examples are truncated."""
     task: str = "mnli"
     """mnli, qqp, mrpc, stsb, sst2, qnli, cola, rte or wnli."""
 
     name: ClassVar[str] = "glue"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 36_815}
     small: ClassVar[dict[str, Any]] = {"batch_size": 16, "encoder": "smallest", "length": 32, "vocabulary": 200}
-    # BERT-base on MNLI for three epochs of its 392,702 pairs, as the README of IST-DASLab/EFCP on GitHub has it; the
-    # batch is that of the model cards of M-FAC.
+    # BERT-base on MNLI for three epochs of its 392,702 pairs, as in the README of IST-DASLab/EFCP on GitHub. The batch
+    # size is from the model cards of M-FAC.
     published: ClassVar[dict[str, Any]] = {"encoder": "base", "length": 128, "vocabulary": 30_522, "dropout": 0.1}
 
     def __post_init__(self) -> None:
@@ -213,12 +213,12 @@ class Glue(Encoding):
 
     @property
     def metric(self) -> str:
-        """Accuracy; of scores, Pearson's correlation."""
+        """Accuracy for classes, and Pearson's correlation for scores."""
         return "validation accuracy" if self._task.classes else "validation Pearson correlation"
 
     @property
     def likelihood(self) -> str | Likelihood:
-        """Classes, or the squared error of a score."""
+        """Categorical for classes, and Gaussian for scores."""
         return "categorical" if self._task.classes else "gaussian"
 
     def model_of(self, shape: tuple[int, int, int], pieces: WordPieces) -> SentenceModel:
@@ -234,7 +234,7 @@ class Glue(Encoding):
         return (outputs - targets).square().sum(1).mean()
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the accuracy, or Pearson's correlation, on the first 1,024 examples of the validation set."""
+        """Return the accuracy, or Pearson's correlation, on 1,024 examples of the validation set, or on all."""
         tokens, labels = self._validation[0]
         count = len(labels) if everything else EVAL_BATCHES * EVAL_SENTENCES
         return next(iter(self._marks(model, tokens[:count], labels[:count]).values()))

@@ -1,12 +1,12 @@
 """GPT-2 small (Radford et al., "Language models are unsupervised multitask learners", 2019) on a text.
 
-The activation is the tanh form of GELU, norms stand in front. Weights are drawn with standard deviation 0.02, those of
-the positions with 0.01, and the maps that end in the residual stream with 0.02 divided by the square root of their
-number; biases are zero. With the 50,257 byte pairs of GPT-2 the published shape has 124,439,808 parameters. The
-small sizes are those of a text without such a vocabulary, by characters.
+The layers are pre-norm, with the tanh approximation of GELU. Weights are drawn with standard deviation 0.02, those of
+the positions with 0.01, and those of the layers that write to the residual stream with 0.02 divided by the square root
+of their number. Biases are zero. With the 50,257 byte pairs of GPT-2, the published shape has 124,439,808 parameters.
+The small sizes use characters as tokens.
 
-The head of the published shape is the table of tokens. The small sizes have a head of their own: a weight that is both
-has one block in methods by layers, and with it the curvature of one of its two uses.
+The published shape ties its head to the token embedding. The small sizes do not: methods that work on layers have one
+block for a tied weight, with the curvature of only one of its two uses.
 """
 
 import json
@@ -30,7 +30,7 @@ from benchmarks.workloads.chargpt import GPT, CharGPT, Layer
 FILES = ("vocab.json", "merges.txt")
 ORIGIN = "https://huggingface.co/openai-community/gpt2 (vocab.json and merges.txt)"
 _PRINTABLE = (range(ord("!"), ord("~") + 1), range(ord("¡"), ord("¬") + 1), range(ord("®"), ord("ÿ") + 1))
-"""Bytes that are written as the character of the same number; the others follow from number 256 on."""
+"""Bytes that are written as the character with the same code point. The others use code points from 256."""
 
 
 def byte_characters() -> dict[int, str]:
@@ -40,7 +40,7 @@ def byte_characters() -> dict[int, str]:
 
 
 def split_words(text: str) -> list[str]:
-    """Cut a text into what merges may not cross: endings such as 's, letters, numbers, signs, blanks."""
+    """Split a text into units that merges cannot cross: endings such as 's, letters, numbers, symbols, whitespace."""
     letters, numbers = (_of_category(text, first, kind) for first, kind in (("a", "L"), ("0", "N")))
     endings = "'(?:s|t|re|ve|m|ll|d)"
     rest = rf"[^\s{letters}{numbers}]"
@@ -48,22 +48,22 @@ def split_words(text: str) -> list[str]:
 
 
 def _of_category(text: str, first: str, kind: str) -> str:
-    """Return the characters of a Unicode category that a text has, as the inside of a class of a pattern."""
+    """Return the characters of a text that are in a Unicode category, for a character class of a regex."""
     return "".join(sorted({first, *(c for c in set(text) if unicodedata.category(c)[0] == kind)}))
 
 
 @dataclass(frozen=True)
 class BytePairs:
-    """A vocabulary of byte pairs as GPT-2 has it, with its merges.
+    """The byte-pair vocabulary of GPT-2, with its merges.
 
-    The text is cut into words, each with the blank in front of it. The bytes of a word are written as printable
-    characters, and neighbours are merged as long as a pair of them stands in the list of merges, the first one first.
+    The text is split into words, each with the space before it. The bytes of a word are written as printable
+    characters, and neighboring tokens are merged in the order of the list of merges until no pair is in the list.
     """
 
     numbers: dict[str, int]
-    """Number of each token."""
+    """Index of each token."""
     ranks: dict[tuple[str, str], int]
-    """Place of each pair in the list of merges."""
+    """Index of each pair in the list of merges."""
     _known: dict[str, list[int]] = field(default_factory=dict)
     _characters: dict[int, str] = field(default_factory=byte_characters)
 
@@ -127,20 +127,20 @@ _STD, _POSITION_STD = 0.02, 0.01
 
 @dataclass(frozen=True)
 class GPT2(CharGPT):
-    """Cross-entropy of the next token, mean over all tokens of the batch."""
+    """Cross-entropy of the next token, averaged over all tokens of the batch."""
 
     batch_size: int = 8
     width: int = 256
     tied: bool = False
-    """Whether the head is the table of tokens."""
+    """Whether the head shares its weight with the token embedding."""
     pieces: str | None = None
-    """Folder with the vocab.json and merges.txt of GPT-2; unset: tokens are characters."""
+    """Folder with the vocab.json and merges.txt of GPT-2. Without it, tokens are characters."""
 
     name: ClassVar[str] = "gpt2_small"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 600_000}
 
-    # The batch and the length of nanoGPT's config/train_gpt2.py: 480 times 1,024 tokens, for several GPUs. The text of
-    # that run, OpenWebText, has to be given.
+    # The batch size and context of nanoGPT's config/train_gpt2.py: 480 times 1,024 tokens, for several GPUs. The user
+    # has to provide the text of that run, OpenWebText.
     published: ClassVar[dict[str, Any]] = {
         "batch_size": 480, "context": 1024, "width": 768, "layers": 12, "heads": 12, "tied": True,
     }  # fmt: skip
@@ -185,7 +185,7 @@ class GPT2(CharGPT):
 
 
 def initialise(model: GPT) -> None:
-    """Draw the weights as GPT-2 has them; those of norms stay."""
+    """Initialize the weights as in GPT-2, except for those of norms."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=_POSITION_STD if module is model.positions else _STD)

@@ -1,8 +1,8 @@
-"""ImageNet in its usual folders with ResNet-18 and ResNet-50, decoded by worker processes where a GPU waits for it.
+"""ResNet-18 and ResNet-50 on ImageNet in its usual folders, with worker processes that decode images for GPUs.
 
-After He et al., "Deep residual learning for image recognition" (2016), section 4.1: 256 pictures a step; crops of
-random size and shape as in Szegedy et al., "Going deeper with convolutions" (2015), and 90 epochs as in Goyal et al.,
-"Accurate, large minibatch SGD" (2017).
+The setup follows He et al., "Deep residual learning for image recognition" (2016), section 4.1: batches of 256 images,
+with crops of random size and shape as in Szegedy et al., "Going deeper with convolutions" (2015), and 90 epochs as in
+Goyal et al., "Accurate, large minibatch SGD" (2017).
 """
 
 import math
@@ -37,38 +37,38 @@ PARTS = ("train", "val")
 SUFFIXES = (".jpeg", ".jpg", ".png")
 ORIGIN = "https://www.image-net.org/download.php (ILSVRC 2012, classification)"
 HINT = (
-    "Put train/<class>/*.JPEG and val/<class>/*.JPEG into <data-dir>/imagenet, or give that folder as --data-dir; the "
-    "pictures of val come in one folder and have to be sorted by class."
+    "Put train/<class>/*.JPEG and val/<class>/*.JPEG into <data-dir>/imagenet, or pass that folder as --data-dir. The "
+    "downloaded images of val are in a single folder and have to be sorted by class."
 )
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the training pixels, per channel
 EVAL_PICTURES, EVAL_BATCH = 1000, 100
 AREAS, RATIOS, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10
-MARGIN = 256 / 224  # shorter side of a picture that is evaluated on, over that of the crop from its middle
+MARGIN = 256 / 224  # ratio of the shorter side of a test image to the side of its center crop
 
 Draw = tuple[int, int]
-"""Number of a picture, and the seed of its crop; -1 for the crop from its middle."""
+"""Index of an image and the seed of its crop, which is -1 for a center crop."""
 
 
 @dataclass(frozen=True)
 class ImageNet(Classification):
-    """Cross-entropy on pictures of objects, on crops of random size and shape, mirrored with probability one half.
+    """Cross-entropy on crops of random size and shape, which are mirrored with probability 1/2.
 
-    Its own sizes are those for a CPU: the first hundred classes, small crops, and a network of half the width.
+    The defaults are for a CPU: the first 100 classes, small crops, and a narrower network.
     """
 
     data_dir: Path
     batch_size: int = 64
     classes: int = 100
-    """The first so many, by the names of their folders."""
+    """Number of classes: the first ones in the order of the folders' names."""
     side: int = 64
     """Height and width of a crop."""
     depths: tuple[int, int, int, int] = (2, 2, 2, 2)
-    """Blocks of each stage."""
+    """Number of blocks in each stage."""
     width: int = 32
-    """Channels inside the blocks of the first stage."""
+    """Number of channels in the blocks of the first stage."""
     label_smoothing: float = 0.0
     workers: int = 0
-    """Processes that decode pictures; none: this one does."""
+    """Number of processes that decode images. With 0, the main process decodes them."""
 
     name: ClassVar[str]
     metric: ClassVar[str] = "test accuracy"
@@ -99,7 +99,7 @@ class ImageNet(Classification):
         yield from self._decoded(self._train, (draw[rank * share : (rank + 1) * share] for draw in draws))
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the accuracy on about 1,000 held-out pictures from all over the classes, cropped from the middle."""
+        """Return the accuracy on center crops of about 1,000 held-out images, spread over the classes, or of all."""
         stride = 1 if everything else max(1, len(self._val) // EVAL_PICTURES)
         numbers = range(0, len(self._val), stride)
         draws = ([(n, -1) for n in numbers[i : i + EVAL_BATCH]] for i in range(0, len(numbers), EVAL_BATCH))
@@ -108,7 +108,7 @@ class ImageNet(Classification):
         return hits / len(numbers)
 
     def _decoded(self, pictures: "Pictures", draws: Iterator[list[Draw]]) -> Iterator[Batch]:
-        # A generator of its own: the loader seeds its workers with it, and would take torch's otherwise.
+        # Without a generator, the loader would draw the seed of its workers from torch's global generator.
         loader = DataLoader(
             pictures,
             batch_sampler=draws,
@@ -129,7 +129,7 @@ class ImageNet(Classification):
 
     @cached_property
     def _names(self) -> list[str]:
-        """The classes, as the folders of the training pictures name them."""
+        """Names of the classes, which are those of the training folders."""
         names = sorted(entry.name for entry in os.scandir(self._folder / "train") if entry.is_dir())
         if len(names) < self.classes:
             folder, count = self._folder / "train", len(names)
@@ -147,14 +147,14 @@ class ImageNet(Classification):
 
 @dataclass(frozen=True)
 class ResNet18(ImageNet):
-    """Two 3x3 convolutions a block."""
+    """ResNet-18, whose blocks have two 3x3 convolutions."""
 
     name: ClassVar[str] = "resnet18"
 
 
 @dataclass(frozen=True)
 class ResNet50(ImageNet):
-    """A bottleneck a block."""
+    """ResNet-50, whose blocks are bottlenecks."""
 
     depths: tuple[int, int, int, int] = (3, 4, 6, 3)
     width: int = 16
@@ -164,7 +164,7 @@ class ResNet50(ImageNet):
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
-    """The pictures of some folders, one folder a class, decoded and cropped when they are asked for."""
+    """The images of some folders, one per class. Images are decoded and cropped on access."""
 
     def __init__(self, folder: Path, classes: Sequence[str], side: int) -> None:
         self.folder, self.side = folder, side
@@ -176,7 +176,7 @@ class Pictures(Dataset[tuple[Tensor, int]]):
                 raise ValueError(f"{folder / name} must hold pictures ({', '.join(SUFFIXES)}), got none")
             names += [os.fsencode(f"{name}/{file}") for file in found]
             labels += [label] * len(found)
-        # One block of memory each: a list would be copied to every worker, as its counts of references change.
+        # Arrays, because changes of reference counts would copy the memory of lists in every worker.
         self.names: npt.NDArray[np.bytes_] = np.array(names)
         self.labels: npt.NDArray[np.int64] = np.array(labels, np.int64)
 
@@ -186,15 +186,15 @@ class Pictures(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, draw: Draw) -> tuple[Tensor, int]:
         number, seed = draw
         with opened_picture(self.folder / os.fsdecode(self.names[number])) as picture:
-            colours = picture.convert("RGB")
-            crop = middle_crop(colours, self.side) if seed < 0 else random_crop(colours, self.side, seed)
+            colors = picture.convert("RGB")
+            crop = middle_crop(colors, self.side) if seed < 0 else random_crop(colors, self.side, seed)
         pixels = torch.from_numpy(np.array(crop, np.uint8)).permute(2, 0, 1)
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
         return pixels.float().div_(255).sub_(mean).div_(std), int(self.labels[number])
 
 
 def random_crop(picture: Image.Image, side: int, seed: int) -> Image.Image:
-    """Cut out a part of random place, area and shape, scale it to a square, and mirror it with probability one half."""
+    """Crop a random part of random area and shape, scale it to a square, and mirror it with probability 1/2."""
     generator = torch.Generator().manual_seed(seed)
     box = _random_box(*picture.size, generator)
     crop = picture.resize((side, side), Image.Resampling.BILINEAR, box)
@@ -202,7 +202,7 @@ def random_crop(picture: Image.Image, side: int, seed: int) -> Image.Image:
 
 
 def middle_crop(picture: Image.Image, side: int) -> Image.Image:
-    """Scale a picture to :data:`MARGIN` times the side of the result, which is cut from its middle."""
+    """Scale the shorter side of an image to :data:`MARGIN` times ``side``, and return the center crop."""
     scale = round(MARGIN * side) / min(picture.size)
     width, height = (max(side, round(scale * length)) for length in picture.size)
     left, top = (width - side) // 2, (height - side) // 2
@@ -210,7 +210,7 @@ def middle_crop(picture: Image.Image, side: int) -> Image.Image:
 
 
 def _random_box(width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
-    """Draw a part of a picture: its area and its shape, and its place where it fits."""
+    """Draw the area, the aspect ratio and the position of a part of an image."""
     for area, ratio, left, top in torch.rand(ATTEMPTS, 4, generator=generator).tolist():
         pixels = width * height * (AREAS[0] + (AREAS[1] - AREAS[0]) * area)
         shape = RATIOS[0] * (RATIOS[1] / RATIOS[0]) ** ratio
@@ -231,7 +231,7 @@ def _draws(count: int, batch_size: int, seed: int) -> Iterator[list[Draw]]:
 
 
 def _collate(examples: list[tuple[Tensor, int]]) -> Batch:
-    images, labels = default_collate(examples)  # in a worker this writes to memory that both processes have
+    images, labels = default_collate(examples)  # in a worker, this writes to shared memory
     return images, labels
 
 

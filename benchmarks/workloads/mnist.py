@@ -1,14 +1,14 @@
-"""MNIST in its standard files, and the two classifiers on it.
+"""MNIST in its standard files, with two classifiers and an autoencoder.
 
-``logistic`` is a convex problem, where methods of full-matrix curvature are at home: multinomial logistic regression on
+``logistic`` is a convex problem, which suits methods with full-matrix curvature: multinomial logistic regression on
 random features of the pixels, ``max(0, W x + b)`` with fixed normal ``W`` and uniform ``b``, which are drawn once and
-never trained (Rahimi and Recht, "Weighted sums of random kitchen sinks", 2008). It has more parameters than the pixels
-alone would give.
+never trained (Rahimi and Recht, "Weighted sums of random kitchen sinks", 2008). It has more parameters than
+regression on the pixels.
 
 ``convnet`` is the small network of the K-FAC examples for TensorFlow, ``kfac/examples/convnet.py`` of
 https://github.com/tensorflow/kfac: two 5x5 convolutions of 16 channels, each with ReLU and a 3x3 pooling of stride 2,
-then one linear layer; batches of 128. That program trains it with curvature on the chief of all workers, or with some
-workers for gradients, some for factors and one for inverses, as do these:
+then one linear layer. The batch size is 128. That program computes the curvature on the chief worker, or has separate
+workers for gradients, for factors and for inverses, like these commands:
 
     torchrun --nproc-per-node 2 -m benchmarks train --workload convnet --comm chief_only
     torchrun --nproc-per-node 4 -m benchmarks train --workload convnet --comm dedicated_workers
@@ -54,7 +54,7 @@ def find_mnist(data_dir: Path, files: tuple[str, ...]) -> Path:
 
 
 def read_images(path: Path) -> Tensor:
-    """Read one file of images as unsigned bytes, a quarter of what floats would take."""
+    """Read a file of images as unsigned bytes, which take a quarter of the memory of floats."""
     images = read_idx(path)
     if images.shape[1:] != (SIDE, SIDE):
         raise ValueError(f"{path} must hold 28x28 images, got shape {images.shape}")
@@ -70,7 +70,7 @@ def read_labels(path: Path, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Classifier(InMemory, Classification):
-    """Cross-entropy on MNIST; a subclass adds the network."""
+    """Cross-entropy on MNIST. Subclasses add the network."""
 
     data_dir: Path
     batch_size: int = 128
@@ -86,7 +86,7 @@ class Classifier(InMemory, Classification):
 
     @abstractmethod
     def inputs(self, images: Tensor) -> Tensor:
-        """Return what the network takes of bytes ``[count, 784]``."""
+        """Convert bytes ``[count, 784]`` to the inputs of the network."""
 
     @cached_property
     def train(self) -> Batch:
@@ -107,7 +107,7 @@ _MEAN, _STD = 0.1307, 0.3081  # of the training pixels
 
 
 class _RandomFeatures(nn.Module):
-    """A fixed random layer; its tensors are buffers, so that no optimizer sees them."""
+    """A fixed random layer, whose tensors are buffers, so that no optimizer trains them."""
 
     weight: Tensor
     bias: Tensor
@@ -127,10 +127,10 @@ class Logistic(Classifier):
     """Cross-entropy of a linear classifier over random features of the pixels."""
 
     features: int = 2000
-    """Random features of the pixels."""
+    """Number of random features of the pixels."""
 
     name: ClassVar[str] = "logistic"
-    # An epoch; ten epochs in batches of 128 are what EFCP has for this kind of model.
+    # The size cpu trains for one epoch, and paper for ten, as EFCP trains this kind of model.
     steps: ClassVar[dict[Size, int]] = {"smoke": 30, "cpu": 468, "paper": 4680}
     small: ClassVar[dict[str, Any]] = {"batch_size": 32, "features": 64}
 
@@ -144,7 +144,7 @@ class Logistic(Classifier):
 
 @dataclass(frozen=True)
 class ConvNet(Classifier):
-    """Cross-entropy of the network of the examples for TensorFlow."""
+    """Cross-entropy of the network of the TensorFlow examples."""
 
     channels: tuple[int, int] = (16, 16)
 
@@ -164,19 +164,19 @@ class ConvNet(Classifier):
 
 
 SHARES = 8
-"""Batches that grow have multiples of this, so that so many ranks can share each."""
+"""Growing batches have multiples of this size, so that up to 8 ranks can divide them evenly."""
 
 
 @dataclass(frozen=True)
 class Autoencoder(Workload):
-    """Binary cross-entropy of the pixels, summed over pixels, mean over the batch."""
+    """Binary cross-entropy of the pixels, summed over the pixels and averaged over the batch."""
 
     data_dir: Path
     batch_size: int = 512
     widths: tuple[int, ...] = (1000, 500, 250, 30)
-    """Encoder widths; the decoder mirrors them. The last one is the linear code."""
+    """Widths of the encoder, which the decoder mirrors. The last one is that of the linear code."""
     growth_steps: int = 0
-    """Step at which a batch, growing exponentially from the first, is all of the training images; 0: none grows."""
+    """Step at which exponentially growing batches contain all training images. With 0, batches do not grow."""
 
     name: ClassVar[str] = "autoencoder"
     metric: ClassVar[str] = "test loss"
@@ -185,7 +185,7 @@ class Autoencoder(Workload):
         "smoke": 200,
         "cpu": 300,
         "paper": 500,
-    }  # the small one needs them to leave its first plateau
+    }  # the small model needs 200 steps to leave its first plateau
     small: ClassVar[dict[str, Any]] = {"batch_size": 64, "widths": (128, 64, 16)}
     published: ClassVar[dict[str, Any]] = {"batch_size": 1000, "growth_steps": 500}
 
@@ -217,7 +217,7 @@ class Autoencoder(Workload):
             yield images, images
 
     def _indices(self, generator: torch.Generator) -> Iterator[Tensor]:
-        """Yield index batches for ever; each of those that grow is drawn from all images."""
+        """Yield batches of indices forever. Each growing batch is drawn from all images."""
         examples = len(self._train)
         if not self.growth_steps:
             yield from shuffled_indices(examples, self.batch_size, generator)

@@ -1,10 +1,10 @@
 """Translation of Multi30k, German to English, by the encoder-decoder ``torch.nn.Transformer``.
 
-Nothing is shared: source and target have word and position embeddings of their own, and the head is a matrix of its
-own. Words come from a plain list of the most frequent ones of the training sentences; all others are one unknown word.
+No weights are shared: source and target have separate word and position embeddings, and the head has its own matrix.
+The vocabulary contains the most frequent words of the training sentences, and one token for all other words.
 
-BLEU is that of greedy translations, on the words as they stand in the files, tokenised and lower-cased. References keep
-the words that the model does not know. It is not comparable with BLEU of detokenised text or of a beam search.
+BLEU is computed from greedy translations on tokenized, lower-case words. References keep the words that the model does
+not know. The result is not comparable with BLEU on detokenized text or with beam search.
 """
 
 import gzip
@@ -48,14 +48,14 @@ class _Side(nn.Module):
         self.words, self.positions = nn.Embedding(vocabulary, width, PAD), nn.Embedding(length, width)
 
     def forward(self, words: Tensor) -> Tensor:
-        # Positions are looked up for every sentence, so that each has gradients of its own there.
+        # Positions are looked up for every sentence, so that each sentence has its own gradients.
         positions = torch.arange(words.shape[1], device=words.device).expand_as(words)
         out: Tensor = self.words(words) + self.positions(positions)
         return out
 
 
 class Translator(nn.Module):
-    """``nn.Transformer`` with norms in front between embeddings and a head."""
+    """A pre-norm ``nn.Transformer`` with embeddings and a head."""
 
     def __init__(
         self, vocabularies: Sequence[int], length: int, width: int, layers: int, heads: int, hidden: int, dropout: float
@@ -68,7 +68,7 @@ class Translator(nn.Module):
             "batch_first": True,
             "norm_first": True,
         }
-        # nn.Transformer would build the same encoder, and warn that its norms rule out nested tensors.
+        # nn.Transformer would build the same encoder, but warn that pre-norm layers do not support nested tensors.
         layer = nn.TransformerEncoderLayer(width, heads, **options)
         encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.transformer = nn.Transformer(width, heads, num_decoder_layers=layers, custom_encoder=encoder, **options)
@@ -84,7 +84,7 @@ class Translator(nn.Module):
     def decode(self, target: Tensor, memory: Tensor, padding: Tensor, last: bool = False) -> Tensor:
         length = target.shape[1]
         later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
-        # The target's padding stands behind all that counts, where the causal mask hides it already.
+        # The target's padding needs no mask: it follows all words, and the causal mask hides it.
         hidden = self.transformer.decoder(self.target(target), memory, tgt_mask=later, memory_key_padding_mask=padding)
         logits: Tensor = self.head(hidden[:, -1] if last else hidden)
         return logits
@@ -106,7 +106,7 @@ def bleu(translations: Sequence[Sequence[str]], references: Sequence[Sequence[st
     try:
         sacrebleu = import_module("sacrebleu")
     except ImportError as err:
-        raise ValueError("BLEU needs sacrebleu: install the extra `bench`") from err
+        raise ValueError("BLEU requires sacrebleu: install the extra `bench`") from err
     texts, right = ([" ".join(words) for words in side] for side in (translations, references))
     return float(sacrebleu.corpus_bleu(texts, [right], tokenize="none", force=True).score)
 
@@ -115,33 +115,33 @@ LANGUAGES = ("de", "en")  # source, target
 TRAIN_FILES = tuple(f"train.{language}.gz" for language in LANGUAGES)
 VALIDATION_FILES = tuple(f"val.{language}" for language in LANGUAGES)
 TEST_FILES = tuple(f"test_2016_flickr.{language}" for language in LANGUAGES)
-ORIGIN = "https://github.com/multi30k/dataset (task 1, tokenised and lower-cased)"
-HINT = f"Put {', '.join((*TRAIN_FILES, *VALIDATION_FILES))}, one sentence a line, into <data-dir>/multi30k."
-"""The files of the test set are not in it: without them BLEU is that of the validation set."""
+ORIGIN = "https://github.com/multi30k/dataset (task 1, tokenized, lower case)"
+HINT = f"Put {', '.join((*TRAIN_FILES, *VALIDATION_FILES))}, with one sentence per line, into <data-dir>/multi30k."
+"""The test set is not listed, because without it, BLEU is measured on the validation set."""
 EVAL_SENTENCES = 256
 POOL = 20
-"""Batches that are drawn together and sorted by length, so that little of a batch is padding."""
+"""Number of batches that are drawn together and sorted by length, so that batches have little padding."""
 
 Sentences = list[list[str]]
 
 
 @dataclass(frozen=True)
 class Multi30k(Classification):
-    """Cross-entropy of the next English word, mean over all words of the batch."""
+    """Cross-entropy of the next English word, averaged over all words of the batch."""
 
     data_dir: Path
     batch_size: int = 128
     vocabulary: int = 2000
-    """Words of each language, special ones included."""
+    """Number of words in each language, including special ones."""
     length: int = 40
-    """Words of a sentence, those that mark its ends included; more are cut off."""
+    """Maximum number of words per sentence, including the marks of its ends. Longer sentences are truncated."""
     width: int = 256
     layers: int = 2
     heads: int = 4
     expansion: int = 2
     """Width inside the feed-forward layers, as a multiple of ``width``."""
     dropout: float = 0.0
-    """Share of the hidden states that is dropped."""
+    """Dropout probability of the hidden states."""
     label_smoothing: float = 0.0
     """Share of the probability that the training loss spreads over all words."""
 
@@ -156,9 +156,9 @@ class Multi30k(Classification):
         "layers": 1,
         "heads": 2,
     }
-    # The base Transformer as the program of DP-KFAC trains it on these sentences, for 200 epochs:
-    # examples/pytorch_multi30k_transformer.py and batch_multi30k.sh of lzhangbv/kfac_pytorch. That one shares all
-    # embeddings, puts norms behind and searches with a beam. Of German, 5,378 words occur three times or more.
+    # The base Transformer, as the code of DP-KFAC trains it for 200 epochs on these sentences:
+    # examples/pytorch_multi30k_transformer.py and batch_multi30k.sh of lzhangbv/kfac_pytorch. That model shares all
+    # embeddings, is post-norm and uses beam search. In German, 5,378 words occur three times or more.
     published: ClassVar[dict[str, Any]] = {
         "vocabulary": 5400,
         "length": 100,
@@ -199,7 +199,7 @@ class Multi30k(Classification):
         return target.masked_fill(target == PAD, IGNORED)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the loss, without smoothing, on the first 256 pairs of the validation set."""
+        """Return the loss without smoothing on the first 256 pairs of the validation set, or on all pairs."""
         pairs = self._numbered(self._validation)
         pairs = pairs if everything else pairs[:EVAL_SENTENCES]
         total, words = 0.0, 0
@@ -213,7 +213,7 @@ class Multi30k(Classification):
         return total / words
 
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return BLEU of greedy translations of the test set, or of the validation set where its files are missing."""
+        """Return BLEU of greedy translations of the test set, or of the validation set if there is no test set."""
         tested = all((self._folder / name).is_file() for name in TEST_FILES)
         sentences = self._read(TEST_FILES) if tested else self._validation
         found = bleu(self.translate(model, sentences[0]), sentences[1])
@@ -242,7 +242,7 @@ class Multi30k(Classification):
         ]
 
     def _marked(self, sentence: list[str]) -> list[str]:
-        # The last word is only ever predicted: the decoder sees one word less than there are.
+        # The last word is only predicted, so the decoder reads one word less.
         return [SPECIAL[BEGIN], *sentence[: self.length - 1], SPECIAL[END]]
 
     @cached_property
@@ -279,7 +279,7 @@ def read_sentences(path: Path) -> Sentences:
 
 
 def number_words(sentences: Iterable[Iterable[str]], size: int) -> dict[str, int]:
-    """Number the most frequent words; of equally frequent ones the first in the alphabet comes first."""
+    """Number the words by decreasing frequency. Ties are in alphabetical order."""
     counts = Counter(word for sentence in sentences for word in sentence)
     ranked = sorted(counts.keys() - set(SPECIAL), key=lambda word: (-counts[word], word))
     return {word: number for number, word in enumerate([*SPECIAL, *ranked[: size - len(SPECIAL)]])}

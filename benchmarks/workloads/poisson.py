@@ -1,27 +1,27 @@
 r"""A physics-informed network: the Poisson equation ``-Δu = f`` on the unit square, with ``u = 0`` on its boundary.
 
-The problem of Dangel, Müller and Zeinhofer, "Kronecker-factored approximate curvature for physics-informed neural
-networks", NeurIPS 2024, and of Müller and Zeinhofer before them: ``f`` is made such that ``u = sin(πx) sin(πy)``, the
-points are drawn once, 900 inside and 120 on the boundary, and everything is float64. The loss is
-``Σ r² / 2N`` over the N points inside plus ``Σ r² / 2M`` over the M points on the boundary, r being ``-Δu - f`` or u.
+This is the problem of Dangel, Müller and Zeinhofer, "Kronecker-factored approximate curvature for physics-informed
+neural networks", NeurIPS 2024, and earlier of Müller and Zeinhofer: ``f`` is chosen such that ``u = sin(πx) sin(πy)``,
+the points are drawn once, 900 inside and 120 on the boundary, and all numbers are float64. The loss is ``Σ r² / 2N``
+over the N points inside plus ``Σ r² / 2M`` over the M points on the boundary, where r is ``-Δu - f`` or u.
 
-Derivatives travel forwards. A point enters as four rows, the value, both first derivatives and the Laplacian, and
-leaves each layer as such::
+Derivatives are computed in forward mode. Each layer maps four rows per point to four rows: the value, both first
+derivatives and the Laplacian::
 
     linear    [h 1] Wᵀ       [∂h 0] Wᵀ        [Δh 0] Wᵀ                      one call of one nn.Linear without a bias
     tanh      t = tanh z     t' ∂z            t' Δz + t'' Σ (∂z)²
 
-so the biases are the last columns of the weights, the model returns what the equation compares rather than u, and a
-single call of a layer holds every use of its weight. With derivatives by a second backward pass the hooks of an
-optimizer would see the value alone. Here a layer is one that is shared by four positions, and the gradient of a
-residual is the sum of their outer products. That makes curvature by layers valid:
+The biases are the last columns of the weights, and the model returns the left-hand side of the equation instead of u.
+A single call of a layer contains every use of its weight. If a second backward pass computed the derivatives, the hooks
+of an optimizer would see only the value. Here, a layer is shared by four positions, and the gradient of a residual is
+the sum of their outer products. This makes the curvature of layers valid:
 
-* K-FAC and EK-FAC: yes; ``approx="expand"`` is what the paper derives.
-* HyLo: with ``approx="expand"`` its rows are exactly the gradients of single points.
-* Windows of past gradients (M-FAC, GGT): always, for they see gradients only. All are those of the same points.
+* K-FAC and EK-FAC approximate it. ``approx="expand"`` is the approximation that the paper derives.
+* The rows of HyLo with ``approx="expand"`` are exactly the gradients of single points.
+* Windows of past gradients (M-FAC, GGT) are always valid, because they use only gradients.
 
-The empirical Fisher is curvature times squared residuals, and vanishes with them. So take ``fisher="exact"``, which for
-one output costs one backward pass and gives the Gauss-Newton matrix, or ``"mc"``.
+The empirical Fisher is the curvature times squared residuals, and vanishes with them. Use ``fisher="exact"``, which
+costs one backward pass for one output and gives the Gauss-Newton matrix, or ``"mc"``.
 """
 
 import math
@@ -38,24 +38,24 @@ from benchmarks.workloads.base import Batch, Size, Workload, evaluating, seeded
 from secondorder import Likelihood
 
 BOUNDARY_SHARE = 120 / 1020
-"""Share of the points that lie on the boundary."""
+"""Share of the points that are on the boundary."""
 GRID = 101
-"""Points a side of the grid where the solution is compared with the true one."""
+"""Points per side of the grid on which the solution is compared with the true one."""
 
 
 class _ForwardLaplacian(nn.Module):
-    """A perceptron with tanh whose rows are ``[value, ∂x, ∂y, Laplacian]`` of every unit."""
+    """A multilayer perceptron with tanh that maps rows ``[value, ∂x, ∂y, Laplacian]`` of every unit."""
 
     constant: Tensor
 
     def __init__(self, widths: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__()
-        # With the column of the bias: nearly the initialisation of torch, whose bound knows one input less.
+        # The column of the bias is one more input, which slightly changes the bound of torch's initialization.
         self.layers = nn.ModuleList(nn.Linear(d_in + 1, d_out, False, dtype=dtype) for d_in, d_out in pairwise(widths))
         self.register_buffer("constant", torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=dtype)[:, None], persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Apply ``a u + b Δu`` to the network."""
+        """Return ``a u + b Δu`` of the network ``u``, where a and b are columns of the inputs."""
         points, of_value, of_laplacian = inputs.split((2, 1, 1), 1)
         directions = torch.eye(2, dtype=inputs.dtype, device=inputs.device).expand(len(inputs), 2, 2)
         rows = torch.cat((points[:, None], directions, torch.zeros_like(points)[:, None]), 1)
@@ -68,7 +68,7 @@ class _ForwardLaplacian(nn.Module):
 
 
 def _tanh(rows: Tensor) -> Tensor:
-    """Send value, first derivatives and Laplacian ``[batch, 4, units]`` through tanh."""
+    """Apply tanh to a value, its first derivatives and its Laplacian ``[batch, 4, units]``."""
     value, first, laplacian = rows.split((1, 2, 1), 1)
     value = torch.tanh(value)
     slope = 1 - value.square()
@@ -78,35 +78,35 @@ def _tanh(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Poisson(Workload):
-    """Squared residuals of the equation inside and on the boundary, of all points on every step."""
+    """Squared residuals of the equation inside and on the boundary. Every step uses all points."""
 
     data_dir: Path | None = None
-    """Not used: there is no data."""
+    """Unused, because there is no data."""
     batch_size: int = 1020
-    """All points; a share of :data:`BOUNDARY_SHARE` of them lie on the boundary, at least one."""
+    """Number of points. A share of :data:`BOUNDARY_SHARE` of them is on the boundary, and at least one."""
     widths: tuple[int, ...] = (64, 64, 48, 48)
     frequency: int = 1
     """k of the solution ``u = sin(kπx) sin(kπy)``."""
     double: bool = True
-    """Whether numbers are float64, not float32."""
+    """Whether to use float64 instead of float32."""
 
     name: ClassVar[str] = "poisson"
     metric: ClassVar[str] = "relative L2 error"
     likelihood: ClassVar[str | Likelihood] = "gaussian"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 300, "paper": 10_000}
     small: ClassVar[dict[str, Any]] = {"batch_size": 68, "widths": (16, 16)}
-    # The largest of the paper's networks for this equation.
+    # The paper's largest network for this equation.
     published: ClassVar[dict[str, Any]] = {"widths": (256, 256, 128, 128)}
 
     def __post_init__(self) -> None:
         if self.batch_size < 2:
-            raise ValueError(f"batch_size must be at least 2, a point inside and one outside, got {self.batch_size}")
+            raise ValueError(f"batch_size must be at least 2, one of them on the boundary, got {self.batch_size}")
         if self.frequency < 1:
             raise ValueError(f"frequency must be at least 1, got {self.frequency}")
 
     @property
     def examples(self) -> int:
-        """Points: every step takes all of them."""
+        """Number of points, all of which are used in every step."""
         return self.batch_size
 
     def build_model(self, seed: int) -> nn.Module:
@@ -114,9 +114,9 @@ class Poisson(Workload):
             return _ForwardLaplacian((2, *self.widths, 1), self._dtype)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield the same points for ever, those inside and those on the boundary in random order.
+        """Yield the same points forever, with those inside and those on the boundary in random order.
 
-        The rows are scaled, so that the mean of their squared errors is the loss.
+        The rows are scaled so that the loss is the mean of their squared errors.
         """
         generator = torch.Generator().manual_seed(seed)
         boundary = max(1, round(BOUNDARY_SHARE * self.batch_size))

@@ -1,4 +1,4 @@
-"""Workloads of published shapes on random numbers, for the time of a step where no data is at hand."""
+"""Workloads on random numbers, for timing steps of published shapes without data."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ _VOCABULARY = 50_257  # byte pairs of GPT-2
 
 @dataclass(frozen=True)
 class RandomResNet50(ResNet50):
-    """ResNet-50 on normal random numbers for pictures."""
+    """ResNet-50 on images of normal random numbers."""
 
     def batches(self, seed: int, skip: int = 0, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
-        """Yield one random batch for ever: what a step costs does not depend on it."""
+        """Yield the same random batch forever, because the cost of a step does not depend on it."""
         generator = torch.Generator().manual_seed(seed)
         count = self.batch_size // ranks
         pictures = torch.randn(count, 3, self.side, self.side, generator=generator)
@@ -35,7 +35,7 @@ class RandomGPT2(GPT2):
     """Number of different tokens."""
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield one random batch for ever: what a step costs does not depend on it."""
+        """Yield the same random batch forever, because the cost of a step does not depend on it."""
         generator = torch.Generator().manual_seed(seed)
         text = torch.randint(self.tokens, (self.batch_size, self.context + 1), generator=generator)
         while True:

@@ -1,6 +1,6 @@
-"""Readers of the standard on-disk formats: IDX (MNIST), the Python pickles of CIFAR-10 and CIFAR-100, pictures.
+"""Readers of the standard file formats: IDX (MNIST), the Python pickles of CIFAR-10 and CIFAR-100, and images.
 
-Each is a few lines, so no data-set library is needed; no reader downloads anything.
+They need no library for data sets, and they do not download anything.
 """
 
 import gzip
@@ -22,13 +22,13 @@ CifarName = Literal["cifar10", "cifar100"]
 
 _IDX_UINT8 = 0x08  # third byte of the magic number: element type
 
-# What each data set is called, where its batches keep the labels, and how many classes there are.
+# The name of each data set, the key of the labels in its batches, and its number of classes.
 _CIFAR: dict[CifarName, tuple[str, str, int]] = {
     "cifar10": ("CIFAR-10", "labels", 10),
     "cifar100": ("CIFAR-100", "fine_labels", 100),
 }
 
-# The only names a CIFAR batch refers to: NumPy arrays, and the way Python 3 writes bytes in protocol 2.
+# The only names in a CIFAR batch: those of NumPy arrays, and of bytes that Python 3 wrote in protocol 2.
 _PICKLE_NAMES = {
     ("numpy.core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "_reconstruct"),
@@ -56,7 +56,7 @@ def read_idx(path: Path) -> UInt8Array:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Loads NumPy arrays and plain containers, and refuses every other name: a data file must not run code."""
+    """Loads NumPy arrays and plain containers, and rejects all other names, because a data file must not run code."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if (module_name, global_name) not in _PICKLE_NAMES:
@@ -66,7 +66,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def _load_pickle(file: BinaryIO) -> dict[str, Any]:
-    """Load a dictionary with the restricted unpickler, its keys as text whichever Python wrote them."""
+    """Load a dictionary with the restricted unpickler, and convert its keys to text."""
     loaded = _ArrayUnpickler(file, encoding="bytes").load()
     if not isinstance(loaded, dict):
         raise pickle.UnpicklingError(f"expected a dictionary, got {type(loaded).__name__}")
@@ -82,7 +82,7 @@ def read_cifar_batch(path: Path, dataset: CifarName = "cifar10") -> tuple[UInt8A
         labels = np.asarray(batch[key], np.int64)
     except OSError:
         raise
-    except Exception as err:  # damaged bytes make the unpickler raise a dozen kinds, SystemError among them
+    except Exception as err:  # for damaged bytes, the unpickler raises a dozen types of errors, including SystemError
         raise ValueError(f"{path} is truncated or not a {label} batch: {err}") from err
     if labels.shape != (len(images),):
         raise ValueError(f"{path} is damaged: {len(images)} images but {labels.size} labels")
@@ -105,7 +105,7 @@ def opened_picture(path: Path) -> Iterator[Image.Image]:
         picture.load()
     except FileNotFoundError:
         raise
-    except Exception as err:  # damaged bytes make Pillow raise a dozen kinds
+    except Exception as err:  # for damaged bytes, Pillow raises a dozen types of errors
         raise ValueError(f"{path} is truncated or no picture: {err}") from err
     with picture:
         yield picture

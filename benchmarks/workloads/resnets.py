@@ -13,7 +13,7 @@ BlockName = Literal["basic", "bottleneck"]
 class CifarBlock(nn.Module):
     """Two 3x3 convolutions with batch norm, and a shortcut without parameters: option A of the paper.
 
-    Where the width grows, the shortcut subsamples and pads with channels of zeros.
+    If the width grows, the shortcut subsamples and pads with channels of zeros.
     """
 
     def __init__(self, d_in: int, d_out: int, stride: int) -> None:
@@ -45,7 +45,7 @@ def cifar_resnet(depth: int, channels: Sequence[int] = (16, 32, 64), classes: in
 
 
 class ImageNetBlock(nn.Module):
-    """Convolutions with batch norm, and a shortcut that is projected where the shape changes: option B of the paper."""
+    """Convolutions with batch norm, and a projection as shortcut if the shape changes: option B of the paper."""
 
     expansion: int
 
@@ -60,7 +60,7 @@ class ImageNetBlock(nn.Module):
 
 
 class BasicBlock(ImageNetBlock):
-    """Two 3x3 convolutions."""
+    """A block of two 3x3 convolutions."""
 
     expansion = 1
 
@@ -70,7 +70,7 @@ class BasicBlock(ImageNetBlock):
 
 
 class Bottleneck(ImageNetBlock):
-    """A 3x3 convolution between two of 1x1; it is the one that strides, as in most programs since the paper."""
+    """A 3x3 convolution between two 1x1 convolutions. It has the stride, as in most implementations since the paper."""
 
     expansion = 4
 
@@ -102,7 +102,7 @@ def _conv_norm(d_in: int, d_out: int, side: int, stride: int = 1) -> tuple[nn.Mo
 
 @torch.no_grad()
 def initialise_convolutions(model: nn.Module) -> None:
-    """Draw the weights of all convolutions anew, so that a ReLU after each keeps the variance of the gradient."""
+    """Initialize the weights of convolutions, so that each with its ReLU preserves the variance of the gradient."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,8 +1,8 @@
-"""Question answering: an encoder of BERT says where in a text the answer stands.
+"""Extractive question answering with a BERT encoder, which finds the answer to a question in a text.
 
-Any file in the format of SQuAD will do, of version 1.1 or 2.0. A text that is longer than a window is read in several,
-which overlap. The answer is given by the positions of its first and its last piece; where a window does not hold all of
-it, or there is none, both are 0, the mark of the beginning.
+Files have the format of SQuAD, version 1.1 or 2.0. A text that is longer than a window is read in several overlapping
+windows. The targets are the positions of the first and the last piece of the answer. If a window does not contain the
+whole answer, or if there is none, both are 0, the position of the ``[CLS]`` token.
 """
 
 import json
@@ -23,13 +23,13 @@ from benchmarks.workloads.base import Batch, Classification, Size, evaluating, f
 from benchmarks.workloads.bert import POSITIONS, Bert, Encoding, Piece, WordPieces, new_head, trimmed
 
 LONGEST_QUESTION = 64
-"""Pieces of a question; more are cut off."""
+"""Maximum number of pieces of a question. Longer questions are truncated."""
 LONGEST_ANSWER = 30
-"""Pieces that an answer of the model may have."""
+"""Maximum number of pieces in an answer of the model."""
 
 
 class Answer(NamedTuple):
-    """Words of the text, and where they start in it."""
+    """A part of the text, and its start."""
 
     text: str
     start: int
@@ -37,13 +37,13 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """A question on a text."""
+    """A question about a text."""
 
     name: str
     context: str
     text: str
     answers: tuple[Answer, ...]
-    """Right answers; none where the text does not tell."""
+    """Correct answers. There are none if the text does not contain the answer."""
 
 
 def read_squad(path: Path) -> list[Question]:
@@ -70,7 +70,7 @@ def _question(context: str, entry: dict[str, Any]) -> Question:
 
 
 def _answer(context: str, found: dict[str, Any]) -> Answer:
-    """Return an answer; where it does not stand at its place, at the nearest place where it does."""
+    """Return an answer. If it is not at its given position, use the nearest position in the text."""
     text, start = found["text"], found["answer_start"]
     if context[start : start + len(text)] == text:
         return Answer(text, start)
@@ -82,23 +82,23 @@ def _answer(context: str, found: dict[str, Any]) -> Answer:
 
 # ---------------------------------------------------------------------- windows
 class Place(NamedTuple):
-    """What a window shows of a text."""
+    """The part of a text that a window shows."""
 
     question: int
-    """Number of the question."""
+    """Index of the question."""
     pieces: Sequence[Piece]
     """All pieces of the text."""
     begin: int
-    """The first of them that is shown."""
+    """Index of the first piece that is shown."""
     shown: int
-    """How many are."""
+    """Number of pieces that are shown."""
     offset: int
-    """Position of the first one in the window."""
+    """Position of the first piece in the window."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """What the model reads."""
+    """The inputs and targets of the model."""
 
     tokens: Tensor
     """``[count, length]``, as int32."""
@@ -129,7 +129,7 @@ def make_windows(questions: Sequence[Question], pieces: WordPieces, length: int,
 
 
 def _parts(count: int, room: int, stride: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and length of overlapping parts that cover ``count`` pieces."""
+    """Yield the start and the length of overlapping parts that cover ``count`` pieces."""
     begin = 0
     while True:
         yield begin, min(room, count - begin)
@@ -170,7 +170,7 @@ def best_answers(questions: Sequence[Question], places: Sequence[Place], logits:
 
 
 def _best_span(logits: Tensor) -> tuple[float, int, int]:
-    """Return the largest sum of both logits, and where: the last piece not before the first, nor too far behind."""
+    """Return the largest sum of both logits over valid spans, with the first and the last piece of the span."""
     count = logits.shape[1]
     if not count:
         return -float("inf"), 0, 0
@@ -181,9 +181,9 @@ def _best_span(logits: Tensor) -> tuple[float, int, int]:
     return float(sums[first, last]), first, last
 
 
-# ---------------------------------------------------------------------- marks
+# ---------------------------------------------------------------------- metrics
 def normalise(text: str) -> str:
-    """Return what of an answer counts: small letters, no punctuation marks, no articles, single blanks."""
+    """Normalize an answer: convert it to lower case, and remove punctuation, articles and repeated spaces."""
     plain = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
 
@@ -220,7 +220,7 @@ EVAL_WINDOWS = 256
 
 
 class SpanModel(nn.Module):
-    """An encoder with a map to two numbers at each place."""
+    """An encoder with a head that returns two logits per position."""
 
     def __init__(self, encoder: Bert) -> None:
         super().__init__()
@@ -228,19 +228,19 @@ class SpanModel(nn.Module):
         self.head = new_head(encoder.width, 2)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Say where the answer begins and ends."""
+        """Return the logits ``[batch, 2, length]`` of the start and the end of the answer."""
         logits: Tensor = self.head(self.encoder(tokens)).mT
         return logits.masked_fill((tokens == self.encoder.padding)[:, None], torch.finfo(logits.dtype).min)
 
 
 @dataclass(frozen=True)
 class BertQA(Encoding, Classification):
-    """Cross-entropy of the positions where the answer begins and ends, mean of both."""
+    """Mean cross-entropy of the start and the end of the answer."""
 
     stride: int = 64
-    """Pieces of a text that neighbouring windows share."""
+    """Number of pieces by which neighboring windows overlap."""
     version: float | None = None
-    """2.0 or 1.1; unset: 2.0 where its files are there."""
+    """2.0 or 1.1. The default is 2.0 if its files exist."""
 
     name: ClassVar[str] = "bert_qa"
     metric: ClassVar[str] = "validation loss"
@@ -248,8 +248,8 @@ class BertQA(Encoding, Classification):
     small: ClassVar[dict[str, Any]] = {
         "batch_size": 8, "encoder": "smallest", "length": 48, "stride": 8, "vocabulary": 200,
     }  # fmt: skip
-    # BERT-base on SQuAD 2.0 for two epochs, as the README of IST-DASLab/EFCP on GitHub has it; batch and length are
-    # those of the model cards of M-FAC. An epoch is counted by the 130,319 questions; there are a few more windows.
+    # BERT-base on SQuAD 2.0 for two epochs, as in the README of IST-DASLab/EFCP on GitHub. Batch size and length are
+    # from the model cards of M-FAC. An epoch counts the 130,319 questions. The number of windows is slightly larger.
     published: ClassVar[dict[str, Any]] = {
         "batch_size": 12, "encoder": "base", "length": 384, "stride": 128, "version": 2.0, "dropout": 0.1,
         "vocabulary": 30_522,
@@ -270,7 +270,7 @@ class BertQA(Encoding, Classification):
             yield from (question.context, question.text)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        """Return the loss on the first 256 windows of the validation set."""
+        """Return the loss on the first 256 windows of the validation set, or on all windows."""
         windows = self._validation[1]
         count = len(windows.tokens) if everything else min(EVAL_WINDOWS, len(windows.tokens))
         total = 0.0
@@ -310,11 +310,11 @@ class BertQA(Encoding, Classification):
 
     @property
     def _files(self) -> tuple[Path, Path]:
-        """The files of the version asked for, or of the first one that is complete."""
+        """The files of the requested version, or of the first version that is complete."""
         candidates = (self.data_dir / "squad", self.data_dir)
         wanted = VERSIONS if self.version is None else (self.version,)
         pairs = [(f"train-v{version:.1f}.json", f"dev-v{version:.1f}.json") for version in wanted]
         whole = [pair for pair in pairs if any(all((at / name).is_file() for name in pair) for at in candidates)]
         train, validation = (whole or pairs)[0]
-        folder = find_folder(candidates, (train, validation), ORIGIN, HINT)  # which tells what is missing
+        folder = find_folder(candidates, (train, validation), ORIGIN, HINT)  # reports missing files
         return folder / train, folder / validation

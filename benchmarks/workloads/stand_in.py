@@ -1,4 +1,4 @@
-"""Data where there is none: in the small size made-up files of the same format stand in for missing ones."""
+"""Made-up files in the same format, which replace missing data in the size ``smoke``."""
 
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -14,18 +14,18 @@ from benchmarks.workloads.tiny import write_tiny_data
 def found_or_made_up(
     name: WorkloadName, data_dir: Path, size: Size, changes: Mapping[str, Any] | None = None, talk: bool = True
 ) -> Iterator[tuple[Path, bool]]:
-    """Give the folder that a workload is to read: in the small size one of made-up files where some are missing."""
+    """Yield the folder to read, and whether its data is made up because files for the size ``smoke`` are missing."""
     missing = _missing(name, data_dir, size, changes) if size == "smoke" else None
     if missing is None:
         yield data_dir, False
         return
-    with tempfile.TemporaryDirectory() as spare:
-        write_tiny_data(Path(spare))
-        if _missing(name, Path(spare), size, changes):
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny_data(Path(folder))
+        if _missing(name, Path(folder), size, changes):
             raise missing
         if talk:
             print(f"{name}: no data in {data_dir}, so made-up data of the same format is used")
-        yield Path(spare), True
+        yield Path(folder), True
 
 
 def _missing(

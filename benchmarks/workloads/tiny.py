@@ -1,7 +1,7 @@
-"""Tiny data sets in the standard formats, so that the small sizes run where the real files are not.
+"""Tiny data sets in the standard formats, so that the small sizes run without the real files.
 
-The contents are made up: smooth blobs, one tint per class, nonsense words. They show that code works, and nothing about
-how well an optimizer does.
+The contents are made up: smooth blobs, one tint per class, random words. They can show that the code works, but not how
+well an optimizer performs.
 """
 
 import gzip
@@ -82,7 +82,7 @@ def write_cifar_batch(
 
 
 def write_membranes(folder: Path, rng: np.random.Generator, side: int = 40) -> None:
-    """Write noisy pictures of cells with dark borders, and labels that are black there."""
+    """Write noisy images of cells with dark borders, and labels that are black at the borders."""
     grid = np.stack(np.meshgrid(np.arange(side), np.arange(side), indexing="ij"))
     for number in range(MEMBRANE_IMAGES):
         cells = rng.uniform(0, side, (side // 4, 2, 1, 1))
@@ -94,7 +94,7 @@ def write_membranes(folder: Path, rng: np.random.Generator, side: int = 40) -> N
 
 
 def write_photographs(folder: Path, rng: np.random.Generator, classes: int = 4, each: int = 8) -> None:
-    """Write noisy pictures of different shapes in the colour of their class, as ImageNet's folders have them."""
+    """Write noisy images of different shapes, tinted by class, in the folders of ImageNet."""
     tints = rng.integers(0, 256, (classes, 3))
     for part, count in zip(IMAGENET_PARTS, (each, each // 4), strict=True):
         for label, tint in enumerate(tints):
@@ -106,10 +106,10 @@ def write_photographs(folder: Path, rng: np.random.Generator, classes: int = 4, 
 
 
 def _blobs(rng: np.random.Generator, count: int) -> tuple[UInt8Array, UInt8Array]:
-    centres = rng.uniform(8, 20, (count, 2, 1, 1))
+    centers = rng.uniform(8, 20, (count, 2, 1, 1))
     grid = np.stack(np.meshgrid(np.arange(28), np.arange(28), indexing="ij"))
-    distance = ((grid - centres) ** 2).sum(1)
-    row, column = ((centres.reshape(count, 2) - 8) // 4).astype(np.uint8).T
+    distance = ((grid - centers) ** 2).sum(1)
+    row, column = ((centers.reshape(count, 2) - 8) // 4).astype(np.uint8).T
     return np.asarray(255 * np.exp(-distance / 20), np.uint8), 3 * row + column
 
 
@@ -146,7 +146,7 @@ def _paragraph(rng: np.random.Generator, number: int, version: float) -> dict[st
 
 
 def write_glue(folder: Path, task: Task, rng: np.random.Generator, count: int) -> None:
-    """Write a tiny version of a task: pairs that share a word belong to the first class."""
+    """Write a tiny version of a task, in which the thing that the sentences mention determines the class."""
     heads = list(task.heads) or ["index", *task.texts, task.label]
     (folder / task.folder).mkdir(parents=True, exist_ok=True)
     for name, rows in (("train.tsv", count), *((name, count // 2) for name in task.validation)):

@@ -1,8 +1,8 @@
-"""Cell membranes in electron microscopy by a small U-Net: the ISBI 2012 images, one logit per pixel.
+"""Segmentation of cell membranes in electron microscopy images of ISBI 2012 with a small U-Net.
 
-After Ronneberger, Fischer, Brox, "U-Net: Convolutional networks for biomedical image segmentation" (2015), figure 1,
-with batch norm, padded convolutions and fewer, narrower levels; at the published size as many and as wide ones, and
-whole pictures, of which the paper takes one a step.
+The network follows Ronneberger, Fischer, Brox, "U-Net: Convolutional networks for biomedical image segmentation"
+(2015), figure 1, with batch norm, padded convolutions and fewer, narrower levels. The published size has the paper's
+levels and widths, and takes one whole image per step, like the paper.
 """
 
 import math
@@ -25,12 +25,12 @@ IMAGES, HELD_OUT = 30, 6  # the last ones are held out
 FILES = tuple(f"{folder}/{number}.png" for folder in FOLDERS for number in range(IMAGES))
 ORIGIN = "https://github.com/zhixuhao/unet, folder data/membrane/train (ISBI 2012 EM segmentation challenge)"
 HINT = "Put its folders image and label into <data-dir>/membrane."
-EVAL_STRIDE = 5  # between held-out tiles that are evaluated on; 16 make an image
+EVAL_STRIDE = 5  # evaluate every fifth held-out tile; an image has 16 tiles
 EVAL_BATCH = 8
 MEAN, STD = 0.491, 0.171  # of the training pixels
 
 
-def _twice(d_in: int, d_out: int) -> nn.Sequential:
+def _double_conv(d_in: int, d_out: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for channels in (d_in, d_out):
         layers += [nn.Conv2d(channels, d_out, 3, padding=1, bias=False), nn.BatchNorm2d(d_out), nn.ReLU()]
@@ -38,15 +38,15 @@ def _twice(d_in: int, d_out: int) -> nn.Sequential:
 
 
 class _UNet(nn.Module):
-    """Half the size and twice the width per level on the way down; back up beside what the way down saw there."""
+    """Each level down halves the size and doubles the width. The way up concatenates the outputs of the way down."""
 
     def __init__(self, width: int, levels: int) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(levels)]
         steps = zip([1, *widths], widths, strict=False)
-        self.down = nn.ModuleList(_twice(d_in, d_out) for d_in, d_out in steps)
+        self.down = nn.ModuleList(_double_conv(d_in, d_out) for d_in, d_out in steps)
         self.lift = nn.ModuleList(nn.ConvTranspose2d(2 * d_out, d_out, 2, stride=2) for d_out in widths[:-1])
-        self.up = nn.ModuleList(_twice(2 * d_out, d_out) for d_out in widths[:-1])
+        self.up = nn.ModuleList(_double_conv(2 * d_out, d_out) for d_out in widths[:-1])
         self.head = nn.Conv2d(width, 1, 1)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -65,15 +65,15 @@ class _UNet(nn.Module):
 
 @dataclass(frozen=True)
 class UNet(Workload):
-    """Binary cross-entropy of all pixels, mean over them: membrane against the rest, on random crops of 24 images."""
+    """Mean binary cross-entropy over pixels, which are membrane or not, on random crops of 24 images."""
 
     data_dir: Path
     batch_size: int = 8
     width: int = 16
-    """Channels of the first level."""
+    """Number of channels of the first level."""
     levels: int = 4
     dice: float = 0.0
-    """Weight of a soft Dice loss that is added; see :meth:`criterion` for what it means to a method with curvature."""
+    """Weight of an additional soft Dice loss. See :meth:`criterion` for its effect on second-order methods."""
     crop: int = 128
     """Side of the crops and of the held-out tiles."""
 
@@ -87,7 +87,7 @@ class UNet(Workload):
     def __post_init__(self) -> None:
         if not 0 <= self.dice < math.inf:
             raise ValueError(f"dice must be >= 0 and finite, got {self.dice}")
-        if self.crop < 1 or self.crop % 2 ** (self.levels - 1):  # it is halved once per level
+        if self.crop < 1 or self.crop % 2 ** (self.levels - 1):  # halved once per level
             raise ValueError(f"crop must be a multiple of {2 ** (self.levels - 1)}, got {self.crop}")
 
     def build_model(self, seed: int) -> nn.Module:
@@ -95,20 +95,19 @@ class UNet(Workload):
             return _UNet(self.width, self.levels)
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean binary cross-entropy over all pixels, and if asked for ``dice`` times a soft Dice loss.
+        """Return the mean binary cross-entropy over all pixels, plus ``dice`` times a soft Dice loss.
 
-        The cross-entropy is a mean over examples, which is what every method with curvature of examples takes a loss
-        for. Soft Dice is a ratio of two sums over the batch and no such mean: the gradient of its part that belongs to
-        one example, times the number of examples, is not the gradient of a loss of that example alone. Such methods run
-        with it all the same, but what they call the Fisher is then no more than a guess, and ``likelihood`` says
-        nothing about it.
+        The cross-entropy is a mean over examples, which methods with per-example curvature assume of a loss. Soft Dice
+        is a ratio of two sums over the batch, and therefore not such a mean: the gradient of the part that belongs to
+        one example, times the number of examples, is not the gradient of a loss of that example alone. Those methods
+        still run, but their Fisher is only a heuristic, and ``likelihood`` does not describe it.
         """
         loss = F.binary_cross_entropy_with_logits(outputs, targets)
         return loss + self.dice * (1 - soft_dice(outputs.sigmoid(), targets)) if self.dice else loss
 
     @property
     def examples(self) -> int:
-        """Crops of the training images side by side: an epoch takes as many at random."""
+        """Number of disjoint crops in the training images. An epoch draws as many crops at random."""
         height, width = self._pairs.shape[-2:]
         return (IMAGES - HELD_OUT) * (height // self.crop) * (width // self.crop)
 
@@ -145,7 +144,7 @@ class UNet(Workload):
 
 
 def soft_dice(found: Tensor, targets: Tensor) -> Tensor:
-    """Return the Dice coefficient of two sets of pixels, or of how much each pixel belongs to them."""
+    """Return the Dice coefficient of two sets of pixels, or of the probabilities that pixels belong to them."""
     dice: Tensor = (2 * (found * targets).sum() + 1) / (found.sum() + targets.sum() + 1)
     return dice
 
