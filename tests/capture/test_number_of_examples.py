@@ -55,7 +55,6 @@ class Flat(nn.Module):
 
 
 class Twice(Coder):
-
     def encode(self, x: Tensor) -> Tensor:
         return torch.tanh(self.inner(torch.tanh(self.inner(self.encoder(x))))).mean(1)
 
