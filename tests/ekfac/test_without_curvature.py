@@ -21,7 +21,7 @@ def network() -> nn.Module:
 
 
 def trained(opt: torch.optim.Optimizer, model: nn.Module, steps: int) -> list[dict[str, Tensor]]:
-    """Train, and return the gradients of each step."""
+    """Train and return the gradients of each step."""
     gradients = []
     for x, y in batches(steps):
         opt.zero_grad()
@@ -79,7 +79,7 @@ def test_there_is_no_curvature_to_keep_compute_or_send(kind: type) -> None:
     assert flops == 5 * (2 * 4 * 4 * 10 + 2 * 4 * 4 * 4 + 2 * 4 * 4 * 10)  # those of the polar factor
 
 
-def test_rows_of_hylo_are_not_kept_either() -> None:
+def test_hylo_keeps_no_rows_without_curvature() -> None:
     model = network()
     opt = built(HyLo, model, lr=0.01, update_steps=0, batch_size=8)
     trained(opt, model, 2)
@@ -87,7 +87,7 @@ def test_rows_of_hylo_are_not_kept_either() -> None:
         assert not any(found.get(kind) for kind in ("rows", "kernel", *KINDS))
 
 
-def test_graft_gives_the_length_of_the_polar_factor() -> None:
+def test_graft_determines_the_length_of_the_polar_factor() -> None:
     model = network()
     opt = built(KFAC, model, graft="adam", **OFF)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -99,7 +99,7 @@ def test_graft_gives_the_length_of_the_polar_factor() -> None:
         torch.testing.assert_close(found, wanted * (length / wanted.norm()), rtol=1e-6, atol=1e-8)
 
 
-def test_without_orthogonal_steps_it_is_the_plain_rule() -> None:
+def test_without_orthogonal_steps_groups_follow_the_plain_rule() -> None:
     model, twin = network(), network()
     trained(built(KFAC, model, momentum=0.9, **{**OFF, "orthogonalize": False}), model, 3)
     trained(torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9), twin, 3)
@@ -108,7 +108,7 @@ def test_without_orthogonal_steps_it_is_the_plain_rule() -> None:
 
 
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
-def test_curvature_that_is_turned_on_begins_with_the_next_batch(kind: type) -> None:
+def test_curvature_that_is_turned_on_starts_with_the_next_batch(kind: type) -> None:
     keywords = {**OFF, "momentum": 0.0, "damping": 0.01, "factor_update_steps": 1}
     model, twin = network(), network()
     opt, on = built(kind, model, **keywords), built(kind, twin, **{**keywords, "inv_update_steps": 1})
@@ -125,7 +125,7 @@ def test_curvature_that_is_turned_on_begins_with_the_next_batch(kind: type) -> N
     assert {key: held[key] for key in ("factors", "second_order")} == {
         key: on.memory_usage()[key] for key in ("factors", "second_order")
     }
-    opt.param_groups[0]["inv_update_steps"] = 0  # what is there is kept for later
+    opt.param_groups[0]["inv_update_steps"] = 0  # existing curvature is kept for later
     trained(opt, model, 1)
     assert opt.memory_usage()["factors"] == held["factors"]
 
@@ -133,7 +133,7 @@ def test_curvature_that_is_turned_on_begins_with_the_next_batch(kind: type) -> N
 @pytest.mark.filterwarnings("ignore:.*is not a multiple of factor_update_steps")
 @pytest.mark.parametrize("interval", [0, 2])
 def test_a_state_without_curvature_continues(interval: int) -> None:
-    """In a new optimizer, also one that had curvature, and with an interval that is set afterwards."""
+    """It does so in a new optimizer, even one that had curvature, and with an interval that is set later."""
     keywords = {**OFF, "momentum": 0.8, "momentum_mode": "pre", "damping": 0.01}
     model = network()
     opt = built(EKFAC, model, **keywords)
@@ -157,7 +157,7 @@ def test_a_state_without_curvature_continues(interval: int) -> None:
 
 
 def test_the_preset_is_a_variant_of_muon_with_adamw(recwarn: pytest.WarningsRecorder) -> None:
-    """Hidden matrices as in the loop, and every other parameter as by ``torch.optim.AdamW``."""
+    """Hidden matrices follow the loop, and every other parameter ``torch.optim.AdamW``."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(16, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
     opt = secondorder.create("orthogonal_momentum", model, lr=0.02)
@@ -215,7 +215,7 @@ def test_a_state_that_is_saved_when_curvature_is_turned_on_continues(kind: type)
 
 
 def test_hidden_matrices_stay_orthogonal_until_there_is_curvature() -> None:
-    """Also in the step in which it was turned on too late for its forward pass."""
+    """This includes a step in which curvature is turned on after the forward pass."""
     model = network()
     opt = built(KFAC, model, momentum=0.0, damping=0.01, **OFF)
     x, y = next(iter(batches(1)))
