@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from secondorder.capture.fisher.likelihood import Bernoulli, Categorical, Gaussian, Likelihood, resolve
 from tests.support.grid import each
+from tests.support.oracles.ranks import sum_loss as over_tokens
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -35,10 +36,6 @@ def classes(*shape: int, count: int = 4, ignored: bool = False) -> Callable[[int
         return torch.where(torch.arange(found.numel()).view_as(found) % 3 == 1, -100, found) if ignored else found
 
     return draw
-
-
-def over_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum")
 
 
 def over_pixels(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -264,8 +264,7 @@ def test_float16_gradients_of_unknown_scale_follow_the_fallback(fallback):
                 scaled_step(optimizer, net, make_scaler(enabled=False), step=lambda o: o.step())
     (message,) = caught
     assert "nothing was captured" in message
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close([*model.parameters()], [*other.parameters()], rtol=1e-5, atol=1e-7)
 
 
 def test_window_methods_need_no_scaler():
@@ -277,8 +276,7 @@ def test_window_methods_need_no_scaler():
         for _ in range(3):
             scaled_step(opt, model, scaler, half=False)
         found.append(list(model.parameters()))
-    for p, q in zip(*found, strict=True):
-        assert torch.allclose(p, q, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_a_copy_looks_for_the_scaler_again():

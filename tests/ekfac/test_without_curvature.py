@@ -9,6 +9,7 @@ import secondorder
 from secondorder import EKFAC, KFAC, HyLo, MemOpt
 from tests.ekfac.test_orthogonal import Net, batches, expected_step
 from tests.support.building import built
+from tests.support.tasks import assert_identical, values
 
 OFF = {"lr": 0.01, "kl_clip": None, "orthogonalize": True, "inv_update_steps": 0}
 HIDDEN = ("inner", "conv", "head")
@@ -103,8 +104,7 @@ def test_without_orthogonal_steps_groups_follow_the_plain_rule() -> None:
     model, twin = network(), network()
     trained(built(KFAC, model, momentum=0.9, **{**OFF, "orthogonalize": False}), model, 3)
     trained(torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9), twin, 3)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
 
 
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
@@ -119,8 +119,7 @@ def test_curvature_that_is_turned_on_starts_with_the_next_batch(kind: type) -> N
     trained(on, twin, 1)
     for layer in HIDDEN:
         torch.testing.assert_close(opt.dense_curvature(layer), on.dense_curvature(layer))
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
     held = opt.memory_usage()
     assert {key: held[key] for key in ("factors", "second_order")} == {
         key: on.memory_usage()[key] for key in ("factors", "second_order")
@@ -148,12 +147,11 @@ def test_a_state_without_curvature_continues(interval: int) -> None:
         other.load_state_dict(saved)
         other.param_groups[0]["inv_update_steps"] = interval
         trained(other, again, 3)
-        ends.append(list(again.parameters()))
+        ends.append(values(again))
     opt.param_groups[0]["inv_update_steps"] = interval
     trained(opt, model, 3)
     for end in ends:
-        for p, q in zip(model.parameters(), end, strict=True):
-            assert torch.equal(p, q)
+        assert_identical(values(model), end)
 
 
 def test_the_preset_is_a_variant_of_muon_with_adamw(recwarn: pytest.WarningsRecorder) -> None:
@@ -195,8 +193,7 @@ def test_curvature_of_a_checkpoint_that_never_used_it_is_dropped() -> None:
     for fresh, parameters in ((opt, model), (new, twin)):
         trained(fresh, parameters, 2)
     assert old.memory_usage()["factors"] > opt.memory_usage()["factors"] == 0
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_identical(values(model), values(twin))
 
 
 @pytest.mark.parametrize("kind", [KFAC, EKFAC, HyLo])
@@ -210,8 +207,7 @@ def test_a_state_that_is_saved_when_curvature_is_turned_on_continues(kind: type)
     twin.load_state_dict(model.state_dict())
     for optimizer, parameters in ((opt, model), (other, twin)):
         trained(optimizer, parameters, 3)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_identical(values(model), values(twin))
 
 
 def test_hidden_matrices_stay_orthogonal_until_there_is_curvature() -> None:

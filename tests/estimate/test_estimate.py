@@ -172,9 +172,7 @@ def test_estimating_llama_with_seven_billion_parameters_needs_no_memory() -> Non
     assert kfac.failure is None
     assert kfac.memory["momentum"] == 8 * found.parameters  # Adam's two moments, for the size of the steps
     assert kfac.flops[MODEL] > 6 * 128 * 6.4e9
-    assert (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20
-    )  # in KiB: 1 GiB, while the weights would need 25
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB: 1 GiB; weights would need 25
 
 
 def test_more_ranks_store_less_and_send_what_plan_counts() -> None:

@@ -13,6 +13,7 @@ from secondorder.linalg import kernel, woodbury
 from secondorder.linalg.kernel import Rows
 from tests.support.grid import each, pairs
 from tests.support.operators import Operators
+from tests.support.oracles.hylo import error
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 F64 = torch.float64
@@ -72,10 +73,6 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
 
 def assert_symmetric(x: Tensor) -> None:
     assert torch.equal(x, x.mT)
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 # ------------------------------------------------------------------------------------------------------------- Products

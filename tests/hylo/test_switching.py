@@ -320,7 +320,7 @@ def rates(policy: LRChange, lrs: Sequence[float | Sequence[float]], every: int =
 
 
 FALLS, RISES = [1.0] * 5 + [0.5] * 10 + [0.05] * 5, [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
-STEADY, ROUNDED = [0.1] * 12, [0.1 * (1 + 2e-16 * (t % 3)) for t in range(20)]
+ROUNDED = [0.1 * (1 + 2e-16 * (t % 3)) for t in range(20)]
 LR_CASES: list[tuple[dict[str, int], Sequence[float | Sequence[float]], int, str]] = [
     ({"hold": 1, "period_steps": 3}, FALLS, 1, "IIIII" + "DDDIIIIIII" + "DDDII"),
     ({"hold": 2, "period_steps": 3}, FALLS, 1, "IIIII" + "DDDDDDIIII" + "DDDDD"),

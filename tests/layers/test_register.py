@@ -16,6 +16,7 @@ from tests.support.layer_cases import CASES, Conv1D, Gain, GainAdapter, GPT2Atte
 from tests.support.models import seeded_build, vectors
 from tests.support.oracles.kfac import solve_exact
 from tests.support.oracles.layers import Tape, check_block, expected_pairs, follows_fallback, singles, step_of, train
+from tests.support.tasks import assert_identical, values
 
 N, S, D = 4, 3, 4
 REGISTERED = CASES["registered"]
@@ -196,8 +197,7 @@ def test_a_registered_layer_may_be_skipped_by_its_type_and_resumes():
     resumed.load_state_dict(opt.state_dict())
     train(opt, model, (x,), y, F.cross_entropy)
     train(resumed, other, (x,), y, F.cross_entropy)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_identical(values(model), values(other))
 
 
 def test_invalid_arguments_are_refused():

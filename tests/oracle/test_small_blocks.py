@@ -40,21 +40,30 @@ PLAIN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("inverse_method", ["eigen", "cholesky"])
+def shortened(factor, rank):
+    """A factor whose leading eigenvalues are kept and whose others are replaced by their mean."""
+    values, vectors = torch.linalg.eigh(factor)
+    values[:-rank] = values[:-rank].mean()
+    return vectors * values @ vectors.T
+
+
+@pytest.mark.parametrize("inverse_method", ["eigen", InverseOptions(rank=2), "cholesky"], ids=str)
 def test_kfac_solves_with_explicit_factors(inverse_method):
+    """With a rank, they are those of the leading eigenvectors."""
     model = network()
     x, y = torch.randn(N, WIDTH).double(), torch.randn(N, WIDTH).double()
     expected = []
     for a, g in rows_of(model, x, y):
         A, G, gradient = a.T @ a / N, N * g.T @ g, g.T @ a
-        if inverse_method == "eigen":
-            fisher = torch.kron(G, A) + DAMPING * torch.eye(WIDTH * (WIDTH + 1)).double()
-            expected.append(torch.linalg.solve(fisher, gradient.flatten()).view_as(gradient))
-        else:
+        if inverse_method == "cholesky":
             pi = ((A.trace() / (WIDTH + 1)) / (G.trace() / WIDTH)).sqrt()
             damped_a = A + pi * DAMPING**0.5 * torch.eye(WIDTH + 1).double()
             damped_g = G + DAMPING**0.5 / pi * torch.eye(WIDTH).double()
             expected.append(torch.linalg.solve(damped_g, gradient) @ torch.linalg.inv(damped_a))
+        else:
+            A, G = (A, G) if inverse_method == "eigen" else (shortened(A, 2), shortened(G, 2))
+            fisher = torch.kron(G, A) + DAMPING * torch.eye(WIDTH * (WIDTH + 1)).double()
+            expected.append(torch.linalg.solve(fisher, gradient.flatten()).view_as(gradient))
     found = moved(model, KFAC(model, inverse_method=inverse_method, **PLAIN), x, y)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
@@ -74,25 +83,6 @@ def test_ekfac_solves_with_second_moments_in_explicit_bases():
     moved(model, optimizer, x, y)
     optimizer.param_groups[0]["lr"] = 1.0
     torch.testing.assert_close(moved(model, optimizer, x, y), expected, rtol=1e-9, atol=1e-12)
-
-
-def shortened(factor, rank):
-    """A factor whose leading eigenvalues are kept and whose others are replaced by their mean."""
-    values, vectors = torch.linalg.eigh(factor)
-    values[:-rank] = values[:-rank].mean()
-    return vectors * values @ vectors.T
-
-
-def test_kfac_solves_with_the_leading_eigenvectors_of_explicit_factors():
-    model = network()
-    x, y = torch.randn(N, WIDTH).double(), torch.randn(N, WIDTH).double()
-    expected = []
-    for a, g in rows_of(model, x, y):
-        fisher = torch.kron(shortened(N * g.T @ g, 2), shortened(a.T @ a / N, 2))
-        damped = fisher + DAMPING * torch.eye(WIDTH * (WIDTH + 1)).double()
-        expected.append(torch.linalg.solve(damped, (g.T @ a).flatten()).view(WIDTH, WIDTH + 1))
-    found = moved(model, KFAC(model, inverse_method=InverseOptions(rank=2), **PLAIN), x, y)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["absolute", "relative"])

@@ -9,6 +9,7 @@ from torch import Tensor
 from secondorder.linalg import inverse_fisher
 from secondorder.linalg.inverse_fisher import inverse_fisher_diagonal, inverse_fisher_vector_product
 from tests.support.operators import Operators
+from tests.support.oracles.hylo import error
 
 SIZES = [(1, 1), (1, 7), (7, 1), (3, 20), (20, 3), (33, 33), (31, 60)]
 
@@ -19,10 +20,6 @@ def fisher(grads: Tensor, damping: float) -> Tensor:
     for row in grads.double():
         total += torch.outer(row, row)
     return total / len(grads) + damping * torch.eye(grads.shape[1], dtype=torch.float64)
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 def both(grads: Tensor, x: Tensor, damping: float) -> tuple[Tensor, Tensor]:
