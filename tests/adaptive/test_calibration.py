@@ -1,4 +1,4 @@
-"""Damping chosen at the start, from the true loss after a step with each candidate."""
+"""Damping that is chosen at the start by the loss after a step with each candidate."""
 
 import copy
 import math
@@ -16,7 +16,7 @@ GRID = [1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3]
 
 
 @pairs(inverse_method=["eigen", "cholesky"], mode=["absolute", "relative"])
-def test_the_best_of_the_grid_is_taken(inverse_method: str, mode: str) -> None:
+def test_the_best_damping_of_the_grid_is_chosen(inverse_method: str, mode: str) -> None:
     model, (x, y) = mlp(), batch()
     options: dict[str, Any] = {"inverse_method": inverse_method, "damping_mode": mode, "momentum": 0.9, "lr": 2.0}
     losses = {}
@@ -26,7 +26,7 @@ def test_the_best_of_the_grid_is_taken(inverse_method: str, mode: str) -> None:
         optimizer.step(Loop(tried, optimizer, x, y))
         losses[multiple] = Loop(tried, None, x, y).value()
     best = min(losses, key=lambda m: losses[m])
-    assert best not in (GRID[0], GRID[-1])  # else this says little
+    assert best not in (GRID[0], GRID[-1])  # the test would show little otherwise
     optimizer = kfac(model, damping=0.1, calibrate_damping=True, **options)
     loop = Loop(model, optimizer, x, y)
     optimizer.step(loop)
@@ -42,7 +42,7 @@ def test_the_best_of_the_grid_is_taken(inverse_method: str, mode: str) -> None:
     [(KFAC, {}), (KFAC, {"inverse_method": "cholesky"}), (EKFAC, {}), (EKFAC, {"estimator": "running"})],
     ids=str,
 )
-def test_the_step_is_that_of_the_damping_it_found(method: type[KFAC], options: dict[str, Any]) -> None:
+def test_the_step_is_that_of_the_chosen_damping(method: type[KFAC], options: dict[str, Any]) -> None:
     model, (x, y) = mlp(0.3), batch()
     other, state = copy.deepcopy(model), torch.get_rng_state()
     optimizer = built(method, model, damping=0.1, calibrate_damping=True, **options)
@@ -56,8 +56,8 @@ def test_the_step_is_that_of_the_damping_it_found(method: type[KFAC], options: d
         assert all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
 
 
-def test_it_waits_for_the_first_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profilers see the step that is taken, and none of those that are tried."""
+def test_calibration_waits_for_the_first_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profilers see the step that is taken, but not those that are tried."""
     _, optimizer, loop = problem(calibrate_damping=True)
     loop.x, x = loop.x * math.nan, loop.x
     optimizer.step(loop)
@@ -71,13 +71,13 @@ def test_it_waits_for_the_first_estimate(monkeypatch: pytest.MonkeyPatch) -> Non
     assert stages.count("update") == 1
 
 
-def test_where_no_candidate_has_a_finite_loss_the_greatest_damping_is_taken() -> None:
+def test_if_no_candidate_has_a_finite_loss_the_largest_damping_is_chosen() -> None:
     _, optimizer, loop = problem(calibrate_damping=True, max_damping=7.0)
     optimizer.step(lambda: (loop(), math.nan if loop.calls > 1 else 1.0)[1])
     assert damping(optimizer) == 7.0
 
 
-def test_a_late_group_keeps_its_damping() -> None:
+def test_a_group_that_is_added_later_keeps_its_damping() -> None:
     model, (x, y) = mlp(), batch()
     optimizer = kfac(list(model[0].parameters()), module=model, calibrate_damping=True)
     loop = Loop(model, optimizer, x, y)

@@ -1,4 +1,4 @@
-"""Levenberg-Marquardt: λ over steps against a restatement, its bounds, its calls of the closure, its traces."""
+"""Levenberg-Marquardt: λ over steps against a reference, its bounds, its calls of the closure, its side effects."""
 
 import copy
 import math
@@ -32,7 +32,6 @@ from tests.support.quadratic import (
 EVERY_STEP: dict[str, Any] = {"adaptive_damping": True, "damping_interval": 1}
 
 
-# ---------------------------------------------------------------------------------------------- the verdict
 def test_on_a_quadratic_the_ratio_is_one_and_damping_falls() -> None:
     _, optimizer, loop = regression(
         lr=0.3, adaptive_damping=True, damping_interval=2, likelihood="gaussian", outputs=True
@@ -46,7 +45,7 @@ def test_on_a_quadratic_the_ratio_is_one_and_damping_falls() -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("include", [False, True])
-def test_damping_over_steps_is_that_of_a_restatement(exact: bool, include: bool) -> None:
+def test_damping_over_steps_is_that_of_a_reference(exact: bool, include: bool) -> None:
     model, optimizer, loop = problem(
         lr=1.5, momentum=0.5, damping=0.02, adaptive_damping=True, damping_interval=3, min_damping=0.01,
         max_damping=0.05, include_damping_in_model=include, likelihood="categorical" if exact else None, outputs=exact,
@@ -71,7 +70,7 @@ def test_damping_over_steps_is_that_of_a_restatement(exact: bool, include: bool)
             lam = min(max(lam * factor, 0.01), 0.05)
             seen.add(factor)
         assert damping(optimizer) == pytest.approx(lam, rel=1e-12)
-    assert len(seen) > 1  # λ moved in more than one way, or the test says little
+    assert len(seen) > 1  # λ must change in more than one way
 
 
 def test_a_model_of_the_wrong_sign_raises_damping(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +111,8 @@ def test_a_batch_that_is_dropped_raises_damping_once() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"likelihood": "categorical", "quadratic_model": True}], ids=["plain", "model"]
 )
-def test_a_batch_that_is_dropped_on_the_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the host does not know, and the stages run with a closed gate."""
+def test_a_batch_that_is_dropped_on_a_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not know of it, so all stages run with a closed gate."""
     model, optimizer, loop = problem(
         momentum=0.9, adaptive_damping=True, damping_interval=2, reject_steps=True, outputs=True, **options
     )
@@ -128,21 +127,20 @@ def test_a_batch_that_is_dropped_on_the_device(options: dict[str, Any], monkeypa
     assert optimizer.diagnostics()["rejected_steps"] == 0
 
 
-def test_no_step_is_no_evidence() -> None:
+def test_steps_of_length_zero_do_not_change_damping() -> None:
     _, optimizer, loop = problem(lr=0.0, **EVERY_STEP)
     repeat(optimizer, loop, 3)
     assert damping(optimizer) == 0.1
 
 
 @pytest.mark.parametrize(("sign", "bound"), [(-1.0, 0.08), (1.0, 0.12)])
-def test_floor_and_ceiling(sign: float, bound: float) -> None:
+def test_damping_stays_within_its_bounds(sign: float, bound: float) -> None:
     _, optimizer, loop = problem(min_damping=0.08, max_damping=0.12, **EVERY_STEP)
     repeat(optimizer, lambda: sign * loop.rising(), 8)  # a loss that always falls, or always rises
     assert damping(optimizer) == bound
 
 
-# ---------------------------------------------------------------------------------------------- where it acts
-def test_groups_change_by_one_factor() -> None:
+def test_all_groups_change_by_the_same_factor() -> None:
     model, (x, y) = mlp(), batch()
     groups = [
         {"params": list(model[0].parameters()), "damping": 0.3},
@@ -154,7 +152,7 @@ def test_groups_change_by_one_factor() -> None:
     assert [g["damping_mode"] for g in optimizer.param_groups] == ["absolute", "relative"]
 
 
-def test_relative_damping_is_counted_as_it_is_used() -> None:
+def test_the_model_includes_relative_damping_as_it_is_used() -> None:
     ratios = []
     for options in ({"damping_mode": "relative", "damping": 2.0}, {}):
         torch.manual_seed(0)
@@ -170,7 +168,7 @@ def test_relative_damping_is_counted_as_it_is_used() -> None:
     assert ratios[0] == pytest.approx(ratios[1], rel=1e-10)
 
 
-def test_cholesky_answers_at_once() -> None:
+def test_cholesky_inverses_follow_a_new_damping_at_once() -> None:
     model, optimizer, loop = problem(
         lr=0.1, inverse_method="cholesky", inv_update_steps=100, factor_update_steps=100, **EVERY_STEP
     )
@@ -200,7 +198,7 @@ def test_maximizing_the_negative_is_the_same() -> None:
     assert found[0] == found[1]
 
 
-def test_one_objective_for_all_groups() -> None:
+def test_groups_with_opposite_objectives_are_refused() -> None:
     model, (x, y) = mlp(), batch()
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[3].parameters()), "maximize": True}]
     optimizer = kfac(groups, module=model, **EVERY_STEP)
@@ -213,7 +211,7 @@ def test_a_sum_of_losses_is_treated_as_their_mean(exact: bool, modelled: bool) -
     found = []
     for reduction in ("mean", "sum"):
         torch.manual_seed(0)
-        # The direction of a sum is N times as long.
+        # The direction for a sum is N times as long.
         lr = 0.5 if reduction == "mean" or modelled else 0.5 / len(batch()[0])
         model, optimizer, loop = problem(
             lr=lr, momentum=0.9, loss_reduction=reduction, adaptive_damping=True, damping_interval=2, outputs=exact,
@@ -226,7 +224,7 @@ def test_a_sum_of_losses_is_treated_as_their_mean(exact: bool, modelled: bool) -
     torch.testing.assert_close(found[0][2], found[1][2])
 
 
-def test_the_curvature_of_a_sum_needs_a_count() -> None:
+def test_the_curvature_of_a_sum_needs_the_number_of_examples() -> None:
     _, optimizer, loop = problem(loss_reduction="sum", quadratic_model=True)
     loop()
     with pytest.raises(RuntimeError, match=r"needs the number of examples.*call step\(closure\)"):
@@ -234,7 +232,7 @@ def test_the_curvature_of_a_sum_needs_a_count() -> None:
 
 
 def test_damping_is_judged_in_the_step_before_a_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what it changes acts on the inverses made next, and both losses are those of one batch."""
+    """The next inverses then use the new damping, and both losses are those of one batch."""
     _, optimizer, loop = problem(
         lr=0.1, momentum=0.9, adaptive_damping=True, damping_interval=4, factor_update_steps=4, inv_update_steps=4
     )
@@ -249,7 +247,7 @@ def test_damping_is_judged_in_the_step_before_a_refresh(monkeypatch: pytest.Monk
     for step in range(9):
         loop.calls = 0
         optimizer.step(loop)
-        loop.x = loop.x + 1  # each step has a batch of its own
+        loop.x = loop.x + 1  # each step has its own batch
         events.append((f"step {step}, {loop.calls} calls", damping(optimizer)))
     names = [name for name, _ in events]
     expected = [f"step {t}, {2 if t % 4 == 3 else 1} calls" for t in range(9)]
@@ -260,7 +258,7 @@ def test_damping_is_judged_in_the_step_before_a_refresh(monkeypatch: pytest.Monk
     assert values["step 2, 1 calls"] == 0.1 != values["step 3, 2 calls"] == values["step 4, 1 calls"]
 
 
-def test_parameters_without_a_block_count_with_their_gradient() -> None:
+def test_parameters_without_a_block_enter_the_model_by_their_gradient() -> None:
     model, optimizer, loop = problem(skip_layers="3", **EVERY_STEP)
     theta, before = flat(model.parameters()), loop.value()
     optimizer.step(loop)
@@ -270,10 +268,10 @@ def test_parameters_without_a_block_count_with_their_gradient() -> None:
     assert ratio(optimizer) == pytest.approx((loop.value() - before) / float(predicted), rel=1e-9)
 
 
-# ---------------------------------------------------------------------------------------------- no trace
+# ---------------------------------------------------------------------------------------------- side effects
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_training_is_that_with_the_same_damping_set_by_hand(set_to_none: bool) -> None:
-    """Parameters, gradients, buffers, generators and state are, to the bit, those of a run that never looks again."""
+    """Parameters, gradients, buffers, generators and state are bitwise those of a run without second evaluations."""
     torch.manual_seed(3)
     layers = [nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.4), nn.Linear(6, 4)]
     watched = nn.Sequential(*layers).double()
@@ -308,7 +306,7 @@ def test_training_is_that_with_the_same_damping_set_by_hand(set_to_none: bool) -
             assert torch.equal(a, b)
 
 
-def test_gradients_and_what_the_closure_returned_are_those_of_the_first_look() -> None:
+def test_gradients_and_the_returned_value_are_those_of_the_first_evaluation() -> None:
     model, optimizer, loop = problem(outputs=True, **EVERY_STEP)
     returned: list[Any] = []
     gradients: list[list[Tensor | None]] = []
@@ -324,7 +322,7 @@ def test_gradients_and_what_the_closure_returned_are_those_of_the_first_look() -
     assert all(a is not b for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("at", ["the second look", "the update"])
+@pytest.mark.parametrize("at", ["the second evaluation", "the update"])
 def test_an_error_undoes_the_step(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, loop = problem(momentum=0.9, **EVERY_STEP)
     before, apply = flat(model.parameters()), optimizer._update.apply
@@ -344,7 +342,7 @@ def test_an_error_undoes_the_step(at: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 # ---------------------------------------------------------------------------------------------- refusals
 @pytest.mark.parametrize("name", ["adaptive_damping", "reject_steps", "calibrate_damping"])
-def test_without_a_closure(name: str) -> None:
+def test_a_step_without_a_closure_is_refused(name: str) -> None:
     model, optimizer, loop = problem(**{name: True})
     loop()
     before = flat(model.parameters())
@@ -353,7 +351,7 @@ def test_without_a_closure(name: str) -> None:
     assert torch.equal(flat(model.parameters()), before)
 
 
-def test_a_loss_scaler_cannot_pass_a_closure() -> None:
+def test_a_loss_scaler_is_refused() -> None:
     optimizer = kfac(mlp(), adaptive_damping=True, grad_scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(RuntimeError, match="train in bfloat16"):
         optimizer.step()
@@ -371,7 +369,7 @@ def test_a_loss_scaler_cannot_pass_a_closure() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_a_closure_may_not_return(returned: Any, error: type[Exception], match: str) -> None:
+def test_invalid_results_of_a_closure_are_refused(returned: Any, error: type[Exception], match: str) -> None:
     _, optimizer, loop = problem(likelihood="categorical", **EVERY_STEP)
     with pytest.raises(error, match=match):
         optimizer.step(lambda: (loop(), returned)[1])

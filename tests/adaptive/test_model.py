@@ -1,4 +1,4 @@
-"""Rate and momentum from the quadratic model, against dense solves with an explicit curvature matrix."""
+"""Learning rate and momentum from the quadratic model, against dense solves with an explicit curvature matrix."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def modelled(optimizer: KFAC) -> tuple[float, float]:
 
 
 def test_on_a_quadratic_with_its_own_curvature_the_step_is_newtons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With V = C⁻¹∇ the model leaves the step as it is, α = −1 and μ = 0, and the first one ends at the minimum."""
+    """With V = C⁻¹∇ the model does not change the step, α = −1 and μ = 0, and the first one ends at the minimum."""
     model, optimizer, loop = regression(
         quadratic_model=True, momentum=0.9, likelihood=Gaussian(variance=1.0), damping=1e-30, outputs=True
     )
@@ -92,7 +92,7 @@ def test_coefficients_and_step_are_those_of_a_dense_solve(
         assert loop.calls == t + 1
 
 
-def test_several_dampings_enter_each_for_its_own_group() -> None:
+def test_each_group_enters_the_model_with_its_own_damping() -> None:
     model, (x, y) = mlp(), batch()
     first, last = list(model[0].parameters()), list(model[3].parameters())
     groups = [{"params": first, "damping": 0.3}, {"params": last, "damping": 0.02}]
@@ -107,7 +107,7 @@ def test_several_dampings_enter_each_for_its_own_group() -> None:
     torch.testing.assert_close(flat(model.parameters()) - theta, alpha * V)
 
 
-def test_without_momentum_the_previous_step_stays_out() -> None:
+def test_without_momentum_the_model_ignores_the_previous_step() -> None:
     _, optimizer, loop = problem(quadratic_model=True, momentum=0.0, likelihood="categorical", outputs=True)
     for _ in range(3):
         optimizer.step(loop)
@@ -115,7 +115,7 @@ def test_without_momentum_the_previous_step_stays_out() -> None:
     assert not any("momentum_buffer" in state for state in optimizer.state.values())
 
 
-def test_decoupled_decay_acts_on_the_parameters_alone() -> None:
+def test_decoupled_decay_affects_only_the_parameters() -> None:
     found = []
     for decay in (0.2, 0.0):
         torch.manual_seed(0)
@@ -139,8 +139,8 @@ def test_parameters_without_a_block_follow_their_own_rule() -> None:
     torch.testing.assert_close(flat(model[3].parameters()), before - 0.2 * gradient)
 
 
-def test_by_hand_the_model_is_that_of_the_blocks() -> None:
-    """With ``opt.step()`` there are no outputs; for fresh inverses and no momentum the model then agrees: α = −1."""
+def test_without_a_closure_the_model_is_that_of_the_blocks() -> None:
+    """``opt.step()`` has no outputs; with new inverses and no momentum the model then gives α = −1."""
     _, optimizer, loop = problem(quadratic_model=True, likelihood="categorical")
     for _ in range(3):
         loop()
@@ -150,7 +150,7 @@ def test_by_hand_the_model_is_that_of_the_blocks() -> None:
 
 def test_the_size_of_the_direction_does_not_matter() -> None:
     found = []
-    for limit in (None, 1e-6):  # kl-clip makes the direction short; the model makes it as long as it should be
+    for limit in (None, 1e-6):  # kl-clip shortens the direction; the model determines its length
         torch.manual_seed(0)
         model, optimizer, loop = problem(
             quadratic_model=True, momentum=0.9, likelihood="categorical", kl_clip=limit, outputs=True
@@ -162,7 +162,7 @@ def test_the_size_of_the_direction_does_not_matter() -> None:
 
 @pytest.mark.parametrize("lr", [1.0, 0.4])
 def test_the_ratio_counts_the_step_that_was_taken(lr: float) -> None:
-    """Of the model's own step on a quadratic, and of the part of it that ``lr`` lets through, ρ is one."""
+    """On a quadratic, ρ is one for the model's own step and for the part of it that ``lr`` takes."""
     _, optimizer, loop = regression(
         lr=lr, momentum=0.9, quadratic_model=True, adaptive_damping=True, damping_interval=1, likelihood="gaussian",
         outputs=True,
@@ -172,7 +172,7 @@ def test_the_ratio_counts_the_step_that_was_taken(lr: float) -> None:
         assert ratio(optimizer) == pytest.approx(1, abs=1e-6)
 
 
-def test_micro_batches_in_one_closure() -> None:
+def test_micro_batches_in_one_closure_are_one_batch() -> None:
     found = []
     for parts in (1, 2):
         torch.manual_seed(0)
@@ -197,7 +197,7 @@ def test_micro_batches_in_one_closure() -> None:
 
 
 def test_a_closed_gate_changes_nothing() -> None:
-    """On a device a batch that is not finite is dropped without a look by the host: model step and momentum hold."""
+    """On a device, a batch that is not finite is dropped without the host; parameters and momentum stay."""
     model, optimizer, loop = problem(quadratic_model=True, momentum=0.9, likelihood="categorical", outputs=True)
     repeat(optimizer, loop, 2)
     before, buffers = flat(model.parameters()), momenta(optimizer)

@@ -1,4 +1,4 @@
-"""Adaptation over models and ways to run them: compiled, in bfloat16, frozen in part, with attention, observed."""
+"""Adaptation with models that are compiled, in bfloat16, partly frozen, with attention, or observed."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ class Sequence(nn.Module):
 
 
 @pytest.mark.parametrize("method", [KFAC, EKFAC])
-def test_a_transformer_learns_with_everything_on(method: type[KFAC]) -> None:
+def test_a_transformer_learns_with_all_options(method: type[KFAC]) -> None:
     model, tokens = Sequence(), torch.randint(0, 7, (6, 5))
     optimizer = built(method, model, damping=0.1, loss_terms=5, factor_update_steps=1, inv_update_steps=2, **ALL)
     loop = Loop(model, optimizer, tokens, tokens, token_loss, outputs=True)
@@ -52,7 +52,7 @@ def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def test_a_convolution_with_running_statistics_learns() -> None:
-    """With a learning rate that is a tensor."""
+    """The learning rate is a tensor."""
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 3)
     )
@@ -60,11 +60,11 @@ def test_a_convolution_with_running_statistics_learns() -> None:
     optimizer = built(KFAC, model, damping=0.1, **{**ALL, "lr": torch.tensor(1.0)})
     losses = repeat(optimizer, Loop(model, optimizer, x, y, outputs=True), 8)
     assert losses[-1] < 0.6 * losses[0]
-    assert int(model[1].num_batches_tracked) == 8  # one per step, however often the loss was looked at
+    assert int(model[1].num_batches_tracked) == 8  # one per step, however often the loss was evaluated
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_compiled_model_is_that_of_eager_mode(in_place: bool) -> None:
+def test_a_compiled_model_trains_as_in_eager_mode(in_place: bool) -> None:
     found = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -81,7 +81,7 @@ def test_a_compiled_model_is_that_of_eager_mode(in_place: bool) -> None:
 
 
 @pytest.mark.parametrize("cast", [False, True])
-def test_bfloat16_and_autocast(cast: bool) -> None:
+def test_models_learn_in_bfloat16_and_under_autocast(cast: bool) -> None:
     x, y = batch()
     model, inputs = (mlp().bfloat16(), x.bfloat16()) if cast else (mlp().float(), x.float())
     optimizer = built(KFAC, model, damping=0.1, **ALL)
@@ -109,7 +109,7 @@ def test_frozen_parameters_do_not_move_in_the_model() -> None:
 
 @pytest.mark.parametrize("fisher", ["mc", "exact", "curvature_prop"])
 def test_observing_in_the_closure_counts_once(fisher: str) -> None:
-    """What the second look observes is dropped: the factors are those of a run that never looks again."""
+    """Observations of the second evaluation are dropped: the factors are those of a run without it."""
     factors = []
     for adaptive in (False, True):
         torch.manual_seed(0)
@@ -120,8 +120,8 @@ def test_observing_in_the_closure_counts_once(fisher: str) -> None:
     torch.testing.assert_close(*factors, rtol=0, atol=0)
 
 
-def test_a_layer_that_is_not_captured_is_still_named() -> None:
-    """A second look pauses capture, and must not be taken for the user's pause, which would silence this."""
+def test_the_warning_about_layers_that_are_not_captured_remains() -> None:
+    """A second evaluation pauses capture and must not be mistaken for the user's pause, which silences the warning."""
     model, optimizer, loop = problem(adaptive_damping=True, damping_interval=1)
     optimizer.step(loop)
     model.eval()
@@ -129,7 +129,7 @@ def test_a_layer_that_is_not_captured_is_still_named() -> None:
         optimizer.step(loop)
 
 
-def test_schedules_still_act() -> None:
+def test_schedules_remain_effective() -> None:
     _, optimizer, loop = problem(lr=1.0, adaptive_damping=True, damping_interval=1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for expected in (1.0, 0.5, 0.25):
@@ -144,7 +144,7 @@ def test_schedules_still_act() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_on_a_device_it_trains_as_on_the_cpu_and_leaves_the_generator(dropout: float) -> None:
+def test_a_device_trains_as_the_cpu_and_its_generator_is_restored(dropout: float) -> None:
     found, states = [], []
     for device, adaptive in (("cpu", True), ("cuda", True), ("cuda", False)):
         torch.manual_seed(0)
@@ -155,6 +155,6 @@ def test_on_a_device_it_trains_as_on_the_cpu_and_leaves_the_generator(dropout: f
         repeat(optimizer, Loop(model, optimizer, x, y, outputs=True), 6)
         found.append((flat(model.parameters()).cpu(), damping(optimizer)))
         states.append(torch.cuda.get_rng_state())
-    assert torch.equal(states[1], states[2])  # a second look has no part in it
-    if not dropout:  # whose masks differ
+    assert torch.equal(states[1], states[2])  # second evaluations do not affect it
+    if not dropout:  # dropout masks differ
         torch.testing.assert_close(*found[:2])

@@ -1,4 +1,4 @@
-"""The mathematics alone: the smallest of a quadratic in one or two variables, the ratio, and the rule for λ."""
+"""Pure mathematics: the minimum of a quadratic in one or two variables, the ratio, and the rule for λ."""
 
 import math
 
@@ -21,13 +21,13 @@ def test_two_coefficients_solve_the_dense_system(entries: list[float], c1: float
     np.testing.assert_allclose(found.numpy(), -np.linalg.solve(M, c), rtol=1e-9, atol=1e-9)
 
 
-def test_one_coefficient() -> None:
+def test_one_coefficient_has_a_closed_form() -> None:
     found = minimise(torch.tensor([[4.0]], dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64), 1e-8)
     assert found.tolist() == [-0.5]
 
 
 @pytest.mark.parametrize("second", [0.0, 1e-9, 1.0, 1e9])
-def test_parallel_directions_leave_the_first_alone(second: float) -> None:
+def test_a_parallel_second_direction_is_ignored(second: float) -> None:
     d1 = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     D = torch.stack([d1, second * d1])
     found = minimise(D @ D.mT, D @ torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64), 1e-8)
@@ -35,7 +35,7 @@ def test_parallel_directions_leave_the_first_alone(second: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
-def test_a_tiny_or_huge_second_direction_is_no_reason_to_drop_it(scale: float) -> None:
+def test_a_tiny_or_huge_second_direction_is_used(scale: float) -> None:
     made = torch.Generator().manual_seed(0)
     D, c = torch.randn(2, 5, dtype=torch.float64, generator=made), torch.tensor([0.3, -1.0], dtype=torch.float64)
     plain = minimise(D @ D.mT, c, 1e-8)
@@ -45,13 +45,13 @@ def test_a_tiny_or_huge_second_direction_is_no_reason_to_drop_it(scale: float) -
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_without_curvature_the_step_is_taken_as_it_is(bad: float) -> None:
+def test_without_curvature_the_step_is_not_changed(bad: float) -> None:
     matrix = torch.tensor([[bad, 0.0], [0.0, 1.0]], dtype=torch.float64)
     found = minimise(matrix, torch.tensor([1.0, 1.0], dtype=torch.float64), 1e-8)
     assert found.tolist() == [-1.0, 0.0]
 
 
-def test_pieces_can_be_left_out() -> None:
+def test_damping_and_decay_enter_the_change_and_the_minimum() -> None:
     x, g, w = np.array([0.7, -0.4]), np.array([1.0, -2.0]), np.array([0.2, 0.3])
     C, D, W = np.array([[3.0, 1.0], [1.0, 2.0]]), np.array([[0.5, 0.1], [0.1, 0.7]]), np.diag([0.4, 0.6])
     pieces = {"gradient": g, "curvature": C, "damping": D, "decay_gradient": w, "decay": W}
@@ -67,7 +67,7 @@ def test_pieces_can_be_left_out() -> None:
         (-1.0, -1.0, -1),  # as predicted
         (-2.0, -1.0, -1),  # better than predicted
         (-0.76, -1.0, -1),
-        (-0.75, -1.0, 0),  # the bounds themselves leave λ
+        (-0.75, -1.0, 0),  # the bounds themselves do not change λ
         (-0.5, -1.0, 0),
         (-0.25, -1.0, 0),
         (-0.24, -1.0, 1),
@@ -81,24 +81,24 @@ def test_pieces_can_be_left_out() -> None:
     ],
 )
 @pytest.mark.parametrize("interval", [1, 5, 20])
-def test_rule(actual: float, predicted: float, direction: int, interval: int) -> None:
+def test_the_rule_for_damping(actual: float, predicted: float, direction: int, interval: int) -> None:
     expected = {-1: 0.95**interval, 0: 1.0, 1: 1 / 0.95**interval}[direction]
     assert damping_factor(actual, predicted, interval) == pytest.approx(expected, rel=1e-15)
 
 
-def test_ratio_of_nothing_is_not_a_number() -> None:
+def test_the_ratio_to_a_prediction_of_zero_is_nan() -> None:
     assert math.isnan(reduction_ratio(0.0, 0.0))
     assert math.isnan(reduction_ratio(1.0, 0.0))
     assert reduction_ratio(-1.0, -2.0) == 0.5
 
 
-def test_bounds() -> None:
+def test_products_are_bounded() -> None:
     found = [bounded(1.0, 0.5, 0.1, 10.0), bounded(1.0, 0.01, 0.1, 10.0), bounded(1.0, 100.0, 0.1, 10.0)]
     assert found == [0.5, 0.1, 10.0]
     assert math.isfinite(bounded(1e300, 1e300, 0.0, math.inf))
 
 
-def test_rounding() -> None:
+def test_only_tiny_finite_changes_are_rounding() -> None:
     for loss, actual, predicted in [(1.0, 1e-16, -1e-16), (0.0, 0.0, 0.0)]:
         assert is_rounding(loss, actual, predicted, 2e-16)
     for loss, actual, predicted in [

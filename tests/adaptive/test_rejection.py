@@ -1,4 +1,4 @@
-"""Steps that raise the loss are undone to the bit, answered with more damping, counted, and not repeated for ever."""
+"""Steps that raise the loss are undone bit for bit, raise damping, are counted, and are not repeated forever."""
 
 import math
 from itertools import pairwise
@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"quadratic_model": True, "momentum": 0.9, "likelihood": "categorical"},
     "decay": {"weight_decay": 0.1, "decoupled_weight_decay": True, "nesterov": True, "momentum": 0.5},
 }
-#: Momentum of the gradients instead of the directions.
+#: Momentum of gradients instead of directions.
 PRE = {
     "momentum": 0.9, "momentum_mode": "pre", "kl_clip": None, "reject_steps": True,
     "factor_update_steps": 1, "inv_update_steps": 1,
@@ -40,7 +40,7 @@ def ekfac(**options: Any) -> tuple[nn.Sequential, EKFAC, Loop]:
 
 
 @pairs(bad=[1e3, math.nan, math.inf], options=OPTIONS)
-def test_a_step_that_raised_the_loss_is_undone_to_the_bit(options: dict[str, Any], bad: float) -> None:
+def test_a_step_that_raised_the_loss_is_undone_bit_for_bit(options: dict[str, Any], bad: float) -> None:
     model, optimizer, loop = problem(lr=0.05, reject_steps=True, outputs=True, **options)
     spoiled = False
 
@@ -85,7 +85,7 @@ def test_the_loss_never_rises() -> None:
     assert loop.calls == 50
 
 
-def test_a_rejected_step_raises_damping_once_and_by_the_ceiling() -> None:
+def test_a_rejected_step_raises_damping_once_and_up_to_its_maximum() -> None:
     _, optimizer, loop = problem(adaptive_damping=True, damping_interval=2, reject_steps=True, max_damping=0.12)
     seen = []
     for _ in range(3):
@@ -94,22 +94,22 @@ def test_a_rejected_step_raises_damping_once_and_by_the_ceiling() -> None:
     assert seen == [pytest.approx(0.1 / 0.95**2), 0.12, 0.12]
 
 
-def test_damping_rises_ever_faster_with_rejections_in_a_row() -> None:
+def test_damping_rises_faster_with_every_rejection_in_a_row() -> None:
     _, optimizer, loop = problem(adaptive_damping=True, damping_interval=1, reject_steps=True)
     seen = [damping(optimizer)]
     for _ in range(5):
         optimizer.step(loop.rising)
         seen.append(damping(optimizer))
     assert [b / a for a, b in pairwise(seen)] == pytest.approx([1 / 0.95, 2.0, 4.0, 8.0, 16.0])
-    optimizer.step(loop)  # taken: the count starts anew
+    optimizer.step(loop)  # a step that is taken resets the count
     before = damping(optimizer)
     optimizer.step(loop.rising)
     assert damping(optimizer) == pytest.approx(before / 0.95)
 
 
 @pytest.mark.parametrize("key", ["momentum_buffer", "gradient_momentum"])
-def test_momentum_that_is_rejected_twice_starts_anew(key: str) -> None:
-    """An isolated rejection restores momentum; one that would come again, whatever λ is, ends it."""
+def test_two_rejections_in_a_row_reset_momentum(key: str) -> None:
+    """A single rejection restores momentum; a second one would recur for any λ, so it resets momentum."""
     if key == "gradient_momentum":
         model, optimizer, loop = ekfac(lr=0.01, damping=0.1)
     else:
@@ -121,14 +121,14 @@ def test_momentum_that_is_rejected_twice_starts_anew(key: str) -> None:
         optimizer.step(loop.rising)
         assert all(torch.equal(a, b) for a, b in zip(rule_state(optimizer), state, strict=True))
         assert torch.equal(flat(model.parameters()), start)
-        optimizer.step(loop)  # taken: the count starts anew
+        optimizer.step(loop)  # a step that is taken resets the count
     start = flat(model.parameters())
     repeat(optimizer, loop.rising, 2)
     assert not momenta(optimizer, key).any()
     assert torch.equal(flat(model.parameters()), start)
 
 
-def test_the_step_after_two_rejections_is_along_the_gradient_of_now() -> None:
+def test_the_step_after_two_rejections_is_along_the_current_gradient() -> None:
     """λ is so large that the direction is a multiple of the bias-corrected mean of gradients."""
     model, optimizer, loop = ekfac(lr=1e6, damping=1e9)
     for t in range(4):

@@ -41,7 +41,7 @@ class Symmetric(nn.Module):
 
 @dataclass
 class Case:
-    """A model with one input; ``pick`` finds the outputs in what it returns."""
+    """A model with one input; ``pick`` selects the outputs from what it returns."""
 
     model: nn.Module
     x: Tensor
@@ -61,7 +61,7 @@ def case(name: str) -> Case:
             nn.Conv2d(4, 4, 3, groups=2), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3),
         )  # fmt: skip
         return Case(model, torch.randn(5, 2, 11, 11))
-    if name == "view":  # what a language model does: all positions but the first, classes before positions
+    if name == "view":  # as in language models: all positions except the first, classes before positions
         model = nn.Sequential(nn.Linear(3, 5), nn.SiLU(), nn.Linear(5, 4))
         return Case(model, torch.randn(3, 5, 3), pick=lambda out: out[:, 1:, :3].transpose(1, 2))
     if name == "parametrized":
@@ -84,7 +84,7 @@ def it(request: pytest.FixtureRequest) -> Case:
 
 
 def evaluate(it: Case) -> tuple[Evaluated, Tensor]:
-    """A recorded forward, and its Jacobian ``[outputs, P]`` by one backward per output."""
+    """A recorded forward, and its Jacobian ``[outputs, P]`` from one backward per output."""
     before = Moment(it.model, CPU)
     with recorded(it.model, CPU) as forwards:
         outputs = it.run()
@@ -101,7 +101,7 @@ def random_direction(model: nn.Module) -> dict[nn.Parameter, Tensor]:
 
 
 def test_change_of_the_outputs_is_the_jacobian_times_the_direction(it: Case) -> None:
-    """Also of some parameters only, and at those before a step; nothing is left behind."""
+    """The direction may have some parameters only and be at those before a step; there are no side effects."""
     it.run().sum().backward()
     found, J = evaluate(it)
     parameters = list(it.model.parameters())
@@ -184,7 +184,7 @@ class Opaque(torch.autograd.Function):
         return g
 
 
-def test_an_operator_without_forward_mode_is_refused_with_what_to_do() -> None:
+def test_an_operator_without_forward_mode_is_refused_with_the_remedy() -> None:
     it = Case(nn.Linear(3, 2), torch.randn(4, 3))
     it.model.register_forward_hook(lambda module, args, output: Opaque.apply(output))
     found, _ = evaluate(it)
@@ -216,7 +216,7 @@ def test_forwards_without_gradients_are_not_recorded() -> None:
     assert not it.model._forward_pre_hooks
 
 
-def test_autocast_is_that_of_the_forward() -> None:
+def test_products_use_the_autocast_of_the_forward() -> None:
     it = case("mlp")
     with recorded(it.model, CPU) as forwards, torch.autocast("cpu", torch.bfloat16):
         outputs = it.run()
@@ -244,7 +244,7 @@ def test_recomputed_activations_are_one_forward() -> None:
     output_change(it.model, Evaluated(*forwards, outputs, None), random_direction(it.model), {})
 
 
-def test_a_moment_brings_back_generators_and_buffers() -> None:
+def test_a_moment_restores_generators_and_buffers() -> None:
     model = nn.BatchNorm1d(3)
     x = torch.randn(5, 3)
     before = Moment(model, CPU)

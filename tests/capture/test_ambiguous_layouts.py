@@ -1,6 +1,6 @@
-"""Shapes that coincide: as many positions as examples, one set of latents for all examples, inputs of one dimension.
+"""Ambiguous shapes: as many positions as examples, one set of latents for all examples, inputs of one dimension.
 
-Wanted are directions by per-example autograd, or the number of examples; where nothing tells, a layer is left out.
+The oracle is per-example autograd, or the number of examples. A layer whose layout remains unknown is left out.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Turned(nn.Module):
 
 
 class Patches(nn.Module):
-    """As many patches as there are of a picture, ``[S, N, 5]``, through attention and a layer."""
+    """The patches of a picture, ``[S, N, 5]``, go through attention and a layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Patches(nn.Module):
 
 
 def solved(model: nn.Module, layer: nn.Module, x: Tensor, weights: Tensor, alone: bool = True) -> tuple[Tensor, Tensor]:
-    """Direction of a norm by its per-example gradients, of examples alone or within the batch: of scale and shift."""
+    """Directions of a norm's scale and shift by per-example gradients, of examples alone or within the batch."""
     rows = []
     for i in range(len(x)):
         one = slice(i, i + 1)
@@ -68,7 +68,6 @@ def solved(model: nn.Module, layer: nn.Module, x: Tensor, weights: Tensor, alone
 
 
 def assert_solved(model: nn.Module, layer: nn.Module, x: Tensor, alone: bool = True) -> None:
-    """K-FAC's direction of a norm is that by its per-example gradients."""
     weights = torch.randn(len(x), x[0].numel()).double()
     optimizer = KFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
     kept = step(optimizer, model, x, weights)
@@ -87,16 +86,16 @@ def step(optimizer: Any, model: nn.Module, x: Tensor, weights: Tensor) -> dict[s
 
 
 #: Kind of model, number of examples, shape of the input.
-TELLING = [
+DETERMINED = [
     *((kind, n, (n, 8, 8, 5)) for kind in (Windows, Patches) for n in (15, 17)),
-    *((Patches, n, (n, 8, 8, 5)) for n in (8, 16)),  # as attention knows
+    *((Patches, n, (n, 8, 8, 5)) for n in (8, 16)),  # attention knows its own layout
     *((Turned, n, (n, 30, 5)) for n in (15, 17)),
-    *((Turned, n, (n, 2 * n, 5)) for n in (8, 16)),  # as long as the input
+    *((Turned, n, (n, 2 * n, 5)) for n in (8, 16)),  # the input has the same number of positions
 ]
 
 
-@pytest.mark.parametrize(("kind", "n", "shape"), TELLING, ids=[f"{k.__name__}-{n}" for k, n, _ in TELLING])
-def test_where_the_shape_tells(kind: Callable[[nn.Module], nn.Module], n: int, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("kind", "n", "shape"), DETERMINED, ids=[f"{k.__name__}-{n}" for k, n, _ in DETERMINED])
+def test_layouts_that_can_be_inferred(kind: Callable[[nn.Module], nn.Module], n: int, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     layer = nn.LayerNorm(5)
     assert_solved(kind(layer).double(), layer, torch.randn(shape).double())
@@ -112,7 +111,9 @@ def test_where_the_shape_tells(kind: Callable[[nn.Module], nn.Module], n: int, s
     ],
     ids=["norm", "reduce", "scale", "rows"],
 )
-def test_where_nothing_tells_the_layer_is_left_out_aloud(kind: Any, keywords: dict[str, Any], layer: nn.Module) -> None:
+def test_a_layer_of_unknown_layout_is_left_out_with_a_warning(
+    kind: Any, keywords: dict[str, Any], layer: nn.Module
+) -> None:
     torch.manual_seed(0)
     model = Windows(layer).double()
     optimizer = built(kind, model, lr=0.0, damping=DAMPING, kl_clip=None, **keywords)
@@ -120,7 +121,7 @@ def test_where_nothing_tells_the_layer_is_left_out_aloud(kind: Any, keywords: di
         step(optimizer, model, torch.randn(16, 8, 8, 5).double(), torch.randn(16, 320).double())
 
 
-def test_factors_of_all_rows_need_no_examples(recwarn: pytest.WarningsRecorder) -> None:
+def test_expanded_factors_do_not_need_the_layout(recwarn: pytest.WarningsRecorder) -> None:
     torch.manual_seed(0)
     model = Windows(nn.Linear(5, 5)).double()
     optimizer = KFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
@@ -132,7 +133,7 @@ def test_factors_of_all_rows_need_no_examples(recwarn: pytest.WarningsRecorder) 
 
 
 class Latents(nn.Module):
-    """Latents that all examples share go through attention before they meet the examples."""
+    """Latents that all examples share go through attention before they are combined with the examples."""
 
     def __init__(self, words: bool) -> None:
         super().__init__()
@@ -166,7 +167,7 @@ class Conditioned(nn.Module):
 
 
 class Prototypes(nn.Module):
-    """Features are compared with learned vectors, between which there is attention."""
+    """Features are compared with learned vectors, which attend to each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ SHARED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("case", SHARED)
-def test_what_all_examples_share_does_not_make_them_one(case: str) -> None:
+def test_parameters_that_all_examples_share_do_not_count_as_one_example(case: str) -> None:
     torch.manual_seed(0)
     build, x = SHARED[case]
     model, gradients = build().double(), []
@@ -212,40 +213,40 @@ def test_what_all_examples_share_does_not_make_them_one(case: str) -> None:
 
 
 class Known(nn.Module):
-    """A norm on ``[T, N, 5]`` or on windows ``[kN, N, 5]``, beside a layer that says where it wants the examples."""
+    """A norm on ``[T, N, 5]`` or on windows ``[kN, N, 5]``, next to a layer whose options define its layout."""
 
-    def __init__(self, beside: nn.Module, windows: bool) -> None:
+    def __init__(self, neighbor: nn.Module, windows: bool) -> None:
         super().__init__()
         self.first = nn.Linear(5, 5)
-        self.beside = beside
+        self.neighbor = neighbor
         self.layer = nn.LayerNorm(5)
         self.windows = windows
 
     def forward(self, x: Tensor) -> Tensor:
         n, h = len(x), self.first(x)
         if self.windows:
-            h = h + self.beside(h, h, h, need_weights=False)[0]
+            h = h + self.neighbor(h, h, h, need_weights=False)[0]
             return torch.tanh(self.layer(h.reshape(-1, n, 5) if n in (4, 8) else h)).reshape(n, -1)
         h = h.transpose(0, 1)
-        if isinstance(self.beside, nn.MultiheadAttention):
-            return torch.tanh(self.beside(self.layer(h), h, h, need_weights=False)[0]).transpose(0, 1).flatten(1)
-        return torch.tanh(self.beside(self.layer(h))[0]).transpose(0, 1).flatten(1)
+        if isinstance(self.neighbor, nn.MultiheadAttention):
+            return torch.tanh(self.neighbor(self.layer(h), h, h, need_weights=False)[0]).transpose(0, 1).flatten(1)
+        return torch.tanh(self.neighbor(self.layer(h))[0]).transpose(0, 1).flatten(1)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("n", [4, 5, 8])
 @pytest.mark.parametrize("case", ["LSTM", "attention", "frozen attention", "windows"])
-def test_modules_that_say_where_the_examples_are(case: str, n: int) -> None:
+def test_modules_with_a_defined_layout_determine_that_of_others(case: str, n: int) -> None:
     torch.manual_seed(0)
     windows = case == "windows"
-    beside = nn.LSTM(5, 5) if case == "LSTM" else nn.MultiheadAttention(5, 1, batch_first=windows)
-    model = Known(beside, windows).double()
-    beside.requires_grad_("frozen" not in case)
+    neighbor = nn.LSTM(5, 5) if case == "LSTM" else nn.MultiheadAttention(5, 1, batch_first=windows)
+    model = Known(neighbor, windows).double()
+    neighbor.requires_grad_("frozen" not in case)
     # Windows of as many positions as the batch has examples: one example alone cannot be cut into them.
     assert_solved(model, model.layer, torch.randn(n, 16, 5).double(), alone=not windows)
 
 
-def test_as_many_positions_as_examples_beside_sequence_first_attention() -> None:
+def test_with_as_many_positions_as_examples_sequence_first_attention_determines_nothing() -> None:
     torch.manual_seed(0)
     model = Known(nn.MultiheadAttention(5, 1), False).double()
     optimizer = KFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)

@@ -1,4 +1,4 @@
-"""Forwards and backwards that train nothing, and what must not be kept: references, memory, operations, hooks."""
+"""Forwards and backwards that train nothing; references, memory, operations and hooks that must not be kept."""
 
 import gc
 import weakref
@@ -29,7 +29,7 @@ from tests.support.oracles.kfac import expected_factors, solve_exact
 
 
 def test_evaluation_with_accumulating_backward_is_not_captured():
-    """Capture belongs to train mode: gradients of an eval forward reach .grad, statistics do not come from it."""
+    """An eval forward contributes its gradients to .grad, but no statistics."""
     model, (x, y) = mlp(), vectors()
     opt = plain_kfac(model, lr=0.1)
     train_step(opt, model, x, y, F.cross_entropy)
@@ -39,7 +39,6 @@ def test_evaluation_with_accumulating_backward_is_not_captured():
     assert_same_factors(opt, model, held)
 
 
-# ---------------------------------------------------------------- pause_capture
 @pytest.mark.parametrize("inside", ["forward and backward", "forward", "nested", "an exception"])
 def test_nothing_inside_a_pause_is_captured(inside):
     other, target = vectors(9, seed=5)
@@ -63,7 +62,7 @@ def test_nothing_inside_a_pause_is_captured(inside):
 
 @each(approx=["expand", "reduce"], mode=["plain", "whole", "whole reentrant"])
 def test_a_pause_around_backward_alone(approx, mode):
-    """Its gradients stay, its statistics do not; a forward recomputed inside the pause is no exception."""
+    """Its gradients stay, but its statistics do not, even if the forward is recomputed inside the pause."""
     x, y = vectors()
     expected = expected_factors(mlp(), x, y, F.cross_entropy, approx=approx)
     model = mlp()
@@ -84,9 +83,8 @@ def test_a_pause_around_backward_alone(approx, mode):
     assert layer_state(opt, model, "0")["factor_updates"] == 1
 
 
-# ---------------------------------------------------------------- Nothing is kept
 class Watched(nn.Module):
-    """Hands out weak references to every activation."""
+    """Keeps weak references to all activations."""
 
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
@@ -110,7 +108,7 @@ class Watched(nn.Module):
 
 @each(checkpointed=[False, True], approx=["expand", "reduce"])
 def test_no_activation_survives_its_backward_or_a_dropped_forward(checkpointed, approx):
-    """Even while the loss, and with it the graph, is still held; after a dropped forward without the collector."""
+    """This holds while the loss and its graph are alive and, after a dropped forward, without garbage collection."""
     model, (x, y) = seeded_build(lambda: Watched(checkpointed)), vectors()
     opt = plain_kfac(model, approx=approx)
     value = F.cross_entropy(model(x), y)
@@ -134,7 +132,7 @@ def operations(model, x, y):
 
 
 @pytest.mark.parametrize("state", ["not due", "off", "paused", "evaluated", "detached"])
-def test_hooks_add_no_operation_where_nothing_is_due(state):
+def test_hooks_add_no_operation_when_nothing_is_due(state):
     model, (x, y) = convnet(activation=nn.ReLU(inplace=True)), images()
     bare = operations(model, x, y)
     opt = plain_kfac(
@@ -157,7 +155,7 @@ def test_hooks_add_no_operation_where_nothing_is_due(state):
 
 @pytest.mark.parametrize("when", ["made", "between forward and backward", "between backward and step", "after a step"])
 def test_a_deleted_optimizer_is_freed_at_once(when):
-    """By its reference count alone: factors of a big model must not wait for the cycle collector."""
+    """Its reference count is enough: factors of a big model must not wait for the garbage collector."""
     model, (x, y) = mlp(), vectors()
     bare = hook_counts(model)
     gc.collect()
@@ -181,7 +179,6 @@ def test_a_deleted_optimizer_is_freed_at_once(when):
     assert torch.isfinite(model[0].weight.grad).all()
 
 
-# ---------------------------------------------------------------- Freezing
 def fresh_copy(model):
     plain = mlp((4, 5, 6, 3))
     plain.load_state_dict(model.state_dict())
@@ -190,7 +187,7 @@ def fresh_copy(model):
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_a_layer_unfrozen_later_joins(batches):
-    """With its first batch, as a block without estimate is due at once; in any case with its second."""
+    """It does so with its first batch, because a block without an estimate is due at once."""
     model = mlp((4, 5, 6, 3))
     model[2].requires_grad_(False)
     opt = plain_kfac(model, lr=0.1, factor_decay=0.0)
@@ -233,8 +230,8 @@ def test_a_layer_frozen_later_stays_and_keeps_its_estimate():
 
 @pytest.mark.parametrize("part", ["weight", "bias"])
 @pytest.mark.parametrize("direction", ["frozen", "unfrozen"])
-def test_a_part_frozen_or_unfrozen_on_the_way_is_never_silently_wrong(part, direction):
-    """[W | b] changes its width: the layer goes on with a fresh estimate of the new shape, or by its fallback."""
+def test_a_weight_or_bias_frozen_or_unfrozen_later_is_never_silently_wrong(part, direction):
+    """[W | b] changes its width: the layer continues with a new estimate of that shape or with its fallback rule."""
     model = mlp((4, 5, 6, 3))
     moving = getattr(model[2], part)
     moving.requires_grad_(direction == "frozen")

@@ -1,4 +1,4 @@
-"""Models under torch.compile: equal factors, no graph break or endless recompilation, and a warning if it is late."""
+"""Models under torch.compile: equal factors, no graph breaks, no repeated compilation, a warning about late hooks."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_in_place_relu_reused_layer_and_checkpointing_inside(backend, mode, appr
 
 @backends
 def test_a_whole_interval_compiles_two_graphs_and_trains_like_eager(backend):
-    """One graph with taps, one without; switching between them costs nothing after the first interval."""
+    """One graph has taps, one has none; switching between them compiles nothing after the first interval."""
     eager, model = mlp(), mlp()
     keywords = {"lr": 0.1, "momentum": 0.9, "factor_update_steps": 3, "inv_update_steps": 6}
     opt_eager, opt = plain_kfac(eager, **keywords), plain_kfac(model, **keywords)
@@ -119,7 +119,7 @@ def test_a_whole_interval_compiles_two_graphs_and_trains_like_eager(backend):
 
 
 def test_plain_steps_run_the_graph_of_the_bare_model():
-    """Where nothing is due, the compiled graph has the very operations of a model without optimizer."""
+    """When nothing is due, the compiled graph has exactly the operations of a model without an optimizer."""
     graphs_seen = []
 
     def recording(module, inputs):
@@ -137,7 +137,7 @@ def test_plain_steps_run_the_graph_of_the_bare_model():
     assert graphs_seen[0] == graphs_seen[1]
 
 
-def test_the_compiled_module_may_be_handed_to_the_optimizer_which_may_be_detached():
+def test_a_compiled_module_may_be_given_to_the_optimizer_which_may_be_detached():
     (x, y), model = vectors(), mlp()
     fast = compiled(model)
     opt = plain_kfac(fast, lr=0.1)
@@ -154,7 +154,7 @@ def test_the_compiled_module_may_be_handed_to_the_optimizer_which_may_be_detache
 
 
 def test_hooks_after_compilation_are_reported_once_by_layer_name():
-    """torch.compile ignores hooks that come after its first call: the step says so and follows the fallback."""
+    """torch.compile ignores hooks that come after its first call: the step warns and follows the fallback rule."""
     model, (x, y) = nn.Sequential(), vectors()
     model.add_module("encoder", mlp((4, 5)))
     model.add_module("decoder", mlp((5, 3)))
@@ -178,7 +178,7 @@ def test_hooks_after_compilation_are_reported_once_by_layer_name():
 
 
 def train_two_of_a_class() -> tuple[KFAC, nn.Module, list[str]]:
-    """A model under AdamW, then one of the same class under KFAC, whose optimizer came before its first call."""
+    """A model trains with AdamW, and then one of the same class with KFAC, which is created before the first call."""
     x, y = vectors()
     other, model = reused(), reused()
     adam, opt = torch.optim.AdamW(other.parameters()), plain_kfac(model, lr=0.0)
@@ -191,7 +191,7 @@ def train_two_of_a_class() -> tuple[KFAC, nn.Module, list[str]]:
 
 
 def test_a_second_model_of_a_class_is_named_with_the_remedy():
-    """torch runs what it compiled for the first model, and does not look whether the second one has hooks."""
+    """torch runs what it compiled for the first model and does not check whether the second one has hooks."""
     opt, _, (message,) = train_two_of_a_class()
     assert [opt.state[b.owner]["factor_updates"] for b in opt.blocks.values()] == [0, 0, 0]
     for part in (
@@ -203,7 +203,7 @@ def test_a_second_model_of_a_class_is_named_with_the_remedy():
         assert part in message
 
 
-def test_models_of_a_class_that_train_in_turn_are_covered_where_torch_guards_hooks():
+def test_models_of_a_class_that_train_in_turn_are_covered_if_torch_guards_hooks():
     expected = expected_factors(reused(), *vectors(), F.cross_entropy)
     with dynamo.config.patch(skip_nnmodule_hook_guards=False):
         opt, model, messages = train_two_of_a_class()

@@ -1,4 +1,4 @@
-"""Gradients that a user keeps outside `.grad` between micro-batches: the statistics of all of them count, or none.
+"""Gradients that a user keeps outside `.grad` between micro-batches: all of their statistics count, or none.
 
 The oracle is the curvature of the whole batch, from the per-example gradients of autograd in float64.
 """
@@ -59,7 +59,7 @@ def returned(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor]:
 
 
 def taken(model: nn.Module, loss: Callable[[], Tensor], **reset: bool) -> list[Tensor]:
-    """What a backward pass leaves in `.grad`, which is reset then."""
+    """What a backward pass leaves in `.grad`, which is then reset."""
     loss().backward()
     found = [p.grad.clone() for p in model.parameters()]
     model.zero_grad(**reset)
@@ -67,7 +67,7 @@ def taken(model: nn.Module, loss: Callable[[], Tensor], **reset: bool) -> list[T
 
 
 def collect(model: nn.Module, gradients: Iterable[list[Tensor]]) -> None:
-    """Add up in buffers what micro-batches give, and put that into `.grad`."""
+    """Put the sum of the gradients of micro-batches into `.grad`."""
     for p, parts in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
         p.grad = sum(parts)
 
@@ -246,15 +246,15 @@ def test_unscaling_by_a_grad_scaler_does_not_count_as_a_replacement(gives_up: bo
 
 
 # ---------------------------------------------------------------- Several ranks
-def on_ranks(rank: int, world: int, kind: str, cut: bool) -> tuple[Tensor | None, int]:
-    """Curvature of the last layer after a step in which a batch was given up, or rank 0 kept gradients; warnings."""
+def on_ranks(rank: int, world: int, kind: str, sharded: bool) -> tuple[Tensor | None, int]:
+    """Curvature of the last layer, and the number of warnings; a batch is given up, or rank 0 keeps gradients."""
     model = net().to(device_of(rank))
-    if cut:
+    if sharded:
         for layer in (model[0], model[2], model):
             fully_shard(layer)
     average = kind == "kept"
     optimizer = plain_kfac(model, lr=0.0, comm=CommOpt(average_gradients=average))
-    wrapped = model if cut or average else DDP(model)
+    wrapped = model if sharded or average else DDP(model)
     x, y = (t.chunk(world)[rank].to(device_of(rank)) for t in batch())
     if kind == "given up":
         F.cross_entropy(wrapped(x[:3]), y[:3]).backward()
@@ -270,21 +270,18 @@ def on_ranks(rank: int, world: int, kind: str, cut: bool) -> tuple[Tensor | None
         collect(model, kept)
     with warned() as caught:
         optimizer.step()
-    said = sum(REPLACED in w for w in caught)
-    return (optimizer.dense_curvature("2") if optimizer.comm.estimates(1) else None), said
+    count = sum(REPLACED in w for w in caught)
+    return (optimizer.dense_curvature("2") if optimizer.comm.estimates(1) else None), count
 
 
-@pytest.mark.parametrize(("kind", "cut"), [("given up", False), ("given up", True), ("kept", False)])
-def test_batches_given_up_and_gradients_kept_on_ranks(pool: Pool, kind: str, cut: bool) -> None:
-    """A batch that all gave up leaves no trace: averaging, or cutting, after the backward pass is no replacement.
-
-    A rank that keeps gradients elsewhere contributes nothing.
-    """
+@pytest.mark.parametrize(("kind", "sharded"), [("given up", False), ("given up", True), ("kept", False)])
+def test_batches_given_up_and_gradients_kept_on_ranks(pool: Pool, kind: str, sharded: bool) -> None:
+    """A batch that all ranks gave up has no effect, and a rank that keeps gradients elsewhere contributes nothing."""
     x, y = batch()
     counted = slice(32, None) if kind == "kept" else slice(None)
     A, B = expected_factors(net(), x[counted], y[counted], F.cross_entropy)["2"]
-    answers = pool.run(on_ranks, kind, cut, world=2)
-    assert [said for _, said in answers] == ([1, 0] if kind == "kept" else [0, 0])
+    answers = pool.run(on_ranks, kind, sharded, world=2)
+    assert [count for _, count in answers] == ([1, 0] if kind == "kept" else [0, 0])
     for found, _ in answers:
         if found is not None:
             assert distance(found, torch.kron(B, A)) < 1e-9

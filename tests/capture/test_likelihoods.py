@@ -1,7 +1,7 @@
-"""The curvature that a likelihood stands for is the Hessian of its loss, as autograd differentiates it twice.
+"""The curvature of a likelihood is the Hessian of its loss, which autograd computes.
 
-Every case names a loss of one example that torch computes. Columns and `hessian_product` must equal its Hessian, and
-random vectors must have it for their second moment, within five standard errors of the mean over the draws.
+Every case names torch's loss of one example. Columns and `hessian_product` must equal its Hessian, and the second
+moment of random vectors must be within five standard errors of it.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from secondorder.capture.fisher.likelihood import Bernoulli, Categorical, Gaussian, Likelihood, resolve
 from tests.support.grid import each
+from tests.support.oracles.ranks import sum_loss as over_tokens
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -26,7 +27,7 @@ class Case:
     likelihood: Likelihood
     loss: Loss
     shape: tuple[int, ...]  # outputs of one example
-    targets: Callable[[int], Tensor]  # of so many examples
+    targets: Callable[[int], Tensor]  # of a number of examples
 
 
 def classes(*shape: int, count: int = 4, ignored: bool = False) -> Callable[[int], Tensor]:
@@ -35,10 +36,6 @@ def classes(*shape: int, count: int = 4, ignored: bool = False) -> Callable[[int
         return torch.where(torch.arange(found.numel()).view_as(found) % 3 == 1, -100, found) if ignored else found
 
     return draw
-
-
-def over_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum")
 
 
 def over_pixels(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -133,8 +130,8 @@ DRAWS = 20_000
 def assert_second_moment(vectors: Tensor, expected: Tensor) -> None:
     """Mean of `v vᵀ` over draws `[K, d]`: each entry within five standard errors of the expected `[d, d]`.
 
-    The standard deviation of a product is estimated from the draws, but at least that of independent factors: two rare
-    classes that never met would make it zero.
+    The standard deviation of a product is estimated from the draws, but is at least that of independent factors: it
+    would be zero for two rare classes that never occurred together.
     """
     products = vectors[:, :, None] * vectors[:, None, :]
     root = expected.diagonal().sqrt()
@@ -148,8 +145,8 @@ def assert_zero_mean(vectors: Tensor) -> None:
 
 @cases
 @pytest.mark.parametrize("kind", ["sample", "rademacher"])
-def test_random_vectors_have_the_hessian_for_second_moment(name: str, kind: str) -> None:
-    """Their numbers come from the generator that is given alone."""
+def test_the_second_moment_of_random_vectors_is_the_hessian(name: str, kind: str) -> None:
+    """Their only source of randomness is the generator that is passed."""
     case = CASES[name]
     draw, (outputs, targets) = getattr(case.likelihood, kind), batch(case, 1)
     repeated, marks = outputs.expand(DRAWS, *case.shape), targets.expand(DRAWS, *targets.shape[1:])
@@ -171,7 +168,7 @@ def test_random_vectors_have_the_hessian_for_second_moment(name: str, kind: str)
 
 
 def test_samples_are_gradients_of_the_loss_at_drawn_targets() -> None:
-    """Not only their moments: `p − onehot` and `σ − bit` exactly, so that each is what a backward pass would give."""
+    """They are exactly `p − onehot` and `σ − bit`, so that each one is what a backward pass would give."""
     outputs = torch.randn(50, 4, dtype=torch.float64)
     drawn = (outputs.softmax(1) - Categorical().sample(outputs, None, generator())).round()
     assert torch.equal(drawn.sum(1), torch.ones(50, dtype=torch.float64))
@@ -186,7 +183,7 @@ def test_samples_are_gradients_of_the_loss_at_drawn_targets() -> None:
 
 
 def test_impossible_classes_are_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at the ends of the interval either, the smallest and the largest number that `torch.rand` can give."""
+    """This includes the smallest and the largest number that `torch.rand` can return."""
     outputs = torch.zeros(4000, 5)
     outputs[:, [0, 2, 4]] = -torch.inf
     v = Categorical().sample(outputs, None, generator())
@@ -200,7 +197,7 @@ def test_impossible_classes_are_never_drawn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_logits_that_are_not_finite_stay_in_their_term() -> None:
-    """No error, and nothing looked at: the step that gets the NaN drops it."""
+    """There is no error and no check: the step that receives the NaN is dropped."""
     outputs = torch.randn(3, 4)
     outputs[1, 2] = torch.nan
     for kind in ("sample", "rademacher"):
@@ -253,7 +250,7 @@ def test_ignored_terms_have_no_curvature_and_do_not_move_the_others() -> None:
 
 # ---------------------------------------------------------------- layouts and precisions
 def test_layouts_of_the_classes_agree() -> None:
-    """In what they draw too; that their curvature is right is known from the Hessian."""
+    """Their draws agree, too."""
     last = torch.randn(2, 3, 5, 4, dtype=torch.float64)  # [N, H, W, C]
     targets = torch.randint(4, (2, 3, 5))
     targets[0, 1, 2] = -100
@@ -275,7 +272,7 @@ def everything(likelihood: Likelihood, outputs: Tensor, tangent: Tensor, random:
 
 @likelihoods
 def test_precisions(likelihood: Likelihood) -> None:
-    """Low ones are computed in float32 and differ by their own rounding only; the graph is left alone."""
+    """Low precisions are computed in float32 and differ only by the final rounding; the graph is left alone."""
     empty = torch.empty(0, 4)
     assert likelihood.sample(empty, None, generator()).shape == (0, 4)
     assert likelihood.terms(empty, None) == 0
@@ -305,7 +302,7 @@ def test_certain_bits_keep_their_curvature() -> None:
     torch.testing.assert_close(Bernoulli().hessian_product(logits, None, torch.ones(2, 1)), expected)
 
 
-# ---------------------------------------------------------------- refusals, and likelihoods of one's own
+# ---------------------------------------------------------------- refusals, and custom likelihoods
 def test_names_and_objects_are_resolved_and_nothing_else_is() -> None:
     assert resolve("categorical") == Categorical(ignore_index=-100, class_dim=-1)
     assert resolve("bernoulli") == Bernoulli(mean=False)
@@ -362,7 +359,7 @@ def test_outputs_and_targets_that_do_not_fit_are_refused() -> None:
                 likelihood.sample(torch.ones(2, 3, dtype=dtype), None, generator())
 
 
-def test_a_likelihood_of_ones_own_needs_a_sample_only() -> None:
+def test_a_custom_likelihood_needs_only_sample() -> None:
     class Laplace(Likelihood):
         def sample(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
             return torch.randn(outputs.shape, generator=generator).sign()
@@ -395,8 +392,8 @@ def use_everything(likelihood: Likelihood, outputs: Tensor, targets: Tensor | No
 
 
 @likelihoods
-def test_no_value_is_looked_at(likelihood: Likelihood) -> None:
-    """Fake tensors have no values: any read of one by the host raises."""
+def test_no_value_is_read_by_the_host(likelihood: Likelihood) -> None:
+    """Fake tensors have no values: reading one raises."""
     with FakeTensorMode():
         targets = torch.zeros(6, dtype=torch.int64) if isinstance(likelihood, Categorical) else None
         use_everything(likelihood, torch.randn(6, 5), targets, torch.Generator())
@@ -405,7 +402,7 @@ def test_no_value_is_looked_at(likelihood: Likelihood) -> None:
 @pytest.mark.gpu
 @each(likelihood=LIKELIHOODS, dtype=[torch.float32, torch.bfloat16])
 def test_a_device_is_not_waited_for_and_computes_the_same(likelihood: Likelihood, dtype: torch.dtype) -> None:
-    """A generator of the CPU serves outputs on a device, with the same numbers."""
+    """A generator of the CPU draws the same numbers for outputs on a device."""
     outputs = torch.randn(6, 5, device="cuda", dtype=dtype)
     targets = torch.tensor([0, 1, 2, -100, 4, 0], device="cuda") if isinstance(likelihood, Categorical) else None
     source = torch.Generator("cuda").manual_seed(0)

@@ -1,7 +1,7 @@
-"""The loss scale of float16 training: given, set late, found while a scaler steps, or not to be found.
+"""The loss scale of float16 training: given, set late, found while a scaler steps, or impossible to find.
 
-Every run holds its parameters still (``lr=0``) and repeats one batch, so that the curvature of any number of steps is
-that of the batch in float32, whatever was left out on the way.
+Every run keeps its parameters fixed (``lr=0``) and repeats one batch, so that the curvature of any number of steps is
+that of the batch in float32, whichever steps were left out.
 """
 
 import copy
@@ -26,8 +26,6 @@ METHODS = {
     ),
     "hylo": lambda model, **k: built(HyLo, model, lr=0.0, update_steps=1, mode="sngd", **k),
 }
-
-
 make_kfac = METHODS["kfac"]
 methods = each(method=METHODS)
 
@@ -85,7 +83,7 @@ def make_scaler(**keywords):
 
 @pytest.fixture(autouse=True)
 def silence():
-    """No run of this file may warn, but those that say so."""
+    """No test of this file may warn unless it catches the warning."""
     with silent():
         yield
 
@@ -128,10 +126,10 @@ def given(opt, model, scaler, **keywords):
     opt.grad_scaler = scaler
 
 
-#: What happens one after the other; in how many steps statistics count; whether the optimizer knows the scaler then.
+#: The steps, the number of those whose statistics count, and whether the optimizer knows the scaler in the end.
 RUNS = {
     "given": ([given, half, half, half], 3, True),
-    "found": ([half, half, half], 2, True),  # in float32 too: nothing in those gradients tells
+    "found": ([half, half, half], 2, True),  # float32 gradients of the same scaler count, too
     "found in float32": ([single, single], 1, True),
     "given in the middle of training": ([taken_at_once, taken_at_once, given, half, half, half], 5, True),
     "found in the middle of training": ([taken_at_once, taken_at_once, half, half, half], 4, True),
@@ -139,17 +137,17 @@ RUNS = {
     "an overflow before it is found, and after": ([overflow, half, half, overflow, half], 2, True),
     "set between backward and step": ([between_backward_and_step], 0, True),
     "set between backward and step, and used": ([between_backward_and_step, single], 1, True),
-    # statistics of a loss that nothing scales, divided by the scale, would be too small by its square
+    # statistics of an unscaled loss, divided by the scale, would be too small by its square
     "found, and then not stepping any more": ([half, half, taken_at_once], 1, False),
     "found in float32, and then not stepping any more": ([single, single, *[taken_at_once] * 4], 4, False),
-    "given, whoever steps": ([given, by_hand, by_hand, by_hand], 3, True),
-    "given after it was found, whoever steps": ([single, single, given, by_hand, by_hand, by_hand], 4, True),
+    "given, and stepped by hand": ([given, by_hand, by_hand, by_hand], 3, True),
+    "given after it was found, and stepped by hand": ([single, single, given, by_hand, by_hand, by_hand], 4, True),
 }
 
 
 @pairs(method=METHODS, run=RUNS, treatment=["plain", "unscale", "clip"], by_keyword=[False, True])
 def test_statistics_are_those_of_float32_or_left_out(method, run, treatment, by_keyword):
-    """A step that finds a scaler is left out, and one that finds it gone."""
+    """Statistics of a step that finds a scaler, or that finds it gone, are left out."""
     steps, counted, knows = run
     model, scaler = make_model(), make_scaler()
     if by_keyword and steps[0] is given:
@@ -167,7 +165,7 @@ def test_statistics_are_those_of_float32_or_left_out(method, run, treatment, by_
     assert opt.diagnostics()["skipped_statistics"] == 0
 
 
-def test_the_stack_is_not_looked_through_at_every_step(monkeypatch):
+def test_the_stack_is_not_searched_at_every_step(monkeypatch):
     looks = []
     monkeypatch.setattr(secondorder.capture.loss_scale, "calling_scaler", lambda: looks.append(1))
     model = make_model()
@@ -183,7 +181,7 @@ def test_the_stack_is_not_looked_through_at_every_step(monkeypatch):
 
 
 def test_the_scaler_is_found_through_wrappers_of_the_step():
-    """A scheduler wraps ``step``, and so does a trainer that counts the steps that a scaler leaves out."""
+    """A scheduler wraps ``step``, and so does a trainer that counts the steps that a scaler skips."""
     model, scaler = make_model(), make_scaler()
     opt = make_kfac(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 0.0)
@@ -209,7 +207,7 @@ def test_a_disabled_scaler_that_steps_costs_no_statistics():
     scaled_step(opt, model, scaler, half=False)
     assert opt.grad_scaler is scaler
     assert_counted(make_kfac, opt, 1, 1e-5)
-    scaled_step(opt, model, scaler)  # float16, and nothing is scaled
+    scaled_step(opt, model, scaler)  # float16, but not scaled
     assert_counted(make_kfac, opt, 1)
 
 
@@ -229,7 +227,7 @@ class Mixed(nn.Module):
 
 @methods
 def test_float16_gradients_with_no_scaler_to_be_found_warn_once_and_leave_all_layers_out(method):
-    """A loop that scales by itself: the float32 layer carries the same unknown scale as the float16 one."""
+    """The loop scales by itself, so the float32 layer has the same unknown scale as the float16 one."""
     model = Mixed()
     opt = method(model)
     x, y = batch()
@@ -266,8 +264,7 @@ def test_float16_gradients_of_unknown_scale_follow_the_fallback(fallback):
                 scaled_step(optimizer, net, make_scaler(enabled=False), step=lambda o: o.step())
     (message,) = caught
     assert "nothing was captured" in message
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close([*model.parameters()], [*other.parameters()], rtol=1e-5, atol=1e-7)
 
 
 def test_window_methods_need_no_scaler():
@@ -279,8 +276,7 @@ def test_window_methods_need_no_scaler():
         for _ in range(3):
             scaled_step(opt, model, scaler, half=False)
         found.append(list(model.parameters()))
-    for p, q in zip(*found, strict=True):
-        assert torch.allclose(p, q, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_a_copy_looks_for_the_scaler_again():
@@ -298,7 +294,7 @@ def test_a_copy_looks_for_the_scaler_again():
 
 
 def test_an_observer_never_sees_rows_that_carry_the_scale(tmp_path):
-    """Its own taps learn of the scaler in the step that finds it."""
+    """Its own taps are informed of the scaler in the step that finds it."""
     found = {}
     for scaled in (False, True):
         model, scaler = make_model(), make_scaler(enabled=scaled)

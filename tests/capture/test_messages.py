@@ -1,4 +1,4 @@
-"""What is said of layers without curvature is true, stands in one line and names what to do."""
+"""Messages about layers without curvature are correct, have one line and name a remedy."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> None:
 
 
 @METHODS
-def test_that_nothing_is_covered_is_said_first(method):
+def test_a_message_starts_with_the_fact_that_nothing_is_covered(method):
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -39,7 +39,7 @@ def test_that_nothing_is_covered_is_said_first(method):
 
 
 @METHODS
-def test_a_second_step_after_one_backward_pass_is_called_that(method):
+def test_a_second_step_after_one_backward_pass_is_reported_as_such(method):
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     opt = built(method, model, lr=0.01, **OFTEN[method])
     x = torch.randn(8, 4)
@@ -54,7 +54,7 @@ def test_a_second_step_after_one_backward_pass_is_called_that(method):
 
 
 class Aside(nn.Module):
-    """A second layer, which is not called."""
+    """Has a second layer, which is not called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Aside(nn.Module):
         return self.used(x) + 0 * sum(p.sum() for p in self.idle.parameters())
 
 
-def test_a_layer_that_was_not_called_is_not_blamed_on_the_model():
+def test_a_layer_that_was_not_called_is_not_attributed_to_eval_mode():
     model = Aside()
     opt = KFAC(model, lr=0.01, factor_update_steps=1)
     (text,) = messages_of(lambda: [step(model, opt, torch.randn(8, 4)) for _ in range(3)])
@@ -76,7 +76,7 @@ def test_a_layer_that_was_not_called_is_not_blamed_on_the_model():
 
 
 class Mixture(nn.Module):
-    """Each token goes to one of many experts, so most see a few rows that are no whole examples."""
+    """Each token goes to one of many experts, so most see a few rows that are not whole examples."""
 
     def __init__(self, experts: int = 24) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Mixture(nn.Module):
 
 
 @pytest.mark.parametrize("method", [EKFAC, HyLo])
-def test_many_experts_are_one_line(method):
+def test_many_experts_are_reported_in_one_line(method):
     torch.manual_seed(0)
     model = Mixture()
     opt = built(method, model, lr=0.01, **OFTEN[method])
@@ -118,7 +118,7 @@ class Sequences(nn.Module):
 
 @pytest.mark.parametrize("method", [EKFAC, HyLo])
 @pytest.mark.parametrize("shape", [(7, 4), (4, 4)], ids=["another length", "as many positions as examples"])
-def test_time_first_is_pointed_to_batch_dim(method, shape):
+def test_the_remedy_for_time_first_is_batch_dim(method, shape):
     x = torch.randint(9, shape)
     model = Sequences()
     (text,) = messages_of(lambda: step(model, method(model, lr=0.01), x))
@@ -128,7 +128,7 @@ def test_time_first_is_pointed_to_batch_dim(method, shape):
 
 
 class Positions(nn.Module):
-    """A table of positions as GPTs have it: added to all examples, so that its rows are no examples."""
+    """A table of positions as in GPT: it is added to all examples, so its rows are not examples."""
 
     def __init__(self) -> None:
         super().__init__()

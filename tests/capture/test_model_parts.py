@@ -43,8 +43,6 @@ LAYERED = ["kfac", "cholesky", "reduce", "ekfac", "intra", "hylo"]
 #: One of each kind of state: factors, scales, rows, a window, a window with a moment.
 KINDS = ["kfac", "ekfac", "hylo", "mfac", "ggt"]
 every_kind = pytest.mark.parametrize("method", KINDS)
-
-
 pytestmark = pytest.mark.filterwarnings("error")
 
 
@@ -79,7 +77,7 @@ def chained(parts, batches):
 
 
 class Stage:
-    """A part as a pipeline runs it: what comes in is a leaf, what goes out has its own backward."""
+    """A part as a pipeline runs it: its input is a leaf, and its output has a backward pass of its own."""
 
     def __init__(self, part):
         self.part, self.inside, self.outside = part, {}, {}
@@ -131,7 +129,7 @@ LOOPS = {
     "gpipe": pipelined(all_forwards_first),
     "1f1b": pipelined(one_forward_one_backward),
 }
-#: Every order where examples or calls are counted in ways of their own; the others in the order that tells most.
+#: All orders for methods that count examples or calls differently; the most revealing order for the others.
 ORDERS = [(m, loop) for m in METHODS for loop in (LOOPS if m in ("kfac", "intra", "hylo") else ["gpipe"])]
 orders = pytest.mark.parametrize(("method", "loop"), ORDERS)
 
@@ -159,7 +157,7 @@ def assert_same(found, expected):
 
 
 def assert_steps_as_one(method, run, tied=False):
-    """Parts under a loop, and the one module under accumulation."""
+    """A loop over parts takes the steps of one module with accumulation."""
     parts, model = make_parts(tied), nn.Sequential(*make_parts(tied))
     found, expected = METHODS[method](parts), METHODS[method](model)
     assert list(found.blocks) == list(expected.blocks)
@@ -184,7 +182,7 @@ def test_a_layer_that_two_parts_share_counts_as_in_one_module(method, loop):
 
 @pytest.mark.parametrize("method", ["kfac", "intra", "hylo"])
 def test_examples_are_counted_once_per_micro_batch(method):
-    """A count by part would halve the mean, whatever the direction."""
+    """Counting by part would halve the mean."""
     parts = make_parts()
     opt = METHODS[method](parts)
     chained(parts, micro_batches(0, 1))
@@ -244,7 +242,7 @@ def alone_in_a_group():
 @pytest.mark.parametrize("method", ["kfac", "hylo"])
 @pytest.mark.filterwarnings("default:.*:FutureWarning", "default:.*:UserWarning:torch")
 def test_the_schedules_of_torch_drive_several_stages(method, alone_in_a_group):
-    """They scale gradients after the fact by default, which no statistic could know of."""
+    """By default they scale gradients afterwards, which statistics cannot take into account."""
     widths = [torch.zeros(4, n, dtype=torch.float64) for n in (5, 6)]
 
     @functools.cache
@@ -284,7 +282,7 @@ def test_damping_adapts_by_the_loss_of_all_parts():
 
 @every_kind
 def test_state_goes_from_parts_to_one_module_and_back(method):
-    """Of groups with a list of modules as of the list itself."""
+    """The parts are given as a list of modules in addition to named parameters."""
     parts, model = make_parts(), nn.Sequential(*make_parts())
     named = [(f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()]
     split, joint = METHODS[method](named, module=tuple(parts)), METHODS[method](model)
@@ -328,7 +326,7 @@ def test_detach_and_attach_of_all_parts():
 
 
 def test_every_method_is_created_from_a_list():
-    """Of wrapped parts too; layers are skipped by name; a ``ModuleList`` is one module as ever."""
+    """Parts may be compiled, layers may be skipped, and a ``ModuleList`` is one module."""
     for name in ("kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt"):
         opt = secondorder.create(name, make_parts(), lr=0.01)
         assert "1.3.weight" in opt.describe()
@@ -376,7 +374,7 @@ REFUSED = [
 ]
 
 
-def test_what_is_no_list_of_parts_is_refused():
+def test_invalid_lists_of_parts_are_refused():
     for given, kind, text in REFUSED:
         parts = make_parts()
         with pytest.raises(kind, match=text):

@@ -1,6 +1,6 @@
-"""The number of examples in a forward pass: models whose own forward is not called, and inputs that do not count them.
+"""The number of examples in a forward pass: models whose own forward is not called, and inputs that do not show it.
 
-The oracle puts one example after the other through the model's ``forward`` and collects rows and gradients in float64.
+The oracle passes one example after the other through the model's ``forward`` and collects rows in float64.
 """
 
 import copy
@@ -55,8 +55,6 @@ class Flat(nn.Module):
 
 
 class Twice(Coder):
-    """Calls a layer twice."""
-
     def encode(self, x: Tensor) -> Tensor:
         return torch.tanh(self.inner(torch.tanh(self.inner(self.encoder(x))))).mean(1)
 
@@ -88,7 +86,7 @@ def test_parts_that_are_called_without_the_model(
 
 @pairs(kind=["sequence", "flattened in a part"], sizes=[(N,), (N, N), (N, 10)], cls=[KFAC, EKFAC, HyLo])
 def test_directions_are_those_of_the_forward(kind: str, sizes: tuple[int, ...], cls: Any) -> None:
-    """Also of several batches before one backward, where one may be shorter."""
+    """This includes several batches before one backward, of which one may be shorter."""
     batches = [noise(n, T, WIDTH, seed=n + i) for i, n in enumerate(sizes)]
     steps = []
     for run in (lambda model, x: model(x), by_parts):
@@ -115,7 +113,7 @@ def test_observed_batches_of_parts() -> None:
 
 
 def test_a_cell_that_a_script_runs_over_time() -> None:
-    """Every layer is called equally often, but on what it computed before: one forward."""
+    """Every layer is called equally often, but on its own results, so this is one forward."""
 
     class Cell(nn.Module):
         def __init__(self) -> None:
@@ -138,8 +136,7 @@ def test_a_cell_that_a_script_runs_over_time() -> None:
 
 
 def test_a_part_that_is_not_trained_does_not_count() -> None:
-    """The generator's batch, while the discriminator takes another one."""
-
+    """The generator has another batch than the discriminator."""
     parts = {"generator": mlp((5, WIDTH, WIDTH)), "discriminator": mlp((WIDTH, WIDTH, CLASSES))}
     model = nn.ModuleDict(parts)
     opt = plain_kfac(model.discriminator.parameters(), module=model)
@@ -152,8 +149,8 @@ def test_a_part_that_is_not_trained_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("order", ["part first", "model first"])
-def test_a_part_beside_the_whole_model_is_of_one_batch(order: str) -> None:
-    """A projector after the model, or a preview before it: the examples of the batch count once."""
+def test_a_part_and_the_whole_model_see_one_batch(order: str) -> None:
+    """With a projector after the model, or a preview before it, the examples of the batch count once."""
 
     class Projected(nn.Module):
         def __init__(self) -> None:
@@ -181,8 +178,8 @@ def test_a_part_beside_the_whole_model_is_of_one_batch(order: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["forward given up", "layers frozen"])
-def test_what_came_before_does_not_join(frozen: bool) -> None:
-    """Of a forward that was given up, or of a part before layers are frozen: the hooks are made anew then."""
+def test_earlier_forwards_do_not_count(frozen: bool) -> None:
+    """One was given up, or one of a part came before layers were frozen, which renews the hooks."""
     x, y = data()
     model = seeded_build(Coder)
     opt = plain_kfac(model)
@@ -199,7 +196,7 @@ def test_what_came_before_does_not_join(frozen: bool) -> None:
     assert_factors(found, {name: expected[name] for name in found})
 
 
-def test_rows_that_are_no_multiples_are_doubted() -> None:
+def test_numbers_of_rows_that_are_not_multiples_warn_once() -> None:
     model = seeded_build(Coder)
     opt = plain_kfac(model)
     for step in range(2):
@@ -214,7 +211,7 @@ def test_rows_that_are_no_multiples_are_doubted() -> None:
 
 # ------------------------------------------------------------------ which input counts
 class Timed(nn.Module):
-    """``model(t, x)``, with one time for all examples or one each."""
+    """``model(t, x)``, with one time for all examples or one for each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +249,7 @@ def factor_of(model: Any, layer: nn.Linear, run: Callable[[], Tensor]) -> Tensor
 
 
 def captured_factor(model: Any, layer: str, y: Tensor, *args: Any, forward: Any = None, **keywords: Any) -> Tensor:
-    """The same as an optimizer has it after a step, which is divided by the number of examples."""
+    """The same from the state of an optimizer, where it is divided by the number of examples."""
     opt = plain_kfac(model, **keywords)
     forward = model if forward is None else forward
     F.cross_entropy(forward(*args), y).backward()
@@ -261,7 +258,7 @@ def captured_factor(model: Any, layer: str, y: Tensor, *args: Any, forward: Any 
 
 
 @pytest.mark.parametrize(("times", "compiled"), [(1, False), (1, True), (N, False)])
-def test_a_time_in_front_of_the_examples(times: int, compiled: bool) -> None:
+def test_a_time_may_come_before_the_examples(times: int, compiled: bool) -> None:
     t, x, y = noise(times), noise(N, WIDTH), labels(N, CLASSES)
     plain, model = seeded_build(Timed), seeded_build(Timed)
     B = factor_of(plain, plain.trunk, lambda: F.cross_entropy(plain(t, x), y, reduction="sum")) / N
@@ -273,7 +270,7 @@ def test_a_time_in_front_of_the_examples(times: int, compiled: bool) -> None:
 
 @pairs(nodes=[38, 235], pooled=[True, False], edges_first=[True, False])
 def test_graphs(nodes: int, pooled: bool, edges_first: bool, recwarn: pytest.WarningsRecorder) -> None:
-    """Node-wise outputs count nodes, pooled ones graphs; never the two ends of an edge."""
+    """Node-wise outputs count nodes, and pooled ones graphs; neither counts the two ends of an edge."""
     generator = torch.Generator().manual_seed(0)
     edges = torch.randint(nodes, (2, 4 * nodes), generator=generator)
     graph = torch.arange(nodes) * 9 // nodes
@@ -292,7 +289,7 @@ def test_graphs(nodes: int, pooled: bool, edges_first: bool, recwarn: pytest.War
 
 
 class Ambiguous(nn.Module):
-    """Nothing that it is given, and none of its layers, has as many rows as there are losses."""
+    """None of its inputs and layers has as many rows as there are losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +303,7 @@ def sizes(offsets: Tensor, x: Tensor) -> int:
     return len(offsets) - 1
 
 
-def test_the_user_decides() -> None:
+def test_batch_input_decides_the_number_of_examples() -> None:
     offsets, x, y = torch.tensor([0, 3, 5, 10, 11]), noise(11, WIDTH), labels(4, CLASSES)
     plain = seeded_build(Ambiguous)
     B = factor_of(plain, plain.layer, lambda: F.cross_entropy(plain(offsets, x), y, reduction="sum")) / 4
@@ -342,7 +339,7 @@ def test_a_rule_that_cannot_be_followed_is_refused() -> None:
     opt.close()
 
 
-# ------------------------------------------------------------------ the decision itself
+# ------------------------------------------------------------------ the decision
 def linear(site: int, *shape: int) -> Use:
     return Use(site, shape, None, len(shape) == 1, False, 1, False)
 

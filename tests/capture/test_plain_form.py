@@ -1,7 +1,7 @@
 """Whatever a model does around its layers, the factors are those of the same mathematics written plainly.
 
-The expected values come from per-example autograd on the plain form, so both the split into calls and the counting of
-examples are judged, not only equality of two runs of the same code.
+The expected values come from per-example autograd on the plain form, so the split into calls and the number of
+examples are checked, and not only that two runs of the same code are equal.
 """
 
 from collections import UserDict
@@ -62,7 +62,7 @@ class Overwriting(nn.Module):
 
 
 class Recursive(nn.Module):
-    """Layers before, inside and behind its call of itself."""
+    """Has layers before, inside and after its call of itself."""
 
     def __init__(self, plain: bool) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Output:
     logits: Tensor
 
 
-class Dressed(nn.Module):
+class Containers(nn.Module):
     """Takes and returns containers; ``body`` may be recomputed in backward."""
 
     def __init__(self, output: str = "tensor", reentrant: bool = False) -> None:
@@ -137,7 +137,7 @@ class Dressed(nn.Module):
 
 
 def mapped(container: type, x: Tensor):
-    """The read-out sees rows flattened from examples and positions: alone it would count three times too many."""
+    """The head sees rows flattened from examples and positions: by itself it would count three times too many."""
     return container(name="batch", x=[x] if container is dict else x, other=noise(2, 9))
 
 
@@ -150,7 +150,7 @@ def last(plain: bool) -> nn.Module:
 
 
 X, TOKENS, LAYOUT, IMAGES = noise(6, 4), noise(6, 3, 4), noise(6, 3, 5), images(6)[0]
-# name: the model by whether it is plain, inputs of the plain one, inputs of the other
+# build(is_plain), inputs of the plain model, inputs of the other one
 FORMS = {
     "in-place": (lambda plain: reused(inplace=not plain), X, X),
     "in-place, tokens": (lambda plain: reused(inplace=not plain, tokens=True), TOKENS, TOKENS),
@@ -161,8 +161,8 @@ FORMS = {
     **{f"layout {i}": (Transposing, LAYOUT, x) for i, x in enumerate(strided(LAYOUT))},
     "segments": (lambda plain: Segmented(plain, False), X, X),
     "segments, reentrant": (lambda plain: Segmented(plain, True), X, X),
-    "dictionary": (lambda plain: Dressed(), TOKENS, mapped(dict, TOKENS)),
-    "mapping": (lambda plain: Dressed(), TOKENS, mapped(UserDict, TOKENS)),
+    "dictionary": (lambda plain: Containers(), TOKENS, mapped(dict, TOKENS)),
+    "mapping": (lambda plain: Containers(), TOKENS, mapped(UserDict, TOKENS)),
     "three calls": (lambda plain: reused(repeat=3, tokens=True), TOKENS, TOKENS),
     "one example, one position": (lambda plain: convnet(), images(1, size=(4, 4))[0], images(1, size=(4, 4))[0]),
     "channels last": (last, IMAGES, IMAGES.to(memory_format=torch.channels_last)),
@@ -186,8 +186,8 @@ def test_factors_are_those_of_the_plain_form(approx, form):
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_in_place_relu_behind_an_unbatched_convolution(bias):
-    """Its output is a view, as that of a Linear on 3-D input."""
+def test_in_place_relu_after_an_unbatched_convolution(bias):
+    """The output of the convolution is a view, like that of a Linear on 3-D input."""
     x, y = noise(2, 5, 4), noise(3, 4, 3, seed=1)
     found = []
     for inplace in (False, True):
@@ -214,26 +214,26 @@ def test_micro_batches_and_activation_checkpointing(approx, mode, repeat, inplac
     assert layer_state(opt, model, "middle")["factor_updates"] == 1
 
 
-#: The plain form, the form that is trained, and what of its output are the logits.
+#: The plain form, the form that is trained, and a function from its output to the logits.
 TWO_FORWARDS = {
     "plain": (mlp, mlp, lambda f: f),
     "reentrant": (reused, lambda: reused(mode="reentrant"), lambda f: f),
     "non-reentrant": (reused, lambda: reused(mode="non-reentrant"), lambda f: f),
-    "tuple": (Dressed, lambda: Dressed("tuple", reentrant=True), lambda f: f[1]),
-    "dataclass": (Dressed, lambda: Dressed("dataclass", reentrant=True), lambda f: f.logits),
+    "tuple": (Containers, lambda: Containers("tuple", reentrant=True), lambda f: f[1]),
+    "dataclass": (Containers, lambda: Containers("dataclass", reentrant=True), lambda f: f.logits),
 }
 
 
 @pairs(
-    lambda approx, kind, **_: approx == "expand" or kind[0] is Dressed,
+    lambda approx, kind, **_: approx == "expand" or kind[0] is Containers,
     approx=APPROXIMATIONS,
     kind=TWO_FORWARDS,
     order=["one backward", "in order", "reversed"],
 )
 def test_two_forwards_before_the_backward(approx, kind, order):
-    """Of unequal size, as in training a discriminator: recomputed layers belong to their own forward."""
+    """Their sizes differ, as in training a discriminator; recomputed layers belong to their own forward."""
     plain, build, logits = kind
-    x, y = data(tokens=plain is Dressed)
+    x, y = data(tokens=plain is Containers)
 
     def run(model):
         outputs = model(x[:4]), model(x[4:])
@@ -248,7 +248,7 @@ def test_two_forwards_before_the_backward(approx, kind, order):
 
 
 def test_zero_grad_discards_the_statistics_of_the_gradients_and_no_others():
-    """Of the model too, as trainers call it; between forward and backward it loses nothing."""
+    """So does that of the model, which trainers call; between forward and backward, nothing is lost."""
     x, y = vectors(seed=1)
     expected = expected_factors(mlp(), x, y, F.cross_entropy)
     for which, none, between in product(("opt", "model"), (True, False), (True, False)):
@@ -268,8 +268,8 @@ def test_zero_grad_discards_the_statistics_of_the_gradients_and_no_others():
         assert_factors(all_factors(opt, model), expected)
 
 
-def test_step_without_zero_grad_starts_the_statistics_anew():
-    """Pending sums belong to one step, also where the user goes on accumulating into .grad."""
+def test_a_step_without_zero_grad_resets_the_statistics():
+    """Pending sums belong to one step, even if the user keeps accumulating into .grad."""
     model, (x, y) = mlp(), vectors(seed=1)
     opt = plain_kfac(model, lr=0.0, factor_decay=0.0)
     for batch in (vectors(), (x, y)):

@@ -26,7 +26,7 @@ def single(x):
 
 
 def unscaled():
-    """Says of float16 gradients that no loss scale is in them."""
+    """A scaler that declares float16 gradients to be unscaled."""
     return torch.amp.GradScaler("cpu", enabled=False)
 
 
@@ -59,7 +59,7 @@ def test_autocast_gives_float32_factors_of_the_right_size(kind, dtype, inside):
 
 
 def test_statistics_of_bfloat16_activations_are_accumulated_in_float32():
-    """4096 rows of ones: a bfloat16 sum would stop at 256."""
+    """A bfloat16 sum of 4096 rows of ones would stop at 256."""
     model = nn.Sequential(nn.Linear(2, 2, bias=False)).to(torch.bfloat16)
     opt = plain_kfac(model)
     model(torch.ones(4096, 2, dtype=torch.bfloat16)).sum().backward()
@@ -116,7 +116,6 @@ def test_a_model_cast_after_the_optimizer_was_made(dtype, when, keywords):
         assert dtype != torch.float64 or set(held.values()) == {torch.float64}
 
 
-# ---------------------------------------------------------------- GradScaler
 def scaled_step(opt, scaler, model, x, y, treatment):
     opt.zero_grad()
     scaler.scale(F.cross_entropy(model(x), y)).backward()
@@ -132,12 +131,9 @@ def finish(opt, scaler, model, treatment):
     scaler.update()
 
 
-TREATMENTS = ["plain", "unscale", "clip"]
-
-
-@each(treatment=TREATMENTS, accumulated=[1, 3])
+@each(treatment=["plain", "unscale", "clip"], accumulated=[1, 3])
 def test_an_overflow_batch_is_dropped_whole(treatment, accumulated):
-    """The scaler skips our step; nothing of that batch may remain, neither inf nor its finite micro-batches."""
+    """The scaler skips the step; nothing of that batch may remain, neither inf nor its finite micro-batches."""
     model = mlp().float()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
     opt = plain_kfac(model, lr=0.1, factor_decay=0.5, grad_scaler=scaler)

@@ -1,4 +1,4 @@
-"""What has no Kronecker statistics is refused or passed to the fallback by name, never treated silently wrong."""
+"""What has no Kronecker statistics is refused or follows the fallback rule, with a message, never silently wrong."""
 
 from contextlib import contextmanager
 
@@ -47,7 +47,7 @@ def rows_of(opt, name: str) -> list[str]:
 
 @contextmanager
 def left_out():
-    """Collects the warnings that a layer with a gradient got no statistics."""
+    """Collect the warnings about layers that have a gradient but no statistics."""
     messages: list[str] = []
     with warned() as found:
         yield messages
@@ -70,7 +70,7 @@ def two_losses(model, x, y):
     output.square().mean().backward()
 
 
-# what is done, which layers may be named, and the remedy
+# the passes, the layers that may be named, and the remedies
 REFUSED = {
     "a gradient penalty": (lambda model, x, y: penalty(model, x), r"encoder\.\d", ("pause_capture", "create_graph")),
     "create_graph": (create_graph, r"encoder\.\d", ("create_graph",)),
@@ -89,7 +89,7 @@ def test_second_derivatives_and_second_backwards_are_refused_by_name_with_the_re
         run(model, x, y)
     assert all(remedy in str(error.value).lower() for remedy in remedies)
     opt.zero_grad()
-    train_step(opt, model, x, y, F.cross_entropy)  # and the refusal leaves nothing behind
+    train_step(opt, model, x, y, F.cross_entropy)  # the refusal leaves nothing behind
     assert_factors(all_factors(opt, model), expected_factors(named(mlp()), x, y, F.cross_entropy))
 
 
@@ -104,7 +104,7 @@ def test_two_heads_with_a_backward_each_are_refused_where_their_graphs_meet():
 
 
 def test_a_gradient_penalty_works_inside_a_pause():
-    """Its gradients count, its statistics do not."""
+    """Its gradients count, but its statistics do not."""
     model, (x, y) = mlp(), vectors()
     expected = expected_factors(mlp(), x, y, F.cross_entropy)
     opt = plain_kfac(model)
@@ -122,7 +122,7 @@ def test_a_gradient_penalty_works_inside_a_pause():
         assert_close(V, solve_exact(expected[name][1], expected[name][0], gradient, 1e-2), 1e-8)
 
 
-def test_on_steps_that_capture_nothing_they_need_no_pause():
+def test_penalties_and_second_backwards_need_no_pause_when_nothing_is_captured():
     model, (x, y) = mlp(), vectors()
     opt = plain_kfac(model, lr=0.01, factor_update_steps=10, inv_update_steps=10)
     train_step(opt, model, x, y, F.cross_entropy)
@@ -137,7 +137,7 @@ def test_on_steps_that_capture_nothing_they_need_no_pause():
 
 
 def inputs_first(model, x, y):
-    """The first pass accumulates into no weight, so it is no second backward."""
+    """The first pass accumulates into no weight, so the next one does not count as a second backward."""
     inputs = x.clone().requires_grad_()
     value = F.cross_entropy(model(inputs), y)
     torch.autograd.grad(value, inputs, retain_graph=True)
@@ -160,8 +160,8 @@ def for_some_parameters(model, x, y):
 
 
 @pytest.mark.parametrize("fill", [inputs_first, assigned, called_with_its_own, for_some_parameters])
-def test_other_ways_to_the_gradients_are_captured(fill):
-    """Of the layers that have a gradient then, and no others."""
+def test_other_ways_to_compute_gradients_are_captured(fill):
+    """Only layers that have a gradient get statistics."""
     model, (x, y) = mlp(), vectors()
     expected = expected_factors(mlp(), x, y, F.cross_entropy)
     opt = plain_kfac(model, lr=0.1)
@@ -177,8 +177,6 @@ def test_other_ways_to_the_gradients_are_captured(fill):
 
 # ---------------------------------------------------------------- Layers without statistics
 def test_a_weight_used_outside_its_module_is_named():
-    """F.linear with the weight of a covered layer: a gradient without statistics."""
-
     class Aside(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -196,7 +194,7 @@ def test_a_weight_used_outside_its_module_is_named():
 
 
 class LearnedInputs(nn.Module):
-    """Layers that see a parameter, not the batch: ``vector`` one row, ``image`` one picture, ``table`` six rows."""
+    """A layer sees a parameter instead of the batch: ``vector`` one row, ``image`` one picture, ``table`` six rows."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -214,7 +212,7 @@ class LearnedInputs(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "n"), [("vector", 8), ("image", 4)])
-def test_reduce_leaves_out_a_layer_whose_rows_are_no_examples(kind, n):
+def test_reduce_leaves_out_a_layer_whose_rows_are_not_examples(kind, n):
     x, y = vectors(n)
     model = seeded_build(lambda: LearnedInputs(kind))
     expected = expected_factors(twin(model), x, y, F.cross_entropy, ["first", "head"], approx="reduce")
@@ -241,8 +239,8 @@ def test_reduce_leaves_out_a_layer_whose_rows_are_no_examples(kind, n):
 
 
 @pytest.mark.parametrize("sizes", [(4,), (6, 4, 3)], ids=str)
-def test_one_odd_batch_voids_the_layer_for_its_step_alone(sizes):
-    """Six learned rows split into six examples, and into three, but not into four."""
+def test_one_batch_that_does_not_fit_leaves_the_layer_out_of_its_step_only(sizes):
+    """Six learned rows can be split into six examples or three, but not into four."""
     model = seeded_build(lambda: LearnedInputs("table"))
     opt = plain_kfac(model, lr=0.1, approx="reduce")
     train_step(opt, model, *vectors(6), F.cross_entropy)
@@ -262,7 +260,7 @@ def test_one_odd_batch_voids_the_layer_for_its_step_alone(sizes):
 
 
 class Overwritten(nn.Module):
-    """Changes a layer's input after the layer; autocast has kept a copy of it, so autograd does not mind."""
+    """Changes a layer's input after the layer; autocast has kept a copy, so autograd does not object."""
 
     def __init__(self, inplace: bool) -> None:
         super().__init__()
@@ -328,7 +326,7 @@ class Deep(nn.Module):
 ALL = {"encoder.0", "encoder.2.0", "decoder.0", "lm_head"}
 
 
-# what is skipped, which blocks are left
+# what is skipped, and which blocks are left
 SKIPS = [
     ((), ALL),
     (["lm_head"], ALL - {"lm_head"}),

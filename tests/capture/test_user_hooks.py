@@ -1,4 +1,4 @@
-"""Hooks of the user's own on covered layers: statistics are of what the layer itself takes in and gives out."""
+"""The user's own hooks on covered layers: statistics are those of the layer's own inputs and outputs."""
 
 import copy
 from typing import Any
@@ -20,7 +20,7 @@ WIDTH, N = 64, 12
 
 
 class Times(nn.Module):
-    """What the hooks of these tests do to an output, as a module: the oracle runs no hook."""
+    """Does what the hooks of these tests do, because the oracle runs no hooks."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 3 * x
@@ -72,7 +72,7 @@ def check_first_layer(opt: Any, model: nn.Module, kind: str = "rows", approx: st
 
 
 @pairs(kind=["rows", "tokens", "conv"], approx=["expand", "reduce"], hook=[times_three, times_three_in_place])
-def test_a_hook_that_was_registered_first_and_changes_the_output(kind, approx, hook):
+def test_a_hook_that_was_registered_first_may_change_the_output(kind, approx, hook):
     model = plain(kind)
     model[0].register_forward_hook(hook)
     check_first_layer(plain_kfac(model, approx=approx), model, kind, approx)
@@ -119,7 +119,7 @@ def test_hooks_with_keywords_and_hooks_that_always_run():
 
 
 def test_a_layer_that_is_the_model_itself():
-    """Its tap comes before the user's hook, and the hook that ends the forward after both."""
+    """Its tap runs before the user's hook, and the hook that ends the forward after both."""
     x, y = noise(N, WIDTH), labels(N, 5)
     model = seeded_build(lambda: nn.Linear(WIDTH, 5))
     expected = expected_factors(nn.Sequential(copy.deepcopy(model), Times()), x, y, F.cross_entropy)["0"]
@@ -136,7 +136,7 @@ def test_a_layer_that_is_the_model_itself():
     ("build", "fisher"), [(EKFAC, "empirical"), (HyLo, "empirical"), (KFAC, "exact")], ids=["EKFAC", "HyLo", "observed"]
 )
 def test_the_curvature_of_other_methods_and_of_observed_outputs(build, fisher):
-    """What a hook does is what a module does in its place."""
+    """A hook has the same effect as a module in its place."""
     x, y = data("rows")
     found = []
     for hooked in (True, False):
@@ -153,8 +153,8 @@ def test_the_curvature_of_other_methods_and_of_observed_outputs(build, fisher):
     assert_close(*found)
 
 
-def test_under_compilation():
-    """A hook that comes before the tap: the compiler has followed the order when it could be changed."""
+def test_hooks_under_compilation():
+    """The order of hooks cannot be changed after compilation, so a layer is left out if a hook precedes its tap."""
     torch._dynamo.reset()
     model = plain()
     model[0].register_forward_hook(times_three)
@@ -174,7 +174,7 @@ def test_under_compilation():
 
 
 def test_a_layer_that_is_called_without_its_model():
-    """No forward of the model has put the taps first: the layer is left out of one step, and right in the next."""
+    """No forward of the model has moved the taps to the front, so the layer is left out of the first step only."""
     model = plain()
     opt = plain_kfac(model, lr=0.0)
     model[0].register_forward_hook(times_three, prepend=True)
@@ -192,7 +192,7 @@ def test_a_layer_that_is_called_without_its_model():
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_pre_hook_that_changes_the_input(late):
+def test_a_pre_hook_may_change_the_input(late):
     expected = expected_factors(nn.Sequential(Times(), *plain()), *data("rows"), F.cross_entropy, ["1"])["1"]
     model = plain()
     opt = plain_kfac(model) if late else None
@@ -201,7 +201,7 @@ def test_a_pre_hook_that_changes_the_input(late):
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_full_backward_hooks_see_and_change_what_they_did():
+def test_full_backward_hooks_keep_their_effect():
     """A pre-hook changes the gradient at the output, which the weight sees; a hook changes the one at the input."""
     model, seen = plain(), []
     model[0].register_full_backward_pre_hook(lambda m, grads: (3 * grads[0],))

@@ -1,4 +1,4 @@
-"""A budget chooses intervals from counted work: pure arithmetic, and what becomes of it in an optimizer."""
+"""A budget chooses intervals from counted work: pure arithmetic, and its effect in an optimizer."""
 
 import copy
 
@@ -45,13 +45,13 @@ def test_the_counted_mean_is_within_the_budget(layers, limit):
 
 
 @pytest.mark.parametrize("layers", [WIDE, LONG, SMALL], ids=["wide", "long", "small"])
-def test_a_larger_budget_is_never_used_for_longer_intervals_between_directions(layers):
+def test_a_larger_budget_never_makes_intervals_between_directions_longer(layers):
     every = [choose(limit, layers, Others(), NOMINAL["cpu"]).precondition for limit in (1.1, 1.3, 1.6, 2.0, 3.0, 5.0)]
     assert every == sorted(every, reverse=True)
 
 
 def test_the_work_of_a_step_is_that_of_products_bytes_and_operators():
-    """On a machine that moves bytes and calls operators in no time, ratios are those of the FLOPs."""
+    """If moving bytes and calling operators take no time, ratios are those of the FLOPs."""
     free = Calibration(0.0, 0.0)
     found = costs(WIDE, Others(), free)
     step = 2 * 6 * 128 * 784 * 512
@@ -77,13 +77,13 @@ def test_rows_of_a_lookup_table_have_one_number(monkeypatch):
 
 
 def test_gradients_pass_through_frozen_parameters():
-    """Their forward and backward pass makes a step more expensive, and curvature cheaper in comparison."""
+    """Their forward and backward passes make a step more expensive, and curvature cheaper in comparison."""
     free = Calibration(0.0, 0.0)
     found = costs(WIDE, Others(frozen=784 * 512), free)
     assert found.update == pytest.approx(costs(WIDE, Others(), free).update * 12 / 16)
 
 
-def test_every_step_is_preconditioned_where_none_may_be_left_out():
+def test_every_step_is_preconditioned_if_none_may_be_left_out():
     assert choose(1.05, SMALL, Others(), NOMINAL["cpu"], alternates=False).precondition == 1
 
 
@@ -135,7 +135,7 @@ def test_the_first_interval_refreshes_at_doubling_steps(warmup, updates):
     assert set(counted) == {updates}
 
 
-def test_a_resumed_run_keeps_what_was_chosen():
+def test_a_resumed_run_keeps_the_chosen_intervals():
     model = network()
     optimizer = KFAC(model, lr=0.01, graft="adamw", budget=1.5)
     trained(model, optimizer, 4)
@@ -149,7 +149,7 @@ def test_a_resumed_run_keeps_what_was_chosen():
     assert resumed.param_groups[0]["precondition_steps"] == optimizer.param_groups[0]["precondition_steps"]
 
 
-def test_a_choice_may_be_changed_later():
+def test_a_chosen_interval_may_be_changed_later():
     model = network()
     optimizer = KFAC(model, lr=0.01, graft="adamw", budget=1.5)
     schedule = ParamScheduler(optimizer, precondition_steps={3: 1})
@@ -160,7 +160,7 @@ def test_a_choice_may_be_changed_later():
 
 
 def test_a_budget_cannot_be_scheduled():
-    """It decides once, in the first step."""
+    """It chooses once, in the first step."""
     optimizer = KFAC(network(), lr=0.01, graft="adamw", budget=1.5)
     with pytest.raises(ValueError, match="'budget' cannot be scheduled"):
         ParamScheduler(optimizer, budget={10: 2.0})
@@ -168,7 +168,7 @@ def test_a_budget_cannot_be_scheduled():
 
 @pytest.mark.parametrize("foreach", [None, False])
 def test_steps_that_are_not_preconditioned_are_those_of_the_graft(foreach):
-    """To the bit: of torch's fused kernel, or of its loop if ``foreach`` is set."""
+    """They are bitwise those of torch's fused kernel, or of its loop if ``foreach`` is set."""
     model, other = network(), network()
     optimizer = KFAC(
         model, lr=0.01, weight_decay=0.1, graft="adamw", damping=1.0, factor_update_steps=1, inv_update_steps=1,
@@ -189,7 +189,7 @@ def test_steps_that_are_not_preconditioned_are_those_of_the_graft(foreach):
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["plain", "channels last"])
-def test_steps_do_not_depend_on_the_kernel_of_adam(layout):
+def test_the_kernel_of_adam_does_not_matter(layout):
     def steps(foreach):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3)).double()
@@ -208,7 +208,7 @@ def test_steps_do_not_depend_on_the_kernel_of_adam(layout):
     torch.testing.assert_close(steps(None), steps(False), rtol=1e-11, atol=1e-12)
 
 
-def test_measured_rates_decide():
+def test_measured_rates_determine_the_choice():
     def rates(operator):
         flat = ((1.0, 1e11), (512.0, 1e11))
         bytes_ = ((1.0, 1e10), (1e9, 1e10))
@@ -224,7 +224,7 @@ def test_measured_rates_decide():
     assert chosen[0] < chosen[1]
 
 
-def test_groups_choose_for_themselves():
+def test_each_group_has_its_own_choice():
     model = network()
     optimizer = KFAC([{"params": model[0].parameters(), "budget": 4.0}, {"params": model[2].parameters()}],
                      module=model, lr=0.01, graft="adamw", budget=1.1)  # fmt: skip
@@ -245,12 +245,12 @@ def test_groups_choose_for_themselves():
         ({"lr": 0.1, "graft": None, "refresh": RefreshOptions(precondition_steps=2)}, "precondition_steps=2 needs"),
     ],
 )  # fmt: skip
-def test_refusals(keywords, words):
+def test_incompatible_options_are_refused(keywords, words):
     with pytest.raises(ValueError, match=words):
         KFAC(network(), **keywords)
 
 
-def test_another_inverse_is_kept():
+def test_an_explicit_inverse_method_is_kept():
     for method, rank in (("cholesky", None), (InverseOptions(rank=4), 4)):
         group = KFAC(network(), lr=0.01, graft="adamw", budget=1.3, inverse_method=method).param_groups[0]
         assert group["inverse_rank"] == rank
@@ -258,7 +258,7 @@ def test_another_inverse_is_kept():
 
 @pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt", "local_factors", "chief_only"])
 @on_every_rank(2)
-def test_ranks_with_unequal_batches_choose_alike(rank: int, world: int, strategy: str) -> None:
+def test_ranks_with_unequal_batches_make_the_same_choice(rank: int, world: int, strategy: str) -> None:
     model = network()
     optimizer = KFAC(model, lr=0.01, graft="adamw", budget=1.5, comm=from_name(strategy))
     for t in range(3):

@@ -1,6 +1,6 @@
 """Blocks with a scale in their eigenbases on plain states, against dense linear algebra in float64.
 
-What becomes of the scale in steps and refreshes is in `tests/ekfac`.
+The scale over steps and refreshes is tested in `tests/ekfac`.
 """
 
 from typing import Any
@@ -78,7 +78,7 @@ def squares(block: EigenbasisBlock, gradients: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("power", [1.0, 0.5])
-def test_its_verbs_are_those_of_the_dense_operator(power: float) -> None:
+def test_all_methods_are_those_of_the_dense_operator(power: float) -> None:
     block, x = with_scale(power=power), noise(D_OUT, D_IN, seed=4)
     curvature = operator(block)
     values, vectors = torch.linalg.eigh(curvature + LAMBDA * torch.eye(len(curvature), dtype=torch.float64))
@@ -105,7 +105,7 @@ def test_its_verbs_are_those_of_the_dense_operator(power: float) -> None:
         (Due(True, late=True, keeps_calls=True), ["factor_a", "factor_g"]),
     ],
 )
-def test_what_is_due_is_summed(due: Due, expected: list[str]) -> None:
+def test_only_what_is_due_is_summed(due: Due, expected: list[str]) -> None:
     block, call = block_of(), a_call()
     assert list(block.sums(due)) == expected
     sums = block.statistic(due)
@@ -116,7 +116,7 @@ def test_what_is_due_is_summed(due: Due, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("mode", "factor"), [("post", N), ("pre", 1)])
-def test_the_square_of_the_mean_gradient(mode: str, factor: int) -> None:
+def test_the_running_scale_is_the_square_of_the_mean_gradient(mode: str, factor: int) -> None:
     block, gradient = block_of(estimator="running", momentum_mode=mode), noise(D_OUT, D_IN, seed=8)
     before = block.state["scale"].clone()
     block.fold_gradient(gradient, N, 1, ~GOOD)
@@ -127,8 +127,8 @@ def test_the_square_of_the_mean_gradient(mode: str, factor: int) -> None:
     assert keys(block.schema(block.group, {}), Place.MEASURED) == []  # no rank measures examples in the bases
 
 
-def test_the_square_of_a_summed_gradient_that_two_ranks_have_averaged() -> None:
-    """N (S / N)² of the sum S over the N examples of both ranks, of which each rank has S / 2."""
+def test_the_running_scale_of_a_summed_gradient_that_two_ranks_have_averaged() -> None:
+    """It is N (S / N)² for the sum S over the N examples of both ranks, of which each rank has S / 2."""
     sums = [noise(D_OUT, D_IN, seed=8), noise(D_OUT, D_IN, seed=9)]
     block = block_of(estimator="running", loss_reduction="sum")
     block.fold_gradient((sums[0] + sums[1]) / 2, N, 2, None)
@@ -136,7 +136,7 @@ def test_the_square_of_a_summed_gradient_that_two_ranks_have_averaged() -> None:
 
 
 @pytest.mark.parametrize("transport", ["project", "kfac", "none"])
-def test_a_refresh_that_failed_leaves_the_curvature(transport: str) -> None:
+def test_a_refresh_that_failed_does_not_change_the_curvature(transport: str) -> None:
     block = with_scale(transport=transport)
     old = operator(block)
     draw_factors(block, 2)
@@ -144,7 +144,7 @@ def test_a_refresh_that_failed_leaves_the_curvature(transport: str) -> None:
     torch.testing.assert_close(operator(block), old, rtol=0, atol=0)
 
 
-def test_a_scale_starts_again_from_stored_calls_after_a_refresh_that_is_good() -> None:
+def test_a_scale_restarts_from_stored_calls_after_a_successful_refresh() -> None:
     block, call = with_scale(transport="recompute"), a_call()
     sums = block.statistic(Due(False, late=True, keeps_calls=True))
     sums.add([call], N)
@@ -157,7 +157,7 @@ def test_a_scale_starts_again_from_stored_calls_after_a_refresh_that_is_good() -
     torch.testing.assert_close(block.state["scale"], squares(block, gradients).mean(0))
 
 
-def test_a_refresh_averages_the_scale_over_the_null_space_that_it_finds() -> None:
+def test_a_refresh_averages_the_scale_over_the_null_space() -> None:
     block, rows = with_scale(), noise(D_IN - 2, D_IN, seed=7)
     total = block.state["scale"].sum()
     block.state["factor_a"].copy_(rows.mT @ rows)

@@ -1,4 +1,4 @@
-"""The mode of a refresh: the one of its group, or the one that a policy has chosen."""
+"""The mode of a refresh is that of its group, or the one that a policy has chosen."""
 
 from secondorder.curvature.mode import ModeSwitch
 from secondorder.switching import MODES, Always, EpochList
@@ -10,7 +10,7 @@ def switch_of(*spans: tuple[int, int]) -> ModeSwitch:
 
 def test_the_option_of_a_group_comes_before_the_policy() -> None:
     assert [switch_of((0, 1)).mode_in({"mode": mode}) for mode in MODES] == list(MODES)
-    # A policy with one mode need not be asked before.
+    # A policy with one mode need not be asked.
     assert [ModeSwitch(Always(mode), "HyLo").mode_in({"mode": "auto"}) for mode in MODES] == list(MODES)
 
 
@@ -24,7 +24,7 @@ def test_the_policy_is_asked_for_the_mode_of_a_refresh() -> None:
     assert switch.history == ((0, "kid"), (2, "kis"))
 
 
-def test_a_fixed_switch_stays_in_the_mode_of_now() -> None:
+def test_a_fixed_switch_stays_in_the_current_mode() -> None:
     switch = switch_of((0, 1))
     switch.decide(2)
     fixed = switch.fixed()
@@ -36,7 +36,7 @@ def test_a_fixed_switch_stays_in_the_mode_of_now() -> None:
     assert [fixed.mode_in({"mode": mode}) for mode in MODES] == list(MODES)
 
 
-def test_a_loaded_switch_goes_on_in_its_mode() -> None:
+def test_a_loaded_switch_keeps_its_mode() -> None:
     switch, other = switch_of((0, 1)), switch_of((0, 1))
     switch.decide(0)
     other.load(switch.vector(), 1)

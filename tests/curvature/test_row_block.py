@@ -84,7 +84,7 @@ def made(form: str) -> tuple[RowBlock, Tensor]:
 
 
 @pytest.mark.parametrize("form", ["rows", "interpolated", "factors"])
-def test_both_forms_have_the_same_verbs(form: str) -> None:
+def test_all_methods_of_rows_and_factors_are_those_of_the_dense_operator(form: str) -> None:
     block, curvature = made(form)
     x = torch.randn(D_OUT, D_IN + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     values = torch.linalg.eigvalsh(damped(curvature))
@@ -114,7 +114,7 @@ def test_a_census_is_the_sum_of_the_words_of_all_ranks() -> None:
     assert census_of(block, torch.zeros_like(words[0]), 2) is None
 
 
-def test_rows_of_all_ranks_are_put_together_without_fillings() -> None:
+def test_rows_of_all_ranks_are_concatenated_without_padding() -> None:
     block, rows, damping = block_of(), [some_rows(0, 5), some_rows(1, 3)], torch.tensor(LAMBDA, dtype=torch.float64)
     sizes = Sizes(5, 1, D_IN + 1, D_OUT)
     sent = [filled_up(block, sizes, Kept(x, damping), interpolates=True, device=torch.device("cpu")) for x in rows]
@@ -125,7 +125,7 @@ def test_rows_of_all_ranks_are_put_together_without_fillings() -> None:
 
 
 @pytest.mark.parametrize("share", [0.3, 0.9, 1.0])
-def test_energy_asks_for_as_many_rows_as_hold_the_share(share: float) -> None:
+def test_energy_keeps_as_many_rows_as_hold_the_share(share: float) -> None:
     rows = some_rows(3, 40)
     found = row_choice.by_energy({"0": Energy(rows, 40, share)})["0"]
     gram = kernel.gram(rows)

@@ -1,4 +1,4 @@
-"""What a state holds: queries of plain schemas, and the schema of every method against its state."""
+"""Schemas of states: queries of plain schemas, and the schema of every method compared with its state."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ SCHEMA = {
     "first": Entry(meta(2), "factors", Place.ESTIMATE),
     "number": Entry(7, "buffers", Place.EVERYWHERE),
     "found": Entry(meta(4, dtype=torch.float64), "second_order", Place.CURVATURE, derived=True),
-    "told": Entry(meta(), "buffers", Place.CURVATURE, known=True),
+    "known": Entry(meta(), "buffers", Place.CURVATURE, known=True),
     "basis": Entry(meta(5, dtype=torch.bfloat16), "second_order", Place.MEASURED, derived=True),
     "own": Entry(meta(6), "momentum", Place.OWN),
 }
@@ -50,9 +50,9 @@ SCHEMA = {
 @pytest.mark.parametrize(
     ("places", "expected"),
     [
-        (set(Place), ["second", "first", "number", "found", "told", "basis", "own"]),
+        (set(Place), ["second", "first", "number", "found", "known", "basis", "own"]),
         ({Place.ESTIMATE}, ["second", "first", "number"]),
-        ({Place.CURVATURE, Place.MEASURED}, ["number", "found", "told", "basis"]),
+        ({Place.CURVATURE, Place.MEASURED}, ["number", "found", "known", "basis"]),
         ({Place.MEASURED, Place.OWN}, ["number", "basis", "own"]),
         (set(), ["number"]),
     ],
@@ -66,21 +66,21 @@ def test_a_rank_holds_numbers_and_the_tensors_of_its_places(places: set[Place], 
 def test_keys_of_a_place_are_sorted_and_without_numbers() -> None:
     for place, expected in {
         Place.ESTIMATE: ["first", "second"],
-        Place.CURVATURE: ["found", "told"],
+        Place.CURVATURE: ["found", "known"],
         Place.MEASURED: ["basis"],
         Place.EVERYWHERE: [],
         Place.OWN: ["own"],
     }.items():
         assert keys(SCHEMA, place) == keys(dict(reversed(SCHEMA.items())), place) == expected
-    assert keys(SCHEMA, Place.CURVATURE, known=False) == ["found"]  # every holder finds "told" by itself
+    assert keys(SCHEMA, Place.CURVATURE, known=False) == ["found"]  # every holder finds "known" by itself
     assert keys(SCHEMA, Place.ESTIMATE, known=False) == ["first", "second"]
 
 
-def test_kinds_with_their_keys_and_bytes() -> None:
+def test_kinds_have_keys_and_bytes() -> None:
     assert nbytes(SCHEMA) == {"factors": 44, "buffers": 4, "second_order": 42, "momentum": 24}
     assert nbytes({}) == {}
     assert kinds(SCHEMA) == ["factors", "buffers", "second_order", "momentum"]
-    assert of_kinds(SCHEMA, "buffers", "momentum") == {"number", "told", "own"}
+    assert of_kinds(SCHEMA, "buffers", "momentum") == {"number", "known", "own"}
     assert of_kinds(SCHEMA, "window") == set()
 
 
@@ -99,7 +99,7 @@ def test_parts_of_a_window_are_known_by_their_plain_key() -> None:
         ({"always": True, "derived": True}, set()),
     ],
 )
-def test_what_a_checkpoint_may_be_without(facts: dict[str, bool], expected: set[str]) -> None:
+def test_entries_that_a_checkpoint_may_lack(facts: dict[str, bool], expected: set[str]) -> None:
     entry = Entry(0, "buffers", Place.OWN, **facts)
     assert {kept for kept in ("all", "factors", "none") if entry.may_lack(kept)} == expected
 
@@ -117,7 +117,7 @@ def test_a_schema_is_a_catalog_with_shapes() -> None:
         shaped(catalog, {"unknown": 0})
 
 
-# ---------------------------------------------------------------------- of every method
+# ---------------------------------------------------------------------- schemas of methods
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kfac": (KFAC, {}),
     "kfac cholesky": (KFAC, {"inverse_method": "cholesky"}),
@@ -157,7 +157,7 @@ def _trained(cls: Any, chosen: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(("cls", "chosen"), METHODS.values(), ids=METHODS)
 def test_the_schema_is_the_state(cls: Any, chosen: dict[str, Any]) -> None:
-    """Keys, shapes, symmetry, kinds of memory, and the facts of the catalog of the method."""
+    """This includes keys, shapes, symmetry, kinds of memory, and the facts in the catalog of the method."""
     opt = _trained(cls, chosen)
     schemas = {
         p: opt._checkpoint.curvature.schema_of(p, group, opt.state[p])
@@ -184,12 +184,12 @@ def test_the_schema_is_the_state(cls: Any, chosen: dict[str, Any]) -> None:
             sizes[kind] += size
     usage = opt.memory_usage()
     assert sizes.keys() <= usage.keys()
-    for kind in sizes.keys() - {"buffers", "momentum"}:  # these count what is no curvature, too
+    for kind in sizes.keys() - {"buffers", "momentum"}:  # these include more than curvature
         assert usage[kind] == sizes[kind], kind
     opt.close()
 
 
-def test_every_rank_has_its_own_memory_of_the_policy() -> None:
+def test_every_rank_has_its_own_state_of_the_policy() -> None:
     entry = RowPreconditioner.catalog["switch_state"]
     assert (entry.place, entry.always) == (Place.OWN, True)
 
@@ -199,7 +199,7 @@ def test_every_block_counts_its_updates() -> None:
     assert COUNTERS["factor_weight"].shape == ()
 
 
-def test_a_block_without_one_of_its_verbs_cannot_be_made() -> None:
+def test_a_block_without_one_of_its_methods_cannot_be_created() -> None:
     class Unfinished(Block):
         def schema(self, group: Any, held: Any) -> Any:
             return {}

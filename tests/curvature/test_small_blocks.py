@@ -1,4 +1,4 @@
-"""Small blocks of equal shape precondition together, and take the steps that they take one by one."""
+"""Small blocks of equal shape precondition together and take the same steps as one by one."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def stacks_of_any_size(monkeypatch):
 
 
 class Net(nn.Module):
-    """Layers of every kind of matrix: with and without a bias, frozen in part, convolutions, an embedding, norms."""
+    """Layers with all kinds of matrices: with and without a bias, partly frozen, convolutions, an embedding, norms."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def trained(monkeypatch, method, dtype, *, stacked, groups=False, **options):
-    """The parameters after some steps, of which the last one may take blocks apart, and how many it took together."""
+    """The parameters after some steps, and how many blocks the last one stacked, which may be none."""
     torch.manual_seed(0)
     model, sizes = Net(dtype), []
 
@@ -93,19 +93,19 @@ def test_steps_are_those_of_single_products(monkeypatch, case, dtype):
     method, options = CASES[case]
     together, count = trained(monkeypatch, method, dtype, stacked=True, **options)
     apart, none = trained(monkeypatch, method, dtype, stacked=False, **options)
-    # All but the widest layer: an embedding, four convolutions, two norms, four layers, two without a bias, a bias.
+    # All except the widest layer: an embedding, four convolutions, two norms, four layers, two without bias, a bias.
     assert (count, none) == (14, 0)
     assert_close(together, apart, dtype)
 
 
-def test_what_is_in_the_basis_already_or_sets_its_own_length_is_apart(monkeypatch):
+def test_running_scales_and_orthogonalized_layers_are_not_stacked(monkeypatch):
     for own in ({}, {"power": 0.5, "momentum_mode": "pre", "kl_clip": None}):
         assert trained(monkeypatch, EKFAC, torch.float32, stacked=True, estimator="running", **own)[1] == 0
-    # The embedding, whose inputs choose a row, the norms, and a bias have no polar factor.
+    # The embedding, the norms and the bias have no polar factor, so they are stacked.
     assert trained(monkeypatch, KFAC, torch.float32, stacked=True, orthogonalize=True)[1] == 4
 
 
-def test_a_stack_is_bounded(monkeypatch):
+def test_the_bound_of_a_stack_does_not_matter(monkeypatch):
     monkeypatch.setattr(small_blocks, "_STACK", 400)
     together, _ = trained(monkeypatch, KFAC, torch.float64, stacked=True)
     apart, _ = trained(monkeypatch, KFAC, torch.float64, stacked=False)
@@ -151,13 +151,13 @@ def test_stacks_are_kept_until_curvature_changes(method):
     other, changed = step()
     assert not torch.allclose(other, before)
     assert are_same(stacks, changed) == [False, True]
-    optimizer.state[first]["basis_g"].data.mul_(2.0)  # as a message would: torch does not count it
+    optimizer.state[first]["basis_g"].data.mul_(2.0)  # as by communication, which torch's version counter misses
     optimizer.state[first]["refreshes"] += 1
     assert are_same(changed, step()[1]) == [False, False]
     optimizer.load_state_dict(saved)
     assert not torch.allclose(step()[0], other)
 
 
-def test_few_blocks_are_taken_one_by_one(monkeypatch):
+def test_few_blocks_of_a_shape_are_not_stacked(monkeypatch):
     monkeypatch.setattr(small_blocks, "_FEW", 3)
     assert trained(monkeypatch, KFAC, torch.float32, stacked=True)[1] == 3  # the layers of one shape

@@ -1,4 +1,4 @@
-"""Parts of a step over blocks on plain values: what is captured, folded, sent and gathered."""
+"""Stages of a step over blocks on plain values: capturing, folding, sending and gathering."""
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -18,9 +18,8 @@ from secondorder.preconditioners.directions import WholeGradients
 from secondorder.preconditioners.layer_statistics import LayerStatistics
 
 
-# ---------------------------------------------------------------------- What a step captures
 def scheduled(step: int, *updates: int, learns: Any = lambda i: True) -> dict[int, Due]:
-    """What is due in a step of blocks that were updated so often, every third step."""
+    """What is due in a step, for blocks with the given numbers of updates and an interval of 3."""
     group = {"every": 3, "interval": 10}
     blocks = [SimpleNamespace(index=i, group=group, state={"factor_updates": n}) for i, n in enumerate(updates)]
     plan = SimpleNamespace(
@@ -41,7 +40,6 @@ def test_blocks_are_captured_at_their_interval_and_at_once_if_they_have_no_estim
     assert scheduled(6, 2, 2, learns=lambda i: i == 1) == {1: ESTIMATE_ALONE}
 
 
-# ---------------------------------------------------------------------- What is folded
 class Estimate:
     """A block that folds a number."""
 
@@ -58,7 +56,7 @@ class Estimate:
 
 
 @pytest.mark.parametrize(("examples", "updates", "skipped"), [(4, 1, 0), (0, 0, 1)])
-def test_a_batch_that_is_not_finite_is_counted_and_not_an_update(examples: int, updates: int, skipped: int) -> None:
+def test_a_batch_that_is_not_finite_is_counted_but_is_no_update(examples: int, updates: int, skipped: int) -> None:
     block, exchange = Estimate(), StatisticsExchange(cast(Any, None))
     plan = SimpleNamespace(blocks=[block], comm=SimpleNamespace(combines=False), runtime=SimpleNamespace(step=5))
     statistics = LayerStatistics(cast(Any, plan), cast(Any, SimpleNamespace(due={})), exchange)
@@ -68,7 +66,6 @@ def test_a_batch_that_is_not_finite_is_counted_and_not_an_update(examples: int, 
     assert exchange.learned_at == ({"layer": 5} if updates else {})
 
 
-# ---------------------------------------------------------------------- What is sent
 def test_a_checkpoint_is_compared_as_if_nothing_had_been_sent() -> None:
     comm = SimpleNamespace(
         combines=True, estimates=lambda i: False, preconditions=lambda i: False, captures=lambda i: True,
@@ -90,7 +87,7 @@ def test_a_checkpoint_is_compared_as_if_nothing_had_been_sent() -> None:
 
 
 class Shards:
-    """Doubles what it gathers, and lists how many parameters each message has."""
+    """Doubles what it gathers, and records how many parameters each message has."""
 
     def __init__(self) -> None:
         self.messages: list[int] = []
@@ -109,7 +106,7 @@ def test_a_gradient_is_gathered_once_in_a_step() -> None:
     blocks = cast(Any, [SimpleNamespace(index=i, params=[x]) for i, x in enumerate((p, q))])
     gradients = {p: torch.full((2,), 3.0), q: torch.full((3,), 5.0)}
     wholes.keep(blocks, gradients)
-    source = {p: gradients[p], q: gradients[q] + 1}  # the second one is a mean of gradients, which nobody has sent
+    source = {p: gradients[p], q: gradients[q] + 1}  # the second one is a mean of gradients, which was not sent yet
     found = wholes.gather(blocks, source)
     assert shards.messages == [2, 1]
     assert found[p].tolist() == [6.0, 6.0]

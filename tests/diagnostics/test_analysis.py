@@ -62,7 +62,7 @@ Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def events(folder: Path, tool: str, **wanted: Any) -> list[dict[str, Any]]:
-    """Events of a tool that have some values."""
+    """Events of a tool with the given values."""
     found = read_events(folder / f"{tool}.jsonl")
     return [event for event in found if all(event[key] == value for key, value in wanted.items())]
 
@@ -97,7 +97,7 @@ class Dense:
     """A layer's curvature ``F = Σ u uᵀ`` from the gradients of single examples, and updates from it.
 
     Attributes:
-        groups: Rows ``[Γ, n, p]``, those of the mean loss's Fisher.
+        groups: Rows ``[Γ, n, p]`` for the Fisher of the mean loss.
         u: Those of the first group.
     """
 
@@ -139,7 +139,7 @@ def measured(event: dict[str, Any]) -> tuple[float, float]:
     return event["rel_error"], event["cos"]
 
 
-# ---------------------------------------------------------------------------------------------- it changes nothing
+# ---------------------------------------------------------------------------------------------- training is unchanged
 def noisy() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))
 
@@ -153,7 +153,7 @@ WATCHED = [*TASKS, Task("noisy", noisy, MLP.draw), Task("attention", attention, 
 
 
 @each(task={task.name: task for task in WATCHED}, make=METHODS)
-def test_parameters_state_and_random_numbers_are_the_same_to_the_bit(make: Make, task: Task, tmp_path: Path) -> None:
+def test_parameters_state_and_random_numbers_are_identical(make: Make, task: Task, tmp_path: Path) -> None:
     found = []
     for watched in (True, False):
         model = task.model()
@@ -177,8 +177,8 @@ def closure_of(model: nn.Module, optimizer: Any, step: int) -> Callable[[], Tens
 
 
 @pytest.mark.parametrize("cls", [KFAC, EKFAC])
-def test_steps_that_are_judged_by_their_loss_are_the_same_too(cls: Any, tmp_path: Path) -> None:
-    """Their closure runs again at other parameters, which must neither be captured nor cost the rows of the step."""
+def test_steps_that_may_be_rejected_are_identical_too(cls: Any, tmp_path: Path) -> None:
+    """Their closure runs again at other parameters, which must not be captured and must not discard the step's rows."""
     found = []
     for watched in (True, False):
         model = MLP.model()
@@ -201,7 +201,7 @@ def hooks(model: nn.Module, optimizer: Any) -> list[Any]:
 
 
 @every_method
-def test_gradients_stay_and_closing_removes_every_hook(make: Make, tmp_path: Path) -> None:
+def test_gradients_are_unchanged_and_closing_removes_every_hook(make: Make, tmp_path: Path) -> None:
     model = MLP.model()
     optimizer = make(model)
     without = hooks(model, optimizer)
@@ -246,7 +246,7 @@ def test_tools_without_rows_collect_none(tools: Any, tmp_path: Path, monkeypatch
 
 # ------------------------------------------------------------------------------------------------- lines and columns
 @every_method
-def test_one_line_per_event_with_these_columns_in_this_order(make: Make, tmp_path: Path) -> None:
+def test_each_event_is_a_line_with_the_columns_in_order(make: Make, tmp_path: Path) -> None:
     sampling = ("systematic", "uniform")
     with watching(tmp_path, make=make, every=2, kis_sampling=sampling) as (model, optimizer, analysis):
         for step in range(5):
@@ -268,7 +268,7 @@ def test_one_line_per_event_with_these_columns_in_this_order(make: Make, tmp_pat
 
 
 def lines_of_layers(folder: Path) -> list[tuple[int, str]]:
-    """Step and layer of the lines of two tools, which have the same ones."""
+    """Step and layer of the lines of two tools, which must agree."""
     rank, trend = ([(e["step"], e["layer"]) for e in events(folder, tool)] for tool in ("rank", "trend"))
     assert rank == trend
     return rank
@@ -288,7 +288,7 @@ def test_uncovered_frozen_and_skipped_parameters_have_no_lines(tmp_path: Path) -
 
 
 @every_method
-def test_a_resumed_run_goes_on_where_the_first_one_ended(make: Make, tmp_path: Path) -> None:
+def test_a_resumed_run_appends_the_lines_of_an_uninterrupted_one(make: Make, tmp_path: Path) -> None:
     tools, options = ("rank", "trend", "error"), {"every": 2, "epoch_steps": 3}
     with watching(tmp_path / "whole", tools, make, **options) as (model, optimizer, _):
         train(model, optimizer, MLP, 8)
@@ -306,7 +306,7 @@ def test_a_resumed_run_goes_on_where_the_first_one_ended(make: Make, tmp_path: P
     assert [e["epoch"] for e in events(tmp_path / "whole", "trend", layer="first")] == [0, 0, 1, 2]
 
 
-def test_the_first_step_is_looked_at_whatever_its_number(tmp_path: Path) -> None:
+def test_the_first_step_is_analyzed_whatever_its_number(tmp_path: Path) -> None:
     model = MLP.model()
     optimizer = KFAC(model, lr=0.1)
     train(model, optimizer, MLP, 3)
@@ -315,7 +315,7 @@ def test_the_first_step_is_looked_at_whatever_its_number(tmp_path: Path) -> None
     assert [e["step"] for e in events(tmp_path, "profile")] == [3, 5]
 
 
-def test_broken_lines_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_lines_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "rank.jsonl"
     path.write_text('{"step": 0, "layer": "fi', encoding="utf-8")
     assert read_events(path) == []  # still being written
@@ -329,7 +329,7 @@ def test_broken_lines_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 # -------------------------------------------------------------------------------------------------------------- rank
 def assert_spectrum(event: dict[str, Any], groups: Vector, damping: float) -> None:
-    """The numbers of a kernel's eigenvalues, those of all groups together."""
+    """The event has the figures of the kernel's eigenvalues, of all groups together."""
     sigma = np.sort(np.concatenate([np.linalg.svd(u, compute_uv=False) ** 2 for u in groups]))[::-1]
     shares = sigma[sigma > 0] / sigma.sum()
     assert event["rank90"] == next(k for k in range(1, len(sigma) + 1) if sigma[:k].sum() >= 0.9 * sigma.sum())
@@ -368,7 +368,7 @@ def test_rank_of_convolutions_with_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cls", [KFAC, HyLo])
 def test_relative_damping_is_a_multiple_of_the_mean_eigenvalue(cls: Any, tmp_path: Path) -> None:
-    """Of the Fisher, one for each parameter, or of the kernel, one for each example: as each method has it."""
+    """The mean is over one eigenvalue for each parameter or one for each example, depending on the method."""
     dense = Dense(MLP.model(), "first", *MLP.batch(0))
     make = partial(cls, lr=0.1, damping=3.0, damping_mode="relative")
     with watching(tmp_path, "rank", make) as (model, optimizer, _):
@@ -399,7 +399,7 @@ def test_error_of_interpolation(make: Make, r: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sampling", ["systematic", "unweighted", "uniform"])
-def test_error_of_sampling_is_that_of_one_of_the_choices(sampling: str, tmp_path: Path) -> None:
+def test_error_of_sampling_is_that_of_a_possible_draw(sampling: str, tmp_path: Path) -> None:
     damping, r = 0.01, 3
     layer = Dense(MLP.model(), "first", *MLP.batch(0))
     weights = layer.systematic_weights(r) if sampling == "systematic" else np.full(6, (6 / r) ** 0.5)
@@ -413,7 +413,7 @@ def test_error_of_sampling_is_that_of_one_of_the_choices(sampling: str, tmp_path
     assert sum(found == pytest.approx(choice, rel=1e-8) for choice in possible) == 1
 
 
-def test_draws_depend_on_the_seed_and_on_nothing_else(tmp_path: Path) -> None:
+def test_draws_depend_only_on_the_seed(tmp_path: Path) -> None:
     found = []
     for number, seed in enumerate((0, 0, 1)):
         folder = tmp_path / str(number)
@@ -424,7 +424,7 @@ def test_draws_depend_on_the_seed_and_on_nothing_else(tmp_path: Path) -> None:
     assert found[0] == found[1] != found[2]
 
 
-def test_all_rows_leave_no_error(tmp_path: Path) -> None:
+def test_with_all_rows_there_is_no_error(tmp_path: Path) -> None:
     for task, approx in product(TASKS, ("reduce", "expand")):
         folder, options = tmp_path / task.name / approx, {"rank_fraction": 1.0, "approx": approx}
         with watching(folder, "error", partial(KFAC, lr=0.1, damping=0.1), task, **options) as (model, optimizer, _):
@@ -442,7 +442,7 @@ def test_norms_of_gradients_and_directions(make: Make, tmp_path: Path) -> None:
     with watching(tmp_path, ("rank", "trend"), make, every=2, epoch_steps=2) as (model, optimizer, _):
         for step in range(4):
             backward(model, optimizer, MLP, step)
-            with optimizer.keep_directions() as kept:  # the user's own look is not disturbed
+            with optimizer.keep_directions() as kept:  # the user may keep them, too
                 optimizer.step()
             assert set(kept) == covered_names(model)
             for name in ("first", "second") if step % 2 == 0 else ():
@@ -459,7 +459,7 @@ def test_norms_of_gradients_and_directions(make: Make, tmp_path: Path) -> None:
     assert not optimizer._record.kept
 
 
-def test_directions_that_were_kept_before_are_not_taken_for_new_ones(tmp_path: Path) -> None:
+def test_directions_that_were_kept_before_are_not_mistaken_for_new_ones(tmp_path: Path) -> None:
     with watching(tmp_path, "trend", every=1) as (model, optimizer, _), optimizer.keep_directions():
         train(model, optimizer, MLP, 1)
         for group in optimizer.param_groups:
@@ -515,7 +515,7 @@ def scaled(model: nn.Module, optimizer: Any) -> None:
 
 
 def in_parts(reduction: str, parts: int) -> Loop:
-    """Each step has micro-batches; of a loss that is a mean, each has its part of the mean."""
+    """A loop with micro-batches, each with its share of a loss that is a mean."""
 
     def loop(model: nn.Module, optimizer: Any) -> None:
         for step in range(2):
@@ -529,7 +529,7 @@ def in_parts(reduction: str, parts: int) -> Loop:
 
 
 def skipping(set_to_none: bool) -> Loop:
-    """A batch before each step has none, as where a loss scaler finds an overflow."""
+    """A loop in which a batch is given up before each step, as if a loss scaler had found an overflow."""
 
     def loop(model: nn.Module, optimizer: Any) -> None:
         for step in range(2):
@@ -542,7 +542,7 @@ def skipping(set_to_none: bool) -> Loop:
 
 
 def pausing(model: nn.Module, optimizer: Any) -> None:
-    """Forwards, and a backward whose gradients are given up, inside of pauses."""
+    """Train with forwards and a backward in pauses, whose gradients are discarded."""
     for step in range(2):
         optimizer.zero_grad()
         with optimizer.pause_capture():
@@ -596,10 +596,10 @@ def test_a_summed_loss_has_the_rank_of_its_mean(tmp_path: Path) -> None:
             in_parts(reduction, 1)(model, optimizer)
     assert_alike(events(tmp_path / "sum", "rank"), events(tmp_path / "mean", "rank"), rel=1e-10)
     for a, b in zip(events(tmp_path / "mean", "error"), events(tmp_path / "sum", "error"), strict=True):
-        assert b["rel_error"] == pytest.approx(a["rel_error"], rel=1e-8)  # a gradient n times as long
+        assert b["rel_error"] == pytest.approx(a["rel_error"], rel=1e-8)  # the gradient is n times as long
 
 
-def test_padding_is_left_out_as_the_optimizer_was_told(tmp_path: Path) -> None:
+def test_padding_is_left_out_by_the_mask_of_the_optimizer(tmp_path: Path) -> None:
     inputs = torch.randn(3, 4, 5, dtype=torch.float64)
     keep = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
     found = []
@@ -626,7 +626,7 @@ def test_single_precision_is_measured_in_double(tmp_path: Path) -> None:
     assert_alike(*found, rel=1e-4)
 
 
-def test_two_of_them_share_an_optimizer(tmp_path: Path) -> None:
+def test_two_analyses_may_share_an_optimizer(tmp_path: Path) -> None:
     tools = ("rank", "trend", "error")
     with watching(tmp_path / "a", tools, every=1) as (model, optimizer, first):
         with Analysis(optimizer, tmp_path / "b", every=1):
@@ -637,7 +637,7 @@ def test_two_of_them_share_an_optimizer(tmp_path: Path) -> None:
         assert events(tmp_path / "b", tool) == [e for e in events(tmp_path / "a", tool) if e["step"] < 2] != []
 
 
-# ------------------------------------------------------------------------------------- batches without sound numbers
+# ---------------------------------------------------------------------------------- batches without useful numbers
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_batch_that_is_not_finite_gives_lines_without_numbers(bad: float, tmp_path: Path) -> None:
     with watching(tmp_path, every=1) as (model, optimizer, _):
@@ -654,7 +654,7 @@ def test_a_batch_that_is_not_finite_gives_lines_without_numbers(bad: float, tmp_
     assert one(tmp_path, "trend", layer="first", step=1)["rel_change"] is None
 
 
-def test_gradients_of_zeros(tmp_path: Path) -> None:
+def test_gradients_of_zeros_have_rank_zero_and_no_error(tmp_path: Path) -> None:
     with watching(tmp_path) as (model, optimizer, _):
         (MLP.loss(model, 0) * 0).backward()
         optimizer.step()
@@ -663,7 +663,7 @@ def test_gradients_of_zeros(tmp_path: Path) -> None:
     assert {e["rel_error"] for e in events(tmp_path, "error")} == {None}
 
 
-def test_without_a_gradient_a_step_is_none_and_a_layer_has_no_line(tmp_path: Path) -> None:
+def test_steps_and_layers_without_gradients_have_no_lines(tmp_path: Path) -> None:
     with watching(tmp_path) as (model, optimizer, analysis):
         optimizer.step()
         assert set(analysis.events.values()) == {0}
@@ -674,7 +674,7 @@ def test_without_a_gradient_a_step_is_none_and_a_layer_has_no_line(tmp_path: Pat
     assert lines_of_layers(tmp_path) == [(0, "second")]
 
 
-def test_why_a_layer_has_no_rows(tmp_path: Path) -> None:
+def test_a_layer_without_rows_is_reported_as_refused(tmp_path: Path) -> None:
     task = Task("bag", lambda: nn.Sequential(nn.EmbeddingBag(9, 4), nn.Linear(4, 2)), MLP.draw)
     with watching(tmp_path, task=task, approx="expand") as (model, optimizer, analysis):
         assert set(optimizer.blocks) == {"0", "1"}
@@ -686,7 +686,7 @@ def test_why_a_layer_has_no_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing was captured")
-def test_a_plan_that_changes_before_the_step(tmp_path: Path) -> None:
+def test_a_group_may_be_added_before_the_step(tmp_path: Path) -> None:
     model = MLP.model()
     first, second = model.get_submodule("first"), model.get_submodule("second")
     optimizer = KFAC([*second.parameters()], module=model, lr=0.1)
@@ -717,7 +717,7 @@ def test_methods_without_layers_are_refused(tmp_path: Path) -> None:
             Analysis(make(MLP.model(), lr=0.1), tmp_path)
 
 
-def test_bad_options_are_refused_and_leave_no_trace(tmp_path: Path) -> None:
+def test_invalid_options_are_refused_and_change_nothing(tmp_path: Path) -> None:
     model = MLP.model()
     optimizer = KFAC(model, lr=0.1)
     before = hooks(model, optimizer)
@@ -741,7 +741,7 @@ def test_bad_options_are_refused_and_leave_no_trace(tmp_path: Path) -> None:
         assert not (tmp_path / "new").exists()
 
 
-def test_an_optimizer_is_refused_without_its_hooks_and_while_another_one_times_it(tmp_path: Path) -> None:
+def test_closed_optimizers_and_those_that_are_already_timed_are_refused(tmp_path: Path) -> None:
     optimizer = KFAC(MLP.model(), lr=0.1)
     with Analysis(optimizer, tmp_path), pytest.raises(RuntimeError, match="timed already"):
         Analysis(optimizer, tmp_path)

@@ -1,4 +1,4 @@
-"""The tables of docs/diagnostics.md name every key that there is, and no other."""
+"""The tables of docs/diagnostics.md name exactly the keys that exist."""
 
 import re
 from pathlib import Path
@@ -42,10 +42,10 @@ def of_every_method() -> set[str]:
 
 
 def test_every_key_has_a_row() -> None:
-    told = of_the_measures() | of_a_window(SparseMFAC) | of_a_layer_method() | of_every_method()
-    assert keys_in_tables() == told
+    existing = of_the_measures() | of_a_window(SparseMFAC) | of_a_layer_method() | of_every_method()
+    assert keys_in_tables() == existing
 
 
 @pytest.mark.parametrize("cls", [MFAC, GGT])
-def test_a_dense_window_lacks_only_what_belongs_to_compression(cls: Any) -> None:
+def test_a_dense_window_lacks_only_keys_of_compression(cls: Any) -> None:
     assert of_a_window(SparseMFAC) - of_a_window(cls) == {"sent_energy", "residual_norm", "residual_ratio"}

@@ -1,4 +1,4 @@
-"""`diagnostics()` of every method: plain numbers, those of the curvature checked against the dense matrix."""
+"""`diagnostics()` of every method: plain numbers, of which those of the curvature are those of the dense matrix."""
 
 import copy
 import json
@@ -84,13 +84,13 @@ def test_condition_numbers_are_those_of_the_damped_dense_matrix(method):
         assert dampings[name] == pytest.approx(damping, rel=1e-6)
         if method == "cholesky":
             assert not conditions
-        elif method != "pi":  # another matrix, see below
+        elif method != "pi":  # another matrix, see the next test
             expected = float((values[-1] + damping) / (values[0] + damping))
             assert conditions[name] == pytest.approx(expected, rel=1e-6)
             assert conditions[name] > 1.05
 
 
-def test_split_damping_is_judged_by_the_product_of_damped_factors():
+def test_condition_numbers_with_split_damping_are_those_of_the_product_of_damped_factors():
     model = make_model()
     opt = METHODS["pi"](model)
     train(model, opt)
@@ -99,7 +99,7 @@ def test_split_damping_is_judged_by_the_product_of_damped_factors():
         pi = float((a.trace() / len(a) / (g.trace() / len(g))).sqrt())
         damped = torch.kron(g + 0.1**0.5 / pi * torch.eye(len(g)), a + 0.1**0.5 * pi * torch.eye(len(a)))
         expected = float(torch.linalg.cond(damped))
-        # The factors have learnt since the last refresh, so the figure is of the bases of then.
+        # The factors have changed since the last refresh, and the figure is that of the older bases.
         opt.param_groups[0]["inv_update_steps"] = 1
         assert opt.diagnostics()["condition_number"][name] == pytest.approx(expected, rel=0.2)
 
@@ -116,7 +116,7 @@ def test_diagonal_factors_have_a_condition_number_without_eigenvalues():
     assert opt.diagnostics()["condition_number"]["3"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_groups_of_a_convolution_tell_the_mean_damping_and_the_worst_condition():
+def test_groups_of_a_convolution_report_the_mean_damping_and_the_worst_condition():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 2, groups=2), nn.Flatten()).double()
     opt = KFAC(model, lr=0.01, damping=3.0, damping_mode="relative")
@@ -153,7 +153,7 @@ def test_staleness_counts_the_steps_since_a_refresh_and_since_statistics(build):
 def test_staleness_survives_copies_and_is_unknown_after_loading():
     model = make_model()
     opt = METHODS["eigen"](model)
-    train(model, opt, 4)  # with steps 0, 1 and 2 the refreshes of the warm-up
+    train(model, opt, 4)  # the warm-up refreshes at steps 0, 1 and 2
     other_model, other = copy.deepcopy((model, opt))
     other.attach(other_model)
     assert other.diagnostics()["staleness"] == {"0": 1, "2": 1} == opt.diagnostics()["staleness"]
@@ -166,7 +166,7 @@ def test_staleness_survives_copies_and_is_unknown_after_loading():
     assert found["condition_number"] == opt.diagnostics()["condition_number"]
 
 
-def test_the_graft_factor_is_what_directions_were_multiplied_with():
+def test_directions_were_multiplied_by_the_graft_factor():
     models = [make_model(), make_model()]
     plain = KFAC(models[0], lr=0.01, damping=0.1, kl_clip=None)
     grafted = KFAC(models[1], lr=0.01, damping=0.1, kl_clip=None, graft="sgd")
@@ -181,7 +181,7 @@ def test_the_graft_factor_is_what_directions_were_multiplied_with():
 
 
 @every_method
-def test_a_clock_tells_the_stages_of_the_last_step(method):
+def test_a_clock_reports_the_stages_of_the_last_step(method):
     model = make_model()
     opt = METHODS[method](model)
     assert opt.diagnostics()["stage_ms"] == {}
@@ -203,8 +203,8 @@ def test_a_clock_tells_the_stages_of_the_last_step(method):
     assert clock.take() == opt.diagnostics()["stage_ms"] == {}
 
 
-def layers_told(rank, world):
-    """Names of the layers that each figure tells of, by method."""
+def reported_layers(rank, world):
+    """Names of the layers that each figure reports, by method."""
     found = {}
     for method in ("eigen", "ekfac", "sngd"):
         model = make_model()
@@ -218,7 +218,7 @@ def layers_told(rank, world):
 
 
 def test_layers_of_other_ranks_are_left_out(pool: Pool):
-    ours, theirs = pool.run(layers_told, world=2)
+    ours, theirs = pool.run(reported_layers, world=2)
     for key in ours:
         assert len(ours[key]) == len(theirs[key]) == 1, key
         assert sorted([*ours[key], *theirs[key]]) == ["0", "2"], key
@@ -232,11 +232,11 @@ def test_flat_joins_inner_keys_by_slashes_and_lists_by_position():
     assert all(type(value) is float for value in found.values())
 
 
-def test_flat_leaves_out_what_is_no_finite_number():
+def test_flat_leaves_out_values_that_are_not_finite_numbers():
     found = flat({"none": None, "nan": math.nan, "inf": [math.inf, -math.inf], "mode": "kid", "on": True, "off": False})
     assert found == {"on": 1.0, "off": 0.0}
 
 
-def test_flat_refuses_something_else_than_a_mapping():
+def test_flat_refuses_anything_but_a_mapping():
     with pytest.raises(TypeError, match=r"flat takes the mapping that diagnostics\(\) returned"):
         flat([1.0])

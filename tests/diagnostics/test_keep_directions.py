@@ -1,4 +1,4 @@
-"""`keep_directions()` shows what each method subtracts, and goes together with `quantify_preconditioning`."""
+"""`keep_directions()` returns what each method subtracts, and can be passed to `quantify_preconditioning`."""
 
 import copy
 from typing import Any
@@ -19,7 +19,7 @@ every_method = pytest.mark.parametrize("method", METHODS, ids=[method.name for m
 
 
 def step(model: nn.Module, optimizer: Any, task: Task, number: int) -> dict[str, Tensor]:
-    """One step; returns the directions that were kept."""
+    """Take a step and return the directions."""
     optimizer.zero_grad()
     task.loss(model, number).backward()
     with optimizer.keep_directions() as kept:
@@ -28,7 +28,7 @@ def step(model: nn.Module, optimizer: Any, task: Task, number: int) -> dict[str,
 
 
 @each(case=CASES, task=[MLP, CNN])
-def test_a_plain_step_subtracts_them(case: tuple[Method, dict[str, Any]], task: Task) -> None:
+def test_a_plain_step_subtracts_the_directions(case: tuple[Method, dict[str, Any]], task: Task) -> None:
     method, keywords = case
     model = task.model()
     rate = 1e-3  # a whole step without any bound would diverge
@@ -44,7 +44,7 @@ def test_a_plain_step_subtracts_them(case: tuple[Method, dict[str, Any]], task: 
 
 
 @every_method
-def test_they_come_before_momentum_learning_rate_and_decoupled_decay(method: Method) -> None:
+def test_directions_are_without_momentum_learning_rate_and_decoupled_decay(method: Method) -> None:
     plain, busy = MLP.model(), MLP.model()
     first = method.build(plain, **method.bare(lr=1e-3))
     unbound = {"kl_clip": None} if method.accepts("kl_clip") else {}
@@ -57,7 +57,7 @@ def test_they_come_before_momentum_learning_rate_and_decoupled_decay(method: Met
 
 
 @every_method
-def test_they_are_copies_that_the_next_step_replaces_in_blocks_that_may_be_left_in_any_order(method: Method) -> None:
+def test_directions_are_copies_and_blocks_may_be_left_in_any_order(method: Method) -> None:
     model = MLP.model()
     optimizer = method.build(model)
     outer, inner = optimizer.keep_directions(), optimizer.keep_directions()
@@ -88,7 +88,7 @@ def test_nothing_is_kept_outside_of_the_block_even_after_an_error(method: Method
 
 
 def test_preconditioning_by_a_positive_matrix_turns_by_less_than_a_right_angle() -> None:
-    """Of the vector that is preconditioned: where error feedback or momentum changes it, the first step has no past."""
+    """This is true of the first step, in which neither error feedback nor momentum has a past."""
     for name, (method, keywords) in CASES.items():
         model = MLP.model()
         kept = step(model, method.build(model, **{**method.bare(), **keywords}), MLP, 0)

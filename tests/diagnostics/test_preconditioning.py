@@ -79,12 +79,12 @@ def with_zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 )
 def test_every_measure_is_that_of_numpy(shape: tuple[int, ...], dtype: torch.dtype, signed: bool) -> None:
     g, u = with_zeros(*shape, dtype=dtype), torch.randn(shape).to(dtype)
-    g.view(-1)[0] = 1.5  # one at least
+    g.view(-1)[0] = 1.5  # at least one is not zero
     assert_is(quantify_preconditioning(g, u, signed=signed), oracle(g, u, signed))
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=1, max_size=12))
-def test_any_small_numbers(pairs: list[tuple[int, int]]) -> None:
+def test_measures_of_any_small_numbers_are_those_of_numpy(pairs: list[tuple[int, int]]) -> None:
     g, u = (torch.tensor(part, dtype=torch.float32) for part in zip(*pairs, strict=True))
     report = quantify_preconditioning(g, u, signed=True)
     if g.any() and u.any():
@@ -92,7 +92,7 @@ def test_any_small_numbers(pairs: list[tuple[int, int]]) -> None:
     assert report["qp_n"] == np.count_nonzero(g.numpy())
 
 
-def test_known_angles_in_true_degrees() -> None:
+def test_known_angles_in_degrees() -> None:
     for g, u, cos, angle in [
         ([1.0, 0.0], [1.0, math.sqrt(3.0)], 0.5, 60.0),
         ([1.0, 0.0], [1.0, 1.0], math.sqrt(0.5), 45.0),
@@ -107,7 +107,7 @@ def test_known_angles_in_true_degrees() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_negative_gradient_is_half_a_turn(dtype: torch.dtype) -> None:
+def test_the_angle_of_the_negative_gradient_is_180_degrees(dtype: torch.dtype) -> None:
     g = torch.randn(1000).to(dtype)
     report = plain(quantify_preconditioning(g, -g, signed=True))
     assert report["qp_angle"] == pytest.approx(180.0, abs=1e-5)
@@ -117,7 +117,7 @@ def test_the_negative_gradient_is_half_a_turn(dtype: torch.dtype) -> None:
 
 
 def test_small_and_mixed_numbers_and_any_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = torch.full((3000,), 1e-30)  # whose squares are zero in float32, where long sums of them would stall
+    tiny = torch.full((3000,), 1e-30)  # squares are zero in float32
     tiny[0] = 1e-25
     near_zero, steep = torch.tensor([1e-30, -1e-12, 1e-3]), torch.tensor([2e-30, 3e-12, -4e-3])
     assert float(quantify_preconditioning(near_zero, steep, signed=True)["qp_min"]) == pytest.approx(-4.0)
@@ -134,7 +134,7 @@ def test_small_and_mixed_numbers_and_any_tiles(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_result_is_a_tensor_on_the_device_and_a_count_an_int() -> None:
-    """And that is all of it, without layers or a histogram; what was given is not changed."""
+    """By default there are neither layers nor a histogram; the arguments are not changed."""
     g = torch.randn(10, requires_grad=True)
     u = g.detach() * 2
     before = g.detach().clone(), u.clone()
@@ -156,7 +156,7 @@ U = {name: torch.randn_like(value) for name, value in G.items()}
 
 
 @pytest.mark.parametrize("kind", [dict, list, tuple])
-def test_the_whole_is_that_of_everything_in_one_vector(kind: type) -> None:
+def test_measures_of_the_whole_are_those_of_one_concatenated_vector(kind: type) -> None:
     report = quantify_preconditioning(*((dict(x) if kind is dict else kind(x.values())) for x in (G, U)), signed=True)
     whole = torch.cat([x.view(-1) for x in G.values()]), torch.cat([x.view(-1) for x in U.values()])
     assert_is(report, oracle(*whole, signed=True))
@@ -178,7 +178,7 @@ def test_the_order_of_names_does_not_matter_and_gradients_that_are_none_are_left
     assert report["qp_n"] == 2
 
 
-def test_nothing_to_compare_is_not_an_error() -> None:
+def test_empty_arguments_are_not_an_error() -> None:
     for nothing in ([], [None], {}, {"a": None}, torch.zeros(0), [torch.zeros(0)]):
         report = quantify_preconditioning(nothing, nothing, histogram=True)
         assert report["qp_n"] == 0
@@ -194,7 +194,7 @@ def test_nothing_to_compare_is_not_an_error() -> None:
         ([0.0] * 4, [1.0] * 4, ("q50", "cos"), {"n": 0, "zero_grad_frac": 1, "sign_agree": 0, "norm_u": 2}),
         # A direction of zeros scales by zero.
         ([1.0] * 4, [0.0] * 4, ("angle",), {"max": 0, "mean": 0, "norm_ratio_u_g": 0}),
-        # An undefined number shows in every measure that it enters.
+        # NaN affects every measure that it enters.
         (
             [1.0] * 9,
             [1.0] * 4 + [math.nan] + [1.0] * 4,
@@ -204,7 +204,7 @@ def test_nothing_to_compare_is_not_an_error() -> None:
     ],
     ids=["no gradient", "no direction", "nan"],
 )
-def test_measures_that_are_undefined(
+def test_undefined_measures_are_nan(
     g: list[float], u: list[float], undefined: tuple[str, ...], expected: dict[str, float]
 ) -> None:
     report = plain(quantify_preconditioning(torch.tensor(g), torch.tensor(u)))
@@ -213,7 +213,7 @@ def test_measures_that_are_undefined(
 
 
 @pytest.mark.parametrize("layout", ["transposed", "channels last", "sliced", "conjugated", "sparse"])
-def test_memory_layouts(layout: str) -> None:
+def test_memory_layouts_do_not_matter(layout: str) -> None:
     g, u = torch.randn(4, 6, 3, 3), torch.randn(4, 6, 3, 3)
     if layout == "transposed":
         given_g, given_u = g.permute(1, 3, 2, 0), u.permute(1, 3, 2, 0).contiguous()
@@ -272,7 +272,7 @@ def test_a_sample_holds_ratios_of_coordinates_with_a_gradient(tile: int, monkeyp
     assert torch.equal(places, g.nonzero()[:, 0])
 
 
-def test_every_coordinate_is_as_likely_as_any_other() -> None:
+def test_all_coordinates_are_equally_likely() -> None:
     g, u = torch.ones(10), torch.arange(10.0)
     tiles = list(preconditioning._tiles("", g, u))
     drawn = torch.cat([preconditioning._ratios(tiles, [10], 4, seed) for seed in range(2000)])
@@ -280,14 +280,14 @@ def test_every_coordinate_is_as_likely_as_any_other() -> None:
     assert bool(((counts - 800).abs() < 110).all()), counts  # about five standard deviations
 
 
-def test_one_seed_is_one_sample() -> None:
+def test_the_seed_determines_the_sample() -> None:
     g, u = torch.randn(5000), torch.randn(5000)
     torch.manual_seed(1)
     first = plain(quantify_preconditioning(g, u, sample=100, seed=3))
     state = torch.get_rng_state()
     assert plain(quantify_preconditioning(g, u, sample=100, seed=3)) == first
     assert plain(quantify_preconditioning(g, u, sample=100, seed=4)) != first
-    assert torch.equal(state, torch.get_rng_state())  # the draws of the training are not touched
+    assert torch.equal(state, torch.get_rng_state())  # the global generator is not used
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -311,9 +311,6 @@ def test_a_histogram_of_equal_ratios_is_one_bin_of_a_decade() -> None:
         assert low < math.log10(8) < high
 
 
-# Errors
-
-
 ONE, TWO = torch.ones(1), torch.ones(2)
 UNFIT: list[tuple[Any, Any, str]] = [
     ({"a": ONE, "b": TWO}, {"a": ONE, "b": torch.ones(3)}, r"'b': g has shape \(2,\) and u \(3,\)"),
@@ -327,7 +324,7 @@ UNFIT: list[tuple[Any, Any, str]] = [
 ]
 
 
-def test_what_does_not_fit_together_is_refused() -> None:
+def test_arguments_that_do_not_fit_are_refused() -> None:
     for g, u, match in UNFIT:
         with pytest.raises(ValueError, match=match):
             quantify_preconditioning(g, u)
@@ -346,9 +343,6 @@ def test_what_does_not_fit_together_is_refused() -> None:
     ]:
         with pytest.raises(TypeError, match="must"):
             quantify_preconditioning(g, u)
-
-
-# Promises
 
 
 @pytest.fixture
@@ -378,7 +372,7 @@ def test_the_host_reads_one_list_of_counts_per_call(layers: int, sample: int, re
     assert not seen.waits
 
 
-def test_temporaries_stay_small_beside_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporaries_are_small_compared_with_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preconditioning, "_TILE", 1024)
     g, u = with_zeros(100_000), torch.randn(100_000)
     with Operators(g, u) as seen:
@@ -386,8 +380,7 @@ def test_temporaries_stay_small_beside_a_large_tensor(monkeypatch: pytest.Monkey
     assert seen.nbytes <= 8 * 2048
 
 
-def test_it_imports_torch_and_the_standard_library_only() -> None:
-    """No logging library, no numpy: the caller decides where numbers go."""
+def test_the_module_imports_only_torch_and_the_standard_library() -> None:
     module = ast.parse(Path(preconditioning.__file__).read_text(encoding="utf-8"))
     imported = {alias.name for node in ast.walk(module) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in ast.walk(module) if isinstance(node, ast.ImportFrom)}
@@ -395,7 +388,7 @@ def test_it_imports_torch_and_the_standard_library_only() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_device_results_stay_there_and_it_waits_once() -> None:
+def test_results_stay_on_the_device_and_the_host_waits_once() -> None:
     g, u = [with_zeros(3000), with_zeros(50)], [torch.randn(3000), torch.randn(50)]
     wanted = quantify_preconditioning(g, u, signed=True)
     g, u = [x.cuda() for x in g], [x.cuda() for x in u]

@@ -1,4 +1,4 @@
-"""Traces of `torch.profiler` name the stages of a step of every method."""
+"""Traces of `torch.profiler` contain the stages of a step of every method."""
 
 from collections import Counter
 from typing import Any

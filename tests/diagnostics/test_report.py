@@ -1,4 +1,4 @@
-"""What a report reads from a table of parameters and from what covers them, without an optimizer."""
+"""What a report reads from a table of parameters and from their curvature, without an optimizer."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,7 +28,7 @@ class Curvature:
 
 
 def made(combines: bool = False) -> tuple[Report, nn.Parameter, nn.Parameter]:
-    """A report on a covered and on another parameter of three and two numbers in single precision."""
+    """A report on a covered parameter of three numbers and another one of two, in single precision."""
     p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
     group = {"params": [p, q], "param_names": ["p", "q"], "fallback": "sgd"}
     table = ParameterTable("Newton", groups=[group], entries={"factor": ESTIMATE})
@@ -40,7 +40,7 @@ def made(combines: bool = False) -> tuple[Report, nn.Parameter, nn.Parameter]:
 
 
 def test_a_description_has_a_row_for_each_parameter_and_the_bytes_of_its_state() -> None:
-    """And ranks are named where there are several."""
+    """With several ranks, the rank is named, too."""
     title, *lines, footer = made()[0].describe().splitlines()
     assert title == "Newton · one block"
     assert footer == "state: factors 36 B, pending 20 B, buffers 110 B, total 166 B"

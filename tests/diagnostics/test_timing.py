@@ -1,4 +1,4 @@
-"""`StageClock` adds up stages by name, nested ones too, and changes nothing."""
+"""`StageClock` adds up stages by name, including nested ones, and changes nothing."""
 
 import threading
 
@@ -11,7 +11,7 @@ from tests.support.tasks import MLP, assert_identical, train, values
 
 
 class Hands:
-    """A clock that stands still until it is moved."""
+    """A clock that is moved by hand."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -48,18 +48,18 @@ def test_a_stage_counts_what_runs_inside_it_and_a_stage_inside_itself_once(hands
     assert clock.take() == {"kernel": 2000.0, "refresh": 7000.0}
 
 
-def test_a_clock_that_does_not_run_notes_nothing(hands: Hands) -> None:
+def test_a_clock_that_does_not_run_records_nothing(hands: Hands) -> None:
     clock = StageClock(torch.device("cpu"))
     clock.running = False
     with clock.stage("update"):
         hands.seconds += 1
-        clock.running = True  # holds for stages that begin now
+        clock.running = True  # affects stages that begin now
     with clock.stage("share"):
         hands.seconds += 1
     assert clock.take() == {"share": 1000.0}
 
 
-def test_a_stage_that_raises_was_timed(hands: Hands) -> None:
+def test_a_stage_that_raises_is_timed(hands: Hands) -> None:
     clock = StageClock()
 
     def interrupted() -> None:
@@ -74,7 +74,7 @@ def test_a_stage_that_raises_was_timed(hands: Hands) -> None:
     assert clock.take() == {"update": 2000.0}
 
 
-def test_a_clock_that_nobody_reads_keeps_few_spans(hands: Hands) -> None:
+def test_a_clock_that_is_never_read_keeps_few_spans(hands: Hands) -> None:
     clock = StageClock()
     for _ in range(3000):
         for _ in range(5):

@@ -33,7 +33,7 @@ def test_steps_are_counted_over_a_checkpoint_and_parameters_have_the_names_of_th
 
 
 @every_layer_method
-def test_the_module_is_the_one_that_is_followed_and_its_statistics_can_be_discarded(method: Method) -> None:
+def test_the_module_is_the_attached_one_and_its_statistics_can_be_discarded(method: Method) -> None:
     model = MLP.model()
     optimizer: Any = method.build(model)
     assert optimizer.module is model
@@ -57,7 +57,7 @@ def test_the_module_is_the_one_that_is_followed_and_its_statistics_can_be_discar
 
 
 @pytest.mark.parametrize("make", [KFAC, EKFAC])
-def test_a_state_that_was_replaced_is_the_one_that_is_looked_at(make: Any) -> None:
+def test_dense_curvature_reads_a_state_that_was_replaced(make: Any) -> None:
     model = MLP.model()
     optimizer = make(model, lr=0.01, factor_update_steps=1)
     MLP.loss(model, 0).backward()
@@ -73,7 +73,7 @@ def test_a_state_that_was_replaced_is_the_one_that_is_looked_at(make: Any) -> No
 
 
 @pytest.mark.parametrize(("make", "fisher"), [(KFAC, "mc"), (HyLo, "exact")])
-def test_the_fisher_is_the_argument(make: Any, fisher: str) -> None:
+def test_fisher_is_the_argument(make: Any, fisher: str) -> None:
     model = torch.nn.Linear(3, 2)
     assert make(model, lr=0.1).fisher == "empirical"
     assert make(model, lr=0.1, fisher=fisher).fisher == fisher

@@ -1,8 +1,8 @@
 """Scales and dense blocks against curvlinops.
 
-Eigenvectors are theirs up to sign and up to rotation inside degenerate spaces, so scales are compared in *their* basis,
-which is put into the optimizer's state between two steps, and theirs are averaged over null spaces, as ours are. Dense
-blocks are compared where each factor has a spectrum of simple eigenvalues (one null direction at most).
+Eigenvectors agree up to sign and up to rotation in degenerate spaces, so scales are compared in *their* basis, which is
+copied to the optimizer's state between two steps, and their scales are averaged over null spaces, as ours are. Dense
+blocks are compared if the eigenvalues of each factor are simple (with one null direction at most).
 """
 
 import warnings
@@ -70,7 +70,7 @@ def step(opt, model, x, y, loss, fisher):
 
 
 def ours(model, x, y, loss, approx, fisher, bases=None):
-    """The optimizer after the steps that make the basis and measure in it, or in the ``bases`` that are given."""
+    """The optimizer after a step for the basis and one that measures in it, or in the given ``bases``."""
     terms = loss.loss_terms if fisher == "empirical" else 1
     fishers = {"empirical": "empirical", "type-2": "exact"}
     keywords = {"approx": approx, "fisher": fishers[fisher], "loss_reduction": loss.loss_reduction}
@@ -101,7 +101,7 @@ def test_scales_in_their_basis_and_dense_blocks(kind, case, approx):
         factors = (state_of(opt, model.get_submodule(layer))[f"factor_{side}"] for side in "ga")
         theirs = over_null_spaces(corrected_eigenvalues(op, layer)[None] / per_datum, *factors)[0]
         assert_close(held_scales(opt, model.get_submodule(layer))[0], theirs, 1e-9, layer)
-        if case == CASES["ce"]:  # the oracle of the other tests, judged by what it shares nothing with
+        if case == CASES["ce"]:  # checks the oracle of the other tests by an independent one
             own = scales(layer_gradients(plain, layer, x, y, loss), *bases[layer])[0]
             assert_close(own, corrected_eigenvalues(op, layer), 1e-9, layer)
     if kind != "padded conv":

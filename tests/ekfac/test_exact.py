@@ -1,4 +1,4 @@
-"""What must hold exactly between EK-FAC's block, K-FAC's and the Fisher of per-example gradients, and the direction."""
+"""Exact relations of EK-FAC's block to that of K-FAC and to the Fisher of per-example gradients, and the direction."""
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ few = settings(derandomize=True, max_examples=10, deadline=None)
 PLAIN_KFAC = {key: value for key, value in PLAIN.items() if key != "scale_update_steps"}
 approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])
 
-
 PROBLEMS = {
     "mlp": lambda: (mlp(), *vectors(), F.cross_entropy),
     "mlp without bias": lambda: (mlp(bias=False), *vectors(), F.cross_entropy),
@@ -42,7 +41,7 @@ PROBLEMS = {
 
 @each(problem=list(PROBLEMS), approx=["expand", "reduce"])
 def test_scales_are_the_diagonal_of_the_exact_block_in_the_eigenbasis_of_both_factors(problem, approx):
-    """With positions summed before the square, also under reduce; the trace is that of the exact block."""
+    """Positions are summed before the square, even under reduce; the trace is that of the exact block."""
     model, x, y, loss = PROBLEMS[problem]()
     opt = measured(model, x, y, loss, approx=approx)
     for name in covered_names(model):
@@ -96,7 +95,7 @@ def test_strictly_nearer_to_the_exact_block_than_kfac_on_generic_data(approx):
 
 
 @each(
-    lambda problem, mode, **_: problem != "grouped conv" or mode == "absolute",  # relative: of each group its own
+    lambda problem, mode, **_: problem != "grouped conv" or mode == "absolute",  # relative: each group has its own
     problem=list(PROBLEMS),
     damping=[1e-1, 1e-4],
     mode=["absolute", "relative"],
@@ -121,7 +120,7 @@ def test_direction_is_the_dense_power_and_not_that_of_kfac(problem, damping, mod
 
 @approximations
 def test_the_first_step_has_no_scales_and_is_that_of_kfac(approx):
-    """Nothing could be projected before there is a basis: s = s_B s_Aᵀ, without any weight in the average."""
+    """There is no basis to project to, so s = s_B s_Aᵀ, which has no weight in the average."""
     x, y = images()
     found = []
     for cls, keywords in ((KFAC, {"inverse_method": "eigen"}), (EKFAC, {})):
@@ -135,7 +134,7 @@ def test_the_first_step_has_no_scales_and_is_that_of_kfac(approx):
         assert_close(found[1][name][1], V, 1e-10, name)
 
 
-def test_there_is_nothing_to_split_and_no_other_inverse():
+def test_damping_split_and_inverse_method_do_not_exist():
     for keyword, value in (("damping_split", "pi"), ("inverse_method", "cholesky")):
         with pytest.raises(TypeError, match=keyword):
             plain_ekfac(mlp(), **{keyword: value})

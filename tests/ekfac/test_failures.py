@@ -1,4 +1,4 @@
-"""What goes wrong in a step, what must not enter the scales, and what a step must not leave behind."""
+"""Steps that fail, data that must not enter the scales, and tensors that a step must not keep."""
 
 import gc
 import weakref
@@ -24,12 +24,9 @@ LEAVING = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------ What goes wrong
-
-
 @pytest.mark.parametrize("mode", ["raise", "nan"])
 def test_a_sweep_that_fails_never_leaves_a_bad_basis(monkeypatch, mode):
-    """A full update takes its place, or nothing does: orthonormal, and scales that go with it."""
+    """Either a full update takes its place or nothing does, so bases are orthonormal and scales fit them."""
     model = network()
     opt = plain_ekfac(model, inv_update_steps=1, basis_update="qr", full_every=10**6)
     original = torch.linalg.qr
@@ -59,7 +56,7 @@ def test_a_sweep_that_fails_never_leaves_a_bad_basis(monkeypatch, mode):
 
 
 def test_a_non_finite_square_is_dropped_for_its_block_alone_and_counted():
-    """The gradient of the step is finite, so the step is taken, with the scales that there were."""
+    """The gradient of the step is finite, so the step is taken with the previous scales."""
 
     def batch(seed):
         x, y = vectors(seed=seed)
@@ -91,7 +88,7 @@ def failing(*args, **kwargs):
     raise torch.linalg.LinAlgError("made to fail")
 
 
-def test_a_failed_refresh_keeps_bases_and_scales_together_and_the_next_one_transports_from_them(monkeypatch):
+def test_a_failed_refresh_keeps_bases_and_scales_for_the_next_one(monkeypatch):
     model = network()
     reference = Reference("0", 0.5)
     opt = plain_ekfac(model, factor_decay=0.5, inv_update_steps=1)
@@ -111,8 +108,8 @@ def test_a_failed_refresh_keeps_bases_and_scales_together_and_the_next_one_trans
 
 
 @pytest.mark.parametrize("side", ["a", "g"])
-def test_one_side_that_cannot_be_factorised_keeps_the_other_back(monkeypatch, side):
-    """Q_A, Q_B and s are of one version: a new basis of one side alone would mix two."""
+def test_if_one_side_cannot_be_factorized_the_other_stays(monkeypatch, side):
+    """Q_A, Q_B and s belong together: a new basis of one side alone would not fit s."""
     model, size = network(), {"a": 4, "g": 2}
     opt = plain_ekfac(model, inv_update_steps=1)
     with standing(opt):
@@ -132,11 +129,8 @@ def test_one_side_that_cannot_be_factorised_keeps_the_other_back(monkeypatch, si
         assert torch.equal(now, old)
 
 
-# -------------------------------------------------------------------------------------------------- What must not enter
-
-
 @pytest.mark.parametrize("transport", ["recompute", "project"])
-def test_an_input_buffer_may_be_filled_anew_between_micro_batches(transport):
+def test_an_input_buffer_may_be_overwritten_between_micro_batches(transport):
     model, buffer = mlp(), torch.empty(4, 4, dtype=torch.float64)
     opt = plain_ekfac(model, transport=transport, inv_update_steps=1 if transport == "recompute" else ekfac.HELD)
     x, y = vectors(8)
@@ -151,7 +145,7 @@ def test_an_input_buffer_may_be_filled_anew_between_micro_batches(transport):
 
 
 @pytest.mark.parametrize("ignored", [0, 1])
-def test_a_head_whose_targets_are_all_ignored_takes_nothing_from_the_others(ignored):
+def test_a_head_whose_targets_are_all_ignored_does_not_affect_the_others(ignored):
     class Heads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -170,9 +164,6 @@ def test_a_head_whose_targets_are_all_ignored_takes_nothing_from_the_others(igno
     assert all(optimizer.state[layer.weight]["factor_g"].isfinite().all() for layer in model.children())
     for used in (model.body, model.one if ignored else model.two):
         assert optimizer.state[used.weight]["factor_g"].trace() > 0
-
-
-# -------------------------------------------------------------------------------------------------- What is left behind
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # gc finds what torch has deprecated

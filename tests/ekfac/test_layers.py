@@ -1,6 +1,6 @@
-"""The intra estimate of one batch equals its definition, whatever the layer and however the batch came in.
+"""The intra estimate of one batch equals its definition for all layers.
 
-Expected scales are per-example gradients of autograd, rotated by the bases that the optimizer holds.
+Expected scales are per-example gradients of autograd, rotated by the bases of the optimizer.
 """
 
 import pytest
@@ -30,18 +30,15 @@ def check(build, x, y, loss=squares, **keywords):
     return opt, model
 
 
-# ------------------------------------------------------------------------------------------------------ Kinds of layers
-
-
-#: A layer that does not know which rows are whose has no squares of examples.
+#: Layers that do not know which rows belong to which example have no squares of examples.
 KINDS = [name for name, case in CASES.items() if not case.expand_only]
-#: Lookup tables have a way of their own to squares of examples.
+#: Lookup tables compute squares of examples in another way.
 DEFAULT = {*ONE_OF_EACH, "embedding-called-twice", "embedding-two-axes", "bag-empty-mean", "bag-mean-padding"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow) for n in KINDS])
 def test_every_kind_of_layer(name):
-    """Scales and direction, of per-example gradients that are written by hand."""
+    """Scales and direction are those of per-example gradients by hand."""
     case = CASES[name]
     model, (inputs, y) = case.ready(case.model()), case.data()
     opt = plain_ekfac(model, damping=0.02, **case.keywords)
@@ -57,7 +54,7 @@ def test_every_kind_of_layer(name):
         state = opt.state[opt.blocks[block].owner]
         s, (Q_B, Q_A) = held(state)
         G = torch.stack([torch.cat([rows.gradient(n) for rows in groups]) for n in range(case.number)])
-        A = torch.eye(s.shape[-1]) if block in case.tables else state["factor_a"]  # a diagonal has no null space
+        A = torch.eye(s.shape[-1]) if block in case.tables else state["factor_a"]  # diagonals have no null spaces
         assert_close(s, over_null_spaces(scales(G, Q_B, Q_A), state["factor_g"], A), 1e-9, block)
         expected[block] = operator(Q_B, s, Q_A)
         gradients[block] = case.matrix(model, block, lambda p: p.grad.clone())
@@ -68,7 +65,7 @@ def test_every_kind_of_layer(name):
         assert_close(moved, solve(fisher, gradients[block], 0.02), 1e-8, block)
 
 
-SHAPES = {  # (channels in, channels out, groups), kernel: on both sides of the rule that chooses how squares are formed
+SHAPES = {  # (channels in, channels out, groups, kernel): on both sides of the rule for the way to form squares
     "few": (2, 3, 1, 2),
     "many": (12, 12, 1, 2),
     "groups": (4, 4, 2, 2),
@@ -114,7 +111,7 @@ def test_dense_curvature_of_an_embedding_is_in_the_order_of_its_weight():
 
 @each(kind=NORMED.keys(), curvature=["unit", "diagonal"])
 def test_norm_layers_have_the_exact_block_of_a_unit(kind, curvature):
-    """K-FAC's block of a unit is exact already, so EK-FAC's is the same one."""
+    """K-FAC's block of a unit is exact, so EK-FAC's is the same."""
     build, data = NORMED[kind]
     model, plain, x, y = seeded_build(build), seeded_build(build), data(), labels(6, 3)
     opt = measured(model, x, y, F.cross_entropy, norm_curvature=curvature)
@@ -125,12 +122,9 @@ def test_norm_layers_have_the_exact_block_of_a_unit(kind, curvature):
     assert_close(V, solve(expected, gradient, 1e-2), 1e-8)
 
 
-# -------------------------------------------------------- How the batch came in, and what models do around their layers
-
-
 @pytest.mark.parametrize("function", [F.mse_loss, F.binary_cross_entropy_with_logits])
 def test_a_mean_over_outputs_multiplies_by_their_number(function):
-    """T = C makes it the block of the summed loss over C, in the unit of the factors."""
+    """With T = C it is the block of the summed loss, divided by C, in the unit of the factors."""
     for outputs, estimator in ((2, "intra"), (3, "intra"), (3, "running")):
         x, y = noise(6, 4), (noise(6, outputs, seed=1) > 0).double()
         model, total = mlp((4, 3, outputs)), mlp((4, 3, outputs))

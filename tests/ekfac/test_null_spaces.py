@@ -1,7 +1,7 @@
-"""Factors of fewer rows than columns: which basis of a null space a factorization returns is a matter of rounding.
+"""Factors of fewer rows than columns: which basis of a null space a factorization returns depends on rounding.
 
-Nothing that the optimizer does may depend on it, and where the gradient of a batch is 0 its rounding must not be
-whitened: steps in float32 are those of a restatement in float64 that knows the rank of every factor.
+Steps must not depend on it, and rounding must not be whitened where the gradient of a batch is 0: steps in float32 are
+those of a reference in float64 that knows the rank of every factor.
 """
 
 import itertools
@@ -20,13 +20,11 @@ from tests.support.kfac import assert_close, noise
 ADAM = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum": 0.9}
 
 
-# -------------------------------------------------------------------------------------------- Rotations of a null space
-
 eigh = dense._eigh
 
 
 def turned_eigh(x):
-    """Eigenvectors as another library might return them: those of the null space rotated at random."""
+    """Eigenvectors as another library might return them, with those of the null space rotated at random."""
     (values, vectors), ok = eigh(x)
     for matrix, spectrum in zip(vectors, values, strict=True):
         null = spectrum <= 1e-12 * spectrum.max()
@@ -88,7 +86,7 @@ def test_a_pooled_scale_has_the_sum_of_the_measured_one_and_one_value_per_null_s
         torch.testing.assert_close(found, expected)
 
 
-def test_a_scale_without_null_spaces_keeps_its_bits():
+def test_pooling_does_not_change_a_scale_without_null_spaces():
     s = noise(5, 6).float().square()
     assert eigenbasis.pool(s, None, None) is s
     one_a, one_g = torch.arange(6) == 0, torch.arange(5) == 0
@@ -107,7 +105,7 @@ def test_the_rank_of_a_factor_is_that_of_its_rows():
 
 
 class Restated:
-    """The Adam form for one linear layer in float64, whose factors have the rank of the rows that they have seen."""
+    """The Adam form for one linear layer in float64, whose factors have the rank of the rows so far."""
 
     def __init__(self, beta2, eps=1e-8, beta1=0.9, nesterov=False):
         self.beta1, self.beta2, self.eps, self.nesterov = beta1, beta2, eps, nesterov
@@ -115,7 +113,7 @@ class Restated:
         self.A = self.G = self.m = self.v = self.Q = None
 
     def direction(self, x, g, update, refresh):
-        """Of inputs ``[N, n_a]`` and gradients of the examples' own losses ``[N, n_g]``; the factors may be updated."""
+        """Take inputs ``[N, n_a]`` and gradients of the examples' own losses ``[N, n_g]``, and return the direction."""
         x, g, n = x.double(), g.double(), len(x)
         gradient, self.t = g.T @ x / n, self.t + 1
         if self.m is None:
@@ -145,7 +143,7 @@ class Restated:
         return Q_g @ (self.rotated(m, update) / (v.sqrt() + self.eps)) @ Q_a.T
 
     def rotated(self, gradient, seen):
-        """In the basis; along the null spaces of all rows so far gradients are 0, not their rounding."""
+        """A gradient in the basis; along the null spaces of all rows so far it is 0, without rounding."""
         found = self.Q[0].T @ gradient @ self.Q[1]
         if seen:
             found[:, : self.nulls[1]] = 0
@@ -154,7 +152,7 @@ class Restated:
 
 
 def spectral(V):
-    """Muon's five rounds in float64."""
+    """Muon's five iterations in float64."""
     x = (V.T if len(V) > V.shape[1] else V) / torch.linalg.matrix_norm(V)
     for _ in range(5):
         gram = x @ x.T
@@ -174,8 +172,8 @@ def spectral(V):
         ((5, 4, 12), 10, (1, 100), {"nesterov": True}),
     ],
 )
-def test_steps_are_those_of_the_restatement(sizes, steps, intervals, keywords):
-    """In direction and in length; in float32 the rounding of coordinates that are 0 is not raised to their length."""
+def test_steps_are_those_of_the_reference(sizes, steps, intervals, keywords):
+    """In float32, the rounding of coordinates that are 0 is not scaled to the length of others."""
     torch.manual_seed(0)
     n_a, n_g, examples = sizes
     dtype, tolerance = (torch.float64, 1e-9) if n_a < 10 else (torch.float32, 2e-3)
@@ -196,10 +194,10 @@ def test_steps_are_those_of_the_restatement(sizes, steps, intervals, keywords):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_no_rounding_is_whitened_however_small(dtype):
-    """A later batch shows the null space of the first one, of 63 dimensions, by gradients of a millionth of the size.
+def test_small_gradients_that_are_not_rounding_are_whitened(dtype):
+    """Gradients of a later batch, a millionth as large, are in the null space of the first one, of 63 dimensions.
 
-    They get the same length as any others, with one number for the whole space.
+    Their steps have the same length as others, with one scale for the whole space.
     """
     torch.manual_seed(0)
     layer = nn.Linear(64, 8, bias=False).to(dtype)

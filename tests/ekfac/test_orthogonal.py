@@ -1,4 +1,4 @@
-"""Steps of a uniform spectrum, against singular values that are moved one by one, and Nesterov momentum before them."""
+"""Steps with a uniform spectrum against an iteration on each singular value, and Nesterov momentum before them."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def drawn(*shape, dtype=torch.float64, seed=0):
 
 
 def expected_step(x):
-    """The step of a matrix: the published iteration on its singular values, one number at a time."""
+    """The step of a matrix by the published iteration on its singular values."""
     u, s, v = torch.linalg.svd(x, full_matrices=False)
     s = s / torch.linalg.vector_norm(s)
     for _ in range(5):
@@ -27,12 +27,12 @@ def is_uniform(step, width):
     return bool((values > 0.5).all() & (values < 1.3).all())
 
 
-def test_polar_moves_singular_values_and_nothing_else():
+def test_polar_changes_only_singular_values():
     for shape in ((5, 5), (3, 8), (8, 3)):
         x = drawn(*shape)
         torch.testing.assert_close(polar.step_of(x), expected_step(x), rtol=1e-10, atol=1e-12)
         assert is_uniform(polar.polar(x), 25)
-    low_rank = polar.step_of(torch.outer(drawn(64), drawn(32, seed=1)))  # moves no further than others
+    low_rank = polar.step_of(torch.outer(drawn(64), drawn(32, seed=1)))  # has no larger step than others
     assert torch.linalg.matrix_norm(low_rank, 2) < 1.3 * 0.2 * 8
     full = polar.step_of(torch.linalg.qr(drawn(64, 32))[0])
     assert 0.12 < full.square().mean().sqrt() < 0.25
@@ -41,7 +41,7 @@ def test_polar_moves_singular_values_and_nothing_else():
         torch.testing.assert_close(polar.step_of(size * x), polar.step_of(x), rtol=1e-4, atol=1e-5)
 
 
-def test_stacks_are_matrices_one_by_one_and_nothing_stays_nothing():
+def test_matrices_of_a_stack_are_independent_and_zero_stays_zero():
     x = drawn(3, 4, 6)
     x[1] = 0
     found = polar.step_of(x)
@@ -73,7 +73,7 @@ def batches(count, seed=1):
 
 
 def moves_of(opt, model, x, y):
-    """The change of each parameter, and of each layer with a bias as one matrix, for a rate of 1."""
+    """The change of each parameter, and of each layer with a bias as one matrix, for a learning rate of 1."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     opt.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()
@@ -98,7 +98,7 @@ ADAM = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum"
     ("kind", "keywords"),
     [(EKFAC, ADAM), (EKFAC, {"damping": 0.01, "momentum": 0.0}), (KFAC, {"damping": 0.01, "momentum": 0.0})],
 )
-def test_the_first_step_is_the_plain_one_with_its_singular_values_moved(kind, keywords):
+def test_the_first_step_is_the_plain_one_with_other_singular_values(kind, keywords):
     _, (plain,) = train(kind, 1, kl_clip=None, **keywords)
     _, (found,) = train(kind, 1, kl_clip=None, orthogonalize=True, **keywords)
     for layer in ("inner", "conv", "head"):
@@ -116,7 +116,7 @@ def test_each_group_of_a_convolution_is_a_matrix():
         assert is_uniform(part, 4)
 
 
-def test_steps_have_their_own_size_whatever_the_clip():
+def test_the_clip_does_not_affect_the_size_of_orthogonal_steps():
     _, free = train(EKFAC, kl_clip=None, orthogonalize=True, momentum=0.0)
     _, clipped = train(EKFAC, kl_clip=1e-9, orthogonalize=True, momentum=0.0)
     for layer in ("inner", "head"):
@@ -126,7 +126,7 @@ def test_steps_have_their_own_size_whatever_the_clip():
     assert clipped[0]["words.weight"].norm() < 0.01 * free[0]["words.weight"].norm()
 
 
-def test_graft_gives_the_length_and_the_polar_factor_the_direction():
+def test_graft_determines_the_length_and_the_polar_factor_the_direction():
     _, (plain,) = train(KFAC, 1, graft="adam", damping=0.01)
     _, (found,) = train(KFAC, 1, graft="adam", damping=0.01, orthogonalize=True)
     for layer in ("inner", "conv", "head"):
@@ -137,7 +137,7 @@ def test_graft_gives_the_length_and_the_polar_factor_the_direction():
 
 
 def test_nesterov_before_preconditioning_against_a_loop():
-    """The gradient and the corrected mean are mixed as heavy-ball Nesterov mixes them; bases stay those of step one."""
+    """The gradient and the corrected mean are mixed as in heavy-ball Nesterov; bases stay those of the first step."""
     frozen = {**ADAM, "scale_decay": 1.0, "fallback_eps": 1e-2, "kl_clip": None}
     x, y, moves = drawn(6, 4), torch.arange(6) % 3, {}
     for nesterov in (False, True):
@@ -158,7 +158,7 @@ def test_nesterov_before_preconditioning_against_a_loop():
     assert not torch.allclose(moves[True], moves[False])
 
 
-def test_it_may_be_scheduled_and_chosen_by_group():
+def test_orthogonalize_may_be_scheduled_and_set_per_group():
     torch.manual_seed(0)
     model = Net().double()
     groups = [{"params": list(model.inner.parameters()), "orthogonalize": True}]
@@ -171,7 +171,7 @@ def test_it_may_be_scheduled_and_chosen_by_group():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "told"),
+    ("options", "error", "text"),
     [
         *(
             ({option: True}, ValueError, f"orthogonalize=True takes steps .* drop {option}=True")
@@ -186,9 +186,9 @@ def test_it_may_be_scheduled_and_chosen_by_group():
         ),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(options, error, told):
+def test_incompatible_options_are_refused(options, error, text):
     for kind in (KFAC, EKFAC) if "orthogonal_dtype" in options else (KFAC,):
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=text):
             built(kind, nn.Linear(2, 2), **{"orthogonalize": True, **options})
 
 
@@ -204,8 +204,8 @@ def error_of(found, exact):
     return float((found - exact).norm() / exact.norm())
 
 
-def test_bfloat16_moves_a_step_of_full_rank_by_a_few_percent():
-    """Small matrices and double precision stay."""
+def test_bfloat16_changes_a_step_of_full_rank_by_a_few_percent():
+    """Small matrices and double precision are not affected."""
     for shape in ((128, 200), (2, 160, 128)):
         x = drawn(*shape, dtype=torch.float32)
         exact = torch.stack([expected_step(part) for part in x.double().reshape(-1, *shape[-2:])]).reshape(shape)
@@ -218,13 +218,13 @@ def test_bfloat16_moves_a_step_of_full_rank_by_a_few_percent():
         assert torch.equal(polar.step_of(x), polar.step_of(x, torch.bfloat16))
 
 
-def test_of_a_low_rank_float32_leaves_zeros_and_bfloat16_does_not():
+def test_with_a_low_rank_float32_keeps_zeros_and_bfloat16_does_not():
     left, right = (torch.linalg.qr(drawn(n, 8, dtype=torch.float32, seed=n))[0] for n in (160, 200))
     x = left @ right.T
     outside = torch.eye(160) - left @ left.T
     fine, low = (polar.step_of(x, dtype) for dtype in (torch.float32, torch.bfloat16))
     assert (outside @ fine).norm() < 1e-3 * fine.norm()
-    assert 0.05 < (outside @ low).norm() / low.norm() < 0.5  # what the documentation warns of
+    assert 0.05 < (outside @ low).norm() / low.norm() < 0.5  # the documentation warns of this
 
 
 @pytest.mark.parametrize("kind", [EKFAC, KFAC])

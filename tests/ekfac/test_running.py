@@ -1,4 +1,4 @@
-"""``estimator="running"``: squares of the projected mean gradient; and with an exponent of 1/2, Adam in that basis."""
+"""``estimator="running"``: squares of the projected mean gradient, and, with an exponent of 1/2, Adam in that basis."""
 
 import copy
 import itertools
@@ -27,14 +27,12 @@ def running(params, **keywords):
     return plain_ekfac(params, estimator="running", **keywords)
 
 
-# `test_schedule.py` compares the average over steps with a restatement, `test_null_spaces.py` the rule of Adam.
-
-
+# `test_schedule.py` compares the average over steps with a reference, and `test_null_spaces.py` the rule of Adam.
 @pytest.mark.parametrize("mean", [0.0, 0.6])
 def test_expectation_over_resampled_batches(mean):
-    """Var(G) + n·mean², exactly, over all ordered pairs of a small population; with zero mean that of the examples.
+    """It is Var(G) + n·mean² over all ordered pairs of a small population; with zero mean, that of the examples.
 
-    The loss is linear in the outputs, so the output gradients are the targets: every one is there with both signs.
+    The loss is linear in the outputs, so the output gradients are the targets, which occur with both signs.
     """
 
     def linear_loss(outputs, targets):
@@ -63,7 +61,7 @@ def test_expectation_over_resampled_batches(mean):
 
 @each(kind=BUILDS, intervals=[(1, HELD), (1, 1), (3, 6)])
 def test_diagonal_factors_make_it_adam(kind, intervals):
-    """Q = I on both sides, from the first step on: torch's Adam with β₂ = scale_decay, up to rounding."""
+    """With Q = I on both sides it is torch's Adam with β₂ = scale_decay, up to rounding, from the first step on."""
     build, data = kind
     model, reference = build(), build()
     own = {"lr": 0.01, "scale_decay": 0.99, "fallback_eps": 1e-8, "max_factor_dim": 1}
@@ -79,7 +77,7 @@ def test_diagonal_factors_make_it_adam(kind, intervals):
 
 @pytest.mark.parametrize("estimator", ["intra", "running"])
 def test_momentum_before_the_preconditioner_is_a_mean_of_gradients(estimator):
-    """V = (F + λ)⁻¹ m / (1 − β₁^t), m the running mean of gradients in parameter space."""
+    """V = (F + λ)⁻¹ m / (1 − β₁^t), where m is the running mean of gradients in parameter space."""
     model, beta = mlp(), 0.8
     opt = plain_ekfac(model, lr=0.1, momentum=beta, momentum_mode="pre", estimator=estimator, inv_update_steps=2)
     m = 0.0
@@ -91,7 +89,7 @@ def test_momentum_before_the_preconditioner_is_a_mean_of_gradients(estimator):
 
 
 def test_the_first_mean_of_gradients_is_corrected_for_its_own_updates():
-    """λ is so large that directions are multiples of what is preconditioned."""
+    """λ is so large that directions are multiples of the mean."""
     model = mlp()
     opt = plain_ekfac(model, lr=0.01, momentum=0.9, momentum_mode="pre", damping=1e9, inv_update_steps=0)
     for seed in range(30):
@@ -127,11 +125,8 @@ def test_the_first_step_after_a_resume_without_curvature_is_that_of_a_new_optimi
         assert float(moved[0].norm()) <= 1e-2 * len(moved[0]) ** 0.5 * 1.001
 
 
-# ------------------------------------------------------------------------------------------------------- What it counts
-
-
 class Mixed(nn.Module):
-    """Token and position embeddings, a norm, a grouped convolution, a read-out."""
+    """Token and position embeddings, a norm, a grouped convolution, a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +139,7 @@ class Mixed(nn.Module):
 
 
 def test_the_running_estimate_covers_every_layer():
-    """No rows of single examples are needed, so layers whose input all examples share are covered too."""
+    """It needs no rows of single examples, so layers whose input all examples share are covered, too."""
     model, y = seeded_build(Mixed), labels(7, 3)
     index = torch.randint(6, (7, 5), generator=torch.Generator().manual_seed(3))
     opt = measured(model, index, y, F.cross_entropy, estimator="running")
@@ -155,7 +150,7 @@ def test_the_running_estimate_covers_every_layer():
 REFUSED = [{"transport": "recompute"}, {"token_is_example": True}, {"scale_batch_size": 4}]
 
 
-def test_the_running_estimate_refuses_what_only_rows_can_have():
+def test_the_running_estimate_refuses_options_that_need_rows():
     for options in REFUSED:
         plain_ekfac(mlp(), **options)
     for options in REFUSED + [{"fisher": fisher} for fisher in ("mc", "exact", "curvature_prop")]:
@@ -164,7 +159,7 @@ def test_the_running_estimate_refuses_what_only_rows_can_have():
 
 
 class Wrapped(nn.Module):
-    """A network beside a head without a loss, in a container that nobody knows or in a tuple."""
+    """A network and a head without a loss, with outputs in an unknown container or in a tuple."""
 
     def __init__(self, tuples: bool) -> None:
         super().__init__()
@@ -190,8 +185,8 @@ class ChangesItsInput(nn.Module):
         return self.second(torch.tanh(h.float()))
 
 
-def beside_a_gradient_of_inputs(net, x):
-    """Such a gradient counts no examples."""
+def with_a_gradient_of_inputs(net, x):
+    """The gradient of the inputs counts no examples."""
     z = noise(8, 4, seed=1).requires_grad_()
     torch.autograd.grad(net(z).square().mean(), z)
     return net(x)
@@ -204,10 +199,10 @@ def without_its_first_layer(model, x):
 
 
 FORWARDS = {  # model, its outputs of a batch, the layers whose scales count every step
-    "a class of its own": lambda: (m := Wrapped(False), lambda x: m(x).logits, [m.net[0], m.net[2]]),
+    "outputs of an unknown class": lambda: (m := Wrapped(False), lambda x: m(x).logits, [m.net[0], m.net[2]]),
     "unused head first": lambda: (m := Wrapped(True), lambda x: m(x)[1], [m.net[0], m.net[2]]),
     "compiled": lambda: (m := mlp(), torch.compile(m, backend="aot_eager"), [m[0], m[2]]),
-    "beside a gradient of inputs": lambda: (m := mlp(), partial(beside_a_gradient_of_inputs, m), [m[0], m[2]]),
+    "with a gradient of inputs": lambda: (m := mlp(), partial(with_a_gradient_of_inputs, m), [m[0], m[2]]),
     "first layer used once": lambda: (m := seeded_build(Branches), partial(without_its_first_layer, m), [m.used]),
     "first layer refused": lambda: (m := seeded_build(ChangesItsInput).float(), m, [m.second]),
 }

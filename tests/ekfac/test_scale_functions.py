@@ -41,7 +41,7 @@ def matrix(basis: Tensor | None, n: int) -> Tensor:
 
 
 def naive_scale(a: Tensor, g: Tensor, basis_a: Tensor | None, basis_g: Tensor | None) -> Tensor:
-    """Of one group: one example and one position after the other."""
+    """The scale of one group, one example and one position after the other."""
     q_a, q_g = matrix(basis_a, a.shape[-1]), matrix(basis_g, g.shape[-1])
     total = torch.zeros(g.shape[-1], a.shape[-1], dtype=torch.float64)
     for rows_a, rows_g in zip(a.double(), g.double(), strict=True):
@@ -52,16 +52,13 @@ def naive_scale(a: Tensor, g: Tensor, basis_a: Tensor | None, basis_g: Tensor | 
     return total
 
 
-# s by examples
-
-
 SHAPES = {"few": (7, 5), "one": (2, 1), "flat": (2, 6), "wide": (70, 3), "tall": (3, 70), "both": (65, 67)}
 ROWS = {"a row": (1, 1), "rows": (5, 1), "positions": (1, 9), "rows of two": (4, 2), "rows of nine": (3, 9)}
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_every_route_is_the_loop_over_examples(shape: tuple[int, int]) -> None:
-    """Of each group apart, in chunks of any size, with or without a 1 behind each row of the input."""
+    """Groups are independent, chunks may have any size, and each row of the input may have a 1 appended."""
     n_a, n_g = shape
     layouts = itertools.cycle([((), False), ((3,), True), ((), True), ((3,), False), ((), False)])
     for ((examples, positions), which), (groups, homogeneous) in zip(
@@ -116,11 +113,8 @@ def test_an_unknown_route_is_refused() -> None:
         scale_intra(draw(2, 2, 2), draw(2, 2, 2), None, None, "gram")
 
 
-# the cheapest route
-
-
 def test_flops_of_the_routes() -> None:
-    """By hand for S = 3, n_a = 5, n_g = 2: rows cost 2·3·25 and 2·3·4, gradients 2·2·25 and 2·5·4."""
+    """With S = 3, n_a = 5, n_g = 2, rows cost 2·3·25 and 2·3·4, and gradients 2·2·25 and 2·5·4."""
     flops = {name: cost.flops for name, cost in route_costs(3, 5, 2).items()}
     assert flops == {
         "gramian": 150 + 24 + 3 * 4 * 10,
@@ -152,9 +146,6 @@ def test_the_route_of_a_layer() -> None:
         (256, 64, 64 * 9): "unprojected_g",
     }
     assert {sizes: eigenbasis.choose_route(*sizes) for sizes in chosen} == chosen
-
-
-# memory of the temporaries
 
 
 def peak_bytes(**arguments: Any) -> int:
@@ -193,8 +184,8 @@ def test_temporaries_stay_below_chunk_bytes(route: str, size: tuple[int, int, in
         assert peak_bytes(**arguments, chunk_bytes=chunk_bytes) <= chunk_bytes + result + aligned_bases
 
 
-def test_memory_is_used_that_is_there() -> None:
-    """A chunk is more than one example wherever more fit: the number of products falls with the bytes."""
+def test_chunks_use_the_available_memory() -> None:
+    """A chunk has as many examples as fit, so the number of products falls with the bytes."""
     a, g, (basis_a, basis_g) = draw(64, 4, 9), draw(64, 4, 8), bases("ag", 9, 8)
     seen = []
     for chunk_bytes in (1, 1 << 14, 1 << 24):
@@ -203,9 +194,6 @@ def test_memory_is_used_that_is_there() -> None:
         seen.append(sum("mm" in name for name in operators.names))
     assert seen[0] == 3 * 64
     assert seen[2] == 3 < seen[1] < 3 * 32
-
-
-# embeddings
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -220,9 +208,6 @@ def test_embedding_is_the_loop_over_one_hot_rows(masked: bool) -> None:
         rows = kept.flatten(0, 1) if basis_g is None else kept.flatten(0, 1) @ basis_g
         found = adapter.example_squares(adapter.masked(indices, keep) if masked else indices, rows, shape[0])
         torch.testing.assert_close(found, naive_scale(one_hot, kept, None, basis_g), **EXACT)
-
-
-# one step
 
 
 @pytest.mark.parametrize("which", WHICH.values(), ids=WHICH)
@@ -247,7 +232,7 @@ def test_precondition_is_the_dense_solve(which: str) -> None:
         torch.testing.assert_close(precondition(grad, basis_a, basis_g, scale, lam, 1.0), found, **EXACT)
 
 
-def test_no_damping_is_the_rounding_of_the_largest_entry() -> None:
+def test_without_damping_scales_are_at_least_the_rounding_of_the_largest_one() -> None:
     scale = torch.zeros(2, 3, 4)
     scale[0, 1, 2] = 8.0
     scale[1] = 1.0
@@ -273,9 +258,6 @@ def test_dense_is_the_sum_over_the_basis(which: str) -> None:
             torch.testing.assert_close(found[k], wanted, **EXACT)
 
 
-# change of basis
-
-
 def test_transport_keeps_the_sum_in_float32() -> None:
     scale = torch.rand(70, 130).exp() ** 8
     moved = scale
@@ -283,9 +265,6 @@ def test_transport_keeps_the_sum_in_float32() -> None:
         moved = transport(moved, orthogonal(130).float(), orthogonal(70).float())
     assert abs(float(moved.double().sum() / scale.double().sum()) - 1) < 1e-6
     assert (moved >= 0).all()
-
-
-# refresh by QR
 
 
 def spectrum(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -330,9 +309,9 @@ def test_qr_converges_from_a_random_start() -> None:
 
 
 def test_qr_at_the_eigenvectors_stays_there() -> None:
-    """Sorted as ``eigh`` sorts them, with their signs, in whatever order they come.
+    """They are sorted as by ``eigh`` and keep their signs, in whatever order they were.
 
-    Of equal eigenvalues any basis of their space is one of eigenvectors, and so is any basis of nothing at all.
+    Any basis of the space of equal eigenvalues consists of eigenvectors, and so does any basis if the matrix is zero.
     """
     values = torch.tensor([1.0, 1, 1, 4, 4, 9, 9, 9]).double()
     given, exact = spectrum(values)
@@ -370,7 +349,7 @@ def test_a_thousand_refreshes_of_a_drifting_matrix_stay_orthogonal(dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_null_space(dtype: torch.dtype) -> None:
+def test_qr_finds_null_spaces(dtype: torch.dtype) -> None:
     rows = draw(5, 12).to(dtype)
     given, basis = (rows.T @ rows)[None], orthogonal(1, 12).to(dtype)
     results = [qr_refresh(given, basis, sweeps=4) for _ in range(2)]
@@ -385,7 +364,7 @@ def test_null_space(dtype: torch.dtype) -> None:
     assert float(reported) < small
 
 
-def test_neither_the_unit_of_the_matrix_nor_its_rounding_asymmetry_matters() -> None:
+def test_neither_the_scale_of_the_matrix_nor_its_asymmetry_matters() -> None:
     given, basis = (x.float() for x in spectrum(torch.linspace(1, 2, 9).double()))
     noisy = torch.linalg.qr(basis + 0.1 * draw(1, 9, 9).float())[0]
     values, found, permutation, reported, ok = qr_refresh(given, noisy)
@@ -402,7 +381,7 @@ def test_neither_the_unit_of_the_matrix_nor_its_rounding_asymmetry_matters() -> 
     torch.testing.assert_close(qr_refresh(given + skew - skew.mT, basis)[1], qr_refresh(given, basis)[1], **EXACT)
 
 
-def test_batches_are_refreshed_apart_and_failures_are_flagged() -> None:
+def test_matrices_of_a_batch_are_independent_and_failures_are_flagged() -> None:
     matrices = torch.cat([spectrum(torch.rand(5).double().sort().values + 0.1)[0] for _ in range(4)])
     start = orthogonal(4, 5)
     together = qr_refresh(matrices, start)

@@ -1,4 +1,4 @@
-"""When bases and scales are renewed, what a refresh makes of the scales, what leaves them alone, changed options."""
+"""When bases and scales are renewed, how a refresh transports scales, and options that change during a run."""
 
 import copy
 
@@ -25,7 +25,7 @@ def due(t, factors, scale, refresh):
 def follow(opt, model, references, dues, lr=0.05, data=regression):
     """Train on batches of unequal size; at every step compare operators, weights and directions with the references.
 
-    ``dues(t, j)`` has the letters of what is due for block j. Operators are compared, so signs and order play no part.
+    ``dues(t, j)`` has the letters of what is due for block j. Operators do not depend on signs and order.
     """
     plain = copy.deepcopy(model)
     for t in range(9):
@@ -47,7 +47,7 @@ def follow(opt, model, references, dues, lr=0.05, data=regression):
     decays=[(0.95, None), (0.5, 0.8), (0.9, 0.0), (1.0, None)],
     estimator=["intra", "running"],
 )
-def test_average_refresh_and_transport_against_a_dense_restatement(steps, decays, estimator):
+def test_average_refresh_and_transport_against_a_dense_reference(steps, decays, estimator):
     model = network()
     keywords = dict(zip(("factor_update_steps", "scale_update_steps", "inv_update_steps"), steps, strict=True))
     opt = plain_ekfac(model, lr=0.05, factor_decay=decays[0], scale_decay=decays[1], estimator=estimator, **keywords)
@@ -55,8 +55,8 @@ def test_average_refresh_and_transport_against_a_dense_restatement(steps, decays
     follow(opt, model, references, lambda t, j: due(t, *steps))
 
 
-RESTATED = {  # options, what the reference of each layer knows of them, what is due for block j at step t
-    # of sides (4, 4) and (2, 5): both sides diagonal and one; the identity moves nothing on its side
+CASES = {  # options, those of the reference of each layer, what is due for block j at step t
+    # with sides (4, 4) and (2, 5), both sides are diagonal or one is; a diagonal side has the identity as its basis
     "diagonal beyond 3": ({"max_factor_dim": 3, "inv_update_steps": 2}, {"limit": 3}, lambda t, j: due(t, 1, 1, 2)),
     "weights that count updates": (
         {"factor_decay": 0.8, "weighting": "update", "inv_update_steps": 3},
@@ -75,8 +75,8 @@ RESTATED = {  # options, what the reference of each layer knows of them, what is
 }  # fmt: skip
 
 
-def test_groups_keep_intervals_and_bases_of_their_own():
-    """Those of parameters, and those of a convolution."""
+def test_groups_have_their_own_intervals_and_bases():
+    """This holds for parameter groups and for groups of a convolution."""
     model = network()
     groups = [
         {"params": list(model[0].parameters()), "scale_update_steps": 2},
@@ -95,20 +95,17 @@ def test_groups_keep_intervals_and_bases_of_their_own():
         follow(opt, model, [Reference("0", estimator=estimator)], lambda t, j: due(t, 1, 1, 2), data=sequences)
 
 
-@pytest.mark.parametrize("case", RESTATED)
-def test_options_of_the_schedule_against_the_restatement(case):
-    options, known, dues = RESTATED[case]
+@pytest.mark.parametrize("case", CASES)
+def test_options_of_the_schedule_against_the_reference(case):
+    options, known, dues = CASES[case]
     model = network()
     opt = plain_ekfac(model, lr=0.05, **options)
     follow(opt, model, [Reference(name, **known) for name in ("0", "2")], dues)
 
 
-# ------------------------------------------------------------------------------------------------------------ Transport
-
-
 @each(transport=["project", "none", "kfac", "recompute"], basis_update=["eigh", "qr"])
-def test_what_a_refresh_makes_of_the_scales(transport, basis_update):
-    """Of those in the old basis with the refreshing step's batch in them."""
+def test_transport_of_the_scales_at_a_refresh(transport, basis_update):
+    """A refresh transports the scales in the old basis, which include the batch of its step."""
     model, plain, batch = network(), network(), regression(seed=3)
     keywords = {"transport": transport, "basis_update": basis_update}
     opt = plain_ekfac(model, factor_decay=0.5, inv_update_steps=3, **keywords)
@@ -123,7 +120,7 @@ def test_what_a_refresh_makes_of_the_scales(transport, basis_update):
     state, now, held = state_of(opt, model[0]), held_bases(opt, model[0]), ekfac.held_scales(opt, model[0])
     assert state["refreshes"] == 2
     assert float((now[1] - Q_A).abs().max()) > 1e-3
-    if transport == "none":  # by their index; cheap columns are sorted, and the scales with them
+    if transport == "none":  # by their index; "qr" sorts its columns and the scales with them
         one, other = (x if basis_update == "eigh" else x.flatten().sort().values for x in (held, s))
         assert_close(one, other, 1e-12)
     else:
@@ -138,17 +135,14 @@ def test_what_a_refresh_makes_of_the_scales(transport, basis_update):
         expected_weight = 12 if transport == "recompute" else weight
         assert float(state["scale_weight"]) == pytest.approx(expected_weight, rel=1e-12)
         return
-    with standing(opt):  # (β·start + batch) / (β + 1): the start weighs as one update
+    with standing(opt):  # (β·start + batch) / (β + 1): the start has the weight of one update
         train_step(opt, model, *regression(seed=4), F.mse_loss)
     batch_scales = scales(layer_gradients(plain, "0", *regression(seed=4), F.mse_loss), *now)
     assert_close(ekfac.held_scales(opt, model[0]), held + (batch_scales - held) / 1.5, 1e-10)
 
 
-# ----------------------------------------------------------------------------------------------- The cheap basis update
-
-
 def test_a_cheap_update_is_one_sweep_from_the_last_basis():
-    """Q ← qr(X Q), columns sorted by their Rayleigh quotients first, the diagonal of R positive; in whatever order."""
+    """Q ← qr(X Q) with columns sorted by their Rayleigh quotients first, and a positive diagonal of R."""
     model = network()
     opt = plain_ekfac(model, factor_decay=0.99, inv_update_steps=1, basis_update="qr", full_every=10**6)
     with standing(opt):
@@ -165,8 +159,8 @@ def test_a_cheap_update_is_one_sweep_from_the_last_basis():
                 assert_close(overlaps.amax(1), torch.ones_like(overlaps[0]), 1e-9, f"{side} at {t}")
 
 
-def test_every_so_many_cheap_updates_is_a_full_one():
-    """At ``full_every`` = 1 nothing is cheap, and at 3 every third basis is the eigenbasis of its factor."""
+def test_full_every_determines_which_updates_are_full():
+    """With 1 all updates are full, and with 3 every third basis is the eigenbasis of its factor."""
     found = []
     for keywords in ({"basis_update": "eigh"}, {"basis_update": "qr", "full_every": 1}):
         model = network()
@@ -186,11 +180,8 @@ def test_every_so_many_cheap_updates_is_a_full_one():
     assert full == [True, False, False, True, False, False, True]
 
 
-# ---------------------------------------------------------------------- Layers that come and go, and weights of updates
-
-
 @pytest.mark.parametrize("estimator", ["intra", "running"])
-def test_a_late_branch_begins_with_a_basis_measures_afterwards_and_keeps_its_scales_without_a_gradient(estimator):
+def test_a_late_branch_starts_with_a_basis_then_measures_and_keeps_its_scales_without_a_gradient(estimator):
     model = seeded_build(Branches)
     model.both = False
     opt = plain_ekfac(model, estimator=estimator)
@@ -214,8 +205,8 @@ def test_a_late_branch_begins_with_a_basis_measures_afterwards_and_keeps_its_sca
 
 
 @pytest.mark.parametrize("transport", ["project", "kfac", "none"])
-def test_refreshes_before_the_first_measurement_leave_no_trace_in_it(transport):
-    """Until step 6 there are placeholders only, products of eigenvalues at first, whatever a refresh makes of them."""
+def test_refreshes_before_the_first_measurement_do_not_affect_it(transport):
+    """Until step 6 there are only placeholders, which start as products of eigenvalues."""
     model, batch = network(), regression(seed=6)
     opt = plain_ekfac(model, scale_update_steps=6, inv_update_steps=2, transport=transport)
     with standing(opt):
@@ -234,7 +225,7 @@ def test_refreshes_before_the_first_measurement_leave_no_trace_in_it(transport):
 
 
 @pytest.mark.parametrize("options", [{"scale_decay": 0.5}, {"decay_per_step": True}, {"burnin_steps": 100}], ids=str)
-def test_a_scale_that_starts_again_from_eigenvalues_weighs_as_one_update(options):
+def test_a_scale_that_restarts_from_eigenvalues_has_the_weight_of_one_update(options):
     model = mlp()
     opt = plain_ekfac(
         model, transport="kfac", factor_update_steps=5, scale_update_steps=5, inv_update_steps=20, **options
@@ -248,11 +239,9 @@ def test_a_scale_that_starts_again_from_eigenvalues_weighs_as_one_update(options
 
 # ---------------------------------------------------------- Options that change between steps, and those of checkpoints
 
-
 ADAM = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum": 0.9, "lr": 1e-2}
 
-
-ACTING = {  # options of a layer whose scale is not due, and what is changed in front of a forward
+ACTING = {  # options of a layer whose scale is not due, and options that change before a forward
     "interval of intra": ("intra", {"scale_update_steps": 50}, {"scale_update_steps": 1}),
     "interval of running": ("running", {"scale_update_steps": 50}, {"scale_update_steps": 1}),
     "to intra": ("intra", {"estimator": "running"}, {"estimator": "intra"}),
@@ -261,7 +250,7 @@ ACTING = {  # options of a layer whose scale is not due, and what is changed in 
 
 
 @pytest.mark.parametrize("case", ACTING)
-def test_interval_and_estimator_of_the_scale_act_on_the_forward_that_begins(case):
+def test_interval_and_estimator_of_the_scale_take_effect_at_the_next_forward(case):
     estimator, before, after = ACTING[case]
     model = mlp()
     opt = plain_ekfac(model, **{"estimator": estimator, **before}, factor_update_steps=100, scale_decay=0.0, lr=0.0)
@@ -286,8 +275,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
-def test_options_that_decide_the_state_act_from_the_next_step_on(change, back):
-    """On one batch without memory: state and direction are those of an optimizer that had the option from the start."""
+def test_options_that_determine_the_state_take_effect_at_the_next_step(change, back):
+    """On one batch without memory, state and direction are those of an optimizer that always had the option."""
     build, before, after = CHANGES[change]
     if back:
         before, after = after, before
@@ -307,7 +296,7 @@ def test_options_that_decide_the_state_act_from_the_next_step_on(change, back):
         assert keys == {name: set(opt.state[p]) for name, p in model.named_parameters()}
         moved = ekfac.next_directions(opt, model, x, y, F.cross_entropy, ["0", "2"])
         found.append((keys, {name: V for name, (_, V) in moved.items()}))
-    optional = {"momentum_buffer"}  # made where it is first needed
+    optional = {"momentum_buffer"}  # made when it is first needed
     assert {n: k - optional for n, k in found[0][0].items()} == {n: k - optional for n, k in found[1][0].items()}
     for name in ("0", "2"):
         assert_close(found[1][1][name], found[0][1][name], 1e-7, name)
@@ -321,7 +310,7 @@ REFUSED_LOADS = {
 
 
 @pytest.mark.parametrize("case", REFUSED_LOADS)
-def test_a_checkpoint_whose_options_exclude_those_of_the_optimizer_is_refused_whole(case):
+def test_a_checkpoint_whose_options_exclude_those_of_the_optimizer_is_refused_as_a_whole(case):
     theirs, mine = REFUSED_LOADS[case]
     model, other = mlp(), mlp()
     opt, second = plain_ekfac(model, **theirs), plain_ekfac(other, **mine)

@@ -9,6 +9,7 @@ import secondorder
 from secondorder import EKFAC, KFAC, HyLo, MemOpt
 from tests.ekfac.test_orthogonal import Net, batches, expected_step
 from tests.support.building import built
+from tests.support.tasks import assert_identical, values
 
 OFF = {"lr": 0.01, "kl_clip": None, "orthogonalize": True, "inv_update_steps": 0}
 HIDDEN = ("inner", "conv", "head")
@@ -21,7 +22,7 @@ def network() -> nn.Module:
 
 
 def trained(opt: torch.optim.Optimizer, model: nn.Module, steps: int) -> list[dict[str, Tensor]]:
-    """Train, and return the gradients of each step."""
+    """Train and return the gradients of each step."""
     gradients = []
     for x, y in batches(steps):
         opt.zero_grad()
@@ -81,7 +82,7 @@ def test_there_is_no_curvature_to_keep_compute_or_send(kind: type) -> None:
     assert flops == 5 * (2 * 4 * 4 * 10 + 2 * 4 * 4 * 4 + 2 * 4 * 4 * 10)  # those of the polar factor
 
 
-def test_rows_of_hylo_are_not_kept_either() -> None:
+def test_hylo_keeps_no_rows_without_curvature() -> None:
     model = network()
     opt = built(HyLo, model, lr=0.01, update_steps=0, batch_size=8)
     trained(opt, model, 2)
@@ -89,7 +90,7 @@ def test_rows_of_hylo_are_not_kept_either() -> None:
         assert not any(found.get(kind) for kind in ("rows", "kernel", *KINDS))
 
 
-def test_graft_gives_the_length_of_the_polar_factor() -> None:
+def test_graft_determines_the_length_of_the_polar_factor() -> None:
     model = network()
     opt = built(KFAC, model, graft="adam", **OFF)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -101,16 +102,15 @@ def test_graft_gives_the_length_of_the_polar_factor() -> None:
         torch.testing.assert_close(found, wanted * (length / wanted.norm()), rtol=1e-6, atol=1e-8)
 
 
-def test_without_orthogonal_steps_it_is_the_plain_rule() -> None:
+def test_without_orthogonal_steps_groups_follow_the_plain_rule() -> None:
     model, twin = network(), network()
     trained(built(KFAC, model, momentum=0.9, **{**OFF, "orthogonalize": False}), model, 3)
     trained(torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9), twin, 3)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
 
 
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
-def test_curvature_that_is_turned_on_begins_with_the_next_batch(kind: type) -> None:
+def test_curvature_that_is_turned_on_starts_with_the_next_batch(kind: type) -> None:
     keywords = {**OFF, "momentum": 0.0, "damping": 0.01, "factor_update_steps": 1}
     model, twin = network(), network()
     opt, on = built(kind, model, **keywords), built(kind, twin, **{**keywords, "inv_update_steps": 1})
@@ -121,13 +121,12 @@ def test_curvature_that_is_turned_on_begins_with_the_next_batch(kind: type) -> N
     trained(on, twin, 1)
     for layer in HIDDEN:
         torch.testing.assert_close(opt.dense_curvature(layer), on.dense_curvature(layer))
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
     held = opt.memory_usage()
     assert {key: held[key] for key in ("factors", "second_order")} == {
         key: on.memory_usage()[key] for key in ("factors", "second_order")
     }
-    opt.param_groups[0]["inv_update_steps"] = 0  # what is there is kept for later
+    opt.param_groups[0]["inv_update_steps"] = 0  # existing curvature is kept for later
     trained(opt, model, 1)
     assert opt.memory_usage()["factors"] == held["factors"]
 
@@ -135,7 +134,7 @@ def test_curvature_that_is_turned_on_begins_with_the_next_batch(kind: type) -> N
 @pytest.mark.filterwarnings("ignore:.*is not a multiple of factor_update_steps")
 @pytest.mark.parametrize("interval", [0, 2])
 def test_a_state_without_curvature_continues(interval: int) -> None:
-    """In a new optimizer, also one that had curvature, and with an interval that is set afterwards."""
+    """It does so in a new optimizer, even one that had curvature, and with an interval that is set later."""
     keywords = {**OFF, "momentum": 0.8, "momentum_mode": "pre", "damping": 0.01}
     model = network()
     opt = built(EKFAC, model, **keywords)
@@ -150,16 +149,15 @@ def test_a_state_without_curvature_continues(interval: int) -> None:
         other.load_state_dict(saved)
         other.param_groups[0]["inv_update_steps"] = interval
         trained(other, again, 3)
-        ends.append(list(again.parameters()))
+        ends.append(values(again))
     opt.param_groups[0]["inv_update_steps"] = interval
     trained(opt, model, 3)
     for end in ends:
-        for p, q in zip(model.parameters(), end, strict=True):
-            assert torch.equal(p, q)
+        assert_identical(values(model), end)
 
 
 def test_the_preset_is_a_variant_of_muon_with_adamw(recwarn: pytest.WarningsRecorder) -> None:
-    """Hidden matrices as in the loop, and every other parameter as by ``torch.optim.AdamW``."""
+    """Hidden matrices follow the loop, and every other parameter ``torch.optim.AdamW``."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(16, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
     opt = secondorder.create("orthogonal_momentum", model, lr=0.02)
@@ -197,8 +195,7 @@ def test_curvature_of_a_checkpoint_that_never_used_it_is_dropped() -> None:
     for fresh, parameters in ((opt, model), (new, twin)):
         trained(fresh, parameters, 2)
     assert old.memory_usage()["factors"] > opt.memory_usage()["factors"] == 0
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_identical(values(model), values(twin))
 
 
 @pytest.mark.parametrize("kind", [KFAC, EKFAC, HyLo])
@@ -212,12 +209,11 @@ def test_a_state_that_is_saved_when_curvature_is_turned_on_continues(kind: type)
     twin.load_state_dict(model.state_dict())
     for optimizer, parameters in ((opt, model), (other, twin)):
         trained(optimizer, parameters, 3)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_identical(values(model), values(twin))
 
 
 def test_hidden_matrices_stay_orthogonal_until_there_is_curvature() -> None:
-    """Also in the step in which it was turned on too late for its forward pass."""
+    """This includes a step in which curvature is turned on after the forward pass."""
     model = network()
     opt = built(KFAC, model, momentum=0.0, damping=0.01, **OFF)
     x, y = next(iter(batches(1)))

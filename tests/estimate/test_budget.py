@@ -18,7 +18,7 @@ def estimated(width=64, **keywords):
     return secondorder.estimate(network(width), batch_size=32, methods=methods, rates=RATES).methods["it"]
 
 
-def test_a_device_that_this_machine_lacks(monkeypatch):
+def test_a_device_that_this_machine_lacks_is_refused(monkeypatch):
     def refuse(device):
         raise AssertionError("Torch not compiled with CUDA enabled")  # as torch does without the device
 
@@ -35,7 +35,7 @@ def test_steps_that_are_not_preconditioned_are_counted():
 
 
 def test_a_refresh_of_leading_eigenvectors_costs_products():
-    """A factorization of ``[n, n]`` would be far more than all its products with a few vectors."""
+    """A factorization of ``[n, n]`` would be much more expensive than its products with a few vectors."""
     full = estimated(512, inverse_method="eigen").flops["refresh"]
     few = estimated(512, inverse_method=InverseOptions(rank=4)).flops["refresh"]
     assert few < full / 20

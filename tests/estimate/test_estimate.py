@@ -1,4 +1,4 @@
-"""What methods will cost, found on the ``meta`` device, against optimizers that were built and have taken a step."""
+"""Costs of methods, estimated on the ``meta`` device, against optimizers that were built and took a step."""
 
 import json
 import resource
@@ -33,7 +33,7 @@ RATES = secondorder.MachineRates(
 
 
 class Block(nn.Module):
-    """A block of a decoder, of the shape of Llama's."""
+    """A block of a decoder with the structure of Llama."""
 
     def __init__(self, width: int, hidden: int, heads: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_memory_is_that_of_a_built_optimizer_after_a_step(method: str, case: str
         assert found.memory == optimizer.memory_usage()
 
 
-def test_a_default_that_depends_on_the_device_is_that_of_the_device() -> None:
+def test_defaults_are_those_of_the_device() -> None:
     model = nn.Sequential(nn.Linear(2100, 2))
     on_cpu, on_cuda = (
         secondorder.estimate(model, batch_size=4, methods=["kfac"], rates=RATES, device=device).methods["KFAC"].memory
@@ -119,13 +119,13 @@ def test_flops_of_a_linear_layer_are_those_counted_by_hand() -> None:
     assert found["SGD"].flops == {MODEL: forward_and_weight_gradient}
     kfac = found["KFAC"].flops
     assert kfac["capture"] == pytest.approx(2 * n * (n_a**2 + n_g**2) / 10)
-    assert kfac["refresh"] == pytest.approx(9 * (n_a**3 + n_g**3) / 100, rel=0.2)  # and the check of the bases
+    assert kfac["refresh"] == pytest.approx(9 * (n_a**3 + n_g**3) / 100, rel=0.2)  # including the check of the bases
     assert kfac["precondition"] == 4 * n_a * n_g * (n_a + n_g)
     assert found["KFAC"].flops_ratio == pytest.approx(sum(kfac.values()) / forward_and_weight_gradient)
 
 
 def test_flops_are_those_of_a_step_on_the_cpu() -> None:
-    """The statistics of convolutions have several ways, and the estimate has to take that of the device."""
+    """There are several algorithms for statistics of convolutions, and the estimate must use that of the device."""
 
     def build(model: nn.Module) -> secondorder.SecondOrderOptimizer:
         refresh = secondorder.RefreshOptions(warmup=False)
@@ -149,7 +149,7 @@ def test_flops_are_those_of_a_step_on_the_cpu() -> None:
         assert flops[stage] == pytest.approx(counted[stage])
 
 
-def test_a_model_is_neither_changed_nor_run() -> None:
+def test_the_model_is_neither_changed_nor_run() -> None:
     model = convolutional().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     secondorder.estimate(model, torch.randn(4, 3, 12, 12), methods=["kfac"], rates=RATES)
@@ -159,7 +159,7 @@ def test_a_model_is_neither_changed_nor_run() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_llama_of_seven_billion_parameters_takes_no_memory() -> None:
+def test_estimating_llama_with_seven_billion_parameters_needs_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = secondorder.estimate(
         lambda: (Decoder(32000, 4096, 11008, 32, 32), torch.zeros(1, 128, dtype=torch.int64)),
@@ -172,10 +172,10 @@ def test_llama_of_seven_billion_parameters_takes_no_memory() -> None:
     assert kfac.failure is None
     assert kfac.memory["momentum"] == 8 * found.parameters  # Adam's two moments, for the size of the steps
     assert kfac.flops[MODEL] > 6 * 128 * 6.4e9
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB: 1 GiB, for weights of 25
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB: 1 GiB; weights would need 25
 
 
-def test_more_ranks_hold_less_and_send_what_plan_counts() -> None:
+def test_more_ranks_store_less_and_send_what_plan_counts() -> None:
     model = convolutional()
     given: dict[str, Any] = {"methods": ["kfac"], "rates": RATES}
     inputs = torch.randn(8, 3, 12, 12)
@@ -190,7 +190,7 @@ def test_more_ranks_hold_less_and_send_what_plan_counts() -> None:
     assert "4 ranks, MemOpt()" in str(found)
 
 
-def test_a_method_that_cannot_train_the_model_says_why() -> None:
+def test_a_method_that_cannot_train_the_model_reports_the_reason() -> None:
     def refuse(model: nn.Module) -> torch.optim.Optimizer:
         raise ValueError("not this one")
 
@@ -215,7 +215,7 @@ def test_a_method_that_cannot_train_the_model_says_why() -> None:
         (TypeError, "rates must be a MachineRates, got 3", {"rates": 3}),
     ],
 )
-def test_bad_input_is_refused(error: type[Exception], match: str, given: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(error: type[Exception], match: str, given: dict[str, Any]) -> None:
     arguments = {"model_or_maker": perceptron(), "batch_size": 4, "methods": ["sgd"], "rates": RATES, **given}
     with pytest.raises(error, match=match):
         secondorder.estimate(**arguments)
@@ -224,13 +224,13 @@ def test_bad_input_is_refused(error: type[Exception], match: str, given: dict[st
 @pytest.mark.parametrize(
     ("target", "match"), [("tests", "got 'tests'"), ("no_such:f", "cannot import 'no_such'"), ("json:f", "has no 'f'")]
 )
-def test_a_bad_target_is_refused(target: str, match: str) -> None:
+def test_invalid_targets_are_refused(target: str, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         load_target(target)
 
 
 @pytest.mark.parametrize("text", ["", "3x", "axb", "3x0", "3:integer", "4x4:Tensor"])
-def test_a_bad_shape_is_refused(text: str) -> None:
+def test_invalid_shapes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"got {text!r}"):
         parse_input(text)
 
@@ -245,7 +245,7 @@ def test_rates_survive_a_file_and_are_checked(tmp_path: Path) -> None:
         secondorder.MachineRates(**{**vars(RATES), "operator": -1})
 
 
-def test_curves_are_interpolated_on_logarithms() -> None:
+def test_curves_are_interpolated_logarithmically() -> None:
     curve = ((1.0, 1.0), (100.0, 16.0))
     assert at(curve, 10) == pytest.approx(4.0)
     assert at(curve, 0.5) == 1.0
@@ -255,7 +255,7 @@ def test_curves_are_interpolated_on_logarithms() -> None:
 @pytest.mark.parametrize(
     ("order", "run"), [((0, 1, 2), 24), ((0, 2, 1), 1), ((1, 0, 2), 4)], ids=["same", "transposed", "rows"]
 )
-def test_copies_in_another_order_count_the_entries_that_stay_together(order: tuple[int, ...], run: int) -> None:
+def test_the_cost_of_a_permuting_copy_depends_on_its_contiguous_runs(order: tuple[int, ...], run: int) -> None:
     x = torch.empty(2, 3, 4, device="meta").permute(order)
     with Tally() as tally:
         x.clone(memory_format=torch.contiguous_format)

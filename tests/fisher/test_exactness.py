@@ -1,8 +1,8 @@
-"""The exactness ladder: layer × Fisher × approximation.
+"""Exactness by layer, Fisher and approximation.
 
-Where theory says that a block is the Hessian's, it must be. Elsewhere it must be what its definition says, computed one
-example and one column at a time. The objective that is differentiated in these steps is never the likelihood's own:
-nothing of it may enter an observed statistic.
+If a block is that of the Hessian in theory, it must be. Otherwise it must be that of its definition, computed one
+example and one column at a time. The objective of these steps is never the likelihood's own, because nothing of it may
+enter an observed statistic.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ APPROXIMATIONS = ["expand", "reduce"]
 
 # ---------------------------------------------------------------- Targets and steps
 def targets_for(loss: str, outputs: Tensor, seed: int = 0) -> Tensor:
-    """Targets of the kind that the loss takes; second derivatives do not depend on which."""
+    """Targets of the right kind for the loss; second derivatives do not depend on them."""
     if "ategorical" in loss:
         return labels(len(outputs), outputs.shape[1], seed)
     return noise(*outputs.shape, seed=seed).sigmoid()
@@ -64,7 +64,6 @@ def factors_after(model: nn.Module, x: Tensor, likelihood, targets=None, **keywo
     return opt
 
 
-# ---------------------------------------------------------------- The oracle first
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_oracle_s_block_is_the_hessian_of_a_piecewise_linear_network(loss):
     model, (x, _) = mlp((4, 5, 3), activation=nn.ReLU), vectors()
@@ -111,16 +110,16 @@ def test_cross_entropy_equals_curvlinops(kind, approx):
 
 
 def test_token_mean_cross_entropy_equals_curvlinops():
-    """Positions that do not meet before the loss: every token is a datum, here and there."""
+    """Positions do not interact before the loss, so every token is an example in both libraries."""
     model, x, y = seeded_build(Tokens), noise(4, 5, 3), torch.randint(3, (4, 5))
     theirs = curvlinops_blocks(twin(model), x, y, objective("ce", "mean", 3), "expand", "type-2")
     opt = factors_after(model, x, secondorder.Categorical(class_dim=1), loss_terms=5)
     assert_factors({name: held_factors(opt, model, name) for name in theirs}, theirs)
 
 
-# ---------------------------------------------------------------- Else: equal to the definition
+# ---------------------------------------------------------------- Equal to the definition
 class Poisson(secondorder.Likelihood):
-    """Counts of rate exp(f): ℓ = exp(f) − y f, of which the Hessian is diag(exp(f))."""
+    """Counts of rate exp(f): ℓ = exp(f) − y f, whose Hessian is diag(exp(f))."""
 
     def sample(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
         rates = outputs.exp()
@@ -151,7 +150,7 @@ def token_labels(*shape: int, ignored: bool) -> Tensor:
 
 
 def token_mean(kept: float, class_dim: int = -1) -> Loss:
-    """Loss of one example where the objective is the mean over all targets that count, ``kept`` per example."""
+    """Loss of one example if the objective is the mean over all targets that count, ``kept`` per example."""
 
     def loss(f: Tensor, y: Tensor) -> Tensor:
         f = f.movedim(class_dim, -1)
@@ -162,7 +161,7 @@ def token_mean(kept: float, class_dim: int = -1) -> Loss:
 
 @dataclass
 class Case:
-    """A model with a batch, the loss of one example, and what ``observe`` is given."""
+    """A model with a batch, the loss of one example, and the arguments of ``observe``."""
 
     model: nn.Module
     x: Tensor
@@ -180,7 +179,7 @@ def known(loss: str, model: nn.Module, x: Tensor, **keywords: Any) -> Case:
 
 
 def classified(model: nn.Module, x: Tensor, y: Tensor, likelihood: Any = "categorical", class_dim: int = -1) -> Case:
-    """The mean over the targets that are not −100: the objective of language models and of segmentation."""
+    """The mean over targets that are not −100, which is the objective of language models and of segmentation."""
     return Case(model, x, y, token_mean(int((y != -100).sum()) / len(x), class_dim), likelihood, y)
 
 
@@ -204,7 +203,7 @@ def segmenting() -> nn.Module:
 
 X, TOKENS, PICTURES = noise(5, 4), noise(3, 4, 3), images(3)[0]
 SOME, ALL = token_labels(3, 4, ignored=True), token_labels(3, 4, ignored=False)
-#: Where 1 is ignored, tokens of class 1 are.
+#: Targets if class 1 is the one that is ignored.
 ONES = torch.where(SOME == -100, 1, SOME)
 #: Classes of five examples, of which one is ignored.
 FOUR = torch.tensor([0, 2, -100, 1, 1])
@@ -222,11 +221,11 @@ DEFINITIONS: dict[str, Callable[[], Case]] = {
     "a layer that is the model": lambda: known("categorical", seeded_build(lambda: nn.Linear(4, 3)), X),
     "pooled tokens": lambda: known("bernoulli", seeded_build(lambda: Tokens(read="mean")), TOKENS),
     "a layer called twice": lambda: known("categorical", seeded_build(lambda: Repeated(False)), X),
-    # every entry of an example's output is an output of the model; positions meet in the layers below
+    # every entry of an example's output is an output of the model; positions interact in the layers before it
     **{f"entries {loss}": lambda loss=loss: known(loss, mixing(), TOKENS) for loss in BY_ENTRY},
     "tokens": lambda: classified(mixing(), TOKENS, ALL),
     "tokens, some ignored": lambda: classified(mixing(), TOKENS, SOME),
-    "tokens that do not meet": lambda: classified(mixing(False), TOKENS, SOME),
+    "tokens that do not interact": lambda: classified(mixing(False), TOKENS, SOME),
     "tokens, summed": lambda: Case(
         mixing(), TOKENS, SOME, token_mean(1.0), "categorical", SOME, {"loss_reduction": "sum"}
     ),
@@ -242,7 +241,7 @@ DEFINITIONS: dict[str, Callable[[], Case]] = {
         secondorder.Categorical(class_dim=1), 1,
     ),
     "ignored examples": lambda: classified(mlp((4, 5, 3)), X, torch.tensor([0, -100, 2, -100, 1])),
-    "a likelihood of one's own": lambda: Case(mlp((4, 5, 3)), X, noise(5, 3).sigmoid(), poisson, Poisson()),
+    "a custom likelihood": lambda: Case(mlp((4, 5, 3)), X, noise(5, 3).sigmoid(), poisson, Poisson()),
     "heads": lambda: Case(
         seeded_build(TwoHeads), X, (FOUR, noise(5, 2)), of_two_heads,
         ("categorical", secondorder.Gaussian(mean=True)), (FOUR, None),
@@ -254,7 +253,7 @@ DEFINITIONS: dict[str, Callable[[], Case]] = {
 
 @each(name=DEFINITIONS.keys(), approx=APPROXIMATIONS)
 def test_factors_and_scales_are_those_of_the_definition(name, approx):
-    """A and B of K-FAC, the dense block, and EK-FAC's scales in the basis that it holds."""
+    """A and B of K-FAC, the dense block, and EK-FAC's scales in its basis are compared."""
     case, tolerance = DEFINITIONS[name](), 1e-9
     model, names = case.model, covered_names(case.model)
     rows = observed(model, names, case.x, case.y, case.loss)
@@ -282,7 +281,7 @@ def test_factors_and_scales_are_those_of_the_definition(name, approx):
 
 @pairs(method=METHODS, cuts=[[4], [2, 2], [1, 3]], ignored=[False, True], approx=APPROXIMATIONS)
 def test_tokens_in_micro_batches(method, cuts, ignored, approx):
-    """However the targets that count are spread over the micro-batches, the mean runs over all of them."""
+    """The mean is over all targets that count, however they are distributed over the micro-batches."""
     x, y = noise(4, 4, 3), token_labels(4, 4, ignored=False)
     if ignored:
         y[0, 1:], y[2, 0] = -100, -100
@@ -305,7 +304,7 @@ def test_tokens_in_micro_batches(method, cuts, ignored, approx):
 
 
 class Around(nn.Module):
-    """A model of tokens whose outputs, or inputs and outputs, are arranged in another way."""
+    """A model of tokens with another layout of its outputs, or of its inputs and outputs."""
 
     def __init__(self, tokens: nn.Module, first: bool) -> None:
         super().__init__()
@@ -317,7 +316,7 @@ class Around(nn.Module):
 
 @each(mixes=[False, True], approx=APPROXIMATIONS)
 def test_logits_flattened_over_positions(approx, mixes):
-    """They are the same model: terms of one example need columns of their own here too."""
+    """The model is the same, so terms of one example need separate columns here, too."""
     plain = mixing(mixes)
     rows = observed(plain, ["inner", "outer"], TOKENS, SOME, token_mean(int((SOME != -100).sum()) / 3))
     model = Around(plain, first=False)
@@ -328,7 +327,7 @@ def test_logits_flattened_over_positions(approx, mixes):
 
 @pytest.mark.parametrize("loss", ["categorical", "gaussian", "gaussian mean"])
 def test_outputs_with_the_batch_on_their_second_axis(loss):
-    """``batch_dim=1``: the outputs of such a model are understood, or refused, but never mistaken."""
+    """With ``batch_dim=1``, outputs are interpreted correctly or refused."""
     likelihood, value = LOSSES[loss]
     y = ALL if loss == "categorical" else noise(3, 4, 3)
     rows = observed(mixing(), ["inner", "outer"], TOKENS, y, token_mean(4.0) if loss == "categorical" else value)
@@ -358,7 +357,7 @@ class SequenceFirst(nn.Module):
 
 @each(method=METHODS, reduction=["mean", "sum"], shape=[(5, 3), (4, 4), (3, 5)])
 def test_sequence_first_outputs(method, reduction, shape):
-    """``J^T H J`` of every token, in a loop; an example's loss is the sum over its tokens, or their mean."""
+    """The reference is ``J^T H J`` of every token; an example's loss is the sum over its tokens, or their mean."""
     (S, N), x = shape, noise(*shape, 3)
     model = seeded_build(SequenceFirst)
     opt = still(model, "exact", method, batch_dim=1, loss_reduction=reduction)
@@ -367,7 +366,7 @@ def test_sequence_first_outputs(method, reduction, shape):
     H = torch.diag_embed(p) - torch.einsum("snc,snd->sncd", p, p)
     datum = N * S if reduction == "mean" else N
     found = opt.dense_curvature("layer")
-    if method is EKFAC:  # tokens of one example have vectors of their own, so there is no cross term
+    if method is EKFAC:  # tokens of one example have separate vectors, so there is no cross term
         exact = sum(torch.kron(H[s, n], torch.outer(x[s, n], x[s, n])) for s in range(S) for n in range(N)) / datum
         assert_close(found.trace(), exact.trace(), 1e-9)
         return
@@ -375,8 +374,8 @@ def test_sequence_first_outputs(method, reduction, shape):
     assert_close(found, torch.kron(H.sum((0, 1)) / datum, A), 1e-9)
 
 
-def test_sequence_first_outputs_in_one_are_refused():
-    """Nothing says which of their rows belong to one example."""
+def test_flattened_sequence_first_outputs_are_refused():
+    """It is unknown which rows belong to one example."""
     for shape in ((5, 3), (4, 4), (8, 4), (3, 5)):
         model = seeded_build(lambda: SequenceFirst(flat=True))
         opt = KFAC(model, fisher="exact", batch=BatchOptions(dim=1))
@@ -386,7 +385,7 @@ def test_sequence_first_outputs_in_one_are_refused():
 
 @pytest.mark.parametrize("mixes", [False, True], ids=["separate", "mixed"])
 def test_tokens_as_examples_of_the_scales(mixes):
-    """EK-FAC with every token a datum: squares of each position's own term, none of their sum."""
+    """In EK-FAC every token is then an example, so each position's own term is squared, and not their sum."""
     model = mixing(mixes)
     rows = observed(model, ["inner", "outer"], TOKENS, ALL, token_mean(4.0))
     opt = still(model, "exact", EKFAC, token_is_example=True, inv_update_steps=1000)
@@ -401,7 +400,7 @@ def test_tokens_as_examples_of_the_scales(mixes):
 
 
 def test_a_mask_keeps_padding_out():
-    """With the mask and the ignored targets, padded sequences say what their tokens alone say."""
+    """With the mask and ignored targets, padded sequences have the statistics of their tokens alone."""
     keep = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
     padded, alone = mixing(False), mixing(False)
     one, other = still(padded, "exact"), still(alone, "exact")
@@ -413,10 +412,9 @@ def test_a_mask_keeps_padding_out():
             assert_close(mine, theirs, 1e-9, name)
 
 
-# ---------------------------------------------------------------- Every kind of layer
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_every_kind_of_layer(name):
-    """Of a Gaussian, columns of the Hessian are √2 e_k. EK-FAC keeps the trace, with a side that is diagonal too."""
+    """Columns of a Gaussian's Hessian are √2 e_k. EK-FAC keeps the trace, even if a side is diagonal."""
     case = CASES[name]
     by_column = [replace(case, loss=lambda f, y, k=k: 2**0.5 * f[:, k].sum()) for k in range(3)]
     pairs_of = [column.factors(case.model()) for column in by_column]
@@ -427,7 +425,7 @@ def test_every_kind_of_layer(name):
             squares[block] += sum(float(rows.gradient(n).square().sum()) for rows in groups for n in range(len(rows.a)))
     inputs, _ = case.data()
     scales = [(EKFAC, {}), (EKFAC, {"max_factor_dim": 3})]
-    for method, keywords in [(KFAC, {}), *(() if "packed" in name else scales)]:  # packed rows are nobody's
+    for method, keywords in [(KFAC, {}), *(() if "packed" in name else scales)]:  # packed rows belong to no example
         model = case.ready(case.model())
         opt = still(model, "exact", method, **case.keywords, **keywords)
         for _ in range(2):
@@ -445,7 +443,7 @@ def test_every_kind_of_layer(name):
 
 @pairs(method=METHODS, norm_curvature=["unit", "diagonal"], kind=NORMED.keys())
 def test_every_kind_of_norm(method, norm_curvature, kind):
-    """A block per unit of scale and shift, or its diagonal."""
+    """Each unit of scale and shift has a block, or its diagonal."""
     build, inputs = NORMED[kind]
     model, x = seeded_build(build), inputs()
     names = [name for name, _ in model.named_parameters() if name.startswith("norm.")]
@@ -458,7 +456,7 @@ def test_every_kind_of_norm(method, norm_curvature, kind):
     assert_close(opt.dense_curvature("norm"), expected, 1e-9)
 
 
-def test_a_likelihood_that_can_only_sample():
+def test_a_likelihood_that_can_only_sample_supports_only_mc():
     class OnlySamples(secondorder.Likelihood):
         def sample(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
             return torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype)

@@ -1,4 +1,4 @@
-"""``observe``: an extra backward pass that leaves only statistics behind, or says clearly why it cannot be made."""
+"""``observe`` makes an extra backward pass that affects only statistics, or raises a clear error."""
 
 import contextlib
 import copy
@@ -50,7 +50,7 @@ def exact_factors(model: nn.Module, x: Tensor, y: Tensor, loss=summed, approx: s
 
 
 def categorical_step(opt, model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """A step whose objective is the likelihood's own; gradients are not reset before it."""
+    """Take a step with the likelihood's own objective, without resetting gradients before."""
     outputs = model(x)
     opt.observe(outputs, "categorical")
     F.cross_entropy(outputs, y).backward()
@@ -63,7 +63,7 @@ def weight_of(opt, model: nn.Module, name: str = "0") -> float:
 
 
 def assert_expected(opt, model: nn.Module, expected: dict[str, tuple[Tensor, Tensor]], fisher: str) -> None:
-    """Both factors, or A alone where B is drawn."""
+    """Compare both factors, or only A if B is drawn."""
     for name, factors in expected.items():
         held = held_factors(opt, model, name)
         assert_close(held[0], factors[0], 1e-9, name)
@@ -71,7 +71,6 @@ def assert_expected(opt, model: nn.Module, expected: dict[str, tuple[Tensor, Ten
             assert_close(held[1], factors[1], 1e-9, name)
 
 
-# ---------------------------------------------------------------- What it leaves as it was
 IN_PLACE = partial(nn.ReLU, inplace=True)
 BUILDS = {
     "mlp": (mlp, vectors),
@@ -85,8 +84,8 @@ BUILDS = {
 
 
 @each(fisher=OBSERVED, kind=BUILDS)
-def test_everything_but_statistics_is_left_as_it_is(fisher, kind):
-    """Gradients, parameters, buffers, modes and targets; the backward that follows is bitwise the same."""
+def test_observe_changes_nothing_but_statistics(fisher, kind):
+    """Gradients, parameters, buffers, modes and targets stay, and the next backward is bitwise the same."""
     build, batch = kind
     x, y = batch()
     found = []
@@ -119,7 +118,7 @@ def test_everything_but_statistics_is_left_as_it_is(fisher, kind):
 
 @pytest.mark.parametrize("kind", ["after a backward that keeps the graph", "two forwards at once"])
 def test_any_whole_graph_may_be_observed(kind):
-    """A backward may come first that keeps it, and outputs of two passes may be joined, as in contrastive training."""
+    """A backward may come first if it keeps the graph, and outputs of two passes may be concatenated."""
     model, (x, y) = mlp(), vectors(8)
     expected = exact_factors(twin(model), x, y)
     opt = still(model, "exact")
@@ -136,8 +135,8 @@ def test_any_whole_graph_may_be_observed(kind):
 
 # ---------------------------------------------------------------- Accumulation
 @pairs(fisher=OBSERVED, method=METHODS, backward=[False, True])
-def test_a_batch_that_was_given_up_is_in_no_estimate(fisher, method, backward):
-    """Its ``zero_grad`` came after a backward, or without one, as where a loop skips a loss that is not finite."""
+def test_a_batch_that_was_given_up_does_not_count(fisher, method, backward):
+    """Its ``zero_grad`` comes after a backward or without one, as in a loop that skips a loss that is not finite."""
     model, one, other = mlp(), vectors(6), vectors(3, seed=1)
     expected = exact_factors(twin(model), *other)
     opt = still(model, fisher, method)
@@ -152,7 +151,7 @@ def test_a_batch_that_was_given_up_is_in_no_estimate(fisher, method, backward):
 
 @fishers
 def test_gradients_may_be_reset_between_observe_and_backward(fisher):
-    """As trainers do that call ``zero_grad`` after the forward."""
+    """Trainers that call ``zero_grad`` after the forward do so."""
     found = []
     for late in (True, False):
         model, (x, y) = mlp(), vectors(6)
@@ -193,7 +192,7 @@ def test_autocast(fisher, inside):
 
 @each(method=METHODS, known=[True, False])
 def test_the_loss_scale_does_not_enter(method, known):
-    """Only the objective's own backward is scaled, and it does not matter whether the optimizer knows of the scaler."""
+    """Only the backward of the objective is scaled, so the optimizer need not know the scaler."""
     model, (x, y) = mlp((4, 5, 3)), vectors()
     expected = exact_factors(twin(model), x, y)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -238,7 +237,7 @@ def process_group() -> Iterator[None]:
 @each(fisher=OBSERVED, method=METHODS, micro_batches=[1, 2])
 @pytest.mark.usefixtures("process_group")
 def test_data_parallel_with_one_process(fisher, method, micro_batches):
-    """All but the last micro-batch under ``no_sync``."""
+    """All micro-batches except the last one are under ``no_sync``."""
     x, y = vectors(8)
     found = []
     for wrapped in (False, True):
@@ -259,10 +258,10 @@ def test_data_parallel_with_one_process(fisher, method, micro_batches):
         assert_close(b, a, 1e-12)
 
 
-# ---------------------------------------------------------------- When it is needed, and when not
+# ---------------------------------------------------------------- Steps with and without observe
 @each(fisher=OBSERVED, method=METHODS)
-def test_a_due_step_without_it_keeps_the_old_estimate_and_says_so_once(fisher, method):
-    """And without an old one it is the fallback's."""
+def test_a_due_step_without_observe_keeps_the_old_estimate_and_warns_once(fisher, method):
+    """Without an old estimate it follows the fallback rule."""
     model = mlp()
     opt = still(model, fisher, method, lr=0.5)
     before = [p.detach().clone() for p in model.parameters()]
@@ -281,7 +280,7 @@ def test_a_due_step_without_it_keeps_the_old_estimate_and_says_so_once(fisher, m
 
 @each(fisher=OBSERVED, method=METHODS)
 @pytest.mark.filterwarnings("error")
-def test_where_nothing_is_due_it_does_nothing_and_is_not_missed(fisher, method, monkeypatch):
+def test_observe_does_nothing_and_is_not_needed_when_nothing_is_due(fisher, method, monkeypatch):
     model = mlp()
     scales = {} if method is KFAC else {"scale_update_steps": 3}
     opt = still(model, fisher, method, factor_update_steps=3, inv_update_steps=3, **scales)
@@ -302,7 +301,7 @@ def test_where_nothing_is_due_it_does_nothing_and_is_not_missed(fisher, method, 
 
 @each(fisher=["empirical", *OBSERVED], method=METHODS)
 def test_observed_and_empirical_statistics_never_mix(fisher, method):
-    """Of the two passes, one leaves no trace in the estimate: the objective's, however large, or the observation."""
+    """One of the two passes does not affect the estimate: that of the objective, however large, or the observation."""
     held = []
     for changed in (False, True):
         model, (x, y) = mlp(), vectors()
@@ -322,8 +321,7 @@ def test_observed_and_empirical_statistics_never_mix(fisher, method):
 
 @fishers
 @pytest.mark.filterwarnings("ignore")
-def test_an_observed_pass_beside_one_that_was_not(fisher):
-    """Of two micro-batches one is observed: the estimate is that one's, whatever the other holds."""
+def test_if_one_of_two_micro_batches_is_observed_the_estimate_is_that_of_this_one(fisher):
     model, (x, y), (other, _) = mlp(), vectors(4), vectors(6, seed=1)
     expected = exact_factors(twin(model), x, y)
     opt = still(model, fisher)
@@ -336,7 +334,7 @@ def test_an_observed_pass_beside_one_that_was_not(fisher):
 
 
 @each(fisher=OBSERVED, method=METHODS, way=["pause", "eval"])
-def test_where_capture_rests_it_does_nothing(method, fisher, way):
+def test_observe_does_nothing_in_a_pause_and_in_eval_mode(method, fisher, way):
     model, (x, y) = mlp(), vectors()
     opt = still(model, fisher, method)
     model.train(way == "pause")
@@ -349,7 +347,7 @@ def test_where_capture_rests_it_does_nothing(method, fisher, way):
 
 
 class Remembering(nn.Module):
-    """Passes its input on, and remembers it weakly."""
+    """Returns its input and keeps a weak reference to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +365,7 @@ class Remembering(nn.Module):
 
 @each(fisher=["empirical", *OBSERVED], method=METHODS)
 def test_forwards_without_backward_keep_nothing(method, fisher):
-    """Outputs that are dropped take their graph with them, all but those of the last few forwards."""
+    """Dropped outputs free their graph, except for those of the last few forwards."""
     spy = Remembering()
     model = nn.Sequential(nn.Linear(4, 5), spy, nn.Linear(5, 3)).double()
     opt = still(model, fisher, method)
@@ -381,7 +379,7 @@ def test_forwards_without_backward_keep_nothing(method, fisher):
 
 
 def test_a_part_of_the_outputs_is_enough_and_forwards_in_between_do_not_matter():
-    """Models return dictionaries, of which programs keep one tensor; an evaluation comes before its ``observe``."""
+    """The program keeps one tensor of a dictionary, and an evaluation comes before ``observe``."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -413,7 +411,7 @@ def test_forwards_whose_outputs_are_kept_may_be_observed_later(fisher, order):
     expected = exact_factors(twin(model), x, y)
     opt = still(model, fisher)
     outputs = [model(a) for a, _ in batches]
-    model(vectors(7)[0])  # of this one nothing is left
+    model(vectors(7)[0])  # its outputs are dropped
     gc.collect()
     for i in order:
         opt.observe(outputs[i], "categorical")
@@ -424,14 +422,13 @@ def test_forwards_whose_outputs_are_kept_may_be_observed_later(fisher, order):
 
 
 @each(first=[True, False], positions=[False, True])
-def test_a_forward_that_is_thrown_away(first, positions):
-    """Recorded by autograd like any other, but nothing of it is asked for: its examples are nobody's."""
+def test_a_forward_whose_outputs_are_dropped_does_not_count(first, positions):
     shape = (4, 4) if positions else (4,)
     x, stray = noise(*shape, 4), noise(4, *shape[1:], 4, seed=1)
     held = []
     for disturbed in (False, True):
         model = nn.Sequential(mlp(), nn.Flatten(0, -2))
-        opt = still(model, "exact", approx="reduce")  # where it matters which rows are of one example
+        opt = still(model, "exact", approx="reduce")  # it matters which rows belong to one example
         if disturbed and first:
             model(stray)
         outputs = model(x)
@@ -446,7 +443,7 @@ def test_a_forward_that_is_thrown_away(first, positions):
 
 @both
 @pytest.mark.filterwarnings("error")
-def test_an_expert_without_a_call_is_left_alone(method):
+def test_an_expert_that_is_not_called_keeps_its_estimate(method):
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -499,7 +496,7 @@ def test_a_step_that_the_scaler_skips_leaves_nothing_behind():
 
 # ---------------------------------------------------------------- Errors
 class Wide(nn.Module):
-    """More outputs than the exact Fisher makes columns of."""
+    """Has more outputs than the exact Fisher allows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -519,7 +516,7 @@ def of_a_closed_optimizer(opt, outputs: Tensor) -> Tensor:
     return outputs
 
 
-#: What is given instead of the outputs, and what is said of it.
+#: What is passed instead of the outputs, and the message.
 ELSEWHERE = {
     "detached": (lambda opt, outputs: outputs.detach(), "outputs|model|graph|grad"),
     "a leaf": (lambda opt, outputs: noise(6, 3).requires_grad_(), "outputs|model|graph|grad"),
@@ -532,7 +529,7 @@ ELSEWHERE = {
 
 @each(fisher=OBSERVED, kind=ELSEWHERE.keys())
 @pytest.mark.filterwarnings("error")
-def test_outputs_that_cannot_be_observed_are_noticed(fisher, kind):
+def test_outputs_that_cannot_be_observed_are_refused(fisher, kind):
     model, (x, _) = mlp(), vectors()
     opt = still(model, fisher)
     instead, message = ELSEWHERE[kind]
@@ -582,7 +579,7 @@ def test_wrong_arguments_are_refused_and_leave_the_step_usable():
     assert_factors(all_factors(opt, model), expected)
 
 
-# ---------------------------------------------------------------- forward_only, and what EK-FAC makes of each Fisher
+# ---------------------------------------------------------------- forward_only, and EK-FAC with each Fisher
 @each(approx=["expand", "reduce"], sizes=[[5], [2, 3]])
 @pytest.mark.filterwarnings("error")
 def test_forward_only_has_an_identity_for_b_and_needs_no_observation(approx, sizes):
@@ -603,7 +600,7 @@ def test_forward_only_has_an_identity_for_b_and_needs_no_observation(approx, siz
 
 @pytest.mark.parametrize("inverse", ["eigen", "cholesky"])
 def test_the_direction_of_forward_only(inverse):
-    """(I ⊗ A + λI)⁻¹ for eigen; both factors damped for cholesky."""
+    """It is (I ⊗ A + λI)⁻¹ ∇ for eigen; for cholesky both factors are damped."""
     model, (x, y) = mlp(bias=False), vectors()
     opt = still(model, "forward_only", lr=1.0, inverse_method=inverse, damping=0.1)
     A, solve = x.T @ x / len(x), solve_exact if inverse == "eigen" else solve_pi
@@ -612,8 +609,8 @@ def test_the_direction_of_forward_only(inverse):
     assert_close(step, solve(torch.eye(5, dtype=torch.float64), A, gradient, 0.1), 1e-9)
 
 
-def test_ekfac_refuses_what_its_scales_cannot_be_measured_from():
-    """Running scales are made of the mean gradient, which is the objective's; forward_only has no gradient at all."""
+def test_ekfac_refuses_fishers_that_cannot_measure_its_scales():
+    """Running scales come from the mean gradient of the objective; forward_only has no gradient."""
     for fisher in OBSERVED:
         with pytest.raises(REFUSED, match="running"):
             EKFAC(mlp(), fisher=fisher, estimator="running")
@@ -621,8 +618,8 @@ def test_ekfac_refuses_what_its_scales_cannot_be_measured_from():
         EKFAC(mlp(), fisher="forward_only")
 
 
-def test_ekfac_s_scales_may_be_due_alone():
-    """Factors every fourth step, scales on every one: each step observed enters the scales only."""
+def test_ekfac_s_scales_may_be_due_without_the_factors():
+    """Factors are due every fourth step, scales at every one."""
     model, (x, _) = mlp(), vectors()
     opt = still(model, "exact", EKFAC, factor_update_steps=4, inv_update_steps=4, scale_decay=0.0)
     observed_step(opt, model, x, "categorical")

@@ -44,7 +44,7 @@ def running(sizes, method=KFAC, **keywords):
 
 
 def averaged(batches: list[tuple[float, float, Tensor]]) -> tuple[float, Tensor]:
-    """(W, X) after batches of (β, w, value): each β multiplies all that came before it."""
+    """(W, X) after batches of (β, w, value), where each β multiplies all earlier ones."""
     total, value = 0.0, None
     for decay, weight, batch in batches:
         total = decay * total + weight
@@ -53,7 +53,7 @@ def averaged(batches: list[tuple[float, float, Tensor]]) -> tuple[float, Tensor]
 
 
 def assert_running(opt, model, history, decays, weights) -> None:
-    """Factors and their weight are those of a plain list; ``history`` holds the due batches only."""
+    """Factors and their weight are those of a plain list; ``history`` holds only the due batches."""
     for name, batches in history.items():
         for side, factor in enumerate(held_factors(opt, model, name)):
             rows = [(b, w, batch[1 + side]) for b, w, batch in zip(decays, weights, batches, strict=True)]
@@ -63,7 +63,6 @@ def assert_running(opt, model, history, decays, weights) -> None:
         assert float(layer_state(opt, model, name)["factor_weight"]) == pytest.approx(total, rel=1e-12)
 
 
-# ---------------------------------------------------------------- Weights
 @pairs(
     method=METHODS,
     weighting=["samples", "update"],
@@ -73,7 +72,7 @@ def assert_running(opt, model, history, decays, weights) -> None:
     per_step=[False, True],
 )
 def test_factors_are_those_of_a_plain_list(method, weighting, decay, burnin, interval, per_step):
-    """β = 1 in the first updates, which are not steps of the optimizer: their estimate is the pooled mean."""
+    """β = 1 during burn-in, which counts updates and not steps, so that the estimate is the pooled mean."""
     options = {"factor_decay": decay, "burnin_steps": burnin, "decay_per_step": per_step, "inv_update_steps": 6}
     if (weighting, decay) != ("samples", 0.6):  # once it is the default
         options["weighting"] = weighting
@@ -99,13 +98,13 @@ def test_micro_batches_are_one_update():
     ("given", "decay", "burnin"),
     [
         ({"scale_decay": 0.7, "factor_decay": 1.0}, 0.7, 0),
-        ({"factor_decay": 0.7}, 0.7, 0),  # the factors' where none is given
-        ({"scale_decay": 0.6, "factor_decay": 1.0, "burnin_steps": 3}, 0.6, 3),  # of their own updates
+        ({"factor_decay": 0.7}, 0.7, 0),  # defaults to that of the factors
+        ({"scale_decay": 0.6, "factor_decay": 1.0, "burnin_steps": 3}, 0.6, 3),  # counts their own updates
     ],
     ids=str,
 )
 def test_scales_are_those_of_a_plain_list(given, decay, burnin):
-    """In one basis, which the first step makes."""
+    """The first step makes the basis, which stays."""
     found = []
     for keywords in ({"factor_decay": given["factor_decay"], "scale_decay": 0.0}, given):
         model = mlp()
@@ -125,7 +124,7 @@ def test_scales_are_those_of_a_plain_list(given, decay, burnin):
 
 # ---------------------------------------------------------------- Decay per step
 class Constant(nn.Module):
-    """A layer whose A is the square of what it is given, and which may rest."""
+    """A layer whose A is the square of its input, and which may be left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,14 +140,14 @@ def of_step(t: int) -> tuple[Tensor, Tensor]:
 
 
 def assert_mean_of_squares(state, updates: list[tuple[float, int]]) -> None:
-    """Of t² over updates with a decay before each; all weigh 4."""
+    """A is the mean of t² over updates with a decay before each and a weight of 4."""
     total, value = averaged([(decay, 4, torch.tensor(float(t * t))) for decay, t in updates])
     assert float(state["factor_weight"]) == pytest.approx(total)
     assert float(state["factor_a"]) == pytest.approx(float(value))
 
 
 @pytest.mark.parametrize("changed", [{"factor_update_steps": 2}, {"decay_per_step": True}], ids=str)
-def test_the_options_of_the_moment_count(changed):
+def test_options_may_change_during_a_run(changed):
     model, per_step = seeded_build(Constant), "decay_per_step" in changed
     options = {"decay_per_step": not per_step, "factor_update_steps": 2 if per_step else 1}
     opt = quiet(lambda: plain_kfac(model, lr=0.0, factor_decay=0.8, inv_update_steps=12, **options))
@@ -177,8 +176,8 @@ SCHEDULES = {
 
 
 @each(schedule=SCHEDULES.keys(), method=METHODS, resumes=[False, True])
-def test_decay_per_step_counts_the_steps_that_went_by(method, schedule, resumes):
-    """The first update of a layer may be off the grid, and it may miss others."""
+def test_decay_per_step_counts_the_steps_between_updates(method, schedule, resumes):
+    """The first update of a layer may be off the grid, and it may miss later ones."""
     options, times, active = SCHEDULES[schedule]
     options = {"lr": 0.0, "decay_per_step": True, "factor_decay": 0.9, **options}
     model = seeded_build(Constant)
@@ -198,19 +197,19 @@ def test_decay_per_step_counts_the_steps_that_went_by(method, schedule, resumes)
 
 # ---------------------------------------------------------------- Weight decay as curvature
 def moved(opt, model) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """(θ, ∇, θ − θ') of every layer, for a step with the gradients that are there."""
+    """(θ, ∇, θ − θ') of every layer, for a step with the current gradients."""
     before = {name: layer_values(model.get_submodule(name)) for name in ("0", "2")}
     return {name: (before[name], gradient, V) for name, (gradient, V) in directions(opt, model).items()}
 
 
 @pairs(method=METHODS, as_curvature=[False, True], decoupled=[False, True])
 def test_weight_decay_in_curvature(method, as_curvature, decoupled):
-    """Its Hessian is weight_decay·I: added to λ, while the decay itself is applied as ever. Each group has its own."""
+    """Its Hessian, weight_decay·I, is added to λ, and the decay itself is applied as usual; groups may differ."""
     model, (x, y) = mlp(), vectors()
     groups = [{"params": list(model[i].parameters()), "weight_decay": 0.3 * (i == 0)} for i in (0, 2)]
     options = {"decoupled_weight_decay": decoupled, "weight_decay_in_curvature": as_curvature}
     opt = built(method, groups, module=model, **PLAIN, **options)
-    opt.param_groups[0]["weight_decay"] = 0.5  # read where it is used
+    opt.param_groups[0]["weight_decay"] = 0.5  # options are read when they are used
     backward(model, x, y, F.cross_entropy)
     for name, (theta, gradient, step) in moved(opt, model).items():
         decay = 0.5 if name == "0" else 0.0
@@ -231,9 +230,9 @@ def test_weight_decay_in_the_curvature_of_cholesky():
 
 # ---------------------------------------------------------------- Power
 def applied(model, method, gradients: dict[str, Tensor] | None, power: float, **keywords):
-    """The direction of every layer at one curvature; with ``gradients``, of these instead of the loss's."""
+    """The direction of every layer at one curvature; ``gradients`` take the place of those of the loss."""
     opt = built(method, model, **{**PLAIN, "factor_update_steps": 10, "inv_update_steps": 10, **keywords})
-    opt.param_groups[0]["power"] = power  # read where it is used
+    opt.param_groups[0]["power"] = power  # options are read when they are used
     backward(model, *vectors(), F.cross_entropy)
     if gradients is not None:
         for name, matrix in gradients.items():
@@ -252,7 +251,7 @@ HALVES = {
 
 @pytest.mark.parametrize("case", HALVES)
 def test_half_the_power_twice_is_the_whole(case):
-    """Of the product of two damped factors, too, which has their eigenvalues' products."""
+    """This includes the product of two damped factors, whose eigenvalues are the products of theirs."""
     method, keywords = HALVES[case]
     _, whole = applied(mlp(), method, None, 1.0, **keywords)
     _, once = applied(mlp(), method, None, 0.5, **keywords)

@@ -1,7 +1,7 @@
 """Sampled Fishers and statistics of a part of the batch: what they converge to, and where their randomness comes from.
 
-Where a mean over draws is judged, every example of the batch is repeated many times. That changes no block, while every
-copy draws for itself: so one step is an average over many draws, and few steps make a sharp test.
+To test a mean over draws, every example of the batch is repeated many times. This changes no block, but every copy has
+its own draw, so one step is an average over many draws, and few steps make a sharp test.
 """
 
 import copy
@@ -57,7 +57,7 @@ def repeated(x: Tensor, times: int = 96) -> Tensor:
 
 
 def rarely_refreshed(model, fisher: str, method: type = KFAC, **keywords):
-    """As directions are not looked at here, eigenvectors would only take time."""
+    """An optimizer that spends no time on eigenvectors, which these tests do not need."""
     return still(model, fisher, method, **{"inv_update_steps": 1000, **keywords})
 
 
@@ -94,7 +94,7 @@ def factor_draws(opt, model, batches, steps: int, **keywords) -> dict[str, list[
 
 
 def scale_draws(opt, model, x, y, steps: int, **keywords) -> dict[str, Tensor]:
-    step(opt, model, [(x, y)], **keywords)  # without a basis there is nothing to measure in
+    step(opt, model, [(x, y)], **keywords)  # makes the basis
     found = draws(model, lambda: step(opt, model, [(x, y)], **keywords), opt, ("scale",), steps)
     return {name: values for name, (values,) in found.items()}
 
@@ -109,7 +109,7 @@ def of_two_heads(f: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> Tensor:
 
 
 IGNORING = torch.tensor([[0, -100, 2], [1, 2, 0]])
-# name: model, batch, likelihood, targets that are given, loss of one example and its targets, precision
+# name: model, batch, likelihood, given targets, loss of one example and its targets, precision
 PROBLEMS = {
     **{
         name: (lambda: mlp((3, 4, 3)), noise(3, 3), given, None, loss, any_targets(name, 3, 3), 0.05)
@@ -119,7 +119,7 @@ PROBLEMS = {
     "images": (
         lambda: convnet(stride=2, padding=1), images(2)[0], "categorical", None, cross_entropy, labels(2, 3), 0.1
     ),
-    # one draw for all tokens of an example, or for all heads, would leave cross terms between them
+    # a common draw for all tokens of an example, or for all heads, would have cross terms between them
     "tokens": (lambda: seeded_build(Mixing), noise(2, 3, 3), "categorical", IGNORING, token_mean, IGNORING, 0.1),
     "heads": (
         lambda: seeded_build(lambda: TwoHeads(3)), noise(3, 3), ("categorical", "gaussian"), None,
@@ -145,19 +145,19 @@ def test_the_mean_over_draws_is_the_exact_fisher(fisher, problem, approx):
 
 
 @each(fisher=SAMPLED, likelihood=LIKELIHOODS, samples=[1, 4])
-def test_the_scales_of_ekfac(fisher, likelihood, samples):
+def test_the_mean_of_ekfac_s_scales_is_exact(fisher, likelihood, samples):
     model, x = mlp((3, 4, 3)), noise(3, 3)
     given, loss = LOSSES[likelihood]
     rows = observed(model, ["0", "2"], x, any_targets(likelihood, 3, 3), loss)
     opt = rarely_refreshed(model, fisher, EKFAC, fisher_samples=samples, scale_decay=0.0)
-    observed_step(opt, model, repeated(x), given)  # without a basis there is nothing to measure in
+    observed_step(opt, model, repeated(x), given)  # makes the basis
     for name, values in fisher_draws(opt, model, repeated(x), given, 30, key="scale").items():
         state = state_of(opt, model, name)
         assert_mean(values, rows[name].scale(state["basis_a"], state["basis_g"]), f"scale of {name}")
 
 
 @each(fisher=SAMPLED, method=METHODS)
-def test_more_samples_have_less_variance_about_the_same_mean(fisher, method):
+def test_more_samples_have_less_variance_around_the_same_mean(fisher, method):
     x, y = vectors(3, d=3)
     spread = {}
     for samples in (1, 4):
@@ -171,7 +171,7 @@ def test_more_samples_have_less_variance_about_the_same_mean(fisher, method):
 
 
 def test_draws_of_a_classifier_are_its_own_labels():
-    """B of the last layer is v vᵀ, and v is p − onehot of some class, each as often as p says."""
+    """B of the last layer is v vᵀ, where v is p − onehot of a class that is drawn with probability p."""
     model, x = mlp((3, 4, 3)), vectors(1, d=3)[0]
     with torch.no_grad():
         p = model(x).softmax(1)[0]
@@ -229,18 +229,18 @@ def test_some_examples_and_positions_are_unbiased(kind, options):
 
 @pytest.mark.parametrize("first", [3, 1], ids=["equal", "unequal"])
 def test_some_examples_of_every_micro_batch_are_unbiased(first):
-    """Micro-batches with the weights that make their sum the mean over all examples."""
+    """Micro-batches are weighted so that their sum is the mean over all examples."""
     model, (x, y) = mlp((4, 3, 3)), vectors(6)
     expected = expected_factors(twin(model), x, y, F.cross_entropy)
     opt = rarely_refreshed(model, "empirical", factor_batch_size=12)
     batches = [(repeated(x[part], 16), repeated(y[part], 16)) for part in (slice(first), slice(first, None))]
-    # over 2 micro-batches: 1/96 of the sum
+    # 1/96 of the sum over 2 micro-batches
     found = factor_draws(opt, model, batches, 60, loss=lambda f, target: cross_entropy(f, target) / 48)
     assert_unbiased(found, expected, 0.15)
 
 
 def subsets_of(values: Tensor, kept: int) -> dict[tuple[int, ...], Tensor]:
-    """The mean over every subset of so many examples."""
+    """The mean over every subset of ``kept`` examples."""
     return {chosen: values[list(chosen)].mean(0) for chosen in itertools.combinations(range(len(values)), kept)}
 
 
@@ -249,14 +249,14 @@ def outer(rows: Tensor) -> Tensor:
 
 
 def matching(value: Tensor, candidates: dict) -> tuple[int, ...]:
-    """The only subset that a statistic can be of."""
+    """The only subset whose mean a statistic can be."""
     found = [key for key, c in candidates.items() if float((c - value).abs().max()) < 1e-10 * float(c.abs().max())]
     assert len(found) == 1, f"{len(found)} subsets fit"
     return found[0]
 
 
 @pytest.mark.parametrize("kept", [1, 2, 5])
-def test_the_kept_examples_are_as_many_as_asked_for_and_each_equally_often(kept):
+def test_the_requested_number_of_examples_is_kept_with_equal_probabilities(kept):
     model, (x, y) = mlp((4, 3, 3)), vectors(6)
     rows = example_rows(twin(model), ["0"], x, y, F.cross_entropy)["0"]
     inputs = subsets_of(outer(torch.stack([a[0, 0] for a in rows.a])), kept)
@@ -281,7 +281,7 @@ def test_the_kept_examples_are_as_many_as_asked_for_and_each_equally_often(kept)
     ],
     ids=str,
 )
-def test_as_many_as_there_are_is_all_of_them(kind, options):
+def test_limits_above_the_number_of_examples_or_positions_keep_all(kind, options):
     model, x, y = MODELS[kind]()
     expected = expected_factors(twin(model), x, y, F.cross_entropy)
     opt = rarely_refreshed(model, "empirical", **options)
@@ -289,8 +289,8 @@ def test_as_many_as_there_are_is_all_of_them(kind, options):
     assert_factors(all_factors(opt, model), expected)
 
 
-def test_micro_batches_keep_their_number_each():
-    """2 of 3 and 2 of 3: rank 4, of two different pairs."""
+def test_each_micro_batch_keeps_the_requested_number():
+    """2 of 3 and 2 of 3 examples have rank 4."""
     model, (x, y) = mlp((9, 3, 3)), vectors(6, d=9)
     opt = rarely_refreshed(model, "empirical", factor_batch_size=2)
     step(opt, model, [(x[:3], y[:3]), (x[3:], y[3:])])
@@ -298,8 +298,8 @@ def test_micro_batches_keep_their_number_each():
 
 
 @pytest.mark.parametrize("kept", [1, 2, 4])
-def test_the_kept_positions_are_as_many_as_asked_for(kept):
-    """One example, so that A is the mean over its kept rows and B S/p times the sum over theirs."""
+def test_the_requested_number_of_positions_is_kept(kept):
+    """For one example, A is the mean over the kept rows, and B is S/p times the sum over them."""
     model, x, y = MODELS["pooled"]()
     x, y = x[:1], y[:1]
     rows = example_rows(twin(model), ["inner"], x, y, F.cross_entropy)["inner"]
@@ -311,11 +311,11 @@ def test_the_kept_positions_are_as_many_as_asked_for(kept):
         g = rows.g[0][0][list(chosen)]
         assert_close(B, 5 / kept * g.T @ g, 1e-10, "B of the same positions")
         seen.add(chosen)
-    assert len(seen) == math.comb(5, kept), "every subset comes up"
+    assert len(seen) == math.comb(5, kept), "every subset occurs"
 
 
 def squares(rows, basis_a: Tensor, basis_g: Tensor) -> Tensor:
-    """Of the empirical gradient of every example in a basis."""
+    """Squares of the empirical gradient of every example in a basis."""
     return torch.stack([(basis_g.mT @ rows.gradient(n)[0] @ basis_a).square() for n in range(len(rows.a))])
 
 
@@ -335,7 +335,7 @@ def test_scales_of_some_examples_are_unbiased(kind, fisher):
         assert_mean(values, expected, f"scale of {name}", 0.1)
 
 
-def test_the_examples_of_a_scale_are_as_many_as_asked_for():
+def test_a_scale_is_that_of_the_requested_number_of_examples():
     model, (x, y) = mlp((4, 3, 3)), vectors(5)
     rows = example_rows(twin(model), ["0"], x, y, F.cross_entropy)["0"]
     opt = rarely_refreshed(model, "empirical", EKFAC, scale_batch_size=2, scale_decay=0.0)
@@ -345,8 +345,8 @@ def test_the_examples_of_a_scale_are_as_many_as_asked_for():
     assert len({matching(value, by_pair) for value in values}) > 5
 
 
-def test_options_of_the_factors_leave_the_scales_alone_and_the_other_way_round():
-    """Positions of a scale are summed inside the square: a part of them would not be an estimate of it."""
+def test_options_of_the_factors_do_not_affect_the_scales_and_vice_versa():
+    """Positions of a scale are summed before the square, so some of them would not give an estimate of it."""
     model, x, y = MODELS["pooled"]()
     other = twin(model)
     expected = expected_factors(other, x, y, F.cross_entropy)
@@ -407,8 +407,8 @@ def sequence(drawn: str, method: type = KFAC, steps: int = 3, parts: int = 1, **
 
 
 @each(drawn=DRAWN.keys(), method=METHODS)
-def test_the_seed_decides_the_draws_and_the_user_s_generators_do_not(drawn, method):
-    """They are not touched either; every step draws anew."""
+def test_the_seed_determines_the_draws_and_the_user_s_generators_do_not(drawn, method):
+    """The user's generators are not used, and every step has new draws."""
     torch.manual_seed(1)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     first = sequence(drawn, method, deterministic_seed=7)
@@ -424,8 +424,8 @@ def test_the_seed_decides_the_draws_and_the_user_s_generators_do_not(drawn, meth
 
 
 @pytest.mark.parametrize("fisher", SAMPLED)
-def test_every_step_micro_batch_sample_and_example_draws_anew(fisher):
-    """Two equal micro-batches with equal draws would add up to one of them, equal examples to a block of rank one."""
+def test_every_step_micro_batch_sample_and_example_has_its_own_draw(fisher):
+    """With equal draws, equal micro-batches would be like one of them, and equal examples would have rank one."""
     found = sequence(fisher, steps=5)
     assert not any(torch.allclose(a, b) for i, a in enumerate(found) for b in found[:i])
     for keywords in ({"parts": 2}, {"fisher_samples": 4}):
@@ -438,7 +438,7 @@ def test_every_step_micro_batch_sample_and_example_draws_anew(fisher):
         assert int(torch.linalg.matrix_rank(held_factors(opt, model, "2")[1], rtol=1e-9)) == rank
 
 
-def test_statistics_that_draw_nothing_touch_no_generator():
+def test_statistics_without_draws_use_no_generator():
     for fisher, likelihood in (("exact", "bernoulli"), ("empirical", "categorical")):
         model, before = mlp(), torch.get_rng_state()
         observed_step(rarely_refreshed(model, fisher), model, vectors()[0], likelihood)
@@ -451,7 +451,7 @@ def train(opt, model, seeds) -> None:
 
 
 def saved(opt, model, fisher, method, **keywords):
-    """Through a file, into an optimizer of another seed: draws are state, so the one of the checkpoint goes on."""
+    """Load a file into an optimizer with another seed: the generator is part of the checkpoint."""
     file = io.BytesIO()
     torch.save(opt.state_dict(), file)
     file.seek(0)
@@ -469,7 +469,7 @@ def copied(opt, model, fisher, method, **keywords):
 
 
 @each(fisher=["empirical", *SAMPLED], method=METHODS, way=[saved, copied])
-def test_a_run_goes_on_with_the_same_draws(fisher, method, way):
+def test_a_resumed_or_copied_run_continues_with_the_same_draws(fisher, method, way):
     keywords = {"lr": 0.1, "momentum": 0.9, "factor_decay": 0.9, "factor_batch_size": 3}
     keywords |= {"scale_batch_size": 2} if method is EKFAC else {"factor_positions": 1}
     model = mlp()

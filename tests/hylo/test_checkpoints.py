@@ -1,4 +1,4 @@
-"""Runs go on to the bit where they were stopped: rows, draws, modes and what policies remember; or are refused."""
+"""A resumed run continues bit for bit (rows, draws, modes, the state of policies), or its checkpoint is refused."""
 
 import copy
 import math
@@ -43,8 +43,8 @@ def new(run, **keywords):
     return model, built(HyLo, model, **made)
 
 
-def go_on(model, opt, begin, end):
-    """Train; the learning rate falls at step 9."""
+def train_images(model, opt, begin, end):
+    """Train with a learning rate that falls at step 9."""
     for number in range(begin, end):
         if number == 9:
             opt.param_groups[0]["lr"] = 0.01
@@ -57,7 +57,7 @@ def train(opt, model, begin, end, n=12):
 
 
 def assert_loads(opt, model, second, other, steps=3):
-    """The second optimizer takes over the state of the first, and both go on alike, to the bit."""
+    """The second optimizer loads the state of the first, and both then train identically."""
     other.load_state_dict(model.state_dict())
     second.load_state_dict(copy.deepcopy(opt.state_dict()))
     for o, m in ((opt, model), (second, other)):
@@ -67,52 +67,51 @@ def assert_loads(opt, model, second, other, steps=3):
 
 
 def assert_refused(second, saved, match):
-    before, told = snapshot(second), second.diagnostics()
+    before, reported = snapshot(second), second.diagnostics()
     with pytest.raises(ValueError, match=match):
         second.load_state_dict(saved)
     assert_identical(snapshot(second), before)
-    assert second.diagnostics() == told
+    assert second.diagnostics() == reported
 
 
 # --------------------------------------------------------------------------------------------------------------- Resume
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_stopped_or_copied_run_goes_on_to_the_bit(run):
-    """From the first step, and from the middle of a refresh interval and that of a period of the policy."""
+def test_a_stopped_or_copied_run_continues_bit_for_bit(run):
+    """It stops after the first step, or in the middle of a refresh interval and of a period of the policy."""
     for stop, way in ((1, by_file), (7, by_file), (5, COPIES["deepcopy"]), (5, COPIES["pickle"])):
-        model, opt = assert_goes_on(lambda: new(run), go_on, stop, END, way)
+        model, opt = assert_goes_on(lambda: new(run), train_images, stop, END, way)
     if run in ("auto", "learning rate", "epochs"):
         assert {mode for _, mode in opt.diagnostics()["switches"]} == {"kid", "kis"}
     if run == "frozen first":
         assert not math.isnan(opt.switch.state_dict()["last_norm"])
 
 
-def test_without_curvature_a_policy_goes_on_with_what_it_remembers():
+def test_a_checkpoint_without_curvature_keeps_the_state_of_a_policy():
     model, opt = new("auto", checkpoint_curvature="none")
-    go_on(model, opt, 0, 5)
+    train_images(model, opt, 0, 5)
     other, second = by_file(lambda: new("auto", checkpoint_curvature="none"), model, opt)
     assert second.switch.state_dict() == pytest.approx(opt.switch.state_dict(), rel=0, abs=0, nan_ok=True)
     assert second.diagnostics()["mode"] == opt.diagnostics()["mode"]
-    go_on(other, second, 5, 10)
+    train_images(other, second, 5, 10)
     assert torch.isfinite(flat(dict(other.named_parameters()))).all()
 
 
-def test_the_examples_per_step_may_be_told_in_advance():
-    """Rows are then allocated at construction, and the run is the same."""
+def test_a_given_batch_size_allocates_rows_at_construction_and_changes_nothing_else():
     found = []
     for keywords in ({}, {"batch_size": 12}):
         model, opt = new("kid", **keywords)
         held = opt.memory_usage()["rows"]
         assert (held > 0) == bool(keywords)
-        go_on(model, opt, 0, 9)
+        train_images(model, opt, 0, 9)
         found.append(flat(dict(model.named_parameters())))
         if keywords:
             assert opt.memory_usage()["rows"] == held
     assert torch.equal(*found)
 
 
-# ------------------------------------- Modes, factors and policies of the checkpoint and of the optimizer that loads it
+# ------------------------------------------------------------------------ Loading into an optimizer with other settings
 
 
 @each(
@@ -121,7 +120,7 @@ def test_the_examples_per_step_may_be_told_in_advance():
     stepped=[False, True],
 )
 def test_a_checkpoint_decides_the_mode(change, how, stepped):
-    """Also a mode that changed on the way, before and after the first step with it."""
+    """This includes a mode that changed during the run, before and after the first step with it."""
     before, after = change
     for at_start in (before, after, "kis"):
         model, other = mlp(), mlp()
@@ -140,7 +139,7 @@ def test_a_checkpoint_decides_the_mode(change, how, stepped):
         assert_loads(opt, model, second, other)
 
 
-def test_substituted_factors_load_where_nothing_is_substituted_and_stay_when_nothing_is_any_more():
+def test_substituted_factors_load_and_stay_without_kfac_when_cheaper():
     for switched_off in (False, True):
         model, other = mlp(), mlp()
         options = {"lr": 0.01, "mode": "kid", "rank_fraction": 1.0, "update_steps": 2}
@@ -154,7 +153,7 @@ def test_substituted_factors_load_where_nothing_is_substituted_and_stay_when_not
         assert all(b.is_factored for o in (opt, second) for b in o.blocks.values())
 
 
-def test_a_state_of_another_policy_is_refused_and_may_be_left_out():
+def test_the_state_of_another_policy_is_refused_but_may_be_left_out():
     model, other = mlp(), mlp()
     opt = plain_hylo(model, lr=0.01, mode="auto", switch=EpochList([(0, 1)], steps_per_epoch=3), rank_fraction=0.3)
     ours = LRChange(hold=2, period_steps=4)
@@ -172,7 +171,7 @@ def test_a_state_of_another_policy_is_refused_and_may_be_left_out():
     train(second, other, 7, 9)
 
 
-def test_rows_of_another_bias_are_refused():
+def test_rows_with_a_bias_are_refused_by_a_layer_without_and_vice_versa():
     for thawed in (True, False):
         model, other = mlp((4, 3)), mlp((4, 3))
         (model if thawed else other)[0].bias.requires_grad_(False)
@@ -197,8 +196,8 @@ def test_the_log_of_switches_ends_at_the_loaded_step():
     assert opt.diagnostics()["switches"] == logged
 
 
-def test_a_policy_survives_a_load_while_nobody_asks_it():
-    """Modes are scheduled: the policy rests, and goes on with what it remembers."""
+def test_a_policy_that_is_not_in_use_survives_a_load():
+    """The schedule sets a fixed mode for a while, after which the policy continues with its previous state."""
 
     def run(loads: bool) -> list[str]:
         model = mlp((4, 3))
@@ -216,8 +215,8 @@ def test_a_policy_survives_a_load_while_nobody_asks_it():
 
 
 @each(run=["auto", "kid", "kis", "sngd", "energy", "cheaper"], approx=["reduce", "expand"])
-def test_a_state_holds_nothing_but_itself(run, approx):
-    """No parts of stacks or of the batch: they would be kept whole in memory, and written whole to files."""
+def test_tensors_of_the_state_own_all_of_their_storage(run, approx):
+    """Views of stacks or of the batch would keep all of them in memory and write all of them to files."""
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5)).double()
     opt = plain_hylo(model, approx=approx, **{"rank_fraction": 0.3, **RUNS[run]()})
     for seed, n in enumerate((12, 12, 8)):

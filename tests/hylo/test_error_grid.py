@@ -1,14 +1,14 @@
-"""How far updates from the kept rows are from those of all rows: the grid of noise and damping, in dense float64.
+"""How far updates from the kept rows are from those of all rows, on a grid of noise and damping, in dense float64.
 
 Data: 4 ranks with 64 examples each, rows ``u = g ⊗ a`` of 12 inputs and 8 outputs. Both factors of all examples are
 combinations of 2 common directions with Gaussian coefficients, scaled to a mean square of 1, plus Gaussian noise of the
 given size; 6 rows are kept per rank. V is the mean gradient of the data, λ a multiple of the largest eigenvalue of the
 kernel, and an error is ``‖u − u*‖/‖u*‖`` against the solve with the whole curvature.
 
-``TABLE`` holds mean errors measured on data of the same kind with 4 seeds and 8 draws each; neither its sizes of layer
-nor its random numbers are known. So it says how large errors of a correct method are, and not more: the methods must
-stay below 1.5 times its columns, on 4 seeds with 40 draws each of ours. That our data are not easier is a test of its
-own: the errors of the other draws are within a factor of 1.6 of their columns, above and below.
+``TABLE`` holds mean errors measured on data of the same kind with 4 seeds and 8 draws each, but with unknown layer
+sizes and random numbers. It shows only how large the errors of a correct method are: on 4 seeds of our own with 40
+draws each, the methods must stay below 1.5 times its columns. To make sure that our data are not easier, the errors
+of the other draws must be within a factor of 1.6 of their columns, above and below.
 """
 
 import functools
@@ -107,7 +107,6 @@ def mean_errors(noise: float, ratio: float) -> dict[str, float]:
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_errors_are_those_of_the_table_and_in_its_order(cell: tuple[float, float]) -> None:
-    """The last line says that the treatment of the residual hardly matters."""
     found, column = mean_errors(*cell), CELLS.index(cell)
     for method in ("systematic", "kid"):
         assert found[method] <= 1.5 * TABLE[method][column], method
@@ -115,11 +114,11 @@ def test_errors_are_those_of_the_table_and_in_its_order(cell: tuple[float, float
         assert 1 / 1.6 <= found[method] / TABLE[method][column] <= 1.6, method
     assert found["systematic"] < min(found["replacement"], found["uniform"], found["plain"])
     assert found["kid"] < min(found[sampling] for sampling in SAMPLINGS)
-    residuals = [found["cholesky", residual] for residual in RESIDUALS]
+    residuals = [found["cholesky", residual] for residual in RESIDUALS]  # their treatment hardly matters
     assert max(residuals) <= 1.05 * min(residuals)
 
 
-def test_pivots_of_qr_are_as_good_and_those_by_score_worse_on_average() -> None:
+def test_pivots_of_qr_are_as_good_and_pivots_by_score_are_worse_on_average() -> None:
     def ratio(pivoting: str) -> float:
         logs = [torch.tensor(mean_errors(*c)[pivoting, "diag"] / mean_errors(*c)["kid"]).log() for c in CELLS]
         return float(torch.stack(logs).mean().exp())
@@ -130,6 +129,6 @@ def test_pivots_of_qr_are_as_good_and_those_by_score_worse_on_average() -> None:
 
 @pytest.mark.parametrize("pivoting", PIVOTINGS)
 def test_as_many_pivots_as_the_rank_of_each_kernel_are_exact(pivoting: str) -> None:
-    """Without noise the rows of a rank span 2·2 = 4 dimensions."""
+    """Without noise, the rows of a rank span 2·2 = 4 dimensions."""
     for damping, residual in product(DAMPINGS, RESIDUALS):
         assert float(Problem(0.0, damping, 0).interpolated(pivoting, residual)) < 1e-9

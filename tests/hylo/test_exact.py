@@ -1,4 +1,4 @@
-"""Mode "sngd" is the dense solve (F + λI)⁻¹ V: of which V, at which λ, and what becomes of it in a step."""
+"""Mode "sngd" is the dense solve (F + λI)⁻¹ V: which V and λ it uses, and how a step uses the result."""
 
 import pytest
 import torch
@@ -40,19 +40,15 @@ def assert_solved(model, plain, batch, kept, damping=1e-2, values=None, factor=1
         assert_close(moved, factor * expected, tolerance, name)
 
 
-# ------------------------------------------------------------------------------------------------------------ The solve
-
-
 @pairs(damping=[1e-6, 1e-2, 1.0], n=[1, 2, 6, 40], bias=[True, False])
 def test_linear(damping, n, bias):
-    """More and fewer examples than the layers have parameters; a bound on the rank is not for this mode."""
+    """There are more and fewer examples than parameters; bounds on the rank do not apply to this mode."""
     keywords = {"damping": damping, "tolerance": 1e-8 / damping**0.5, "max_rank": 2, "rank_fraction": 0.01}
     opt, _ = check(lambda: mlp(bias=bias), *vectors(n), F.cross_entropy, NAMES, **keywords)
     assert "fallback" not in opt.describe()
 
 
-def test_the_mean_of_the_rows_is_the_gradient():
-    """Checks the definitions themselves."""
+def test_the_mean_of_the_rows_of_the_oracle_is_the_gradient():
     (x, y), model, plain = images(), convnet(), convnet()
     F.cross_entropy(model(x), y).backward()
     for name in ("first", "second", "head"):
@@ -90,17 +86,12 @@ def test_rows_are_renewed_when_a_bias_thaws(kind, approx):
         assert_close(moved, sngd(layer_rows(model, "0", x, y, squares), V, 1e-2), 1e-6)
 
 
-def test_a_promised_batch_size_that_is_not_kept_to():
-    """Fewer or more examples than the rows were allocated for."""
+def test_batches_may_be_smaller_or_larger_than_the_given_batch_size():
     for size in (4, 9, 20):
         check(mlp, *vectors(9), F.cross_entropy, NAMES, batch_size=size)
 
 
-# ----------------------------------------------------------------------------------------------------------- Stale rows
-
-
-def test_rows_of_the_last_refresh_precondition_the_gradient_of_now():
-    """Nothing of the steps in between enters them."""
+def test_rows_of_the_last_refresh_precondition_the_current_gradient():
     batches = [vectors(n, seed=n) for n in (6, 9, 4, 9, 5)]
     model, plain = mlp(), mlp()
     opt = plain_hylo(model, update_steps=3)
@@ -109,8 +100,8 @@ def test_rows_of_the_last_refresh_precondition_the_gradient_of_now():
         assert_solved(model, plain, batches[number - number % 3], kept)
 
 
-def test_a_gradient_that_is_changed_between_backward_and_step():
-    """Clipping, say: on the step of the refresh, too, V is what stands in ``.grad``."""
+def test_a_gradient_that_changes_between_backward_and_step_is_the_one_that_is_preconditioned():
+    """Gradient clipping, for example, changes ``.grad``, also at a step with a refresh."""
     for mode in ("sngd", "kid", "kis"):
         (x, y), model, plain = vectors(), mlp(), mlp()
         opt = plain_hylo(model, mode=mode, rank_fraction=1.0)
@@ -120,12 +111,9 @@ def test_a_gradient_that_is_changed_between_backward_and_step():
         assert_solved(model, plain, (x, y), taken(opt), tolerance=1e-7)
 
 
-# -------------------------------------------------------------------------------------------------------------------- λ
-
-
 @pairs(normalized=[False, True], relative=[False, True])
 def test_a_new_damping_waits_for_the_refresh(normalized, relative):
-    """Between refreshes the 1/λ of the update, and the λ it is multiplied by, are those of the kernel."""
+    """Between refreshes the 1/λ of the update, and the λ that multiplies it, are those of the kernel."""
     (x, y), model, plain = vectors(), mlp(), mlp()
     keywords = {"damping_mode": "relative"} if relative else {}
     opt = plain_hylo(model, update_steps=2, damping=1e-2, normalize_damping=normalized, **keywords)
@@ -138,8 +126,8 @@ def test_a_new_damping_waits_for_the_refresh(normalized, relative):
         opt.param_groups[0]["damping"] = [3.0, 3.0, 7.0, 0.5, 0.5][number]
 
 
-def test_relative_damping_of_kept_rows_is_relative_to_all():
-    """With a fresh V far from the kept rows, the update is V/λ minus something: λ shows in rows that are orthogonal."""
+def test_relative_damping_of_kept_rows_is_relative_to_all_rows():
+    """The update is V/λ for a V that is orthogonal to all rows, so λ can be read off."""
     x, targets = torch.eye(8, dtype=torch.float64)[:6], noise(6, 2)
     damping = 0.7 * float(targets.square().sum()) / 36
     for mode in ("kid", "kis"):
@@ -152,7 +140,7 @@ def test_relative_damping_of_kept_rows_is_relative_to_all():
         assert_close(taken(opt)["weight"], model.weight.grad / damping, 1e-10)
 
 
-def test_normalized_damping_multiplies_kept_rows_by_it():
+def test_with_kept_rows_normalized_damping_multiplies_the_update():
     for mode in ("kid", "kis"):
         (x, y), found = vectors(), []
         for normalized in (False, True):
@@ -160,9 +148,6 @@ def test_normalized_damping_multiplies_kept_rows_by_it():
             opt = plain_hylo(model, mode=mode, rank_fraction=0.4, damping=0.3, normalize_damping=normalized)
             found.append(flat(step(opt, model, x, y, F.cross_entropy)))
         assert_close(found[1], 0.3 * found[0], 1e-12)
-
-
-# ---------------------------------------------------------------------------------------------------------------- Decay
 
 
 @pytest.mark.parametrize("keywords", [{}, {"decoupled_weight_decay": True}, {"weight_decay_mode": "reg"}], ids=str)
@@ -181,11 +166,8 @@ def test_weight_decay_is_preconditioned_as_part_of_the_objective_only(keywords):
     assert_solved(model, plain, batch, moved, values=values)
 
 
-# ------------------------------------------------------------------------------------------ The curvature that is shown
-
-
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_curvature_shown_of_groups_with_many_rows(threads):
+def test_dense_curvature_of_groups_with_many_rows(threads):
     """With two threads torch's LU factorization of a batch of matrices of this size breaks down."""
     shown, before = {}, torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -200,8 +182,8 @@ def test_the_curvature_shown_of_groups_with_many_rows(threads):
 
 
 @each(relative=[1.0, 1e-4, 1e-6], n=[6, 40], mode=["sngd", "kis"], normalized=[False, True])
-def test_the_curvature_shown_does_not_depend_on_the_damping(relative, n, mode, normalized):
-    """Undamped means the sum over the rows, however small λ was and whether there are more rows than entries."""
+def test_dense_curvature_does_not_depend_on_the_damping(relative, n, mode, normalized):
+    """It is the sum over the rows, however small λ is, with more rows than entries and with fewer."""
     (x, y), model = vectors(n), mlp()
     U = as_rows(model, "0", example_gradients(model, (x,), y, F.cross_entropy))
     keywords = {"damping": relative * steepest(U), "normalize_damping": normalized}

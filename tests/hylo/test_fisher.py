@@ -1,4 +1,4 @@
-"""Rows of the model's own predictions, against dense Gauss-Newton and Fisher matrices made by one backward a row."""
+"""Rows of the model's own predictions against dense Gauss-Newton and Fisher matrices with one backward pass per row."""
 
 import copy
 
@@ -27,7 +27,7 @@ def squared_error(outputs, y):
 
 
 def observed(model, opt, x, y, loss=squared_error, likelihood="gaussian"):
-    """Directions of a step whose outputs the optimizer is shown."""
+    """Take a step whose outputs the optimizer observes, and return the directions."""
     opt.zero_grad()
     outputs = model(x)
     opt.observe(outputs, likelihood, y)
@@ -41,8 +41,7 @@ def rows_along(model, name, x, vectors):
 
 
 def assert_gauss_newton(opt, model, plain, x, kept, tolerance=1e-8):
-    """The Hessian of the squared error of one output is 2."""
-    for name in NAMES:
+    for name in NAMES:  # the Hessian of the squared error of one output is 2
         U = 2**0.5 * rows_along(plain, name, x, torch.ones(N, 1, dtype=torch.float64))
         check_block(opt, model, name, U, kept, LAMBDA, tolerance)
 
@@ -55,7 +54,7 @@ def test_exact_rows_solve_with_the_gauss_newton_matrix_of_each_layer(mode):
     assert_gauss_newton(opt, model, plain, x, kept, 1e-8 if mode == "sngd" else 1e-5)
 
 
-def test_they_do_not_vanish_with_the_errors_as_those_of_the_loss_do():
+def test_unlike_rows_of_the_loss_exact_rows_do_not_vanish_with_the_errors():
     (model, x, _), (other, *_) = problem(), problem()
     y = model(x).detach() + 1e-6
     exact, empirical = hylo(model, fisher="exact"), hylo(other)
@@ -66,7 +65,6 @@ def test_they_do_not_vanish_with_the_errors_as_those_of_the_loss_do():
 
 @pytest.mark.parametrize("kind", ["mc", "curvature_prop"])
 def test_drawn_rows_average_to_the_fisher(kind):
-    """Of a softmax: kernels of many draws, on one model, against the Fisher with every class."""
     (model, x, _), y, draws = problem(3), labels(N, 3, 5), 100
     p = model(x).detach().softmax(1)
     roots = p.sqrt().diag_embed() - p[:, :, None] * p.sqrt()[:, None]  # L Lᵀ = diag(p) − p pᵀ
@@ -80,7 +78,7 @@ def test_drawn_rows_average_to_the_fisher(kind):
         assert error(mean, wanted) < 4 / draws**0.5
 
 
-def test_micro_batches_are_one_batch():
+def test_exact_rows_of_micro_batches_are_those_of_the_whole_batch():
     (whole, x, y), (parts, *_) = problem(), problem()
     expected = observed(whole, hylo(whole, fisher="exact"), x, y)
     opt = hylo(parts, fisher="exact")
@@ -91,7 +89,7 @@ def test_micro_batches_are_one_batch():
     assert_close(flat(taken(opt)), flat(expected), 1e-9)
 
 
-def test_what_it_cannot_do_is_refused(tmp_path):
+def test_unsupported_combinations_are_refused(tmp_path):
     model, x, y = problem(3)
     with pytest.raises(ValueError, match=r"would make 3 rows of each example.*fisher='mc'"):
         observed(model, hylo(model, fisher="exact"), x, y)
@@ -103,7 +101,7 @@ def test_what_it_cannot_do_is_refused(tmp_path):
         Analysis(hylo(mlp(), fisher="mc"), tmp_path)
 
 
-def test_a_step_that_nobody_observed_is_the_gradient_and_a_warning():
+def test_a_step_without_observed_outputs_warns():
     model, x, y = problem()
     opt = hylo(model, fisher="mc")
     squared_error(model(x), y).backward()

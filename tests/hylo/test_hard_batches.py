@@ -1,4 +1,4 @@
-"""Examples that repeat, or have no gradient or no finite one; batches of one; refreshes that fail; plain training."""
+"""Repeated examples, gradients that are zero or not finite, batches of one, failing refreshes, and plain training."""
 
 import pytest
 import torch
@@ -56,10 +56,7 @@ def assert_exact(model, kept, name, U, tolerance, what):
     assert_close(moved, sngd(U, V, 1e-2), tolerance, what)
 
 
-# ----------------------------------------------------------------------------------------------------- Singular kernels
-
-
-# A batch, its examples repeated, and the model.
+# A batch, how often its examples are repeated, and the model.
 SINGULAR = {
     "rank 3 for 12 rows": (vectors(3), 4, mlp),
     "more rows than parameters": (vectors(30, 2, 2), 1, lambda: mlp((2, 2), bias=False)),
@@ -67,7 +64,7 @@ SINGULAR = {
 
 
 @pairs(case=list(SINGULAR), dtype=[torch.float64, torch.float32])
-def test_what_is_exact_stays_exact_where_kernels_are_singular(case, dtype):
+def test_exact_modes_stay_exact_with_singular_kernels(case, dtype):
     (x, y), times, build = SINGULAR[case]
     tolerance = 1e-3 if dtype == torch.float32 else 1e-6 if times == 1 else 1e-7
     for mode, keywords in MODES.items():
@@ -80,7 +77,7 @@ def test_what_is_exact_stays_exact_where_kernels_are_singular(case, dtype):
 
 
 def test_examples_without_a_gradient():
-    """Some rows are zero: a masked loss."""
+    """A masked loss makes some rows zero."""
     (x, y), keep = vectors(10), (torch.arange(10) % 3 > 0).double()
     for mode, keywords in MODES.items():
         model = mlp()
@@ -94,7 +91,7 @@ def test_examples_without_a_gradient():
 
 @pytest.mark.parametrize("damping", [1e-2, 1e-8])
 def test_a_batch_without_any_gradient(damping):
-    """Nothing is known: the step is V/λ with the next gradient, and zero with this one."""
+    """The curvature is zero, so the step is zero with this gradient and V/λ with the next one."""
     for mode, keywords in MODES.items():
         (x, y), model = vectors(), mlp()
         opt = plain_hylo(model, damping=damping, **{**keywords, "update_steps": LATER})
@@ -104,8 +101,8 @@ def test_a_batch_without_any_gradient(damping):
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-12, 1e6])
-def test_relative_damping_without_a_trace_and_of_tiny_and_huge_losses(scale):
-    """No trace to be relative to, or one of 1e-24 or 1e12 in single precision: the step is a number."""
+def test_steps_are_finite_with_relative_damping_and_zero_tiny_and_huge_losses(scale):
+    """The trace that the damping is relative to is zero, about 1e-24 or about 1e12, in single precision."""
     x, y = vectors(12)
     for mode, keywords in MODES.items():
         model = mlp().float()
@@ -115,11 +112,7 @@ def test_relative_damping_without_a_trace_and_of_tiny_and_huge_losses(scale):
         finite(step(opt, model, x.float(), y, F.cross_entropy), mode)
 
 
-# ------------------------------------------------------------------------------- Batches and refreshes that are dropped
-
-
-def test_a_batch_that_overflows_is_dropped():
-    """The rows of the last good batch stay, whatever came after them."""
+def test_rows_stay_when_a_batch_overflows():
     for mode in ("sngd", "kid", "kis"):
         (x, y), model, held = vectors(8), mlp(), []
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -134,7 +127,7 @@ def test_a_batch_that_overflows_is_dropped():
         assert torch.equal(*held)
 
 
-def test_rows_of_a_step_that_failed_are_forgotten(monkeypatch):
+def test_rows_of_a_step_that_failed_are_discarded(monkeypatch):
     model = seeded_build(Sometimes)
     opt = plain_hylo(model)
 
@@ -152,8 +145,8 @@ def test_rows_of_a_step_that_failed_are_forgotten(monkeypatch):
     assert opt.memory_usage()["pending"] == 0
 
 
-def test_a_refresh_that_fails_leaves_rows_and_their_kind():
-    """Rows of 1e22 are finite in single precision, their products are not."""
+def test_a_refresh_that_fails_keeps_the_rows_and_their_mode():
+    """Rows of 1e22 are finite in single precision, but their products are not."""
     model, x, y = mlp((4, 3)).float(), noise(12, 4).float(), noise(12, 3, seed=50).float()
 
     def squares(out, target):
@@ -172,9 +165,6 @@ def test_a_refresh_that_fails_leaves_rows_and_their_kind():
     assert torch.equal(flat(with_gradient(opt, model, 0)), flat(direction))
 
 
-# -------------------------------------------------------------------------------------------- Tiny batches, plain loops
-
-
 class Zoo(nn.Module):
     """A grouped convolution, a shared layer without bias, tokens, a norm layer, an in-place activation."""
 
@@ -191,7 +181,7 @@ class Zoo(nn.Module):
 
 
 def test_batches_of_one_and_two_of_every_kind_of_layer():
-    """With one row, which is all there is, every mode is exact."""
+    """With a single row every mode is exact."""
     x, y = images(1)
     for mode, keywords in MODES.items():
         model, single, plain = seeded_build(Zoo), convnet(), convnet()
@@ -202,8 +192,8 @@ def test_batches_of_one_and_two_of_every_kind_of_layer():
         assert_exact(single, kept, "head", layer_rows(plain, "head", x, y, F.cross_entropy), 1e-7, mode)
 
 
-def test_a_gradient_that_is_no_mean_of_examples():
-    """A loss of the whole batch (Dice, say): rows are what backward makes of it, and steps stay numbers."""
+def test_steps_are_finite_with_a_gradient_that_is_not_a_mean_over_examples():
+    """The loss is one of the whole batch, such as Dice."""
 
     def dice(out, t):
         return 1 - out.softmax(1)[torch.arange(6), t].sum() / out.abs().sum()
@@ -213,9 +203,6 @@ def test_a_gradient_that_is_no_mean_of_examples():
         opt = plain_hylo(model, mode=mode, rank_fraction=0.5, lr=1e-3)
         for _ in range(3):
             finite(step(opt, model, x, y, dice), mode)
-
-
-# ------------------------------------------------------------------------------------------------------------- Training
 
 
 class Small(nn.Module):

@@ -1,4 +1,4 @@
-"""What the direction must not depend on: how a batch is cut, ordered, repeated or scaled, and in what precision."""
+"""The direction does not depend on how a batch is split, ordered, repeated or scaled, nor on the precision."""
 
 import pytest
 import torch
@@ -53,11 +53,8 @@ def result(model, batches, **keywords):
     return flat(taken(opt))
 
 
-# ------------------------------------------------------------------------------------------------------------ The batch
-
-
 @pairs(kind=list(BUILDS), approx=APPROX, mode=ORDERLESS)
-def test_order_micro_batches_repetition_and_a_summed_loss(kind, approx, mode):
+def test_order_micro_batches_repetition_and_a_summed_loss_do_not_matter(kind, approx, mode):
     """Losses of micro-batches are weighted by their examples; a sum has the curvature of the mean."""
     build, data = BUILDS[kind]
     x, y = data(8)
@@ -77,7 +74,7 @@ def test_order_micro_batches_repetition_and_a_summed_loss(kind, approx, mode):
 
 @pairs(approx=APPROX, mode=["sngd", "kis-all"])
 def test_micro_batches_whose_images_have_unequal_sizes(approx, mode):
-    """Rows of 20 and of 12 positions, or their means, side by side."""
+    """Rows have 20 and 12 positions."""
     parts = images(4), images(3, size=(5, 4), seed=1)
     model, plain = convnet(), convnet()
     opt = plain_hylo(model, approx=approx, **ORDERLESS[mode])
@@ -89,12 +86,9 @@ def test_micro_batches_whose_images_have_unequal_sizes(approx, mode):
         check_block(opt, model, name, U, kept, 1e-2)
 
 
-# ------------------------------------------------------------------------------------------------------------- The loss
-
-
 @each(loss={"mse": F.mse_loss, "bce": F.binary_cross_entropy_with_logits}, outputs=[2, 3])
 def test_a_mean_over_outputs_multiplies_by_their_number(loss, outputs):
-    """As everywhere in the package: the curvature is that of the summed loss over the number of terms."""
+    """As everywhere in the package, the curvature is that of the summed loss, divided by the number of terms."""
     x, y = noise(6, 4), (noise(6, outputs, seed=1) > 0).double()
     model, plain = mlp((4, 3, outputs)), mlp((4, 3, outputs))
     opt = plain_hylo(model, loss_terms=outputs)
@@ -104,7 +98,7 @@ def test_a_mean_over_outputs_multiplies_by_their_number(loss, outputs):
 
 
 @each(kind=list(BUILDS), mode=["sngd", "kid", "kis"], exponent=[0, 7, 16], unscale=[False, True])
-def test_the_scale_of_a_grad_scaler_leaves_no_trace(kind, mode, exponent, unscale):
+def test_the_scale_of_a_grad_scaler_does_not_matter(kind, mode, exponent, unscale):
     build, data = BUILDS[kind]
     x, y = data(8)
     keywords = {"mode": mode, "rank_fraction": 0.4}
@@ -123,17 +117,14 @@ def test_the_scale_of_a_grad_scaler_leaves_no_trace(kind, mode, exponent, unscal
 
 
 @pytest.mark.parametrize("mode", ORDERLESS)
-def test_with_relative_damping_the_update_is_as_long_as_the_loss_is_small(mode):
-    """F and λ go with α², V with α."""
+def test_with_relative_damping_the_update_is_inversely_proportional_to_the_loss(mode):
+    """F and λ scale with α², V with α."""
     x, y = images()
     keywords = {"damping": 0.5, "damping_mode": "relative", **ORDERLESS[mode]}
     base = result(convnet(), [(x, y, F.cross_entropy)], **keywords)
     for alpha in (1e-3, 8.0):
         scaled = result(convnet(), [(x, y, lambda out, t, a=alpha: a * F.cross_entropy(out, t))], **keywords)
         assert_close(alpha * scaled, base, 1e-8)
-
-
-# --------------------------------------------------------------------------------------------------- The size of images
 
 
 class Pooled(nn.Module):
@@ -159,7 +150,7 @@ def test_a_tiled_image_is_the_same_example(approx):
 
 
 def test_the_published_scale_of_convolutions_divides_by_the_positions():
-    """F is that of ``reduce`` over L²; at one position, and in other layers, there is nothing to divide."""
+    """F is that of ``reduce`` divided by L²; nothing changes at one position or in other layers."""
 
     def build():
         return nn.Sequential(seeded_build(lambda: nn.Conv2d(2, 3, 3)), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -210,20 +201,20 @@ def in_both_precisions(noise_level, relative, **keywords):
 
 
 @pairs(noise_level=[0.01, 0.05, 0.3], relative=[1e-3, 1e-2, 1.0], mode=["kid", "sngd"])
-def test_single_precision(noise_level, relative, mode):
-    """λ down to a thousandth of the largest eigenvalue."""
+def test_single_precision_agrees_with_double_precision(noise_level, relative, mode):
+    """λ goes down to a thousandth of the largest eigenvalue."""
     single, double, _ = in_both_precisions(noise_level, relative, mode=mode)
     assert error(single, double) <= 1e-3
 
 
 @pytest.mark.parametrize("relative", [1e-3, 1e-2, 1.0])
-def test_single_precision_where_it_keeps_fewer_rows(relative):
-    """What is left of the kernel falls below 1e-6 of it: float32 stops there, float64 goes on."""
+def test_single_precision_is_hardly_worse_where_it_keeps_fewer_rows(relative):
+    """Once the residual is below 1e-6 of the kernel, float32 chooses no more rows, but float64 does."""
     single, double, exact = in_both_precisions(1e-3, relative, mode="kid")
     assert error(single, exact) <= 1.5 * error(double, exact)
 
 
-def test_single_precision_does_not_end_at_a_number_of_rows():
+def test_single_precision_does_not_get_worse_beyond_1024_rows():
     errors = {}
     for n in (1024, 1025, 1500):
         model, x, y = mlp((16, 8)), noise(n, 16), noise(n, 8, seed=50)
@@ -239,7 +230,7 @@ def test_single_precision_does_not_end_at_a_number_of_rows():
 
 @each(approx=APPROX, mode=["sngd", "kid", "kis"])
 def test_autocast_to_bfloat16(approx, mode):
-    """Rows of half the digits; the kernel and the direction are float32 all the same."""
+    """Rows have half the digits, but the kernel and the direction are float32."""
     x, y = images(12)
     found = []
     for enabled in (False, True):

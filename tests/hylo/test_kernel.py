@@ -1,4 +1,4 @@
-"""Pure functions of the kernel against per-example gradients written out as a matrix, and dense solves."""
+"""Pure functions of the kernel against per-example gradients as an explicit matrix, and against dense solves."""
 
 from itertools import product
 from typing import Any
@@ -13,6 +13,7 @@ from secondorder.linalg import kernel, woodbury
 from secondorder.linalg.kernel import Rows
 from tests.support.grid import each, pairs
 from tests.support.operators import Operators
+from tests.support.oracles.hylo import error
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 F64 = torch.float64
@@ -37,7 +38,7 @@ def make(kind: str, n: int = 5, positions: int = 1, lead: tuple[int, ...] = (), 
 
 
 def inputs(rows: Rows) -> Tensor:
-    """``(a, 1)`` written out."""
+    """``(a, 1)`` as an explicit matrix."""
     if rows.a is None:
         return torch.ones_like(rows.g[..., :1])
     if not rows.a.is_floating_point():
@@ -51,7 +52,7 @@ def gradients(rows: Rows) -> Tensor:
 
 
 def matrix(rows: Rows) -> Tensor:
-    """Some V of the shape that fits."""
+    """A random V of the right shape."""
     return draw(*rows.g.shape[:-3], rows.g.shape[-1], inputs(rows).shape[-1])
 
 
@@ -74,16 +75,12 @@ def assert_symmetric(x: Tensor) -> None:
     assert torch.equal(x, x.mT)
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
-
-
 # ------------------------------------------------------------------------------------------------------------- Products
 
 
 @every_kind
 def test_products_are_those_of_the_gradients(kind: str, lead: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs narrower and wider than the inputs, and tiles that hold one pair or all."""
+    """Outputs are narrower or wider than the inputs, and tiles hold one pair or all of them."""
     for positions, d_o, tiles in ((1, 3, 1), (4, 3, 700), (4, 9, 16 * 2**20), (1, 9, 700)):
         monkeypatch.setattr(kernel, "_TILE_BYTES", tiles)
         monkeypatch.setattr(kernel, "_STRIP", 3)
@@ -110,7 +107,7 @@ def test_norms_form_no_kernel() -> None:
 
 
 def test_norms_of_many_positions() -> None:
-    """Of pairs that beat whole gradients; rows that cancel have no negative norm."""
+    """Pairs are cheaper than whole gradients here; the norm of rows that cancel is not negative."""
     for kind in ("homogeneous", "plain"):
         wide = make(kind, 6, 5, d_i=40, d_o=40)
         assert_close(kernel.norms(wide) / 1e3, gradients(wide).square().sum(-1) / 1e3)
@@ -147,7 +144,7 @@ def test_temporaries_of_many_positions_stay_below_a_tile(monkeypatch: pytest.Mon
 
 
 @every_kind
-def test_rows_are_picked_filled_up_put_together_and_scaled(kind: str, lead: tuple[int, ...]) -> None:
+def test_rows_are_picked_padded_concatenated_and_scaled(kind: str, lead: tuple[int, ...]) -> None:
     for positions in (1, 4):
         x, index, weight = make(kind, 5, positions, lead), torch.randint(0, 5, (*lead, 3)), draw(*lead, 3)
         u, factors = gradients(x), draw(*lead)
@@ -185,7 +182,7 @@ def spd(n: int, *lead: int) -> Tensor:
 
 @every_kind
 def test_all_rows_solve_the_dense_system(kind: str, lead: tuple[int, ...]) -> None:
-    """As pairs of inputs and gradients and, but for tables, as whole gradients."""
+    """They do so as pairs of inputs and gradients and, except for tables, as whole gradients."""
     for positions, damping in product((1, 4), (1e-3, 1.0, 1e3)):
         x = make(kind, 6, positions, lead)
         u, v, scale = gradients(x), matrix(x), damping * (torch.rand(lead, dtype=F64) + 0.5)
@@ -198,13 +195,13 @@ def test_all_rows_solve_the_dense_system(kind: str, lead: tuple[int, ...]) -> No
             found.append(woodbury.exact_update(kernel.whole(x), scale, v.flatten(-2)[..., None]).view(v.shape))
         condition = 1 + float(torch.linalg.matrix_norm(u, 2).square().max()) / damping
         for update in found:
-            assert error(update, wanted) < 1e-12 + 1e-16 * condition**2  # most of it where the rows span V
+            assert error(update, wanted) < 1e-12 + 1e-16 * condition**2  # the largest where the rows span V
             assert ((update * v).sum((-2, -1)) >= 0).all()
         assert torch.equal(v, before)
 
 
 @pytest.mark.parametrize("lead", LEADS.values(), ids=LEADS)
-def test_inverses_are_those_of_the_damped_kernel_and_of_the_form_with_two_inverses(lead: tuple[int, ...]) -> None:
+def test_damped_and_interpolated_inverses_are_the_dense_ones(lead: tuple[int, ...]) -> None:
     s, k, damping = spd(7, *lead), spd(7, *lead), torch.rand(lead, dtype=F64) + 0.1
     before = k.clone()
     damped, interpolated = woodbury.damped_inverse(k, damping), woodbury.interpolated_inverse(s, k)
@@ -224,7 +221,7 @@ def test_inverses_are_those_of_the_damped_kernel_and_of_the_form_with_two_invers
 
 
 def test_singular_and_indefinite_kernels_are_interpolated() -> None:
-    """One formed in float32 has eigenvalues around -1e-7, more than S = I/λ can take for the smallest λ."""
+    """A kernel from float32 has eigenvalues around -1e-7, which is too much for S = I/λ with the smallest λ."""
     s, k = spd(6), draw(6, 2)
     found, ok = woodbury.interpolated_inverse(s, k @ k.mT)
     assert ok
@@ -238,10 +235,8 @@ def test_singular_and_indefinite_kernels_are_interpolated() -> None:
     assert torch.isfinite(found).all()
 
 
-# The ladder of failures
-
 DIAGONALS = {
-    # smallest eigenvalue of diag(1, …, 1, x): the rung that makes it positive
+    # smallest eigenvalue of diag(1, …, 1, x), and the jitter that makes it positive
     "first": (1.0, 0.0),
     "1e-6": (-1e-7, 1e-6),
     "1e-4": (-1e-5, 1e-4),
@@ -252,13 +247,13 @@ DIAGONALS = {
 
 @pytest.fixture(params=["host", "device"])
 def ladder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device climbs the whole ladder unseen; the host stops at the rung that holds."""
+    """A device runs the whole ladder of jitters unseen; the host stops at the first that suffices."""
     if request.param == "device":
         monkeypatch.setattr(woodbury, "all_true_on_cpu", lambda _: False)
 
 
 @pytest.mark.usefixtures("ladder")
-def test_each_matrix_climbs_its_own_ladder() -> None:
+def test_each_matrix_of_a_stack_gets_its_own_jitter() -> None:
     stack = torch.stack([torch.diag(torch.tensor([1.0] * 9 + [x], dtype=F64)) for x, _ in DIAGONALS.values()])
     found, ok = woodbury.damped_inverse(stack, torch.zeros(len(stack)))
     other, other_ok = woodbury.interpolated_inverse(stack, torch.zeros_like(stack))
@@ -274,7 +269,7 @@ def test_each_matrix_climbs_its_own_ladder() -> None:
 
 
 @pytest.mark.usefixtures("ladder")
-def test_a_kernel_that_is_not_finite_leaves_the_gradient() -> None:
+def test_a_kernel_that_is_not_finite_leaves_the_plain_gradient() -> None:
     x, damping = make("plain", 4, lead=(2,)), torch.full((2,), 0.5, dtype=F64)
     v, good = matrix(x), torch.stack([spd(4), spd(4)])
     for value in (float("nan"), float("inf"), -float("inf")):
@@ -308,7 +303,7 @@ def test_single_precision_comes_close(kind: str, positions: int) -> None:
     assert error(kernel.gram(low), kernel.gram(x)) < 1e-6
     assert error(kernel.norms(low), kernel.norms(x)) < 1e-6
     damping = 1e-3 * torch.linalg.eigvalsh(kernel.gram(x))[-1]
-    for scale in (damping, damping.float()):  # λ and M in a precision of their own
+    for scale in (damping, damping.float()):  # λ may have another precision
         found = woodbury.exact_update(low, scale, v.float())
         assert found.dtype == torch.float32
         assert error(found, woodbury.exact_update(x, damping, v)) < 1e-4

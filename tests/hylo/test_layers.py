@@ -74,7 +74,7 @@ def test_linear_with_leading_dimensions(positions, sizes, bias, approx):
 
 
 def test_both_sides_of_the_cost_rule():
-    """L²(d_i + d_o) against d_i d_o = 80: the border is between 2 and 3 positions."""
+    """L²(d_i + d_o) exceeds d_i d_o = 80 from 3 positions on."""
     for positions in (2, 3, 30):
         x, y = noise(5, positions, 9), noise(5, positions, 8, seed=1)
         check(lambda: nn.Sequential(seeded_build(lambda: nn.Linear(9, 8))), x, y, squares, ["0"])
@@ -94,7 +94,6 @@ def test_tokens_in_the_batch_axis_still_belong_to_their_example(approx):
 
 @approximations
 def test_tokens(approx):
-    """A mean over tokens is the loss of the example itself."""
     x = noise(4, 5, 3)
     for read, y in (("positions", labels(20, 3).view(4, 5)), ("mean", labels(4, 3))):
         check(lambda r=read: seeded_build(lambda: Tokens(read=r)), x, y, F.cross_entropy, ["inner"], approx)
@@ -107,13 +106,13 @@ def test_examples_on_the_second_axis():
 
 
 @approximations
-def test_masked_positions_are_no_rows(approx):
+def test_masked_positions_make_no_rows(approx):
     """Reduced rows have the mean over the real positions of each example."""
     x, y, lengths = noise(4, 5, 3), labels(20, 3).view(4, 5), [5, 3, 4, 2]
     keep = torch.arange(5) < torch.tensor(lengths)[:, None]
 
     def loss(output, target):
-        """Of targets with their own mask beside them."""
+        """The loss of targets that come with their mask."""
         return (F.cross_entropy(output, target[..., 0], reduction="none") * target[..., 1]).sum(1).mean()
 
     model, plain, targets = seeded_build(Tokens), seeded_build(Tokens), torch.stack([y, keep.long()], -1)
@@ -130,7 +129,7 @@ def test_masked_positions_are_no_rows(approx):
 
 # --------------------------------------------------------------------------------------------------------- Convolutions
 
-# The class, its channels, the size of images, and what else it is given.
+# Class, channels, image size and keywords.
 CONVOLUTIONS = {
     **{f"{a}-d": (CONVS[a], (2, 3), SIZES[a], {"padding": a % 2}) for a in (1, 2, 3)},
     **{f"{a}-d same": (CONVS[a], (2, 3), SIZES[a], {"padding": "same", "kernel_size": 3}) for a in (1, 2, 3)},
@@ -203,7 +202,7 @@ def test_calls_with_unequal_numbers_of_positions(approx):
 
 
 def test_a_layer_that_a_step_does_not_reach():
-    """Its last rows stay; the other layers go on."""
+    """It keeps its last rows, and the other layers are updated."""
     x, y = vectors()
     model, plain = seeded_build(Sometimes), seeded_build(Sometimes)
     opt = plain_hylo(model)
@@ -226,8 +225,8 @@ class Branching(nn.Module):
 
 
 @each(mode=["kid", "kis", "sngd"], fraction=[0.1, 1.0])
-def test_a_layer_that_only_some_micro_batches_pass(mode, fraction):
-    """Its rows are those of the examples that passed it; F is the mean over all of the step."""
+def test_a_layer_that_only_some_micro_batches_use(mode, fraction):
+    """Its rows are those of the examples that used it, but F is the mean over all examples of the step."""
     model = Branching().double()
     opt = plain_hylo(model, mode=mode, rank_fraction=fraction, damping=0.1)
     x, _ = vectors(16)
@@ -247,7 +246,7 @@ def test_a_layer_that_only_some_micro_batches_pass(mode, fraction):
 
 
 def test_embedding():
-    """Words that occur twice in an example are added before anything is squared; the padding has no gradient at all."""
+    """Gradients of a word that occurs twice in an example are added before they are squared; padding has none."""
     for padding_idx in (None, 0, 3):
         build = lambda p=padding_idx: seeded_build(lambda: Words(p))  # noqa: E731
         opt, _ = check(build, TOKENS, labels(5, 3), F.cross_entropy, ["words", "head"], at_once=False)
@@ -268,7 +267,7 @@ def output_gradients(model, index, y):
 
 @pytest.mark.parametrize("padding_idx", [None, 0, 3])
 def test_reduced_rows_of_an_embedding(padding_idx):
-    """The frequencies of an example's words, and the sum of the gradients; padding counts neither here nor there."""
+    """They are the frequencies of an example's words times the sum of the gradients; padding counts in neither."""
     y, plain = labels(5, 3), seeded_build(lambda: Words(padding_idx))
     rows = []
     for index, target in zip(TOKENS, y, strict=True):
@@ -292,7 +291,7 @@ class Table(nn.Module):
 
 @approximations
 def test_the_rows_of_a_large_table_are_exact(approx):
-    """Beyond 8192 entries no vector is as long as the table, so there is nothing to reduce."""
+    """Beyond 8192 entries no vector is as long as the table, so nothing is reduced."""
     model, plain, y = seeded_build(Table), seeded_build(Table), labels(5, 3)
     kept = step(plain_hylo(model, approx=approx), model, TOKENS, y, F.cross_entropy)
     U = one_by_one(plain, TOKENS, y, F.cross_entropy)["words.weight"][:, :6].flatten(1)[None]
@@ -303,7 +302,7 @@ def test_the_rows_of_a_large_table_are_exact(approx):
 
 @each(lengths={"5-7": (5, 7), "7-5": (7, 5), "7-3-9": (7, 3, 9)}, cheaper=[False, True])
 def test_a_table_of_six_and_micro_batches_of_different_lengths(lengths, cheaper):
-    """Indices are kept of fewer positions than the table has columns, per-example gradients of more."""
+    """Rows are indices with fewer positions than the table has columns, and per-example gradients with more."""
     model, plain = (seeded_build(lambda: Table(6, 4)) for _ in range(2))
     opt = plain_hylo(model, kfac_when_cheaper=cheaper)
     found = []
@@ -317,7 +316,7 @@ def test_a_table_of_six_and_micro_batches_of_different_lengths(lengths, cheaper)
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_a_bag_is_one_row_and_is_not_expanded(mode):
-    """Its reduced form is exact. Expanded, it follows the fallback, with a reason; other layers are exact anyway."""
+    """Reduced, it is exact. Expanded, it follows the fallback rule, with a reason, and other layers stay exact."""
     (first, second, plain), y = (seeded_build(lambda: Words(bag=mode)) for _ in range(3)), labels(5, 3)
     opt = plain_hylo(first, approx="reduce")
     kept = step(opt, first, TOKENS, y, F.cross_entropy)
@@ -332,7 +331,7 @@ def test_a_bag_is_one_row_and_is_not_expanded(mode):
     assert_close(plain.words.weight.detach() - second.words.weight.detach(), second.words.weight.grad, 1e-9)
 
 
-def test_a_batch_of_nothing_but_padding():
+def test_a_batch_of_padding_only():
     model = seeded_build(lambda: Words(0))
     opt = plain_hylo(model, lr=0.1)
     for _ in range(2):
@@ -345,7 +344,7 @@ def test_a_batch_of_nothing_but_padding():
 
 
 def from_tape(rows, approx):
-    """``[1, N, k]`` of the rows of one product of a model that was written by hand."""
+    """``[1, N, k]`` from the rows of one product of a model that is written by hand."""
     found = []
     for n in range(len(rows.a)):
         a, g = rows.a[n][0], rows.g[n][0]
@@ -354,7 +353,7 @@ def from_tape(rows, approx):
 
 
 def product(values, weight, bias, parts=1):
-    """``[parts, k]`` of a named weight and bias."""
+    """``[parts, k]`` from a weight and a bias."""
     found = [values[weight].detach()]
     if bias in values:
         found.append(values[bias].detach()[:, None])
@@ -388,7 +387,7 @@ def test_bilinear(approx):
 
 @approximations
 def test_a_norm_layer_is_one_dense_block(approx):
-    """All units together, exact in both approximations."""
+    """It holds all units and is exact in both approximations."""
     for build, data in NORMED.values():
         check(lambda b=build: seeded_build(b), data(), labels(6, 3), F.cross_entropy, ["norm"], approx, damping=1e-4)
 
@@ -457,8 +456,8 @@ class Positions(nn.Module):
         return self.head(torch.tanh(x + self.place(torch.arange(4)))).mean(1)
 
 
-def test_positions_that_all_examples_share_cannot_be_told_apart():
-    """A position embedding is looked up once for the batch: that layer alone takes the fallback, and says why."""
+def test_position_embeddings_that_all_examples_share_follow_the_fallback():
+    """They are looked up once for the batch; only that layer follows the fallback rule, with a reason."""
     model, plain = seeded_build(Positions), seeded_build(Positions)
     x, y = noise(5, 4, 3), labels(5, 3)
     opt = plain_hylo(model, lr=1.0)

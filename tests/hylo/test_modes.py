@@ -1,4 +1,4 @@
-"""KID and KIS against their definitions as dense operators, how many rows they keep, and what every mode promises."""
+"""KID and KIS against their definitions as dense operators, the number of kept rows, and promises of every mode."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def uneven(n=8, d_in=4, d_out=3, seed=0):
 
 @pairs(residual=RESIDUALS, rank=[1, 2, 5, 7], relative=[1e-3, 0.1, 10.0])
 def test_kid_is_its_definition(residual, rank, relative):
-    """At the refresh and, for any gradient, after it."""
+    """This holds at the refresh and, for any gradient, after it."""
     a, g, U = uneven()
     damping, model = relative * steepest(U[None]), linear()
     keywords = {"rank_fraction": rank / 8, "kid_residual": residual, "damping": damping, "update_steps": LATER}
@@ -120,7 +120,7 @@ def test_kid_pivots_every_group_by_itself():
 
 @pairs(build={"mlp": lambda: mlp((6, 5, 3)), "convnet": convnet}, relative=[0.1, 0.01])
 def test_the_published_algebra_is_worse_than_plain_descent(build, relative):
-    """An inverse of K̂ where K̂ belongs, divided by the kept rows, the residual unscaled; same rows, same gradient."""
+    """It has an inverse of K̂ in place of K̂, divides by the kept rows and does not scale the residual."""
     x, _ = vectors(24, 6) if isinstance(build(), nn.Sequential) else images(24)
     y = noise(24, 3, seed=4)
 
@@ -161,7 +161,7 @@ def is_zero(c):
 
 @each(sampling=SAMPLINGS, rank=[1, 3, 6])
 def test_drawn_rows_have_the_weights_of_their_probabilities(sampling, rank):
-    """How often each is drawn is a matter of the draw itself. Without repeats, and whole numbers of times with them."""
+    """A row is drawn at most once or, with replacement, a whole number of times."""
     found, U = drawn(sampling, rank, refreshes=12)
     q = U.square().sum(1)
     if sampling == "replacement":
@@ -177,7 +177,7 @@ def test_drawn_rows_have_the_weights_of_their_probabilities(sampling, rank):
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 def test_kis_of_a_network(approx):
-    """Scores are the norms of whole rows, also where they have positions."""
+    """Scores are the norms of whole rows, even if they have positions."""
     (x, y), model, plain = images(8), convnet(), convnet()
     opt = plain_hylo(model, mode="kis", approx=approx, rank_fraction=0.5)
     kept = step(opt, model, x, y, F.cross_entropy)
@@ -234,8 +234,8 @@ MODES = {
 
 
 @pairs(damping=[1e-6, 1e-2], approx=["expand", "reduce"])
-def test_the_direction_never_climbs(damping, approx):
-    """In no layer of a network, for any gradient."""
+def test_the_direction_never_increases_the_loss(damping, approx):
+    """To first order, this holds for any gradient, layer by layer."""
     for mode, keywords in MODES.items():
         (x, y), model = images(8), convnet()
         opt = plain_hylo(model, approx=approx, damping=damping, **{**keywords, "update_steps": LATER})
@@ -247,8 +247,7 @@ def test_the_direction_never_climbs(damping, approx):
                 assert float((V * moved).sum()) >= 0, (mode, layer)
 
 
-def test_the_operator_is_symmetric_and_positive():
-    """And linear: it is (F̂ + λI)⁻¹ with the curvature that is shown."""
+def test_the_operator_is_symmetric_positive_and_the_inverse_of_the_damped_dense_curvature():
     a, g, _ = uneven()
     for mode, keywords in MODES.items():
         model, columns = linear(), []
@@ -268,7 +267,7 @@ def test_the_operator_is_symmetric_and_positive():
 
 @pytest.mark.parametrize("sizes", [(4, 9, 6), (9, 2, 1)], ids=str)
 def test_batches_of_changing_size(sizes):
-    """The rank is that of the largest batch so far or of the one of now; rows that are not there do not count."""
+    """A smaller batch fills only some of the places for rows; the empty ones must not count."""
     for mode, keywords in MODES.items():
         model = mlp()
         opt = plain_hylo(model, **keywords)
@@ -283,7 +282,7 @@ def test_batches_of_changing_size(sizes):
 
 
 @pytest.mark.parametrize("mode", ["kid", "kis"])
-def test_rank(mode):
+def test_the_rank_follows_the_fraction_and_the_maximum(mode):
     for n, fraction, most, rank in ((20, 0.1, 1024, 2), (20, 0.101, 1024, 3), (20, 1.0, 7, 7), (1, 1e-3, 1024, 1)):
         model = mlp((9, 8))
         opt = plain_hylo(model, mode=mode, rank_fraction=fraction, max_rank=most)
@@ -293,7 +292,7 @@ def test_rank(mode):
 
 
 def fewest(U: Tensor, share: float) -> int:
-    """Pivots that hold a share of the trace."""
+    """The smallest number of pivots that hold a share of the trace."""
     K = U @ U.T
     order = greedy(K, len(K))
     left = [float(interpolation(K, order[:r])[1].trace() / K.trace()) for r in range(1, len(order))]
@@ -314,11 +313,11 @@ class Spread(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["kid", "kis"])
-def test_an_energy_asks_each_layer_for_its_own_rank(mode):
-    """In multiples of 8, as many as the neediest group wants, no more than there are."""
+def test_with_an_energy_each_layer_has_its_own_rank(mode):
+    """It is the largest rank that a group needs, rounded up to a multiple of 8, and at most the number of rows."""
     model, plain = seeded_build(Spread), seeded_build(Spread)
     x, y = noise(30, 4, 3, 3), noise(30, 6, seed=3)
-    x[:, 2:] = 0  # the second group has but a bias
+    x[:, 2:] = 0  # the second group has only a bias
     wanted = {}
     for name in ("conv", "narrow", "wide"):
         needed = [fewest(U, 0.9) for U in layer_rows(plain, name, x, y, squares)]
@@ -333,7 +332,7 @@ def test_an_energy_asks_each_layer_for_its_own_rank(mode):
     assert opt.diagnostics()["rank"] == {name: min(r, 10) for name, r in wanted.items()}
 
 
-def test_the_ranks_of_an_energy_do_not_depend_on_other_layers():
+def test_ranks_by_energy_do_not_depend_on_other_layers():
     def rank(*others: nn.Module) -> int:
         torch.manual_seed(0)
         model = nn.ModuleDict({"a": nn.Linear(6, 1, bias=False), **{str(i): m for i, m in enumerate(others)}}).float()
@@ -349,7 +348,7 @@ def test_the_ranks_of_an_energy_do_not_depend_on_other_layers():
 
 
 @pytest.mark.parametrize("energy", [None, 0.5])
-def test_a_stack_of_kernels_counts_the_groups_of_its_blocks(energy, monkeypatch):
+def test_the_limit_of_a_stack_of_kernels_counts_groups(energy, monkeypatch):
     sizes, original = [], selection.interpolate
 
     def watched(matrix: Tensor, *args, **keywords):
@@ -372,7 +371,7 @@ def test_a_stack_of_kernels_counts_the_groups_of_its_blocks(energy, monkeypatch)
     assert_close(kept[0], kept[1], 1e-9)
 
 
-def test_groups_with_modes_of_their_own():
+def test_parameter_groups_may_have_different_modes():
     (x, y), model, plain = vectors(8), mlp(), mlp()
     groups = [
         {"params": list(model[0].parameters()), "mode": "kid"},

@@ -1,4 +1,4 @@
-"""Mode "auto": who asks the policy, what it is told, and that refreshes follow its answer."""
+"""Mode "auto": when the policy is asked, what it observes, and that refreshes follow its answer."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from tests.support.oracles.hylo import (
 
 
 def train(opt: HyLo, model: nn.Module, steps: range | int, n: int = 12) -> list[str]:
-    """Modes after every step."""
+    """The mode after every step."""
     found = []
     for number in range(steps) if isinstance(steps, int) else steps:
         step(opt, model, *vectors(n, seed=number), F.cross_entropy)
@@ -38,11 +38,7 @@ def two_groups(model: nn.Module, first: dict, second: dict, **keywords) -> HyLo:
     return plain_hylo(groups, module=model, **keywords)
 
 
-# -------------------------------------------------------------------------------------------------------------- Answers
-
-
-def test_a_policy_that_never_changes_is_the_mode():
-    """That of the default begins with KID."""
+def test_a_constant_policy_equals_a_fixed_mode_and_the_default_policy_starts_with_kid():
     for mode in ("kid", "kis", "sngd"):
         found = []
         for keywords in ({"mode": mode}, {"mode": "auto", "switch": Always(mode)}):
@@ -72,7 +68,7 @@ def test_each_refresh_follows_the_mode_it_reports():
 
 
 def test_a_steady_gradient_ends_interpolation_and_a_change_brings_it_back():
-    """The norm of the gradient by periods of three steps: two periods of KID, KIS while it stays, KID when it jumps."""
+    """Periods have three steps: two periods use KID, the next KIS while the norm stays, and KID again when it jumps."""
     a, g, model = noise(8, 4), noise(8, 3, seed=1), nn.Linear(4, 3, bias=False).double()
     opt = plain_hylo(model, mode="auto", switch=GradNormChange(eta=0.1, period_steps=3), rank_fraction=0.5)
     found = []
@@ -86,8 +82,8 @@ def test_a_steady_gradient_ends_interpolation_and_a_change_brings_it_back():
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_a_change_of_the_rate_is_heeded_by_those_that_ask(fixed):
-    """A refresh of a fixed mode comes first."""
+def test_groups_in_mode_auto_notice_a_change_of_the_learning_rate(fixed):
+    """They do so even if a group of a fixed mode refreshes first."""
     model = mlp()
     first = {"mode": "kid", "update_steps": 1} if fixed else {"mode": "auto"}
     switch = LRChange(hold=1, period_steps=1)
@@ -102,7 +98,7 @@ def test_a_change_of_the_rate_is_heeded_by_those_that_ask(fixed):
 
 @pytest.mark.parametrize(("threshold", "mode"), [(1e-9, "kid"), (1e9, "kis")])
 def test_a_probe_compares_samples_with_the_exact_update(threshold, mode):
-    """And changes no update itself, however many layers it takes."""
+    """The number of probed layers does not change the updates."""
     found = []
     for layers in (1, 2):
         model = mlp()
@@ -124,8 +120,7 @@ def test_a_probe_measures_the_rank_that_an_energy_keeps():
     assert found[0] == found[1] > 1e-3
 
 
-def test_a_dropped_batch_is_heard_of():
-    """A rate that changed in it changed in its own step."""
+def test_a_learning_rate_that_changes_at_a_dropped_batch_changed_at_its_step():
     for bad, expected in ((False, 5), (True, 6)):
         model = mlp()
         opt = plain_hylo(model, lr=0.1, mode="auto", switch=LRChange(hold=1, period_steps=3), rank_fraction=0.3)
@@ -139,11 +134,11 @@ def test_a_dropped_batch_is_heard_of():
         assert [list(switch) for switch in opt.diagnostics()["switches"]] == [[0, "kis"], [expected, "kid"], [8, "kis"]]
 
 
-# ------------------------------------------------------------------------------------------------ Who asks, and who may
+# ---------------------------------------------------------------------------------------------------- Asking the policy
 
 
 class Listening(SwitchPolicy):
-    """Remembers what it was asked and told."""
+    """Records the steps at which it was asked and the errors that it received."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -177,8 +172,7 @@ def test_a_fixed_mode_neither_asks_nor_is_probed(fixed):
     assert min(found[0]) > 1e-3
 
 
-def test_a_policy_may_be_given_to_several():
-    """Each optimizer has a copy: two that share the object go as two that do not."""
+def test_optimizers_that_are_given_one_policy_have_copies_of_it():
     found = []
     for shared in (True, False):
         policy, runs = GradNormChange(eta=0.5, period_steps=2), []
@@ -193,7 +187,7 @@ def test_a_policy_may_be_given_to_several():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_a_policy_is_the_mode_auto_of_groups_without_their_own():
+def test_a_policy_given_as_mode_means_auto_for_groups_without_a_mode():
     opt = two_groups(mlp(), {"mode": "kid"}, {}, mode=ProbeError())
     assert opt.diagnostics()["modes"][0] == "kid"
     assert [group["mode"] for group in opt.param_groups] == ["kid", "auto"]
@@ -211,7 +205,7 @@ class Nonsense(SwitchPolicy):
         return self.answer
 
 
-def test_an_answer_that_is_no_mode_is_refused():
+def test_an_answer_that_is_not_a_mode_is_refused():
     for answer in ("KID", "auto", ""):
         model = mlp()
         opt = plain_hylo(model, mode="auto", switch=Nonsense(answer))
@@ -227,11 +221,11 @@ def test_a_norm_in_half_precision_does_not_overflow():
     assert torch.isfinite(opt.preconditioner._norm({p: p.grad for p in model.parameters()}))
 
 
-# --------------------------------------------------------------------------------------------------------- What is told
+# -------------------------------------------------------------------------------------------------------------- Reports
 
 
 @pytest.mark.parametrize("kind", ["factors", "rows"])
-def test_a_trend_has_the_mode_of_each_layer(kind, tmp_path):
+def test_trend_events_have_the_mode_of_each_layer(kind, tmp_path):
     model = mlp((4, 3, 3))
     first = {"mode": "kid", "kfac_when_cheaper": kind == "factors", "rank_fraction": 1.0}
     opt = two_groups(model, first, {"mode": "kis"})
@@ -263,7 +257,7 @@ def reachable(found: object, seen: dict[int, int]) -> dict[int, int]:
     switch={"norm": GradNormChange(period_steps=100), "rate": LRChange(), "probe": ProbeError(), "kis": Always("kis")},
     cheaper=[False, True],
 )
-def test_memory_counts_what_a_policy_remembers(switch, cheaper):
+def test_memory_usage_counts_tensors_of_policies(switch, cheaper):
     model = mlp((4, 9, 3))
     opt = plain_hylo(model, momentum=0.9, mode="auto", switch=switch, kfac_when_cheaper=cheaper)
     train(opt, model, 3, 16)

@@ -54,7 +54,7 @@ def kernel(n: int = 12, rank: int | None = None, seed: int = 0) -> Tensor:
 
 
 def iterated(scores: Tensor, rank: int) -> list[float]:
-    """``min(1, r q/Σq)``, what is cut off given to the others until nothing is cut off."""
+    """``min(1, r q/Σq)``, where what is cut off is given to the others until nothing is cut off."""
     q, ones = scores.tolist(), set()
     while True:
         rest = sum(x for s, x in enumerate(q) if s not in ones)
@@ -66,7 +66,7 @@ def iterated(scores: Tensor, rank: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_inclusion_is_the_end_of_the_iteration(name: str) -> None:
+def test_inclusion_is_the_limit_of_the_iteration(name: str) -> None:
     q = SCORES[name]
     positive = int((q > 0).sum())
     for rank in (1, 2, 4, 5, 8, 9):
@@ -92,7 +92,7 @@ def test_systematic_draws_never_repeat_and_have_the_frequency_of_inclusion(name:
 
 
 def test_systematic_draws_of_any_two_rows_occur() -> None:
-    """The line is permuted at random: without that, neighbours of small probability would never meet."""
+    """The line is permuted at random; otherwise neighbors of small probability would never be drawn together."""
     index = draw(torch.ones(2000, 6), 2, "systematic", generator()).index
     counts = torch.bincount(index[:, 0] * 6 + index[:, 1], minlength=36)
     assert all(counts[i * 6 + j] > 0 for i, j in combinations(range(6), 2))
@@ -107,7 +107,7 @@ def test_all_examples_have_the_weight_one(sampling: str) -> None:
 
 
 def test_many_rows_that_must_be_drawn_are_drawn() -> None:
-    """600 probabilities of 1 beside 400 small ones: a sum of floating-point numbers would miss some in some draws."""
+    """With 600 probabilities of 1 and 400 small ones, rounding errors of a sum would miss some in some draws."""
     q = torch.rand(20, 1000, generator=generator(), dtype=torch.float64) + 0.5
     q[:, ::5], q[:, 1::5] = 1e-4, 1e-7
     index, weight = draw(q, 610, "systematic", generator())
@@ -121,7 +121,7 @@ def test_many_rows_that_must_be_drawn_are_drawn() -> None:
 @pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53], ids=["least", "greatest"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_extreme_random_numbers(sampling: str, number: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No draw falls off the ends of the line, and none is one too many, however probabilities were rounded."""
+    """No draw is beyond the ends of the line, and none is superfluous, however probabilities are rounded."""
     q = torch.rand(200, 37, generator=generator(), dtype=torch.float64) ** 3
     q[:, :2] = q[:, -2:] = 0
     rand = torch.rand
@@ -139,7 +139,7 @@ def test_extreme_random_numbers(sampling: str, number: float, monkeypatch: pytes
 
 
 def sequential(q: list[float], order: tuple[int, ...]) -> float:
-    """Probability that this order comes out of drawing one after the other of those left."""
+    """Probability of this order if examples are drawn one after the other from those that are left."""
     probability, left = 1.0, sum(q)
     for s in order:
         probability, left = probability * q[s] / left, left - q[s]
@@ -180,12 +180,12 @@ def test_rows_of_zeros_are_never_drawn(sampling: str) -> None:
             continue
         assert bool(((weight > 0).sum(-1) == min(rank, 5)).all())
         assert bool((index.sort(-1).values.diff(dim=-1) > 0).all())  # places without a draw repeat nothing either
-        if rank == 7 and sampling != "unweighted":  # all there are, as they are
+        if rank == 7 and sampling != "unweighted":  # all rows, with their own weight
             assert bool((weight[weight > 0] == 1).all())
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_scores_that_are_zero_or_not_finite_show_in_the_weights_of_their_own_block(sampling: str) -> None:
+def test_scores_that_are_zero_or_not_finite_affect_the_weights_of_their_own_block_only(sampling: str) -> None:
     for bad in (0.0, -1.0, math.nan, math.inf):
         q = torch.ones(3, 8)
         q[1] = bad if bad <= 0 else 1.0
@@ -197,7 +197,7 @@ def test_scores_that_are_zero_or_not_finite_show_in_the_weights_of_their_own_blo
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_draws_follow_from_the_generator(sampling: str) -> None:
+def test_draws_are_determined_by_the_generator(sampling: str) -> None:
     q = torch.rand(3, 20, generator=generator(5))
     before = q.clone()
     torch.manual_seed(1)
@@ -211,7 +211,7 @@ def test_draws_follow_from_the_generator(sampling: str) -> None:
     assert torch.equal(q, before)
     rng = generator(7)
     draw(q, 4, sampling, rng)
-    assert not torch.equal(draw(q, 4, sampling, rng).index, first.index)  # the generator moves on
+    assert not torch.equal(draw(q, 4, sampling, rng).index, first.index)  # the generator advances
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -288,7 +288,7 @@ def test_a_given_order_may_contain_pivots_that_add_nothing() -> None:
         assert bool(core(k, found, 0.1, residual).isfinite().all())
 
 
-def test_nothing_is_left_of_a_kernel_of_zeros_and_negative_rests_are_never_chosen() -> None:
+def test_kernels_of_zeros_have_no_pivots_and_negative_remainders_are_never_chosen() -> None:
     found = interpolate(torch.zeros(5, 5), 3)
     assert found.valid.tolist() == [0, 0, 0]
     assert bool((found.p == 0).all())
@@ -303,7 +303,7 @@ def test_nothing_is_left_of_a_kernel_of_zeros_and_negative_rests_are_never_chose
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_tolerance_goes_with_the_precision_of_the_kernel(dtype: torch.dtype) -> None:
+def test_the_tolerance_depends_on_the_precision_of_the_kernel(dtype: torch.dtype) -> None:
     k = torch.diag(torch.tensor([1.0, 1e-5, 1e-7, 1e-12, 1e-14])).to(dtype)
     found = interpolate(k, 5)
     assert int(found.valid.sum()) == (2 if dtype == torch.float32 else 4)
@@ -321,7 +321,7 @@ def test_large_float32_kernels_stay_in_float32() -> None:
     torch.testing.assert_close(rebuilt(k, found.index, found.p), k, rtol=0, atol=1e-4)
 
 
-def test_a_kernel_that_is_not_finite_shows_in_its_own_block() -> None:
+def test_a_kernel_that_is_not_finite_affects_its_own_block_only() -> None:
     for bad in (math.nan, math.inf):
         k = torch.stack([kernel(6, seed=s) for s in range(3)])
         k[1, 2], k[1, :, 2] = bad, bad
@@ -365,9 +365,9 @@ def test_rows_without_a_pivot_have_a_one_on_the_diagonal(residual: str) -> None:
     assert float(torch.linalg.eigvalsh(s)[0]) > 0
 
 
-def test_a_remainder_that_rounding_made_indefinite_counts_by_its_diagonal() -> None:
+def test_an_indefinite_remainder_is_replaced_by_its_diagonal() -> None:
     k = kernel()
-    k[0, 1] = k[1, 0] = k[0, 1] + 100  # no Gram matrix any more
+    k[0, 1] = k[1, 0] = k[0, 1] + 100  # no longer a Gram matrix
     found = interpolate(k, 2, order=torch.tensor([8, 9]))
     both = torch.stack([k, kernel()])
     stacked = interpolate(both, 2, order=torch.tensor([[8, 9], [8, 9]]))
@@ -430,7 +430,7 @@ def test_unknown_names_are_refused() -> None:
 
 
 def test_no_value_is_read_by_the_host() -> None:
-    """Tensors of the meta device have no values to read, and refuse to meet those of another device."""
+    """Tensors of the meta device have no values to read and cannot be combined with those of another device."""
     q, k = torch.ones(2, 6, device="meta"), torch.ones(2, 6, 6, device="meta")
     for sampling in SAMPLINGS:
         assert draw(q, 3, sampling, generator()).weight.shape == (2, 3)

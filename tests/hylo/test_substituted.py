@@ -1,4 +1,4 @@
-"""`kfac_when_cheaper`: which layers take K-FAC's factors instead of rows, and that those factors are KFAC's."""
+"""`kfac_when_cheaper`: which layers use K-FAC's factors instead of rows, and that these factors are those of KFAC."""
 
 import copy
 from contextlib import nullcontext
@@ -24,9 +24,9 @@ def line_of(opt: HyLo, name: str) -> str:
 
 
 def is_factored(opt: HyLo, name: str) -> bool:
-    told = "k-fac" in line_of(opt, name) or "kfac" in line_of(opt, name)
-    assert told == opt.blocks[name].is_factored
-    return told
+    described = "k-fac" in line_of(opt, name) or "kfac" in line_of(opt, name)
+    assert described == opt.blocks[name].is_factored
+    return described
 
 
 def squares(out: Tensor, target: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def assert_kfac(opt: HyLo, model: nn.Module, kept: dict, name: str, factors: tup
 
 
 @pairs(mode=["sngd", "kid", "kis"], approx=APPROX)
-def test_layers_of_which_kfac_is_cheaper_follow_it(approx: str, mode: str) -> None:
+def test_layers_for_which_kfac_is_cheaper_use_it(approx: str, mode: str) -> None:
     """Per layer: rows iff R(d_i + d_o) < d_i² + d_o² and R³ < d_i³ + d_o³, else factors from the same batch."""
 
     def build() -> nn.Module:
@@ -75,8 +75,8 @@ def test_layers_of_which_kfac_is_cheaper_follow_it(approx: str, mode: str) -> No
         ({"approx": "reduce"}, (noise(4, 7, 10), noise(4, 7, 4, seed=1)), False),
     ],
 )
-def test_the_border_of_the_first_rule_is_by_the_kept_rows_and_their_positions(keywords, batch, factored) -> None:
-    """R S (d_i + d_o) < d_i² + d_o²: R · 15, or 4 · 7 · 15 = 420 or 4 · 15 = 60, against 137. Chosen only once."""
+def test_the_first_rule_counts_kept_rows_and_their_positions_and_decides_once(keywords, batch, factored) -> None:
+    """R S (d_i + d_o) < d_i² + d_o² compares R · 15, or 4 · 7 · 15 = 420 or 4 · 15 = 60, with 137."""
     model, loss = mlp((10, 4)), squares if batch[1].ndim > 1 else F.cross_entropy
     opt = plain_hylo(model, kfac_when_cheaper=True, **keywords)
     for x, y in (batch, vectors(40, 10, 4), vectors(4, 10, 4)):
@@ -84,8 +84,8 @@ def test_the_border_of_the_first_rule_is_by_the_kept_rows_and_their_positions(ke
         assert is_factored(opt, "0") == factored
 
 
-def test_what_substitution_costs_is_told_in_rows() -> None:
-    """R rows of S positions: numbers grow with S, the kernel that is inverted does not."""
+def test_describe_compares_the_costs_of_rows_and_factors() -> None:
+    """Of R rows of S positions, the numbers grow with S, but the kernel that is inverted does not."""
     model = seeded_build(lambda: nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4)))
     opt = plain_hylo(model, mode="kid", approx="expand", kfac_when_cheaper=True, rank_fraction=0.5)
     for frozen in (False, True):
@@ -100,7 +100,7 @@ def test_what_substitution_costs_is_told_in_rows() -> None:
         assert "R³ = 64 against 407" in last
 
 
-def test_factors_need_a_number_of_rows_to_compare_with() -> None:
+def test_a_rank_by_energy_cannot_be_compared_with_factors() -> None:
     with pytest.raises(ValueError, match=r"kfac_when_cheaper=True .* rank_energy"):
         HyLo(nn.Linear(3, 2), rows=RowOptions(kfac_when_cheaper=True, energy=0.9))
 
@@ -109,7 +109,6 @@ def test_factors_need_a_number_of_rows_to_compare_with() -> None:
 
 
 def test_a_new_damping_acts_on_factors_at_the_next_refresh() -> None:
-    """As it does on rows."""
     (x, y), model, plain = vectors(40), mlp((4, 3)), mlp((4, 3))
     opt = plain_hylo(model, kfac_when_cheaper=True, update_steps=2)
     factors = expected_factors(plain, x, y, F.cross_entropy)["0"]
@@ -121,7 +120,7 @@ def test_a_new_damping_acts_on_factors_at_the_next_refresh() -> None:
 
 @pytest.mark.parametrize("approx", APPROX)
 def test_a_relative_damping_means_the_same_for_factors(approx: str) -> None:
-    """λ times the trace of the kernel over the number of examples; read off (F̂ + λI) d = V."""
+    """It is a multiple of the trace of the kernel per example; λ is read off (F̂ + λI) d = V."""
     for cheaper in (False, True):
         model, x, y = mlp((4, 3)), noise(32, 4), noise(32, 3, seed=50)
         U = layer_rows(model, "0", x, y, squares)
@@ -132,8 +131,7 @@ def test_a_relative_damping_means_the_same_for_factors(approx: str) -> None:
         assert found == pytest.approx(0.5 * float(U.square().sum()) / 32 / 32)
 
 
-def test_factors_of_a_running_mean() -> None:
-    """The layers that take K-FAC average their factors over the refreshes, the weights being the examples."""
+def test_factors_are_running_means_weighted_by_examples() -> None:
     model, plain = mlp((4, 3)), mlp((4, 3))
     opt = plain_hylo(model, kfac_when_cheaper=True, factor_decay=0.5)
     total, A, B = 0.0, 0.0, 0.0
@@ -146,7 +144,7 @@ def test_factors_of_a_running_mean() -> None:
         assert_kfac(opt, model, kept, "0", (A, B))
 
 
-# -------------------- The same factors as those of KFAC, which sums them in another way: call by call, and keeps no row
+# ----------------------------------------- The factors are those of KFAC, which sums them call by call and keeps no row
 
 
 class Attention(nn.Module):

@@ -1,4 +1,4 @@
-"""Switch policies decide from what ended before a refresh: alike on every device, and alike across a resume."""
+"""Switch policies decide from periods that ended before a refresh, equally on every device and after a resume."""
 
 import copy
 import io
@@ -23,9 +23,9 @@ NAN, INF = math.nan, math.inf
 Place = Callable[[float], Tensor]
 
 
-# ---------------------------------------------------------------- a device whose numbers arrive when one waits for them
+# ---------------------------------------------------------------- a device whose values arrive with a synchronization
 class Elsewhere(Tensor):
-    """A tensor that says it lives on another device. Copies hold rubbish until their event; looking at it fails."""
+    """A tensor that claims to be on another device. Copies hold garbage until their event; reading its value fails."""
 
     @property
     def device(self):
@@ -44,14 +44,14 @@ class Elsewhere(Tensor):
         assert other.device == self.device
         return super().__iadd__(other)
 
-    def looked_at(self, *args):
+    def read(self, *args):
         raise AssertionError("this waits for the device")
 
-    __float__ = __bool__ = __int__ = item = tolist = cpu = numpy = looked_at
+    __float__ = __bool__ = __int__ = item = tolist = cpu = numpy = read
 
 
 class Event:
-    """Of the device: what was copied before its record is there after its synchronize."""
+    """An event of that device: copies that began before `record` are complete after `synchronize`."""
 
     copies: list[tuple[Tensor, Tensor]] = []
     waits = 0
@@ -91,7 +91,6 @@ def _device(monkeypatch):
 places = pytest.mark.parametrize("place", [here, there], ids=["cpu", "device"])
 
 
-# ---------------------------------------------------------------- driving a policy
 def run(
     policy: SwitchPolicy,
     norms: Sequence[float | None],
@@ -115,7 +114,7 @@ def run(
 
 
 def blank(policy: SwitchPolicy) -> SwitchPolicy:
-    """Another one, built alike."""
+    """A new policy with the same options."""
     return eval(repr(policy), vars(switching))
 
 
@@ -157,22 +156,21 @@ RENEWALS = {
 # Periods of two steps with means 4, 4.2, 4.2, 6, 6, 5.9: changes of 0, 0.05, 0, 0.43, 0, -0.017.
 NORMS = [3.0, 5.0, 4.0, 4.4, 4.2, 4.2, 7.0, 5.0, 6.0, 6.0, 5.9, 5.9, 1.0, 1.0]
 
-
 NORM_CASES: list[tuple[dict[str, Any], list[float | None], str]] = [
-    # The fourth period has another mean than the third: KID in the fifth. The first two periods are KID.
+    # The mean of the fourth period differs from that of the third, hence KID in the fifth. The first two are KID.
     ({"eta": 0.1, "period_steps": 2}, NORMS, "DDDD" + "IIII" + "DD" + "IIII"),
     ({"eta": 0.04, "period_steps": 2}, NORMS, "DDDD" + "DD" + "II" + "DD" + "IIII"),
     ({"eta": 0.5, "period_steps": 2}, NORMS, "DDDD" + "I" * 10),
     ({"eta": 0.0, "period_steps": 2}, NORMS, "D" * 14),
-    # A falling norm is a change, and reaching eta is enough.
+    # A falling norm is a change, and a change of exactly eta is enough.
     ({"eta": 0.1, "period_steps": 1}, [4.0, 4.0, 3.0, 3.0, 3.2, 0.0, 0.0, 1.0, 1.0], "DDIDIIDID"),
     ({"eta": 0.5, "period_steps": 1}, [2.0, 3.0, 3.0], "DDD"),
-    # A norm that is not finite is left out of the mean, not only of the sum: three norms of 4 are no fall from four.
+    # A norm that is not finite is left out of the sum and of the count: three norms of 4 are not less than four.
     *[
         ({"eta": 0.1, "period_steps": 4}, [4.0] * 5 + [bad] + [4.0] * 6, "DDDDDDDD" + "IIII")
         for bad in (NAN, INF, -INF)
     ],
-    # A period without a finite norm is passed over: the comparison goes on with the last one that had one.
+    # A period without a finite norm is skipped: later periods are compared with the last one that had one.
     *[
         (
             {"eta": 0.1, "period_steps": 2},
@@ -186,14 +184,14 @@ NORM_CASES: list[tuple[dict[str, Any], list[float | None], str]] = [
 
 @places
 def test_decisions_follow_the_norms(place):
-    """Refreshes at any interval get the answer of their step, observed before the refresh or after it."""
+    """The answer depends neither on the interval of refreshes nor on whether a step is observed before its refresh."""
     for keywords, norms, expected in NORM_CASES:
         for every, first in product((1, 2, 3, 5, 7), (True, False)):
             found = run(GradNormChange(**keywords), norms, every=every, place=place, observe_first=first)
             assert found == expected[::every], (keywords, norms)
 
 
-def test_the_reason_is_told():
+def test_the_reason_is_reported():
     policy = GradNormChange(eta=0.1, period_steps=1)
     assert policy.reason == "nothing decided yet"
     run(policy, [1.0])
@@ -208,7 +206,7 @@ def test_the_reason_is_told():
 
 @places
 def test_nothing_waits_before_a_period_is_over(place):
-    """A device is waited for only in the first refresh of a period, for a copy that began in the step before."""
+    """The host waits only in the first refresh of a period, for a copy that began one step earlier."""
     policy = GradNormChange(period_steps=4)
     for step in range(13):
         before = Event.waits
@@ -232,7 +230,7 @@ def test_a_model_may_move_to_another_device():
     assert run(GradNormChange(eta=0.1, period_steps=3), NORMS, place=lambda x: next(moves)(x)) == expected
 
 
-def test_the_caller_s_tensor_may_change_afterwards_and_sums_are_kept_in_float64():
+def test_the_norm_may_change_afterwards_and_sums_are_in_float64():
     for place in (here, there):
         policy, norm = GradNormChange(period_steps=1), place(1.0)
         for step in range(3):
@@ -271,7 +269,7 @@ def changes_of(lrs: Sequence[Sequence[float]]) -> list[int]:
     return [t for t in range(1, len(lrs)) if fell[t] or (rose[t - 1] and not rose[t])]
 
 
-def is_heeded(step: int, every: int, changes: list[int], window: int) -> bool:
+def follows_change(step: int, every: int, changes: list[int], window: int) -> bool:
     past = [t for t in changes if t <= step]
     return bool(window and past) and (step - past[-1] < window or past[-1] > step - every)
 
@@ -279,13 +277,13 @@ def is_heeded(step: int, every: int, changes: list[int], window: int) -> bool:
 def by_definition(
     norms: Sequence[float], lrs: Sequence[Sequence[float]], every: int, eta: float, period: int, hold: int
 ) -> str:
-    """Each decision from all that happened before it."""
+    """Each decision, from the whole history before it."""
     answers = []
     for step in range(0, len(norms), every):
         ended = [norms[e * period : (e + 1) * period] for e in range(step // period)]
         finite = [[x for x in values if math.isfinite(x)] for values in ended]
         means = [sum(values) / len(values) for values in finite if values]
-        kid = len(means) < 2 or is_heeded(step, every, changes_of(lrs), hold * period)
+        kid = len(means) < 2 or follows_change(step, every, changes_of(lrs), hold * period)
         answers.append("D" if kid or abs(means[-1] - means[-2]) >= eta * means[-2] else "I")
     return "".join(answers)
 
@@ -322,7 +320,7 @@ def rates(policy: LRChange, lrs: Sequence[float | Sequence[float]], every: int =
 
 
 FALLS, RISES = [1.0] * 5 + [0.5] * 10 + [0.05] * 5, [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
-STEADY, ROUNDED = [0.1] * 12, [0.1 * (1 + 2e-16 * (t % 3)) for t in range(20)]
+ROUNDED = [0.1 * (1 + 2e-16 * (t % 3)) for t in range(20)]
 LR_CASES: list[tuple[dict[str, int], Sequence[float | Sequence[float]], int, str]] = [
     ({"hold": 1, "period_steps": 3}, FALLS, 1, "IIIII" + "DDDIIIIIII" + "DDDII"),
     ({"hold": 2, "period_steps": 3}, FALLS, 1, "IIIII" + "DDDDDDIIII" + "DDDDD"),
@@ -330,19 +328,19 @@ LR_CASES: list[tuple[dict[str, int], Sequence[float | Sequence[float]], int, str
     ({"period_steps": 2}, RISES, 1, "IIIII" + "DDII"),
     ({"period_steps": 2}, [0.1, 0.2, 0.3, 0.29, 0.28, 0.27, 0.26], 1, "III" + "DDII"),
     ({"period_steps": 2}, [0.3, 0.29, 0.28, 1.0, 0.99, 0.98, 0.97], 1, "IIII" + "DD" + "I"),
-    # A change between refreshes gets the next one, however long the wait: else refreshes rarer than periods miss most.
+    # A change affects the next refresh, however late it is: otherwise refreshes rarer than periods would miss most.
     ({"period_steps": 1}, [1.0] * 2 + [0.1] * 20, 5, "IDIII"),
     ({"period_steps": 7}, [1.0] * 2 + [0.1] * 20, 5, "IDIII"),
     ({"period_steps": 9}, [1.0] * 2 + [0.1] * 20, 5, "IDDII"),
-    # Small changes are none: exactly a tenth is not more than that, and the rounding of a scheduler is no rise.
+    # Small changes do not count: exactly a tenth is not more than a tenth, and rounding of a scheduler is not a rise.
     ({}, [0.97**t for t in range(20)], 1, "I" * 20),
     ({}, [0.9**t for t in range(20)], 1, "I" * 20),
     ({"period_steps": 1}, [0.89**t for t in range(5)], 1, "IDDDD"),
     ({}, ROUNDED, 1, "I" * 20),
-    # A rate may fall to nothing, and a group may come later.
+    # A rate may fall to zero, and a group may be added later.
     ({"period_steps": 1}, [0.0, 0.0, 0.1, 0.1, 0.0, 0.0], 1, "III" + "DD" + "I"),
     ({"period_steps": 1}, [[0.1]] * 2 + [[0.1, 0.001]] * 2 + [[0.1, 0.0001]] * 2, 1, "IIIIDI"),
-    # Of more than eight groups those eight apart share a sum: with equal rates, a fall by 21 % is one by 10.5 %.
+    # Of more than eight groups, those eight apart share a sum: with equal rates, a fall by 21 % counts as 10.5 %.
     *[
         ({"period_steps": 1}, [[0.1] * 12] * 2 + [[0.1] * i + [0.079] + [0.1] * (11 - i)] * 2, 1, "IIDI")
         for i in range(12)
@@ -357,7 +355,7 @@ def test_decisions_follow_the_rates(renew):
         assert rates(LRChange(**keywords), lrs, every, renew) == expected, (keywords, lrs)
 
 
-def test_the_last_change_is_told():
+def test_the_last_change_is_reported():
     policy = LRChange(period_steps=1)
     rates(policy, [1.0, 1.0])
     assert policy.reason == "no learning rate has changed"
@@ -366,7 +364,7 @@ def test_the_last_change_is_told():
 
 
 # ---------------------------------------------------------------- EpochList
-def test_intervals_are_of_epochs():
+def test_intervals_are_in_epochs():
     policy = EpochList([(0, 1), (3, 5)], steps_per_epoch=2)
     assert run(policy, [NAN] * 14) == "DD" + "IIII" + "DDDD" + "IIII"
     assert policy.reason == "epoch 6 is outside the intervals of KID"
@@ -374,7 +372,7 @@ def test_intervals_are_of_epochs():
     assert policy.reason == "epoch 4 is in the intervals of KID"
 
 
-def test_three_numbers_of_the_published_scripts():
+def test_the_three_epochs_of_the_published_scripts_are_two_intervals():
     e0, e1, e2 = 2, 4, 6
     policy = EpochList([(0, e0), (e1 + 1, e2 + 1)], steps_per_epoch=1)
     assert [policy.decide(e) == "kid" for e in range(10)] == [e < e0 or e1 < e <= e2 for e in range(10)]
@@ -437,8 +435,8 @@ ALL = [
 ]
 
 
-def test_what_a_policy_is():
-    """Its repr is the call that builds an equal one."""
+def test_properties_equality_and_repr_of_policies():
+    """The repr is the call that builds an equal policy."""
     assert [policy.needs_gradient_norm for policy in ALL] == [True] * 2 + [False] * 8
     assert [policy.probes for policy in ALL] == [0] * 5 + [2, 5] + [0] * 3
     for policy in ALL:
@@ -452,7 +450,7 @@ def test_what_a_policy_is():
         assert policy.reason == f"always {mode}"
 
 
-def test_a_repr_shows_values_of_python():
+def test_a_repr_shows_plain_python_values():
     assert repr(GradNormChange(np.float64(0.5))) == "GradNormChange(eta=0.5, period_steps=100, hold=1)"
     assert repr(ProbeError(threshold=np.float64(0.5))) == "ProbeError(layers=2, threshold=0.5)"
     assert repr(EpochList([[0, 2]], 5)) == "EpochList(intervals=((0, 2),), steps_per_epoch=5)"
@@ -470,7 +468,6 @@ def live(policy: SwitchPolicy, steps: range, place: Place) -> list[str]:
 
 @places
 def test_a_copy_in_the_middle_decides_alike(place):
-    """And leaves the original alone."""
     for original, stop in product(ALL, (5, 16, 27)):
         policy = copy.deepcopy(original)
         live(policy, range(stop), place)
@@ -485,7 +482,7 @@ def test_a_copy_in_the_middle_decides_alike(place):
 
 
 @places
-def test_a_state_has_always_the_same_keys_and_replaces_what_was_there(place):
+def test_a_state_always_has_the_same_keys_and_replaces_the_previous_one(place):
     for original in ALL:
         policy, other = copy.deepcopy(original), blank(original)
         live(other, range(100, 117), place)
@@ -502,7 +499,7 @@ def test_a_state_has_always_the_same_keys_and_replaces_what_was_there(place):
         assert live(other, range(41, 60), place) == live(policy, range(41, 60), place), original
 
 
-def test_a_state_that_does_not_fit_is_refused_whole():
+def test_a_state_that_does_not_fit_is_refused_as_a_whole():
     for original in ALL:
         policy = blank(original)
         live(policy, range(30), here)

@@ -1,7 +1,7 @@
-"""Adapters of lookup tables, normalisation layers, transposed convolutions and the like, against autograd.
+"""Adapters of lookup tables, normalization layers, transposed convolutions and the like, against autograd.
 
 A parameter's gradient is linear in the output gradient, so that of one example is what autograd gives when the output
-gradients of all other examples are set to zero. It is the oracle of everything that an adapter says by example.
+gradients of all other examples are set to zero. It is the oracle of every per-example result of an adapter.
 """
 
 import itertools
@@ -48,7 +48,7 @@ def test_transposed_convolution_with_an_output_size(axes, batched, by_keyword):
     check_rows(adapter, module, args, 2 if batched else 1, **kwargs)
 
 
-def test_rows_of_many_examples_come_in_chunks_and_those_that_are_drawn_belong_together():
+def test_rows_of_many_examples_come_in_chunks_and_drawn_rows_belong_together():
     module = nn.ConvTranspose2d(8, 2, 5, stride=4).double()
     adapter, x = ConvTransposeAdapter(module, True, True), torch.randn(3, 8, 16, 20, dtype=torch.float64)
     assert len(list(adapter.input_rows(x))) > 1
@@ -61,10 +61,7 @@ def test_rows_of_many_examples_come_in_chunks_and_those_that_are_drawn_belong_to
     assert len(drawn) * ratio == pytest.approx(len(pairs_of_rows))
 
 
-# -------------------------------------------------------------------------------------------------------- Normalisation
-
-
-def test_examples_that_cannot_be_told_apart_are_refused_with_the_shape():
+def test_rows_that_do_not_split_into_examples_are_refused_with_the_shape():
     for adapter in (
         LayerNormAdapter(nn.LayerNorm(3), True, True),
         BatchNormAdapter(nn.BatchNorm1d(3), True, True),
@@ -90,9 +87,9 @@ def check_table(adapter, module: nn.Module, args: tuple, rows: Tensor, owner: Te
     assert matrix.shape == (adapter.n_g, adapter.n_a) == (module.embedding_dim, module.num_embeddings)
     found = adapter.output_rows(g, x, examples)
     close(found.mT @ rows, matrix)
-    close(found, flat * rows.any(1, keepdim=True))  # what reaches no weight is in no factor
+    close(found, flat * rows.any(1, keepdim=True))  # rows that reach no weight are in no factor
     squares, count = adapter.input_squares(x)
-    assert count == rows.any(1).sum()  # a row of padding is none
+    assert count == rows.any(1).sum()  # padding does not count
     close(squares, (rows.mT @ rows).diagonal())
     totals, positions = adapter.input_sums(x, examples)
     assert positions * examples == len(rows)
@@ -109,21 +106,21 @@ def check_table(adapter, module: nn.Module, args: tuple, rows: Tensor, owner: Te
     close(squares, (rows * keep[:, None]).square().sum(0))
 
 
-def test_a_batch_without_an_index_is_no_row():
+def test_a_batch_without_an_index_has_no_rows():
     module = nn.Embedding(4, 3).double()
     adapter, x = EmbeddingAdapter(module, True), torch.randint(4, (3, 0))
     assert not adapter.input_squares(x)[0].any()
     assert not adapter.output_rows(torch.ones(3, 0, 3), x, 3).any()
 
 
-def test_embedding_whose_positions_come_first_or_are_shared():
+def test_embedding_with_positions_that_come_first_or_are_shared():
     module = nn.Embedding(4, 3, padding_idx=1).double()
     adapter = EmbeddingAdapter(module, True)
     x = torch.randint(4, (5, 3))
     rows = F.one_hot(x.reshape(-1), 4).double()
     rows[:, 1] = 0
     check_table(adapter, module, (x,), rows, torch.arange(3).repeat(5))
-    x = adapter.prepare((torch.arange(4),), {})  # one look-up for all examples of the batch
+    x = adapter.prepare((torch.arange(4),), {})  # one lookup for all examples of the batch
     close(adapter.output_rows(torch.ones(4, 3), x, 3), torch.ones(4, 3) * (torch.arange(4) != 1)[:, None])
     for question in (adapter.indices, adapter.input_sums, lambda x, n: adapter.example_squares(x, torch.ones(4, 3), n)):
         with pytest.raises(ValueError, match="do not split into the 3 examples"):
@@ -187,9 +184,6 @@ def test_examples_of_bags_are_picked_with_their_entries(bags):
         close(adapter.output_rows(of_picked, picked, kept), of_picked * rows[chosen].any(1, keepdim=True))
 
 
-# --------------------------------------------------------------------------------------- Linear layers in another dress
-
-
 def test_positions_of_stacked_linears_come_first():
     adapter = StackedAdapter(2, 4, 3, True, True)
     with pytest.raises(ValueError, match="batch of 4"):
@@ -197,7 +191,6 @@ def test_positions_of_stacked_linears_come_first():
     assert adapter.is_unbatched(torch.ones(2))
 
 
-# ----------------------------------------------------------------------------------------------- Precision and refusals
 def test_sums_of_half_precision_are_not_rounded_to_it():
     for adapter, x, shape in (
         (LayerNormAdapter(nn.LayerNorm(2), False, True), None, (1, 257, 2)),
@@ -213,8 +206,8 @@ def test_sums_of_half_precision_are_not_rounded_to_it():
 
 
 @pytest.mark.parametrize("kernel", [3, 5])
-def test_sums_over_windows_beside_a_bright_border(kernel: int) -> None:
-    """Entries of the kernel that never visit the border keep all their digits."""
+def test_sums_over_windows_of_an_image_with_a_bright_border(kernel: int) -> None:
+    """Entries of the kernel that never cover the border keep all their digits."""
     adapter = conv.ConvAdapter(nn.Conv2d(2, 4, kernel, padding=kernel // 2), True, True)
     x = torch.randn(3, 2, 9, 8)
     x[..., 0], x[..., -1, :] = 1e4, 1e4

@@ -1,6 +1,6 @@
-"""`nn.MultiheadAttention` leaves no trace, and torch's transformers are covered, as models of plain products are.
+"""`nn.MultiheadAttention`, whose weights are used without calling a module, and torch's transformers.
 
-Its weights are used without calling a module. Its factors are tested in `test_layer_types.py`.
+Factors of attention are tested in `test_layer_types.py`, too.
 """
 
 import pytest
@@ -26,8 +26,8 @@ def problem(network=Attends) -> tuple[nn.Module, Tensor, Tensor, dict]:
 
 
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "positions first"])
-def test_added_rows_of_keys_and_values_are_rows_of_no_block_and_say_so(batch_first):
-    """They are put behind the projection."""
+def test_added_rows_of_keys_and_values_have_no_block(batch_first):
+    """They are added after the projection."""
     case = attends(add_bias_kv=True, batch_first=batch_first)
     model, (inputs, y) = case.model(), case.data()
     expected = case.factors(twin(model))
@@ -41,7 +41,7 @@ def test_added_rows_of_keys_and_values_are_rows_of_no_block_and_say_so(batch_fir
 
 
 @pytest.mark.parametrize("frozen", ["in_proj", "out_proj"])
-def test_a_projection_that_is_frozen_has_no_block(frozen):
+def test_a_frozen_projection_has_no_block(frozen):
     model, x, y, expected = problem()
     for name, p in model.attn.named_parameters():
         p.requires_grad_(not name.startswith(frozen))
@@ -52,7 +52,7 @@ def test_a_projection_that_is_frozen_has_no_block(frozen):
 
 @pytest.mark.parametrize(("kdim", "vdim", "bias"), [(3, 2, True), (E, 2, False), (3, 3, True)])
 def test_separate_projections(kdim, vdim, bias):
-    """Keys and values of other widths have a weight each; every factor is that of its own product."""
+    """Keys and values of other widths have separate weights; every factor is that of its own product."""
     model, y = seeded_build(lambda: Attends(cross=True, kdim=kdim, vdim=vdim, bias=bias)), labels(N, 3)
     inputs = noise(N, T, E), noise(N, S, kdim, seed=1), noise(N, S, vdim, seed=2)
     expected = expected_pairs(twin(model).by_hand, singles(*inputs), y.split(1), F.cross_entropy)
@@ -69,7 +69,7 @@ def test_separate_projections(kdim, vdim, bias):
 
 
 class TwoAttentions(nn.Module):
-    """Two attentions of one set of weights, with other numbers of heads and other layouts."""
+    """Two attentions that share weights, with different numbers of heads and different layouts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,14 +89,11 @@ class TwoAttentions(nn.Module):
         return tape.linear("head", self.head, x.mean(1))
 
 
-def test_attentions_of_one_weight_with_other_heads_and_layouts():
+def test_attentions_that_share_weights_with_different_heads_and_layouts():
     model, x, y, expected = problem(TwoAttentions)
     opt = plain_kfac(model)
     train(opt, model, (x,), y, F.cross_entropy)
     ATTENTION.check(opt, expected)
-
-
-# ----------------------------------------------------------------------------------------------------- Leaving no trace
 
 
 def anatomy(model: nn.Module) -> list:
@@ -117,7 +114,7 @@ def test_detach_leaves_the_module_as_it_was():
     assert torch.equal(model(x), twin(model)(x))
 
 
-def test_two_optimizers_on_one_module_and_one_leaves():
+def test_one_of_two_optimizers_on_a_module_may_be_detached():
     model, x, y, expected = problem()
     left, stays = plain_kfac(model, lr=0.0), plain_kfac(model, lr=0.0)
     F.cross_entropy(model(x), y).backward()
@@ -131,7 +128,7 @@ def test_two_optimizers_on_one_module_and_one_leaves():
     ATTENTION.check(stays, expected)
 
 
-def test_a_subclass_with_a_forward_of_its_own_or_a_skipped_one_takes_the_fallback():
+def test_subclasses_with_a_forward_of_their_own_and_skipped_modules_follow_the_fallback():
     class Mine(nn.MultiheadAttention):
         def forward(self, x):
             return self.out_proj(F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, -1)).sum(-2))
@@ -148,7 +145,7 @@ def test_a_subclass_with_a_forward_of_its_own_or_a_skipped_one_takes_the_fallbac
 
 
 def check_all(opt, model: nn.Module, plain: nn.Module, run, examples, targets, loss) -> None:
-    """Every product and every norm of a transformer, and not one parameter that follows the fallback."""
+    """Every product and every norm of a transformer has its block, and no parameter follows the fallback rule."""
     expected = expected_pairs(run, examples, targets, loss)
     for name in {name.rpartition(".")[0] for name in expected if name.endswith(".out")}:
         expected |= oracle.attention_pairs(expected, name)

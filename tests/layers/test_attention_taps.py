@@ -1,4 +1,4 @@
-"""Attention through projections: torch's results to the last bit, every weight seen, and the user's module untouched.
+"""Attention through projections: torch's results bit for bit, every weight captured, and the user's module untouched.
 
 The oracle is torch's attention itself, and autograd's gradient of each weight.
 """
@@ -118,7 +118,6 @@ def mask_options(kind: str, tensors: list[Tensor], module: nn.MultiheadAttention
     }[kind]
 
 
-# -------------------------------------------------------------------------------------------------------- The same bits
 MODULES = {
     "plain": {},
     "batch first": {"batch_first": True},
@@ -187,13 +186,13 @@ def check_rows(module: nn.MultiheadAttention, parts: list, calls: dict[int, list
 
 
 def watched_and_plain(**options) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention, list[list[Tensor]]]:
-    """A module that is watched, with the calls of its packed projection, and one that is not."""
+    """A watched module and a plain one, and the calls of the packed projection of the former."""
     plain = attention(**options)
     seen = copy.deepcopy(plain)
     return seen, plain, tap(watch(seen).projections.packed)
 
 
-def test_other_precisions_autocast_and_batches_of_none_and_one():
+def test_other_precisions_autocast_and_batches_of_zero_and_one():
     for kind, low in itertools.product(("self", "cross"), (False, True)):
         seen, plain, _ = watched_and_plain(batch_first=True)
         seen, plain = seen.float(), plain.float()
@@ -207,9 +206,6 @@ def test_other_precisions_autocast_and_batches_of_none_and_one():
         assert_same_bits(outcome(seen, [x] * 3), outcome(plain, [x] * 3))
 
 
-# -------------------------------------------------------------------------------------------- The module stays as it is
-
-
 class Uncopyable:
     def __call__(self):
         return True
@@ -221,7 +217,7 @@ class Uncopyable:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_a_copy_belongs_to_nobody(copied):
+def test_a_copy_is_not_watched(copied):
     module = attention()
     calls = tap(watch(module, Uncopyable()).projections.packed)
     twin = copied(module)
@@ -253,7 +249,7 @@ def test_eval_keeps_the_fast_path():
     assert not calls
 
 
-def test_asked_only_in_training_with_gradients():
+def test_taps_are_consulted_only_in_training_with_gradients():
     module = attention()
     asked = []
     watched = watch(module, lambda: bool(asked.append(1)) or len(asked) > 1)
@@ -271,9 +267,6 @@ def test_asked_only_in_training_with_gradients():
     assert asked.count(1) >= 2
     assert passed == [1]
     assert watched.projections.out.training
-
-
-# ------------------------------------------------------------------------------------------ Whatever happens in between
 
 
 @each(where=["inside", "register_forward_pre_hook", "register_forward_hook"], prepend=[True, False])
@@ -297,7 +290,7 @@ def test_an_exception_inside_or_in_another_hook_leaves_nothing_behind(where, pre
 
 
 class Outer(nn.MultiheadAttention):
-    """Another attention comes before its own."""
+    """Calls another attention before its own."""
 
     def forward(self, query, key, value, **options):
         x = self.inner(query, key, value)[0]
@@ -318,7 +311,7 @@ def test_attention_inside_of_attention(watched):
 
 
 class Static(nn.MultiheadAttention):
-    """Hands keys over that need no projection."""
+    """Passes keys that need no projection."""
 
     def forward(self, query, key, value):
         return F.multi_head_attention_forward(
@@ -363,7 +356,7 @@ def test_other_weights_in_a_functional_call():
     torch.testing.assert_close(g.T @ a, other["in_proj_weight"].grad, rtol=1e-12, atol=1e-12)
 
 
-def test_threads_do_not_meet():
+def test_threads_do_not_interfere():
     modules = [attention() for _ in range(4)]
     calls = [tap(watch(module).projections.packed) for module in modules]
     barrier, failures = threading.Barrier(len(modules)), []
@@ -416,7 +409,7 @@ class Counting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_inside_of_a_mode_of_the_user_it_is_seen_and_compiled_it_is_left_alone():
+def test_attention_is_watched_inside_a_user_mode_but_not_when_compiled():
     seen, plain, calls = watched_and_plain()
     tensors = inputs("self", plain)
     expected = outcome(plain, tensors)

@@ -1,4 +1,4 @@
-"""Lookup tables: positions that the whole batch shares, memory, what has no block, tables that are heads as well."""
+"""Lookup tables: positions that the whole batch shares, memory, tables without a block, tables that are also heads."""
 
 import copy
 
@@ -39,7 +39,7 @@ class Positioned(nn.Module):
 
 @pytest.mark.parametrize(("examples", "axis"), [(5, None), (4, None), (1, None), (4, "expanded"), (4, "one")])
 def test_a_position_index_shared_over_the_batch(examples, axis):
-    """One row set per forward: A is divided by the rows there are, B follows the rule of the captured gradients."""
+    """There is one set of rows per forward: A is divided by their number, B is that of the captured gradients."""
 
     class Axis(Positioned):
         def positions_of(self, x):
@@ -59,9 +59,6 @@ def test_a_position_index_shared_over_the_batch(examples, axis):
     check_block(opt, "positions", (A, B), torch.kron(A, B))
 
 
-# --------------------------------------------------------------------------------------------------------------- Memory
-
-
 @pytest.mark.parametrize(("kind", "method"), [(nn.Embedding, "eigen"), (nn.EmbeddingBag, "cholesky")])
 def test_a_large_vocabulary_makes_no_square_matrix_and_no_one_hot_rows(kind, method):
     vocabulary, width = 50_000, 4
@@ -79,9 +76,6 @@ def test_a_large_vocabulary_makes_no_square_matrix_and_no_one_hot_rows(kind, met
     assert sum(held.values()) <= vocabulary + width**2 + second + 16
     assert seen.numel <= 2 * vocabulary * (width + 1)
     assert opt.memory_usage()["total"] < 4 * 12 * vocabulary
-
-
-# ---------------------------------------------------------------------------------------------------- What has no block
 
 
 class Refused(nn.Module):
@@ -105,11 +99,11 @@ REFUSALS = [
 ]
 
 
-def test_refused_options_take_the_fallback_and_say_why_once():
+def test_unsupported_options_follow_the_fallback_with_one_warning():
     x, y = words(N, S), labels(N, 3)
     for kind, options, reason in REFUSALS:
         model = seeded_build(lambda kind=kind, options=options: Refused(kind, **options))
-        with warned() as told:
+        with warned() as texts:
             opt = plain_kfac(model, lr=0.1)
             assert oracle.follows_fallback(opt, "table.weight", reason)
             assert "fallback" not in row_of(opt, "head.weight")
@@ -118,11 +112,11 @@ def test_refused_options_take_the_fallback_and_say_why_once():
             train(opt, model, (x,), y, F.cross_entropy)
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         assert_close(moved, 0.1 * gradient)
-        (message,) = [w for w in told if "table.weight" in w]
+        (message,) = [w for w in texts if "table.weight" in w]
         assert reason in message
 
 
-def test_a_table_without_a_trained_weight_or_without_a_word_is_no_trouble():
+def test_frozen_tables_and_batches_of_padding_only():
     model, x, y = seeded_build(Words), words(N, S), labels(N, 3)
     model.embedding.weight.requires_grad_(False)
     opt = plain_kfac(model)
@@ -131,16 +125,16 @@ def test_a_table_without_a_trained_weight_or_without_a_word_is_no_trouble():
     assert "frozen" in row_of(opt, "embedding.weight")
     model = seeded_build(lambda: Words(padding_idx=0))
     opt = plain_kfac(model, lr=0.1)
-    train(opt, model, (torch.zeros_like(x),), y, F.cross_entropy)  # nothing but padding
+    train(opt, model, (torch.zeros_like(x),), y, F.cross_entropy)  # only padding
     train(opt, model, (x,), y, F.cross_entropy)
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-# ------------------------------ A table that is also the output projection, as in GPT-2: two kinds of use of one weight
+# ----------------------------------------------------------- A table that is also the output projection, as in GPT-2
 
 
 class Language(nn.Module):
-    """Words, a layer, logits of words; ``tied`` says whether table and head are one weight."""
+    """Words, a layer, logits of words; table and head are one weight if they are ``tied``."""
 
     def __init__(self, tied: bool, head_first: bool = False, bias: bool = False) -> None:
         super().__init__()
@@ -167,7 +161,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def untied_pairs(approx: str = "expand") -> dict:
-    """Statistics of each use, from a copy whose two weights are equal but not one."""
+    """Statistics of each use, from a copy with two weights of equal values."""
     x, y = data()
     plain = seeded_build(lambda: Language(False))
     return expected_pairs(plain.by_hand, singles(x), y.split(1), F.cross_entropy, approx)
@@ -188,20 +182,20 @@ def test_by_default_the_head_has_the_block_without_a_warning(method, head_first)
         assert torch.equal(mine, theirs)
 
 
-def test_without_a_choice_the_shared_weight_takes_the_fallback_and_says_why():
+def test_without_a_choice_the_shared_weight_follows_the_fallback_with_a_warning():
     (x, y), model = data(), seeded_build(lambda: Language(True))
-    with warned() as told:
+    with warned() as texts:
         opt = plain_kfac(model, lr=0.1, tied=None)
     assert set(opt.blocks) == {"body"}
     assert oracle.follows_fallback(opt, "words.weight", "tied")
-    assert [w for w in told if "tied" in w]
+    assert [w for w in texts if "tied" in w]
     F.cross_entropy(model(x), y).backward()
     ((gradient, moved),) = step_of(opt, [model.words.weight])
     assert_close(moved, 0.1 * gradient)
 
 
 @pairs(tied=["embedding", "head"], head_first=[False, True], approx=["expand", "reduce"])
-def test_the_statistics_are_those_of_the_use_that_is_chosen(tied, head_first, approx):
+def test_the_statistics_are_those_of_the_chosen_use(tied, head_first, approx):
     (x, y), model = data(), seeded_build(lambda: Language(True, head_first))
     model.load_state_dict(seeded_build(lambda: Language(True)).state_dict(), strict=True)
     use = "words" if tied == "embedding" else "head"
@@ -220,7 +214,7 @@ def test_the_statistics_are_those_of_the_use_that_is_chosen(tied, head_first, ap
         assert_close(moved.mT, solve_exact(B, A, gradient.mT, 0.02), 1e-8)
 
 
-def test_a_model_without_ties_does_not_care():
+def test_tied_has_no_effect_on_a_model_without_ties():
     (x, y), expected = data(), untied_pairs()
     for tied in (None, "embedding", "head"):
         model = seeded_build(lambda: Language(False))
@@ -232,7 +226,7 @@ def test_a_model_without_ties_does_not_care():
 
 
 class ThreeWay(nn.Module):
-    """Two tables and a head, as translators share them."""
+    """Two tables and a head that share a weight, as in translators."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -253,7 +247,7 @@ class ThreeWay(nn.Module):
 
 @pytest.mark.parametrize("tied", ["embedding", "head", None])
 def test_two_tables_and_a_head_of_one_weight(tied):
-    """Two tables alone are one block without asking."""
+    """Two tables without a head are one block by default."""
     (x, y), model = data(), seeded_build(lambda: ThreeWay(tied is not None))
     plain = seeded_build(lambda: ThreeWay(False))
     z = x.flip(0)[:, :2]
@@ -268,7 +262,7 @@ def test_two_tables_and_a_head_of_one_weight(tied):
 
 
 def test_a_tied_head_with_a_bias_of_its_own():
-    """The bias has one use only; it is covered or says why, and the tie does not crash."""
+    """The bias has only one use; it is covered or follows the fallback rule."""
     x, y = data()
     for tied in (None, "embedding", "head"):
         model = seeded_build(lambda: Language(True, bias=True))

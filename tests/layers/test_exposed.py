@@ -1,4 +1,4 @@
-"""Modules of `secondorder.nn`: torch's results over their options, every weight seen, and conversion of whole models.
+"""Modules of `secondorder.nn`: torch's results for all options, every weight captured, and conversion of whole models.
 
 The oracle is the torch module with the same parameters, to 1e-12 in float64, and autograd's gradient of each weight.
 """
@@ -66,7 +66,7 @@ def tap_all(module: nn.Module) -> dict[str, Tap]:
 
 
 def pair(kind: str, *sizes: int, **options) -> tuple[nn.Module, nn.Module]:
-    """torch's module, and its copy, exposed and tapped so that it goes step by step."""
+    """torch's module, and a copy that is exposed and tapped, so that it computes step by step."""
     plain, seen, _ = tapped(kind, *sizes, **options)
     return plain, seen
 
@@ -110,9 +110,6 @@ def outcome(module: nn.Module, inputs: list[Tensor], given=None, kind: str = "",
 def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-# ----------------------------------------------------------------------------------------------------- The same results
 
 
 LENGTHS = {"packed": [5, 2, 2], "unsorted": [2, 4, 1], "alone": [3]}  # of packed sequences
@@ -211,7 +208,7 @@ def test_dropout_between_layers_draws_the_same_numbers(kind, packed):
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_autocast_gives_what_torch_gives_on_this_machine(kind, dtypes, options):
-    """Not every processor has every kernel in low precision: where torch refuses, the same error is raised at once."""
+    """Not every processor has all kernels in low precision: if torch refuses, the same error is raised."""
     dtype, computed_in = dtypes
     first = options.get("batch_first", False)
     for lengths in (None, [5, 3, 3], [5, 5, 5]):
@@ -233,10 +230,7 @@ def test_autocast_gives_what_torch_gives_on_this_machine(kind, dtypes, options):
                 torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
-# ------------------------------------------------------------------------------------------------------ The same errors
-
-
-# what a layer is given, and the number of dimensions that torch expects of its state
+# inputs of a layer, and the shape of its state
 WRONG = [
     (noise(1, T, N, D), None),
     (noise(T, N, D + 1), None),
@@ -259,11 +253,8 @@ def test_what_torch_refuses_is_refused(kind):
                 module(x, hx)
 
 
-# ------------------------------------------------------------------------------------------------- Every weight is seen
-
-
-def test_the_input_goes_in_one_product_and_the_state_step_by_step():
-    """The state of packed data has the sequences that are alive."""
+def test_the_input_is_multiplied_at_once_and_the_state_step_by_step():
+    """The state of packed data has only the sequences that have not ended."""
     x = noise(T, N, D)
     for batch_first in (False, True):
         module = expose(build("LSTM", batch_first=batch_first, proj_size=2))
@@ -284,9 +275,6 @@ def test_the_input_goes_in_one_product_and_the_state_step_by_step():
         "ih_l0_reverse": [(1, 4, D)],
         "hh_l0_reverse": [(1, H), (1, H), (2, H)],
     }
-
-
-# ------------------------------------------------------------------------------- Step by step only where somebody looks
 
 
 @pytest.mark.parametrize("kind", [*LAYERS, *CELLS])
@@ -314,7 +302,7 @@ def arguments(kind: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_copies_and_functional_calls(kind):
-    """States load both ways; a copy has projections of its own; a functional call uses the weights it is given."""
+    """States load both ways, a copy has its own projections, and a functional call uses the given weights."""
     plain, x = build(kind, *KINDS[kind]), arguments(kind)
     seen = getattr(secondorder.nn, kind)(*KINDS[kind]).double()
     assert list(seen.state_dict()) == list(plain.state_dict())
@@ -375,7 +363,7 @@ def test_a_model_is_converted_in_place():
     assert called == ["rnn", "rnn"]
 
 
-def test_a_converted_module_keeps_its_mode_and_the_projections_of_its_copy_wait_for_nothing():
+def test_a_converted_module_keeps_its_mode_and_its_copy_is_not_watched():
     module = expose(build("LSTM").eval())
     assert not any(child.training for child in module.modules())
     module.train()
@@ -392,7 +380,7 @@ class Own(nn.GRU):
 
 
 class Wider(nn.LSTM):
-    """Adds to the torch module without changing what it computes."""
+    """Extends the torch module without changing what it computes."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, 2 * size)
@@ -434,7 +422,7 @@ def test_a_subclass_keeps_what_it_adds(copied):
 
 
 @layers
-def test_flat_weights_stay_harmless(kind):
+def test_flattened_weights_do_no_harm(kind):
     plain, seen = pair(kind)
     seen.flatten_parameters()
     seen.float().double()
@@ -466,9 +454,6 @@ def test_a_weight_parametrized_later_is_not_computed_at_every_step(kind):
         counts.append(len(counted))  # torch, too, reads them, to compare them with its list of weights
         assert_equal(flat(found), flat(plain(noise(steps, N, D))))
     assert counts[0] == counts[1]
-
-
-# -------------------------------------------------------------------------------------------------- Under torch.compile
 
 
 @pytest.fixture

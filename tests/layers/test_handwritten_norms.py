@@ -1,4 +1,4 @@
-"""Norm layers that a model brings itself are recognised by what they compute, and have the block of torch's own.
+"""Norm layers of a model's own are recognized by what they compute, and have the block of torch's norm layers.
 
 The expected second moments come from autograd through the module itself, one example at a time.
 """
@@ -28,7 +28,7 @@ class NanoGPTNorm(nn.Module):
 
 
 class AnnotatedNorm(nn.Module):
-    """Of the Annotated Transformer: what is added stands outside of the root, and the deviation is unbiased."""
+    """That of the Annotated Transformer: eps is outside of the root, and the deviation is unbiased."""
 
     def __init__(self, size: int, eps: float = 1e-2) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class AnnotatedNorm(nn.Module):
 
 
 class LlamaNorm(nn.Module):
-    """Computes in float32, whatever it is given."""
+    """Computes in float32, whatever the input."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class GemmaNorm(LlamaNorm):
 
 
 class BiasFirst(nn.Module):
-    """The shift is the first parameter, and neither has a telling name."""
+    """The shift is the first parameter, and the names reveal nothing."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class BiasFirst(nn.Module):
 
 
 class ConvertingNorm(nn.LayerNorm):
-    """CLIP's: it overrides the forward of torch's layer to compute in float32."""
+    """That of CLIP, which overrides the forward of torch's layer to compute in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).type(x.dtype)
@@ -102,14 +102,14 @@ def built(make, size: int = WIDTH) -> Model:
     def build() -> Model:
         model = Model(make(size), size)
         for p in model.norm.parameters():
-            nn.init.uniform_(p, -0.5, 1.5)  # some of them near 0, where an output does not tell its x̂
+            nn.init.uniform_(p, -0.5, 1.5)  # near 0, an output does not determine its x̂
         return model
 
     return seeded_build(build)
 
 
 @pytest.mark.parametrize("case", NORMS)
-def test_its_block_is_the_second_moment_of_each_unit(case):
+def test_the_block_is_the_second_moment_of_each_unit(case):
     make, names = NORMS[case]
     model, x, y = built(make), noise(N, S, 3), labels(N, 4)
     with silent():
@@ -122,7 +122,7 @@ def test_its_block_is_the_second_moment_of_each_unit(case):
     assert_close(opt.state[params[0]]["factor_g"], torch.einsum("nci,ncj->cij", u, u) / N, 1e-5)
 
 
-def test_its_argument_may_be_given_by_name():
+def test_the_argument_may_be_given_by_name():
     class Named(Model):
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.norm(hidden_states=self.body(x))).mean(1)
@@ -196,13 +196,13 @@ class SquaredScale(NanoGPTNorm):
         return F.layer_norm(x, self.weight.shape, self.weight**2, self.bias)
 
 
-class Shy(NanoGPTNorm):
+class Failing(NanoGPTNorm):
     def forward(self, x: Tensor) -> Tensor:
         raise RuntimeError("not now")
 
 
-def test_what_computes_something_else_is_left_out_by_name():
-    for kind in (Scale, OverExamples, ChannelsSecond, Dropping, TwoInputs, SquaredScale, Shy):
+def test_modules_that_compute_something_else_are_left_out_by_name():
+    for kind in (Scale, OverExamples, ChannelsSecond, Dropping, TwoInputs, SquaredScale, Failing):
         model = nn.Sequential(nn.Linear(3, 8), kind(8))
         with pytest.warns(UserWarning, match=f"{kind.__name__} has no adapter"):
             opt = KFAC(model)
@@ -210,8 +210,7 @@ def test_what_computes_something_else_is_left_out_by_name():
         assert follows_fallback(opt, "1.weight", "no adapter")
 
 
-# ----- A GPT as nanoGPT writes it is covered without a keyword: tied weights, a LayerNorm of its own, learned positions
-
+# -------------------------------- A GPT like nanoGPT, with tied weights, a LayerNorm of its own and learned positions
 
 VOCABULARY, CONTEXT, SIZE = 31, 12, 16
 
@@ -251,8 +250,8 @@ class GPT(nn.Module):
         (HyLo, True, {"lr": 1e-2, "graft": "adam"}),
     ],
 )
-def test_it_is_covered_but_for_positions_that_have_no_gradients_of_examples(method, bias, keywords):
-    """They are looked up once for the whole batch, which is nothing to K-FAC and one warning of the other methods."""
+def test_a_gpt_is_covered_except_for_positions_without_per_example_gradients(method, bias, keywords):
+    """They are looked up once for the whole batch, which is no problem for K-FAC and one warning of other methods."""
     torch.manual_seed(0)
     model, losses = GPT(bias), []
     words = torch.randint(VOCABULARY, (5, CONTEXT + 1), generator=torch.Generator().manual_seed(0))

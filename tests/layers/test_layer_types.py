@@ -1,4 +1,4 @@
-"""Every kind of layer: its factors, dense block and direction are those of rows that are written by hand.
+"""Every kind of layer: its factors, dense block and direction are those of explicit rows.
 
 The definitions are in `tests/support/layer_cases.py`: the same network without its modules, one example at a time.
 """
@@ -16,7 +16,7 @@ from tests.support.oracles.layers import Tape, row_of, train
 
 
 def check_definition(case: LayerCase) -> None:
-    """Its outputs are torch's, and so are its gradients: the means over examples of Σ g aᵀ."""
+    """Its outputs are those of torch, and so are its gradients, the means over examples of Σ g aᵀ."""
     model, (inputs, y) = case.model(), case.data()
     outputs = model(*inputs)
     by_hand = torch.cat([model.by_hand(Tape(), *example) for example in case.by_hand()])
@@ -29,7 +29,7 @@ def check_definition(case: LayerCase) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_factors_are_those_of_the_definition(name):
-    """And nothing of the training changes by it: outputs and gradients have the same bits."""
+    """Outputs and gradients have the same bits as without the optimizer."""
     case = CASES[name]
     check_definition(case)
     inputs, y = case.data()
@@ -49,7 +49,7 @@ def test_factors_are_those_of_the_definition(name):
 
 
 def output_exists(axes, kernel, stride, dilation, padding, output_padding, **_):
-    """For inputs of two pixels on each axis; torch wants the output padding below the stride or the dilation."""
+    """For inputs of two pixels per axis; torch requires the output padding to be below the stride or the dilation."""
     return (
         output_padding < max(stride, dilation) and stride - 2 * padding + dilation * (kernel - 1) + output_padding >= 0
     )
@@ -127,12 +127,12 @@ def test_a_frozen_part_has_no_rows(name, frozen):
     case.check(opt, expected)
 
 
-ARE_CUT = [name for name in ONE_OF_EACH if CASES[name].examples is None and not CASES[name].positions_first]
+SPLITTABLE = [name for name in ONE_OF_EACH if CASES[name].examples is None and not CASES[name].positions_first]
 
 
-@pytest.mark.parametrize("name", [*ARE_CUT, "experts"])
+@pytest.mark.parametrize("name", [*SPLITTABLE, "experts"])
 def test_micro_batches_do_not_matter(name):
-    """An example that does not reach an expert has no row there, and no gradient: B counts it, A cannot."""
+    """An example that does not reach an expert has no row and no gradient there: it counts in B, but not in A."""
     case = CASES[name]
     expected = case.factors(case.model())
     model, (inputs, y) = case.ready(case.model()), case.data()
@@ -144,7 +144,7 @@ def test_micro_batches_do_not_matter(name):
 
 
 @pytest.mark.parametrize("name", [name for name in RECURRENCE if "-" not in name or "cell" in name])
-def test_a_layer_that_is_not_exposed_takes_the_fallback_and_names_the_way_out(name):
+def test_a_layer_that_is_not_exposed_follows_the_fallback_and_names_expose(name):
     case, model = CASES[name], CASES[name].model()
     with pytest.warns(UserWarning, match="expose"):
         opt = plain_kfac(model, lr=0.1)
@@ -177,7 +177,7 @@ def test_one_example_without_a_batch_axis(name):
 
 @pytest.mark.parametrize("name", ["shared-2d", "shared-table-other-padding"])
 def test_compiled(name):
-    """Also where layers are frozen before the backward: its graph knows taps that are no longer there."""
+    """Layers may be frozen before the backward, although its graph contains taps that no longer exist."""
     torch._dynamo.reset()
     case, model = CASES[name], CASES[name].model()
     expected, (inputs, y) = case.factors(case.model()), case.data()
@@ -187,7 +187,7 @@ def test_compiled(name):
     case.check(opt, expected)
     loss = case.loss(fast(*inputs), y)
     model.head.requires_grad_(False)
-    model(*inputs)  # another forward begins, and the optimizer looks at the model again
+    model(*inputs)  # with the next forward, the optimizer inspects the model again
     assert set(opt.blocks) == set(expected) - {"head"}
     loss.backward()
     torch._dynamo.reset()

@@ -1,6 +1,6 @@
-"""`with opt.mask(keep)`: padded tokens are no rows, so the statistics are those of the sequences without padding.
+"""`with opt.mask(keep)`: padded tokens make no rows, so the statistics are those of the sequences without padding.
 
-The definition never sees a padded token: each example is run by hand at its own length.
+The definition never sees a padded token: each example is computed by hand at its own length.
 """
 
 import pytest
@@ -19,11 +19,11 @@ N, S, D = 4, 5, 3
 Y = labels(N, 3)
 
 
-def padding_behind(*lengths: int) -> Tensor:
+def padding_after(*lengths: int) -> Tensor:
     return torch.arange(S)[None] < torch.tensor(lengths)[:, None]
 
 
-BEHIND, ALL = padding_behind(5, 2, 4, 1), torch.ones(N, S, dtype=torch.bool)
+AFTER, ALL = padding_after(5, 2, 4, 1), torch.ones(N, S, dtype=torch.bool)
 ANYWHERE = torch.rand(N, S, generator=torch.Generator().manual_seed(3)) > 0.4
 ANYWHERE[:, 1] = True
 
@@ -60,7 +60,7 @@ def expected(model: Tokens, x: Tensor, keep: Tensor, y: Tensor = Y, approx: str 
 
 
 def garbage(x: Tensor, keep: Tensor) -> Tensor:
-    """Large values where there is padding: they would show."""
+    """Large values at padding, which would be noticed."""
     return torch.where(keep[..., None], x, torch.full_like(x, 50.0))
 
 
@@ -84,15 +84,15 @@ def check_factors(opt, pairs: dict) -> None:
         check_block(opt, name, (A, B), torch.kron(A, B) if name == "table" else None)
 
 
-# what is real, and what is given for it: masks of ones and zeros as tokenizers give them, or None where all is
+# the real tokens, and the mask that is given: ones and zeros, as tokenizers return them, or None if all are real
 MASKS = {
-    "behind": (BEHIND, BEHIND),
+    "after": (AFTER, AFTER),
     "anywhere": (ANYWHERE, ANYWHERE),
     "no padding": (ALL, ALL),
     "no mask": (ALL, None),
     "integers": (ANYWHERE, ANYWHERE.to(torch.int64)),
     "bytes": (ANYWHERE, ANYWHERE.to(torch.uint8)),
-    "an example without a token": (padding_behind(5, 0, 4, 1),) * 2,
+    "an example without a token": (padding_after(5, 0, 4, 1),) * 2,
 }
 
 
@@ -103,7 +103,7 @@ def test_statistics_are_those_of_the_unpadded_rows(kind):
 
 def test_a_table_of_words():
     words = torch.randint(7, (N, S), generator=torch.Generator().manual_seed(0))
-    for keep in (BEHIND, ANYWHERE):
+    for keep in (AFTER, ANYWHERE):
         check(seeded_build(lambda: Tokens(words=True)), keep, keep, words)
 
 
@@ -111,19 +111,19 @@ def test_gradients_are_as_without_the_mask_and_zero_at_padding():
     model, x = seeded_build(Tokens), noise(N, S, D).requires_grad_()
     plain = twin(model)
     opt = plain_kfac(model)
-    with opt.mask(BEHIND):
-        output = model(x, BEHIND)
-    assert torch.equal(output, plain(x, BEHIND))
+    with opt.mask(AFTER):
+        output = model(x, AFTER)
+    assert torch.equal(output, plain(x, AFTER))
     F.cross_entropy(output, Y).backward()
-    assert x.grad[BEHIND].any()
-    assert not x.grad[~BEHIND].any()
-    F.cross_entropy(plain(x, BEHIND), Y).backward()
+    assert x.grad[AFTER].any()
+    assert not x.grad[~AFTER].any()
+    F.cross_entropy(plain(x, AFTER), Y).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
 
 
 def test_gradients_at_padding_do_not_count():
-    """Where the loss reads padded positions too, their rows are no rows all the same."""
+    """If the loss reads padded positions, their rows do not count either."""
 
     class Reading(Tokens):
         def pooled(self, z: Tensor, keep: Tensor) -> Tensor:
@@ -142,13 +142,13 @@ def test_gradients_at_padding_do_not_count():
 
 
 def test_reduce_never_averages_over_padding_silently():
-    """It follows the mask, or leaves the padded layers to the fallback with a warning by name; never the plain mean."""
+    """It follows the mask, or padded layers follow the fallback rule with a warning by name."""
     model = seeded_build(Tokens)
-    x = garbage(noise(N, S, D), BEHIND)
-    rows = expected(model, x, BEHIND, approx="reduce")
+    x = garbage(noise(N, S, D), AFTER)
+    rows = expected(model, x, AFTER, approx="reduce")
     opt = plain_kfac(model, approx="reduce", lr=0.1)
-    with opt.mask(BEHIND):
-        F.cross_entropy(model(x, BEHIND), Y).backward()
+    with opt.mask(AFTER):
+        F.cross_entropy(model(x, AFTER), Y).backward()
     with warned() as caught:
         moves = oracle.step_of(opt, [model.first.weight, model.second.weight])
     for name, (gradient, moved) in zip(("first", "second"), moves, strict=True):
@@ -160,17 +160,17 @@ def test_reduce_never_averages_over_padding_silently():
     check_block(opt, "head", rows["head"])
 
 
-def test_a_batch_of_nothing_but_padding_is_finite():
+def test_a_batch_of_padding_only_is_finite():
     model = seeded_build(Tokens)
     opt = plain_kfac(model, lr=0.1)
-    for keep in (torch.zeros_like(ALL), BEHIND):
+    for keep in (torch.zeros_like(ALL), AFTER):
         with opt.mask(keep):
             train(opt, model, (noise(N, S, D), keep), Y, F.cross_entropy)
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
 def test_each_micro_batch_has_its_own_mask():
-    model, y, masks = seeded_build(Tokens), labels(2 * N, 3), [BEHIND, ANYWHERE]
+    model, y, masks = seeded_build(Tokens), labels(2 * N, 3), [AFTER, ANYWHERE]
     x = garbage(noise(2 * N, S, D), torch.cat(masks))
     pairs = expected(model, x, torch.cat(masks), y)
     opt = plain_kfac(model)
@@ -187,11 +187,11 @@ def test_forwards_outside_are_not_masked(before):
     pairs = expected(model, x, ALL)
     opt = plain_kfac(model)
     if before == "an exception":
-        with pytest.raises(KeyError), opt.mask(BEHIND):
+        with pytest.raises(KeyError), opt.mask(AFTER):
             raise KeyError("user's own")
     else:
-        with opt.mask(BEHIND), opt.pause_capture():
-            model(x, BEHIND)
+        with opt.mask(AFTER), opt.pause_capture():
+            model(x, AFTER)
     train(opt, model, (x, ALL), Y, F.cross_entropy)
     check_factors(opt, pairs)
 
@@ -226,9 +226,9 @@ def test_other_layouts_of_the_tokens(layout):
 
 
 def test_layers_of_another_shape_are_left_alone():
-    """An image beside the text, and a layer over tokens that are paired: no mask fits them, so every row counts."""
+    """The mask fits neither an image in addition to the text nor a layer over pairs of tokens, so all rows count."""
 
-    class Beside(Tokens):
+    class WithImage(Tokens):
         def __init__(self) -> None:
             super().__init__()
             self.conv, self.pairs = nn.Conv2d(1, 2, 2), nn.Linear(2 * D, 2)
@@ -244,10 +244,10 @@ def test_layers_of_another_shape_are_left_alone():
             z = z + self.pooled(self.tokens(x), keep) + torch.tanh(pairs).mean(1)
             return tape.linear("head", self.head, z)
 
-    model, data = seeded_build(Beside), (noise(N, S, D), noise(N, 1, 3, 4, seed=2), BEHIND)
+    model, data = seeded_build(WithImage), (noise(N, S, D), noise(N, 1, 3, 4, seed=2), AFTER)
     pairs = oracle.expected_pairs(twin(model).by_hand, oracle.singles(*data), Y.split(1), F.cross_entropy)
     opt = plain_kfac(model)
-    with opt.mask(BEHIND):
+    with opt.mask(AFTER):
         train(opt, model, data, Y, F.cross_entropy)
     check_factors(opt, pairs)
 
@@ -278,7 +278,7 @@ def test_attention_s_projections_are_masked_too():
     check_factors(opt, products | oracle.attention_pairs(pairs, "attn"))
 
 
-def test_norms_and_frozen_weights_are_untouched_by_padding_without_a_gradient():
+def test_padding_without_a_gradient_does_not_affect_norms_and_frozen_weights():
     class Normed(Tokens):
         def __init__(self) -> None:
             super().__init__()
@@ -302,7 +302,7 @@ def test_norms_and_frozen_weights_are_untouched_by_padding_without_a_gradient():
 
 
 def test_a_mask_of_a_wrong_kind_or_shape_is_refused():
-    """A mask of floats is one to be added to scores: its zeros mean the opposite."""
+    """A mask of floats is meant to be added to scores: its zeros mean the opposite."""
     opt = plain_kfac(seeded_build(Tokens))
     for keep in ([[True]], "keep", torch.ones(N, S), torch.ones(N, S, dtype=torch.bfloat16)):
         with pytest.raises(TypeError, match="mask"), opt.mask(keep):

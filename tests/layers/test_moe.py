@@ -1,4 +1,4 @@
-"""Mixtures of experts, adapters beside frozen weights, and parametrized weights: covered, or the reason said."""
+"""Mixtures of experts, adapters of frozen weights, and parametrized weights: covered, or with a reason why not."""
 
 import pytest
 import torch
@@ -17,9 +17,6 @@ from tests.support.oracles.layers import block_state, check_block, expected_pair
 N, S, D, E = 4, 3, 4, 3
 
 
-# --------------------------------------------------------------------------------------------------- Experts as modules
-
-
 def routes(seed: int, experts: int = E) -> Tensor:
     return torch.randint(experts, (N, S), generator=torch.Generator().manual_seed(seed))
 
@@ -27,7 +24,7 @@ def routes(seed: int, experts: int = E) -> Tensor:
 @pytest.mark.filterwarnings("error:.*nothing was captured")
 @pytest.mark.parametrize("calls_the_idle", [False, True], ids=["not called", "called with no token"])
 def test_experts_without_tokens_in_a_step(calls_the_idle):
-    """Statistics of the busy ones are over the whole batch's examples; an idle one stays and keeps what it has."""
+    """Statistics of busy experts are over all examples of the batch; an idle one stays and keeps its estimate."""
     model, y = seeded_build(lambda: Experts(calls_the_idle)), labels(N, 3)
     opt = plain_kfac(model, lr=0.1, factor_decay=0.0)
     kept: dict[str, Tensor] = {}
@@ -47,11 +44,11 @@ def test_experts_without_tokens_in_a_step(calls_the_idle):
     assert "fallback" not in opt.describe()
 
 
-# ------------------------------------------------------------------------------ Low-rank adapters beside frozen weights
+# --------------------------------------------------------------------------------- Low-rank adapters of frozen weights
 
 
-class Quantised(nn.Module):
-    """A base in int8 with a scale: buffers only, nothing to train."""
+class Quantized(nn.Module):
+    """A base in int8 with a scale, without trained parameters."""
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
@@ -86,8 +83,8 @@ class Tuned(nn.Module):
         return tape.linear("head", self.head, torch.tanh(z).mean(1))
 
 
-class Parameterised(Quantised):
-    """Some libraries keep the quantised weight as a Parameter without a gradient."""
+class Parameterized(Quantized):
+    """Some libraries keep the quantized weight as a Parameter without a gradient."""
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__(d_in, d_out)
@@ -100,12 +97,12 @@ class Parameterised(Quantised):
     ("base", "method", "given"),
     [
         (nn.Linear, "cholesky", "model"),
-        (nn.Linear, "eigen", "trained"),  # as trainers of adapters do: the optimizer never hears of the base
-        (Quantised, "eigen", "model"),
-        (Parameterised, "eigen", "model"),
+        (nn.Linear, "eigen", "trained"),  # as trainers of adapters do: the optimizer is not given the base
+        (Quantized, "eigen", "model"),
+        (Parameterized, "eigen", "model"),
     ],
 )
-def test_frozen_and_quantised_bases_pass_through(base, method, given):
+def test_frozen_and_quantized_bases_do_not_matter(base, method, given):
     model, x, y = seeded_build(lambda: Tuned(base)), noise(N, S, D), labels(N, 3)
     expected = expected_pairs(twin(model).by_hand, singles(x), y.split(1), F.cross_entropy)
     before = {k: v.clone() for k, v in model.layer.base.state_dict().items()}
@@ -162,7 +159,7 @@ class Wrapped(nn.Module):
     kind=LAYERS.keys(),
     wrapper=WRAPPERS.keys(),
 )
-def test_parametrized_layers_take_the_fallback_say_why_and_train(wrapper, kind):
+def test_parametrized_layers_follow_the_fallback_with_a_reason(wrapper, kind):
     x = LAYERS[kind]()[1]
     model, y = seeded_build(lambda: Wrapped(WRAPPERS[wrapper](LAYERS[kind]()[0]))), labels(N, 3)
     names = [name for name, _ in model.layer.named_parameters() if name != "bias"]
@@ -210,15 +207,15 @@ PARAMETRIZED = {
     "exposed attention": (lambda: expose(Projected("attention", "weight_norm", "in_proj_weight")), noise(N, S, 4)),
     "attention": (lambda: Projected("attention", "weight_norm", "in_proj_weight"), noise(N, S, 4)),
     "attention, old": (lambda: Projected("attention", "weight_norm of old", "in_proj_weight"), noise(N, S, 4)),
-    # torch itself never renews an out_proj under weight_norm of old
+    # torch itself never updates an out_proj under its old weight_norm
     "outputs of attention": (lambda: Projected("attention", "weight_norm", "out_proj"), noise(N, S, 4)),
 }
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:.*weight_norm.*deprecated")
 @pytest.mark.parametrize("kind", PARAMETRIZED)
-def test_parametrized_parts_promise_no_block_that_captures_nothing(kind):
-    """Whatever is left of such a layer: a row that names a block has statistics behind it, the others say why not."""
+def test_blocks_of_partly_parametrized_layers_have_statistics(kind):
+    """A row of the table names a block with statistics, or gives the reason why there is none."""
     build, x = PARAMETRIZED[kind]
     model, y = seeded_build(build), labels(N, 3)
     opt = plain_kfac(model, lr=0.1)

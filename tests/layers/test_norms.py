@@ -1,7 +1,7 @@
 """Norm layers: a small block per unit, the second moment of per-example gradients of its scale and shift.
 
-The definition puts ``γ x̂ + β`` behind torch's own x̂ as a constant, and asks autograd for the gradients of one example's
-loss after the other. Batch statistics are thereby constants, as they are meant to be in the block.
+The definition applies ``γ x̂ + β`` to torch's own x̂ as a constant, and autograd gives the gradients of each example's
+loss. Batch statistics are thereby constants, as they should be in the block.
 """
 
 import pytest
@@ -25,7 +25,7 @@ def parts_of(layer: nn.Module) -> list[nn.Parameter]:
     return [p for p in (layer.weight, getattr(layer, "bias", None)) if p is not None and p.requires_grad]
 
 
-def normalised(layer: nn.Module, x: Tensor) -> Tensor:
+def normalized(layer: nn.Module, x: Tensor) -> Tensor:
     """x̂ of a batch ``x``: the layer's output with a scale of 1 and no shift."""
     layer = twin(layer)
     nn.init.ones_(layer.weight)
@@ -39,7 +39,7 @@ def second_moments(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     model = twin(model)
     z = model.before(x)
     layers = [model.norm, *([model.second] if hasattr(model, "second") else [])]
-    hats = [normalised(layer, z) for layer in layers]
+    hats = [normalized(layer, z) for layer in layers]
 
     def shaped(parameter: Tensor | None) -> Tensor | float:
         if parameter is None or isinstance(model.norm, (nn.LayerNorm, nn.RMSNorm)):
@@ -135,7 +135,7 @@ def check(case: str | Normed, curvature="unit", parts=1, reduction="mean", x: Te
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_block_per_unit_is_the_second_moment_of_per_example_gradients(case):
-    """Or its diagonal."""
+    """With "diagonal" it is the diagonal of that."""
     check(case)
     check(case, "diagonal")
 
@@ -146,11 +146,11 @@ def test_a_normalized_input_is_that_of_torch_in_low_precision_too(case):
     layer, has_bias = model.norm, getattr(model.norm, "bias", None) is not None
     kind, _ = find_adapter(layer)
     found = kind(layer, True, has_bias)
-    assert_close(found.normalized(x), normalised(layer, x), 1e-9)
+    assert_close(found.normalized(x), normalized(layer, x), 1e-9)
     low = (3 * x + 1).bfloat16()
     assert found.normalized(low).dtype == torch.float32
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if isinstance(layer, nn.RMSNorm) else {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(found.normalized(low).double(), normalised(layer, low.double()), **tolerance)
+    torch.testing.assert_close(found.normalized(low).double(), normalized(layer, low.double()), **tolerance)
 
 
 @pairs(
@@ -161,7 +161,7 @@ def test_a_normalized_input_is_that_of_torch_in_low_precision_too(case):
     inverse_method=["eigen", "cholesky"],
 )
 def test_direction_is_the_inverse_of_each_damped_unit(case, frozen, damping, curvature, inverse_method):
-    """Blocks this small take λ on their own eigenvalues, whatever the large ones do; a frozen part has no row."""
+    """Blocks this small add λ to their own eigenvalues, whatever the large ones do; a frozen part has no row."""
     model, x, y = problem(case)
     if frozen and getattr(model.norm, "bias", None) is not None:
         getattr(model.norm, frozen).requires_grad_(False)
@@ -180,7 +180,7 @@ def test_direction_is_the_inverse_of_each_damped_unit(case, frozen, damping, cur
     assert all(torch.equal(p, kept[name]) for name, p in model.norm.named_parameters() if name in kept)
 
 
-def test_a_norm_without_parameters_is_no_matter():
+def test_a_norm_without_parameters_has_no_block():
     layers = [nn.Linear(3, 4), nn.LayerNorm(4, elementwise_affine=False), nn.BatchNorm1d(4, affine=False)]
     model = seeded_build(lambda: nn.Sequential(*layers, nn.Linear(4, 3)))
     opt = plain_kfac(model)
@@ -193,7 +193,7 @@ def test_a_norm_without_parameters_is_no_matter():
     [
         ("LayerNorm of tokens", {"parts": 3, "reduction": "sum"}),
         ("GroupNorm", {"parts": 3}),
-        ("LayerNorm of tokens", {"approx": "reduce"}),  # no input factor, so there is nothing for it to choose
+        ("LayerNorm of tokens", {"approx": "reduce"}),  # without an input factor, there is nothing to choose
     ],
     ids=str,
 )
@@ -221,7 +221,7 @@ def test_one_example_without_a_batch_axis(layer, shape):
 
 
 class Laid(Normed):
-    """The same tokens in another layout on their way through the norm, or computed a second time in backward."""
+    """Passes the same tokens through the norm in another layout, or recomputes them in backward."""
 
     def __init__(self, layout: str) -> None:
         super().__init__(nn.LayerNorm(4), 4, -1)
@@ -245,7 +245,7 @@ LAYOUTS = ["flattened", "positions first", "a call per position", "checkpointed"
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "positions first in the batch"])
-def test_examples_are_told_apart_in_other_layouts(layout):
+def test_examples_are_recognized_in_other_layouts(layout):
     check(seeded_build(lambda: Laid(layout)), **({"batch_dim": 1} if layout.endswith("batch") else {}))
 
 
@@ -259,7 +259,7 @@ PAIRS = {
 
 
 class Two(Normed):
-    """Two norms of one weight and bias that differ in what they do with it."""
+    """Two norms that share weight and bias, with different options."""
 
     def __init__(self, one: Normed, second: nn.Module) -> None:
         super().__init__(one.norm, one.head.in_features, one.feature_dim)
@@ -278,14 +278,14 @@ class Two(Normed):
 
 @pytest.mark.parametrize("kind", PAIRS)
 def test_two_norms_of_one_weight(kind):
-    """Each with its own eps or groups; x̂ is that of the outputs, from which no gradient flows into it."""
+    """Each has its own eps or groups."""
     case, second = PAIRS[kind]
     one, x, y = problem(case)
     check(seeded_build(lambda: Two(one, second())), x=x)
 
 
-def test_rows_shared_over_the_batch_take_the_fallback_and_say_why():
-    """Five normalised positions under six examples: no example's own gradient can be had."""
+def test_rows_shared_by_the_batch_follow_the_fallback_with_a_warning():
+    """Six examples share five normalized positions, so gradients of single examples are unknown."""
 
     class Shared(nn.Module):
         def __init__(self) -> None:
@@ -307,7 +307,7 @@ def test_rows_shared_over_the_batch_take_the_fallback_and_say_why():
 
 
 def test_a_batch_norm_in_evaluation_mode_inside_a_model_that_trains():
-    """Running statistics are frozen, as in fine-tuning: nothing is captured there, which is told by name."""
+    """Running statistics are frozen, as in fine-tuning: nothing is captured there, and a warning names the layer."""
     model, x, y = problem("BatchNorm2d")
     model.norm.eval()
     before = model.norm.weight.detach().clone()
@@ -320,7 +320,7 @@ def test_a_batch_norm_in_evaluation_mode_inside_a_model_that_trains():
 
 
 def test_each_micro_batch_of_a_batch_norm_has_its_own_statistics():
-    """And running statistics move as without the optimizer."""
+    """Running statistics are updated as without the optimizer."""
     model, x, y = problem("BatchNorm2d")
     parts, plain = [(x[:4], y[:4]), (x[4:], y[4:])], twin(model)
     expected = sum(second_moments(model, *part) * len(part[0]) for part in parts) / N
@@ -339,7 +339,7 @@ def test_a_norm_over_ranks_follows_the_fallback():
 
 
 def test_relative_damping_is_relative_to_the_steepest_unit():
-    """Relative to its own curvature, a unit that hardly matters would take the longest step of all."""
+    """If it were relative to its own curvature, a unit that hardly matters would take the longest step."""
     model, x, y = problem("LayerNorm of tokens")
     with torch.no_grad():
         model.norm.weight[0] *= 1e-3
@@ -356,7 +356,7 @@ def test_relative_damping_is_relative_to_the_steepest_unit():
 
 @pytest.mark.parametrize(("cached", "folds"), [(1, 3), (1 << 12, 1), (1 << 12, 3), (1 << 30, 1)])
 def test_sums_of_a_batch_norm_in_parts(cached: int, folds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where its inputs lie far from zero, too; by the definition, position by position."""
+    """Inputs are far from zero."""
     monkeypatch.setattr(norms, "_CACHED", cached)
     adapter = norms.BatchNormAdapter(nn.BatchNorm2d(5), True, True)
     x = 30 + torch.randn(4 * folds, 5, 6, 7)

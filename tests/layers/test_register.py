@@ -1,4 +1,4 @@
-"""`register_layer`: a user's own layer in every method, by an adapter of a few lines; and Hugging Face's `Conv1D`."""
+"""`register_layer`: a user's own layer with an adapter of a few lines; and Hugging Face's `Conv1D`."""
 
 import sys
 import types
@@ -16,13 +16,14 @@ from tests.support.layer_cases import CASES, Conv1D, Gain, GainAdapter, GPT2Atte
 from tests.support.models import seeded_build, vectors
 from tests.support.oracles.kfac import solve_exact
 from tests.support.oracles.layers import Tape, check_block, expected_pairs, follows_fallback, singles, step_of, train
+from tests.support.tasks import assert_identical, values
 
 N, S, D = 4, 3, 4
 REGISTERED = CASES["registered"]
 
 
 class UnscaledAdapter(GainAdapter):
-    """Forgets the gain."""
+    """Omits the gain."""
 
     def __init__(self, module: Gain, has_weight: bool, has_bias: bool) -> None:
         super().__init__(module, has_weight, has_bias)
@@ -47,8 +48,8 @@ def check_own(opt: KFAC) -> None:
     check_block(opt, "own", REGISTERED.factors(REGISTERED.model())["own"])
 
 
-def test_before_it_is_registered_the_reason_names_the_way():
-    """And an optimizer that is there already keeps its blocks."""
+def test_the_reason_for_an_unregistered_layer_names_register_layer():
+    """An optimizer that exists already keeps its blocks."""
     kind = fresh()
     model, x, y = problem(kind)
     opt = plain_kfac(model, lr=0.1)
@@ -59,7 +60,7 @@ def test_before_it_is_registered_the_reason_names_the_way():
     assert set(opt.blocks) == {"head"}
 
 
-def test_a_second_registration_replaces_the_first_and_subclasses_follow_the_nearest():
+def test_a_second_registration_replaces_the_first_and_subclasses_follow_their_nearest_base():
     twice, base = fresh(), fresh()
 
     class Derived(base):
@@ -78,7 +79,7 @@ def test_a_second_registration_replaces_the_first_and_subclasses_follow_the_near
         check_own(opt)
 
 
-def test_a_subclass_with_a_forward_of_its_own_takes_the_fallback_and_says_why():
+def test_a_subclass_with_a_forward_of_its_own_follows_the_fallback_with_a_reason():
     base = fresh()
 
     class Changed(base):
@@ -95,7 +96,7 @@ def test_a_subclass_with_a_forward_of_its_own_takes_the_fallback_and_says_why():
 
 
 class Rescaled(nn.Linear):
-    """A linear layer whose forward is its own, so that Linear's rows would be wrong."""
+    """A linear layer with a forward of its own, for which Linear's rows would be wrong."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(2 * x, self.weight, self.bias)
@@ -143,7 +144,7 @@ def test_a_refusal_of_the_adapter_is_the_reason_in_describe():
     assert "own" in plain_kfac(problem(kind)[0]).blocks
 
 
-def test_a_parameter_besides_weight_and_bias_is_said():
+def test_a_parameter_besides_weight_and_bias_follows_the_fallback_with_a_reason():
     kind = fresh()
 
     class Extra(kind):
@@ -158,8 +159,8 @@ def test_a_parameter_besides_weight_and_bias_is_said():
     train(opt, model, (x,), y, F.cross_entropy)
 
 
-def test_rows_that_cannot_be_told_apart_leave_the_layer_to_the_fallback():
-    """What the adapter says when asked for examples becomes the reason; expand does not ask."""
+def test_a_layer_whose_rows_belong_to_no_example_follows_the_fallback():
+    """The error of the adapter becomes the reason; expand does not need examples."""
 
     class Shared(Own):
         def __init__(self, kind) -> None:
@@ -184,7 +185,7 @@ def test_rows_that_cannot_be_told_apart_leave_the_layer_to_the_fallback():
     opt.dense_curvature("own")
 
 
-def test_it_may_be_skipped_by_its_type_and_resumes():
+def test_a_registered_layer_may_be_skipped_by_its_type_and_resumes():
     kind = fresh()
     secondorder.register_layer(kind, GainAdapter)
     model, x, y = problem(kind)
@@ -196,11 +197,10 @@ def test_it_may_be_skipped_by_its_type_and_resumes():
     resumed.load_state_dict(opt.state_dict())
     train(opt, model, (x,), y, F.cross_entropy)
     train(resumed, other, (x,), y, F.cross_entropy)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_identical(values(model), values(other))
 
 
-def test_arguments_of_a_wrong_kind_are_refused():
+def test_invalid_arguments_are_refused():
     for kind in (nn.Linear(2, 2), "Linear", int, None, F.linear):
         with pytest.raises(TypeError, match="module_type"):
             secondorder.register_layer(kind, GainAdapter)
@@ -209,8 +209,7 @@ def test_arguments_of_a_wrong_kind_are_refused():
             secondorder.register_layer(fresh(), adapter)
 
 
-# --------------------- Conv1D is a linear layer whose weight lies transposed; a stand-in takes the place of the package
-
+# ------------------------ Conv1D, a linear layer with a transposed weight; a stand-in takes the place of the package
 
 CASE = LayerCase(GPT2Attention, lambda: (noise(4, 3, 4),))
 MODULE = "transformers.pytorch_utils"
@@ -225,7 +224,7 @@ def frozen(part: str) -> nn.Module:
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 @pytest.mark.parametrize("part", ["", "weight", "bias"], ids=["whole", "weight frozen", "bias frozen"])
-def test_factors_and_direction_are_those_of_the_product(part, approx, monkeypatch):
+def test_factors_and_direction_of_conv1d_are_those_of_the_product(part, approx, monkeypatch):
     package, utils = types.ModuleType("transformers"), types.ModuleType(MODULE)
     package.pytorch_utils, utils.Conv1D = utils, Conv1D
     monkeypatch.setitem(sys.modules, "transformers", package)
@@ -244,7 +243,7 @@ def test_factors_and_direction_are_those_of_the_product(part, approx, monkeypatc
         assert_close(moved, solve_exact(B, A, gradients[name], 1e-2), 1e-8, name)
 
 
-def test_it_is_found_once_it_is_imported_and_nothing_that_merely_has_its_name(monkeypatch):
+def test_conv1d_is_found_once_it_is_imported_and_not_by_its_name(monkeypatch):
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     assert hugging_face_conv1d() is None
     library = types.ModuleType(MODULE)

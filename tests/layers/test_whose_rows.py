@@ -1,6 +1,6 @@
-"""Which rows belong to which example: look-alike layouts, tokens as data, shared positions, parts of a batch.
+"""Which rows belong to which example: ambiguous layouts, tokens as data, shared positions, parts of a batch.
 
-A layer whose examples cannot be told apart is left out and says why; it is never given numbers of the wrong rows.
+A layer whose examples are unknown is left out with a reason; it never gets statistics of the wrong rows.
 """
 
 import math
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*nothing was captured")
 
 
 def train(opt, model: nn.Module, x: Tensor, loss, keep: Tensor | None = None, steps: int = 2) -> None:
-    """Steps on one batch that leave the parameters where they are: a basis, then a scale in it."""
+    """Steps on one batch without moving the parameters: a basis, then a scale in it."""
     for group in opt.param_groups:
         group["lr"] = 0.0
     for _ in range(steps):
@@ -33,7 +33,7 @@ def train(opt, model: nn.Module, x: Tensor, loss, keep: Tensor | None = None, st
 
 
 def is_left_out(opt, layer: nn.Module) -> bool:
-    """Whether nothing was learned about a layer; then the table has the reason."""
+    """Whether a layer has no statistics; then the table has the reason."""
     state = state_of(opt, layer)
     if state["factor_updates"] or state["refreshes"]:
         return False
@@ -58,7 +58,7 @@ def gradients(layer: nn.Module, examples: list[Tensor], loss) -> Tensor:
 
 
 class SequenceFirst(nn.Module):
-    """``[S, N, 3]`` to ``[S, N, 2]``, on sequences or on their rows in one."""
+    """``[S, N, 3]`` to ``[S, N, 2]``, on sequences or on their flattened rows."""
 
     def __init__(self, flat: bool) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_the_scale_of_sequence_first_batches(size, flat):
 
 @pairs(size=SIZES, flat=FLAT, way=["expand", "reduce", "mask"])
 def test_factors_of_sequence_first_batches(size, flat, way):
-    """With "expand" and no mask, rows need not be told apart."""
+    """With "expand" and no mask, it does not matter which rows belong to which example."""
     (S, N), approx = size, "reduce" if way == "reduce" else "expand"
     model, x, y = sequence_first(S, N, flat)
     keep = torch.ones(N, S, dtype=torch.bool)
@@ -133,7 +133,7 @@ def test_a_layer_that_is_the_whole_model(batch_dim, S, N):
 
 
 def batches(*lengths: int | list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Micro-batches of three sequences of so many tokens; a list has the numbers of real ones of 8."""
+    """Micro-batches of three sequences of the given lengths; a list has the numbers of real tokens out of 8."""
     found = []
     for i, n in enumerate(lengths):
         size, real = (n, [n] * 3) if isinstance(n, int) else (8, n)
@@ -153,7 +153,7 @@ BATCHES = {
 
 @each(case=BATCHES.keys(), reduction=["mean", "sum"])
 def test_the_scale_of_tokens_as_data(case, reduction):
-    """A token's own gradient, squared, and the mean over the real tokens of the step; the loss is that mean too."""
+    """It is the mean over the real tokens of the step of a token's own squared gradient."""
     total = 1 if reduction == "sum" else sum(int(keep.sum()) for *_, keep in BATCHES[case])
     model = seeded_build(lambda: nn.Sequential(nn.Linear(3, 2, bias=False)))
     opt = plain_ekfac(model, lr=0.0, token_is_example=True, loss_reduction=reduction)
@@ -181,7 +181,7 @@ class Attention(nn.Module):
 
 
 def test_tokens_as_data_in_cross_attention():
-    """Queries and outputs have positions of their own number: 2 in an example whose keys have 10."""
+    """Queries and outputs have 2 positions in an example whose keys have 10."""
     N, L, S, E = 3, 2, 10, 4
     model = seeded_build(Attention)
     q, kv, y = noise(N, L, E), noise(N, S, E, seed=1), noise(N, L, E, seed=2)
@@ -260,7 +260,7 @@ class Columns(nn.Module):
 
 
 @pytest.mark.parametrize("N", [2, 6])
-def test_a_row_per_example_is_not_taken_for_a_shared_position(N):
+def test_one_row_per_example_is_not_mistaken_for_a_shared_position(N):
     model, x = seeded_build(Columns), torch.arange(N * 3).view(N, 3) % 5
     opt = plain_ekfac(model)
     train(opt, model, x, read)
@@ -273,8 +273,8 @@ def test_a_row_per_example_is_not_taken_for_a_shared_position(N):
 
 
 @pytest.mark.parametrize("length", [5, 12, 24])
-def test_the_examples_that_are_drawn_are_whole_ones_in_attention(length):
-    """Every example has an axis of its own, so A tells which ones are in it."""
+def test_whole_examples_are_drawn_in_attention(length):
+    """Every example has an axis of its own, so A shows which ones are in it."""
     N, kept = 12, 2
     model = seeded_build(lambda: Attention(E=N))
     x = torch.eye(N, dtype=torch.float64)[:, None].expand(N, length, N).contiguous()
@@ -301,10 +301,7 @@ def test_examples_are_drawn_for_the_scale_of_a_table():
     assert_close(s[:, chosen], (Q_B.mT @ gradient).square(), 1e-9)
 
 
-# --------------------------------------------------------------------------------------------------- Compiled attention
-
-
-def test_what_to_do_about_compiled_attention_is_named():
+def test_the_warning_about_compiled_attention_names_expose():
     torch._dynamo.reset()
     model = seeded_build(Attention)
     opt = plain_kfac(model, lr=0.01)

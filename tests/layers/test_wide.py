@@ -1,4 +1,4 @@
-"""`max_factor_dim`: a factor wider than it is kept as its diagonal; its default, and one line that says so."""
+"""`max_factor_dim`: a wider factor is kept as its diagonal; its default, and the warning about it."""
 
 import copy
 import io
@@ -21,15 +21,13 @@ from tests.support.oracles.kfac import expected_factors, solve_exact, solve_pi
 from tests.support.oracles.layers import block_state, check_block, diagonal_of, row_of, train
 from tests.support.warned import warned
 
-# ----------------------------------------------------------------------------------------------------- Diagonal factors
-
 # layer "0" has 5 inputs (with the 1) and 7 outputs, layer "2" 8 inputs and 3 outputs
 WIDTHS = (4, 7, 3)
 LIMITS = {"one each": 6, "input of the second": 7, "input and output": 4, "both": 2, "none": 8, "unset": None}
 
 
 def cut(X: Tensor, limit: int | None) -> Tensor:
-    """A factor as it is kept: itself, or its diagonal beyond the limit."""
+    """The stored factor, which is a diagonal beyond the limit."""
     return X if limit is None or X.shape[-1] <= limit else diagonal_of(X)
 
 
@@ -59,7 +57,7 @@ def test_a_wide_factor_is_the_diagonal_of_the_full_one(limit, approx, method):
     },
 )
 def test_direction_with_diagonal_sides(limit, way):
-    """Blocks that are diagonal as a whole take λ on their own entries, whatever the others do."""
+    """Blocks that are completely diagonal add λ to their own entries, whatever the others do."""
     x, y = vectors(d=4)
     expected = expected_factors(mlp(WIDTHS), x, y, F.cross_entropy)
     (keywords, solve), model = way, mlp(WIDTHS)
@@ -70,7 +68,7 @@ def test_direction_with_diagonal_sides(limit, way):
         if min(len(A), len(B)) <= limit:
             wanted = solve(cut(B, limit), cut(A, limit), gradient, 0.03)
         elif keywords.get("damping_split") == "pi":
-            continue  # which is not said of blocks that are diagonal as a whole
+            continue  # blocks that are completely diagonal do not split the damping
         else:
             wanted = gradient / (torch.outer(B.diagonal(), A.diagonal()) + 0.03)
         assert_close(V, wanted, 1e-8, name)
@@ -78,7 +76,7 @@ def test_direction_with_diagonal_sides(limit, way):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_every_kind_of_layer(name):
-    """Group by group; the input side of a table is a diagonal anyway, whatever the limit."""
+    """The limit applies group by group; the input side of a table is always a diagonal."""
     case = CASES[name]
     full, (inputs, y) = case.factors(case.model()), case.data()
     for limit in (2, 4, 9):
@@ -91,7 +89,7 @@ def test_every_kind_of_layer(name):
             check_block(opt, block, pair, torch.kron(*pair) if block in case.tables else None)
 
 
-def test_each_group_has_its_own_limit_and_a_diagonal_runs_like_any_estimate():
+def test_each_group_has_its_own_limit_and_diagonals_are_running_means():
     full, model = mlp(WIDTHS), mlp(WIDTHS)
     groups = [
         {"params": list(model[0].parameters()), "max_factor_dim": 2},
@@ -109,7 +107,7 @@ def test_each_group_has_its_own_limit_and_a_diagonal_runs_like_any_estimate():
 
 
 @pytest.mark.parametrize("method", ["eigen", "cholesky"])
-def test_a_head_of_fifty_thousand_words_works_in_bounded_memory(method):
+def test_a_head_of_fifty_thousand_words_needs_bounded_memory(method):
     words, width = 50_257, 8
     model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, words))
     x, y = noise(4, 4, dtype=torch.float32), labels(4, words)
@@ -132,16 +130,15 @@ def test_a_head_of_fifty_thousand_words_works_in_bounded_memory(method):
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-# ------------------------------------------------------- The default: no refresh of many seconds unless it is asked for
+# --------------------------------------------------------- The default avoids refreshes that take many seconds
 
 
 def wide(n: int) -> nn.Sequential:
-    """Made without data, so that nothing of the width is computed."""
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, n, bias=False))
 
 
 def made(method, *args, **keywords) -> tuple[KFAC, list[str]]:
-    """An optimizer, and what it warned of."""
+    """An optimizer, and the texts of its warnings."""
     with warned() as found:
         opt = built(method, *args, **keywords)
     return opt, found
@@ -152,8 +149,8 @@ def made(method, *args, **keywords) -> tuple[KFAC, list[str]]:
     [(KFAC, {}, 2048), (EKFAC, {}, 2048), (KFAC, {"inverse_method": "cholesky"}, 4096)],
 )
 def test_the_widest_dense_side_on_a_cpu(method, keywords, bound):
-    opt, told = made(method, wide(bound), **keywords)
-    assert told == []
+    opt, texts = made(method, wide(bound), **keywords)
+    assert texts == []
     assert "diagonal" not in row_of(opt, "1.weight")
     opt, (text,) = made(method, wide(bound + 1), **keywords)
     for part in (f"more than {bound} rows", f"1 (outputs, {bound + 1})", "or 8192 for"):
@@ -161,22 +158,22 @@ def test_the_widest_dense_side_on_a_cpu(method, keywords, bound):
     assert f"diagonal {bound + 1}" in row_of(opt, "1.weight")
 
 
-def test_a_bound_that_is_given_stays_and_says_nothing():
+def test_a_given_bound_stays_and_does_not_warn():
     for bound in (2048, 8192, None):
-        opt, told = made(KFAC, wide(2100), max_factor_dim=bound)
-        assert told == []
+        opt, texts = made(KFAC, wide(2100), max_factor_dim=bound)
+        assert texts == []
         assert opt.param_groups[0]["max_factor_dim"] == bound
         assert ("diagonal" in row_of(opt, "1.weight")) == (bound == 2048)
 
 
-def test_many_wide_layers_are_one_line_and_a_vocabulary_of_a_large_model_none():
+def test_many_wide_layers_give_one_warning_and_a_large_vocabulary_gives_none():
     _, (text,) = made(KFAC, nn.Sequential(*(nn.Linear(2100, 2, bias=False) for _ in range(9))))
     assert "0 (inputs, 2100), 1 (inputs, 2100)" in text
     assert "and 5 more" in text
-    assert made(KFAC, wide(8193))[1] == []  # nobody expects a matrix of that size
+    assert made(KFAC, wide(8193))[1] == []  # a matrix of that size is not expected
 
 
-def test_groups_choose_by_their_own_way():
+def test_the_default_of_a_group_depends_on_its_inverse_method():
     model = wide(3000)
     groups = [
         {"params": list(model[0].parameters())},
@@ -185,8 +182,8 @@ def test_groups_choose_by_their_own_way():
     for given, found in ((None, [2048, 4096]), (100, [2048, 100]), ("auto", [7, 4096])):
         if given is not None:
             groups[1]["max_factor_dim"] = given
-        opt, told = made(KFAC, groups, module=model, **({"max_factor_dim": 7} if given == "auto" else {}))
-        assert told == []
+        opt, texts = made(KFAC, groups, module=model, **({"max_factor_dim": 7} if given == "auto" else {}))
+        assert texts == []
         assert [group["max_factor_dim"] for group in opt.param_groups] == found
 
 
@@ -198,8 +195,8 @@ def test_other_devices_keep_wider_factors():
 
 
 @pytest.mark.parametrize("method", [KFAC, EKFAC])
-def test_a_file_with_a_dense_factor_loads_and_goes_on_with_it(method):
-    """Files of the former default, 8192: the bound is an option of the group, which a checkpoint brings."""
+def test_a_checkpoint_with_a_dense_factor_keeps_its_bound(method):
+    """The former default was 8192; the bound is an option of the group, which is part of a checkpoint."""
     options = {"lr": 0.01}
     before, after = wide(2060), wide(2060)
     after.load_state_dict(before.state_dict())
@@ -214,7 +211,7 @@ def test_a_file_with_a_dense_factor_loads_and_goes_on_with_it(method):
     assert torch.equal(new.state[after[1].weight]["factor_g"], old.state[before[1].weight]["factor_g"])
 
 
-def test_copies_choose_as_the_original():
+def test_copies_have_the_default_of_the_original():
     model = wide(10)
     for copied in (copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))):
         opt = copied(KFAC(model))

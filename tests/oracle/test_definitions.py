@@ -1,4 +1,4 @@
-"""The oracle itself, checked against autograd, torch's own unfold and curvlinops before it judges anything."""
+"""The oracle itself, checked against autograd, torch's own unfold and curvlinops."""
 
 import pytest
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from tests.support.oracles.trajectory import curvlinops_blocks
     dilation=[1, 2],
 )
 def test_rows_reproduce_the_gradient_of_every_convolution(dims, mode, padding, groups, dilation):
-    """Σ g aᵀ = ∂ℓ/∂W, the identity that every adapter has to satisfy."""
+    """Σ g aᵀ = ∂ℓ/∂W is the identity that every adapter has to satisfy."""
     size = ((7,), (5, 4), (4, 3, 3))[dims - 1]
     kernel = ((3,), (3, 2), (2, 1, 2))[dims - 1]
     options = {"padding": padding, "groups": groups, "dilation": dilation, "padding_mode": mode}

@@ -1,9 +1,9 @@
-"""Where theory says that K-FAC is no approximation, it must be none.
+"""Where K-FAC is exact in theory, it must be exact.
 
-The empirical Fisher takes its gradients from the residuals r = f − y, so a linear network has *exactly* Kronecker
-blocks whenever residuals are independent of the inputs. Here they are so by design: every input is paired with every
-residual of a fixed set. With residuals √(J/2)·e_j the blocks are moreover those of the Gauss-Newton matrix of the
-summed squared error, whose output Hessian is 2I.
+The gradients of the empirical Fisher come from the residuals r = f − y, so the blocks of a linear network are *exactly*
+Kronecker products if residuals are independent of the inputs. Here they are independent by design: every input is
+paired with every residual of a fixed set. With residuals √(J/2)·e_j the blocks are also those of the Gauss-Newton
+matrix of the summed squared error, whose output Hessian is 2I.
 """
 
 import math
@@ -42,7 +42,7 @@ def empirical_block(rows: Rows) -> Tensor:
 
 
 def assert_exact(model, x, y, loss, **keywords):
-    """Every block is that of the empirical Fisher."""
+    """Assert that every block is that of the empirical Fisher."""
     names = covered_names(model)
     exact = {name: empirical_block(rows) for name, rows in example_rows(twin(model), names, x, y, loss).items()}
     opt = plain_kfac(model, **keywords)
@@ -54,7 +54,7 @@ def assert_exact(model, x, y, loss, **keywords):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_deep_linear_network_with_squared_loss(bias):
-    """And they are those of the Gauss-Newton matrix."""
+    """The blocks are also those of the Gauss-Newton matrix."""
     model = mlp((4, 3, 5, 2), bias=bias, activation=nn.Identity)
     x, y = crossed(model, noise(5, 4))
     ggn = curvlinops_exact("ggn", twin(model), x, y, Objective(nn.MSELoss(reduction="sum"), "sum", 1, False))
@@ -64,7 +64,7 @@ def test_deep_linear_network_with_squared_loss(bias):
 
 
 class Shared(nn.Module):
-    """A linear network that uses its weights at several positions, read out per position or as their mean."""
+    """A linear network that uses its weights at several positions; its output is per position or their mean."""
 
     def __init__(self, kind: str, read: str) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("kind", ["tokens", "convolution", "calls"])
 @pytest.mark.parametrize(("approx", "read"), [("expand", "positions"), ("reduce", "mean")])
 def test_weight_sharing_cases_that_are_exact(approx, read, kind):
-    """Expand with a loss term per position; reduce with positions averaged before the loss."""
+    """Expand is exact with a loss term per position, reduce with positions averaged before the loss."""
     model = seeded_build(lambda: Shared(kind, read))
     x, y = crossed(model, noise(2, 2, 3, 3) if kind == "convolution" else noise(3, 5, 3))
     assert_exact(model, x, y, summed_square, approx=approx)

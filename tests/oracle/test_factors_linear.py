@@ -20,7 +20,7 @@ from tests.support.oracles.trajectory import curvlinops_blocks, curvlinops_dense
 
 
 def checked(model, x, y, loss, **keywords):
-    """One step of KFAC on ``model``; its factors and dense blocks are those of the definitions."""
+    """Check that the factors and dense blocks after one step of KFAC are those of the definitions."""
     approx, terms = keywords.get("approx", "expand"), keywords.get("loss_terms", 1)
     expected = expected_factors(twin(model), x, y, loss, approx=approx, loss_terms=terms)
     opt = one_step(model, x, y, loss, **keywords)
@@ -53,15 +53,14 @@ def test_mlp_equals_definitions_and_curvlinops(kind, reduction, approx, bias):
 
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_a_mean_over_positions_is_undone_by_the_number_of_terms(approx):
-    """The positions have an axis of their own, or lie in the batch axis of the layers."""
+def test_the_number_of_terms_undoes_a_mean_over_positions(approx):
+    """Positions have an axis of their own, or are part of the batch axis of the layers."""
     x, y = noise(4, 5, 3), labels(20, 3).view(4, 5)
     checked(seeded_build(Tokens), x, y, F.cross_entropy, approx=approx, loss_terms=5)
     checked(seeded_build(Flattened), x, noise(4, 5, 2, seed=1), F.mse_loss, approx=approx, loss_terms=10)
 
 
 def test_loss_terms_are_ignored_for_a_sum():
-    """T undoes a mean over terms; a sum has none to undo."""
     found = []
     for terms in (1, 3):
         model, loss = mlp(), objective("mse", "sum", 3)
@@ -70,7 +69,7 @@ def test_loss_terms_are_ignored_for_a_sum():
     assert_factors(found[1], found[0], 1e-14)
 
 
-def test_a_wholly_frozen_layer_has_no_block():
+def test_a_frozen_layer_has_no_block():
     model, (x, y) = mlp((4, 5, 6, 3)), vectors()
     model[2].requires_grad_(False)
     plain = twin(model)
@@ -97,7 +96,7 @@ class SharedTable(nn.Module):
 
 
 def test_an_input_shared_by_the_batch_counts_its_rows_once():
-    """``expand`` divides A by the rows there are; B keeps N · Σ g°g°ᵀ over the shared rows."""
+    """``expand`` divides A by the number of shared rows; B is N · Σ g°g°ᵀ over them."""
     model, x, y = seeded_build(SharedTable), noise(4, 5, 3), torch.tensor([0, 1, 2, 0])
     plain = twin(model)
     value = F.cross_entropy(plain(tokens=x), y)

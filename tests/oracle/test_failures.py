@@ -1,4 +1,4 @@
-"""The failure ladder: a factorisation that fails is repaired or the last good one stays; bad statistics never enter."""
+"""The failure ladder: a failed factorization is repaired or the last good one stays; bad statistics do not count."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.support.oracles.kfac import expected_factors, solve_exact, solve_pi
 
 
 class Faults:
-    """Stands in for a function of ``torch.linalg``: raises, or returns NaN, where ``when(matrices)`` says so."""
+    """Replaces a function of ``torch.linalg``: raises or returns NaN if ``when(matrices)`` is true."""
 
     def __init__(self, original, mode: str, when) -> None:
         self.original, self.mode, self.when = original, mode, when
@@ -34,15 +34,15 @@ class Faults:
         return type(good)(parts)
 
 
-FACTORISATIONS = {"eigen": ("eigh",), "cholesky": ("cholesky_ex", "cholesky")}
+FACTORIZATIONS = {"eigen": ("eigh",), "cholesky": ("cholesky_ex", "cholesky")}
 SOLVES = {"eigen": solve_exact, "cholesky": solve_pi}
 
 
 def inject(monkeypatch, method: str, mode: str = "raise", when=lambda matrices: True) -> list[Faults]:
     faults = []
-    for name in FACTORISATIONS[method]:
+    for name in FACTORIZATIONS[method]:
         if name == "cholesky" and mode == "nan":
-            continue  # returns one tensor, and raises rather than this
+            continue  # returns one tensor, and raises instead
         faults.append(Faults(getattr(torch.linalg, name), mode, when))
         monkeypatch.setattr(torch.linalg, name, faults[-1])
     return faults
@@ -61,7 +61,7 @@ def test_the_last_good_factorisation_stays(monkeypatch, method, mode):
     faults = inject(monkeypatch, method, mode)
     assert_solves(next_directions(opt, model, *vectors(seed=1), F.cross_entropy), good, SOLVES[method], 1e-2, 0.1)
     for name, (A, _) in all_factors(opt, model).items():
-        assert not torch.equal(A, good[name][0]), "the estimate itself goes on"
+        assert not torch.equal(A, good[name][0]), "the estimate itself is updated"
     assert sum(fault.faults for fault in faults) >= 2
     assert opt.diagnostics()["refresh_failures"] >= 1
     monkeypatch.undo()
@@ -71,7 +71,7 @@ def test_the_last_good_factorisation_stays(monkeypatch, method, mode):
 
 @pairs(**ways, fails=["in float32", "at first"])
 def test_a_failure_is_repaired_by_the_next_rung(monkeypatch, method, mode, fails):
-    """A jitter of 1e-6 of the mean diagonal, and float64."""
+    """The rungs are a jitter of 1e-6 of the mean diagonal, and float64."""
     model, (x, y), calls = mlp().float(), vectors(), []
 
     def when(matrices):
@@ -88,7 +88,7 @@ def test_a_failure_is_repaired_by_the_next_rung(monkeypatch, method, mode, fails
 
 @each(**ways)
 def test_the_first_failure_leaves_a_finite_descent(monkeypatch, method, mode):
-    """Nothing good yet: identity, so the step is finite, downhill and not zero."""
+    """Without an earlier factorization, the identity takes its place, so the step is finite and downhill."""
     model = mlp()
     inject(monkeypatch, method, mode)
     opt = plain_kfac(model, lr=0.1, inverse_method=method)
@@ -99,7 +99,7 @@ def test_the_first_failure_leaves_a_finite_descent(monkeypatch, method, mode):
 
 @each(**ways)
 def test_too_many_failures_in_a_row_raise_with_the_layer_s_name(monkeypatch, method, mode):
-    """A success in between starts the count anew."""
+    """A success in between resets the count."""
     model = nn.Sequential()
     model.add_module("encoder", mlp((4, 3)))
     opt = plain_kfac(model, lr=0.01, inverse_method=method, max_failures=3)
@@ -120,7 +120,7 @@ def test_too_many_failures_in_a_row_raise_with_the_layer_s_name(monkeypatch, met
 
 
 class Two(nn.Module):
-    """Layers of one shape, the second of which is told by its first feature."""
+    """Layers of one shape, of which the second is recognized by its first feature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,8 +131,8 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["raise", "nan"])
-def test_a_bad_matrix_does_not_take_others_of_its_shape_along(monkeypatch, mode):
-    """Refreshes are batched over equal shapes, failures are not."""
+def test_a_bad_matrix_does_not_affect_others_of_its_shape(monkeypatch, mode):
+    """Refreshes are batched over equal shapes, but failures are not."""
 
     def dominated_by_the_first(matrices):
         diagonal = matrices.diagonal(dim1=-2, dim2=-1)
@@ -164,7 +164,7 @@ def test_an_overflowing_statistic_is_dropped_for_its_block_alone(method):
     assert_solves({"first": moved["first"]}, held, SOLVES[method], 1e-2, 0.1, 1e-3)
 
 
-def test_an_overflow_in_the_very_first_statistic_leaves_the_block_without_estimate():
+def test_an_overflow_in_the_first_statistic_leaves_the_block_without_estimate():
     model, (x, y) = seeded_build(Rescaled).float(), vectors()
     model.scale = 1e25
     opt = plain_kfac(model, lr=0.1)
@@ -178,7 +178,7 @@ def test_an_overflow_in_the_very_first_statistic_leaves_the_block_without_estima
 
 
 @each(value=[float("inf"), float("nan")], where=["first", "last"])
-def test_a_non_finite_micro_batch_skips_the_step_and_poisons_nothing(value, where):
+def test_a_non_finite_micro_batch_skips_the_step_and_changes_nothing(value, where):
     model = mlp()
     opt = plain_kfac(model, lr=0.1, momentum=0.9)
     train_step(opt, model, *vectors(), F.cross_entropy)
@@ -226,8 +226,8 @@ def test_duplicate_features_make_a_singular_factor_and_nothing_worse(method):
     assert_solves(moved, all_factors(opt, model), SOLVES[method], 1e-4, tolerance=1e-6)
 
 
-def test_factors_of_size_one_need_no_factorisation(monkeypatch):
-    """Depthwise 1×1 without bias: every matrix is a number, and LAPACK is not asked."""
+def test_factors_of_size_one_need_no_factorization(monkeypatch):
+    """In a depthwise 1×1 convolution without bias, every matrix is a number, and LAPACK is not called."""
     layer = seeded_build(lambda: nn.Conv2d(3, 3, 1, groups=3, bias=False))
     x, y, plain = noise(4, 3, 2, 2), noise(4, 3, 2, 2, seed=1), twin(layer)
     faults = inject(monkeypatch, "eigen")

@@ -1,4 +1,4 @@
-"""Products of a matrix with itself in strips, and what completes them: at the sizes where the way changes."""
+"""Products of a matrix with itself in strips, and their completion, at the sizes where the algorithm changes."""
 
 import itertools
 
@@ -24,7 +24,7 @@ def test_the_sum_of_outer_products() -> None:
 
 
 @pytest.mark.parametrize("width", [2, 128, 300])
-def test_with_a_one_behind_each_row(width: int) -> None:
+def test_the_sum_of_outer_products_of_rows_with_a_one_appended(width: int) -> None:
     for homogeneous, lead in itertools.product((False, True), ((), (3,))):
         side = width + homogeneous
         out, wanted = (torch.zeros(*lead, side, side, dtype=torch.float64) for _ in range(2))
@@ -36,14 +36,14 @@ def test_with_a_one_behind_each_row(width: int) -> None:
         torch.testing.assert_close(dense.mirror_upper_(out), wanted, rtol=1e-11, atol=1e-9)
 
 
-def test_the_upper_triangle_is_the_whole() -> None:
+def test_mirroring_completes_the_upper_triangle() -> None:
     for side, lead in itertools.product((1, 2, 127, 128, 129, 300), ((), (2,))):
         x = torch.randn(*lead, side, side)
         wanted = x.triu() + x.triu(1).mT
         assert torch.equal(dense.mirror_upper_(x), wanted)
 
 
-def test_half_of_the_work_is_left_out() -> None:
+def test_almost_half_of_the_work_is_saved() -> None:
     for width, share in ((128, 0.76), (256, 0.63), (512, 0.57), (1024, 0.57)):
         out, rows = torch.zeros(width, width), torch.zeros(2048, width)
         flops = count(lambda out=out, rows=rows: dense.add_gram_(out, rows)).flops

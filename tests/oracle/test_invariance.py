@@ -1,4 +1,4 @@
-"""What curvature and directions must not depend on: how a batch is cut, ordered, repeated, reduced or scaled."""
+"""Curvature and directions do not depend on how a batch is split, ordered, repeated, reduced or scaled."""
 
 from functools import partial
 
@@ -51,7 +51,7 @@ def take_step(opt, model, batches, scaler=None, unscale=False):
 
 
 def result(method, model, batches, approx="expand", unscale=False, **keywords):
-    """What is known of every layer after two steps over ``batches`` of (x, y, loss) at one place, and the next step."""
+    """Curvature of every layer after two steps over ``batches`` of (x, y, loss) without moving, and the next step."""
     opt = built(METHODS[method], model, approx=approx, **keywords)
     scaler, names = keywords.get("grad_scaler"), covered_names(model)
     with standing(opt):
@@ -85,8 +85,8 @@ def assert_same(one, other, times=1, known=1e-9, directions=1e-9):
     mean=[True, False],
     damping=[1e-2, 10.0],
 )
-def test_micro_batches_of_weighted_means_or_of_sums(method, kind, approx, sizes, mean, damping):
-    """A damping means the same for one batch of 8 and four of 2."""
+def test_micro_batches_are_one_batch_with_weighted_means_or_sums(method, kind, approx, sizes, mean, damping):
+    """A damping means the same for one batch of 8 as for four of 2."""
     build, data = BUILDS[kind]
     x, y = data(sum(sizes))
     loss, share = (F.cross_entropy, len(x)) if mean else (summed, 1)
@@ -97,7 +97,7 @@ def test_micro_batches_of_weighted_means_or_of_sums(method, kind, approx, sizes,
 
 @few
 @given(METHOD, BUILD, APPROX, st.integers(1, 3), st.randoms(use_true_random=False))
-def test_a_reordered_or_repeated_batch(method, kind, approx, times, random):
+def test_reordering_or_repeating_a_batch_does_not_matter(method, kind, approx, times, random):
     """The running estimate of EK-FAC grows with the number of examples, as documented."""
     build, data = BUILDS[kind]
     x, y = data(5)
@@ -110,7 +110,7 @@ def test_a_reordered_or_repeated_batch(method, kind, approx, times, random):
 @few
 @given(METHOD, BUILD, APPROX, st.integers(1, 7))
 def test_mean_and_summed_loss_have_one_curvature(method, kind, approx, n):
-    """It is per datum; the gradient of the sum is N times as large."""
+    """It is per example; the gradient of the sum is N times as large."""
     build, data = BUILDS[kind]
     x, y = data(n)
     mean = result(method, build(), [(x, y, F.cross_entropy)], approx)
@@ -119,7 +119,7 @@ def test_mean_and_summed_loss_have_one_curvature(method, kind, approx, n):
 
 @few
 @given(METHOD, BUILD, APPROX, st.integers(0, 20), st.booleans())
-def test_the_scale_of_a_grad_scaler(method, kind, approx, exponent, unscale):
+def test_the_scale_of_a_grad_scaler_does_not_matter(method, kind, approx, exponent, unscale):
     build, data = BUILDS[kind]
     x, y = data(5)
     batches = [(x, y, F.cross_entropy)]
@@ -129,7 +129,7 @@ def test_the_scale_of_a_grad_scaler(method, kind, approx, exponent, unscale):
 
 
 def test_a_short_window_counts_what_it_holds_and_leaks_nothing():
-    """Windows of 4, of 1 (cut short), of 4 micro-batches: each estimate is that of its own batches."""
+    """Steps have 4, 1 (cut short) and 4 micro-batches; each estimate is that of its own batches."""
     x, y = vectors(8)
     cut = [(a, b, lambda o, t: F.cross_entropy(o, t) / 4) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)]
     model = mlp()
@@ -141,7 +141,7 @@ def test_a_short_window_counts_what_it_holds_and_leaks_nothing():
     quarter = result("kfac", mlp(), [(x[:2], y[:2], F.cross_entropy)])[0]
     for name, (A, B) in found[1].items():
         assert_close(A, quarter[f"A of {name}"], 1e-12)
-        assert_close(B, quarter[f"B of {name}"] / 16, 1e-12)  # the objective of that window was a quarter of a mean
+        assert_close(B, quarter[f"B of {name}"] / 16, 1e-12)  # the objective of that step was a quarter of a mean
         for one, other in zip(found[0][name], found[2][name], strict=True):
             assert_close(one, other, 1e-12)
     expected = result("kfac", mlp(), cut)[0]
@@ -161,7 +161,7 @@ class Pointwise(nn.Module):
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 3), (2, 2), (3, 1)])
 def test_image_size_under_a_pooled_loss(rows, columns):
-    """Reduce does not see it; expand's A neither, and its B falls as 1/S: no other power of S appears anywhere."""
+    """It affects neither reduce nor the A of expand, whose B falls as 1/S."""
     x, y = images(4, size=(2, 3))
     larger = x.repeat_interleave(rows, 2).repeat_interleave(columns, 3)
     for approx, fall in (("reduce", 1), ("expand", rows * columns)):

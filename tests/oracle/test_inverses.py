@@ -1,4 +1,4 @@
-"""The inverses of Kronecker factors on plain dicts, and damping that is split over factors of a realistic width."""
+"""The inverses of Kronecker factors on plain dicts, and split damping for factors of a realistic width."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def group_of(max_factor_dim=None, split="exact"):
 
 
 def refreshed(kind, group, diagonal=""):
-    """An inverse, and a state that it has refreshed."""
+    """An inverse and its refreshed state."""
     torch.manual_seed(0)
     model = nn.Linear(N_A, N_G, bias=False).double()
     (layer,) = plan_layers(model, model.parameters(), Choices()).layers
@@ -61,7 +61,7 @@ def damped_curvature(state, split):
         (Entrywise, "exact", 1, "ag"),
     ],
 )
-def test_an_inverse_solves_with_the_damped_curvature_and_knows_its_extremes(kind, split, bound, diagonal):
+def test_an_inverse_solves_with_the_damped_curvature_and_has_its_extremes(kind, split, bound, diagonal):
     group = group_of(bound, split)
     inverse, state = refreshed(kind, group, diagonal)
     damped, gradient = damped_curvature(state, split), torch.randn(N_G, N_A, dtype=torch.float64)
@@ -89,7 +89,7 @@ def direction_of_one_step(width, out, examples, **keywords):
     torch.manual_seed(0)
     layer = nn.Linear(width, out, bias=False)
     opt = built(KFAC, layer, lr=0.1, damping_split="pi", kl_clip=None, **keywords)
-    # Positive inputs make one eigenvalue hundreds of times the mean, and its rounding comparable to what λ adds.
+    # With positive inputs, one eigenvalue is hundreds of times the mean, and its rounding is comparable to λ's share.
     x, y = torch.rand(examples, width) + 1, torch.randn(examples, out) + 1
     (layer(x) * y).sum(1).mean().backward()
     gradient = layer.weight.grad.clone()
@@ -99,8 +99,8 @@ def direction_of_one_step(width, out, examples, **keywords):
 
 
 @pytest.mark.parametrize("method", ["eigen", "cholesky"])
-def test_nothing_is_added_to_a_damping_that_the_factors_contain(method):
-    """In float32, against a solve in float64 with the factors that the optimizer holds."""
+def test_float32_solves_with_split_damping_are_accurate(method):
+    """The reference is a solve in float64 with the factors of the optimizer."""
     state, gradient, found = direction_of_one_step(512, 64, 96, damping=0.1, inverse_method=method)
     g, a = pi_factors(state["factor_g"].double(), state["factor_a"].double(), 0.1)
     expected = torch.linalg.solve(g, torch.linalg.solve(a, gradient.double().mT).mT)

@@ -1,8 +1,8 @@
-"""The function of the page on migrating from kfac-pytorch against that program's algorithm, over several steps.
+"""The function on the page about migrating from kfac-pytorch against that program's algorithm, over several steps.
 
 The oracle applies its definitions to one example after the other: covariances over all positions of the inputs and of
 the gradients of the mean loss, divided by the number of pixels; running averages that start at the identity; λ added to
-the eigenvalues of ``G ⊗ A``; one clip for all layers, with a rate of its own; and torch's SGD on the new gradients.
+the eigenvalues of ``G ⊗ A``; one clip for all layers, with its own rate; and torch's SGD on the new gradients.
 """
 
 import copy
@@ -30,7 +30,7 @@ BATCHES = [images(4, size=(7, 6), seed=seed) for seed in range(6)]
 
 
 class Mixed(nn.Module):
-    """Two convolutions, a linear layer on positions and one on examples, and a norm that has no factors there."""
+    """Two convolutions, a linear layer on positions and one on examples, and a norm that has no factors in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_trajectory_is_that_of_kfac_pytorch(case: str, like_kfac_pytorch: Callab
 
 
 def test_the_rate_of_the_clip_may_differ_from_a_scheduled_one(like_kfac_pytorch: Callable[..., KFAC]) -> None:
-    """The rate of SGD falls, and that of the clip stays: κ follows the square of the rate."""
+    """The rate of SGD falls, but that of the clip stays, so κ follows the square of the rate."""
     model = seeded_build(Mixed)
     twin = copy.deepcopy(model)
     oracle, theirs = Oracle(twin, LAYERS, **THEIRS), torch.optim.SGD(twin.parameters(), 0.05, momentum=0.9)
@@ -201,7 +201,7 @@ def test_the_rate_of_the_clip_may_differ_from_a_scheduled_one(like_kfac_pytorch:
 
 
 def test_skipped_and_frozen_layers_follow_sgd(like_kfac_pytorch: Callable[..., KFAC]) -> None:
-    """Rules are regular expressions on names and on names of classes; a layer with a frozen part is left out too."""
+    """Rules are regular expressions for names and class names; a layer with a frozen part is skipped, too."""
     model = seeded_build(Mixed)
     model.tokens.bias.requires_grad_(False)
     twin = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Factors of convolutions by lags: against naive sums over patches, and every test of patches once more."""
+"""Factors of convolutions by lags, against naive sums over patches and in the tests of patches."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ from tests.support.layer_cases import TRANSPOSED
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Take lags wherever they are possible, and note where they were."""
+    """Use lags wherever they are possible, and record where they were."""
     found = []
 
     def possible(window, images, channels, sizes):
@@ -103,7 +103,7 @@ def _sums(conv, x, g, sampler=None, keep=None):
 
 
 @each(groups=[1, 2], case=["half", "padded rows", "drawn examples"])
-def test_what_rows_are_made_of_in_other_ways(groups, case, taken, monkeypatch):
+def test_lags_equal_patches_with_half_precision_masks_and_drawn_examples(groups, case, taken, monkeypatch):
     conv = nn.Conv2d(4, 6, 3, padding=1, groups=groups)
     x, g = torch.randn(6, 4, 5, 5), torch.randn(6, 6, 5, 5)
     keep = torch.tensor([True, True, False, True, False, True]) if case == "padded rows" else None
@@ -119,7 +119,7 @@ def test_what_rows_are_made_of_in_other_ways(groups, case, taken, monkeypatch):
     assert_close(by_lags, run(), 1e-5)
 
 
-def test_no_patch_is_made_of_a_wide_layer(monkeypatch):
+def test_a_wide_layer_needs_no_patches(monkeypatch):
     conv = nn.Conv2d(16, 16, 3, padding=1)
     x, g = torch.randn(16, 16, 24, 24), torch.randn(16, 16, 24, 24)
     rows = F.pad(F.unfold(x.double(), 3, padding=1).transpose(1, 2).flatten(0, 1), (0, 1), value=1.0)
@@ -128,7 +128,7 @@ def test_no_patch_is_made_of_a_wide_layer(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 6, 6), (2, 3, 40), (1, 2, 9, 5, 4)])
-def test_images_are_taken_in_parts_and_cut(shape, monkeypatch):
+def test_splitting_images_does_not_matter(shape, monkeypatch):
     axes, x, found = len(shape) - 2, noise(*shape), []
     window = Window((3,) * axes, (2,) * axes, ((2, 1),) * axes, 1)
     for positions in (10**6, 1, 7, 72):
@@ -139,7 +139,7 @@ def test_images_are_taken_in_parts_and_cut(shape, monkeypatch):
 
 
 def test_float32_is_as_exact_as_by_patches():
-    """Many positions of smooth images: rounding of each single addition would make A indefinite."""
+    """With many positions of smooth images, rounding each addition would make A indefinite."""
     x = torch.randn(512, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     x = F.avg_pool2d(x, 5, 1, 2) + 1
     conv = nn.Conv2d(1, 4, 5, padding=2, bias=False)
@@ -153,8 +153,8 @@ def test_float32_is_as_exact_as_by_patches():
     assert torch.linalg.eigvalsh(found)[0] == pytest.approx(float(smallest), rel=0.02)
 
 
-def test_what_no_tap_sees_is_not_looked_at():
-    """The taps of this kernel step over the middle of the image, which may be anything."""
+def test_pixels_that_no_tap_reads_may_be_nan():
+    """The taps of this kernel skip the middle of the image."""
     conv = nn.Conv2d(16, 8, (2, 3), padding=(5, 1), dilation=(8, 1))
     x = torch.randn(512, 16, 4, 16)
     assert conv(x).shape[2] == 6
@@ -163,19 +163,19 @@ def test_what_no_tap_sees_is_not_looked_at():
     assert torch.isfinite(_sums(conv, x, torch.randn(512, 8, 6, 16))).all()
 
 
-def test_a_long_signal_costs_no_loop_over_its_pixels():
+def test_a_long_signal_needs_no_loop_over_its_pixels():
     window = Window((9,), (3,), ((12, 12),), 1)
     counted = sum(1 for _ in window.missing(0, 10**9))
     assert counted == 24
 
 
 @pytest.mark.parametrize("kind", ["float64", "without oneDNN", "rows of its own", "stride"])
-def test_patches_where_weight_gradients_would_be_patches_too(kind, monkeypatch):
+def test_patches_are_used_where_lags_would_not_help(kind, monkeypatch):
     class Own(ConvAdapter):
         def input_rows(self, x):
             return (3 * rows for rows in super().input_rows(x))
 
-    monkeypatch.setattr(convolutions, "gains", lambda *shapes: pytest.fail("lags were thought of"))
+    monkeypatch.setattr(convolutions, "gains", lambda *shapes: pytest.fail("lags were considered"))
     conv, x = nn.Conv2d(4, 4, 3, stride=2 if kind == "stride" else 1), torch.randn(8, 4, 16, 16)
     adapter = (Own if kind == "rows of its own" else ConvAdapter)(conv, True, False)
     out = torch.zeros(36, 36, dtype=torch.float64 if kind == "float64" else torch.float32)
@@ -183,7 +183,7 @@ def test_patches_where_weight_gradients_would_be_patches_too(kind, monkeypatch):
         assert adapter.add_gram_(out, x, 1.0) is None
 
 
-def test_lags_are_taken_where_they_are_less_work():
+def test_lags_are_used_where_they_are_less_work():
     cases = {  # kernel, images, channels, groups, size
         (3, 128, 16, 1, 32): True,
         (3, 128, 64, 1, 8): True,

@@ -1,26 +1,25 @@
-"""Devices that lack a factorization or break down in it, and switches of their precision that users have set.
+"""Devices that lack a factorization or fail in it, and switches of their precision that users have set.
 
-Training on such devices is in `tests/contract/test_devices.py`. Nothing asks for CUDA unless there is CUDA.
+Training on such devices is tested in `tests/contract/test_devices.py`.
 """
 
 import ast
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from secondorder.linalg import dense
 from tests.support.device import KIND, SimulatedDevice
+from tests.support.source import ROOT, dotted
 
-ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = (torch.ops.aten._linalg_eigh.default, torch.ops.aten.linalg_cholesky_ex.default)
 
 
-def test_a_matrix_that_a_device_cannot_factorise_is_factorised_on_the_cpu_at_last():
-    """After a jitter and in float64, as any matrix that fails."""
+def test_a_matrix_that_a_device_cannot_factorize_is_factorized_on_the_cpu_in_the_end():
+    """This happens after a jitter and in float64, as with any matrix that fails."""
     lacking = {torch.ops.aten._linalg_eigh.default: torch.linalg.LinAlgError("no convergence")}
     with SimulatedDevice(lacking) as device:
         values, _, ok = dense.eigh_psd(device.tensor(torch.eye(3)[None]), host_checks=True)
@@ -29,14 +28,14 @@ def test_a_matrix_that_a_device_cannot_factorise_is_factorised_on_the_cpu_at_las
     torch.testing.assert_close(values.held, torch.ones(1, 3), rtol=1e-5, atol=1e-5)
 
 
-def test_a_failure_on_the_cpu_as_well_climbs_the_ladder():
-    """NaN: the device does not have the function, and the CPU refuses the matrix."""
+def test_a_failure_on_the_cpu_as_well_is_reported():
+    """The device does not have the function, and the CPU refuses the NaN."""
     error = NotImplementedError("The operator is not implemented for this device")
     x = torch.eye(3).repeat(2, 1, 1)
     x[1, 0, 0] = torch.nan
-    for factorise in (dense.eigh_psd, dense.inverse_pd):
+    for factorize in (dense.eigh_psd, dense.inverse_pd):
         with SimulatedDevice(dict.fromkeys(OPERATORS, error)) as device:
-            *_, ok = factorise(device.tensor(x), True)
+            *_, ok = factorize(device.tensor(x), True)
         assert ok.held.tolist() == [True, False]
 
 
@@ -53,7 +52,7 @@ def test_a_lack_of_memory_and_errors_of_the_cpu_itself_are_raised(error, device)
         pass  # devices without autocast need none
 
 
-# --------------- TF32 is off while curvature is computed, whatever switches the user has used, and as it was afterwards
+# ------------------------- TF32 is off while curvature is computed, whatever switches the user has set, and is restored
 
 SETTINGS = {
     "nothing": "",
@@ -64,7 +63,7 @@ SETTINGS = {
     "new, of products": "b.cuda.matmul.fp32_precision = 'tf32'",
     "new, of all": "b.fp32_precision = 'ieee'",
 }
-#: Torch does not forget which kind of switch was used, so each setting has a process, forked from one that has torch.
+#: Torch remembers which kind of switch was used, so each setting has a process, forked from one that has torch.
 PROGRAM = """
 import json, os, sys
 import torch
@@ -86,7 +85,7 @@ def check(setting):
 failed = []
 for name, setting in json.loads(sys.argv[1]).items():
     if name.startswith("new") and not new:
-        continue  # this torch has the old ones only
+        continue  # this torch only has the old ones
     if not (child := os.fork()):
         try:
             check(setting)
@@ -100,43 +99,35 @@ sys.exit(f"failed: {failed}" if failed else 0)
 """
 
 
-def test_switches_of_either_kind():
-    """This needs no device."""
+def test_switches_of_either_kind_are_restored():
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(SETTINGS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-# --------------------------------------------------------------------------- Nothing asks for CUDA unless there is CUDA
+# ------------------------------------------------------------------------------ CUDA is not used unless there is CUDA
 
-#: Factorisations in the package go through `anywhere`.
-FACTORISATIONS = {
+#: Factorizations in the package go through `anywhere`.
+FACTORIZATIONS = {
     "eigh", "eigvalsh", "cholesky_ex", "qr", "solve_triangular", "solve", "cholesky", "inv", "svd", "pinv", "lstsq",
     "cholesky_inverse", "cholesky_solve",
 }  # fmt: skip
 GUARDS = ('type == "cuda"', 'type != "cuda"', "_cuda is None", "cuda.is_available()")
 
 
-def dotted(node):
-    """``torch.linalg.eigh`` of its syntax tree."""
-    if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else "?"
-
-
-def test_every_factorisation_may_go_to_the_cpu_and_cuda_is_named_only_where_a_device_is_known_to_be_one():
-    """Each place that names it is a function that first asks for the type of the device, or for CUDA itself."""
+def test_factorizations_may_fall_back_to_the_cpu_and_cuda_is_used_only_after_a_check():
+    """Each function that uses it first checks the type of the device, or that there is CUDA."""
     found = []
     for path in sorted([*(ROOT / "secondorder").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]):
         source = path.read_text(encoding="utf-8")
-        if "torch.cuda" not in source and not any(f"{name}(" in source for name in FACTORISATIONS):
+        if "torch.cuda" not in source and not any(f"{name}(" in source for name in FACTORIZATIONS):
             continue
         nodes = list(ast.walk(ast.parse(source)))
         functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         for node in nodes:
             if isinstance(node, ast.Call) and path.is_relative_to(ROOT / "secondorder"):
                 first, _, last = dotted(node.func).rpartition(".")
-                if first in ("torch", "torch.linalg") and last in FACTORISATIONS:
+                if first in ("torch", "torch.linalg") and last in FACTORIZATIONS:
                     found.append(f"{path.name}:{node.lineno}: {first}.{last}")
             if isinstance(node, ast.Attribute) and node.attr == "cuda" and dotted(node) == "torch.cuda":
                 around = [f for f in functions if f.lineno <= node.lineno <= (f.end_lineno or 0)]

@@ -1,6 +1,6 @@
-"""The running estimate of the factors and its steps: what is read at use, what is renewed, and when.
+"""The running estimate of the factors, and when factors and factorizations are renewed.
 
-Against a plain list, over all of its options, it is in `tests/fisher/test_running_options.py`; the tables of every
+All of its options are compared with a plain list in `tests/fisher/test_running_options.py`; the tables of every
 schedule are in `tests/schedule/test_refresh_schedule.py`.
 """
 
@@ -19,7 +19,7 @@ from tests.support.oracles.kfac import expected_factors, solve_exact
 BATCHES = [vectors(n, seed=seed) for seed, n in enumerate((5, 2, 7, 1, 4))]
 
 
-def test_the_decay_is_read_from_its_group_at_use():
+def test_the_decay_may_change_during_a_run():
     model = mlp()
     opt = plain_kfac(model, lr=0.0)
     weight, value = 0.0, 0.0
@@ -33,10 +33,10 @@ def test_the_decay_is_read_from_its_group_at_use():
 
 @pytest.mark.parametrize("method", ["eigen", "cholesky"])
 def test_refreshes_leave_the_factors_bit_identical(method):
-    """Damping is applied to a copy: five refreshes without a factor update change nothing in the estimate."""
+    """Damping is applied to a copy, so five refreshes without a factor update leave the estimate unchanged."""
     model = mlp()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # refreshes without new factors are an odd wish
+        warnings.simplefilter("ignore")  # refreshes without new factors are unusual
         opt = plain_kfac(model, inverse_method=method, damping=0.3, factor_update_steps=1000)
     train_step(opt, model, *vectors(), F.cross_entropy)
     held, before = all_factors(opt, model), layer_state(opt, model, "0")["refreshes"]
@@ -44,9 +44,6 @@ def test_refreshes_leave_the_factors_bit_identical(method):
         train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
     assert layer_state(opt, model, "0")["refreshes"] == before + 5
     kfac.assert_same_factors(opt, model, held)
-
-
-# -------------------------------------------------------------------------- When factors and factorisations are renewed
 
 
 RENEWED = [  # layers, options, steps at which each of them has its factors updated, and is refreshed
@@ -68,8 +65,8 @@ RENEWED = [  # layers, options, steps at which each of them has its factors upda
 
 
 @pytest.mark.parametrize(("layers", "options", "updated", "refreshed"), RENEWED)
-def test_factors_and_factorisations_are_renewed_when_they_are_due(layers, options, updated, refreshed):
-    """After each refresh V is the dense solve with the block's factors of that very step: both sides are renewed."""
+def test_factors_and_factorizations_are_renewed_when_they_are_due(layers, options, updated, refreshed):
+    """After each refresh, V is the dense solve with the factors of that step, so both sides are renewed."""
     model, names = mlp((4, *[3] * layers)), [str(2 * j) for j in range(layers)]
     opt = plain_kfac(model, lr=1e-3, **options)
     assert list(opt.blocks) == names
@@ -93,8 +90,8 @@ def branches(both, **options):
     return model, plain_kfac(model, lr=0.1, **options)
 
 
-def test_a_late_branch_is_estimated_and_factorised_when_it_first_appears():
-    """At t = 3 nothing else is due; from then on it keeps the common schedule."""
+def test_a_late_branch_is_estimated_and_factorized_when_it_first_appears():
+    """At t = 3 nothing else is due; afterwards it follows the common schedule."""
     model, opt = branches(False, factor_update_steps=5, inv_update_steps=5)
     x, y = vectors()
     for _ in range(3):
@@ -116,8 +113,7 @@ def test_a_late_branch_is_estimated_and_factorised_when_it_first_appears():
 
 
 @pytest.mark.filterwarnings("ignore:KFAC")
-def test_a_covered_layer_without_statistics_moves_by_its_fallback():
-    """Its gradient exists but nothing was captured: the rule of uncovered parameters, never nothing."""
+def test_a_covered_layer_without_statistics_follows_its_fallback():
     model, opt = branches(True, fallback="sgd")
     with opt.pause_capture():
         backward(model, *vectors(), F.cross_entropy)
@@ -127,7 +123,7 @@ def test_a_covered_layer_without_statistics_moves_by_its_fallback():
         assert_close(old - p.detach(), 0.1 * p.grad)
 
 
-def test_between_refreshes_the_old_inverse_meets_the_new_gradient():
+def test_between_refreshes_the_old_inverse_preconditions_the_new_gradient():
     model = mlp()
     opt = plain_kfac(model, lr=0.1, factor_update_steps=1, inv_update_steps=3)
     train_step(opt, model, *vectors(), F.cross_entropy)

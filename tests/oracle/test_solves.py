@@ -22,7 +22,7 @@ METHODS = {
 
 
 def grouped_conv():
-    """Groups of very different size, which must not share one π."""
+    """Groups of very different scale, which must not share one π."""
     scale = torch.tensor([100.0, 100.0, 1.0, 1.0], dtype=torch.float64)[:, None, None]
     layer = seeded_build(lambda: nn.Conv2d(4, 4, 2, groups=2))
     return layer, scale * noise(3, 4, 4, 3), noise(3, 4, 3, 2, seed=1), F.mse_loss
@@ -47,7 +47,7 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_direction_is_the_dense_solve_with_this_batch_s_factors(problem):
-    """The first step updates the factors and refreshes before it preconditions: no identity, no stale inverse.
+    """The first step updates the factors and refreshes before it preconditions.
 
     A relative λ is a multiple of the mean eigenvalue of each block, and of each group of a convolution.
     """
@@ -88,7 +88,7 @@ def test_cholesky_takes_a_changed_damping_at_the_next_refresh_at_the_latest():
 
 
 class Scaled(nn.Module):
-    """Activations scaled up in front of a layer and down behind it."""
+    """Scales activations up before a layer and down after it."""
 
     def __init__(self, c: float) -> None:
         super().__init__()
@@ -100,9 +100,9 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_units_do_not_matter(method):
-    """Loss → c·loss scales F by c² and ∇ by c: a relative λ makes V scale by exactly 1/c.
+    """Loss → c·loss scales F by c² and ∇ by c, so with a relative λ V scales by exactly 1/c.
 
-    A → c²A, B → B/c² leaves B ⊗ A, π's product and V alone.
+    A → c²A, B → B/c² changes neither B ⊗ A nor the product with π nor V.
     """
     keywords = {"damping": 0.1, **METHODS[method][0]}
     steps, scaled = [], []
@@ -117,8 +117,8 @@ def test_units_do_not_matter(method):
     assert_close(scaled[1], scaled[0], 1e-9)
 
 
-def test_invertible_affine_inputs_are_undone_without_damping():
-    """x → Mx + c with W → WM⁻¹, b → b − WM⁻¹c is the same function; as λ → 0 its K-FAC step is the same too."""
+def test_without_damping_steps_are_invariant_to_affine_maps_of_the_inputs():
+    """x → Mx + c with W → WM⁻¹, b → b − WM⁻¹c is the same function; as λ → 0 its K-FAC step is the same, too."""
     x, y = noise(40, 3), noise(40, 2, seed=1)
     M, c = noise(3, 3, seed=2) + 2 * torch.eye(3, dtype=torch.float64), noise(3, seed=3)
     plain = seeded_build(lambda: nn.Linear(3, 2))
@@ -134,7 +134,7 @@ def test_invertible_affine_inputs_are_undone_without_damping():
 
 @pytest.mark.parametrize("dead", ["inputs", "gradients", "both"])
 def test_factors_of_zeros_give_the_gradient_over_lambda(dead):
-    """A dead input or a dead output makes F = 0 for a first batch; what comes later is divided by λ."""
+    """A dead input or output makes F = 0 in the first batch; later gradients are divided by λ."""
     for method, (keywords, solve) in METHODS.items():
         model, (x, y) = mlp((4, 3), bias=False), vectors()
         opt = plain_kfac(model, damping=0.25, factor_update_steps=50, inv_update_steps=50, **keywords)
@@ -164,7 +164,7 @@ class Mixed(nn.Module):
 
 
 def test_layers_of_one_shape_in_groups_of_their_own_do_not_mix():
-    """Refreshes are batched over equal shapes: equal shapes in two groups and two dtypes keep their own results."""
+    """Refreshes are batched over equal shapes, but layers in other groups or of other dtypes have their own results."""
     x, y, model = noise(6, 4), noise(6, 4, seed=1), Mixed()
     groups = [
         {"params": list(model.layers[:2].parameters()), "damping": 0.3},
@@ -182,7 +182,7 @@ def test_layers_of_one_shape_in_groups_of_their_own_do_not_mix():
 
 
 def test_grafting_on_adam_preconditions_the_first_moment():
-    """Second step with factors kept: P(m̂₂) scaled to ‖m̂₂ / (√v̂₂ + ε)‖, without heavy-ball momentum on top."""
+    """The second step is P(m̂₂) scaled to ‖m̂₂ / (√v̂₂ + ε)‖, without heavy-ball momentum in addition."""
     model = mlp()
     opt = plain_kfac(model, lr=0.01, graft="adam", momentum=0.9, factor_update_steps=5, inv_update_steps=5)
     seen = [next_directions(opt, model, *vectors(seed=seed), F.cross_entropy) for seed in (0, 1)]
@@ -195,11 +195,11 @@ def test_grafting_on_adam_preconditions_the_first_moment():
         assert_close(seen[1][name][1], 0.01 * V * size / V.norm(), 1e-7, name)
 
 
-# ---------- Layers without biases whose sides are multiples of 16, as most transformers and residual networks have them
+# ---------------------- Layers without biases whose sides are multiples of 16, as in transformers and residual networks
 
 
 def aligned() -> nn.Sequential:
-    """Its matrices need neither padding nor ones, so a direction could be memory that the next layer overwrites."""
+    """Matrices need neither padding nor ones, so a direction could be memory that the next layer overwrites."""
     convolutions = [nn.Conv2d(16, 64, 3, padding=1, bias=False), nn.Conv2d(64, 80, 1, bias=False)]
     linear = [nn.Linear(80, 96, bias=False), nn.Tanh(), nn.Linear(96, 64, bias=False), nn.Linear(64, 64, bias=False)]
     return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *linear)
@@ -215,7 +215,7 @@ def kept_directions(opt, model):
 
 @pytest.mark.parametrize("way", ["eigen", "cholesky", "intra", "running"])
 def test_every_layer_has_its_own_direction(way):
-    """Compared with an explicit solution from the factors in the state, layer by layer."""
+    """The reference is an explicit solution with the factors in the state, layer by layer."""
     model = seeded_build(aligned)
     kind, keywords = (EKFAC, {"estimator": way}) if way in ("intra", "running") else (KFAC, {"inverse_method": way})
     opt = built(kind, model, lr=0.1, damping=0.1, kl_clip=None, **keywords)
@@ -234,7 +234,7 @@ def test_every_layer_has_its_own_direction(way):
 
 @pytest.mark.parametrize("mode", ["kid", "sngd"])
 def test_rows_of_every_layer_give_their_own_direction(mode):
-    """That of the same layer alone, when all others are left out of the method."""
+    """It is that of the same layer when all others are skipped."""
     whole, keywords = seeded_build(aligned), {"damping": 0.1, "mode": mode, "rank_fraction": 0.5}
     kept = kept_directions(built(HyLo, whole, **keywords), whole)
     for name, _ in whole.named_parameters():

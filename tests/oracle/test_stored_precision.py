@@ -1,5 +1,7 @@
-"""Factors and what is found from them, kept in bfloat16: what is rounded, when, and what that does to a direction.
-And factors kept as triangles, which changes nothing but their bytes."""
+"""Factors and their inverses stored in bfloat16: what is rounded, when, and the effect on directions.
+
+Factors that are stored as triangles change only the number of bytes.
+"""
 
 import io
 
@@ -54,8 +56,7 @@ def same(model, other):
     return all(p.equal(q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_the_running_mean_is_rounded_once_an_update():
-    """The same factors as a second optimizer measures them in full, folded and rounded by hand."""
+def test_the_running_mean_is_rounded_once_per_update():
     low, full = net(), net()
     opt = built(KFAC, low, **{**OPTIONS, "lr": 0.0}, factor_dtype=torch.bfloat16)
     expected, total = {}, 0.0
@@ -71,13 +72,13 @@ def test_the_running_mean_is_rounded_once_an_update():
     for key, held in all_factors(opt, low).items():
         for found, wanted in zip(held, expected[key], strict=True):
             assert found.dtype == torch.bfloat16
-            # the sums of the products differ by float32 rounding, which may turn a last bit
+            # the sums of the products differ by float32 rounding, which may change the last bit
             assert (found.float() - wanted.float()).abs().max() <= wanted.float().abs().max() / 128
             assert (found == wanted).double().mean() > 0.95
 
 
 @each(method={"eigen": solve_exact, "cholesky": solve_pi}, which=["factor_dtype", "inv_dtype"])
-def test_a_direction_is_off_by_rounding_times_the_condition_number(method, which):
+def test_the_error_of_a_direction_is_rounding_times_the_condition_number(method, which):
     model, (x, y) = mlp().float(), vectors()
     inverse = "eigen" if method is solve_exact else "cholesky"
     opt = plain_kfac(model, damping=0.1, inverse_method=inverse, **{which: torch.bfloat16})
@@ -91,7 +92,7 @@ def test_a_direction_is_off_by_rounding_times_the_condition_number(method, which
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_half_the_bytes_train_the_same_way_and_triangles_to_the_bit(name):
+def test_training_with_half_the_bytes_is_similar_and_with_triangles_identical(name):
     on = batches(6) * 2
 
     def loss_of(model):
@@ -128,7 +129,7 @@ STORED = {"rounded": (LOW, LOW), "to packed": ({}, PACKED), "to dense": (PACKED,
 
 
 @each(name=list(METHODS), ways=STORED)
-def test_a_checkpoint_goes_on_to_the_bit_in_either_storage(name, ways):
+def test_a_checkpoint_continues_bit_for_bit_in_either_storage(name, ways):
     (first, then), on = ways, batches(7)
     model, opt = train(*start(name, **first), on[:3])
     file = io.BytesIO()
@@ -162,16 +163,16 @@ def test_float32_means_float64_for_float64_parameters():
 
 
 @pytest.mark.parametrize("cls", [KFAC, EKFAC])
-def test_what_cannot_be_stored_is_refused(cls):
+def test_invalid_storage_options_are_refused(cls):
     for keyword in ("factor_dtype", "inv_dtype"):
-        for value, error, told in ((torch.float16, ValueError, "torch.float16"), ("bfloat16", TypeError, "'bfloat16'")):
-            with pytest.raises(error, match=f"{keyword} must be torch.float32 or torch.bfloat16, got {told}"):
+        for value, error, text in ((torch.float16, ValueError, "torch.float16"), ("bfloat16", TypeError, "'bfloat16'")):
+            with pytest.raises(error, match=f"{keyword} must be torch.float32 or torch.bfloat16, got {text}"):
                 built(cls, net(), **{keyword: value})
     with pytest.raises(TypeError, match="packed must be True or False, got 'sparse'"):
         StorageOptions(packed="sparse")
 
 
-def test_diagonal_factors_are_kept_so_too():
+def test_diagonal_factors_are_stored_in_bfloat16_too():
     model, opt = train(*start("kfac cholesky", **LOW, max_factor_dim=5), batches(3))
     state = layer_state(opt, model, "0")
     assert state["factor_a"].shape == (13,)
@@ -189,7 +190,7 @@ def test_diagonal_factors_are_kept_so_too():
         "model": {"quadratic_model": True},
     },
 )
-def test_packed_factors_of_convolutions_and_beside_diagonal_ones(groups, extra):
+def test_packed_factors_of_convolutions_and_in_addition_to_diagonal_ones(groups, extra):
     def run(**keywords):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Conv2d(2, 4, 3, groups=groups), nn.Flatten(), nn.Linear(16, 3))

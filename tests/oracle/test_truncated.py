@@ -1,4 +1,4 @@
-"""Directions from leading eigenvectors solve the equations of truncated factors, written out densely in float64."""
+"""Directions from leading eigenvectors solve the equations of truncated factors, as dense matrices in float64."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ DAMPING, RANK = 0.3, 3
 
 
 def factors_of(gradients, inputs, examples):
-    """A and G of rows ``[rows, n]``, whose gradients are those of a mean over examples."""
+    """A and G from rows ``[rows, n]`` with the gradients of a mean over examples."""
     return inputs.T @ inputs / len(inputs), examples * gradients.T @ gradients
 
 
 def truncated(matrix, rank=RANK):
-    """The matrix with the mean of all but its largest eigenvalues in their place, by a full eigendecomposition."""
+    """The matrix with all but its largest eigenvalues replaced by their mean, by a full eigendecomposition."""
     n = len(matrix)
     if n <= 2 * rank:
         return matrix
@@ -42,7 +42,7 @@ def solution(a, g, gradient, split, power, relative):
 
 
 def rows(shape):
-    """Random rows whose leading directions stand out, so that the iteration finds them to rounding."""
+    """Random rows with dominant leading directions, which the iteration finds up to rounding."""
     scales = torch.logspace(0, -12, shape[-1]).double()
     return torch.randn(*shape).double() * scales @ torch.linalg.qr(torch.randn(shape[-1], shape[-1]).double())[0]
 
@@ -91,7 +91,7 @@ def test_a_convolution_with_groups():
 
 @pytest.mark.parametrize(("n_in", "n_out"), [(11, 9), (11, 4), (4, 9)])
 def test_equal_layers_that_precondition_together(n_in, n_out):
-    """From four equal layers on, one batched product gives the directions of all of them."""
+    """With four equal layers or more, one batched product gives the directions of all of them."""
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(n_in, n_out).double() for _ in range(5))
     xs, weights = [rows((40, n_in)) for _ in model], [rows((40, n_out)) for _ in model]
@@ -131,7 +131,6 @@ def test_memory_and_flops_are_those_of_thin_bases():
     assert "41 (4 kept), 30 (4 kept)" in optimizer.describe()
 
 
-# ---------------------------------------------------------------------- the eigenpairs
 @pytest.mark.parametrize(("k", "n", "rank"), [(1, 30, 4), (3, 12, 5), (2, 9, 8)])
 def test_leading_pairs_are_those_of_a_full_decomposition(k, n, rank):
     torch.manual_seed(0)
@@ -161,7 +160,7 @@ def test_equal_matrices_give_equal_bits():
     x = torch.randn(3, 40, 30)
     x = x.mT @ x
     first = leading_eigh(x, 5, True)
-    torch.manual_seed(1)  # nobody else's random numbers are used
+    torch.manual_seed(1)  # the global generator is not used
     for one, other in zip(first, leading_eigh(x, 5, True), strict=True):
         assert torch.equal(one, other)
 

@@ -1,4 +1,4 @@
-"""`damping_decay` is the rule of a step-by-step recurrence, whoever reads it and whenever."""
+"""`damping_decay` is the rule of a step-by-step recurrence, at whatever steps it is evaluated."""
 
 import copy
 import math
@@ -36,8 +36,7 @@ def recurrence(initial: float, final: float, decay_steps: int, warmup_steps: int
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_the_recurrence(case: str) -> None:
-    """It starts at the initial value and never rises."""
+def test_values_are_those_of_the_recurrence_and_never_rise(case: str) -> None:
     initial, final, decay_steps, warmup_steps = CASES[case]
     rule = damping_decay(initial, final, decay_steps, warmup_steps)
     values = [rule(t) for t in range(3 * decay_steps + warmup_steps)]
@@ -50,10 +49,10 @@ def test_it_is_the_recurrence(case: str) -> None:
 
 
 def test_values_by_hand() -> None:
-    """λ₀ = 10, λ_T = 1, N = 4: α = 2 · 1 / 4, so the 9 above λ_T are halved at each step."""
+    """With λ₀ = 10, λ_T = 1 and N = 4, α = 2 · 1 / 4, so the difference of 9 to λ_T is halved at each step."""
     rule = damping_decay(10.0, 1.0, 4, warmup_steps=2)
     assert [rule(t) for t in range(7)] == pytest.approx([10, 10, 10, 5.5, 3.25, 2.125, 1.5625], rel=1e-14)
-    rule = damping_decay(1.0, 1e-6, 5)  # α would be 12 / 5: too short for its span, it is over after a step
+    rule = damping_decay(1.0, 1e-6, 5)  # α would be 12 / 5, so the decay ends after one step
     assert [rule(t) for t in range(3)] == pytest.approx([1.0, 1e-6, 1e-6], rel=1e-12)
 
 
@@ -61,14 +60,13 @@ positive = st.floats(1e-12, 1e6)
 
 
 @given(positive, positive, st.integers(1, 10**6), st.integers(0, 1000), st.integers(0, 10**7))
-def test_it_stays_between_its_ends(one: float, two: float, decay_steps: int, warmup_steps: int, step: int) -> None:
+def test_values_stay_between_the_ends(one: float, two: float, decay_steps: int, warmup_steps: int, step: int) -> None:
     initial, final = max(one, two), min(one, two)
     rule = damping_decay(initial, final, decay_steps, warmup_steps)
     assert final <= rule(step + 1) <= rule(step) <= initial
     assert rule(min(step, warmup_steps)) == initial
 
 
-# ---------------------------------------------------------------- with an optimizer
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 2)).double()
@@ -88,8 +86,8 @@ def train(model: nn.Module, optimizer: KFAC, step: int) -> None:
 
 
 @pytest.mark.parametrize("interval", [1, 5, 13])
-def test_the_interval_of_refreshes_changes_nothing(interval: int) -> None:
-    """After 26 steps λ is the same, and so it is at every step at which a refresh reads it."""
+def test_the_interval_of_refreshes_does_not_matter(interval: int) -> None:
+    """λ is the same after 26 steps and at every step at which a refresh reads it."""
     model = network()
     optimizer = kfac(model, inv_update_steps=interval)
     schedule = ParamScheduler(optimizer, damping=damping_decay(1.0, 1e-2, 26, warmup_steps=3))
@@ -101,8 +99,7 @@ def test_the_interval_of_refreshes_changes_nothing(interval: int) -> None:
     assert optimizer.param_groups[0]["damping"] == pytest.approx(expected[26], rel=1e-12)
 
 
-# ---------------------------------------------------------------- the object
-def test_it_is_a_value() -> None:
+def test_rules_compare_by_value_and_can_be_copied() -> None:
     rule = damping_decay(1, 0.25, decay_steps=8, warmup_steps=3)
     assert repr(rule) == "DampingDecay(initial=1.0, final=0.25, decay_steps=8, warmup_steps=3)"
     for other in (eval(repr(rule)), copy.deepcopy(rule), pickle.loads(pickle.dumps(rule)), DampingDecay(1, 0.25, 8, 3)):

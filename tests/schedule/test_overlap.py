@@ -1,4 +1,4 @@
-"""Refreshes beside training: what is adopted when, whatever the thread does; against factors that the tests kept."""
+"""Refreshes that overlap with training: what is adopted when, whatever the thread does."""
 
 import copy
 import threading
@@ -53,7 +53,7 @@ def _train(model: nn.Module, opt: Any, start: int, stop: int, after: Callable[[i
 
 
 def _begun(name: str, stop: int = INTERVAL + 1, **options: Any) -> tuple[nn.Module, Any]:
-    """A model and its optimizer after some steps: a refresh is under way, unless they are fewer."""
+    """A model and its optimizer after some steps, by default with a refresh in progress."""
     model = _net()
     opt = _make(name, model, **options)
     _train(model, opt, 0, stop)
@@ -61,7 +61,7 @@ def _begun(name: str, stop: int = INTERVAL + 1, **options: Any) -> tuple[nn.Modu
 
 
 def _rises(model: nn.Module, opt: Any, start: int, stop: int, key: str = "refreshes", block: int = 0) -> list[int]:
-    """The steps in which a counter of a block rises."""
+    """The steps at which a counter of a block increases."""
     counts = [_states(opt)[block][key]]
     _train(model, opt, start, stop, lambda t: counts.append(_states(opt)[block][key]))
     return [start + i for i, (old, new) in enumerate(pairwise(counts)) if new > old]
@@ -80,7 +80,7 @@ def _undisturbed(name: str, stop: int = 2 * INTERVAL + 5) -> Tensor:
 
 
 def _found(opt: Any) -> list[Tensor]:
-    """What a refresh has left of every block, as matrices that do not depend on signs of eigenvectors."""
+    """The result of a refresh of every block, as matrices that do not depend on signs of eigenvectors."""
     found = []
     for block in opt.blocks.values():
         state = opt.state[block.owner]
@@ -94,7 +94,7 @@ def _found(opt: Any) -> list[Tensor]:
 
 
 def _wanted(opt: Any) -> list[Tensor]:
-    """The same from the factors of now, by textbook formulas."""
+    """The same from the current factors, by textbook formulas."""
     wanted = []
     for block in opt.blocks.values():
         a, g = (block.factor(side).clone() for side in "ag")
@@ -123,13 +123,13 @@ def test_the_factors_of_one_step_are_adopted_a_fixed_number_of_steps_later(name:
     steps = 3 * interval + lag + 1
     _train(model, opt, 0, steps, look)
     for t in range(steps):
-        begun = (t - lag) // interval * interval  # the last refresh that has ended
+        begun = (t - lag) // interval * interval  # the last refresh that has been adopted
         for found, wanted in zip(in_force[t], factors[max(begun, 0)], strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
 
 
 class _Lazy:
-    """In place of the thread: everything is done when it is asked for."""
+    """Replaces the thread: all work is done when its result is needed."""
 
     def submit(self, work: Callable[[], Any], device: torch.device) -> Any:
         return _Later(work)
@@ -155,7 +155,7 @@ def _lazily(name: str, device: str) -> Tensor:
 
 
 @every_method
-def test_how_long_the_work_takes_changes_no_bit(name: str) -> None:
+def test_results_do_not_depend_on_how_long_the_work_takes(name: str) -> None:
     assert torch.equal(_lazily(name, "cpu"), _undisturbed(name))
 
 
@@ -163,7 +163,7 @@ def test_how_long_the_work_takes_changes_no_bit(name: str) -> None:
     ("name", "stop"),
     [*((name, INTERVAL + 1) for name in METHODS), *(("ekfac", stop) for stop in (INTERVAL, INTERVAL + 3))],
 )
-def test_a_run_resumes_to_the_bit_while_a_refresh_is_under_way(name: str, stop: int) -> None:
+def test_a_run_resumes_bit_for_bit_while_a_refresh_is_in_progress(name: str, stop: int) -> None:
     whole, (model, opt), resumed = _undisturbed(name), _begun(name, stop), _net()
     saved = copy.deepcopy(opt.state_dict())
     resumed.load_state_dict(model.state_dict())
@@ -178,12 +178,12 @@ def test_a_run_resumes_to_the_bit_while_a_refresh_is_under_way(name: str, stop: 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """An event that all work beside training waits for."""
+    """An event that all work in the thread waits for."""
     event, plain, main = threading.Event(), module.factorise, threading.current_thread()
 
     def held(*args: Any) -> Any:
         if threading.current_thread() is not main:
-            assert event.wait(60), "nobody opened the gate"
+            assert event.wait(60), "the gate was never opened"
         return plain(*args)
 
     monkeypatch.setattr(module, "factorise", held)
@@ -192,7 +192,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 @every_method
-def test_steps_in_between_do_not_wait(name: str, gate: threading.Event) -> None:
+def test_steps_before_the_adoption_do_not_wait(name: str, gate: threading.Event) -> None:
     model = _net()
     opt = _make(name, model, inv_update_steps=10 * LAG)
     _train(model, opt, 0, INTERVAL + LAG)  # with a wait this would never end
@@ -203,7 +203,7 @@ def test_steps_in_between_do_not_wait(name: str, gate: threading.Event) -> None:
     assert any(not torch.equal(x, y) for x, y in zip(before, _found(opt), strict=True))
 
 
-def test_a_checkpoint_and_the_end_do_not_need_what_was_begun(gate: threading.Event) -> None:
+def test_checkpoints_and_close_do_not_wait_for_a_refresh(gate: threading.Event) -> None:
     _, opt = _begun("eigen")
     assert opt.state_dict()["state"][0]["adopt_at"] == INTERVAL + LAG
     gate.set()
@@ -216,7 +216,7 @@ def _fail(*args: Any) -> Any:
 
 
 @pytest.mark.parametrize("at", ["the work", "its beginning"])
-def test_an_error_is_raised_where_the_result_is_wanted(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_raised_when_the_result_is_needed(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, opt = _begun("eigen", INTERVAL)
     if at == "the work":
         monkeypatch.setattr(module, "factorise", _fail)
@@ -227,7 +227,7 @@ def test_an_error_is_raised_where_the_result_is_wanted(at: str, monkeypatch: pyt
         _train(model, opt, INTERVAL + LAG, INTERVAL + LAG + 1)
 
 
-def test_factors_that_nothing_can_factorise_leave_the_last_good_curvature() -> None:
+def test_factors_that_cannot_be_factorized_leave_the_last_good_curvature() -> None:
     model, opt = _begun("eigen", INTERVAL)
     for state in _states(opt):
         state["factor_a"].fill_(float("inf"))
@@ -255,16 +255,14 @@ def test_checkpoints_load_with_and_without_overlap(before: bool, after: bool) ->
         ({"stagger": True}, 1, [0, *(n * INTERVAL // 2 + LAG for n in (1, 3, 5))]),
         ({"refresh_warmup": True}, 0, [0, 1, 2, 4, 8, 16, INTERVAL + LAG, 2 * INTERVAL + LAG]),
     ],
-    ids=["spread, first", "spread, second", "warm-up"],
+    ids=["staggered, first", "staggered, second", "warm-up"],
 )
-def test_refreshes_that_are_spread_or_begin_often_overlap_too(
-    options: dict[str, Any], block: int, expected: list[int]
-) -> None:
+def test_staggered_refreshes_and_warm_ups_overlap_too(options: dict[str, Any], block: int, expected: list[int]) -> None:
     model = _net()
     assert _rises(model, _make("eigen", model, **options), 0, 3 * INTERVAL, block=block) == expected
 
 
-def test_a_step_that_is_left_out_leaves_the_adoption_to_the_next_one() -> None:
+def test_after_a_skipped_step_the_next_one_adopts() -> None:
     model, opt = _begun("eigen", INTERVAL + LAG)
     for p in model.parameters():
         p.grad = torch.full_like(p, float("nan"))
@@ -274,7 +272,7 @@ def test_a_step_that_is_left_out_leaves_the_adoption_to_the_next_one() -> None:
 
 
 @every_method
-def test_a_model_may_be_cast_while_a_refresh_is_under_way(name: str) -> None:
+def test_a_model_may_be_cast_while_a_refresh_is_in_progress(name: str) -> None:
     model = _net().float()
     opt = _make(name, model)
     _train(model.double(), opt, 0, INTERVAL + 1)
@@ -286,7 +284,7 @@ def test_a_model_may_be_cast_while_a_refresh_is_under_way(name: str) -> None:
 
 
 @pytest.mark.parametrize(("first", "then"), [("eigen", "cholesky"), ("cholesky", "eigen")])
-def test_what_was_begun_for_another_way_is_not_adopted(first: str, then: str) -> None:
+def test_a_refresh_of_another_inverse_method_is_not_adopted(first: str, then: str) -> None:
     model, opt = _begun(first)
     opt.param_groups[0].update(inverse_method=then, damping_split="pi" if then == "cholesky" else "exact")
     wanted: list[Tensor] = []
@@ -295,21 +293,21 @@ def test_what_was_begun_for_another_way_is_not_adopted(first: str, then: str) ->
     torch.testing.assert_close(_found(opt), wanted)
 
 
-def test_intervals_may_change_while_a_refresh_is_under_way() -> None:
+def test_intervals_may_change_while_a_refresh_is_in_progress() -> None:
     model, opt = _begun("eigen")
     opt.param_groups[0]["inv_update_steps"] = 50
     assert _rises(model, opt, INTERVAL + 1, 60) == [INTERVAL + LAG, 55]
 
 
-def test_newer_curvature_is_not_replaced_by_what_was_begun_before() -> None:
+def test_newer_curvature_is_not_replaced_by_an_older_refresh() -> None:
     model, opt = _begun("cholesky")
-    opt._trust.set_damping([0.3])  # as adaptive damping does: inverses of now
+    opt._trust.set_damping([0.3])  # makes new inverses, as adaptive damping does
     wanted = _wanted(opt)
     _train(model, opt, INTERVAL + 1, INTERVAL + LAG + 1)
     torch.testing.assert_close(_found(opt), wanted)
 
 
-def test_the_scale_is_measured_anew_in_every_basis_that_is_adopted() -> None:
+def test_the_scale_is_measured_again_in_every_adopted_basis() -> None:
     model = _net()
     opt = _make("recompute", model, factor_update_steps=10, scale_update_steps=10)
     rises = _rises(model, opt, 0, 2 * INTERVAL + LAG + 1, "scale_updates")
@@ -317,7 +315,7 @@ def test_the_scale_is_measured_anew_in_every_basis_that_is_adopted() -> None:
     assert _states(opt)[0]["scale_weight"] == 8.0  # of this step's examples alone
 
 
-def test_blocks_of_short_intervals_do_not_wait_for_those_of_long_ones() -> None:
+def test_blocks_with_short_intervals_do_not_wait_for_those_with_long_ones() -> None:
     model = _net()
     first, last = list(model[0].parameters()), list(model[2].parameters())
     groups = [{"params": last, "inv_update_steps": 40}, {"params": first, "inv_update_steps": 10}]
@@ -328,10 +326,10 @@ def test_blocks_of_short_intervals_do_not_wait_for_those_of_long_ones() -> None:
     assert [state["adopt_at"] for state in _states(opt)] == [41, 44]
 
 
-def test_a_fork_goes_on_from_the_copies_and_close_ends_the_thread() -> None:
+def test_a_fork_continues_from_the_copies_and_close_ends_the_thread() -> None:
     model, opt = _begun("eigen")
     for job in opt.preconditioner.refresher.jobs.values():
-        job._process = -1  # as in a child: the thread is the parent's
+        job._process = -1  # as in a child process, where the thread does not exist
     opt.preconditioner.refresher.background._process = -1
     _train(model, opt, INTERVAL + 1, INTERVAL + LAG + 1)
     assert torch.equal(_parameters(model), _undisturbed("eigen", INTERVAL + LAG + 1))
@@ -344,19 +342,19 @@ def test_a_fork_goes_on_from_the_copies_and_close_ends_the_thread() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["cholesky", "ekfac"])
-def test_on_a_gpu_the_stream_changes_no_bit(name: str) -> None:
+def test_results_do_not_depend_on_the_stream_of_a_gpu(name: str) -> None:
     model = _net().cuda()
     _train(model, _make(name, model), 0, 2 * INTERVAL + 5)
     assert torch.equal(_lazily(name, "cuda"), _parameters(model))
 
 
-def test_memory_is_that_of_the_copies() -> None:
+def test_overlap_needs_memory_for_copies_of_the_factors() -> None:
     plain, overlapping = (_make("eigen", _net(), overlap=o).memory_usage() for o in (False, True))
     assert overlapping["factors"] == 2 * plain["factors"]
     assert overlapping["second_order"] == plain["second_order"]
 
 
-def test_what_does_not_go_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incompatible_options_and_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="overlap=True computes a basis from scratch, but basis_update='qr' improves"):
         EKFAC(_net(), overlap=True, refresh=RefreshOptions(basis_update="qr"))
     with pytest.raises(TypeError, match="overlap"):

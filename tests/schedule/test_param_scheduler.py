@@ -1,4 +1,4 @@
-"""`ParamScheduler` sets options of the groups to absolute values of the step, or changes nothing at all."""
+"""`ParamScheduler` sets options of groups to values that are functions of the step, or changes nothing."""
 
 import copy
 import io
@@ -69,7 +69,7 @@ def option(optimizer: Optimizer, key: str) -> list[Any]:
 
 
 def followed(schedule: ParamScheduler, key: str, steps: int) -> list[list[Any]]:
-    """An option of every group now, and after each of some steps of the schedule."""
+    """The current option of every group, and that after each of some steps of the schedule."""
     found = [option(schedule.optimizer, key)]
     for _ in range(steps):
         schedule.step()
@@ -80,7 +80,7 @@ def followed(schedule: ParamScheduler, key: str, steps: int) -> list[list[Any]]:
 # ---------------------------------------------------------------- functions and milestones
 @pytest.mark.parametrize("build", BUILDS)
 def test_a_function_gives_the_value_of_each_step(build: Build) -> None:
-    """Called once per step, with whole numbers."""
+    """It is called once per step, with an int."""
     calls: list[Any] = []
     values = [0.1 * 0.5**t for t in range(5)]
     schedule = ParamScheduler(build(network()), weight_decay=lambda t: calls.append(t) or values[t])
@@ -90,18 +90,18 @@ def test_a_function_gives_the_value_of_each_step(build: Build) -> None:
 
 
 def test_milestones_hold_until_the_next() -> None:
-    """Before the first one the value is left alone."""
+    """Before the first one, the value is not changed."""
     schedule = ParamScheduler(kfac(network()), inv_update_steps={3: 5, 0: 10, 5: 100})
     assert followed(schedule, "inv_update_steps", 6) == [[v] for v in (10, 10, 10, 5, 5, 100, 100)]
     optimizer = kfac(network(), damping=0.3)
     schedule = ParamScheduler(optimizer, damping={2: 0.1})
     assert option(optimizer, "damping") == [0.3]
-    optimizer.param_groups[0]["damping"] = 0.25  # by hand, or by what adapts it
+    optimizer.param_groups[0]["damping"] = 0.25  # by hand, or by adaptation
     assert followed(schedule, "damping", 2) == [[0.25], [0.25], [0.1]]
 
 
 def test_values_are_absolute() -> None:
-    """Whatever happened to the value in between; nothing accumulates."""
+    """They do not depend on changes in between, and nothing accumulates."""
     optimizer = kfac(network(), damping=7.0)
     schedule = ParamScheduler(optimizer, damping=lambda t: 1.0 / (t + 1), kl_clip={0: 0.1})
     for step in range(1, 5):
@@ -111,7 +111,7 @@ def test_values_are_absolute() -> None:
         assert option(optimizer, "kl_clip") == [0.1]
 
 
-def test_several_options_move_together() -> None:
+def test_several_options_may_be_scheduled_together() -> None:
     optimizer = kfac(network())
     schedule = ParamScheduler(
         optimizer,
@@ -146,7 +146,7 @@ def test_without_schedules_nothing_happens_and_no_step_of_the_optimizer_is_neede
 # ---------------------------------------------------------------- groups
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_a_list_has_one_schedule_per_group(kind: type) -> None:
-    """And one schedule serves all: any callable, of any option, such as one that the user has added."""
+    """One schedule without a list serves all groups; it may be any callable, for any option, even the user's own."""
     optimizer = SGD([{"params": network().parameters(), "temperature": 1.0}], lr=0.1)
     assert followed(ParamScheduler(optimizer, temperature=[0.5, 0.25].__getitem__), "temperature", 1)[1] == [0.25]
     schedule = ParamScheduler(two_groups(), lr=lambda t: 0.1 / (t + 1))
@@ -156,12 +156,12 @@ def test_a_list_has_one_schedule_per_group(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [SGD, KFAC])
-def test_a_late_group_follows_at_the_next_step(kind: type[Optimizer]) -> None:
+def test_a_group_that_is_added_later_follows_at_the_next_step(kind: type[Optimizer]) -> None:
     optimizer = two_groups(kind)
     schedule = ParamScheduler(optimizer, weight_decay=lambda t: float(t), lr=[{0: 1.0}, {0: 2.0}])
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.5})
     assert followed(schedule, "weight_decay", 1) == [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
-    assert option(optimizer, "lr") == [1.0, 2.0, 0.5]  # a list is for the groups that were there
+    assert option(optimizer, "lr") == [1.0, 2.0, 0.5]  # a list is for the groups that existed
 
 
 # ---------------------------------------------------------------- tensors and numbers of other libraries
@@ -194,7 +194,7 @@ def test_a_tensor_is_filled_from_a_tensor() -> None:
 def test_groups_that_share_a_tensor_get_their_own_for_their_own_schedules() -> None:
     lr = torch.tensor(0.05)
     shared, apart = two_groups(lr=lr), two_groups(lr=lr.clone())
-    assert shared.param_groups[0]["lr"] is shared.param_groups[1]["lr"]  # so torch does it
+    assert shared.param_groups[0]["lr"] is shared.param_groups[1]["lr"]  # this is what torch does
     ParamScheduler(shared, lr=lambda t: 0.5)
     assert shared.param_groups[0]["lr"] is shared.param_groups[1]["lr"]
     schedule = ParamScheduler(apart, lr=[{0: 1.0, 1: 2.0}, {0: 3.0, 1: 4.0}])
@@ -208,7 +208,7 @@ def test_groups_that_share_a_tensor_get_their_own_for_their_own_schedules() -> N
 
 
 @pytest.mark.parametrize("build", [sgd, kfac])
-def test_numbers_of_other_libraries_become_plain(build: Build) -> None:
+def test_numbers_of_other_libraries_become_python_numbers(build: Build) -> None:
     for make in (np.float32, np.float64, np.array, torch.tensor, lambda x: torch.tensor([x])):
         optimizer = build(network())
         ParamScheduler(optimizer, lr=lambda t: make(0.25), weight_decay={0: make(0.5)})  # noqa: B023
@@ -220,7 +220,7 @@ def test_numbers_of_other_libraries_become_plain(build: Build) -> None:
         assert type(option(optimizer, "inv_update_steps")[0]) is int
 
 
-# ---------------------------------------------------------------- what a step sees
+# ---------------------------------------------------------------- training
 @pytest.mark.parametrize("build", BUILDS)
 def test_training_follows_the_schedule_as_if_set_by_hand(build: Build) -> None:
     model, twin = network(), network()
@@ -248,10 +248,10 @@ def test_the_window_may_grow() -> None:
     assert option(optimizer, "window_size") == [5]
 
 
-# ---------------------------------------------------------------- beside schedulers of the learning rate
+# ---------------------------------------------------------------- together with schedulers of the learning rate
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("first", [True, False], ids=["before it", "after it"])
-def test_schedulers_of_the_learning_rate_work_beside_it(build: Build, first: bool) -> None:
+def test_it_works_together_with_schedulers_of_the_learning_rate(build: Build, first: bool) -> None:
     model = network()
     optimizer = build(model)
     with silent():
@@ -266,7 +266,7 @@ def test_schedulers_of_the_learning_rate_work_beside_it(build: Build, first: boo
             assert option(optimizer, "weight_decay") == [0.01 * step]
 
 
-def test_one_cycle_and_another_of_its_kind_work_beside_it() -> None:
+def test_it_works_together_with_one_cycle_and_a_second_param_scheduler() -> None:
     model, twin = network(), network()
     optimizer, plain = kfac(model), kfac(twin)
     cycle, alone = (lr_scheduler.OneCycleLR(o, 0.1, total_steps=10) for o in (optimizer, plain))
@@ -283,7 +283,7 @@ def test_one_cycle_and_another_of_its_kind_work_beside_it() -> None:
         assert option(optimizer, "kl_clip") == [2.0 + 2 * step]
 
 
-# ---------------------------------------------------------------- refusals leave everything as it was
+# ---------------------------------------------------------------- refusals change nothing
 def refused(optimizer: Optimizer, error: Any, match: str, **schedules: Any) -> None:
     before = held(optimizer)
     with pytest.raises(error, match=match):
@@ -292,8 +292,7 @@ def refused(optimizer: Optimizer, error: Any, match: str, **schedules: Any) -> N
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_what_is_no_option_is_refused(build: Build) -> None:
-    """And named with those that there are."""
+def test_unknown_options_are_refused_with_a_list_of_the_known_ones(build: Build) -> None:
     refused(
         build(network()), ValueError, r"'dampening_factor' is not an option.*lr, .*momentum, .*weight_decay",
         weight_decay=lambda t: 0.1, dampening_factor=lambda t: 1.0,
@@ -309,7 +308,7 @@ def test_an_option_that_not_every_group_or_state_has_is_refused() -> None:
     refused(kfac(network()), ValueError, "cannot be scheduled", inverse_method={0: "eigen", 5: "cholesky"})
 
 
-def test_what_is_no_schedule_or_no_optimizer_is_refused() -> None:
+def test_invalid_schedules_and_optimizers_are_refused() -> None:
     for schedule in (0.1, "linear", None, {1, 2}, torch.tensor(1.0), [0.1], [None]):
         refused(sgd(network()), TypeError, "lr: a schedule is a function", momentum=lambda t: 0.5, lr=schedule)
     for count in (0, 1, 3):
@@ -352,7 +351,7 @@ BAD_VALUES: list[tuple[str, Any, type[Exception]]] = [
 
 @pytest.mark.parametrize(("key", "value", "error"), BAD_VALUES)
 def test_values_that_the_constructor_refuses_are_refused(key: str, value: Any, error: type[Exception]) -> None:
-    """At once, at a milestone that comes later, or in the step in which a function returns them."""
+    """They are refused at construction, even for later milestones, or at the step at which a function returns them."""
     optimizer = kfac(network())
     for schedule in ({0: value}, {3: value}, lambda t: value):
         refused(optimizer, error, key, kl_clip=lambda t: 0.5, **{key: schedule})
@@ -360,7 +359,7 @@ def test_values_that_the_constructor_refuses_are_refused(key: str, value: Any, e
     later = ParamScheduler(optimizer, kl_clip=lambda t: 0.5 + t, **{key: lambda t: value if t == 2 else good})
     later.step()
     before = held(optimizer)
-    for _ in range(2):  # tried again, it is the same step
+    for _ in range(2):  # a second attempt is the same step
         with pytest.raises(error, match=key):
             later.step()
         assert held(optimizer) == before
@@ -368,7 +367,7 @@ def test_values_that_the_constructor_refuses_are_refused(key: str, value: Any, e
 
 
 def test_options_that_exclude_each_other_are_refused() -> None:
-    """And a bad value of one group leaves the others alone."""
+    """An invalid value for one group does not affect the others."""
     refused(two_groups(KFAC), ValueError, "damping must be .*got -1", damping=[{0: 1.0}, {0: -1.0}])
     never = {"nesterov": {0: True, 5: True}, "momentum": {3: 0.0}}
     refused(kfac(network(), momentum=0.9), ValueError, "nesterov needs momentum", **never)
@@ -384,7 +383,7 @@ def test_groups_of_one_window_must_agree() -> None:
     assert option(optimizer, "damping") == [0.1, 0.1]
 
 
-def test_a_check_leaves_the_groups_where_they_are() -> None:
+def test_a_check_does_not_replace_the_groups() -> None:
     optimizer = mfac(network())
     groups, first = optimizer.param_groups, optimizer.param_groups[0]
     schedule = ParamScheduler(optimizer, damping=lambda t: 0.1 if t < 2 else -1.0)
@@ -395,7 +394,7 @@ def test_a_check_leaves_the_groups_where_they_are() -> None:
     assert optimizer.param_groups[0] is first
 
 
-def test_what_cannot_fill_a_tensor_is_refused() -> None:
+def test_values_that_cannot_fill_a_tensor_are_refused() -> None:
     for value in (torch.ones(2), "0.1", None):
         optimizer = two_groups(lr=torch.tensor(0.05))
         refused(optimizer, (TypeError, ValueError), "lr must be", momentum={0: 0.5}, lr=[{0: 0.1}, {0: value}])
@@ -412,8 +411,8 @@ def test_an_error_inside_a_function_changes_nothing() -> None:
     assert schedule.last_step == 1
 
 
-def test_a_scheduled_damping_asks_for_its_unit() -> None:
-    """Built without damping, K-FAC takes the number for a multiple of the mean eigenvalue."""
+def test_a_scheduled_damping_without_a_mode_warns_about_its_unit() -> None:
+    """Without ``damping``, K-FAC interprets the number as a multiple of the mean eigenvalue."""
     with pytest.warns(UserWarning, match="multiples of the mean eigenvalue"):
         ParamScheduler(KFAC(network(), lr=0.1), damping=lambda t: 1e-3)
     with silent():
@@ -468,7 +467,7 @@ def test_a_resumed_run_goes_on_exactly(build: Build, optimizer_first: bool) -> N
     assert held(resumed[1]) == held(whole[1])
 
 
-def test_a_scheduler_built_after_the_optimizer_was_loaded_is_put_right_by_its_state() -> None:
+def test_a_scheduler_that_is_built_after_loading_the_optimizer_is_corrected_by_its_state() -> None:
     optimizer = kfac(network())
     schedule = ParamScheduler(optimizer, damping=lambda t: 0.1 * 0.5**t, kl_clip={2: 0.5})
     for _ in range(3):
@@ -482,8 +481,8 @@ def test_a_scheduler_built_after_the_optimizer_was_loaded_is_put_right_by_its_st
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_loading_goes_back_and_forth(as_tensor: bool) -> None:
-    """It fills a tensor in place, and leaves its argument alone."""
+def test_states_of_later_and_earlier_steps_can_be_loaded(as_tensor: bool) -> None:
+    """Loading fills a tensor in place and does not change its argument."""
     optimizer = sgd(network(), lr=torch.tensor(0.05) if as_tensor else 0.05)
     schedule = ParamScheduler(optimizer, lr=lambda t: 0.5**t)
     inside = option(optimizer, "lr")[0]
@@ -504,11 +503,11 @@ BAD_STATES: list[tuple[Any, type[Exception]]] = [
     ({"last_step": "3"}, TypeError),
     ({"last_step": 2.0}, TypeError),
     ({"last_step": True}, TypeError),
-    ({"last_step": 9}, ValueError),  # where the schedule gives a value out of range
+    ({"last_step": 9}, ValueError),  # the schedule returns a value out of range there
 ]
 
 
-def test_a_bad_state_changes_nothing() -> None:
+def test_an_invalid_state_changes_nothing() -> None:
     optimizer = kfac(network())
     schedule = ParamScheduler(optimizer, kl_clip=lambda t: 1.0 + t, damping=lambda t: 0.1 if t < 9 else -1.0)
     schedule.step()
@@ -524,7 +523,7 @@ def power(step: int) -> float:
     return 0.1 * 0.5**step
 
 
-def test_copies_drive_their_own_optimizer() -> None:
+def test_copies_schedule_their_own_optimizer() -> None:
     optimizer = Adam(network().parameters(), lr=0.1)
     schedule = ParamScheduler(optimizer, lr=power, betas={0: (0.8, 0.9), 3: (0.9, 0.99)})
     schedule.step()
@@ -538,8 +537,8 @@ def test_copies_drive_their_own_optimizer() -> None:
         assert option(optimizer, "betas") == [(0.8, 0.9)]
 
 
-def test_milestones_of_an_adapted_damping_are_new_starts() -> None:
-    """Between them the adapted value stays, also when a scheduler is loaded; a function is refused."""
+def test_milestones_restart_an_adapted_damping() -> None:
+    """Between them, and when a scheduler is loaded, the adapted value stays; a function is refused."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     adaptation = AdaptationOptions(adaptive_damping=True, damping_interval=1)

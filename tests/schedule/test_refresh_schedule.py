@@ -1,4 +1,4 @@
-"""`RefreshSchedule` as a table: which steps capture, refresh, begin and adopt."""
+"""Tables of `RefreshSchedule`: which steps capture, refresh, begin and adopt."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import pytest
 from secondorder.curvature.refresh_schedule import Counters, RefreshSchedule
 
 STEPS = range(40)
-#: A block that has an estimate and was refreshed, and one that has an estimate only.
+#: A block that has an estimate and was refreshed, and one that only has an estimate.
 KNOWN, NEW = Counters(updates=3, refreshes=2), Counters(updates=3, refreshes=0)
 
 
@@ -63,7 +63,7 @@ def test_a_first_refresh_waits_for_an_estimate_and_not_for_the_interval(overlap:
     assert not schedule.refreshes(7, 10, (3, 5), Counters(updates=0, refreshes=0))
 
 
-def test_a_first_refresh_that_failed_is_tried_again_with_new_statistics_only() -> None:
+def test_a_first_refresh_that_failed_is_repeated_only_with_new_statistics() -> None:
     schedule = RefreshSchedule()
     assert not schedule.refreshes(10, 10, (0, 1), NEW._replace(failed_at=3))
     assert schedule.refreshes(11, 10, (0, 1), NEW._replace(updates=4, failed_at=3))
@@ -80,7 +80,7 @@ def test_lag_is_a_tenth_of_the_interval(interval: int, lag: int) -> None:
     [
         (RefreshSchedule(), 10, (0, 1), [], []),
         (RefreshSchedule(overlap=True), 0, (0, 1), [], []),
-        # What step 0 would begin is no refresh that was known before: a first one is done at once.
+        # Step 0 begins nothing that could be adopted: a first refresh is done at once.
         (RefreshSchedule(overlap=True), 10, (0, 1), [0, 10, 20, 30], [11, 21, 31]),
         (RefreshSchedule(overlap=True), 20, (0, 1), [0, 20], [22]),
         (RefreshSchedule(overlap=True, warmup=True), 10, (0, 1), [10, 20, 30], [11, 21, 31]),
@@ -96,7 +96,7 @@ def test_steps_that_begin_and_adopt(
     assert steps(lambda t: schedule.adoption(t, interval, place) == t > 0) == adopted
 
 
-def test_what_was_begun_is_adopted_at_its_step_or_at_the_next_that_is_taken() -> None:
+def test_a_refresh_that_was_begun_is_adopted_at_its_step_or_at_the_next_one_that_is_taken() -> None:
     schedule, counters = RefreshSchedule(overlap=True), KNOWN._replace(adopt_at=12)
     assert not schedule.adopts(11, 10, counters)
     assert schedule.adopts(12, 10, counters)
@@ -109,9 +109,11 @@ def test_what_was_begun_is_adopted_at_its_step_or_at_the_next_that_is_taken() ->
     [
         (RefreshSchedule(overlap=True), 10, KNOWN),  # nothing was begun
         (RefreshSchedule(overlap=True), 0, KNOWN._replace(adopt_at=12)),
-        (RefreshSchedule(overlap=True), 10, NEW._replace(adopt_at=12)),  # it was forgotten since
+        (RefreshSchedule(overlap=True), 10, NEW._replace(adopt_at=12)),  # it was discarded since
         (RefreshSchedule(), 10, KNOWN._replace(adopt_at=12)),
     ],
 )
-def test_nothing_is_adopted(schedule: RefreshSchedule, interval: int, counters: Counters) -> None:
+def test_nothing_is_adopted_without_a_valid_refresh(
+    schedule: RefreshSchedule, interval: int, counters: Counters
+) -> None:
     assert not schedule.adopts(12, interval, counters)

@@ -79,7 +79,7 @@ def test_a_first_refresh_that_failed_waits_for_another_estimate_and_the_limit_ra
 
 
 @pytest.mark.parametrize("forget", ["blocks", "by an error"])
-def test_a_refresh_that_is_forgotten_is_not_adopted(forget: str) -> None:
+def test_a_refresh_that_is_discarded_is_not_adopted(forget: str) -> None:
     block = _block(overlap=True)
     refresher = _refresher(block)
     _take(refresher, block, 0)
@@ -93,12 +93,12 @@ def test_a_refresh_that_is_forgotten_is_not_adopted(forget: str) -> None:
         block.runtime.step = INTERVAL + LAG
         with pytest.raises(ValueError, match="in a step"), refresher.adopting([block]):
             raise ValueError("in a step")
-        assert block.state["adopt_at"] == INTERVAL + LAG  # the copies are there: the next step adopts them
+        assert block.state["adopt_at"] == INTERVAL + LAG  # the next step adopts the copies
     assert not refresher.jobs
     refresher.close()
 
 
-def test_outcomes_that_were_on_their_way_are_judged_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_that_arrive_later_are_counted_later(monkeypatch: pytest.MonkeyPatch) -> None:
     arrived = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch, "Event", lambda device: arrived)
     block = _block()

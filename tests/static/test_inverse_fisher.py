@@ -1,4 +1,4 @@
-"""Static M-FAC against the d×d matrix written out and inverted in float64."""
+"""Static M-FAC against the inverse of the explicit d×d matrix in float64."""
 
 from itertools import product
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from secondorder.linalg import inverse_fisher
 from secondorder.linalg.inverse_fisher import inverse_fisher_diagonal, inverse_fisher_vector_product
 from tests.support.operators import Operators
+from tests.support.oracles.hylo import error
 
 SIZES = [(1, 1), (1, 7), (7, 1), (3, 20), (20, 3), (33, 33), (31, 60)]
 
@@ -19,10 +20,6 @@ def fisher(grads: Tensor, damping: float) -> Tensor:
     for row in grads.double():
         total += torch.outer(row, row)
     return total / len(grads) + damping * torch.eye(grads.shape[1], dtype=torch.float64)
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 def both(grads: Tensor, x: Tensor, damping: float) -> tuple[Tensor, Tensor]:
@@ -56,7 +53,7 @@ def test_a_vector_outside_the_span_is_divided_by_the_damping() -> None:
 
 
 def test_neither_the_width_of_the_tiles_nor_the_factorization_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Cholesky fails, eigenvalues take its place; where those fail too, the error says what to do."""
+    """If Cholesky fails, eigenvalues take its place; if those fail, too, the error names a remedy."""
     grads, x = draw(5, 43), draw(3, 43)
     wanted = both(grads, x, 0.02)
     for tile in (1, 7, 64, 10_000):
@@ -74,7 +71,7 @@ def test_neither_the_width_of_the_tiles_nor_the_factorization_matters(monkeypatc
 
 
 def test_low_precision_is_only_rounded_at_the_end() -> None:
-    """And the product has the dtype of the vector, not of the gradients."""
+    """The product has the dtype of the vector, not that of the gradients."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         grads, x, rounding = draw(6, 40, dtype=dtype), draw(40, dtype=dtype), torch.finfo(dtype).eps
         matrix = fisher(grads, 0.05)
@@ -88,7 +85,7 @@ def test_low_precision_is_only_rounded_at_the_end() -> None:
 
 
 def test_repeated_gradients_and_a_damping_below_rounding() -> None:
-    """29 eigenvalues of the Gram matrix are mλ = 3e-17 beside 1e5: Cholesky sees zeros."""
+    """29 eigenvalues of the Gram matrix are mλ = 3e-17, compared with 1e5, so they are zero for Cholesky."""
     row = draw(40)
     row[20:] = 0
     grads, outside = row.expand(30, 40) * 30, torch.zeros(40, dtype=torch.float64)
@@ -106,7 +103,7 @@ def test_the_diagonal_stays_positive_where_the_difference_cancels() -> None:
         assert bool((diagonal * fisher(grads, damping).diagonal() >= 1 - 1e-12).all())
 
 
-def test_nothing_is_changed_and_no_graph_is_built() -> None:
+def test_arguments_are_not_changed_and_no_graph_is_built() -> None:
     grads, x = draw(4, 11).requires_grad_(), draw(11).requires_grad_()
     before = grads.detach().clone(), x.detach().clone()
     found, diagonal = both(grads, x, 0.1)
@@ -117,7 +114,7 @@ def test_nothing_is_changed_and_no_graph_is_built() -> None:
     assert found.data_ptr() != x.data_ptr()
 
 
-def test_strided_inputs() -> None:
+def test_strides_do_not_matter() -> None:
     grads, x = draw(30, 8).T, draw(30, 4).T
     torch.testing.assert_close(
         inverse_fisher_vector_product(grads, x[::2], 0.1),
@@ -127,7 +124,7 @@ def test_strided_inputs() -> None:
     )
 
 
-def test_nothing_to_multiply() -> None:
+def test_empty_arguments_have_empty_results() -> None:
     grads = draw(3, 9)
     assert inverse_fisher_vector_product(grads, draw(0, 9), 0.1).shape == (0, 9)
     assert inverse_fisher_vector_product(draw(3, 0), draw(0), 0.1).shape == (0,)
@@ -136,7 +133,7 @@ def test_nothing_to_multiply() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (3,)])
-def test_no_temporary_is_larger_than_a_tile_beside_the_result(
+def test_no_temporary_is_larger_than_a_tile_or_the_result(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inverse_fisher, "_TILE", 4096)
@@ -155,7 +152,7 @@ A_MATRIX = r"grads must have shape \[m, d\] with at least one row, got \["
 A_VECTOR = r"x must have shape \[3\] or \[k, 3\] for grads \[2, 3\], got \["
 
 
-def test_what_has_no_answer_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     grads, x = draw(2, 3), draw(3)
     for damping, error_type, message in (
         *((value, ValueError, "damping must be finite and > 0, got") for value in (0, 0.0, -1e-3, *NO_NUMBERS)),

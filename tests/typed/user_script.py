@@ -1,6 +1,6 @@
-"""A script as a user would write it, with the public interface: it runs, and type checkers agree with every line.
+"""A script that a user might write with the public interface: it runs, and type checkers accept every line.
 
-``assert_type`` fails a type checker where a result has become another type, or Any.
+``assert_type`` makes a type checker fail if a result has another type, or Any.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def network() -> nn.Sequential:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> float:
-    """Any of the methods is an optimizer of torch."""
+    """Every method is a torch optimizer."""
     loss = torch.zeros(())
     for _ in range(steps):
         optimizer.zero_grad()
@@ -48,7 +48,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
 
 
 def methods() -> list[SecondOrderOptimizer]:
-    """Each method, from a model, from parameters or from groups."""
+    """All methods, created from a model, from parameters or from groups."""
     model, parameters = network(), list(network().parameters())
     groups: list[dict[str, Any]] = [
         {"params": parameters[:2], "lr": 0.1},
@@ -95,7 +95,7 @@ def observed(model: nn.Module) -> None:
     optimizer.step()
 
 
-def looked_at(model: nn.Module, optimizer: KFAC, folder: Path) -> None:
+def inspected(model: nn.Module, optimizer: KFAC, folder: Path) -> None:
     assert_type(optimizer.describe(), str)
     assert_type(flat(optimizer.diagnostics()), dict[str, float])
     assert_type(optimizer.plan(world_size=4).notes, list[str])
@@ -117,5 +117,5 @@ def main(folder: Path) -> None:
     model = network()
     with KFAC(model, lr=0.1, damping=1e-3) as optimizer:
         schedules(model, optimizer)
-        looked_at(model, optimizer, folder)
+        inspected(model, optimizer, folder)
         saved(optimizer, folder / "optimizer.pt")

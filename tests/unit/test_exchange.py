@@ -1,6 +1,6 @@
-"""What a layer's statistics and curvature are sent as, seen by a strategy that records its messages.
+"""The messages that carry a layer's statistics and curvature, with a strategy that records them.
 
-Several ranks find out only what a message costs; here it shows what is in it. All sums are over this rank alone.
+Tests on several ranks show only the cost of a message; here its contents are checked. Sums are over this rank alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ STATE: Schema = {"factor": FACTOR, "basis": BASIS, "values": VALUES, "damping": 
 
 
 class Layer:
-    """What the exchange reads of a block."""
+    """The attributes of a block that the exchange reads."""
 
     count_size = 1
 
@@ -38,7 +38,7 @@ class Layer:
 
 
 class Recorder(Local):
-    """One of several ranks: it lists what it sends, and which roles it has for which of the blocks."""
+    """One of several ranks, which records what it sends and has roles for some of the blocks."""
 
     def __init__(self, sources: int = 1, **roles: Sequence[int]) -> None:
         self.number, self.roles = sources, roles
@@ -91,12 +91,12 @@ def schemas(blocks: Sequence[Block], schema: Schema) -> Mapping[Block, Schema]:
 @pytest.mark.parametrize(
     ("roles", "batch", "sent"),
     [
-        ({"captures": [0]}, {0: 3.0}, {0: 3.0, 1: None}),  # nothing of a layer that another rank alone captures
-        ({"captures": [0, 1]}, {0: 3.0}, {0: 3.0, 1: 0.0}),  # zeros of one that it has not seen
+        ({"captures": [0]}, {0: 3.0}, {0: 3.0, 1: None}),  # nothing for a layer that only another rank captures
+        ({"captures": [0, 1]}, {0: 3.0}, {0: 3.0, 1: 0.0}),  # zeros for a layer that was not used
         ({"captures": [], "sources": 2}, {}, {0: 0.0, 1: 0.0}),  # all ranks take part in a sum over several
     ],
 )
-def test_statistics_are_sent_of_layers_that_ranks_capture(roles: Any, batch: Any, sent: Any) -> None:
+def test_ranks_send_statistics_of_layers_that_they_capture(roles: Any, batch: Any, sent: Any) -> None:
     comm = Recorder(preconditions=[], **roles)
     StatisticsExchange(comm).post(schemas(layers(2), SUMS), {i: measured(x) for i, x in batch.items()}, [])
     assert sizes(comm.reduced) == {i: [] if mean is None else [(2, 2)] for i, mean in sent.items()}
@@ -105,7 +105,7 @@ def test_statistics_are_sent_of_layers_that_ranks_capture(roles: Any, batch: Any
         assert all(t.unique().tolist() == [sent[parcel.index] * 0.5 * 4] for t in parcel.tensors)
 
 
-def test_sums_become_means_where_the_estimate_is_and_words_are_added_up() -> None:
+def test_sums_become_means_on_the_rank_of_the_estimate_and_words_are_added() -> None:
     comm, blocks = Recorder(captures=[0, 1], estimates=[0], preconditions=[]), layers(2)
     batch = {0: measured(3.0), 1: measured(5.0)}
     found, words = StatisticsExchange(comm).combine(schemas(blocks, SUMS), batch, [7.0, 8.0])
@@ -124,7 +124,7 @@ def test_a_batch_that_is_not_finite_is_sent_as_zeros_and_counted() -> None:
     assert found.keys() == {1}
 
 
-def test_only_ranks_that_precondition_a_layer_share_what_they_do_not_compute_themselves() -> None:
+def test_ranks_share_curvature_only_of_layers_that_they_precondition() -> None:
     comm, blocks = Recorder(captures=[0, 1], preconditions=[1]), layers(2)
     StatisticsExchange(comm).share(schemas(blocks, STATE))
     (parcel,) = comm.shared
@@ -133,7 +133,7 @@ def test_only_ranks_that_precondition_a_layer_share_what_they_do_not_compute_the
     assert comm.spreads == []
 
 
-def test_what_a_layer_is_measured_with_goes_to_all_ranks_that_capture_it() -> None:
+def test_bases_go_to_all_ranks_that_capture_the_layer() -> None:
     comm, blocks = Recorder(captures=[0, 1], preconditions=[1], elsewhere=[0, 1]), layers(2)
     exchange = StatisticsExchange(comm)
     exchange.share(schemas(blocks, STATE))
@@ -141,7 +141,7 @@ def test_what_a_layer_is_measured_with_goes_to_all_ranks_that_capture_it() -> No
     assert sizes(comm.spreads) == {0: [(2, 2)], 1: [(2, 2)]}
 
 
-def test_what_is_not_sent_to_all_ranks_yet_goes_to_those_that_precondition() -> None:
+def test_bases_that_were_not_sent_to_all_ranks_go_to_those_that_precondition() -> None:
     comm, (block,) = Recorder(captures=[0], preconditions=[0], elsewhere=[0]), layers(1)
     exchange = StatisticsExchange(comm)
     exchange.unsent = {"layer 0"}

@@ -1,7 +1,7 @@
-"""Gates in place of branches: an open one changes no number, a shut one changes no bit, whatever the batch held.
+"""Gates in place of branches: an open one does not affect results, and a shut one changes no bit, whatever the batch.
 
-Where a device must not be waited for, a step is not left out but multiplied away; and refreshes of whole stacks of
-matrices go on where one of them fails. Whole steps on a device are in `tests/contract/test_devices.py`.
+If the host must not wait for a device, a step is not skipped but multiplied by zero, and refreshes of stacks of
+matrices continue if one of them fails. Complete steps on a device are tested in `tests/contract/test_devices.py`.
 """
 
 import copy
@@ -109,7 +109,6 @@ def test_adam_under_a_gate(weight_decay, decoupled, lr):
         assert_same(values + found[0] + found[1], draw(0) + moments(fresh)[0] + moments(fresh)[1])
 
 
-# ---------------------------------------------------------------------- the running estimate
 def symmetric(n: int, seed: int) -> Tensor:
     x = noise(n, n, seed=seed)
     return x @ x.mT
@@ -117,7 +116,7 @@ def symmetric(n: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("decay", [0.0, 0.3, 0.95, 1.0])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_the_running_mean_of_a_device_is_that_of_the_cpu(decay, dtype, tolerance):
+def test_the_running_mean_on_a_device_is_that_of_the_cpu(decay, dtype, tolerance):
     def start() -> tuple[list[Tensor], Tensor]:
         return [torch.zeros(n, n, dtype=dtype) for n in (3, 2)], torch.zeros((), dtype=torch.float64)
 
@@ -177,31 +176,31 @@ def stack(dtype=torch.float64) -> Tensor:
 
 @pytest.mark.parametrize("method", ROUTINES)
 @pytest.mark.parametrize("rungs", [1, 2, 3, 9], ids=["alone", "jitter", "float64", "never"])
-def test_only_the_matrix_that_failed_climbs(monkeypatch, method, rungs):
-    """``rungs`` calls fail; the stack is the first call, its matrix alone the second, then jitter, then float64."""
-    name, factorise = ROUTINES[method]
+def test_only_the_matrix_that_failed_is_repeated(monkeypatch, method, rungs):
+    """``rungs`` calls fail: that for the stack, that for the matrix alone, then with jitter, then in float64."""
+    name, factorize = ROUTINES[method]
     x = stack(torch.float32)
-    *expected, fine = factorise(x, True)
+    *expected, fine = factorize(x, True)
     assert fine.all()
     routine = OneFails(getattr(torch.linalg, name), rungs, [])
     monkeypatch.setattr(torch.linalg, name, routine)
-    *found, ok = factorise(x, True)
+    *found, ok = factorize(x, True)
     assert routine.calls == [(4, 3, 3)] + [(1, 3, 3)] * min(rungs, 3)
     assert ok.tolist() == [True, True, rungs < 9, True]
     for part, wanted in zip(found, expected, strict=True):
         assert_same(part[[0, 1, 3]], wanted[[0, 1, 3]])
         if rungs < 9:
-            assert_close(part[2].abs(), wanted[2].abs(), 1e-3)  # eigenvectors have a sign of their own
+            assert_close(part[2].abs(), wanted[2].abs(), 1e-3)  # signs of eigenvectors are arbitrary
         else:
             assert torch.isfinite(part[2]).all()
 
 
 @pytest.mark.parametrize("method", ROUTINES)
-def test_without_a_look_by_the_host_nothing_climbs(monkeypatch, method):
-    """A routine that raises for the stack is asked matrix by matrix."""
-    name, factorise = ROUTINES[method]
+def test_without_checks_by_the_host_nothing_is_repeated(monkeypatch, method):
+    """A routine that raises for the stack is called for each matrix."""
+    name, factorize = ROUTINES[method]
     original = getattr(torch.linalg, name)
-    *expected, _ = factorise(stack(), False)
+    *expected, _ = factorize(stack(), False)
 
     def raises(x):
         if (x[..., 0, 0] > 50).any():
@@ -211,7 +210,7 @@ def test_without_a_look_by_the_host_nothing_climbs(monkeypatch, method):
     garbage = OneFails(original, 9, [])
     for routine, tolerance in ((garbage, 0.0), (raises, 1e-12)):
         monkeypatch.setattr(torch.linalg, name, routine)
-        *found, ok = factorise(stack(), False)
+        *found, ok = factorize(stack(), False)
         assert ok.tolist() == [True, True, False, True]
         for part, wanted in zip(found, expected, strict=True):
             assert_close(part[[0, 1, 3]], wanted[[0, 1, 3]], tolerance)

@@ -1,4 +1,4 @@
-"""Covering grids cover what they promise, are small, and do not depend on anything but their arguments."""
+"""Covering grids cover what they promise, are small, and depend only on their arguments."""
 
 from itertools import combinations, product
 
@@ -33,7 +33,7 @@ def test_combinations_that_do_not_exist_are_left_out() -> None:
     parameters = {"a": range(4), "b": range(4)}
     rows = grid.combinations_of(lambda a, b: a <= b, parameters)
     assert len(rows) == 10
-    assert set(grid.covering(rows)) == set(rows)  # each pair is a case of its own
+    assert set(grid.covering(rows)) == set(rows)  # each pair is a separate case
 
 
 def test_the_rest_of_a_product_is_slow() -> None:

@@ -1,4 +1,4 @@
-"""The table of mutations fits the package and the tests of now, so that a run of it does not end in errors."""
+"""The table of mutations fits the current package and tests, so that a run of it does not end in errors."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.support import mutations
 from tests.support.mutants import MUTATIONS, Mutation
 
 
-def test_every_mutation_changes_a_line_of_its_own_into_another_and_names_tests_that_exist() -> None:
+def test_every_mutation_changes_a_different_line_and_names_existing_tests() -> None:
     assert len({m.name for m in MUTATIONS}) == len({(m.file, m.old) for m in MUTATIONS}) == len(MUTATIONS)
     for mutation in MUTATIONS:
         text = (mutations.ROOT / "secondorder" / mutation.file).read_text()
@@ -21,6 +21,6 @@ def test_every_mutation_changes_a_line_of_its_own_into_another_and_names_tests_t
 
 
 @pytest.mark.parametrize(("old", "new"), [("missing", "x"), ("a", "b"), ("b = 2", "b = 2"), ("b = 2", "b = 2\n")])
-def test_a_fragment_that_is_not_there_once_or_changes_nothing_is_an_error(old: str, new: str) -> None:
+def test_fragments_that_do_not_occur_once_or_change_nothing_are_errors(old: str, new: str) -> None:
     with pytest.raises(ValueError, match="fault"):
         mutations.mutated("a = 1\na += 1\nb = 2", Mutation("fault", "file.py", old, new, ("tests",)))

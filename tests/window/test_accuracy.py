@@ -1,5 +1,5 @@
-"""Directions of float32 parameters are within 1e-5 of the float64 solve, where x/λ − … keeps no digit and where windows
-are too large for products in float64: these come in chunks of columns, blocks of rows and tiles.
+"""Directions of float32 parameters are within 1e-5 of the float64 solve, even if x/λ − … would keep no digit, and if
+windows are too large for products in float64, which are computed by chunks of columns, blocks of rows and tiles.
 """
 
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ def worst(g: Tensor, damping: float, checked: int, **keywords: str) -> float:
 
 @pytest.fixture
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense windows as small as these are multiplied in float64; larger ones, in their working precision, are not."""
+    """Dense windows as small as these are multiplied in float64, larger ones in their working precision."""
     if request.param == "working":
         monkeypatch.setattr(rows, "EXACT", 0)
 
@@ -58,7 +58,7 @@ def over(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
 @over(kind=["independent", "correlated", "repeated"], damping=DAMPINGS, solver=["auto", "eigh"])
 @pytest.mark.usefixtures("products")
 def test_the_newest_row(kind: str, damping: float, solver: str) -> None:
-    """Of repeated rows coefficients grow along the null vectors of the Gram matrix; "auto" notices after ten steps."""
+    """With repeated rows, coefficients grow along null vectors of the Gram matrix; "auto" notices after ten steps."""
     assert worst(float32_rows(kind, M + (18 if kind == "repeated" else 14)), damping, 2, solver=solver) <= 1e-5
 
 
@@ -71,8 +71,7 @@ def test_auto_keeps_its_accuracy_once_the_repetition_leaves_the_window() -> None
 
 @over(storage=["bfloat16", "topk", "topk-4-bit", "rank-2"], damping=[1e-6, 1e-8])
 @pytest.mark.usefixtures("products")
-def test_compressed_windows(damping: float, storage: str) -> None:
-    """Against the rows as stored."""
+def test_compressed_windows_are_solved_with_their_stored_rows(damping: float, storage: str) -> None:
     kind, params = STORAGES[storage], parameters([(12, 8), (4,)], torch.float32)
     opt = built(MFAC, params, lr=1.0, window_size=M, damping=damping, **kind.keywords)
     for step in range(M + 6):
@@ -84,7 +83,7 @@ def test_compressed_windows(damping: float, storage: str) -> None:
 @over(method=list(METHODS), value=DAMPINGS)
 @pytest.mark.usefixtures("products")
 def test_momentum_on_gradients(method: str, value: float) -> None:
-    """While every gradient is a row nothing may be left of x/λ; later what has dropped out of the window dominates."""
+    """While every gradient is a row, x/λ must cancel; later, gradients that have left the window dominate."""
     params, average = parameters([(D,)], torch.float32), Average(D, 0.9)
     opt = built(
         METHODS[method], params, lr=1.0, window_size=M, **averaging(method, 0.9, 0.95), **regular(method, value)
@@ -99,7 +98,7 @@ def test_momentum_on_gradients(method: str, value: float) -> None:
 
 @over(method=list(METHODS), value=DAMPINGS)
 @pytest.mark.usefixtures("products")
-def test_decay_beside_the_newest_row(method: str, value: float) -> None:
+def test_decay_in_addition_to_the_newest_row(method: str, value: float) -> None:
     params = parameters([(D,)], torch.float32)
     keywords = {"weight_decay": 0.125, "weight_decay_mode": "reg", **regular(method, value)}
     opt = built(METHODS[method], params, lr=1.0, window_size=M, **keywords)
@@ -115,8 +114,8 @@ def test_decay_beside_the_newest_row(method: str, value: float) -> None:
 
 @over(how={**{s: ("mfac", {"solver": s}) for s in ("cholesky", "auto", "eigh")}, "ggt": ("ggt", {})})
 @pytest.mark.usefixtures("products")
-def test_one_huge_gradient_does_not_silence_those_after_it(how: tuple[str, dict[str, str]]) -> None:
-    """Small rows beside a large one are no rounding: they stay what they are until it leaves the window."""
+def test_one_huge_gradient_does_not_suppress_later_ones(how: tuple[str, dict[str, str]]) -> None:
+    """Rows that are small compared with another one must not be taken for rounding errors."""
     (method, keywords), params, g = how, parameters([(D,)], torch.float32), float32_rows("independent", 24)
     g[3] *= 1e4
     opt = built(METHODS[method], params, lr=1.0, window_size=M, **regular(method, 1e-2), **keywords)
@@ -173,7 +172,7 @@ def test_a_schedule_that_begins_with_steps_of_length_zero(d: int) -> None:
         expected = push_through(torch.stack(rows), 1e-5)
         if step <= 3:
             assert_near(u, expected, 1e-3, step)
-        else:  # what sets the new gradient apart from the old ones is of the size of rounding, and may be left out
+        else:  # the new gradient differs from the old ones only by rounding, which may be ignored
             assert float(u.norm()) <= 1.01 * float(expected.norm())
             assert float((u * rows[-1]).sum()) > 0
     assert torch.equal(rows[0], rows[3])
@@ -192,7 +191,6 @@ def test_float32_direction_of_correlated_rows(cosine: float) -> None:
             assert_near(u, push_through(rows[max(0, step + 1 - m) : step + 1], 1e-6), 1e-5, step)
 
 
-# --------------------------------------------------------------------------------------------------------- wide windows
 @pytest.mark.parametrize("t", [1, 257])
 def test_products_in_chunks(t: int) -> None:
     for d in (1, 4095, 4096, 4097, 16389, 33000):
@@ -201,7 +199,7 @@ def test_products_in_chunks(t: int) -> None:
         rows.combine_rows(window, a, out)
         dots, wanted = rows.row_dots(window, x), window.double() @ x.double()
         lengths = window.double().norm(dim=1) * x.double().norm()
-        # What the filter of the spectrum takes for rounding.
+        # The filter of the spectrum regards this as rounding.
         assert float(((dots - wanted).abs() / lengths).max()) < 2e-7
         assert error_of(out, window.double().T @ a.double()) < 2e-6
 
@@ -218,7 +216,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_whole_steps_of_a_wide_window(cls: Any, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "TILE", 1 << 15)
     monkeypatch.setattr(lowrank, "TILE", 1 << 12)
-    params = parameters([(130, 300), (77,)], torch.float32)  # d = 39,077: nine whole chunks and a rest
+    params = parameters([(130, 300), (77,)], torch.float32)  # d = 39,077: nine whole chunks and a shorter one
     opt = built(cls, params, lr=1.0, window_size=20, **{"damping": 1e-4} if cls is MFAC else {}, **FORMS[form])
     for step in range(27):
         with opt.keep_directions() as kept:

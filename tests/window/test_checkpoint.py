@@ -1,4 +1,4 @@
-"""Bit-exact resume over the seam of the ring, other window sizes, refusals, dtypes that outlive torch's casts."""
+"""Bit-exact resume across the seam of the ring, other window sizes, refusals, dtypes that survive torch's casts."""
 
 from itertools import product
 from typing import Any
@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def train(opt: torch.optim.Optimizer, params: list[nn.Parameter], steps: range) -> list[Tensor]:
-    """Gradients that depend on the parameters, so that no error heals."""
+    """Train with gradients that depend on the parameters, so that errors persist."""
     path = []
     for step in steps:
         give(params, noise(D, seed=step) + 0.1 * flat(params))
@@ -49,7 +49,7 @@ def train(opt: torch.optim.Optimizer, params: list[nn.Parameter], steps: range) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_is_bit_exact(kind: str) -> None:
-    """Saved with a full ring whose seam lies in the middle; the next 2m + 1 steps cross it twice."""
+    """It is saved with a full ring whose seam is in the middle; the next 2m + 1 steps cross it twice."""
     cls, keywords = KINDS[kind]
     for dtype in (torch.float32, torch.float64) if kind.split()[-1] in FEW else (torch.float32,):
         params, others = parameters(SHAPES, dtype), parameters(SHAPES, dtype)
@@ -69,7 +69,7 @@ def test_resume_is_bit_exact(kind: str) -> None:
 
 @pytest.mark.parametrize("saved_at", [6, 17, 28])
 def test_resume_while_the_chosen_solver_lags_behind(saved_at: int) -> None:
-    """Repeated gradients make "auto" change its solver some steps later; a resumed run changes at the same step."""
+    """Repeated gradients make "auto" change its solver some steps later, which a resumed run does at the same step."""
 
     def steps(opt: torch.optim.Optimizer, params: list[nn.Parameter], which: range) -> list[Tensor]:
         return [push(opt, params, noise(D, seed=0 if 2 <= step < 16 else step)) for step in which]
@@ -157,12 +157,9 @@ def test_another_compression_is_refused_before_anything_changes(case: str, sizes
     push(twin, others, noise(D))
 
 
-# --------------------------------------------------------------------------------------------------------------- dtypes
-
-
 @pytest.mark.parametrize("storage", ["topk-bfloat16", "topk-8-bit", *FEW])
 def test_a_model_in_bfloat16_keeps_the_dtypes_of_the_state(storage: str) -> None:
-    """``Optimizer.load_state_dict`` casts floating state to the dtype of the parameter; also of one in float32."""
+    """``Optimizer.load_state_dict`` casts floating-point state to the dtype of the parameter."""
     kind = STORAGES[storage]
     for saved_in in (torch.bfloat16, torch.float32):
         params, others = parameters(SHAPES, saved_in), parameters(SHAPES, torch.bfloat16)

@@ -26,7 +26,7 @@ SHRINKS = {"standard": 0.0, "decoupled": LR * DECAY, "legacy": DECAY, "reg": 0.0
 
 
 def step_from(opt: torch.optim.Optimizer, params: list[nn.Parameter], p: Tensor, gradient: Tensor) -> Tensor:
-    """What a step subtracts from parameters that stand at ``p``."""
+    """What a step subtracts from parameters with the values ``p``."""
     put(params, p)
     give(params, gradient)
     opt.step()
@@ -35,7 +35,7 @@ def step_from(opt: torch.optim.Optimizer, params: list[nn.Parameter], p: Tensor,
 
 @pairs(method=list(METHODS), mode=list(MODES), partition=list(SPLIT))
 def test_modes_of_weight_decay(method: str, mode: str, partition: str) -> None:
-    """λ = 1e-6 (ε = 1e-4): preconditioning g + wd·p with the dots of g would let p/λ through unsolved."""
+    """With λ = 1e-6 (ε = 1e-4), preconditioning g + wd·p with the dots of g would leave p/λ."""
     params, small = parameters(SHAPES), 1e-6 if method == "mfac" else 1e-4
     keywords = {"weight_decay": DECAY, "partition": partition, **regular(method, small), **MODES[mode]}
     opt = built(METHODS[method], params, lr=LR, window_size=M, **keywords)
@@ -48,7 +48,7 @@ def test_modes_of_weight_decay(method: str, mode: str, partition: str) -> None:
         for unit in SPLIT[partition]:
             c = columns_of(params, unit)
             if len(c) <= M and mode in ("reg", "both"):
-                continue  # rows span the unit: nothing but cancellation is left of x/λ, see below
+                continue  # rows span the unit, so that x/λ cancels; see the next test
             u = explicit(method, torch.stack(seen[-M:])[:, c], x[c], small)
             assert_near(moved[c], LR * u + SHRINKS[mode] * p[c], 1e-9, f"step {step}")
 
@@ -68,8 +68,7 @@ def test_decay_inside_a_window_that_spans_everything(method: str) -> None:
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "topk", "rank-2"])
-def test_decay_beside_a_compressed_window(storage: str) -> None:
-    """What is preconditioned is the row as stored, and the decay."""
+def test_with_a_compressed_window_the_stored_row_and_the_decay_are_preconditioned(storage: str) -> None:
     for mode in ("reg", "both"):
         kind, params = STORAGES[storage], parameters(SHAPES)
         keywords = {"weight_decay": DECAY, "weight_decay_mode": mode, **kind.keywords}
@@ -83,7 +82,7 @@ def test_decay_beside_a_compressed_window(storage: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["standard", "reg"])
-def test_groups_of_one_unit_have_decays_of_their_own(mode: str) -> None:
+def test_groups_of_one_unit_may_have_different_decays(mode: str) -> None:
     params = parameters(SHAPES)
     groups = [{"params": params[:1], "weight_decay": 0.3}, {"params": params[1:]}]
     opt = MFAC(groups, lr=1.0, window_size=M, damping=1e-6, weight_decay_mode=mode)
@@ -97,8 +96,7 @@ def test_groups_of_one_unit_have_decays_of_their_own(mode: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_reg_with_momentum_before_preconditioning(method: str) -> None:
-    """Average of gradients, and decay on top of it."""
+def test_reg_adds_the_decay_to_momentum_before_preconditioning(method: str) -> None:
     own = {**averaging(method, 0.9, 0.8), **regular(method, 1e-3)}
     params, average = parameters(SHAPES), Average(D, 0.9)
     opt = built(METHODS[method], params, lr=1.0, window_size=M, weight_decay=DECAY, weight_decay_mode="reg", **own)
@@ -113,7 +111,7 @@ def test_reg_with_momentum_before_preconditioning(method: str) -> None:
 # ------------------------------------------------------------------------------------------------ clipping and grafting
 @each(method=list(METHODS), storage=["dense", "topk"], partition=list(SPLIT))
 def test_the_norm_is_clipped_before_momentum(method: str, storage: str, partition: str) -> None:
-    """That of the direction of all parameters together."""
+    """It is the norm of the direction of all parameters together."""
     keywords = {"lr": 1.0, "window_size": M, "partition": partition, **STORAGES[storage].keywords}
     (plain, clipped), limit = (parameters(SHAPES), parameters(SHAPES)), 0.1
     opt = built(METHODS[method], plain, **keywords)
@@ -131,7 +129,7 @@ def test_the_norm_is_clipped_before_momentum(method: str, storage: str, partitio
 @pytest.mark.filterwarnings("ignore:.*momentum=0.5 has no effect")
 @pairs(method=list(METHODS), partition=list(SPLIT))
 def test_adam_graft(method: str, partition: str) -> None:
-    """The direction is the method's for Adam's first moment as far as the window remembers it, the size is Adam's."""
+    """The direction is the method's for Adam's first moment over the rows of the window; its norm is Adam's."""
     params, (beta1, beta2), eps = parameters(SHAPES), (0.8, 0.9), 1e-3
     graft = {"graft": "adam", "fallback_betas": (beta1, beta2), "fallback_eps": eps, **regular(method, 1e-3)}
     opt = built(METHODS[method], params, lr=1.0, momentum=0.5, window_size=M, partition=partition, **graft)
@@ -149,11 +147,8 @@ def test_adam_graft(method: str, partition: str) -> None:
             assert_near(moved[c], u * size[c].norm() / u.norm(), 1e-8, step)
 
 
-# ----------------------------------------------------------------------------------------------------------- exclusions
-
-
 class LN(nn.LayerNorm):
-    """Its name does not say what it is."""
+    """A norm layer with a name that does not reveal it."""
 
 
 def test_derived_norm_layers_are_left_out() -> None:

@@ -1,4 +1,4 @@
-"""Directions are those of the explicit matrix of what was stored, and what was stored is what a plain loop says."""
+"""Directions are those of the explicit matrix of the stored rows, which are those of a plain loop."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def build(method: str, params: list[nn.Parameter], **keywords: Any) -> torch.opt
 
 
 def exists(storage: str, dtype: torch.dtype, partition: str, **others: str) -> bool:
-    """In bfloat16 little can be read off the parameters; in float32 factors of a part leave the loop sooner."""
+    """In bfloat16, parameters show few digits; in float32, factors of parts deviate from the loop earlier."""
     if dtype == torch.float32 and storage.startswith("rank"):
         return partition == "global"
     return dtype != torch.bfloat16 or storage in ("dense", "topk-bfloat16", "rank-1")
@@ -55,12 +55,12 @@ def exists(storage: str, dtype: torch.dtype, partition: str, **others: str) -> b
     partition=list(UNITS),
 )
 def test_every_storage_and_partition(method: str, storage: str, dtype: torch.dtype, partition: str) -> None:
-    """Over more than three turns of the ring, at every step."""
+    """Every step of more than three turns of the ring is checked."""
     kind, params = STORAGES[storage], parameters(SHAPES, dtype)
     opt = build(method, params, partition=partition, **kind.keywords)
     senders = kind.senders(opt, params)
     sent: list[Tensor] = []
-    # The direction of a bfloat16 parameter is read off a rounded parameter; factors of a low rank are roundings too.
+    # The direction of a bfloat16 parameter is read off a rounded parameter; low-rank factors are rounded, too.
     exact = dtype == torch.float64
     tolerance = 1e-9 if exact else 1e-5 if dtype == torch.float32 else 4e-3
     for step in range(STEPS):
@@ -78,7 +78,7 @@ def test_every_storage_and_partition(method: str, storage: str, dtype: torch.dty
 
 @each(storage=list(STORAGES), partition=list(UNITS))
 def test_the_gram_matrix_of_every_storage_is_that_of_its_rows(storage: str, partition: str) -> None:
-    """A row filled with dots of the raw gradient would make it indefinite."""
+    """If a row had the dots of the raw gradient, the matrix would be indefinite."""
     kind, params = STORAGES[storage], parameters(SHAPES)
     opt = build("mfac", params, partition=partition, **kind.keywords)
     for step in range(M + 3):
@@ -92,7 +92,7 @@ def test_the_gram_matrix_of_every_storage_is_that_of_its_rows(storage: str, part
         assert all("gram" not in states(opt)[i] for i in unit[1:])
 
 
-def test_layer_takes_weight_and_bias_of_a_module_together() -> None:
+def test_a_layer_is_the_weight_and_bias_of_a_module() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Conv1d(2, 3, 2), nn.Linear(4, 2, bias=False)).double()
     params, keywords = list(model.parameters()), {"lr": 1.0, "window_size": 3, "partition": "layer", "damping": 1e-2}
     opt, bare = built(MFAC, model, **keywords), built(MFAC, params, module=model, **keywords)
@@ -117,7 +117,7 @@ def test_layer_with_one_layer_is_global(storage: str) -> None:
     assert torch.equal(results[0], results[2])
 
 
-def test_groups_of_one_unit_have_learning_rates_of_their_own() -> None:
+def test_groups_of_one_unit_may_have_different_learning_rates() -> None:
     params, twins = parameters(SHAPES), parameters(SHAPES)
     opt = MFAC([{"params": params[:2], "lr": 0.5}, {"params": params[2:], "lr": 0.125}], window_size=M)
     plain = MFAC(twins, lr=1.0, window_size=M)
@@ -129,7 +129,7 @@ def test_groups_of_one_unit_have_learning_rates_of_their_own() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_one_unit_of_parameters_of_several_dtypes(method: str) -> None:
-    """Flat buffers are per dtype, dots are of all of them."""
+    """There is a flat buffer for each dtype, but dots are over all of them."""
     params = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in ((5, torch.float32), (4, torch.float64))]
     params += parameters([(2, 2)], torch.bfloat16)
     opt = built(METHODS[method], params, lr=1.0, window_size=3, **regular(method, 1e-2))
@@ -155,10 +155,10 @@ def test_parameters_without_entries() -> None:
     storage=["dense", "topk", "rank-1"],
     real=[torch.float64, torch.float32],
 )
-def test_complex_parameters_beside_an_odd_number_of_real_entries(
+def test_complex_parameters_with_an_odd_number_of_real_entries(
     order: tuple[int, ...], method: str, storage: str, real: torch.dtype
 ) -> None:
-    """The real ones come first, between and last: pairs of numbers start at odd places."""
+    """Real entries come first, between or last, so that complex ones start at odd offsets."""
     kind, pair = STORAGES[storage], torch.complex128 if real == torch.float64 else torch.complex64
     every = [nn.Parameter(torch.zeros(3, dtype=real)), *parameters([(2, 3), (5,)], pair)]
     params = [every[i] for i in order]

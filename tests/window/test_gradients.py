@@ -1,4 +1,4 @@
-"""Gradients that are missing, not finite, or of parameters that come, go and come back."""
+"""Gradients that are missing, not finite, or of parameters that are added, frozen and unfrozen."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_a_parameter_without_gradient_has_a_zero_slice_and_stays(method: str, st
 
 
 def test_momentum_of_a_parameter_without_gradient_stays() -> None:
-    """And without any gradient nothing is pushed."""
+    """Without any gradient, nothing is pushed."""
     for momentum in ({"momentum": 0.5}, {"inner": "adamw"}):
         params = parameters(SHAPES)
         opt = build("mfac", params, weight_decay=0.1, **momentum)
@@ -80,7 +80,7 @@ def test_momentum_of_a_parameter_without_gradient_stays() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_average_of_gradients_with_a_missing_slice(method: str) -> None:
-    """The slice counts as zero: x = v decays there, as if the gradient had been zero."""
+    """The slice counts as zero: x = v decays there as with a gradient of zero."""
     params, average, seen = parameters(SHAPES), Average(D, 0.8), []
     opt = build(method, params, **averaging(method, 0.8, 0.9))
     for step in range(3 * M):
@@ -99,7 +99,7 @@ def test_average_of_gradients_with_a_missing_slice(method: str) -> None:
 
 
 @each(storage=["dense", "topk", "rank-1"], partition=["global", "layer"])
-def test_frozen_and_unfrozen_in_mid_run(partition: str, storage: str) -> None:
+def test_a_parameter_frozen_and_unfrozen_during_a_run(partition: str, storage: str) -> None:
     kind, params = STORAGES[storage], parameters(SHAPES)
     opt = build("mfac", params, partition=partition, **kind.keywords)
     for step in range(4 * M):
@@ -126,8 +126,8 @@ def test_frozen_and_unfrozen_in_mid_run(partition: str, storage: str) -> None:
 
 
 @each(method=list(METHODS), storage=["dense", "topk", "rank-1"])
-def test_frozen_at_construction_and_unfrozen_late(method: str, storage: str) -> None:
-    """It joins the window with zeros in the rows of old."""
+def test_a_parameter_frozen_at_construction_and_unfrozen_later(method: str, storage: str) -> None:
+    """It joins the window with zeros in the old rows."""
     kind, params = STORAGES[storage], parameters(SHAPES)
     params[1].requires_grad_(False)
     opt = build(method, params, **kind.keywords)
@@ -152,10 +152,9 @@ def test_frozen_at_construction_and_unfrozen_late(method: str, storage: str) -> 
         assert_near(u, explicit(method, rows, rows[-1], 1e-2), 1e-9, step)
 
 
-# ------------------------------------------------------------------------------------------------------ late companions
 @each(method=list(METHODS), storage=["dense", "bfloat16", "topk", "rank-1"], partition=["global", "group", "layer"])
 def test_a_group_added_after_training_started(method: str, storage: str, partition: str) -> None:
-    """New columns are zero in old rows: dots stay, nothing else moves."""
+    """New columns are zero in old rows, so nothing else changes."""
     kind, params = STORAGES[storage], parameters(SHAPES)
     opt = build(method, params[:2], partition=partition, **kind.keywords)
     for step in range(6):
@@ -190,7 +189,7 @@ GATED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pairs(kind=list(GATED), storage=["dense", "bfloat16", "topk", "topk-4-bit", "rank-1"])
 def test_a_closed_gate_keeps_everything(kind: str, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device, where nobody waits to see whether gradients are finite."""
+    """This is the case of a device, where the host does not wait to know whether gradients are finite."""
     method, keywords = GATED[kind]
     for steps in (2, 7):
         params = parameters(SHAPES)

@@ -1,4 +1,4 @@
-"""Figures that come from the Gram matrix alone are those of the vectors themselves."""
+"""Figures that are computed from the Gram matrix equal those of the vectors."""
 
 import math
 from typing import Any
@@ -52,7 +52,7 @@ def test_amplification_and_effective_rank(damping: float) -> None:
 
 @pytest.mark.parametrize("storage", ["topk", "topk-bfloat16", "rank-1"])
 def test_sent_energy_and_length_of_the_residual(storage: str) -> None:
-    """‖ĝ‖² / ‖e + g‖², ‖e‖ and ‖e‖ / ‖g‖."""
+    """They are ‖ĝ‖² / ‖e + g‖², ‖e‖ and ‖e‖ / ‖g‖."""
     kind, params = STORAGES[storage], parameters(SHAPES)
     opt, left = built(MFAC, params, lr=1.0, window_size=M, **kind.keywords), torch.zeros(D, dtype=torch.float64)
     for step in range(3 * M):
@@ -83,9 +83,9 @@ def test_diagnostics_after_a_layer_without_gradient_and_a_dropped_step(storage: 
             if given := [params[i].grad for i in unit if params[i].grad is not None]:
                 lengths[name] = flat(given).norm()
         opt.step()
-    told, state = opt.diagnostics(), states(opt)
+    diagnostics, state = opt.diagnostics(), states(opt)
     for name, unit in units.items():
-        found = told["units"][name]
+        found = diagnostics["units"][name]
         if storage == "topk":
             left = torch.cat([residual(state[i], params[i].numel()) for i in unit]).norm()
             assert found["residual_norm"] == pytest.approx(float(left), rel=1e-12)
@@ -96,5 +96,5 @@ def test_diagnostics_after_a_layer_without_gradient_and_a_dropped_step(storage: 
     give(params, torch.full((39,), torch.nan))
     opt.step()
     after = opt.diagnostics()
-    assert after["units"] == told["units"]
-    assert (after["skipped_steps"], after["solve_failures"]) == (told["skipped_steps"] + 1, 0)
+    assert after["units"] == diagnostics["units"]
+    assert (after["skipped_steps"], after["solve_failures"]) == (diagnostics["skipped_steps"] + 1, 0)

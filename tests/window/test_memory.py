@@ -1,4 +1,4 @@
-"""Bytes by the formulas, before and after steps; and the shares of a dense float32 window that sparse ones reach."""
+"""Bytes of every storage by its formula, before and after steps."""
 
 from math import prod
 from typing import Any
@@ -22,7 +22,7 @@ def dense(width: int) -> tuple[int, int]:
 def sparse(density: float, block: int, width: int, bits: int | None, feedback: bool) -> tuple[int, int]:
     """m Σ k (value + index), and 4 bytes of residual per entry or a few bits and two bfloat16 per 128 entries."""
     index = 0 if density >= 1 else 2 if block <= 32768 else 4
-    feedback = feedback and (density < 1 or width < 4)  # nothing is left over otherwise
+    feedback = feedback and (density < 1 or width < 4)  # otherwise there is no residual
     window = error = 0
     for shape in SHAPES:
         numel = prod(shape)

@@ -53,7 +53,7 @@ def test_push_through_is_woodbury_is_the_recursion_is_the_explicit_inverse(m: in
 
 @pytest.mark.parametrize("m", [7, 8])
 def test_first_twenty_updates_of_the_published_dynamic_algorithm(m: int) -> None:
-    """The published optimizer: gradient with L2, put into the ring, multiplied by the inverse, subtracted times lr."""
+    """The published optimizer stores the gradient with L2, multiplies it by the inverse and subtracts lr times it."""
     lr, decay, target = 0.01, 0.1, noise(D, seed=7)
     (p,) = params = parameters([(D,)])
     p.data.copy_(noise(D, seed=8))
@@ -69,7 +69,7 @@ def test_first_twenty_updates_of_the_published_dynamic_algorithm(m: int) -> None
 
 
 @methods
-def test_a_window_of_one_row_in_closed_form(method: str) -> None:
+def test_a_window_of_one_row_has_a_closed_form(method: str) -> None:
     for storage in ("dense", "float32", "bfloat16", "topk", "topk-4-bit", "rank-1"):
         kind, params = STORAGES[storage], parameters([(4, 5), (3,)])
         opt = built(METHODS[method], params, lr=1.0, window_size=1, **regular(method, SMALL), **kind.keywords)
@@ -90,7 +90,7 @@ def test_more_rows_than_columns(d: int) -> None:
 
 
 def test_the_order_of_the_slots_does_not_matter() -> None:
-    """Rows loaded in another order, the slot to be written next apart."""
+    """Rows are loaded in another order, except for the slot that is written next."""
     opt, params = new()
     g = noise(8, D)
     for row in g[:7]:
@@ -113,7 +113,7 @@ DEPENDENT: dict[str, tuple[str, float, dict[str, Any]]] = {
 
 
 def dependent(kind: str) -> Tensor:
-    """Gradients of which three at a time are the same, up to what is said."""
+    """Gradients of which three at a time are the same, up to the difference that ``kind`` describes."""
     step = torch.arange(20)
     factor = {"opposite": (-1.0) ** step, "scaled": 1 + step % 3, "with zeros": step % 3 > 0}.get(kind, step * 0 + 1)
     g = factor[:, None] * noise(20, D)[step // 3]
@@ -124,7 +124,7 @@ def dependent(kind: str) -> Tensor:
 def test_dependent_gradients_and_those_of_zero(how: str) -> None:
     """A gradient of zero takes a slot and moves nothing."""
     method, value, keywords = DEPENDENT[how]
-    tolerance = 1e-11 + 3e-14 / value if method == "mfac" else 1e-9  # of coefficients that grow as 1/λ
+    tolerance = 1e-11 + 3e-14 / value if method == "mfac" else 1e-9  # coefficients grow as 1/λ
     for kind in ("same", "opposite", "scaled", "with zeros", *(["nearly"] if method == "mfac" else [])):
         (opt, params), g = new(method, value=value, window_size=6, **keywords), dependent(kind)
         for step in range(20):
@@ -141,7 +141,7 @@ def test_dependent_gradients_and_those_of_zero(how: str) -> None:
 def test_a_failing_solve_does_not_change_the_others_of_its_batch(
     bad: int, last_resort: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal rows whose length is a power of two: the second pivot is exactly zero."""
+    """Its rows are equal, and their length is a power of two, so that the second pivot is exactly zero."""
     keywords: dict[str, Any] = {"lr": 1.0, "window_size": 5, "damping": 1e-18, "solver": "cholesky"}
     params, others = parameters([(8,)] * 3), parameters([(8,)] * 3)
     opt, fine = (built(MFAC, p, partition="layer", **keywords) for p in (params, others))
@@ -192,8 +192,8 @@ SCHEDULES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", SCHEDULES)
-def test_options_changed_in_mid_run_are_a_fresh_optimizer_with_the_same_window(case: str) -> None:
-    """Nothing but the dots of the rows outlives a step."""
+def test_changing_options_is_like_a_new_optimizer_with_the_same_window(case: str) -> None:
+    """A step leaves only the dots of the rows."""
     method, schedule, keywords = SCHEDULES[case]
     opt, params = new(method, **keywords)
     fresh = {str(options): new(method, **{**keywords, **options}) for options in schedule}
@@ -209,11 +209,11 @@ def test_directions_scale_inversely_with_gradients_at_relative_damping(storage: 
     (opt, params), (scaled, others) = new(**keywords), new(**keywords)
     for g in noise(14, D):
         u, v = push(opt, params, g), push(scaled, others, factor * g)
-        # Stored values are float32: their rounding moves with a factor that is no power of two.
+        # Stored values are float32, so their rounding depends on a factor that is not a power of two.
         assert_near(factor * v, u, 1e-9 if factor < 1 or storage != "topk" else 1e-5)
 
 
-def test_large_damping_leaves_the_gradient_and_a_vanishing_one_the_pseudo_inverse() -> None:
+def test_large_damping_gives_the_gradient_and_vanishing_damping_the_pseudo_inverse() -> None:
     (large, many), (small, few) = new(value=1e12), new(value=1e-13, solver="eigh")
     root, others = new("ggt", value=1e12)
     g = noise(9, D)
@@ -236,7 +236,7 @@ def test_decay_of_the_window(m: int, beta2: float, eps: float) -> None:
 
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
 def test_weight_of_the_complement(beta1: float) -> None:
-    """For the newest row it has no effect; for an average the span and the rest are weighted apart."""
+    """It has no effect on the newest row; for an average, the span and its complement have separate weights."""
     for weight in (None, 0.0, 3.0, 1 / SMALL):
         opt, params = new("ggt", betas=(beta1, 0.9), sgd_weight=weight)
         g, average = noise(14, D), Average(D, beta1)
@@ -279,7 +279,7 @@ AVERAGES: dict[str, tuple[str, float, float, float, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", AVERAGES)
 def test_momentum_on_gradients(case: str) -> None:
-    """Over four turns and more: most of the momentum comes from rows that are gone."""
+    """After more than four turns of the ring, most of the momentum comes from rows that are gone."""
     method, value, beta1, beta2, more = AVERAGES[case]
     for m in (1, 3, 8):
         opt, params = new(method, value=value, window_size=m, **averaging(method, beta1, beta2), **more)
@@ -292,7 +292,7 @@ def test_momentum_on_gradients(case: str) -> None:
 
 @pytest.mark.parametrize("solver", ["cholesky", "eigh"])
 def test_momentum_on_gradients_inside_the_span(solver: str) -> None:
-    """Every gradient is still a row: nothing to cancel, at a damping where x/λ would leave few digits."""
+    """Every gradient is still a row, so x/λ, which would leave few digits at this damping, need not be computed."""
     opt, params = new(momentum=0.9, momentum_mode="pre", window_size=20, damping=1e-8, solver=solver)
     g, average = noise(12, D), Average(D, 0.9)
     for step in range(12):
@@ -314,7 +314,6 @@ def test_momentum_averages_what_was_stored(storage: str, how: tuple[str, float])
         assert_near(u, explicit(method, rows, average.add(rows[-1]), SMALL, 0.8))
 
 
-# --------------------------------------------------------------------------------------------------------------- sparse
 def test_sparse_mfac_is_mfac_with_top_k() -> None:
     found = []
     for cls, keywords in ((SparseMFAC, {}), (MFAC, {"compression": TopK()})):

@@ -1,4 +1,4 @@
-"""What a window does when its parameters are cast, moved, removed or added, and when its options change on the way."""
+"""What a window does when parameters are cast, moved, removed or added, and when options change during a run."""
 
 import copy
 import gc
@@ -46,7 +46,7 @@ def live_rows(opt: torch.optim.Optimizer, params: Sequence[nn.Parameter], kind: 
 
 
 def assert_consistent(opt: Any, params: Sequence[nn.Parameter], kind: Storage, tolerance: float = 1e-12) -> Tensor:
-    """The Gram matrix of the window of ``params`` is that of the rows that it holds."""
+    """Assert that the Gram matrix of the window of ``params`` is that of its rows, which are returned."""
     rows = live_rows(opt, params, kind)
     assert_near(gram(opt.state[params[0]]), rows @ rows.mT, tolerance)
     return rows
@@ -64,7 +64,7 @@ def network(dtype: torch.dtype) -> tuple[nn.Module, list[nn.Parameter]]:
 # ---------------------------------------------------------------------------------------------------------------- casts
 @each(storage=[*KINDS, "topk-odd-blocks"], to=[torch.float64, torch.float32], steps=[2, 7])
 def test_casting_the_model(to: torch.dtype, storage: str, steps: int) -> None:
-    """A copy that is made before the optimizer noticed the cast goes on alike."""
+    """A copy that is made before the optimizer noticed the cast takes the same steps."""
     kind = STORAGES[storage]
     net, params = network(torch.float32 if to == torch.float64 else torch.float64)
     opt = mfac(net, **kind.keywords)
@@ -107,7 +107,7 @@ def test_float32_rows_loaded_as_bfloat16(steps: int) -> None:
 
 # ------------------------------------------------------------------------------------- parameters that leave or change
 @each(storage=MOVED, method=list(METHODS), gone=[0, 2], steps=[2, 7])
-def test_a_parameter_that_was_removed(method: str, storage: str, gone: int, steps: int) -> None:
+def test_removing_a_parameter_keeps_the_rows_of_the_others(method: str, storage: str, gone: int, steps: int) -> None:
     kind, params = STORAGES[storage], parameters(SHAPES)
     opt = built(METHODS[method], params, lr=1.0, window_size=M, **kind.keywords)
     for step in range(steps):
@@ -117,7 +117,7 @@ def test_a_parameter_that_was_removed(method: str, storage: str, gone: int, step
     left = opt.param_groups[0]["params"].pop(gone)
     opt.zero_grad()
     left.grad = None
-    opt.step()  # without gradients: the plan follows, the rows stay
+    opt.step()  # without gradients the plan is updated, but the rows stay
     assert torch.equal(assert_consistent(opt, kept, kind), before)
     assert torch.isfinite(random_step(opt, kept, 50)).all()
     assert_consistent(opt, kept, kind)
@@ -125,7 +125,7 @@ def test_a_parameter_that_was_removed(method: str, storage: str, gone: int, step
 
 
 @pytest.mark.parametrize("storage", MOVED)
-def test_a_parameter_that_moves_to_another_group(storage: str) -> None:
+def test_moving_a_parameter_to_another_group_keeps_its_rows(storage: str) -> None:
     kind, params = STORAGES[storage], parameters([(4, 5), (3,), (3, 7), (2, 3)])
     opt = mfac([{"params": params[:2]}, {"params": params[2:]}], partition="group", **kind.keywords)
     for step in range(6):
@@ -146,7 +146,7 @@ def test_a_parameter_that_moves_to_another_group(storage: str) -> None:
 
 @each(storage=MOVED, together=[True, False])
 def test_attach_merges_windows_of_parameters_into_those_of_layers(storage: str, together: bool) -> None:
-    """Windows that were not filled in the same steps have no rows in common: they begin anew."""
+    """Windows that were not filled in the same steps have no rows in common, so they start again."""
     kind = STORAGES[storage]
     net, params = network(torch.float64)
     opt = mfac(net.parameters(), partition="layer", **kind.keywords)
@@ -175,7 +175,7 @@ def one_cycle(opt: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSchedule
     return torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=20)
 
 
-def test_a_late_group_takes_the_betas_of_now() -> None:
+def test_a_group_that_is_added_later_gets_the_current_betas() -> None:
     params, late = parameters(SHAPES), parameters([(6,)])
     opt = GGT(params, lr=0.1, window_size=M)
     schedule = one_cycle(opt)
@@ -190,7 +190,7 @@ def test_a_late_group_takes_the_betas_of_now() -> None:
     assert u[D:].any()
 
 
-def test_state_before_the_first_step_of_a_schedule() -> None:
+def test_a_state_may_be_saved_before_the_first_step_of_a_schedule() -> None:
     params, others = parameters(SHAPES), parameters(SHAPES)
     opt, new = GGT(params, lr=0.1, window_size=M), GGT(others, lr=0.1, window_size=M)
     one_cycle(opt)
@@ -206,7 +206,7 @@ def test_state_before_the_first_step_of_a_schedule() -> None:
 
 
 @each(storage=KINDS, m=[2, 7])
-def test_window_size_changed_just_before_saving(storage: str, m: int) -> None:
+def test_the_window_size_may_change_just_before_saving(storage: str, m: int) -> None:
     kind, params, others = STORAGES[storage], parameters(SHAPES), parameters(SHAPES)
     own = {"momentum": 0.5, "momentum_mode": "pre", **kind.keywords}
     opt, new = mfac(params, **own), mfac(others, window_size=m, **own)
@@ -223,7 +223,7 @@ def test_window_size_changed_just_before_saving(storage: str, m: int) -> None:
     assert torch.equal(random_step(opt, params, 9), random_step(new, others, 9))
 
 
-def test_what_groups_say_between_steps_must_be_valid_and_agree() -> None:
+def test_options_of_groups_that_change_between_steps_must_be_valid_and_agree() -> None:
     for parted, key, value, error in (
         (True, "damping", 0.5, ValueError),
         (False, "window_size", 0, ValueError),
@@ -253,12 +253,12 @@ def test_a_group_without_parameters() -> None:
 
 
 @pytest.mark.parametrize("storage", ["dense", "topk"])
-def test_a_refused_group_leaves_no_trace(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_group_changes_nothing(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = parameters(SHAPES)
     opt = mfac(params, **STORAGES[storage].keywords)
     for step in range(3):
         random_step(opt, params, step)
-    before, known, told = snapshot(opt), set(opt.state), opt.describe()
+    before, known, described = snapshot(opt), set(opt.state), opt.describe()
 
     def refused() -> weakref.ref[nn.Parameter]:
         p = nn.Parameter(torch.zeros(300, 7, dtype=torch.float64))
@@ -271,7 +271,7 @@ def test_a_refused_group_leaves_no_trace(storage: str, monkeypatch: pytest.Monke
         trace = refused()
     gc.collect()
     assert trace() is None
-    assert (len(opt.param_groups), set(opt.state), opt.describe()) == (1, known, told)
+    assert (len(opt.param_groups), set(opt.state), opt.describe()) == (1, known, described)
     assert differences(snapshot(opt), before) == set()
     opt.add_param_group({"params": parameters([(5,)])})
     assert torch.isfinite(random_step(opt, params, 4)).all()

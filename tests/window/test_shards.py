@@ -1,4 +1,4 @@
-"""Windows in parts: where tensors are cut, and W ranks (threads) that do together what one process does."""
+"""Sharded windows: where tensors are cut, and W ranks (threads) that together do what one process does."""
 
 import copy
 from functools import cache
@@ -49,7 +49,7 @@ def test_parts_are_even_and_cut_between_grains(sizes: list[int], grain: int, par
 
 
 @given(old=SIZES, new=SIZES, parts=st.integers(2, 4))
-def test_what_was_cut_stays_and_the_rest_makes_parts_even(old: list[int], new: list[int], parts: int) -> None:
+def test_cut_tensors_stay_and_new_ones_balance_the_parts(old: list[int], new: list[int], parts: int) -> None:
     before = tuple((0, *[size] * parts) for size in old)  # all in the first part
     bounds = Cutting(1).bounds(old + new, old + new, parts, [*before, *[None] * len(new)])
     assert bounds[: len(old)] == before
@@ -98,7 +98,7 @@ def test_the_state_of_whole_tensors_is_cut_and_joined() -> None:
 
 # ------------------------------------------------------------------------------------------------------------ the steps
 def train(opt: Any, params: list[nn.Parameter], steps: range) -> Tensor:
-    """Gradients that depend on the parameters, so that no error heals; ``[steps, d]``."""
+    """Train with gradients that depend on the parameters, so that errors persist; return ``[steps, d]``."""
     path = []
     for step in steps:
         give(params, noise(D, seed=step) + 0.1 * flat(params))
@@ -149,7 +149,7 @@ FEW = ("mfac dense", "mfac topk-4-bit", "reg pre", "graft adam", "ggt betas")
     ranks={"3": (3, 1), "4-by-2": (4, 2), "2": (2, 1), "4": (4, 1), "2-by-2": (2, 2)},
     partition=["global", "layer"],
 )
-def test_ranks_do_together_what_one_process_does(kind: str, ranks: tuple[int, int], partition: str) -> None:
+def test_ranks_together_do_what_one_process_does(kind: str, ranks: tuple[int, int], partition: str) -> None:
     world, workers = ranks
 
     def rank(comm: ThreadRank) -> tuple[Tensor, list[float]]:
@@ -166,8 +166,8 @@ def test_ranks_do_together_what_one_process_does(kind: str, ranks: tuple[int, in
 
 
 @each(storage=list(STORAGES), world=[3, 2], dtype=[torch.float32, torch.float64])
-def test_what_is_stored_does_not_depend_on_the_world(storage: str, world: int, dtype: torch.dtype) -> None:
-    """Rows, residuals and the momentum's rest bit for bit, for the same gradients."""
+def test_stored_values_do_not_depend_on_the_world(storage: str, world: int, dtype: torch.dtype) -> None:
+    """For the same gradients, rows, residuals and momentum outside of the window are equal bit for bit."""
     settings = {"momentum": 0.9, "momentum_mode": "pre", "partition": "group"}
 
     def trained(comm: ThreadRank | None = None) -> tuple[Any, list[nn.Parameter]]:
@@ -196,7 +196,7 @@ WORDS = {"mfac dense": M, "mfac topk": M, "pre": M + 1, "reg": 2 * M, "reg pre":
 
 @each(kind=list(WORDS), ranks={"3": (3, 1), "4-by-2": (4, 2)})
 def test_one_sum_and_one_gather_per_step(kind: str, ranks: tuple[int, int]) -> None:
-    """8 bytes per row of the window and d entries, in the first step as in a later one."""
+    """They have 8 bytes per row of the window and d entries, in the first step and in later ones."""
     (world, workers), words = ranks, WORDS[kind]
 
     def rank(comm: ThreadRank) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
@@ -242,9 +242,9 @@ def test_repeated_gradients_change_the_solver_on_all_ranks() -> None:
     assert_near(found[0], steps(), 1e-5)
 
 
-# -------------------------------------------------------------------------------------------------------------- corners
+# ------------------------------------------------------------------------------------------------------- unusual events
 @each(storage=["dense", "topk", "rank-1"], partition=["global", "layer"])
-def test_more_ranks_than_there_is_to_hold(storage: str, partition: str) -> None:
+def test_more_ranks_than_parts(storage: str, partition: str) -> None:
     keywords = {"window_size": M, "partition": partition, **STORAGES[storage].keywords}
 
     def steps(comm: ThreadRank | None = None) -> Tensor:
@@ -286,7 +286,7 @@ def test_gradients_that_are_missing_or_not_finite(kind: str, partition: str) -> 
 
 
 class Gated(MFAC):
-    """Drops bad steps as on a device: nobody waits to see whether gradients are finite."""
+    """Drops bad steps as on a device, where the host does not wait to know whether gradients are finite."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -316,7 +316,7 @@ def test_a_closed_gate_changes_no_part(storage: str) -> None:
 
 
 def eventful(opt: Any, params: list[nn.Parameter]) -> Tensor:
-    """Groups and parameters that come and go, casts and another window size: nothing of it may move a row."""
+    """Groups are added, a parameter is removed, the window size changes, and parameters are cast."""
     every, path = list(params), []
 
     def steps(first: int, last: int) -> None:
@@ -358,7 +358,7 @@ def eventful(opt: Any, params: list[nn.Parameter]) -> Tensor:
         ("ggt", "dense", "group", True),
     ],
 )
-def test_a_life_with_changes(method: str, storage: str, partition: str, averaged: bool) -> None:
+def test_changes_during_a_run_keep_the_rows(method: str, storage: str, partition: str, averaged: bool) -> None:
     keywords = {"partition": partition, **STORAGES[storage].keywords}
     keywords |= averaging(method, 0.9, 0.8) if averaged else {}
 
@@ -373,8 +373,8 @@ def test_a_life_with_changes(method: str, storage: str, partition: str, averaged
     assert_near(found[0], expected, 1e-4)  # sums in float32 since then
 
 
-def test_a_copy_goes_on_like_the_original_and_is_attached_to_the_copy_of_a_module() -> None:
-    """Other parameters take the place of the optimizer's, with the cuts that their slices have."""
+def test_a_copy_trains_like_the_original_and_may_be_attached_to_the_copy_of_a_module() -> None:
+    """Other parameters then take the place of the optimizer's and keep their cuts."""
 
     def rank(comm: ThreadRank) -> None:
         torch.manual_seed(0)
@@ -382,7 +382,7 @@ def test_a_copy_goes_on_like_the_original_and_is_attached_to_the_copy_of_a_modul
         first, rest = list(net[0].named_parameters("0")), list(net[1].named_parameters("1"))
         keywords = {"momentum": 0.9, "momentum_mode": "pre", "window_size": M, "comm": comm}
         opt = built(MFAC, [{"params": first}], lr=0.1, module=net, **keywords)
-        opt.add_param_group({"params": rest})  # cut otherwise than all at once would be
+        opt.add_param_group({"params": rest})  # cut differently from all at once
         params = list(net.parameters())
         push(opt, params, noise(53))
         twin, twin_net = copy.deepcopy(opt), copy.deepcopy(net)
@@ -420,7 +420,7 @@ def test_a_refused_group_leaves_the_ranks_as_they_were(monkeypatch: pytest.Monke
         assert_near(found, expected[3:], 1e-11)
 
 
-# --------------------------------------------------------------------------------------------------------- what is told
+# -------------------------------------------------------------------------------------------------------------- reports
 @each(compression={"dense": None, "topk": TopK(0.05, 256), "rank": LowRank(2)}, world=[2, 4])
 def test_bytes_fall_with_the_number_of_parts(compression: Any, world: int) -> None:
     shapes = [(40, 30), (70,), (50, 16), (64,), (30, 40), (6,), (12, 12, 3)]
@@ -449,7 +449,7 @@ def test_bytes_fall_with_the_number_of_parts(compression: Any, world: int) -> No
         assert max(usage["window"] for usage in found) <= 1.34 * whole["window"] / world + 4 * M * 2 * 90
 
 
-def test_what_a_rank_tells_needs_no_other() -> None:
+def test_reports_of_a_rank_need_no_communication() -> None:
     def rank(comm: ThreadRank) -> None:
         opt, params = made("mfac topk", comm)
         layers, others = made("mfac topk", comm, partition="layer")
@@ -498,7 +498,7 @@ RESUMED = ["mfac dense", "mfac bfloat16", "mfac topk", "mfac topk-8-bit", "mfac 
 
 @each(kind=RESUMED, partition=["global", "layer"])
 def test_a_whole_checkpoint_loads_in_every_world(kind: str, partition: str) -> None:
-    """From one process to ranks, from ranks to one process and to other ranks."""
+    """It moves from one process to ranks, from ranks to one process and to other ranks."""
     opt, params = made(kind, partition=partition)
     train(opt, params, range(M + 2))
     saved, start = through_a_file(opt.state_dict()), flat(params)
@@ -524,7 +524,7 @@ def test_a_whole_checkpoint_loads_in_every_world(kind: str, partition: str) -> N
 
 @each(kind=RESUMED, partition=["global", "layer"])
 def test_every_rank_resumes_from_its_own_part_bit_for_bit(kind: str, partition: str) -> None:
-    """No name of a slice is on two ranks: checkpoints that all ranks write keep one value of each name."""
+    """No name of a slice occurs on two ranks, because a checkpoint of all ranks keeps one value of each name."""
 
     def rank(comm: ThreadRank) -> list[str]:
         opt, params = made(kind, comm, partition=partition)
@@ -544,14 +544,14 @@ def test_every_rank_resumes_from_its_own_part_bit_for_bit(kind: str, partition: 
 
 
 def _quiet(opt: Any) -> dict[str, Any]:
-    """The part of this rank; that it warns of that is not the matter here."""
+    """The part of this rank, without the warning that it is partial."""
     opt.warned_of_partial = True
     return opt.state_dict()
 
 
 @each(kind=["mfac dense", "mfac topk"], marked=[True, False])
-def test_the_part_of_another_rank_is_refused_with_the_mend(kind: str, marked: bool) -> None:
-    """Also where a checkpoint library has dropped the mark."""
+def test_the_part_of_another_rank_is_refused_with_the_remedy(kind: str, marked: bool) -> None:
+    """It is refused even if a checkpoint library has dropped the mark."""
 
     def part(comm: ThreadRank) -> dict[str, Any]:
         opt, params = made(kind, comm)
@@ -596,7 +596,7 @@ def test_another_window_size_in_another_world(wanted: int, storage: str) -> None
 
 @pytest.mark.parametrize("saved_again", [False, True])
 def test_rows_that_are_rounded_at_loading_get_their_products_at_the_next_step(saved_again: bool) -> None:
-    """The sum over the parts takes a message, and loading sends none: what is saved in between knows of that."""
+    """Summing over the parts needs a message, and loading sends none; a checkpoint in between allows for this."""
     opt, params = made("pre", dtype=torch.float32)
     train(opt, params, range(M + 2))
     saved, start = through_a_file(opt.state_dict()), flat(params)

@@ -1,4 +1,4 @@
-"""Window sizes, parameter sizes, block sizes and ranks at which indexing goes wrong."""
+"""Window sizes, parameter sizes, block sizes and ranks at which indexing might go wrong."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_window_sizes(storage: str, m: int, method: str) -> None:
 
 @pytest.mark.parametrize("topk", [None, {"density": 0.5, "block_size": 4}])
 def test_a_window_above_1024_rows(topk: dict[str, Any] | None) -> None:
-    """Filled through a checkpoint: more than a thousand growing solves would say no more."""
+    """A checkpoint fills it, because more than a thousand growing solves would not show more."""
     m, d = 1100, 6
     params = parameters([(d,)])
     keywords = {} if topk is None else {"compression": TopK(**topk)}
@@ -77,9 +77,9 @@ def test_a_window_above_1024_rows(topk: dict[str, Any] | None) -> None:
 
 
 def _in_slots(rows: Tensor, pos: int) -> Tensor:
-    """Gram matrix of rows from the oldest to the newest, which lie in a ring whose next slot is ``pos``."""
-    lying = rows.roll(pos, dims=0)
-    return lying @ lying.mT
+    """Gram matrix of rows from the oldest to the newest, in the order of a ring whose next slot is ``pos``."""
+    ordered = rows.roll(pos, dims=0)
+    return ordered @ ordered.mT
 
 
 RULES = [(16, 0.25), (16, 0.01), (64, 0.3), (64, 0.01), (100, 0.99), (4096, 0.5)]  # the last: more than 1024 entries
@@ -109,7 +109,7 @@ def test_parameters_smaller_and_larger_than_a_block(block: int, density: float) 
 
 @pytest.mark.parametrize(("block", "dtype"), [(32768, torch.int16), (65536, torch.int32)])
 def test_offsets_above_the_range_of_16_bits(block: int, dtype: torch.dtype) -> None:
-    """40000 as a signed 16 bit number is -25536."""
+    """As a signed 16-bit number, 40000 would be -25536."""
     N, far = 65536 + 11, 40000
     params = parameters([(N,)])
     opt = MFAC(params, lr=1.0, window_size=3, damping=1e-2, compression=TopK(density=1e-4, block_size=block))
@@ -127,8 +127,8 @@ def test_offsets_above_the_range_of_16_bits(block: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("cls", [MFAC, GGT])
-def test_every_entry_kept_is_the_dense_window(cls: Any) -> None:
-    """To the bit in float64; in another dtype without error feedback, which would send the rounding later."""
+def test_a_window_that_keeps_every_entry_is_the_dense_window(cls: Any) -> None:
+    """They are equal bit for bit in float64; error feedback would send the rounding of other dtypes later."""
     for block, dtype in (
         (7, torch.float64),
         (64, torch.float64),
@@ -162,8 +162,8 @@ def test_full_rank_is_the_dense_window(rank: int) -> None:
             assert_near(push(twin, factors, g), push(opt, dense, g), 1e-9)
 
 
-def test_low_rank_keeps_dense_what_factors_would_not_shorten() -> None:
-    """r(n₀ + n₁) ≥ n₀ n₁, and tensors of less than two dimensions."""
+def test_low_rank_stays_dense_if_factors_would_not_be_smaller() -> None:
+    """Factors are not smaller if r(n₀ + n₁) ≥ n₀ n₁, or if a tensor has less than two dimensions."""
     params = parameters([(4, 4), (5, 4), (6,), (), (2, 3, 4)])
     opt = MFAC(params, lr=1.0, window_size=2, compression=LowRank(rank=2))
     push(opt, params, noise(67))
@@ -182,16 +182,16 @@ def test_low_rank_of_a_zero_gradient_keeps_its_start() -> None:
     u = push(opt, params, torch.zeros(42))
     state = states(opt)[0]
     assert torch.equal(state["q_prev"], before)
-    assert not (u.any())
-    assert not (state["error"].any())
-    assert not (stored_rows(state, 42).any())
+    assert not u.any()
+    assert not state["error"].any()
+    assert not stored_rows(state, 42).any()
     push(opt, params, noise(42))
     assert_near(history(opt, params, [0])[-1].reshape(6, 7) + states(opt)[0]["error"], noise(42).reshape(6, 7), 1e-12)
 
 
 def test_low_rank_starts_from_its_seed() -> None:
     def trained(seed: int) -> dict[str, Any]:
-        torch.manual_seed(seed + 10)  # of no account
+        torch.manual_seed(seed + 10)  # has no effect
         params = parameters([(6, 7)])
         opt = MFAC(params, lr=1.0, window_size=3, compression=LowRank(rank=2), deterministic_seed=seed)
         push(opt, params, noise(42))

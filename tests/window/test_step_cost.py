@@ -1,4 +1,4 @@
-"""What a step may cost beside its two passes: no temporary as large as the window, no Python loop over its rows."""
+"""What a step may cost in addition to its two passes: no temporary as large as the window, no loop over its rows."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def small_tiles(large: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("form", FORMS)
 def test_no_temporary_is_larger_than_a_gradient(form: str) -> None:
-    """The window is 24 gradients large; a tile is at least one block or row of it."""
+    """The window is as large as 24 gradients; a tile is at least one of its blocks or rows."""
     d, m = WIDE[0] * WIDE[1] + 37, 24
     found = record(MFAC, m, **FORMS[form])
     tile = max(8 * TILE, 4 * rows.CHUNK * m)  # int64 offsets; one chunk of columns in working precision

@@ -38,7 +38,7 @@ SPECS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_largest_entries_of_every_block_are_sent(spec: str) -> None:
-    """Compared with a loop over blocks, at a learning rate that changes."""
+    """They are compared with a loop over blocks; the learning rate changes."""
     settings = {"block_size": 64, **SPECS[spec]}
     for dtype in (torch.float64, torch.float32):
         params = parameters(SHAPES, dtype)
@@ -57,7 +57,7 @@ def test_the_largest_entries_of_every_block_are_sent(spec: str) -> None:
                     assert not any("error" in key for key in states(opt)[i])
 
 
-def test_indices_ascend_and_count_as_the_rule_says() -> None:
+def test_indices_ascend_and_have_the_documented_number() -> None:
     params = parameters(SHAPES)
     opt = MFAC(params, window_size=3, compression=TopK(density=0.3, block_size=64))
     for step in range(5):
@@ -78,7 +78,6 @@ def test_indices_ascend_and_count_as_the_rule_says() -> None:
     }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ residuals of few bits
 def unpacked(packed: Tensor, bits: int, length: int, high_first: bool) -> Tensor:
     if bits == 8:
         return packed.long()
@@ -104,10 +103,10 @@ def decoded(state: dict[str, Any], key: str, bits: int, length: int, high_first:
     bits=[4, 8],
     value_dtype=[torch.float32, torch.bfloat16],
 )
-def test_loss_of_a_residual_of_few_bits(sizes: tuple[int, int], bits: int, value_dtype: torch.dtype) -> None:
+def test_loss_of_a_quantized_residual(sizes: tuple[int, int], bits: int, value_dtype: torch.dtype) -> None:
     """Each step loses at most half a level: |sent + e − (e_old + g)| ≤ (hi − lo)/(2 (2^bits − 1)), entry by entry."""
     N, block = sizes
-    fits = {False, True} if bits == 4 else {False}  # which half of a byte comes first is not written down
+    fits = {False, True} if bits == 4 else {False}  # the order of the halves of a byte is not specified
     params = parameters([(N,)], torch.float32)
     spec = {"density": 0.1, "block_size": block, "value_dtype": value_dtype, "error_bits": bits}
     opt = MFAC(params, window_size=2, compression=TopK(**spec))
@@ -130,8 +129,8 @@ def test_loss_of_a_residual_of_few_bits(sizes: tuple[int, int], bits: int, value
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_ends_of_the_range_of_few_bits_are_exact(bits: int) -> None:
-    """lo and hi, and lo = hi, where bfloat16 holds them."""
+def test_the_ends_of_the_quantized_range_are_exact(bits: int) -> None:
+    """This includes lo = hi, if bfloat16 represents them."""
     params = parameters([(64,)], torch.float32)
     opt = MFAC(params, window_size=2, compression=TopK(density=0.125, block_size=64, error_bits=bits))
     push(opt, params, torch.zeros(64))
@@ -142,7 +141,6 @@ def test_ends_of_the_range_of_few_bits_are_exact(bits: int) -> None:
         assert torch.equal(history(opt, params, [0], 64)[-1], 4.0 * factor * sent)
 
 
-# ----------------------------------------------------------------------------------------------------------------- ties
 def test_ties_keep_the_invariants() -> None:
     params = parameters([(64,), (10,)])
     opt = MFAC(params, lr=1.0, window_size=3, damping=1e-2, compression=TopK(density=0.125, block_size=64))
@@ -157,8 +155,7 @@ def test_ties_keep_the_invariants() -> None:
         assert_near(u, fisher_direction(rows, rows[-1], 1e-2))
 
 
-def test_the_window_of_one_run_is_not_that_of_another() -> None:
-    """One compression object may serve several optimizers."""
+def test_one_compression_object_may_serve_several_optimizers() -> None:
     compression = TopK(density=0.25, block_size=8)
     params, others = parameters([(20,)]), parameters([(20,)])
     opt = MFAC(params, window_size=3, compression=compression)
@@ -172,7 +169,7 @@ def test_the_window_of_one_run_is_not_that_of_another() -> None:
 def test_tiles_smaller_than_the_rows_of_a_block(
     density: float, block: int, bits: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With few entries per tile: rows of a block are cut, and in the last case a single row is larger than a tile."""
+    """Tiles have so few entries that rows of a block are split; in the last case a row is larger than a tile."""
     rule = TopK(density=density, block_size=block, error_bits=bits)
     keywords = {"damping": 1e-2, "compression": rule, "weight_decay": 0.1, "weight_decay_mode": "reg"}
 

@@ -1,4 +1,4 @@
-"""Kernels of sparse windows: by triton's interpreter on the CPU, and on a GPU where there is one."""
+"""Kernels of sparse windows: in triton's interpreter on the CPU, and on a GPU if there is one."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from secondorder.curvature.window.form import Form, Place
 
 @pytest.mark.slow
 def test_interpreted_kernels_give_what_torch_gives() -> None:
-    """In a process of its own: triton decides when it is imported whether it compiles or interprets."""
+    """They run in another process, because triton chooses between compiler and interpreter when it is imported."""
     checks = Path(__file__).parents[1] / "support" / "interpreted_kernels.py"
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(checks)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"TRITON_INTERPRET": "1"}
@@ -24,7 +24,7 @@ def test_interpreted_kernels_give_what_torch_gives() -> None:
     assert "10 passed" in done.stdout, done.stdout
 
 
-def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="kernels must be 'torch' or 'triton', got 'cuda'"):
         TopK(kernels="cuda")
     with pytest.raises(ValueError, match="needs a GPU and these parameters are on cpu: use 'torch'"):
@@ -35,7 +35,7 @@ def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_says_the_same() -> None:
+def test_kernels_on_a_gpu_give_what_torch_gives() -> None:
     shapes, found = [torch.Size((300, 401)), torch.Size((77,))], []
     generator = torch.Generator().manual_seed(0)
     gradients = [[torch.randn(s, generator=generator) for s in shapes] for _ in range(65)]
