@@ -169,7 +169,7 @@ class Compare(Common):
             "examples": workload.examples,
             "workload_settings": dict(setting.workload_changes),
             "metric": workload.metric,
-            "metric_better": "higher" if _counts_hits(workload.metric) else "lower",
+            "metric_better": "higher" if workload.higher_is_better else "lower",
             "everything": self.evaluate,
             "loss": "mean of 10 training steps",
             "schedule": "warm-up over 5 % of the steps, then cosine to nothing",
@@ -196,10 +196,6 @@ def command_line(words: Sequence[str]) -> str:
         shown.append("…" if folder else f"{word.partition('=')[0]}=…" if peer else word)
         before = word if word.startswith("--") else ""
     return " ".join(shown)
-
-
-def _counts_hits(metric: str) -> bool:
-    return any(word in metric.lower() for word in ("accuracy", "f1", "bleu", "dice", "correlation"))
 
 
 def _failed(runs: Sequence[Mapping[str, Any]]) -> bool:

@@ -23,7 +23,7 @@ from benchmarks.recipes import Schedule
 from benchmarks.recipes.building import parse_settings, split_settings
 from benchmarks.recipes.types import RATES
 from benchmarks.report import Column, value
-from benchmarks.workloads import WorkloadName
+from benchmarks.workloads import Workload, WorkloadName
 
 _WARM_UP = 0.05
 
@@ -45,7 +45,7 @@ class Length(Evidence):
     evaluations: int = 15
     """Number of evaluations on all held-out data during a run."""
     targets: tuple[float, ...] = (0.8, 0.85, 0.88)
-    """Values of the metric to reach, where higher values are better."""
+    """Values of the metric to reach."""
     schedule: Literal["cosine", "linear", "trapezoid"] = "cosine"
     """Schedule of the rates, after a warm-up over 5 % of the steps."""
 
@@ -86,7 +86,8 @@ class Length(Evidence):
         if len(done) < len(runs):
             return {}
         fine = [run for run in done if not run["failed"] and not run["diverged"]]
-        best = max(fine, key=lambda run: run["metric"]) if fine else done[0]
+        sign = 1 if setting.make_workload().higher_is_better else -1
+        best = max(fine, key=lambda run: sign * run["metric"]) if fine else done[0]
         method = find(split_settings(name)[0])
         return {"label": method.label, "ours": method.ours, "tried": len(runs), **best}
 
@@ -107,11 +108,13 @@ class Length(Evidence):
     def show(self, rows: list[Figures]) -> Shown:
         workload = Setting(self.workload, self.size, self.data_dir).make_workload()
         about = {"workload": self.workload, "steps": self.steps, "metric": workload.metric, "targets": self.targets}
+        about["metric_better"] = "higher" if workload.higher_is_better else "lower"
         drawn = [row for row in rows if row.get("evaluations")]
         draw = partial(_draw, drawn, workload.metric) if drawn else None
-        return Shown([self._table(rows, workload.metric)], about, draw)
+        return Shown([self._table(rows, workload)], about, draw)
 
-    def _table(self, rows: Sequence[Figures], metric: str) -> Table:
+    def _table(self, rows: Sequence[Figures], workload: Workload) -> Table:
+        metric, sign = workload.metric, 1 if workload.higher_is_better else -1
         columns: dict[str, Column] = {
             "optimizer": value("label"),
             "rate": lambda row: f"{row['settings']['lr']:g}",
@@ -120,7 +123,7 @@ class Length(Evidence):
             metric: lambda row: why_lost(row) if row["metric"] is None else f"{row['metric']:.4g}",
             **{key: value(key, ".2f") for key in sorted({key for row in rows for key in row["quality"]})},
             "seconds": lambda row: f"{row['curve'][-1][2]:,.0f}" if row["curve"] else "-",
-            **{f"to {target:g}": partial(_reached, target) for target in self.targets},
+            **{f"to {target:g}": partial(_reached, target, sign) for target in self.targets},
             "state, MB": value("optimizer_bytes", ".3g", 1e-6),
         }
         return report.table_of(f"{self.workload}, {self.steps:,} steps", rows, columns, _CAPTION)
@@ -129,7 +132,7 @@ class Length(Evidence):
 _CAPTION = (
     "Of runs with several rates, the table shows the one with the best metric. The training loss is the mean of the "
     "last points of the curve, each of which is a mean of ten steps. The columns with a value of the metric show the "
-    "seconds until the first evaluation with at least this value."
+    "seconds until the first evaluation that is at least as good."
 )
 _POINTS = 3
 
@@ -138,9 +141,10 @@ def _loss(row: Row) -> float:
     return statistics.fmean(point[1] for point in row["curve"][-_POINTS:])
 
 
-def _reached(target: float, row: Row) -> str:
-    found = next((seconds for _, seconds, metric in row.get("evaluations", ()) if metric >= target), None)
-    return "-" if found is None else f"{found:,.0f}"
+def _reached(target: float, sign: int, row: Row) -> str:
+    found = (seconds for _, seconds, metric in row.get("evaluations", ()) if sign * (metric - target) >= 0)
+    first = next(found, None)
+    return "-" if first is None else f"{first:,.0f}"
 
 
 def _draw(rows: Sequence[Row], metric: str, path: Path) -> None:

@@ -74,6 +74,11 @@ class Workload(ABC):
         """Name of the metric that :meth:`evaluate` returns, for table headers."""
 
     @property
+    def higher_is_better(self) -> bool:
+        """Whether higher values of :attr:`metric` are better."""
+        return any(word in self.metric.lower() for word in ("accuracy", "f1", "bleu", "dice", "correlation"))
+
+    @property
     @abstractmethod
     def batch_size(self) -> int:
         """Examples per optimizer step."""

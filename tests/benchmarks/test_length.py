@@ -48,9 +48,10 @@ def test_an_interrupted_run_keeps_its_evaluations(data_dir, tmp_path, monkeypatc
             raise KeyboardInterrupt
         return evaluate(trainer, *args, **keywords)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(runs.Trainer, "evaluate", stops)
-        study(data_dir, tmp_path).run()
+        with pytest.raises(KeyboardInterrupt):
+            study(data_dir, tmp_path).run()
     steps = []
     step = runs.Trainer.step
     monkeypatch.setattr(runs.Trainer, "step", lambda trainer: (steps.append(trainer.history.label), step(trainer))[1])
@@ -62,8 +63,9 @@ def test_an_interrupted_run_keeps_its_evaluations(data_dir, tmp_path, monkeypatc
 
 def test_seconds_to_a_target():
     row = {"evaluations": [[3, 10.0, 0.7], [6, 20.0, 0.85], [9, 30.0, 0.84]]}
-    assert [length._reached(target, row) for target in (0.7, 0.8, 0.9)] == ["10", "20", "-"]
-    assert length._reached(0.7, {}) == "-"
+    assert [length._reached(target, 1, row) for target in (0.7, 0.8, 0.9)] == ["10", "20", "-"]
+    assert [length._reached(target, -1, row) for target in (0.9, 0.7, 0.6)] == ["10", "10", "-"]
+    assert length._reached(0.7, 1, {}) == "-"
 
 
 def test_without_time_there_is_no_row(data_dir, tmp_path):
