@@ -1,4 +1,4 @@
-"""`describe()` has one row per parameter, which starts with its name and mentions the fallback if the parameter uses it.
+"""`describe()` has one row per parameter, which starts with its name and mentions the fallback if it is used.
 
 `repr(optimizer)` is short: learning rate, weight decay, and options that differ from their defaults.
 """
