@@ -48,9 +48,10 @@ def test_an_interrupted_run_keeps_its_evaluations(data_dir, tmp_path, monkeypatc
             raise KeyboardInterrupt
         return evaluate(trainer, *args, **keywords)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(runs.Trainer, "evaluate", stops)
-        study(data_dir, tmp_path).run()
+        with pytest.raises(KeyboardInterrupt):
+            study(data_dir, tmp_path).run()
     steps = []
     step = runs.Trainer.step
     monkeypatch.setattr(runs.Trainer, "step", lambda trainer: (steps.append(trainer.history.label), step(trainer))[1])
