@@ -1,4 +1,4 @@
-"""Most tests here run over the methods: see `tests.support.contract`."""
+"""Most tests in this folder are parametrized by the methods: see `tests.support.contract`."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ __all__ = ["mlp", "pytest_configure", "pytest_generate_tests"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every model of the tasks has a parameter without a block on purpose: its warning is noise."""
+    """Ignore a warning: all models of the tasks have a parameter without a block on purpose."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.filterwarnings("ignore:.*follow the fallback rule"))

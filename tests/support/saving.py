@@ -109,7 +109,7 @@ def paths_of(found: list[dict[str, Any]]) -> list[Tensor]:
     return [of_rank["path"] for of_rank in found]
 
 
-def broken_off(rank: int, world: int, strategy: str, run: Run, at: int) -> tuple[Saved, Saved, Tensor]:
+def interrupted(rank: int, world: int, strategy: str, run: Run, at: int) -> tuple[Saved, Saved, Tensor]:
     """The saved states of the optimizer and the model of a rank, and the trajectory ``[steps, P]`` that follows."""
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, at)
