@@ -91,7 +91,7 @@ def test_output_of_a_block_that_prints_nothing_fails(page: Path) -> None:
 
 def test_output_is_required_unless_other_libraries_print(page: Path) -> None:
     changed(page, "<!-- output -->\n```text\nloss 0.667\n```\n", "")
-    with pytest.raises(AssertionError, match=r"page\.md:3: prints, and no block of output follows"):
+    with pytest.raises(AssertionError, match=r"page\.md:3: prints, but no output block follows"):
         run(page, set())
     page.write_text("<!-- example: integrations -->\n```python\nprint(1)\n```\n", encoding="utf-8")
     run(page, {"integrations"})
