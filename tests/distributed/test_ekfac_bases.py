@@ -155,7 +155,7 @@ def one_rank_refuses(rank: int, world: int, run: Run) -> dict[str, Tensor]:
 
     def refuse(self: Any, calls: Any = ()) -> Any:
         if calls:
-            raise ValueError("examples cannot be told apart")
+            raise ValueError("examples cannot be distinguished")
         return measure(self)
 
     with optimizer_on(model, "mem", run) as optimizer:

@@ -65,6 +65,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{mark}: {meaning}")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Ignore a warning: all models of the tasks have a parameter without a block on purpose."""
+    for item in items:
+        if item.path.parent.name in {"contract", "checkpoint"}:
+            item.add_marker(pytest.mark.filterwarnings("ignore:.*follow the fallback rule"))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "method" not in metafunc.fixturenames:
         if "task" in metafunc.fixturenames:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from secondorder import EKFAC
 from tests.support.building import built
-from tests.support.kfac import assert_close, backward, noise, owner
+from tests.support.kfac import assert_close, backward, noise, owner, train_step
 from tests.support.models import mlp
 from tests.support.oracles.ekfac import mean_gradient, measured_scales, values
 from tests.support.oracles.kfac import covered_names
@@ -52,12 +52,6 @@ def held_scales(opt: EKFAC, layer: nn.Module) -> Tensor:
 
 def held_bases(opt: EKFAC, layer: nn.Module) -> tuple[Tensor, Tensor]:
     return held(state_of(opt, layer))[1]
-
-
-def train_step(opt: EKFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable) -> None:
-    opt.zero_grad()
-    backward(model, x, y, loss)
-    opt.step()
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def owner(layer: nn.Module) -> nn.Parameter:
     return layer.weight if layer.weight.requires_grad else layer.bias
 
 
-def layer_state(opt: KFAC, model: nn.Module, name: str) -> dict:
+def layer_state(opt: Any, model: nn.Module, name: str) -> dict[str, Any]:
     return opt.state[owner(model.get_submodule(name))]
 
 
@@ -47,7 +47,7 @@ def backward(model: nn.Module, x: Tensor, y: Tensor, loss: Callable, scale: floa
     return value.detach()
 
 
-def train_step(opt: KFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable) -> None:
+def train_step(opt: torch.optim.Optimizer, model: nn.Module, x: Tensor, y: Tensor, loss: Callable) -> None:
     opt.zero_grad()
     backward(model, x, y, loss)
     opt.step()

@@ -213,7 +213,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         'found["momentum_weight"] = self.outside.weight', "pass", ("tests/window -k checkpoint", *WINDOW),
     ),
     Mutation(
-        "refreshes-begin-anew-after-loading", "preconditioners/layer_checkpoint.py",
+        "refreshes-restart-after-loading", "preconditioners/layer_checkpoint.py",
         'block.state["refreshes"] = refreshes[block] if good else 0', 'block.state["refreshes"] = 0',
         ("tests/checkpoint -k resume", "tests/checkpoint"),
     ),

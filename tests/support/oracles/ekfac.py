@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tests.support.oracles.kfac import expected_factors, grouped
+from tests.support.oracles.kfac import expected_factors, grouped, kron
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
@@ -118,8 +118,7 @@ def over_null_spaces(s: Tensor, B: Tensor, A: Tensor) -> Tensor:
     return s
 
 
-def kfac_operator(B: Tensor, A: Tensor) -> Tensor:
-    return torch.block_diag(*(torch.kron(b, a) for b, a in zip(grouped(B), grouped(A), strict=True)))
+kfac_operator = kron
 
 
 def diagonal_in(F: Tensor, Q_B: Tensor, Q_A: Tensor, like: Tensor) -> Tensor:

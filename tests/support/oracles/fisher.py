@@ -25,7 +25,7 @@ from torch.func import functional_call
 import secondorder
 from secondorder import EKFAC, KFAC
 from tests.support.building import built
-from tests.support.kfac import PLAIN, assert_close, held_factors, owner
+from tests.support.kfac import PLAIN, assert_close, held_factors, layer_state
 from tests.support.oracles.kfac import homogeneous, input_rows, output_rows
 
 #: Loss of one example from its outputs (batch of one) and its targets.
@@ -235,8 +235,7 @@ def unrelated(outputs: Any) -> Tensor:
     return sum(3 * part.float().sin().mean() + part.float().mean() for part in heads(outputs))
 
 
-def state_of(opt: Any, model: nn.Module, name: str) -> dict[str, Any]:
-    return opt.state[owner(model.get_submodule(name))]
+state_of = layer_state
 
 
 def measured_scale(opt: Any, model: nn.Module, step: Callable[[], None]) -> None:
