@@ -321,7 +321,7 @@ def test_estimates_that_are_far_off_are_marked():
     assert "1 of 2" in table.caption
 
 
-def test_a_default_that_changes_is_run_anew(monkeypatch):
+def test_a_default_that_changes_is_run_again(monkeypatch):
     before = {name: _defaults(name, {}) for name in ("adamw", "kfac", "sparse_mfac")}
     assert len(set(before.values())) == 3
     assert before == {name: _defaults(name, {}) for name in before}

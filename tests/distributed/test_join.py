@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import KFAC, AdaptationOptions
 from tests.support.grid import each, only
-from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, build, descend, distance, flat, shard
+from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, build, distance, flat, shard
 from tests.support.pool import Pool, device_of, everywhere, on_every_rank
+from tests.support.saving import train
 from tests.support.tasks import assert_identical
 
 LONG, SHORT = 5, 3
@@ -28,23 +29,14 @@ def joined(rank: int, world: int, strategy: str, run: Run, wrapped: bool = True)
     return model, optimizer, [model, optimizer] if wrapped else [optimizer]
 
 
-def descended(model: nn.Module, optimizer: Any, rank: int, world: int, run: Run, steps: range) -> list[Tensor]:
-    """Parameters after each of the steps."""
-    path = []
-    for step in steps:
-        descend(model, optimizer, shard(run.batch(step), rank, world), run)
-        path.append(flat(model))
-    return path
-
-
 def uneven(rank: int, world: int, strategy: str, run: Run, early: int, wrapped: bool = True) -> dict[str, Any]:
     """Train with fewer batches on one rank; return paths, counters and owners."""
     model, optimizer, joinables = joined(rank, world, strategy, run, wrapped)
     with Join(joinables):
-        inside = descended(model, optimizer, rank, world, run, range(SHORT if rank == early else LONG))
+        inside = train(model, optimizer, rank, world, run, 0, SHORT if rank == early else LONG)
     at_end = flat(model)
     sent = len(optimizer.comm.collectives.counter.records)
-    after = descended(model, optimizer, rank, world, run, range(LONG, LONG + 3))
+    after = train(model, optimizer, rank, world, run, LONG, LONG + 3)
     return {
         "inside": torch.stack(inside),
         "path": torch.stack([at_end, *after]),
@@ -133,7 +125,7 @@ def test_even_inputs_need_one_message_per_step_and_one_at_the_end(rank: int, wor
     for mode in ("none", "off", "on"):
         model, optimizer, joinables = joined(rank, world, "mem", run)
         with Join(joinables, enable=mode == "on") if mode != "none" else nullcontext():
-            ends[mode] = descended(model, optimizer, rank, world, run, range(4))[-1]
+            ends[mode] = train(model, optimizer, rank, world, run, 0, 4)[-1]
         records[mode] = [tuple(record) for record in optimizer.comm.collectives.counter.records]
     assert records["off"] == records["none"]
     assert len(records["on"]) == len(records["none"]) + 4 + 1
@@ -145,7 +137,7 @@ def test_early_termination_raises_everywhere(rank: int, world: int) -> None:
     run = Run(keywords=EAGER)
     model, optimizer, joinables = joined(rank, world, "mem", run)
     with pytest.raises(RuntimeError, match="exhausted"), Join(joinables, throw_on_early_termination=True):
-        descended(model, optimizer, rank, world, run, range(SHORT if rank == 0 else LONG))
+        train(model, optimizer, rank, world, run, 0, SHORT if rank == 0 else LONG)
 
 
 @on_every_rank(2)
@@ -173,9 +165,9 @@ def test_ranks_without_data_follow_an_interval_that_changes(rank: int, world: in
     run = Run(keywords={"factor_update_steps": 4, "inv_update_steps": 8, "refresh_warmup": False})
     model, optimizer, joinables = joined(rank, world, "comm", run)
     with Join(joinables):
-        descended(model, optimizer, rank, world, run, range(4))
+        train(model, optimizer, rank, world, run, 0, 4)
         if rank == 0:
-            descended(model, optimizer, rank, world, run, range(4, 6))
+            train(model, optimizer, rank, world, run, 4, 6)
             optimizer.param_groups[0]["factor_update_steps"] = 3
-            descended(model, optimizer, rank, world, run, range(6, 10))
+            train(model, optimizer, rank, world, run, 6, 10)
     assert_identical(*everywhere(flat(model)))

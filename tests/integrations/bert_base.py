@@ -18,11 +18,12 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 from secondorder import KFAC, HyLo, SparseMFAC
 from tests.integrations import bert_sizes
+from tests.integrations.bert_models import step
 from tests.support.building import built
 
 EXAMPLES, TOKENS, LABELS, STEPS, WINDOW = 2, 128, 2, 3, 1024
@@ -46,15 +47,6 @@ def random_batch(method: str, vocabulary: int) -> dict[str, Tensor]:
     batch = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": torch.arange(EXAMPLES) % LABELS}
     # HyLo gets the rows of an example only from a table that is looked up for every example
     return batch | ({"position_ids": torch.arange(TOKENS).expand(EXAMPLES, -1)} if method == "hylo" else {})
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> float:
-    """Take one step and return its loss."""
-    optimizer.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    optimizer.step()
-    return float(loss.detach())
 
 
 def touch(optimizer: torch.optim.Optimizer) -> None:
@@ -85,7 +77,7 @@ def main() -> None:
     batch = random_batch(method, config.vocab_size)
     for _ in range(STEPS):
         start = time.process_time()
-        found["losses"].append(step(model, optimizer, batch))
+        found["losses"].append(step(model, optimizer, batch, masked=False))
         found["cpu_seconds"].append(round(time.process_time() - start, 1))
     found["fallback"] = [row.split()[0] for row in optimizer.describe().splitlines() if "fallback:" in row]
     found["finite"] = all(math.isfinite(float(p.detach().sum())) for p in model.parameters())
