@@ -1,4 +1,4 @@
-"""Settings of every test: one thread per process unless `OMP_NUM_THREADS` is set, one seed, a GPU if there is one."""
+"""Settings of all tests: one thread per process unless `OMP_NUM_THREADS` is set, and one seed."""
 
 import gc
 import importlib.util
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-# Read when torch is imported, and by the processes that tests start; processes × threads would crawl otherwise.
+# torch and the processes that tests start read this on import. Many processes with many threads each would be slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -19,11 +19,11 @@ torch.set_num_threads(THREADS)
 if TYPE_CHECKING:
     from tests.support.pool import Pool
 
-# Trainers and loggers are in the environment of `make test-integrations` only; elsewhere their tests are not looked at.
+# Only the environment of `make test-integrations` has the trainers and loggers whose tests are in this folder.
 collect_ignore = [] if importlib.util.find_spec("transformers") else ["integrations"]
 
-# The same examples in every run: a failure that one run finds is there for the next one too. No deadline: the first
-# example of a property pays for whatever torch sets up lazily.
+# Examples are the same in every run, so that failures are reproducible. There is no deadline, because the first example
+# of a property includes the lazy initialization of torch.
 settings.register_profile("secondorder", derandomize=True, deadline=None, max_examples=25)
 settings.load_profile("secondorder")
 
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> "Iterator[Pool]":
-    """Processes that play the ranks of a process group; started by the first test that wants them."""
+    """Processes that act as the ranks of a process group; the first test that uses them starts them."""
     from tests.support.pool import Pool
 
     processes = Pool(backend=request.config.getoption("--backend"))
@@ -45,7 +45,7 @@ def pool(request: pytest.FixtureRequest) -> "Iterator[Pool]":
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect without the garbage collector, and spare it the million objects that collection made, in every test."""
+    """Collect tests without garbage collection, and exempt the million resulting objects from later collections."""
     gc.disable()
     try:
         return (yield)
@@ -67,9 +67,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    """Start every test from the same random state and number of threads, whatever ran before it in the same process.
+    """Start every test with the same random state and number of threads.
 
-    ``torch.manual_seed`` would note, for each kind of device that may come later, the stack that it was called from.
+    ``torch.manual_seed`` is slower: it records a stack trace for every device type that is not initialized yet.
     """
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():

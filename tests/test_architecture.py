@@ -1,10 +1,9 @@
-"""The structure of the package in numbers that may only fall, read from the syntax trees.
+"""Metrics of the package's structure, computed from the syntax trees, that may only decrease.
 
-``NUMBERS`` has each number as it is now, and what it is to become. A number above its ceiling fails: the change that
-made it grow needs another shape. A number well below its ceiling fails, too, so that the ceiling follows it down: write
-the new number into the table. ``METHODS`` limits the six
-optimizers with all that they inherit. "Others" are all remaining
-classes except strategies, real or imagined, and adapters of layer types, which keep hierarchies of their own.
+``NUMBERS`` contains a ceiling and a target for each metric. A value above its ceiling fails: the change that increased
+it needs another design. A value well below its ceiling fails, too, so that the ceiling is lowered to the new value.
+``METHODS`` limits the six optimizers including everything that they inherit. "Others" are all remaining classes except
+strategies, real or simulated, and adapters of layer types, which have their own hierarchies.
 """
 
 import ast
@@ -15,14 +14,14 @@ from functools import cache
 from tests.support.source import PACKAGE, file_of, imports, inside, trees
 from tests.test_layering import MAY_IMPORT
 
-#: Files named by a participle or a gerund: public names, and words of the field.
+#: Files named by a participle or a gerund that are public names or standard terms.
 NAMED_BY_A_VERB = {
     "switching", "capture.layers.embedding",
     "diagnostics.preconditioning", "diagnostics.profiling", "diagnostics.timing", "integrations.lightning",
 }  # fmt: skip
-#: Folders whose ``__init__.py`` exports public names. All others have a docstring and nothing else.
+#: Folders whose ``__init__.py`` exports public names. All others contain only a docstring.
 EXPORTING = {"", "comm", "diagnostics"}
-#: Classes that keep an optimizer: they watch or schedule one from outside, or torch hands them one.
+#: Classes that store an optimizer: they observe or schedule one from outside, or torch passes them one.
 MAY_HOLD_AN_OPTIMIZER: set[str] = {
     "comm.join._Shadow",
     "comm.rank_grid.RankGrid",
@@ -46,7 +45,7 @@ PRIVATE_IN_TORCH = {
     "_version": "to see whether a tensor was written",
 }
 LONG_MODULE, LONG_FUNCTION, MANY_METHODS, MANY_ATTRIBUTES = 400, 35, 25, 15
-#: Of each method: its classes, the names on ``self``, and the attributes that are written there.
+#: For each method: the number of its classes, of the names on ``self``, and of the attributes assigned there.
 METHODS = {
     "KFAC": (2, 65, 15), "EKFAC": (2, 65, 15), "HyLo": (2, 66, 15), "MFAC": (2, 65, 15), "SparseMFAC": (3, 65, 15),
     "GGT": (2, 65, 15),
@@ -55,7 +54,7 @@ Key = tuple[str, str]  # module, class
 
 
 def import_height() -> int:
-    """Modules in the longest chain of imports, those inside functions too; a circle counts once."""
+    """Return the number of modules in the longest chain of imports (also in functions); a cycle counts once."""
     imported = {name: inside(imports(tree, with_types=False)) - {name} for name, tree in trees().items()}
     heights: dict[str, int] = {}
 
@@ -76,7 +75,7 @@ def classes() -> dict[Key, ast.ClassDef]:
 
 
 def _bases(key: Key) -> list[Key]:
-    """Bases of the package, found through the imports of the module."""
+    """Return the bases that belong to the package, resolved through the imports of the module."""
     module = key[0]
     known = {name: (m, name) for m, name in classes() if m == module}
     for node in ast.walk(trees()[module]):
@@ -90,7 +89,7 @@ def _bases(key: Key) -> list[Key]:
 
 @cache
 def mro(key: Key) -> tuple[Key, ...]:
-    """Classes of the package in the order of Python's method resolution."""
+    """Return the classes of the package in Python's method resolution order."""
     bases = _bases(key)
     waiting, order = [[*mro(base)] for base in bases] + [bases], [key]
     while waiting := [chain for chain in waiting if chain]:
@@ -110,7 +109,7 @@ def _is_apart(key: Key) -> bool:
 
 @cache
 def others() -> list[Key]:
-    """Classes without subclasses that no method is made of."""
+    """Return the classes without subclasses that no method inherits from."""
     tower = {key for name in METHODS for key in mro(method(name))}
     inner = {base for key in classes() for base in _bases(key)}
     return [key for key in classes() if key not in tower | inner and not _is_apart(key)]
@@ -122,14 +121,14 @@ def _decorators(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 
 @cache
 def methods_of(key: Key) -> dict[str, bool]:
-    """Methods and properties that a class defines, and whether each has a body of its own."""
+    """Return the methods and properties that a class defines, and whether each is concrete."""
     nodes = [n for n in classes()[key].body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     return {n.name: "abstractmethod" not in _decorators(n) for n in nodes if "overload" not in _decorators(n)}
 
 
 @cache
 def written_by(key: Key) -> frozenset[str]:
-    """Attributes that a class assigns on ``self``."""
+    """Return the attributes that a class assigns on ``self``."""
     stored = (n for n in ast.walk(classes()[key]) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
     return frozenset(n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self")
 
@@ -143,7 +142,7 @@ def names_on(key: Key) -> set[str]:
 
 
 def in_chains(keys: Iterable[Key], length: int) -> int:
-    """Bodies of names that so many classes of one object define, special methods left out."""
+    """Count the bodies of names that at least `length` classes of one object define, without special methods."""
     found: set[tuple[Key, str]] = set()
     for key in keys:
         bodies: defaultdict[str, list[Key]] = defaultdict(list)
@@ -157,7 +156,7 @@ def in_chains(keys: Iterable[Key], length: int) -> int:
 
 # ---------------------------------------------------------------------- accesses and sizes
 def foreign_underscores() -> int:
-    """Accesses to an underscore attribute of another object; torch's own do not count."""
+    """Count accesses to underscore attributes of other objects, except torch's own."""
     count = 0
     for node in (node for tree in trees().values() for node in ast.walk(tree)):
         if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
@@ -177,13 +176,13 @@ def lengths() -> dict[str, int]:
 
 
 def long_functions() -> int:
-    """Functions of more than 35 lines, their docstrings left out."""
+    """Count functions of more than 35 lines without their docstrings."""
     count = 0
     for node in (node for tree in trees().values() for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0]
-            told = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(node) else 0
-            count += (node.end_lineno or 0) - node.lineno + 1 - told > LONG_FUNCTION
+            docstring = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(node) else 0
+            count += (node.end_lineno or 0) - node.lineno + 1 - docstring > LONG_FUNCTION
     return count
 
 
@@ -199,11 +198,11 @@ BASE = ("optimizer", "SecondOrderOptimizer")
 
 
 def sizes_of_the_rest() -> list[int]:
-    """Methods of each class that counts by itself."""
+    """Return the number of methods of each class outside ``SecondOrderOptimizer``, strategies and adapters."""
     return [len(methods_of(key)) for key in classes() if key != BASE and not _is_apart(key)]
 
 
-#: What each number may be at most now, what it is to become, and how it is counted.
+#: The ceiling and the target of each metric, and how it is computed.
 NUMBERS: dict[str, tuple[int, int, Callable[[], int]]] = {
     "methods: bodies in chains of 2 or more": (0, 8, lambda: in_chains(method_roots(), 2)),
     "methods: bodies in chains of 3 or more": (0, 0, lambda: in_chains(method_roots(), 3)),
@@ -234,7 +233,7 @@ def test_numbers_only_fall() -> None:
     for name, (ceiling, target, count) in NUMBERS.items():
         value = count()
         if value > ceiling:
-            wrong.append(f"{name}: {value}, but it may be {ceiling} at most, and is to become {target}")
+            wrong.append(f"{name}: {value}, but at most {ceiling} is allowed, and the target is {target}")
         if ceiling > target and value < ceiling - ceiling // 50:
             wrong.append(f"{name} fell to {value}: lower its ceiling in NUMBERS from {ceiling}")
     assert not wrong, "\n".join(wrong)
@@ -255,7 +254,7 @@ def test_reasons_are_not_left_over() -> None:
     assert named_by_a_verb() >= NAMED_BY_A_VERB, f"delete {sorted(NAMED_BY_A_VERB - named_by_a_verb())}"
 
 
-def test_no_part_holds_the_optimizer() -> None:
+def test_only_listed_classes_store_an_optimizer() -> None:
     names = {"optimizer", "_optimizer", "opt", "_opt"}
     assert {".".join(key) for key in classes() if written_by(key) & names} == MAY_HOLD_AN_OPTIMIZER
 

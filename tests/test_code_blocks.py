@@ -1,4 +1,4 @@
-"""Pages show what their code prints: a difference is found, and one command renews the output."""
+"""Pages show what their code prints: a difference is an error, and one command updates the output."""
 
 import subprocess
 import sys
@@ -91,7 +91,7 @@ def test_output_of_a_block_that_prints_nothing_fails(page: Path) -> None:
 
 def test_output_is_required_unless_other_libraries_print(page: Path) -> None:
     changed(page, "<!-- output -->\n```text\nloss 0.667\n```\n", "")
-    with pytest.raises(AssertionError, match=r"page\.md:3: prints, and no block of output follows"):
+    with pytest.raises(AssertionError, match=r"page\.md:3: prints, but no output block follows"):
         run(page, set())
     page.write_text("<!-- example: integrations -->\n```python\nprint(1)\n```\n", encoding="utf-8")
     run(page, {"integrations"})
@@ -114,17 +114,17 @@ def test_the_output_of_a_page_is_renewed(page: Path, old: str, new: str) -> None
     assert page.read_text(encoding="utf-8") == renewed
 
 
-def test_output_that_is_no_longer_printed_goes(page: Path) -> None:
+def test_output_that_is_no_longer_printed_is_removed(page: Path) -> None:
     renew(changed(page, 'print("loss", value)', "value"), set())
     assert "loss" not in page.read_text(encoding="utf-8")
 
 
-def test_a_page_that_agrees_stays(page: Path) -> None:
+def test_a_page_that_agrees_is_not_changed(page: Path) -> None:
     renew(page, set())
     assert page.read_text(encoding="utf-8") == PAGE
 
 
-def test_the_command(page: Path) -> None:
+def test_the_command_updates_a_page(page: Path) -> None:
     changed(page, "loss 0.667", "loss 0.5")
     subprocess.run([sys.executable, "-m", "tests.support.code_blocks", str(page)], cwd=ROOT, check=True)
     assert "loss 0.6666666666666666\n" in page.read_text(encoding="utf-8")

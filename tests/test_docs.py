@@ -1,7 +1,7 @@
-"""The documentation is complete, its links lead somewhere, its examples run, its commands and tests exist.
+"""The documentation is complete, its examples run, and its links, commands and tests exist.
 
-What a comment before a block may say stands in :mod:`tests.support.code_blocks`. Blocks that need other libraries
-are run by ``tests/integrations``.
+:mod:`tests.support.code_blocks` describes the comments that may precede a block. ``tests/integrations`` runs the
+blocks that need other libraries.
 """
 
 import ast
@@ -31,11 +31,11 @@ from tests.support.code_blocks import (
 )
 
 LINK = re.compile(r"(?<!`)\[[^\]\n]*\]\(([^)\s]+)\)|<img [^>]*src=\"([^\"]+)\"")
-# With the folder of all tests before it, or with its own folder alone as in long tables.
+# A path begins with ``tests/``, or, as in long tables, with the folder inside it.
 NAMED_TEST = re.compile(r"`(?:tests/)?((?<=tests/)test_\w+\.py|(?!tests/)[a-z_]+/test_\w+\.py)(?:::(test_\w+))?`")
-#: Languages of blocks, and what is done with them: run, parsed, or only shown.
+#: Languages of blocks.
 LANGUAGES = {"python", "diff", *SHELL, "text", "yaml", "toml", "json", "bibtex"}
-#: What stands for a value that a sentence leaves open.
+#: Values for the options whose value a page leaves open.
 OPEN = {
     "--workload": "digits",
     "--optimizer": "kfac",
@@ -61,14 +61,14 @@ def test_slow_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         run(page, {"slow"})
 
 
-def test_no_block_escapes() -> None:
-    """A fence that is not recognised would not be run either."""
+def test_every_fence_is_recognized_as_a_block() -> None:
+    """A fence that is not recognized would not be run either."""
     wrong = []
     for page in PAGES:
         fences = re.findall(r"^ *(?:`{3,}|~{3,}).*$", page.read_text(encoding="utf-8"), re.M)
         found = list(blocks(page))
         if len(fences) != 2 * len(found):
-            wrong.append(f"{name_of(page)}: a fence that does not end, or ends another")
+            wrong.append(f"{name_of(page)}: a fence is not closed, or closes another one")
         for block in found:
             if block.language not in LANGUAGES:
                 wrong.append(f"{name_of(page)}:{block.line}: {block.language!r} is not among {sorted(LANGUAGES)}")
@@ -97,11 +97,11 @@ def test_both_sides_of_a_diff_compile() -> None:
 
 # ---------------------------------------------------------------------- commands
 def _benchmarks(words: list[str]) -> None:
-    """The command line accepts the words; an ellipsis stands for any value."""
+    """Check that the command line accepts the words. An ellipsis stands for any value."""
     filled = []
     for before, word in zip(["", *words], words, strict=False):
         if word in ("…", "...", "NAME"):
-            assert before in OPEN, f"say in tests/test_docs.py what may stand for the value of {before!r}"
+            assert before in OPEN, f"add a value for {before!r} to OPEN in tests/test_docs.py"
             word = OPEN[before]
         filled.append(word.replace("…", "1"))
     if not filled or filled == ["--help"]:
@@ -126,7 +126,7 @@ def _python(words: list[str]) -> None:
 
 
 def _script(name: str, words: list[str]) -> None:
-    """A script of the repository, which knows every option that it is given."""
+    """Check that a script of the repository exists and has every given option."""
     places = [
         folder / name for folder in (ROOT, DOCS / "multinode", DOCS / "tutorials", DOCS) if (folder / name).exists()
     ]
@@ -135,7 +135,7 @@ def _script(name: str, words: list[str]) -> None:
         "utf-8"
     )
     unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in source]
-    assert not unknown, f"{name} knows nothing of {unknown}"
+    assert not unknown, f"{name} has no {unknown}"
 
 
 def _torchrun(words: list[str]) -> None:
@@ -148,8 +148,8 @@ def _sbatch(words: list[str]) -> None:
     _script(words[script], words[script + 1 :])
 
 
-def _let_through(words: list[str]) -> None:
-    """A program of somebody else."""
+def _accept(words: list[str]) -> None:
+    """Accept any words of a program that is not part of the repository."""
 
 
 PROGRAMS: dict[str, Callable[[list[str]], None]] = {
@@ -158,7 +158,7 @@ PROGRAMS: dict[str, Callable[[list[str]], None]] = {
     "torchrun": _torchrun,
     "sbatch": _sbatch,
     "./node.sh": lambda words: _script("node.sh", words),
-    **dict.fromkeys(("pip", "uv", "echo", "git", "tensorboard"), _let_through),
+    **dict.fromkeys(("pip", "uv", "echo", "git", "tensorboard"), _accept),
 }
 
 
@@ -221,7 +221,7 @@ def test_named_tests_exist() -> None:
 
 @pytest.fixture
 def hooks() -> ModuleType:
-    """The part of the site build that looks for undocumented names."""
+    """The part of the site build that searches for undocumented names."""
     return script("hooks")
 
 
@@ -244,7 +244,7 @@ def test_an_undocumented_name_is_found(hooks: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("module", ["secondorder.comm", "secondorder.diagnostics", "secondorder.schedule"])
-def test_every_module_is_looked_at(hooks: ModuleType, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_module_is_searched(hooks: ModuleType, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unheard_of() -> None: ...
 
     target = importlib.import_module(module)
@@ -257,7 +257,7 @@ def test_every_module_is_looked_at(hooks: ModuleType, module: str, monkeypatch: 
     assert f"{module}: unheard_of has no docstring" in found
 
 
-def test_a_module_that_is_only_read_is_looked_at(hooks: ModuleType) -> None:
+def test_source_that_is_not_imported_is_searched(hooks: ModuleType) -> None:
     source = "class A:\n    def f(self): ...\n    def _g(self): ...\nclass B(Protocol): ...\ndef _c(): ...\n"
     assert hooks.undocumented_source("secondorder.integrations.x", source, "::: secondorder.integrations.x.A\n") == [
         "A has no docstring",
@@ -268,7 +268,7 @@ def test_a_module_that_is_only_read_is_looked_at(hooks: ModuleType) -> None:
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
     """The part of the site build that links names of the API."""
-    pytest.importorskip("griffe")  # of the extra "docs"
+    pytest.importorskip("griffe")  # part of the extra "docs"
     return script("reference")
 
 
@@ -310,11 +310,11 @@ def test_a_prompt_is_not_copied(hooks: ModuleType) -> None:
     assert re.sub("<[^>]+>", "", found) == "make test"
 
 
-def test_no_page_waits_for_a_server_of_others() -> None:
-    """Fonts and scripts come with the site: it reads the same without a network."""
+def test_no_page_loads_files_from_other_servers() -> None:
+    """The site contains its fonts and scripts, so that it looks the same without a network."""
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert "font: false" in settings
-    assert "iframe-worker" in settings.partition("polyfills:")[2]  # the plugin "offline" would add one of a server
+    assert "iframe-worker" in settings.partition("polyfills:")[2]  # or the plugin "offline" adds one from a server
     assert "//" not in settings
     for style in (DOCS / "assets").rglob("*.css"):
         assert not re.search(r"//|@import", re.sub(r"/\*.*?\*/", "", style.read_text(encoding="utf-8"), flags=re.S)), (
@@ -333,7 +333,7 @@ def test_files_of_the_settings_exist() -> None:
 
 
 def test_formulas_are_marked_and_dollars_of_code_are_not() -> None:
-    markdown = pytest.importorskip("markdown")  # of the extra "docs"
+    markdown = pytest.importorskip("markdown")  # part of the extra "docs"
     text = "Inline $x^2$, and `$HOME`.\n\n$$\n\\frac{a}{b}\n$$\n\n```console\n$ make demo\n$ echo $HOME\n```\n"
     extensions = ["pymdownx.arithmatex", "pymdownx.highlight", "pymdownx.superfences"]
     html = markdown.markdown(text, extensions=extensions, extension_configs={"pymdownx.arithmatex": {"generic": True}})

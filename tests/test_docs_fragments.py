@@ -1,4 +1,4 @@
-"""Pieces of the documentation that cannot run alone: each runs in surroundings that are made here."""
+"""Run the fragments of the documentation that need names from a surrounding script."""
 
 import datetime
 import os
@@ -25,7 +25,7 @@ FRAGMENTS = {name_of(page): [b.code for b in examples(page) if "fragment" in b.m
 
 
 def _run(page: str, number: int = 0, **names: Any) -> dict[str, Any]:
-    """Run a fragment with the names that its surroundings have; the names that it leaves."""
+    """Run a fragment with the given names, and return all names afterwards."""
     exec(compile(FRAGMENTS[page][number], f"{page}, fragment {number}", "exec"), names)
     return names
 
@@ -35,13 +35,13 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def test_every_fragment_runs_here() -> None:
+def test_every_fragment_is_run_in_this_file() -> None:
     expected = {"SECURITY.md": 1, "docs/quickstart.md": 1, "docs/nodes.md": 2, "docs/strategies.md": 1}
     assert {page: len(codes) for page, codes in FRAGMENTS.items() if codes} == expected
 
 
 @pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled:UserWarning")
-def test_a_scaler_is_handed_over() -> None:
+def test_a_scaler_is_assigned() -> None:
     names = _run("docs/quickstart.md", torch=torch, KFAC=KFAC, model=_model())
     assert names["opt"].grad_scaler is names["scaler"]
     names["opt"].close()
@@ -56,7 +56,7 @@ def test_a_checkpoint_loads_without_code(tmp_path: Any, monkeypatch: pytest.Monk
 
 
 def _script_of_a_rank(rank: int, world: int) -> tuple[int, int]:
-    """The group of the pool is there already; two ranks are a node."""
+    """Use the existing process group of the pool. Two ranks form a node."""
     with patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         names = _run(
             "docs/nodes.md", dist=SimpleNamespace(init_process_group=lambda *args, **kwargs: None), gpu=False,
@@ -88,7 +88,7 @@ def _on_a_mesh(rank: int, world: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("script", [_script_of_a_rank, _on_a_mesh])
 def test_ranks_of_two_nodes(pool: Pool, script: Any) -> None:
-    assert pool.run(script, world=4) == [(2, 3)] * 4  # one gradient worker in each node; a quarter of the data each
+    assert pool.run(script, world=4) == [(2, 3)] * 4  # one gradient worker per node, and a quarter of the data per rank
 
 
 def _with_roles(rank: int, world: int) -> tuple[str, list[float]]:

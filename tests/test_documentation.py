@@ -1,4 +1,4 @@
-"""Each argument of a constructor is described once: ``help()``, the signature and the site agree."""
+"""Each argument of a constructor is described once, and ``help()``, the signature and the site agree."""
 
 import ast
 import inspect
@@ -26,7 +26,7 @@ FRAGMENTS = {name: text for name, text in vars(documentation).items() if name.is
 
 
 def described(text: str) -> dict[str, str]:
-    """Arguments in the order of a docstring, with their descriptions in one line each."""
+    """Return the arguments in the order of a docstring, with each description on one line."""
     sections = re.findall(r"^Args:.*\n((?: .*\n)+)", inspect.cleandoc(text) + "\n", re.MULTILINE) or [text]
     entries = re.findall(r"^    (\S+): ((?:.*\n)(?:     .*\n)*)", "".join(sections), re.MULTILINE)
     assert len({name for name, _ in entries}) == len(entries), f"described twice: {[name for name, _ in entries]}"
@@ -50,7 +50,7 @@ def test_every_argument_is_described_once_in_the_order_of_the_signature() -> Non
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_descriptions_are_those_of_the_source_in_whole_sentences(cls: type) -> None:
-    """All but the section of arguments is as it is written, and of that section every description."""
+    """``help()`` shows the docstring of the class, with all of its descriptions of arguments."""
     shown, written = inspect.getdoc(cls) or "", in_the_source(cls)
     assert set(described(written).items()) <= set(described(shown).items())
     assert [text.split("Args:\n")[0] for text in (shown, written)] == [written.split("Args:\n")[0]] * 2
@@ -62,7 +62,7 @@ def test_descriptions_are_those_of_the_source_in_whole_sentences(cls: type) -> N
 
 
 def test_no_description_is_a_copy() -> None:
-    """What a class describes itself differs from what it would get."""
+    """A class describes an argument itself only if no base class or fragment has the same description."""
     copies = []
     for cls in CLASSES:
         sources = [*FRAGMENTS.values(), *(base.__doc__ or "" for base in cls.__mro__[1:] if base in CLASSES)]
@@ -79,8 +79,7 @@ def test_every_fragment_is_used() -> None:
 
 
 def test_the_site_shows_the_same_arguments() -> None:
-    """By static analysis with the extension of the site."""
-    griffe = pytest.importorskip("griffe")  # of the extra "docs"
+    griffe = pytest.importorskip("griffe")  # part of the extra "docs"
     extensions = griffe.load_extensions(str(ROOT / "docs" / "docstrings.py"))
     package = griffe.load("secondorder", search_paths=[ROOT], extensions=extensions)
     for cls in CLASSES:
@@ -124,7 +123,7 @@ def test_an_argument_without_a_description_is_an_error() -> None:
 
 
 def test_without_docstrings_nothing_is_completed() -> None:
-    """As with ``python -OO``."""
+    """``python -OO`` removes docstrings."""
     cls = example()
     cls.__doc__ = None
     assert complete_docstring(None)(cls) is cls
@@ -134,11 +133,11 @@ def test_without_docstrings_nothing_is_completed() -> None:
 # ---------------------------------------------------------------------- the language of the pages
 @pytest.fixture(scope="module")
 def prose() -> ModuleType:
-    """The part of the site build that looks at the language."""
+    """The part of the site build that checks the language."""
     return script("prose")
 
 
-def test_habits_are_found_with_page_line_and_what_to_write_instead(prose: ModuleType) -> None:
+def test_poor_phrases_are_found_with_page_and_line(prose: ModuleType) -> None:
     text = """# What it costs
 
 All ranks are told. What a rank
@@ -155,7 +154,7 @@ Normalisation `x`
     ]
 
 
-def test_the_pages_have_none_of_the_habits(prose: ModuleType) -> None:
+def test_the_pages_contain_no_poor_phrases(prose: ModuleType) -> None:
     found = prose.everything_found(prose.pages())
     assert not found, "\n".join(found)
 

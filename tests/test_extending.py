@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md, each against something that computes the same in another way."""
+"""Compare the examples of docs/extending.md with independent computations of the same results."""
 
 import ast
 import copy
@@ -22,7 +22,7 @@ from tests.support.pool import Pool
 from tests.support.quadratic import flat
 
 PAGE = DOCS / "extending.md"
-#: The most lines of each example, without imports, comments and docstrings.
+#: The maximum number of lines of each example, without imports, comments and docstrings.
 LINES = {"DiagonalFisher": 30, "HalfKFAC": 15, "NewtonKFAC": 15, "PerNode": 20, "MultipliedLinearAdapter": 30}
 
 
@@ -32,7 +32,7 @@ def page() -> dict[str, Any]:
 
 
 def _classes() -> dict[str, Any]:
-    """The classes of the page, without the examples of their use: what a rank needs."""
+    """Return the classes of the page without running the examples of their use."""
     names: dict[str, Any] = {"__name__": "extending"}
     for block in examples(PAGE):
         if "\nclass " in block.code:
@@ -49,7 +49,7 @@ def _net() -> nn.Module:
 
 
 def _train(model: nn.Module, opt: Any, steps: range, rank: int = 0, world: int = 1) -> Tensor:
-    """Parameters after steps on a part of each batch."""
+    """Return the parameters after steps on this rank's part of each batch."""
     wrapped = DistributedDataParallel(model) if world > 1 else model
     for step in steps:
         x, y = (part.chunk(world)[rank] for part in _batch(8, step))
@@ -60,7 +60,7 @@ def _train(model: nn.Module, opt: Any, steps: range, rank: int = 0, world: int =
 
 
 def _gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Gradients of single examples, by parameter, ``[N, …]``."""
+    """Return the gradients of single examples by parameter, ``[N, …]``."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def _gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 
 def _lines_of(code: str) -> list[str]:
-    """The lines of an example, without imports, comments and docstrings."""
+    """Return the lines of an example without imports, comments and docstrings."""
     strings = (part for part in ast.walk(ast.parse(code)) if isinstance(part, ast.Expr))
     texts = {
         i for part in strings if isinstance(part.value, ast.Constant) for i in range(part.lineno, part.end_lineno + 1)
@@ -105,13 +105,13 @@ def test_the_method_has_the_squares_of_single_gradients(page: dict[str, Any]) ->
     opt.close()
 
 
-#: Of the examples that are methods: keywords under which estimates and inverses are not always of one age.
+#: Keywords of the examples that are methods. With them, estimates and inverses are updated in different steps.
 KRONECKER = {"damping": 0.1, "factor_update_steps": 1, "inv_update_steps": 2}
 METHODS = {"DiagonalFisher": {"damping": 0.01, "inv_update_steps": 2}, "HalfKFAC": KRONECKER, "NewtonKFAC": KRONECKER}
 
 
 def _trained(cls: Any, rank: int = 0, world: int = 1, **chosen: Any) -> tuple[Tensor, int]:
-    """Parameters after some steps, and bytes of the estimate."""
+    """Return the parameters after some steps, and the bytes of the estimate."""
     model = _net()
     opt = built(cls, model, lr=0.05, momentum=0.9, **chosen)
     found = _train(model, opt, range(4), rank, world)
@@ -131,10 +131,10 @@ def _method_on_ranks(rank: int, world: int, name: str, strategy: Any) -> tuple[l
 )
 def test_methods_work_on_ranks(page: dict[str, Any], pool: Pool, name: str, strategy: Any) -> None:
     alone, held = _trained(page[name], **METHODS[name])
-    tolerance = {"rtol": 0.0, "atol": 1e-3} if name == "HalfKFAC" else {}  # sums in another order are rounded otherwise
+    tolerance = {"rtol": 0.0, "atol": 1e-3} if name == "HalfKFAC" else {}  # its factors are rounded to half precision
     for found, on_rank in pool.run(_method_on_ranks, name, strategy, world=2):
         torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), alone, **tolerance)
-        assert (on_rank < held) == (strategy is MemOpt)  # then the estimate is on its owner alone
+        assert (on_rank < held) == (strategy is MemOpt)  # with MemOpt, only the owner stores the estimate
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -180,13 +180,13 @@ def test_the_common_options_have_defaults() -> None:
     assert options.DEFAULTS.keys() == options.COMMON.keys() - {"lr"}
     signature = KFAC(nn.Linear(2, 2), lr=0.1).defaults
     for name, value in options.DEFAULTS.items():
-        if name not in ("momentum", "fallback", "betas"):  # KFAC has its own; betas stand there with graft="adam"
+        if name not in ("momentum", "fallback", "betas"):  # KFAC has other defaults, and lists betas with graft="adam"
             assert signature[name] == value, name
 
 
 # ---------------------------------------------------------------------- the storage and the inverse
 def _factors_of_the_head(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A, G and the gradient ``[W | b]`` of the last layer, from their definition."""
+    """Return A, G and the gradient ``[W | b]`` of the last layer, computed from their definitions."""
     inputs = model[:3](x).detach()
     outputs = model[3](inputs)
     (g,) = torch.autograd.grad(cross_entropy(outputs, y), outputs)
@@ -240,7 +240,7 @@ def test_the_inverse_solves_the_damped_system(page: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "chosen", [{}, {"overlap": True}, {"factor_storage": "packed"}, {"max_factor_dim": 30}], ids=str
 )
-def test_the_inverse_does_what_cholesky_does(page: dict[str, Any], chosen: dict[str, Any]) -> None:
+def test_the_inverse_matches_cholesky(page: dict[str, Any], chosen: dict[str, Any]) -> None:
     ends = []
     for cls, how in ((page["NewtonKFAC"], {}), (KFAC, {"inverse_method": "cholesky"})):
         opt = built(cls, model := _net(), **KRONECKER, **chosen, **how)
@@ -257,7 +257,7 @@ def _strategy_on_ranks(rank: int, world: int) -> tuple[list[float], list[int], l
     return found.tolist(), list(comm.grid.row_of(rank)), [comm.owner(i) for i in range(2)]
 
 
-def test_the_strategy_does_what_one_process_does(pool: Pool) -> None:
+def test_the_strategy_matches_one_process(pool: Pool) -> None:
     alone, _ = _trained(KFAC, **KRONECKER)
     for rank, (found, row, owners) in enumerate(pool.run(_strategy_on_ranks, world=4)):
         torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), alone)
@@ -287,7 +287,7 @@ def test_the_rows_of_the_adapter_are_its_gradient(page: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
-def test_the_layer_is_a_linear_one_and_a_product(page: dict[str, Any], method: Any) -> None:
+def test_the_layer_matches_a_linear_layer_and_a_product(page: dict[str, Any], method: Any) -> None:
     torch.manual_seed(0)
     mine = nn.Sequential(page["MultipliedLinear"](6, 5, 0.5), nn.Tanh(), page["MultipliedLinear"](5, 3, 2.0)).double()
     theirs = nn.Sequential(nn.Linear(6, 5), Times(0.5), nn.Tanh(), nn.Linear(5, 3), Times(2.0)).double()

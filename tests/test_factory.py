@@ -1,4 +1,4 @@
-"""Methods and strategies by name."""
+"""Methods and strategies are created by name."""
 
 import re
 from functools import partial
@@ -113,7 +113,7 @@ def test_a_keyword_of_the_caller_wins_over_the_alias(model):
     assert not isinstance(secondorder.create("eigen_dp", model, comm=MemOpt()).comm, LocalFactors)
 
 
-def test_a_name_and_its_class_do_the_same(model):
+def test_a_name_is_equivalent_to_its_class(model):
     twin = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     twin.load_state_dict(model.state_dict())
     for net, optimizer in (
@@ -125,7 +125,7 @@ def test_a_name_and_its_class_do_the_same(model):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def test_what_is_refused(model):
+def test_unknown_names_and_options_are_refused(model):
     with pytest.raises(ValueError, match="unknown method 'shampoo'") as caught:
         secondorder.create("shampoo", model)
     assert all(name in str(caught.value) for name in [*METHODS, *ALIASES])
@@ -135,7 +135,7 @@ def test_what_is_refused(model):
         secondorder.create("eigen", model, fac_update_freq=1)
 
 
-def test_parameters_and_groups_are_taken_too(model):
+def test_parameters_and_groups_are_accepted(model):
     assert type(secondorder.create("mfac", model.parameters(), window_size=4)) is MFAC
     groups = [{"params": list(model[0].parameters()), "lr": 0.01}, {"params": list(model[2].parameters())}]
     optimizer = secondorder.create("kfac", groups, lr=0.1, module=model)
@@ -143,7 +143,7 @@ def test_parameters_and_groups_are_taken_too(model):
 
 
 def test_a_factory_of_a_trainer(model):
-    """transformers 5 calls what it was given without arguments, and the result with the model and its keywords."""
+    """transformers 5 calls the factory without arguments, and the result with the model and its keywords."""
 
     def build(optimizer_cls_or_factory, **optimizer_kwargs):
         return optimizer_cls_or_factory()(model, **optimizer_kwargs)
@@ -189,7 +189,7 @@ def test_arguments_of_a_strategy():
         assert type(from_name(f"dedicated_workers{roles}")) is DedicatedWorkers
 
 
-def test_an_unknown_strategy_lists_all(model):
+def test_the_error_for_an_unknown_strategy_lists_all(model):
     with pytest.raises(ValueError, match="unknown strategy 'fast'") as caught:
         secondorder.create("kfac", model, comm="fast")
     assert all(name in str(caught.value) for name in STRATEGIES)

@@ -1,13 +1,13 @@
-"""Who may import whom inside the package, read from the syntax trees.
+"""The layers of the package: which parts may import which, checked with the syntax trees.
 
     methods ──► preconditioners ──► parallel ──► curvature ──► capture ──► linalg
 
-and nothing below imports anything above; ``MAY_IMPORT`` has the whole table, one row for each folder and for each group
-of modules at the top level. ``INSIDE`` orders the folders inside a folder. Imports that point upwards are listed in
-``KNOWN_EXCEPTIONS`` with the reason; that list may only become shorter.
+No layer imports a layer to its left. ``MAY_IMPORT`` contains the whole table with one row for each folder and for each
+group of modules at the top level. ``INSIDE`` orders the folders inside a folder. ``KNOWN_EXCEPTIONS`` lists imports
+that point upwards, with the reason; that list may only become shorter.
 
-Only ``comm/`` may know ``torch.distributed``. The modules of ``PURE`` take and return tensors or numbers: no
-network and no parameter group. A file that belongs to no row of ``MAY_IMPORT`` fails the test until it is given one.
+Only ``comm/`` may use ``torch.distributed``. The modules of ``PURE`` take and return tensors or numbers, and no network
+or parameter group. A file that belongs to no row of ``MAY_IMPORT`` fails the test until it is added to one.
 """
 
 import ast
@@ -68,7 +68,7 @@ INSIDE = {
     "comm": {"": {"dedicated"}, "dedicated": {""}},
 }
 
-#: Imports that point upwards, by the reason: module → modules. None may be added, and one that is gone is deleted here.
+#: Imports that point upwards, by reason: module → modules. No import may be added, and removed ones are deleted here.
 KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     "Copies of a model must come without the hooks of attention": {
         "capture.layers.projections": {"capture.copies"},
@@ -76,7 +76,7 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     "Plan and RankPlan are public names of secondorder.comm": {
         "comm": {"plan.plan"},
     },
-    "What the functions of torch's checkpoints have read may be sharded": {
+    "Tensors that functions of torch's checkpoints have read may be sharded": {
         "frames": {"comm.layout"},
     },
     "Each mix-in adds its own rows to describe()": {
@@ -84,10 +84,9 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     },
 }
 
-# A constructor's signature names the type of `comm=` so that tools can resolve it; what a strategy does is for
-# optimizer.py alone.
+# A constructor's signature names the type of `comm=` so that tools can resolve it; only optimizer.py uses a strategy.
 METHODS_MAY_NAME = {"secondorder.comm.strategy.CommStrategy"}
-#: Rows of the table that modules may import which take and return tensors or numbers.
+#: Modules that take and return tensors or numbers, and the rows of the table that each may import.
 PURE: dict[str, set[str]] = {
     "capture.fisher.likelihood": set(),
     "capture.statistics.averages": {"linalg"},
@@ -99,7 +98,7 @@ PURE: dict[str, set[str]] = {
     "curvature.schema": {"curvature"},
 } | {name: {"linalg"} for name in trees() if name.split(".")[0] == "linalg"}
 PURE_FORBIDDEN = {"Module", "Parameter", "Optimizer", "param_groups"}
-#: What reads the frames of callers, which depend on code that is not ours.
+#: Names that give access to the frames of callers, which depend on other libraries.
 OF_FRAMES = {
     "_getframe", "_current_frames", "currentframe", "getouterframes", "getinnerframes", "walk_stack", "extract_stack",
     "f_back", "f_code", "f_globals", "f_locals", "tb_frame", "gi_frame",
@@ -108,7 +107,7 @@ OF_STACKS = {"inspect.stack", "inspect.trace"}
 
 
 def row_of(name: str) -> str:
-    """Row of a dotted name below the package: its folder, or the group of a module at the top level."""
+    """Return the row of a dotted name in the package: its folder, or the group of a module at the top level."""
     first = name.split(".")[0]
     return first if (PACKAGE / first).is_dir() else TOP.get(first, first)
 
@@ -118,7 +117,7 @@ def excepted(name: str) -> set[str]:
 
 
 def is_upward(name: str, other: str) -> bool:
-    """Whether the tables forbid that one module imports the other."""
+    """Return whether the tables forbid that one module imports the other."""
     own, theirs = row_of(name), row_of(other)
     if own != theirs:
         return theirs not in MAY_IMPORT[own]
@@ -135,7 +134,7 @@ def _folder_inside(name: str) -> str:
 
 @cache
 def identifiers(name: str) -> list[tuple[str, int]]:
-    """Dotted names that a module uses, and their lines; what it imports has line 0."""
+    """Return the dotted names that a module uses, and their lines; imported names have line 0."""
     nodes = (node for node in ast.walk(trees()[name]) if isinstance(node, ast.Name | ast.Attribute))
     return [(n, 0) for n in imports(trees()[name])] + [(dotted(node), node.lineno) for node in nodes]
 
@@ -146,12 +145,12 @@ def assert_none(offenders: Iterable[str]) -> None:
 
 
 def test_dependencies_point_one_way() -> None:
-    assert trees(), "no Python files found: every test here would pass by finding nothing"
+    assert trees(), "no Python files found, so every test here would pass"
     found = []
     for name, tree in trees().items():
         own = row_of(name)
         if name and own not in MAY_IMPORT:
-            found.append(f"{name} belongs to no known part: give {own!r} a row in MAY_IMPORT or TOP")
+            found.append(f"{name} belongs to no known part: add {own!r} to MAY_IMPORT or TOP")
         elif name:
             upward = {other for other in inside(imports(tree, with_types=False)) if is_upward(name, other)}
             if wrong := upward - excepted(name):
@@ -176,15 +175,15 @@ def test_methods_leave_communication_to_the_optimizer() -> None:
     )
 
 
-def test_no_part_imports_another_in_a_circle() -> None:
+def test_the_table_has_no_cycles() -> None:
     needs = {name: set(others) for name, others in MAY_IMPORT.items()}
     while needs:
         free = {name for name, others in needs.items() if not others & needs.keys()}
-        assert free, f"circle among {sorted(needs)}"
+        assert free, f"cycle among {sorted(needs)}"
         needs = {name: others for name, others in needs.items() if name not in free}
 
 
-def test_only_comm_knows_torch_distributed() -> None:
+def test_only_comm_uses_torch_distributed() -> None:
     assert_none(
         f"{name}, line {line}: {used}; ask the communication strategy instead"
         for name in trees()
@@ -194,7 +193,7 @@ def test_only_comm_knows_torch_distributed() -> None:
     )
 
 
-def test_pure_modules_know_only_tensors() -> None:
+def test_pure_modules_use_only_tensors() -> None:
     assert PURE.keys() <= trees().keys(), f"delete {sorted(PURE.keys() - trees().keys())} from PURE"
     known = {"torch", "secondorder"} | sys.stdlib_module_names
     for name, allowed in PURE.items():
@@ -222,12 +221,12 @@ def test_no_path_leads_out_of_the_repository() -> None:
 
 
 def frames_in(name: str) -> list[str]:
-    """What a module uses to read the frames of its callers."""
+    """Return the names that a module uses to read the frames of its callers."""
     used = identifiers(name)
     return [f"{n} (line {line})" for n, line in used if n in OF_STACKS or n.rpartition(".")[2] in OF_FRAMES]
 
 
-def test_only_one_module_looks_at_frames() -> None:
+def test_only_one_module_reads_frames() -> None:
     found = {name: frames_in(name) for name in trees()}
-    assert found.pop("frames"), "the search would not find what reads frames"
-    assert_none(f"{name}: {names}; put what reads frames into frames.py" for name, names in found.items() if names)
+    assert found.pop("frames"), "the search does not find the names that read frames"
+    assert_none(f"{name}: {names}; move code that reads frames to frames.py" for name, names in found.items() if names)

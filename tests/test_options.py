@@ -1,4 +1,4 @@
-"""Options as objects: short signatures, one spelling, the old one in the error, and the same optimizer as by keys."""
+"""Options as objects: signatures are short, errors explain old keywords, and keys of groups are equivalent."""
 
 import copy
 import inspect
@@ -35,7 +35,7 @@ from secondorder.methods.documentation import EXPERT, USUAL
 from secondorder.preconditioners.keywords import OBJECTS, flat_names
 from secondorder.switching import EpochList
 
-#: Keyword-only arguments that a constructor has at most.
+#: Maximum number of keyword-only arguments of each constructor.
 LIMITS = {KFAC: 35, EKFAC: 38, HyLo: 30, MFAC: 26, SparseMFAC: 26, GGT: 26}
 METHODS = pytest.mark.parametrize("method", LIMITS, ids=lambda method: method.__name__)
 
@@ -82,7 +82,7 @@ def test_classes_are_public_frozen_and_documented(kind):
         setattr(kind(), fields(kind)[0].name, None)
 
 
-#: A value of a field that some method lacks.
+#: Values, different from the default, of the fields that some method lacks.
 NOT_DEFAULT = {
     (kind, name): {name: value}
     for kind, values in {
@@ -101,10 +101,10 @@ NOT_DEFAULT = {
 } | {(FisherOptions, "samples"): {"kind": "mc", "samples": 3}}  # fmt: skip
 
 
-# ---------------------------------------------------------------------- the spelling of now and of before
+# ---------------------------------------------------------------------- old keywords and wrong values
 @METHODS
-def test_every_field_is_taken_or_refused(method):
-    """A field that a method lacks is refused by name; of the others, the default is as good as nothing."""
+def test_every_field_is_accepted_or_refused(method):
+    """A field that a method lacks is refused by name. An object with only defaults is always accepted."""
     known = inspect.signature(method).parameters
     has = {(keyword, field.name) for keyword, field in flat_names(method).values()}
     for keyword, kind in OBJECTS.items():
@@ -117,7 +117,7 @@ def test_every_field_is_taken_or_refused(method):
 
 
 @METHODS
-def test_a_keyword_of_before_shows_the_spelling_of_now(method):
+def test_the_error_for_an_old_keyword_shows_the_new_call(method):
     known = inspect.signature(method).parameters
     for old, (keyword, field) in flat_names(method).items():
         if old not in known:
@@ -151,7 +151,7 @@ def test_anything_but_the_object_is_refused(keyword):
 
 
 def test_values_are_checked():
-    """Beyond those of single options, which are in `tests/contract/test_errors.py`."""
+    """`tests/contract/test_errors.py` checks single options; these are checks of several at once and of classes."""
     for make, kind, text in [
         (lambda: FisherOptions("exact", samples=2), ValueError, "samples=2 needs"),
         (lambda: RefreshOptions(warmup="often"), TypeError, "warmup must be True or False or 'doubling', got 'often'"),
@@ -162,8 +162,8 @@ def test_values_are_checked():
             make()
 
 
-# ---------------------------------------------------------------------- what the objects do
-#: Objects, and the same options as keys of the one group.
+# ---------------------------------------------------------------------- effects of the objects
+#: Methods with objects that change their steps.
 PAIRS = {
     "kfac": (
         KFAC,
@@ -192,8 +192,8 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_an_object_is_the_keys_of_a_group(name):
-    """Bit for bit, and other steps than without."""
+def test_an_object_is_equivalent_to_the_keys_of_a_group(name):
+    """The steps are bitwise equal, and differ from those without options."""
     method, chosen = PAIRS[name]
     often = {"factor_update_steps": 1, "inv_update_steps": 2} if method in (KFAC, EKFAC) else {}
     often |= {"update_steps": 1} if method is HyLo else {}
@@ -209,7 +209,7 @@ def test_an_object_is_the_keys_of_a_group(name):
     assert not all(map(torch.equal, found[0], found[2]))
 
 
-def test_short_forms():
+def test_short_forms_are_equivalent_to_objects():
     for short, full in [
         ({"fisher": "mc"}, {"fisher": FisherOptions("mc")}),
         ({"inverse_method": "cholesky"}, {"inverse_method": InverseOptions("cholesky")}),
@@ -241,10 +241,7 @@ def test_groups_and_schedules_have_flat_keys():
     optimizer = KFAC(model, lr=0.1, storage=StorageOptions(max_factor_dim=64), clip=1.0)
     assert optimizer.param_groups[0]["max_factor_dim"] == 64
     assert optimizer.param_groups[0]["clip_norm"] == 1.0
-    schedule = ParamScheduler(
-        optimizer,
-        clip_norm={0: 1.0, 1: 0.5},
-    )
+    schedule = ParamScheduler(optimizer, clip_norm={0: 1.0, 1: 0.5})
     steps(model, optimizer, 1)
     schedule.step()
     assert optimizer.param_groups[0]["clip_norm"] == 0.5

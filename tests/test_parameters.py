@@ -1,6 +1,6 @@
-"""The table of parameters on plain values: names, what a plan depends on, and parameters that others have replaced.
+"""The table of parameters without an optimizer: names, what a plan depends on, and replaced parameters.
 
-What of it shows in training is in `tests/contract/test_groups.py` and `tests/capture/test_messages.py`.
+Its effects on training are tested in `tests/contract/test_groups.py` and `tests/capture/test_messages.py`.
 """
 
 from itertools import combinations
@@ -26,7 +26,7 @@ def table_of(*groups: dict[str, Any], root: nn.Module | None = None) -> Paramete
 
 
 # ------------------------------------------------------------------ groups and names
-def test_every_parameter_has_its_group_and_the_first_one_is_known() -> None:
+def test_the_table_contains_groups_the_first_parameter_and_frozen_ones() -> None:
     p, q = parameters(2, 3)
     first, second = {"params": [p]}, {"params": [q]}
     table = table_of(first, second)
@@ -56,7 +56,7 @@ def test_a_module_that_is_not_followed_gives_names_only() -> None:
     assert [*table.inside().values()] == ["weight", "bias"]
 
 
-def test_a_parameter_that_is_forgotten_leaves_nothing() -> None:
+def test_forgetting_a_parameter_removes_all_of_its_entries() -> None:
     p, q = parameters(1, 1)
     table = table_of({"params": [p, q]})
     table.state = {p: {"step": 1}, q: {"step": 2}}
@@ -68,7 +68,7 @@ def test_a_parameter_that_is_forgotten_leaves_nothing() -> None:
     assert not table.skipped_by_user
 
 
-# ------------------------------------------------------------------ what was moved or replaced
+# ------------------------------------------------------------------ moved and replaced parameters
 def test_a_layout_shows_what_a_plan_depends_on() -> None:
     p, q = parameters(1, 1)
     table = table_of({"params": [p, q], "width": 1, "lr": 1.0})
@@ -131,7 +131,7 @@ def test_uncovered_parameters_are_named_by_their_reason() -> None:
     table.reasons = {q: "too large"}
     with pytest.warns(UserWarning, match=r"(?s)Newton: some parameters get no curvature.*too large: q.*not covered: r"):
         table.warn_uncovered({p})
-    q.requires_grad_(False)  # nothing is said of frozen and skipped parameters
+    q.requires_grad_(False)  # frozen and skipped parameters cause no warning
     table.skipped_by_user = {r}
     with silent():
         table.warn_uncovered({p})

@@ -1,4 +1,4 @@
-"""Every line of the documentation that builds an optimizer trains when it is pasted into a script of AdamW."""
+"""Every line of the documentation that creates an optimizer trains when it replaces AdamW in a script."""
 
 import ast
 import re
@@ -16,16 +16,16 @@ from secondorder.methods.names import METHODS
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 START = re.compile(r"\b(?:secondorder\.create|KFAC|EKFAC|HyLo|MFAC|SparseMFAC|GGT)\(")
-#: Keywords of a line that needs nothing else from its script; other lines belong to a loss or a loop of their own.
+#: Keywords that need no other change of the script. Lines with other keywords need a certain loss or loop.
 PLAIN = {"lr", "momentum", "weight_decay", "graft", "budget"}
 PLAIN |= {"damping", "damping_mode", "window_size", "inverse_method"}
-#: The script's own numbers.
+#: Values of the script.
 NAMES = {"LR": 3e-3, "WD": 1e-2, "secondorder": secondorder, "torch": torch, **vars(secondorder)}
 MODEL = {"model", "model.parameters()"}
 
 
 def call_at(text):
-    """The call with which a text starts, if it is on one line and complete."""
+    """Return the call at the start of a text if it is complete."""
     for end in (match.end() for match in re.finditer(r"\)", text)):
         try:
             found = ast.parse(text[:end], mode="eval").body
@@ -48,7 +48,7 @@ def is_plain(call):
 
 @cache
 def lines():
-    """The lines of all pages, each once."""
+    """Return the distinct lines of all pages."""
     found = {}
     for page in PAGES:
         for line in page.read_text(encoding="utf-8").splitlines():
@@ -58,7 +58,7 @@ def lines():
 
 
 def last_loss(line, steps=96):
-    """The first loss of a small classification, and the mean of its last ten."""
+    """Train a small classifier, and return its first loss and the mean of its last ten."""
     torch.manual_seed(0)
     inputs = torch.randn(512, 20)
     labels = (inputs[:, :10].square().sum(1) > inputs[:, 10:].square().sum(1)).long()
@@ -76,7 +76,7 @@ def last_loss(line, steps=96):
 
 @cache
 def bound(line):
-    """The loss that a line has to reach: that of the optimizer whose rate it takes, else of AdamW's defaults."""
+    """Return the loss that a line has to reach: that of the optimizer whose rate it uses, or of AdamW's defaults."""
     keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in ast.parse(line, mode="eval").body.keywords}
     rate, graft = keywords.get("lr"), keywords.get("graft", "'adamw'" if "from_adam" in line else "")
     if graft == "'sgd'" or "from_sgd" in line:
@@ -84,7 +84,7 @@ def bound(line):
     else:
         script = f"torch.optim.AdamW(model.parameters(), lr={rate if graft and rate else 1e-3})"
     start, end = reached(script)
-    # Rows that keep a hundredth of the entries lag behind in a run of this length, as the page on M-FAC says.
+    # Rows that keep a hundredth of the entries converge more slowly in a run of this length (see the page on M-FAC).
     return start - 0.3 * (start - end) if "Sparse" in line else end
 
 
@@ -99,6 +99,6 @@ def test_there_are_lines_of_every_method():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_lines_end_at_least_as_low_as_the_line_of_the_script():
+def test_lines_reach_the_loss_of_the_line_that_they_replace():
     ends = {line: last_loss(line)[1] for line in lines()}
     assert not {line: (end, bound(line)) for line, end in ends.items() if end > bound(line) + 0.01}

@@ -25,7 +25,7 @@ def curvature():
 
 
 @pytest.mark.slow
-def test_pages_tell_the_numbers_of_their_picture(curvature):
+def test_pages_contain_the_values_of_their_picture(curvature):
     for name in ("kfac", "ekfac", "hylo", "mfac", "ggt"):
         page = (DOCS / "methods" / f"{name}.md").read_text("utf-8")
         assert f"curvature-{name}.svg" in page
@@ -35,7 +35,7 @@ def test_pages_tell_the_numbers_of_their_picture(curvature):
 
 
 @pytest.mark.slow
-def test_the_closer_a_method_looks_the_smaller_its_error(curvature):
+def test_finer_approximations_have_smaller_errors(curvature):
     error = {name: picture.error for name, picture in curvature.items()}
     assert error["sngd"] < error["hylo"] < error["ekfac"] < error["kfac"]
     assert error["sngd"] < error["mfac"] < error["ekfac"]

@@ -1,4 +1,4 @@
-"""Presets equal the calls that they print, and the groups of hidden matrices contain what Muon would train."""
+"""Presets equal the calls that they print, and groups of hidden matrices contain the parameters that Muon trains."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "choose-a-method.md"
 
 
 class Tiny(nn.Module):
-    """A decoder with an embedding, positions, attention, norms and a head."""
+    """A decoder with word and position embeddings, attention, norms and a head."""
 
     def __init__(self, tied=False):
         super().__init__()
@@ -35,7 +35,7 @@ class Tiny(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _quiet(recwarn):
-    """The positions belong to no layer, which every construction warns about."""
+    """Ignore the warning that the position embeddings belong to no layer."""
 
 
 def network(outputs=1):
@@ -99,7 +99,7 @@ def test_changing_the_table_changes_no_preset():
 
 
 @pytest.mark.parametrize(("name", "kind"), [("from_adamw", KFAC), ("From-Muon", EKFAC), ("LOW_MEMORY", HyLo)])
-def test_create_finds_presets_whatever_the_case(name, kind):
+def test_names_of_presets_are_case_insensitive(name, kind):
     with secondorder.create(name, network()) as optimizer:
         assert type(optimizer) is kind
 
@@ -196,7 +196,7 @@ def test_the_head_may_be_named_or_left_out():
 
 
 def test_rates_of_muon_in_its_original_scale_give_steps_of_the_same_length():
-    """Against torch.optim.Muon's two adjustments: the ratio of its steps is the ratio of the rates here."""
+    """The ratio of the rates equals the ratio of the steps of torch.optim.Muon with its two adjustments."""
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 12), nn.Linear(12, 6), nn.Linear(6, 2)).double()
     groups = matrix_groups(model, lr=0.01, adjust_lr_fn="original")
     rates = {id(p): group["lr"] for group in groups for p in group["params"]}
@@ -218,14 +218,14 @@ def test_bad_arguments_of_the_groups_are_refused():
         matrix_groups(network(), lr=0.1, adjust_lr_fn="spectral")
 
 
-def test_the_page_shows_the_presets_of_today():
-    """`python -m tests.test_presets` writes the table anew."""
+def test_the_page_shows_the_current_presets():
+    """`python -m tests.test_presets` updates the table."""
     text = PAGE.read_text()
     assert text == with_table(text)
 
 
 def with_table(text):
-    """The text of the page with a table of the presets between its two comments."""
+    """Return the text of the page with a current table of the presets between its two comments."""
     lines = ["| preset | for | call | in the training loop |", "|---|---|---|---|"]
     lines += [f"| `{p.name}` | {p.summary} | `{p}` | {p.needs or 'nothing new'} |" for p in PRESETS.values()]
     start, end = "<!-- presets -->", "<!-- end of presets -->"

@@ -1,4 +1,4 @@
-"""What a release is made of agrees: version, changelog, citation, pins, supported versions, pipelines, types."""
+"""The parts of a release agree: version, changelog, citation, pins, supported versions, pipelines and types."""
 
 import re
 import subprocess
@@ -33,7 +33,7 @@ def text_of(name: str) -> str:
 
 
 def releases() -> list[tuple[str, str]]:
-    """Versions of the changelog with their dates, the newest first."""
+    """Return the versions of the changelog with their dates, the newest first."""
     return re.findall(r"^## \[(\d[^\]]*)\] - (\d{4}-\d{2}-\d{2})$", text_of("CHANGELOG.md"), re.M)
 
 
@@ -55,7 +55,7 @@ def test_changelog_has_the_version_under_an_empty_or_filled_unreleased() -> None
     assert headings[1:] == [version for version, _ in releases()]
     released = [Version(version) for version, _ in releases()]
     assert released == sorted(released, reverse=True)
-    # Between releases the package may be ahead of them, never behind.
+    # Between releases, the version of the package may be newer.
     assert Version(secondorder.__version__) >= released[0]
 
 
@@ -69,7 +69,7 @@ def test_the_version_is_a_literal_that_the_build_can_read() -> None:
     assert re.findall(r'^__version__ = "(.+)"$', text_of("secondorder/__init__.py"), re.M) == [secondorder.__version__]
 
 
-def test_supported_versions_are_told_alike_everywhere() -> None:
+def test_supported_versions_are_the_same_everywhere() -> None:
     page = re.search(r"<!-- versions: supported -->\n(.*?)\n<!--", text_of("docs/versions.md"), re.S)
     assert page is not None
     first, last = pythons()[0], pythons()[-1]
@@ -103,11 +103,11 @@ def test_every_requirement_has_a_pin_that_satisfies_it() -> None:
         assert exact.operator == "=="
         assert requirement.specifier.contains(exact.version), f"{pin} does not satisfy {requirement}"
     assert [str(pin) for pin in PINS if pin.name == "torch"] == ["torch==2.13.0"]  # without a local label
-    # These two break imports of other packages.
+    # Both break imports of other packages.
     assert not {"torchvision", "timm"} & names_of([*PINS, *TRAINERS, *REQUIREMENTS])
 
 
-def test_trainers_add_to_the_pins_and_repeat_none() -> None:
+def test_pins_of_trainers_extend_the_others() -> None:
     assert {"transformers", "accelerate", "lightning", "tensorboard", "wandb"} <= names_of(TRAINERS)
     assert not names_of(TRAINERS) & names_of(PINS)
     assert all([exact.operator for exact in pin.specifier] == ["=="] for pin in TRAINERS)
@@ -124,7 +124,7 @@ def steps(path: Path) -> Iterator[dict[str, Any]]:
         yield from job["steps"]
 
 
-def test_a_pipeline_may_read_and_a_job_says_what_more_it_needs() -> None:
+def test_pipelines_have_read_access_and_only_two_jobs_have_more() -> None:
     expected = {"docs": {"deploy": {"pages", "id-token"}}, "release": {"publish": {"id-token"}}}
     for path in WORKFLOWS:
         assert yaml.safe_load(path.read_text(encoding="utf-8"))["permissions"] == {"contents": "read"}
@@ -132,7 +132,7 @@ def test_a_pipeline_may_read_and_a_job_says_what_more_it_needs() -> None:
         assert extra == expected.get(path.stem, {})
         for name in extra:
             assert jobs(path)[name]["environment"]
-            assert not any("run" in step for step in jobs(path)[name]["steps"])  # nothing of ours runs with such rights
+            assert not any("run" in step for step in jobs(path)[name]["steps"])  # which would run code of our own
 
 
 def test_every_job_ends_and_every_action_is_pinned_to_a_commit() -> None:
@@ -169,7 +169,7 @@ def test_tests_run_on_every_python_and_on_the_oldest_pinned_and_newest_torch() -
     versions = {row["torch"]: row.get("version", "") for row in matrix}
     assert versions["newest"] == "torch"
     assert versions["pinned"] == ""
-    # The bound names a minor release; its first patch is what is tested.
+    # The bound names a minor release, of which the first patch release is tested.
     assert Version(versions["oldest"].removeprefix("torch==")).release[:2] == Version(oldest_torch()).release[:2]
     release = jobs(ROOT / ".github" / "workflows" / "release.yml")["install"]["strategy"]["matrix"]["python"]
     assert release == pythons()
@@ -192,11 +192,11 @@ def test_the_script_of_a_user_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_script_of_a_user_has_the_types_that_it_says() -> None:
-    """Also a part of `make type`, and so of `make check`: without its cache this takes a quarter of a minute."""
+def test_the_script_of_a_user_passes_mypy() -> None:
+    """`make type`, and so `make check`, includes this check. Without a cache it takes 15 seconds."""
     script = "tests/typed/user_script.py"
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", script]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert not done.stderr
-    # Findings in the package are those of `make type`.
+    # `make type` reports errors in the package.
     assert [line for line in done.stdout.splitlines() if line.startswith(script)] == []

@@ -1,4 +1,4 @@
-"""Each tutorial is a script that stands alone, and its page has the results of that script."""
+"""Each tutorial is a self-contained script, and its page shows the results of that script."""
 
 import ast
 import importlib
@@ -15,7 +15,7 @@ from tests.support.tutorials import SCRIPTS, gallery, outputs, page_of, reruns
 NAMES = [path.stem for path in SCRIPTS]
 
 
-def test_there_are_eight_of_them_in_the_gallery() -> None:
+def test_the_gallery_contains_all_eight_tutorials() -> None:
     index = (DOCS / "tutorials" / "index.md").read_text(encoding="utf-8")
     assert len(NAMES) == 8
     for name in NAMES:
@@ -60,7 +60,7 @@ def test_seeds_are_fixed() -> None:
     assert all("torch.manual_seed(" in path.read_text(encoding="utf-8") for path in SCRIPTS)
 
 
-# ---------------------------------------------------------------------- the mechanism
+# ---------------------------------------------------------------------- building the pages
 TINY = "# %% [markdown]\n# # Title\n#\n# Text.\n\n# %%\nx = 1\n\n# %% [markdown]\n# More.\n\n# %%\nprint(x + 1.5)\n"
 
 
@@ -89,10 +89,10 @@ def test_a_changed_script_runs_and_changed_text_does_not(tmp_path: Path, monkeyp
         ("raise ValueError('no')", 'tiny.py", line 7'),  # the line of the script
     ],
 )
-def test_a_script_that_cannot_run_is_named_and_its_page_stays(
+def test_a_script_that_cannot_run_is_named_and_its_page_is_kept(
     line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    exceptions = pytest.importorskip("mkdocs.exceptions")  # of the extra "docs"
+    exceptions = pytest.importorskip("mkdocs.exceptions")  # part of the extra "docs"
     path = tmp_path / "tiny.py"
     path.write_text(TINY.replace("x = 1", line), encoding="utf-8")
     path.with_suffix(".md").write_text("old", encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The first-order update on plain values: rules, what is updated in one call, and lengths of directions.
+"""The first-order update without an optimizer: rules, which parameters share a call, and lengths of directions.
 
-The lengths of steps, which clips, grafts and rates give them, are in `tests/contract`.
+The lengths of steps, which depend on clipping, grafting and rates, are tested in `tests/contract`.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ PLAIN = {
 
 
 class Covering:
-    """Covers parameters without any mathematics, and writes down the questions."""
+    """A preconditioner that covers parameters without preconditioning them, and records the calls of `rule`."""
 
     takes_sources, refresh_interval = True, "every"
 
@@ -51,7 +51,7 @@ class Covering:
 
 
 def make(factor: float = 1.0, **options: Any) -> tuple[Update, nn.Parameter, nn.Parameter, Covering]:
-    """An update of a covered and another parameter, with what covers it."""
+    """Create an update of one covered and one other parameter, and its preconditioner."""
     covered, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     group = {**PLAIN, **options, "params": [covered, other]}
     state = {p: {"step": torch.zeros(())} for p in (covered, other)}
@@ -83,7 +83,7 @@ SGD = Rule("sgd", 0.9, 0.1, False)
         ),
     ],
 )  # fmt: skip
-def test_rules(options: dict[str, Any], preconditioned: bool, covered: Rule, other: Rule) -> None:
+def test_rules_of_parameters(options: dict[str, Any], preconditioned: bool, covered: Rule, other: Rule) -> None:
     update, p, q, _ = make(**options)
     group = update._table.groups[0]
     assert update.rule(p, group, preconditioned) == covered
@@ -92,7 +92,7 @@ def test_rules(options: dict[str, Any], preconditioned: bool, covered: Rule, oth
 
 @pytest.mark.parametrize(("factor", "calls"), [(1.0, 1), (2.0, 2)])
 def test_equal_rules_are_applied_in_one_call(factor: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The preconditioner is asked for the rule of directions alone."""
+    """The preconditioner chooses the rule only of its own directions."""
     update, p, q, covering = make(factor, weight_decay=0.0, momentum=0.0)
     found: list[int] = []
     rule = first_order.sgd_
@@ -132,10 +132,8 @@ def test_a_closed_gate_changes_neither_moments_nor_parameters() -> None:
 
 
 # ------------------------------------------------------------------ lengths of directions
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_set_with_one_bad_direction_becomes_its_sources_and_others_stay(bad: float) -> None:
+def test_a_set_with_one_bad_direction_is_replaced_by_its_sources(bad: float) -> None:
     update, p, q, _ = make()
     sources, directions = ones(p, q, value=5.0), {p: torch.tensor([1.0, bad, 1.0]), **ones(q)}
     found = update.bound(Proposal(directions, ones(p, q, value=7.0), [(None, [p]), (None, [q])]), sources)
@@ -146,12 +144,12 @@ def test_a_set_with_one_bad_direction_becomes_its_sources_and_others_stay(bad: f
 @pytest.mark.parametrize("gate", [None, torch.tensor(True)], ids=["fused", "gated"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_lengths_and_moments_are_those_of_the_steps_of_adam(dtype: torch.dtype, gate: Tensor | None) -> None:
-    """A tensor of several pieces, the last one short, and small ones, against the steps of torch's own optimizer."""
+    """One tensor consists of several pieces with a shorter last one. The others are small or empty."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((5, 3), (300, 701), (0,), (7,))]
     adam = torch.optim.Adam(params, lr=1.0, betas=(0.8, 0.95), eps=1e-3)
     moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
-    # Where there are no pieces, a sum of 210,300 squares in float32 is less accurate.
+    # Without pieces, a sum of 210,300 squares in float32 is less accurate.
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5 if gate is None else 2e-5
     for step in range(1, 4):
         for p in params:

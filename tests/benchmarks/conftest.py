@@ -15,7 +15,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def known_machine(monkeypatch):
-    """Rates that nobody measures, which takes a second each time."""
+    """Fixed rates, because a measurement takes a second each time."""
     for module in (machine, step_time, window):
         for name, rate in (("gemm_gflops", machine.Rate(1.0, 2.0)), ("copy_gbytes", machine.Rate(3.0, 4.0))):
             monkeypatch.setattr(module, name, lambda *_, rate=rate, **__: rate, raising=False)

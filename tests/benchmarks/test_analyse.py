@@ -1,4 +1,4 @@
-"""``analyse``: what it writes and draws, and figures from files made by hand."""
+"""The command ``analyse``: its files and plots, and statistics of files that are written by hand."""
 
 import json
 
@@ -27,7 +27,7 @@ PNG = b"\x89PNG"
 
 @pytest.fixture
 def _no_plots(monkeypatch):
-    """For tests that look at something else: a plot takes longer than the run."""
+    """Replace plots in tests of other things, because a plot takes longer than the run."""
     monkeypatch.setattr(analyse, "plot_analysis", lambda folder, suffix: [])
 
 
@@ -66,7 +66,7 @@ def test_analyse(tmp_path, capsys):
 
 @pytest.mark.usefixtures("_no_plots")
 @pytest.mark.parametrize("method", ["kfac", "ekfac_natural", "kfac_adaptive"])
-def test_analyse_other_methods_and_looking_on_changes_nothing(tmp_path, method):
+def test_analyse_supports_other_methods_and_does_not_change_training(tmp_path, method):
     words = ["--method", method, "--steps", "3", "--batch-size", "16", "--every", "5"]
     assert _run(tmp_path, *words) == 0
     found = events.load(tmp_path)
@@ -92,7 +92,7 @@ def test_a_later_run_replaces_an_earlier_one(tmp_path):
 
 
 @pytest.mark.usefixtures("_no_plots")
-def test_a_run_that_diverges_is_told_by_its_status(tmp_path):
+def test_a_run_that_diverges_has_status_1(tmp_path):
     words = ["--size", "smoke", "--steps", "6", "--no-recipe", "--set", "lr=1e30"]
     assert _run(tmp_path, *words) == 1
     assert read_events(tmp_path / "train.jsonl")[-1]["loss"] is None
@@ -108,7 +108,7 @@ def _profile(step, **stages):
 
 
 def test_kinds_and_times_of_steps():
-    """The first step counts only if there is no other of its kind; a refresh that finds nothing to do is none."""
+    """The first step only counts if there is no other of its kind; a refresh without work does not count as one."""
     steps = [
         _profile(0, capture_ms=90.0, refresh_ms=900.0),
         _profile(1, refresh_ms=0.01, update_ms=2.0),
@@ -139,7 +139,7 @@ def _write(path, lines):
 
 
 @pytest.mark.parametrize("layers", [2, 11])
-def test_plots_of_files_made_by_hand(tmp_path, layers):
+def test_plots_of_files_that_are_written_by_hand(tmp_path, layers):
     names = [f"layer.{i}" for i in range(layers)]
     cells = [(step, name) for step in range(0, 40, 10) for name in names]
     _write(tmp_path / "rank.jsonl", [
@@ -161,7 +161,7 @@ def test_plots_of_files_made_by_hand(tmp_path, layers):
     assert all(path.read_bytes().startswith(PNG) for path in paths)
 
 
-def test_only_what_is_there_is_drawn(tmp_path):
+def test_missing_files_are_not_drawn(tmp_path):
     assert plot_analysis(tmp_path) == []
     _write(tmp_path / "error.jsonl", [{"step": 0, "layer": "a", "mode": "kid", "r": None, "rel_error": None}])
     _write(tmp_path / "trend.jsonl", [{"step": 0, "layer": "a", "grad_norm": 0.0, "mode": "kfac"}])

@@ -37,7 +37,7 @@ def _run(optimizer, phase, loss, factor=1.0, seed=0, steps=100, ours=True):
 BUDGET = Budget(60, seeds=2, short_share=0.5)
 
 
-def test_trials_are_half_a_decade_apart_and_go_on_beyond_the_end_of_their_row():
+def test_trials_are_half_a_decade_apart_and_continue_if_the_best_rate_is_at_an_end():
     jobs = sift([], "kfac", BUDGET)
     assert [(job.factor, job.steps) for job in jobs] == [(1 / STEP, 10), (1.0, 10), (STEP, 10)]
     for losses, further in [
@@ -52,11 +52,11 @@ def test_trials_are_half_a_decade_apart_and_go_on_beyond_the_end_of_their_row():
     runs = [_run("kfac", "sift", 100.0 - f, f) for f in (1 / STEP, 1.0, STEP, STEP**2)]
     assert len(sift(runs, "kfac", BUDGET)) == 1
     runs.append(_run("kfac", "sift", 0.0, STEP**3))
-    assert sift(runs, "kfac", BUDGET) == []  # two beyond are all there are
+    assert sift(runs, "kfac", BUDGET) == []  # at most two further trials
     assert winner(runs, "kfac") == STEP**3
-    assert winner([_run("kfac", "sift", 1.0, f) for f in (1.0, STEP)], "kfac") == 1.0  # of equals the smaller
+    assert winner([_run("kfac", "sift", 1.0, f) for f in (1.0, STEP)], "kfac") == 1.0  # the smaller of equal ones
     assert winner([_run("kfac", "sift", None)], "kfac") is None
-    budget = Budget(60, (0.5,), seeds=1)  # of one rate there is no trial
+    budget = Budget(60, (0.5,), seeds=1)  # a single rate needs no trial
     assert sift([], "kfac", budget) == []
     assert [(job.phase, job.factor) for job in pending([], ["kfac"], (), budget)] == [("final", 0.5)]
 
@@ -87,7 +87,7 @@ WHOLE = {"kfac": 0.2, "hylo": 0.3, "ggt": 0.9, "adamw": 0.5, "muon": 0.6, "sgd":
 
 
 def _led(budget, lower):
-    """Work through a comparison whose best trials are at 1, and whose whole runs at the next lower rate reach lower."""
+    """Simulate a comparison whose best trials are at 1, with these losses of full runs at the next lower rate."""
     runs, order = [], []
     while job := next(pending(runs, list(WHOLE), ["kfac"], budget), None):
         loss = (
@@ -109,9 +109,9 @@ def test_leaders_run_at_a_second_rate_and_with_all_seeds_at_the_better_one():
         *((name, "final", rate, 1) for name, rate in (("kfac", 0.316), ("hylo", 1.0), ("muon", 0.316), ("adamw", 1.0))),
         ("kfac", "short", 0.316, 1),
     ]
-    told = {(run["optimizer"], run["phase"], round(run["factor"], 3)) for run in runs if run["phase"] != "sift"}
-    assert {(name, "final", 1.0) for name in ("hylo", "adamw", "sgd", "ggt")} < told
-    assert {("kfac", "final", 0.316), ("kfac", "long", 1.0), ("hylo", "long", 0.316), ("muon", "long", 1.0)} < told
+    full = {(run["optimizer"], run["phase"], round(run["factor"], 3)) for run in runs if run["phase"] != "sift"}
+    assert {(name, "final", 1.0) for name in ("hylo", "adamw", "sgd", "ggt")} < full
+    assert {("kfac", "final", 0.316), ("kfac", "long", 1.0), ("hylo", "long", 0.316), ("muon", "long", 1.0)} < full
 
 
 def test_a_second_rate_that_diverged_changes_nothing():
@@ -124,14 +124,14 @@ def test_a_second_rate_that_diverged_changes_nothing():
     ]
 
 
-def test_adamw_has_a_second_rate_though_it_trails():
+def test_adamw_has_a_second_rate_even_if_it_is_not_a_leader():
     names = {"adamw": 0.9, "muon": 0.1, "kfac": 0.2}
     runs = [_run(name, "final", loss, ours=name == "kfac") for name, loss in names.items()]
     assert leaders(runs, list(names), replace(BUDGET, leaders=1)) == ["kfac", "muon", "adamw"]
     assert leaders(runs[1:], ["muon", "kfac"], replace(BUDGET, leaders=1)) == ["kfac", "muon"]
 
 
-def test_the_key_of_a_run_follows_its_settings_and_not_how_its_rate_turns_out():
+def test_the_key_of_a_run_depends_on_its_settings_and_not_on_the_choice_of_its_rate():
     job = Job("kfac", "final", 1.0, 0, 60)
     same = [job.key({"lr": 1.0}), replace(job, phase="long").key({"lr": 1.0})]
     others = [replace(job, phase="short").key({"lr": 1.0}), replace(job, seed=1).key({"lr": 1.0}), job.key({"lr": 2.0})]
@@ -139,17 +139,17 @@ def test_the_key_of_a_run_follows_its_settings_and_not_how_its_rate_turns_out():
     assert len({same[0], *others}) == 4
 
 
-def test_a_schedule_that_belongs_to_the_optimizer_stays():
+def test_the_schedule_of_an_optimizer_replaces_that_of_the_comparison():
     setting = Setting("digits", "cpu", Path("data"))
     own, common = (find(name).recipe("digits") for name in ("schedule_free", "muon"))
     assert schedule_of(own, setting) == Schedule("constant", 0.05)
     assert schedule_of(common, setting) == COSINE
     job = Job("schedule_free", "final", 1.0, 0, 10)
     assert key_of(job, own) != key_of(job, replace(own, schedule=COSINE))
-    assert key_of(job, common) == key_of(job, replace(common, schedule=own.schedule))  # the comparison's counts
+    assert key_of(job, common) == key_of(job, replace(common, schedule=own.schedule))  # that of the comparison is used
 
 
-def test_a_factor_multiplies_what_is_searched_and_nothing_else():
+def test_a_factor_only_multiplies_searched_settings():
     recipe = Recipe({"lr": 0.1, "fallback_lr": 0.01, "damping": 1.0}, "here", searched=("lr", "fallback_lr"))
     assert recipe.times(10).settings == {"lr": 1.0, "fallback_lr": 0.1, "damping": 1.0}
     assert Recipe({"lr": 0.1, "fallback_lr": None}, "here", searched=("lr", "fallback_lr")).times(2).settings == {
@@ -167,9 +167,9 @@ def test_schedules():
     assert factor(Schedule(), 5, 10) == 1.0
 
 
-def test_rates_follow_the_examples_of_a_step():
+def test_rates_follow_the_batch_size():
     for workload, size, batch_size, name, lr, note in [
-        ("resnet32", "paper", None, "hylo", 1.8 / 32, ""),  # held for 32 ranks of 128 examples
+        ("resnet32", "paper", None, "hylo", 1.8 / 32, ""),  # published for 32 ranks of 128 examples
         ("vgg16", "paper", None, "kfac", 0.4 / 4, "published with dataset=cifar100, which is not applied here"),
         ("resnet50", "paper", 640, "hylo", 4.0 / 8, "label_smoothing=0.1, which is not applied here"),
         ("resnet32", "paper", None, "adamw", 3e-3, ""),
@@ -183,11 +183,11 @@ def test_rates_follow_the_examples_of_a_step():
         assert recipe.note.endswith(note)
         assert ("not applied" in recipe.note) == bool(note)
     setting = Setting("vgg16", "paper", Path("data"), workload_changes={"dataset": "cifar100"})
-    assert "not applied" not in recipe_of(Job("kfac", "final", 1.0, 0, 10), setting).note  # all of a comparison have it
+    assert "not applied" not in recipe_of(Job("kfac", "final", 1.0, 0, 10), setting).note  # applied to all runs
 
 
 def test_a_run_that_ends_above_twice_its_first_loss_diverged(data_dir):
-    assert not History("kfac", [1.0] + [3.0] * 8).risen  # too few to tell
+    assert not History("kfac", [1.0] + [3.0] * 8).risen  # too few steps
     assert not History("kfac", [1.0] + [2.0] * 20).risen
     assert History("kfac", [1.0] + [2.1] * 20).risen
     run = execute(Job("sgd", "final", 1e3, 0, 12), Setting("digits", "smoke", data_dir))
@@ -217,7 +217,7 @@ def test_results_of_another_comparison_are_refused(tmp_path):
         store.load(path, head)
 
 
-def test_whole_runs_of_a_rate_that_is_no_longer_the_best_do_not_count():
+def test_full_runs_at_a_rate_that_is_no_longer_the_best_do_not_count():
     runs = [_run("kfac", "sift", loss, f) for loss, f in zip((3.0, 1.0, 2.0), BUDGET.factors, strict=True)]
     runs += [_run("kfac", "final", 0.5, STEP), _run("kfac", "final", 0.4, 1.0), _run("sgd", "final", 0.3, STEP)]
     assert current(runs, ["kfac"], BUDGET) == [*runs[:3], runs[4], runs[5]]
@@ -227,19 +227,19 @@ def test_seconds_are_scaled_to_the_speed_at_the_start(data_dir):
     setting = Setting("digits", "smoke", data_dir, reference_seconds=1e6)
     run = execute(Job("kfac", "final", 1.0, 0, 11), setting)
     plain = execute(Job("kfac", "final", 1.0, 0, 11), replace(setting, reference_seconds=None))
-    assert [point[:2] for point in run["curve"]] == [point[:2] for point in plain["curve"]]  # SGD changes nothing else
+    assert [point[:2] for point in run["curve"]] == [point[:2] for point in plain["curve"]]  # losses do not change
     assert "reference_seconds" not in plain
-    assert 1e6 < run["curve"][-1][2] < 1e10  # in steps of SGD: some, at a million seconds each
+    assert 1e6 < run["curve"][-1][2] < 1e10  # some steps of SGD, at a million seconds each
     assert 0 < run["reference_seconds"] < 10
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 @pytest.fixture
 def killed_after(monkeypatch):
-    """Let the process end after so many steps of any run, with checkpoints of all of them; tells the steps taken."""
+    """Return a function that makes runs end after a number of steps, and returns a list of the steps taken."""
     monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
     step, taken = Trainer.step, []
 
@@ -258,8 +258,8 @@ def killed_after(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["kfac", "hylo", "sparse_mfac", "soap", "psgd_kron", "schedule_free"])
-def test_a_run_that_was_killed_goes_on_to_the_bit(name, data_dir, tmp_path, killed_after):
-    """Also with dropout, which draws from the generator of all."""
+def test_a_killed_run_continues_exactly(name, data_dir, tmp_path, killed_after):
+    """This includes dropout, which uses the global generator."""
     changes = {"dropout": 0.5}
     setting = Setting("chargpt", "smoke", data_dir, reference_seconds=1.0, workload_changes=changes, pauses=tmp_path)
     job = Job(name, "final", 1.0, 0, 8)
@@ -271,10 +271,10 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(name, data_dir, tmp_path, kill
         assert torch.load(path, weights_only=True)["trainer"]["drawn"] == steps
     taken = killed_after(None)
     again = execute(job, setting)
-    assert taken == list(range(8))  # none was taken twice
+    assert taken == list(range(8))  # no step was taken twice
     whole = execute(job, replace(setting, pauses=None))
     assert [point[:2] for point in again.pop("curve")] == [point[:2] for point in whole.pop("curve")]
-    assert again.pop("optimizer_bytes") == pytest.approx(whole.pop("optimizer_bytes"), rel=1e-3)  # but for counters
+    assert again.pop("optimizer_bytes") == pytest.approx(whole.pop("optimizer_bytes"), rel=1e-3)  # except for counters
     assert {**again, "reference_seconds": 0} == {**whole, "reference_seconds": 0}
 
 
@@ -290,8 +290,10 @@ def test_a_checkpoint_of_another_run_does_not_count(data_dir, tmp_path, killed_a
 
 
 @pytest.mark.parametrize("words", [["--threads", "1"], ["--threads", "1", "--minutes", "0.0001"]])
-def test_a_comparison_goes_on_in_the_middle_of_a_run(words, tmp_path, data_dir, killed_after, monkeypatch):
-    """A killed one, and one whose time was over, end with the runs of one that was not interrupted."""
+def test_an_interrupted_comparison_continues_in_the_middle_of_a_run(
+    words, tmp_path, data_dir, killed_after, monkeypatch
+):
+    """If it is killed or reaches its time limit, it ends with the same runs as an uninterrupted one."""
     monkeypatch.setattr(store, "limits", lambda threads: {})
     monkeypatch.setattr(compare, "write_report", lambda *_: None)
     monkeypatch.setattr(Compare, "_report", lambda *_: None)
@@ -307,7 +309,7 @@ def test_a_comparison_goes_on_in_the_middle_of_a_run(words, tmp_path, data_dir, 
             taken = killed_after(None)
             assert main([*command, *words[2:]]) == 0
             assert main(command) == 0
-            assert taken == [*range(12), *range(12)]  # of sgd, and of kfac
+            assert taken == [*range(12), *range(12)]  # those of sgd and of kfac
         assert main(command) == 0
         assert not (tmp_path / folder / "compare-digits-smoke.runs").exists()
         runs = json.loads((tmp_path / folder / "compare-digits-smoke.json").read_text())["runs"]
@@ -316,7 +318,7 @@ def test_a_comparison_goes_on_in_the_middle_of_a_run(words, tmp_path, data_dir, 
     assert found["part"] == found["whole"]
 
 
-def test_a_run_that_failed_is_tried_again(tmp_path, capsys):
+def test_a_failed_run_is_repeated(tmp_path, capsys):
     words = [*WORDS[:-3], "kfac_pytorch", "--out-dir", str(tmp_path)]
     assert main(words) == 2  # before anything runs
     assert "--peer-path kfac_pytorch=DIR" in capsys.readouterr().err
@@ -333,7 +335,7 @@ WORDS = ("compare", "--workload", "digits", "--size", "smoke", "--steps", "12", 
 
 
 @pytest.mark.usefixtures("known_machine")
-def test_a_comparison_goes_on_where_it_was(tmp_path, capsys):
+def test_a_continued_comparison_repeats_no_run(tmp_path, capsys):
     assert main([*WORDS, "--minutes", "0", "--out-dir", str(tmp_path)]) == 0
     path = tmp_path / "compare-digits-smoke.json"
     assert json.loads(path.read_text())["runs"] == []
@@ -341,17 +343,17 @@ def test_a_comparison_goes_on_where_it_was(tmp_path, capsys):
     first = json.loads(path.read_text())
     assert [(run["optimizer"], run["phase"]) for run in first["runs"]] == [
         (name, "final")
-        for name in ("sgd", "muon", "kfac")  # where there is one rate, nothing is sifted
+        for name in ("sgd", "muon", "kfac")  # a single rate needs no trial
     ]
     assert all(run["taken"] == run["steps"] and run["failed"] is None for run in first["runs"])
     assert (tmp_path / "report.md").read_text(encoding="utf-8").startswith("# digits (smoke)")
     assert main([*WORDS, "--out-dir", str(tmp_path)]) == 0
-    assert json.loads(path.read_text())["runs"] == first["runs"]  # nothing ran twice
+    assert json.loads(path.read_text())["runs"] == first["runs"]
     assert f"report: {tmp_path / 'report.md'}\n" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("known_machine")
-def test_a_run_of_a_changed_recipe_is_done_again(tmp_path):
+def test_a_run_of_a_changed_recipe_is_repeated(tmp_path):
     words = [*WORDS[:-3], "sgd", "muon", "--out-dir", str(tmp_path)]
     assert main(words) == 0
     path = tmp_path / "compare-digits-smoke.json"
@@ -360,13 +362,13 @@ def test_a_run_of_a_changed_recipe_is_done_again(tmp_path):
     path.write_text(json.dumps(results))
     assert main(words) == 0
     again = json.loads(path.read_text())["runs"]
-    assert [run["optimizer"] for run in again] == ["muon", "sgd"]  # what was dropped comes last
+    assert [run["optimizer"] for run in again] == ["muon", "sgd"]  # the repeated run comes last
     assert again[0] == results["runs"][1]
     assert again[1]["key"] != "that of another recipe"
 
 
 @pytest.mark.usefixtures("known_machine")
-def test_a_method_that_cannot_run_is_told_with_its_reason(tmp_path, monkeypatch):
+def test_a_method_that_cannot_run_is_reported_with_its_reason(tmp_path, monkeypatch):
     def refuse(model, **settings):
         raise RuntimeError("not on this <model>")
 
@@ -381,7 +383,7 @@ def test_a_method_that_cannot_run_is_told_with_its_reason(tmp_path, monkeypatch)
     assert r"RuntimeError: not on this \<model>" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
-def test_a_trial_that_failed_is_no_failure_where_others_went_well():
+def test_a_failed_trial_is_no_failure_if_other_trials_succeed():
     broken = {**_run("kfac", "sift", None), "failed": "RuntimeError: no"}
     whole = {**_run("kfac", "final", None), "failed": "RuntimeError: no"}
     fine = _run("kfac", "sift", 1.0)
@@ -391,7 +393,7 @@ def test_a_trial_that_failed_is_no_failure_where_others_went_well():
     assert _failed([fine, whole])
 
 
-def test_the_command_line_that_is_kept_names_no_folder():
+def test_the_saved_command_line_contains_no_folder():
     words = "compare --workload digits --data-dir /home/me --peer-path a=/x b=../y --factors 0.3 1 --out-dir there"
     assert command_line(words.split()) == (
         "python -m benchmarks compare --workload digits --data-dir … --peer-path a=… b=… --factors 0.3 1 --out-dir …"
@@ -403,9 +405,9 @@ def test_an_unknown_optimizer_is_named(tmp_path, capsys):
     assert "got 'kfca'" in capsys.readouterr().err
 
 
-def test_everyone_takes_part_who_needs_no_path():
+def test_all_optimizers_that_need_no_path_are_compared_by_default():
     names = Compare()._everyone()
     assert {"sgd", "adamw", "muon", "soap", "kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt"} <= set(names)
     assert "kfac_pytorch" not in names
-    assert "ekfac_natural" not in names  # which is the recipe of ekfac there
+    assert "ekfac_natural" not in names  # has the same recipe as ekfac there
     assert "ekfac_whiten" in names

@@ -1,4 +1,4 @@
-"""The report of a comparison: its numbers against ones worked out by hand, its page and its tables on made-up runs."""
+"""The report of a comparison: its numbers agree with results by hand; its page and tables are those of made-up runs."""
 
 import copy
 import io
@@ -41,7 +41,7 @@ HEAD = {
         }
     ],
 }
-# name: label, ours, order, floor of the loss, steps in which it falls, milliseconds of a step
+# name: label, ours, order, limit of the loss, steps in which it falls, milliseconds per step
 FIELD = {
     "sgd": ("SGD", False, "first", 0.30, 140, 10.0),
     "adamw": ("AdamW", False, "first", 0.26, 100, 11.0),
@@ -56,7 +56,7 @@ FIELD = {
 
 
 def make_run(optimizer="adamw", phase="final", seed=0, losses=(1.0, 0.5), **changes):
-    """A run with one point of the curve every ten steps, a hundredth of a second a step."""
+    """A run with a point of the curve every ten steps, and a hundredth of a second per step."""
     taken = 10 * len(losses)
     order = "first" if optimizer in {"adamw", "sgd", "muon"} else "second"
     return {
@@ -99,7 +99,7 @@ def field_run(name, phase, seed, steps, factor, rng):
 
 @pytest.fixture(scope="module")
 def field():
-    """Nine optimizers in every phase; one run diverges, one fails, one sift has lost its largest rate."""
+    """Nine optimizers in every phase; one run diverges, one fails, and one diverges at its largest rate."""
     rng = np.random.default_rng(0)
     runs = {}
     for name in FIELD:
@@ -121,7 +121,7 @@ REFERENCE = make_run("adamw", losses=(1.0,) * 9 + (0.5,))
 
 
 # ---------------------------------------------------------------------- numbers
-def test_the_best_factor_is_of_the_lowest_finite_loss_and_of_equals_the_smaller():
+def test_the_best_factor_has_the_lowest_finite_loss_and_is_the_smaller_of_equal_ones():
     trials = ((0.1, 0.9), (1.0, 0.4), (3.0, 0.4))
     runs = [make_run("kfac", "sift", factor=factor, losses=(1.0, loss)) for factor, loss in trials]
     runs.append(make_run("kfac", "sift", factor=10.0, losses=(1.0, 0.1), diverged=True))
@@ -133,11 +133,11 @@ def test_the_best_factor_is_of_the_lowest_finite_loss_and_of_equals_the_smaller(
     lost = make_results(make_run("kfac", "sift", diverged=True), make_run("kfac", "sift", losses=(1.0, None)))
     assert statistics.best_factor(lost, "kfac") is None
     same = [make_run("kfac", "sift", factor=factor) for factor in (1.0 / STEP / STEP, 0.1)]
-    assert list(statistics.sift_losses(make_results(*same), "kfac")) == [0.1]  # but for rounding
+    assert list(statistics.sift_losses(make_results(*same), "kfac")) == [0.1]  # equal up to rounding
 
 
 def test_a_summary_by_hand():
-    """Finals 0.2, 0.4, 0.6: mean 0.4, standard deviation of the sample 0.2. A step costs 10 ms, of SGD 5 ms."""
+    """The final losses have mean 0.4 and standard deviation 0.2. A step takes 10 ms, and one of SGD 5 ms."""
     finals = [make_run("kfac", seed=seed, losses=(1.0, loss)) for seed, loss in enumerate((0.2, 0.4, 0.6))]
     fast = make_run("sgd", curve=[[10, 1.0, 0.05, 0.2], [20, 0.8, 0.1, 0.4]])
     found = statistics.summarize(make_results(*finals, fast), "kfac")
@@ -148,7 +148,7 @@ def test_a_summary_by_hand():
     assert statistics.summarize(make_results(*finals), "kfac").step_cost is None  # without SGD
 
 
-def test_the_reference_is_the_lowest_mean_of_the_first_order_all_of_whose_seeds_finished():
+def test_the_reference_is_the_lowest_mean_among_first_order_optimizers_without_unfinished_seeds():
     runs = [make_run("adamw", losses=(1.0, 0.4)), make_run("muon", losses=(1.0, 0.3))]
     results = make_results(*runs, make_run("kfac", losses=(1.0, 0.1)))
     assert statistics.best_first(results) == "muon"
@@ -163,10 +163,10 @@ def test_the_reference_is_the_lowest_mean_of_the_first_order_all_of_whose_seeds_
 
 
 def test_reach_by_hand():
-    """The reference is at 0.5 after 40 steps and 0.4 s, seeds of ours after 20 and 30 steps, one never."""
+    """The reference reaches 0.5 after 40 steps and 0.4 s, and our seeds after 20 steps, after 30 steps and never."""
     reference = make_run("adamw", losses=(2.0, 1.0, 0.7, 0.5))
     ours = [(2.0, 0.5, 0.4, 0.3), (2.0, 1.0, 0.4, 0.5), (2.0, 1.0, 0.9, 0.8)]
-    # Short ones are judged by their end alone: the first dips below the target on its way, the second ends below.
+    # Only the final loss of short runs counts: the first is below the target before, and the second ends below it.
     short = [make_run("kfac", "short", seed, losses) for seed, losses in enumerate([(0.4, 0.4, 0.6), (0.9, 0.9, 0.5)])]
     finals = [make_run("kfac", seed=seed, losses=losses) for seed, losses in enumerate(ours)]
     results = make_results(reference, *finals, *short)
@@ -180,8 +180,8 @@ def test_reach_by_hand():
     assert (found.reached, found.seeds, found.steps, found.steps_share) == (1, 2, 30, 0.75)
 
 
-def test_seconds_are_those_to_the_same_loss():
-    """The seeds of the reference end at 0.5 and 0.7, and one of them passes their mean of 0.6 after 0.3 of 0.4 s."""
+def test_seconds_are_compared_at_the_same_loss():
+    """The seeds of the reference end at 0.5 and 0.7, and one of them reaches the mean of 0.6 after 0.3 of 0.4 s."""
     seeds = [
         make_run("adamw", seed=seed, losses=losses) for seed, losses in enumerate([(2, 1, 0.6, 0.5), (2, 1, 1, 0.7)])
     ]
@@ -192,16 +192,16 @@ def test_seconds_are_those_to_the_same_loss():
     assert statistics.reach(results, "kfac", target, "final").seconds_share == pytest.approx(0.2 / 0.3)
 
 
-def test_seconds_follow_the_clock_of_the_file():
+def test_seconds_are_those_of_the_clock_in_the_file():
     assert statistics.target_of(make_results(make_run(), clock="wall"), "adamw").seconds == pytest.approx(0.4)
     with pytest.raises(ValueError, match="'sundial'"):
         statistics.clock_column(make_results(clock="sundial"))
 
 
-def test_one_point_below_the_target_is_luck_unless_it_is_the_last():
+def test_one_point_below_the_target_only_counts_if_it_is_the_last():
     for losses, step in [
-        ((1.0, 0.4, 0.6, 0.5, 0.5), 40),  # the dip at 20 is of one point
-        ((1.0, 0.4, 0.6, 0.6, 0.5), 50),  # the end counts by itself
+        ((1.0, 0.4, 0.6, 0.5, 0.5), 40),  # a single point at 20 does not count
+        ((1.0, 0.4, 0.6, 0.6, 0.5), 50),  # the last point counts
         ((1.0, 0.4, 0.6, 0.5, 0.6), None),
         ((1.0, 0.4, None, 0.5, 0.6), None),
         ((0.5, 0.5), 10),
@@ -209,7 +209,7 @@ def test_one_point_below_the_target_is_luck_unless_it_is_the_last():
         found = statistics.first_reach(make_run(losses=losses), 0.5, 2)
         assert found == (None if step is None else (step, pytest.approx(step / 100)))
     assert statistics.first_reach(make_run(losses=(0.1, 0.1), diverged=True), 0.5, 2) is None
-    early = make_run(curve=[[5, 0.1, 0.05, 0.1], [20, 0.4, 0.2, 0.4]])  # 5 steps are no whole window
+    early = make_run(curve=[[5, 0.1, 0.05, 0.1], [20, 0.4, 0.2, 0.4]])  # 5 steps do not fill a window
     assert statistics.first_reach(early, 0.5, 2) == (20, 0.2)
 
 
@@ -221,7 +221,7 @@ def test_the_best_of_ours_has_more_seeds_then_fewer_steps():
     assert statistics.best_of_ours(make_results(REFERENCE, slow, quick, broken), target).optimizer == "hylo"
 
 
-def test_every_run_that_did_not_finish_is_told_with_its_reason(field):
+def test_every_run_that_did_not_finish_is_listed_with_its_reason(field):
     assert [(run["label"], run["phase"], why) for run, why in statistics.unfinished(field)] == [
         ("SGD", "sift", "diverged after 40 of 100 steps"),
         ("PSGD", "final", "failed: RuntimeError: <shape> & size"),
@@ -232,8 +232,8 @@ def test_every_run_that_did_not_finish_is_told_with_its_reason(field):
 
 # ---------------------------------------------------------------------- words
 def test_the_verdict():
-    for seeds, told in [
-        ([(0.6, 0.5)], "(1 of 1 seed). The target of 0.2 of the steps is met."),  # at its very share
+    for seeds, text in [
+        ([(0.6, 0.5)], "(1 of 1 seed). The target of 0.2 of the steps is met."),  # at exactly this share
         ([(0.7, 0.6, 0.5)], "The target of 0.2 of the steps is missed."),
         ([(0.7, 0.6)], "None of our methods reached that loss; the nearest, KFAC, ended at 0.6000. The target of 0.2"),
         ([(0.6, 0.5), (0.6, 0.6)], "(1 of 2 seeds). The target of 0.2 of the steps is missed, because every seed"),
@@ -243,7 +243,7 @@ def test_the_verdict():
         ),
     ]:
         runs = [make_run("kfac", "short", seed, losses) for seed, losses in enumerate(seeds)]
-        assert told in " ".join(wording.summary(make_results(REFERENCE, *runs)))
+        assert text in " ".join(wording.summary(make_results(REFERENCE, *runs)))
     both = make_results(REFERENCE, *(make_run(name, losses=(0.6, 0.5)) for name in ("kfac", "ggt")))
     assert any(
         sentence.startswith("Of our 2 methods, KFAC is the best: it reached") for sentence in wording.summary(both)
@@ -251,30 +251,30 @@ def test_the_verdict():
 
 
 def test_budgets_are_stated(field):
-    said = wording.fairness(field)
-    assert said[0].startswith("Every optimizer tried 3 learning rates, each for 100 steps. The best rate")
-    assert "No first-order optimizer had such runs." in said[1]
+    sentences = wording.fairness(field)
+    assert sentences[0].startswith("Every optimizer tried 3 learning rates, each for 100 steps. The best rate")
+    assert "No first-order optimizer had such runs." in sentences[1]
     fewer = make_results(make_run(), make_run(seed=1), make_run("kfac"), make_run("ggt", "sift", diverged=True))
     assert "These have fewer full runs than 2: KFAC 1, GGT 0." in wording.fairness(fewer)
 
 
-def test_second_rates_are_told():
+def test_second_rates_are_reported():
     trials = [make_run(name, "sift", factor=f) for name in ("kfac", "adamw") for f in (1.0, 3.0)]
     other = make_run("kfac", "long", factor=3.0, losses=(1.0, 0.7))
-    said = wording.fairness(make_results(*trials, make_run("kfac"), make_run("kfac", seed=1), other, make_run()))
-    assert said[0].endswith("The best rate then ran for all 600 steps with 1 seed.")
-    assert said[1] == (
+    sentences = wording.fairness(make_results(*trials, make_run("kfac"), make_run("kfac", seed=1), other, make_run()))
+    assert sentences[0].endswith("The best rate then ran for all 600 steps with 1 seed.")
+    assert sentences[1] == (
         "The leaders also completed a run at the next lower rate. The better rate then ran with 2 seeds. Losses of the "
         "first seed, by multiple of the recipe's rate: KFAC 0.5000 at × 1 and 0.7000 at × 3."
     )
-    assert not any("fewer" in text or "another rate" in text for text in said)
+    assert not any("fewer" in text or "another rate" in text for text in sentences)
     trials = [make_run("kfac", "sift", factor=f, losses=(1.0, loss)) for f, loss in ((1.0, 0.5), (3.0, 0.4))]
-    for factor, strayed in ((1.0, True), (3.0000001, False)):
-        said = wording.fairness(make_results(*trials, make_run("kfac", factor=factor)))
-        assert any("KFAC used another rate" in text for text in said) == strayed
+    for factor, differs in ((1.0, True), (3.0000001, False)):
+        sentences = wording.fairness(make_results(*trials, make_run("kfac", factor=factor)))
+        assert any("KFAC used another rate" in text for text in sentences) == differs
 
 
-def test_machines_that_differ_are_told():
+def test_different_machines_are_reported():
     other = {**HEAD["machines"][0], "gemm_gflops": {"median": 30.0, "best": 31.0}}
     results = make_results(make_run(), make_run(seed=1, machine=1), machines=[HEAD["machines"][0], other])
     assert any("30 to 60 GFLOP/s" in sentence for sentence in wording.fairness(results))
@@ -282,25 +282,25 @@ def test_machines_that_differ_are_told():
     assert any("different processors" in sentence for sentence in wording.fairness(results))
 
 
-def test_whose_keywords_were_tuned_is_told_by_the_sources():
+def test_the_sources_show_which_optimizers_were_tuned():
     runs = [make_run("kfac", source="tuned here"), make_run("adamw", source="tuned here")]
     assert wording.fairness(make_results(*runs, make_run("muon", source="its README")))[-2:] == [
         "Other settings than the rate were tuned here, for each workload, for KFAC; ADAMW.",
         "The others use the settings of their authors: MUON (its README).",
     ]
     older = make_results(make_run("kfac"), make_run("muon"), make_run("gone", label="GONE"))
-    tuned, others = wording.fairness(older)[-2:]  # runs without a source: that of their recipes
+    tuned, others = wording.fairness(older)[-2:]  # runs without a source have that of their recipes
     assert tuned.endswith("for KFAC; GONE.")
     assert re.match(r"The others use the settings of their authors: MUON \(.+\)\.$", others)
     noted = [make_run(name, seed=seed, note="as it is") for name in ("muon", "adamw") for seed in range(2)]
-    said = wording.fairness(make_results(*noted, make_run("sgd", note="other")))
-    assert said[-2:] == ["MUON and ADAMW: as it is.", "SGD: other."]
+    sentences = wording.fairness(make_results(*noted, make_run("sgd", note="other")))
+    assert sentences[-2:] == ["MUON and ADAMW: as it is.", "SGD: other."]
 
 
 # ---------------------------------------------------------------------- the page
-def test_the_page_says_what_was_run_and_where(field, tmp_path):
+def test_the_page_states_the_runs_and_the_machine(field, tmp_path):
     page = write_report(field, tmp_path / "new").read_text(encoding="utf-8")
-    for told in (
+    for text in (
         "autoencoder, size cpu: 60000 training examples",
         "600 steps of 100 examples",
         "mean of 10 training steps",
@@ -313,7 +313,7 @@ def test_the_page_says_what_was_run_and_where(field, tmp_path):
         r'| K-FAC | full runs | {"lr": 0.1} |',
         "**Reaching the final loss of Muon: ",
     ):
-        assert told in page
+        assert text in page
     shown = re.findall(r"!\[.+\]\((.+)\)", page)
     assert sorted(shown) == sorted(path.name for path in (tmp_path / "new").glob("*.svg"))
     assert len(shown) == 2
@@ -321,7 +321,7 @@ def test_the_page_says_what_was_run_and_where(field, tmp_path):
     assert "mean nothing" in report_page({**make_results(make_run(), make_run("kfac")), "made_up_data": True})
 
 
-def test_labels_of_any_letters_are_escaped_everywhere(field, tmp_path):
+def test_special_characters_of_labels_are_escaped_everywhere(field, tmp_path):
     odd = copy.deepcopy({**field, "runs": [run for run in field["runs"] if run["optimizer"] in {"kfac", "muon"}]})
     for run in odd["runs"]:
         run["label"] = f"{run['label']} <b> & $x$ | [red]_*"
@@ -357,7 +357,7 @@ def test_an_optimizer_has_the_same_color_in_every_picture(field, monkeypatch):
         assert drawn[name].axes[0].get_yscale() == "log"
 
 
-def test_long_labels_are_cut_and_dollars_are_no_mathematics():
+def test_long_labels_are_truncated_and_dollar_signs_are_escaped():
     assert figures.escaped("Muon (Newton-Schulz, float32 iteration)") == "Muon (Newton-Schulz, fl…"
     assert figures.escaped("a $b$") == r"a \$b\$"
 
@@ -371,13 +371,13 @@ def test_the_terminal_shows_every_optimizer_and_table(field):
         "did not finish",
         "Learning rates tried",
     )
-    assert all(told in out.getvalue() for told in (*titles, *(label for label, *_ in FIELD.values())))
+    assert all(text in out.getvalue() for text in (*titles, *(label for label, *_ in FIELD.values())))
     for block in map(tables.markdown_table, tables.all_rows(field)):
         rows = [line for line in block.splitlines() if line.startswith("|")]
         assert len({line.replace("\\|", "").count("|") for line in rows}) == 1
 
 
-def test_measures_of_quality_have_columns_and_ours_alone_are_judged(field):
+def test_measures_of_quality_have_columns_and_only_our_methods_have_verdicts(field):
     results = make_results(make_run(quality={"BLEU": 30.0}), make_run(seed=1, quality={"BLEU": 32.0}))
     table = tables.result_rows(results)
     assert table.rows[0][table.columns.index("BLEU")] == "31.00"
@@ -386,8 +386,8 @@ def test_measures_of_quality_have_columns_and_ours_alone_are_judged(field):
     assert (verdicts["K-FAC", "short"], verdicts["AdamW", "full"]) == ("met", "–")
 
 
-def test_the_overview_has_one_row_for_each_workload_and_judges_no_seconds(field):
-    """Ours crosses after a tenth of the reference's seconds, and takes as long as it for its whole run."""
+def test_the_overview_has_one_row_for_each_workload(field):
+    """Our method reaches the loss after a tenth of the reference's seconds, and its complete run takes as long."""
     text = overview([field, {**field, "workload": "digits", "share_target": 0.01}])
     rows = [line for line in text.splitlines() if line.startswith(("| autoencoder", "| digits"))]
     assert "| met |" in rows[0]

@@ -1,4 +1,4 @@
-"""The control of orthogonal EKFAC: the same steps as that method with an identity in place of its curvature."""
+"""The control of orthogonal EKFAC has the same steps as that method with an identity in place of the curvature."""
 
 import copy
 
@@ -13,7 +13,7 @@ from secondorder import EKFAC, FallbackOptions
 
 
 class Network(nn.Module):
-    """Every layer type that the control knows, and some that it leaves to AdamW."""
+    """Every layer type that the control supports, and some that it leaves to AdamW."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ LITTLE = {"power": 1e-13, "factor_update_steps": 1, "inv_update_steps": 1}
 
 
 @pytest.mark.parametrize("curvature", [OFF, LITTLE], ids=["off", "little"])
-def test_it_is_orthogonal_ekfac_without_curvature(curvature):
+def test_the_control_is_orthogonal_ekfac_without_curvature(curvature):
     torch.manual_seed(0)
     model = Network().double()
     twin = copy.deepcopy(model)
@@ -58,7 +58,7 @@ def test_it_is_orthogonal_ekfac_without_curvature(curvature):
 
 
 @pytest.mark.parametrize("workload", PEERS["orthogonal"].recipes)
-def test_its_recipe_is_that_of_the_method(workload):
+def test_the_recipe_of_the_control_is_that_of_the_method(workload):
     own, method = PEERS["orthogonal"].recipes[workload].settings, OURS["ekfac_orthogonal"].recipes[workload].settings
     assert {"lr", "plain_lr", "plain_layers"} <= own.keys()
     assert own.items() <= method.items()

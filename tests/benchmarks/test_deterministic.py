@@ -1,4 +1,4 @@
-"""L-BFGS and Gauss-Newton of the benchmarks, against torch's optimizer and explicit least-squares solutions."""
+"""L-BFGS and Gauss-Newton of the benchmarks agree with torch's optimizer and explicit least-squares solutions."""
 
 import copy
 from functools import partial
@@ -30,7 +30,7 @@ def problem(hidden=False):
     return model.double(), x, y
 
 
-def test_lbfgs_is_that_of_torch():
+def test_lbfgs_agrees_with_torch():
     model, x, y = problem(hidden=True)
     twin = copy.deepcopy(model)
     optimizer = PEERS["lbfgs"].build(model, "poisson", {"history_size": 7})
@@ -75,10 +75,10 @@ def test_gauss_newton_is_the_damped_normal_equation():
     torch.testing.assert_close(torch.cat([p.detach().flatten() for p in params]), expected, rtol=1e-9, atol=1e-11)
 
 
-def test_gauss_newton_takes_a_bad_step_back():
+def test_gauss_newton_undoes_a_bad_step():
     model, x, y = problem(hidden=True)
     with torch.no_grad():
-        model[0].weight.mul_(8)  # saturated units, of which the linear model knows nothing
+        model[0].weight.mul_(8)  # saturated units, for which the linear model is wrong
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = PEERS["gauss_newton"].build(model, "poisson", {"damping": 1e-14})
     optimizer.step(evaluation(optimizer, model, x, y))
@@ -98,13 +98,13 @@ def test_gauss_newton_survives_a_loss_that_is_not_finite():
 
     model, x = Logarithm(), torch.ones(4, 1, dtype=torch.float64)
     optimizer = PEERS["gauss_newton"].build(model, "poisson", {"damping": 1e-12})
-    optimizer.step(evaluation(optimizer, model, x, torch.full((4, 1), -5.0, dtype=torch.float64)))  # ends below zero
+    optimizer.step(evaluation(optimizer, model, x, torch.full((4, 1), -5.0, dtype=torch.float64)))  # weight below zero
     assert torch.equal(model.weight.detach(), torch.ones(1, 1, dtype=torch.float64))
     assert optimizer.param_groups[0]["damping"] == pytest.approx(3e-12)
 
 
 @pytest.mark.parametrize("name", ["lbfgs", "gauss_newton"])
-def test_they_train_on_the_workload_of_their_recipe(name):
+def test_training_on_the_workload_of_the_recipe(name):
     method = PEERS[name]
     make = partial(method.build, workload="poisson")
     trainer = Trainer(name, make_workload("poisson", None, "smoke"), make, 0, None, method.needs_closure("poisson"))

@@ -1,4 +1,4 @@
-"""The experiments of the evidence: cells that are kept, bytes held and planned, commands at tiny size."""
+"""Experiments of the evidence: saved cells, stored and planned bytes, and the commands at tiny size."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ HELD = ("kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt", "ekfac_natural")
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Paths of pictures that would be drawn, which takes longer than all else here."""
+    """Names of pictures, which are not drawn, because that takes longer than the rest of the tests."""
     paths = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **keywords: paths.append(path.name))
     return paths
@@ -57,7 +57,7 @@ def test_a_cell_runs_once(tmp_path):
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_no_cell_begins_when_the_time_is_over(tmp_path):
+def test_no_cell_starts_after_the_time_limit(tmp_path):
     cells = Cells(tmp_path / "cells.json", budget=-1.0)
     assert cells.run({"seed": 0}, lambda: {"loss": 1.0}) is None
     assert cells.left == 1
@@ -69,7 +69,7 @@ def test_no_cell_begins_when_the_time_is_over(tmp_path):
     assert (tmp_path / "other.json").read_text() == '{"version": 7}'
 
 
-def test_results_are_kept_apart_from_those_of_a_run(tmp_path, monkeypatch):
+def test_results_are_kept_in_a_separate_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "RESULTS", tmp_path / "results")
     words = {"workload": "digits", "size": "smoke", "optimizers": ("sgd",), "out_dir": tmp_path / "out"}
     assert Memory(keep=True, **words).run() == 0
@@ -82,7 +82,7 @@ def test_results_are_kept_apart_from_those_of_a_run(tmp_path, monkeypatch):
 
 
 class _Losses:
-    """A run whose losses are known."""
+    """A run with given losses."""
 
     def __init__(self, losses):
         self.losses = iter(losses)
@@ -94,7 +94,7 @@ class _Losses:
         self.trainer.history.processor_seconds.append(1.0)
 
 
-def test_what_ends_a_run():
+def test_targets_limits_and_divergence_end_a_run():
     for losses, keywords, end, taken in [
         ([5.0] * 10 + [1.0] * 20, {"target": 2.0}, "target", 18),
         ([5.0] * 30, {"target": 2.0}, "steps", 25),
@@ -107,8 +107,7 @@ def test_what_ends_a_run():
         assert len(run.history.losses) == taken
 
 
-def test_a_cell_that_was_killed_goes_on_in_its_middle(tmp_path, monkeypatch):
-    """To the bit, and no step is taken twice."""
+def test_an_interrupted_cell_continues_exactly_without_repeated_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
     step, taken, ends = Trainer.step, [], iter([5, None, None])
     words = {"workload": "digits", "size": "smoke", "optimizers": ("sgd",), "target": 0.0, "steps": 12}
@@ -135,7 +134,7 @@ def test_a_cell_that_was_killed_goes_on_in_its_middle(tmp_path, monkeypatch):
     assert again == losses("whole")
 
 
-def test_a_run_has_a_closure_where_its_method_needs_one():
+def test_a_run_has_a_closure_if_its_method_needs_one():
     settings = METHODS["kfac_adaptive"].settings("digits")
     assert evidence.run_of("kfac_adaptive", settings, make_workload("digits", None, "smoke"), 0, 2)["taken"] == 2
 
@@ -152,8 +151,8 @@ def test_failures_are_results_but_missing_data_is_not():
 
 # ---------------------------------------------------------------------- bytes
 @pytest.mark.parametrize("name", HELD)
-def test_what_is_held_is_what_is_planned(name, data_dir, tmp_path):
-    """On one process; the tests of the package compare plans with runs of several."""
+def test_stored_bytes_are_those_of_the_plan(name, data_dir, tmp_path):
+    """This covers one process; the tests of the package compare plans with runs on several."""
     words = {"data_dir": data_dir, "out_dir": tmp_path, "workload": "digits", "size": "smoke", "steps": 2}
     assert Memory(optimizers=(name,), **words).run() == 0
     (cell,) = saved(tmp_path / "memory-digits.json")["cells"]
@@ -197,7 +196,7 @@ def test_batch_size(data_dir, tmp_path, capsys):
     assert "128" in capsys.readouterr().out
 
 
-def test_seeds_that_did_not_get_there_are_infinite():
+def test_seeds_that_did_not_reach_the_target_count_as_infinite():
     ends = iter([("target", 20), ("target", 30), ("steps", 40), ("steps", 40)])
 
     def trial(factor, seed, limit):
@@ -214,7 +213,7 @@ def test_seeds_that_did_not_get_there_are_infinite():
     assert shown[4:9] == ["> 20", "-", "-", "-", "1 of 3"]
 
 
-def test_what_lost_against_a_lower_limit_runs_again(tmp_path, data_dir):
+def test_a_trial_that_was_stopped_early_continues_with_a_higher_limit(tmp_path, data_dir):
     words = {"workload": "digits", "size": "smoke", "target": 0.0, "steps": 30, "data_dir": data_dir}
     command, cells = BatchSize(**words), Cells(tmp_path / "cells.json")
     workload = make_workload("digits", data_dir, "smoke")
@@ -224,7 +223,7 @@ def test_what_lost_against_a_lower_limit_runs_again(tmp_path, data_dir):
         return found["end"], found["taken"], found["limit"]
 
     assert trial(12) == ("slower", 12, 12)
-    assert trial(11) == ("slower", 12, 12)  # lost already
+    assert trial(11) == ("slower", 12, 12)  # already slower
     assert trial(20) == ("slower", 20, 20)
     assert trial(30) == ("steps", 30, 30)
     assert trial(12) == ("steps", 30, 30)
@@ -266,7 +265,7 @@ def test_density(data_dir, tmp_path, capsys, drawn):
     assert "README and scripts of" in capsys.readouterr().out
 
 
-def test_a_window_that_lost_a_run_has_bytes_and_no_loss(monkeypatch):
+def test_a_window_with_a_failed_run_has_bytes_but_no_loss(monkeypatch):
     run = {"failed": None, "diverged": False, "loss": 1.0, "metric": 0.5, "processor_seconds": 2.0}
     run["memory"] = {"window": 3_000_000, "total": 4_000_000}
     entry = density._Entry("1 %", "sparse_mfac", {}, 0.01)
@@ -322,7 +321,7 @@ def test_estimates_that_are_far_off_are_marked():
     assert "1 of 2" in table.caption
 
 
-def test_a_default_that_changes_is_run_anew(monkeypatch):
+def test_a_default_that_changes_is_run_again(monkeypatch):
     before = {name: _defaults(name, {}) for name in ("adamw", "kfac", "sparse_mfac")}
     assert len(set(before.values())) == 3
     assert before == {name: _defaults(name, {}) for name in before}

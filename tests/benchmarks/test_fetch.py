@@ -1,4 +1,4 @@
-"""The command ``fetch``, with a stand-in for the package that brings files: nothing leaves this machine."""
+"""The command ``fetch``, with a stand-in for the package that downloads files, so that no test uses the network."""
 
 import gzip
 import sys
@@ -14,7 +14,7 @@ from benchmarks.workloads import WORKLOADS
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the package was asked for; it writes the address into the file."""
+    """Recorded downloads; the stand-in writes the address into the file."""
     calls = []
 
     def retrieve(url, known_hash, fname, path, processor):
@@ -30,7 +30,7 @@ def asked(monkeypatch):
     return calls
 
 
-def test_files_come_with_their_checksums_and_are_unpacked_where_they_are(tmp_path, asked, capsys):
+def test_files_have_checksums_and_are_unpacked_in_their_folder(tmp_path, asked, capsys):
     assert Fetch("autoencoder", tmp_path).run() == 0
     assert (tmp_path / "mnist" / "train-images-idx3-ubyte.gz").is_file()
     assert len(asked) == 4
@@ -44,7 +44,7 @@ def test_files_come_with_their_checksums_and_are_unpacked_where_they_are(tmp_pat
     assert asked[6:] == [(url, "md5:9f81648d4199384278b86e315dac217c", ("zip", "."))]
 
 
-def test_text_that_a_workload_wants_compressed_is(tmp_path, asked):
+def test_text_is_compressed_if_the_workload_expects_it(tmp_path, asked):
     Fetch("multi30k", tmp_path).run()
     folder = tmp_path / "multi30k"
     assert gzip.decompress((folder / "train.de.gz").read_bytes()).endswith(b"train.lc.norm.tok.de")
@@ -54,10 +54,10 @@ def test_text_that_a_workload_wants_compressed_is(tmp_path, asked):
         "train.en.gz",
     }
     Fetch("multi30k", tmp_path).run()
-    assert len(asked) == 6 + 4  # what is compressed is here
+    assert len(asked) == 6 + 4  # the compressed files are not downloaded again
 
 
-def test_what_cannot_be_fetched_is_told(tmp_path, capsys, asked, monkeypatch):
+def test_a_workload_that_cannot_be_fetched_is_an_error(tmp_path, capsys, asked, monkeypatch):
     assert Fetch("digits", tmp_path).run() == 0
     assert capsys.readouterr().out == "digits needs no files\n"
     monkeypatch.setitem(sys.modules, "pooch", None)
@@ -72,7 +72,7 @@ def test_what_cannot_be_fetched_is_told(tmp_path, capsys, asked, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_every_workload_is_known():
+def test_every_workload_has_an_entry():
     without_files = {"digits", "logistic", "poisson"}
     assert set(WORKLOADS) <= set(DATA_SETS) | set(BY_HAND) | without_files
     assert len({file.name for file in SQUAD.files}) == 4

@@ -1,4 +1,4 @@
-"""FLOPs of factors against torch's counter and by hand, and those of plans against published figures."""
+"""FLOPs of factors agree with torch's counter and results by hand, and those of plans with published figures."""
 
 import pytest
 import torch
@@ -16,14 +16,14 @@ def _of_linear(rows, n_a, n_g):
     return counted_flops(lambda: (x.T @ x, g.T @ g))
 
 
-def test_products_of_rows_equal_torchs_counter_and_lags_are_fewer():
+def test_products_of_rows_agree_with_torchs_counter_and_lags_need_fewer():
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 6 * 6, 5, bias=False))
-    by_lags = 13 * 4 * 36 * 3**2  # of 25 lags those that are not another one's negative
+    by_lags = 13 * 4 * 36 * 3**2  # 13 of 25 lags are not the negative of another one
     rest = counted_flops(lambda: torch.randn(8, 4 * 36) @ torch.randn(4 * 36, 8)) + _of_linear(4, 288, 5)
     assert factor_flops(model, lambda: model(torch.randn(4, 3, 6, 6))) == 2 * by_lags + rest
     rows = 4 * 36 * 8 * 9 // 2 + 4 * (288 * 289 + 5 * 6) // 2
     half = factor_flops(model, lambda: model(torch.randn(4, 3, 6, 6)), triangle=True)
-    assert half == 2 * (by_lags + rows)  # lags are of one triangle already
+    assert half == 2 * (by_lags + rows)  # lags only cover one triangle in any case
 
 
 @pytest.mark.parametrize(
@@ -51,19 +51,19 @@ def test_the_input_side_of_a_lookup_has_no_products():
     assert factor_flops(layer, lambda: layer(torch.zeros(3, 5, dtype=torch.long))) == 2 * 15 * 64
 
 
-# GFLOP: training step, factors, preconditioning by inverses, sum of n³; MB of all factors
+# GFLOP of a training step, factors, preconditioning by inverses and the sum of n³; MB of all factors
 @pytest.mark.parametrize(
     ("name", "training", "factors", "precondition", "cubes", "megabytes"),
     [("autoencoder", 8.7, 6.6, 9.0, 5.5, 26.0), ("resnet20", 31.1, 91.2, 0.3, 1.1, 9.4)],
 )
 def test_a_plan_counts_the_published_work(name, training, factors, precondition, cubes, megabytes, data_dir):
-    """Convolutions and linear layers, as was published; factors of convolutions from patches."""
+    """The published figures cover convolutions, with factors from patches, and linear layers."""
     workload, scale = make_workload(name, data_dir, batch_size=1), make_workload(name, data_dir).batch_size
     model, batch = workload.build_model(0), next(workload.batches(0))
     counted = scale * counted_flops(lambda: workload.loss(model, batch).backward())
     first = next(module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear))
     rows = 32 * 32 if name == "resnet20" else 1
-    to_the_data = 2 * scale * rows * first.weight.numel()  # was counted, though no training step computes it
+    to_the_data = 2 * scale * rows * first.weight.numel()  # is in the published figure, but not computed in training
     assert (counted + to_the_data) / 1e9 == pytest.approx(training, rel=0.01)
     plans, norms = {}, [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     for method in ("cholesky", "eigen"):
@@ -105,7 +105,7 @@ def test_a_plan_counts_ekfac_and_hylo_by_hand():
 
 
 def test_the_floor_of_the_autoencoder():
-    """About 2.0 with inverses, 3.07 with eigenbases, from the published GFLOPs at intervals 10/100."""
+    """The published GFLOPs at intervals 10/100 give about 2.0 with inverses, and 3.07 with eigenbases."""
     for work, floor in [
         (Work(8_700, 9_000), 2.03),
         (Work(8_700, 18_000), 3.07),

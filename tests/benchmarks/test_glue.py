@@ -1,4 +1,4 @@
-"""GLUE: every task's files are read by the heads of their columns, damaged ones refused by name, marks by hand."""
+"""GLUE: files are read by the names of their columns, damaged files are refused by name, and marks are correct."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from benchmarks.workloads.glue import (
 from benchmarks.workloads.tiny import write_glue
 from secondorder.capture.fisher.likelihood import resolve
 
-# As the published files begin; columns between those that count are shortened.
+# First lines of the published files, with shorter values in columns that are not used.
 FILES = {
     "mnli": ("index\tgenre\tsentence1\tsentence2\tlabel1\tgold_label", "0\tfiction\tA b.\tC d\tneutral\tneutral", 1),
     "qqp": ("id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "0\t1\t2\tA b.\tC d\t1", 1),
@@ -37,7 +37,7 @@ FILES = {
 }
 
 
-def test_columns_are_found_by_their_heads(tmp_path):
+def test_columns_are_found_by_their_names(tmp_path):
     for name in TASKS:
         head, line, label = FILES[name]
         path = tmp_path / "train.tsv"
@@ -65,7 +65,7 @@ def test_damaged_files_are_refused(tmp_path):
 
 
 def test_quotation_marks_and_gaps_of_published_files(tmp_path):
-    """A quotation mark is a letter like any other; lines of QQP that break off are left out."""
+    """A quotation mark is an ordinary character, and truncated lines of QQP are left out."""
     path = tmp_path / "train.tsv"
     path.write_text('id\tquestion1\tquestion2\tis_duplicate\n0\t"a\tb\t0\n1\tbroken\n2\tc\td"\t1\n')
     assert read_glue(path, TASKS["qqp"]).texts == [('"a', "b"), ("c", 'd"')]
@@ -87,7 +87,7 @@ def test_sentences_become_rows():
     assert encode_sentences([("a a a a", "b c")], pieces, 7).tolist() == [[2, 5, 5, 3, 6, 7, 3]]
 
 
-def test_marks_are_those_of_others():
+def test_marks_agree_with_scikit_learn_and_scipy():
     generator = torch.Generator().manual_seed(0)
     found, right = (torch.randint(0, 2, (50,), generator=generator) for _ in range(2))
     assert mark("qqp", TASKS["qqp"])(found, right)["F1"] == pytest.approx(f1_score(right, found))
@@ -109,13 +109,13 @@ def test_marks_are_those_of_others():
 
 @pytest.mark.parametrize("name", ["stsb", "cola", "sst2"])
 def test_a_model_learns_a_task(name, tmp_path):
-    """In the made-up sentences one word says the class."""
+    """In the made-up sentences, one word determines the class."""
     write_glue(tmp_path / "glue", TASKS[name], np.random.default_rng(0), 64)
     workload = make_workload("glue", tmp_path, "smoke", changes={"task": name})
     model = workload.build_model(0)
     assert model.head.out_features == (1 if name == "stsb" else 2)
     if name == "stsb":
-        torch.nn.init.constant_(model.head.bias, 2.5)  # the mean, which would take most of the steps
+        torch.nn.init.constant_(model.head.bias, 2.5)  # the mean, which takes most of the steps to learn
     optimizer, batches = torch.optim.AdamW(model.parameters(), lr=5e-3), workload.batches(0)
     for _ in range(45):
         optimizer.zero_grad()

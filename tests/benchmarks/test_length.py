@@ -1,4 +1,4 @@
-"""Long runs: evaluations along the way, seconds to a target, interruptions, and which of several rates is shown."""
+"""Long runs: evaluations during training, seconds to a target, interruptions, and the choice of the best rate."""
 
 import json
 
@@ -56,7 +56,7 @@ def test_an_interrupted_run_keeps_its_evaluations(data_dir, tmp_path, monkeypatc
     step = runs.Trainer.step
     monkeypatch.setattr(runs.Trainer, "step", lambda trainer: (steps.append(trainer.history.label), step(trainer))[1])
     study(data_dir, tmp_path).run()
-    assert steps.count("SGD") == 4  # steps 6 to 9: the checkpoint is that of step 5
+    assert steps.count("SGD") == 4  # steps 6 to 9, because the checkpoint is that of step 5
     expected, found = (saved(folder)["rows"][0]["evaluations"] for folder in (tmp_path / "whole", tmp_path))
     assert [(s, metric) for s, _, metric in found] == [(s, metric) for s, _, metric in expected]
 

@@ -1,4 +1,4 @@
-"""``linalg``: figures against matrices whose eigenvectors and inverses are known, and the command at tiny size."""
+"""The command ``linalg``: errors for matrices with known eigenvectors and inverses, and a run at tiny size."""
 
 import json
 import math
@@ -10,15 +10,15 @@ from benchmarks.cli import main
 from benchmarks.commands.linalg import drifted, inversions, judge, judge_inverse, newton_schulz, updates
 
 
-def test_a_turned_basis_by_hand():
-    """Eigenvalues 1 and 3, seen from a basis turned by an angle t: 2 ± cos 2t, and sin 2t beside the diagonal."""
+def test_a_rotated_basis_by_hand():
+    """In a basis that is rotated by t, eigenvalues 1 and 3 become 2 ± cos 2t, with sin 2t off the diagonal."""
     t = 0.3
     basis = torch.tensor([[math.cos(t), -math.sin(t)], [math.sin(t), math.cos(t)]], dtype=torch.float64)
     found = judge(torch.tensor([1.0, 3.0], dtype=torch.float64).diag(), basis)
     error = 1 - math.cos(2 * t)
     assert found["off_diagonal"] == pytest.approx(math.sin(2 * t) * math.sqrt(2) / math.sqrt(10))
     assert found["scale_error"] == pytest.approx(error * math.sqrt(2) / math.sqrt(10))
-    assert found["median_error"] == pytest.approx(error / 3)  # torch's median is the lower of two
+    assert found["median_error"] == pytest.approx(error / 3)  # torch's median of two numbers is the lower one
 
 
 def test_the_order_of_eigenvectors_does_not_matter():
@@ -48,7 +48,7 @@ def test_every_update_is_better_than_none():
 
 
 def test_a_wrong_inverse_by_hand():
-    """1.1 / x for x of 1 and 4 leaves 1 − 1.1 of the identity, and takes every direction a tenth too far."""
+    """With 1.1 x⁻¹, the residual is 0.1 of the identity, and every direction is 10 % too long."""
     x = torch.tensor([1.0, 4.0], dtype=torch.float64).diag()
     found = judge_inverse(x, 1.1 * torch.linalg.inv(x))
     assert (found["residual"], found["norm"], found["direction_error"]) == pytest.approx((0.1, 0.1, 0.1))
@@ -90,7 +90,7 @@ def test_linalg_command(tmp_path, capsys):
     assert [(r["n"], r["update"]) for r in found["polars"]] == [
         (n, p) for n in (8, 24) for p in ("float32", "bfloat16")
     ]
-    assert all(r["full"] < 1e-3 and r["low"] < 1e-3 for r in found["polars"])  # so small that both are float32
+    assert all(r["full"] < 1e-3 and r["low"] < 1e-3 for r in found["polars"])  # both are float32 at these sizes
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,6 @@ def test_linalg_command(tmp_path, capsys):
         (("--damping", "0"), "damping must be positive, got 0.0"),
     ],
 )
-def test_linalg_refuses(words, text, capsys):
+def test_linalg_refuses_invalid_options(words, text, capsys):
     assert main(["measure", "linalg", *words]) == 2
     assert text in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: its figures on a terminal, plain lines anywhere else."""
+"""Output during a run: a live display on a terminal, and plain lines otherwise."""
 
 import io
 from functools import partial
@@ -26,7 +26,7 @@ def show(runs, steps, console, now):
         race(runs, steps, board.update)
 
 
-def test_a_terminal_gets_every_figure():
+def test_a_terminal_shows_every_figure():
     clock = iter(range(1000))
     runs = [trainer("kfac", {"graft": None, "kl_clip": 1e-4}), trainer("mfac"), trainer("sgd")]
     console = terminal()
@@ -49,11 +49,11 @@ def test_a_terminal_gets_every_figure():
     assert runs[0].optimizer.stage_clock is None
 
 
-def test_looks_are_rare_and_the_last_step_is_always_shown():
+def test_updates_are_rare_and_the_last_step_is_always_shown():
     console, run = terminal(), trainer("sgd")
     show([run], 40, console, lambda: 0.0)  # no time passes
     shown = console.export_text()
-    assert shown.count("loss ") <= 4  # the first, the last, and what ends the display
+    assert shown.count("loss ") <= 4  # the first and the last step, and the end of the display
     assert "40/40" in shown
 
 
@@ -70,7 +70,7 @@ def test_a_pipe_gets_a_few_plain_lines():
     assert run.optimizer.diagnostics()["stage_ms"] == {}
 
 
-def test_a_run_that_diverged_says_nothing_more():
+def test_a_run_that_diverged_prints_nothing_more():
     out, run = io.StringIO(), trainer("sgd", {"lr": 1e30})
     show([run], 40, Console(file=out, width=120), lambda: 0.0)
     assert len(run.history.losses) < 40

@@ -1,4 +1,4 @@
-"""Optimizers by the names of other programs."""
+"""Names of optimizers in other programs."""
 
 import json
 from typing import get_args
@@ -11,19 +11,19 @@ from secondorder import LocalFactors
 from secondorder.methods.names import ALIASES
 
 
-def test_the_command_line_knows_every_name():
+def test_the_command_line_accepts_every_alias():
     assert set(get_args(AliasName)) == set(ALIASES)
     assert not set(ALIASES) & set(METHODS)
 
 
-def test_an_alias_replaces_what_the_recipe_says_about_it():
+def test_an_alias_replaces_settings_of_the_recipe():
     assert METHODS["kfac"].settings("digits")["inverse_method"] == "cholesky"
     assert "inverse_method" not in find_method("eigen").settings("digits")
     rest = {key: value for key, value in METHODS["kfac"].settings("digits").items() if key != "inverse_method"}
     assert find_method("eigen").settings("digits") == rest
 
 
-def test_train_takes_the_names_of_other_programs_and_a_strategy(tmp_path):
+def test_train_accepts_aliases_and_a_strategy(tmp_path):
     words = ["train", "--workload", "digits", "--size", "smoke", "--steps", "3", "--threads", "1"]
     for name, more in [
         ("kis", ["--set", "update_steps=2"]),

@@ -1,4 +1,4 @@
-"""Tables of the documentation are those of the results that are kept."""
+"""Tables of the documentation agree with the saved results."""
 
 import json
 from pathlib import Path
@@ -21,12 +21,12 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_shows_the_results_that_are_kept(page):
+def test_a_page_shows_the_saved_results(page):
     text = page.read_text(encoding="utf-8")
     assert renewed(text, load(RESULTS)) == text, f"python -m benchmarks study overview --page {page} renews it"
 
 
-def test_every_comparison_that_is_kept_is_shown():
+def test_every_saved_comparison_is_shown():
     page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
     for name, results in load(RESULTS).items():
         if "runs" in results:
@@ -45,11 +45,11 @@ def test_a_short_table_has_presets_the_best_adamw_and_kfac_pytorch():
     assert labels["chargpt"] == [
         "EKFAC, orthogonal", "Muon, momentum 0.85", "K-FAC (kfac-pytorch)", "EKFAC", "SOAP", "AdamW"
     ]  # fmt: skip
-    assert "Muon, momentum 0.85" in labels["multi30k"]  # the better of two settings, and not both
+    assert "Muon, momentum 0.85" in labels["multi30k"]  # only the better one of two settings
     assert "Muon" not in labels["multi30k"]
     assert labels["poisson"][:2] == [r"HyLo (physics\_informed)", r"EKFAC, quadratic model (least\_squares)"]
     assert shown["chargpt"][0][1:] == ["1.701 ± 0.027", "1.842", "85.1", "1.54", "32.8"]
-    assert shown["chargpt"][4][1] == "2.185"  # one seed has no deviation
+    assert shown["chargpt"][4][1] == "2.185"  # a single seed has no deviation
 
 
 def test_a_short_table_of_few_optimizers_has_all_of_them():
@@ -113,7 +113,7 @@ def test_tables_of_any_command_are_shown(tmp_path):
     assert "Table 1" in renewed(text.replace(" 2", ""), load(tmp_path))
 
 
-def test_a_block_is_renewed_and_nothing_else(tmp_path):
+def test_only_the_blocks_of_a_page_are_renewed(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- results: all -->\nold\n<!-- end of results -->\nafter\n")
     words = ["study", "overview", "--results", str(ROOT / "benchmarks" / "results"), "--page", str(page)]
@@ -126,7 +126,7 @@ def test_a_block_is_renewed_and_nothing_else(tmp_path):
     assert page.read_text() == text
 
 
-def test_what_is_not_there_is_named(tmp_path, capsys):
+def test_missing_results_are_named(tmp_path, capsys):
     assert main(["study", "overview", "--results", str(tmp_path)]) == 2
     assert "contains no results of compare" in capsys.readouterr().err
     with pytest.raises(ValueError, match="asks for results of 'nothing'"):

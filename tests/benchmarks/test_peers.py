@@ -1,4 +1,4 @@
-"""Optimizers of other projects: each trains, is driven by a schedule, is counted, and says what it lacks."""
+"""Third-party optimizers: each trains, follows a schedule, counts its bytes, and reports missing packages."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ def _trainer(name, workload, data_dir, **changes):
 
 
 def _regression(seed=0):
-    """Inputs, a linear map to find, and a model of two layers that starts elsewhere."""
+    """Inputs, targets of a linear map, and a model of two layers."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(64, 6, generator=generator)
     y = x @ torch.randn(6, 4, generator=generator)
@@ -57,7 +57,7 @@ def test_a_peer_takes_steps(name, workload, data_dir):
         trainer.step()
     assert not trainer.diverged
     moved = [not torch.equal(old, new) for old, new in zip(known, trainer.model.parameters(), strict=True)]
-    assert sum(moved) >= len(moved) - 1  # attention does not feel the bias of its keys
+    assert sum(moved) >= len(moved) - 1  # the bias of the keys of attention has no gradient
 
 
 @pytest.mark.parametrize("name", PACKAGED)
@@ -68,7 +68,7 @@ def test_a_peer_lowers_a_quadratic(name):
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_every_workload_that_adamw_knows_has_a_recipe():
+def test_every_workload_of_adamw_has_a_recipe():
     for name in PACKAGED:
         assert set(PEERS[name].recipes) == set(OURS["adamw"].recipes)
         for recipe in PEERS[name].recipes.values():
@@ -76,7 +76,7 @@ def test_every_workload_that_adamw_knows_has_a_recipe():
             assert recipe.times(2).settings["lr"] == pytest.approx(2 * recipe.settings["lr"])
 
 
-def test_a_schedule_drives_all_groups():
+def test_a_schedule_applies_to_all_groups():
     x, y, model = _regression()
     for name in PACKAGED:
         optimizer = PEERS[name].build(model, "digits")
@@ -89,7 +89,7 @@ def test_a_schedule_drives_all_groups():
         assert [group["lr"] for part in optimizer.parts for group in part.param_groups] == [0.0] * len(rates)
         known = [parameter.clone() for parameter in model.parameters()]
         optimizer.step()
-        averaged = name == "schedule_free"  # goes on to average at rate zero
+        averaged = name == "schedule_free"  # continues to average at rate zero
         assert averaged or all(map(torch.equal, known, model.parameters()))
 
 
@@ -106,13 +106,13 @@ def test_bytes_are_counted():
     parameters = weights + biases
     factors = d_in**2 + 2 * d_mid**2 + d_out**2
     with_bias = (d_in + 1) ** 2 + d_mid**2 + (d_mid + 1) ** 2 + d_out**2
-    # Muon: momentum of the first matrix; AdamW: two vectors and a number of steps per tensor of the rest.
+    # Muon has momentum of the first matrix, and AdamW two vectors and a number of steps per other tensor.
     assert sizes["muon"] == d_in * d_mid + 2 * (parameters - d_in * d_mid) + 3
     assert sizes["soap"] == 2 * parameters + 2 * factors
     assert sizes["shampoo"] >= 3 * parameters
     assert sizes["psgd_kron"] == parameters + factors + biases
     assert sizes["schedule_free"] == 2 * parameters
-    # Factors and their momenta; the gradient scale is kept as a number.
+    # Factors and their momenta; the gradient scale is a Python number.
     assert sizes["singd"] == parameters + 2 * with_bias
 
 
@@ -122,7 +122,7 @@ def test_shared_memory_and_the_model_do_not_count():
     assert held_bytes([base], leave_out=[base[3:]]) == 0
 
 
-def test_state_goes_through_a_state_dict():
+def test_a_state_dict_restores_the_state():
     for name in PACKAGED:
         x, y, model = _regression()
         optimizer = PEERS[name].build(model, "digits")
@@ -137,7 +137,7 @@ def test_state_goes_through_a_state_dict():
         assert twin.param_groups[0] is twin.parts[0].param_groups[0]
 
 
-def test_psgd_draws_from_generators_of_its_own():
+def test_psgd_does_not_use_the_global_generator():
     x, y, _ = _regression()
     found = []
     for noise in (1, 2):
@@ -164,7 +164,7 @@ def _polynomial(values, steps=5):
     return values
 
 
-def test_the_iteration_acts_on_singular_values_alone():
+def test_the_iteration_only_changes_singular_values():
     for shape in [(12, 12), (6, 20), (20, 6)]:
         matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
@@ -177,7 +177,7 @@ def test_the_iteration_acts_on_singular_values_alone():
 
 @pytest.mark.parametrize("rule", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_float32_takes_the_step_of_torch(rule, nesterov):
+def test_muon_in_float32_agrees_with_torch(rule, nesterov):
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("torch before 2.9")
     generator = torch.Generator().manual_seed(2)
@@ -196,7 +196,7 @@ def test_float32_takes_the_step_of_torch(rule, nesterov):
     assert not torch.equal(*found)
 
 
-def test_precisions():
+def test_precision_selects_the_implementation_of_muon():
     for precision in ("float32", "bfloat16") if hasattr(torch.optim, "Muon") else ("float32",):
         optimizer = PEERS["muon"].build(_regression()[2], "digits", {"precision": precision})
         assert isinstance(optimizer.parts[0].muon, Float32Muon) == (precision == "float32")
@@ -215,7 +215,7 @@ def test_convolutions_are_flattened_and_attention_is_split():
     assert list(heard_layers(attention)) == ["head"]
 
 
-def test_embeddings_and_tied_heads_are_no_hidden_matrices():
+def test_embeddings_and_tied_heads_do_not_count_as_hidden_matrices():
     model = nn.ModuleDict({"words": nn.Embedding(5, 4), "body": nn.Linear(4, 4), "out": nn.Linear(4, 5)})
     model["out"].weight = model["words"].weight
     assert [matrix.parameter for matrix in hidden_matrices(model)] == [model["body"].weight]
@@ -227,7 +227,7 @@ def test_embeddings_and_tied_heads_are_no_hidden_matrices():
 # Schedule-free
 
 
-def test_averaged_weights_are_there_for_the_evaluation_only(data_dir, monkeypatch):
+def test_averaged_weights_are_only_used_during_evaluation(data_dir, monkeypatch):
     monkeypatch.setattr("benchmarks.peers.libraries.SETTLING", 3)
     trainer = _trainer("schedule_free", "resnet20", data_dir)
     for _ in range(3):
@@ -244,7 +244,7 @@ def test_averaged_weights_are_there_for_the_evaluation_only(data_dir, monkeypatc
     trainer.step()
 
 
-# What is lacking
+# Missing packages
 
 
 def test_a_missing_package_is_named(monkeypatch):
@@ -257,7 +257,7 @@ def test_a_missing_package_is_named(monkeypatch):
         assert name not in available()
 
 
-def test_what_is_missing_or_wrong_is_named(tmp_path, monkeypatch):
+def test_missing_checkouts_and_invalid_options_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(PATHS, "folders", {})
     model = nn.Linear(2, 2)
     for name in CHECKOUTS:
@@ -283,7 +283,7 @@ def test_what_is_missing_or_wrong_is_named(tmp_path, monkeypatch):
             call()
 
 
-# Checkouts: with code of the same interface in their place
+# Checkouts, which are replaced by code with the same interface
 
 _KFAC = """
 import importlib.metadata
@@ -324,7 +324,7 @@ class MFAC(torch.optim.SGD):
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """Write code in place of a checkout, and make its folder known."""
+    """Return a function that writes code in place of a checkout, and registers its folder."""
 
     def make(name, *files):
         for file, text in files:
@@ -342,7 +342,7 @@ def checkout(tmp_path, monkeypatch):
             del sys.modules[module]
 
 
-def test_kfac_pytorch_goes_before_sgd_at_its_rate(checkout):
+def test_kfac_pytorch_preconditions_for_sgd_with_the_same_rate(checkout):
     files = ("kfac/__init__.py", ""), ("kfac/preconditioner.py", _KFAC), ("pyproject.toml", 'version = "1.2"\n')
     checkout("kfac_pytorch", *files)
     x, y, model = _regression()
@@ -358,7 +358,7 @@ def test_kfac_pytorch_goes_before_sgd_at_its_rate(checkout):
         optimizer.step()
         schedule.step()
     assert optimizer._beside[0].rates == pytest.approx([0.1, 0.05])
-    assert optimizer._beside[0].clips == pytest.approx([0.001, 0.00025], rel=2e-3)  # with the square of the rate
+    assert optimizer._beside[0].clips == pytest.approx([0.001, 0.00025], rel=2e-3)  # follows the square of the rate
     assert optimizer._beside[0].skipped == [r"^2\.out_proj$"]
     assert torch.equal(model[0].weight, known)
     assert versions()["kfac_pytorch"].startswith("1.2, sha256 ")
@@ -376,7 +376,7 @@ def test_distributed_shampoo_grafts_from_adam(checkout):
     assert [group["lr"] for group in optimizer.param_groups] == [OURS["adamw"].recipes["digits"].settings["lr"]]
 
 
-def test_mfac_gets_stand_ins_on_the_processor(checkout):
+def test_functions_that_mfac_needs_are_replaced_on_the_cpu(checkout):
     checkout("ist_mfac", ("optim.py", _MFAC))
     known = torch.backends.cudnn.allow_tf32
     (part,) = PEERS["ist_mfac"].build(_regression()[2], "digits").parts
@@ -388,7 +388,7 @@ def test_mfac_gets_stand_ins_on_the_processor(checkout):
     assert versions()["ist_mfac"].startswith("sha256 ")
 
 
-if "PEER_PATHS" in os.environ:  # NAME=DIR NAME=DIR ...: where checkouts lie, which no test can bring
+if "PEER_PATHS" in os.environ:  # NAME=DIR NAME=DIR ...: paths of checkouts, which tests cannot download
 
     @pytest.mark.parametrize("workload", ["digits", "chargpt"])
     def test_real_checkouts_take_steps(workload, data_dir, monkeypatch):

@@ -1,4 +1,4 @@
-"""The physics-informed network: its forward derivatives are those of autograd, and layer methods see all of them."""
+"""The physics-informed network: its forward derivatives agree with autograd, and layer methods use all of them."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ def _problem(seed=0):
 
 
 def _value(model, point, weights=None):
-    """The network alone, with ordinary biases, at one point ``[2]``."""
+    """The value of the network, with ordinary biases, at one point ``[2]``."""
     h = point
     for number, w in enumerate(weights or [layer.weight for layer in model.layers]):
         h = (h if number == 0 else torch.tanh(h)) @ w[:, :-1].T + w[:, -1]
@@ -26,7 +26,7 @@ def _value(model, point, weights=None):
 
 
 def _residuals(model, batch):
-    """``-Δu - f`` of the points inside and u of those on the boundary, by two backward passes."""
+    """``-Δu - f`` of the points inside, and u of those on the boundary, by two backward passes."""
     inside, boundary = [], []
     for x, y, *_ in batch[0].tolist():
         point = torch.tensor([x, y], dtype=torch.float64, requires_grad=True)
@@ -41,7 +41,7 @@ def _residuals(model, batch):
     return torch.stack(inside), torch.stack(boundary)
 
 
-def test_loss_and_gradients_are_those_of_two_backward_passes():
+def test_loss_and_gradients_agree_with_two_backward_passes():
     model, batch = _problem()
     inside, boundary = _residuals(model, batch)
     assert (len(inside), len(boundary)) == (26, 4)
@@ -54,7 +54,7 @@ def test_loss_and_gradients_are_those_of_two_backward_passes():
 
 
 def _output_gradients(model, batch):
-    """Of the scaled residual of each point, by weight ``[batch, *weight]``: one backward pass for each."""
+    """Gradients of the scaled residual of each point ``[batch, *weight]``, with one backward pass per point."""
     weights = list(model.parameters())
     rows = [torch.autograd.grad(output, weights, retain_graph=True) for output in model(batch[0])]
     return [torch.stack(parts) for parts in zip(*rows, strict=True)]
@@ -69,11 +69,11 @@ def _take_statistics(optimizer, model, batch):
 
 
 def test_ekfac_measures_the_gradients_of_single_residuals():
-    """In its basis it keeps the mean squares of what the Gauss-Newton matrix 2 Σ ∇r ∇rᵀ / N is made of."""
+    """The scales are mean squares of the gradients in the Gauss-Newton matrix 2 Σ ∇r ∇rᵀ / N, in the eigenbasis."""
     model, batch = _problem()
     gradients = _output_gradients(model, batch)
     optimizer = EKFAC(model, lr=0.0, fisher="exact", estimator="intra", scale=ScaleOptions(decay=0.0))
-    for _ in range(2):  # the first makes the basis, the second measures in it
+    for _ in range(2):  # the first step computes the basis, the second one measures in it
         _take_statistics(optimizer, model, batch)
     for layer, rows in zip(model.layers, gradients, strict=True):
         state = optimizer.state[layer.weight]
@@ -92,7 +92,7 @@ def test_kfac_counts_value_and_derivatives_as_positions(approx):
         outputs.append(y)
 
     kept = [layer.register_forward_hook(keep) for layer in model.layers]
-    total = model(batch[0]).sum()  # no point meets another
+    total = model(batch[0]).sum()  # outputs of different points are independent
     pulled = torch.autograd.grad(total, [*outputs, *weights])
     pulled, whole = pulled[: len(weights)], pulled[len(weights) :]
     for handle in kept:
@@ -111,7 +111,7 @@ def test_kfac_counts_value_and_derivatives_as_positions(approx):
 
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 def test_hylo_with_all_rows_is_exact(fisher):
-    """Its step solves with the Fisher of each layer: of the gradients of the loss, or the Gauss-Newton matrix."""
+    """A step solves with the Fisher of each layer: of the gradients of the loss, or the Gauss-Newton matrix."""
     model, batch = _problem()
     errors = (model(batch[0]) - batch[1]).detach()
     jacobians = _output_gradients(model, batch)
@@ -128,7 +128,7 @@ def test_hylo_with_all_rows_is_exact(fisher):
 
 
 def test_the_true_solution_has_no_residual():
-    """The right-hand sides are those of u: against its derivatives, for another frequency too."""
+    """The right-hand sides agree with the derivatives of u, also for another frequency."""
     workload = replace(WORKLOAD, frequency=3)
     points, targets = next(workload.batches(0))
     for (x, y, of_value, of_laplacian), target in zip(points.tolist(), targets[:, 0].tolist(), strict=True):
@@ -137,7 +137,7 @@ def test_the_true_solution_has_no_residual():
         assert (0 < x < 1 and 0 < y < 1) == (of_value == 0)
 
 
-def test_points_stay_and_cover_all_sides():
+def test_points_are_fixed_and_cover_all_sides():
     first, second = islice(Poisson().batches(0), 2)
     assert first[0].equal(second[0])
     x, y = first[0][:, 0], first[0][:, 1]
@@ -158,6 +158,6 @@ def test_the_error_is_relative_to_the_solution():
 
 
 @pytest.mark.parametrize(("field", "value"), [("batch_size", 1), ("frequency", 0)])
-def test_what_makes_no_problem_is_refused(field, value):
+def test_invalid_problems_are_refused(field, value):
     with pytest.raises(ValueError, match=f"{field} must be at least"):
         replace(WORKLOAD, **{field: value})

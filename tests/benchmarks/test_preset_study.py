@@ -1,4 +1,4 @@
-"""The study of presets: optimizers as users build them, runs that are shared, and losses that no failure hides."""
+"""The study of presets: optimizers as users build them, shared runs, and failures in the table."""
 
 import json
 
@@ -18,7 +18,7 @@ SETTINGS = {"lr": 0.07, "adamw_lr": 0.01}
 
 @pytest.fixture
 def trainers(monkeypatch):
-    """Arguments and optimizers of all runs."""
+    """Labels, optimizers and closures of all runs."""
     made = []
 
     class Seen(Trainer):
@@ -71,7 +71,7 @@ def test_an_optimizer_that_fails_does_not_stop_the_study(data_dir, tmp_path, mon
     assert row["after"]["loss"] > 0
 
 
-def test_the_rate_carries_over(data_dir, tmp_path, trainers):
+def test_the_preset_uses_the_rate_of_adam(data_dir, tmp_path, trainers):
     study(data_dir, tmp_path, "from_adam")
     rate = METHODS["adamw"].settings("autoencoder")["lr"]
     (_, adam, _), (_, ours, closure) = trainers[:2]
@@ -98,7 +98,7 @@ def test_a_line_builds_the_preset(name):
         assert repr(built) == repr(wanted)
 
 
-def test_the_loss_in_equal_seconds():
+def test_the_loss_after_equal_seconds():
     history = History("", [4.0, 2.0, 0.0], [1.0] * 3, [1.0, 2.0, 3.0])
     assert [loss_after(history, limit) for limit in (0.5, 3.0, 5.9, 60.0)] == [None, 3.0, 3.0, 2.0]
     assert loss_after(history, None) is None

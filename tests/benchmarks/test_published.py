@@ -1,4 +1,4 @@
-"""Published recipes: their keywords exist, their sources are named, and their rules give what the programs compute."""
+"""Published recipes: their keywords exist, and their rules give the rates of the published programs."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ class _Net(nn.Module):
 
 
 @pytest.mark.parametrize("method", PUBLISHED)
-def test_its_keywords_build_an_optimizer_that_steps(method):
+def test_keywords_of_a_recipe_build_an_optimizer_that_steps(method):
     for recipe in PUBLISHED[method].values():
         _step(method, dict(recipe.settings))
 
@@ -32,7 +32,7 @@ def test_its_keywords_build_an_optimizer_that_steps(method):
 def _step(method, settings):
     model = _Net()
     if "window_size" in settings:
-        settings["window_size"] = 4  # the others are for models that need them
+        settings["window_size"] = 4  # a long window is slow
     if settings.get("likelihood") == "bernoulli":
         settings["likelihood"] = "categorical"
     optimizer = METHODS[method].build(model, None, settings)
@@ -56,10 +56,10 @@ def _step(method, settings):
 
 def test_rules_give_the_rates_of_the_programs():
     for method, workload, ranks, rate in [
-        ("kfac", "resnet50", (1, 32, 256), 0.0125),  # KAISA multiplies its rate by the ranks
+        ("kfac", "resnet50", (1, 32, 256), 0.0125),  # KAISA multiplies its rate by the number of ranks
         ("kfac", "resnet50", (64, 32, 256), 0.0125 * 64),
         ("kfac", "resnet50", (8, 128, 256), 0.4),
-        ("kfac", "resnet110", (1, 128, 128), 0.1),  # DP-KFAC was given four ranks
+        ("kfac", "resnet110", (1, 128, 128), 0.1),  # DP-KFAC was published for four ranks
         ("kfac", "resnet110", (16, 128, 128), 1.6),
         ("sgd", "resnet50", (256, 32, 256), 3.2),  # Goyal et al.: 8,192 images
         ("sgd", "resnet50", (1, 256, 256), 0.1),
@@ -71,21 +71,21 @@ def test_rules_give_the_rates_of_the_programs():
     assert PUBLISHED["kfac"]["resnet50"].at(8, 128, 256).settings["weight_decay"] == 5e-5
 
 
-def test_rates_fall_where_the_programs_let_them_fall():
+def test_rates_decay_at_the_epochs_of_the_programs():
     schedule = falling(100, 35, 75, 90, warmup=5, gamma=0.3)
     found = [factor(schedule, epoch * 10, 1000) for epoch in (0, 2, 5, 34, 35, 74, 75, 90, 99)]
     assert found == pytest.approx([1 / 50, 21 / 50, 1, 1, 0.3, 0.3, 0.09, 0.027, 0.027])
     assert falling(164, 82, 123).milestones == (0.5, 0.75)
 
 
-def test_the_size_paper_takes_them():
+def test_the_size_paper_uses_published_recipes():
     recipe = METHODS["kfac"].recipe("resnet32", "paper")
     assert recipe is PUBLISHED["kfac"]["resnet32"]
     assert METHODS["sgd"].recipe("digits", "paper") is METHODS["sgd"].recipe("digits")
 
 
 @pytest.mark.parametrize("method", PUBLISHED)
-def test_the_command_plans_it_without_scaling(method, tmp_path):
+def test_the_command_uses_published_recipes_without_scaling(method, tmp_path):
     for workload, recipe in PUBLISHED[method].items():
         _plan(method, workload, recipe, tmp_path)
 

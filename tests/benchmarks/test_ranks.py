@@ -1,4 +1,4 @@
-"""The command ``ranks``: bytes counted on real processes."""
+"""The command ``ranks`` counts bytes on real processes."""
 
 import json
 from pathlib import Path
@@ -9,13 +9,13 @@ from benchmarks.cli import main
 
 
 @pytest.mark.slow
-def test_ranks_keep_less_where_their_strategy_says_so(tmp_path: Path) -> None:
+def test_mem_opt_divides_the_curvature_among_ranks(tmp_path: Path) -> None:
     words = "scale ranks --world 2 --batch 2 --steps 2 --factor-steps 1 --strategies comm_opt mem_opt --out-dir"
     assert main([*words.split(), str(tmp_path)]) == 0
-    told = json.loads((tmp_path / "ranks.json").read_text())
-    everyone, owner = ([rank[0] for rank in entry["ranks"]] for entry in told["results"])
+    report = json.loads((tmp_path / "ranks.json").read_text())
+    everyone, owner = ([rank[0] for rank in entry["ranks"]] for entry in report["results"])
     assert everyone[0] == everyone[1]
-    assert sum(owner) == everyone[0]  # no layer twice, none lost
+    assert sum(owner) == everyone[0]  # every layer is on exactly one rank
     assert max(owner) <= 1.15 / 2 * everyone[0]
-    sent = [[rank[1] for rank in entry["ranks"]] for entry in told["results"]]
+    sent = [[rank[1] for rank in entry["ranks"]] for entry in report["results"]]
     assert all(n > 0 for ranks in sent for n in ranks)

@@ -1,4 +1,4 @@
-"""The readers of the standard formats take what is right, and refuse the rest by name."""
+"""The readers of the standard formats accept valid files, and refuse others by name."""
 
 import gzip
 import io
@@ -14,18 +14,18 @@ from benchmarks.workloads.readers import read_cifar_batch, read_gray_image, read
 
 
 def test_idx_bytes_written_by_hand(tmp_path):
-    """Magic number 0x00000801 and big-endian counts, as the format's description says."""
+    """Magic number 0x00000801 and big-endian counts, as in the description of the format."""
     (tmp_path / "labels.gz").write_bytes(gzip.compress(bytes.fromhex("0000080100000003070809")))
     assert read_idx(tmp_path / "labels.gz").tolist() == [7, 8, 9]
 
 
-def test_idx_refuses(tmp_path):
+def test_idx_refuses_invalid_files(tmp_path):
     for raw, message in [
         (bytes.fromhex("00000d010000000100000000"), "magic number 00000d01"),  # floats
         (b"PK\x03\x04 a zip file", "magic number"),
         (b"", "magic number"),
-        (bytes.fromhex("0000080300000001"), "truncated"),  # header cut short
-        (struct.pack(">4B2I", 0, 0, 8, 2, 3, 2) + b"12345", "truncated or damaged"),  # data cut short
+        (bytes.fromhex("0000080300000001"), "truncated"),  # the header is truncated
+        (struct.pack(">4B2I", 0, 0, 8, 2, 3, 2) + b"12345", "truncated or damaged"),  # the data are truncated
         (struct.pack(">4B2I", 0, 0, 8, 2, 3, 2) + b"1234567", "truncated or damaged"),  # too much data
     ]:
         path = tmp_path / "images.gz"
@@ -49,7 +49,7 @@ def _cifar(count=3):
 
 
 def _python2_pickle(data, labels):
-    """A batch as Python 2 wrote it: ``str`` keys and buffers, arrays under the module name of old NumPy."""
+    """A batch in the format of Python 2: ``str`` keys and buffers, and arrays with the module name of old NumPy."""
 
     class Python2(pickle._Pickler):
         dispatch = dict(pickle._Pickler.dispatch)
@@ -68,7 +68,7 @@ def _python2_pickle(data, labels):
 @pytest.mark.parametrize(
     "write", [_python2_pickle, lambda d, lab: pickle.dumps({"data": d, "labels": lab}, protocol=2)]
 )
-def test_cifar_batch_of_either_python(tmp_path, write):
+def test_cifar_batches_of_python_2_and_3(tmp_path, write):
     data, labels = _cifar()
     path = tmp_path / "data_batch_1"
     path.write_bytes(write(data, labels))
@@ -82,7 +82,7 @@ class _Attack:
         return os.system, ("true",)
 
 
-def test_cifar_refuses(tmp_path):
+def test_cifar_refuses_invalid_files(tmp_path):
     for content, message in [
         ({"data": _cifar()[0], "labels": _Attack()}, "refused to load .*system"),
         ({"data": _cifar()[0]}, "labels"),
@@ -96,7 +96,7 @@ def test_cifar_refuses(tmp_path):
             read_cifar_batch(path)
 
 
-def test_gray_image_refuses(tmp_path):
+def test_gray_image_refuses_invalid_files(tmp_path):
     path = tmp_path / "picture.png"
     Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(path)
     with pytest.raises(ValueError, match="8 bits of gray a pixel, got mode RGB"):
@@ -109,7 +109,7 @@ def test_gray_image_refuses(tmp_path):
 
 
 def _damaged(raw, rng):
-    """Some bytes changed, most of them near the start, where formats say what follows; or the end cut off."""
+    """Change some bytes, most of them in the header, or truncate the file."""
     if rng.random() < 0.3:
         return raw[: rng.integers(len(raw))]
     found = bytearray(raw)
@@ -118,10 +118,10 @@ def _damaged(raw, rng):
     return bytes(found)
 
 
-@pytest.mark.filterwarnings("ignore")  # Pillow's and NumPy's, of what they find
+@pytest.mark.filterwarnings("ignore")  # Pillow and NumPy warn about damaged files
 @pytest.mark.parametrize("kind", ["tif", "jpeg", "png", "pickle"])
-def test_no_damage_is_anything_but_a_value_error(kind, tmp_path):
-    """Whatever a damaged file makes the libraries below raise, users get one kind of error, and it names the file."""
+def test_every_damaged_file_is_a_value_error_with_its_name(kind, tmp_path):
+    """The readers convert every error of the libraries that they use."""
     rng, path = np.random.default_rng(0), tmp_path / f"file.{kind}"
     if kind == "pickle":
         path.write_bytes(pickle.dumps({"data": _cifar()[0], "labels": [0, 1, 2]}, protocol=2))

@@ -1,4 +1,4 @@
-"""Recipes: every one builds and trains, and plain values become the keywords of a constructor."""
+"""Every recipe builds an optimizer that trains, and plain values become keywords of its constructor."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from benchmarks.workloads import WORKLOADS, make_workload
 
 LAYERED = ["kfac", "hylo", "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive", "ekfac_orthogonal"]
 RECIPES = [(name, workload) for name in LAYERED for workload in METHODS[name].recipes]
-# By default every method and every workload: of the pairs in a row every fifth, and all of one workload.
+# By default, every fifth pair of a method and a workload, and all methods on one workload.
 BY_DEFAULT = [*RECIPES[::5], *((name, workload) for name, workload in RECIPES if workload == "digits")]
 CASES = [pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow) for case in RECIPES]
 
@@ -32,12 +32,12 @@ def test_a_recipe_takes_steps(name, workload, data_dir):
     assert trainer.optimizer.diagnostics()["refresh_failures"] == 0
 
 
-def test_every_method_that_is_no_variant_has_a_recipe_for_every_workload():
+def test_every_method_except_for_variants_has_a_recipe_for_every_workload():
     for name, method in METHODS.items():
         assert name in VARIANTS or set(method.recipes) == set(WORKLOADS)
 
 
-def test_ekfac_takes_one_of_both_exponents_everywhere():
+def test_ekfac_has_one_of_two_exponents_on_every_workload():
     exponents = {}
     for workload in WORKLOADS:
         settings = METHODS["ekfac"].settings(workload)
@@ -57,7 +57,7 @@ def test_skipped_layers_follow_the_fallback(data_dir):
     assert skipped == norms | {"tokens.weight", "positions.weight", "head.weight", "head.bias"}
 
 
-def test_a_closure_only_where_the_loss_is_judged():
+def test_a_closure_is_needed_only_if_the_loss_is_judged():
     assert not METHODS["kfac"].needs_closure("autoencoder")
     assert METHODS["kfac"].needs_closure("autoencoder", {"adaptive_damping": True})
     assert METHODS["kfac"].needs_closure(None, {"quadratic_model": True})
@@ -71,7 +71,7 @@ def test_adaptive_damping_moves_with_the_exact_model(name, data_dir):
     for _ in range(4):
         trainer.step()
     found = trainer.optimizer.diagnostics()
-    assert found["damping"][0] == pytest.approx(0.5 * 0.95**4)  # trusted twice
+    assert found["damping"][0] == pytest.approx(0.5 * 0.95**4)  # decreased twice
     assert 0.75 < found["reduction_ratio"] < 1.25
     assert found["model_rate"] > 0
 

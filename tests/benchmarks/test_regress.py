@@ -1,4 +1,4 @@
-"""Counts of steps: what is counted, and what is said when a count has grown."""
+"""Counts of the operations of a step, and reports of counts that have grown."""
 
 import json
 
@@ -20,7 +20,7 @@ def _run(folder, *words):
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory):
-    """Of the torch that is here: the one in the repository is of the pinned version."""
+    """A baseline of the installed version of torch; that in the repository is of the pinned version."""
     folder = tmp_path_factory.mktemp("baseline")
     assert _run(folder, "--baseline", str(folder / "mine.json"), "--update") == 0
     return folder / "mine.json"
@@ -28,7 +28,7 @@ def baseline(tmp_path_factory):
 
 @pytest.fixture
 def counted(baseline, monkeypatch):
-    """The counts of the baseline in the place of new ones, for tests of what is said about them."""
+    """Replace new counts by those of the baseline, for tests of the reports."""
     known = json.loads(baseline.read_text())["counts"]
 
     def steps(network, method, plain):
@@ -41,7 +41,7 @@ def counted(baseline, monkeypatch):
 
 
 def _changed(baseline, folder, change):
-    """A copy of the baseline with other counts of one step."""
+    """Write a copy of the baseline with changed counts of one step."""
     known = json.loads(baseline.read_text())
     change(known["counts"]["perceptron, kfac cholesky, plain"])
     path = folder / "other.json"
@@ -67,7 +67,7 @@ def test_products_by_hand():
     assert count(lambda: torch.cholesky_solve(out, lower)).flops == 2 * 9 * 5
 
 
-def test_views_are_nothing_and_new_tensors_are_counted():
+def test_new_tensors_are_counted_and_views_are_not():
     x = torch.randn(4, 6)
     assert count(lambda: x.view(-1)[3:, None]).operators == 0
     found = count(lambda: (x + 1, x.clone()))
@@ -86,8 +86,8 @@ def test_graph_breaks_of_a_model():
     assert graph_breaks(Printing(), (torch.randn(1, 2),)) == 1
 
 
-def test_steps_do_what_they_did(baseline, tmp_path):
-    """What they did in the repository's baseline is a matter of ``make counts``."""
+def test_repeated_counts_are_equal(baseline, tmp_path):
+    """``make counts`` compares with the baseline in the repository."""
     assert _run(tmp_path, "--baseline", str(baseline)) == 0
     saved = json.loads((tmp_path / "regress.json").read_text())
     assert saved["compared"]
@@ -108,8 +108,8 @@ def test_a_count_that_grew_is_a_failure(factor, status, baseline, tmp_path, caps
     assert (row["step"], row["quantity"], row["worse"]) == ("perceptron, kfac cholesky, plain", "flops", bool(status))
     printed = capsys.readouterr()
     assert ("!" in printed.out.split("Numbers beyond")[0]) is bool(status)
-    told = f"grew: perceptron, kfac cholesky, plain: flops from {row['before']:,} to {row['now']:,}"
-    assert (told in printed.err) is bool(status)
+    message = f"grew: perceptron, kfac cholesky, plain: flops from {row['before']:,} to {row['now']:,}"
+    assert (message in printed.err) is bool(status)
 
 
 @pytest.mark.usefixtures("counted")
@@ -121,7 +121,7 @@ def test_small_counts_have_no_tolerance(baseline, tmp_path):
 
 
 @pytest.mark.usefixtures("counted")
-def test_another_torch_is_not_judged(tmp_path, capsys):
+def test_a_baseline_of_another_torch_is_not_compared(tmp_path, capsys):
     path = tmp_path / "old.json"
     path.write_text(json.dumps({"torch": "1.0", "counts": {}}))
     assert _run(tmp_path, "--baseline", str(path)) == 0
@@ -138,17 +138,17 @@ def test_an_update_keeps_no_counts_of_another_torch(tmp_path):
 
 
 @pytest.mark.usefixtures("counted")
-def test_steps_of_one_side_alone_are_failures(baseline, tmp_path, capsys):
+def test_steps_without_a_counterpart_are_failures(baseline, tmp_path, capsys):
     known = json.loads(baseline.read_text())
     del known["counts"]["perceptron, sparse_mfac, plain"]
     known["counts"] |= {"perceptron, kfac cholesky, gone": {}, "transformer, ggt, plain": {}}  # the last was not chosen
     path = tmp_path / "other.json"
     path.write_text(json.dumps(known))
     assert _run(tmp_path, "--baseline", str(path)) == 1
-    told = capsys.readouterr().err
-    assert "anew: perceptron, sparse_mfac, plain" in told
-    assert "anew: perceptron, kfac cholesky, gone" in told
-    assert "transformer" not in told
+    printed = capsys.readouterr().err
+    assert "anew: perceptron, sparse_mfac, plain" in printed
+    assert "anew: perceptron, kfac cholesky, gone" in printed
+    assert "transformer" not in printed
 
 
 def test_the_baseline_in_the_repository_has_every_step():
@@ -156,7 +156,7 @@ def test_the_baseline_in_the_repository_has_every_step():
     assert len(known) == 3 * (4 * 3 + 2 * 2 + 3)
 
 
-def test_an_update_writes_what_the_next_run_finds(tmp_path):
+def test_a_run_after_an_update_finds_no_difference(tmp_path):
     path = str(tmp_path / "new.json")
     assert _run(tmp_path, "--baseline", path) == 2
     assert _run(tmp_path, "--baseline", path, "--update") == 0
@@ -164,7 +164,7 @@ def test_an_update_writes_what_the_next_run_finds(tmp_path):
     assert not json.loads((tmp_path / "regress.json").read_text())["rows"]
 
 
-def test_bad_words(tmp_path, capsys):
+def test_invalid_arguments_of_regress(tmp_path, capsys):
     for words, text in [
         (("--networks", "resnet"), "networks must be of perceptron"),
         (("--methods", "adam"), "methods must be of kfac eigen"),

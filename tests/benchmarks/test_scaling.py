@@ -1,4 +1,4 @@
-"""``scaling``: the models behind it, the arithmetic of its seconds, and the command at a few ranks."""
+"""The command ``scaling``: its models, the formula of its times, and a run with a few ranks."""
 
 import json
 
@@ -25,13 +25,13 @@ def test_models_have_the_published_sizes():
         assert {p.device.type for p in found.model.parameters()} == {"meta"}
 
 
-def test_resnet50_is_that_of_the_window_benchmark():
+def test_resnet50_has_the_shapes_of_the_window_benchmark():
     shapes = [tuple(p.shape) for p in architecture("resnet50").model.parameters()]
     assert sorted(shapes) == sorted(shapes_of("resnet50"))
     assert count(shapes) == 25_557_032
 
 
-def test_statistics_are_of_every_position():
+def test_statistics_contain_every_position():
     found = architecture("resnet50")
     one, two = (factor_flops(found.model, lambda n=n: found.model(found.inputs(n))) for n in (1, 2))
     assert two == 2 * one
@@ -51,7 +51,7 @@ def seconds(comm, world, base=None):
 
 
 def test_seconds_by_hand():
-    """Two ranks in a node, at 10 GB/s; 16 in two nodes, at 1 GB/s."""
+    """Two ranks are in one node, at 10 GB/s, and 16 ranks in two nodes, at 1 GB/s."""
     plan, found = seconds(CommOpt(), 2)
     assert found["training"] == 1e-3
     assert found["gradients"] == 1e6 / 1e10  # 2 (W - 1) / W is 1
@@ -64,7 +64,7 @@ def test_seconds_by_hand():
     assert found["messages"] == pytest.approx(sum(plan.ranks[0].wire.values()) / 1e9)
 
 
-def test_rows_of_a_node_keep_directions_inside():
+def test_directions_of_hybrid_opt_stay_within_a_node():
     plan, hybrid = seconds(HybridOpt(1 / 8), 16)
     wire = plan.ranks[0].wire
     outside = sum(n for stage, n in wire.items() if stage != "directions")

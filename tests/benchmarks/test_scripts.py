@@ -1,4 +1,4 @@
-"""Twenty small scripts, in which AdamW's line is replaced."""
+"""Twenty small scripts, in which the line that builds AdamW is replaced."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from benchmarks.scripts import SCRIPTS, Data
 pytestmark = pytest.mark.filterwarnings("ignore:KFAC. of factors with more than 2048 rows:UserWarning")
 
 
-def test_there_are_twenty():
+def test_there_are_twenty_scripts():
     assert len(SCRIPTS) == 20
 
 
@@ -85,6 +85,6 @@ def test_the_command(tmp_path, capsys):
         (["--only", "mlp", "--length", "0.01"], "missing data"),
     ],
 )
-def test_bad_options_are_one_line_and_status_2(words, why, tmp_path, capsys):
+def test_invalid_options_are_errors_of_one_line(words, why, tmp_path, capsys):
     assert main(["measure", "scripts", "--data-dir", str(tmp_path), "--out-dir", str(tmp_path), *words]) == 2
     assert why in capsys.readouterr().err

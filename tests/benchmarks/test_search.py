@@ -1,4 +1,4 @@
-"""The search of settings: brackets on both sides, choices, and nothing but the losses decides."""
+"""The search of settings brackets rates on both sides, tries choices, and only compares losses."""
 
 import math
 
@@ -10,7 +10,7 @@ RATE, BETA = Axis(("lr", "plain_lr")), Axis(("beta",), (0.9, 0.99))
 
 
 class Losses:
-    """A loss with one minimum in the rate, which a choice moves; it remembers the settings that were tried."""
+    """A loss with one minimum in the rate, which depends on a choice; it records the settings that were tried."""
 
     def __init__(self, rate: float, shift: float = 1.0) -> None:
         self.rate, self.shift, self.tried = rate, shift, []

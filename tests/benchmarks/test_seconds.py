@@ -1,4 +1,4 @@
-"""The study at equal seconds: searches, the length of runs, the verdict, and that finished runs are not repeated."""
+"""The study at equal seconds: searches, the length of runs, the verdict, and finished runs, which are not repeated."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def test_a_study_and_its_continuation(data_dir, tmp_path, monkeypatch):
     assert all(len(row["losses"]) == len(row["metrics"]) == 2 for row in rows.values())
     assert sum(row["reference"] for row in rows.values()) == 2
     reference = next(row for row in rows.values() if row["share"] == 1.0 and row["steps"] == 4)
-    assert reference["steps"] == 4  # T is the time of as many steps of the best first-order optimizer
+    assert reference["steps"] == 4  # T is the time of these steps of the best first-order optimizer
     assert [row["trials"] >= 8 for row in rows.values()] == [True] * 4
     phases = [(cell["of"].get("phase"), cell["of"].get("seed")) for cell in data["cells"][1:]]
     assert {seed for phase, seed in phases if phase == "final"} == {100, 101}
@@ -43,7 +43,7 @@ def test_a_study_and_its_continuation(data_dir, tmp_path, monkeypatch):
     assert json.loads(path.read_text())["rows"] == data["rows"]
 
 
-def test_settings_after_a_colon_are_a_further_optimizer(data_dir, tmp_path):
+def test_settings_after_a_colon_define_a_further_optimizer(data_dir, tmp_path):
     words = {"workload": "digits", "size": "smoke", "steps": 2, "seeds": 1, "shares": (1.0,)}
     names = ("orthogonal", "orthogonal:momentum=0.5,plain_layers=none")
     with pytest.raises(ValueError, match="a setting must look like key=value"):
@@ -66,7 +66,7 @@ def test_the_best_first_order_optimizer_of_the_same_time_is_the_reference():
     assert [r["reference"] for r in (slow, fast, ours, late, partial)] == [False, True, False, True, False]
     assert ours["lower"] == 1
     assert ours["ratio"] == pytest.approx((1 / 2 + 2.4 / 2.2) / 2)
-    assert partial["ratio"] is None  # a seed is missing: its mean is of other runs
+    assert partial["ratio"] is None  # a seed is missing, so that means are not comparable
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_the_best_first_order_optimizer_of_the_same_time_is_the_reference():
         ("lbfgs", ["history_size"]),
     ],
 )
-def test_what_is_searched_follows_the_optimizer_and_its_recipe(name, keywords):
+def test_searched_settings_depend_on_the_optimizer_and_its_recipe(name, keywords):
     axes = seconds.axes_of(name, find(name).recipe("poisson"))
     assert [key for axis in axes for key in axis.keywords] == keywords
 
 
-def test_crossings_compare_the_seconds_to_the_same_loss():
+def test_crossings_compare_seconds_at_the_same_loss():
     theirs = [[[3.0, 1.0], [2.0, 4.0], [2.0, 8.0]]]
     assert seconds._crossing([[[3.0, 1.0], [1.9, 3.0]]], theirs) == pytest.approx(3 / 4)
     assert seconds._crossing([[[3.0, 1.0], [None, 3.0]]], theirs) is None
@@ -96,7 +96,7 @@ def test_intervals():
     assert seconds._interval("losses", {"losses": [1.0, math.inf], "failed": []}) == "diverged"
 
 
-def test_a_trapezoid_is_constant_and_falls_to_nothing():
+def test_a_trapezoid_is_constant_and_then_decays_to_zero():
     found = [factor(Schedule("trapezoid", 0.1), step, 100) for step in (0, 9, 10, 70, 85, 99)]
     assert found == pytest.approx([0.1, 1.0, 1.0, 1.0, 0.5, 1 / 30])
 
@@ -108,7 +108,7 @@ def test_a_trapezoid_is_constant_and_falls_to_nothing():
         ({"seeds": 0}, "seeds must be positive"),
     ],
 )
-def test_refusals(options, words, data_dir, tmp_path):
+def test_invalid_options_are_refused(options, words, data_dir, tmp_path):
     with pytest.raises(ValueError, match=words):
         Seconds(workload="digits", size="smoke", data_dir=data_dir, out_dir=tmp_path, **options).run()
 

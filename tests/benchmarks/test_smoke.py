@@ -1,4 +1,4 @@
-"""The small size: it runs anywhere, on made-up data where there is none, and says so."""
+"""The small size runs anywhere: without data, it uses random data and reports this."""
 
 import json
 
@@ -8,7 +8,7 @@ from benchmarks.cli import main
 from benchmarks.workloads import WORKLOADS, DataMissingError
 from benchmarks.workloads.stand_in import found_or_made_up
 
-NEED_NONE = ("digits", "poisson")  # one comes with scikit-learn, the other is a formula
+NEED_NONE = ("digits", "poisson")  # the former is part of scikit-learn, and the latter is a formula
 BY_DEFAULT = ("resnet18", "glue")
 CASES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in WORKLOADS]
 
@@ -16,7 +16,7 @@ CASES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize("workload", CASES)
 def test_compare_needs_no_data(workload, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)  # where there is no folder of data
+    monkeypatch.chdir(tmp_path)  # has no folder of data
     words = ["compare", "--workload", workload, "--size", "smoke", "--steps", "3"]
     assert main([*words, "--optimizers", "sgd", "muon", "kfac", "--out-dir", "out"]) == 0
     found = json.loads((tmp_path / "out" / f"compare-{workload}-smoke.json").read_text(encoding="utf-8"))
@@ -41,19 +41,19 @@ def test_train_needs_no_data_in_the_small_size(tmp_path, monkeypatch, capsys):
     assert "missing data" in capsys.readouterr().err
 
 
-def test_nothing_stands_in_for_a_file_of_ones_own(tmp_path):
+def test_a_missing_file_of_the_user_is_not_replaced(tmp_path):
     own = found_or_made_up("chargpt", tmp_path, "smoke", {"text": str(tmp_path / "mine.txt")})
     with pytest.raises(DataMissingError, match=r"mine\.txt"), own:
         pass
 
 
-def test_data_that_is_there_is_taken(data_dir, capsys):
+def test_existing_data_is_used(data_dir, capsys):
     with found_or_made_up("chargpt", data_dir, "smoke") as found:
         assert found == (data_dir, False)
     assert capsys.readouterr().out == ""
 
 
-def test_made_up_data_goes_with_the_run(tmp_path):
+def test_made_up_data_is_removed_after_the_run(tmp_path):
     with found_or_made_up("chargpt", tmp_path, "smoke", talk=False) as (folder, made_up):
         assert made_up
         assert (folder / "shakespeare").is_dir()

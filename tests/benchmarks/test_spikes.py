@@ -1,4 +1,4 @@
-"""``spikes``: figures of the times of steps, and the command at tiny size."""
+"""The command ``spikes``: statistics of the times of steps, and a run at tiny size."""
 
 import json
 
@@ -6,7 +6,7 @@ from benchmarks.cli import main
 from benchmarks.commands.spikes import WAYS, summary
 
 
-def test_figures_by_hand():
+def test_summary_by_hand():
     assert summary([1.0, 1.0, 4.0], [1.0, 0.5, 1.5]) == (1.0, 4.0, 4.0, 2.0)
 
 

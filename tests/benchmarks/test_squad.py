@@ -1,4 +1,4 @@
-"""Question answering: pieces with their places, windows, answers and marks by hand, and the encoder's weights."""
+"""Question answering: word pieces with positions, windows, answers and marks by hand, and the encoder's weights."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ def _texts(pieces, text):
 
 
 # ---------------------------------------------------------------------- pieces
-def test_pieces_know_their_places(pieces):
+def test_pieces_have_positions_in_the_text(pieces):
     text = "  Romes is unbelievable!\tCafé?中$ 5"
     assert _texts(pieces, text) == [
         ("rome", "Rome"), ("##s", "s"), ("is", "is"), ("un", "un"), ("##believ", "believ"), ("##able", "able"),
@@ -84,7 +84,7 @@ def test_both_versions_are_read(tmp_path):
     assert read_squad(_write(tmp_path / "new.json", new))[0].answers == ()
 
 
-def test_an_answer_beside_its_place_is_found_nearby(tmp_path):
+def test_an_answer_with_a_wrong_position_is_found_nearby(tmp_path):
     entry = {"id": "1", "question": "?", "answers": [{"text": "a", "answer_start": 7}]}
     assert read_squad(_write(tmp_path / "q.json", entry, context="a b c a b c"))[0].answers == (Answer("a", 6),)
 
@@ -113,7 +113,7 @@ def test_damaged_questions_are_refused(tmp_path):
 
 # ---------------------------------------------------------------------- windows
 def test_windows_by_hand(pieces):
-    """Room for five pieces of the text beside the question, two of which neighbours share."""
+    """After the question, there is room for five pieces of the text, and neighboring windows share two of them."""
     question = Question("1", "in in in in is ann in rome!", "where is ann?", (Answer("ann in rome", 15),))
     found = make_windows([question], pieces, 12, 2)
     cls, sep, pad, where, is_, ann, in_, rome, mark = (
@@ -129,7 +129,7 @@ def test_windows_by_hand(pieces):
     assert [(p.begin, p.shown, p.offset) for p in found.places] == [(0, 5, 6), (3, 5, 6), (6, 3, 6)]
 
 
-def test_a_question_without_an_answer_points_at_the_beginning(pieces):
+def test_a_question_without_an_answer_has_the_first_position_as_target(pieces):
     assert make_windows([Question("1", "in rome", "where?", ())], pieces, 10, 2).targets.tolist() == [[0, 0]]
     blank = Question("1", "in  rome", "where?", (Answer(" ", 2),))
     assert make_windows([blank], pieces, 10, 2).targets.tolist() == [[0, 0]]
@@ -153,13 +153,13 @@ def test_the_best_span_over_all_windows():
     text = [Piece(9, 2 * i, 2 * i + 1) for i in range(4)]
     places = [Place(0, text, 0, 3, 2), Place(0, text, 2, 2, 2)]
     question = Question("1", context, "?", (Answer("b", 2),))
-    # An end in front of the start, and a start on the question, do not count.
+    # An end before the start, and a start in the question, do not count.
     first = _logits(6, s3=3.0, e4=2.0, e2=4.0, s1=9.0)
     assert best_answers([question], places, [first, _logits(6)]) == ["b c"]
     assert best_answers([question], places, [first, _logits(6, s3=4.0, e3=4.0)]) == ["d"]
 
 
-def test_nothing_is_answered_where_all_windows_say_so():
+def test_the_answer_is_empty_if_all_windows_predict_no_answer():
     text = [Piece(9, 0, 1)]
     questions = [Question("1", "a", "?", ()), Question("2", "a", "?", (Answer("a", 0),))]
     places = [Place(0, text, 0, 1, 2), Place(0, text, 0, 1, 2), Place(1, text, 0, 1, 2)]
@@ -169,7 +169,7 @@ def test_nothing_is_answered_where_all_windows_say_so():
     assert best_answers(questions[1:], [Place(0, text, 0, 1, 2)], [nothing]) == ["a"]  # version 1.1
 
 
-def test_an_answer_is_not_too_long():
+def test_the_length_of_an_answer_is_limited():
     text = [Piece(9, i, i + 1) for i in range(50)]
     logits = _logits(60, s2=5.0, e40=5.0, e31=3.0)
     assert best_answers([Question("1", "x" * 50, "?", ())], [Place(0, text, 0, 50, 2)], [logits]) == ["x" * 30]
@@ -199,7 +199,7 @@ def test_the_nearest_right_answer_counts():
 
 # ---------------------------------------------------------------------- encoder
 class _Numbered:
-    """As many pieces as BERT has."""
+    """A vocabulary with as many pieces as that of BERT."""
 
     padding, separator = 0, 102
 
@@ -208,7 +208,7 @@ class _Numbered:
 
 
 def test_published_sizes():
-    """Base, large and tiny with the pooler, as their authors count them; base without it in question answering."""
+    """Tiny and base have the published sizes with the pooler; for question answering, tiny has no pooler."""
     counts = {}
     with torch.device("meta"):
         for name in ("tiny", "base"):
@@ -219,7 +219,7 @@ def test_published_sizes():
 
 
 def test_the_encoder_is_that_of_the_paper(pieces):
-    """One layer with its norms behind, written out; the second sentence has the second segment, padding is unseen."""
+    """One layer by hand, with norms after each part, segments of two sentences, and masked padding."""
     encoder = Bert((1, 8, 2), pieces).double()
     tokens = torch.tensor([[2, 5, 3, 8, 9, 3, 0, 0]])
     layer = encoder.layers[0]
@@ -247,7 +247,7 @@ def _published(encoder, prefix="bert.", old=True):
 
 
 @pytest.mark.parametrize(("prefix", "old"), [("bert.", True), ("", False)])
-def test_published_weights_are_taken(tmp_path, pieces, prefix, old):
+def test_published_weights_are_loaded(tmp_path, pieces, prefix, old):
     encoder = Bert((2, 8, 2), pieces, pooled=True)
     state = _published(encoder, prefix, old)
     torch.save(state, tmp_path / "weights.bin")
@@ -297,7 +297,7 @@ def test_a_checkpoint_replaces_the_encoder_only(data_dir, tmp_path):
     assert not loaded.encoder.words.weight.equal(model.encoder.words.weight)
 
 
-def test_a_vocabulary_of_bert_is_taken_where_it_is(tmp_path):
+def test_a_vocabulary_of_bert_is_used_if_it_exists(tmp_path):
     write_squad(tmp_path / "squad" / "train-v1.1.json", np.random.default_rng(0), 4, 1.1)
     write_squad(tmp_path / "squad" / "dev-v1.1.json", np.random.default_rng(1), 2, 1.1)
     (tmp_path / "bert").mkdir()
@@ -309,7 +309,6 @@ def test_a_vocabulary_of_bert_is_taken_where_it_is(tmp_path):
 
 
 def test_a_model_learns_to_answer(data_dir):
-    """The made-up texts say where everybody lives."""
     workload = replace(BertQA.smoke(data_dir), batch_size=16)
     model = workload.build_model(0)
     before, loss = workload.quality(model), workload.evaluate(model)

@@ -1,4 +1,4 @@
-"""Texts: GPT-2 and its byte pairs, any text for the character model, translations and their BLEU."""
+"""Workloads on text: GPT-2 and its byte pairs, the character model, translations and their BLEU."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ TOKENS = ["l", "o", "w", "e", "r", "Ġ", "Ġl", "Ġlo", "we", "er", "Ġlowe", "�
 
 
 # ---------------------------------------------------------------------- characters
-def test_any_text_will_do(tmp_path):
+def test_any_text_file_can_be_used(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text("abcd" * 100)
     workload = make_workload("chargpt", tmp_path, "smoke", changes={"text": str(path)})
@@ -32,7 +32,7 @@ def test_any_text_will_do(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "why"), [(b"", "it is empty"), (b"\xff\xfe", "must be text in UTF-8")])
-def test_what_is_no_text_is_refused(tmp_path, content, why):
+def test_invalid_text_files_are_refused(tmp_path, content, why):
     (tmp_path / "mine.txt").write_bytes(content)
     with pytest.raises(ValueError, match=why):
         next(CharGPT(tmp_path, text=str(tmp_path / "mine.txt")).batches(0))
@@ -51,8 +51,8 @@ def test_a_text_shorter_than_a_window_is_refused(tmp_path):
         next(CharGPT.smoke(tmp_path).batches(0))
 
 
-def test_the_stream_of_the_character_model_is_what_it_was(data_dir):
-    """Figures of evidence hang on it: the weights from the seed, and the places of the windows."""
+def test_weights_and_windows_of_the_character_model_do_not_change(data_dir):
+    """Published results depend on the weights from a seed, and on the positions of the windows."""
     workload = CharGPT(data_dir)
     model = workload.build_model(0)
     torch.manual_seed(0)
@@ -65,8 +65,7 @@ def test_the_stream_of_the_character_model_is_what_it_was(data_dir):
     assert next(workload.batches(5))[0][:, 0].equal(workload._split[0][starts])
 
 
-def test_published_size_of_the_character_model(data_dir):
-    """Dropout takes part in training only, and nothing else depends on the mode."""
+def test_only_dropout_of_the_character_model_depends_on_the_mode(data_dir):
     workload = replace(CharGPT.paper(data_dir), batch_size=2, context=8, width=24, layers=1)
     model, batch = workload.build_model(0), next(workload.batches(0))
     assert not model(batch[0]).equal(model(batch[0]))
@@ -84,7 +83,7 @@ def test_gpt2_small_has_its_published_size():
     assert (workload.context, workload.layers, workload.width, workload.heads) == (1024, 12, 768, 12)
 
 
-def test_gpt2_is_initialised_as_published(data_dir):
+def test_gpt2_is_initialized_as_published(data_dir):
     model = replace(GPT2(data_dir), layers=3).build_model(0)
     ends = [layer.attention.out.weight for layer in model.layers] + [layer.mlp[-1].weight for layer in model.layers]
     assert model.positions.weight.std().item() == pytest.approx(0.01, rel=0.02)
@@ -119,7 +118,7 @@ def _vocabulary(folder, merges=MERGES, tokens=TOKENS):
 
 
 def test_byte_pairs_by_hand(tmp_path):
-    """`` lower`` is Ġ l o w e r: Ġl, then Ġlo, then we before er, then Ġlowe, and r is left."""
+    """`` lower`` is Ġ l o w e r, which is merged to Ġl, Ġlo, we (before er) and Ġlowe, followed by r."""
     pairs = BytePairs.read(_vocabulary(tmp_path))
     assert [TOKENS[i] for i in pairs.encode("low lower\n")] == ["l", "o", "w", "Ġlowe", "r", "Ċ"]
     assert [TOKENS[i] for i in pairs.encode("weer")] == ["we", "er"]
@@ -127,7 +126,7 @@ def test_byte_pairs_by_hand(tmp_path):
     assert len(pairs) == len(TOKENS)
 
 
-def test_words_as_gpt2_cuts_them():
+def test_words_are_split_as_in_gpt2():
     text = "I'll say: 2½ naïve  cafés,\n\n don't_x"
     assert split_words(text) == [
         "I", "'ll", " say", ":", " 2½", " naïve", " ", " cafés", ",", "\n\n", " don", "'t", "_", "x",
@@ -153,7 +152,7 @@ def test_damaged_vocabularies_are_refused(tmp_path):
         BytePairs.read(_vocabulary(tmp_path)).encode("x")
 
 
-def test_gpt2_takes_byte_pairs_where_they_are(tmp_path):
+def test_gpt2_uses_byte_pairs_if_they_exist(tmp_path):
     folder = _vocabulary(tmp_path / "gpt2")
     (tmp_path / "input.txt").write_text("low lower " * 60)
     workload = replace(GPT2.paper(tmp_path), batch_size=2, context=8, width=16, layers=1, heads=2)
@@ -166,8 +165,8 @@ def test_gpt2_takes_byte_pairs_where_they_are(tmp_path):
 
 
 # ---------------------------------------------------------------------- translation
-def test_greedy_takes_the_likeliest_word_until_the_end():
-    """A model that counts up from the number of the sentence, and ends after 6."""
+def test_greedy_decoding_takes_the_most_likely_word_until_the_end():
+    """The model counts up from a first number per sentence, and ends after 6."""
     firsts = torch.tensor([4, 6])
 
     def next_word(words):
@@ -181,7 +180,7 @@ def test_greedy_takes_the_likeliest_word_until_the_end():
 
 
 def test_bleu_by_hand():
-    """Precisions 4/5, 3/4, 2/3, 1/2 of one sentence as long as its reference; one word cannot match."""
+    """One wrong word of five at the end gives the precisions 4/5, 3/4, 2/3 and 1/2, without a brevity penalty."""
     reference = ["a", "man", "on", "a", "sofa"]
     assert bleu([reference], [reference]) == pytest.approx(100)
     assert bleu([["a", "man", "on", "a", "<unknown>"]], [reference]) == pytest.approx(
@@ -190,7 +189,7 @@ def test_bleu_by_hand():
     assert bleu([["x"], ["y"]], [reference, reference]) == 0
 
 
-def test_a_model_that_knows_its_sentences_translates_them(tmp_path):
+def test_a_model_translates_sentences_that_it_has_learned(tmp_path):
     pairs = [("eins zwei", "one two"), ("drei", "three"), ("vier fünf eins", "four five one"), ("zwei", "two")]
     for side, language in enumerate(("de", "en")):
         lines = [pair[side].split() for pair in pairs]
@@ -208,7 +207,7 @@ def test_a_model_that_knows_its_sentences_translates_them(tmp_path):
     assert model.training
     for name in TEST_FILES:
         shutil.copy(tmp_path / f"val.{name[-2:]}", tmp_path / name)
-    assert Multi30k.smoke(tmp_path).quality(model) == {"BLEU, test_2016_flickr": 0.0}  # no four words in a row
+    assert Multi30k.smoke(tmp_path).quality(model) == {"BLEU, test_2016_flickr": 0.0}  # no sentence has four words
 
 
 def test_translations_in_parts_are_the_same(data_dir, monkeypatch):

@@ -1,4 +1,4 @@
-"""Classes of steps and their amortised sums."""
+"""Classes of steps, and their amortized times."""
 
 import math
 
@@ -16,14 +16,14 @@ def test_weights_are_the_shares_of_the_classes():
 
 
 def test_published_row_is_reproduced():
-    """A row of published medians, ms: ratios 3.62, 4.86 and 12.05 give 3.82 at 10/100 and 5.58 at 1/10."""
+    """Published medians in ms: the ratios 3.62, 4.86 and 12.05 give 3.82 at 10/100 and 5.58 at 1/10."""
     row = Row("kaisa_eigen", {"plain": [247.0], "factor": [332.0], "refresh": [831.0]})
     reference = Row("sgd", {"plain": [68.3]})
     assert row.ratio(Intervals(10, 100), reference) == pytest.approx(3.82, abs=0.02)
     assert row.ratio(Intervals(1, 10), reference) == pytest.approx(5.58, abs=0.02)
 
 
-def test_ratio_takes_medians_or_minima():
+def test_ratio_uses_medians_or_minima():
     row = Row("kfac", {"plain": [2.0, 4.0, 90.0], "factor": [4.0, 6.0, 8.0], "refresh": [10.0, 20.0, 30.0]})
     reference = Row("sgd", {"plain": [1.0, 2.0, 3.0]})
     assert row.ratio(Intervals(10, 100), reference) == pytest.approx((0.9 * 4 + 0.09 * 6 + 0.01 * 20) / 2)

@@ -1,4 +1,4 @@
-"""The command ``train``: whole runs that stop and go on, what they write down, and recipes on paper."""
+"""The command ``train``: runs that stop and continue, their files, and printed recipes."""
 
 import json
 import subprocess
@@ -55,16 +55,16 @@ def _rows(folder, name="kfac"):
     return [json.loads(line) for line in (folder / f"train-digits-{name}.jsonl").read_text().splitlines()]
 
 
-# ---------------------------------------------------------------------- going on
+# ---------------------------------------------------------------------- continued runs
 
 
-def test_a_longer_run_goes_on_with_the_rates_of_its_own_length():
+def test_a_longer_run_continues_with_the_rates_of_its_own_length():
     short, long = _steps(_trainer("adamw", COSINE), 5), _trainer("adamw", COSINE, steps=20)
     long.load_state_dict(short.state_dict())
     assert long.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * factor(COSINE, 5, 20))
 
 
-def test_evaluation_leaves_no_trace():
+def test_evaluation_does_not_change_training():
     seen, other = (_trainer("kfac", amp="bfloat16") for _ in range(2))
     for _ in range(3):
         seen.step()
@@ -104,7 +104,7 @@ def test_a_run_that_is_killed_while_it_saves_keeps_its_last_checkpoint(tmp_path,
     assert path.read_bytes() == before
 
 
-def test_another_number_of_ranks_goes_on_with_the_mean():
+def test_another_number_of_ranks_continues_with_the_mean_history():
     histories = [History("a", [1.0, 2.0], [0.5, 0.5], [0.25, 0.25]), History("a", [3.0, 4.0]), History("a")]
     found = mean_history("b", histories)
     assert (found.label, found.losses, found.step_seconds) == ("b", [2.0, 3.0], [0.5, 0.5])
@@ -112,26 +112,26 @@ def test_another_number_of_ranks_goes_on_with_the_mean():
 
 # ---------------------------------------------------------------------- precision
 @pytest.mark.parametrize(("name", "amp"), [("adamw", "float16"), ("kfac", "bfloat16"), ("mfac", "float16")])
-def test_mixed_precision_trains_almost_alike(name, amp):
+def test_mixed_precision_has_nearly_equal_losses(name, amp):
     plain, mixed = (_steps(_trainer(name, amp=kind), 5).history.losses for kind in (None, amp))
     assert plain != mixed
     assert mixed == pytest.approx(plain, rel=0.05)
 
 
-def test_a_scaler_takes_no_closure():
+def test_a_scaler_and_a_closure_are_refused():
     with pytest.raises(ValueError, match="float16: a GradScaler takes no closure"):
         _trainer("kfac_adaptive", amp="float16")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_one_line(tmp_path, capsys):
+def test_a_missing_device_is_an_error_of_one_line(tmp_path, capsys):
     assert _run(tmp_path, "--device", "cuda") == 2
     assert "sees no CUDA device here, take cpu" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- the command
-def test_the_command_goes_on_and_keeps_its_journal(tmp_path, monkeypatch):
-    """One that is killed after step 5 goes on from its checkpoint of step 3."""
+def test_an_interrupted_command_continues_and_keeps_its_journal(tmp_path, monkeypatch):
+    """It is interrupted after step 5 and continues from its checkpoint of step 3."""
     words = ("--optimizer", "kfac", "--schedule", "linear", "--warmup", "0.2", "--steps", "8")
     words += ("--evaluate-every", "4", "--amp", "bfloat16")
     assert _run(tmp_path / "whole", *words) == 0
@@ -146,14 +146,14 @@ def test_the_command_goes_on_and_keeps_its_journal(tmp_path, monkeypatch):
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert [row["loss"] for row in rows] == [row["loss"] for row in _rows(tmp_path / "whole")]
     assert [row["step"] for row in rows if "test accuracy" in row] == [4, 8]
-    assert [row["lr"] for row in rows[:3]] == pytest.approx([0.01, 0.02, 0.02])  # up within two steps, then down
+    assert [row["lr"] for row in rows[:3]] == pytest.approx([0.01, 0.02, 0.02])  # two steps of warm-up, then decay
     assert rows[-1]["lr"] == pytest.approx(0.02 / 6)
     assert 0 < rows[0]["seconds"] < rows[-1]["seconds"]
     saved = json.loads((tmp_path / "part" / "train-digits-kfac.json").read_text())
     assert [entry["step"] for entry in saved["evaluations"]] == [4, 8]
 
 
-def test_the_journal_is_cut_back_to_the_checkpoint(tmp_path):
+def test_the_journal_is_truncated_to_the_checkpoint(tmp_path):
     words = ("--optimizer", "adamw", "--steps", "6", "--checkpoint-every", "6", "--evaluate-every", "3")
     assert _run(tmp_path, *words) == 0
     journal = tmp_path / "train-digits-adamw.jsonl"
@@ -177,17 +177,17 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path):
 
 
 def test_tensorboard_gets_loss_and_metric(tmp_path, monkeypatch, capsys):
-    told = []
+    calls = []
 
     class Writer:
         def __init__(self, folder, purge_step):
-            told.append((Path(folder).relative_to(tmp_path), purge_step))
+            calls.append((Path(folder).relative_to(tmp_path), purge_step))
 
         def add_scalar(self, name, value, step):
-            told.append((name, step))
+            calls.append((name, step))
 
         def close(self):
-            told.append("closed")
+            calls.append("closed")
 
     words = ("--optimizer", "sgd", "--tensorboard")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
@@ -197,14 +197,14 @@ def test_tensorboard_gets_loss_and_metric(tmp_path, monkeypatch, capsys):
     words = ("--optimizer", "sgd", "--evaluate-every", "2", "--checkpoint-every", "2", "--tensorboard")
     assert _run(tmp_path, *words, "--steps", "2") == 0
     steps = [("loss", 1), ("lr", 1), ("loss", 2), ("lr", 2), ("test accuracy", 2)]
-    assert told == [(Path("tensorboard/train-digits-sgd"), None), *steps, "closed"]
-    told.clear()
+    assert calls == [(Path("tensorboard/train-digits-sgd"), None), *steps, "closed"]
+    calls.clear()
     assert _run(tmp_path, *words, "--steps", "3", "--resume", "auto") == 0
-    assert told[0][1] == 3  # what an earlier run wrote from there on does not count
-    assert told[1:-1] == [("loss", 3), ("lr", 3)]
+    assert calls[0][1] == 3  # later values of an earlier run are removed
+    assert calls[1:-1] == [("loss", 3), ("lr", 3)]
 
 
-def test_bad_words_are_one_line(tmp_path, capsys):
+def test_invalid_arguments_are_errors_of_one_line(tmp_path, capsys):
     saved = tmp_path / "train-digits-sgd.pt"
     assert _run(tmp_path, "--optimizer", "sgd", "--steps", "2", "--checkpoint-every", "2") == 0
     for words, why in [
@@ -256,7 +256,7 @@ def test_the_recipe_of_a_preset_is_printed_as_the_call_that_builds_it(tmp_path, 
 def test_the_printed_line_trains_what_was_printed(tmp_path, capsys):
     assert _run(tmp_path, "--optimizer", "adamw", "--print-recipe", "--batch-size", "16", "--steps", "2") == 0
     *_, shell, python = capsys.readouterr().out.splitlines()
-    assert python == "torch.optim.AdamW(model.parameters(), lr=0.005)"  # a quarter of the examples, half of the rate
+    assert python == "torch.optim.AdamW(model.parameters(), lr=0.005)"  # a quarter of the batch size, half of the rate
     assert shell.startswith("python -m benchmarks train")
     assert main([*shell.split()[3:], "--threads", "1", "--out-dir", str(tmp_path)]) == 0
     saved = json.loads((tmp_path / "train-digits-adamw.json").read_text())
@@ -275,8 +275,7 @@ def test_a_recipe_is_scaled_on_request_only(tmp_path, capsys):
     assert scaled.recipe.settings["lr"] == 0.5
 
 
-def test_python_lines_build_the_optimizer():
-    """Each line, executed, has the keywords of the recipe."""
+def test_python_lines_build_the_optimizer_of_the_recipe():
     names = {"torch": torch, "secondorder": __import__("secondorder")}
 
     def options(optimizer):
@@ -311,22 +310,22 @@ def test_schedules_in_words():
     assert printing.schedule_text(Schedule()) == "constant"
     assert printing.schedule_text(COSINE) == "warm-up over 5 % of the run, then cosine to nothing"
     assert printing.schedule_text(Schedule("steps", 0, (0.5, 0.75), 0.2)) == "× 0.2 after 50, 75 % of the run"
-    told = printing.schedule_text(Schedule("steps", 0.05, (0.35, 0.75)), 100)
-    assert told == "warm-up over 5 epochs, then × 0.1 after epochs 35, 75"
+    text = printing.schedule_text(Schedule("steps", 0.05, (0.35, 0.75)), 100)
+    assert text == "warm-up over 5 epochs, then × 0.1 after epochs 35, 75"
 
 
-def test_epochs_of_a_recipe_are_counted_in_steps(monkeypatch):
+def test_epochs_of_a_recipe_are_converted_to_steps(monkeypatch):
     recipe = Recipe({"lr": 0.1}, "a paper", COSINE, batch_size=100, epochs=2)
     monkeypatch.setitem(METHODS, "sgd", replace(METHODS["sgd"], recipes={"digits": recipe}))
     plan = Train(size="smoke", optimizer="sgd").plan(2)
-    assert plan.workload.batch_size == 200  # of two ranks
+    assert plan.workload.batch_size == 200  # 100 on each rank
     assert plan.steps == 15  # 2 · 1437 / 200 = 14.4
     assert Train(size="smoke", optimizer="sgd", steps=3).plan(1).steps == 3
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_to_the_bit(tmp_path):
-    """Curvature that each rank keeps of its own layers is gathered for the checkpoint, and handed out again."""
+def test_two_ranks_continue_exactly(tmp_path):
+    """The curvature, of which each rank has a part, is gathered for the checkpoint and distributed after loading."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = [*WORDS, "--optimizer", "kfac", "--comm", "mem_opt"]
     for folder, steps in (("whole", "8"), ("part", "5"), ("part", "8")):

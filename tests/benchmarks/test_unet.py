@@ -1,4 +1,4 @@
-"""U-Net: crops fit their labels and come from training images only, and Dice is what it says."""
+"""U-Net: crops fit their labels and come from training images only, and Dice agrees with its definition."""
 
 from dataclasses import replace
 from itertools import islice
@@ -14,7 +14,7 @@ from benchmarks.workloads.unet import HELD_OUT, IMAGES, MEAN, STD, soft_dice
 
 
 def _write(folder, image, label=None):
-    """Every picture from a function of its number, and every label; unset: dark where the picture is."""
+    """Write pictures and labels from functions of their number; by default, labels are the dark pixels."""
     for name, make in (("image", image), ("label", label or (lambda number: np.where(image(number) < 100, 0, 255)))):
         (folder / "membrane" / name).mkdir(parents=True)
         for number in range(IMAGES):
@@ -34,8 +34,8 @@ def test_turned_and_mirrored_crops_keep_their_labels(tmp_path):
         assert 0.4 < batch[1].mean() < 0.6
 
 
-def test_all_places_and_turns_are_drawn(tmp_path):
-    """Pixels number their places, so a crop tells its corner, and how its rows and columns run."""
+def test_all_positions_and_orientations_are_drawn(tmp_path):
+    """The value of a pixel encodes its position, so a crop shows its corner and its orientation."""
     places = np.arange(36)[:, None] + 5 * np.arange(36)[None, :]
     workload = replace(_write(tmp_path, lambda _: places), batch_size=500)
     crops = _pixels(next(workload.batches(0)))[:, 0]
@@ -54,7 +54,7 @@ def test_held_out_images_are_never_trained_on(tmp_path):
 
 
 def test_dice_on_all_tiles_or_a_part(tmp_path):
-    """A stand-in that calls everything membrane: twice the share s of membrane over 1 + s."""
+    """A model that predicts membrane everywhere has 2 s / (1 + s), where s is the share of membrane."""
     label = np.full((70, 70), 255)
     label[:8, :32] = 0  # a quarter of the first of four tiles
     workload = _write(tmp_path, lambda _: np.zeros((70, 70)), lambda _: label)
@@ -62,12 +62,12 @@ def test_dice_on_all_tiles_or_a_part(tmp_path):
     nn.init.constant_(everything[0].weight, 0.0)
     nn.init.constant_(everything[0].bias, 1.0)
     assert workload.evaluate(everything, everything=True) == pytest.approx(2 / 17, rel=1e-3)
-    share = 2 / 5 / 4  # of tiles 0, 5, 10, 15 and 20 two are the first of their image
+    share = 2 / 5 / 4  # two of the tiles 0, 5, 10, 15 and 20 are the first of their image
     assert workload.evaluate(everything) == pytest.approx(2 * share / (1 + share), rel=1e-3)
     assert everything.training
 
 
-def test_dice_joins_the_loss_with_its_weight(tmp_path):
+def test_dice_is_added_to_the_loss_with_its_weight(tmp_path):
     outputs = torch.tensor([[0.3, -2.0], [1.5, 0.0]], dtype=torch.float64)[:, None, None]
     targets = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)[:, None, None]
     plain, with_dice = (make_workload("unet", tmp_path) for _ in range(2))
@@ -78,11 +78,11 @@ def test_dice_joins_the_loss_with_its_weight(tmp_path):
     assert float(gap) == pytest.approx(0.7 * (1 - float(dice)))
     halves = [with_dice.criterion(outputs[i : i + 1], targets[i : i + 1]) for i in range(2)]
     whole = with_dice.criterion(outputs, targets)
-    assert float(sum(halves) / 2) != pytest.approx(float(whole))  # no mean over examples
+    assert float(sum(halves) / 2) != pytest.approx(float(whole))  # it is not a mean over examples
     assert float(soft_dice(torch.zeros(3), torch.zeros(3))) == 1
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_pictures_of_wrong_sizes_are_refused(tmp_path):
     workload = _write(tmp_path, lambda number: np.zeros((40, 40 + number // 29)))
     with pytest.raises(ValueError, match=r"of one size, at least 32 a side, got \[\(40, 40\), \(40, 41\)\]"):
         next(workload.batches(0))

@@ -1,4 +1,4 @@
-"""The workloads on pictures: sizes of the published networks, files that are refused, draws that follow the seed."""
+"""Workloads on pictures: invalid files are refused, and random augmentation depends on the seed only."""
 
 import copy
 import pickle
@@ -21,8 +21,6 @@ from benchmarks.workloads.mnist import Autoencoder
 from benchmarks.workloads.tiny import write_photographs
 from tests.support.launching import launch, torchrun
 
-# Trainable numbers of the published networks: those of torchvision for ImageNet, of the papers' tables else by hand.
-
 
 def _first(workload, count=2, seed=0):
     return list(islice(workload.batches(seed), count))
@@ -32,10 +30,6 @@ def _same(one, other):
     return all(a.equal(b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
 
 
-# ---------------------------------------------------------------------- sizes
-
-
-# ---------------------------------------------------------------------- all
 def test_fields_are_checked(tmp_path):
     for name, field, value, message in [
         ("resnet20", "dataset", "cifar1000", "dataset must be one of cifar10, cifar100, got 'cifar1000'"),
@@ -52,7 +46,7 @@ def test_fields_are_checked(tmp_path):
             make_workload(name, tmp_path, changes={field: value})
 
 
-def test_label_smoothing_joins_the_loss(tmp_path):
+def test_label_smoothing_is_a_part_of_the_loss(tmp_path):
     outputs, targets = torch.randn(6, 10), torch.arange(6)
     logs = outputs.log_softmax(1)
     expected = -(0.9 * logs[range(6), targets] + 0.1 * logs.mean(1)).mean()
@@ -62,7 +56,7 @@ def test_label_smoothing_joins_the_loss(tmp_path):
 
 
 # ---------------------------------------------------------------------- CIFAR
-def test_a_hundred_classes(data_dir):
+def test_cifar_with_a_hundred_classes(data_dir):
     workload = make_workload("resnet32", data_dir, "smoke", changes={"dataset": "cifar100"})
     (images, labels), _ = _first(workload)
     assert images.shape == (32, 3, 32, 32)
@@ -146,7 +140,7 @@ def test_all_held_out_pictures_or_a_part(data_dir, monkeypatch):
     assert seen == [4, 8]
 
 
-def test_as_many_classes_as_are_asked_for(data_dir, tmp_path):
+def test_the_number_of_classes_can_be_chosen(data_dir, tmp_path):
     workload = make_workload("resnet18", data_dir, "smoke", changes={"classes": 2, "batch_size": 16})
     assert workload.examples == 16
     assert _first(workload, 1)[0][1].sort().values.tolist() == [0] * 8 + [1] * 8
@@ -159,7 +153,7 @@ def test_as_many_classes_as_are_asked_for(data_dir, tmp_path):
         few.evaluate(few.build_model(0))
 
 
-def test_a_run_that_goes_on_decodes_what_it_trains_on(data_dir, monkeypatch):
+def test_a_continued_run_only_decodes_the_pictures_that_it_trains_on(data_dir, monkeypatch):
     make = partial(torch.optim.SGD, lr=0.1)
     workload = make_workload("resnet18", data_dir, "smoke")
     whole, part = (Trainer("sgd", workload, lambda model: make(model.parameters())) for _ in range(2))
@@ -185,8 +179,8 @@ def test_a_damaged_photograph_is_named(workers, tmp_path):
         _first(workload)
 
 
-def test_colours_are_those_of_the_file(tmp_path):
-    """Of any kind that the data set has: gray, four inks, and palettes with transparency."""
+def test_colors_are_those_of_the_file(tmp_path):
+    """This holds for all color modes of the data set: gray, CMYK, and palettes with transparency."""
     (tmp_path / "a").mkdir()
     gray = Image.new("RGB", (40, 40), (200, 200, 200))
     kinds = {"0.png": gray, "1.png": gray.convert("L"), "2.jpg": gray.convert("CMYK"), "3.PNG": gray.quantize(4)}
@@ -201,7 +195,7 @@ def test_colours_are_those_of_the_file(tmp_path):
 
 
 def test_random_crops_are_parts_of_the_picture():
-    """Red tells the column and green the row, so a crop tells where it comes from."""
+    """Red encodes the column and green the row, so that a crop shows its position."""
     rows, columns = np.mgrid[:200, :250]
     picture = Image.fromarray(np.stack([columns, rows, 0 * rows], 2).astype(np.uint8))
     areas, ratios, mirrored = [], [], 0

@@ -1,4 +1,4 @@
-"""``window``: shapes, bytes by hand, full windows, and the command at tiny size."""
+"""The command ``window``: shapes, bytes by hand, full windows, and a run at tiny size."""
 
 import json
 import math
@@ -18,22 +18,22 @@ from tests.support.grid import each
 SHAPES = [(100, 50), (3,), (700,), (8, 4, 3, 3), (512,)]
 
 
-def test_kept():
+def test_kept_entries_of_a_block_by_hand():
     for length, keywords, k in [
         (4096, {}, 40),  # 40.96, rounded to a multiple of 8
         (512, {"block_size": 512}, 8),  # 5.12, but at least 8
         (4096, {"density": 0.5}, 2048),
         (4096, {"density": 1.0}, 4096),
         (64, {"block_size": 64, "density": 0.99}, 64),
-        (32, {"block_size": 32}, 1),  # a small block: rounded up
-        (3000, {}, 30),  # a short block
+        (32, {"block_size": 32}, 1),  # rounded up in a small block
+        (3000, {}, 30),  # a short last block
         (7, {}, 1),
     ]:
         assert kept(length, TopK(**keywords)) == k
 
 
 @pytest.mark.parametrize("size", ["autoencoder", "large", "resnet50"])
-def test_a_sparse_window_is_as_small_as_promised(size):
+def test_a_sparse_window_is_as_small_as_documented(size):
     shapes, rows = shapes_of(size), 1024
     for storage, at_least in (("topk", 60), ("topk-bf16", 90), ("topk-bf16-4bit", 95)):
         params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
@@ -70,8 +70,8 @@ STORED = {
 
 
 @each(storage={name.replace(" ", "_"): name for name in STORED}, partition=["global", "layer"])
-def test_a_filled_window_is_the_one_that_steps_use(storage, partition):
-    """The step after the filling writes row 0 of the Gram matrix: it must hold the dots with the random rows."""
+def test_steps_use_a_filled_window(storage, partition):
+    """The next step writes row 0 of the Gram matrix, which must contain the dot products with the random rows."""
     rows = 6
     params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     optimizer = built(MFAC, params, window_size=rows, partition=partition, **STORED[storage])
@@ -108,7 +108,7 @@ def _gram(state, shape):
 
 
 def _rows(state, shape):
-    """The window of one parameter as a dense float64 matrix, from what ``state_dict`` shows."""
+    """The window of one parameter as a dense float64 matrix, from its state."""
     numel = math.prod(shape)
     if "window" in state:
         return state["window"].flatten(1).double()
@@ -128,7 +128,7 @@ def _rows(state, shape):
     return torch.cat(parts, 1)
 
 
-def test_an_optimizer_without_a_window_is_not_filled():
+def test_an_optimizer_without_a_window_cannot_be_filled():
     with pytest.raises(ValueError, match="SGD has no window"):
         fill_windows(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1))
 

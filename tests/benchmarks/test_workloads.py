@@ -1,4 +1,4 @@
-"""Every workload: a seed decides weights and batches, missing data is named, and the sizes are the published ones."""
+"""Every workload: the seed determines weights and batches, missing data is named, and sizes are the published ones."""
 
 import math
 import re
@@ -33,7 +33,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_seed_alone_decides_weights_and_batches(name, data_dir):
+def test_only_the_seed_determines_weights_and_batches(name, data_dir):
     workload, before = make_workload(name, data_dir, "smoke"), torch.get_rng_state()
     (model, batch), (same, same_batch), (other, other_batch) = (
         (workload.build_model(seed), next(workload.batches(seed))) for seed in (0, 0, 1)
@@ -50,7 +50,7 @@ def test_seed_alone_decides_weights_and_batches(name, data_dir):
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_an_evaluation_is_a_number_and_leaves_the_mode(name, data_dir):
-    """That steps lower the loss is part of ``test_every_parameter_is_covered``."""
+    """``test_every_parameter_is_covered`` tests that steps lower the loss."""
     workload = make_workload(name, data_dir, "smoke")
     model = workload.build_model(0)
     for everything in (False, True):
@@ -70,7 +70,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_evaluation_in_parts_is_that_of_the_whole(name, data_dir, monkeypatch):
+def test_evaluation_in_parts_has_the_same_result(name, data_dir, monkeypatch):
     workload = make_workload(name, data_dir, "smoke")
     model = workload.build_model(0)
     whole, quality = workload.evaluate(model, everything=True), workload.quality(model)
@@ -81,7 +81,7 @@ def test_evaluation_in_parts_is_that_of_the_whole(name, data_dir, monkeypatch):
 
 
 def test_the_page_has_the_sizes_of_the_workloads(tmp_path):
-    """Trainable numbers of three sizes, examples of a step and steps; those of texts depend on their tokens."""
+    """The numbers of trainable parameters, batch sizes and steps; those of texts depend on the vocabulary."""
     page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
     rows = [row for row in rows if row[0] != "multi30k"]
@@ -92,7 +92,7 @@ def test_the_page_has_the_sizes_of_the_workloads(tmp_path):
             with torch.device("meta"):
                 model = workload.build_model(0)
             assert f"{sum(p.numel() for p in model.parameters()):,}" == count
-            assert f"{workload.batch_size:,}" in batch  # or where it begins, if it grows
+            assert f"{workload.batch_size:,}" in batch  # the first one, if it grows
             assert f"{workload.steps[size]:,}" == length
 
 
@@ -111,7 +111,7 @@ def test_padding_changes_nothing(name, data_dir):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_missing_data_says_what_and_where(name, tmp_path):
+def test_the_error_of_missing_data_names_files_folder_and_source(name, tmp_path):
     folder, file, origin = FILES[name]
     with pytest.raises(DataMissingError) as caught:
         next(make_workload(name, tmp_path).batches(0))
@@ -120,7 +120,7 @@ def test_missing_data_says_what_and_where(name, tmp_path):
         assert part in str(caught.value)
 
 
-def test_cifar_pack_is_told_how_to_unpack(tmp_path):
+def test_the_error_of_a_packed_cifar_explains_how_to_unpack_it(tmp_path):
     folder = tmp_path / "cifar10"
     folder.mkdir()
     (folder / "pack.npz").touch()
@@ -131,7 +131,7 @@ def test_cifar_pack_is_told_how_to_unpack(tmp_path):
         next(make_workload("resnet20", tmp_path).batches(0))
 
 
-def test_cifar_folder_may_be_given_directly(data_dir):
+def test_the_cifar_folder_itself_may_be_passed(data_dir):
     for inside in ["", "cifar10", "cifar10/cifar-10-batches-py"]:
         next(make_workload("resnet20", data_dir / inside, "smoke").batches(0))
 
@@ -149,8 +149,8 @@ def test_labels_that_do_not_fit_the_images_are_refused(tmp_path):
             read_labels(path, 2)
 
 
-def test_logistic_regression_is_convex_in_what_is_trained(data_dir):
-    """The features are no parameters, and along any line between two weights the loss is convex."""
+def test_logistic_regression_is_convex_in_its_parameters(data_dir):
+    """The features are not trained, and the loss is convex along any line between two weights."""
     workload = make_workload("logistic", data_dir, "smoke")
     model, batch = workload.build_model(0).double(), next(workload.batches(0))
     batch = (batch[0].double(), batch[1])
@@ -168,7 +168,7 @@ def test_logistic_regression_is_convex_in_what_is_trained(data_dir):
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_likelihood_is_that_of_the_loss(name, data_dir):
-    """Its terms are those that the loss is a mean over, and its curvature the Hessian of their sum, in the outputs."""
+    """The loss is a mean over the terms of the likelihood, whose curvature is the Hessian of their sum."""
     workload = make_workload(name, data_dir, "smoke", batch_size=3)
     model, batch = workload.build_model(0), next(workload.batches(0))
     outputs, targets = workload.outputs(model, batch).detach().double(), workload.targets(batch)
@@ -206,13 +206,13 @@ def test_every_parameter_is_covered(name, method, data_dir):
     workload = make_workload(name, data_dir, "smoke")
     model = workload.build_model(0)
     keywords = {"factor_update_steps": 1, "inv_update_steps": 2}
-    if method is HyLo:  # its absolute λ hides the curvature of some workloads, and says so
+    if method is HyLo:  # its absolute damping hides the curvature of some workloads, which causes a warning
         keywords = {"update_steps": 2, "damping": 0.1, "damping_mode": "relative"}
     optimizer = method(model, lr=0.01, graft="adam", **keywords)
     assert "fallback" not in optimizer.describe()
     batch, losses = next(workload.batches(0)), []
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a layer of which nothing can be captured
+        warnings.simplefilter("error")  # such as for a layer without captured statistics
         for _ in range(5):
             optimizer.zero_grad()
             loss = workload.loss(model, batch)
@@ -232,7 +232,7 @@ def _translation(folder, train):
 
 
 def test_sentences_become_numbers(tmp_path):
-    """0 pads, 1 begins, 2 ends, 3 is unknown; words by frequency, then by the alphabet."""
+    """0 is padding, 1 the beginning, 2 the end and 3 unknown; words are ordered by frequency, then alphabetically."""
     workload = _translation(tmp_path, (["b a b", "c"], ["y x", "z z"]))
     source, target = next(workload.batches(0))
     order = source[:, 0].argsort()
@@ -248,7 +248,7 @@ def test_sentences_become_numbers(tmp_path):
     }
 
 
-def test_long_sentences_are_cut_and_rare_words_unknown(tmp_path):
+def test_long_sentences_are_truncated_and_rare_words_unknown(tmp_path):
     workload = replace(_translation(tmp_path, (["a " * 50, "c"], ["x " * 50, "z"])), vocabulary=5, length=6)
     source, target = next(workload.batches(0))
     assert sorted(source.tolist()) == [[3, 2, 0, 0, 0, 0], [4, 4, 4, 4, 4, 2]]
@@ -256,7 +256,7 @@ def test_long_sentences_are_cut_and_rare_words_unknown(tmp_path):
     assert workload.outputs(workload.build_model(0), (source, target)).shape == (2, 6, 5)
 
 
-def test_sentences_of_a_batch_are_of_about_the_same_length(data_dir):
+def test_sentences_of_a_batch_have_similar_lengths(data_dir):
     workload = make_workload("multi30k", data_dir, "smoke")
     sources = [source for source, _ in islice(workload.batches(0), 8)]
     lengths = [source.shape[1] for source in sources]
@@ -276,7 +276,7 @@ def test_damaged_translations_are_refused_by_name(tmp_path):
 
 
 def test_published_sizes(data_dir):
-    """Parameter counts of texts, by hand."""
+    """Numbers of parameters of models of texts, by hand."""
     vocabulary = len(set(_text(data_dir)))
     layer = 4 * (128 + 1) * 128 + (128 + 1) * 512 + (512 + 1) * 128 + 2 * 2 * 128
     embeddings = (vocabulary + 128) * 128

@@ -1,4 +1,4 @@
-"""deepcopy, pickle and `torch.save` of the optimizer, of the model that it hooks, and of both together."""
+"""deepcopy, pickle and `torch.save` of the optimizer, of the model with its hooks, and of both together."""
 
 import copy
 import io
@@ -38,7 +38,7 @@ def hook_tables(model: nn.Module) -> list[dict[int, Any]]:
 
 
 def test_a_copied_model_computes_the_same_without_any_hook(method: Method, task: Task) -> None:
-    """Nor has it any trace of how hooks are left out; another optimizer trains it like any model."""
+    """It has no trace of the optimizer, and another optimizer trains it like any model."""
     fresh = method.trained(task, 4)
     for copier in COPIERS.values():
         model, first = method.start(task)
@@ -47,7 +47,7 @@ def test_a_copied_model_computes_the_same_without_any_hook(method: Method, task:
         assert_identical(values(new), fresh)
         second = method.build(model)
         train(model, first, task, 2)
-        second.detach()  # the other's hooks stay, and stay out of copies
+        second.detach()  # the hooks of the other optimizer remain, and are not copied
         twin = copier(model)
         assert_identical(values(twin), values(model))
         assert_identical(task.loss(twin, 2).detach(), task.loss(model, 2).detach())
@@ -58,7 +58,7 @@ def test_a_copied_model_computes_the_same_without_any_hook(method: Method, task:
         assert not [table for table in hook_tables(model) if table or vars(table)]
 
 
-def test_deepcopy_of_the_model_takes_nothing_of_the_optimizer_along(method: Method, mlp: Task) -> None:
+def test_deepcopy_of_the_model_copies_nothing_of_the_optimizer(method: Method, mlp: Task) -> None:
     model, optimizer = method.start(mlp)
     train(model, optimizer, mlp, 2)
     memo: dict[int, Any] = {}
@@ -106,7 +106,7 @@ def test_saved_model_loads_without_this_package(tmp_path: Any) -> None:
 
 
 class Noting:
-    """A hook of the user's, which a copy keeps."""
+    """A hook of the user, which a copy keeps."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -129,15 +129,15 @@ def test_hooks_of_the_user_stay_in_copies(method: Method, mlp: Task) -> None:
             assert list(module._forward_hooks_with_kwargs) == list(module._forward_hooks)
         assert list(twin._forward_hooks_always_called) == list(twin._forward_hooks)
         train(model, optimizer, mlp, 1)
-        for handle in handles:  # made before and after the optimizer: both still find their hook
+        for handle in handles:  # registered before and after the construction of the optimizer
             handle.remove()
         assert not [hook for table in hook_tables(model) for hook in table.values() if isinstance(hook, Noting)]
         optimizer.detach()
         assert not [table for table in hook_tables(model) if table]
 
 
-def test_hook_that_is_copied_alone_does_nothing(method: Method, mlp: Task) -> None:
-    """Where a user copies hooks one by one, what comes out needs neither the optimizer nor this package."""
+def test_a_copy_of_a_single_hook_does_nothing(method: Method, mlp: Task) -> None:
+    """It needs neither the optimizer nor this package."""
     model, optimizer = method.start(mlp)
     hooks = [hook for table in hook_tables(model) for hook in table.values() if callable(hook)]
     assert bool(hooks) == method.layerwise
@@ -159,10 +159,10 @@ def test_attached_copy_goes_on_exactly(method: Method, variant: Variant, task: T
 
 @pytest.mark.option("window_size")
 @pytest.mark.cover(copier=COPIERS)
-def test_copied_window_goes_on_and_loads_without_attach(
+def test_a_copied_window_continues_and_loads_without_attach(
     method: Method, variant: Variant, mlp: Task, copier: Any
 ) -> None:
-    """From the parameters alone; with a module `attach` does no harm either, see above."""
+    """It is built from parameters only; `attach` is optional with a module, too."""
 
     def build() -> Pair:
         model = mlp.model()
@@ -181,9 +181,9 @@ def test_copied_window_goes_on_and_loads_without_attach(
 
 
 def test_copied_optimizer_keeps_state_groups_and_attributes(method: Method, mlp: Task) -> None:
-    """And the state that was put in the place of the old one."""
+    """This includes state that the user has replaced."""
     model, optimizer = method.start(mlp)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps `step`
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps `step`
     train(model, optimizer, mlp, 3)
     optimizer.remark = "mine"
     first = next(model.parameters())
@@ -223,18 +223,18 @@ def test_a_copy_neither_steps_nor_loads_nor_changes_before_attach(method: Method
 
 @pytest.mark.option("skip_layers")
 def test_attach_refuses_a_module_without_the_parameters(method: Method, mlp: Task) -> None:
-    """Hooks on a module whose layers hold none of the optimizer's parameters would silently train by the fallback."""
+    """Otherwise, all parameters would use the fallback without a message."""
     optimizer = copy.deepcopy(method.build(mlp.model()))
     with pytest.raises((ValueError, RuntimeError), match="attach"):
         optimizer.attach(nn.Sequential(nn.Linear(2, 2)))
 
 
-# ------------------------------------------------------------------------------------------- Choices of the constructor
+# ------------------------------------------------------------------------------------------- Options of the constructor
 
 
 @pytest.mark.option("skip_layers")
 @pytest.mark.cover(generations=[1, 2], copier=COPIERS)
-def test_a_layer_left_out_as_a_module_stays_out_of_copies(
+def test_copies_skip_a_layer_that_was_passed_as_a_module(
     method: Method, mlp: Task, copier: Any, generations: int
 ) -> None:
     def build() -> Pair:
@@ -242,7 +242,7 @@ def test_a_layer_left_out_as_a_module_stays_out_of_copies(
         return model, method.build(model, skip_layers=[model.first])
 
     def copied(build: Build, model: nn.Module, optimizer: Any) -> Pair:
-        for _ in range(generations):  # apart: together, the module in the rule would be the copy's own
+        for _ in range(generations):  # copied separately, so that the rule does not contain the copied module
             model, optimizer = copier(model), copier(optimizer)
         optimizer.attach(model)
         assert set(optimizer.blocks) == {"second"}
@@ -253,7 +253,7 @@ def test_a_layer_left_out_as_a_module_stays_out_of_copies(
 
 @pytest.mark.option("skip_norm_layers", "skip_biases")
 @pytest.mark.cover(attached=[False, True], copier=COPIERS)
-def test_what_a_window_leaves_out_stays_out_of_copies(method: Method, copier: Any, attached: bool) -> None:
+def test_copies_of_a_window_leave_out_the_same_parameters(method: Method, copier: Any, attached: bool) -> None:
     def copied(build: Build, model: nn.Module, optimizer: Any) -> Pair:
         other, second = copier((model, optimizer))
         if attached:
@@ -268,7 +268,7 @@ def test_what_a_window_leaves_out_stays_out_of_copies(method: Method, copier: An
 
 @pytest.mark.option("damping_mode", "factor_update_steps")
 @pytest.mark.cover(copier=COPIERS)
-def test_a_copy_remembers_that_the_damping_mode_was_left_open(method: Method, mlp: Task, copier: Any) -> None:
+def test_a_copy_keeps_an_unset_damping_mode(method: Method, mlp: Task, copier: Any) -> None:
     model = mlp.model()
     optimizer = method.cls(model.first.parameters(), module=model)
     other, second = copier((model, optimizer))

@@ -1,4 +1,4 @@
-"""A checkpoint is loaded whether a layer is frozen in the run that saves it, in the one that loads it, or in both."""
+"""A checkpoint can be loaded if a layer is frozen in the run that saves it, in the one that loads it, or in both."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ BREAK, THAW, END = 5, 7, 12
 
 
 def trained(method: Method, task: Task, variant: Variant, frozen_at: int | None) -> tuple[nn.Module, Any]:
-    """A model and its optimizer after some steps; the first layer is frozen before one of them, or not at all."""
+    """A model and its optimizer after some steps, with the first layer frozen before step ``frozen_at``, if at all."""
     model = task.model()
     model.first.requires_grad_(frozen_at != 0)
     optimizer = method.build(model, **variant.keywords)
@@ -27,7 +27,7 @@ def trained(method: Method, task: Task, variant: Variant, frozen_at: int | None)
 def loaded(
     method: Method, task: Task, variant: Variant, model: nn.Module, state: Any, frozen: bool
 ) -> tuple[nn.Module, Any]:
-    """Another model and optimizer with the state of the first, its first layer frozen before construction or not."""
+    """Another model and optimizer with the state of the first, with the first layer frozen or not."""
     other = task.model()
     other.load_state_dict(model.state_dict())
     other.first.requires_grad_(not frozen)
@@ -36,8 +36,9 @@ def loaded(
     return other, second
 
 
-def test_a_layer_that_is_unfrozen_after_loading_goes_on(method: Method, variant: Variant, mlp: Task) -> None:
-    """What was known of the layer is kept, and used again as soon as it is unfrozen."""
+def test_a_layer_that_is_unfrozen_after_loading_uses_its_old_estimate(
+    method: Method, variant: Variant, mlp: Task
+) -> None:
     first = trained(method, mlp, variant, frozen_at=3)
     second = loaded(method, mlp, variant, first[0], first[1].state_dict(), frozen=True)
     assert_identical(second[1].state_dict(), first[1].state_dict())
@@ -48,17 +49,18 @@ def test_a_layer_that_is_unfrozen_after_loading_goes_on(method: Method, variant:
     assert_same_run(second, first)
 
 
-#: When the first layer is frozen in the run that saves, whether in the one that loads, and when both unfreeze it.
+#: The step that freezes the layer in the run that saves, whether it is frozen in the run that loads, and the step in
+#: which both unfreeze it.
 RUNS = {
-    "frozen all along": (0, True, None),
+    "always frozen": (0, True, None),
     "frozen later": (3, True, None),
-    "trained after loading": (0, False, BREAK),  # it does what one does that is unfrozen in the middle of a run
-    "frozen for loading": (None, True, THAW),
+    "trained after loading": (0, False, BREAK),  # equivalent to unfreezing in the middle of a run
+    "frozen while loading": (None, True, THAW),
 }
 
 
 @pytest.mark.cover(run=RUNS)
-def test_a_run_with_a_frozen_layer_resumes_to_the_bit(method: Method, mlp: Task, run: Any) -> None:
+def test_a_run_with_a_frozen_layer_resumes_exactly(method: Method, mlp: Task, run: Any) -> None:
     frozen_at, frozen, thaw = run
     first = trained(method, mlp, method.variants[0], frozen_at)
     second = loaded(method, mlp, method.variants[0], first[0], first[1].state_dict(), frozen)
@@ -73,7 +75,7 @@ def test_a_run_with_a_frozen_layer_resumes_to_the_bit(method: Method, mlp: Task,
         assert_same_run(second, first)
 
 
-def test_a_frozen_part_of_a_layer_resumes_to_the_bit(method: Method, mlp: Task) -> None:
+def test_a_run_with_a_frozen_bias_resumes_exactly(method: Method, mlp: Task) -> None:
     (model, optimizer), other = method.start(mlp, 3), mlp.model()
     for net in (model, other):
         net.first.bias.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What `state_dict()` holds: per parameter, fixed string keys, tensors and ints, allocated at construction."""
+"""The layout of `state_dict()`: fixed string keys per parameter, with tensors and ints, allocated at construction."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def owners(variant: Variant, model: nn.Module) -> set[str]:
-    """Names of the parameters that hold the state of a block: the weights of covered layers, the first of a window."""
+    """Names of the parameters with the state of a block: weights of covered layers, or the first one of a window."""
     return {names[0] for names in variant.units(model).values()}
 
 
@@ -29,7 +29,7 @@ def shapes(optimizer: Any) -> list[dict[str, object]]:
 def test_a_state_dict_is_plain_deterministic_and_of_sizes_known_at_construction(
     method: Method, variant: Variant, task: Task
 ) -> None:
-    """And asking for it, or popping from it, as `torch.distributed.checkpoint` does, changes nothing."""
+    """Calls of it, and changes in the returned dict, as by `torch.distributed.checkpoint`, have no effect."""
     (model, optimizer), (twin, asked) = (builder(method, task, **variant.keywords)() for _ in range(2))
     at_construction = shapes(optimizer)
     train(model, optimizer, task, 5)
@@ -66,7 +66,7 @@ def test_keys_per_parameter(method: Method, variant: Variant, task: Task) -> Non
 
 
 def test_step_momentum_and_fallback(method: Method, mlp: Task) -> None:
-    """Each parameter counts its own updates; no momentum has no buffer, and Adam's rule two moments."""
+    """Each parameter counts its own updates. Without momentum, there is no buffer; Adam's rule has two moments."""
     _, optimizer = method.start(mlp, 2, momentum=0.0)
     assert all("momentum_buffer" not in state for state in optimizer.state.values())
     model, optimizer = method.start(mlp, fallback="adamw", **method.leave_out)
@@ -87,7 +87,7 @@ def test_step_momentum_and_fallback(method: Method, mlp: Task) -> None:
 def test_curvature_is_at_least_single_precision(
     method: Method, variant: Variant, mlp: Task, dtype: torch.dtype
 ) -> None:
-    """But for what is stored smaller because it was asked for."""
+    """Options for a smaller storage are the exception."""
     model = mlp.model(dtype)
     optimizer = method.build(model, **variant.keywords)
     train(model, optimizer, mlp, 3)
@@ -105,10 +105,10 @@ def test_curvature_is_at_least_single_precision(
 
 @pytest.mark.option("factor_update_steps")
 def test_factor_shapes(method: Method, mlp: Task) -> None:
-    """Homogeneous inputs: one more row and column where there is a trainable bias; a batch of factors per group.
+    """A trainable bias adds a row and a column, and groups are a batch dimension.
 
-    Every unit of a norm layer is a group; the factor of an index is a diagonal; a frozen weight leaves the block to the
-    bias.
+    Every unit of a norm layer is a group; A of an embedding is a diagonal; if the weight is frozen, the bias owns the
+    block.
     """
     for variant in method.variants:
         model = nn.Sequential(
@@ -139,7 +139,7 @@ def shapes_of_rows(state: Any) -> tuple[tuple[int, ...], ...]:
 
 @pytest.mark.option("update_steps")
 def test_shapes_of_rows_of_groups_and_of_a_bias(method: Method, mlp: Task) -> None:
-    """Every group of a convolution has rows of its own; a frozen weight leaves the rows to the bias."""
+    """Every group of a convolution has separate rows; if the weight is frozen, the bias owns the rows."""
     model = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Conv1d(6, 4, 2, bias=False), nn.BatchNorm1d(5))
     optimizer = method.build(model)
     expected = {0: ((2, 3, 1, 19), (2, 3, 1, 3), (2, 3, 3)), 1: ((3, 1, 12), (3, 1, 4), (3, 3))}
@@ -158,9 +158,9 @@ def test_shapes_of_rows_of_groups_and_of_a_bias(method: Method, mlp: Task) -> No
 
 
 def test_counters_of_a_block_or_a_window(method: Method, variant: Variant, mlp: Task) -> None:
-    """Factors every 2 and refreshes every 4 steps; rows of examples are renewed every 2 steps.
+    """Factors are updated every 2 steps and refreshed every 4; rows of examples are updated every 2 steps.
 
-    A window knows the slot of the next row and the rows that ever were.
+    A window counts the slot of the next row and the total number of rows.
     """
     keywords = {**variant.keywords, **({"stagger": False} if method.accepts("stagger") else {})}
     model, optimizer = method.start(mlp, **keywords)
@@ -169,7 +169,7 @@ def test_counters_of_a_block_or_a_window(method: Method, variant: Variant, mlp: 
             state = optimizer.state[model.get_parameter(names[0])]
             if method.layerwise:
                 refreshes = (steps + 3) // 4 if method.family == "factors" else (steps + 1) // 2
-                if steps == 7 or not variant.keywords.get("overlap"):  # which adopts a step later
+                if steps == 7 or not variant.keywords.get("overlap"):  # overlap adopts results one step later
                     assert (state["factor_updates"], state["refreshes"]) == ((steps + 1) // 2, refreshes)
                 if method.family == "factors":
                     weight = 6.0 * sum(0.95**age for age in range((steps + 1) // 2))

@@ -1,4 +1,4 @@
-"""Files of older versions in `tests/checkpoint_files` load, and training goes on from them; see `saved_runs`."""
+"""Files of older versions in `tests/checkpoint_files` can be loaded and continued; see `tests.support.saved_runs`."""
 
 import json
 from typing import Any
@@ -15,10 +15,10 @@ WHOLE = [name for name in RUNS if name not in IN_PARTS]
 TOGETHER = [name for name, run in RUNS.items() if run.together]
 
 
-def assert_goes_on(answer: dict[str, Any], file: str, expected: dict[str, list[str]] | None) -> None:
-    """What was loaded is what was saved, to the bit; what follows is right up to rounding, which machines differ in.
+def assert_continued(answer: dict[str, Any], file: str, expected: dict[str, list[str]] | None) -> None:
+    """The loaded state is bitwise equal to the saved one; later parameters agree up to rounding between machines.
 
-    Entries that are not in the file were recomputed: of these only name, dtype and shape are compared.
+    Entries that are not in the file are computed after loading; only their names, dtypes and shapes are compared.
     """
     found = torch.load(FOLDER / file, weights_only=True)
     for saved, loaded in zip(found["optimizer"]["param_groups"], answer["groups"], strict=True):
@@ -47,19 +47,19 @@ def test_every_file_has_a_test() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*holds no curvature")
 @pytest.mark.parametrize("name", [name for name in WHOLE if name not in TOGETHER])
-def test_a_file_of_one_process(name: str) -> None:
-    assert_goes_on(continued(0, 1, name, f"{name}.pt"), f"{name}.pt", EXPECTED[name][0])
+def test_a_file_of_one_process_continues(name: str) -> None:
+    assert_continued(continued(0, 1, name, f"{name}.pt"), f"{name}.pt", EXPECTED[name][0])
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", TOGETHER)
-def test_a_file_of_all_ranks_together(pool: Pool, name: str, world: int) -> None:
+def test_a_consolidated_file_continues(pool: Pool, name: str, world: int) -> None:
     answers = [continued(0, 1, name, f"{name}.pt")] if world == 1 else pool.run(continued, name, f"{name}.pt", world=2)
     for answer in answers:
-        assert_goes_on(answer, f"{name}.pt", EXPECTED[name][0] if world == 1 else None)
+        assert_continued(answer, f"{name}.pt", EXPECTED[name][0] if world == 1 else None)
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
-def test_files_of_every_rank(pool: Pool, name: str) -> None:
+def test_files_of_each_rank_continue(pool: Pool, name: str) -> None:
     for rank, answer in enumerate(pool.run(continued_in_parts, name, world=RUNS[name].world)):
-        assert_goes_on(answer, f"{name}-{rank}.pt", EXPECTED[name][rank])
+        assert_continued(answer, f"{name}-{rank}.pt", EXPECTED[name][rank])

@@ -1,4 +1,4 @@
-"""`checkpoint_curvature`: what a checkpoint holds of the curvature, and what loading makes of one without it."""
+"""`checkpoint_curvature`: the curvature in a checkpoint, and loading of checkpoints without it."""
 
 from typing import Any
 
@@ -27,15 +27,15 @@ FACTORS = frozenset({"factor_a", "factor_g"})
 
 
 def trained(method: Method, variant: Variant, task: Task, curvature: str, steps: int = MIDDLE, **more: Any) -> Any:
-    """What makes such a run, and one after some steps."""
+    """A function that builds such a run, and one run after some steps."""
     build = builder(method, task, **{**variant.keywords, "checkpoint_curvature": curvature}, **more)
     model, optimizer = build()
     train(model, optimizer, task, steps)
     return build, model, optimizer
 
 
-def test_what_is_left_out(method: Method, variant: Variant, mlp: Task) -> None:
-    """Of factors what is derived from them, or all; of rows and windows all. The optimizer itself keeps everything."""
+def test_state_that_is_left_out(method: Method, variant: Variant, mlp: Task) -> None:
+    """Checkpoints leave out everything that is derived from factors, or the full curvature; the optimizer keeps it."""
     sizes = []
     for kind in ("all", *method.partial):
         _, model, optimizer = trained(method, variant, mlp, kind)
@@ -47,10 +47,10 @@ def test_what_is_left_out(method: Method, variant: Variant, mlp: Task) -> None:
             own = variant.own_state(parameter) if covered else set()
             curvature = own | (variant.of(model.get_submodule(name.rpartition(".")[0])) if owner else set())
             held = {"step"} | ({"momentum_buffer"} if variant.heavy_ball or not covered else set())
-            held |= {"global_step"} | variant.first_state if index == 0 else set()  # a policy's is no curvature
+            held |= {"global_step"} | variant.first_state if index == 0 else set()  # includes the state of a policy
             assert optimizer.state[parameter].keys() == held | curvature, name
             keys = saved["state"][index].keys()
-            # a mean of gradients belongs to the curvature that it is used with
+            # a mean of gradients counts as curvature
             kept = {"all": curvature, "factors": FACTORS & curvature | own, "none": set()}[kind]
             absent = {"all": set(), "factors": DERIVED, "none": DERIVED | FACTORS | own}[kind]
             assert keys >= held | kept, (kind, name)
@@ -62,7 +62,7 @@ def test_what_is_left_out(method: Method, variant: Variant, mlp: Task) -> None:
 
 @pytest.mark.option("factor_update_steps")
 def test_factors_alone_are_refreshed_at_load(method: Method, variant: Variant, mlp: Task) -> None:
-    """Saved right after a refresh, the next step is the same one up to rounding."""
+    """If the checkpoint is saved right after a refresh, the next step is equal up to rounding."""
     build, model, optimizer = trained(method, variant, mlp, "factors", steps=1)
     other, second = by_file(build, model, optimizer)
     for names in covered_layers(model).values():
@@ -76,7 +76,7 @@ def test_factors_alone_are_refreshed_at_load(method: Method, variant: Variant, m
 
 
 def test_without_curvature_the_next_step_estimates_anew(method: Method, variant: Variant, mlp: Task) -> None:
-    """Momentum and counters survive; the direction is a new optimizer's at this point, whatever the interval says."""
+    """Momentum and counters are restored; the direction is that of a new optimizer, regardless of the interval."""
     build, model, optimizer = trained(method, variant, mlp, "none")
     other, second = by_file(build, model, optimizer)
     for name, old, new in zip(values(model), optimizer.state.values(), second.state.values(), strict=True):
@@ -95,7 +95,7 @@ def test_without_curvature_the_next_step_estimates_anew(method: Method, variant:
 
 
 def by_a_used_one(build: Any, model: nn.Module, optimizer: Any) -> Pair:
-    """Into an optimizer that has trained on something else."""
+    """Load into an optimizer that has trained on other gradients."""
     other, second = build()
     for parameter in other.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -106,16 +106,16 @@ def by_a_used_one(build: Any, model: nn.Module, optimizer: Any) -> Pair:
     return other, second
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # gradients that no backward pass left
+@pytest.mark.filterwarnings("ignore::UserWarning")  # gradients are set without a backward pass
 @pytest.mark.cover(way={"used": by_a_used_one, **DCP})
 def test_partial_checkpoints_load_alike_in_every_way(method: Method, variant: Variant, mlp: Task, way: Way) -> None:
-    """Nothing of a used optimizer's own curvature is left; what flattening makes of keys that are not there is read."""
+    """No curvature of a used optimizer remains, and flattened states with missing keys can be loaded."""
     for kind in method.partial:
         build, model, optimizer = trained(method, variant, mlp, kind)
         pair = by_file(build, model, optimizer)
         try:
             other = way(build, model, optimizer)
-        except KeyError:  # older releases of torch want every key of a flattened state, and say so themselves
+        except KeyError:  # older releases of torch require every key of a flattened state
             assert way is DCP["flat dcp"]
             assert torch.__version__ < "2.13"
             return
@@ -128,7 +128,7 @@ GROUPS = [("all", "none"), ("none", "all"), ("none", "factors"), ("factors", "al
 
 
 @pytest.mark.cover(kinds={"-".join(kinds): kinds for kinds in GROUPS})
-def test_each_group_saves_the_curvature_that_it_asks_for(method: Method, mlp: Task, kinds: tuple[str, str]) -> None:
+def test_each_group_saves_the_curvature_of_its_option(method: Method, mlp: Task, kinds: tuple[str, str]) -> None:
     if not set(kinds) <= {"all", *method.partial}:
         return
 

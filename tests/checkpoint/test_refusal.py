@@ -1,4 +1,4 @@
-"""A wrong checkpoint is refused with a list of what differs, and changes nothing."""
+"""A wrong checkpoint is refused with a list of differences, and changes nothing."""
 
 import copy
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def of(build: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[Method,
 
 
 def changed(change: Callable[[dict[int, dict[str, Any]], Method], object]) -> Callable[[Method, Task], Saved]:
-    """A good checkpoint whose state was changed."""
+    """A valid checkpoint with a change in its state."""
 
     def make(method: Method, task: Task) -> Saved:
         saved = own(method, task)
@@ -55,11 +55,11 @@ def of_groups(*layers: str) -> Callable[[Method, Task], Saved]:
 def of_another_width(method: Method, task: Task) -> Saved:
     wide = nn.Sequential(nn.Linear(5, 6), Scale(6), nn.Linear(6, 3)).double()
     saved = snapshot(method.build(wide, wide.parameters()))
-    saved["param_groups"][0].pop("param_names", None)  # or the names would be refused first
+    saved["param_groups"][0].pop("param_names", None)  # otherwise, the names would be refused first
     return saved
 
 
-#: What makes a checkpoint, and words of the refusal.
+#: Functions that build a checkpoint, and words of the error.
 WRONG: dict[str, tuple[Callable[[Method, Task], Saved], list[str]]] = {
     "saved by SGD": (of(lambda model: torch.optim.SGD(model.named_parameters(), 0.1, momentum=0.9)), ["{landmark}"]),
     "saved by AdamW": (of(lambda model: torch.optim.AdamW(model.parameters(), 0.1)), ["{landmark}"]),
@@ -83,14 +83,14 @@ def test_wrong_checkpoint_is_refused_by_name_and_changes_nothing(method: Method,
     make, words = WRONG[wrong]
     model, optimizer = method.start(mlp, 3)
     sized = "factor_g" if method.accepts("factor_update_steps") else method.landmark
-    last = "second.weight" if method.layerwise else " more"  # a long list is cut
+    last = "second.weight" if method.layerwise else " more"  # a long list is truncated
     words = [word.format(landmark=method.landmark, sized=sized, last=last) for word in words]
     refuse(optimizer, make(method, mlp), *words)
     train(model, optimizer, mlp, 4, start=3)
     assert_identical(values(model), method.trained(mlp, 7))
 
 
-def test_what_is_no_state_of_an_optimizer_is_refused(method: Method, mlp: Task) -> None:
+def test_a_dict_that_is_no_state_of_an_optimizer_is_refused(method: Method, mlp: Task) -> None:
     for given in ({}, {"state": {}}, {"param_groups": []}):
         with pytest.raises(ValueError, match="not an optimizer state_dict: it needs 'state' and 'param_groups'"):
             method.build(mlp.model()).load_state_dict(given)
@@ -98,7 +98,7 @@ def test_what_is_no_state_of_an_optimizer_is_refused(method: Method, mlp: Task) 
 
 @pytest.mark.option("inverse_method")
 def test_inverse_method_comes_from_the_checkpoint_like_every_group_value(method: Method, mlp: Task) -> None:
-    """It is no mismatch, unless the loaded groups say something else than the loaded state is."""
+    """A different value is no mismatch, unless the loaded groups disagree with the loaded state."""
     eigen = method.start(mlp, 5, inverse_method="eigen")
     cholesky = by_file(builder(method, mlp, inverse_method="cholesky"), *eigen)
     assert cholesky[1].param_groups[0]["inverse_method"] == "eigen"
@@ -125,7 +125,7 @@ ROWS: dict[str, dict[str, Any]] = {
 def test_choice_of_rows_comes_from_the_checkpoint(
     method: Method, mlp: Task, rows: str, mode: str, changed: bool
 ) -> None:
-    """What a group says, and what the state is: the optimizer that takes them over was built otherwise."""
+    """Options and state are loaded into an optimizer that was built with other options."""
     model, optimizer = method.start(mlp, 3, **({"mode": mode} if changed else ROWS[rows]))
     optimizer.param_groups[0].update(ROWS[rows])
     train(model, optimizer, mlp, 4, start=3)
@@ -137,7 +137,7 @@ def test_choice_of_rows_comes_from_the_checkpoint(
 
 
 def test_every_difference_is_listed_at_once(method: Method, mlp: Task) -> None:
-    """Names are compared where both sides have them: a permuted model would load into the wrong parameters."""
+    """Names are compared if both sides have them, because a permuted model would load into the wrong parameters."""
     saved = own(method, mlp)
     del saved["state"][0][method.landmark]
     saved["state"][1]["momentum_buffer"] = torch.zeros(9)
@@ -160,7 +160,7 @@ def refuse(optimizer: Any, saved: Saved, *words: str) -> None:
 
 
 def test_every_key_and_every_shape_of_the_curvature_is_checked(method: Method, variant: Variant, mlp: Task) -> None:
-    """And the right checkpoint loads after all the wrong ones."""
+    """The valid checkpoint can be loaded after all the wrong ones."""
     saved = own(method, mlp, **variant.keywords)
     optimizer = method.build(mlp.model(), **variant.keywords)
     names = [name for name, _ in mlp.model().named_parameters()]
@@ -185,7 +185,7 @@ SIZES = {"longer": (6, 12), "shorter": (12, 6), "unknown": (6, None), "known": (
 @pytest.mark.option("batch_size")
 @pytest.mark.cover(sizes=SIZES)
 def test_rows_of_another_batch_load(method: Method, mlp: Task, sizes: tuple[int | None, int | None]) -> None:
-    """As they are; the next ones are as many as the optimizer itself keeps."""
+    """Loaded rows are used until the next update, which has the number of rows of the optimizer itself."""
     old, new = sizes
     model, optimizer = method.start(mlp, 5, batch_size=old)
     other, second = by_file(builder(method, mlp, batch_size=new), model, optimizer)
@@ -198,7 +198,7 @@ def test_rows_of_another_batch_load(method: Method, mlp: Task, sizes: tuple[int 
     assert all(value.isfinite().all() for value in values(other).values())
 
 
-def test_a_checkpoint_without_adaptation_loads_into_one_with_it_and_back() -> None:
+def test_checkpoints_with_and_without_adaptation_can_be_exchanged() -> None:
     x, y = batch()
     plain, adaptive = small(), small()
     a = KFAC(plain, damping=0.1, lr=0.1)
@@ -213,6 +213,6 @@ def test_a_checkpoint_without_adaptation_loads_into_one_with_it_and_back() -> No
     loop = Loop(adaptive, b, x, y)
     for _ in range(2):
         b.step(loop)
-    assert loop.calls == 4  # rejection looks twice; damping that training began with is not calibrated again
+    assert loop.calls == 4  # rejection calls the closure twice; damping is not calibrated again after loading
     a.load_state_dict(b.state_dict())
     a.step(Loop(plain, a, x, y))

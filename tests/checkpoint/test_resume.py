@@ -1,4 +1,4 @@
-"""A run that is saved, loaded elsewhere and continued is the run as if nothing had happened, to the bit."""
+"""A run that is saved, loaded elsewhere and continued is bitwise equal to an uninterrupted one."""
 
 import copy
 from collections.abc import Callable
@@ -35,10 +35,10 @@ from tests.support.contract import RULES
 from tests.support.methods import Method, Variant
 from tests.support.tasks import CLASSES, Task, assert_identical, snapshot, train, values
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is what is wanted here
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # tests run without a process group
 
-# Refreshes every 4 steps: the first break is inside an interval, and the last goes over two more. Windows of 4 rows:
-# the first break is inside the second turn of the ring, and the last goes over two more.
+# Refreshes are every 4 steps, so that the break is within an interval and two more refreshes follow. Windows have 4
+# rows, so that the break is within the second round of the ring.
 MIDDLE, END = 5, 11
 
 OWN_RULES: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ def test_resume_is_exact_mid_interval(method: Method, variant: Variant, task: Ta
 def test_resume_is_exact_in_every_way_and_precision(
     method: Method, variant: Variant, task: Task, dtype: torch.dtype, way: Way
 ) -> None:
-    """`Optimizer.load_state_dict` alone would round every factor to the parameter's dtype."""
+    """`torch.optim.Optimizer.load_state_dict` would round every factor to the dtype of the parameter."""
     assert_goes_on(builder(method, task, dtype, **variant.keywords), steps_of(task), MIDDLE, END, way)
 
 
@@ -68,7 +68,7 @@ def test_resume_is_exact_under_every_rule(method: Method, mlp: Task, rule: str) 
 
 
 def by_trainers(build: Build, model: nn.Module, optimizer: Any) -> Pair:
-    """Model and optimizer together, by the functions of DCP that trainers call."""
+    """Transfer model and optimizer together, by the functions of DCP that trainers call."""
     other, second = build()
     model_state, optimizer_state = get_state_dict(model, optimizer)
     set_state_dict(other, second, model_state_dict=model_state, optim_state_dict=optimizer_state)
@@ -100,12 +100,12 @@ def test_resume_is_exact_with_every_default(method: Method, mlp: Task, build: Ca
     assert_goes_on(start, steps_of(mlp), MIDDLE, END)
 
 
-# ------------------------------------------------------------------------------- What loading takes, and what it leaves
+# -------------------------------------------------------------------------------------------- Dtypes and group values
 
 
 @pytest.mark.option("window_size")
-def test_a_window_keeps_its_dtypes_in_a_model_of_another(method: Method, variant: Variant, mlp: Task) -> None:
-    """Indices stay whole, S double, rows as they are: torch alone would cast everything to the parameter's dtype."""
+def test_a_window_keeps_its_dtypes_in_a_model_of_another_dtype(method: Method, variant: Variant, mlp: Task) -> None:
+    """Torch itself would cast indices, Gram matrix and rows to the dtype of the parameter."""
     model, optimizer = builder(method, mlp, torch.float32, **variant.keywords)()
     train(model, optimizer, mlp, MIDDLE)
     other, second = by_file(builder(method, mlp, torch.bfloat16, **variant.keywords), model, optimizer)
@@ -126,7 +126,7 @@ def test_a_window_keeps_its_dtypes_in_a_model_of_another(method: Method, variant
 
 
 def test_loading_neither_shares_nor_changes_the_dict(method: Method, variant: Variant, mlp: Task) -> None:
-    """And loading one's own state changes nothing: Accelerate's wrapper does it at every construction."""
+    """Loading the current state changes nothing either, which Accelerate's wrapper does at construction."""
     build = builder(method, mlp, torch.bfloat16, **variant.keywords)
     first, second, undisturbed = build(), build(), build()
     first[1].load_state_dict(first[1].state_dict())
@@ -150,7 +150,7 @@ def test_loading_neither_shares_nor_changes_the_dict(method: Method, variant: Va
 
 
 def test_group_values_come_from_the_checkpoint_and_missing_ones_take_their_default(method: Method, mlp: Task) -> None:
-    """As in a checkpoint from before a keyword existed."""
+    """A value is missing in checkpoints of versions without this keyword."""
     _, optimizer = method.start(mlp, 2, lr=0.125, weight_decay=0.5)
     saved = snapshot(optimizer)
     second, third = (method.build(mlp.model(), weight_decay=0.25, maximize=True) for _ in range(2))
@@ -166,7 +166,7 @@ def test_group_values_come_from_the_checkpoint_and_missing_ones_take_their_defau
     assert {key: group[key] for key in changing} == {key: third.defaults[key] for key in changing}
 
 
-def test_step_as_a_number_is_read_as_a_tensor(method: Method, mlp: Task) -> None:
+def test_a_step_that_is_a_number_is_converted_to_a_tensor(method: Method, mlp: Task) -> None:
     _, optimizer = method.start(mlp, 3)
     saved = snapshot(optimizer)
     for state in saved["state"].values():
@@ -176,8 +176,8 @@ def test_step_as_a_number_is_read_as_a_tensor(method: Method, mlp: Task) -> None
     assert_identical(second.state_dict(), optimizer.state_dict())
 
 
-def test_numpy_numbers_become_plain_ones(method: Method, mlp: Task) -> None:
-    """A safe `torch.load` knows no others."""
+def test_numpy_numbers_are_converted_to_python_numbers(method: Method, mlp: Task) -> None:
+    """`torch.load` with `weights_only=True` does not support others."""
     import numpy as np
 
     betas = (np.float64(0.9), np.float64(0.99))
@@ -197,8 +197,8 @@ def test_numpy_numbers_become_plain_ones(method: Method, mlp: Task) -> None:
 
 
 @pytest.mark.cover(flat={"plain": False, "flat": True})
-def test_names_are_the_keys_and_asking_changes_nothing(method: Method, mlp: Task, flat: bool) -> None:
-    """In particular no step is taken to make state appear, as DCP does where there is none."""
+def test_keys_are_names_and_dcp_takes_no_step(method: Method, mlp: Task, flat: bool) -> None:
+    """DCP takes a step if the optimizer has no state."""
     model, optimizer = builder(method, mlp)()
     before, at_start = snapshot(optimizer), values(model)
     saved = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
@@ -213,7 +213,7 @@ def test_names_are_the_keys_and_asking_changes_nothing(method: Method, mlp: Task
 
 
 @pytest.mark.cover(flat={"plain": False, "flat": True})
-def test_through_files_without_a_process_group(method: Method, mlp: Task, flat: bool, tmp_path: Path) -> None:
+def test_files_of_dcp_without_a_process_group(method: Method, mlp: Task, flat: bool, tmp_path: Path) -> None:
     form = StateDictOptions(flatten_optimizer_state_dict=flat)
 
     def by_files(build: Build, model: nn.Module, optimizer: Any) -> Pair:
@@ -231,11 +231,11 @@ def test_through_files_without_a_process_group(method: Method, mlp: Task, flat: 
             assert_goes_on(builder(method, mlp, **variant.keywords), steps_of(mlp), MIDDLE, MIDDLE + 2, by_files)
 
 
-# ------------------------------------------------------------------------------ Curvature that is zero, and not missing
+# ----------------------------------------------------------------------------------------------- Curvature that is zero
 
 
 class Closed(nn.Module):
-    """A branch between two gates that are closed: its layer sees inputs and gradients of zero."""
+    """A branch between two gates of zero, whose layer has inputs and gradients of zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Closed(nn.Module):
         return self.second(hidden + self.exit * self.branch(self.entry * hidden))
 
 
-def test_a_layer_that_sees_zeros_alone_can_be_resumed(method: Method, mlp: Task) -> None:
+def test_a_layer_with_inputs_and_gradients_of_zero_can_be_resumed(method: Method, mlp: Task) -> None:
     task = replace(mlp, build=Closed)
     model, _ = assert_goes_on(builder(method, task), steps_of(task), 3, 5)
     assert not through_a_file(model.get_parameter("branch.weight").grad).any()

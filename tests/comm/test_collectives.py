@@ -1,7 +1,7 @@
-"""Collectives on lists of tensors against what the lists of all ranks add up to, kind by kind.
+"""Collectives on lists of tensors agree with sums and copies of the lists of all ranks.
 
-Numbers are small integers, so that every sum is exact in every dtype and order, bfloat16 included; what rounds is
-tested on its own with random numbers.
+Most tests use small integers, so that sums are exact in every dtype, including bfloat16, and in every order. Tests of
+rounding use random numbers.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ TRANSPOSED = 7  # the tensor that is made non-contiguous
 
 
 def tensors_of(rank: int, salt: int = 0, moved: bool = False) -> list[Tensor]:
-    """The list of a rank, the same wherever it is asked for."""
+    """The list of a rank, which is the same on all ranks that ask for it."""
     generator = torch.Generator().manual_seed(100 * salt + rank)
     result = []
     for shape, dtype, symmetric in LIST:
@@ -44,7 +44,7 @@ def tensors_of(rank: int, salt: int = 0, moved: bool = False) -> list[Tensor]:
         tensor = tensor.tril() + tensor.tril(-1).mT if symmetric else tensor
         result.append(tensor.to(device_of(dist.get_rank())))
     result[TRANSPOSED] = result[TRANSPOSED].view(8, 5).t()
-    if moved:  # only what need not be added
+    if moved:  # dtypes that can only be copied
         result += [torch.arange(5, dtype=torch.int16, device=result[0].device) - rank, result[0] > 0]
     return result
 
@@ -78,14 +78,14 @@ def forms() -> Iterator[Collectives]:
 def all_reduces(rank: int, world: int) -> None:
     expected = summed([tensors_of(r) for r in range(world)])
     for comm in forms():
-        for _ in range(2):  # the second time with buffers that are used again
+        for _ in range(2):  # the second call reuses buffers
             ours = tensors_of(rank)
             comm.all_reduce(ours, group=None, stage="s", symmetric=SYMMETRIC).wait()
             same(ours, expected)
 
 
 def averages(rank: int, world: int) -> None:
-    """They divide, and ignore the wire dtype."""
+    """Averages divide by the count, and ignore the wire dtype."""
     ours = [t for t in tensors_of(rank) if t.is_floating_point()]
     expected = summed([[t for t in tensors_of(r) if t.is_floating_point()] for r in range(world)])
     collectives(64, torch.bfloat16).average(ours, group=None, stage="s", count=4).wait()
@@ -93,12 +93,12 @@ def averages(rank: int, world: int) -> None:
 
 
 def roots_of(world: int) -> list[dict[int, int]]:
-    """Salts of lists by root: one each, in another order; one root alone; two; unequal."""
+    """Salts of lists by root: all ranks in another order, a single root, and two roots."""
     return [{root: root for root in reversed(range(world))}, {world - 1: 7}, {0: 1, world - 1: 2}]
 
 
 def reductions(rank: int, world: int) -> None:
-    """Every form is among the cases, and what is not on its root stays as it was."""
+    """The cases cover every form, and tensors only change on their root."""
     kinds = set()
     for roots in roots_of(world):
         for comm in forms():
@@ -170,7 +170,7 @@ def words(rank: int, world: int) -> None:
 
 
 def waits(rank: int, world: int) -> None:
-    """Waiting again changes nothing; parameters stay parameters."""
+    """A second wait changes nothing, and parameters remain parameters."""
     tensor = torch.ones(3)
     comm = collectives()
     work = comm.all_reduce([tensor, torch.ones(2)], group=None, stage="s")
@@ -200,9 +200,9 @@ def test_lists_of_all_ranks_are_added_and_copied(rank: int, world: int) -> None:
 FORMS = [
     ([100, 100, 100], "reduce_scatter", [300]),
     ([100, 100, 91], "reduce_scatter", [300]),  # 3 % of padding
-    ([110, 90, 90], "all_to_all", [290]),  # 14 %
+    ([110, 90, 90], "all_to_all", [290]),  # 14 % of padding
     ([90, 0, 60], "all_to_all", [150]),
-    ([100, 10, 10], "reduce", [100, 10, 10]),  # the first would receive 300 elements in place of 120
+    ([100, 10, 10], "reduce", [100, 10, 10]),  # otherwise the first would receive 300 elements instead of 120
     ([100, 0, 0], "reduce", [100]),
 ]
 
@@ -220,13 +220,10 @@ def test_form_of_a_reduction(rank: int, world: int) -> None:
 # ---------------------------------------------------------------------- rounding, and equality between ranks
 @pytest.mark.parametrize("wire", WIRES)
 @on_every_rank(3)
-def test_replicas_are_equal_bit_for_bit_and_sums_are_accumulated_in_float32(
+def test_replicas_are_bitwise_equal_and_sums_are_accumulated_in_float32(
     rank: int, world: int, wire: torch.dtype | None
 ) -> None:
-    """Random lists: an all-reduce, a broadcast of a matrix whose triangles differ, and sums on the first rank.
-
-    A sum on a root is that of the rounded parts in the order of ranks, itself not rounded.
-    """
+    """A sum on a root adds the rounded parts in the order of ranks, and is not rounded itself."""
     generator = torch.Generator().manual_seed(rank)
     comm = collectives(wire=wire)
     sums = [torch.randn(7, 7, generator=generator), torch.randn(5, generator=generator)]
@@ -247,7 +244,7 @@ def test_replicas_are_equal_bit_for_bit_and_sums_are_accumulated_in_float32(
 
 @on_every_rank(4)
 def test_few_roots_and_a_wire_dtype(rank: int, world: int) -> None:
-    """Parts of three elements are added by every rank; the sums go to the roots in float32: 4 + 6/64 has more bits."""
+    """Every rank adds parts of three elements, and sends the sums to the roots in float32, which 4 + 6/64 needs."""
     comm = collectives(wire=torch.bfloat16)
     ours = {1: [torch.full((9,), 1.0 + rank / 64)], 3: [torch.full((2,), 2.0)]}
     comm.reduce(ours, group=None, stage="s").wait()
@@ -262,8 +259,8 @@ def test_few_roots_and_a_wire_dtype(rank: int, world: int) -> None:
 
 # ---------------------------------------------------------------------- groups, buffers, order
 @on_every_rank(3)
-def test_groups_do_not_share_what_is_in_flight(rank: int, world: int) -> None:
-    """Two groups of one size, with calls in flight in both at once: rank 1 is in both."""
+def test_groups_do_not_share_buffers_in_flight(rank: int, world: int) -> None:
+    """Two groups of equal size have calls in flight at once, and rank 1 is in both."""
     members = [[0, 1], [1, 2]]
     groups = [dist.new_group(ranks) for ranks in members]
     comm = collectives()
@@ -289,7 +286,7 @@ def test_groups_do_not_share_what_is_in_flight(rank: int, world: int) -> None:
 
 
 @on_every_rank(2)
-def test_staging_is_bounded_and_used_again(rank: int, world: int) -> None:
+def test_buffers_are_bounded_and_reused(rank: int, world: int) -> None:
     comm = collectives(400)
     comm.all_reduce([torch.ones(30) for _ in range(200)], group=None, stage="s").wait()
     assert 0 < comm.nbytes <= 5 * 400
@@ -298,7 +295,7 @@ def test_staging_is_bounded_and_used_again(rank: int, world: int) -> None:
     last = comm.nbytes
     assert last <= 5 * 400
     big = torch.ones(1000)
-    comm.all_reduce([big], group=None, stage="s").wait()  # in place, without a buffer
+    comm.all_reduce([big], group=None, stage="s").wait()  # works in place, without a buffer
     assert comm.nbytes == last
     assert big.tolist() == [2.0] * 1000
     comm.buffers.clear()
@@ -312,7 +309,7 @@ SEEN = [
 
 
 @on_every_rank(2)
-def test_what_wraps_torch_distributed_sees_what_is_counted(rank: int, world: int) -> None:
+def test_the_counter_agrees_with_calls_of_torch_distributed(rank: int, world: int) -> None:
     calls: list[str] = []
 
     def spy(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -338,7 +335,7 @@ def test_what_wraps_torch_distributed_sees_what_is_counted(rank: int, world: int
 
 
 @on_every_rank(3)
-def test_payloads(rank: int, world: int) -> None:
+def test_payloads_by_hand(rank: int, world: int) -> None:
     comm = collectives()
     square, vector = torch.ones(10, 10), torch.ones(6)
     comm.all_reduce([square, vector], group=None, stage="s", symmetric=[True, False]).wait()
@@ -357,7 +354,7 @@ def test_payloads(rank: int, world: int) -> None:
     ]
 
 
-# ---------------------------------------------------------------------- what is counted
+# ---------------------------------------------------------------------- counter
 def test_bytes_by_stage() -> None:
     messages = Counter()
     messages.add("a", "all_reduce", 4, 10, torch.float32)

@@ -1,4 +1,4 @@
-"""Triangles that come back bit for bit, lists cut into messages, buffers that are never used twice at once."""
+"""Packed triangles, lists that are split into messages, and buffers of messages."""
 
 from itertools import product
 
@@ -21,7 +21,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_triangle_comes_back_bit_for_bit(device: str) -> None:
+def test_packing_a_triangle_is_lossless(device: str) -> None:
     dtypes = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
     for (dtype, integers), n, batch in product(dtypes.items(), [0, 1, 2, 3, 4, 5, 8, 33], [(), (3,), (2, 3)]):
         matrix = torch.randn(*batch, n, n, dtype=dtype, device=device)
@@ -36,7 +36,7 @@ def test_triangle_comes_back_bit_for_bit(device: str) -> None:
         assert torch.equal(result.view(integers), matrix.contiguous().view(integers)), (dtype, n, batch)
 
 
-def test_lower_triangle_counts_and_dtypes_convert() -> None:
+def test_the_lower_triangle_is_packed_and_dtypes_are_converted() -> None:
     matrix = torch.tensor([[1.0, 9.0, 9.0], [2.0, 3.0, 9.0], [4.0, 5.0, 6.0]])
     packed = torch.empty(6, dtype=torch.bfloat16)
     pack(matrix, packed)
@@ -46,7 +46,7 @@ def test_lower_triangle_counts_and_dtypes_convert() -> None:
 
 
 # ---------------------------------------------------------------------- messages
-def test_lists_are_cut_at_the_capacity() -> None:
+def test_lists_are_split_at_the_capacity() -> None:
     assert buckets([5, 3, 20, 4, 0, 2, 9, 1], 10) == [[0, 1], [2], [3, 5], [6, 7]]
     assert buckets([], 10) == []
     assert buckets([0, 0], 10) == []
@@ -78,8 +78,8 @@ def test_messages_with_many_roots_stay_balanced() -> None:
 def test_form_of_a_reduction() -> None:
     for shares, kind, rounded in [
         ([10, 10], "reduce_scatter", "all_to_all"),
-        ([100, 82], "reduce_scatter", "all_to_all"),  # padded to 200: 9.9 % more than 182
-        ([100, 81], "all_to_all", "all_to_all"),  # 10.5 %
+        ([100, 82], "reduce_scatter", "all_to_all"),  # padding to 200 adds 9.9 %
+        ([100, 81], "all_to_all", "all_to_all"),  # padding would add 10.5 %
         ([100, 100, 0, 0], "all_to_all", "all_to_all"),
         ([100, 99, 0, 0], "reduce", "twice"),
         ([100, 0], "reduce", "all_to_all"),
@@ -89,9 +89,9 @@ def test_form_of_a_reduction() -> None:
 
 
 # ---------------------------------------------------------------------- buffers
-def test_buffer_in_use_is_not_lent_again() -> None:
+def test_a_buffer_in_use_is_not_lent_again() -> None:
     buffers, cpu = Buffers(), torch.device("cpu")
-    group, other = object(), object()  # of one size, for all that is known of them
+    group, other = object(), object()
     first = buffers.take(group, 10, torch.float32, cpu)
     second = buffers.take(group, 10, torch.float32, cpu)
     assert first.whole is not second.whole
@@ -104,7 +104,7 @@ def test_buffer_in_use_is_not_lent_again() -> None:
     assert buffers.nbytes == 3 * 40 + 80
 
 
-def test_larger_buffer_replaces_a_free_one() -> None:
+def test_a_larger_buffer_replaces_a_free_one() -> None:
     buffers, cpu = Buffers(), torch.device("cpu")
     for numel in (10, 30, 20):
         buffers.give(buffers.take(None, numel, torch.float32, cpu))
@@ -114,4 +114,4 @@ def test_larger_buffer_replaces_a_free_one() -> None:
     buffers.give(large)
     assert buffers.take(None, 20, torch.float32, cpu).whole.numel() == 30
     buffers.clear()
-    assert buffers.nbytes == 120  # what is lent stays
+    assert buffers.nbytes == 120  # the lent buffer remains

@@ -1,4 +1,4 @@
-"""Grids, roles and owners: literal tables, bounds against the optimum, and balance of memory at real shapes."""
+"""Grids and owners agree with tables by hand, loads are close to the optimum, and real models are balanced."""
 
 from itertools import product
 
@@ -63,7 +63,7 @@ def test_owners_on_eight_ranks() -> None:
 def test_ties_go_to_the_lower_index_and_the_order_of_units_does_not_matter() -> None:
     assert assign(loads(5, 5, 5, 5, 5), Grid(4, 1)) == [0, 1, 2, 3, 0]
     assert assign(loads(5, 5, 5, 5, 5), Grid(4, 2)) == [0, 1, 2, 3, 0]
-    assert assign(loads(0, 0, 0), Grid(2, 1)) == [0, 1, 0]  # of which nothing is known
+    assert assign(loads(0, 0, 0), Grid(2, 1)) == [0, 1, 0]  # unknown loads
     assert assign(loads(1, 8, 3), Grid(2, 1)) == [1, 0, 1]
 
 
@@ -75,7 +75,7 @@ def test_kept_owners_stay() -> None:
         assign(loads(1), Grid(2, 1), kept=[2])
 
 
-def test_only_some_ranks() -> None:
+def test_owners_among_some_ranks_only() -> None:
     assert assign(loads(3, 2, 1), Grid(4, 1), only=[3, 1]) == [1, 3, 3]
     assert assign(loads(3, 2, 1), Grid(4, 2), only=[1, 2]) == [2, 1, 1]
     assert assign(loads(3, 2, 1), Grid(4, 1), kept=[0], only=[1]) == [0, 1, 1]
@@ -85,7 +85,7 @@ def test_only_some_ranks() -> None:
 
 
 def test_neither_time_nor_memory_is_balanced_at_the_expense_of_the_other() -> None:
-    """Two units that take time, two that take memory: each rank gets one of either."""
+    """Of two units that take time and two that take memory, each rank gets one of each kind."""
     units = [Load(10, 0), Load(0, 10), Load(10, 0), Load(0, 10)]
     owners = assign(units, Grid(2, 1))
     for rank in range(2):
@@ -105,20 +105,20 @@ def test_largest_load_against_the_optimum(costs: list[int], world: int, one_colu
 
 @given(costs=st.lists(st.integers(1, 30), min_size=1, max_size=6))
 def test_largest_load_on_a_grid(costs: list[int]) -> None:
-    """Of two columns of two ranks, no load exceeds the mean by more than the largest unit in either choice."""
+    """With two columns of two ranks, a load exceeds the mean by at most the largest unit in each choice."""
     owners = assign(loads(*costs), Grid(4, 2))
     assert most(costs, owners, 4) <= sum(costs) / 4 + 1.5 * max(costs)
 
 
 # ---------------------------------------------------------------------- real shapes
 def unit(a: int, g: int, diagonal: bool = False) -> tuple[Load, int]:
-    """A layer with factors ``[a, a]`` and ``[g, g]`` in float32 and bases of their sizes, and what it stores."""
+    """A layer with factors ``[a, a]`` and ``[g, g]`` in float32 and bases of the same sizes, and the stored bytes."""
     numel = 2 * g**2 + (a if diagonal else 2 * a**2)
     return Load(refresh_flops([g] if diagonal else [a, g]), 4 * numel), 4 * numel
 
 
 def norm(channels: int) -> tuple[Load, int]:
-    """A normalisation layer: a block of two by two for every channel, and its inverse."""
+    """A normalization layer with a block of two by two for every channel, and its inverse."""
     return Load(8.0 * channels, 32 * channels), 32 * channels
 
 

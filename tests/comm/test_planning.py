@@ -1,4 +1,4 @@
-"""What a plan says, against formulas written down by hand, and against the promises made of it."""
+"""Plans agree with formulas by hand and with the documented promises."""
 
 import copy
 import json
@@ -53,7 +53,7 @@ DIRECTIONS = 4 * sum(a * g for a, g in SIDES)
 FACTORS = 4 * sum(a * a + g * g for a, g in SIDES)
 
 
-def test_comm_opt() -> None:
+def test_comm_opt_sends_statistics_and_curvature() -> None:
     for method, curvature, stored in (("eigen", BASES, BASES), ("cholesky", INVERSES, FACTORS)):
         split = {"damping_split": "pi"} if method == "cholesky" else {}
         plan = built(KFAC, network(), inverse_method=method, **split).plan(4, CommOpt())
@@ -70,7 +70,7 @@ def test_comm_opt() -> None:
         assert (plan.groups, plan.padding) == (1, 0)
 
 
-def test_mem_opt_shares_everything_out() -> None:
+def test_mem_opt_divides_curvature_and_sends_directions() -> None:
     plan = KFAC(network()).plan(4, MemOpt())
     assert each(plan, "sent", "curvature") == [0] * 4
     assert each(plan, "sent", "directions") == [DIRECTIONS] * 4
@@ -82,8 +82,8 @@ def test_mem_opt_shares_everything_out() -> None:
     assert sum(each(plan, "flops", "precondition")) == sum(4 * (a * a * g + a * g * g) for a, g in SIDES)
 
 
-def test_hybrid_opt_is_between() -> None:
-    """Two rows of two: every column has a half of the layers, held by both of its ranks."""
+def test_hybrid_opt_divides_curvature_between_columns() -> None:
+    """In two rows of two ranks, every column has half of the layers, which are on both of its ranks."""
     plan = KFAC(network()).plan(4, HybridOpt(0.5))
     assert each(plan, "sent", "directions") == [DIRECTIONS] * 4
     columns = each(plan, "stored", "second_order")
@@ -92,11 +92,11 @@ def test_hybrid_opt_is_between() -> None:
     assert columns[0] + columns[1] == BASES
     assert [REFRESH_STEPS * n for n in each(plan, "sent", "curvature")] == pytest.approx(columns)
     assert sum(each(plan, "stored", "factors")) == FACTORS
-    assert plan.groups == 3  # all, a row, a column
+    assert plan.groups == 3  # all ranks, a row and a column
 
 
 def test_flops_of_statistics() -> None:
-    """Rows of a linear layer are its examples until a step has told of more."""
+    """Before the first step, an example is assumed to have one row in a linear layer."""
     optimizer = KFAC(network())
     rows = 2 * sum(a * a + g * g for a, g in SIDES) / FACTOR_STEPS
     plan = optimizer.plan(4, CommOpt())
@@ -113,9 +113,9 @@ def test_flops_of_statistics() -> None:
     assert local.notes == []
 
 
-def test_half_the_bytes_with_a_narrow_wire() -> None:
+def test_wire_dtype_bfloat16_halves_the_bytes() -> None:
     plain, narrow = (KFAC(network()).plan(2, CommOpt(wire_dtype=wire)) for wire in (None, torch.bfloat16))
-    # The sums go to equal parts and come back: twice the elements, of half the size.
+    # Equal parts are summed and sent back, which are twice the elements of half the size.
     for part, ratio in (("sent", 1), ("wire", 2)):
         expected = [n / ratio for n in each(plain, part, "statistics")]
         assert each(narrow, part, "statistics") == pytest.approx(expected, rel=1e-3)
@@ -123,22 +123,22 @@ def test_half_the_bytes_with_a_narrow_wire() -> None:
     assert each(directions, "sent", "directions") == [DIRECTIONS / 2] * 2
 
 
-def test_a_window_is_cut_evenly() -> None:
-    """`W` parts of a window of 8 rows: dots of 8 numbers, and the direction gathered; in float64, as it is small."""
+def test_a_window_is_divided_evenly() -> None:
+    """With `W` parts of a window of 8 rows, ranks send 8 dot products and gather the direction in float64."""
     for world in [1, 2, 4, 8]:
         model = network()
         d = sum(p.numel() for p in model.parameters())
         plan = MFAC(model, window_size=8).plan(world, MemOpt())
         window = each(plan, "stored", "window")
         assert sum(window) == 8 * 4 * d
-        assert max(window) - min(window) <= 2 * 8 * 4 * 16  # cut at multiples of 16 entries
+        assert max(window) - min(window) <= 2 * 8 * 4 * 16  # split at multiples of 16 entries
         assert each(plan, "sent", "dots") == [8 * 8 if world > 1 else 0] * world
         assert max(each(plan, "sent", "directions")) == (8 * world * (max(window) // 32) if world > 1 else 0)
         assert each(MFAC(model, window_size=8).plan(world, CommOpt()), "stored", "window") == [8 * 4 * d] * world
 
 
 @pytest.mark.filterwarnings("ignore:.*is not a multiple of factor_update_steps")
-def test_options_that_change_what_is_sent() -> None:
+def test_options_that_change_messages() -> None:
     nbytes = 4 * sum(p.numel() for p in network().parameters())
     averaging = KFAC(network()).plan(4, CommOpt(average_gradients=True))
     assert each(averaging, "sent", "gradients") == [nbytes] * 4
@@ -157,7 +157,7 @@ def test_options_that_change_what_is_sent() -> None:
 
 # --------------------------------------------------------------------------------------------------------- Known models
 def test_factors_of_known_models() -> None:
-    """Of convolutions and the linear layer, as published; ours of the norms are 2 × 2 per unit."""
+    """The published figures are those of convolutions and the linear layer, without norms."""
     for model, mebibytes in [("resnet50", 587), ("resnet32", 15.7)]:
         optimizer = KFAC(architecture(model).model, skip_layers=nn.BatchNorm2d)
         stored = each(optimizer.plan(64, CommOpt()), "stored", "factors")
@@ -165,7 +165,7 @@ def test_factors_of_known_models() -> None:
 
 
 def test_rows_of_known_models() -> None:
-    """ResNet-50 on 64 ranks of 80 examples, a tenth kept: 512 rows of each of 54 layers; their kernels in float64."""
+    """ResNet-50 on 64 ranks with 80 examples and a tenth of the rows has 512 rows in each of 54 layers."""
     optimizer = HyLo(architecture("resnet50").model, rank_fraction=0.1, skip_layers=nn.BatchNorm2d)
     plan = optimizer.plan(64, CommOpt(), batch_size=80)
     assert len(optimizer.blocks) == 54
@@ -202,14 +202,14 @@ def test_thousands_of_ranks() -> None:
     assert len(str(plan).splitlines()) < 30
 
 
-# ------------------------------------------------------------------------------------------------------------- The call
+# ------------------------------------------------------------------------------------------------------ Calls of plan()
 @pytest.mark.parametrize("build", [
     lambda model: EKFAC(model, factor_update_steps=1, inv_update_steps=2),
     lambda model: HyLo(model, update_steps=2, mode=LRChange(hold=1, period_steps=2)),
     lambda model: HyLo(model, update_steps=1, rows=RowOptions(kfac_when_cheaper=True), mode="kis", damping=1e-3),
     lambda model: MFAC(model, window_size=4),
 ], ids=["EKFAC", "HyLo", "factors", "MFAC"])  # fmt: skip
-def test_it_leaves_everything_as_it_is(build: Any) -> None:
+def test_a_plan_changes_nothing(build: Any) -> None:
     model = network()
     optimizer = build(model)
     for _ in range(3):
@@ -236,7 +236,7 @@ def test_the_world_and_the_strategy_are_the_optimizers_own_unless_given() -> Non
     optimizer = KFAC(network())
     assert optimizer.plan().world_size == 1
     assert optimizer.plan().strategy == "Local()"
-    assert optimizer.plan(4).strategy == "CommOpt()"  # what comm=None stands for in a world of four
+    assert optimizer.plan(4).strategy == "CommOpt()"  # the default of several ranks
     assert KFAC(network(), comm=MemOpt()).plan(4).strategy == "MemOpt()"
     assert optimizer.plan(1, comm=Local()).ranks[0].sent == {}
     for optimizer in (KFAC(network(), fallback="adamw"), EKFAC(network()), MFAC(network(), window_size=4)):
@@ -246,7 +246,7 @@ def test_the_world_and_the_strategy_are_the_optimizers_own_unless_given() -> Non
         assert sum(rank.stored.values()) == usage["total"]
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for arguments, error, message in [
         ({"world_size": 0}, ValueError, "world_size must be >= 1, got 0"),
         ({"world_size": 2.0}, TypeError, "world_size must be an integer, got 2.0"),
@@ -263,9 +263,9 @@ def test_what_is_refused() -> None:
             KFAC(network()).plan(**arguments)
 
 
-# ----------------------------------------------------------------------------------------------------------- The result
-def test_as_json_and_as_text() -> None:
-    """A column for each of few ranks; extremes of many ranks, and who is idle."""
+# ---------------------------------------------------------------------------------------------------- Results of plan()
+def test_a_plan_as_json_and_as_text() -> None:
+    """The text has a column per rank, or statistics and a note about idle ranks if there are many ranks."""
     for world in (1, 2, 64):
         plan = KFAC(network()).plan(world, MemOpt())
         found = json.loads(json.dumps(plan.to_dict()))

@@ -1,4 +1,4 @@
-"""Ways between two cuts of a tensor: every wanted entry comes once, and ranks agree on it without a message."""
+"""Routes between two shardings of a tensor: every entry arrives once, and ranks agree without communication."""
 
 from itertools import accumulate
 
@@ -13,7 +13,7 @@ from secondorder.comm.layout import NOTHING, Layout, Route, Spans, layout_of, ro
 
 @st.composite
 def cuts(draw: st.DrawFn, world: int, numel: int) -> Spans:
-    """Spans of ranks that together hold all, as pieces in any order, as copies of pieces, or on some ranks whole."""
+    """Spans that cover a tensor: pieces in any order, copies of pieces, or the whole tensor on some ranks."""
     parts = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
     ends = sorted(draw(st.lists(st.integers(0, numel), min_size=parts - 1, max_size=parts - 1)))
     bounds = [0, *ends, numel]
@@ -52,7 +52,7 @@ def test_every_wanted_entry_arrives_once(problem: tuple[int, Spans, Spans, tuple
 
 
 @given(problems())
-def test_what_one_rank_gives_another_one_takes(problem: tuple[int, Spans, Spans, tuple[tuple[int, ...], ...]]) -> None:
+def test_sent_and_received_spans_match(problem: tuple[int, Spans, Spans, tuple[tuple[int, ...], ...]]) -> None:
     _, have, want, mates = problem
     ways = ways_of(have, want, mates)
     given_away = {(r, to, span) for r, way in enumerate(ways) for to, span in way.gives}
@@ -62,8 +62,8 @@ def test_what_one_rank_gives_another_one_takes(problem: tuple[int, Spans, Spans,
     assert all(len(dict(way.gives)) == len(way.gives) for way in ways)
 
 
-def test_mates_are_asked_before_others() -> None:
-    """Two copies of two pieces: rank 3 wants all, and takes the first piece from its own copy."""
+def test_ranks_of_the_same_copy_are_preferred_as_sources() -> None:
+    """There are two copies of two pieces. Rank 3 needs both pieces, and receives the first one from its own copy."""
     have, want = ((0, 4), (4, 8), (0, 4), (4, 8)), (NOTHING, NOTHING, NOTHING, (0, 8))
     mates = ((0, 1), (0, 1), (2, 3), (2, 3))
     assert [way.gives for way in ways_of(have, want, mates)] == [(), (), ((3, (0, 4)),), ()]
@@ -78,8 +78,8 @@ def test_spans_that_overlap_or_leave_out_entries_are_refused() -> None:
             route(((0, first), (4, 8)), ((0, 8), NOTHING), ((0, 1), (0, 1)), 0)
 
 
-def test_a_thousand_ranks_take_no_work_per_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a thousand pieces to one rank, back, and to a thousand other pieces: counted by looks at spans."""
+def test_work_does_not_grow_with_the_number_of_pairs_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand pieces are sent to one rank, back, and to a thousand other pieces; counts comparisons of spans."""
     world, looks, original = 1024, [], layout._common
     monkeypatch.setattr(layout, "_common", lambda *spans: looks.append(spans) or original(*spans))
     pieces = tuple((r * 10, r * 10 + 10) for r in range(world))
@@ -93,7 +93,7 @@ def test_a_thousand_ranks_take_no_work_per_pair(monkeypatch: pytest.MonkeyPatch)
     assert 0 < len(looks) < 9 * 6 * world
 
 
-def test_a_layout_counts_entries_with_the_cut_dimension_first() -> None:
+def test_a_layout_counts_entries_with_the_sharded_dimension_first() -> None:
     x = torch.arange(24).view(2, 4, 3)
     cut = Layout(x.shape, 1, ((0, 12), (12, 24)), ((0, 1), (0, 1)), (True, True))
     flat = cut.flat(x)

@@ -1,4 +1,4 @@
-"""Who computes gradients, factors and inverses, and when a version of the curvature is used: literal tables."""
+"""Roles of ranks for gradients, factors and inverses, and the schedule of versions of the curvature."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from secondorder.comm.dedicated.roles import Roles
 
 NONE = dict.fromkeys(roles.NAMES)
 
-# by world: how many ranks have each role
+# numbers of ranks of each role by world
 SIZES = {
     3: (1, 1, 1), 4: (2, 1, 1), 5: (3, 1, 1), 6: (4, 1, 1), 7: (5, 1, 1), 8: (4, 2, 2), 9: (5, 2, 2), 10: (6, 2, 2),
 }  # fmt: skip
@@ -30,7 +30,7 @@ def test_default_roles_fill_the_world_in_order() -> None:
         assert found.colocated
 
 
-def test_given_roles_and_what_is_left() -> None:
+def test_remaining_ranks_get_the_roles_that_are_not_given() -> None:
     for given, colocated, expected in [
         ({"gradient": [2, 0], "factor": [1], "inverse": [3]}, False, Roles((2, 0), (1,), (3,))),
         ({"gradient": [0], "factor": [1]}, False, Roles((0,), (1,), (2, 3))),
@@ -42,7 +42,7 @@ def test_given_roles_and_what_is_left() -> None:
         assert roles.resolve(4, roles.check({**NONE, **given}, colocated), colocated) == expected
 
 
-def test_roles_that_no_world_or_this_world_cannot_have_are_refused() -> None:
+def test_invalid_roles_are_refused() -> None:
     for given, error, match in [
         ({"gradient": []}, ValueError, "at least one"),
         ({"gradient": [0, 0]}, ValueError, "different"),
@@ -75,11 +75,11 @@ def test_role_and_peers_of_a_rank() -> None:
     assert Roles((0,), (1,), (1,)).of(1) == "factor"
 
 
-# --------------------------------------------------------------------------------------------------------- lockstep
+# ----------------------------------------------------------------------------------------------------------- Lockstep
 
 
-def test_a_version_is_used_two_epochs_after_the_one_it_was_estimated_in() -> None:
-    """Parameters behind the curvature are two to three epochs old."""
+def test_a_version_is_used_two_epochs_after_its_estimation() -> None:
+    """The parameters of the estimate are two to three epochs old."""
     used = [lockstep.version_of(step, 3) for step in range(13)]
     assert used == [None] * 6 + [0, 0, 0, 1, 1, 1, 2]
     assert [step for step in range(10) if lockstep.ends_epoch(step, 3)] == [3, 6, 9]
@@ -89,7 +89,7 @@ def test_a_version_is_used_two_epochs_after_the_one_it_was_estimated_in() -> Non
         assert (min(ages), max(ages)) == (2 * period, 3 * period - 1)
 
 
-def test_the_order_of_work_is_random_by_version_and_the_same_in_every_run() -> None:
+def test_the_order_of_work_is_random_for_each_version_and_reproducible() -> None:
     orders = [lockstep.shuffled(range(6), seed=1, version=v) for v in range(20)]
     assert all(sorted(order) == list(range(6)) for order in orders)
     assert len({tuple(order) for order in orders}) > 10

@@ -1,4 +1,4 @@
-"""When ranks meet, and what they compare then, on plain values and a strategy that writes down what it is asked."""
+"""When ranks connect and which facts they compare, with a strategy that records its calls."""
 
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ from secondorder.runtime import Runtime
 
 
 class Recorder:
-    """Writes down what a session says."""
+    """A strategy that records its calls."""
 
     combines = True
 
@@ -22,7 +22,7 @@ class Recorder:
         self.placed, self.met, self.compared = [], [], []
 
 
-def test_ranks_meet_again_when_units_were_placed_and_compare_the_start_once() -> None:
+def test_ranks_connect_again_after_new_units_and_compare_initial_values_once() -> None:
     p, comm = nn.Parameter(torch.ones(2)), Recorder()
     table = ParameterTable("Newton", groups=[{"params": [p], "lr": torch.tensor(0.5), "graft": None}])
     table.regroup()

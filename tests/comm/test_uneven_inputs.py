@@ -1,4 +1,4 @@
-"""What a rank without data takes over from one that has data, on plain values and a strategy that plays the others."""
+"""Ranks without data adopt gradients and options of one with data, under a strategy that simulates the other ranks."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +16,7 @@ OPTIONS = ("lr", "betas", "graft", "steps")
 
 
 class Strategy:
-    """One rank of two; `sent` is what the other one sends, message by message."""
+    """One rank of two; `sent` contains the messages of the other one."""
 
     combines = True
 
@@ -62,13 +62,13 @@ def numbers(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-#: β₁ and β₂, the graft, the rate and the steps, in the order of their names.
+#: β₁ and β₂, the graft, the rate and the steps, ordered by name.
 THEIRS = (0.25, 0.75, torch.nan, 0.125, 7.0)
 WITHOUT_DATA = [[numbers(1, 0, *THEIRS)], [torch.full((2,), 5.0)]]
 
 
 def test_nothing_is_copied_outside_of_join_and_while_every_rank_has_data() -> None:
-    """Outside, gradients are averaged."""
+    """Outside of join, gradients are averaged."""
     for joins, live in ((False, (1, 0)), (True, (1, 1))):
         strategy = Strategy(0, live, [])
         inputs, params, _ = made(strategy)
@@ -78,15 +78,15 @@ def test_nothing_is_copied_outside_of_join_and_while_every_rank_has_data() -> No
 
 
 @pytest.mark.parametrize("rate", [1.0, torch.tensor(1.0)], ids=["number", "tensor"])
-def test_a_rank_without_data_takes_gradients_and_options_of_a_live_one(rate: Any) -> None:
-    """A rate that is a tensor is changed in place."""
+def test_a_rank_without_data_adopts_gradients_and_options_of_a_live_one(rate: Any) -> None:
+    """A rate that is a tensor changes in place."""
     strategy = Strategy(1, (1, 0), WITHOUT_DATA)
     inputs, (p, q), group = made(strategy, lr=rate)
     inputs.has_joined = True
     assert inputs.average_gradients(optimizer())
     assert p.grad is not None
     assert p.grad.tolist() == [5.0, 5.0]
-    assert q.grad is None  # it has none on the other rank
+    assert q.grad is None  # it has no gradient on the other rank
     assert {key: group[key] for key in OPTIONS} == {"lr": 0.125, "betas": (0.25, 0.75), "graft": None, "steps": 7}
     assert not isinstance(rate, Tensor) or group["lr"] is rate
     assert [source for source, _ in strategy.copied] == [0, 0]
@@ -96,7 +96,7 @@ def test_a_rank_without_data_takes_gradients_and_options_of_a_live_one(rate: Any
 
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_a_rank_with_data_sends_and_changes_nothing(is_sparse: bool) -> None:
-    """A sparse gradient is sent dense, and frozen parameters are left out."""
+    """A sparse gradient is sent as a dense one, and frozen parameters are left out."""
     strategy = Strategy(0, (1, 0), [])
     inputs, (p, q), group = made(strategy)
     p.grad = torch.tensor([0.0, 4.0]).to_sparse() if is_sparse else torch.tensor([0.0, 4.0])
@@ -113,7 +113,7 @@ def test_a_rank_with_data_sends_and_changes_nothing(is_sparse: bool) -> None:
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_at_the_end_options_are_those_of_the_last_rank_and_every_rank_has_data_again(is_last: bool) -> None:
+def test_all_ranks_end_with_the_options_of_the_last_one(is_last: bool) -> None:
     inputs, _, group = made(Strategy(0 if is_last else 1, (1, 0), [[numbers(*THEIRS)]]))
     inputs.has_joined = True
     inputs.end(is_last_joiner=is_last)

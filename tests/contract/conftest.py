@@ -1,16 +1,5 @@
-"""Every test here runs over the methods: see `tests.support.contract`."""
+"""Every test in this folder is parametrized by the methods: see `tests.support.contract`."""
 
-from pathlib import Path
+from tests.support.contract import mlp, pytest_collection_modifyitems, pytest_configure, pytest_generate_tests
 
-import pytest
-
-from tests.support.contract import mlp, pytest_configure, pytest_generate_tests
-
-__all__ = ["mlp", "pytest_configure", "pytest_generate_tests"]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every model here has a parameter without a block on purpose: its warning is noise."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.filterwarnings("ignore:.*follow the fallback rule"))
+__all__ = ["mlp", "pytest_collection_modifyitems", "pytest_configure", "pytest_generate_tests"]

@@ -1,4 +1,4 @@
-"""`clip_norm` and `clip_value` bound the preconditioned direction; those of `torch.nn.utils` bound gradients before."""
+"""`clip_norm` and `clip_value` bound the preconditioned direction; functions of `torch.nn.utils` bound gradients."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ from tests.support.tasks import (
 BOUND = 0.05
 
 
-def test_value_clamps_each_number_and_norm_scales_all_blocks_alike(method: Method, variant: Variant, mlp: Task) -> None:
-    """As `torch.nn.utils.clip_grad_norm_`: one norm over everything that is preconditioned."""
+def test_value_clamps_each_entry_and_norm_scales_all_blocks_alike(method: Method, variant: Variant, mlp: Task) -> None:
+    """The norm is that of all preconditioned directions together, as in `torch.nn.utils.clip_grad_norm_`."""
     free, clamped, scaled = (
         method.bare_moves(mlp, 4, **variant.keywords, **bound)
         for bound in ({}, {"clip_value": BOUND}, {"clip_norm": BOUND})
@@ -37,7 +37,7 @@ def test_value_clamps_each_number_and_norm_scales_all_blocks_alike(method: Metho
 
 
 @pytest.mark.parametrize("keyword", ["clip_norm", "clip_value"])
-def test_a_bound_is_read_at_each_step_and_a_generous_one_is_none(method: Method, mlp: Task, keyword: str) -> None:
+def test_a_bound_is_read_at_each_step_and_a_large_one_has_no_effect(method: Method, mlp: Task, keyword: str) -> None:
     def lift(optimizer: Any) -> None:
         optimizer.param_groups[0][keyword] = None
 
@@ -59,8 +59,8 @@ def gradients_clipped(method: Method, task: Task, clip: Any) -> dict[str, torch.
 
 
 @pytest.mark.parametrize("by", ["norm", "value"])
-def test_a_step_uses_gradients_that_were_clipped(method: Method, mlp: Task, by: str) -> None:
-    """A bound that they do not reach changes nothing: see `test_undisturbed.py`."""
+def test_a_step_uses_clipped_gradients(method: Method, mlp: Task, by: str) -> None:
+    """`test_undisturbed.py` tests that a bound that is not reached changes nothing."""
     bound = 0.01
 
     def by_torch(model: nn.Module) -> None:
@@ -80,8 +80,8 @@ def test_a_step_uses_gradients_that_were_clipped(method: Method, mlp: Task, by: 
 
 
 @pytest.mark.option("factor_update_steps")
-def test_factors_know_nothing_of_gradients_that_were_clipped(method: Method, mlp: Task) -> None:
-    """They come from the backward itself: a direction is as much shorter as its gradient."""
+def test_factors_do_not_depend_on_clipped_gradients(method: Method, mlp: Task) -> None:
+    """Factors are captured during backward, so clipping scales the direction by the same factor as the gradient."""
     steps = []
     for bound in (None, 0.01):
         model, optimizer = method.start(mlp, **method.bare())

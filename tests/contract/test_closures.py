@@ -1,4 +1,4 @@
-"""`step(closure)`, called once, under grad, its loss returned; and the hooks of `torch.optim.Optimizer`."""
+"""`step(closure)` calls the closure once with gradients enabled and returns its loss; hooks of `torch.optim` work."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.support.tasks import Task, assert_identical, backward, snapshot, trai
 
 
 def test_training_by_closure_equals_training_by_hand(method: Method, task: Task) -> None:
-    """What is captured inside `step` counts for that very step; the closure runs once, with gradients enabled."""
+    """Statistics that are captured inside `step` are used in the same step."""
     model, optimizer = method.start(task)
     calls: list[bool] = []
     losses: list[torch.Tensor] = []
@@ -29,7 +29,7 @@ def test_training_by_closure_equals_training_by_hand(method: Method, task: Task)
     assert_identical(values(model), method.trained(task, 6))
 
 
-def test_a_step_returns_what_its_closure_does(method: Method, mlp: Task) -> None:
+def test_a_step_returns_the_result_of_its_closure(method: Method, mlp: Task) -> None:
     model, optimizer = method.start(mlp)
     before = values(model)
 
@@ -44,7 +44,7 @@ def test_a_step_returns_what_its_closure_does(method: Method, mlp: Task) -> None
     assert optimizer.step(closure=None) is None
 
 
-def test_failing_closure_leaves_everything_as_it_was(method: Method, mlp: Task) -> None:
+def test_a_closure_that_raises_changes_nothing(method: Method, mlp: Task) -> None:
     model, optimizer = method.start(mlp)
     before = values(model)
 
@@ -115,7 +115,7 @@ def test_state_dict_hooks_run_in_order(method: Method, mlp: Task) -> None:
 
 
 def test_load_state_dict_hooks_run_in_order_and_may_complete_a_checkpoint(method: Method, mlp: Task) -> None:
-    """What torch's documentation tells users to do with a dict that does not fit: it is checked after the hook."""
+    """Torch's documentation recommends this for incompatible checkpoints, so checks must run after the hook."""
     _, optimizer = method.start(mlp, 2, lr=0.125)
     saved, second, seen = snapshot(optimizer), method.build(mlp.model()), []
 

@@ -1,6 +1,6 @@
-"""A `torch.compile`d model, and a compiled step, train as they are without a compiler.
+"""A compiled model and a compiled step have the same results as without `torch.compile`, for every method.
 
-`tests/capture/test_compile.py` looks at factors, graph breaks and recompilations; here is every method.
+`tests/capture/test_compile.py` tests factors, graph breaks and recompilations.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def test_compiled_model(method: Method, mlp: Task) -> None:
-    """In a closure, too, which the step itself calls."""
+    """With and without a closure."""
     model, optimizer = method.start(mlp)
     compiled = torch.compile(model, backend="eager")
     for step in range(6):
@@ -38,7 +38,7 @@ def test_compiled_model(method: Method, mlp: Task) -> None:
 
 
 def test_compiled_step(method: Method, mlp: Task) -> None:
-    """Run as it is, and never compiled anew: not when the learning rate changes either."""
+    """`step` is excluded from compilation, so that a change of the learning rate does not recompile it."""
     results = []
     for is_compiled in (False, True):
         model, optimizer = method.start(mlp)

@@ -1,6 +1,6 @@
-"""Complex parameters and sparse gradients: what torch's rules do with them, the fallback does; no block sees them.
+"""Complex parameters and sparse gradients use the fallback, which treats them as torch's optimizers do.
 
-In a window complex numbers are pairs of real ones, and sparse gradients are dense.
+A window treats complex numbers as pairs of real ones, and sparse gradients as dense.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def draw(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 @LAYERWISE
 @pytest.mark.cover(rule=[*RULES], foreach=[False, True, None])
-def test_fallback_of_complex_parameters_is_torchs(method: Method, rule: str, foreach: bool | None) -> None:
+def test_fallback_of_complex_parameters_agrees_with_torch(method: Method, rule: str, foreach: bool | None) -> None:
     keywords, reference = RULES[rule]
     parameters = [nn.Parameter(value) for value in draw(0, (3, 2), (4,))]
     optimizer = method.build(nn.Linear(2, 2), parameters, foreach=foreach, **keywords)
@@ -98,7 +98,7 @@ WINDOW_RULES: dict[str, dict[str, Any]] = {
 
 
 def trained_as_pairs(method: Method, pairs: bool, steps: int = 6, **keywords: Any) -> tuple[list[torch.Tensor], Any]:
-    """Complex parameters, or real ones in their place, and the optimizer; the values as pairs either way."""
+    """Train complex parameters or the equivalent pairs of real ones; return the values as pairs, and the optimizer."""
     shapes = (3, 2), (4,), ()
     parameters = [nn.Parameter(torch.view_as_real(value) if pairs else value) for value in draw(0, *shapes)]
     optimizer = built(method.cls, parameters, **{**method.keywords, **keywords})
@@ -112,7 +112,7 @@ def trained_as_pairs(method: Method, pairs: bool, steps: int = 6, **keywords: An
 @WINDOWED
 @pytest.mark.cover(foreach=[False, True])
 @pytest.mark.rules(WINDOW_RULES)
-def test_window_takes_complex_numbers_as_pairs(method: Method, rule: str, foreach: bool) -> None:
+def test_window_treats_complex_numbers_as_pairs(method: Method, rule: str, foreach: bool) -> None:
     keywords = {**WINDOW_RULES[rule], "foreach": foreach}
     turned, paired = (trained_as_pairs(method, pairs, **keywords)[0] for pairs in (False, True))
     torch.testing.assert_close(turned, paired, rtol=1e-12, atol=1e-14)
@@ -143,7 +143,7 @@ class Lookup(nn.Module):
         self.double()
 
     def fill(self, step: int) -> torch.Tensor:
-        """The gradients of a step, of which that of the table is returned; several indices name the same row."""
+        """Compute the gradients of a step, and return that of the table, in which some rows occur several times."""
         generator = torch.Generator().manual_seed(step)
         self.zero_grad()
         indices = torch.randint(9, (6,), generator=generator)
@@ -155,7 +155,7 @@ class Lookup(nn.Module):
 
 @LAYERWISE
 @pytest.mark.cover(momentum=[0.0, 0.9], foreach=[False, None])
-def test_sgd_fallback_takes_sparse_gradients_as_torchs_does(
+def test_sgd_fallback_accepts_sparse_gradients_as_in_torch(
     method: Method, momentum: float, foreach: bool | None
 ) -> None:
     model = Lookup()
@@ -170,8 +170,8 @@ def test_sgd_fallback_takes_sparse_gradients_as_torchs_does(
     assert not torch.equal(model.head.weight, before["head.weight"])
 
 
-def as_dense_ones(method: Method, **keywords: Any) -> None:
-    """Training with sparse gradients is that with dense ones; they are neither replaced nor written to."""
+def check_sparse(method: Method, **keywords: Any) -> None:
+    """Sparse gradients have the same effect as dense ones, and are neither replaced nor written to."""
     results = []
     for sparse in (True, False):
         model = Lookup(sparse)
@@ -187,17 +187,17 @@ def as_dense_ones(method: Method, **keywords: Any) -> None:
 
 
 @LAYERWISE
-def test_adamw_fallback_takes_sparse_gradients_as_dense_ones(method: Method) -> None:
-    """`torch.optim.AdamW` refuses them; the rows that no index named still decay and keep their moments here."""
-    as_dense_ones(method, fallback="adamw", fallback_lr=0.01, skip_layers=(nn.Embedding,))
+def test_adamw_fallback_treats_sparse_gradients_as_dense(method: Method) -> None:
+    """`torch.optim.AdamW` refuses them. Here, rows without an index still decay and have moments."""
+    check_sparse(method, fallback="adamw", fallback_lr=0.01, skip_layers=(nn.Embedding,))
 
 
 @WINDOWED
 @pytest.mark.cover(foreach=[False, True, None], maximize=[False, True])
-def test_window_takes_sparse_gradients_as_dense_ones(
+def test_window_treats_sparse_gradients_as_dense(
     method: Method, variant: Variant, foreach: bool | None, maximize: bool
 ) -> None:
-    as_dense_ones(method, foreach=foreach, maximize=maximize, weight_decay=0.1, **variant.keywords)
+    check_sparse(method, foreach=foreach, maximize=maximize, weight_decay=0.1, **variant.keywords)
 
 
 def test_non_finite_sparse_gradient_drops_the_step(method: Method) -> None:

@@ -1,4 +1,4 @@
-"""What decides how a layer method estimates its curvature, uses it and judges it: each choice on every task."""
+"""Options of layer methods for the estimation and use of curvature, each on every task."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tests.support.tasks import CNN, TASKS, Task, assert_changed, assert_identic
 
 pytestmark = pytest.mark.option("skip_layers")
 
-MIDDLE, END = 3, 6  # refreshes at 0 and 4, factors at 0, 2 and 4; rows are renewed when factors are
+MIDDLE, END = 3, 6  # refreshes are at 0 and 4; updates of factors or rows are at 0, 2 and 4
 
 RULES: dict[str, dict[str, Any]] = {
     "reduced": {"approx": "reduce"},
@@ -36,13 +36,13 @@ RULES: dict[str, dict[str, Any]] = {
     "squares of tokens": {"token_is_example": True},
     "from eigenvalues": {"transport": "kfac"},
     "by index": {"transport": "none"},
-    "measured anew": {"transport": "recompute"},
+    "recomputed": {"transport": "recompute"},
     "cheap bases": {"basis_update": "qr", "full_every": 2},
     "expanded": {"approx": "expand"},
     "rows of every example": {"mode": "sngd"},
     "drawn": {"mode": "kis"},
-    "drawn again and again": {"mode": "kis", "kis_sampling": "replacement"},
-    "drawn alike": {"mode": "kis", "kis_sampling": "uniform"},
+    "drawn with replacement": {"mode": "kis", "kis_sampling": "replacement"},
+    "drawn uniformly": {"mode": "kis", "kis_sampling": "uniform"},
     "pivots among columns": {"kid_pivoting": "qr"},
     "no residual": {"kid_residual": "none"},
     "all of the residual": {"kid_residual": "full"},
@@ -73,7 +73,7 @@ JUDGED: dict[str, dict[str, Any]] = {
     "rejecting long steps": {"reject_steps": True, "lr": 3.0},
     "adaptive, relative": {"adaptive_damping": True, "damping_mode": "relative", "damping": 3.0},
 }  # fmt: skip
-WAITING = {"rows by energy"}  # of every refresh, to know how many
+WAITING = {"rows by energy"}  # a refresh has to read the number of rows
 Run = Callable[[nn.Module, Any, Task, int, int], None]
 
 
@@ -102,7 +102,7 @@ def by_closure(model: nn.Module, optimizer: Any, task: Task, steps: int, start: 
 def assert_trains_and_resumes(
     method: Method, task: Task, run: Run, way: Way = by_file, **keywords: Any
 ) -> dict[str, Tensor]:
-    """Everything moves and stays finite; what a checkpoint holds goes on as if it had not been one."""
+    """All parameters change and remain finite, and a run that is saved and loaded continues exactly."""
     build = builder(method, task, **keywords)
     before = values(build()[0])
 
@@ -117,13 +117,13 @@ def assert_trains_and_resumes(
 
 @functools.cache
 def plainly(method: str, task: Task) -> dict[str, Tensor]:
-    """Where the settings alone lead to."""
+    """The final parameters under the method's settings alone."""
     return next(m for m in METHODS if m.name == method).trained(task, END)
 
 
 @pytest.mark.rules(RULES)
 def test_every_choice_trains_resumes_and_changes_the_steps(method: Method, rule: str) -> None:
-    """Each of them means something to at least one of the models, unless it is the default; none waits for a device."""
+    """Each option changes the result on at least one model, unless it is the default; none waits for a device."""
     ends = [(assert_trains_and_resumes(method, t, train, **RULES[rule]), plainly(method.name, t)) for t in TASKS[1:]]
     if not method.build(CNN.model()).defaults.items() >= RULES[rule].items():
         assert any(not torch.equal(value, plain[name]) for end, plain in ends for name, value in end.items())
@@ -136,20 +136,19 @@ def test_every_choice_trains_resumes_and_changes_the_steps(method: Method, rule:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.rules(OBSERVED | JUDGED)
 def test_curvature_that_is_observed_and_steps_that_are_judged(method: Method, task: Task, rule: str) -> None:
-    """Whatever is adapted is in the checkpoint and in copies: each case goes one of the ways, and the next another."""
+    """Checkpoints and copies contain all adapted state; the way to transfer a run alternates between cases."""
     rules, ways = OBSERVED | JUDGED, [by_file, *DCP.values(), *COPIES.values()]
     way = ways[([*rules].index(rule) + METHODS.index(method) + TASKS.index(task)) % len(ways)]
     assert_trains_and_resumes(method, task, observe if rule in OBSERVED else by_closure, way, **rules[rule])
 
 
 @pytest.mark.rules({name: rule for name, rule in JUDGED.items() if name != "everything"})
-def test_they_need_a_closure_or_are_the_plain_step(method: Method, mlp: Task, rule: str) -> None:
-    """By name, and before anything has moved."""
+def test_judged_steps_without_a_closure_are_refused_before_any_change(method: Method, mlp: Task, rule: str) -> None:
     model, optimizer = method.start(mlp, **JUDGED[rule])
     before = values(model)
     backward(model, optimizer, mlp, 0)
     if "quadratic_model" in JUDGED[rule]:
-        optimizer.step()  # the model of the blocks needs no loss
+        optimizer.step()  # the quadratic model of the blocks needs no loss
         assert_changed(model, before)
         return
     with pytest.raises(RuntimeError, match=next(iter(JUDGED[rule]))):
@@ -158,8 +157,7 @@ def test_they_need_a_closure_or_are_the_plain_step(method: Method, mlp: Task, ru
 
 
 @pytest.mark.rules({name: RULES[name] for name in ("some rows", "some squares", "drawn")} | OBSERVED)
-def test_what_is_drawn_is_drawn_from_the_seed(method: Method, rule: str) -> None:
-    """And from nobody else's generator."""
+def test_random_choices_only_depend_on_the_seed_of_the_optimizer(method: Method, rule: str) -> None:
     keywords, results = {**RULES, **OBSERVED}[rule], []
     run = observe if rule in OBSERVED else train
     for seed in (0, 1):

@@ -1,4 +1,4 @@
-"""What a user writes first: the class and the model, or its parameters, and nothing else."""
+"""The default options, with a model or its parameters as the only argument."""
 
 import pytest
 import torch
@@ -11,14 +11,13 @@ from tests.support.warned import silent
 
 
 def check(method: Method, task: Task, way: str, dtype: torch.dtype) -> None:
-    """It trains, and speaks of every parameter."""
     model = task.model(dtype)
     optimizer, before = DEFAULT_BUILDS[way](method, model), values(model)
     losses = [float(backward(model, optimizer, task, 0))]
     for _ in range(6):
         optimizer.step()
         losses.append(float(backward(model, optimizer, task, 0)))
-    if dtype is torch.bfloat16:  # in which a small step may round to nothing
+    if dtype is torch.bfloat16:  # a small step may be rounded to zero
         assert all(value.isfinite().all() for value in values(model).values())
     else:
         assert_changed(model, before)
@@ -31,7 +30,7 @@ def check(method: Method, task: Task, way: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.cover(way=[*DEFAULT_BUILDS])
-def test_trains_and_speaks_of_every_parameter(method: Method, task: Task, way: str) -> None:
+def test_trains_and_describes_every_parameter(method: Method, task: Task, way: str) -> None:
     check(method, task, way, torch.float32)
 
 
@@ -40,8 +39,8 @@ def test_trains_in_another_precision(method: Method, task: Task, dtype: torch.dt
     check(method, task, "module", dtype)
 
 
-def test_nothing_is_said_unasked(method: Method, task: Task) -> None:
-    """On a model of covered layers only, and by a window method on any."""
+def test_training_causes_no_warning(method: Method, task: Task) -> None:
+    """A layer method is tested on a model with covered layers only."""
     models = [nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()]
     with silent():
         for model in models if task.name == "mlp" else []:
@@ -52,8 +51,8 @@ def test_nothing_is_said_unasked(method: Method, task: Task) -> None:
 
 
 @pytest.mark.option("window_size")
-def test_one_batch_over_and_over(method: Method, mlp: Task) -> None:
-    """Rows that are (nearly) the same again and again, at the small damping that is the default."""
+def test_the_same_batch_in_every_step(method: Method, mlp: Task) -> None:
+    """Rows of the window are (nearly) equal, and the default damping is small."""
     for dtype in (torch.float32, torch.float64):
         model = mlp.model(dtype)
         optimizer = method.cls(model, lr=1.0)

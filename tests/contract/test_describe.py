@@ -1,6 +1,6 @@
-"""`describe()`: one row per parameter, starting with its name; "fallback" only where a parameter takes it.
+"""`describe()` has one row per parameter, which starts with its name and mentions the fallback if it is used.
 
-And `repr(optimizer)`, which fits on a screen: learning rate, weight decay, and what was not left at its default.
+`repr(optimizer)` is short: learning rate, weight decay, and options that differ from their defaults.
 """
 
 import copy
@@ -30,8 +30,7 @@ def reason(row: str) -> str:
     return row.partition("fallback")[2].strip()
 
 
-def test_rows_of_parameters_that_take_the_fallback_say_so_and_no_others(method: Method, task: Task) -> None:
-    """A weight that holds curvature is not in the fallback, and the other way round."""
+def test_exactly_the_rows_of_parameters_that_use_the_fallback_mention_it(method: Method, task: Task) -> None:
     model, optimizer = method.start(task, **method.leave_out)
     found, left_out = rows(optimizer, model), method.left_out(model)
     assert list(found) == [name for name, _ in model.named_parameters()]
@@ -49,7 +48,7 @@ def test_rows_of_parameters_that_take_the_fallback_say_so_and_no_others(method: 
 
 
 @pytest.mark.option("skip_norm_layers", "skip_biases")
-def test_two_ways_out_of_a_window_have_two_reasons(method: Method) -> None:
+def test_norm_layers_and_biases_outside_a_window_have_different_reasons(method: Method) -> None:
     model = TRANSFORMER.model()
     found = rows(method.build(model, skip_norm_layers=True, skip_biases=True), model)
     out = {"norm.weight", "norm.bias", "qkv.bias", "out.bias"}
@@ -58,15 +57,15 @@ def test_two_ways_out_of_a_window_have_two_reasons(method: Method) -> None:
 
 
 @pytest.mark.option("skip_layers")
-def test_a_skipped_layer_and_a_bare_parameter_have_two_reasons(method: Method, mlp: Task) -> None:
+def test_a_skipped_layer_and_a_bare_parameter_have_different_reasons(method: Method, mlp: Task) -> None:
     model = mlp.model()
     found = rows(method.build(model, skip_layers=("second",)), model)
     assert reason(found["scale.gain"]) != reason(found["second.bias"])
 
 
-def test_parameter_that_joins_late_gets_a_row(method: Method, mlp: Task) -> None:
+def test_a_parameter_that_is_added_later_gets_a_row(method: Method, mlp: Task) -> None:
     model = mlp.model()
-    optimizer = method.build(model, model.first.parameters(), module=model)  # a window takes the names from there
+    optimizer = method.build(model, model.first.parameters(), module=model)  # for a window method, because of the names
     assert set(rows(optimizer, model)) == {"first.weight", "first.bias"}
     optimizer.add_param_group({"params": [*model.scale.parameters(), *model.second.parameters()]})
     train(model, optimizer, mlp, 2)
@@ -78,14 +77,14 @@ def test_parameter_that_joins_late_gets_a_row(method: Method, mlp: Task) -> None
     if method.layerwise:
         before = optimizer.describe().count("fallback")
         optimizer.add_param_group({"params": [nn.Parameter(model.scale.gain.detach().clone())]})
-        assert optimizer.describe().count("fallback") == before + 1  # of a parameter outside the module
+        assert optimizer.describe().count("fallback") == before + 1  # the parameter is outside the module
 
 
 def lines_of(optimizer: object) -> list[str]:
     return [line.strip() for line in repr(optimizer).splitlines()]
 
 
-def test_repr_leaves_out_defaults_and_shows_what_was_chosen_or_scheduled(method: Method) -> None:
+def test_repr_leaves_out_defaults_and_shows_other_and_scheduled_values(method: Method) -> None:
     optimizer = method.cls(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), lr=0.03, weight_decay=0.25)
     lines = lines_of(optimizer)
     assert lines[0] == f"{method.cls.__name__} ("
@@ -94,7 +93,7 @@ def test_repr_leaves_out_defaults_and_shows_what_was_chosen_or_scheduled(method:
     assert len(lines) < 24
     assert not any(line.startswith(("foreach", "nesterov", "param_names", "fallback_base_lr")) for line in lines)
     group = optimizer.param_groups[0]
-    group.update(clip_norm=2.5, initial_lr=0.5)  # the latter as a scheduler adds it
+    group.update(clip_norm=2.5, initial_lr=0.5)  # a scheduler adds the latter
     lines = lines_of(copy.deepcopy(optimizer))
     assert {"clip: ClipOptions(norm=2.5)", "initial_lr: 0.5", "weight_decay: 0.25"} <= set(lines)
     group.update(weight_decay=0.0, clip_norm=None)

@@ -1,7 +1,7 @@
-"""Every method on a device: the numbers of the CPU, no mixture of devices, and no wait from the third step on.
+"""Every method on a device has the results of the CPU, does not mix devices, and does not wait from the third step on.
 
-The device is simulated, see `tests.support.device`. It has no second stream, so that methods which refresh next to
-training refuse it; and what a device may lack, a factorization for example, is taken away from it.
+The device is simulated, see `tests.support.device`. It has no second stream, so `overlap` raises an error. Some tests
+remove operators from it that other devices may not support, such as factorizations.
 """
 
 import logging
@@ -33,7 +33,7 @@ RULES: dict[str, dict[str, Any]] = {
     "switched-off": {"inv_update_steps": 0},
     "switched-off, with rows": {"update_steps": 0},
     "ema": {"momentum_mode": "ema"},
-    "decay-beside": {"weight_decay": 0.1, "weight_decay_mode": "both"},
+    "both-decays": {"weight_decay": 0.1, "weight_decay_mode": "both"},
     "eigh": {"solver": "eigh"},
     "window-scale": {"scale": "window"},
     "bias-correction": {"betas": (0.9, 1.0), "bias_correction": True, "sgd_weight": 0.5},
@@ -56,7 +56,7 @@ def test_every_variant_trains_as_on_the_cpu_and_waits_for_nothing(method: Method
 
 
 def drop(method: Method, task: Task, start: int, **keywords: Any) -> None:
-    """A device decides by gates whether a step is dropped, where the CPU looks at the numbers."""
+    """Check that a step is dropped without a wait, while the CPU reads the values."""
     with SimulatedDevice() as device:
         run = DeviceRun(partial(method.build, **{**method.eager, **keywords}), task, device).steps(start)
         before = run.kept()
@@ -72,7 +72,7 @@ def drop(method: Method, task: Task, start: int, **keywords: Any) -> None:
 
 @pytest.mark.rules(RULES)
 def test_every_rule_trains_as_on_the_cpu_and_waits_for_nothing(method: Method, mlp: Task, rule: str) -> None:
-    """A batch that is not finite changes no bit and is not waited for either."""
+    """A batch that is not finite changes no bit and does not cause a wait either."""
     check(partial(method.build, **RULES[rule]), mlp)
     drop(method, mlp, 3, **RULES[rule])
 
@@ -82,7 +82,7 @@ def test_the_defaults_wait_for_nothing_and_a_first_batch_may_be_dropped(method: 
     drop(method, mlp, 0)
 
 
-def test_a_rate_that_is_a_tensor_of_the_device_stays_there(method: Method, mlp: Task) -> None:
+def test_a_tensor_lr_on_the_device_stays_there(method: Method, mlp: Task) -> None:
     with SimulatedDevice() as device:
         lr = device.tensor(torch.tensor(0.01))
         found = DeviceRun(partial(method.build, lr=lr), mlp, device).steps(4).parameters()
@@ -91,7 +91,7 @@ def test_a_rate_that_is_a_tensor_of_the_device_stays_there(method: Method, mlp: 
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-# --------------------------------------------------------------- Devices that lack a factorization, or break down in it
+# --------------------------------------------------------- Devices that do not support a factorization, or fail in one
 
 FACTORIZATIONS = (
     aten._linalg_eigh.default,
@@ -107,7 +107,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
-def test_factorizations_that_a_device_lacks_are_done_on_the_cpu(method: Method, error: Exception, mlp: Task) -> None:
+def test_unsupported_factorizations_run_on_the_cpu(method: Method, error: Exception, mlp: Task) -> None:
     for variant in method.variants:
         if variant.keywords.get("overlap"):
             continue
@@ -120,7 +120,7 @@ def test_factorizations_that_a_device_lacks_are_done_on_the_cpu(method: Method, 
         assert report.get("refresh_failures", 0) == report.get("solve_failures", 0) == 0
 
 
-def test_what_a_device_lacks_is_logged_once(
+def test_unsupported_operators_are_logged_once(
     mlp: Task, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("secondorder.linalg.dense._elsewhere", set())

@@ -1,6 +1,6 @@
-"""Options that say the same do the same: `maximize` of the negative loss, either `foreach`, a tensor as `lr`.
+"""Equivalent options have equal results: `maximize` of the negative loss, both values of `foreach`, a tensor as `lr`.
 
-Memory layout is no part of the result either: transposed weights and gradients, channels_last models.
+Results do not depend on the memory layout either: transposed weights, strided gradients and channels_last models.
 """
 
 from typing import Any
@@ -37,14 +37,10 @@ def ascended(method: Method, task: Task, **keywords: Any) -> dict[str, torch.Ten
     return values(model)
 
 
-def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert_all_close(actual, expected, rtol=1e-12, atol=1e-14)
-
-
 def check(method: Method, task: Task, **keywords: Any) -> None:
     assert_identical(ascended(method, task, **keywords), method.trained(task, **keywords))
     loop, batched = (method.trained(task, **keywords, foreach=foreach) for foreach in (False, True))
-    assert_close(batched, loop)
+    assert_all_close(batched, loop)
 
 
 def test_maximize_and_foreach_for_every_variant_and_task(method: Method, variant: Variant, task: Task) -> None:
@@ -59,7 +55,7 @@ def test_maximize_foreach_and_tensor_lr_under_every_rule(method: Method, mlp: Ta
     expected = method.trained(mlp, **{**RULES[rule], "lr": LR})
     for shape, foreach in (((), False), ((1,), True), ((), None)):
         lr = torch.full(shape, LR, dtype=torch.float64)
-        assert_close(method.trained(mlp, **{**RULES[rule], "lr": lr, "foreach": foreach}), expected)
+        assert_all_close(method.trained(mlp, **{**RULES[rule], "lr": lr, "foreach": foreach}), expected)
 
 
 def test_maximize_is_read_from_each_group(method: Method, mlp: Task) -> None:
@@ -105,15 +101,14 @@ def test_a_scheduler_moves_a_tensor_lr_in_place(method: Method, mlp: Task) -> No
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         for step in range(4):
             train(model, optimizer, mlp, 1, start=step)
-            assert float(optimizer.param_groups[0]["lr"]) == LR / 2**step  # a step does not change it
+            assert float(optimizer.param_groups[0]["lr"]) == LR / 2**step  # steps do not change it
             scheduler.step()
         results.append(values(model))
     assert optimizer.param_groups[0]["lr"] is inside
-    assert_close(results[1], results[0])
+    assert_all_close(results[1], results[0])
 
 
 def test_groups_do_not_share_a_tensor_lr_by_accident(method: Method, mlp: Task) -> None:
-    """A tensor in one group, the float default in another."""
     model = mlp.model()
     groups: list[dict[str, Any]] = [
         {"params": list(model.first.parameters()), "lr": torch.tensor(LR)},
@@ -133,7 +128,7 @@ def test_tensor_lr_survives_a_checkpoint(method: Method, mlp: Task) -> None:
     saved = snapshot(optimizer)
     second.load_state_dict(saved)
     assert_identical(second.param_groups[0]["lr"], torch.tensor(LR))
-    saved["param_groups"][0]["lr"].fill_(7.0)  # the optimizer has one of its own
+    saved["param_groups"][0]["lr"].fill_(7.0)  # the optimizer must have made a copy
     assert_identical(second.param_groups[0]["lr"], torch.tensor(LR))
 
 
@@ -143,7 +138,7 @@ def test_tensor_lr_of_several_elements_is_refused(method: Method, mlp: Task) -> 
 
 
 def spread(gradient: torch.Tensor) -> torch.Tensor:
-    """The same numbers with gaps between them."""
+    """Equal values in a strided tensor, with gaps between the entries."""
     return torch.stack([gradient, torch.zeros_like(gradient)], -1)[..., 0]
 
 

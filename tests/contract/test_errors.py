@@ -1,4 +1,4 @@
-"""Bad input is refused at construction: the value in the text, before any warning, and nothing is left behind."""
+"""Invalid input is refused at construction, with the value in the message, before any warning and without effects."""
 
 import math
 import re
@@ -17,7 +17,7 @@ from tests.support.methods import Method
 from tests.support.tasks import Task, assert_identical, snapshot, train
 from tests.support.warned import warned
 
-#: By keyword: values that are refused, and values of a wrong kind.
+#: Invalid values and values of a wrong type, by keyword.
 REFUSED: dict[str, tuple[list[Any], list[Any]]] = {
     "lr": ([-0.1, math.nan], ["fast"]),
     "momentum": ([-0.5], ["0.9"]),
@@ -110,14 +110,14 @@ BAD, WRONG_KIND = ({keyword: lists[kind] for keyword, lists in REFUSED.items()} 
 
 
 def known(method: Method, table: dict[str, list[Any]]) -> list[tuple[str, Any]]:
-    """The cases of a method: of its own betas and ε GGT has other bounds than Adam's rule."""
+    """The cases of a method; the bounds of GGT's own betas and ε differ from those of Adam's rule."""
     own = {"betas", "eps"} if not method.accepts("sgd_weight") else set()
     cases = [(keyword, value) for keyword, given in table.items() for value in given]
     return [(keyword, value) for keyword, value in cases if method.accepts(keyword) and keyword not in own]
 
 
 def refusal(call: Callable[[], object]) -> tuple[type[Exception] | None, str]:
-    """Type and text of what a call raises."""
+    """Type and message of the error that a call raises."""
     try:
         call()
     except Exception as error:
@@ -126,7 +126,7 @@ def refusal(call: Callable[[], object]) -> tuple[type[Exception] | None, str]:
 
 
 def shown(value: Any) -> str:
-    """What of the value must stand in the text: of a pair, the number that is wrong."""
+    """The part of the value that the message must contain: of a pair, the invalid number."""
     if isinstance(value, tuple):
         strange = [item for item in value if isinstance(item, str) or not 0 <= item <= 1]
         value = strange[0] if strange else max(value)
@@ -134,7 +134,7 @@ def shown(value: Any) -> str:
 
 
 def names(method: Method, keyword: str, text: str) -> bool:
-    """Whether a message names an option: by its key in a group, or by its field."""
+    """Whether a message contains the name of an option, which is its key in a group or its field."""
     _, field = flat_names(method.cls).get(keyword, ("", None))
     return keyword in text or field is not None and field.name in text
 
@@ -154,7 +154,7 @@ def test_every_bad_value_is_named_and_leaves_no_hook(method: Method, mlp: Task) 
     assert not wrong
 
 
-def test_every_wrong_kind_is_a_type_error(method: Method, mlp: Task) -> None:
+def test_every_wrong_type_is_a_type_error(method: Method, mlp: Task) -> None:
     wrong = {}
     for keyword, value in known(method, WRONG_KIND):
         model = mlp.model()
@@ -184,7 +184,7 @@ def test_every_bad_value_in_a_group_is_refused_and_changes_nothing(method: Metho
     train(model, optimizer, mlp, 1)
 
 
-def test_parameters_that_are_none_are_refused_as_torch_does(method: Method, mlp: Task) -> None:
+def test_invalid_parameters_are_refused_as_in_torch(method: Method, mlp: Task) -> None:
     model = mlp.model()
     cases: list[tuple[Any, type[Exception], str]] = [
         (model.first.weight, TypeError, "params argument given to the optimizer should be an iterable"),
@@ -202,7 +202,7 @@ def test_parameters_that_are_none_are_refused_as_torch_does(method: Method, mlp:
         method.build(model, dampening=0.1)
 
 
-#: Options that do not go together, and words of the text, every one of which names an option or a value.
+#: Options that cannot be combined, and patterns for the names of options or values in the message.
 TOGETHER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "nesterov without momentum": ({"nesterov": True, "momentum": 0.0}, ("(?i)nesterov",)),
     "cholesky": ({"inverse_method": "cholesky", "damping_split": "exact"}, ("cholesky", "eigen|pi")),
@@ -220,10 +220,10 @@ TOGETHER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def test_options_that_do_not_go_together_are_refused(method: Method, mlp: Task) -> None:
+def test_options_that_cannot_be_combined_are_refused(method: Method, mlp: Task) -> None:
     for name, (keywords, words) in TOGETHER.items():
         if not method.knows(keywords) or (name == "nesterov pre" and method.layerwise):
-            continue  # EK-FAC has momentum before preconditioning with Nesterov's rule, too
+            continue  # EK-FAC supports Nesterov's rule with momentum over gradients
         with pytest.raises((ValueError, RuntimeError)) as found:
             method.build(mlp.model(), **keywords)
         for word in words:
@@ -242,8 +242,7 @@ BAD_COMPRESSORS: list[tuple[type[Any], str, Any]] = [
 
 
 @pytest.mark.option("compression")
-def test_a_compressor_that_cannot_work_is_refused(method: Method, mlp: Task) -> None:
-    """Where it is made or where it is given."""
+def test_invalid_compressors_are_refused(method: Method, mlp: Task) -> None:
     for kind, keyword, value in BAD_COMPRESSORS:
         with pytest.raises(ValueError, match=re.escape(str(value))) as found:
             method.build(mlp.model(), compression=kind(**{keyword: value}))
@@ -278,7 +277,7 @@ def test_groups_of_one_window_must_agree(method: Method, mlp: Task) -> None:
 
 
 @pytest.mark.option("window_size")
-def test_a_window_that_cannot_fit_says_how_large_it_is_and_what_to_do(method: Method) -> None:
+def test_the_error_of_a_window_that_cannot_fit_states_its_size(method: Method) -> None:
     for rows, compression in product((2**22, 2**44), (None, secondorder.TopK(), secondorder.LowRank(rank=1))):
         with pytest.raises(RuntimeError, match=f"window_size={rows}") as found:
             method.cls([nn.Parameter(torch.zeros(8, 8))], window_size=rows, compression=compression)

@@ -1,7 +1,8 @@
-"""The rule of parameters without a block is torch's SGD, Adam or AdamW, to the bit, at the scheduled learning rate.
+"""Parameters without a block follow torch's SGD, Adam or AdamW bit for bit, with the scheduled learning rate.
 
-A layer method has no block for `scale.gain`; a window leaves out what its options name. `graft`, `fallback` and `inner`
-take both names of Adam's rule: `"adam"` decays weights as `decoupled_weight_decay` says, `"adamw"` always decoupled.
+A layer method has no block for `scale.gain`; a window method only excludes parameters by its options. `graft`,
+`fallback` and `inner` accept two names of Adam's rule: for `"adam"`, `decoupled_weight_decay` decides whether weight
+decay is decoupled, and for `"adamw"`, it always is.
 """
 
 from collections.abc import Callable
@@ -58,12 +59,12 @@ CASES: dict[str, Case] = {
         adamw(LR, DECAY),
     ),
     "graft adamw": ({"graft": "adamw", "weight_decay": DECAY}, adamw(LR, DECAY)),
-    "graft adam, sgd asked": ({"graft": "adam", "fallback": "sgd"}, sgd()),
-    "graft sgd, adamw asked": ({"graft": "sgd", "fallback": "adamw"}, adamw()),
-    "graft adam, lr asked": ({"graft": "adam", "fallback_lr": 0.02}, adamw(0.02)),
+    "graft adam, fallback sgd": ({"graft": "adam", "fallback": "sgd"}, sgd()),
+    "graft sgd, fallback adamw": ({"graft": "sgd", "fallback": "adamw"}, adamw()),
+    "graft adam, fallback lr": ({"graft": "adam", "fallback_lr": 0.02}, adamw(0.02)),
     "inner adamw alone": ({"inner": "adamw"}, sgd()),
 }
-#: Those whose rates and momenta are what any schedule sets for torch's own.
+#: Cases in which any schedule sets the same rates and momenta as for torch's own optimizer.
 SCHEDULED = {"graft sgd decay", "graft adam", "graft adam coupled", "graft adam decoupled", "graft adamw"}
 
 
@@ -79,7 +80,7 @@ def side_by_side(
     steps: int = 5,
     after: Callable[[], Any] | None = None,
 ) -> None:
-    """Train; torch's optimizers step on copies of what follows the fallback, and both stay the same to the bit."""
+    """Train next to torch's optimizers on copies of parameters with the fallback: both are bitwise equal."""
     for step in range(steps):
         backward(model, optimizer, task, step)
         for shadow in shadows:
@@ -93,7 +94,7 @@ def side_by_side(
 
 @pytest.mark.cover(dtype=[torch.float64, torch.float32])
 @pytest.mark.rules(CASES)
-def test_uncovered_parameter_beside_covered_ones(method: Method, mlp: Task, rule: str, dtype: torch.dtype) -> None:
+def test_uncovered_parameters_next_to_covered_ones(method: Method, mlp: Task, rule: str, dtype: torch.dtype) -> None:
     keywords, reference = CASES[rule]
     model = mlp.model(dtype)
     optimizer = method.build(model, **method.leave_out, **keywords)
@@ -103,8 +104,8 @@ def test_uncovered_parameter_beside_covered_ones(method: Method, mlp: Task, rule
 
 
 @pytest.mark.cover(case=[*CASES])
-def test_everything_on_the_fallback_follows_every_schedule_as_torchs_own(method: Method, case: str) -> None:
-    """All layers that are skipped, or all norm layers of a window; of the schedules each case has the next third."""
+def test_a_model_on_the_fallback_follows_every_schedule_as_in_torch(method: Method, case: str) -> None:
+    """All layers are skipped. Each case is tested with a third of the schedules."""
     first = (METHODS.index(method) + [*CASES].index(case)) % 3
     follow_schedules(method, case, [*SCHEDULERS][first::3] if case in SCHEDULED else [])
 
@@ -135,7 +136,7 @@ def follow_schedules(method: Method, case: str, names: list[str]) -> None:
 
 
 @LAYERWISE
-def test_a_model_whose_every_layer_is_skipped_follows_the_fallback(method: Method, task: Task) -> None:
+def test_a_model_whose_layers_are_all_skipped_follows_the_fallback(method: Method, task: Task) -> None:
     model, twin = task.model(torch.float32), task.model(torch.float32)
     everything = (nn.Linear, nn.Conv2d, nn.Embedding, nn.LayerNorm)
     present = tuple(kind for kind in everything if any(isinstance(module, kind) for module in model.modules()))
@@ -146,8 +147,8 @@ def test_a_model_whose_every_layer_is_skipped_follows_the_fallback(method: Metho
 
 @WINDOWED
 @pytest.mark.parametrize("how", ["module", "named", "module=", "parameters"])
-def test_norm_layers_are_known_by_their_type(method: Method, how: str) -> None:
-    """Where there is a module, or else by their one dimension, which the gain of the model and biases have too."""
+def test_norm_layers_are_recognized_by_type_or_by_dimension(method: Method, how: str) -> None:
+    """Without a module, all parameters with one dimension count as those of norm layers."""
     model = TRANSFORMER.model()
     params = {"module": None, "named": model.named_parameters()}.get(how, model.parameters())
     extra = {"module": model} if how in ("named", "module=") else {}
@@ -161,8 +162,8 @@ def test_norm_layers_are_known_by_their_type(method: Method, how: str) -> None:
 
 
 @WINDOWED
-def test_what_is_left_out_takes_no_part_in_the_window(method: Method, variant: Variant, mlp: Task) -> None:
-    """The rest trains as if the biases were not there: their huge gradients do not reach it."""
+def test_parameters_that_are_left_out_do_not_affect_the_window(method: Method, variant: Variant, mlp: Task) -> None:
+    """The size of their gradients does not change the steps of other parameters."""
     results = []
     for factor in (1.0, 1e6):
         model, optimizer = method.start(mlp, **variant.keywords, **method.leave_out)
@@ -181,7 +182,7 @@ def test_what_is_left_out_takes_no_part_in_the_window(method: Method, variant: V
 
 @LAYERWISE
 @pytest.mark.cover(skipped={"name": "second", "pattern": "sec*", "type": nn.Linear, "instance": None})
-def test_skipped_layers_follow_the_fallback_and_say_so(method: Method, mlp: Task, skipped: Any) -> None:
+def test_skipped_layers_follow_the_fallback_and_are_described(method: Method, mlp: Task, skipped: Any) -> None:
     model = mlp.model()
     optimizer = method.build(model, skip_layers=(model.second if skipped is None else skipped,))
     side_by_side(model, optimizer, mlp, Shadow(list(model.second.parameters()), sgd()))
@@ -206,7 +207,7 @@ def test_fallback_per_group(method: Method, mlp: Task) -> None:
 
 
 def test_fallback_lr_is_scheduled_in_proportion_to_lr(method: Method, mlp: Task) -> None:
-    """Halving is exact in floating point: equal to the bit."""
+    """Halving is exact in floating point, so that results are bitwise equal."""
     model, optimizer = method.start(mlp, fallback="adamw", fallback_lr=0.02, weight_decay=DECAY, **method.leave_out)
     shadow = Shadow(uncovered(method, model), adamw(0.02, DECAY))
     schedules = [StepLR(o, 1, 0.5) for o in (optimizer, shadow.optimizer)]
@@ -229,7 +230,7 @@ def test_any_schedule_keeps_the_proportion(method: Method, mlp: Task) -> None:
 
 
 def test_proportion_survives_a_checkpoint(method: Method, mlp: Task) -> None:
-    """The learning rate that the proportion refers to is not the one at which training resumes."""
+    """The proportion refers to the initial learning rate, and not to the one at which training resumes."""
 
     def build() -> Any:
         model, optimizer = method.start(mlp, fallback="adamw", fallback_lr=0.02, **method.leave_out)
@@ -250,7 +251,7 @@ def test_proportion_survives_a_checkpoint(method: Method, mlp: Task) -> None:
 
 
 @LAYERWISE
-def test_fallback_lr_of_a_group_that_joins_late(method: Method, mlp: Task) -> None:
+def test_fallback_lr_of_a_group_that_is_added_later(method: Method, mlp: Task) -> None:
     model = mlp.model()
     rest = [p for n, p in model.named_parameters() if n != "scale.gain"]
     optimizer = method.build(model, rest, fallback="adamw", fallback_lr=0.02)
@@ -259,7 +260,7 @@ def test_fallback_lr_of_a_group_that_joins_late(method: Method, mlp: Task) -> No
     side_by_side(model, optimizer, mlp, Shadow([model.scale.gain], adamw(0.02)), steps=3)
 
 
-def test_kl_clip_and_clipping_leave_it_alone(method: Method, mlp: Task) -> None:
+def test_kl_clip_and_clipping_do_not_affect_the_fallback(method: Method, mlp: Task) -> None:
     tight = {"kl_clip": 1e-9, "clip_norm": 1e-6, "clip_value": 1e-6}
     known = {keyword: bound for keyword, bound in tight.items() if method.accepts(keyword)}
     model, optimizer = method.start(mlp, **known, **method.leave_out)
@@ -268,10 +269,10 @@ def test_kl_clip_and_clipping_leave_it_alone(method: Method, mlp: Task) -> None:
     assert_changed(model, before)
 
 
-@pytest.mark.parametrize("spelled", ["adam", "adamw"])
-def test_the_fallback_is_named_like_the_graft(method: Method, mlp: Task, spelled: str) -> None:
-    optimizer = method.build(mlp.model(), graft=spelled, **method.leave_out)
-    assert optimizer.param_groups[0]["fallback"] == spelled
+@pytest.mark.parametrize("rule", ["adam", "adamw"])
+def test_the_fallback_has_the_name_of_the_graft(method: Method, mlp: Task, rule: str) -> None:
+    optimizer = method.build(mlp.model(), graft=rule, **method.leave_out)
+    assert optimizer.param_groups[0]["fallback"] == rule
     for name in method.left_out(mlp.model()):
         (line,) = [line for line in optimizer.describe().splitlines() if line.startswith(name)]
-        assert f"{spelled} fallback" in line
+        assert f"{rule} fallback" in line

@@ -1,4 +1,4 @@
-"""`.grad` belongs to the user and to DDP's buckets: never rebound, never written."""
+"""`.grad` belongs to the user and to DDP's buckets: a step neither replaces nor writes it."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def gradients(model: nn.Module) -> list[tuple[int, int, int]]:
 
 
 def check(method: Method, task: Task, bad: int | None = None, **keywords: Any) -> None:
-    """Over five steps, one of which may have a gradient that is not finite."""
+    """Take five steps, one of which may have a gradient that is not finite."""
     model, optimizer = method.start(task, **keywords)
     for step in range(5):
         backward(model, optimizer, task, step)
@@ -47,7 +47,7 @@ def test_when_a_step_is_dropped_or_the_method_is_switched_off(method: Method, ml
 
 
 def test_gradients_that_are_views_of_one_buffer_stay_views(method: Method, mlp: Task) -> None:
-    """`gradient_as_bucket_view=True` of DDP."""
+    """As with `gradient_as_bucket_view=True` of DDP."""
     model, optimizer = method.start(mlp)
     bucket = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
     offset = 0

@@ -1,6 +1,6 @@
-"""`graft` and `inner`: a block steps in the method's direction, as far as SGD or Adam would, or Adam is fed with it.
+"""`graft` takes the method's direction with the step length of SGD or Adam; `inner` passes the direction to Adam.
 
-What the same rules do to parameters without a block is in `test_fallback.py`.
+`test_fallback.py` tests the same rules for parameters without a block.
 """
 
 import copy
@@ -28,7 +28,7 @@ from tests.support.tasks import (
     values,
 )
 
-pytestmark = pytest.mark.option("graft", "inner")  # not for variants that leave no room for them
+pytestmark = pytest.mark.option("graft", "inner")
 
 RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: SGD(p, 0.05),
@@ -69,7 +69,6 @@ def compare_lengths(
 
 @pytest.mark.cover(rule=[*RULES])
 def test_block_steps_are_as_long_as_the_rules(method: Method, variant: Variant, task: Task, rule: str) -> None:
-    """All of a block together; the size depends on the gradients seen, not on the parameters."""
     compare_lengths(method, variant, task, rule)
 
 
@@ -81,8 +80,8 @@ def test_lengths_follow_the_schedule_and_kl_clip_does_not_shorten_them(method: M
 
 
 @pytest.mark.cover(rule=[*RULES])
-def test_first_direction_is_the_methods(method: Method, task: Task, rule: str) -> None:
-    """On the first step Adam's first moment is the gradient itself."""
+def test_first_direction_is_that_of_the_method(method: Method, task: Task, rule: str) -> None:
+    """In the first step, Adam's corrected first moment is the gradient itself."""
     (direction,), (moved,) = (method.bare_moves(task, 1, graft=graft) for graft in (None, rule))
     assert_same_direction(method.variants[0], task.model(), moved, direction)
 
@@ -97,8 +96,8 @@ def test_sgd_grafting_is_the_direction_scaled_at_every_step(method: Method, vari
             torch.testing.assert_close(block_vector(moved, names), v * g.norm() / v.norm(), rtol=1e-6, atol=1e-13)
 
 
-def test_momentum_runs_over_grafted_directions_but_for_adams(method: Method, mlp: Task) -> None:
-    """Adam's first moment is the momentum."""
+def test_momentum_averages_grafted_directions_except_under_adam(method: Method, mlp: Task) -> None:
+    """Under Adam, the first moment takes the place of momentum."""
     one, two, three = method.bare_moves(mlp, 3, graft="sgd")
     *_, moved = method.bare_moves(mlp, 3, graft="sgd", momentum=0.5)
     assert_same_moves(moved, {name: three[name] + 0.5 * two[name] + 0.25 * one[name] for name in moved})
@@ -107,7 +106,7 @@ def test_momentum_runs_over_grafted_directions_but_for_adams(method: Method, mlp
 
 
 def test_adam_grafting_has_adams_betas_and_eps(method: Method, mlp: Task) -> None:
-    """With eps far above the gradients the step is the first moment over eps."""
+    """With eps far above the gradients, the step is the first moment divided by eps."""
     model, optimizer = method.start(mlp, graft="adam", lr=1.0, fallback_betas=(0.5, 0.75), fallback_eps=1e6)
     start, variant = values(model), method.variants[0]
     train(model, optimizer, mlp, 1)
@@ -118,16 +117,15 @@ def test_adam_grafting_has_adams_betas_and_eps(method: Method, mlp: Task) -> Non
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_weight_decay_is_not_grafted(method: Method, mlp: Task, rule: str) -> None:
-    """Decoupled: the parameters shrink by lr times decay beside the grafted step."""
+def test_decoupled_weight_decay_is_not_grafted(method: Method, mlp: Task, rule: str) -> None:
     start, decay = values(mlp.model()), {"weight_decay": 0.1, "decoupled_weight_decay": True}
     (without,), (moved,) = (method.bare_moves(mlp, 1, lr=0.5, graft=rule, **more) for more in ({}, decay))
     assert_same_moves(moved, {name: without[name] - 0.05 * start[name] for name in moved})
 
 
 @pytest.mark.option("window_size")
-def test_adam_grafting_goes_where_the_window_sends_adams_first_moment(method: Method, mlp: Task) -> None:
-    """The direction is that of the bias-corrected average of the stored gradients, linear in what they are."""
+def test_adam_grafting_preconditions_adams_first_moment(method: Method, mlp: Task) -> None:
+    """With β₁ = 0, this moment is the gradient."""
     plain, grafted = (method.bare_moves(mlp, 6, fallback_betas=(0.0, 0.999), graft=graft) for graft in (None, "adam"))
     for direction, moved in zip(plain, grafted, strict=True):
         assert_same_direction(method.variants[0], mlp.model(), moved, direction)
@@ -138,7 +136,7 @@ LR, DECAY = 0.05, 0.1
 
 @pytest.mark.parametrize("cycle", ["OneCycleLR", "CyclicLR"])
 def test_the_momentum_of_grafted_steps_follows_the_schedule(method: Method, mlp: Task, cycle: str) -> None:
-    """β₁ of the mean that is preconditioned, and of the one that gives steps their length, is the scheduled one."""
+    """β₁ of the preconditioned mean and of the mean that determines the length is the scheduled one."""
     model, optimizer = method.start(mlp, graft="adam", lr=LR, weight_decay=DECAY)
     schedule = SCHEDULERS[cycle](optimizer)
     weight, mean, seen = model.first.weight, torch.zeros_like(model.first.weight), set()
@@ -154,7 +152,7 @@ def test_the_momentum_of_grafted_steps_follows_the_schedule(method: Method, mlp:
 
 
 def test_grafted_steps_are_as_long_as_those_of_adam_with_its_decay(method: Method, mlp: Task) -> None:
-    """Coupled decay is a part of the gradient, whose moments Adam keeps; decoupled decay comes on top."""
+    """Coupled decay is a part of Adam's gradient; decoupled decay is added to the step."""
     for rule, option, decoupled in (("adam", False, False), ("adam", True, True), ("adamw", False, True)):
         keywords = {"graft": rule, "lr": LR, "weight_decay": DECAY, "decoupled_weight_decay": option}
         model, optimizer = method.start(mlp, **keywords)
@@ -175,8 +173,7 @@ def test_grafted_steps_are_as_long_as_those_of_adam_with_its_decay(method: Metho
                 torch.testing.assert_close(length, block_vector(expected, names).norm(), rtol=1e-9, atol=1e-12)
 
 
-def test_inner_adam_decays_as_its_name_says(method: Method, mlp: Task) -> None:
-    """Coupled, decay is a part of what Adam is fed with; of a window method, of what enters the window."""
+def test_inner_adam_may_couple_decay_and_inner_adamw_always_decouples_it(method: Method, mlp: Task) -> None:
     results = {
         (name, decoupled): method.trained(
             mlp, 4, inner=name, fallback=name, lr=0.01, weight_decay=DECAY, decoupled_weight_decay=decoupled
@@ -190,7 +187,7 @@ def test_inner_adam_decays_as_its_name_says(method: Method, mlp: Task) -> None:
 
 
 def test_betas_of_ggt_are_not_those_of_its_fallback(mlp: Task) -> None:
-    """Its own options are named betas and eps, so those of Adam's rule keep their longer names there."""
+    """GGT has options with the names betas and eps, so those of Adam's rule have longer names."""
     given = {"betas": (0.5, 0.75), "eps": 1e-4, "fallback_betas": (0.25, 0.5), "fallback_eps": 1e-6}
     group = built(secondorder.GGT, mlp.model().parameters(), graft="adam", **given).param_groups[0]
     assert {key: group[key] for key in given} == given
@@ -212,8 +209,8 @@ def test_betas_and_eps_have_two_names_in_a_group_that_cannot_disagree(method: Me
 
 
 @pytest.mark.option("damping")
-def test_a_checkpoint_from_before_decays_as_it_did(method: Method, mlp: Task) -> None:
-    """Its groups have the old names of the options; with Adam's size, weights were decayed apart from the gradient."""
+def test_old_checkpoints_keep_their_weight_decay(method: Method, mlp: Task) -> None:
+    """Groups of old checkpoints have other names of options, and grafted Adam always decoupled the decay."""
     keywords = {"graft": "adam", "lr": LR, "weight_decay": DECAY}
     model, optimizer = method.start(mlp, 3, **keywords, decoupled_weight_decay=True)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -228,7 +225,7 @@ def test_a_checkpoint_from_before_decays_as_it_did(method: Method, mlp: Task) ->
     assert_identical(values(other), values(model))
 
 
-def test_a_scheduler_of_options_knows_the_old_names(mlp: Task) -> None:
+def test_param_scheduler_accepts_the_old_names(mlp: Task) -> None:
     optimizer = secondorder.KFAC(mlp.model(), graft="adam")
     secondorder.ParamScheduler(optimizer, fallback_eps=lambda step: 1e-6)
     assert optimizer.param_groups[0]["eps"] == 1e-6
@@ -240,19 +237,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "decay": ({"weight_decay": 0.1}, {"weight_decay": 0.1}),
     "betas": ({"fallback_betas": (0.5, 0.75), "fallback_eps": 1e-4}, {"betas": (0.5, 0.75), "eps": 1e-4}),
-    "momentum is not applied on top": ({"momentum": 0.9}, {}),
-    "decoupled is what it is anyway": ({"weight_decay": 0.1, "decoupled_weight_decay": True}, {"weight_decay": 0.1}),
+    "momentum has no effect": ({"momentum": 0.9}, {}),
+    "decay is always decoupled": ({"weight_decay": 0.1, "decoupled_weight_decay": True}, {"weight_decay": 0.1}),
 }
 
 
 @pytest.mark.cover(case=[*CASES])
-def test_is_adamw_fed_with_directions(method: Method, task: Task, case: str) -> None:
-    """The directions come from a twin whose step is the direction; every step starts from the same parameters."""
+def test_inner_adamw_is_adamw_with_directions_as_gradients(method: Method, task: Task, case: str) -> None:
+    """The directions are the steps of a second optimizer; every step starts from the same parameters."""
     ours, theirs = CASES[case]
     model, optimizer = method.start(task, **{**method.bare(lr=0.01, inner="adamw"), **ours})
     names = sorted(method.covered(model))
     start = values(model)
-    # the loss does not depend on the keys' bias: all that is there is rounding, divided by its own size and ε
+    # the loss does not depend on the bias of the keys, whose gradient is rounding, divided by its own size and ε
     noise = 1e-12 if method.accepts("factor_update_steps") else 1e-10
     fed = {name: torch.nn.Parameter(start[name].clone()) for name in names}
     reference = AdamW(fed.values(), 0.01, **{"weight_decay": 0.0, **theirs})
@@ -289,7 +286,7 @@ def test_a_block_without_estimate_follows_adamw_under_inner_adamw(method: Method
     own = [model.get_parameter(name) for name in sorted(method.covered(model))]
     shadow = Shadow(own, lambda copies: AdamW(copies, 0.02, (0.8, 0.95), 1e-6, 0.1))
     with warnings.catch_warnings(), optimizer.pause_capture():
-        warnings.simplefilter("ignore")  # nothing is captured, on purpose
+        warnings.simplefilter("ignore")  # capture is paused on purpose
         for step in range(4):
             backward(model, optimizer, task, step)
             shadow.step()

@@ -1,4 +1,4 @@
-"""Parameter groups: every option per group, late groups, values that are refused, and the errors of `torch.optim`."""
+"""Parameter groups: options per group, groups that are added later, invalid values, and the errors of `torch.optim`."""
 
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from tests.support.warned import messages_of
 
 
 def split(model: nn.Module, **second: object) -> list[dict[str, object]]:
-    """The first layer in one group; all the rest, with options of its own, in another."""
+    """Two groups: the first layer, and all other parameters with these options."""
     first = [p for name, p in model.named_parameters() if name.startswith("first.")]
     rest = [p for name, p in model.named_parameters() if not name.startswith("first.")]
     return [{"params": first}, {"params": rest, **second}]
@@ -39,8 +39,7 @@ def weights_and_biases(model: nn.Module, **second: object) -> list[dict[str, obj
     ]
 
 
-def test_module_parameters_and_named_parameters_train_alike(method: Method, task: Task) -> None:
-    """And so do equal groups."""
+def test_module_parameters_named_parameters_and_equal_groups_train_alike(method: Method, task: Task) -> None:
     expected = method.trained(task)
     for params in (nn.Module.parameters, nn.Module.named_parameters):
         assert_identical(method.trained(task, params=params), expected)
@@ -61,8 +60,8 @@ def test_options_of_a_group_override_the_defaults(method: Method, mlp: Task) -> 
             assert plain or key in {"params", "param_names"}, key
 
 
-def test_lr_and_momentum_of_a_group_are_those_of_its_steps(method: Method, mlp: Task) -> None:
-    """Of a layer whose weight and bias are in different groups, too: they stay one block."""
+def test_steps_use_lr_and_momentum_of_the_group(method: Method, mlp: Task) -> None:
+    """A layer remains one block even if its weight and bias are in different groups."""
     plain = method.bare_moves(mlp, 3)
     slow = method.bare_moves(mlp, 3, params=partial(split, lr=0.25))
     parted = method.bare_moves(mlp, 3, params=partial(weights_and_biases, lr=0.5))
@@ -75,8 +74,8 @@ def test_lr_and_momentum_of_a_group_are_those_of_its_steps(method: Method, mlp: 
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_weight_decay_of_a_group_pulls_its_parameters_only(method: Method, mlp: Task, decoupled: bool) -> None:
-    """Added to their direction; coupled decay of a window method to their gradients: see `test_weight_decay.py`."""
+def test_weight_decay_of_a_group_only_affects_its_parameters(method: Method, mlp: Task, decoupled: bool) -> None:
+    """Coupled decay of a window method is added to the gradients: see `test_weight_decay.py`."""
     keywords = {**method.bare(), **(method.apart if not decoupled else {}), "decoupled_weight_decay": decoupled}
     model, plain = method.start(mlp, params=split, **keywords)
     start, enters = values(model), not method.layerwise and not decoupled
@@ -95,8 +94,8 @@ def test_weight_decay_of_a_group_pulls_its_parameters_only(method: Method, mlp: 
 
 
 def test_damping_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> None:
-    """A huge λ turns the direction into ∇/λ; set in one group, between two steps."""
-    keywords = method.bare(**method.apart, **method.eager)  # rows take a damping over when they are renewed
+    """With a huge λ, the direction is ∇/λ."""
+    keywords = method.bare(**method.apart, **method.eager)  # rows use a new damping after the next update
     model, damped = method.start(mlp, params=split, **keywords)
     huge = 1e9
 
@@ -109,7 +108,7 @@ def test_damping_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> N
     for name in method.covered(model):
         if name.startswith("first."):
             assert_identical(moved[name], reference[name])
-        elif method.variants[0].lingers:  # not the gradient as it is
+        elif method.variants[0].lingers:  # the stored gradient is not exact
             assert 0 < moved[name].norm() < 1e-6 * reference[name].norm()
         else:
             gradient = model.get_parameter(name).grad
@@ -118,7 +117,7 @@ def test_damping_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> N
 
 @pytest.mark.option("damping", "window_size")
 def test_damping_of_all_groups_is_read_at_each_step(method: Method, variant: Variant, mlp: Task) -> None:
-    """Nothing of an old λ is left in the state: raised between two steps, it is as if it had been there all along."""
+    """The state does not depend on λ: raising it between two steps is equivalent to a constant higher λ."""
 
     def raise_damping(optimizer: Any) -> None:
         for group in optimizer.param_groups:
@@ -131,7 +130,6 @@ def test_damping_of_all_groups_is_read_at_each_step(method: Method, variant: Var
 
 @pytest.mark.option("skip_layers")
 def test_interval_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> None:
-    """An interval shortened between two steps holds for the very next one."""
     model, optimizer = method.start(mlp, 3, **method.every(20, capture=10))
     assert optimizer.state[model.first.weight]["factor_updates"] == 1
     optimizer.param_groups[0][method.capture_keyword] = 1
@@ -140,7 +138,7 @@ def test_interval_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> 
 
 
 @pytest.mark.parametrize("why", ["outside all groups", "frozen", "lr=0"])
-def test_parameters_that_are_left_alone(method: Method, mlp: Task, why: str) -> None:
+def test_parameters_that_are_not_trained_do_not_change(method: Method, mlp: Task, why: str) -> None:
     model = mlp.model()
     if why == "frozen":
         model.scale.requires_grad_(False)
@@ -154,7 +152,7 @@ def test_parameters_that_are_left_alone(method: Method, mlp: Task, why: str) -> 
         assert optimizer.state.keys() == set(model.first.parameters())
 
 
-def test_group_added_late_trains_like_one_given_at_once(method: Method, mlp: Task) -> None:
+def test_group_added_later_trains_like_one_passed_to_the_constructor(method: Method, mlp: Task) -> None:
     model, late = method.start(mlp, params=lambda model: split(model)[:1])
     late.add_param_group(split(model, lr=0.01)[1])
     assert [len(group["params"]) for group in late.param_groups] == [2, 3]
@@ -165,7 +163,7 @@ def test_group_added_late_trains_like_one_given_at_once(method: Method, mlp: Tas
 
 
 def test_group_added_between_steps_gets_blocks_and_trains(method: Method, mlp: Task) -> None:
-    """To a running window its columns are zero in the rows that came before it, which stay as they are."""
+    """The columns of a new group are zero in the existing rows of a window, which do not change otherwise."""
     for variant in method.variants if not method.layerwise else method.variants[:1]:
         model, optimizer = method.start(mlp, 6, params=lambda model: split(model)[:1], **variant.keywords)
         before = snapshot(optimizer)["state"]
@@ -190,8 +188,8 @@ def test_group_added_between_steps_gets_blocks_and_trains(method: Method, mlp: T
 
 @pytest.mark.option("module", "fallback")
 @pytest.mark.parametrize("named", [False, True])
-def test_an_added_parameter_that_the_module_does_not_hold(method: Method, mlp: Task, named: bool) -> None:
-    """A layer method knows no layer of it; unnamed it may join named ones, though torch wants names for all or none."""
+def test_an_added_parameter_that_is_not_in_the_module(method: Method, mlp: Task, named: bool) -> None:
+    """Layer methods use the fallback for it. It may be added to named parameters without a name, unlike in torch."""
 
     def built() -> Any:
         model = mlp.model()
@@ -215,8 +213,7 @@ def test_an_added_parameter_that_the_module_does_not_hold(method: Method, mlp: T
     assert_identical(snapshot(second), snapshot(optimizer))
 
 
-def test_a_parameter_that_comes_twice(method: Method, mlp: Task) -> None:
-    """Is refused in two groups, at once or late, which changes nothing; in one group torch warns."""
+def test_a_parameter_in_two_groups_is_refused_and_torch_warns_of_duplicates_in_one(method: Method, mlp: Task) -> None:
     model = mlp.model()
     several = "some parameters appear in more than one parameter group"
     with pytest.raises(ValueError, match=several):
@@ -231,8 +228,8 @@ def test_a_parameter_that_comes_twice(method: Method, mlp: Task) -> None:
         method.build(model, [model.first.weight, model.first.weight])
 
 
-def test_group_dicts_that_are_replaced_are_followed(method: Method, mlp: Task) -> None:
-    """Some trainers rebuild ``param_groups``; options of the new dicts must count."""
+def test_options_of_replaced_group_dicts_are_used(method: Method, mlp: Task) -> None:
+    """Some trainers rebuild ``param_groups``."""
     results = []
     for replaced in (False, True):
         model, optimizer = method.start(mlp, 1)
@@ -246,7 +243,7 @@ def test_group_dicts_that_are_replaced_are_followed(method: Method, mlp: Task) -
 
 
 def replace_parameter(model: nn.Module, optimizer: Any, path: str) -> None:
-    """A new parameter in the place of another one, in the module and in the groups, as some trainers do."""
+    """Replace a parameter in the module and in the groups, as some trainers do."""
     module, _, name = path.rpartition(".")
     old = model.get_parameter(path)
     new = nn.Parameter(old.detach().clone())
@@ -257,7 +254,7 @@ def replace_parameter(model: nn.Module, optimizer: Any, path: str) -> None:
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_parameters_replaced_in_training_are_named_once(method: Method, mlp: Task, steps: int) -> None:
-    """Their curvature and momentum begin anew: before the first step there is none to lose."""
+    """Their curvature and momentum are lost, except before the first step."""
     model, optimizer = method.start(mlp, steps)
     for path in ("first.weight", "second.weight"):
         replace_parameter(model, optimizer, path)
@@ -272,8 +269,8 @@ def test_parameters_replaced_in_training_are_named_once(method: Method, mlp: Tas
     assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}
 
 
-def test_keys_that_a_group_cannot_have_are_named(method: Method, mlp: Task) -> None:
-    """What only the constructor takes is refused, what looks misspelled warned about; schedulers' keys are fine."""
+def test_invalid_keys_of_a_group_are_named(method: Method, mlp: Task) -> None:
+    """Keywords of the constructor are refused, misspelled keys cause a warning, and keys of schedulers are accepted."""
     model = mlp.model()
     for fixed in ("comm", "skip_layers" if method.layerwise else "partition"):
         with pytest.raises(ValueError, match=f"{fixed}: set once for all groups"):
@@ -359,7 +356,7 @@ def test_an_interval_of_zero_is_refused_in_the_forward(method: Method, mlp: Task
 
 
 def warned_of(method: Method, task: Task, **keywords: Any) -> list[str]:
-    """Texts of the warnings of a constructor about options without effect."""
+    """The warnings of a constructor about options without effect."""
     return [text for text in messages_of(lambda: method.build(task.model(), **keywords)) if "no effect" in text]
 
 
@@ -381,8 +378,8 @@ def test_options_that_no_rule_reads_are_named_once(method: Method, mlp: Task) ->
 
 
 @pytest.mark.option("damping_mode")
-def test_damping_is_a_number_or_a_share_of_the_curvature(method: Method, mlp: Task) -> None:
-    """Without factors a share only where another rule sets the size of a step, until a number is given."""
+def test_default_damping_is_relative_or_absolute(method: Method, mlp: Task) -> None:
+    """Without factors, it is relative only if another rule sets the size of a step; a given number is absolute."""
 
     def found(**keywords: Any) -> tuple[float, str]:
         (group,) = built(method.cls, mlp.model(), **keywords).param_groups
@@ -402,7 +399,7 @@ def test_damping_is_a_number_or_a_share_of_the_curvature(method: Method, mlp: Ta
 
 
 @pytest.mark.option("damping_mode", "skip_layers")
-def test_damping_of_a_group_carries_its_own_mode(method: Method, mlp: Task) -> None:
+def test_damping_of_a_group_has_a_separate_mode(method: Method, mlp: Task) -> None:
     for group, keywords, expected in (
         ({"damping": 1e-3}, {}, (1e-3, "absolute")),
         ({"damping": 2.0, "damping_mode": "relative"}, {}, (2.0, "relative")),

@@ -1,4 +1,4 @@
-"""kl-clip: one factor `min(1, sqrt(κ / s))` for all blocks, with `s = Σ η² ⟨V, ∇⟩` and the learning rates of now.
+"""kl-clip: one factor `min(1, sqrt(κ / s))` for all blocks, with `s = Σ η² ⟨V, ∇⟩` and the current learning rates.
 
 The factor may be computed in single precision, hence the tolerance of 1e-6.
 """
@@ -25,7 +25,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def check(method: Method, task: Task, kl_clip: float, gamma: float = 1.0, **keywords: Any) -> list[float]:
-    """Compare with the formula over six steps, the learning rates multiplied by `gamma` after each; the factors."""
+    """Compare six steps with the formula, and return the factors; learning rates decay by `gamma` after each step."""
     twin, clipped = method.start(task, params=groups, **method.bare(**{**keywords, "kl_clip": kl_clip}))
     schedule = torch.optim.lr_scheduler.ExponentialLR(clipped, gamma)
     factors = []
@@ -51,7 +51,7 @@ def test_formula_over_groups(method: Method, variant: Variant, task: Task, kl_cl
 
 
 def test_scheduled_lr_enters_the_factor(method: Method, mlp: Task) -> None:
-    """s falls with the square of the learning rate, so the factor doubles where lr halves, up to 1."""
+    """s is proportional to the square of the learning rate, so the factor doubles when lr halves, up to 1."""
     factors = check(method, mlp, 1e-4, gamma=0.25)
     assert factors[0] < 0.5
     assert factors[-1] == 1.0
@@ -67,7 +67,7 @@ def test_decoupled_weight_decay_does_not_enter(method: Method, mlp: Task) -> Non
     assert_all_close({name: decayed[name] for name in expected}, expected, rtol=1e-6, atol=1e-12)
 
 
-def test_tensor_lr_enters_the_factor_and_a_generous_bound_is_none(method: Method, mlp: Task) -> None:
+def test_tensor_lr_enters_the_factor_and_a_large_bound_has_no_effect(method: Method, mlp: Task) -> None:
     by_float, by_tensor = (
         method.bare_moves(mlp, 1, lr=lr, kl_clip=1e-6) for lr in (0.5, torch.tensor(0.5, dtype=torch.float64))
     )

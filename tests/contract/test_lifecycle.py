@@ -1,6 +1,6 @@
-"""Hooks come and go: `detach`, `close`, `attach`, context manager, several optimizers on one module.
+"""Hooks are added and removed by `attach`, `detach`, `close` and the context manager, also for several optimizers.
 
-A window method has no hooks: the same calls exist and do no harm. `test_undisturbed.py` attaches during a run.
+A window method has no hooks, and the same calls have no effect. `test_undisturbed.py` tests `attach` during a run.
 """
 
 import gc
@@ -71,8 +71,7 @@ def test_module_is_as_it_was(method: Method, task: Task) -> None:
         assert [type(module) for module in model.modules()] == types, end
 
 
-def test_a_hooked_model_computes_and_is_what_it_is_without_to_the_bit(method: Method, task: Task) -> None:
-    """Hooked with capture due, and detached."""
+def test_a_model_with_hooks_is_bitwise_equal_to_one_without(method: Method, task: Task) -> None:
     plain, (hooked, optimizer) = task.model(), method.start(task)
     assert hooked.state_dict().keys() == plain.state_dict().keys()
     assert str(hooked) == str(plain)
@@ -87,7 +86,6 @@ def test_a_hooked_model_computes_and_is_what_it_is_without_to_the_bit(method: Me
 
 
 def test_second_optimizer_keeps_its_hooks_and_its_statistics(method: Method, mlp: Task) -> None:
-    """Two on one module, then one of them leaves: the other one trains as if it had been alone all the time."""
     (alone, only), model = method.start(mlp, 7), mlp.model()
     before = hooks(model)
     stays = method.build(model)
@@ -116,7 +114,7 @@ def test_two_optimizers_each_count_a_batch_once(method: Method, mlp: Task) -> No
 
 
 def test_dropped_optimizer_leaves_a_working_module(method: Method, mlp: Task) -> None:
-    """Nobody called `close`: the module must neither keep the optimizer alive nor break."""
+    """Without a call of `close`, the module must neither keep the optimizer alive nor break."""
     model, optimizer = method.start(mlp, 2)
     gone = weakref.ref(optimizer)
     del optimizer

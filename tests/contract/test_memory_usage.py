@@ -1,6 +1,6 @@
-"""`memory_usage()`: bytes by kind, exactly what the formulas say, and nothing held beside it.
+"""`memory_usage()` agrees exactly with the formulas for each kind, and counts all memory of the state.
 
-`diagnostics()` of the same ordinary training is plain data, and no step is skipped.
+`diagnostics()` of the same training is plain data, and no step is skipped.
 """
 
 import json
@@ -28,10 +28,10 @@ def check_diagnostics(optimizer: Any) -> None:
 
 
 @pytest.mark.cover(dtype=[torch.float64, torch.float32, torch.bfloat16])
-def test_curvature_is_what_the_formula_says_and_kinds_sum_to_the_total(
+def test_curvature_agrees_with_the_formula_and_kinds_sum_to_the_total(
     method: Method, variant: Variant, task: Task, dtype: torch.dtype
 ) -> None:
-    """The total of a window is its state and the workspace, which does not grow."""
+    """The total of a window method is its state and the workspace, which does not grow."""
     model = task.model(dtype)
     optimizer, workspace = method.build(model, **variant.keywords), []
     for step in range(6):
@@ -52,7 +52,7 @@ def test_curvature_is_what_the_formula_says_and_kinds_sum_to_the_total(
 
 
 def check_total(optimizer: Any) -> None:
-    """It is the state up to the scalars (counts and step counters), and the memory that temporaries reuse."""
+    """The total is the state, except for scalars (counts and step counters), plus the workspace."""
     held = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
     usage = optimizer.memory_usage()
     assert abs(usage["total"] - usage.get("workspace", 0) - held) <= 8 * 2 * len(optimizer.state)
@@ -62,7 +62,7 @@ def check_total(optimizer: Any) -> None:
 def test_the_workspace_holds_the_temporaries_of_the_largest_block(method: Method, mlp: Task) -> None:
     model, optimizer = method.start(mlp, 2)
     held = optimizer.memory_usage().get("workspace", 0)
-    # the gradient matrix, both bases or inverses and two products, in rows of whole 16 elements
+    # the gradient matrix, both bases or inverses and two products, with rows padded to multiples of 16 elements
     padded = [(block.n_a + 16, block.n_g + 16) for block in shapes(model)]
     assert held <= 8 * max(a * a + g * g + 3 * g * a for a, g in padded)
     train(model, optimizer, mlp, 2, start=2)
@@ -85,7 +85,7 @@ def test_momentum_and_fallback_bytes(method: Method, mlp: Task) -> None:
 
 
 @pytest.mark.option("skip_layers")
-def test_pending_statistics_are_counted_and_gone_after_the_step(method: Method, mlp: Task) -> None:
+def test_pending_statistics_are_counted_and_freed_by_the_step(method: Method, mlp: Task) -> None:
     model, optimizer = method.start(mlp, 1)
     optimizer.zero_grad()
     at_rest = optimizer.memory_usage()["total"]

@@ -1,4 +1,4 @@
-"""Where momentum runs: over directions as torch has it, as their average, or over gradients before they are sent."""
+"""The modes of momentum: a sum of directions as in torch, their average, or an average of gradients."""
 
 import pytest
 import torch
@@ -12,20 +12,20 @@ MODES = {mode: {"momentum_mode": mode} for mode in ("heavy_ball", "ema", "pre", 
 
 
 @pytest.mark.rules(MODES)
-def test_momentum_over_directions_and_none_of_either_kind(method: Method, mlp: Task, rule: str) -> None:
+def test_momentum_over_directions_and_momentum_of_zero(method: Method, mlp: Task, rule: str) -> None:
     assert_identical(method.trained(mlp, momentum=0.0, **MODES[rule]), method.trained(mlp, momentum=0.0))
     if rule == "pre":
         return
     share = 0.75 if rule == "ema" else 1.0
-    sent = {name: torch.zeros_like(value) for name, value in values(mlp.model()).items()}
+    expected = {name: torch.zeros_like(value) for name, value in values(mlp.model()).items()}
     plain, heavy = method.bare_moves(mlp, 6), method.bare_moves(mlp, 6, momentum=0.25, momentum_mode=rule)
     for direction, moved in zip(plain, heavy, strict=True):
-        sent = {name: 0.25 * sent[name] + share * value for name, value in direction.items()}
-        assert_same_moves(moved, sent)
+        expected = {name: 0.25 * expected[name] + share * value for name, value in direction.items()}
+        assert_same_moves(moved, expected)
 
 
 def test_momentum_over_gradients_has_no_buffer_of_directions(method: Method, mlp: Task) -> None:
-    """Of the average v ← μv + (1 - μ)g, which a layer method corrects for its start, the first direction is a share."""
+    """The average is v ← μv + (1 - μ)g. Only a layer method corrects its bias, so that others start with a share."""
     model, optimizer = method.start(mlp, 2, momentum=0.5, momentum_mode="pre")
     for name, parameter in model.named_parameters():
         covered = name in method.covered(model)

@@ -1,7 +1,7 @@
-"""Parameters with names, and without a module.
+"""Parameters with names, and parameters without a module.
 
-Names are kept in groups and checkpoints where the user gave them, and only there. A layer method asks for `module=`;
-what that module does not hold takes the fallback. A window method needs none, and covers every parameter.
+Groups and checkpoints contain names only if the user passes them. A layer method requires `module=`, and parameters
+outside that module use the fallback. A window method covers every parameter and needs no module.
 """
 
 from typing import Any
@@ -20,20 +20,20 @@ def names_of(optimizer: object) -> list[object]:
     return [group.get("param_names") for group in optimizer.param_groups]
 
 
-def test_names_are_those_that_were_given_or_of_the_module(method: Method, mlp: Task) -> None:
+def test_names_are_those_of_the_user_or_of_the_module(method: Method, mlp: Task) -> None:
     model = mlp.model()
     named = list(model.named_parameters())
     expected = [name for name, _ in named]
     assert names_of(method.build(model, named)) == names_of(method.build(model)) == [expected]
     unnamed = method.build(model, model.parameters())
     assert "param_names" not in unnamed.param_groups[0]
-    assert ("param_names" in unnamed.state_dict()["param_groups"][0]) == method.layerwise  # a module knows them
+    assert ("param_names" in unnamed.state_dict()["param_groups"][0]) == method.layerwise  # they come from the module
     optimizer = method.build(model, [{"params": named[:2]}, {"params": named[2:], "lr": 0.5}])
     assert names_of(optimizer) == [expected[:2], expected[2:]]
     assert optimizer.param_groups[0]["params"] == [parameter for _, parameter in named[:2]]
 
 
-def test_dict_with_names_loads_without_and_the_other_way_round(method: Method, mlp: Task) -> None:
+def test_a_checkpoint_with_names_loads_without_names_and_vice_versa(method: Method, mlp: Task) -> None:
     kinds = torch.nn.Module.named_parameters, torch.nn.Module.parameters
     for saved_by in kinds:
         for loaded_by in kinds:
@@ -62,7 +62,7 @@ def test_names_do_not_change_the_result(method: Method, mlp: Task) -> None:
 
 @pytest.mark.parametrize("how", ["named", "module"])
 def test_parameters_in_another_order_are_matched_by_name(method: Method, mlp: Task, how: str) -> None:
-    """Names are those that were given, or that a module has which is named beside the parameters."""
+    """The names are those of the user, or those in the module."""
     model, other = mlp.model(), mlp.model()
     listed = torch.nn.Module.named_parameters if how == "named" else torch.nn.Module.parameters
     needs_module = how == "module" and not method.layerwise
@@ -78,7 +78,7 @@ def test_parameters_in_another_order_are_matched_by_name(method: Method, mlp: Ta
             assert_identical(second.state[q][key], optimizer.state[p][key], name)
     for net, opt in ((model, optimizer), (other, second)):
         train(net, opt, mlp, 4, start=5)
-    assert_all_close(values(other), values(model), rtol=1e-9, atol=1e-12)  # sums over all parameters have another order
+    assert_all_close(values(other), values(model), rtol=1e-9, atol=1e-12)  # the order of sums over parameters differs
 
 
 LAYERWISE = pytest.mark.option("module", "skip_layers")
@@ -97,7 +97,7 @@ def fill(params: list[nn.Parameter], step: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-def go_on(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int, start: int = 0) -> list[Tensor]:
+def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int, start: int = 0) -> list[Tensor]:
     """The parameters after some steps."""
     for step in range(start, start + steps):
         fill(params, step)
@@ -117,7 +117,7 @@ WRAPS = (iter, list, groups_of, named)
 
 
 @LAYERWISE
-def test_without_a_module_the_error_says_what_to_pass(method: Method) -> None:
+def test_a_missing_module_is_an_error_with_the_keyword(method: Method) -> None:
     for wrap in WRAPS:
         with pytest.raises(ValueError, match=r"module="):
             method.cls(wrap(parameters()))
@@ -125,7 +125,7 @@ def test_without_a_module_the_error_says_what_to_pass(method: Method) -> None:
 
 @LAYERWISE
 @pytest.mark.parametrize("wrap", [list, groups_of])
-def test_with_a_foreign_module_they_follow_the_fallback(method: Method, wrap: Any) -> None:
+def test_parameters_outside_the_module_follow_the_fallback(method: Method, wrap: Any) -> None:
     params = parameters()
     options = {"weight_decay": 0.1, "nesterov": True} if wrap is groups_of else {}
     optimizer = method.build(nn.Linear(2, 2), wrap(params), **options)
@@ -139,22 +139,22 @@ def test_with_a_foreign_module_they_follow_the_fallback(method: Method, wrap: An
 
 
 @LAYERWISE
-def test_module_that_owns_some_of_them(method: Method, mlp: Task) -> None:
+def test_one_parameter_outside_the_module_follows_the_fallback(method: Method, mlp: Task) -> None:
     model, stranger = mlp.model(), parameters()[0]
     optimizer = method.build(model, [*model.parameters(), stranger], momentum=0.0)
     start = stranger.detach().clone()
     mlp.loss(model, 0).backward()
-    go_on(optimizer, [stranger], 1)
+    run(optimizer, [stranger], 1)
     assert_identical(stranger.detach(), start.add(stranger.grad, alpha=-method.keywords["lr"]))
 
 
 @WINDOWED
-def test_window_methods_cover_every_one(method: Method) -> None:
+def test_window_methods_cover_every_parameter(method: Method) -> None:
     for wrap in WRAPS:
         params = parameters()
         before = [p.detach().clone() for p in params]
         optimizer = built(method.cls, wrap(params), **method.keywords)
-        go_on(optimizer, params, 7)
+        run(optimizer, params, 7)
         for p, old in zip(params, before, strict=True):
             assert p.isfinite().all()
             assert not torch.equal(p, old)
@@ -163,29 +163,29 @@ def test_window_methods_cover_every_one(method: Method) -> None:
 
 
 @WINDOWED
-def test_names_and_a_module_do_not_change_what_a_window_does(method: Method) -> None:
+def test_names_and_a_module_do_not_change_a_window_method(method: Method) -> None:
     foreign = {"module": nn.Linear(2, 2)}
     results = []
     for wrap, keywords in ((list, {}), (named, {}), (named, foreign), (list, foreign)):
         params = parameters()
-        results.append(go_on(built(method.cls, wrap(params), **method.keywords, **keywords), params, 6))
+        results.append(run(built(method.cls, wrap(params), **method.keywords, **keywords), params, 6))
     assert_identical(results[1:], results[:1] * 3)
 
 
 @WINDOWED
 def test_window_of_bare_parameters_resumes_exactly(method: Method, variant: Variant) -> None:
-    """With an empty parameter, too, which does no harm: as in torch it has state, and nothing to move."""
+    """This includes an empty parameter, which has state, as in torch."""
     keywords = {**method.keywords, **variant.keywords}
     empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
     plain, params, others = parameters(), [*parameters(), empty], [*parameters(), nn.Parameter(empty.detach())]
     optimizer = built(method.cls, params, **keywords)
-    expected = go_on(built(method.cls, plain, **keywords), plain, 6)
-    assert_identical(go_on(optimizer, params, 6)[:-1], expected)
+    expected = run(built(method.cls, plain, **keywords), plain, 6)
+    assert_identical(run(optimizer, params, 6)[:-1], expected)
     assert empty in optimizer.state
     with torch.no_grad():
         for mine, theirs in zip(others, params, strict=True):
             mine.copy_(theirs)
     second = built(method.cls, others, **keywords)
     second.load_state_dict(snapshot(optimizer))
-    assert_identical(go_on(second, others, 9, start=6), go_on(optimizer, params, 9, start=6))
+    assert_identical(run(second, others, 9, start=6), run(optimizer, params, 9, start=6))
     assert_identical(second.state_dict(), optimizer.state_dict())

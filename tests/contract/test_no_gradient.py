@@ -1,4 +1,4 @@
-"""Steps with nothing to do: no gradient, some gradients missing, or gradients of zero."""
+"""Steps without gradients, with some gradients missing, or with gradients of zero."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.rules(RULES)
-@pytest.mark.filterwarnings("ignore::UserWarning")  # gradients that no backward pass left: nothing was captured
+@pytest.mark.filterwarnings("ignore::UserWarning")  # without a backward pass, no statistics are captured
 def test_first_steps_without_gradients_and_with_zero_gradients_change_nothing(
     method: Method, mlp: Task, rule: str
 ) -> None:
@@ -55,21 +55,21 @@ def test_first_steps_without_gradients_and_with_zero_gradients_change_nothing(
 def test_zero_gradients_of_a_real_backward_change_nothing(
     method: Method, variant: Variant, task: Task, trained: int
 ) -> None:
-    """All factors of the output gradients, or all rows of a window, may be zero: used without a NaN all the same."""
+    """Factors of output gradients and rows of a window that are all zero must not cause a NaN."""
     model, optimizer = method.start(task, trained, momentum=0.0, **variant.keywords)
     before = values(model)
     for step in range(trained, trained + 5):
         optimizer.zero_grad()
         (0.0 * task.loss(model, step)).backward()
         optimizer.step()
-    if trained and variant.lingers:  # what was not sent yet still is, and an average of gradients still goes on
+    if trained and variant.lingers:  # error feedback and averages of gradients still move the parameters
         assert all(value.isfinite().all() for value in values(model).values())
     else:
         assert_identical(values(model), before)
 
 
 def test_step_without_gradients_after_training_moves_no_parameter(method: Method, mlp: Task) -> None:
-    """As in torch: momentum is not applied where there is no gradient, and `step` does not count it."""
+    """As in torch, momentum is not applied to a parameter without a gradient, and `step` does not count."""
     model, optimizer = method.start(mlp, 3, weight_decay=0.1)
     parameters = values(model)
     buffers = [snapshot(optimizer)["state"][0][key] for key in ("step", "momentum_buffer")]
@@ -92,7 +92,6 @@ def test_parameter_without_a_gradient_is_skipped(method: Method, mlp: Task) -> N
 
 
 def test_unused_branch_is_left_alone_and_joins_later(method: Method, mlp: Task) -> None:
-    """A covered layer that takes no part in the loss at first: no curvature, no step, no crash."""
     model, optimizer = method.start(mlp)
     unused = values(model.second)
     for step in range(3):
@@ -107,7 +106,7 @@ def test_unused_branch_is_left_alone_and_joins_later(method: Method, mlp: Task) 
 
 @pytest.mark.option("module")
 def test_every_kind_of_zero_grad_trains_alike(method: Method, task: Task) -> None:
-    """That of the model, too, as the Hugging Face trainer does it."""
+    """This includes `zero_grad` of the model, which the Hugging Face trainer calls."""
     results = []
     for kind in ("set_to_none", "zero", "model"):
         model, optimizer = method.start(task)

@@ -1,4 +1,4 @@
-"""A non-finite gradient anywhere drops the step: no parameter, momentum or curvature changes, and it is counted."""
+"""A non-finite gradient drops the step: no parameter, momentum or curvature changes, and the step is counted."""
 
 import copy
 import math
@@ -17,12 +17,12 @@ KEPT = (
     "step", "momentum_buffer", "gradient_momentum", "exp_avg", "exp_avg_sq", "factor_a", "factor_g", "factor_weight",
     "scale", "scale_weight", "rows_a", "rows_g", "kernel", "kernel_damping", "refreshes",
 )  # fmt: skip
-COUNTED = {"skipped", "global_step"}  # what a dropped step of a window method may write
-BY_STEP = "amplification"  # of the last ten steps, dropped ones among them: each has its place
+COUNTED = {"skipped", "global_step"}  # keys that a dropped step of a window method may change
+BY_STEP = "amplification"  # has an entry for each of the last ten steps, including dropped ones
 
 
 def kept(method: Method, optimizer: Any) -> list[dict[str, Any]]:
-    """Of a layer method, whose capture is over before the step is judged, not what a refresh derives."""
+    """The state that a dropped step must not change; for layer methods, this excludes the results of refreshes."""
     keys = [set(KEPT) if method.layerwise else state.keys() - COUNTED for state in optimizer.state.values()]
     states = zip(optimizer.state.values(), keys, strict=True)
     return [{key: copy.deepcopy(state[key]) for key in sorted(own & state.keys())} for state, own in states]
@@ -31,7 +31,7 @@ def kept(method: Method, optimizer: Any) -> list[dict[str, Any]]:
 def dropped(
     method: Method, model: nn.Module, optimizer: Any, task: Task, step: int, spoil: Callable[[], object]
 ) -> None:
-    """A step is dropped and counted, and changes nothing, once its gradients are spoiled."""
+    """Take a step whose gradients `spoil` changes, and check that it is dropped and counted."""
     parameters, state = values(model), kept(method, optimizer)
     skipped = optimizer.diagnostics()["skipped_steps"]
     backward(model, optimizer, task, step)
@@ -46,7 +46,7 @@ def dropped(
 def test_one_bad_number_or_a_batch_that_overflows_drops_the_step(
     method: Method, variant: Variant, mlp: Task, where: str, bad: float
 ) -> None:
-    """Of a batch that overflows everything that the hooks saw is non-finite too."""
+    """If a batch overflows, all captured statistics are non-finite, too."""
     model, optimizer = method.start(mlp, 2, **variant.keywords)  # the next step updates the factors
     parameters = values(model)
     dropped(method, model, optimizer, mlp, 2, lambda: model.get_parameter(where).grad.view(-1)[0].fill_(bad))
@@ -86,7 +86,7 @@ def after_a_bad_first_batch(method: Method, task: Task, **keywords: Any) -> Any:
 
 
 def test_bad_first_batch_leaves_a_new_optimizer(method: Method, variant: Variant, mlp: Task) -> None:
-    """With longer intervals the step is the gradient's until there is an estimate: never ∇ over λ, nor zero."""
+    """With longer intervals, the step uses the gradient until there is an estimate: neither ∇ / λ nor zero."""
     keywords = {**variant.keywords, **method.eager, **(method.every(1) if method.layerwise else {})}
     model, optimizer = after_a_bad_first_batch(method, mlp, **keywords)
     fresh, new = method.start(mlp, **keywords)
@@ -109,7 +109,7 @@ def test_bad_first_batch_leaves_a_new_optimizer(method: Method, variant: Variant
 def test_gradient_whose_square_overflows_drops_the_step(
     method: Method, variant: Variant, mlp: Task, dtype: torch.dtype
 ) -> None:
-    """Finite numbers, and a window could not hold their products."""
+    """The entries are finite, but the window cannot store their products."""
     size = 1e151 if dtype is torch.float64 else 1e16
     model = mlp.model(dtype)
     optimizer = method.build(model, **variant.keywords)
@@ -121,7 +121,7 @@ def test_gradient_whose_square_overflows_drops_the_step(
 
 @pytest.mark.option("window_size")
 def test_the_window_is_clean_after_a_dropped_step(method: Method, variant: Variant, mlp: Task) -> None:
-    """Bad steps in between, as often as the ring is long: as if they had not been."""
+    """Dropped steps between the others have no effect, even if there are more of them than rows."""
     model, twin = mlp.model(), mlp.model()
     optimizer, undisturbed = method.build(model, **variant.keywords), method.build(twin, **variant.keywords)
     for step in range(10):

@@ -1,6 +1,6 @@
-"""What a step allocates beside the memory that it keeps: the directions, and temporaries of one layer at a time.
+"""Temporary memory of a step: the directions, and the temporaries of one layer at a time.
 
-The record of torch's allocator is summed up over `step()` alone, with gradients and state in place.
+Only the allocations within `step()` count, and gradients and state exist before it.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from tests.support.building import built
 from tests.support.methods import Method
 
 WIDTH, INTERVAL = 160, 4
-#: Bytes of the matrix of one layer, its rows padded to 64 bytes.
+#: Bytes of the matrix of one layer, with rows padded to 64 bytes.
 LAYER = 4 * WIDTH * 176
 #: Scalars, counters and lists of small tensors.
 SMALL = 1 << 14
@@ -36,7 +36,7 @@ def backward(model: nn.Module, optimizer: SecondOrderOptimizer) -> None:
 
 
 def peak(model: nn.Module, optimizer: SecondOrderOptimizer, before: int) -> int:
-    """Peak of a step, after so many that bring buffers to their size."""
+    """Peak of a step after `before` steps, which allocate all buffers."""
     for _ in range(before):
         backward(model, optimizer)
         optimizer.step()
@@ -50,7 +50,7 @@ def model_bytes(model: nn.Module) -> int:
 
 @pytest.mark.cover(graft=[None, "adam"])
 def test_a_step_allocates_directions_and_one_layer(method: Method, graft: str | None) -> None:
-    """With the first moments of Adam instead of gradients, those too; tiles of a sparse window are 6 MiB."""
+    """With grafted Adam, the step also allocates its first moments; a tile of a sparse window has 6 MiB."""
     model = deep(8)
     optimizer = method.build(model, graft=graft)
     assert isinstance(optimizer, SecondOrderOptimizer)
@@ -75,7 +75,7 @@ def test_a_running_scale_keeps_rotated_gradients(keywords: dict[str, Any]) -> No
 def test_temporaries_of_a_refresh_do_not_grow_with_the_model(
     kind: Any, keywords: dict[str, Any], copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two layers at a time: what is factorised, the result and what lies between."""
+    """A refresh works on two layers at a time: their factors, results and intermediate values."""
     one = (WIDTH + 1) ** 2 + WIDTH**2
     monkeypatch.setattr(refresh_module, "REFRESH_PORTION", 2 * one)
     beyond = []

@@ -1,4 +1,4 @@
-"""In a process group: the default strategy trains and replicas agree, one process without a strategy is refused."""
+"""In a process group, the default strategy trains equal replicas, and the strategy for one process is refused."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ STEPS = 5
 
 
 def train_by_default(rank: int, world: int, name: str) -> dict[str, Tensor]:
-    """Train on other batches than the other rank does; the parameters at the end."""
+    """Train on batches that differ between ranks; return the final parameters."""
     method = next(m for m in METHODS if m.name == name)
     model = DDP(MLP.model().to(device_of(rank)))
     optimizer = method.build(model)
@@ -37,7 +37,7 @@ def test_two_ranks_train_and_agree(method: Method, mlp: Task, pool: Pool) -> Non
 
 
 def build_local(rank: int, world: int, name: str) -> tuple[str, str, int]:
-    """What a strategy for one process says, and how many hooks it has left on a layer."""
+    """The error of a strategy for one process, and the number of hooks that are left on a layer."""
     method = next(m for m in METHODS if m.name == name)
     model = torch.nn.Linear(3, 2)
     try:
@@ -47,11 +47,11 @@ def build_local(rank: int, world: int, name: str) -> tuple[str, str, int]:
     return "", "", 0
 
 
-def test_one_process_without_a_strategy_is_refused_among_two(method: Method, pool: Pool) -> None:
-    for kind, said, hooks in pool.run(build_local, method.name, world=2):
+def test_the_strategy_for_one_process_is_refused_on_two_ranks(method: Method, pool: Pool) -> None:
+    for kind, message, hooks in pool.run(build_local, method.name, world=2):
         assert kind == "RuntimeError"
-        assert "2 ranks" in said
-        assert "CommOpt" in said
+        assert "2 ranks" in message
+        assert "CommOpt" in message
         assert hooks == 0
 
 
@@ -64,7 +64,7 @@ def group_of_one() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_group_of_one_rank_trains_as_without(method: Method, mlp: Task) -> None:
+def test_a_group_of_one_rank_trains_as_without_a_group(method: Method, mlp: Task) -> None:
     found = method.trained(mlp, STEPS)
     dist.destroy_process_group()
     assert_identical(found, method.trained(mlp, STEPS))

@@ -1,4 +1,4 @@
-"""Warnings are few, come once and say what to do; a run in which nothing is wrong says nothing at all."""
+"""Warnings appear once and state a remedy; a normal run has no warnings and no output."""
 
 import ast
 import copy
@@ -79,13 +79,14 @@ def test_a_normal_run_neither_warns_nor_logs(name, caplog, capsys):
 
 
 def caught(action):
+    """Texts and files of all warnings of a call."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         action()
     return [(str(w.message), w.filename) for w in found]
 
 
-def test_parameters_without_curvature_are_named_once_and_blamed_on_the_caller():
+def test_parameters_without_curvature_are_named_once_with_the_file_of_the_caller():
     class Scaled(nn.Linear):
         def __init__(self):
             super().__init__(4, 3)
@@ -100,7 +101,7 @@ def test_parameters_without_curvature_are_named_once_and_blamed_on_the_caller():
     assert caught(lambda: KFAC(model, skip_layers=["0"])) == []
 
 
-def test_layers_that_were_not_seen_are_named_once_for_each_reason():
+def test_layers_whose_hooks_did_not_run_are_named_once():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     opt = KFAC(model, factor_update_steps=1, inv_update_steps=1)
     model.eval()
@@ -117,7 +118,7 @@ def too_large(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_damping_that_hides_all_curvature_is_reported_once_with_a_better_one(name):
+def test_damping_that_hides_all_curvature_is_reported_once_with_a_better_value(name):
     found = caught(lambda: train_for(32, name, **too_large(name)))
     ((text, file),) = [(text, file) for text, file in found if "hides the curvature" in text]
     option = "eps" if "ggt" in name else "damping"
@@ -140,7 +141,7 @@ def test_bounds_of_factors_are_not_below_the_largest_eigenvalue(name, split):
 
 
 @pytest.mark.parametrize("name", ["hylo", "kis", "sngd", "mfac", "sparse_mfac", "ggt"])
-def test_bounds_of_rows_are_close_above_the_largest_eigenvalue(name):
+def test_bounds_of_rows_are_slightly_above_the_largest_eigenvalue(name):
     opt = train_for(3, name, **too_large(name))
     plan, pairs = opt.preconditioner.plan, []
     if name in ("hylo", "kis", "sngd"):
@@ -155,14 +156,14 @@ def test_bounds_of_rows_are_close_above_the_largest_eigenvalue(name):
         assert (bound <= truth * 1.5).all()
 
 
-def test_damping_of_a_matrix_that_has_one_eigenvalue_is_not_blamed():
+def test_a_matrix_with_one_eigenvalue_causes_no_warning_about_damping():
     model = nn.Linear(1, 1, bias=False)
     opt = KFAC(model, lr=1e-3, damping=1e-3, damping_mode="absolute", factor_update_steps=1, inv_update_steps=1)
     assert caught(lambda: take_steps(5, model, opt, 8, 1)) == []
     assert set(opt.diagnostics()["condition_number"].values()) == {1.0}
 
 
-def test_intervals_that_do_not_fit_are_reported_once_for_all_groups():
+def test_intervals_that_are_no_multiples_are_reported_once_for_all_groups():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     groups = [{"params": list(layer.parameters())} for layer in model]
     (found,) = caught(lambda: KFAC(groups, module=model, factor_update_steps=3, inv_update_steps=10))
@@ -170,7 +171,7 @@ def test_intervals_that_do_not_fit_are_reported_once_for_all_groups():
     assert "Make it a multiple" in found[0]
 
 
-def test_a_warning_says_what_to_do():
+def test_warnings_state_a_remedy():
     class Own(nn.LSTM):
         def forward(self, x):
             return super().forward(x)

@@ -1,4 +1,4 @@
-"""Every scheduler of `torch.optim.lr_scheduler` drives a method as it drives `torch.optim.SGD`."""
+"""Every scheduler of `torch.optim.lr_scheduler` works with a method as it works with `torch.optim.SGD`."""
 
 import warnings
 from collections.abc import Callable
@@ -35,7 +35,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
-CYCLES_BETAS = {"CyclicLR", "OneCycleLR"}  # in place of the momentum, where a group has them
+CYCLES_BETAS = {"CyclicLR", "OneCycleLR"}  # instead of the momentum, if a group has betas
 
 
 def tick(scheduler: Any) -> None:
@@ -57,7 +57,7 @@ def test_every_scheduler_sets_what_it_sets_for_sgd(method: Method, mlp: Task) ->
         before = values(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # such as "lr_scheduler.step() before optimizer.step()"
-            # SequentialLR's own, of itself, in torch 2.8.
+            # SequentialLR of torch 2.8 causes this warning itself.
             warnings.filterwarnings("ignore", message="The epoch parameter in", category=UserWarning)
             ours, theirs = schedule(optimizer), schedule(sgd)
             for step in range(6):
@@ -66,7 +66,7 @@ def test_every_scheduler_sets_what_it_sets_for_sgd(method: Method, mlp: Task) ->
                 tick(ours)
                 tick(theirs)
                 group, expected = optimizer.param_groups[0], dict(sgd.param_groups[0])
-                if name in CYCLES_BETAS and "betas" in optimizer.defaults:  # and leaves the momentum as it was
+                if name in CYCLES_BETAS and "betas" in optimizer.defaults:  # the momentum does not change
                     assert group["betas"] == (expected["momentum"], *method.cls(mlp.model()).defaults["betas"][1:])
                     expected["momentum"] = method.keywords["momentum"]
                 for key in ("lr", "momentum"):
@@ -83,8 +83,6 @@ def test_step_uses_the_scheduled_lr(method: Method, mlp: Task) -> None:
 
 
 def test_step_uses_the_scheduled_momentum(method: Method, mlp: Task) -> None:
-    """`OneCycleLR` and `CyclicLR` cycle the momentum in the group."""
-
     def cycle(optimizer: Any) -> None:
         optimizer.param_groups[0]["momentum"] = 0.25
 

@@ -1,4 +1,4 @@
-"""The public face of `torch.optim`: a real `Optimizer`, every keyword in the constructor's own signature."""
+"""The interface of `torch.optim`: every method is an `Optimizer`, with all keywords in the constructor's signature."""
 
 import inspect
 import typing
@@ -10,7 +10,7 @@ import secondorder
 from tests.support.methods import Method
 from tests.support.tasks import Task
 
-#: First choices of options, which a method may not have: tuning changes numbers, not meanings (design 4.1).
+#: Defaults of options, of which a method may have a part: tuning changes numbers, but not the meaning of defaults.
 CHOICES: dict[str, typing.Any] = {
     **dict.fromkeys(("lr", "clip_norm", "clip_value", "fallback", "module", "comm", "grad_scaler", "foreach")),
     **dict.fromkeys(("compression", "window_dtype", "sgd_weight", "batch_input", "factor_batch_size")),
@@ -48,8 +48,7 @@ def test_is_an_optimizer_of_the_public_api(method: Method, mlp: Task) -> None:
     assert method.cls.__name__ in secondorder.__all__
 
 
-def test_a_star_import_keeps_the_name_of_torchs_modules() -> None:
-    """``nn`` stays ``torch.nn``, which a script imports under that name; ours is ``secondorder.nn``."""
+def test_a_star_import_does_not_replace_torch_nn() -> None:
     names: dict[str, typing.Any] = {}
     exec("from torch import nn\nfrom secondorder import *", names)
     assert names["nn"] is torch.nn
@@ -58,7 +57,7 @@ def test_a_star_import_keeps_the_name_of_torchs_modules() -> None:
 
 
 def test_every_keyword_has_a_type_and_a_default(method: Method) -> None:
-    """And only what torch has first may be positional."""
+    """Only the first arguments of torch's SGD may be positional."""
     given = parameters(method)
     hints = typing.get_type_hints(method.cls.__init__)
     assert given[0].name == "params"
@@ -70,7 +69,7 @@ def test_every_keyword_has_a_type_and_a_default(method: Method) -> None:
     assert list(inspect.signature(method.cls.step).parameters) == ["self", "closure"]
 
 
-def test_first_choices_are_the_defaults(method: Method) -> None:
+def test_defaults_have_the_documented_meaning(method: Method) -> None:
     defaults = {p.name: p.default for p in parameters(method)}
     expected = CHOICES | {"momentum": 0.9 if method.layerwise else 0.0}
     if method.accepts("sgd_weight"):
@@ -86,16 +85,15 @@ def test_first_choices_are_the_defaults(method: Method) -> None:
 
 
 def test_group_keys_that_schedulers_look_for(method: Method, mlp: Task) -> None:
-    """`OneCycleLR` and `CyclicLR` cycle `betas` instead of `momentum` where the defaults have them."""
-    own = method.accepts("sgd_weight")  # GGT's are those of its window
+    """`OneCycleLR` and `CyclicLR` cycle `betas` instead of `momentum` if the defaults contain them."""
+    own = method.accepts("sgd_weight")  # the betas of GGT are those of its window
     for rule, cycles in (({}, own), ({"graft": "sgd"}, False), ({"graft": "adam"}, True), ({"graft": "adamw"}, True)):
         optimizer = method.build(mlp.model(), **rule)
         assert {"lr", "momentum", "betas"} <= optimizer.param_groups[0].keys()
         assert ("betas" in optimizer.defaults) == cycles
 
 
-def test_every_scalar_option_stands_in_the_groups(method: Method, mlp: Task) -> None:
-    """So that it can be scheduled."""
+def test_groups_contain_every_option_that_can_be_scheduled(method: Method, mlp: Task) -> None:
     group = method.build(mlp.model()).param_groups[0]
     changing = {
         "lr", "momentum", "nesterov", "weight_decay", "decoupled_weight_decay", "maximize", "damping", "factor_decay",
@@ -113,13 +111,13 @@ def test_every_scalar_option_stands_in_the_groups(method: Method, mlp: Task) -> 
         "skip_layers", "max_failures", "adaptive_damping", "damping_interval", "min_damping", "max_damping",
         "reject_steps", "include_damping_in_model", "quadratic_model", "likelihood", "calibrate_damping", "batch_size",
     }  # fmt: skip
-    other_names = {"fallback_betas", "fallback_eps"} - group.keys()  # of betas and eps
+    other_names = {"fallback_betas", "fallback_eps"} - group.keys()  # aliases of betas and eps
     assert {key for key in changing if method.accepts(key)} - other_names <= group.keys()
     assert not once & group.keys()
 
 
 @pytest.mark.option("window_size")
-def test_numbers_that_window_methods_start_with(method: Method) -> None:
+def test_default_values_of_window_methods(method: Method) -> None:
     defaults = {p.name: p.default for p in parameters(method)}
     is_ggt = method.accepts("sgd_weight")
     if is_ggt:
@@ -133,8 +131,8 @@ def test_numbers_that_window_methods_start_with(method: Method) -> None:
 
 
 @pytest.mark.option("window_size")
-def test_sparse_rows_have_a_smaller_rate_where_adam_determines_the_size_of_a_step(method: Method) -> None:
-    """Most of their entries arrive late. A rate that is passed, and that of the publication, stay as they are."""
+def test_sparse_rows_have_a_smaller_default_rate_if_adam_determines_the_size_of_a_step(method: Method) -> None:
+    """Most of their entries arrive late. A rate that is passed, and that of the publication, do not change."""
     for compression, keywords, expected in (
         (secondorder.TopK(), {}, 3e-4),
         (secondorder.TopK(density=0.05), {"inner": "adam"}, 3e-4),

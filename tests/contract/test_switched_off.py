@@ -1,4 +1,4 @@
-"""Refreshes every 0 steps: nothing is captured and the step is torch's own, to the bit; it can be turned on and off."""
+"""With an interval of 0, preconditioning is switched off, and steps are bitwise equal to those of `torch.optim`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ ADAMW_OPTIONS: dict[str, dict[str, Any]] = {
 def compare(
     method: Method, task: Task, keywords: dict[str, Any], reference: Callable[[Any], Any], dtype: torch.dtype
 ) -> None:
-    """Twenty steps, half of them under a schedule."""
+    """Compare twenty steps, half of them under a schedule."""
     model, twin = task.model(dtype), task.model(dtype)
     pairs = [(model, method.build(model, **method.every(0), **keywords)), (twin, reference(twin.parameters()))]
     schedules = [CosineAnnealingLR(optimizer, 20) for _, optimizer in pairs]
@@ -70,9 +70,8 @@ def test_equals_adamw_with_its_own_betas_and_eps(method: Method, mlp: Task, rule
 
 
 def test_kl_clip_and_grafting_do_not_touch_it(method: Method, mlp: Task) -> None:
-    """They belong to the preconditioned direction."""
-    for beside in ({"kl_clip": 1e-9}, {"graft": "sgd"}):
-        compare(method, mlp, {"lr": 0.05, **beside}, lambda p: SGD(p, 0.05, momentum=0.9), torch.float64)
+    for option in ({"kl_clip": 1e-9}, {"graft": "sgd"}):
+        compare(method, mlp, {"lr": 0.05, **option}, lambda p: SGD(p, 0.05, momentum=0.9), torch.float64)
 
 
 def test_nothing_is_captured(method: Method, mlp: Task) -> None:
@@ -85,7 +84,7 @@ def test_nothing_is_captured(method: Method, mlp: Task) -> None:
 
 
 def test_turned_on_later_it_starts_like_a_new_optimizer(method: Method, mlp: Task) -> None:
-    """At any step, not only at a multiple of the intervals, and from statistics of that very step."""
+    """This holds at any step, not only at multiples of the intervals, and uses statistics of the same step."""
     model, optimizer = method.start(mlp, 3, **method.bare(lr=0.05, **method.every(0, capture=10)))
     optimizer.param_groups[0][method.refresh_keyword] = 20
     fresh, later = method.start(mlp, **method.bare(lr=0.05, **method.every(20, capture=10)))

@@ -1,8 +1,8 @@
-"""Torch's own machinery for its optimizers (`torch.testing._internal.common_optimizers`) run over the methods.
+"""Torch's own machinery for tests of optimizers (`torch.testing._internal.common_optimizers`), run over the methods.
 
-The promises are those of torch's `test_optim.py`, which does not ship in the wheel, restated on its `OptimizerInfo`.
-Its parameters are bare, so a layer method gets `module=` a net that does not hold them and they follow the fallback;
-`CoveredInfo` runs the same tests over a layer whose parameters do have a block. A window method covers them either way.
+The promises are those of torch's `test_optim.py`, which is not part of the wheel, expressed with its `OptimizerInfo`.
+Its parameters are bare: a layer method gets a `module=` without them, so they use the fallback. `CoveredInfo` runs the
+same tests on a layer whose parameters have a block. A window method covers the parameters in both cases.
 """
 
 import unittest
@@ -22,7 +22,7 @@ from tests.support.methods import METHODS, Method
 
 @contextmanager
 def without_traces() -> Iterator[None]:
-    """Importing torch's test helpers switches the hypothesis profile and forbids to set `torch.backends` flags."""
+    """Undo two effects of importing torch's test helpers: a hypothesis profile, and locked `torch.backends` flags."""
     profile, flag = settings.get_current_profile_name(), "__allow_nonbracketed_mutation_flag"
     allowed = getattr(torch.backends, flag)
     try:
@@ -32,7 +32,7 @@ def without_traces() -> Iterator[None]:
         setattr(torch.backends, flag, allowed)
 
 
-import_module("expecttest")  # a test extra: without it this file fails; only torch's private API may be absent
+import_module("expecttest")  # fail if this test dependency is missing; only torch's private API may be missing
 
 try:
     with without_traces():
@@ -75,7 +75,7 @@ def inputs_of(method: Method) -> Callable[..., list[OptimizerInput]]:
 
 
 class Info(OptimizerInfo):
-    """Bare parameters, beside the module that a layer method needs."""
+    """Bare parameters that do not belong to the module that a layer method needs."""
 
     suffix = "bare"
 
@@ -96,7 +96,7 @@ class Info(OptimizerInfo):
         return f"{self.optim_cls.__name__}_{self.suffix}"
 
     def problem(self, device: str, dtype: torch.dtype) -> tuple[nn.Module, list[nn.Parameter], Callable[[], Tensor]]:
-        """A module, the parameters to train and their loss: here, least squares in a free matrix and vector."""
+        """A module, the parameters to train and their loss: here, least squares in a matrix and a vector."""
         generator = torch.Generator(device).manual_seed(0)
 
         def draw(*shape: int) -> Tensor:
@@ -148,8 +148,8 @@ def run(optimizer: Any, loss: Callable[[], Tensor], steps: int, maximize: bool =
 
 class TestOptimizerInfo(TestCase):
     @optims(OPTIMS, dtypes=[torch.float64])
-    def test_goes_in_the_right_direction(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
-        """In one of the two ways of `foreach` each: that they agree is for another test to say."""
+    def test_loss_goes_in_the_right_direction(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
+        """The value of `foreach` alternates, because `test_equal_options.py` tests that both values agree."""
         for index, config in enumerate(optim_info.optim_inputs_func(device, dtype)):
             foreach = index % 2 == 1 and not isinstance(config.kwargs.get("lr"), Tensor)
             optimizer, _, loss = optim_info.start(device, dtype, **{**config.kwargs, "foreach": foreach})

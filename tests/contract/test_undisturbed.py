@@ -1,6 +1,6 @@
-"""What goes on next to training changes no bit of it, neither of the parameters nor of the state.
+"""Other code that uses the model or the optimizer changes no bit of the parameters or the state.
 
-Averages and EMA teachers, evaluations, per-example gradients, copies that train on their own, hooks that come again.
+Examples are weight averages, EMA teachers, evaluations, per-example gradients, trained copies and repeated hooks.
 """
 
 import copy
@@ -19,7 +19,7 @@ from tests.support.checkpoints import COPIERS, Pair, assert_same_run
 from tests.support.methods import Method, Variant
 from tests.support.tasks import MLP, assert_identical, train, values
 
-Act = Callable[[int], object]  # what is done in a step, by its number
+Act = Callable[[int], object]  # called in every step, with its number
 Prepare = Callable[[nn.Module, Any], Act]
 STEPS = 5
 CONTEXTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "train": torch.enable_grad}
@@ -34,7 +34,7 @@ def average(**kind: Any) -> Prepare:
 
 
 def evaluation(mode: str, of_a_copy: bool) -> Prepare:
-    """A forward of the model itself or of a copy, which has no part in the loss."""
+    """A forward pass of the model itself or of a copy, which does not contribute to the loss."""
 
     def prepare(model: nn.Module, optimizer: Any) -> Act:
         teacher = copy.deepcopy(model) if of_a_copy else model
@@ -67,7 +67,7 @@ def paused_training(model: nn.Module, optimizer: Any) -> Act:
 
 
 def attaching_again(model: nn.Module, optimizer: Any) -> Act:
-    """Without and after `detach`: hooks are there once."""
+    """With and without a call of `detach` before."""
 
     def act(step: int) -> None:
         if step % 2:
@@ -86,7 +86,7 @@ def hooks_of_the_step(model: nn.Module, optimizer: Any) -> Act:
 
 
 def foreign_parameters(model: nn.Module, optimizer: Any) -> Act:
-    """Fast weights of a meta-learner, per-example gradients, perturbed copies."""
+    """Passes with other parameters: the fast weights of a meta-learner, and per-example gradients."""
 
     def total(own: dict[str, Tensor], inputs: Tensor) -> Tensor:
         return functional_call(model, own, (inputs,)).sum()
@@ -102,7 +102,7 @@ def foreign_parameters(model: nn.Module, optimizer: Any) -> Act:
 
 
 def gradient_of_inputs(model: nn.Module, optimizer: Any) -> Act:
-    """As in adversarial training, attacks and saliency maps: weights take no part in it."""
+    """Gradients with respect to inputs only, as for adversarial examples and saliency maps."""
 
     def act(step: int) -> None:
         inputs = MLP.batch(100 + step)[0].requires_grad_()
@@ -176,8 +176,7 @@ def test_training_is_undisturbed(method: Method, moment: str) -> None:
             raise AssertionError(f"disturbed by: {name}") from error
 
 
-def test_looking_changes_nothing(method: Method, variant: Variant) -> None:
-    """At figures and curvature, and, next to a step, at directions."""
+def test_diagnostics_and_kept_directions_change_nothing(method: Method, variant: Variant) -> None:
     blocks = ["first", "second"] if method.layerwise else [name for name, _ in MLP.model().named_parameters()]
 
     def looking(model: nn.Module, optimizer: Any) -> Act:
@@ -199,8 +198,7 @@ def test_looking_changes_nothing(method: Method, variant: Variant) -> None:
 
 
 @pytest.mark.option("window_size")
-def test_a_window_has_no_use_for_a_module(method: Method) -> None:
-    """Detached, or never with a module at all, it trains as with one, and closing it changes nothing."""
+def test_a_window_method_trains_alike_without_a_module_and_after_detach(method: Method) -> None:
     expected = trained(method)
     model, twin = MLP.model(), MLP.model()
     detached, alone = method.build(model), method.build(twin, twin.parameters())
@@ -216,7 +214,6 @@ def test_a_window_has_no_use_for_a_module(method: Method) -> None:
 
 
 def test_batch_norm_update_does_not_reach_the_optimizer(method: Method) -> None:
-    """`update_bn` runs the averaged model in training mode."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     batches = [torch.randn(6, 3) for _ in range(3)]
     optimizer = method.build(model)

@@ -1,6 +1,6 @@
-"""Coupled decay is added to the preconditioned gradient; decoupled decay shrinks the parameters beside it.
+"""Coupled decay is added to the preconditioned gradient; decoupled decay shrinks the parameters separately.
 
-A window method adds coupled decay to the gradient, as torch's own optimizers do: it enters the window.
+A window method adds coupled decay to the gradient, as torch's own optimizers do, so that it enters the window.
 """
 
 from typing import Any
@@ -12,8 +12,6 @@ from tests.support.methods import Method, Variant
 from tests.support.tasks import Task, assert_same_moves, displacements, values
 
 LR, DECAY = 0.5, 0.1
-
-
 Moves = list[dict[str, torch.Tensor]]
 
 
@@ -22,7 +20,7 @@ def moves(method: Method, task: Task, steps: int, **keywords: Any) -> Moves:
 
 
 def decayed(method: Method, task: Task, steps: int, decoupled: bool = False, begin: int = 0, **keywords: Any) -> Moves:
-    """What steps with decay (from the step `begin` on) add to the parameters without momentum, made without decay."""
+    """The expected changes of steps without momentum and with decay from step `begin` on."""
     model, optimizer = method.start(task, **method.bare(lr=LR, **keywords))
     start, taken = values(model), []
 
@@ -41,7 +39,7 @@ def decayed(method: Method, task: Task, steps: int, decoupled: bool = False, beg
 
 @pytest.mark.cover(decoupled=[False, True])
 def test_without_momentum_the_two_agree(method: Method, variant: Variant, task: Task, decoupled: bool) -> None:
-    """`θ - lr (V + wd θ)` either way for a layer method; V is that of the gradient without decay."""
+    """A layer method computes `θ - lr (V + wd θ)` in both cases, where V is the direction without decay."""
     expected = decayed(method, task, 6, decoupled, **variant.keywords)
     options = {"weight_decay": DECAY, "decoupled_weight_decay": decoupled}
     for wanted, moved in zip(expected, moves(method, task, 6, **variant.keywords, **options), strict=True):
@@ -50,7 +48,7 @@ def test_without_momentum_the_two_agree(method: Method, variant: Variant, task: 
 
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_momentum_nesterov_and_maximize_with_decay(method: Method, mlp: Task, decoupled: bool) -> None:
-    """Coupled decay enters the momentum, and what looks ahead; decoupled decay stays out of both."""
+    """Coupled decay enters momentum and Nesterov's step; decoupled decay enters neither."""
     start = values(mlp.model())
     options = {"weight_decay": DECAY, "decoupled_weight_decay": decoupled}
     one, two = moves(method, mlp, 2) if decoupled else decayed(method, mlp, 2)
@@ -77,7 +75,7 @@ def test_decay_is_read_at_each_step(method: Method, mlp: Task) -> None:
 
 
 @pytest.mark.option("weight_decay_mode", "window_size")
-def test_legacy_decay_does_not_know_the_learning_rate(method: Method, variant: Variant, mlp: Task) -> None:
+def test_legacy_decay_does_not_depend_on_the_learning_rate(method: Method, variant: Variant, mlp: Task) -> None:
     start = values(mlp.model())
     plain = moves(method, mlp, 3, **variant.keywords)
     options = {"weight_decay": DECAY, "weight_decay_mode": "legacy"}
@@ -86,18 +84,18 @@ def test_legacy_decay_does_not_know_the_learning_rate(method: Method, variant: V
 
 
 @pytest.mark.option("weight_decay_mode", "damping")
-def test_decay_beside_the_curvature_is_preconditioned_by_it(method: Method, mlp: Task) -> None:
-    """`reg`: F⁻¹(g + wd θ) with F of raw gradients; a direction is linear in what is preconditioned."""
+def test_decay_of_mode_reg_is_preconditioned(method: Method, mlp: Task) -> None:
+    """`reg`: F⁻¹(g + wd θ), where F contains gradients without decay."""
     start, huge = values(mlp.model()), 1e12
     keywords = {**method.bare(), "damping": huge, "lr": huge, "weight_decay_mode": "reg"}
     plain, with_decay = (method.trained(mlp, 1, **{**keywords, "weight_decay": decay}) for decay in (0.0, DECAY))
-    for name in method.covered(mlp.model()):  # F is λ up to rounding: the difference is the decay itself
+    for name in method.covered(mlp.model()):  # F is λI up to rounding, so that the difference is the decay itself
         torch.testing.assert_close(plain[name] - with_decay[name], DECAY * start[name], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.option("weight_decay_mode", "window_size")
-def test_gradients_enter_the_window_raw_beside_their_decay(method: Method, mlp: Task) -> None:
-    """And both decays are the sum of the two."""
+def test_gradients_enter_the_window_without_their_decay(method: Method, mlp: Task) -> None:
+    """The mode `both` is the sum of the two decays."""
     start, grams, found = values(mlp.model()), {}, {}
     for mode in ("standard", "legacy", "reg", "both"):
         model, optimizer = method.start(mlp, **method.bare(lr=LR, weight_decay=DECAY, weight_decay_mode=mode))

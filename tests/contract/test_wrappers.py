@@ -15,7 +15,7 @@ from tests.support.tasks import Task, assert_identical, snapshot, train, values
 
 
 class Namesake(nn.Module):
-    """A child that is called as data-parallel wrappers call theirs."""
+    """A module with a child named ``module``, as in data-parallel wrappers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Namesake(nn.Module):
 
 @pytest.mark.option("module", "skip_layers")
 def test_a_child_called_module_keeps_its_name(method: Method) -> None:
-    """A name in a rule leaves out the layer of that name alone."""
+    """A name in `skip_layers` only skips the layer of exactly that name."""
     model = Namesake().double()
     optimizer = method.build(model)
     assert list(optimizer.blocks) == ["fc", "module.fc"]
@@ -67,7 +67,7 @@ def test_data_parallel_on_several_devices_is_refused_by_name(method: Method, mlp
     model = mlp.model()
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     wrapper = nn.DataParallel(model)
-    wrapper.device_ids = [0, 1]  # as on a machine with two
+    wrapper.device_ids = [0, 1]  # as on a machine with two devices
     wrapped = nn.Sequential(wrapper) if inside else wrapper
     with pytest.raises(NotImplementedError, match=r"DataParallel.*2 devices"):
         method.build(wrapped)
@@ -77,7 +77,7 @@ def test_data_parallel_on_several_devices_is_refused_by_name(method: Method, mlp
 
 
 def data_parallel(model: nn.Module) -> nn.Module:
-    """Without a choice of devices it calls the model itself, as it does on one device."""
+    """Without devices, the wrapper calls the model itself, as it does on one device."""
     wrapped = nn.DataParallel(model)
     wrapped.device_ids = []
     return wrapped
@@ -98,7 +98,6 @@ WRAPPERS: tuple[Callable[[nn.Module], Any], ...] = (AveragedModel, data_parallel
 
 
 def test_a_wrapper_that_calls_the_model_changes_nothing(method: Method, mlp: Task) -> None:
-    """It is a module like any other: names carry its prefix, and the layers inside get their blocks."""
     expected = method.trained(mlp, 4)
     for wrap in WRAPPERS:
         wrapped = wrap(mlp.model())

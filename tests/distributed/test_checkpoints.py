@@ -1,4 +1,4 @@
-"""What a rank saves alone and what it lacks, who refuses it, and how `consolidate_state_dict` completes it."""
+"""The partial state that a single rank saves, when it is refused, and how `consolidate_state_dict` completes it."""
 
 import copy
 import warnings
@@ -14,12 +14,12 @@ from secondorder import LowRank
 from tests.support.grid import each
 from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, alone, assert_replicas, build
 from tests.support.pool import Pool, everywhere, on_every_rank
-from tests.support.saving import Saved, broken_off, raised, resumed, snapshot, started, through_a_file, train
+from tests.support.saving import Saved, interrupted, raised, resumed, snapshot, started, through_a_file, train
 from tests.support.tasks import assert_identical
 from tests.support.warned import warned
 
 BREAK, END = 5, 11
-MEND = "consolidate_state_dict() on all ranks"
+REMEDY = "consolidate_state_dict() on all ranks"
 
 
 def tensors(saved: Saved) -> dict[tuple[int, str], Tensor]:
@@ -34,7 +34,7 @@ def one_process(run: Run) -> Saved:
     return copy.deepcopy(alone(run)[2].state_dict())
 
 
-# ------------------------------------------------------------------------------------------------------------- alone
+# ------------------------------------------------------------------------------------------------- Saved by one rank
 def saved_with_warnings(optimizer: Any) -> tuple[Saved, list[str]]:
     with warned() as caught:
         saved = optimizer.state_dict()
@@ -43,8 +43,8 @@ def saved_with_warnings(optimizer: Any) -> tuple[Saved, list[str]]:
 
 @pytest.mark.parametrize(("strategy", "world"), [("mem", 2), ("hybrid_half", 4), ("comm_owner", 2)])
 @on_every_rank()
-def test_a_rank_alone_saves_what_it_holds_and_says_so(rank: int, world: int, strategy: str) -> None:
-    """Once, without a message."""
+def test_one_rank_saves_its_own_part_with_one_warning(rank: int, world: int, strategy: str) -> None:
+    """It does not communicate."""
     run = Run(steps=2)
     model, optimizer = started(rank, strategy, run)
     assert saved_with_warnings(optimizer)[1] == []
@@ -56,14 +56,14 @@ def test_a_rank_alone_saves_what_it_holds_and_says_so(rank: int, world: int, str
     (mark,) = saved["partial"]
     assert f"rank {rank} of {world}" in mark
     assert mark in warning
-    assert MEND in warning
+    assert REMEDY in warning
     parts = everywhere(shapes(saved))
     if strategy == "mem":
         curvature = [{place for place in part if place[1].startswith(("factor_", "basis_"))} for part in parts]
         assert not curvature[0] & curvature[1]
         optimizer.consolidate_state_dict(to=None)
         assert parts[0] | parts[1] == shapes(optimizer.state_dict())
-    if strategy == "hybrid_half":  # of two ranks in a column both precondition a layer, and one has its factors
+    if strategy == "hybrid_half":  # both ranks of a column precondition a layer, and one of them has its factors
         for key, owners in (("factor_a", 1), ("basis_a", 2)):
             assert [sum((i, key) in part for part in parts) for i in (0, 2, 4)] == [owners] * 3
 
@@ -74,14 +74,14 @@ def test_under_comm_opt_every_rank_saves_everything(rank: int, world: int) -> No
         run = Run(method=method)
         model, optimizer = started(rank, "comm", run)
         train(model, optimizer, rank, world, run, 0, 2)
-        saved, told = saved_with_warnings(optimizer)
+        saved, texts = saved_with_warnings(optimizer)
         assert saved.keys() == {"state", "param_groups"}
-        assert told == []
+        assert texts == []
         assert_identical(*everywhere(through_a_file(saved)))
 
 
 @on_every_rank(2, timeout=20)
-def test_one_rank_may_save_and_load_alone_while_the_others_are_elsewhere(rank: int, world: int) -> None:
+def test_one_rank_may_save_and_load_without_the_others(rank: int, world: int) -> None:
     model, optimizer = started(rank, "mem", Run())
     for step in range(3):
         train(model, optimizer, rank, world, Run(), step, step + 1)
@@ -92,7 +92,7 @@ def test_one_rank_may_save_and_load_alone_while_the_others_are_elsewhere(rank: i
     dist.barrier()
 
 
-# ---------------------------------------------------------------------------------------------------------- together
+# ------------------------------------------------------------------------------------------------------ Consolidated
 def consolidated(rank: int, world: int, strategy: str, to: int | None, run: Run) -> dict[str, Any]:
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, BREAK)
@@ -104,7 +104,7 @@ def consolidated(rank: int, world: int, strategy: str, to: int | None, run: Run)
     return {"own": own, "complete": complete, "later": snapshot(optimizer)}
 
 
-#: The last batch is in no refresh yet: its statistics have to be in the checkpoint all the same.
+#: No refresh has used the last batch yet, but its statistics have to be in the checkpoint.
 LATE = {"factor_update_steps": 1, "inv_update_steps": 3}
 DECAYED = {"weight_decay": 0.1, "weight_decay_mode": "both", "momentum_mode": "pre", "partition": "layer"}
 COMPLETE = {
@@ -129,11 +129,11 @@ def test_consolidated_state_is_that_of_one_process(pool: Pool, run: Run, where: 
     for place, tensor in tensors(complete).items():
         assert tensor.device.type == "cpu"
         assert tensor.dtype == tensors(expected)[place].dtype
-        if not place[1].startswith("basis"):  # signs of eigenvectors are chance
+        if not place[1].startswith("basis"):  # signs of eigenvectors are arbitrary
             torch.testing.assert_close(tensor, tensors(expected)[place], rtol=1e-8, atol=1e-10)
 
 
-def test_what_a_checkpoint_leaves_out_is_not_missed(pool: Pool) -> None:
+def test_a_checkpoint_without_curvature_is_complete_without_it(pool: Pool) -> None:
     for kind in ("factors", "none"):
         run = Run(keywords={"checkpoint_curvature": kind}, steps=BREAK)
         first, second = pool.run(consolidated, "mem", 0, run)
@@ -142,7 +142,7 @@ def test_what_a_checkpoint_leaves_out_is_not_missed(pool: Pool) -> None:
 
 
 @on_every_rank(3)
-def test_a_state_may_be_completed_on_every_rank_that_there_is(rank: int, world: int) -> None:
+def test_a_state_may_be_completed_on_all_ranks_and_only_on_existing_ones(rank: int, world: int) -> None:
     for method in ("kfac_eigen", "ekfac_intra", "mfac"):
         found = consolidated(rank, world, "mem", None, Run(method=method))
         assert "partial" not in found["complete"]
@@ -154,7 +154,7 @@ def test_a_state_may_be_completed_on_every_rank_that_there_is(rank: int, world: 
             optimizer.consolidate_state_dict(to)
 
 
-def test_one_process_has_everything_already() -> None:
+def test_the_state_of_one_process_is_always_complete() -> None:
     optimizer = build("kfac_eigen", TASKS["mlp"].model())
     assert optimizer.consolidate_state_dict() is None
     assert optimizer.state_dict().keys() == {"state", "param_groups"}
@@ -163,10 +163,10 @@ def test_one_process_has_everything_already() -> None:
 
 
 @on_every_rank(2, timeout=40, group_timeout=30)
-def test_on_some_ranks_only_it_raises_with_the_remedy(rank: int, world: int) -> None:
+def test_consolidation_on_some_ranks_only_raises_with_the_remedy(rank: int, world: int) -> None:
     model, optimizer = started(rank, "mem", Run(), timeout=2.0)
     train(model, optimizer, rank, world, Run(), 0, 1)
-    if rank == 0:  # while rank 1 is elsewhere
+    if rank == 0:  # rank 1 does not take part
         kind, text = raised(optimizer.consolidate_state_dict)
         assert kind == "RuntimeError"
         for word in ("consolidate_state_dict()", "on all ranks", "2 s", "only rank 0 of 2"):
@@ -176,7 +176,7 @@ def test_on_some_ranks_only_it_raises_with_the_remedy(rank: int, world: int) -> 
     optimizer.consolidate_state_dict()
 
 
-# -------------------------------------------------------------------------------- loading what a rank has saved alone
+# -------------------------------------------------------------------------------------------- Loading a partial state
 EXACTLY = {"rows": Run(method="hylo_kid"), **COMPLETE}
 
 
@@ -185,17 +185,17 @@ EXACTLY = {"rows": Run(method="hylo_kid"), **COMPLETE}
     where=[("mem", 2), ("comm", 2), ("hybrid_half", 4), ("local_factors", 2)],
     run=EXACTLY,
 )
-def test_every_rank_goes_on_exactly_with_what_it_saved(pool: Pool, run: Run, where: tuple[str, int]) -> None:
+def test_every_rank_continues_exactly_from_its_own_state(pool: Pool, run: Run, where: tuple[str, int]) -> None:
     strategy, world = where
     run = replace(run, steps=END)
-    before = pool.run(broken_off, strategy, run, BREAK, world=world)
+    before = pool.run(interrupted, strategy, run, BREAK, world=world)
     after = pool.run(resumed, strategy, run, before, BREAK, world=world)
     for (_, _, expected), path in zip(before, after, strict=True):
         assert torch.equal(path, expected)
 
 
 def load(rank: int, world: int, strategy: str, run: Run, *states: Saved) -> list[tuple[str, str]]:
-    """What loading says; a state that is refused leaves the optimizer as it was."""
+    """The errors of loading some states; a refused state does not change the optimizer."""
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, 1)
     before, found = snapshot(optimizer), []
@@ -220,9 +220,9 @@ MISSING = {"kfac_eigen": "factor_a is missing", "mfac_sparse": "", "mfac": ""}
 
 @pytest.mark.parametrize("method", MISSING)
 def test_what_one_rank_saved_is_refused_elsewhere(pool: Pool, method: str) -> None:
-    """Also without the mark that it is a part, which trainers lose that copy the two usual keys only."""
+    """This holds even without the mark of a partial state, which is lost if a trainer only copies the usual keys."""
     run = Run(method=method, steps=BREAK + 1)
-    saved = pool.run(broken_off, "mem", run, BREAK)[0][0]
+    saved = pool.run(interrupted, "mem", run, BREAK)[0][0]
     bare = {key: value for key, value in saved.items() if key != "partial"}
     wrong = one_process(run)
     wrong["state"][0]["surprise"] = torch.zeros(1)
@@ -231,13 +231,13 @@ def test_what_one_rank_saved_is_refused_elsewhere(pool: Pool, method: str) -> No
         for rank in ranks:
             (kind, text), unmarked, _ = answers[rank]
             assert kind == "RuntimeError", (other, answers[rank])
-            for word in ("partial", "rank 0 of 2 under MemOpt()", f"rank {rank} of {world}", MEND):
+            for word in ("partial", "rank 0 of 2 under MemOpt()", f"rank {rank} of {world}", REMEDY):
                 assert word in text, other
             if other in ("another rank", "one process"):
                 assert unmarked[0] == "RuntimeError", other
                 assert MISSING[method] in unmarked[1]
-                assert MEND in unmarked[1]
-        for _, _, (kind, text) in answers:  # a wrong checkpoint is still a wrong checkpoint
+                assert REMEDY in unmarked[1]
+        for _, _, (kind, text) in answers:  # an invalid checkpoint has a different error
             assert kind == "ValueError"
             assert "surprise" in text
         if other == "another rank":
@@ -245,7 +245,7 @@ def test_what_one_rank_saved_is_refused_elsewhere(pool: Pool, method: str) -> No
 
 
 @on_every_rank(2)
-def test_loading_ones_own_state_changes_nothing(rank: int, world: int) -> None:
+def test_loading_the_current_state_changes_nothing(rank: int, world: int) -> None:
     """Wrappers of optimizers load their own state at construction."""
     for strategy in ("mem", "comm"):
         paths = []
@@ -262,7 +262,7 @@ def test_loading_ones_own_state_changes_nothing(rank: int, world: int) -> None:
 
 @on_every_rank(2)
 def test_loaded_factors_may_be_saved_and_copied_before_the_first_step(rank: int, world: int) -> None:
-    """Go on from factors alone: at once, from what is saved before the first step, and in a copy."""
+    """A run continues from factors alone: at once, after another save before the first step, and in a copy."""
     run = Run(keywords={"factor_update_steps": 1, "refresh_warmup": False, "checkpoint_curvature": "factors"})
     trained, optimizer = started(rank, "mem", run)
     train(trained, optimizer, rank, world, run, 0, BREAK)
@@ -284,14 +284,14 @@ def test_loaded_factors_may_be_saved_and_copied_before_the_first_step(rank: int,
 
 
 def ordered(saved: Saved, backwards: bool) -> Saved:
-    """The same state; its keys from A to Z or from Z to A."""
+    """The same state with its keys in ascending or descending order."""
     state = {i: dict(sorted(found.items(), reverse=backwards)) for i, found in saved["state"].items()}
     return {**saved, "state": state}
 
 
 @on_every_rank(2)
 def test_the_order_of_keys_in_a_loaded_state_changes_nothing(rank: int, world: int) -> None:
-    """With the same order of keys on all ranks, and with another one on the last rank."""
+    """The order is the same on all ranks, or different on the last one."""
     for method in ("kfac_eigen", "ekfac_intra"):
         run = Run(method=method)
         model, optimizer = started(rank, "mem", run)
@@ -312,8 +312,8 @@ def test_the_order_of_keys_in_a_loaded_state_changes_nothing(rank: int, world: i
     ("strategy", "method"), [("comm", "kfac_eigen"), ("comm", "hylo_kid"), ("mem", "kfac_eigen"), ("mem", "mfac")]
 )
 @on_every_rank(2)
-def test_a_run_resumes_beside_a_frozen_layer(rank: int, world: int, strategy: str, method: str) -> None:
-    """Where the curvature of a frozen layer is on one rank, it begins anew on all when the layer is unfrozen."""
+def test_a_run_with_a_frozen_layer_resumes(rank: int, world: int, strategy: str, method: str) -> None:
+    """If the curvature of a frozen layer is on one rank only, its estimate starts again when the layer is unfrozen."""
     run = Run(method=method)
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, 3)

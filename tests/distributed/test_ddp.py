@@ -1,4 +1,4 @@
-"""DDP in all its forms around the model, no DDP at all, and what may go wrong on one rank only."""
+"""Models with DDP in all its forms, models without DDP, and failures on one rank only."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +43,7 @@ BOTH = ["comm", "mem"]
 
 # --------------------------------------------------------------------------------------------------------- Forms of DDP
 def in_order(rank: int, world: int, order: str, strategy: str, run: Run) -> tuple[list[str], Tensor]:
-    """Train with the optimizer made before or after DDP, from the wrapper or from what is inside."""
+    """Train with an optimizer that is built before or after DDP, from the wrapper or from the module inside."""
     bare = TASKS[run.task].model(device_of(rank))
     wrapped = None if order == "before" else DDP(bare)
     with optimizer_on(wrapped if order == "after" else bare, strategy, run) as optimizer:
@@ -71,13 +71,12 @@ def test_forms_of_ddp(pool: Pool, wrapping: dict[str, Any], method: str, strateg
 
 
 def assert_curvatures(held: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Of at least one layer."""
     assert held
     assert all(distance(dense, expected[name]) < 1e-10 for name, dense in held.items())
 
 
 @pytest.mark.parametrize("strategy", BOTH)
-def test_communication_hook_that_rounds_gradients_leaves_statistics_alone(pool: Pool, strategy: str) -> None:
+def test_a_communication_hook_that_rounds_gradients_does_not_affect_statistics(pool: Pool, strategy: str) -> None:
     run = Run("mlp", "kfac_eigen", STILL, steps=2)
     expected = curvatures(alone(run)[2])
     for found in pool.run(trained, strategy, run, fp16_compress_hook, dense=True):
@@ -88,9 +87,9 @@ def test_communication_hook_that_rounds_gradients_leaves_statistics_alone(pool: 
     assert 1e-9 < distance(paths[0], alone(moving)[0]) < 0.1
 
 
-# ---------------------------------------------------------------------------------------- Ranks that do not do the same
+# --------------------------------------------------------------------------------------------- Ranks that are not alike
 class Unused(Branches):
-    """A layer that some passes use, and one that none does."""
+    """A network with a layer that some passes use, and one that no pass uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +105,7 @@ def branches() -> Unused:
 def branching(
     rank: int, world: int, strategy: str, run: Run, user: int, average: bool = False
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Train while one rank uses the branch: the trajectory, the parameters at the end, and curvatures."""
+    """Train while one rank uses the branch; return the trajectory, the final parameters, and curvatures."""
     bare = branches().to(device_of(rank))
     model = bare if average else DDP(bare, find_unused_parameters=True)
     path = []
@@ -137,7 +136,7 @@ def test_layer_used_on_one_rank_and_layer_used_nowhere(pool: Pool, method: str, 
 
 
 @each(user={"0": 0, "1": 1}, strategy=BOTH)
-def test_statistics_of_a_layer_used_on_one_rank_are_that_rank_s(pool: Pool, user: int, strategy: str) -> None:
+def test_statistics_of_a_layer_come_from_the_only_rank_that_uses_it(pool: Pool, user: int, strategy: str) -> None:
     run = Run("mlp", "kfac_eigen", STILL, steps=2)
     model = branches()
     optimizer = build("kfac_eigen", model, **STILL)
@@ -154,7 +153,7 @@ def test_statistics_of_a_layer_used_on_one_rank_are_that_rank_s(pool: Pool, user
 
 @each(method=["kfac_eigen", "ekfac_intra"], strategy=BOTH)
 def test_different_numbers_of_micro_batches(pool: Pool, method: str, strategy: str) -> None:
-    """Rank 0 has two micro-batches where the other has one, all of the same size."""
+    """Rank 0 has two micro-batches and the other rank one, all of the same size."""
     run, moving = Run("mlp", method, STILL, steps=2), Run("mlp", method, steps=STEPS)
     of_ranks = ([replace(whole, micro=micro, sizes=(8, 4)) for micro in (2, 1)] for whole in (run, moving))
     still, moved = (pool.run(trained, strategy, runs, dense=runs[0].steps == 2) for runs in of_ranks)
@@ -173,7 +172,7 @@ def test_different_numbers_of_micro_batches(pool: Pool, method: str, strategy: s
     poison={"3": 3, "4": 4},
 )
 def test_batch_with_a_nan_on_one_rank_is_dropped_by_all(pool: Pool, method: str, strategy: str, poison: int) -> None:
-    """One of the steps would have updated the estimates, and refreshed; the other would not."""
+    """One of the steps is due to update and refresh the estimates, and the other is not."""
     run = Run("mlp", method, steps=STEPS, poison=poison)
     results = pool.run(trained, strategy, run)
     paths = paths_of(results)
@@ -183,7 +182,7 @@ def test_batch_with_a_nan_on_one_rank_is_dropped_by_all(pool: Pool, method: str,
 
 
 def poisoned_backward(model: nn.Module, optimizer: Any, inputs: Tensor, targets: Tensor, poison: bool) -> None:
-    """A backward pass from which statistics with a NaN are captured, if so wanted, and then sound gradients."""
+    """A backward pass with valid gradients, whose captured statistics contain a NaN if ``poison`` is true."""
     optimizer.zero_grad()
     mean_loss(model(inputs * (torch.nan if poison else 1.0)), targets).backward()
     parameters = list(model.parameters())
@@ -196,7 +195,7 @@ def poisoned_backward(model: nn.Module, optimizer: Any, inputs: Tensor, targets:
 def poisoned_statistics(
     rank: int, world: int, strategy: str, run: Run, poisoned: list[tuple[int, ...]]
 ) -> tuple[Tensor, list[dict[str, Tensor]], int]:
-    """Steps in which some ranks have statistics with a NaN, and all of them sound gradients."""
+    """Take steps with valid gradients in which some ranks have statistics with a NaN."""
     model = TASKS[run.task].model(device_of(rank))
     path, held = [], []
     with optimizer_on(model, strategy, run, average_gradients=True) as optimizer:
@@ -210,7 +209,7 @@ def poisoned_statistics(
 
 
 @each(method=["kfac_eigen", "kfac_cholesky", "ekfac_intra"], strategy=BOTH)
-def test_statistics_with_a_nan_are_dropped_from_their_rank_alone(pool: Pool, method: str, strategy: str) -> None:
+def test_statistics_with_a_nan_are_dropped_on_their_rank_only(pool: Pool, method: str, strategy: str) -> None:
     run = Run("mlp", method, STILL)
     results = pool.run(poisoned_statistics, strategy, run, [(), (1,), (0, 1), ()])
     model = TASKS["mlp"].model()
@@ -225,7 +224,7 @@ def test_statistics_with_a_nan_are_dropped_from_their_rank_alone(pool: Pool, met
 
 
 @each(method=["ekfac_intra", "hylo_sngd"], strategy=BOTH)
-def test_training_goes_on_after_statistics_with_a_nan(pool: Pool, method: str, strategy: str) -> None:
+def test_training_continues_after_statistics_with_a_nan(pool: Pool, method: str, strategy: str) -> None:
     eager = {"update_steps": 1} if method.startswith("hylo") else {"factor_update_steps": 1, "inv_update_steps": 2}
     run = Run("mlp", method, eager)
     results = pool.run(poisoned_statistics, strategy, run, [(0,), *[()] * 5])
@@ -246,7 +245,7 @@ ONE_PROCESS: list[Callable[[], Any]] = [
 ]  # fmt: skip
 
 
-def test_strategies_of_one_process_do_what_it_does_without() -> None:
+def test_a_strategy_changes_nothing_in_one_process() -> None:
     assert isinstance(build("kfac_eigen", TASKS["mlp"].model()).comm, Local)
     for make, method in zip(ONE_PROCESS, cycle(["kfac_eigen", "ekfac_intra", "hylo_kid", "mfac"])):
         run = Run("words", method, steps=4)
@@ -256,8 +255,8 @@ def test_strategies_of_one_process_do_what_it_does_without() -> None:
         assert optimizer.memory_usage()["total"] == other.memory_usage()["total"]
 
 
-def test_group_of_one_rank(pool: Pool) -> None:
+def test_a_group_of_one_rank_trains_as_one_process(pool: Pool) -> None:
     run = Run("words", "kfac_eigen", steps=4)
     for strategy in (None, "comm", "mem", "local_factors", "chief"):
         (path,) = pool.run(together, strategy, run, world=1)
-        assert distance(path, alone(run)[0]) <= 1e-9  # another process, or device, may round otherwise
+        assert distance(path, alone(run)[0]) <= 1e-9  # another process or device may round differently

@@ -1,4 +1,4 @@
-"""Dedicated workers: equal to the delayed run of one process, never stuck at the end, loud when a rank dies."""
+"""Dedicated workers are equal to a delayed run of one process, end without deadlock, and report the loss of a rank."""
 
 import copy
 import os
@@ -43,7 +43,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @contextmanager
 def working(comm: Mapping[str, Any], shift: float = 0.0, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """A model, shifted if so wanted, its strategy and its optimizer."""
+    """A model whose parameters are shifted, its strategy and its optimizer."""
     model, strategy = build(), DedicatedWorkers(**comm)
     with torch.no_grad():
         for p in model.parameters():
@@ -53,7 +53,7 @@ def working(comm: Mapping[str, Any], shift: float = 0.0, **options: Any) -> Iter
 
 
 def descend(model: nn.Module, optimizer: Any, step: int) -> float:
-    """Take a step on the batch of this rank's role; its loss."""
+    """Take a step on the batch of this rank's role; return the loss."""
     inputs, targets = batch(optimizer.comm.role == "factor", optimizer.comm.data_rank, step)
     optimizer.zero_grad()
     value = loss(model(inputs), targets)
@@ -63,9 +63,9 @@ def descend(model: nn.Module, optimizer: Any, step: int) -> float:
 
 
 class Case(NamedTuple):
-    """Arguments of the strategy, options of the optimizer, the delayed run that this equals, and the number of ranks.
+    """Arguments of the strategy, options of the optimizer, those of the delayed run, and the number of ranks.
 
-    A sum over the examples of two ranks is not added in the order of one batch: then a run is not ``exact`` to the bit.
+    A run is not bitwise ``exact`` if two ranks add examples in another order than one process.
     """
 
     comm: dict[str, Any] = {}
@@ -76,7 +76,7 @@ class Case(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What a gradient rank has after a step, and how old the curvature is that the step has used."""
+    """Parameters of a gradient rank after a step, and the age of the curvature in this step."""
 
     params: Tensor
     age: int | None
@@ -90,14 +90,14 @@ def falling(step: int) -> float:
 def train(
     rank: int, comm: dict[str, Any], options: dict[str, Any], steps: Mapping[str, int], scheduled: bool = False
 ) -> Any:
-    """Run the loop of this rank's role; a gradient rank returns its record of every step, the others their role."""
-    shift = 0 if rank == comm.get("gradient", [0])[0] else rank  # all start as the first gradient rank does
+    """Run the loop of this rank's role; return the records of all steps on a gradient rank, or the role."""
+    shift = 0 if rank == comm.get("gradient", [0])[0] else rank  # all ranks adopt those of the first gradient rank
     found = []
     with working(comm, shift, **options) as (model, strategy, optimizer):
         if strategy.role == "inverse":
             strategy.serve(optimizer)
         for step in range(steps.get(strategy.role, 0)):
-            if scheduled and strategy.role == "gradient":  # only those that train follow the schedule
+            if scheduled and strategy.role == "gradient":  # only ranks that train follow the schedule
                 optimizer.param_groups[0]["damping"] = falling(step)
             age = strategy.age(0)
             descend(model, optimizer, step)
@@ -106,17 +106,17 @@ def train(
 
 
 def train_each(rank: int, world: int, runs: list[tuple[Any, ...]]) -> list[Any]:
-    """Several optimizers, one after another, in one process group."""
+    """Train several optimizers, one after another, in one process group."""
     return [train(rank, *run) for run in runs]
 
 
-# --------------------------------------------------------------------------------------------------------- lockstep
+# ----------------------------------------------------------------------------------------------------------- Lockstep
 
 CHOLESKY = {"inverse_method": "cholesky"}
 DIAGONAL = {**CHOLESKY, "storage": StorageOptions(max_factor_dim=1)}
 WAIT = {"warmup": "identity"}
 APART = {"gradient": [0], "factor": [1]}
-SCHEDULED = "a damping that is scheduled where training runs"
+SCHEDULED = "a damping that is scheduled on gradient ranks"
 CASES = {
     "no warm-up": Case(WAIT, {"inverse_method": "eigen"}, WAIT),
     "no warm-up, two gradient ranks": Case(WAIT, CHOLESKY, {"gradient_ranks": 2, **WAIT}, 4),
@@ -142,8 +142,8 @@ def simulated(steps: int, case: Case, **more: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_lockstep_is_the_delayed_run(pool: Pool, world: int) -> None:
-    """Inverse ranks follow the damping of the gradient ranks, and curvature is as old as the schedule says."""
+def test_lockstep_is_equal_to_the_delayed_run(pool: Pool, world: int) -> None:
+    """Inverse ranks use the damping of the gradient ranks, and the age of the curvature is that of the schedule."""
     cases = {name: case for name, case in CASES.items() if case.world == world}
     steps = {name: 13 if "period" in case.simulator else 9 for name, case in cases.items()}
     runs = [
@@ -162,12 +162,12 @@ def test_lockstep_is_the_delayed_run(pool: Pool, world: int) -> None:
             )
             if case.comm == WAIT:
                 assert [record.age for record in path] == [None] * 4 + [4, 5, 4, 5, 4]
-                # A version arrives between two steps: it is new after the one before those that use it.
+                # A version arrives between two steps, so its age is 0 after the step before the first use.
                 staleness = [set(), set(), set(), {0}, {1}, {0}, {1}, {0}, {1}]
                 assert [record.staleness for record in path] == staleness, name
 
 
-# ---------------------------------------------------------------------------------------------------------- the end
+# ---------------------------------------------------------------------------------------------------- End of training
 
 
 ENDS: dict[int, list[dict[str, Any]]] = {
@@ -178,7 +178,7 @@ ENDS: dict[int, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("world", ENDS)
-def test_the_end_comes_at_any_step_of_any_role(pool: Pool, world: int) -> None:
+def test_training_may_end_at_any_step_of_any_role(pool: Pool, world: int) -> None:
     random.seed(world)
     lengths = [{"gradient": random.randrange(9), "factor": random.randrange(9)} for _ in range(3)]
     lengths += [{"gradient": 0, "factor": 0}, {"gradient": T, "factor": 0}, {"gradient": 0, "factor": 5}]
@@ -200,18 +200,18 @@ def test_a_factor_rank_can_see_that_training_has_ended(rank: int, world: int) ->
             descend(model, optimizer, step)
             step += 1
         before = flat(model)
-        if comm.role == "factor":  # steps after the end do nothing
+        if comm.role == "factor":  # steps after the end have no effect
             descend(model, optimizer, step)
         assert torch.equal(flat(model), before)
         # a factor rank stops at the end of the epoch in which training ended
         assert (comm.stopped, step) == ((False, 4) if comm.role == "gradient" else (True, 6))
 
 
-# ------------------------------------------------------------------------------------------------------------- loss
+# ----------------------------------------------------------------------------------------------------- Loss of a rank
 
 
 def train_with_a_death(rank: int, world: int, dies: str, at: int, steps: int, comm: dict[str, Any]) -> Any:
-    """One rank dies: an inverse rank in its refresh, the others in a step. In opportunistic mode that is waited for."""
+    """Train while one rank dies in a refresh or a step. In opportunistic mode, gradient ranks wait for this."""
     with working(comm) as (model, strategy, optimizer):
         last = strategy.data_rank == strategy.data_world - 1
         if strategy.role == "inverse":
@@ -251,7 +251,7 @@ def test_the_loss_of_a_rank_ends_all_ranks(pool: Pool, mode: str, dies: str, at:
 
 
 def degraded(pool: Pool, at: int, steps: int, **comm: Any) -> list[Any]:
-    """Parameters, ages by step, and the lost rank, of four ranks that go on without the last one."""
+    """Parameters, ages by step, and the lost rank, of four ranks that continue without the last one."""
     comm = {"timeout": 8.0, "on_loss": "degrade", **comm}
     limits = {"timeout": 60, "group_timeout": 30, "expect_failure": True}
     found = pool.run(train_with_a_death, "inverse", at, steps, comm, world=4, **limits)
@@ -262,7 +262,7 @@ def degraded(pool: Pool, at: int, steps: int, **comm: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_an_opportunistic_run_goes_on_without_an_inverse_rank(pool: Pool) -> None:
+def test_an_opportunistic_run_continues_without_an_inverse_rank(pool: Pool) -> None:
     (first, ages, _), (second, *_), *_ = degraded(pool, 2, 200, mode="opportunistic", max_staleness=40)
     assert torch.equal(first, second)
     assert max(age for at_step in ages for age in at_step if age is not None) <= 40
@@ -270,7 +270,7 @@ def test_an_opportunistic_run_goes_on_without_an_inverse_rank(pool: Pool) -> Non
 
 
 @pytest.mark.parametrize("warmup", ["sync", pytest.param("identity", marks=pytest.mark.slow)])
-def test_training_goes_on_without_an_inverse_rank_if_asked_to(pool: Pool, warmup: str) -> None:
+def test_on_loss_degrade_continues_training_without_an_inverse_rank(pool: Pool, warmup: str) -> None:
     roles = {"gradient": [0, 1], "factor": [2], "inverse": [3]}
     (first, ages, _), (second, *_), *_ = degraded(pool, 1, 20, max_staleness=8, warmup=warmup, **roles)
     assert torch.equal(first, second)
@@ -278,24 +278,24 @@ def test_training_goes_on_without_an_inverse_rank_if_asked_to(pool: Pool, warmup
     assert all(age is None or age <= 8 for age in after)
     if warmup == "identity":
         assert after[-1] is None
-    else:  # the gradient ranks have found curvature themselves since, when the last version was too old
+    else:  # the gradient ranks have computed curvature themselves when the last version was too old
         assert after[-1] is not None
         assert 8 in after
 
 
 @pytest.mark.slow
-def test_layers_of_the_other_inverse_ranks_are_not_touched_by_a_loss(pool: Pool) -> None:
+def test_a_loss_does_not_affect_layers_of_other_inverse_ranks(pool: Pool) -> None:
     _, ages, _ = degraded(pool, 1, 20, gradient=[0], factor=[1], inverse=[2, 3])[0]
     fresh = [index for index, age in enumerate(ages[-1]) if age < 3 * T]
     assert 0 < len(fresh) < 3
     assert all(ages[-1][index] > 3 * T for index in range(3) if index not in fresh)
 
 
-# ----------------------------------------------------------------------------------------------------- opportunistic
+# ------------------------------------------------------------------------------------------------------ Opportunistic
 
 
 def train_until(rank: int, world: int, takes: int, steps: int, comm: dict[str, Any]) -> Any:
-    """Train for some steps and until so many versions were taken, or exactly so many steps in a repetition."""
+    """Train for at least ``steps`` steps, until at least ``takes`` versions were adopted."""
     with working({"mode": "opportunistic", **comm}) as (model, strategy, optimizer):
         if strategy.role == "inverse":
             strategy.serve(optimizer)
@@ -307,7 +307,7 @@ def train_until(rank: int, world: int, takes: int, steps: int, comm: dict[str, A
                 if taken >= takes or len(found) >= 5000:
                     break
             ages.append([strategy.age(index) for index in range(3)])
-            time.sleep(0.002 if strategy.role == "gradient" else 0)  # so that versions come before they are too old
+            time.sleep(0.002 if strategy.role == "gradient" else 0)  # so that versions arrive before they are too old
             descend(model, optimizer, len(found))
             found.append(flat(model))
         return (torch.stack(found), ages, strategy.log) if strategy.role == "gradient" else None
@@ -335,7 +335,7 @@ def test_opportunistic_runs_keep_replicas_equal_bound_the_age_and_can_be_repeate
     assert torch.equal(repeated, trajectory)
 
 
-# ------------------------------------------------------------------------------------------------------------ errors
+# ------------------------------------------------------------------------------------------------------------- Errors
 
 
 def kfac(model: nn.Module, comm: DedicatedWorkers | None = None, **options: Any) -> secondorder.KFAC:
@@ -355,9 +355,9 @@ REFUSED: list[tuple[Callable[[nn.Module, int], Any], type[Exception], str]] = [
 
 
 @on_every_rank(3, timeout=30)
-def test_what_cannot_work_is_refused_on_all_ranks(rank: int, world: int) -> None:
+def test_unsupported_options_are_refused_on_all_ranks(rank: int, world: int) -> None:
     for make, error, words in REFUSED:
-        dist.barrier()  # what is refused sends nothing: nobody may leave while others still come
+        dist.barrier()  # no rank may leave while others still connect, because a refusal does not communicate
         with pytest.raises(error, match=words):
             make(build(), rank)
 
@@ -375,7 +375,7 @@ def fail_in(rank: int, world: int, where: str) -> None:
             descend(model, optimizer, step)
 
 
-def test_an_error_on_one_rank_is_heard_on_all(pool: Pool) -> None:
+def test_an_error_on_one_rank_is_raised_on_all(pool: Pool) -> None:
     for where, words in [
         ("refresh", "could not be factorized"),
         ("factor", "the loader is empty"),
@@ -386,8 +386,7 @@ def test_an_error_on_one_rank_is_heard_on_all(pool: Pool) -> None:
 
 
 @on_every_rank(3)
-def test_each_role_refuses_the_work_of_another(rank: int, world: int) -> None:
-    """And what no role does."""
+def test_each_role_refuses_the_work_of_other_roles_and_unsupported_calls(rank: int, world: int) -> None:
     words = ("this is a gradient rank", "this is a factor rank", r"calls comm\.serve\(optimizer\)")
     with working({}) as (_, comm, optimizer):
         foreign = optimizer.step if comm.role == "inverse" else lambda: comm.serve(optimizer)
@@ -400,11 +399,11 @@ def test_each_role_refuses_the_work_of_another(rank: int, world: int) -> None:
                 call()
 
 
-# ------------------------------------------------------------------------------------------------- what ranks hold
+# ----------------------------------------------------------------------------------------------------- State of ranks
 
 
 @on_every_rank(4)
-def test_ranks_keep_what_their_role_needs(rank: int, world: int) -> None:
+def test_ranks_only_store_the_state_of_their_role(rank: int, world: int) -> None:
     with working({**APART, **WAIT}) as (model, strategy, optimizer):
         memory = optimizer.memory_usage()
         kept = [sorted(k for k in ("factor_a", "basis_a") if k in optimizer.state[p]) for p in model.parameters()]
@@ -420,8 +419,8 @@ def test_ranks_keep_what_their_role_needs(rank: int, world: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is partial:UserWarning")
 @on_every_rank(3)
-def test_every_rank_goes_on_from_what_it_saved(rank: int, world: int) -> None:
-    """With the curvature that was in use, without a warm-up."""
+def test_every_rank_continues_from_its_own_state(rank: int, world: int) -> None:
+    """It uses the saved curvature, without a warm-up."""
     losses, saved = [], None
     for _ in range(2):
         with working({}) as (model, comm, optimizer):
@@ -438,8 +437,8 @@ def test_every_rank_goes_on_from_what_it_saved(rank: int, world: int) -> None:
 
 
 @on_every_rank(4)
-def test_a_parameter_that_some_gradient_ranks_use_moves_on_all_of_them(rank: int, world: int) -> None:
-    """Each gradient rank uses another layer, and nobody the third."""
+def test_a_parameter_that_some_gradient_ranks_use_changes_on_all_of_them(rank: int, world: int) -> None:
+    """Each gradient rank uses a different layer, and no rank uses the third."""
     model = nn.ModuleList([nn.Linear(5, 3, dtype=torch.float64) for _ in range(3)])
     before, gradient = flat(model), torch.zeros(0)
     comm = DedicatedWorkers(warmup="identity")
@@ -456,7 +455,7 @@ def test_a_parameter_that_some_gradient_ranks_use_moves_on_all_of_them(rank: int
     torch.testing.assert_close(first, torch.cat([-own / 2, -other / 2, torch.zeros(18)]).double())
 
 
-# ----------------------------------------------------------------------------------------------------- one process
+# -------------------------------------------------------------------------------------------------------- One process
 
 BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mode": "later"}, ValueError, "'later'"),
@@ -472,7 +471,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-def test_bad_arguments_are_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for arguments, error, words in BAD_ARGUMENTS:
         with pytest.raises(error, match=words):
             DedicatedWorkers(**arguments)
@@ -480,8 +479,8 @@ def test_bad_arguments_are_refused() -> None:
         kfac(build())
 
 
-def test_how_it_prints_and_copies() -> None:
+def test_repr_is_equal_for_copies() -> None:
     strategy = DedicatedWorkers([0], [1], [2], period=4, warmup="identity")
-    told = "DedicatedWorkers(gradient=[0], factor=[1], inverse=[2], period=4, warmup='identity')"
+    expected = "DedicatedWorkers(gradient=[0], factor=[1], inverse=[2], period=4, warmup='identity')"
     for same in (strategy, copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
-        assert repr(same) == told
+        assert repr(same) == expected

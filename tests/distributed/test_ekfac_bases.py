@@ -1,6 +1,6 @@
-"""EK-FAC's scale where ranks have examples of layers that they do not precondition: every rank has the bases.
+"""EK-FAC's scale on ranks with examples of layers that they do not precondition: every rank has the bases.
 
-Layers have fewer columns than batches have examples: without a null space, in which a basis would be a matter of
+Layers have fewer columns than batches have examples. Otherwise there would be a null space, whose basis depends on
 rounding.
 """
 
@@ -37,16 +37,16 @@ from tests.support.oracles.ranks import (
     shard,
 )
 from tests.support.pool import Pool, device_of, everywhere, on_every_rank
-from tests.support.saving import broken_off, paths_of, started, through_a_file, train, trained
+from tests.support.saving import interrupted, paths_of, started, through_a_file, train, trained
 
 WIDTH, LAYERS = 6, 12
 RARE = {"inv_update_steps": 2, "scale_update_steps": 4}
-"""Scales that are measured less often than bases change."""
+"""Scales are measured less often than bases change."""
 STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
 
 
 class Wide(nn.Module):
-    """Twelve layers beside each other, so that 2, 3 and 4 ranks own as many."""
+    """Twelve parallel layers, so that 2, 3 and 4 ranks own the same number of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def reference(run_of: str, **keywords: Any) -> Tensor:
 
 
 def trained_here(rank: int, world: int, strategy: str, run: Run) -> dict[str, Any]:
-    """Tasks of this file are known to ranks that have imported it."""
+    """Run `trained` in ranks that have imported this file, and with it the tasks that it adds."""
     return trained(rank, world, strategy, run)
 
 
@@ -114,7 +114,7 @@ PLACES = {
 
 @sample(kind=KINDS, place=PLACES)
 def test_every_rank_has_the_bases(pool: Pool, kind: tuple[str, dict[str, Any]], place: tuple[str, int]) -> None:
-    """And measures the scales of one process with them; rows are not sent."""
+    """The scales in these bases are those of one process, and rows are not sent."""
     (task, keywords), (strategy, world) = kind, place
     found = pool.run(trained_here, strategy, Run(task, "ekfac_intra", keywords, steps=10), world=world)
     assert_same_path(paths_of(found), reference(task, **keywords), tolerance=1e-10)
@@ -123,7 +123,7 @@ def test_every_rank_has_the_bases(pool: Pool, kind: tuple[str, dict[str, Any]], 
         assert of_rank["bases"] == (numbers_in_bases(task) if task in SIDES else found[0]["bases"])
 
 
-def test_nothing_is_sent_where_bases_are_with_the_data(pool: Pool) -> None:
+def test_nothing_is_sent_if_the_ranks_with_the_data_have_the_bases(pool: Pool) -> None:
     for strategy in ("comm", "comm_owner", "chief_inverses", "local_factors"):
         found = pool.run(trained_here, strategy, Run("wide", "ekfac_intra", RARE, steps=10))
         for of_rank in found:
@@ -141,21 +141,21 @@ def test_calls_and_micro_batches(pool: Pool) -> None:
     assert_same_path(paths_of(pool.run(trained_here, "mem", run)), reference("twice"), tolerance=1e-10)
 
 
-def test_samples_differ_from_rank_to_rank_and_replicas_do_not(pool: Pool) -> None:
+def test_replicas_are_equal_even_if_each_rank_samples_its_own_examples(pool: Pool) -> None:
     run = Run("words", "ekfac_intra", {"scale_batch_size": 2, "token_is_example": True}, steps=10)
     assert_replicas(paths_of(pool.run(trained_here, "mem", run)))
 
 
 # -------------------------------------------------------------------------------------------- Ranks that cannot measure
 def one_rank_refuses(rank: int, world: int, run: Run) -> dict[str, Tensor]:
-    """Two steps; the last rank cannot measure its scale in the second one."""
+    """Take two steps, in the second of which the last rank cannot measure its scale."""
     model = DDP(TASKS[run.task].model(device_of(rank)))
 
     measure = EigenbasisBlock.new_scales
 
     def refuse(self: Any, calls: Any = ()) -> Any:
         if calls:
-            raise ValueError("examples cannot be told apart")
+            raise ValueError("examples cannot be distinguished")
         return measure(self)
 
     with optimizer_on(model, "mem", run) as optimizer:
@@ -170,7 +170,7 @@ def one_rank_refuses(rank: int, world: int, run: Run) -> dict[str, Tensor]:
 
 
 def test_examples_of_one_rank_are_left_out(pool: Pool) -> None:
-    """Of the scale alone: bases are those of all examples, so the other rank's share is measured in these."""
+    """They are left out of the scale only: bases are those of all examples."""
     run = Run("wide", "ekfac_intra", {**STILL, "transport": "recompute"})
     found = pool.run(one_rank_refuses, run)
     model = TASKS["wide"].model()
@@ -192,7 +192,7 @@ def test_examples_of_one_rank_are_left_out(pool: Pool) -> None:
 # ---------------------------------------------------------------------------------------------------------------- Bytes
 @pytest.mark.parametrize("transport", ["project", "recompute"])
 @on_every_rank(3)
-def test_bases_are_sent_with_each_refresh_and_a_plan_knows_it(rank: int, world: int, transport: str) -> None:
+def test_bases_are_sent_with_each_refresh_as_in_the_plan(rank: int, world: int, transport: str) -> None:
     run, sent = Run("mixed", "ekfac_intra", {**RARE, "transport": transport}), []
     model, optimizer = started(rank, "mem", run)
     with optimizer:
@@ -209,7 +209,7 @@ def test_bases_are_sent_with_each_refresh_and_a_plan_knows_it(rank: int, world: 
 
 # ---------------------------------------------------------------------------------- Checkpoints, and layers that change
 def without_bases(state: dict[str, Any]) -> dict[str, Any]:
-    """The file of a rank as it was when bases stayed on the ranks that precondition."""
+    """The file of a rank of earlier versions, in which only ranks that precondition had bases."""
     for found in state["state"].values():
         if "scale" not in found:
             for key in [key for key in found if key.startswith("basis_")]:
@@ -220,7 +220,7 @@ def without_bases(state: dict[str, Any]) -> dict[str, Any]:
 def resumed_in_every_way(
     rank: int, world: int, run: Run, saved: list[tuple[Any, Any]], at: int
 ) -> dict[str, list[Tensor]]:
-    """Go on, in a new optimizer, a copy or one that has bases; then again, from what the state was loaded as."""
+    """Continue in a new optimizer, a copy or one with bases, and then again from the state after loading."""
     paths: dict[str, list[Tensor]] = {}
     for how in ("new", "live", "copied"):
         model, optimizer = started(rank, "mem", run)
@@ -243,9 +243,9 @@ def resumed_in_every_way(
 @pytest.mark.filterwarnings("ignore:.*is partial")
 @pytest.mark.parametrize("at", [3, 4])
 def test_a_resumed_run_goes_on_exactly(pool: Pool, at: int) -> None:
-    """Files that ranks without a basis saved load too: it is sent in the first step, which may measure the scale."""
+    """Files without bases can be loaded, too: bases are sent in the first step, which may measure the scale."""
     run = Run("mixed", "ekfac_intra", {**RARE, "factor_update_steps": 3}, steps=9)
-    before = pool.run(broken_off, "mem", run, at)
+    before = pool.run(interrupted, "mem", run, at)
     for old in (False, True):
         saved = [(without_bases(own) if old else own, model) for own, model, _ in before]
         for (_, _, expected), found in zip(before, pool.run(resumed_in_every_way, run, saved, at), strict=True):
@@ -254,8 +254,8 @@ def test_a_resumed_run_goes_on_exactly(pool: Pool, at: int) -> None:
 
 
 def completed(rank: int, world: int, run: Run) -> Any:
-    """The complete checkpoint of ranks that have loaded and taken no step, with the bases that some of them lacked."""
-    state, weights, _ = broken_off(rank, world, "mem", run, 3)
+    """The complete checkpoint of ranks that have loaded files without some bases, before the first step."""
+    state, weights, _ = interrupted(rank, world, "mem", run, 3)
     saved = everywhere(without_bases(state))
     model, optimizer = started(rank, "mem", run)
     with optimizer:
@@ -273,31 +273,31 @@ def completed(rank: int, world: int, run: Run) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*is partial")
-def test_loaded_files_make_a_complete_one_at_once(pool: Pool) -> None:
+def test_loaded_files_can_be_consolidated_before_the_first_step(pool: Pool) -> None:
     run = Run("mixed", "ekfac_intra", RARE, steps=4)
     for complete in pool.run(completed, run):
         alone(run)[2].load_state_dict(complete)
 
 
 def freezing(model: nn.Module, optimizer: Any, step: int) -> None:
-    """A bias is frozen after three steps and trained again after seven; a layer from the fifth to the eighth."""
+    """Freeze a bias from step 3 until step 7, and a layer from step 5 until step 8."""
     model.conv.bias.requires_grad_(not 3 <= step < 7)
     model.wide.requires_grad_(not 5 <= step < 8)
 
 
 def switching(model: nn.Module, optimizer: Any, step: int) -> None:
-    """The other estimator from the third step to the seventh."""
+    """Use the other estimator from step 3 until step 7."""
     if step in (3, 7):
         now = optimizer.param_groups[0]["estimator"]
         optimizer.param_groups[0]["estimator"] = "running" if now == "intra" else "intra"
 
 
 CHANGES = {"layers": (freezing, {}), "to running": (switching, {}), "to intra": (switching, {"estimator": "running"})}
-"""What is done before a step, and options."""
+"""Functions that are called before a step, and options."""
 
 
 def changing(rank: int, world: int, run: Run, change: str) -> tuple[Tensor, list[int]]:
-    """The path, and numbers in the bases that are kept after every step."""
+    """The trajectory, and the number of entries of the bases after every step."""
     model = TASKS[run.task].model()
     comm = STRATEGIES["mem"](average_gradients=True) if world > 1 else None
     with build(run.method, model, comm, **run.keywords) as optimizer:

@@ -1,7 +1,7 @@
-"""Saved in one world under one strategy, gone on with in another: the same path as if nothing had happened.
+"""Runs that are saved in one world under one strategy continue in another one with the same trajectory.
 
-One process saves for all after `consolidate_state_dict`, and the file is read in the safe mode of `torch.load`; or each
-rank writes what it holds with `torch.distributed.checkpoint`, and reads what it holds elsewhere.
+One process saves for all after `consolidate_state_dict`, and `torch.load` reads the file with `weights_only=True`; or
+each rank writes and reads its own part with `torch.distributed.checkpoint`.
 """
 
 import warnings
@@ -26,8 +26,8 @@ from tests.support.pool import Pool, everywhere, on_every_rank
 from tests.support.saving import raised, shifted, snapshot, started, through_a_file, train
 from tests.support.tasks import assert_identical
 
-# Factors every 2 steps and refreshes every 4: after the break one step as before, an update, and a refresh. Rows are
-# renewed every 3 steps, from other examples in another world: only what comes before is the same there.
+# Factors are updated every 2 steps and refreshed every 4: after the break come a plain step, an update, and a refresh.
+# Rows are updated every 3 steps from the shards, which depend on the world: only earlier steps can be compared.
 BREAK, END, ROWS_END = 5, 10, 6
 QUICK = ("kfac_eigen", "ekfac_intra", "hylo_kid", "mfac", "mfac_sparse")
 LAYERS = ("kfac_eigen", "kfac_cholesky", "ekfac_intra")
@@ -41,11 +41,11 @@ EXTRA = {
 }
 OF_FACTORS = ("comm_owner", "mem_replicated", "local_factors", "chief", "chief_inverses")
 FORMS = ("plain", "nested", "flat")
-"""What `torch.distributed.checkpoint` writes: the state dict of the optimizer, or what torch makes of it."""
+"""Forms of `torch.distributed.checkpoint`: the state dict of the optimizer, or torch's nested or flat version of it."""
 
 
 class Checkpoint(NamedTuple):
-    """What was saved, state or the folder in which it is, and the path ``[steps, P]`` of the run that went on."""
+    """A run, its saved state or the folder of its files, and the trajectory ``[steps, P]`` that followed."""
 
     run: Run
     saved: Any
@@ -74,7 +74,7 @@ def save(
     how: str = "at once",
     keywords: Mapping[str, Any] = {},
 ) -> list[Checkpoint]:
-    """Train, save, and train on; with ``how="later"`` while the checkpoint is written."""
+    """Train, save and continue; with ``how="later"``, while the checkpoint is written."""
     found = []
     for method in methods:
         run = EXTRA.get(method) or Run(method=method, keywords=keywords)
@@ -95,7 +95,7 @@ def save(
     return found
 
 
-def go_on(
+def continue_run(
     rank: int, world: int, strategy: str, found: list[Checkpoint], form: str = "file", how: str = "at once"
 ) -> list[Tensor]:
     paths = []
@@ -122,8 +122,8 @@ def go_on(
     return paths
 
 
-def judge(found: list[Checkpoint], paths: list[list[Tensor]], exact: bool = False) -> None:
-    """Every rank goes on alike; the first step to 1e-10, and to the bit where nothing has changed."""
+def assert_continued(found: list[Checkpoint], paths: list[list[Tensor]], exact: bool = False) -> None:
+    """All ranks continue alike, with the expected trajectory, which is bitwise equal if ``exact`` is true."""
     for i, (run, _, path) in enumerate(found):
         assert all(torch.equal(of_rank[i], paths[0][i]) for of_rank in paths), run.method
         if exact:
@@ -149,14 +149,16 @@ def test_from_two_ranks_to_others(
 ) -> None:
     after, world = layout
     checkpoints = fit_for(after, saved_at_two[before])
-    judge(checkpoints, pool.run(go_on, after, checkpoints, world=world), exact=(world, after) == (2, before))
+    assert_continued(
+        checkpoints, pool.run(continue_run, after, checkpoints, world=world), exact=(world, after) == (2, before)
+    )
 
 
 def test_from_four_ranks_to_fewer(pool: Pool) -> None:
     methods = ("kfac_cholesky", "ekfac_running", "ggt", *EXTRA)
     checkpoints = pool.run(save, "hybrid_half", methods, world=4)[0]
     for other, world in (("mem", 3), ("comm", 2)):
-        judge(checkpoints, pool.run(go_on, other, checkpoints, world=world))
+        assert_continued(checkpoints, pool.run(continue_run, other, checkpoints, world=world))
 
 
 @pytest.mark.slow
@@ -168,18 +170,20 @@ def test_every_method_from_every_world_to_every_other(pool: Pool, before: int, a
         checkpoints = pool.run(save, old, methods, world=before, timeout=200)[0]
         for new in STRATEGIES[after]:
             fit = fit_for(new, checkpoints)
-            judge(fit, pool.run(go_on, new, fit, world=after, timeout=200), exact=(before, old) == (after, new))
+            assert_continued(
+                fit, pool.run(continue_run, new, fit, world=after, timeout=200), exact=(before, old) == (after, new)
+            )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", OF_FACTORS)
 @pytest.mark.parametrize("before", OF_FACTORS)
-def test_strategies_that_say_where_factors_are(pool: Pool, before: str, after: str) -> None:
-    """The estimate of `local_factors` is another one: only the step that makes none is the same."""
+def test_strategies_that_place_factors(pool: Pool, before: str, after: str) -> None:
+    """The estimate of `local_factors` differs from that of others: only the step without an update is the same."""
     checkpoints = pool.run(save, before, LAYERS, world=2)[0]
     if "local_factors" in (before, after) and before != after:
         checkpoints = [c._replace(path=c.path[:1]) for c in checkpoints if c.run.method.startswith("kfac")]
-    judge(checkpoints, pool.run(go_on, after, checkpoints, world=2), exact=before == after)
+    assert_continued(checkpoints, pool.run(continue_run, after, checkpoints, world=2), exact=before == after)
 
 
 LEAN = {
@@ -192,14 +196,14 @@ LEAN = {
 
 @pytest.mark.parametrize("kind", LEAN)
 def test_checkpoints_without_curvature_load_alike_everywhere(pool: Pool, kind: str) -> None:
-    """What they leave out is found anew, the same in every world; from the factors as if nothing had happened."""
+    """The curvature is estimated again, with the same result in every world, or computed exactly from the factors."""
     method, keywords = LEAN[kind]
     checkpoints = pool.run(save, "mem", (method,), keywords=keywords)[0]
     for world, strategy in ((2, "comm"), (3, "mem"), (1, "mem"), (4, "hybrid_half"))[: None if kind == "none" else 3]:
-        paths = pool.run(go_on, strategy, checkpoints, world=world)
+        paths = pool.run(continue_run, strategy, checkpoints, world=world)
         if kind == "none" and world == 2:
             checkpoints = [checkpoints[0]._replace(path=paths[0][0])]
-        judge(checkpoints, paths)
+        assert_continued(checkpoints, paths)
 
 
 # ----------------------------------------------------------------------------------------- torch.distributed.checkpoint
@@ -208,53 +212,57 @@ def test_elsewhere_it_goes_on_alike(pool: Pool, tmp_path: Path, strategy: str, f
     """Two ranks save; each of one, two, three and four ranks reads its part from the same files."""
     saved = pool.run(save, strategy, LAYERS[::2], form, str(tmp_path))[0]
     for world, other in ((2, strategy), (1, "mem"), (3, "mem"), (4, "hybrid_half")):
-        judge(saved, pool.run(go_on, other, saved, form, world=world), exact=(world, other) == (2, strategy))
+        assert_continued(
+            saved, pool.run(continue_run, other, saved, form, world=world), exact=(world, other) == (2, strategy)
+        )
 
 
 @only("plain", way={"plain": ("plain", "hybrid_half"), "nested": ("nested", "mem"), "flat": ("flat", "comm")})
 def test_from_one_process_to_four(pool: Pool, tmp_path: Path, way: tuple[str, str]) -> None:
     form, other = way
     saved = pool.run(save, "mem", LAYERS, form, str(tmp_path), world=1)[0]
-    judge(saved, pool.run(go_on, other, saved, form, world=4))
+    assert_continued(saved, pool.run(continue_run, other, saved, form, world=4))
 
 
 @only("flat", form=["plain", "flat"])
-def test_saved_while_training_goes_on(pool: Pool, tmp_path: Path, form: str) -> None:
-    """The state is copied before `async_save` returns: steps that follow are not in it."""
+def test_checkpoints_that_are_saved_during_training(pool: Pool, tmp_path: Path, form: str) -> None:
+    """The state is copied before `async_save` returns, so that it does not contain later steps."""
     saved = pool.run(save, "mem", LAYERS[:1], form, str(tmp_path), "later")[0]
-    judge(saved, pool.run(go_on, "mem", saved, form), exact=True)
-    judge(saved, pool.run(go_on, "comm", saved, form, world=3))
+    assert_continued(saved, pool.run(continue_run, "mem", saved, form), exact=True)
+    assert_continued(saved, pool.run(continue_run, "comm", saved, form, world=3))
 
 
 @only("flat", form=FORMS)
-def test_windows_and_rows_on_the_same_ranks(pool: Pool, tmp_path: Path, form: str) -> None:
-    """Slices of windows have names of their own, by which the same ranks find them."""
+def test_parts_of_windows_continue_on_the_same_ranks(pool: Pool, tmp_path: Path, form: str) -> None:
+    """The names of slices of windows differ between ranks, and the same ranks load them."""
     for partition in ("global", "layer"):
         folder, keywords = str(tmp_path / partition), {"partition": partition}
         saved = pool.run(save, "mem", ("mfac", "mfac_sparse"), form, folder, keywords=keywords)[0]
-        judge(saved, pool.run(go_on, "mem", saved, form), exact=True)
+        assert_continued(saved, pool.run(continue_run, "mem", saved, form), exact=True)
 
 
 @only("nested", form=FORMS)
-def test_whole_windows_go_everywhere_that_keeps_them_whole(pool: Pool, tmp_path: Path, form: str) -> None:
+def test_whole_windows_continue_in_every_world_with_whole_windows(pool: Pool, tmp_path: Path, form: str) -> None:
     saved = pool.run(save, "comm", ("mfac",), form, str(tmp_path))[0]
-    judge(saved, pool.run(go_on, "comm", saved, form, world=3))
-    judge(saved, pool.run(go_on, "mem", saved, form, world=1))
+    assert_continued(saved, pool.run(continue_run, "comm", saved, form, world=3))
+    assert_continued(saved, pool.run(continue_run, "mem", saved, form, world=1))
 
 
 @only("nested", form=["plain", "nested"])
-def test_windows_in_parts_go_everywhere_once_gathered(pool: Pool, tmp_path: Path, form: str) -> None:
-    """Not flattened: there torch reads the names of the state that a rank holds, and no others."""
+def test_parts_of_windows_continue_in_every_world_after_consolidation(pool: Pool, tmp_path: Path, form: str) -> None:
+    """The flat form does not support this, because torch only reads the names of the state that a rank has."""
     saved = pool.run(save, "mem", ("mfac_sparse", "ggt"), form, str(tmp_path), "gathered")[0]
-    judge(saved, pool.run(go_on, "mem", saved, form, "gathered"), exact=True)
+    assert_continued(saved, pool.run(continue_run, "mem", saved, form, "gathered"), exact=True)
     for world, other in ((3, "mem"), (4, "comm"), (1, "mem")):
-        judge(saved, pool.run(go_on, other, saved, form, *(["gathered"] if world == 3 else []), world=world))
+        assert_continued(
+            saved, pool.run(continue_run, other, saved, form, *(["gathered"] if world == 3 else []), world=world)
+        )
 
 
 @pytest.mark.parametrize("form", ["nested", "flat"])
 @on_every_rank(2)
 def test_full_state_of_one_rank_needs_consolidation(rank: int, world: int, form: str) -> None:
-    """torch takes the keys of rank 0 alone: what is lost with those of the others is noticed where it is missed."""
+    """Torch only uses the keys of rank 0, and a rank whose keys are lost raises an error."""
     run = Run()
     for first in (False, True):
         model, optimizer = started(rank, "mem", run)
@@ -272,7 +280,7 @@ def test_full_state_of_one_rank_needs_consolidation(rank: int, world: int, form:
             assert (kind, message) == ("", "")
             pairs = ((model, optimizer), (other, second))
             assert_identical(*(train(*pair, rank, world, run, BREAK, END) for pair in pairs))
-        elif kind == "KeyError" and rank == 1:  # torch misses the key itself, before the optimizer is asked
+        elif kind == "KeyError" and rank == 1:  # torch itself raises because of the missing key
             assert form == "flat"
             assert torch.__version__ < "2.13"
         elif rank == 1:

@@ -1,7 +1,7 @@
-"""N ranks on shards of a batch do what one process does on the joined batch, under every strategy.
+"""N ranks on shards of a batch are equivalent to one process on the joined batch, under every strategy.
 
-Statistics are compared at a learning rate of 0, where gradients do not matter: those of shards of unequal size average
-to something else than the gradient of the joined batch, and statistics must not.
+Statistics are compared at a learning rate of 0, so that gradients do not matter: the mean over shards of unequal size
+is not the gradient of the joined batch, but statistics have to be those of the joined batch.
 """
 
 from typing import Any
@@ -54,28 +54,27 @@ KINDS = {
 }
 RUNS = [
     *(Run("mlp", method, steps=12) for method in (*KRONECKER, "hylo_sngd", "mfac", "mfac_sparse", "ggt")),
-    # adopted in the same step as in one process
     Run(keywords=OVERLAP, steps=8),
-    # Rounding decides on the basis of a null space, and differs between shards and the joined batch.
+    # Rounding determines the basis of a null space, and differs between shards and the joined batch.
     Run("broad", "ekfac_intra", steps=10),
     Run("broad", "ekfac_running", steps=10),
     Run("broad", "ekfac_running", WHITENING, steps=10),
-    # every kind of layer
+    # every type of layer
     *(Run(task, method, steps=6) for task, methods in KINDS.items() for method in methods),
-    # leading eigenvectors, which every rank finds or receives
+    # leading eigenvectors, which every rank computes or receives
     *(Run("mlp", method, {"inverse_rank": 2}, steps=12) for method in ("kfac_eigen", "kfac_cholesky")),
     # without synchronization
     *(Run("mlp", method, steps=10, micro=2) for method in (*KRONECKER, "hylo_sngd", "mfac")),
-    # orthogonalized without curvature
+    # orthogonalization without curvature
     Run("cnn", "ekfac_running", {**WHITENING, "orthogonalize": True, "inv_update_steps": 0}, steps=10),
 ]
 LAYOUTS = [("comm", 2), ("hybrid_half", 4), ("mem", 3), ("hybrid_third", 3), ("comm", 4), ("mem", 4), ("mem", 2)]
-#: Where factors are; of K-FAC and EK-FAC alone.
+#: Strategies that place factors, for K-FAC and EK-FAC only.
 OVERRIDES = [("comm_owner", 3), ("mem_replicated", 3), ("chief", 3), ("chief_inverses", 3)]
 
 
 def runs_of(strategy: str, world: int, rest: bool) -> list[Run]:
-    """Every run has one strategy of either list under which it is always seen; under the others it is slow."""
+    """The runs that are tested under a strategy by default, or the rest, which is slow."""
     layouts, runs = (LAYOUTS, RUNS) if (strategy, world) in LAYOUTS else (OVERRIDES, RUNS[: len(KRONECKER)])
     found = []
     for i, run in enumerate(runs):
@@ -86,7 +85,7 @@ def runs_of(strategy: str, world: int, rest: bool) -> list[Run]:
 
 
 def paths_of_runs(rank: int, world: int, strategy: str, runs: list[Run]) -> list[Tensor]:
-    """In turn under DDP, and with a strategy that averages the gradients itself."""
+    """Trajectories, alternately under DDP and with a strategy that averages the gradients itself."""
     paths = []
     for i, run in enumerate(runs):
         if i % 2 == 0:
@@ -108,7 +107,7 @@ def test_shards_equal_the_joined_batch(pool: Pool, strategy: str, world: int, re
 
 @each(method=["hylo_kid", "hylo_kis"], of={"2": (2, BOTH), "4": (4, [*BOTH, "hybrid_half"])})
 def test_selected_rows_do_not_depend_on_the_strategy(pool: Pool, method: str, of: tuple[int, list[str]]) -> None:
-    """Which rows are selected depends on the shards: that is the method, and no one process can be compared with."""
+    """The selected rows depend on the shards, so that there is no equivalent run of one process."""
     world, strategies = of
     run = Run("mlp", method, steps=10)
     paths = [pool.run(together, strategy, run, world=world) for strategy in strategies]
@@ -116,17 +115,17 @@ def test_selected_rows_do_not_depend_on_the_strategy(pool: Pool, method: str, of
         assert_same_path(of_strategy, paths[0][0], tolerance=1e-12)
 
 
-#: Intervals between refreshes, each of them for two steps.
+#: Intervals between refreshes, each for two steps.
 SWITCHED = (0, 1, 0, 2)
 
 
 def switched(model: nn.Module, optimizer: Any, run: Run, rank: int = 0, world: int = 1) -> Tensor:
-    """A trajectory with curvature that is turned on and off, at first without any step that uses it."""
+    """A trajectory with curvature that is turned on and off, the first time without a step that uses it."""
     group, path = optimizer.param_groups[0], train(model, optimizer, rank, world, run, 0, 1)
     group["inv_update_steps"] = 1
-    snapshot(optimizer)  # only the owner of a layer has its factors now
+    snapshot(optimizer)  # after this, only the owner of a layer has its factors
     group["inv_update_steps"] = 0
-    for trains in (False, True):  # the ranks compare their plans anew
+    for trains in (False, True):  # the ranks compare their plans again
         model.get_parameter(next(name for name, _ in model.named_parameters())).requires_grad_(trains)
         path += train(model, optimizer, rank, world, run, len(path), len(path) + 1)
     for interval in SWITCHED:
@@ -166,14 +165,14 @@ MEASURED = {
 def test_unequal_batches_are_weighted_by_their_examples(
     pool: Pool, run: Run, sizes: list[tuple[int, ...]], strategy: str
 ) -> None:
-    """Of mean losses; statistics of a summed loss are those of the joined batch too."""
+    """This holds for mean losses; for summed losses, statistics are those of the joined batch, too."""
     held = pool.run(statistics_of_shards, strategy, run, sizes, world=len(sizes[0]))
     assert_held(held, joined_statistics(run, [sum(of_step) for of_step in sizes]), strategy == "comm")
 
 
 @each(method=["kfac_eigen", "ekfac_intra", "hylo_sngd"], strategy=BOTH)
-def test_path_of_a_summed_loss(pool: Pool, method: str, strategy: str) -> None:
-    """DDP averages the ranks' sums: what it hands over is the gradient of the whole sum over the number of ranks."""
+def test_trajectory_of_a_summed_loss(pool: Pool, method: str, strategy: str) -> None:
+    """DDP averages the sums of the ranks, so gradients are those of the total sum divided by the number of ranks."""
     run = Run("mlp", method, {"loss_reduction": "sum", "lr": 0.005}, steps=10, loss=sum_loss)
     model = TASKS["mlp"].model()
     for parameter in model.parameters():
@@ -212,7 +211,7 @@ def masked_shards(rank: int, world: int, strategy: str, run: Run) -> tuple[Tenso
 
 
 def decaying(rank: int, world: int, strategy: str | None, run: Run) -> Tensor:
-    """Parameters after each step, between which the decay changes."""
+    """The parameters after each step, with a decay that alternates."""
     model = TASKS[run.task].model()
     comm = STRATEGIES[strategy](average_gradients=True) if strategy else None
     with build(run.method, model, comm, **run.keywords) as optimizer:
@@ -223,7 +222,7 @@ def decaying(rank: int, world: int, strategy: str | None, run: Run) -> Tensor:
         return torch.stack(path)
 
 
-def test_a_decay_edited_between_steps_is_that_of_the_step_that_measured(pool: Pool) -> None:
+def test_a_decay_that_changes_applies_to_the_step_that_measures(pool: Pool) -> None:
     for strategy in BOTH:
         run = Run(keywords={"factor_update_steps": 1, "inv_update_steps": 4, "refresh_warmup": False})
         assert_same_path(pool.run(decaying, strategy, run), decaying(0, 1, None, run), tolerance=1e-11)
@@ -231,7 +230,7 @@ def test_a_decay_edited_between_steps_is_that_of_the_step_that_measured(pool: Po
 
 @each(method=["kfac_eigen", "ekfac_intra"], strategy=BOTH)
 def test_masked_tokens(pool: Pool, method: str, strategy: str) -> None:
-    """The ranks have unequal numbers of tokens, and the same number of sequences."""
+    """Ranks have unequal numbers of tokens in the same number of sequences."""
     run = Run("words", method, {"factor_update_steps": 1, "inv_update_steps": 2})
     model = TASKS["words"].model()
     optimizer = build(method, model, **run.keywords)
@@ -243,7 +242,7 @@ def test_masked_tokens(pool: Pool, method: str, strategy: str) -> None:
 
 # ------------------------------------------------------------------------------------- Against a plain list of examples
 def factors_by_example(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and G of every Linear layer of a sequence: means of aaᵀ and ggᵀ, from a backward pass for each example."""
+    """A and G of the Linear layers of a sequential model: means of aaᵀ and ggᵀ, with a backward pass per example."""
     sums: dict[str, list[Tensor]] = {}
     for x, y in zip(inputs, targets, strict=True):
         outputs, taps = x, {}
@@ -262,7 +261,7 @@ def factors_by_example(model: nn.Module, inputs: Tensor, targets: Tensor) -> dic
 def test_factors_are_those_of_a_plain_list_of_examples(pool: Pool) -> None:
     run = Run("mlp", "kfac_eigen", STILL)
     for strategy in ("comm", "mem", "hybrid_third", "chief", "chief_inverses", "chief_own"):
-        own = 5 if strategy == "chief_own" else EXAMPLES  # the chief's shard alone
+        own = 5 if strategy == "chief_own" else EXAMPLES  # only the shard of the chief
         expected = factors_by_example(TASKS["mlp"].model(), *(t[:own] for t in run.batch(0)))
         held = pool.run(statistics_of_shards, strategy, run, [(5, 4, 3)], world=3)
         assert_held(held, {name: torch.kron(g, a) for name, (a, g) in expected.items()}, strategy == "comm")
@@ -270,21 +269,20 @@ def test_factors_are_those_of_a_plain_list_of_examples(pool: Pool) -> None:
             assert [len(of_rank) for of_rank in held] == [3, 0, 0]
 
 
-def test_batches_tell_the_difference(pool: Pool) -> None:
-    """Shards that all ranks had alike would hide an average that is missing."""
+def test_shards_differ_enough_to_notice_a_missing_average(pool: Pool) -> None:
     run = Run("mlp", "kfac_eigen", steps=10)
     local = pool.run(together, "local_factors", run)
     assert_replicas(local)
     assert distance(local[0], alone(run)[0]) > 1e-4
 
 
-# ------------------------------------------------------------------------- layers that see their owner's examples alone
+# --------------------------------------------------------------------- Layers that only use the examples of their owner
 
 
 def simulated(run: Run, owners: dict[str, int], world: int) -> Tensor:
-    """One process: a copy of the model for each rank captures from its shard alone and steps with the joined gradient.
+    """One process with a copy of the model per rank, which captures from its shard and steps with the joined gradient.
 
-    Of each layer the step of the copy of its owner counts, for all copies.
+    For each layer, all copies adopt the step of the copy of its owner.
     """
     models = [TASKS[run.task].model() for _ in range(world)]
     optimizers = [build(run.method, model, **run.keywords) for model in models]
@@ -327,9 +325,9 @@ def test_owners_estimate_from_their_own_examples(pool: Pool, run: Run, where: tu
     assert_same_path(paths_of(found), simulated(run, owners, world), tolerance=1e-10)
 
 
-# -------------------------------------------------------------------------------------------------- bits of replicas
+# --------------------------------------------------------------------------------------------------- Bits of replicas
 class Small(nn.Sequential):
-    """Two layers, so that 200 steps take a moment."""
+    """Two layers, so that 200 steps are fast."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 4))
@@ -345,7 +343,7 @@ def long_path(rank: int, world: int, strategy: str, method: str, steps: int) -> 
         return path_of(model, optimizer, rank, world, run)
 
 
-#: Every method under every strategy that it works under: some say where factors are.
+#: Every method under every strategy that supports it: some strategies place factors.
 OF_FACTORS = ("comm_owner", "mem_replicated", "local_factors", "chief", "chief_inverses", "chief_own")
 UNDER = {f"{m}-{s}": (m, s) for s in STRATEGIES for m in METHODS if m in KRONECKER or s not in OF_FACTORS}
 

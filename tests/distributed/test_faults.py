@@ -1,4 +1,4 @@
-"""What goes wrong on one rank: the others hear of it in words, or of its silence within the timeout."""
+"""Failures of one rank: all other ranks raise an error that describes it, or one after the timeout."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ EAGER = {"factor_update_steps": 1, "inv_update_steps": 1}
 
 
 # --------------------------------------------------------------------------------------------------------------- Killed
-# Where a step of the victim ends: before its first message, between two messages, after its last one.
+# The victim is killed before its first message, between two messages, or after its last one.
 MOMENTS = ("reduce", "refresh_due", "apply")
 
 
@@ -52,7 +52,7 @@ def killed(rank: int, world: int, strategy: str, victim: int, moment: str) -> in
     ],
 )
 def test_peers_of_a_killed_rank_raise(pool: Pool, strategy: str, world: int, victim: int, moment: str) -> None:
-    """None is left waiting, not even for the timeout of the group: the pool fails the test if it has to end a rank."""
+    """No rank waits for the timeout of the group: the pool fails the test if it has to kill a rank."""
     answers = pool.run(
         killed, strategy, victim, moment, world=world, timeout=60, group_timeout=LONG, expect_failure=True
     )
@@ -62,7 +62,7 @@ def test_peers_of_a_killed_rank_raise(pool: Pool, strategy: str, world: int, vic
 
 
 def started_again(rank: int, world: int, strategy: str, how: str, folder: Path, killed: bool) -> Tensor:
-    """Train from the last checkpoint, of all or of each rank; a rank may be killed in the middle of a step."""
+    """Train from the last checkpoint, which is one file or one per rank; the last rank may be killed within a step."""
     run, every, model_file = Run(), 4, folder / "model.pt"
     file = folder / ("all.pt" if how == "one" else f"rank-{rank}.pt")
     model, optimizer = started(rank, strategy, run)
@@ -100,7 +100,7 @@ def test_ranks_that_start_again_after_a_kill_end_as_if_nothing_had_happened(
 
 # ------------------------------------------------------------------------------------------------- An error on one rank
 def factorized_by(dense: Callable[..., Any]) -> Any:
-    """Refresh eigenbases by another function."""
+    """Refresh eigenbases with another function."""
     return mock.patch.object(Eigen, "way", EIGEN._replace(dense=dense))
 
 
@@ -109,7 +109,7 @@ def factorized_by(dense: Callable[..., Any]) -> Any:
 def test_an_error_of_a_refresh_is_raised_on_all_ranks(
     rank: int, world: int, method: str, where: tuple[str, int]
 ) -> None:
-    """An owner's factorisation raises; all ranks can go on after it."""
+    """The factorization of an owner raises, and all ranks can continue after it."""
     strategy, broken = where
     run = Run(method=method, keywords=EAGER)
     model, optimizer = started(rank, strategy, run)
@@ -131,7 +131,7 @@ def test_an_error_of_a_refresh_is_raised_on_all_ranks(
 @pytest.mark.parametrize("strategy", ["mem", "comm"])
 @on_every_rank(2)
 def test_too_many_failures_in_a_row_end_training_on_all_ranks(rank: int, world: int, strategy: str) -> None:
-    """One owner's results are never good."""
+    """All factorizations of one owner fail."""
     run = Run(keywords={**EAGER, "max_failures": 3})
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, 1)
@@ -197,7 +197,7 @@ UNLIKE: dict[str, tuple[Build, Build, str]] = {
 @pytest.mark.parametrize("world", [2, 4])
 @on_every_rank(timeout=60, group_timeout=LONG)
 def test_ranks_that_are_not_alike_are_refused_everywhere(rank: int, world: int) -> None:
-    """At once: no message is missed, for which ranks would wait as long as the group allows."""
+    """The error is immediate: no rank waits for a message until the timeout of the group."""
     for what, (*builds, word) in UNLIKE.items():
         if (what == "groups of ranks") == (world == 4):
             kind, text = raised(builds[rank == world - 1])
@@ -207,8 +207,8 @@ def test_ranks_that_are_not_alike_are_refused_everywhere(rank: int, world: int) 
 
 
 @on_every_rank(2)
-def test_ranks_that_start_apart_are_told_at_the_first_step(rank: int, world: int) -> None:
-    """Of gradients that nobody averages, of other seeds, and of a checkpoint that one rank has."""
+def test_different_initial_states_are_an_error_at_the_first_step(rank: int, world: int) -> None:
+    """Causes are gradients that are not averaged, different seeds, and a checkpoint on one rank only."""
     bare = TASKS["mlp"].model()
     with pytest.raises(ValueError, match="gradients of the first step"):
         train(bare, build("kfac_eigen", bare), rank, world, Run(), 0, 1)
@@ -229,7 +229,7 @@ def test_ranks_that_start_apart_are_told_at_the_first_step(rank: int, world: int
 
 @on_every_rank(2)
 def test_an_optimizer_on_one_rank_only_is_refused(rank: int, world: int) -> None:
-    """Rank 1 has other things to do, and stays alive until the first one has given up."""
+    """Rank 1 builds no optimizer, and stays alive until rank 0 has raised."""
     if rank == 0:
         kind, text = raised(KFAC, _net(), comm=MemOpt(timeout=1.0))
         assert kind == "RuntimeError"
@@ -240,12 +240,12 @@ def test_an_optimizer_on_one_rank_only_is_refused(rank: int, world: int) -> None
 
 @pytest.mark.slow
 @on_every_rank(2, timeout=120, group_timeout=100)
-def test_a_rank_that_stays_away_from_a_step_is_an_error_after_the_timeout(rank: int, world: int) -> None:
-    """The timeout of the strategy, not the one of the process group; long enough for a busy machine to make groups."""
+def test_a_missing_rank_is_an_error_after_the_timeout(rank: int, world: int) -> None:
+    """It is the timeout of the strategy, not that of the process group, and long enough to create groups when busy."""
     run = Run(keywords=EAGER)
     model, optimizer = started(rank, "mem", run, timeout=15.0)
     train(model, optimizer, rank, world, run, 0, 2)
-    if rank == 0:  # rank 1 leaves the loop early, without a word, and stays alive
+    if rank == 0:  # rank 1 leaves the loop early and stays alive
         with pytest.raises(RuntimeError, match="imed out"):
             train(model, optimizer, rank, world, run, 2, 3)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""What a grid of ranks is asked for beside who does what: meshes, verification, roundings, one optimizer each."""
+"""Options of strategies: meshes, verification, rounded messages, and one optimizer per strategy."""
 
 import copy
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def _net() -> nn.Sequential:
 def _train(
     rank: int, world: int, comm: Any, spoil: Callable[[int, int, KFAC], None] | None = None, **options: Any
 ) -> tuple[list[float], KFAC]:
-    """Parameters at the end, and the optimizer, closed."""
+    """The final parameters, and the closed optimizer."""
     model = _net()
     wrapped = DistributedDataParallel(model)
     optimizer = built(
@@ -57,7 +57,7 @@ def test_a_mesh_is_the_grid(rank: int, world: int) -> None:
     row, column = optimizer.comm.grid.row_of(rank), optimizer.comm.grid.column_of(rank)
     assert list(row) == dist.get_process_group_ranks(mesh.get_group(1)) == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert list(column) == dist.get_process_group_ranks(mesh.get_group(0)) == [rank % 2, rank % 2 + 2]
-    dist.barrier(group=mesh.get_group(0))  # the mesh is the caller's, and stays
+    dist.barrier(group=mesh.get_group(0))  # the groups of the caller's mesh still exist
     with pytest.raises(ValueError, match="drop one of them"):
         HybridOpt(1.0, mesh=mesh)
     with pytest.raises(ValueError, match="two-dimensional over all ranks"):
@@ -66,8 +66,8 @@ def test_a_mesh_is_the_grid(rank: int, world: int) -> None:
 
 
 @on_every_rank(2)
-def test_ranks_that_drift_apart_are_told_on_every_rank(rank: int, world: int) -> None:
-    """Parameters, by verification, which names the step; and schedules, as those that follow a rank's own loss."""
+def test_differences_between_ranks_are_reported_on_every_rank(rank: int, world: int) -> None:
+    """Verification finds different parameters and names the step. Different learning rates are found at once."""
 
     def drift(rank: int, t: int, optimizer: KFAC) -> None:
         if rank == 1 and t == 4:
@@ -94,19 +94,21 @@ ROUNDED = {"mem": (3, MemOpt), "comm": (2, CommOpt), "hybrid": (4, lambda **kw: 
 
 @pytest.mark.parametrize(("world", "kind"), [(world, kind) for kind, (world, _) in ROUNDED.items()])
 @on_every_rank()
-def test_bfloat16_on_the_wire_halves_directions_and_keeps_replicas_equal(rank: int, world: int, kind: str) -> None:
+def test_wire_dtype_bfloat16_halves_messages_of_directions_and_keeps_replicas_equal(
+    rank: int, world: int, kind: str
+) -> None:
     make = ROUNDED[kind][1]
     exact, plain = _train(rank, world, make())
     params, rounded = _train(rank, world, make(wire_dtype=torch.bfloat16, verify_every=1))
     before, after = (optimizer.comm.collectives.counter.bytes_by_stage() for optimizer in (plain, rounded))
     assert everywhere(params) == [params] * world
     assert after.get("directions", 0) * 2 == before.get("directions", 0)
-    assert after.get("curvature", 0) == before.get("curvature", 0)  # never rounded
+    assert after.get("curvature", 0) == before.get("curvature", 0)  # curvature is never rounded
     torch.testing.assert_close(torch.tensor(params), torch.tensor(exact), rtol=0.05, atol=5e-3)
 
 
 @on_every_rank(2)
-def test_curvature_kept_in_bfloat16_is_sent_so_and_is_the_same_under_every_strategy(rank: int, world: int) -> None:
+def test_curvature_in_bfloat16_is_sent_in_bfloat16_and_agrees_between_strategies(rank: int, world: int) -> None:
     low = {"factor_dtype": torch.bfloat16, "inv_dtype": torch.bfloat16}
     paths, nbytes = {}, {}
     for kind, make, options in (
@@ -122,10 +124,10 @@ def test_curvature_kept_in_bfloat16_is_sent_so_and_is_the_same_under_every_strat
     torch.testing.assert_close(paths["comm"], paths["mem"], rtol=1e-2, atol=1e-3)
     torch.testing.assert_close(paths["comm"], paths["full"], rtol=0.05, atol=5e-3)
     torch.testing.assert_close(paths["packed"], paths["full"], rtol=1e-4, atol=1e-5)
-    assert 0.5 * nbytes["full"] < nbytes["comm"] < 0.65 * nbytes["full"]  # eigenvalues are sent whole
+    assert 0.5 * nbytes["full"] < nbytes["comm"] < 0.65 * nbytes["full"]  # eigenvalues are not rounded
 
 
-def test_bad_arguments_are_refused_by_name() -> None:
+def test_invalid_arguments_are_refused_by_name() -> None:
     for make, error, text in [
         (lambda: CommOpt(replicate_factors="yes"), TypeError, "replicate_factors"),  # type: ignore[arg-type]
         (lambda: CommOpt(average_gradients=1), TypeError, "average_gradients"),  # type: ignore[arg-type]
@@ -146,14 +148,14 @@ def test_bad_arguments_are_refused_by_name() -> None:
 
 
 @on_every_rank(2)
-def test_what_the_number_of_ranks_does_not_allow_is_told_with_what_it_does(rank: int, world: int) -> None:
+def test_arguments_that_do_not_fit_the_number_of_ranks_are_refused(rank: int, world: int) -> None:
     (_, fraction), (_, root) = (raised(KFAC, _net(), comm=comm) for comm in (HybridOpt(0.3), ChiefOnly(root=7)))
     assert "0.5, 1" in fraction
     assert "root=7" in root
     assert "2 ranks" in root
 
 
-# ------------------------------------------------------------------------------------------- the life of a strategy
+# -------------------------------------------------------------------------------------------- Lifetime of a strategy
 def _hooks(*models: nn.Module) -> int:
     modules = [m for model in models for m in model.modules()]
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in modules)
@@ -170,7 +172,7 @@ def test_a_strategy_serves_one_optimizer() -> None:
 
 
 @on_every_rank(2)
-def test_a_strategy_goes_on_serving_its_optimizer_and_another_one_after_it(rank: int, world: int) -> None:
+def test_a_strategy_serves_its_optimizer_after_a_refusal_and_another_one_after_close(rank: int, world: int) -> None:
     model, optimizer = started(rank, "mem", RUN)
     expected = train(model, optimizer, rank, world, RUN, 0, 7)
     optimizer.close()
@@ -188,7 +190,7 @@ def test_a_strategy_goes_on_serving_its_optimizer_and_another_one_after_it(rank:
 
 
 @on_every_rank(2)
-def test_copies_train_on_with_groups_of_their_own_and_are_verified_too(rank: int, world: int) -> None:
+def test_copies_continue_with_separate_process_groups_and_verification(rank: int, world: int) -> None:
     model, optimizer = started(rank, "mem", RUN, verify_every=1)
     train(model, optimizer, rank, world, RUN, 0, 3)
     twin, copied = copy.deepcopy(model), copy.deepcopy(optimizer)
@@ -198,7 +200,7 @@ def test_copies_train_on_with_groups_of_their_own_and_are_verified_too(rank: int
 
 
 @on_every_rank(2)
-def test_closing_outlives_the_default_group(rank: int, world: int, tmp_path: Path) -> None:
+def test_close_works_after_the_default_group_is_destroyed(rank: int, world: int, tmp_path: Path) -> None:
     left_over = [started(rank, "mem", RUN) for _ in range(2)]
     for model, optimizer in left_over:
         train(model, optimizer, rank, world, RUN, 0, 3)
@@ -212,7 +214,7 @@ def test_closing_outlives_the_default_group(rank: int, world: int, tmp_path: Pat
 
 
 @on_every_rank(2)
-def test_a_loss_scaler_is_refused_where_gradients_are_averaged_after_it(rank: int, world: int) -> None:
+def test_a_loss_scaler_is_refused_with_average_gradients(rank: int, world: int) -> None:
     def make(scaler: Any, **keywords: Any) -> KFAC:
         return built(KFAC, _net(), comm=MemOpt(**keywords), grad_scaler=scaler)
 

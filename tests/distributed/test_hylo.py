@@ -1,6 +1,6 @@
-"""HyLo on several ranks: SNGD is that of the joined batch, KIS and KID choose from each shard by itself.
+"""HyLo on several ranks: SNGD agrees with the joined batch, while KIS and KID choose rows from each shard separately.
 
-What sampling and interpolation come to is told by one process that has all shards and dense matrices.
+The references of sampling and interpolation are computed in one process that has all shards and uses dense matrices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ SIZES = (3, 5, 4)
 
 
 class Same(NamedTuple):
-    """What SNGD of the joined batch does too: a case, and strategies, which agree to the bit where rows are kept."""
+    """A case that agrees with SNGD of the joined batch, and strategies, which are bitwise equal if rows are kept."""
 
     case: Case
     strategies: Sequence[str] = ("comm", "hybrid_third")
@@ -72,7 +72,7 @@ SAME = {
 
 @only("unequal-3", "cnn", "words", "branches_relative", "groups", "factors-groups", same=SAME)
 def test_sngd_is_that_of_the_joined_batch(pool: Pool, same: Same) -> None:
-    """Lookup tables tell rows by indices; where positions differ, so does the form that is the smaller one."""
+    """This includes lookup tables, whose rows are indices, and sequences whose length differs between ranks."""
     case, strategies, world, to_the_bit = same
     expected = in_one_process(case, world)
     of_strategies = [list(paths) for paths in zip(*pool.run(on_ranks, case, strategies, world=world), strict=True)]
@@ -112,7 +112,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 @only("kid", "kis_replacement", keywords=CHOICES)
-def test_chosen_rows_are_those_of_every_shard(pool: Pool, keywords: dict[str, Any]) -> None:
+def test_rows_are_chosen_from_every_shard(pool: Pool, keywords: dict[str, Any]) -> None:
     case = Case(keywords=keywords, sizes=(5, 3, 4), steps=4)
     expected = chosen_path(case, 3)
     of_ranks = pool.run(on_ranks, case, ("comm", "mem", "hybrid_third"), world=3)
@@ -121,7 +121,7 @@ def test_chosen_rows_are_those_of_every_shard(pool: Pool, keywords: dict[str, An
 
 
 def step_of_observed_rows(rank: int, world: int, strategy: type[CommOpt] | None) -> Tensor:
-    """Parameters after a step with Gauss-Newton rows, this rank having its share of the batch."""
+    """The parameters after a step with Gauss-Newton rows on this rank's share of the batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
     x, y = (torch.randn(8, d, dtype=torch.float64).chunk(world)[rank] for d in (4, 1))
@@ -157,17 +157,17 @@ def rows_of_draws(rank: int, world: int) -> Any:
     return found
 
 
-def test_ranks_draw_apart_and_steps_too(pool: Pool) -> None:
-    """A rank whose draws are those of another, now or some steps ago, would add no information."""
+def test_draws_differ_between_ranks_and_between_steps(pool: Pool) -> None:
+    """Equal draws of two ranks or steps would add no information."""
     found = pool.run(rows_of_draws, world=2)[0]
     assert len(found) == 6
     for i, one in enumerate(found):
         assert not any(torch.equal(one, other) for other in found[:i])
 
 
-# --------------------------------------------------------------------------------------- What is sent, and what is kept
+# ---------------------------------------------------------------------------------------------------- Messages and rows
 def refreshed(rank: int, world: int, strategies: Sequence[str], keywords: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the second refresh sends by stage, and the number of rows of each layer, for each strategy."""
+    """The bytes of the second refresh by stage, and the number of rows of each layer, for each strategy."""
     found = []
     for strategy in strategies:
         model = DDP(TASKS["mlp"].model(device_of(rank)))
@@ -182,12 +182,12 @@ def refreshed(rank: int, world: int, strategies: Sequence[str], keywords: Mappin
 
 
 SIDES = {"0": (6, 6), "2": (7, 5), "4": (6, 4)}
-"""Of a and g, of the layers of the task."""
+"""The sizes of a and g of the layers of the task."""
 
 
 @on_every_rank(2)
 def test_bytes_of_a_refresh(rank: int, world: int) -> None:
-    """Rows of all ranks where every rank gets them, else of one; of the kernel a triangle, and nothing of λ."""
+    """Messages contain the rows of all ranks or of one, depending on the strategy, and a triangle of each kernel."""
     for mode, r in [("sngd", 6), ("kid", 3), ("kis", 3)]:
         keywords = {"mode": mode, **({} if mode == "sngd" else {"rank_fraction": 0.5})}
         comm, mem, owner = (found["sent"] for found in refreshed(rank, world, ("comm", "mem", "comm_owner"), keywords))
@@ -202,21 +202,21 @@ def test_bytes_of_a_refresh(rank: int, world: int) -> None:
 
 
 @on_every_rank(4)
-def test_bound_on_rows_is_one_on_those_of_all_ranks(rank: int, world: int) -> None:
+def test_max_rank_bounds_the_rows_of_all_ranks_together(rank: int, world: int) -> None:
     (found,) = refreshed(rank, world, ("comm",), {"mode": "kid", "rank_fraction": 1.0, "max_rank": 9})
     assert set(found["ranks"].values()) == {8}
 
 
 @pytest.mark.parametrize("strategy", ["comm", "mem"])
 def test_rows_are_allocated_at_construction(pool: Pool, strategy: str) -> None:
-    """For W ranks of the batch that was told; which is exact, filled up or not."""
+    """They have space for the given batch size on W ranks, and results are exact even if it is not filled."""
     case = Case(keywords={"mode": "sngd", "batch_size": 6}, sizes=(5, 3, 4), steps=4)
     paths = pool.run(allocated, strategy, case, world=3)
     assert_same_path(paths, in_one_process(Case(sizes=case.sizes, steps=4), 3), 1e-10)
 
 
 def allocated(rank: int, world: int, strategy: str, case: Case) -> Tensor:
-    """The trajectory, on fewer examples than were told."""
+    """The trajectory on fewer examples than `batch_size`."""
 
     def shapes() -> dict[str, tuple[int, ...]]:
         states = {name: optimizer.state[block.owner] for name, block in optimizer.blocks.items()}
@@ -235,7 +235,7 @@ def allocated(rank: int, world: int, strategy: str, case: Case) -> Tensor:
 
 
 @on_every_rank(2)
-def test_rows_of_other_ranks_are_told_to_be_there(rank: int, world: int) -> None:
+def test_curvature_of_other_ranks_is_reported_as_elsewhere(rank: int, world: int) -> None:
     with on_rank(Case(), "mem", rank, world) as (_, optimizer, go):
         go(0)
         own = [name for name, block in optimizer.blocks.items() if optimizer.comm.refreshes(block.index)]
@@ -255,7 +255,7 @@ POLICIES = {"gradient norms": None, "errors of probes": ProbeError(layers=2, thr
 @pytest.mark.parametrize("policy", POLICIES)
 @on_every_rank(3)
 def test_policies_decide_alike(rank: int, world: int, policy: str) -> None:
-    """Probes are of each rank's examples alone, and what is remembered is their mean."""
+    """Each rank probes its own examples, and the state of the policy is the mean."""
     case = Case(keywords={"mode": "auto", "rank_fraction": 0.5, "switch": POLICIES[policy]}, sizes=(5, 3, 4))
     found = []
     for strategy in ("comm", "mem"):
@@ -271,7 +271,7 @@ def test_policies_decide_alike(rank: int, world: int, policy: str) -> None:
 
 
 @on_every_rank(3)
-def test_energy_is_that_of_the_neediest_rank(rank: int, world: int) -> None:
+def test_the_rank_that_needs_most_rows_determines_their_number(rank: int, world: int) -> None:
     sizes = (40, 10, 22)
     case = Case("mlp", {"mode": "kid", "rank_energy": 0.97}, sizes=sizes, batches=6)
     with on_rank(case, "comm", rank, world) as (_, optimizer, go):
@@ -302,7 +302,7 @@ def _measured_with_nan(measure: Callable[..., Measured], *args: Any) -> Measured
 
 
 def held(rank: int, world: int, strategy: str, case: Case, spoils: bool) -> tuple[dict[str, Tensor], int]:
-    """Curvature after a step in which rank 1 may have captured what is not finite, and how often that was counted."""
+    """Curvature after a step in which rank 1 may have captured non-finite statistics, and their number."""
     with on_rank(case, strategy, rank, world) as (_, optimizer, go):
         if spoils and rank == 1:
             for block in optimizer.blocks.values():
@@ -313,7 +313,7 @@ def held(rank: int, world: int, strategy: str, case: Case, spoils: bool) -> tupl
         return found, optimizer.diagnostics()["skipped_statistics"]
 
 
-def test_rows_are_those_of_the_chief_or_of_ranks_whose_rows_are_finite(pool: Pool) -> None:
+def test_rows_come_from_the_chief_or_from_ranks_whose_rows_are_finite(pool: Pool) -> None:
     case = Case(sizes=(5, 7))
     model = case.model()
     optimizer = case.build(model)
@@ -337,7 +337,7 @@ INVERT = "secondorder.preconditioners.rows.invert_kernels"
 
 
 def failing(rank: int, world: int, strategy: str, where: str) -> tuple[dict[str, Any], Tensor, list[int]]:
-    """Three refreshes, the second of which goes wrong on one rank: counters, trajectory, refreshes of each layer."""
+    """Counters, trajectory and refreshes of each layer after three refreshes, the second of which fails."""
     case = Case(keywords={"mode": "kid", "rank_fraction": 0.5, "update_steps": 1})
     with on_rank(case, strategy, rank, world) as (_, optimizer, go):
         path = [go(0)]
@@ -360,16 +360,16 @@ def raising(*args: Any) -> Any:
     raise MemoryError("no room for rows")
 
 
-def test_kernels_that_cannot_be_inverted_leave_the_last_ones(pool: Pool) -> None:
+def test_the_last_kernels_remain_if_new_ones_cannot_be_inverted(pool: Pool) -> None:
     for strategy in ["comm", "mem", "comm_owner"]:
         results = pool.run(failing, strategy, "inverting", world=2)
         assert_replicas([path for _, path, _ in results])
-        for told, _, refreshes in results:
-            assert told["refresh_failures"] == 3
+        for counters, _, refreshes in results:
+            assert counters["refresh_failures"] == 3
             assert refreshes == [2, 2, 2]
 
 
-def test_error_of_one_rank_is_that_of_all(pool: Pool) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(pool: Pool) -> None:
     for failure in pool.run(failing, "mem", "choosing", world=3, expect_failure=True):
         assert isinstance(failure, Failure)
         assert failure.type == "RuntimeError"
@@ -378,7 +378,7 @@ def test_error_of_one_rank_is_that_of_all(pool: Pool) -> None:
 
 # ---------------------------------------------------------------------------------- Checkpoints, and layers that change
 def saved(rank: int, world: int, strategy: str, case: Case, steps: range, start: Any = None) -> tuple[Any, Any, Tensor]:
-    """Train from a checkpoint, save: the model, what all ranks hold on rank 0, and the trajectory."""
+    """Continue from a checkpoint and save; return the states of model and optimizer, and the trajectory."""
     with on_rank(case, strategy, rank, world) as (model, optimizer, go):
         if start is not None:
             model.load_state_dict(start[0])
@@ -390,8 +390,8 @@ def saved(rank: int, world: int, strategy: str, case: Case, steps: range, start:
 
 @pytest.mark.filterwarnings("ignore:.*state_dict.* is partial")
 @pytest.mark.parametrize("keywords", [SNGD, {**SNGD, "kfac_when_cheaper": True}], ids=["rows", "any"])
-def test_checkpoint_goes_on_anywhere(pool: Pool, keywords: dict[str, Any]) -> None:
-    """In the middle of an interval; with rows of other sizes than this world's next ones."""
+def test_a_checkpoint_continues_in_any_world(pool: Pool, keywords: dict[str, Any]) -> None:
+    """It is saved in the middle of an interval, and shards have other sizes in the new world."""
     case = Case("cnn", keywords, sizes=(5, 3, 4), steps=8)
     first = pool.run(saved, "mem", case, range(5), world=3)[0]
     expected = in_one_process(case, 3)[5:]
@@ -403,7 +403,7 @@ def test_checkpoint_goes_on_anywhere(pool: Pool, keywords: dict[str, Any]) -> No
 
 @on_every_rank(2)
 def test_layers_may_be_frozen_for_a_while(rank: int, world: int) -> None:
-    """Blocks are planned anew while ranks hold different rows."""
+    """Blocks are planned again while ranks have different rows."""
     paths = []
     for strategy in ("comm", "mem"):
         with on_rank(Case(keywords={"mode": "kid", "rank_fraction": 0.5}), strategy, rank, world) as (model, _, go):

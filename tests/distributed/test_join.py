@@ -1,4 +1,4 @@
-"""`torch.distributed.algorithms.join`: ranks whose data end early, owners of layers among them."""
+"""`torch.distributed.algorithms.join`: ranks whose data end early, including owners of layers."""
 
 import copy
 from contextlib import nullcontext
@@ -12,40 +12,31 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import KFAC, AdaptationOptions
 from tests.support.grid import each, only
-from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, build, descend, distance, flat, shard
+from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, build, distance, flat, shard
 from tests.support.pool import Pool, device_of, everywhere, on_every_rank
+from tests.support.saving import train
 from tests.support.tasks import assert_identical
 
 LONG, SHORT = 5, 3
-# what changes the curvature or the step at the second half
 EAGER = {"factor_update_steps": 1, "inv_update_steps": 2}
 
 
 def joined(rank: int, world: int, strategy: str, run: Run, wrapped: bool = True) -> tuple[nn.Module, Any, list[Any]]:
-    """A model, its optimizer, and what joins."""
+    """A model, its optimizer, and the list of joinables."""
     model = TASKS[run.task].model(device_of(rank))
     model = DDP(model) if wrapped else model
     optimizer = build(run.method, model, STRATEGIES[strategy](average_gradients=not wrapped), **run.keywords)
     return model, optimizer, [model, optimizer] if wrapped else [optimizer]
 
 
-def descended(model: nn.Module, optimizer: Any, rank: int, world: int, run: Run, steps: range) -> list[Tensor]:
-    """Parameters after each of the steps."""
-    path = []
-    for step in steps:
-        descend(model, optimizer, shard(run.batch(step), rank, world), run)
-        path.append(flat(model))
-    return path
-
-
 def uneven(rank: int, world: int, strategy: str, run: Run, early: int, wrapped: bool = True) -> dict[str, Any]:
-    """Train with fewer batches on one rank; path, counters and owners."""
+    """Train with fewer batches on one rank; return paths, counters and owners."""
     model, optimizer, joinables = joined(rank, world, strategy, run, wrapped)
     with Join(joinables):
-        inside = descended(model, optimizer, rank, world, run, range(SHORT if rank == early else LONG))
+        inside = train(model, optimizer, rank, world, run, 0, SHORT if rank == early else LONG)
     at_end = flat(model)
     sent = len(optimizer.comm.collectives.counter.records)
-    after = descended(model, optimizer, rank, world, run, range(LONG, LONG + 3))  # as if nothing had been
+    after = train(model, optimizer, rank, world, run, LONG, LONG + 3)
     return {
         "inside": torch.stack(inside),
         "path": torch.stack([at_end, *after]),
@@ -76,7 +67,7 @@ def test_a_rank_that_ends_early_takes_the_steps_of_the_others(
 
 @pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra", "mfac"])
 def test_last_steps_are_those_of_the_live_rank(pool: Pool, method: str) -> None:
-    """DDP divides by the first number of ranks: a joined rank counts as one whose gradient is zero."""
+    """DDP divides by the initial number of ranks, so a joined rank counts as one with a gradient of zero."""
     run = Run(method=method, keywords={} if method == "mfac" else EAGER)
     answers = pool.run(uneven, "mem", run, 0)
     reference = pool.run(halved, run, world=1)[0]
@@ -85,7 +76,7 @@ def test_last_steps_are_those_of_the_live_rank(pool: Pool, method: str) -> None:
 
 
 def halved(rank: int, world: int, run: Run) -> Tensor:
-    """One process on both halves of a batch, then on the second half alone with half of its gradient."""
+    """Train one process on full batches, and then on the second half only, with half of its gradient."""
     model = TASKS[run.task].model()
     optimizer = build(run.method, model, **run.keywords)
     path = []
@@ -113,7 +104,7 @@ ELSEWHERE = {
 
 
 @only("kfac_eigen-hybrid_half", "kfac_eigen-local_factors", "kfac_eigen-chief", of=ELSEWHERE)
-def test_other_methods_worlds_and_strategies(pool: Pool, of: tuple[str, str, int]) -> None:
+def test_replicas_are_equal_under_other_methods_worlds_and_strategies(pool: Pool, of: tuple[str, str, int]) -> None:
     method, strategy, world = of
     run = Run(method=method, keywords=EAGER if method == "kfac_eigen" else {})
     answers = pool.run(uneven, strategy, run, 0, world=world)
@@ -121,8 +112,7 @@ def test_other_methods_worlds_and_strategies(pool: Pool, of: tuple[str, str, int
     assert {tuple(answer["steps"]) for answer in answers} == {(LONG + 3.0,) * 6}
 
 
-def test_without_ddp(pool: Pool) -> None:
-    """Where the optimizer averages the gradients itself, it is the only one to join."""
+def test_an_optimizer_that_averages_gradients_joins_without_ddp(pool: Pool) -> None:
     answers = pool.run(uneven, "mem", Run(keywords=EAGER), 0, False)
     with_ddp = pool.run(uneven, "mem", Run(keywords=EAGER), 0)
     assert_replicas([answer["path"] for answer in answers])
@@ -130,12 +120,12 @@ def test_without_ddp(pool: Pool) -> None:
 
 
 @on_every_rank(2)
-def test_even_inputs_cost_one_word_a_step_and_one_at_the_end(rank: int, world: int) -> None:
+def test_even_inputs_need_one_message_per_step_and_one_at_the_end(rank: int, world: int) -> None:
     run, records, ends = Run(keywords=EAGER), {}, {}
     for mode in ("none", "off", "on"):
         model, optimizer, joinables = joined(rank, world, "mem", run)
         with Join(joinables, enable=mode == "on") if mode != "none" else nullcontext():
-            ends[mode] = descended(model, optimizer, rank, world, run, range(4))[-1]
+            ends[mode] = train(model, optimizer, rank, world, run, 0, 4)[-1]
         records[mode] = [tuple(record) for record in optimizer.comm.collectives.counter.records]
     assert records["off"] == records["none"]
     assert len(records["on"]) == len(records["none"]) + 4 + 1
@@ -147,11 +137,11 @@ def test_early_termination_raises_everywhere(rank: int, world: int) -> None:
     run = Run(keywords=EAGER)
     model, optimizer, joinables = joined(rank, world, "mem", run)
     with pytest.raises(RuntimeError, match="exhausted"), Join(joinables, throw_on_early_termination=True):
-        descended(model, optimizer, rank, world, run, range(SHORT if rank == 0 else LONG))
+        train(model, optimizer, rank, world, run, 0, SHORT if rank == 0 else LONG)
 
 
 @on_every_rank(2)
-def test_what_a_rank_without_data_cannot_do_is_refused(rank: int, world: int) -> None:
+def test_options_that_need_data_on_every_rank_are_refused(rank: int, world: int) -> None:
     model = TASKS["mlp"].model(device_of(rank))
     scaled = build("kfac_eigen", model, STRATEGIES["comm"](), grad_scaler=torch.amp.GradScaler("cpu"))
     judged = KFAC(model, comm=STRATEGIES["comm"](), adaptation=AdaptationOptions(adaptive_damping=True))
@@ -160,7 +150,7 @@ def test_what_a_rank_without_data_cannot_do_is_refused(rank: int, world: int) ->
             Join([optimizer])
 
 
-def test_copies_are_joinable_and_outside_of_any_join() -> None:
+def test_a_copy_is_joinable_and_not_in_a_join() -> None:
     model = TASKS["mlp"].model()
     optimizer = build("mfac", model)
     twin = copy.deepcopy(optimizer)
@@ -171,13 +161,13 @@ def test_copies_are_joinable_and_outside_of_any_join() -> None:
 
 @on_every_rank(2)
 def test_ranks_without_data_follow_an_interval_that_changes(rank: int, world: int) -> None:
-    """It changes where data go on; the other rank has to measure in the same steps."""
+    """It changes on the rank that still has data, and the other rank has to measure in the same steps."""
     run = Run(keywords={"factor_update_steps": 4, "inv_update_steps": 8, "refresh_warmup": False})
     model, optimizer, joinables = joined(rank, world, "comm", run)
     with Join(joinables):
-        descended(model, optimizer, rank, world, run, range(4))
+        train(model, optimizer, rank, world, run, 0, 4)
         if rank == 0:
-            descended(model, optimizer, rank, world, run, range(4, 6))
+            train(model, optimizer, rank, world, run, 4, 6)
             optimizer.param_groups[0]["factor_update_steps"] = 3
-            descended(model, optimizer, rank, world, run, range(6, 10))
+            train(model, optimizer, rank, world, run, 6, 10)
     assert_identical(*everywhere(flat(model)))

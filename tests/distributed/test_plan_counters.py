@@ -1,7 +1,7 @@
-"""A plan says to the byte what the ranks of a run then send and store.
+"""A plan predicts exactly how many bytes the ranks of a run send and store.
 
-Every case, a method under a strategy in a world, trains once; the tests look at what was counted. A run that has begun
-is compared step by step: plain steps, steps with statistics, and steps with a refresh.
+Every case is a method under a strategy in a world, which trains once and counts. The comparison covers all steps of an
+interval: plain steps, steps with statistics, and steps with a refresh.
 """
 
 import tracemalloc
@@ -37,11 +37,11 @@ EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
     "ekfac_qr": ("ekfac_running", {"basis_update": "qr", "momentum_mode": "pre"}),
     "hylo_cheaper": ("hylo_kid", {"kfac_when_cheaper": True, "rank_fraction": 1.0}),
     "hylo_expanded": ("hylo_kis", {"approx": "expand"}),
-    "hylo_told": ("hylo_sngd", {"batch_size": lambda world: EXAMPLES // world}),
+    "hylo_batch": ("hylo_sngd", {"batch_size": lambda world: EXAMPLES // world}),
     "mfac_layers": ("mfac", {"partition": "layer"}),
     "mfac_decay": ("mfac", {"weight_decay": 0.1, "weight_decay_mode": "reg"}),
 }
-"""Options that change what is sent."""
+"""Options that change the messages."""
 
 
 def fits(strategy: str, method: str, world: int) -> bool:
@@ -50,12 +50,12 @@ def fits(strategy: str, method: str, world: int) -> bool:
     return method not in WINDOWS or strategy in GRID[:4]
 
 
-#: Each method, and K-FAC under each strategy, in one world each: what every run of the tests looks at.
+#: Cases that are not slow: each method, and K-FAC under each strategy, in one world each.
 QUICK = {
     2: ["kfac_cholesky-mem", "ekfac_running-comm", "hylo_kid-mem", "mfac_sparse-comm", "kfac_eigen-comm_owner",
         "kfac_eigen-mem_replicated", "kfac_eigen-local_factors", "kfac_eigen-chief_inverses", "kfac_stagger-comm",
         "kfac_overlap-mem", "kfac_low-comm", "kfac_packed-mem", "kfac_diagonal-comm", "ekfac_recompute-mem",
-        "hylo_cheaper-comm", "hylo_told-mem", "mfac_layers-mem", "mfac_decay-mem"],
+        "hylo_cheaper-comm", "hylo_batch-mem", "mfac_layers-mem", "mfac_decay-mem"],
     3: ["kfac_eigen-hybrid_third", "ekfac_intra-mem", "hylo_kis-comm", "hylo_expanded-hybrid_third", "ekfac_qr-comm",
         "kfac_eigen-chief", "kfac_eigen-chief_own", "mfac-mem"],
     4: ["kfac_eigen-hybrid_half", "ekfac_intra-hybrid_half", "hylo_sngd-hybrid_half", "ggt-hybrid_half"],
@@ -63,7 +63,7 @@ QUICK = {
 
 
 def cases(world: int, slow: bool) -> list[tuple[str, str]]:
-    """Methods and strategies; the slow ones are those that the others leave out."""
+    """Methods and strategies: those in `QUICK`, or all others if ``slow`` is true."""
     whole = [(m, s) for m in (*METHODS, *EXTRA) for s in (*GRID, *OTHERS) if fits(s, EXTRA.get(m, (m, {}))[0], world)]
     return [case for case in whole if ("-".join(case) in QUICK[world]) != slow]
 
@@ -94,7 +94,7 @@ def stored(optimizer: Any) -> dict[str, int]:
 
 
 def measure(rank: int, world: int, wanted: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """What one rank sends in each step of an interval, and stores, by method and strategy."""
+    """The bytes that one rank sends in each step of an interval, and stores, by method and strategy."""
     results = {}
     for method, strategy in wanted:
         model = TASKS["words"].model()
@@ -108,7 +108,7 @@ def measure(rank: int, world: int, wanted: list[tuple[str, str]]) -> dict[tuple[
 
 @cache
 def planned(method: str, strategy: str, world: int) -> Any:
-    """Plan of one process that has never met another, and has taken a step with the batch of a rank."""
+    """The plan of a single process after a step with the batch of a rank."""
     model = TASKS["words"].model()
     optimizer = optimizer_of(method, model, world)
     descend(model, optimizer, batch_of(0, 0, world), Run())
@@ -121,8 +121,8 @@ def without_zeros(numbers: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["chosen", "all_others"])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_a_plan_says_what_every_rank_sends_and_stores(pool: Pool, world: int, slow: bool) -> None:
-    """And every rank plans the same for the world that it is in."""
+def test_a_plan_predicts_what_every_rank_sends_and_stores(pool: Pool, world: int, slow: bool) -> None:
+    """The plan of every rank for its own world is equal to that of a single process."""
     wanted = cases(world, slow)
     assert slow or len(wanted) == len(QUICK[world])
     for rank, results in enumerate(pool.run(measure, wanted, world=world, timeout=300)):
@@ -137,7 +137,7 @@ def test_a_plan_says_what_every_rank_sends_and_stores(pool: Pool, world: int, sl
 
 
 def mean_of(steps: list[dict[str, int]]) -> dict[str, float]:
-    """Bytes by stage of a step, on average."""
+    """Average bytes per step by stage."""
     stages = {stage for step in steps for stage in step}
     return without_zeros({stage: sum(step.get(stage, 0) for step in steps) / PERIOD for stage in stages})
 
@@ -146,7 +146,7 @@ def worst_of(steps: list[dict[str, int]]) -> dict[str, int]:
     return max(steps, key=lambda step: sum(step.values()))
 
 
-# --------- Worlds larger than a machine: the same code as one rank of a thousand, in a process group that sends nothing
+# ---------------------------------------- Large worlds: one rank of a thousand, in a process group that sends nothing
 THOUSAND = 1024
 LARGE: dict[str, Callable[..., Any]] = {
     "comm": CommOpt,
@@ -158,7 +158,7 @@ LARGE: dict[str, Callable[..., Any]] = {
 
 @pytest.fixture
 def nothing_arrives(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """A function that makes this process one rank of a thousand, whose messages leave all tensors as they are."""
+    """A function that makes this process one rank of a thousand, whose messages do not change any tensor."""
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     take = Buffers.take
 
@@ -167,7 +167,7 @@ def nothing_arrives(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int],
         loan.view.zero_()
         return loan
 
-    # What would have arrived is undefined; zeros make it the same in every run.
+    # Received values are undefined; zeros make them the same in every run.
     monkeypatch.setattr(Buffers, "take", zeros)
     monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
     monkeypatch.setattr(rank_grid, "require_equal", lambda *args: None)
@@ -177,16 +177,17 @@ def nothing_arrives(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int],
 
 @pytest.mark.filterwarnings("ignore:.*nothing was captured")
 @sample(strategy=list(LARGE), method=["kfac_eigen", "ekfac_intra", "mfac_sparse"], rank={"0": 0, "777": 777})
-def test_one_of_a_thousand(nothing_arrives: Callable[[int], None], method: str, strategy: str, rank: int) -> None:
+def test_a_plan_for_a_thousand_ranks(
+    nothing_arrives: Callable[[int], None], method: str, strategy: str, rank: int
+) -> None:
     nothing_arrives(rank)
     model = TASKS["words"].model()
-    # modules that are imported late are not of interest
-    optimizer_of(method, model, THOUSAND, LARGE[strategy]()).close()
+    optimizer_of(method, model, THOUSAND, LARGE[strategy]()).close()  # imports modules before the measurement
     tracemalloc.start()
     optimizer = optimizer_of(method, model, THOUSAND, LARGE[strategy](average_gradients=True))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < THOUSAND**2  # bytes: nothing is as large as a number for every pair of ranks
+    assert peak < THOUSAND**2  # bytes: no data structure has an entry for every pair of ranks
     train(optimizer, model, 0, 1, range(PERIOD))
     steps = train(optimizer, model, 0, 1, range(PERIOD, 2 * PERIOD))
     own = optimizer.plan().ranks[rank]
@@ -205,7 +206,7 @@ ROLES: dict[str, dict[str, Any]] = {
 
 
 def serve(rank: int, world: int, arguments: dict[str, Any], epochs: int) -> dict[str, Any]:
-    """All bytes that one rank sends in a run of so many epochs, and what it stores; `PERIOD` steps are an epoch."""
+    """The bytes that one rank sends in a run of some epochs of `PERIOD` steps, and the bytes that it stores."""
     model = TASKS["words"].model()
     comm = DedicatedWorkers(period=PERIOD, **arguments)
     with optimizer_of("kfac_eigen", model, world, comm) as optimizer:
@@ -218,7 +219,7 @@ def serve(rank: int, world: int, arguments: dict[str, Any], epochs: int) -> dict
 
 
 @sample(arguments=list(ROLES), world={"3": 3, "4": 4})
-def test_roles(pool: Pool, arguments: str, world: int) -> None:
+def test_a_plan_of_dedicated_workers(pool: Pool, arguments: str, world: int) -> None:
     keywords = ROLES[arguments]
     runs = [pool.run(serve, keywords, epochs, world=world) for epochs in (3, 6)]
     plan = optimizer_of("kfac_eigen", TASKS["words"].model(), world).plan(

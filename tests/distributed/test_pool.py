@@ -1,4 +1,4 @@
-"""The pool of ranks: fresh groups, results by rank, failures told, and survivors after a death or a hang."""
+"""The pool of ranks: new groups, results by rank, reported failures, and replacements after a death or a hang."""
 
 import os
 import time
@@ -40,13 +40,13 @@ def test_a_function_of_a_rank_is_a_test(rank: int, world: int, factor: int) -> N
 
 
 @on_every_rank(2)
-def judging(rank: int, world: int) -> None:
-    assert rank == 0, "rank 1 has judged"
+def failing(rank: int, world: int) -> None:
+    assert rank == 0, "rank 1 has failed"
 
 
-def test_what_a_rank_asserts_fails_the_test(pool: Pool) -> None:
-    with pytest.raises(RankError, match="AssertionError: rank 1 has judged"):
-        judging(pool)
+def test_an_assertion_of_a_rank_fails_the_test(pool: Pool) -> None:
+    with pytest.raises(RankError, match="AssertionError: rank 1 has failed"):
+        failing(pool)
 
 
 def test_results_by_rank(pool: Pool) -> None:
@@ -58,7 +58,7 @@ def test_results_by_rank(pool: Pool) -> None:
         assert all(torch.equal(result[2], torch.tensor([total])) for result in results)
 
 
-def test_a_failure_is_told_with_its_traceback_or_returned(pool: Pool) -> None:
+def test_a_failure_is_raised_with_its_traceback_or_returned(pool: Pool) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2:(.|\n)*in misbehave(.|\n)*ValueError: bad raise"):
         pool.run(misbehave, "raise")
     peer, own = pool.run(misbehave, "raise", expect_failure=True)
@@ -91,5 +91,5 @@ def test_a_rank_that_left_its_group_is_replaced(pool: Pool) -> None:
 
 
 def test_function_must_be_of_the_top_level(pool: Pool) -> None:
-    with pytest.raises(ValueError, match="top level"):
+    with pytest.raises(ValueError, match="top-level"):
         pool.run(lambda rank, world: rank)

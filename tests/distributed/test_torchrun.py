@@ -15,10 +15,10 @@ from benchmarks.ranks import Ranks
 from tests.support.launching import ROOT, free_port, launch, torchrun
 
 TEMPLATES = ROOT / "docs" / "multinode"
-SECONDS = 150  # for a program that takes ten, on a machine that is busy
+SECONDS = 150  # time limit on a busy machine for a program that usually takes ten seconds
 AGENTS, RANKS_PER_AGENT = 2, 2
 
-# What Slurm does for a job of two nodes, on one.
+# Replacements of Slurm's commands for a job of two nodes, on one machine.
 SCONTROL = "#!/bin/bash\nfor _ in $(seq 2); do echo localhost; done\n"
 SRUN = """#!/bin/bash
 shift  # --kill-on-bad-exit
@@ -31,7 +31,7 @@ exit $status
 """
 TORCHRUN = '#!/bin/bash\nexec "$PYTHON" -m torch.distributed.run "$@"\n'
 
-# Stands where the template's train.py would, runs it, and writes what this rank saw.
+# Replaces the template's train.py: it runs that script, and writes the results of this rank.
 PROBE = """
 import importlib.util, json, os, pathlib, sys
 import torch, torch.distributed as dist
@@ -72,7 +72,7 @@ def _script(path: Path, text: str) -> None:
 
 
 def _run_job(folder: Path, *words: str, **env: str) -> list[dict]:
-    """Submit the template of a job, with a probe in place of its script; what each rank found."""
+    """Submit the template of a job, with a probe in place of its script; return the results of all ranks."""
     commands, templates = folder / "bin", folder / "templates"
     for made in (commands, templates):
         made.mkdir(parents=True)
@@ -92,7 +92,7 @@ def _run_job(folder: Path, *words: str, **env: str) -> list[dict]:
         "TEMPLATE": str(TEMPLATES / "train.py"),
         "FOUND": str(folder),
         "PYTHONDONTWRITEBYTECODE": "1",  # the site has a copy of the folder of the templates
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",  # the template has to say 1
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",  # the template has to set this to 1
         **env,
     }
     done = launch(["bash", str(TEMPLATES / "job.sbatch"), *words], folder, SECONDS, job)
@@ -117,12 +117,12 @@ def test_two_agents_keep_directions_inside_an_agent(tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_dies_changes_nothing(tmp_path):
-    """Both agents start their ranks again, which go on from the checkpoint of step 20."""
+    """Both agents restart their ranks, which continue from the checkpoint of step 20."""
     words = ("--epochs", "1", "--batch-size", "32", "--save-every", "20")
     whole = _run_job(tmp_path / "whole", *words)
     again = _run_job(tmp_path / "again", *words, KILLED_RANK="3", MAX_RESTARTS="3")
     assert max(mine["attempt"] for mine in whole) == 0
-    assert max(mine["attempt"] for mine in again) > 0  # an agent that follows the other does not count its restart
+    assert max(mine["attempt"] for mine in again) > 0  # an agent that follows the other one does not count restarts
     assert [mine["parameters"] == again[0]["parameters"] for mine in again] == [True] * 4
     # DistributedDataParallel sums in another order in the first step after its construction.
     assert again[0]["parameters"] == pytest.approx(whole[0]["parameters"], abs=1e-5)
@@ -130,7 +130,7 @@ def test_a_rank_that_dies_changes_nothing(tmp_path):
 
 # ---------------------------------------------------------------------- benchmarks
 def _train(folder: Path, ranks: int, *words: str) -> dict:
-    """Run ``train`` of the benchmarks on a number of ranks; what it wrote."""
+    """Run ``train`` of the benchmarks on a number of ranks; return its results."""
     command = ["train", "--workload", "digits", "--size", "smoke", *words, "--threads", "1", "--out-dir", str(folder)]
     if ranks == 1:
         assert benchmarks(command) == 0
@@ -139,7 +139,7 @@ def _train(folder: Path, ranks: int, *words: str) -> dict:
         folder.mkdir(exist_ok=True)
         done = launch([*launcher, *command], folder, SECONDS)
         assert done.returncode == 0, done.stdout
-        assert done.stdout.count("loss at step") == 1  # rank 0 alone prints
+        assert done.stdout.count("loss at step") == 1  # only rank 0 prints
         assert "sent per step, " in done.stdout
         assert f"rank {ranks - 1}" in done.stdout
     (written,) = folder.glob("train-*.json")
@@ -147,7 +147,7 @@ def _train(folder: Path, ranks: int, *words: str) -> dict:
 
 
 @pytest.mark.slow
-def test_benchmarks_train_on_two_ranks_as_on_one(tmp_path):
+def test_benchmarks_train_alike_on_one_and_two_ranks(tmp_path):
     words = ("--optimizer", "kfac", "--comm", "mem_opt", "--steps", "12")
     one, two = _train(tmp_path / "one", 1, *words), _train(tmp_path / "two", 2, *words)
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-3)
@@ -169,7 +169,7 @@ def test_benchmarks_train_with_any_strategy(tmp_path, ranks, method, comm):
     words = ("--optim", method, "--comm", comm, "--steps", "12")
     found = _train(tmp_path / "all", ranks, *words)
     assert len(found["ranks"]) == ranks
-    if method in {"hylo", "inverse_dp"}:  # which rows, and whose factors, depends on the ranks
+    if method in {"hylo", "inverse_dp"}:  # the choice of rows and the factors depend on the number of ranks
         assert all(loss is not None and loss < 3 for loss in found["losses"])
     else:
         assert found["losses"] == pytest.approx(_train(tmp_path / "one", 1, *words)["losses"], rel=1e-2)
@@ -184,6 +184,6 @@ def test_every_rank_trains_on_a_part_of_the_batch():
     assert [len(targets) for _, targets in parts] == [2, 2, 2]
     assert Ranks().share(whole, optimizer)[0] is not None
     assert Ranks().wrap(model, optimizer) is model
-    for size, mend in ((4, 4), (5, 5), (7, 7)):
-        with pytest.raises(ValueError, match=f"a batch of 6 cannot .* {size} ranks: take --batch-size {mend}"):
+    for size in (4, 5, 7):
+        with pytest.raises(ValueError, match=f"a batch of 6 cannot .* {size} ranks: take --batch-size {size}"):
             Ranks(0, size).share(whole, optimizer)

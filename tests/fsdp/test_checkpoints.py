@@ -1,4 +1,4 @@
-"""Checkpoints of sharded training: by `torch.distributed.checkpoint`, rank by rank, or gathered on one rank."""
+"""Checkpoints of sharded training, by `torch.distributed.checkpoint`, one per rank, or gathered on one rank."""
 
 import warnings
 from dataclasses import replace
@@ -68,7 +68,7 @@ def _rest(model: nn.Module, optimizer: Any, case: Case, rank: int = 0, world: in
 def save(
     rank: int, world: int, name: str, form: str, folder: Path, gathered: bool = False, wrap: Wrap = EACH
 ) -> Tensor:
-    """Train, save, and train on."""
+    """Train, save and continue."""
     case = replace(CASES[name], wrap=wrap)
     model, optimizer = _trained(rank, world, case)
     if gathered:
@@ -77,10 +77,10 @@ def save(
     return _rest(model, optimizer, case, rank, world)
 
 
-def go_on(
+def continue_run(
     rank: int, world: int, name: str, form: str, folder: Path, gathered: bool = False, wrap: Wrap | None = EACH
 ) -> Tensor:
-    """Read into a model that is sharded, or whole on every rank, and train on."""
+    """Load into a model that is sharded, or whole on every rank, and continue."""
     case = replace(CASES[name], wrap=wrap or EACH)
     if wrap is None:
         model = case.model()
@@ -102,7 +102,7 @@ def _assert_near(path: Tensor, expected: Tensor) -> None:
     assert distance(path, expected) <= 1e-9
 
 
-def _judge(found: list[Tensor], saved: Tensor, name: str, exact: bool = False) -> None:
+def _assert_continued(found: list[Tensor], saved: Tensor, name: str, exact: bool = False) -> None:
     assert_replicas(found)
     assert not exact or torch.equal(found[0], saved)
     _assert_near(found[0], saved)
@@ -111,38 +111,38 @@ def _judge(found: list[Tensor], saved: Tensor, name: str, exact: bool = False) -
 
 @only("ekfac-nested", name=list(LAYERS), form=FORMS)
 def test_layers_go_on_in_every_world(pool: Pool, tmp_path: Path, name: str, form: str) -> None:
-    """Saved by two sharded ranks; read by two, four and one, and by two that hold the model whole."""
+    """Two sharded ranks save; one, two and four ranks load, and two ranks with replicas of the model."""
     saved = pool.run(save, name, form, tmp_path, world=2)[0]
-    _judge(pool.run(go_on, name, form, tmp_path, world=2), saved, name, exact=True)
-    _judge(pool.run(go_on, name, form, tmp_path, world=4), saved, name)
-    _judge(pool.run(go_on, name, form, tmp_path, wrap=None, world=2), saved, name)
-    _judge(pool.run(go_on, name, form, tmp_path, wrap=None, world=1), saved, name)
+    _assert_continued(pool.run(continue_run, name, form, tmp_path, world=2), saved, name, exact=True)
+    _assert_continued(pool.run(continue_run, name, form, tmp_path, world=4), saved, name)
+    _assert_continued(pool.run(continue_run, name, form, tmp_path, wrap=None, world=2), saved, name)
+    _assert_continued(pool.run(continue_run, name, form, tmp_path, wrap=None, world=1), saved, name)
 
 
 @only("momentum-flat", name=list(LAYERS), form=FORMS)
-def test_layers_of_four_ranks_go_on_with_fewer(pool: Pool, tmp_path: Path, name: str, form: str) -> None:
+def test_layers_of_four_ranks_continue_on_fewer(pool: Pool, tmp_path: Path, name: str, form: str) -> None:
     saved = pool.run(save, name, form, tmp_path, wrap=HSDP, world=4)[0]
-    _judge(pool.run(go_on, name, form, tmp_path, wrap=HSDP, world=4), saved, name, exact=True)
-    _judge(pool.run(go_on, name, form, tmp_path, wrap=Wrap(each=False), world=2), saved, name)
-    _judge(pool.run(go_on, name, form, tmp_path, world=3), saved, name)
+    _assert_continued(pool.run(continue_run, name, form, tmp_path, wrap=HSDP, world=4), saved, name, exact=True)
+    _assert_continued(pool.run(continue_run, name, form, tmp_path, wrap=Wrap(each=False), world=2), saved, name)
+    _assert_continued(pool.run(continue_run, name, form, tmp_path, world=3), saved, name)
 
 
 @only("sparse-flat", name=list(WINDOWS), form=FORMS)
-def test_windows_go_on_with_the_same_ranks(pool: Pool, tmp_path: Path, name: str, form: str) -> None:
+def test_windows_continue_on_the_same_ranks(pool: Pool, tmp_path: Path, name: str, form: str) -> None:
     saved = pool.run(save, name, form, tmp_path, world=2)[0]
-    _judge(pool.run(go_on, name, form, tmp_path, world=2), saved, name, exact=True)
+    _assert_continued(pool.run(continue_run, name, form, tmp_path, world=2), saved, name, exact=True)
 
 
 @only("layer-2", name=list(WINDOWS), world=[2, 4])
-def test_windows_go_everywhere_once_gathered(pool: Pool, tmp_path: Path, name: str, world: int) -> None:
+def test_windows_continue_in_every_world_after_consolidation(pool: Pool, tmp_path: Path, name: str, world: int) -> None:
     saved = pool.run(save, name, "nested", tmp_path, True, world=world)[0]
-    _judge(pool.run(go_on, name, "nested", tmp_path, True, world=6 - world), saved, name)
-    _judge(pool.run(go_on, name, "nested", tmp_path, wrap=None, world=1), saved, name)
+    _assert_continued(pool.run(continue_run, name, "nested", tmp_path, True, world=6 - world), saved, name)
+    _assert_continued(pool.run(continue_run, name, "nested", tmp_path, wrap=None, world=1), saved, name)
 
 
 # ---------------------------------------------------------------------------------------------------------- Without DCP
-def broken_off(rank: int, world: int, name: str) -> tuple[Tensor, Tensor]:
-    """The path after a break, and that of a copy which has read its own file."""
+def interrupted(rank: int, world: int, name: str) -> tuple[Tensor, Tensor]:
+    """The trajectory after a break, and that of another optimizer which loads the file of this rank."""
     case = CASES[name]
     model, optimizer = _trained(rank, world, case)
     own = through_a_file([model.state_dict(), snapshot(optimizer)])
@@ -150,13 +150,13 @@ def broken_off(rank: int, world: int, name: str) -> tuple[Tensor, Tensor]:
     shifted(twin_model).load_state_dict(own[0])
     sent = len(twin.comm.collectives.counter.records)
     twin.load_state_dict(own[1])
-    assert len(twin.comm.collectives.counter.records) == sent  # loading sends nothing
+    assert len(twin.comm.collectives.counter.records) == sent
     return _rest(model, optimizer, case, rank, world), _rest(twin_model, twin, case, rank, world)
 
 
 @only("cholesky-4", "ggt-2", name=list(CASES), world=[2, 4])
-def test_every_rank_goes_on_from_its_own_file(pool: Pool, world: int, name: str) -> None:
-    for expected, path in pool.run(broken_off, name, world=world):
+def test_every_rank_continues_from_its_own_file(pool: Pool, world: int, name: str) -> None:
+    for expected, path in pool.run(interrupted, name, world=world):
         assert torch.equal(path, expected)
         assert distance(path, alone(CASES[name])[BREAK:]) <= 1e-9
 
@@ -177,9 +177,9 @@ def test_state_of_another_rank_is_refused(rank: int, world: int, name: str) -> N
 
 
 def on_one_rank(rank: int, world: int, name: str, by_torch: bool) -> tuple[Any, Tensor]:
-    """Whole state on rank 0, through a file; and the path that follows.
+    """The full state on rank 0, after saving and loading, and the trajectory that follows.
 
-    Either torch gathers what is cut as parameters are, or this is asked of the optimizer.
+    Either torch or the optimizer gathers the state that is sharded like the parameters.
     """
     case = CASES[name]
     model, optimizer = _trained(rank, world, case)
@@ -194,8 +194,8 @@ def on_one_rank(rank: int, world: int, name: str, by_torch: bool) -> tuple[Any, 
 
 
 @only("by_torch-kfac", "gathered-sparse", by_torch={"by_torch": True, "gathered": False}, name=list(CASES))
-def test_a_file_of_one_rank_goes_on_in_one_process(pool: Pool, by_torch: bool, name: str) -> None:
-    """It has plain tensors alone, and no process group is needed to read it."""
+def test_a_full_file_continues_in_one_process(pool: Pool, by_torch: bool, name: str) -> None:
+    """It only contains plain tensors, so that loading needs no process group."""
     case = CASES[name]
     (weights, state), expected = pool.run(on_one_rank, name, by_torch, world=2)[0]
     model = shifted(case.model())
@@ -211,8 +211,8 @@ def test_a_file_of_one_rank_goes_on_in_one_process(pool: Pool, by_torch: bool, n
 
 @pytest.mark.parametrize("name", ["kfac", "momentum", pytest.param("mfac", marks=pytest.mark.slow)])
 @on_every_rank(2)
-def test_a_file_of_one_rank_is_dealt_out_to_all_if_it_was_gathered(rank: int, world: int, name: str) -> None:
-    """What torch lacks of other ranks it fills in from the optimizer that loads: zeros, which must not be curvature."""
+def test_a_full_file_is_distributed_to_all_ranks_only_after_consolidation(rank: int, world: int, name: str) -> None:
+    """Otherwise, torch replaces missing state by that of the loading optimizer, whose zeros must not be used."""
     case = CASES[name]
     for gathered in (False, True):
         model, optimizer = _trained(rank, world, case)
@@ -224,9 +224,9 @@ def test_a_file_of_one_rank_is_dealt_out_to_all_if_it_was_gathered(rank: int, wo
         other, second = started(rank, world, case)
         set_model_state_dict(shifted(other), weights, options=options)
         if gathered and name in WINDOWS:
-            second.consolidate_state_dict(to=None, pieces=False)  # torch leaves out what a rank has no key for
+            second.consolidate_state_dict(to=None, pieces=False)  # torch ignores keys that a rank does not have
         kind, text = raised(set_optimizer_state_dict, other, second, state, options=options)
-        dist.barrier()  # only some ranks may have refused it
+        dist.barrier()  # some ranks may have raised
         if gathered:
             assert (kind, text) == ("", "")
             expected, path = _rest(model, optimizer, case, rank, world), _rest(other, second, case, rank, world)

@@ -1,4 +1,4 @@
-"""What travels between sharded ranks in a step, and what each of them keeps."""
+"""Messages of sharded ranks in a step, and the state on each of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from tests.support.sharding import Case, Wrap, descend, fully_sharded, started
 
 @contextmanager
 def exchanged(optimizer: Any) -> Iterator[list[tuple[int, int]]]:
-    """Elements that this rank gave to and took from others in each exchange of the optimizer, in their order."""
+    """The numbers of elements that this rank sent to and received from others in each exchange, in order."""
     found: list[tuple[int, int]] = []
     original = dist.all_to_all_single
 
@@ -36,14 +36,14 @@ def exchanged(optimizer: Any) -> Iterator[list[tuple[int, int]]]:
 
 
 def pieces(optimizer: Any, block: Any) -> int:
-    """Entries of the parameters of a block on this rank."""
+    """The number of entries of a block's parameters on this rank."""
     return sum(p.to_local().numel() for p in block.params)
 
 
 def last_step(rank: int, world: int, case: Case, steps: int) -> tuple[Any, list[tuple[int, int]]]:
-    """The optimizer after some steps, its counter for the last one alone, and the exchanges of that one.
+    """The optimizer after some steps, with a counter of the last step only, and the exchanges of that step.
 
-    They are those of gradients and of directions, which are left out where nobody needs them.
+    They are those of gradients and of directions, which are left out if no rank needs them.
     """
     model, optimizer = started(rank, world, case)
     for step in range(steps):
@@ -61,7 +61,7 @@ def padded(found: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @sample(strategy=["mem", "hybrid_half", "comm"], world=[4, 2])
 @on_every_rank()
-def test_a_gradient_is_gathered_once_and_only_where_it_is_preconditioned(rank: int, world: int, strategy: str) -> None:
+def test_a_gradient_is_gathered_once_and_only_on_ranks_that_precondition(rank: int, world: int, strategy: str) -> None:
     optimizer, found = last_step(rank, world, Case(strategy=strategy), 5)
     blocks = [b for b in optimizer.preconditioner.plan.blocks if optimizer.preconditioner.directions.is_ready(b)]
     ours = [b for b in blocks if optimizer.comm.preconditions(b.index)]
@@ -76,7 +76,7 @@ def test_a_gradient_is_gathered_once_and_only_where_it_is_preconditioned(rank: i
         assert len(names) == len(set(names))
 
 
-RECUT = {
+RESHARDED = {
     "sparse": Case("mfac_sparse"),
     "layer": Case("mfac", keywords={"partition": "layer"}),
     "copies": Case("ggt", strategy="comm"),
@@ -84,10 +84,10 @@ RECUT = {
 }
 
 
-@sample(lambda case, world: world == 4 or case.wrap.replicas == 1, case=RECUT, world=[4, 2])
+@sample(lambda case, world: world == 4 or case.wrap.replicas == 1, case=RESHARDED, world=[4, 2])
 @on_every_rank()
-def test_windows_move_what_their_cut_and_that_of_the_parameters_differ_in(rank: int, world: int, case: Case) -> None:
-    """Gradients to the part of the window, directions back; what is in both cuts stays where it is."""
+def test_windows_only_exchange_entries_that_are_sharded_differently(rank: int, world: int, case: Case) -> None:
+    """Gradients are sent to the shard of the window, and directions back; common entries are not sent."""
     optimizer, found = last_step(rank, world, case, 3)
     mine, stays, held = 0, 0, 0
     for unit in optimizer.preconditioner.plan.units:
@@ -104,10 +104,8 @@ def test_windows_move_what_their_cut_and_that_of_the_parameters_differ_in(rank: 
 
 @pytest.mark.parametrize("method", ["kfac_eigen", "mfac_sparse"])
 @on_every_rank(2)
-def test_directions_are_rounded_where_that_was_asked_for_and_gradients_never(
-    rank: int, world: int, method: str
-) -> None:
-    """And all ranks, which compare their parameters, count the same messages, whatever each of them gives."""
+def test_wire_dtype_rounds_directions_but_not_gradients(rank: int, world: int, method: str) -> None:
+    """All ranks verify their parameters and count the same messages."""
     case = Case(method, "cnn")
     model = fully_sharded(case.model(device_of(rank)).float(), rank, world, Wrap())
     optimizer = case.optimizer(model, MemOpt(wire_dtype=torch.bfloat16, verify_every=1))
@@ -126,8 +124,9 @@ def test_directions_are_rounded_where_that_was_asked_for_and_gradients_never(
     [(Case("mfac"), 2), (Case("ggt"), 4), (Case("mfac", wrap=Wrap(replicas=2), strategy="hybrid_half"), 4)],
 )
 @on_every_rank()
-def test_dense_rows_are_cut_as_parameters_are_and_nothing_travels(rank: int, world: int, case: Case) -> None:
-    """But dots and norms."""
+def test_dense_rows_are_sharded_like_parameters_and_only_dots_and_norms_are_sent(
+    rank: int, world: int, case: Case
+) -> None:
     optimizer, found = last_step(rank, world, case, 3)
     assert found == []
     assert {r.stage for r in optimizer.comm.collectives.counter.records} <= {"dots", "norms"}
@@ -138,12 +137,12 @@ DEPTH, SIDE = 8, 12
 
 
 def tower(device: torch.device | None = None) -> nn.Module:
-    """Equal layers, as many as ranks or a multiple."""
+    """Equal layers, whose number is a multiple of the number of ranks."""
     return nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(DEPTH))).to(device, torch.float64)
 
 
 def stored(rank: int, world: int, method: str, keywords: dict[str, Any]) -> dict[str, int]:
-    """Bytes by kind after a few steps."""
+    """The bytes by kind after a few steps."""
     model = fully_sharded(tower(device_of(rank)), rank, world, Wrap())
     optimizer = Case(method, keywords=keywords).optimizer(model)
     for _ in range(2):
@@ -158,8 +157,8 @@ def stored(rank: int, world: int, method: str, keywords: dict[str, Any]) -> dict
 
 @each(method=["kfac_eigen", "ekfac_running"], world=[2, 4])
 @on_every_rank()
-def test_curvature_of_layers_is_on_its_owner_alone(rank: int, world: int, method: str) -> None:
-    """1/W of two factors, two bases and two spectra a layer, float64, on each of W ranks."""
+def test_curvature_of_a_layer_is_only_on_its_owner(rank: int, world: int, method: str) -> None:
+    """Each of W ranks has 1/W of two factors, two bases and two spectra per layer, in float64."""
     layers, usage = DEPTH // world, stored(rank, world, method, {})
     assert usage["factors"] == layers * 2 * SIDE**2 * 8
     assert usage["second_order"] == layers * (2 * SIDE**2 + 2 * SIDE) * 8
@@ -167,15 +166,15 @@ def test_curvature_of_layers_is_on_its_owner_alone(rank: int, world: int, method
 
 @each(method=["mfac", "ggt"], world=[2, 4])
 @on_every_rank()
-def test_windows_are_cut_over_the_ranks(rank: int, world: int, method: str) -> None:
+def test_windows_are_divided_among_the_ranks(rank: int, world: int, method: str) -> None:
     whole, window = 6 * DEPTH * SIDE**2 * 8, stored(rank, world, method, {"window_size": 6})["window"]
     assert sum(everywhere(window)) == whole
     assert abs(window - whole / world) <= 6 * 16 * 8
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_sparse_windows_are_cut_evenly_too(pool: Pool, world: int) -> None:
-    """Between blocks: with two ranks layers have enough of them to be cut as parameters are, with four not."""
+def test_sparse_windows_are_divided_evenly(pool: Pool, world: int) -> None:
+    """They are split between blocks. With two ranks, layers have enough blocks to be sharded like parameters."""
     whole = Case("mfac_sparse").optimizer(tower()).memory_usage()
     found = pool.run(stored, "mfac_sparse", {}, world=world)
     for kind in ("window", "error"):

@@ -1,4 +1,4 @@
-"""Sharded by FSDP2, every method takes the steps that it takes in one process on the joined batch."""
+"""Every method takes the same steps with FSDP2 as in one process on the joined batch."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from tests.support.sharding import Case, Wrap, alone, assert_like_one_process, f
 
 EACH, HSDP = Wrap(), Wrap(replicas=2)
 
-#: Every method, as it shards by itself.
+#: Every method with its default strategy.
 PLAIN = {
     f"{method} {task}": Case(method, task, wrap=EACH)
     for method in METHODS
     for task in ("odd", "cnn")
-    if method not in ("hylo_kid", "hylo_kis")  # each rank chooses rows among its own
+    if method not in ("hylo_kid", "hylo_kis")  # the choice of rows depends on the shards
 }
 
 WRAPPED = {
@@ -51,7 +51,7 @@ STRATEGIC = {
     if method[:2] in ("kf", "ek") or strategy in ("hybrid_half", "comm")
 }
 
-#: Options of what comes before and after the preconditioner; "together" has those that go with many others.
+#: Options of the steps before and after the preconditioner; "together" combines many of them.
 OPTIONS = {
     "fallback adamw": Case(keywords={"fallback": "adamw", "fallback_lr": 0.01}),
     "no momentum": Case(keywords={"momentum": 0.0}),
@@ -101,7 +101,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
-#: Every method; any option; the strategy, which changes nothing in the result; any way to cut and keep parameters.
+#: Cases for every method, option, strategy and way to shard parameters.
 ALIKE = {
     f"{what}_{name}".replace(" ", "_").replace(",", ""): case
     for what, cases in (("method", PLAIN), ("option", OPTIONS), ("strategy", STRATEGIC), ("cut", WRAPPED))
@@ -117,18 +117,18 @@ ALIKE = {
     "cut_kept_after_the_forward-2", "cut_columns-4", "cut_columns_and_a_sparse_window-2",
     case=ALIKE, world=[2, 4],
 )  # fmt: skip
-def test_ranks_do_what_one_process_does(pool: Pool, case: Case, world: int) -> None:
+def test_ranks_train_like_one_process(pool: Pool, case: Case, world: int) -> None:
     assert_like_one_process(pool, case, world)
 
 
 @only("layers", "sparse window", case=REPLICATED)
-def test_replicas_of_a_sharded_model(pool: Pool, case: Case) -> None:
-    """HSDP: each half of four ranks holds all of the model."""
+def test_hsdp_trains_like_one_process(pool: Pool, case: Case) -> None:
+    """Each half of four ranks has a complete model."""
     assert_like_one_process(pool, case, 4)
 
 
 @only("mfac-3", "kfac_eigen-1", method=["kfac_eigen", "mfac"], world=[3, 1])
-def test_other_numbers_of_ranks(pool: Pool, method: str, world: int) -> None:
+def test_one_and_three_ranks_train_like_one_process(pool: Pool, method: str, world: int) -> None:
     assert_like_one_process(pool, Case(method), world)
 
 
@@ -140,7 +140,7 @@ REPLICAS = {f"{case[0]}-{case[1]}": case for case in (
 
 @only("hylo_kid-mem", "kfac_eigen-chief_own", of=REPLICAS)
 def test_sharded_and_replicated_models_take_the_same_steps(pool: Pool, of: tuple[str, str]) -> None:
-    """Under DDP with the same strategy, also where that is not what one process does."""
+    """They agree with DDP under the same strategy, even if this differs from one process."""
     method, strategy = of
     case = Case(method, strategy=strategy)
     sharded = pool.run(sharded_path, case, world=2)
@@ -151,7 +151,7 @@ def test_sharded_and_replicated_models_take_the_same_steps(pool: Pool, of: tuple
 
 @only("mfac", method=["kfac_eigen", "mfac"])
 def test_bfloat16_passes_keep_float32_curvature(pool: Pool, method: str) -> None:
-    """Forward and backward are rounded; how far that takes a path from the exact one is a matter of bfloat16."""
+    """The forward and backward passes are rounded, so that the trajectory is only close to the exact one."""
     case = Case(method, "even", wrap=Wrap(low=True), steps=6)
     paths = pool.run(sharded_path, case, world=2)
     assert distance(paths[0], alone(case)) < 0.05
@@ -159,7 +159,7 @@ def test_bfloat16_passes_keep_float32_curvature(pool: Pool, method: str) -> None
 
 
 def discarded(rank: int, world: int, case: Case) -> list[tuple[Tensor, dict[Any, Any]]]:
-    """Parameters and state after some steps: without a batch that is given up before each of them, and with it."""
+    """Parameters and state after some steps, without and with another batch before each step that is discarded."""
     found = []
     for disturbed in (False, True):
         model, optimizer = started(rank, world, case)
@@ -177,7 +177,7 @@ def discarded(rank: int, world: int, case: Case) -> list[tuple[Tensor, dict[Any,
 
 
 @pytest.mark.parametrize("method", ["kfac_eigen", pytest.param("ekfac_intra", marks=pytest.mark.slow)])
-def test_a_batch_that_the_model_s_zero_grad_discards_is_in_no_estimate(pool: Pool, method: str) -> None:
+def test_a_batch_that_zero_grad_of_the_model_discards_is_not_in_the_estimate(pool: Pool, method: str) -> None:
     for plain, disturbed in pool.run(discarded, Case(method, wrap=EACH), world=2):
         assert torch.equal(disturbed[0], plain[0])
         torch.testing.assert_close(disturbed[1], plain[1], rtol=0, atol=0)

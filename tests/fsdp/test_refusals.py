@@ -1,4 +1,4 @@
-"""What goes wrong on one rank, and what is refused by name."""
+"""Failures of one rank of a sharded model, unused layers, tensor-parallel modules, and unsupported options."""
 
 from itertools import product
 from typing import Any
@@ -23,9 +23,9 @@ from tests.support.sharding import Case, Wrap, descend, flat, fully_sharded, sta
 POISONED = 4
 
 
-# ------------------------------------------------------------------------------------------------------- One rank alone
+# ------------------------------------------------------------------------------------------------------- One rank only
 def poison(model: nn.Module, rank: int, bad: int, now: bool) -> None:
-    """One entry of the gradient of the last rows is not a number, on the rank that has them."""
+    """Put a NaN into the gradient of the last rows, on the rank that has them."""
     grad = dict(model.named_parameters())["mix.weight"].grad
     own = grad.to_local() if isinstance(grad, DTensor) else grad
     if now and rank == bad:
@@ -33,7 +33,7 @@ def poison(model: nn.Module, rank: int, bad: int, now: bool) -> None:
 
 
 def poisoned(rank: int, world: int, case: Case, bad: int, on_device: bool = False) -> tuple[Tensor, int]:
-    """Path, and number of steps that were left out; they are gated as on a device, or not taken."""
+    """The trajectory, and the number of dropped steps, which may be gated as on a device."""
     if world > 1:
         model, optimizer = started(rank, world, case)
     else:
@@ -58,7 +58,7 @@ def poisoned(rank: int, world: int, case: Case, bad: int, on_device: bool = Fals
     gate={"on_host": False, "on_device": True},
 )
 def test_a_nan_in_the_piece_of_one_rank_drops_the_step_on_all(pool: Pool, method: str, world: int, gate: bool) -> None:
-    """A device is not waited for: there the step is taken, and has no effect on parameters."""
+    """To avoid a wait for the device, the step is taken there without an effect on parameters."""
     case = Case(method, keywords={"weight_decay": 0.1, "nesterov": method == "mfac"} if gate else {})
     reference, one = pool.run(poisoned, case, 0, gate, world=1)[0]
     found = pool.run(poisoned, case, world - 1, gate, world=world)
@@ -72,7 +72,7 @@ def test_a_nan_in_the_piece_of_one_rank_drops_the_step_on_all(pool: Pool, method
 
 @on_every_rank(2)
 def test_join_is_refused(rank: int, world: int) -> None:
-    """FSDP2 itself cannot go on without a rank."""
+    """FSDP2 itself cannot continue without a rank."""
 
     def joined(model: nn.Module, optimizer: Any, case: Case) -> None:
         with Join([optimizer]):
@@ -85,9 +85,9 @@ def test_join_is_refused(rank: int, world: int) -> None:
         assert "fully_shard" in text
 
 
-# --------------------------------------------------------------------------------------------- Layers that are not used
+# -------------------------------------------------------------------------------------------------------- Unused layers
 class Optional(nn.Module):
-    """A layer that takes part in some steps, and one that never does."""
+    """A network with a layer that takes part in some steps, and one that never does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,13 +103,13 @@ class Optional(nn.Module):
 
 
 @on_every_rank(2)
-def test_no_layer_is_lost_while_the_module_has_whole_parameters(rank: int, world: int) -> None:
-    """What is trained is not in the module then, so that changes wait."""
+def test_no_layer_is_lost_while_the_module_has_unsharded_parameters(rank: int, world: int) -> None:
+    """The trained parameters are not in the module at this time, so that changes are delayed."""
     case = Case(frozen="mix", wrap=Wrap(each=False, reshard=False))
     model, optimizer = started(rank, world, case)
     inputs, _ = shard(case.batch(0), rank, world)
     names = list(optimizer.blocks)
-    model(inputs)  # not followed by a backward, after which they would be cut again
+    model(inputs)  # without a backward pass, which would shard the parameters again
     for p in optimizer.param_groups[0]["params"]:
         p.requires_grad_(True)
     model(inputs)
@@ -130,7 +130,7 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def steps_of(model: nn.Module, name: str, rank: int, world: int, shared: bool, **keywords: Any) -> Tensor:
-    """The path of a model that uses a layer in some steps; ranks share each batch, or all of them see it whole."""
+    """The trajectory of a model that uses a layer in some steps, on shards of a batch or on the full batch."""
     cls, own = METHODS[name]
     optimizer = built(cls, model, **own, **keywords)
     path = []
@@ -167,13 +167,13 @@ def sometimes(rank: int, world: int) -> dict[str, Tensor]:
     return found
 
 
-def test_layers_that_are_not_used_wait(pool: Pool) -> None:
+def test_layers_that_some_steps_do_not_use_train_like_one_process(pool: Pool) -> None:
     assert_all_like_one_process(pool.run(sometimes, world=1)[0], pool.run(sometimes, world=2))
 
 
 # ---------------------------------------------------------------------------------------------- Tensor-parallel modules
 class Parallel(nn.Module):
-    """Two layers that ranks may share, and two that each of them has whole."""
+    """A network with two layers that may be tensor-parallel, and two that are replicated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def parallel(rank: int, world: int) -> nn.Module:
     return model
 
 
-#: Layer methods leave tensor-parallel layers to the fallback when they are asked to.
+#: Layer methods have to skip tensor-parallel layers.
 TAKEN: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("mfac", "sparse", "by layer", "ggt")},
     **{name: {"skip_layers": ["up", "down"], "weight_decay": 0.1} for name in ("kfac", "ekfac")},
@@ -204,7 +204,7 @@ TAKEN: dict[str, dict[str, Any]] = {
 
 
 def tensor_parallel(rank: int, world: int) -> dict[str, Tensor]:
-    """Every rank sees the whole batch, and has a part of two layers."""
+    """The trajectories of a rank that sees the full batch, and has a part of two layers."""
     return {
         name: steps_of(parallel(rank, world), name, rank, world, shared=False, **keywords)
         for name, keywords in TAKEN.items()
@@ -212,7 +212,7 @@ def tensor_parallel(rank: int, world: int) -> dict[str, Tensor]:
 
 
 @only("4", world=[2, 4])
-def test_windows_take_tensor_parallel_modules_and_layer_methods_skip_them_when_asked(pool: Pool, world: int) -> None:
+def test_windows_cover_tensor_parallel_modules_and_layer_methods_can_skip_them(pool: Pool, world: int) -> None:
     assert_all_like_one_process(pool.run(tensor_parallel, world=1)[0], pool.run(tensor_parallel, world=world))
 
 
@@ -226,8 +226,8 @@ def test_layer_methods_refuse_tensor_parallel_layers_by_name(rank: int, world: i
 
 
 @on_every_rank(4)
-def test_parameters_that_are_cut_in_two_ways_are_refused_by_name(rank: int, world: int) -> None:
-    """Shared by pairs of ranks, and each share cut over two of those."""
+def test_parameters_that_are_sharded_in_two_ways_are_refused_by_name(rank: int, world: int) -> None:
+    """They are tensor-parallel on pairs of ranks, and FSDP2 shards the parts."""
     torch.manual_seed(0)
     model = Parallel().to(device_of(rank), torch.float64)
     mesh = init_device_mesh(device_of(rank).type, (2, 2), mesh_dim_names=("data", "parallel"))
@@ -239,13 +239,13 @@ def test_parameters_that_are_cut_in_two_ways_are_refused_by_name(rank: int, worl
 
 
 def whole_parallel(rank: int) -> tuple[nn.Module, Tensor]:
-    """A model with whole layers, and inputs."""
+    """A model without tensor parallelism, and inputs."""
     device = device_of(rank)
     return Parallel().to(device, torch.float64), torch.ones(3, 4, dtype=torch.float64, device=device)
 
 
 @on_every_rank(2)
-def test_an_optimizer_made_before_sharding_says_so_at_its_first_step(rank: int, world: int) -> None:
+def test_an_optimizer_that_was_built_before_sharding_raises_at_its_first_step(rank: int, world: int) -> None:
     for name in ("kfac", "mfac"):
         model, inputs = whole_parallel(rank)
         cls, keywords = METHODS[name]
@@ -257,14 +257,14 @@ def test_an_optimizer_made_before_sharding_says_so_at_its_first_step(rank: int, 
 
 
 @on_every_rank(2)
-def test_a_plan_is_made_before_sharding(rank: int, world: int) -> None:
+def test_a_plan_after_sharding_is_refused(rank: int, world: int) -> None:
     _, optimizer = started(rank, world, Case(task="mlp"))
     with pytest.raises(NotImplementedError, match="before fully_shard"):
         optimizer.plan()
 
 
 @on_every_rank(3)
-def test_what_cannot_serve_sharded_parameters_is_refused_at_construction(rank: int, world: int) -> None:
+def test_options_that_do_not_support_sharding_are_refused_at_construction(rank: int, world: int) -> None:
     for given, word in (
         ({"comm": MemOpt(average_gradients=True)}, "average_gradients"),
         ({"comm": DedicatedWorkers()}, "DedicatedWorkers"),
@@ -278,7 +278,7 @@ def test_what_cannot_serve_sharded_parameters_is_refused_at_construction(rank: i
 
 
 class Complex(nn.Module):
-    """A layer, and a phase beside it."""
+    """A layer and a complex phase."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,8 +290,8 @@ class Complex(nn.Module):
 
 
 @on_every_rank(2)
-def test_complex_parameters_beside_cut_ones_are_refused_by_name(rank: int, world: int) -> None:
-    """The phase is whole on every rank, or cut like the layer."""
+def test_complex_parameters_of_sharded_models_are_refused_by_name(rank: int, world: int) -> None:
+    """The phase is replicated, or sharded like the layer."""
     for whole_model, cls in product((False, True), (MFAC, KFAC)):
         model = Complex().to(device_of(rank))
         fully_shard(model if whole_model else model.layer, mesh=init_device_mesh(device_of(rank).type, (world,)))
@@ -301,8 +301,8 @@ def test_complex_parameters_beside_cut_ones_are_refused_by_name(rank: int, world
 
 @pytest.mark.parametrize("name", ["kfac", pytest.param("mfac", marks=pytest.mark.slow)])
 @on_every_rank(2)
-def test_parameters_swapped_for_cut_ones_under_averages_are_refused(rank: int, world: int, name: str) -> None:
-    """Made on plain parameters, under a strategy that averages gradients; then they are cut, in the groups too."""
+def test_sharding_after_construction_is_refused_with_average_gradients(rank: int, world: int, name: str) -> None:
+    """The groups contain the sharded parameters in place of those of the construction."""
     model, inputs = whole_parallel(rank)
     names = {p: path for path, p in model.named_parameters()}
     cls, keywords = METHODS[name]
@@ -322,7 +322,7 @@ def test_parameters_swapped_for_cut_ones_under_averages_are_refused(rank: int, w
 
 # ---------------------------------------------------------------------------------------------------------------- FSDP1
 def wrapped(module: nn.Module) -> nn.Module:
-    """As the first FSDP leaves a module; its own constructor wants an accelerator."""
+    """A module as the first FSDP wraps it, without its constructor, which needs an accelerator."""
     found = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(found)
     found._fsdp_wrapped_module, found.training_state = module, None

@@ -1,10 +1,10 @@
-"""Three steps of one method on a BERT of the true base shape; prints what they took as one line of JSON.
+"""Take three steps of one method on BERT-base and print their cost as one line of JSON.
 
     python -m tests.integrations.bert_base kfac
     python -m tests.integrations.bert_base hylo
     python -m tests.integrations.bert_base sparse_mfac
 
-It is a process of its own, so that its peak of memory is that of this method alone.
+It runs as a separate process, so that the peak memory is that of this method alone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 from secondorder import KFAC, HyLo, SparseMFAC
 from tests.integrations import bert_sizes
+from tests.integrations.bert_models import step
 from tests.support.building import built
 
 EXAMPLES, TOKENS, LABELS, STEPS, WINDOW = 2, 128, 2, 3, 1024
@@ -35,31 +36,21 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def expected(method: str, shapes: bert_sizes.Shapes) -> dict[str, int]:
-    """Bytes by the formula."""
+    """Return the bytes of the formula."""
     if method == "sparse_mfac":
         return bert_sizes.window(shapes, WINDOW)
     return bert_sizes.kronecker(shapes) if method == "kfac" else bert_sizes.rows(shapes, EXAMPLES, TOKENS)
 
 
 def random_batch(method: str, vocabulary: int) -> dict[str, Tensor]:
-    """Sentences of random words."""
     words = torch.randint(5, vocabulary, (EXAMPLES, TOKENS))
     batch = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": torch.arange(EXAMPLES) % LABELS}
-    # rows of an example can be had from a table only that is looked up for each of them
+    # HyLo gets the rows of an example only from a table that is looked up for every example
     return batch | ({"position_ids": torch.arange(TOKENS).expand(EXAMPLES, -1)} if method == "hylo" else {})
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> float:
-    """One step; its loss."""
-    optimizer.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    optimizer.step()
-    return float(loss.detach())
-
-
 def touch(optimizer: torch.optim.Optimizer) -> None:
-    """Write to every page of the state: zeros that nobody has written yet take no memory, and would not be counted."""
+    """Write to every page of the state, because zeros that were never written take no memory and are not counted."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
@@ -67,7 +58,7 @@ def touch(optimizer: torch.optim.Optimizer) -> None:
 
 
 def peak() -> int:
-    """Most bytes that this process has had in memory."""
+    """Return the peak resident memory of this process in bytes."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -86,7 +77,7 @@ def main() -> None:
     batch = random_batch(method, config.vocab_size)
     for _ in range(STEPS):
         start = time.process_time()
-        found["losses"].append(step(model, optimizer, batch))
+        found["losses"].append(step(model, optimizer, batch, masked=False))
         found["cpu_seconds"].append(round(time.process_time() - start, 1))
     found["fallback"] = [row.split()[0] for row in optimizer.describe().splitlines() if "fallback:" in row]
     found["finite"] = all(math.isfinite(float(p.detach().sum())) for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Tiny models of the BERT family from their configurations, batches for them, and what an optimizer does with them."""
+"""Tiny models of the BERT family, batches for them, and how an optimizer treats their parameters."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.support.warned import silent
 
 VOCABULARY, N, S = 60, 8, 12  # words, examples, positions
 WINDOW, DENSITY = 1024, 0.1
-#: Adam says how long each step is, so learning rates are those of Adam.
+#: Adam sets the length of each step, so learning rates are those of Adam.
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kfac": (KFAC, {"lr": 3e-3, "graft": "adam"}),
     "ekfac": (EKFAC, {"lr": 3e-3, "graft": "adam"}),
     "hylo": (HyLo, {"lr": 1e-3, "graft": "adam", "damping": 1.0}),
-    # of matrices that are smaller than one block, so more than the usual hundredth
+    # The matrices are smaller than one block, so more than the usual hundredth is kept.
     "sparse_mfac": (SparseMFAC, {"lr": 1e-3, "graft": "adam", "compression": TopK(DENSITY), "window_size": WINDOW}),
 }
-#: Two layers of width 32, and weights as large as that width wants them. BERT has no dropout here: runs are compared.
+#: Two layers of width 32, with weights scaled to that width. BERT has no dropout, because runs are compared.
 SIZES: dict[str, dict[str, Any]] = {
     "Bert": {
         "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
@@ -49,7 +49,7 @@ def new_model(family: str, head: str, labels: int = 2, **changed: Any) -> nn.Mod
 
 
 def batch(family: str, head: str, labels: int = 2, length: int = S, seed: int = 1) -> Batch:
-    """Sentences of different lengths. Each example has positions of its own, so that its part in them can be told."""
+    """Create sentences of different lengths. Position ids are given per example, so that EKFAC and HyLo cover them."""
     torch.manual_seed(seed)
     words = torch.randint(5, VOCABULARY, (N, length))
     keep = torch.arange(length) < torch.arange(5, 5 + N)[:, None].clamp(max=length)
@@ -69,9 +69,9 @@ def optimizer_of(method: str, model: nn.Module, **changed: Any) -> Any:
 
 
 def step(model: nn.Module, optimizer: Any, batch: Batch, *, masked: bool = True) -> float:
-    """One step, padding left out; its loss."""
+    """Take one step that leaves out padding and return its loss."""
     optimizer.zero_grad()
-    masked = masked and hasattr(optimizer, "mask")  # windows know no positions
+    masked = masked and hasattr(optimizer, "mask")  # SparseMFAC has no `mask`
     with optimizer.mask(batch["attention_mask"].bool()) if masked else nullcontext():
         loss = model(**batch).loss
     loss.backward()
@@ -80,18 +80,18 @@ def step(model: nn.Module, optimizer: Any, batch: Batch, *, masked: bool = True)
 
 
 def steps(model: nn.Module, optimizer: Any, batches: list[Batch], times: int) -> list[float]:
-    """Losses of steps through batches again and again, with whatever is warned of as an error."""
+    """Return the losses of steps through the batches, repeated `times` times. Every warning is an error."""
     with silent():
         return [step(model, optimizer, batch) for _ in range(times) for batch in batches]
 
 
 def linear_layers(model: nn.Module) -> dict[str, str]:
-    """Kind of every linear layer by its name: `Linear`, or the `Conv1D` of GPT-2."""
+    """Return the kind of every linear layer by its name: `Linear`, or the `Conv1D` of GPT-2."""
     return {n: type(m).__name__ for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
 
 
 def treatment(optimizer: Any) -> dict[str, str]:
-    """By parameter: the block that covers it, or the fallback and why."""
+    """Return, by parameter, the block that covers it, or the fallback and its reason."""
     words = ("block ", "window ", "sgd fallback", "adam fallback")
     lines = optimizer.describe().splitlines()
     names = {name for group in optimizer.param_groups for name in group["param_names"]}

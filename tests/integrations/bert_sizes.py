@@ -1,4 +1,4 @@
-"""Bytes that an optimizer holds for a BERT, worked out from the numbers of its configuration alone."""
+"""Bytes of an optimizer's state for a BERT, computed from the configuration alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Shapes:
     """Sizes of the layers of one BERT with its head.
 
     Args:
-        linear: `(n_a, n_g)` of every linear layer: inputs and the 1 of the bias, outputs.
+        linear: `(n_a, n_g)` of every linear layer: inputs including the 1 of the bias, and outputs.
         tables: `(rows, width)` of every embedding.
         norms: Width of every layer norm.
     """
@@ -40,9 +40,9 @@ class Shapes:
 
 
 def shapes_of(config: Any, *, outputs: int, pooler: bool) -> Shapes:
-    """Of a `BertForQuestionAnswering` (two outputs) or a `BertForSequenceClassification` (one per label, a pooler)."""
+    """Return the shapes of a `BertForQuestionAnswering` (2 outputs) or a `BertForSequenceClassification` (pooler)."""
     h, i = config.hidden_size, config.intermediate_size
-    attention = [(h + 1, h)] * 4  # query, key, value and what follows them
+    attention = [(h + 1, h)] * 4  # query, key, value and output
     linear = (attention + [(h + 1, i), (i + 1, h)]) * config.num_hidden_layers
     linear += [(h + 1, h)] * pooler + [(h + 1, outputs)]
     tables = [(n, h) for n in (config.vocab_size, config.max_position_embeddings, config.type_vocab_size)]
@@ -50,7 +50,7 @@ def shapes_of(config: Any, *, outputs: int, pooler: bool) -> Shapes:
 
 
 def kronecker(shapes: Shapes, *, scale: bool = False, moments: int = 2) -> dict[str, int]:
-    """Of KFAC with eigenvectors, and of EKFAC with its `scale`; `moments` are what the update rule keeps per entry.
+    """Return the bytes of KFAC with eigenvectors, or EKFAC with its `scale`; the update rule has `moments` per entry.
 
     An embedding's A is a diagonal, which is its own eigenvalues. A layer norm has a 2×2 block for gain and shift of
     each unit, next to an A of 1×1.
@@ -64,7 +64,7 @@ def kronecker(shapes: Shapes, *, scale: bool = False, moments: int = 2) -> dict[
 
 
 def rows(shapes: Shapes, examples: int, length: int, *, fraction: float = 0.1, moments: int = 2) -> dict[str, int]:
-    """Of HyLo with the means over positions; of a table with more than 8192 vectors it keeps the indices instead."""
+    """Return the bytes of HyLo with means over positions; it keeps the indices of tables of more than 8192 vectors."""
     r = math.ceil(fraction * examples)
     size = 4 * sum(a + g for a, g in shapes.linear) + 4 * sum(2 * h for h in shapes.norms)
     size += sum(4 * (n + h) if n <= 8192 else length * (8 + 4 * h) for n, h in shapes.tables)
@@ -73,7 +73,7 @@ def rows(shapes: Shapes, examples: int, length: int, *, fraction: float = 0.1, m
 
 
 def window(shapes: Shapes, m: int, *, density: float = 0.01, block: int = 4096, moments: int = 0) -> dict[str, int]:
-    """Of SparseMFAC: m rows of the largest entries of each block, with a value of 4 bytes and an index of 2."""
+    """Return the bytes of SparseMFAC: m rows of the largest entries of each block, 4 for a value and 2 for an index."""
     kept = 0
     for entries in shapes.tensors:
         full, rest = divmod(entries, block)
@@ -83,9 +83,9 @@ def window(shapes: Shapes, m: int, *, density: float = 0.01, block: int = 4096, 
 
 
 def differences(held: Mapping[str, int], expected: Mapping[str, int], blocks: int) -> dict[str, tuple[int, int]]:
-    """Kinds whose bytes are not as expected: what is held, what was expected.
+    """Return the kinds whose bytes differ from the expected ones, with both sizes.
 
-    Beside them there may be counts, a few numbers per block, and between steps what temporaries reuse.
+    The state may also contain counts (a few numbers per block) and the workspace that temporaries reuse.
     """
     found = {kind: (held.get(kind, 0), size) for kind, size in expected.items() if held.get(kind, 0) != size}
     counts = held.get("buffers", 0)

@@ -1,6 +1,6 @@
-"""Settings of the tests with real trainers and loggers: on the CPU, from nothing but what a test makes.
+"""Settings of the tests with real trainers and loggers, which use the CPU and only data that a test generates.
 
-They run in an environment of their own (``make test-integrations``). Whatever a test starts inherits the variables.
+They run in their own environment (``make test-integrations``). Processes that a test starts inherit the variables.
 """
 
 import atexit
@@ -15,14 +15,14 @@ import pytest
 _HOME = tempfile.mkdtemp(prefix="secondorder-integrations-")
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
 
-# Read when the libraries are imported, so set before: nobody asks a hub, and no cache of the user is looked at.
+# The libraries read these on import. They keep every library away from hubs and from the user's caches.
 os.environ.update(
     HF_HOME=f"{_HOME}/hf",
     HF_HUB_OFFLINE="1",
     HF_DATASETS_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",
-    TOKENIZERS_PARALLELISM="false",  # or tokenizers warn in every process that is forked
+    TOKENIZERS_PARALLELISM="false",  # otherwise tokenizers warn in every forked process
     WANDB_MODE="offline",
     WANDB_SILENT="true",
     WANDB_DIR=_HOME,
@@ -39,7 +39,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     connect = socket.socket.connect
 
     def connect_here(self: socket.socket, address: Any) -> None:
-        assert self.family == socket.AF_UNIX or address[0] in {"127.0.0.1", "::1", "localhost"}, f"goes to {address}"
+        assert self.family == socket.AF_UNIX or address[0] in {"127.0.0.1", "::1", "localhost"}, f"reaches {address}"
         connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", connect_here)

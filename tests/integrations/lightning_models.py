@@ -14,19 +14,19 @@ from torch.optim import Optimizer
 
 from tests.integrations import small
 
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # which devices there are, and such
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # hides the summary of the available devices
 
-Make = Callable[..., Any]  # of a module
+Make = Callable[..., Any]  # takes a module and returns its optimizer
 METHODS: dict[str, Make] = {name: partial(small.make, name) for name in small.METHODS}
 
 
 class Module(pl.LightningModule):
-    """Automatic optimization.
+    """A module with automatic optimization.
 
     Args:
-        make: Makes the optimizer.
-        whole: Whether it gets this module itself instead of the network inside.
-        schedule: Makes a scheduler of every step.
+        make: Creates the optimizer.
+        whole: Whether the optimizer gets this module itself instead of the network inside.
+        schedule: Creates a scheduler that is stepped after every step of the optimizer.
     """
 
     def __init__(self, make: Make, *, whole: bool = False, schedule: Callable[[Optimizer], Any] | None = None) -> None:
@@ -52,7 +52,7 @@ class Module(pl.LightningModule):
 
 
 def trainer(epochs: int = 2, **keywords: Any) -> pl.Trainer:
-    """A trainer on one CPU device that writes nothing unless it is told to."""
+    """Create a trainer on one CPU device that writes nothing by default."""
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     return pl.Trainer(
         **{"accelerator": "cpu", "devices": 1, "max_epochs": epochs, "enable_model_summary": False, **quiet, **keywords}
@@ -60,7 +60,7 @@ def trainer(epochs: int = 2, **keywords: Any) -> pl.Trainer:
 
 
 def fit(module: nn.Module, epochs: int = 2, **keywords: Any) -> pl.Trainer:
-    """Train a module on the batches of the task; the trainer that did."""
+    """Train a module on the batches of the task and return the trainer."""
     resume = {key: keywords.pop(key) for key in ("ckpt_path", "weights_only") if key in keywords}
     fitted = trainer(epochs, **keywords)
     fitted.fit(module, small.batches(), **resume)

@@ -1,4 +1,4 @@
-"""A task for Hugging Face models that a test makes within a second: sentences, their tokenizer, tiny models.
+"""A task for Hugging Face models that is generated within a second: sentences, their tokenizer and tiny models.
 
 A sentence is about the last animal in it, and its label is that animal.
 """
@@ -25,14 +25,14 @@ from transformers import (
 
 from secondorder import EKFAC, KFAC, HyLo, SparseMFAC
 
-#: Adam says how long each step is.
+#: Adam sets the length of each step.
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kfac": (KFAC, {"lr": 0.03, "graft": "adam", "factor_update_steps": 1, "inv_update_steps": 2}),
     "ekfac": (EKFAC, {"lr": 0.03, "graft": "adam", "factor_update_steps": 1, "inv_update_steps": 2}),
     "sparse_mfac": (SparseMFAC, {"lr": 0.01, "graft": "adam", "window_size": 4}),
     "hylo": (HyLo, {"lr": 0.03, "graft": "adam", "update_steps": 2}),
 }
-#: Nothing is known of an example in the one embedding of all positions, which is looked up for the whole batch.
+#: The position embedding is looked up once for the whole batch, so it has no statistics of single examples.
 BY_FALLBACK = {name: {"bert.embeddings.position_embeddings.weight"} for name in ("ekfac", "hylo")}
 
 ANIMALS = ("cat", "dog", "owl")
@@ -41,7 +41,7 @@ LONGEST = 12
 
 
 def sentences(number: int, seed: int = 0) -> list[str]:
-    """Sentences of 3 to 10 words."""
+    """Generate sentences of 3 to 10 words."""
     draw = random.Random(seed)
     return [
         " ".join([*draw.choices(WORDS + ANIMALS, k=draw.randint(2, 9)), draw.choice(ANIMALS)]) for _ in range(number)
@@ -50,7 +50,7 @@ def sentences(number: int, seed: int = 0) -> list[str]:
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer that was trained on sentences."""
+    """Return a tokenizer that was trained on such sentences."""
     special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     words = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -61,7 +61,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Sentences(Dataset[dict[str, Any]]):
-    """Sentences as a ``Trainer`` takes them; ``padded`` all to one length."""
+    """Sentences as a ``Trainer`` takes them. If ``padded``, all have the same length."""
 
     def __init__(self, number: int, *, seed: int = 0, padded: bool = True) -> None:
         self.texts = sentences(number, seed)
@@ -76,13 +76,13 @@ class Sentences(Dataset[dict[str, Any]]):
         return {**{name: rows[index] for name, rows in self.tokens.items()}, "labels": label}
 
     def batch(self, first: int, size: int) -> dict[str, Tensor]:
-        """Examples from ``first`` on, stacked."""
+        """Stack ``size`` examples from ``first`` on."""
         rows = [self[i % len(self)] for i in range(first, first + size)]
         return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
 
 
 def classifier() -> BertForSequenceClassification:
-    """A BERT of one layer without dropout, from random weights."""
+    """Create a BERT of one layer without dropout, with random weights."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(tokenizer()), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
@@ -93,7 +93,7 @@ def classifier() -> BertForSequenceClassification:
 
 
 def language_model() -> GPT2LMHeadModel:
-    """A GPT-2 of one layer without dropout, from random weights; its embedding is tied to its head."""
+    """Create a GPT-2 of one layer without dropout, with random weights; its embedding is tied to its head."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=len(tokenizer()), n_embd=16, n_layer=1, n_head=2, n_positions=LONGEST,

@@ -1,4 +1,4 @@
-"""What tests of several trainers share: methods, a small network, its batches, and comparison to the last bit."""
+"""Helpers that the tests of several trainers share: methods, a small network, its batches and a bitwise comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from secondorder import EKFAC, KFAC, HyLo, SecondOrderOptimizer, SparseMFAC
 
-#: Several updates and refreshes in the dozen steps of a test, and an interval that no epoch ends with.
+#: The dozen steps of a test include several updates and refreshes, and no interval divides an epoch.
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kfac": (KFAC, {"lr": 0.05, "damping": 0.01, "factor_update_steps": 1, "inv_update_steps": 4}),
     "ekfac": (EKFAC, {"lr": 0.05, "damping": 0.01, "factor_update_steps": 2, "inv_update_steps": 4}),
@@ -39,7 +39,7 @@ def batches(size: int = 8) -> DataLoader[Any]:
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Copies by name."""
+    """Return copies by name."""
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
@@ -50,11 +50,11 @@ def assert_same_bits(found: nn.Module, expected: nn.Module) -> None:
 
 
 def give_a_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a loss scaler to every accelerator that is made from now on, as Accelerate does not on a CPU."""
-    made = Accelerator.__init__
+    """Give a loss scaler to every accelerator that is created from now on. On a CPU, Accelerate does not."""
+    original = Accelerator.__init__
 
     def with_scaler(self: Accelerator, *args: Any, **settings: Any) -> None:
-        made(self, *args, **settings)
+        original(self, *args, **settings)
         self.scaler, self.native_amp = torch.amp.GradScaler("cpu", init_scale=2.0**10), True
 
     monkeypatch.setattr(Accelerator, "__init__", with_scaler)

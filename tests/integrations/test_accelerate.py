@@ -1,4 +1,4 @@
-"""Accelerate on one process: ``prepare``, ``accumulate``, ``save_state`` and ``load_state``, steps that are skipped."""
+"""Accelerate on one process: ``prepare``, ``accumulate``, ``save_state``, ``load_state`` and skipped steps."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ every_method = pytest.mark.parametrize("name", METHODS)
 
 @pytest.fixture(autouse=True)
 def _fresh_state() -> Iterator[None]:
-    """An ``Accelerator`` takes over what an earlier one of the process was told."""
+    """Reset the settings that an ``Accelerator`` inherits from earlier ones of the process."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 class Run:
-    """A script with Accelerate, in the words of its documentation."""
+    """A training script as in the documentation of Accelerate."""
 
     def __init__(self, name: str, options: dict[str, Any] | None = None, **settings: Any) -> None:
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED, **settings)
@@ -76,7 +76,7 @@ def by_hand(name: str, **options: Any) -> tuple[nn.Module, SecondOrderOptimizer]
 
 
 @every_method
-def test_prepared_and_accumulated_is_as_by_hand(name: str) -> None:
+def test_prepared_and_accumulated_training_is_that_of_a_plain_loop(name: str) -> None:
     run = Run(name)
     run.train(EPOCHS)
     model, optimizer = by_hand(name)
@@ -89,7 +89,7 @@ def test_prepared_and_accumulated_is_as_by_hand(name: str) -> None:
 
 @every_method
 def test_the_wrapper_changes_nothing_in_the_middle_of_training(name: str) -> None:
-    """It loads the optimizer's own state into it."""
+    """The wrapper loads the optimizer's own state into the optimizer."""
     wrapped, plain = network(), network()
     optimizers = [make(name, wrapped), make(name, plain)]
     accelerator = Accelerator(cpu=True)
@@ -106,7 +106,7 @@ def test_the_wrapper_changes_nothing_in_the_middle_of_training(name: str) -> Non
 
 
 @every_method
-def test_a_loaded_state_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_a_loaded_state_continues_bitwise(name: str, tmp_path: Path) -> None:
     whole = Run(name)
     before = whole.train(1)
     whole.accelerator.save_state(str(tmp_path / "state"))
@@ -115,13 +115,13 @@ def test_a_loaded_state_goes_on_with_the_same_bits(name: str, tmp_path: Path) ->
     assert saved["state"][0]["step"] == len(before) / ACCUMULATED
     resumed = Run(name)
     with torch.no_grad():
-        resumed.bare[0].weight.zero_()  # comes from the state, too
+        resumed.bare[0].weight.zero_()  # load_state restores it
     resumed.accelerator.load_state(str(tmp_path / "state"))
     assert resumed.train(1) == after
     assert_same_bits(resumed.bare, whole.bare)
 
 
-def test_saving_gathers_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_is_gathered_before_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, seen = Run("kfac"), []
     monkeypatch.setattr(
         run.optimizer, "consolidate_state_dict", lambda to=0, pieces=True: seen.append(f"gather to {to}")
@@ -147,7 +147,7 @@ def test_other_optimizers_are_refused() -> None:
 
 # ---------------------------------------------------------------------- float16
 class HalfRun(Run):
-    """In float16: on a CPU Accelerate makes no scaler, so it is given one; all else is its own doing."""
+    """A run in float16. On a CPU Accelerate creates no scaler, so the test provides one."""
 
     def __init__(self, name: str, **options: Any) -> None:
         with pytest.MonkeyPatch.context() as patched:
@@ -177,15 +177,15 @@ def test_a_batch_that_overflows_is_no_step(name: str) -> None:
     assert skipped == [False, True, False]
     assert run.optimizer.diagnostics()["step"] == 2
     assert run.optimizer.grad_scaler is run.accelerator.scaler or name == "sparse_mfac"
-    assert run.scheduler.get_last_lr() == [pytest.approx(METHODS[name][1]["lr"] * (1 - 0.9 * 2 / 8))]  # of two steps
-    for state in run.optimizer.state.values():  # where HyLo decides on modes, NaN stands for what is not known yet
+    assert run.scheduler.get_last_lr() == [pytest.approx(METHODS[name][1]["lr"] * (1 - 0.9 * 2 / 8))]  # two steps
+    for state in run.optimizer.state.values():  # in HyLo's switch_state, NaN marks unknown values
         numbers = [v for key, v in state.items() if isinstance(v, torch.Tensor) and key != "switch_state"]
         assert all(torch.isfinite(v).all() for v in numbers)
 
 
 def test_float16_trains_as_float32() -> None:
     half = HalfRun("kfac", lr=0.1, damping=0.1)
-    half.optimizer.grad_scaler = half.accelerator.scaler  # or the statistics of the first batch are left out
+    half.optimizer.grad_scaler = half.accelerator.scaler  # otherwise the statistics of the first batch are left out
     half.train(EPOCHS)
     full, _ = by_hand("kfac", lr=0.1, damping=0.1)
     for mine, theirs in zip(half.bare.parameters(), full.parameters(), strict=True):

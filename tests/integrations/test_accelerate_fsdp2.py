@@ -1,6 +1,6 @@
-"""Accelerate with its FSDP2 plugin, which puts sharded parameters in the place of those that an optimizer has.
+"""Accelerate with its FSDP2 plugin, which replaces an optimizer's parameters by sharded ones.
 
-Accelerate itself shards on accelerators only. Here it is told on a CPU that it does; all else is its own doing.
+Accelerate shards only on accelerators, so the tests set its state to sharding on a CPU.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 @contextmanager
 def sharding(rank: int, world: int, kind: str) -> Iterator[Accelerator]:
-    """An accelerator that shards, as it would on accelerators."""
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    """Yield an accelerator that shards as it would on a GPU."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     before = dict(os.environ)
-    os.environ.update({key: str(value) for key, value in told.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update({key: str(value) for key, value in variables.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     try:
         accelerator = Accelerator(cpu=True)
         assert accelerator.num_processes == world
@@ -55,14 +55,14 @@ def sharding(rank: int, world: int, kind: str) -> Iterator[Accelerator]:
         AcceleratorState._shared_state["fsdp_plugin"] = plugin
         yield accelerator
     finally:
-        for known in (AcceleratorState, PartialState, GradientState):
-            known._reset_state()
+        for cls in (AcceleratorState, PartialState, GradientState):
+            cls._reset_state()
         os.environ.clear()
         os.environ.update(before)
 
 
 def sharded(rank: int, world: int, name: str, kind: str, folder: Path, *, resume: bool) -> tuple[Any, list[Any]]:
-    """Losses, and the whole parameters at the end; saves on the way, or begins with what was saved."""
+    """Return the losses and the full parameters at the end of a run that saves on the way or resumes from that."""
     with sharding(rank, world, kind) as accelerator:
         bare = network()
         optimizer = method_of(name, bare)

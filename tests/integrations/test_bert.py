@@ -1,6 +1,6 @@
-"""BERT and its relatives, for question answering and classification: every method trains them, and covers all of it.
+"""Every method trains and covers BERT and its relatives, for question answering and for classification.
 
-The page on BERT, whose examples `test_docs_blocks.py` runs, reads the files of such tasks and trains tokenizers.
+Data files and tokenizers are part of the page on BERT, whose examples `test_docs_blocks.py` runs.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tests.integrations.bert_models import (
 )
 from tests.support.warned import warned
 
-#: Linear layers below the head, in two layers of each.
+#: Number of linear layers below the head in the two layers of each family.
 LINEAR = {"Bert": 12, "DistilBert": 12, "Roberta": 12, "GPT2": 8}
-#: Families with heads and numbers of labels; three of them are for pairs of sentences.
+#: Family, head and number of labels; three labels are for pairs of sentences.
 CASES = [(family, head, 2) for family in LINEAR for head in (QUESTIONS, SENTENCES)] + [("Bert", SENTENCES, 3)]
 every_method = pytest.mark.parametrize("method", METHODS)
 
@@ -51,7 +51,7 @@ def expected_bytes(method: str, shapes: bert_sizes.Shapes) -> dict[str, int]:
 @every_method
 @pytest.mark.parametrize(("family", "head", "labels"), CASES)
 def test_the_loss_falls_and_everything_is_covered(family: str, head: str, labels: int, method: str) -> None:
-    """Without a warning, over batches of different lengths. Of BERT the state has the bytes of the formulas."""
+    """No warning is given. BERT has batches of different lengths and a state of the size that the formulas give."""
     model = new_model(family, head, labels)
     optimizer = optimizer_of(method, model)
     if family == "Bert":
@@ -64,7 +64,7 @@ def test_the_loss_falls_and_everything_is_covered(family: str, head: str, labels
     assert found.keys() == dict(model.named_parameters()).keys()
     assert not on_fallback(optimizer)
     assert len(layers) > LINEAR[family]
-    if method != "sparse_mfac":  # a window holds parameters, whatever layer they belong to
+    if method != "sparse_mfac":  # a window covers parameters regardless of their layers
         covered = {name: how for name, how in found.items() if name.rpartition(".")[0] in layers}
         assert covered == {name: f"block '{(n := name.rpartition('.')[0])}' ({layers[n]})" for name in covered}
         assert {f"{name}.weight" for name in layers} <= covered.keys()
@@ -77,8 +77,8 @@ def test_the_loss_falls_and_everything_is_covered(family: str, head: str, labels
 
 
 @every_method
-def test_positions_that_are_looked_up_once_for_all(method: str) -> None:
-    """As the models do it by themselves: then nothing is known of examples there, which not every method needs."""
+def test_positions_looked_up_once_per_batch_fall_back_in_methods_that_need_examples(method: str) -> None:
+    """The models look positions up once for the whole batch by default."""
     model, data = new_model("Bert", SENTENCES), batch("Bert", SENTENCES)
     del data["position_ids"]
     optimizer = optimizer_of(method, model)
@@ -104,7 +104,7 @@ def test_a_word_embedding_that_is_the_head_too_may_have_either_block(tied: str |
 
 
 def padded(data: Batch, to: int) -> Batch:
-    """The same sentences with more padding."""
+    """Return the same sentences with more padding."""
     more = to - data["input_ids"].shape[1]
     longer = {name: nn.functional.pad(rows, (0, more)) for name, rows in data.items() if rows.dim() == 2}
     return data | longer | {"position_ids": torch.arange(to).expand(len(data["input_ids"]), -1)}
@@ -122,7 +122,7 @@ def factors(optimizer: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_statistics_are_those_without_padding(masked: bool) -> None:
-    """Under `mask`. Without it the padding counts as inputs, in all layers before the pooler."""
+    """Without `mask`, padding counts as input in all layers before the pooler."""
     short = batch("Bert", SENTENCES, length=10)
     short |= {"attention_mask": torch.ones(N, 10).long(), "token_type_ids": torch.tensor([0, 1]).repeat(N, 5)}
     found = []
@@ -138,5 +138,5 @@ def test_statistics_are_those_without_padding(masked: bool) -> None:
     inputs = {name for name in found[0] if name.endswith(".weight factor_a")}
     after = {"bert.pooler.dense.weight factor_a", "classifier.weight factor_a"}
     norms = {name for name in inputs if "LayerNorm" in name}  # their A is the number 1
-    words_only = {"bert.embeddings.word_embeddings.weight factor_a"}  # whose padding_idx tells
+    words_only = {"bert.embeddings.word_embeddings.weight factor_a"}  # which leaves out its padding_idx
     assert differ == (set() if masked else inputs - after - norms - words_only)

@@ -1,4 +1,4 @@
-"""BERT of the true base shape, 110 million parameters, on a machine with 24 GB of memory."""
+"""BERT-base with its 110 million parameters fits on a machine with 24 GB of memory."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ GB = 10**9
 
 
 def run(method: str) -> dict[str, Any]:
-    """What `bert_base` prints; on failure with its errors."""
+    """Return what `bert_base` prints, or fail with its errors."""
     command = [sys.executable, "-m", "tests.integrations.bert_base", method]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -24,7 +24,7 @@ def run(method: str) -> dict[str, Any]:
 
 
 def test_the_formulas_at_the_base_shape() -> None:
-    """Sums worked out by hand: 74 linear layers, 3 embeddings and 25 layer norms."""
+    """The sums over 74 linear layers, 3 embeddings and 25 layer norms were worked out by hand."""
     shapes = bert_sizes.shapes_of(BertConfig(), outputs=2, pooler=True)
     d = 12 * (4 * 769 * 768 + 769 * 3072 + 3073 * 768 + 4 * 768) + 31036 * 768 + 1536 + 769 * 768 + 769 * 2
     assert shapes.entries == d == 109_483_778
@@ -44,7 +44,7 @@ def test_three_steps_fit_and_take_what_the_formula_says(method: str) -> None:
     assert found["parameters"] == 109_483_778
     assert bert_sizes.differences(found["held"], found["expected"], found["blocks"]) == {}
     assert found["peak"] < 24 * GB
-    assert found["peak"] > found["held"]["total"]  # the state was in memory, all of it
+    assert found["peak"] > found["held"]["total"]  # the whole state was in memory
     assert len(found["losses"]) == 3
     assert found["finite"]
     assert found["losses"][-1] < found["losses"][0]

@@ -1,7 +1,4 @@
-"""BERT in the ways in which it is run: checkpointed, compiled, with either attention, evaluated in between.
-
-None of them may change what an optimizer does.
-"""
+"""Activation checkpointing, compilation, eager attention and evaluation do not change the steps of a BERT."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def new_model(attention: str = "sdpa") -> Any:
 
 
 def train(model: nn.Module, run: nn.Module, method: str, *, evaluate: bool = False) -> tuple[list[float], list[Tensor]]:
-    """Losses of some steps through `run`, and the weights that they lead to."""
+    """Take some steps through `run` and return their losses and the resulting weights."""
     optimizer, data = optimizer_of(method, model), batch("Bert", QUESTIONS)
     losses = []
     for _ in range(STEPS):
@@ -40,7 +37,7 @@ def train(model: nn.Module, run: nn.Module, method: str, *, evaluate: bool = Fal
             model.eval()
             with torch.no_grad():
                 run(**data)
-            run(**data).loss.item()  # with a graph that nobody goes back through
+            run(**data).loss.item()  # with a graph that is never used
             model.train()
     assert not on_fallback(optimizer)
     return losses, [p.detach() for p in model.parameters()]
@@ -55,7 +52,7 @@ def plain(method: str) -> tuple[list[float], list[Tensor]]:
 PLAIN = ["eager attention", "checkpoints", "reentrant checkpoints", "evaluated"]
 COMPILED = ["compiled", "compiled checkpoints", "compiled, evaluated"]
 CASES = [(mode, method) for mode in PLAIN for method in METHODS]
-CASES += [  # compiling takes seconds: one case of it is run by default
+CASES += [  # compiling takes seconds, so only one case runs by default
     pytest.param(mode, method, marks=[] if (mode, method) == ("compiled", "kfac") else pytest.mark.slow)
     for mode in COMPILED
     for method in METHODS
@@ -76,8 +73,8 @@ def test_the_steps_are_the_same(mode: str, method: str) -> None:
 
 
 def assert_same(found: Any, expected: Any, mode: str, method: str) -> None:
-    """To rounding. Where the forward pass rounds differently, eigenvectors of equal eigenvalues are others, and with
-    them what EK-FAC measures along them."""
+    """Compare up to rounding. If the forward pass rounds differently, eigenvectors of equal eigenvalues may differ,
+    and with them the scale of EKFAC."""
     loose = mode == "eager attention" and method == "ekfac"
     torch.testing.assert_close(found[0], expected[0], rtol=1e-3 if loose else 1e-9, atol=0)
     if not loose:
@@ -94,7 +91,7 @@ def test_the_steps_of_a_model_that_inductor_compiled_are_the_same(method: str) -
 
 @pytest.mark.slow
 def test_a_model_that_was_compiled_and_run_before_is_named() -> None:
-    """Its graphs know nothing of the optimizer: one warning says so, and what to write."""
+    """Its graphs do not include the hooks of the optimizer. One warning contains the remedy."""
     model = new_model()
     run = torch.compile(model, backend="aot_eager")
     data = batch("Bert", QUESTIONS)

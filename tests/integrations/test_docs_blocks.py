@@ -1,4 +1,4 @@
-"""Examples of the documentation that need trainers and loggers; those that do not are run by tests/test_docs.py."""
+"""Run the documentation's examples that need trainers and loggers; tests/test_docs.py runs the others."""
 
 from pathlib import Path
 

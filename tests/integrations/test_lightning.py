@@ -1,4 +1,4 @@
-"""Lightning's own trainer drives every method as a loop written by hand does, to the last bit."""
+"""Every method trains under Lightning exactly as in a handwritten loop."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def by_hand(
     scaler: torch.amp.GradScaler | None = None,
     observe: Callable[..., None] = lambda optimizer, logits: None,
 ) -> tuple[nn.Module, Any]:
-    """The loop that a user would write, with what the trainer is told to do."""
+    """Train with the loop that a user would write, with the settings of the trainer."""
     model = network()
     optimizer = make(model)
     if scaler:
@@ -79,11 +79,11 @@ def by_hand(
     return model, optimizer
 
 
-# ---------------------------------------------------------------------- automatic optimization, always with a closure
+# ---------------------------------------------------------------------- automatic optimization
 @pytest.mark.parametrize("precision", ["network", "module", "bf16-mixed"])
 @every_method
 def test_training_is_that_of_a_plain_loop(make: Make, precision: str) -> None:
-    """The optimizer gets the network or the whole module."""
+    """The optimizer gets either the network or the whole module."""
     module = Module(make, whole=precision == "module")
     half = precision == "bf16-mixed"
     fit(module, **{"precision": precision} if half else {})
@@ -101,10 +101,10 @@ def test_clipping_accumulation_and_a_schedule(make: Make) -> None:
 
 
 @every_method
-def test_float16_is_that_of_a_plain_loop(make: Make) -> None:
-    """On the CPU, Lightning makes bfloat16 of "16-mixed"; its plugin for float16 is driven here as on a GPU.
+def test_float16_training_is_that_of_a_plain_loop(make: Make) -> None:
+    """On the CPU, Lightning turns "16-mixed" into bfloat16, so the test passes the plugin for float16 itself.
 
-    The first scale makes the gradients overflow: those batches are left out, by both.
+    Gradients overflow with the first scale, and both runs skip those batches.
     """
     scaler, other = (torch.amp.GradScaler("cpu", init_scale=2.0**24) for _ in range(2))
     module, plugin = Module(make), MixedPrecision("16-mixed", "cpu", scaler=scaler)
@@ -119,7 +119,7 @@ def test_float16_is_that_of_a_plain_loop(make: Make) -> None:
 
 
 def test_without_the_callback_the_first_step_finds_the_loss_scaler() -> None:
-    """The curvature of the last batch is that in float32 with nothing scaled."""
+    """The curvature of the last batch equals that of unscaled float32."""
 
     def make(model: nn.Module) -> KFAC:
         return KFAC(model, lr=0.0, damping=0.1, factor_decay=0.0, factor_update_steps=1, inv_update_steps=1)
@@ -137,7 +137,7 @@ def test_without_the_callback_the_first_step_finds_the_loss_scaler() -> None:
 
 
 def test_a_closure_may_be_called_again() -> None:
-    """Damping that follows the loss judges each step by the same batch."""
+    """Adaptive damping evaluates each step again on the same batch."""
 
     def make(module: nn.Module) -> Any:
         return KFAC(module, lr=0.05, adaptation=AdaptationOptions(adaptive_damping=True, damping_interval=2))
@@ -176,7 +176,7 @@ def test_the_true_fisher_is_observed_in_the_training_step() -> None:
 
 # ---------------------------------------------------------------------- manual optimization
 class TwoPlayers(pl.LightningModule):
-    """Two networks with an optimizer each, of which one is frozen while the other learns."""
+    """Two networks with one optimizer each. One network is frozen while the other is trained."""
 
     def __init__(self, make: Make) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def test_manual_optimization_with_two_optimizers(make: Make) -> None:
 # ---------------------------------------------------------------------- checkpoints
 @every_method
 def test_resumed_training_is_that_of_an_uninterrupted_one(make: Make, tmp_path: Path) -> None:
-    """In the middle of an interval, and read with `weights_only`."""
+    """The run resumes in the middle of an interval, and the checkpoint is read with `weights_only`."""
     whole, begun, resumed = (Module(make, schedule=one_cycle) for _ in range(3))
     fit(whole, 3)
     keep = ModelCheckpoint(tmp_path, save_last=True)
@@ -232,7 +232,7 @@ def test_resumed_training_is_that_of_an_uninterrupted_one(make: Make, tmp_path: 
 
 
 def test_one_process_with_a_strategy_has_nothing_to_complete(tmp_path: Path) -> None:
-    """Nor has a checkpoint of the weights alone."""
+    """The same holds for a checkpoint of only the weights."""
     fitted = fit(Module(lambda module: KFAC(module, lr=0.05, comm=MemOpt())), 1, callbacks=[SecondOrderCallback()])
     for alone in (False, True):
         fitted.save_checkpoint(tmp_path / "one.ckpt", weights_only=alone)
@@ -241,7 +241,7 @@ def test_one_process_with_a_strategy_has_nothing_to_complete(tmp_path: Path) -> 
         assert "partial" not in saved.get("optimizer_states", [{}])[0]
 
 
-# ---------------------------------------------------------------------- the callback
+# ---------------------------------------------------------------------- logging
 def logged(logger: TensorBoardLogger, tag: str) -> list[tuple[int, float]]:
     events = EventAccumulator(logger.log_dir).Reload()
     return [(event.step, event.value) for event in events.Scalars(f"secondorder/{tag}")]
@@ -256,8 +256,8 @@ def test_diagnostics_go_to_every_logger(tmp_path: Path) -> None:
     assert {"secondorder/kl_clip_factor", "secondorder/skipped_steps", "step"} <= set(header)
 
 
-def test_several_optimizers_are_told_apart(tmp_path: Path) -> None:
-    """`global_step` counts the steps of both, and those of accumulated batches once; foreign ones are left alone."""
+def test_several_optimizers_are_logged_by_number(tmp_path: Path) -> None:
+    """`global_step` counts the steps of both optimizers. Only those of this package are logged."""
 
     class Mixed(TwoPlayers):
         def configure_optimizers(self) -> Any:
@@ -270,7 +270,7 @@ def test_several_optimizers_are_told_apart(tmp_path: Path) -> None:
     assert not [tag for tag in tags if tag.startswith("secondorder/0/")]
 
 
-def test_a_resumed_run_logs_where_it_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_log(tmp_path: Path) -> None:
     callbacks = [SecondOrderCallback(log_every_n_steps=4)]
     fit(Module(METHODS["kfac"]), 1, callbacks=callbacks).save_checkpoint(tmp_path / "at-6.ckpt")
     logger, resume = TensorBoardLogger(tmp_path), {"ckpt_path": tmp_path / "at-6.ckpt", "weights_only": True}
@@ -286,7 +286,7 @@ def test_a_wrong_interval_is_refused(steps: Any) -> None:
 
 @pytest.mark.slow
 def test_the_older_name_of_the_library_has_its_own_callback() -> None:
-    """`pytorch_lightning` is another package with other classes, and its trainer wants its own."""
+    """`pytorch_lightning` is a separate package, and its trainer needs a callback of its own class."""
     program = (
         "import pytorch_lightning; from secondorder.integrations.lightning import SecondOrderCallback;"
         "assert issubclass(SecondOrderCallback, pytorch_lightning.Callback)"
@@ -297,7 +297,7 @@ def test_the_older_name_of_the_library_has_its_own_callback() -> None:
 # ---------------------------------------------------------------------- averages of weights, and Fabric
 @every_method
 def test_averages_of_the_weights_leave_training_alone(make: Make) -> None:
-    """The callback of a moving average copies the whole module, hooks included."""
+    """The callback of a moving average copies the whole module including its hooks."""
     plain, averaged, stochastic = Module(make), Module(make), Module(make)
     fit(plain, 3)
     fit(averaged, 3, callbacks=[EMAWeightAveraging(decay=0.5)])

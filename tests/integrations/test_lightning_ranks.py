@@ -1,4 +1,4 @@
-"""Lightning on two ranks: killed, resumed and saved with curvature in parts."""
+"""Lightning on two ranks: runs are killed and resumed, and curvature that is distributed over ranks is saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.support.launching import ROOT, launch, restarting
 
 SCRIPT = ROOT / "tests" / "integrations" / "scripts" / "lightning_ranks.py"
-SECONDS = 280  # for a program that takes twenty, on a machine that is busy
+SECONDS = 280  # the program takes twenty seconds on an idle machine
 
 
 def answers(folder: Path, how: str) -> list[dict[str, Any]]:
@@ -34,6 +34,6 @@ def test_a_killed_rank_comes_back_and_checkpoints_are_whole(strategy: str, tmp_p
 
 @pytest.mark.slow
 def test_sharded_models_resume_from_one_file_and_from_a_folder(tmp_path: Path) -> None:
-    """FSDP2, where Lightning collects the state of optimizers itself: the callback completes it."""
+    """With FSDP2, Lightning collects the state of optimizers itself, and the callback completes it."""
     for answer in answers(tmp_path, "sharded"):
         assert answer == {"kfac-False": True, "kfac-True": True, "sparse_mfac-True": True}

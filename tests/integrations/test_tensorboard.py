@@ -1,4 +1,4 @@
-"""What TensorBoard reads of an optimizer that trained."""
+"""TensorBoard reads the diagnostics of an optimizer back from the event files of the callback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> None:
 
 
 def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Steps and values by tag, without the name of the package."""
+    """Return steps and values by tag, without the name of the package."""
     events = EventAccumulator(str(folder)).Reload()
     tags = events.Tags()["scalars"]
     assert all(tag.startswith("secondorder/") for tag in tags)
@@ -34,7 +34,7 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo, SparseMFAC])
-def test_every_number_is_there_at_every_third_step(method: Any, tmp_path: Path) -> None:
+def test_every_value_is_written_at_every_third_step(method: Any, tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     optimizer = method(model, lr=0.01)
     expected: dict[int, dict[str, float]] = {}
@@ -52,7 +52,7 @@ def test_every_number_is_there_at_every_third_step(method: Any, tmp_path: Path) 
             assert value == pytest.approx(expected[step][tag], rel=1e-6)
 
 
-def test_layers_are_summed_up_unless_they_are_wanted(tmp_path: Path) -> None:
+def test_layers_are_summarized_by_default(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     optimizer = KFAC(model, lr=0.01, inv_update_steps=1, factor_update_steps=1)
     optimizer.time_stages(StageClock())
@@ -73,8 +73,8 @@ def test_the_only_window_is_reported_in_full(tmp_path: Path) -> None:
     assert read(tmp_path)["units/all/angle"] == [(2, pytest.approx(optimizer.diagnostics()["units"]["all"]["angle"]))]
 
 
-def test_steps_are_those_of_the_optimizer_after_a_checkpoint_too(tmp_path: Path) -> None:
-    """The optimizer may be in the wrapper of Accelerate."""
+def test_steps_continue_after_a_checkpoint(tmp_path: Path) -> None:
+    """The optimizer may be wrapped by Accelerate."""
     model = nn.Linear(4, 2)
     optimizer, resumed = KFAC(model, lr=0.01), KFAC(model, lr=0.01)
     train(model, optimizer, 5)
@@ -101,7 +101,7 @@ def test_the_callback_leaves_training_and_copies_alone(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     optimizer = KFAC(model, lr=0.1)
     writer = SummaryWriter(tmp_path)

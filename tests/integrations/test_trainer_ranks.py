@@ -1,4 +1,4 @@
-"""Trainer and Accelerate on two ranks: a run whose ranks die and start again ends as one that nobody disturbed."""
+"""Trainer and Accelerate on two ranks: a run that is killed and restarted ends like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.support.launching import ROOT, launch, restarting
 
 SCRIPT = ROOT / "tests" / "integrations" / "scripts" / "trainer_ranks.py"
-SECONDS, WORLD = 240, 2  # for a program that takes thirty, on a machine that is busy
+SECONDS, WORLD = 240, 2  # the program takes thirty seconds on an idle machine
 STEPS, EVERY = 8, 3
 
 
@@ -22,7 +22,7 @@ def test_killed_and_resumed_with_either_strategy(tmp_path: Path, method: str) ->
     ended = launch(restarting(str(SCRIPT), str(tmp_path), method), tmp_path, SECONDS)
     assert ended.returncode == 0, ended.stdout
     assert "is partial" not in ended.stdout  # Accelerate asks every rank for its state
-    by_fallback = 1 if method in {"ekfac", "hylo"} else 0  # the one embedding of all positions
+    by_fallback = 1 if method in {"ekfac", "hylo"} else 0  # the position embedding, which sees no single examples
     whole, resumed = ([read(tmp_path, f"{name}-{rank}") for rank in range(WORLD)] for name in ("whole", "resumed"))
     for name in resumed[0]:
         before, after = [run[name] for run in whole], [run[name] for run in resumed]
@@ -46,7 +46,7 @@ def read(folder: Path, name: str) -> dict[str, Any]:
 
 
 def assert_spread(mem: list[dict[str, Any]], comm: list[dict[str, Any]]) -> None:
-    """Bases, kernels and windows are on both ranks, or a part of them on each."""
+    """CommOpt keeps bases, kernels and windows on both ranks; MemOpt keeps a part of them on each."""
     assert comm[0]["held"] == comm[1]["held"] > max(run["held"] for run in mem)
     assert min(run["held"] for run in mem) > 0
 

@@ -1,4 +1,4 @@
-"""Hugging Face ``Trainer`` on one process: what it trains is what a loop written by hand trains, bit by bit."""
+"""Every method trains under the ``Trainer`` of Hugging Face exactly as in a handwritten loop, on one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE, STEPS, CLIP = 8, 6, 0.5
 every_method = pytest.mark.parametrize("name", METHODS)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*nothing was captured for .*position_embeddings"),
-    pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning"),  # the name in 5.20, too
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning"),  # also the name in 5.20
 ]
 
 
@@ -53,7 +53,7 @@ def trained(model: nn.Module, args: TrainingArguments, optimizer: Any = None, **
 
 
 def by_hand(model: nn.Module, optimizer: SecondOrderOptimizer, accumulate: int = 1, warmup: int = 0) -> list[float]:
-    """The same in plain PyTorch: sequential batches, summed losses, clipping, a linear schedule."""
+    """Train in plain PyTorch with sequential batches, summed losses, clipping and a linear schedule."""
     data, found = Sentences(32), []
     scheduler = get_scheduler("linear", optimizer, warmup, STEPS)
     model.train()
@@ -72,7 +72,7 @@ def by_hand(model: nn.Module, optimizer: SecondOrderOptimizer, accumulate: int =
 
 
 def assert_covered(optimizer: SecondOrderOptimizer, expected: set[str] = frozenset()) -> None:
-    """Only the named parameters follow the fallback, and curvature was in use."""
+    """Check that only the named parameters follow the fallback, and that curvature was used."""
     rows = [line.split()[0] for line in optimizer.describe().splitlines() if "fallback" in line]
     assert set(rows) == expected
     used = [s.get("refreshes", s.get("count")) for s in optimizer.state.values() if {"refreshes", "count"} & s.keys()]
@@ -80,9 +80,9 @@ def assert_covered(optimizer: SecondOrderOptimizer, expected: set[str] = frozens
     assert max(used) > 0
 
 
-# ---------------------------------------------------------------------- the two ways in
+# ---------------------------------------------------------------------- how a trainer gets its optimizer
 @every_method
-def test_optimizers_trains_as_a_loop_by_hand(name: str, tmp_path: Path) -> None:
+def test_a_given_optimizer_trains_as_in_a_plain_loop(name: str, tmp_path: Path) -> None:
     model, ours = classifier(), classifier()
     args = arguments(tmp_path, gradient_accumulation_steps=2, warmup_steps=2)
     optimizer = make(name, model)
@@ -95,7 +95,7 @@ def test_optimizers_trains_as_a_loop_by_hand(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "key"), [*((name, "module") for name in METHODS), ("kfac", "model")])
 def test_class_and_options_train_in_groups_with_and_without_decay(name: str, key: str, tmp_path: Path) -> None:
-    """With ``module=`` the groups are those of the trainer; a ``model=`` among the options comes first."""
+    """With ``module=`` the groups are those of the trainer; ``model=`` among the options takes precedence."""
     method, options = METHODS[name]
     model, ours = classifier(), classifier()
     decay = 0.1 if key == "module" else 0.0
@@ -128,9 +128,9 @@ def test_groups_are_those_of_the_trainer(tmp_path: Path) -> None:
     assert [list(map(id, g["params"])) for g in ours] == [list(map(id, g["params"])) for g in theirs]
 
 
-# ---------------------------------------------------------------------- what a trainer does around the steps
+# ---------------------------------------------------------------------- options of a trainer
 def test_accumulated_tokens_are_weighted_as_one_batch(tmp_path: Path) -> None:
-    """Language models divide by the tokens of all micro-batches, which differ in number."""
+    """Language models divide the loss by the number of tokens in all micro-batches, which differs between them."""
     data = Sentences(32, padded=False)
     args = arguments(tmp_path, gradient_accumulation_steps=2, lr_scheduler_type="constant")
     model, ours = sentences.language_model(), sentences.language_model()
@@ -156,31 +156,31 @@ def test_accumulated_tokens_are_weighted_as_one_batch(tmp_path: Path) -> None:
 
 
 def to_predict(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Padded rows whose own tokens are the labels."""
+    """Pad rows and use their own tokens as labels."""
     padded = sentences.tokenizer().pad([{k: r[k] for k in ("input_ids", "attention_mask")} for r in rows])
     batch = {key: torch.tensor(value) for key, value in padded.items() if key != "token_type_ids"}
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    labels[:, 0] = -100  # nothing predicts it; whether a trainer counts it depends on the model
+    labels[:, 0] = -100  # it has no prediction, and whether a trainer counts it depends on the model
     return {**batch, "labels": labels}
 
 
-def test_losses_of_a_classifier_are_summed_unless_told_otherwise(tmp_path: Path) -> None:
-    """As the documentation says: it takes the number of items of all micro-batches, and does not divide by it."""
+def test_losses_of_a_classifier_are_summed_by_default(tmp_path: Path) -> None:
+    """A classifier accepts the number of items of all micro-batches, but does not divide by it."""
 
-    def first(accumulated: int, told: bool) -> float:
+    def first(accumulated: int, averaged: bool) -> float:
         model = classifier()
         args = arguments(tmp_path, gradient_accumulation_steps=accumulated, max_steps=1)
         trainer = Trainer(model, args, train_dataset=Sentences(32), optimizers=(make("kfac", model), None))
-        if told:
+        if averaged:
             trainer.model_accepts_loss_kwargs = False
         trainer.train()
         return losses(trainer)[0]
 
-    assert first(2, told=False) == pytest.approx(2 * first(2, told=True))
-    assert first(1, told=False) == pytest.approx(first(2, told=True), rel=0.05)
+    assert first(2, averaged=False) == pytest.approx(2 * first(2, averaged=True))
+    assert first(1, averaged=False) == pytest.approx(first(2, averaged=True), rel=0.05)
 
 
-def test_the_callback_tells_of_the_loss_scaler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_callback_passes_the_loss_scaler_to_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     give_a_scaler(monkeypatch)
     model = classifier()
     optimizer = make("kfac", model)
@@ -233,7 +233,7 @@ SCHEDULE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_schedule_moves_the_rates_as_those_of_sgd() -> None:
+def test_every_schedule_changes_the_rates_as_for_sgd() -> None:
     def rates(kind: str, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> Iterator[list[float]]:
         model = nn.Linear(2, 1)
         optimizer = make_optimizer(model)
@@ -253,8 +253,8 @@ def test_every_schedule_moves_the_rates_as_those_of_sgd() -> None:
 
 # ---------------------------------------------------------------------- checkpoints
 @every_method
-def test_a_resumed_run_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
-    """Shuffled batches, a schedule, groups; the trainer loads with ``weights_only``."""
+def test_a_resumed_run_ends_bitwise_the_same(name: str, tmp_path: Path) -> None:
+    """Batches are shuffled, and there are a schedule and groups. The trainer loads with ``weights_only``."""
 
     def run(**resume: Any) -> Trainer:
         model = classifier()
@@ -277,7 +277,7 @@ def test_a_resumed_run_ends_with_the_same_bits(name: str, tmp_path: Path) -> Non
 
 
 class Events(TrainerCallback):
-    """What happened in which order: gathers and saves, with their steps."""
+    """Records gathers and saves in order, with their steps."""
 
     def __init__(self, optimizer: SecondOrderOptimizer) -> None:
         self.seen: list[tuple[str, int]] = []
@@ -315,7 +315,7 @@ def test_the_state_is_gathered_before_every_save(kind: str, tmp_path: Path) -> N
     for i, step in saves:
         assert events.seen[i - 1] == (f"gather to {None if kind == 'every node' else 0}", step)
     gathers = [event for event in events.seen if event[0] != "state"]
-    assert len(gathers) == len(set(gathers))  # once for each
+    assert len(gathers) == len(set(gathers))  # only one per step
 
 
 def test_an_evaluation_outside_of_training_gathers_nothing(tmp_path: Path) -> None:
@@ -326,16 +326,16 @@ def test_an_evaluation_outside_of_training_gathers_nothing(tmp_path: Path) -> No
         model, args, train_dataset=Sentences(32), eval_dataset=Sentences(8, seed=1), callbacks=[SecondOrderCallback()],
         optimizer_cls_and_kwargs=(method, {"module": model, **options}),
     )  # fmt: skip
-    trainer.evaluate()  # when there is no optimizer yet
+    trainer.evaluate()  # there is no optimizer yet
     trainer.train()
     events = Events(trainer.optimizer.optimizer)
     trainer.evaluate()
     assert events.seen == []
 
 
-# ---------------------------------------------------------------------- the log
+# ---------------------------------------------------------------------- logging
 class Reporter(TrainerCallback):
-    """Comes before the callbacks of the user, as the built-in reporters do."""
+    """A callback that runs before those of the user, as the built-in reporters do."""
 
     def __init__(self) -> None:
         self.lines: list[dict[str, float]] = []
@@ -344,7 +344,7 @@ class Reporter(TrainerCallback):
         self.lines.append(dict(logs))
 
 
-def test_figures_stand_beside_every_training_loss(tmp_path: Path) -> None:
+def test_diagnostics_are_logged_with_every_training_loss(tmp_path: Path) -> None:
     model = classifier()
     args = arguments(tmp_path, eval_strategy="steps", eval_steps=3)
     more = {"eval_dataset": Sentences(8, seed=1), "callbacks": [SecondOrderCallback()]}
@@ -354,7 +354,7 @@ def test_figures_stand_beside_every_training_loss(tmp_path: Path) -> None:
     assert all(isinstance(value, float) for line in lines for key, value in line.items() if key.startswith("second"))
 
 
-def test_reporters_get_the_figures_of_a_named_trainer(tmp_path: Path) -> None:
+def test_reporters_get_the_diagnostics_of_a_given_trainer(tmp_path: Path) -> None:
     model, reporter = classifier(), Reporter()
     args, optimizers = arguments(tmp_path, logging_steps=2), (make("kfac", model), None)
     trainer = Trainer(model, args, train_dataset=Sentences(32), optimizers=optimizers, callbacks=[reporter])
@@ -366,7 +366,7 @@ def test_reporters_get_the_figures_of_a_named_trainer(tmp_path: Path) -> None:
     assert [line["step"] for line in trainer.state.log_history if "secondorder/step" in line] == [2, 4, 6]
 
 
-def test_figures_of_layers_are_left_out_unless_asked_for(tmp_path: Path) -> None:
+def test_diagnostics_of_layers_are_optional(tmp_path: Path) -> None:
     def keys(**options: Any) -> set[str]:
         model = classifier()
         optimizer = make("kfac", model)
@@ -380,7 +380,7 @@ def test_figures_of_layers_are_left_out_unless_asked_for(tmp_path: Path) -> None
     assert keys(log=False) == set()
 
 
-def test_a_callback_without_its_optimizer_says_so(tmp_path: Path) -> None:
+def test_the_callback_refuses_other_optimizers(tmp_path: Path) -> None:
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="optimizer of secondorder is needed, got SGD"):

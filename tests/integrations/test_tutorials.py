@@ -1,4 +1,4 @@
-"""The tutorial that needs a trainer prints what its page shows; the others are run by tests/test_tutorials.py."""
+"""The tutorial that needs a trainer prints what its page shows; tests/test_tutorials.py runs the others."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ from tests.support.code_blocks import DOCS
 from tests.support.tutorials import reruns
 
 
-def test_the_tutorial_of_the_trainer(tmp_path: Path) -> None:
+def test_the_tutorial_of_the_trainer_prints_what_its_page_shows(tmp_path: Path) -> None:
     reruns(DOCS / "tutorials" / "hugging-face-trainer.py", tmp_path)

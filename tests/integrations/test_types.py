@@ -1,4 +1,4 @@
-"""The script of a user in the eyes of pyright, the checker of many editors; mypy's are in tests/test_release.py."""
+"""Check a user's script with pyright, which many editors use; tests/test_release.py checks it with mypy."""
 
 import json
 import shutil
@@ -16,6 +16,6 @@ def test_pyright_agrees_with_the_script_of_a_user(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    told = json.loads(done.stdout)
-    assert told["summary"]["filesAnalyzed"] == 1, done.stdout
-    assert [finding["message"] for finding in told["generalDiagnostics"] if finding["severity"] == "error"] == []
+    report = json.loads(done.stdout)
+    assert report["summary"]["filesAnalyzed"] == 1, done.stdout
+    assert [finding["message"] for finding in report["generalDiagnostics"] if finding["severity"] == "error"] == []

@@ -1,4 +1,4 @@
-"""What an offline run of Weights & Biases has on disk of an optimizer that trained."""
+"""An offline run of Weights & Biases writes the diagnostics of an optimizer to disk."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from secondorder import KFAC
 from secondorder.diagnostics import flat
 from secondorder.integrations.wandb import WandbCallback
 
-BLOCK, HEAD, MAGIC = 32768, 7, 7  # of LevelDB's log format, behind ":W&B" and a version
+BLOCK, HEAD, MAGIC = 32768, 7, 7  # of LevelDB's log format, which follows ":W&B" and a version
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Records of a run's file: chunks of ``checksum, length, type``, where types 2, 3 and 4 make one record."""
+    """Yield the records of a run's file: chunks of ``checksum, length, type``. Types 2, 3 and 4 form one record."""
     data, at, parts = path.read_bytes(), MAGIC, b""
     while at + HEAD <= len(data):
         if at % BLOCK > BLOCK - HEAD:
@@ -40,10 +40,10 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def history(path: Path) -> list[dict[str, Any]]:
-    """Rows that were logged, once the process that writes the file is through."""
+    """Return the logged rows after the process that writes the file has finished."""
     deadline = time.monotonic() + 60
     while not any(record.WhichOneof("record_type") == "exit" for record in records(path)):
-        assert time.monotonic() < deadline, "the run has no end"
+        assert time.monotonic() < deadline, "the run does not end"
         time.sleep(0.05)
     rows = [record.history.item for record in records(path) if record.WhichOneof("record_type") == "history"]
     return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items} for items in rows]
@@ -56,7 +56,7 @@ def train(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
         optimizer.step()
 
 
-def test_an_offline_run_has_every_number(tmp_path: Path) -> None:
+def test_an_offline_run_contains_every_value(tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     optimizer = KFAC(model, lr=0.01)
     expected: dict[int, dict[str, float]] = {}
@@ -65,7 +65,7 @@ def test_an_offline_run_has_every_number(tmp_path: Path) -> None:
     with WandbCallback(optimizer, run, every=3, by_layer=True):
         for step in range(1, 8):
             train(model, optimizer)
-            run.log({"loss": float(step)})  # a script that logs its own
+            run.log({"loss": float(step)})  # as a script does that logs its own values
             expected[step] = flat(optimizer.diagnostics())
     train(model, optimizer, 3)
     run.finish()
@@ -81,7 +81,7 @@ def test_an_offline_run_has_every_number(tmp_path: Path) -> None:
     assert ("secondorder/*", "secondorder/step") in {(m.glob_name, m.step_metric) for m in metrics}
 
 
-def test_what_is_refused() -> None:
+def test_an_object_that_is_not_a_run_is_refused() -> None:
     model = nn.Linear(4, 2)
     with pytest.raises(TypeError, match=r"wandb\.init"):
         WandbCallback(KFAC(model, lr=0.1), "run")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Optimizers from options by flat names, so that a table of cases needs no objects."""
+"""Builds optimizers from options with flat names, so that a table of cases needs no objects."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -9,9 +9,10 @@ from secondorder.preconditioners.keywords import flat_names
 
 
 def grouped(method: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a constructor from options by flat names.
+    """Convert options with flat names to the keywords of a constructor.
 
-    `factor_storage` is a word here, `switch` is a mode, and Adam's betas and ε may be named as those of GGT are.
+    `factor_storage` may be a word, `switch` is a mode, and `fallback_betas` and `fallback_eps` are aliases of `betas`
+    and `eps` unless the method has its own.
     """
     found = dict(options)
     if "switch" in found:
@@ -25,7 +26,7 @@ def grouped(method: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def built(method: Any, *args: Any, **options: Any) -> Any:
-    """An optimizer of a class, or of a `partial` of one, with options by flat names and a scaler of the loss."""
+    """Build an optimizer from a class or a `partial` of one, with flat option names and an optional `grad_scaler`."""
     if isinstance(method, partial):
         args, options, method = (*method.args, *args), {**method.keywords, **options}, method.func
     scaler = options.pop("grad_scaler", None)

@@ -1,4 +1,4 @@
-"""One driver of runs that stop, go elsewhere and are continued, and the ways that there are from one to the other."""
+"""One driver of runs that stop and are continued elsewhere, and all ways to transfer a run."""
 
 import copy
 import io
@@ -16,16 +16,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tests.support.methods import Method
+from tests.support.saving import through_a_file
 from tests.support.tasks import Task, assert_identical, train, values
 
 Pair = tuple[nn.Module, Any]  # a model and its optimizer
 Build = Callable[[], Pair]
-Run = Callable[[nn.Module, Any, int, int], None]  # takes the steps from one number to another
+Run = Callable[[nn.Module, Any, int, int], None]  # takes the steps from the first number to the second
 Way = Callable[[Build, nn.Module, Any], Pair]
 
 
 def builder(method: Method, task: Task, dtype: torch.dtype = torch.float64, **keywords: Any) -> Build:
-    """What makes a model of a task and its optimizer, as they are before the first step."""
+    """Return a function that builds a model of a task and its optimizer, before the first step."""
 
     def build() -> Pair:
         model = task.model(dtype)
@@ -35,16 +36,8 @@ def builder(method: Method, task: Task, dtype: torch.dtype = torch.float64, **ke
 
 
 def steps_of(task: Task) -> Run:
-    """Plain training on the batches of a task."""
+    """Return a function that trains on the batches of a task."""
     return lambda model, optimizer, first, last: train(model, optimizer, task, last - first, start=first)
-
-
-def through_a_file(saved: Any) -> Any:
-    """What `torch.load` makes of it, in its safe mode."""
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def size_of_the_file(saved: Any) -> int:
@@ -54,11 +47,11 @@ def size_of_the_file(saved: Any) -> int:
 
 
 def needed(method: Method, model: nn.Module) -> dict[str, nn.Module]:
-    """What a class needs besides parameters."""
+    """Arguments that a class needs in addition to parameters."""
     return {"module": model} if method.layerwise else {}
 
 
-#: What a user writes first: the class, and a model or its parameters.
+#: Constructors with default options, as in a user's first script.
 DEFAULT_BUILDS: dict[str, Callable[[Method, nn.Module], Any]] = {
     "module": lambda method, model: method.cls(model),
     "parameters": lambda method, model: method.cls(model.parameters(), **needed(method, model)),
@@ -69,11 +62,11 @@ DEFAULT_BUILDS: dict[str, Callable[[Method, nn.Module], Any]] = {
     ),
 }
 
-# ----------------------------------------------------------------------------------------- Ways from one run to another
+# -------------------------------------------------------------------------------------------- Ways to transfer a run
 
 
 def by_file(build: Build, model: nn.Module, optimizer: Any) -> Pair:
-    """As a new process would: what is not loaded is far from where the run was."""
+    """Load as a new process does. Parameters start far away, so that missing values are noticed."""
     other, second = build()
     with torch.no_grad():
         for parameter in other.parameters():
@@ -84,7 +77,7 @@ def by_file(build: Build, model: nn.Module, optimizer: Any) -> Pair:
 
 
 def by_dcp(build: Build, model: nn.Module, optimizer: Any, *, flat: bool) -> Pair:
-    """By parameter name, into an optimizer that has trained on something else."""
+    """Load by parameter name with `torch.distributed.checkpoint`."""
     form = StateDictOptions(flatten_optimizer_state_dict=flat)
     other, second = build()
     other.load_state_dict(model.state_dict())
@@ -94,7 +87,7 @@ def by_dcp(build: Build, model: nn.Module, optimizer: Any, *, flat: bool) -> Pai
 
 
 def as_a_copy(build: Build, model: nn.Module, optimizer: Any, *, copier: Callable[[Any], Any]) -> Pair:
-    """Both together; hooks do not come along, so that the copy is attached."""
+    """Copy model and optimizer together, and attach the copy, because hooks are not copied."""
     other, second = copier((model, optimizer))
     second.attach(other)
     return other, second
@@ -119,15 +112,15 @@ DCP: dict[str, Way] = {"dcp": partial(by_dcp, flat=False), "flat dcp": partial(b
 
 
 def assert_same_run(actual: Pair, expected: Pair) -> None:
-    """Parameters and state are equal to the bit."""
+    """Parameters and state are bitwise equal."""
     assert_identical(values(actual[0]), values(expected[0]))
     assert_identical(actual[1].state_dict(), expected[1].state_dict())
 
 
 def assert_goes_on(build: Build, run: Run, stop: int, end: int, way: Way = by_file) -> Pair:
-    """Stop, go elsewhere and continue both: they are the same at once and in the end. Returns the one that went.
+    """Stop a run, transfer it, and continue both: they are equal at once and in the end. Return the transferred run.
 
-    Neither has anything to do with the other: while the first one trains, the second one stays as it is.
+    The two runs are independent: while the first one trains, the second one does not change.
     """
     first = build()
     run(*first, 0, stop)

@@ -1,13 +1,13 @@
-"""Code blocks of the documentation: found, sorted by language, and run.
+"""Finds and runs the code blocks of the documentation.
 
 Python blocks of one page run in order and share their names, as a reader would type them. A comment in the line before
 the fence changes that, with one or more of these words::
 
-    <!-- example: slow -->          left to the slow tests
-    <!-- example: fragment -->      a piece that cannot run alone; it has to compile
-    <!-- example: integrations -->  needs transformers, lightning and the like: run in their environment only
+    <!-- example: slow -->          only run by the slow tests
+    <!-- example: fragment -->      cannot run alone, but has to compile
+    <!-- example: integrations -->  only run in the environment of transformers, lightning and other trainers
 
-A block that prints is followed by what it prints, in a block of its own::
+The output of a block is shown in a separate block after it::
 
     <!-- output -->
     ```text
@@ -41,7 +41,7 @@ PAGES = [page for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG") if
 PAGES += sorted(DOCS.rglob("*.md"))
 
 MARKS = {"slow", "fragment", "integrations"}
-#: A block with this mark may print without showing it, as other libraries decide what it prints.
+#: A block with this mark need not show its output, because other libraries print it.
 FOREIGN = "integrations"
 #: Languages of blocks that are commands for a shell.
 SHELL = {"console", "bash"}
@@ -59,12 +59,12 @@ class Block(NamedTuple):
 
     Attributes:
         language: The word after the fence.
-        marks: What the comment before it says.
-        line: Lines of the page before the code.
+        marks: The words of the comment before it.
+        line: Number of lines of the page before the code.
         code: Its text, without the indentation of the fence.
-        is_output: Whether it is what the block before it prints.
+        is_output: Whether it is the output of the block before it.
         indent: The indentation of the fence.
-        span: Where the block begins and ends in the text of the page, with the comment.
+        span: The start and end of the block in the text of the page, including the comment.
     """
 
     language: str
@@ -77,7 +77,7 @@ class Block(NamedTuple):
 
 
 def script(name: str) -> ModuleType:
-    """A script beside the pages, which lie outside any package."""
+    """Load a script from the folder of the pages, which is not a package."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -115,7 +115,7 @@ class Printed(NamedTuple):
 
 
 def printed(page: Path, allowed: set[str], namespace: dict[str, object]) -> Iterator[Printed]:
-    """Run the Python blocks of a page whose marks are all allowed, with these names; what each of them printed."""
+    """Run the Python blocks of a page whose marks are all allowed in this namespace; yield the output of each."""
     every = list(blocks(page))
     for block, after in zip(every, [*every[1:], None], strict=True):
         if block.language != "python":
@@ -130,20 +130,20 @@ def printed(page: Path, allowed: set[str], namespace: dict[str, object]) -> Iter
 
 
 def run(page: Path, allowed: set[str]) -> dict[str, object]:
-    """Run the Python blocks of a page whose marks are all allowed, and compare their output; the names they leave."""
+    """Run the Python blocks of a page whose marks are all allowed, and compare their output; return the namespace."""
     namespace: dict[str, object] = {"__name__": f"example_{page.stem}"}
     wrong = []
     for block, text, shown in printed(page, allowed, namespace):
         if shown and (found := difference(shown.code, text)):
             wrong.append(f"{name_of(page)}:{shown.line}: {found}")
         elif text and not shown and FOREIGN not in block.marks:
-            wrong.append(f"{name_of(page)}:{block.line}: prints, and no block of output follows")
+            wrong.append(f"{name_of(page)}:{block.line}: prints, but no output block follows")
     assert not wrong, "\n".join([*wrong, f"renew the output by `python -m tests.support.code_blocks {name_of(page)}`"])
     return namespace
 
 
 def renew(page: Path, allowed: set[str]) -> None:
-    """Write what blocks print where the page does not show it; a block that agrees stays, with what it leaves out."""
+    """Write the output of blocks into a page. A block of output that already agrees stays unchanged."""
     text = page.read_text(encoding="utf-8")
     for block, output, shown in reversed(list(printed(page, allowed, {"__name__": f"example_{page.stem}"}))):
         if shown and not difference(shown.code, output):
@@ -156,7 +156,7 @@ def renew(page: Path, allowed: set[str]) -> None:
 
 
 def pages_with(wanted: set[str]) -> list[Path]:
-    """Pages with a Python block that runs, and whose marks are these and no others.
+    """Pages with a Python block whose marks are exactly these.
 
     Tutorials are left out: tests/test_tutorials.py runs their scripts.
     """
@@ -165,7 +165,7 @@ def pages_with(wanted: set[str]) -> list[Path]:
 
 
 def commands(page: Path) -> Iterator[tuple[int, str]]:
-    """Line number and text of every command for a shell: in blocks of their own, or of the benchmarks in a sentence."""
+    """Line number and text of every shell command in a block, and of every benchmark command in a sentence."""
     for block in blocks(page):
         if block.language in SHELL:
             prompt = any(line.startswith("$ ") for line in block.code.splitlines())
@@ -179,7 +179,7 @@ def commands(page: Path) -> Iterator[tuple[int, str]]:
 
 
 def words_of(command: str) -> tuple[dict[str, str], list[str]]:
-    """Variables that a command sets, and its words; comments are left out."""
+    """The variables that a command sets, and its words without comments."""
     words = shlex.split(command, comments=True)
     variables: dict[str, str] = {}
     while words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0]):

@@ -1,11 +1,11 @@
-"""One process that holds inverses back by the schedule of dedicated workers; it knows nothing of their code.
+"""One process that delays inverses by the schedule of dedicated workers, without any of their code.
 
-Two networks and three optimizers without a process group stand for the three roles. With epochs of T steps:
+Three optimizers without a process group play the three roles. With epochs of T steps:
 
-* gradients: ``learner`` takes every step; it never estimates anything but, if asked to, at its first step;
+* gradients: ``learner`` takes every step; it only estimates in its first step, and only if ``warmup`` is ``"sync"``;
 * factors: ``estimator`` has the parameters that the learner had at the start of the epoch, and never moves;
-* inverses: what the estimator knew at the end of epoch k is factorised with the damping of the learner's last
-  step in that epoch, when it was sent, and preconditions the learner from step (k + 2) T on.
+* inverses: the factors of the estimator at the end of epoch k are inverted with the damping of the learner's last
+  step in that epoch, and precondition the learner from step (k + 2) T on.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ NEVER = 6 * 10**8  # a multiple of every interval of the tests
 
 
 class Alone(Local):
-    """One process, with the arithmetic of several: sums of sums and counts, divided at the end."""
+    """One process that uses the arithmetic of several: it adds sums and counts, and divides at the end."""
 
     @property
     def combines(self) -> bool:
@@ -33,17 +33,17 @@ class Delayed:
     """The delayed run.
 
     Args:
-        build: A new network, always with the same parameters.
+        build: Returns a new network, always with the same parameters.
         method: Class of the optimizer.
         options: Its options; intervals are those of the factor ranks.
-        loss: Of outputs and targets.
-        gradient_batches: Batch of a gradient rank by rank and step.
-        factor_batches: The same of the factor ranks, with steps of their own.
+        loss: Function of outputs and targets.
+        gradient_batches: The batch of a gradient rank, by rank and step.
+        factor_batches: The same for the factor ranks, which count their own steps.
         gradient_ranks: Number of gradient ranks.
         factor_ranks: Number of factor ranks.
         period: T.
         warmup: ``"sync"`` or ``"identity"``.
-        damping: By step, if it changes.
+        damping: The damping by step, if it changes.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Delayed:
     # ------------------------------------------------------------------ inverses
     def _inverted(self, t: int) -> list[dict[str, Tensor]]:
         self._set_damping(self.inverting, t - 1)
-        self.estimating.state_dict()  # what its last step measured is folded in by now
+        self.estimating.state_dict()  # folds in the statistics of the last step
         pairs = list(zip(self._states(self.estimating), self._states(self.inverting), strict=True))
         for source, target in pairs:
             for key, value in source.items():
@@ -147,6 +147,6 @@ def _joined(batches: Sequence[Batch]) -> Batch:
 
 
 def _preconditions(state: dict[str, Any]) -> list[str]:
-    """State that preconditions: what a refresh finds, or the factors themselves where it finds nothing."""
+    """State keys that precondition: the results of a refresh, or the factors if a refresh has no results."""
     found = [k for k in state if k.startswith(("basis", "eigenvalues", "inverse"))]
     return found or ["factor_a", "factor_g"]

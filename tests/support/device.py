@@ -1,15 +1,15 @@
-"""An accelerator without hardware: tensors that compute on the CPU, refuse to mix with it, and count every wait.
+"""A simulated accelerator: tensors that compute on the CPU, cannot be mixed with CPU tensors, and record every wait.
 
-A :class:`SimulatedTensor` says that it is on the device ``lazy``, a type with a device guard in every build of torch,
-and holds a CPU tensor that no Python code sees. While a :class:`SimulatedDevice` is entered, every operator that meets
-such a tensor runs on the CPU tensors behind it. It is counted as a wait where a GPU would make the host wait: a number
-that is read, a shape that depends on values, a copy that blocks, an event that was recorded in the same step.
+A :class:`SimulatedTensor` reports the device ``lazy``, a type with a device guard in every build of torch, and wraps a
+CPU tensor that Python code does not see. Inside a :class:`SimulatedDevice`, every operator on such a tensor runs on the
+wrapped one. It is recorded as a wait if a GPU would make the host wait: if it reads a number, if its shape depends on
+values, if it is a blocking copy, or if it waits for an event of the same step.
 
 ::
 
     with SimulatedDevice() as device:
         model = device.put(model)
-        ...                                         # training; the backward pass runs on this thread
+        ...                                         # train; the backward pass runs on this thread
         device.next_step()
         assert device.waits == []
 """
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 aten = torch.ops.aten
 KIND = "lazy"
 
-#: Operators whose result, or the shape of whose result, the host has to wait for.
+#: Operators for whose result, or the shape of the result, the host has to wait.
 WAITING = {
     aten._local_scalar_dense.default,
     aten.is_nonzero.default,
@@ -46,7 +46,7 @@ COPIES = {aten._to_copy.default: "non_blocking", aten.copy_.default: 2}
 
 
 class SimulatedTensor(Tensor):
-    """A tensor that seems to be on the device ``lazy`` and is computed on the CPU."""
+    """A tensor that reports the device ``lazy`` but computes on the CPU."""
 
     held: Tensor
 
@@ -75,7 +75,7 @@ class SimulatedTensor(Tensor):
 
 
 class SimulatedEvent:
-    """An event of the simulated device: it has happened once the step in which it was recorded is over."""
+    """An event of the simulated device, which is complete after the step that recorded it."""
 
     def __init__(self, owner: SimulatedDevice) -> None:
         self.owner, self.step = owner, -1
@@ -92,14 +92,14 @@ class SimulatedEvent:
 
 
 class SimulatedDevice(TorchDispatchMode):
-    """The device, while it is entered.
+    """The simulated device, a context manager.
 
     Args:
-        lacking: Operators that the device does not have, and what calling them raises.
+        lacking: Operators that the device does not support, and the errors that they raise.
 
     Attributes:
-        waits: By step, what made the host wait: pairs of the number of the step and the operator with the place.
-        step: How often :meth:`next_step` was called.
+        waits: Pairs of a step, and the operator and place that made the host wait.
+        step: Number of calls of :meth:`next_step`.
     """
 
     device = torch.device(KIND, 0)
@@ -114,7 +114,7 @@ class SimulatedDevice(TorchDispatchMode):
     def __enter__(self) -> SimulatedDevice:
         self._around.enter_context(mock.patch.object(torch, "Event", _event_type(self)))
         self._around.enter_context(torch.autograd.set_multithreading_enabled(False))
-        # So `torch.tensor(..., device=...)` is a copy that operators see, and not one inside of C++.
+        # Make `torch.tensor(..., device=...)` a copy that is dispatched as an operator, and not one inside C++.
         before = torch._C._only_lift_cpu_tensors()
         self._around.callback(torch._C._set_only_lift_cpu_tensors, before)
         torch._C._set_only_lift_cpu_tensors(True)
@@ -126,7 +126,7 @@ class SimulatedDevice(TorchDispatchMode):
         self._around.close()
 
     def next_step(self) -> None:
-        """End a step: what was enqueued in it has happened."""
+        """End a step, after which all operators of that step are complete."""
         self.step += 1
 
     def note(self, what: str) -> None:
@@ -137,7 +137,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.waits.append((self.step, f"{what} at {place}"))
 
     def tensor(self, value: Tensor) -> Tensor:
-        """Return a copy of a CPU tensor on the device, which needs a gradient if the original does."""
+        """Return a copy of a CPU tensor on the device, which requires a gradient if the original does."""
         return SimulatedTensor(value.detach().clone()).requires_grad_(value.requires_grad)
 
     def put(self, model: nn.Module) -> nn.Module:
@@ -179,7 +179,7 @@ class SimulatedDevice(TorchDispatchMode):
         return return_and_correct_aliasing(func, args, kwargs, wrapped) if simulated else wrapped
 
     def _note_copy(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-        """Note a copy between host and device that blocks; return whether its result is on the host."""
+        """Record a blocking copy between host and device; return whether the result is on the host."""
         if func is aten.copy_.default:
             to, source = args[0], args[1]
             blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
@@ -195,7 +195,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     @staticmethod
     def _refuse_mixtures(func: Any, leaves: list[Tensor]) -> None:
-        """Raise as a GPU does: only CPU tensors of one number may meet those of the device."""
+        """Raise as a GPU does: only CPU tensors without dimensions may be mixed with tensors on the device."""
         strangers = [x for x in leaves if not _is_simulated(x) and x.dim() > 0 and x.numel() > 0]
         if strangers and any(map(_is_simulated, leaves)) and func not in _INDEXING:
             raise RuntimeError(
@@ -208,7 +208,7 @@ _INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
 
 
 def _event_type(owner: SimulatedDevice) -> type:
-    """Return a type for ``torch.Event`` whose instances are simulated where their device is."""
+    """Return a replacement of ``torch.Event`` whose instances are simulated if their device is."""
 
     class Event(torch.Event):
         def __new__(cls, device: Any = None, **keywords: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Training on a simulated device and on the CPU, compared."""
+"""Comparisons of training on a simulated device with training on the CPU."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.optim import Optimizer
 from tests.support.device import SimulatedDevice
 from tests.support.tasks import Task
 
-#: What a step that is dropped must leave alone in the state of a parameter.
+#: Keys of the state of a parameter that a dropped step must not change.
 KEPT = (
     "momentum_buffer", "gradient_momentum", "exp_avg", "exp_avg_sq", "factor_a", "factor_g", "factor_weight", "scale",
     "scale_weight", "rows_a", "rows_g", "kernel", "kernel_damping", "window", "window_idx", "window_val", "error",
     "gram",
 )  # fmt: skip
 
-WARM_UP = 2  # steps in which state is made and sizes are looked at for the first time
+WARM_UP = 2  # steps that create state and read sizes for the first time, and may wait for the device
 
 
 class DeviceRun:
-    """Training on the device, or on the CPU where there is none."""
+    """Training on the device, or on the CPU if ``device`` is None."""
 
     def __init__(
         self, build: Callable[[nn.Module], Optimizer], task: Task, device: SimulatedDevice | None = None
@@ -50,7 +50,7 @@ class DeviceRun:
         return [host(p).clone() for p in self.model.parameters()]
 
     def kept(self) -> dict[str, Tensor]:
-        """Parameters, and what a step that is dropped must leave alone in their states."""
+        """Copies of all parameters and of the state that a dropped step must not change."""
         found = dict(zip((name for name, _ in self.model.named_parameters()), self.parameters(), strict=True))
         for name, parameter in self.model.named_parameters():
             state = self.optimizer.state[parameter]
@@ -68,7 +68,7 @@ def late(device: SimulatedDevice) -> list[str]:
 
 
 def check(build: Callable[[nn.Module], Optimizer], task: Task, steps: int = 6) -> None:
-    """Assert that training is what it is on the CPU, and that nothing waits for the device once it is under way."""
+    """Assert that training agrees with the CPU, and that no step after the warm-up waits for the device."""
     expected = DeviceRun(build, task).steps(steps).parameters()
     with SimulatedDevice() as device:
         found = DeviceRun(build, task, device).steps(steps).parameters()

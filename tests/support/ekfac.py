@@ -1,4 +1,4 @@
-"""Small ways to drive ``EKFAC`` and to read what it holds, in the layouts of ``definitions``."""
+"""Helpers that drive ``EKFAC`` and read its state, in the layouts of ``tests.support.oracles.ekfac``."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from secondorder import EKFAC
 from tests.support.building import built
-from tests.support.kfac import assert_close, backward, noise, owner
+from tests.support.kfac import assert_close, backward, noise, owner, train_step
 from tests.support.models import mlp
 from tests.support.oracles.ekfac import mean_gradient, measured_scales, values
 from tests.support.oracles.kfac import covered_names
 
 HELD = 10**6
-# Every choice that a test does not make itself: plain steps along the preconditioned gradient, everything due always,
-# but the basis of the first step stays.
+# Defaults of the tests: plain steps along the preconditioned gradient. Every update is due at every step, except that
+# the basis of the first step is kept.
 PLAIN = {
     "lr": 1.0,
     "momentum": 0.0,
@@ -54,15 +54,9 @@ def held_bases(opt: EKFAC, layer: nn.Module) -> tuple[Tensor, Tensor]:
     return held(state_of(opt, layer))[1]
 
 
-def train_step(opt: EKFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable) -> None:
-    opt.zero_grad()
-    backward(model, x, y, loss)
-    opt.step()
-
-
 @contextmanager
 def standing(opt: EKFAC) -> Iterator[None]:
-    """Within it steps leave the parameters where they are."""
+    """Set the learning rates to zero within the block, so that steps do not move the parameters."""
     rates = [group["lr"] for group in opt.param_groups]
     for group in opt.param_groups:
         group["lr"] = 0.0
@@ -72,7 +66,7 @@ def standing(opt: EKFAC) -> Iterator[None]:
 
 
 def measure(opt: EKFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable) -> None:
-    """Two steps on one batch without moving: the first one makes the basis, the second one the scales in it."""
+    """Take two steps on one batch with a learning rate of zero: one for the basis, one for the scales in it."""
     with standing(opt):
         for _ in range(2):
             train_step(opt, model, x, y, loss)
@@ -85,7 +79,7 @@ def measured(model: nn.Module, x: Tensor, y: Tensor, loss: Callable, **keywords)
 
 
 def directions(opt: EKFAC, model: nn.Module, names: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Take a step with the gradients that are there; (∇, change) of every layer, read off the parameters."""
+    """Take a step with the current gradients; (∇, change) of every layer, read from the parameters."""
     layers = {name: model.get_submodule(name) for name in names}
     before = {name: values(layer) for name, layer in layers.items()}
     gradients = {name: mean_gradient(layer) for name, layer in layers.items()}
@@ -94,14 +88,14 @@ def directions(opt: EKFAC, model: nn.Module, names: list[str]) -> dict[str, tupl
 
 
 def next_directions(opt: EKFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable, names: list[str]):
-    """One more batch, and (∇, change) of its step."""
+    """Take a step on one more batch, and return (∇, change) of every layer."""
     opt.zero_grad()
     backward(model, x, y, loss)
     return directions(opt, model, names)
 
 
 def assert_scales(opt, model, plain, x, y, loss, names=None, *, estimator="intra", factor=1.0, tolerance=1e-9) -> None:
-    """Every layer holds ``factor`` times what the definition finds for one batch in the bases that are held."""
+    """The scales of every layer are ``factor`` times those of the definition, for one batch in the current bases."""
     for name in covered_names(model) if names is None else names:
         layer = model.get_submodule(name)
         expected = measured_scales(plain, name, x, y, held_bases(opt, layer), estimator, loss)
@@ -118,7 +112,7 @@ def network():
 
 
 def snapshot(opt, layer):
-    """Everything that the optimizer holds of a layer, copied."""
+    """A copy of the state of a layer."""
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state_of(opt, layer).items()}
 
 
@@ -131,7 +125,7 @@ def unchanged(opt, layer, before, keys=("scale", "scale_weight", "scale_updates"
 
 
 class Branches(nn.Module):
-    """The layer that comes first takes part in some forwards only; to be built by ``seeded_build``."""
+    """A network whose first layer takes part in some forward passes only; build it with ``seeded_build``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Covering grids: few cases that still bring every two values of different parameters together.
+"""Covering grids: few cases in which every two values of different parameters still occur together.
 
 A test with four parameters of five values has 625 cases in its full product, but 25 or so of them contain every pair of
 values. Faults that only three values together reveal are rare (Kuhn, Wallace & Gallo, "Software fault interactions and
@@ -6,7 +6,7 @@ implications for software testing", IEEE TSE 30(6), 2004), so a default run take
 
 ::
 
-    @pairs(method=METHODS, rule=RULES, dtype=[torch.float32, torch.float64])   # every pair; nothing else exists
+    @pairs(method=METHODS, rule=RULES, dtype=[torch.float32, torch.float64])   # every pair, and no other cases
     @product(method=METHODS, rule=RULES)                                       # the same, and the rest under `slow`
     @each(method=METHODS, rule=RULES)                                          # every value once
     @sample(method=METHODS, rule=RULES)                                        # the same, and the rest under `slow`
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-Row = tuple[int, ...]  # of every parameter the index of its value
+Row = tuple[int, ...]  # the index of the value of every parameter
 Case = TypeVar("Case", bound=Hashable)
 
 
@@ -28,7 +28,7 @@ def pairs(where: Callable[..., bool] | None = None, /, **parameters: Iterable[An
     """Parametrize a test so that every two values of different parameters occur together in at least one case.
 
     Args:
-        where: Called with the values of all parameters by name; a combination for which it is false does not exist.
+        where: Called with the values of all parameters by name; combinations for which it is false are left out.
         **parameters: Values of each parameter. The keys of a mapping become the ids of its values.
     """
     rows = combinations_of(where, parameters)
@@ -64,14 +64,14 @@ def only(*chosen: str, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
 def covering(rows: Sequence[Row], strength: int = 2) -> list[Row]:
     """Choose rows such that every combination of ``strength`` values that occurs in some row occurs in a chosen one.
 
-    The choice is greedy: the row that covers most of what is still uncovered, and the first one of equals, so that it
-    depends on the order of the values alone.
+    The choice is greedy: the row that covers most of what is still uncovered, and the first of several such rows, so
+    that the choice depends only on the order of the values.
     """
     return cover({row: _tuples(row, min(strength, len(row))) for row in rows})
 
 
 def cover(wanted: Mapping[Case, frozenset[Hashable]]) -> list[Case]:
-    """Choose cases such that everything that some case shows is shown by a chosen one; the choice is greedy."""
+    """Choose cases greedily, such that the chosen ones together cover everything that any case covers."""
     missing = set().union(*wanted.values()) if wanted else set()
     chosen: list[Case] = []
     candidates = list(wanted)
@@ -84,7 +84,7 @@ def cover(wanted: Mapping[Case, frozenset[Hashable]]) -> list[Case]:
 
 
 def combinations_of(where: Callable[..., bool] | None, parameters: Mapping[str, Iterable[Any]]) -> list[Row]:
-    """Return the indices of every combination that exists."""
+    """Return the indices of every combination for which ``where`` is true."""
     values = [values_of(given) for given in parameters.values()]
     rows = list(cartesian(*(range(len(of)) for of in values)))
     if where is None:

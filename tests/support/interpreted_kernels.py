@@ -1,4 +1,4 @@
-"""Kernels of sparse windows against a dense matrix of the rows, and torch's operators: `test_triton.py` runs this."""
+"""Tests of the kernels of sparse windows, which `test_triton.py` runs in the interpreter of triton."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def _gradients(shapes: list[tuple[int, ...]], count: int, dtype: torch.dtype) ->
 
 
 def _matrix(rows: TopKRows, t: int) -> Tensor:
-    """The first rows as a dense matrix over all entries, number by number."""
+    """The first ``t`` rows as a dense matrix, entry by entry."""
     sizes = [shape.numel() for shape in rows.shapes]
     found = torch.zeros(t, sum(sizes), dtype=torch.float64)
     for panel in rows.panels:
@@ -54,7 +54,7 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
         ("many blocks and tails", 3, 3, 0.9, 65536, torch.float32, torch.float32),  # offsets of 32 bits
     ],
 )
-def test_products_are_those_of_the_matrix(
+def test_products_agree_with_the_dense_matrix(
     name: str, m: int, filled: int, density: float, block: int, dtype: torch.dtype,
     value: torch.dtype,
 ) -> None:  # fmt: skip
@@ -106,7 +106,7 @@ def test_windows_of_many_rows(m: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [SparseMFAC, GGT])
-def test_methods_train_alike_with_them(kind: Any) -> None:
+def test_methods_train_alike_with_either_kernels(kind: Any) -> None:
     ends = []
     for kernels in ("triton", "torch"):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Small ways to drive ``KFAC`` and to read what it holds, shared by the oracle and the capture tests."""
+"""Helpers that drive ``KFAC`` and read its state, shared by the oracle and the capture tests."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -14,15 +14,8 @@ from secondorder.curvature.schema import likes
 from tests.support.building import built
 from tests.support.oracles.kfac import covered_names, expected_factors, layer_gradient, layer_values
 
-# Every choice that a test does not make itself: plain steps along the preconditioned gradient, everything due always.
-PLAIN = {
-    "lr": 1.0,
-    "momentum": 0.0,
-    "damping": 1e-2,
-    "kl_clip": None,
-    "factor_update_steps": 1,
-    "inv_update_steps": 1,
-}
+# Defaults of the tests: plain steps along the preconditioned gradient, with every update due at every step.
+PLAIN = {"lr": 1.0, "momentum": 0.0, "damping": 1e-2, "kl_clip": None, "factor_update_steps": 1, "inv_update_steps": 1}
 
 
 def plain_kfac(params, **keywords) -> KFAC:
@@ -30,16 +23,16 @@ def plain_kfac(params, **keywords) -> KFAC:
 
 
 def owner(layer: nn.Module) -> nn.Parameter:
-    """The parameter whose state holds the layer's curvature."""
+    """The parameter whose state contains the layer's curvature."""
     return layer.weight if layer.weight.requires_grad else layer.bias
 
 
-def layer_state(opt: KFAC, model: nn.Module, name: str) -> dict:
+def layer_state(opt: Any, model: nn.Module, name: str) -> dict[str, Any]:
     return opt.state[owner(model.get_submodule(name))]
 
 
 def held_factors(opt: KFAC, model: nn.Module, name: str) -> tuple[Tensor, Tensor]:
-    """Copies of (A, B) as the optimizer holds them now."""
+    """Copies of the current (A, B)."""
     state = layer_state(opt, model, name)
     return state["factor_a"].detach().clone(), state["factor_g"].detach().clone()
 
@@ -54,14 +47,14 @@ def backward(model: nn.Module, x: Tensor, y: Tensor, loss: Callable, scale: floa
     return value.detach()
 
 
-def train_step(opt: KFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable) -> None:
+def train_step(opt: torch.optim.Optimizer, model: nn.Module, x: Tensor, y: Tensor, loss: Callable) -> None:
     opt.zero_grad()
     backward(model, x, y, loss)
     opt.step()
 
 
 def accumulate(model: nn.Module, x: Tensor, y: Tensor, sizes: int | list[int]) -> None:
-    """Backward passes of micro-batches of some sizes, whose losses add up to the mean over the whole batch."""
+    """Backward passes of micro-batches of these sizes, whose losses add up to the mean over the whole batch."""
     for a, b in zip(x.split(sizes), y.split(sizes), strict=True):
         (F.cross_entropy(model(a), b, reduction="sum") / len(x)).backward()
 
@@ -77,9 +70,9 @@ def assert_captures(
     approx: str = "expand",
     **keywords,
 ) -> KFAC:
-    """Factors after a step are those of the plain model, one example after the other.
+    """Factors after a step agree with those of the plain model, one example after the other.
 
-    ``run`` has the backward passes of the model, in whatever way; without it, there is one of the whole batch.
+    ``run`` takes the backward passes of the model; by default, there is one backward pass of the whole batch.
     """
     expected = expected_factors(plain, x, y, loss, approx=approx)
     opt = plain_kfac(model, approx=approx, **keywords)
@@ -93,14 +86,14 @@ def assert_captures(
 
 
 def one_step(model: nn.Module, x: Tensor, y: Tensor, loss: Callable, **keywords) -> KFAC:
-    """Attach, train one step, return the optimizer."""
+    """Build an optimizer, train one step, and return the optimizer."""
     opt = plain_kfac(model, **keywords)
     train_step(opt, model, x, y, loss)
     return opt
 
 
 def directions(opt: KFAC, model: nn.Module, names: list[str] | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-    """Take a step with the gradients that are there; (∇, V) of every layer, V read off the parameters (lr = 1)."""
+    """Take a step with the current gradients; (∇, V) of every layer, where V is the change of parameters (lr = 1)."""
     names = covered_names(model) if names is None else names
     before = {name: layer_values(model.get_submodule(name)) for name in names}
     gradients = {name: layer_gradient(model.get_submodule(name)).clone() for name in names}
@@ -110,7 +103,7 @@ def directions(opt: KFAC, model: nn.Module, names: list[str] | None = None) -> d
 
 
 def next_directions(opt: KFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable, scale: float = 1.0):
-    """One more batch, and (∇, V) of its step."""
+    """Take a step on one more batch, and return (∇, V) of every layer."""
     opt.zero_grad()
     backward(model, x, y, loss, scale)
     return directions(opt, model)
@@ -119,14 +112,14 @@ def next_directions(opt: KFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Cal
 def assert_solves(
     found: dict[str, tuple[Tensor, Tensor]], factors: dict, solve: Callable, damping: float, lr=1.0, tolerance=1e-8
 ) -> None:
-    """Every step is ``lr`` times the solution with its layer's factors."""
+    """Every change is ``lr`` times the solution with its layer's factors."""
     for name, (gradient, step) in found.items():
         A, B = (X.to(torch.float64) for X in factors[name])
         assert_close(step.double(), lr * solve(B, A, gradient.double(), damping), tolerance, name)
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-9, what: str = "") -> None:
-    """Relative to the largest entry of ``expected``: entries that cancel to zero are not judged by their own size."""
+    """Compare relative to the largest entry of ``expected``, because small entries may result from cancellation."""
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     expected = expected.to(actual.dtype)
     scale = float(expected.abs().max()) or 1.0
@@ -144,20 +137,20 @@ def assert_factors(
 
 
 def assert_same_factors(opt: KFAC, model: nn.Module, held: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """The optimizer holds, bit for bit, what it held before."""
+    """The factors of the optimizer are bitwise equal to these."""
     for name, factors in held.items():
         for now, before in zip(held_factors(opt, model, name), factors, strict=True):
             assert torch.equal(now, before), name
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """An independent copy; to be made before an optimizer hooks the model."""
+    """An independent copy; make it before an optimizer registers hooks on the model."""
     return copy.deepcopy(model)
 
 
 @contextmanager
 def seeded(seed: int = 0) -> Iterator[torch.Generator]:
-    """Seed the global generator (layer initialisation) and hand out one of its own for data."""
+    """Seed the global generator (for the initialization of layers), and return a separate generator for data."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield torch.Generator().manual_seed(seed + 1)

@@ -1,4 +1,4 @@
-"""Programs under ``torchrun``: started with a time limit, and nothing of them left afterwards."""
+"""Programs under ``torchrun``, with a time limit, after which none of their processes is left."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ _MARK = "SECONDORDER_TEST_RUN"
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that no process listens on now."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
@@ -26,21 +26,21 @@ def launch(
     """Run a command that starts processes of its own.
 
     Args:
-        command: Its words.
-        folder: Where it runs.
-        timeout: Seconds.
-        env: Variables beside those of this process.
+        command: The words of the command.
+        folder: Working directory.
+        timeout: Time limit in seconds.
+        env: Environment variables in addition to those of this process.
 
     Returns:
-        What it printed, standard error too, and its status.
+        The standard output and error, and the status.
 
     Raises:
-        AssertionError: If it did not end in time; what it printed until then is in the text.
+        AssertionError: If the command did not end in time; the message contains its output.
     """
-    mark = uuid.uuid4().hex  # torchrun starts ranks in sessions of their own: only a variable tells whose they are
+    mark = uuid.uuid4().hex  # identifies the ranks, because torchrun starts each of them in a session of its own
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC_", "SLURM_"))}
     paths = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    # Or ranks that start again may find the addresses of those that died.
+    # Otherwise, restarted ranks may find the addresses of those that died.
     paths["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     log = folder / f"log-{mark}.txt"
     with log.open("w+", encoding="utf-8") as output:
@@ -65,12 +65,12 @@ def launch(
 
 
 def torchrun(*words: str) -> list[str]:
-    """The words of a ``torchrun`` of this Python."""
+    """The command line of ``torchrun`` with this Python interpreter."""
     return [sys.executable, "-m", "torch.distributed.run", *words]
 
 
 def restarting(*words: str, world: int = 2) -> list[str]:
-    """The words of a ``torchrun`` that starts all ranks again, once, after one of them has died."""
+    """The command line of a ``torchrun`` that restarts all ranks once, after one of them has died."""
     ranks = ("--nproc-per-node", str(world), "--max-restarts", "1", "--monitor-interval", "0.2")
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
     return torchrun(*ranks, *rendezvous, *words)

@@ -1,8 +1,8 @@
-"""Layers of every kind in small networks that are written twice: with torch's modules, and by hand over a tape.
+"""Small networks with every type of layer, each written twice: with torch's modules, and by hand on a tape.
 
-``CASES`` is for the tests of every method: build a network with :meth:`LayerCase.model`, train it on
-:meth:`LayerCase.data`, and compare with :meth:`LayerCase.rows` or :meth:`LayerCase.factors`, which know the network
-only by its :class:`~tests.support.oracles.layers.Tape`. A block is named as the optimizers name it.
+Tests of every method use ``CASES``: build a network with :meth:`LayerCase.model`, train it on :meth:`LayerCase.data`,
+and compare with :meth:`LayerCase.rows` or :meth:`LayerCase.factors`, which only use the network's
+:class:`~tests.support.oracles.layers.Tape`. Blocks have the same names as in the optimizers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,30 +41,30 @@ Matrix = Callable[[nn.Parameter], Tensor]
 
 @dataclass(frozen=True)
 class LayerCase:
-    """A network of one kind of layer, and what is special about it."""
+    """A network with one type of layer, and its special properties."""
 
     network: Callable[[], nn.Module]
-    #: The batch, as the definition takes it: examples along the first axis.
+    #: The batch in the form of the definition, with examples along the first axis.
     inputs: Callable[[], tuple]
-    #: Arguments of ``by_hand`` for every example, where they are not the rows of the batch.
+    #: Arguments of ``by_hand`` for every example, if they are not the rows of the batch.
     examples: Callable[[], list[tuple]] | None = None
-    #: Blocks that are several products, and the products that are their groups.
+    #: Blocks that consist of several products, and the products that are their groups.
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: Lookup tables: A is a diagonal, and the weight lies transposed, as ``[V, D]``.
+    #: Names of lookup tables, whose A is diagonal and whose weight is transposed, as ``[V, D]``.
     tables: frozenset[str] = frozenset()
-    #: Time comes before the examples in the batch that the model is given.
+    #: Whether time comes before the examples in the batch of the model.
     positions_first: bool = False
-    #: ``secondorder.nn.expose`` makes the weights visible.
+    #: Whether the model needs ``secondorder.nn.expose``.
     exposed: bool = False
-    #: A layer has several rows per example, so that "expand" and "reduce" differ.
+    #: Whether a layer has several rows per example, so that "expand" and "reduce" differ.
     positions: bool = True
-    #: Nothing tells which rows are whose, so that there is no "reduce".
+    #: Whether the example of a row is unknown, so that "reduce" is not available.
     expand_only: bool = False
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What an optimizer has to be told."""
+        """Keywords that an optimizer needs for this network."""
         return {"batch_dim": 1} if self.positions_first else {}
 
     def model(self) -> nn.Module:
@@ -72,7 +72,7 @@ class LayerCase:
         return seeded_build(self.network)
 
     def ready(self, model: nn.Module) -> nn.Module:
-        """The network as an optimizer is given it."""
+        """The network in the form that an optimizer needs."""
         return secondorder.nn.expose(model) if self.exposed else model
 
     def data(self) -> tuple[tuple, Tensor]:
@@ -91,9 +91,9 @@ class LayerCase:
         return singles(*self.inputs()) if self.examples is None else self.examples()
 
     def rows(self, model: nn.Module, number: int | None = None) -> dict[str, list[Rows]]:
-        """Rows of every block by the definition, those of each of its groups; a row is in the order ``[W | b]``.
+        """Rows of each group of every block by the definition, in the order ``[W | b]``.
 
-        Of the first examples only if their number is given.
+        With ``number``, these are the rows of the first examples only.
         """
         targets = labels(self.number, 3).split(1)
         found = rows_by_example(model.by_hand, self.by_hand()[:number], targets[:number], self.loss)
@@ -103,7 +103,7 @@ class LayerCase:
     def factors(
         self, model: nn.Module, approx: str = "expand", number: int | None = None
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """(A, B) of every block; the axis of groups is dropped where there is one."""
+        """(A, B) of every block; the axis of groups is dropped if there is only one group."""
         pairs = {}
         for name, groups in self.rows(model, number).items():
             A, B = (torch.cat(parts) for parts in zip(*(kfac.factors(rows, approx) for rows in groups), strict=True))
@@ -112,14 +112,14 @@ class LayerCase:
         return pairs
 
     def check(self, opt: Any, expected: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """K-FAC holds these factors and no others, and each block is their product."""
+        """K-FAC has exactly these factors, and each block is their product."""
         assert set(opt.blocks) == set(expected)
         assert "fallback" not in opt.describe()
         for block, (A, B) in expected.items():
             check_block(opt, block, (A, B), torch.kron(A, B) if block in self.tables else None)
 
     def matrix(self, model: nn.Module, block: str, read: Matrix = lambda p: p.detach().clone()) -> Tensor:
-        """What is read of a block's trained parameters, as ``[Γ, n_g, n_a]``."""
+        """The values that ``read`` returns for a block's trained parameters, as ``[Γ, n_g, n_a]``."""
         layer, weight, bias = parameters_of(model, block)
         groups = len(self.groups.get(block, ("",)))
         weight, bias = (None if p is None or not p.requires_grad else read(p) for p in (weight, bias))
@@ -136,7 +136,7 @@ class LayerCase:
 
 
 def parameters_of(model: nn.Module, block: str) -> tuple[nn.Module, nn.Parameter | None, nn.Parameter | None]:
-    """The layer of a block, the parameter that multiplies and the one that is added."""
+    """The layer of a block, its weight and its bias."""
     if block in dict(model.named_modules()):
         layer = model.get_submodule(block)
         names = ("kernel", "offset") if isinstance(layer, Gain) else ("weight", "bias")
@@ -151,21 +151,21 @@ def parameters_of(model: nn.Module, block: str) -> tuple[nn.Module, nn.Parameter
 
 
 def linear(tape: Tape | None, name: str, layer: nn.Module, x: Tensor) -> Tensor:
-    """A linear layer, or its product on a tape; the weight of a Conv1D lies transposed."""
+    """A linear layer, or its product on a tape; the weight of a Conv1D is transposed."""
     if tape is None:
         return layer(x)
     return tape.product(name, x, layer.weight.mT if isinstance(layer, Conv1D) else layer.weight, layer.bias)
 
 
 class Network(nn.Module):
-    """A network that is defined by ``by_hand``, which calls the modules of torch where there is no tape."""
+    """A network that is defined by ``by_hand``, which calls torch's modules if there is no tape."""
 
     def forward(self, *inputs: Any) -> Tensor:
         return self.by_hand(None, *inputs)
 
 
 class Linear(Network):
-    """Two linear layers on any leading dimensions, a mean over positions."""
+    """Two linear layers on any leading dimensions, with a mean over positions."""
 
     def __init__(self, bias: bool = True, times: int = 1) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Linear(Network):
 
 
 class Tied(Linear):
-    """The same with a second name for the weight and the bias."""
+    """The same network with a second name for the weight and the bias."""
 
     def __init__(self) -> None:
         super().__init__(times=2)
@@ -195,9 +195,9 @@ def pooled(z: Tensor) -> Tensor:
 
 
 class Conv(Network):
-    """A convolution or a transposed one, a nonlinearity, a pooled head; by hand over patches.
+    """A convolution or transposed convolution with a pooled head; by hand over patches.
 
-    With the options of ``other`` there is a second layer of the same weight and bias.
+    If ``other`` is given, a second layer with these options shares the weight and bias.
     """
 
     def __init__(self, kind: type[nn.Module], *sizes: Any, other: dict | None, **options: Any) -> None:
@@ -216,7 +216,7 @@ class Conv(Network):
 
 
 def convolved(tape: Tape | None, layer: nn.Module, x: Tensor, *output_size: Any) -> Tensor:
-    """The output of a convolution, or of a transposed one; on a tape it has one example, and a product per group."""
+    """The output of a (transposed) convolution; with a tape, of one example, by one product per group."""
     outputs = layer(x, *output_size)
     if tape is None:
         return outputs
@@ -253,7 +253,7 @@ def conv(
 
 
 class Conv1D(nn.Module):
-    """As in the transformers library: ``x @ weight + bias`` on any leading dimensions."""
+    """``x @ weight + bias`` on any leading dimensions, as in the transformers library."""
 
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class Conv1D(nn.Module):
 
 
 class GPT2Attention(Network):
-    """GPT-2's: one product for q, k and v, another after the attention."""
+    """The attention of GPT-2: one product for q, k and v, and another after the attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,13 +278,13 @@ class GPT2Attention(Network):
 
 
 class Pair(Network):
-    """A bilinear layer over two inputs, on any leading dimensions, a mean over positions, a head."""
+    """A bilinear layer of two inputs on any leading dimensions, with a mean over positions and a head."""
 
     def __init__(self, bias: bool = True, keywords: bool = False, second_only: bool = False) -> None:
         super().__init__()
         self.left, self.both, self.head = nn.Linear(3, 3), nn.Bilinear(3, 2, 4, bias=bias), nn.Linear(4, 3)
         self.keywords = keywords
-        if second_only:  # the first input of the bilinear layer then needs no gradient; the rows need both all the same
+        if second_only:  # the first input of the bilinear layer needs no gradient, but the rows need both inputs
             self.left = nn.Linear(2, 2)
 
     def by_hand(self, tape: Tape | None, x: Tensor, y: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ def bilinear(*lead: int, **options: bool) -> LayerCase:
 
 
 class Words(Network):
-    """A table, a nonlinearity, a mean over positions, a head; the table is looked up once or twice."""
+    """A lookup table with a mean over positions and a head; the table is used once or twice."""
 
     def __init__(self, times: int = 1, **options: Any) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ def table(*lead: int, **options: Any) -> LayerCase:
 
 
 class Bags(nn.Module):
-    """A bag per example beside a dense feature, a head."""
+    """A bag per example, times a dense feature, with a head."""
 
     def __init__(self, by_name: bool = False, **options: Any) -> None:
         super().__init__()
@@ -364,14 +364,14 @@ class Bags(nn.Module):
 
 def bag_by_hand(tape: Tape, name: str, bag: nn.EmbeddingBag, indices: list[int], weights: list[float]) -> Tensor:
     kept = [(i, w) for i, w in zip(indices, weights, strict=True) if i != bag.padding_idx]
-    row = torch.zeros(min(len(kept), 1), 7, dtype=torch.float64)  # nothing to look up is no row, as is padding
+    row = torch.zeros(min(len(kept), 1), 7, dtype=torch.float64)  # a bag that is empty or all padding has no row
     for i, w in kept:
         row[0, i] += w / (len(kept) if bag.mode == "mean" else 1)
     return tape.product(name, row, bag.weight.mT).sum(0, keepdim=True)
 
 
 class SharedTables(Network):
-    """Two tables of one weight, of other padding or another mode."""
+    """Two tables that share one weight, with different padding or modes."""
 
     def __init__(self, kind: type[nn.Module], one: dict, other: dict) -> None:
         super().__init__()
@@ -427,7 +427,7 @@ IN_PROJ = {"attn.in_proj": ("attn.q", "attn.k", "attn.v"), "attn.out_proj": ("at
 
 
 def spread(layer: nn.MultiheadAttention) -> nn.MultiheadAttention:
-    """Torch starts the biases at zero, where mistakes with them cannot be seen."""
+    """Initialize the biases at random, because their default of zero would hide errors."""
     for p in (layer.in_proj_bias, layer.out_proj.bias):
         if p is not None:
             nn.init.normal_(p)
@@ -442,7 +442,7 @@ PADDED = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 0, 0], [0, 1, 1]], dtype=torch.
 
 
 class Attends(nn.Module):
-    """Attention of a tanh of the inputs, a mean over positions, a head."""
+    """One or several calls of attention, with a mean over positions and a head."""
 
     def __init__(
         self, cross: bool = False, call: dict | None = None, times: int = 1, padded: bool = False, **options: Any
@@ -458,7 +458,7 @@ class Attends(nn.Module):
         k, v = (k, v) if self.cross else (x, x)
         for _ in range(self.times):
             x = torch.tanh(self.attend(x, k, v))
-        return self.head(x.mean(-2 if self.attn.batch_first else 0))  # one example without a batch axis too
+        return self.head(x.mean(-2 if self.attn.batch_first else 0))  # works without a batch axis, too
 
     def by_hand(self, tape: Tape, x: Tensor, k: Any = None, v: Tensor | None = None) -> Tensor:
         mask = self.call.get("attn_mask")
@@ -497,7 +497,7 @@ CELLS = {"LSTM": nn.LSTMCell, "GRU": nn.GRUCell, "RNN": nn.RNNCell}
 
 
 class Sequences(nn.Module):
-    """A recurrent layer, a nonlinearity, a mean over time, a head; from initial states if they are given."""
+    """A recurrent layer with optional initial states, a mean over time, and a head."""
 
     def __init__(self, kind: str, **options: Any) -> None:
         super().__init__()
@@ -510,7 +510,7 @@ class Sequences(nn.Module):
             start = start.transpose(0, 1).contiguous()
             start = (start, start.square()) if self.kind == "LSTM" else start
         z, _ = self.rnn(x, start)
-        return self.head(torch.tanh(z).mean(-2 if self.rnn.batch_first else 0))  # one sequence without a batch axis too
+        return self.head(torch.tanh(z).mean(-2 if self.rnn.batch_first else 0))  # works without a batch axis, too
 
     def by_hand(self, tape: Tape, x: Tensor, start: Tensor | None = None) -> Tensor:
         states = None if start is None else [(h, h.square()) for h in start.unbind(1)]
@@ -535,7 +535,7 @@ LENGTHS = [3, 1, 4, 2]
 
 
 class Packed(Sequences):
-    """Sequences of different lengths, packed on the way in, or before."""
+    """Sequences of different lengths, which are packed in the model or before."""
 
     def forward(self, x: Any, lengths: Tensor | None = None) -> Tensor:
         if lengths is not None:
@@ -562,7 +562,7 @@ def packed(kind: str, lengths: Sequence[int] = LENGTHS, before: bool = False, **
 
 
 class Stepped(nn.Module):
-    """A cell called once per step."""
+    """A cell that is called once per time step."""
 
     def __init__(self, kind: str, bias: bool = True) -> None:
         super().__init__()
@@ -591,7 +591,7 @@ def cell(kind: str, bias: bool = True) -> LayerCase:
 
 
 class Experts(Network):
-    """Tokens go to the expert that ``route [N, S]`` names; an expert without tokens is left out or sees none."""
+    """Tokens go to the expert in ``route [N, S]``; an expert without tokens is skipped or called on an empty batch."""
 
     def __init__(self, calls_the_idle: bool = False) -> None:
         super().__init__()
@@ -608,7 +608,7 @@ class Experts(Network):
 
 
 class Stacked(nn.Module):
-    """Three experts at once in one weight, ``[N, S, 4]`` to ``[N, S, 3, 2]``."""
+    """Three experts in one weight, ``[N, S, 4]`` to ``[N, S, 3, 2]``."""
 
     def __init__(self, bias: bool = True) -> None:
         super().__init__()
@@ -621,7 +621,7 @@ class Stacked(nn.Module):
 
 
 class StackedAdapter(secondorder.Adapter):
-    """A block per expert; all of them see every token."""
+    """A block per expert, each of which sees every token."""
 
     def __init__(self, module: Stacked, has_weight: bool, has_bias: bool) -> None:
         super().__init__(module, has_weight, has_bias)
@@ -648,7 +648,7 @@ class StackedAdapter(secondorder.Adapter):
 
 
 class Mixture(Network):
-    """Stacked experts, weighted by gates that come with the data."""
+    """Stacked experts, weighted by gates that are part of the data."""
 
     def __init__(self, layer: type[Stacked], bias: bool = True) -> None:
         super().__init__()
@@ -665,14 +665,14 @@ class Mixture(Network):
 
 
 def gates() -> Tensor:
-    """Most of a token's experts are switched off, one of them for all tokens."""
+    """Random gates, many of which are zero; those of one expert are zero for all tokens."""
     on = torch.rand(N, 3, 3, generator=torch.Generator().manual_seed(1)) > 0.5
     on[..., 1] = False
     return on * noise(N, 3, 3, seed=4)
 
 
 class Gain(nn.Module):
-    """``gain · (kernelᵀ x) + offset``, whose parameters have names of their own."""
+    """``gain · (kernelᵀ x) + offset``, with unusual names of the parameters."""
 
     gain = 3.0
 
@@ -693,7 +693,7 @@ def by_example(x: Tensor, examples: int) -> Tensor:
 
 
 class GainAdapter(secondorder.Adapter):
-    """Rows are the scaled inputs; the kernel lies transposed."""
+    """Rows are the scaled inputs; the kernel is transposed."""
 
     weight_name, bias_name = "kernel", "offset"
 
@@ -727,7 +727,7 @@ class GainAdapter(secondorder.Adapter):
 
 
 class Own(Network):
-    """A layer of one's own, a mean over positions, a head."""
+    """A layer with a registered adapter, a mean over positions, and a head."""
 
     def __init__(self, kind: type[Gain], offset: bool = True) -> None:
         super().__init__()
@@ -742,7 +742,7 @@ class Own(Network):
 
 
 def registered(base: type[nn.Module], adapter: type[secondorder.Adapter]) -> type[nn.Module]:
-    """A type of its own, with its adapter."""
+    """Register an adapter for a new subclass, and return the subclass."""
     kind = type("Registered" + base.__name__, (base,), {})
     secondorder.register_layer(kind, adapter)
     return kind
@@ -789,7 +789,7 @@ CONVOLUTIONS = {
     "conv3d": conv(nn.Conv3d, (2, 3, 2), {"stride": (1, 2, 1)}, (3, 4, 2)),
 }
 
-SHARED = {  # layers of one weight
+SHARED = {  # two layers with one weight
     "shared-stride": conv(nn.Conv1d, (2, 3, 3), {}, (7,), other={"stride": 2}),
     "shared-padding": conv(nn.Conv1d, (2, 3, 3), {"padding": "same"}, (5,), other={"padding": "valid"}),
     "shared-circular": conv(
@@ -822,7 +822,7 @@ SHARED = {  # layers of one weight
     ),
 }  # fmt: skip
 
-TRANSPOSED = {  # every option is in `test_layer_types.py`
+TRANSPOSED = {  # `test_layer_types.py` tests every option
     "transposed-1d-stride": conv(TRANSPOSED_1D, (2, 3, 3), {"stride": 2}, (4,)),
     "transposed-1d-groups": conv(TRANSPOSED_1D, (4, 6, 3), {"groups": 2, "stride": 2}, (3,)),
     "transposed-1d-no-bias": conv(TRANSPOSED_1D, (2, 3, 3), {"bias": False, "padding": 2}, (4,)),
@@ -914,9 +914,9 @@ EXPERTS = {
     "registered-no-offset": own(False),
 }
 
-#: Every kind of layer that has products for rows.
+#: Every type of layer whose rows are products.
 CASES = {**LINEAR, **CONVOLUTIONS, **SHARED, **TRANSPOSED, **TABLES, **BAGS, **ATTENTION, **RECURRENCE, **EXPERTS}
-#: One of each kind, with whatever makes it hard.
+#: One difficult case of each type.
 ONE_OF_EACH = (
     "linear-tied", "bilinear-tokens", "conv2d-groups", "conv1d-circular", "transposed-1d-groups",
     "transposed-2d-stride", "transposed-3d", "shared-2d", "shared-transposed",

@@ -1,9 +1,8 @@
-"""The methods under contract: a new one joins by adding one entry to `METHODS`.
+"""The methods of the contract tests: to test a new one, add an entry to `METHODS`.
 
-A test that needs a keyword which not every method has says so with `@pytest.mark.option("keyword", ...)`: `skip_layers`
-is what layer methods have, which estimate the curvature of layers and need the module: with factors those that have
-`factor_update_steps`, with rows of examples those that have `update_steps`. `window_size` is what window methods have,
-which see gradients alone and cover every parameter.
+A test that needs a keyword which not every method has is marked `@pytest.mark.option("keyword", ...)`. All layer
+methods, which need the module, have `skip_layers`: those with factors have `factor_update_steps`, and those with rows
+of examples have `update_steps`. Window methods, which cover every parameter, have `window_size`.
 """
 
 import inspect
@@ -42,24 +41,24 @@ Units = Callable[[nn.Module], dict[str, list[str]]]
 
 @dataclass(frozen=True)
 class Variant:
-    """A choice that changes what the state of a block holds.
+    """Options that change the state of a block.
 
     Args:
-        name: In the ids of the tests.
-        keywords: What makes the choice.
-        owner_state: State keys of the parameter that owns a block, beyond those that every parameter has.
-        sizes: By kind of `memory_usage()`: the numbers of bytes that are right for a model of some dtype.
-        lacking: State keys that the owner of a block has no use for, by the layer of the block.
+        name: Name in the ids of the tests.
+        keywords: The options.
+        owner_state: State keys of the parameter that owns a block, in addition to those of every parameter.
+        sizes: The correct numbers of bytes for a model and a dtype, by kind of `memory_usage()`.
+        lacking: State keys that the owner of a block does not have, by the layer of the block.
         own_state: State keys of a covered parameter, whether it owns a block or not.
-        dtypes: By state key: the dtype that it has, from that of the computation.
-        units: Names of the parameters that share one block, the owner first; by a name of the block.
-        heavy_ball: Whether momentum runs over directions (and not over gradients).
-        lingers: Whether a gradient of zero may move a parameter: by what earlier gradients left unsent, or by momentum
-            over gradients.
-        excludes: Keywords that the choice leaves no room for.
-        narrow: Whether the choice is one of arithmetic, the same for every kind of layer: one task is enough for it.
-        first_state: State keys of the very first parameter, of what the choice remembers for all blocks.
-        lazy: Whether the sizes of the state are those of the first batch, and not known at construction.
+        dtypes: The dtype of each state key, given the dtype of the computation.
+        units: Names of the parameters that share one block, with the owner first, by a name of the block.
+        heavy_ball: Whether momentum averages directions (and not gradients).
+        lingers: Whether a parameter with a gradient of zero may move, due to error feedback or to momentum over
+            gradients.
+        excludes: Keywords that cannot be combined with the options.
+        narrow: Whether one task is enough, because the computation is the same for every type of layer.
+        first_state: State keys of the very first parameter, which are shared by all blocks.
+        lazy: Whether the first batch determines the sizes of the state, which are unknown at construction.
     """
 
     name: str
@@ -84,25 +83,25 @@ class Variant:
 
 @dataclass(frozen=True)
 class Method:
-    """One optimizer class, with settings under which a handful of steps goes through every stage.
+    """One optimizer class, with settings under which a few steps go through every stage.
 
     Args:
-        name: In the ids of the tests.
+        name: Name in the ids of the tests.
         cls: The class.
         keywords: The settings.
-        variants: The first one is what the settings alone make.
-        landmark: A state key of the first and the fourth parameter of the `Mlp`, without which nothing can be loaded.
-        damping: Keyword of what keeps the curvature away from zero: a huge one turns the direction into ∇ over itself.
+        variants: Further options; the first variant has the same effect as the settings alone.
+        landmark: A state key of the first and the fourth parameter of the `Mlp` that loading requires.
+        damping: Keyword of the damping: with a huge value, the direction is ∇ divided by it.
         layerwise: Whether blocks are layers, which needs the module; otherwise every parameter is covered.
         eager: Settings under which every step updates the estimate.
-        apart: Settings under which every group has blocks of its own, so that its options may differ.
+        apart: Settings under which every group has separate blocks, so that its options may differ.
         partial: Kinds of checkpoints that leave curvature out.
         leave_out: Settings that leave some parameters of every task to the fallback: see `left_out`.
-        foreign: Values of keywords that other methods know and this one does not.
+        foreign: Values of keywords that other methods support and this one does not.
         capture_keyword: Keyword of a layer method for the steps between two updates of the estimate.
-        refresh_keyword: The same between two refreshes; 0 switches preconditioning off.
-        pending: Numbers that a step holds of a model before it is taken, at the least.
-        steep: Settings for losses of a size of 100, whose per-example gradients are as much larger.
+        refresh_keyword: Keyword for the steps between two refreshes; 0 switches preconditioning off.
+        pending: The smallest number of entries that a step stores before it is taken, given the model.
+        steep: Settings for losses of about 100, whose per-example gradients are larger by the same factor.
     """
 
     name: str
@@ -127,17 +126,17 @@ class Method:
 
     @property
     def family(self) -> str:
-        """What the method keeps; methods of a family share most of their code."""
+        """The kind of state; methods of a family share most of their code."""
         if not self.layerwise:
             return "window"
         return "factors" if self.accepts("factor_update_steps") else "rows"
 
     def knows(self, rule: Mapping[str, Any]) -> bool:
-        """Whether there are such keywords, with values of the same meaning."""
+        """Whether the method has these keywords, and supports their values."""
         return self.accepts(*rule) and not any(value in self.foreign.get(key, ()) for key, value in rule.items())
 
     def build(self, model: nn.Module, params: Any = None, **keywords: Any) -> Any:
-        """The optimizer of a model: from the module itself, or from `params` with `module=` where it needs one."""
+        """The optimizer of a model: from the module itself, or from `params`, with `module=` if it needs one."""
         merged = {**self.keywords, **keywords}
         if params is None:
             return built(self.cls, model, **merged)
@@ -146,20 +145,20 @@ class Method:
     def start(
         self, task: Task, steps: int = 0, *, params: Callable[[nn.Module], Any] | None = None, **keywords: Any
     ) -> tuple[Any, Any]:
-        """A model of a task and its optimizer, built from what `params` makes of the model, after some steps."""
+        """A model of a task and its optimizer, which gets `params(model)` if `params` is given, after some steps."""
         model = task.model()
         optimizer = self.build(model, params and params(model), **keywords)
         train(model, optimizer, task, steps)
         return model, optimizer
 
     def trained(self, task: Task, steps: int = 5, **keywords: Any) -> dict[str, Tensor]:
-        """The parameters after some steps; keywords as of `start`."""
+        """The parameters after some steps, with the keywords of `start`."""
         return values(self.start(task, steps, **keywords)[0])
 
     def moves(
         self, task: Task, steps: int, *, between: Callable[[Any], Any] | None = None, **keywords: Any
     ) -> list[dict[str, Tensor]]:
-        """What each step adds to the parameters, taken from where they began, of an optimizer as of `start`.
+        """The change of each step, taken from the initial parameters, with the keywords of `start`.
 
         `between` is called with the optimizer after each step.
         """
@@ -167,15 +166,15 @@ class Method:
         return list(displacements(model, optimizer, task, steps, between and partial(between, optimizer)))
 
     def bare_moves(self, task: Task, steps: int, *, params: Any = None, between: Any = None, **keywords: Any) -> Any:
-        """The same under the keywords of `bare`, which `keywords` change."""
+        """The same with the keywords of `bare`, which `keywords` override."""
         return self.moves(task, steps, params=params, between=between, **self.bare(**keywords))
 
     def every(self, steps: int, capture: int | None = None) -> dict[str, Any]:
-        """Keywords of a layer method for so many steps between refreshes, and `capture` between updates."""
+        """Keywords of a layer method for a refresh after `steps` steps, and an update after `capture` steps."""
         return {self.capture_keyword: capture or max(steps, 1), self.refresh_keyword: steps}
 
     def bare(self, **keywords: Any) -> dict[str, Any]:
-        """Keywords under which a step subtracts `lr` times the preconditioned gradient and nothing else happens."""
+        """Keywords under which a step does nothing but subtract `lr` times the preconditioned gradient."""
         plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "kl_clip": None}
         return {key: value for key, value in plain.items() if self.accepts(key)} | keywords
 
@@ -185,7 +184,7 @@ class Method:
         return {name for own in covered_layers(model).values() for name in own} if self.layerwise else names
 
     def left_out(self, model: nn.Module) -> list[str]:
-        """Names of the parameters that take the fallback under `leave_out`, in their order."""
+        """Names of the parameters that use the fallback under `leave_out`, in order."""
         covered = self.covered(model)
         names = [name for name, _ in model.named_parameters()]
         return [name for name in names if (name not in covered if self.layerwise else name.endswith("bias"))]
@@ -226,13 +225,13 @@ def _layer_variant(
     """A variant of a layer method.
 
     Args:
-        name: In the ids of the tests.
-        keywords: What makes the choice.
+        name: Name in the ids of the tests.
+        keywords: The options.
         state: State keys of the parameter that owns a block.
-        sizes: By kind of `memory_usage()`: the numbers of bytes.
-        over_gradients: Whether momentum runs over the gradients of blocks, instead of their directions.
+        sizes: The numbers of bytes by kind of `memory_usage()`.
+        over_gradients: Whether momentum averages the gradients of blocks, instead of their directions.
         narrow: Whether one task is enough.
-        own_size: Whether steps have a size that the clip leaves alone.
+        own_size: Whether the method fixes the size of steps, so that `kl_clip` does not apply.
     """
     own = {"gradient_momentum", "gradient_updates"} if over_gradients else set()
 
@@ -258,13 +257,13 @@ def _layer_variant(
 
 
 def _lacking(layer: nn.Module) -> set[str]:
-    """The eigenvectors of a diagonal factor are those of the identity."""
+    """A diagonal factor needs no eigenvectors."""
     return {"basis_a"} if isinstance(layer, nn.Embedding) else set()
 
 
 # ---------------------------------------------------------------------------------- Layer methods with rows of examples
 
-_EXAMPLES = 6  # of the largest batch of all tasks; the rows of a smaller one are filled up with zeros
+_EXAMPLES = 6  # of the largest batch of all tasks; smaller batches are padded with rows of zeros
 _COMMON = frozenset({"factor_updates", "refreshes"})
 _ROWS_ALONE = frozenset({"rows_a", "rows_g", "kernel", "interpolated"})
 _INSTEAD = (_EIGEN | {"rows_instead", "positions_instead"}) - _COMMON
@@ -282,12 +281,12 @@ def _row_variant(
     """A variant of a method with rows.
 
     Args:
-        name: In the ids of the tests.
-        keywords: What makes the choice.
-        rows: R, of every block.
+        name: Name in the ids of the tests.
+        keywords: The options.
+        rows: R of every block.
         first_state: State keys of the very first parameter.
         narrow: Whether one task is enough.
-        **kept: What else decides how much is kept.
+        **kept: Further arguments of `Kept`.
     """
     what = Kept(rows, **kept)
     state = _COMMON | _ROWS_ALONE | {"kernel_damping"} | (_INSTEAD if what.substitutes else frozenset())
@@ -317,7 +316,7 @@ def _row_variant(
 
 # ------------------------------------------------------------------------------------------------------- Window methods
 
-_ROWS = 4  # of every window here: a handful of steps goes around the ring
+_ROWS = 4  # of every window, so that a few steps fill the ring
 
 
 def _window_variant(
@@ -332,8 +331,8 @@ def _window_variant(
     """A variant of a window method.
 
     Args:
-        name: In the ids of the tests.
-        keywords: What makes the choice.
+        name: Name in the ids of the tests.
+        keywords: The options.
         storage: How rows are stored.
         units: Names of the parameters that share one window.
         over_gradients: Whether there is momentum over gradients.
@@ -362,7 +361,7 @@ _WINDOWED: dict[str, Any] = {
     "leave_out": {"skip_biases": True},
     "foreign": {"momentum_mode": ("post",)},
 }
-# blocks of 8, so that the tiny parameters have full blocks, short ones, or both
+# blocks of 8, so that the tiny parameters have full blocks, short blocks, or both
 _FEW, _FEWER = TopK(density=0.3, block_size=8), TopK(density=0.2, block_size=8)
 
 METHODS = (
@@ -395,7 +394,7 @@ METHODS = (
             _layer_variant("running", {"estimator": "running"}, _SCALED, _EKFAC, narrow=True),
             _layer_variant(
                 "pre",
-                # ε far above rounding, which it would amplify as Adam's does
+                # ε far above rounding errors, which a small ε amplifies, as in Adam
                 {"estimator": "running", "momentum_mode": "pre", "power": 0.5, "fallback_eps": 1e-3},
                 _SCALED,
                 _EKFAC,
@@ -446,7 +445,7 @@ METHODS = (
                 first_state=frozenset({"switch_state"}),
             ),
             _row_variant("kfac", {"kfac_when_cheaper": True, "rank_fraction": 0.8}, 5, substitutes=True),
-            # of so few rows that every batch has as many
+            # so few rows that every batch has enough examples
             _row_variant("lazy", {"approx": "expand", "batch_size": None, "max_rank": 2}, 2, at_once=False),
         ),
         landmark="rows_g",
@@ -454,7 +453,7 @@ METHODS = (
         partial=("none",),
         foreign={
             "weight_decay_mode": ("legacy", "both"),
-            "fisher": ("forward_only", "exact"),  # the latter for losses of one output only
+            "fisher": ("forward_only", "exact"),  # "exact" needs a loss with a single output
         },
         capture_keyword="update_steps",
         refresh_keyword="update_steps",

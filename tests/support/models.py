@@ -7,7 +7,7 @@ from tests.support.kfac import labels, noise
 
 
 def seeded_build(build, seed: int = 0) -> nn.Module:
-    """Build with a fixed initialisation, leaving the global generator alone."""
+    """Build with a fixed initialization, without a change of the global generator."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return build().double()
@@ -26,7 +26,7 @@ def mlp(widths: tuple[int, ...] = (4, 5, 3), bias: bool = True, activation=nn.Ta
 
 
 class ConvNet(nn.Module):
-    """Two convolutions, a pooled read-out, one linear layer."""
+    """Two convolutions, a mean over positions, and a linear layer."""
 
     def __init__(self, activation: nn.Module | None = None, **conv) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def images(n: int = 5, channels: int = 2, size: tuple[int, int] = (6, 5), classe
 
 
 class Tokens(nn.Module):
-    """A token model: per-position logits from shared linear layers; ``read`` turns them into the loss' outputs."""
+    """Logits of each token from linear layers; ``read`` is "positions" for all of them, or "mean" for their mean."""
 
     def __init__(self, read: str = "positions", bias: bool = True, d: int = 3, hidden: int = 4) -> None:
         super().__init__()
@@ -66,4 +66,4 @@ class Tokens(nn.Module):
         z = self.outer(torch.tanh(self.inner(x)))
         if self.read == "mean":
             return z.flatten(1, -2).mean(1)
-        return z.movedim(-1, 1)  # classes first, as torch's cross entropy wants them
+        return z.movedim(-1, 1)  # torch's cross entropy expects classes on axis 1

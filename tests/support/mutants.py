@@ -1,8 +1,8 @@
 """Faults of one line, which `tests.support.mutations` puts into copies of the package: some test must catch each.
 
-A fault is one that a person could make: a sign, a factor, a dropped term, a wrong transpose, an interval that is off by
-one, a copy that is skipped. Where a line of the package changes, its row here follows; a row that a test no longer
-catches says what the tests have lost.
+The faults are typical mistakes: a sign, a factor, a dropped term, a wrong transpose, an interval that is off by one, a
+copy that is skipped. When a line of the package changes, update its row here. A row that no test catches any longer
+shows what the tests have lost.
 """
 
 from typing import NamedTuple
@@ -14,9 +14,9 @@ class Mutation(NamedTuple):
     Attributes:
         name: Its name.
         file: The file, below `secondorder/`.
-        old: A part of a line, which the file has once.
-        new: What stands there instead.
-        tests: Arguments of pytest that select the tests that are likely to catch it, tried one after the other.
+        old: A part of a line that occurs once in the file.
+        new: Its replacement.
+        tests: Arguments of pytest that select the tests that are likely to catch it, in the order of trial.
     """
 
     name: str
@@ -156,7 +156,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # ---------------------------------------------------------------- what ranks exchange
     Mutation(
-        "statistics-that-nobody-captured-travel", "parallel/exchange.py",
+        "statistics-that-no-rank-captured-are-sent", "parallel/exchange.py",
         "sends = self.comm.captures(block.index) or self.comm.sources(block.index) > 1", "sends = True",
         ("tests/unit", "tests/curvature"),
     ),
@@ -213,7 +213,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         'found["momentum_weight"] = self.outside.weight', "pass", ("tests/window -k checkpoint", *WINDOW),
     ),
     Mutation(
-        "refreshes-begin-anew-after-loading", "preconditioners/layer_checkpoint.py",
+        "refreshes-restart-after-loading", "preconditioners/layer_checkpoint.py",
         'block.state["refreshes"] = refreshes[block] if good else 0', 'block.state["refreshes"] = 0',
         ("tests/checkpoint -k resume", "tests/checkpoint"),
     ),

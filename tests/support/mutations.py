@@ -2,9 +2,9 @@
 
     python -m tests.support.mutations                     all of them, by the tests that are likely to catch each
     python -m tests.support.mutations --only 'kl-clip*'   some of them
-    python -m tests.support.mutations --whole             one that survives those has to survive the default run, too
+    python -m tests.support.mutations --whole             also run the default tests on faults that survive
 
-A copy has the tracked files alone. A test counts as a catch only if it passes without the fault.
+A copy contains only the tracked files. A test counts as a catch only if it passes without the fault.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _FAILED, _NONE_SELECTED, _TIMED_OUT = 1, 5, -1
 
 
 class Result(NamedTuple):
-    """What became of a mutation: the test that caught it, "" if none did, and what went wrong with the attempt."""
+    """The outcome of a mutation: the test that caught it ("" if none did), or the error that prevented a verdict."""
 
     mutation: Mutation
     caught_by: str
@@ -90,7 +90,7 @@ class Copy:
         )  # fmt: skip
         try:
             output, _ = process.communicate(timeout=limit)
-        except BaseException:  # with the ranks that tests have started, which hold the other end of the pipe
+        except BaseException:  # kill the whole session: ranks that the tests have started keep the pipe open
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
@@ -117,11 +117,11 @@ class Copy:
 
     def _write(self, file: Path, text: str) -> None:
         file.write_text(text)
-        # The compiled file is told apart by size and whole seconds, of which a mutation may change neither.
+        # Python compares a compiled file by size and whole seconds, and a mutation may change neither.
         Path(cache_from_source(str(file))).unlink(missing_ok=True)
 
     def judge(self, mutation: Mutation, whole: bool) -> Result:
-        """Run the likely tests of a mutation, then the whole default run if it is asked for."""
+        """Run the likely tests of a mutation, and then all default tests if ``whole`` is true."""
         started, ran = time.monotonic(), False
         tries = [(shlex.split(arguments), LIMIT) for arguments in mutation.tests] + [([], WHOLE_LIMIT)] * whole
         for arguments, limit in tries:
@@ -138,9 +138,9 @@ class Copy:
 
 
 def judge_all(chosen: Sequence[Mutation], jobs: int, whole: bool) -> Iterator[Result]:
-    """Yield the results of mutations in their order, judged by so many processes at a time.
+    """Yield the results of mutations in their order, judged by ``jobs`` processes at a time.
 
-    Those whose test fails without the fault, too, come again at the end, as errors.
+    A mutation whose test also fails without the fault is yielded again at the end, as an error.
     """
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPoolExecutor(jobs) as pool:
         copies: SimpleQueue[Copy] = SimpleQueue()
@@ -171,12 +171,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m tests.support.mutations", description=summary)
     parser.add_argument("--only", metavar="PATTERN", default="*", help="names of mutations, or a part of them")
-    parser.add_argument("--whole", action="store_true", help="try the whole default run on those that survive")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutations that are tested at a time")
-    parser.add_argument("--list", action="store_true", help="show the mutations alone")
+    parser.add_argument("--whole", action="store_true", help="run all default tests on mutations that survive")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of mutations to test at a time")
+    parser.add_argument("--list", action="store_true", help="only list the mutations")
     given = parser.parse_args(arguments)
     chosen = [m for m in MUTATIONS if fnmatch(m.name, f"*{given.only}*")]
-    for m in chosen:  # before minutes are spent
+    for m in chosen:  # fail early if a row is out of date
         mutated((ROOT / "secondorder" / m.file).read_text(), m)
     if given.list:
         for m in chosen:

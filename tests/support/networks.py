@@ -1,4 +1,4 @@
-"""Networks of one kind of layer each, for tests of every method that captures layers."""
+"""Networks with one type of layer each, for tests of every method that captures layers."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ def squares(output, target):
 
 
 class Flattened(nn.Module):
-    """Moves the tokens into the batch axis for its layers."""
+    """Moves the tokens into the batch axis before its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Flattened(nn.Module):
 
 
 class Sequence(nn.Module):
-    """Time on the first axis inside; ``first``: of its input too."""
+    """Layers see time on the first axis; ``first`` means that the input has it there, too."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Sequence(nn.Module):
 
 
 class Mixing(nn.Module):
-    """Outputs ``[N, S, 3]`` of each token, of which each depends on all tokens of its example."""
+    """Outputs ``[N, S, 3]`` per token; with ``mixes``, they also depend on other tokens of the example."""
 
     def __init__(self, mixes: bool = True) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class TwoHeads(nn.Module):
 
 
 class Rescaled(nn.Module):
-    """``scale`` inflates what the first layer sees and deflates what it says: gradients stay, squares overflow."""
+    """``scale`` multiplies the first layer's inputs and divides its outputs: gradients stay, but squares overflow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,16 +72,12 @@ class Rescaled(nn.Module):
 
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-
-
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
-
-
 SIZES = {1: (7,), 2: (5, 4), 3: (3, 4, 3)}
 
 
 class Repeated(nn.Module):
-    """One layer several times, under one name or under two."""
+    """One layer that is called several times, under one name or under two."""
 
     def __init__(self, tied: bool, times: int = 2) -> None:
         super().__init__()
@@ -102,7 +98,7 @@ class Repeated(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """A layer that takes part in some forwards only."""
+    """A layer that takes part in some forward passes only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +171,7 @@ class Around(nn.Module):
     def forward(self, x):
         z = self.act(self.conv(x))
         if self.odd:
-            z = z.transpose(2, 3)  # no copy
+            z = z.transpose(2, 3)  # without a copy
             z = z.flatten(2).transpose(1, 2).expand(-1, -1, -1)
         else:
             z = z.transpose(2, 3).flatten(2).transpose(1, 2).contiguous()

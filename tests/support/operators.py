@@ -1,4 +1,4 @@
-"""Which operators run inside a ``with`` block, and the memory of the tensors that they make."""
+"""Records the operators inside a ``with`` block, and the memory of the tensors that they create."""
 
 from typing import Any
 
@@ -7,21 +7,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-#: Parts of the names of operators whose result the host waits for.
+#: Parts of the names of operators for whose result the host waits.
 WAITING = ("_local_scalar_dense", "equal.default", "nonzero", "masked_select", "bincount")
 
 
 class Operators(TorchDispatchMode):
-    """Notes every operator that reaches the dispatcher, also during backward.
+    """Records every operator that reaches the dispatcher, also during backward.
 
     Args:
         *known: Tensors whose memory is not counted as new.
 
     Attributes:
-        names: Of the operators, in order, such as "aten.mm.default".
-        storages: Bytes of what they made, by address.
-        nbytes: Bytes of the largest of these.
-        numel: Elements of the largest of these.
+        names: Names of the operators in order, such as "aten.mm.default".
+        storages: Bytes of the new storages, by address.
+        nbytes: Bytes of the largest new storage.
+        numel: Number of elements of the largest new storage.
     """
 
     def __init__(self, *known: Tensor) -> None:
@@ -33,7 +33,7 @@ class Operators(TorchDispatchMode):
 
     @property
     def waits(self) -> list[str]:
-        """Names of those whose result the host waits for."""
+        """Names of the operators for whose result the host waits."""
         return [name for name in self.names if any(part in name for part in WAITING)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,8 +1,8 @@
 """Compares the text that a program printed with the text that a page shows.
 
-Words have to agree, and whole numbers. Numbers with a fraction or an exponent agree up to rounding that differs between
-machines. A time, a number before ``ms`` or ``s``, agrees with any other time. ``...`` on the page stands for any text.
-Spaces count only as separators, because a number that is a digit longer moves what follows.
+Words and whole numbers must be equal. Numbers with a fraction or an exponent must agree up to rounding, which differs
+between machines. A time, which is a number before ``ms`` or ``s``, matches any other time. ``...`` on the page matches
+any text. Spaces only count as separators, because a number that is a digit longer moves the text that follows.
 """
 
 import math
@@ -36,7 +36,7 @@ def _agree(shown: tuple[str, str], printed: tuple[str, str], tolerance: float) -
     if not re.search(r"[.e]", text + printed[1]):
         return False
     one, other = (float(number.replace(",", "")) for number in (text, printed[1]))
-    # A unit of the last digit that the page shows: rounding may go either way.
+    # One unit of the last digit on the page, because rounding may go either way.
     digits = len(re.sub(r"e.*", "", text).partition(".")[2])
     unit = 10.0 ** (int(text.partition("e")[2] or 0) - digits)
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=1.01 * unit)
@@ -48,7 +48,7 @@ def difference(shown: str, printed: str, tolerance: float = 1e-2) -> str | None:
     Args:
         shown: The text of the page.
         printed: The text of the program.
-        tolerance: By how much numbers that are not whole may differ, relative to the larger one.
+        tolerance: Relative tolerance of numbers that are not whole.
     """
     parts: list[list[tuple[str, str]]] = [[]]
     for token in _tokens(shown):
@@ -70,7 +70,7 @@ def difference(shown: str, printed: str, tolerance: float = 1e-2) -> str | None:
                 break
         else:
             words = " ".join(text for _, text in part)
-            return f"the page shows\n{words}\nand printed is\n{' '.join(text for _, text in found[place:])}"
+            return f"the page shows\n{words}\nbut the program printed\n{' '.join(text for _, text in found[place:])}"
     if place != len(found) and parts[-1]:
         return f"the page does not show {' '.join(text for _, text in found[place:])!r}"
     if not parts[-1] and len(parts) == 1 and found:

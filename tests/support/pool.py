@@ -1,9 +1,9 @@
 """Worker processes that run one function as the ranks of a process group, call after call.
 
 Importing torch takes seconds, a fresh process group milliseconds. So processes are forked from one that has imported
-it, the first time that a test asks for them, and live as long as pytest does; every call makes its own default group
-and leaves it. Under xdist each of its workers has a pool of its own, which grows to the largest world that was asked
-for: nothing has to be grouped on one of them.
+torch, the first time that a test needs them, and live as long as pytest does. Every call creates and destroys its own
+default group. Each xdist worker has its own pool, which grows to the largest world that its tests use, so tests need
+not be grouped on one worker.
 
 ::
 
@@ -15,7 +15,7 @@ for: nothing has to be grouped on one of them.
     def test_sum(pool: Pool) -> None:
         assert pool.run(sum_of_ranks, 1.0, world=3) == [6.0, 6.0, 6.0]
 
-A test whose ranks can judge by themselves what they see is one function::
+If the ranks themselves can check the results, the test is one function::
 
     @on_every_rank(3)
     def test_sum(rank: int, world: int) -> None:
@@ -50,14 +50,14 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
-# What every rank needs, imported once by the process that ranks are forked from. DDP needs the last one.
+# Modules that every rank needs, imported once by the process that ranks are forked from. DDP needs the last one.
 PRELOADED = ["torch", "torch.distributed", "torch.nn.parallel", "secondorder", "torch._dynamo"]
 START_SECONDS = 180  # to import torch, on a machine that is busy
 GRACE_SECONDS = 15  # for the other ranks, once one has failed
 
 
 class Failure(NamedTuple):
-    """What a rank raised; of type ``"Died"``, with the exit code, where its process ended instead."""
+    """The error that a rank raised, or type ``"Died"`` and the exit code if its process ended instead."""
 
     type: str
     message: str
@@ -65,15 +65,15 @@ class Failure(NamedTuple):
 
 
 class RankError(AssertionError):
-    """At least one rank failed; the text has the tracebacks of all that did."""
+    """At least one rank failed; the message contains the tracebacks of all ranks that failed."""
 
 
 class _Call(NamedTuple):
-    """What a worker is asked to do."""
+    """The task of a worker."""
 
     module: str
     function: str
-    arguments: bytes  # pickled apart: what cannot be imported is then a failure like any other
+    arguments: bytes  # pickled separately, so that a failed import is a failure like any other
     rank: int
     world: int
     backend: str
@@ -81,12 +81,9 @@ class _Call(NamedTuple):
     group_timeout: float
 
 
-# ------------------------------------------------------------------------------------------------ The side of the tests
-
-
 class _Worker:
     def __init__(self, backend: str) -> None:
-        # a process that was forked from one that has looked for a GPU cannot use it
+        # a process that is forked from one that has initialized CUDA cannot use it
         context = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.pipe, theirs = context.Pipe()
@@ -109,12 +106,12 @@ class _Worker:
 
 
 class Pool:
-    """Processes that wait for calls; see the module.
+    """Processes that wait for calls; see the docstring of the module.
 
     Args:
         size: Largest world.
-        backend: Of the process groups. With ``"nccl"``, rank r has device r, and a world larger than the number of
-            devices skips the test.
+        backend: Backend of the process groups. With ``"nccl"``, rank r uses device r, and a world larger than the
+            number of devices skips the test.
     """
 
     def __init__(self, size: int = 4, backend: str = "gloo") -> None:
@@ -138,20 +135,20 @@ class Pool:
         """Call ``function(rank, world, *args, **kwargs)`` on every rank of a fresh process group.
 
         Args:
-            function: Of the top level of a module below the root of the repository.
-            *args: Anything that can be pickled; tensors travel by value.
+            function: A top-level function of a module below the root of the repository.
+            *args: Anything that can be pickled; tensors are copied.
             world: Number of ranks.
             timeout: Seconds after which ranks that have not ended are killed, which fails the test in any case.
-            group_timeout: Of the process group; half of ``timeout`` by default.
-            backend: The pool's by default.
-            expect_failure: Whether to return what a rank raised as a `Failure`, in place of its result.
-            **kwargs: The same.
+            group_timeout: Timeout of the process group; half of ``timeout`` by default.
+            backend: Backend of the process group; the pool's by default.
+            expect_failure: Whether to return a `Failure` in place of the result of a rank that raised.
+            **kwargs: Further arguments, as ``*args``.
 
         Returns:
             The results by rank.
 
         Raises:
-            RankError: If a rank raised or died and that was not expected, or was killed after the time.
+            RankError: If a rank raised or died and no failure was expected, or if it was killed after the timeout.
         """
         backend = backend or self.backend
         if backend == "nccl" and world > torch.cuda.device_count():
@@ -169,7 +166,7 @@ class Pool:
         results = self._collect(workers, timeout, patient=expect_failure)
         failures = {rank: result for rank, result in enumerate(results) if isinstance(result, Failure)}
         if any(failure.type == "Hung" for failure in failures.values()) or (failures and not expect_failure):
-            raise RankError("\n".join(f"rank {rank} of {world}: {_told(f)}" for rank, f in failures.items()))
+            raise RankError("\n".join(f"rank {rank} of {world}: {_message(f)}" for rank, f in failures.items()))
         return results
 
     def close(self) -> None:
@@ -181,7 +178,7 @@ class Pool:
         atexit.unregister(self.close)
 
     def _hired(self, world: int) -> list[_Worker]:
-        """Living workers that are ready, as many as asked for."""
+        """``world`` living workers that are ready."""
         if not 1 <= world <= self.size:
             raise ValueError(f"a world of {world} ranks, and the pool has {self.size}")
         os.makedirs(self._directory, exist_ok=True)
@@ -219,7 +216,7 @@ class Pool:
     def _answer(self, worker: _Worker) -> Any:
         try:
             answer = worker.pipe.recv_bytes()
-        except (EOFError, OSError):  # the process has ended, and its end of the pipe with it
+        except (EOFError, OSError):  # the process has ended, which closed its end of the pipe
             worker.process.join()
             code = worker.process.exitcode
             self._dismiss(worker)
@@ -230,11 +227,11 @@ class Pool:
 
 
 def on_every_rank(world: int | None = None, **limits: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function of a rank a test, which asserts on every rank of a process group.
+    """Turn a function of a rank into a test that runs it on every rank of a process group.
 
     Args:
-        world: Number of ranks; a parameter of the test where it is not given, as all arguments after the first two are.
-        **limits: Of `Pool.run`.
+        world: Number of ranks. By default, it is a parameter of the test, as all arguments after the first two are.
+        **limits: Keywords of `Pool.run`.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -246,7 +243,7 @@ def on_every_rank(world: int | None = None, **limits: Any) -> Callable[[Callable
         test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         functools.update_wrapper(test, function)
         test.of_rank = function  # type: ignore[attr-defined]
-        function.__qualname__ += ".of_rank"  # where ranks find it
+        function.__qualname__ += ".of_rank"  # ranks look the function up under this name
         return test
 
     return decorate
@@ -260,23 +257,23 @@ def everywhere(value: Any) -> list[Any]:
 
 
 def _import_path(function: Callable[..., Any]) -> tuple[str, str]:
-    """Module and name of a function, as a process with the root of the repository in its path finds it.
+    """Module and name by which a process with the root of the repository in its path can import a function.
 
-    The name under which pytest imported a test file does not serve: it depends on which folders are packages.
+    The name under which pytest imported a test file is not usable: it depends on which folders are packages.
     """
     while not hasattr(function, "__code__"):
         function = function.__wrapped__  # type: ignore[attr-defined]
     file = Path(function.__code__.co_filename).resolve()
     if "<" in function.__qualname__:
-        raise ValueError(f"{function.__qualname__}: only a function of the top level of a file can be sent to ranks")
+        raise ValueError(f"{function.__qualname__}: only a top-level function of a file can be sent to ranks")
     return ".".join(file.relative_to(ROOT).with_suffix("").parts), function.__qualname__
 
 
-def _told(failure: Failure) -> str:
+def _message(failure: Failure) -> str:
     return failure.traceback or f"{failure.type}: {failure.message}"
 
 
-# ------------------------------------------------------------------------------------------------ The side of the ranks
+# ------------------------------------------------------------------------------------------- Code of the worker process
 
 
 _known_modules = 0
@@ -284,7 +281,7 @@ _known_modules = 0
 
 def _serve(pipe: Connection) -> None:
     """Answer calls until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the terminal is the parent's to deal with
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles an interrupt of the terminal
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -301,21 +298,20 @@ def _leave_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)  # whatever the main thread does: it may be waiting for a peer for ever
+    os._exit(1)  # without regard to the main thread, which may be waiting for a peer forever
 
 
 def _answer_of(call: _Call) -> bytes:
-    """The pickled result or failure of a call, after a byte that tells whether this process can take another one."""
+    """The pickled result or failure of a call, after a byte that is 1 if this process can take another call."""
     try:
         answer = pickle.dumps(_joined(call))
     except BaseException as error:
         answer = pickle.dumps(Failure(type(error).__name__, str(error), traceback.format_exc()))
-        # frames of the traceback hold models and groups: peers learn that this rank is gone when its sockets close
+        # frames of the traceback keep groups alive, and peers only notice that this rank is gone when its sockets close
         traceback.clear_frames(error.__traceback__)
     gc.collect()
-    clean = (
-        dist.is_initialized()
-    )  # else torch has counted a group, and would name the next one otherwise than the peers
+    # a failed initialization increments torch's counter of groups, so that names of later groups would not match
+    clean = dist.is_initialized()
     try:
         dist.destroy_process_group()
     except Exception:
@@ -325,7 +321,7 @@ def _answer_of(call: _Call) -> bytes:
 
 
 def _freeze_modules() -> None:
-    """Spare the garbage collector what imports have made, since the last call too: it would look at it after each."""
+    """Exclude the objects of imported modules from garbage collection, which runs after every call."""
     global _known_modules
     if len(sys.modules) != _known_modules:
         _known_modules = len(sys.modules)
@@ -353,7 +349,7 @@ def _joined(call: _Call) -> Any:
         timeout=timedelta(seconds=call.group_timeout),
         device_id=device,
     )
-    dist.barrier()  # a rank that is done at once must not leave while others still connect to it
+    dist.barrier()  # a rank with nothing to do must not leave while others still connect to it
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=".* get no curvature and follow the fallback rule", category=UserWarning
@@ -362,5 +358,5 @@ def _joined(call: _Call) -> Any:
 
 
 def device_of(rank: int) -> torch.device:
-    """Device of a rank of the current default group."""
+    """The device of a rank of the current default group."""
     return torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -13,7 +13,7 @@ from tests.support.building import built
 
 
 def kfac(model: Any, **options: Any) -> KFAC:
-    """K-FAC with settings under which the numbers of a test are easy to predict."""
+    """K-FAC with settings that make the results of a test easy to predict."""
     plain = {"lr": 1.0, "momentum": 0.0, "damping": 0.1, "kl_clip": None, "factor_update_steps": 1}
     return built(KFAC, model, **{**plain, "inv_update_steps": 1, **options})
 
@@ -29,7 +29,7 @@ def batch(n: int = 12, seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 class Loop:
-    """A closure over one batch that counts its calls and may return outputs beside the loss."""
+    """A closure over one batch that counts its calls and may return outputs in addition to the loss."""
 
     def __init__(
         self,
@@ -52,25 +52,25 @@ class Loop:
         return (loss, outputs) if self.outputs else loss
 
     def rising(self) -> float:
-        """In place of the closure: a loss that is higher with every call."""
+        """A replacement of the closure whose loss is higher with every call."""
         self()
         return float(self.calls)
 
     def value(self) -> float:
-        """The loss as it is, without a trace."""
+        """The current loss, without gradients and without counting the call."""
         with torch.no_grad():
             return float(self.loss(self.model(self.x), self.y))
 
 
 def problem(*, outputs: bool = False, dropout: float = 0.0, **options: Any) -> tuple[nn.Sequential, KFAC, Loop]:
-    """A classification of one batch, K-FAC with options for it, and the closure."""
+    """A classifier, K-FAC with these options, and the closure of one batch."""
     model, (x, y) = mlp(dropout), batch()
     optimizer = kfac(model, **options)
     return model, optimizer, Loop(model, optimizer, x, y, outputs=outputs)
 
 
 def regression(*, outputs: bool = False, **options: Any) -> tuple[nn.Linear, KFAC, Loop]:
-    """The same of a linear layer and the sum of squares of each example, which is its own quadratic model."""
+    """The same for a linear layer and a squared loss, which is equal to its quadratic model."""
     model = nn.Linear(3, 2).double()
     x, y = torch.randn(9, 3).double(), torch.randn(9, 2).double()
     optimizer = kfac(model, **options)
@@ -78,7 +78,7 @@ def regression(*, outputs: bool = False, **options: Any) -> tuple[nn.Linear, KFA
 
 
 def repeat(optimizer: KFAC, closure: Callable[[], Any], times: int) -> list[float]:
-    """Losses of so many steps."""
+    """The losses of ``times`` steps."""
     returned = [optimizer.step(closure) for _ in range(times)]
     return [float(torch.as_tensor(found[0] if isinstance(found, tuple) else found).detach()) for found in returned]
 
@@ -109,7 +109,7 @@ def jacobian(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def output_hessian(loss: Callable[..., Tensor], outputs: Tensor, y: Tensor) -> Tensor:
-    """Hessian of the loss by the outputs ``[outputs, outputs]``."""
+    """Hessian of the loss with respect to the outputs ``[outputs, outputs]``."""
 
     def of(entries: Tensor) -> Tensor:
         return loss(entries.view(outputs.shape), y)
@@ -121,13 +121,13 @@ def output_hessian(loss: Callable[..., Tensor], outputs: Tensor, y: Tensor) -> T
 
 def gauss_newton(model: nn.Module, x: Tensor, y: Tensor, loss: Callable[..., Tensor] = F.cross_entropy) -> Tensor:
     """``Jᵀ H J`` as a dense matrix ``[P, P]``."""
-    model = copy.deepcopy(model)  # a copy has no taps, which would refuse these backwards
+    model = copy.deepcopy(model)  # a copy has no hooks, which would reject these backward passes
     J = jacobian(model, x)
     return J.mT @ output_hessian(loss, model(x), y) @ J
 
 
 def in_order(model: nn.Module, blocks: list[Tensor]) -> Tensor:
-    """A block-diagonal matrix in the order of the parameters."""
+    """The block-diagonal matrix in the order of the parameters."""
     found, layers = [], [m for m in model.modules() if isinstance(m, nn.Linear)]
     for layer, block in zip(layers, blocks, strict=True):
         n, d = layer.out_features, layer.in_features

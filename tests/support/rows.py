@@ -1,4 +1,4 @@
-"""Runs of HyLo whose ranks have batches of any size, and the same in one process."""
+"""Runs of HyLo whose ranks have batches of any size, and the same runs in one process."""
 
 import math
 import zlib
@@ -26,11 +26,11 @@ class Case:
     """A trajectory on several ranks, or in one process.
 
     Args:
-        task: Name of the task, or of a module of this file that takes a batch and where it is.
-        keywords: Of HyLo, beside :data:`SETTINGS`.
-        sizes: Of the shards; equal ones by default.
+        task: Name of a task, or of a network in :data:`MODULES`.
+        keywords: Keywords of HyLo, in addition to :data:`SETTINGS`.
+        sizes: Sizes of the shards, which are equal by default.
         steps: Number of steps.
-        batches: Batches of the task that are joined for a step.
+        batches: Number of batches of the task that are joined for a step.
     """
 
     task: str = "mlp"
@@ -56,11 +56,11 @@ class Case:
         return [shard(batch, rank, world, self.sizes) for rank in range(world)]
 
     def backward(self, model: nn.Module, batch: tuple[Tensor, Tensor], rank: int, weight: float = 1.0) -> None:
-        """Of the mean loss of a shard, times its weight."""
+        """Backward pass of the mean loss of a shard, times its weight."""
         inputs, targets = batch
         if not len(inputs):
             return
-        if self.task == "lengths":  # every rank has sentences of a length of its own
+        if self.task == "lengths":  # the length of sentences differs between ranks
             inputs = inputs[:, : rank + 1].repeat(1, 3) if rank else inputs[:, :1]
             targets = targets[:, :1].expand(inputs.shape)
         outputs = model(inputs, rank == 0) if self.task == "branches" else model(inputs)
@@ -68,7 +68,7 @@ class Case:
 
 
 class Branches(nn.Module):
-    """A layer that the passes of rank 0 alone go through."""
+    """A network with a layer that only rank 0 uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Lengths(nn.Sequential):
 
 
 class Groups(nn.Module):
-    """A convolution of two groups, and a normalization."""
+    """A convolution with two groups, and a normalization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ MODULES = {"branches": Branches, "lengths": Lengths, "groups": Groups}
 def on_rank(
     case: Case, strategy: str, rank: int, world: int
 ) -> Iterator[tuple[nn.Module, HyLo, Callable[..., Tensor]]]:
-    """A model, its optimizer, and what takes some steps: it returns the parameters after each ``[steps, P]``."""
+    """A model, its optimizer, and a function that takes steps and returns the parameters after each ``[steps, P]``."""
     model = case.model().to(device_of(rank))
     with case.build(model, STRATEGIES[strategy]()) as optimizer:
 
@@ -119,7 +119,7 @@ def on_rank(
 
 
 def on_ranks(rank: int, world: int, case: Case, strategies: Sequence[str]) -> list[Tensor]:
-    """Trajectories ``[steps, P]`` under some strategies; gradients are averaged by the number of examples."""
+    """Trajectories ``[steps, P]`` under some strategies; gradients are weighted by the number of examples."""
     paths = []
     for strategy in strategies:
         with on_rank(case, strategy, rank, world) as (_, _, go):
@@ -141,7 +141,7 @@ def own_step(model: nn.Module, optimizer: HyLo, case: Case, step: int, rank: int
 
 
 def in_one_process(case: Case, world: int) -> Tensor:
-    """The trajectory of one process that has every shard, a pass for each."""
+    """The trajectory of one process with one backward pass per shard."""
     model = case.model()
     optimizer = case.build(model)
     path = []
@@ -155,11 +155,11 @@ def in_one_process(case: Case, world: int) -> Tensor:
     return torch.stack(path)
 
 
-# ------------------------------------------------------ Rows that every rank chooses, and dense matrices of all of them
+# -------------------------------------------------------------- Rows that every rank chooses, and their dense matrices
 
 
 def chosen_path(case: Case, world: int) -> Tensor:
-    """The trajectory of KIS or KID on a stack of Linear layers, from one process that plays all ranks."""
+    """The trajectory of KIS or KID on a stack of Linear layers, in one process that plays the role of all ranks."""
     model, settings = case.model(), {**SETTINGS, **case.keywords}
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     descent = torch.optim.SGD(model.parameters(), lr=settings["lr"], momentum=settings["momentum"])
@@ -197,7 +197,7 @@ def rows_of(model: nn.Module, layers: Mapping[str, nn.Linear], inputs: Tensor, t
 
 
 def choose(rows: list[Tensor], name: str, refresh: int, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor, float]:
-    """Kept rows of all ranks, M, and λ, of rows that were divided by √N."""
+    """The kept rows of all ranks, M and λ, from rows that were divided by √N."""
     trace, total = sum(float(u.square().sum()) for u in rows), sum(len(u) for u in rows)
     damping = settings["damping"]
     if settings.get("damping_mode") == "relative":
@@ -226,7 +226,7 @@ def choose(rows: list[Tensor], name: str, refresh: int, settings: Mapping[str, A
 
 
 def seed_of(refresh: int, stream: str) -> int:
-    """Seed of a draw: of a rank's rows of a layer at a refresh."""
+    """The seed of one draw, which depends on the refresh, the layer and the rank."""
     mixed = 0
     for part in (refresh, zlib.crc32(stream.encode())):
         mixed = (mixed * 1_000_003 + part + 1) % (1 << 62)

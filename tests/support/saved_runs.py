@@ -1,7 +1,7 @@
 """Runs whose checkpoints are kept in `tests/checkpoint_files`, for later versions to load.
 
-`python -m tests.support.saved_runs` writes those that are missing. A file that exists is what an older version
-saved, and stays as it is.
+`python -m tests.support.saved_runs` writes missing files. It never changes an existing file, which an older version
+saved.
 """
 
 import copy
@@ -49,8 +49,8 @@ class Saved:
     Attributes:
         cls: The method.
         keywords: Its settings.
-        world: Ranks that saved, under `MemOpt`.
-        together: Whether one file holds what all ranks have, for any number of ranks.
+        world: Number of ranks that saved, under `MemOpt`.
+        together: Whether one file contains the state of all ranks, to be loaded by any number of ranks.
         split: Whether the parameters are in two groups.
     """
 
@@ -61,7 +61,7 @@ class Saved:
     split: bool = False
 
     def start(self) -> tuple[nn.Module, Any]:
-        """A model and its optimizer, as they were before the first step."""
+        """The model and its optimizer before the first step."""
         torch.manual_seed(0)
         model = Net().double()
         return model, self.start_on(model)
@@ -116,7 +116,7 @@ RUNS: dict[str, Saved] = {
 
 
 def train(model: nn.Module, optimizer: Any, first: int, last: int, rank: int = 0, world: int = 1) -> None:
-    """Some steps on this rank's part of each batch."""
+    """Take the steps from ``first`` to ``last`` on this rank's part of each batch."""
     for step in range(first, last):
         generator = torch.Generator().manual_seed(1000 + step)
         tokens = torch.randint(TOKENS, (EXAMPLES, LENGTH), generator=generator)
@@ -132,7 +132,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def lines(saved: Mapping[str, Any]) -> dict[str, list[str]]:
-    """A line per entry of a state dict, in their order: key, dtype, shape and bits."""
+    """One line per entry of a state dict, in order: key, dtype, shape and a hash of the bits."""
     return {str(i): [f"{key} {_line(value)}" for key, value in own.items()] for i, own in saved["state"].items()}
 
 
@@ -144,7 +144,7 @@ def _line(value: Any) -> str:
 
 
 def written(rank: int, world: int, name: str) -> dict[str, Any]:
-    """Train and save, and train on: the checkpoint of this rank."""
+    """Train, save and continue; return the checkpoint of this rank with the final parameters."""
     run = RUNS[name]
     model, optimizer = run.start()
     train(model, optimizer, 0, SAVED_AT, rank, world)
@@ -159,7 +159,7 @@ def written(rank: int, world: int, name: str) -> dict[str, Any]:
 
 
 def continued(rank: int, world: int, name: str, file: str) -> dict[str, Any]:
-    """Load and train on: the state after loading and the parameters at the end, of this rank."""
+    """Load and continue; return this rank's state after loading and its final parameters."""
     found = torch.load(FOLDER / file, weights_only=True)
     model, optimizer = RUNS[name].start()
     with torch.no_grad():
@@ -174,12 +174,12 @@ def continued(rank: int, world: int, name: str, file: str) -> dict[str, Any]:
 
 
 def continued_in_parts(rank: int, world: int, name: str) -> dict[str, Any]:
-    """The same, of a rank that loads what the rank of the same number has saved."""
+    """The same for a rank that loads the file of the rank with the same number."""
     return continued(rank, world, name, f"{name}-{rank}.pt")
 
 
 def write(pool: Pool) -> None:
-    """Write the files that are not there, and what is expected after loading them."""
+    """Write the missing files, and the state that is expected after loading them."""
     FOLDER.mkdir(exist_ok=True)
     expected = json.loads(file.read_text()) if (file := FOLDER / "expected.json").exists() else {}
     for name, run in RUNS.items():

@@ -1,4 +1,4 @@
-"""Training that is broken off, saved, loaded in another world or under another strategy, and gone on with."""
+"""Training that is interrupted, saved, loaded in another world or under another strategy, and continued."""
 
 import copy
 import io
@@ -44,14 +44,14 @@ def train(model: nn.Module, optimizer: Any, rank: int, world: int, run: Run, fir
 
 
 def snapshot(optimizer: Any) -> Saved:
-    """A copy of what this rank saves, without the warning that it is a part."""
+    """A copy of the state that this rank saves, without the warning that it is only a part."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*partial")
         return copy.deepcopy(optimizer.state_dict())
 
 
 def through_a_file(saved: Any) -> Any:
-    """What `torch.load` makes of it, in its safe mode."""
+    """Save to a file, and load it with `weights_only=True`."""
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)
@@ -59,7 +59,7 @@ def through_a_file(saved: Any) -> Any:
 
 
 def shifted(model: nn.Module) -> nn.Module:
-    """A model far from where the checkpoint was made, so that what is not loaded shows."""
+    """Move the parameters of a model far away from the checkpoint, so that missing values are noticed."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
@@ -75,16 +75,16 @@ def trained(
     dense: bool = False,
     **keywords: Any,
 ) -> dict[str, Any]:
-    """What a rank has after a run under DDP, the same for all ranks or one of each: its path, and what it holds.
+    """The trajectory, the curvature and the counters of a rank after a run under DDP.
 
     Args:
         rank: The rank.
         world: Number of ranks.
         strategy: Name of the strategy.
-        run: What to do.
-        hook: Of DDP's communication.
-        dense: Whether dense matrices of its curvature are wanted.
-        **keywords: Of the strategy.
+        run: The run of all ranks, or a list with one run per rank.
+        hook: Communication hook of DDP.
+        dense: Whether to return dense matrices of the curvature.
+        **keywords: Keywords of the strategy.
     """
     own = run[rank] if isinstance(run, list) else run
     model = DDP(TASKS[own.task].model(device_of(rank)))
@@ -109,8 +109,8 @@ def paths_of(found: list[dict[str, Any]]) -> list[Tensor]:
     return [of_rank["path"] for of_rank in found]
 
 
-def broken_off(rank: int, world: int, strategy: str, run: Run, at: int) -> tuple[Saved, Saved, Tensor]:
-    """State of the optimizer and of the model that a rank has saved, and the path ``[steps, P]`` that follows."""
+def interrupted(rank: int, world: int, strategy: str, run: Run, at: int) -> tuple[Saved, Saved, Tensor]:
+    """The saved states of the optimizer and the model of a rank, and the trajectory ``[steps, P]`` that follows."""
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, at)
     saved = through_a_file(snapshot(optimizer)), through_a_file(model.state_dict())
@@ -122,7 +122,7 @@ def broken_off(rank: int, world: int, strategy: str, run: Run, at: int) -> tuple
 def resumed(
     rank: int, world: int, strategy: str, run: Run, saved: list[tuple[Saved, Saved, Tensor]], at: int
 ) -> Tensor:
-    """Load what the same rank saved, into a model that is somewhere else, without a message; the path that follows."""
+    """Load what the same rank saved, without communication; return the trajectory that follows."""
     model, optimizer = started(rank, strategy, run)
     shifted(model).load_state_dict(saved[rank][1])
     before = len(optimizer.comm.collectives.counter.records)
@@ -134,7 +134,7 @@ def resumed(
 
 
 def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
-    """Type and text of what a call raises."""
+    """The type and message of the error that a call raises, or empty strings."""
     try:
         call(*args, **kwargs)
     except Exception as error:

@@ -1,10 +1,10 @@
-"""Models whose parameters FSDP2 shards, and the path that one process takes on the joined batches.
+"""Models whose parameters FSDP2 shards, and the trajectory of one process on the joined batches.
 
 ::
 
     case = Case("kfac_eigen", "odd", wrap=Wrap(each=True), frozen="mix")
-    alone(case)                      one process, plain tensors     [steps, P]
-    sharded_path(rank, world, case)  a rank, its shards and batches [steps, P], gathered after every step
+    alone(case)                      [steps, P] of one process with plain tensors
+    sharded_path(rank, world, case)  [steps, P] of a rank with its shards and batches, gathered after every step
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ WORDS, LENGTH, WIDTH = 7, 3, 5
 
 
 class Odd(nn.Module):
-    """Rows that neither 2 nor 4 ranks divide, one row alone, and a parameter that no layer method covers."""
+    """Numbers of rows that neither 2 nor 4 ranks divide, a single row, and a parameter that no layer method covers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Odd(nn.Module):
 
 
 class Even(nn.Sequential):
-    """Rows and columns that 2 and 4 ranks divide."""
+    """Numbers of rows and columns that 2 and 4 ranks divide."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4, bias=False), nn.Tanh(), nn.Linear(4, CLASSES))
@@ -77,11 +77,11 @@ class Wrap:
     """How parameters are sharded.
 
     Attributes:
-        each: Every layer is a unit of FSDP, and the rest the root; else the root alone.
-        replicas: Copies of the sharded model (HSDP).
-        reshard: Whether parameters are sharded again after the forward; None: as FSDP does by itself.
-        columns: Cut matrices along their columns, where these divide evenly.
-        low: Forward and backward in bfloat16.
+        each: Whether every layer is a unit of FSDP, in addition to the root.
+        replicas: Number of copies of the sharded model (HSDP).
+        reshard: Whether parameters are sharded again after the forward pass; None for the default of FSDP.
+        columns: Whether matrices are split along their columns where these divide evenly.
+        low: Whether the forward and backward passes run in bfloat16.
     """
 
     each: bool = True
@@ -98,15 +98,15 @@ class Case:
     Attributes:
         method: Name of the method.
         task: Name of the task.
-        keywords: Settings beyond the method's own.
-        strategy: Name of the strategy; None: what the optimizer takes by itself.
+        keywords: Settings in addition to those of `METHODS`.
+        strategy: Name of the strategy; None for the default of the optimizer.
         wrap: How parameters are sharded.
-        frozen: Start of the names of parameters that are not trained.
-        thaw: Step before which they are, after all.
+        frozen: Prefix of the names of parameters that are not trained.
+        thaw: First step in which the frozen parameters are trained.
         steps: Number of steps.
-        micro: Micro-batches of a step.
-        sync: Whether gradients are reduced after each of them; else after the last.
-        loss: Of outputs and targets.
+        micro: Number of micro-batches per step.
+        sync: Whether gradients are reduced after every micro-batch, and not only after the last one.
+        loss: Function of outputs and targets.
         split: Whether the parameters are in two groups, the second with half the learning rate.
     """
 
@@ -137,7 +137,7 @@ class Case:
                 p.requires_grad_(not yes)
 
     def optimizer(self, model: nn.Module, comm: Any = None, **keywords: Any) -> Any:
-        """On all parameters; ``params`` in two groups where the case says so."""
+        """The optimizer of all parameters, in two groups if ``split`` is set."""
         settings = {**self.keywords, **keywords}
         if not self.split:
             return build(self.method, model, comm, **settings)
@@ -152,7 +152,7 @@ class Case:
 
 
 def mesh_of(rank: int, world: int, replicas: int = 1) -> DeviceMesh:
-    """One dimension of shards; before it one of replicas, if there are any."""
+    """A mesh with a dimension for shards, after one for replicas if there are any."""
     device = device_of(rank).type
     if replicas == 1:
         return init_device_mesh(device, (world,))
@@ -160,7 +160,7 @@ def mesh_of(rank: int, world: int, replicas: int = 1) -> DeviceMesh:
 
 
 def fully_sharded(model: nn.Module, rank: int, world: int, wrap: Wrap) -> nn.Module:
-    """The model itself, its parameters replaced by DTensors."""
+    """The model itself, with DTensors as parameters."""
     mesh = mesh_of(rank, world, wrap.replicas)
     ranks = world // wrap.replicas
 
@@ -187,12 +187,12 @@ def started(rank: int, world: int, case: Case, **keywords: Any) -> tuple[nn.Modu
 
 
 def whole(t: Tensor) -> Tensor:
-    """All of a tensor, on every rank; all ranks call it."""
+    """The full tensor on every rank; all ranks must call it."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def flat(model: nn.Module) -> Tensor:
-    """All parameters in one vector ``[P]`` on the CPU; all ranks call it."""
+    """All parameters in one vector ``[P]`` on the CPU; all ranks must call it."""
     return torch.cat([whole(p.detach()).flatten() for p in model.parameters()]).cpu()
 
 
@@ -200,7 +200,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def descend(model: nn.Module, optimizer: Any, batch: Batch, case: Case) -> None:
-    """Backward passes of a step, and the step; the mean over micro-batches of what each has as its loss."""
+    """Take a step on the mean of the losses of all micro-batches."""
     optimizer.zero_grad()
     device = next(model.parameters()).device
     for part in range(case.micro):
@@ -214,7 +214,7 @@ def descend(model: nn.Module, optimizer: Any, batch: Batch, case: Case) -> None:
 def train(
     model: nn.Module, optimizer: Any, case: Case, first: int, last: int, rank: int = 0, world: int = 1
 ) -> list[Tensor]:
-    """Parameters after each of the steps ``[P]``."""
+    """The parameters ``[P]`` after each step."""
     seen = []
     for step in range(first, last):
         if step == case.thaw:
@@ -230,7 +230,7 @@ def _piece(p: Tensor) -> Tensor:
 
 
 def _path_of(p: Tensor, pieces: list[Tensor]) -> Tensor:
-    """A parameter after each step, flat ``[steps, n]``, from this rank's pieces: gathered at once, for speed."""
+    """A parameter after each step ``[steps, n]``, gathered from the pieces of all ranks at once, for speed."""
     found = torch.stack(pieces)
     if isinstance(p, DTensor):
         moved = [Shard(at.dim + 1) if isinstance(at, Shard) else at for at in p.placements]
@@ -252,7 +252,7 @@ _cases: dict[Any, Case] = {}
 
 
 def alone(case: Case) -> Tensor:
-    """The path of one process on the joined batches ``[steps, P]``."""
+    """The trajectory ``[steps, P]`` of one process on the joined batches."""
     key = (
         case.method, case.task, repr(sorted(case.keywords.items())), case.frozen, case.thaw, case.steps, case.micro,
         case.split,
@@ -262,7 +262,7 @@ def alone(case: Case) -> Tensor:
 
 
 def sharded_path(rank: int, world: int, case: Case) -> Tensor:
-    """The path of a rank ``[steps, P]``."""
+    """The trajectory ``[steps, P]`` of a rank."""
     model, optimizer = started(rank, world, case)
     path = torch.stack(train(model, optimizer, case, 0, case.steps, rank, world))
     optimizer.close()
@@ -270,5 +270,5 @@ def sharded_path(rank: int, world: int, case: Case) -> Tensor:
 
 
 def assert_like_one_process(pool: Pool, case: Case, world: int, tolerance: float = 1e-9) -> None:
-    """All ranks see the parameters of one process, after every step."""
+    """All ranks have the parameters of one process after every step."""
     assert_same_path(pool.run(sharded_path, case, world=world), alone(case), tolerance)

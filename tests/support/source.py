@@ -27,7 +27,7 @@ def file_of(name: str) -> Path:
 
 
 def _running(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and all below it, without what only a type checker reads."""
+    """A node and all nodes below it, without code that only a type checker reads."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
@@ -45,13 +45,13 @@ def imports(tree: ast.Module, *, with_types: bool = True) -> Iterator[str]:
 
 
 def inside(names: Iterable[str]) -> set[str]:
-    """Modules of the package that imported names are in or are, below the package."""
+    """The modules of the package that imported names refer to, by their dotted names below the package."""
     found = {name.removeprefix("secondorder").lstrip(".") for name in names if name.split(".")[0] == "secondorder"}
     return {name if name in trees() else name.rpartition(".")[0] for name in found}
 
 
 def dotted(node: ast.AST) -> str:
-    """The names of an attribute of an attribute, joined by dots; of anything else but a name, its place stays empty."""
+    """The dotted name of nested attributes; it starts with a dot if the innermost value is not a name."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

@@ -1,4 +1,4 @@
-"""What a block or a window holds, by state key and in bytes: the documented formulas, worked out beside the package."""
+"""The documented formulas for the state keys and bytes of blocks and windows, independent of the package."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ Sizes = Callable[[nn.Module, torch.dtype], Mapping[str, set[int]]]
 
 
 def compute_bytes(dtype: torch.dtype) -> int:
-    """Bytes of a number that is computed with: single precision at least."""
+    """Bytes of a number in the precision of the computation, which is at least single precision."""
     return 8 if dtype is torch.float64 else 4
 
 
@@ -22,7 +22,7 @@ def compute_bytes(dtype: torch.dtype) -> int:
 
 
 class Shape(NamedTuple):
-    """Sizes of a block: so many pairs of factors, of which the one of the inputs may be kept as its diagonal."""
+    """Sizes of a block: its factors, the number of their pairs, and whether that of the inputs is diagonal."""
 
     n_a: int
     n_g: int
@@ -31,32 +31,32 @@ class Shape(NamedTuple):
 
 
 def shape_of(layer: nn.Module) -> Shape:
-    """Of a Linear, ungrouped Conv, Embedding or LayerNorm layer whose parameters are all trained."""
+    """The shape of a Linear, ungrouped Conv, Embedding or LayerNorm layer whose parameters are all trained."""
     if isinstance(layer, nn.Embedding):
         return Shape(layer.num_embeddings, layer.embedding_dim, diagonal=True)
-    if isinstance(layer, nn.LayerNorm):  # per unit: the gradients of gain and shift
+    if isinstance(layer, nn.LayerNorm):  # a pair per unit, over the gradients of gain and shift
         return Shape(1, 1 + (layer.bias is not None), pairs=layer.weight.numel())
     return Shape(layer.weight[0].numel() + (layer.bias is not None), layer.weight.shape[0])
 
 
 def shapes(model: nn.Module) -> list[Shape]:
-    """Of every block."""
+    """The shapes of all blocks."""
     return [shape_of(model.get_submodule(name)) for name in covered_layers(model)]
 
 
 def squares(block: Shape) -> int:
-    """Numbers of both factors, or of their inverses."""
+    """Number of entries of both factors, or of their inverses."""
     return block.pairs * (block.n_a ** (1 if block.diagonal else 2) + block.n_g**2)
 
 
 def bases(block: Shape) -> int:
-    """Numbers of the eigenvectors and eigenvalues; a diagonal factor is its own eigenvalues."""
+    """Number of entries of eigenvectors and eigenvalues; a diagonal factor has no eigenvectors."""
     eigenvectors = squares(block) - (block.n_a if block.diagonal else 0)
     return eigenvectors + block.pairs * (block.n_a + block.n_g)
 
 
 def leading(block: Shape, rank: int) -> int:
-    """Numbers of the leading eigenvectors of wide factors, and of their eigenvalues with the mean of the others."""
+    """Number of entries of the leading eigenvectors of wide factors, their eigenvalues and the mean of the others."""
     a = block.n_a if block.diagonal else _leading(block.n_a, rank)
     return block.pairs * (a + _leading(block.n_g, rank))
 
@@ -66,12 +66,12 @@ def _leading(n: int, rank: int) -> int:
 
 
 def entries(block: Shape) -> int:
-    """Numbers of something shaped like the gradient."""
+    """Number of entries of a tensor with the shape of the gradient."""
     return block.pairs * block.n_a * block.n_g
 
 
 def kronecker(numbers: Mapping[str, Callable[[Shape], int]]) -> Sizes:
-    """By kind of `memory_usage()`: the bytes of all blocks, each of so many numbers."""
+    """The bytes of all blocks by kind of `memory_usage()`, from the number of entries of a block."""
 
     def sizes(model: nn.Module, dtype: torch.dtype) -> dict[str, set[int]]:
         found = shapes(model)
@@ -89,7 +89,7 @@ def kronecker(numbers: Mapping[str, Callable[[Shape], int]]) -> Sizes:
 
 
 def positions_of(model: nn.Module, name: str) -> int:
-    """Positions of an example in a layer of the tasks."""
+    """Positions per example in a layer of the tasks."""
     if isinstance(model, Attention):
         return LENGTH
     return {"first": 4 * 4, "second": 2 * 2}.get(name, 1) if isinstance(model, Cnn) else 1
@@ -101,8 +101,8 @@ class Kept:
 
     Args:
         rows: R.
-        substitutes: Whether a block has factors where those are cheaper.
-        at_once: Whether all is known at construction: how many examples a step has, whose rows are made one.
+        substitutes: Whether a block has factors if those are cheaper.
+        at_once: Whether sizes are known at construction, because `batch_size` is given and positions are reduced.
     """
 
     rows: int
@@ -110,7 +110,7 @@ class Kept:
     at_once: bool = True
 
     def factors_for(self, layer: nn.Module) -> bool:
-        """Whether factors take less memory or time than the rows of a layer, which has to have inputs to sum over."""
+        """Whether factors replace the rows of a layer because they take less memory or time."""
         if not self.substitutes or isinstance(layer, (nn.Embedding, nn.LayerNorm)):
             return False
         block = shape_of(layer)
@@ -118,7 +118,7 @@ class Kept:
         return memory or self.rows**3 >= block.n_a**3 + block.n_g**3
 
     def bytes_of(self, layer: nn.Module, positions: int, number: int) -> int:
-        """Of the rows of a layer with so many positions per example."""
+        """The bytes of the rows of a layer with this number of positions per example."""
         if isinstance(layer, nn.LayerNorm):  # gradients of all units at once
             return self.rows * number * sum(p.numel() for p in layer.parameters())
         block = shape_of(layer)
@@ -132,7 +132,7 @@ class Kept:
 
 
 def kept_rows(kept: Kept) -> Sizes:
-    """By kind of `memory_usage()`: the bytes of the rows and of their kernels, after a batch and before."""
+    """The bytes of the rows and kernels by kind of `memory_usage()`, before and after the first batch."""
 
     def sizes(model: nn.Module, dtype: torch.dtype) -> dict[str, set[int]]:
         number = compute_bytes(dtype)
@@ -141,7 +141,7 @@ def kept_rows(kept: Kept) -> Sizes:
         with_rows = {name: layer for name, layer in layers.items() if not kept.factors_for(layer)}
 
         rows = sum(kept.bytes_of(layer, positions_of(model, name), number) for name, layer in with_rows.items())
-        dampings = 8 * len(with_rows)  # of the kernels, and reported with them
+        dampings = 8 * len(with_rows)  # reported with the kernels
         expected = {"rows": {rows}, "kernel": {dampings * (kept.rows**2 + 1) + 8 * len(factored)}}
         if not kept.at_once:
             expected = {kind: found | {dampings if kind == "kernel" else 0} for kind, found in expected.items()}
@@ -169,10 +169,10 @@ UNIT_DTYPES = {
 
 @dataclass(frozen=True)
 class Storage:
-    """Rows of a window, stored as they are.
+    """Rows of a window without compression.
 
     Args:
-        rows: Dtype of the stored values; None: the one that is computed with.
+        rows: Dtype of the stored values; None for that of the computation.
     """
 
     rows: torch.dtype | None = None
@@ -181,7 +181,7 @@ class Storage:
         return {"window"}
 
     def dtypes(self, compute: torch.dtype) -> dict[str, torch.dtype]:
-        """By key: the dtype of the value, for every key that any parameter may have."""
+        """The dtypes of all keys that any parameter may have."""
         return {"window": self.rows or compute, "gradient_momentum": compute, **UNIT_DTYPES}
 
     def window_bytes(self, parameter: Tensor, rows: int, number: int) -> int:
@@ -193,9 +193,9 @@ class Storage:
 
 @dataclass(frozen=True)
 class Sparse(Storage):
-    """The largest entries of every block of a parameter, and what was not sent yet.
+    """The largest entries of every block of a parameter, and the error feedback.
 
-    Values of single precision are what is computed with: of double precision where that is.
+    Values have the precision of the computation unless `rows` is given.
     """
 
     density: float = 0.01
@@ -203,7 +203,7 @@ class Sparse(Storage):
     bits: int | None = None
 
     def blocks(self, parameter: Tensor) -> list[tuple[str, int]]:
-        """Prefix of its keys and length, of every block."""
+        """The prefix of the keys, and the length, of every block."""
         full, rest = divmod(parameter.numel(), self.block)
         return [("window", self.block)] * full + [("tail", rest)] * bool(rest)
 
@@ -242,12 +242,12 @@ class Sparse(Storage):
 
 @dataclass(frozen=True)
 class Factored(Storage):
-    """Matrices as products of two thin ones; what would not get smaller is stored as it is."""
+    """Matrices as products of two thin ones, if this makes them smaller."""
 
     rank: int = 4
 
     def shape(self, parameter: Tensor) -> tuple[int, int, int] | None:
-        """`(r, n0, n1)`, None for what is stored as it is."""
+        """`(r, n0, n1)`, or None for a parameter that is not factored."""
         if parameter.ndim < 2:
             return None
         n0, n1 = parameter.shape[0], parameter[0].numel()
@@ -272,13 +272,13 @@ class Factored(Storage):
         return 0 if self.shape(parameter) is None else number * parameter.numel()
 
     def basis_bytes(self, model: nn.Module, number: int) -> int:
-        """Of the bases that the next power step starts from."""
+        """The bytes of the bases from which the next power step starts."""
         found = [self.shape(parameter) for parameter in model.parameters()]
         return sum(number * shape[0] * shape[2] for shape in found if shape is not None)
 
 
 def window_sizes(storage: Storage, rows: int, units: Callable[[nn.Module], Mapping[str, list[str]]]) -> Sizes:
-    """By kind of `memory_usage()`: the bytes of the windows, the residuals and the Gram matrices."""
+    """The bytes of the windows, the residuals and the Gram matrices, by kind of `memory_usage()`."""
 
     def sizes(model: nn.Module, dtype: torch.dtype) -> dict[str, set[int]]:
         number = compute_bytes(dtype)
@@ -286,7 +286,7 @@ def window_sizes(storage: Storage, rows: int, units: Callable[[nn.Module], Mappi
         error = sum(storage.error_bytes(parameter, number) for parameter in model.parameters())
         expected = {"window": {window}, "gram": {8 * (rows * (rows + 1) // 2) * len(units(model))}}
         if error:
-            # the bases of the power step may be reported with the residual that they belong to
+            # the bases of the power step may be reported together with the residual
             bases_too = storage.basis_bytes(model, number) if isinstance(storage, Factored) else 0
             expected["error"] = {error, error + bases_too}
         return expected
@@ -303,7 +303,7 @@ def one_unit(model: nn.Module) -> dict[str, list[str]]:
 
 
 def unit_per_module(model: nn.Module) -> dict[str, list[str]]:
-    """The own parameters of every module that has some."""
+    """The direct parameters of every module that has some."""
     found = {
         name: [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
         for name, module in model.named_modules()

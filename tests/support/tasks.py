@@ -1,7 +1,7 @@
-"""Tiny deterministic models and batches, and the few functions that all contract tests share.
+"""Tiny deterministic models and batches, and the functions that all contract tests share.
 
-Every model holds covered layers (Linear, Conv2d, Embedding, LayerNorm) and one `Scale`, whose bare parameter no layer
-method will ever cover.
+Every model has covered layers (Linear, Conv2d, Embedding, LayerNorm) and one `Scale`, whose bare parameter no layer
+method covers.
 """
 
 import copy
@@ -23,7 +23,7 @@ TOKENS, WIDTH, LENGTH = 7, 4, 3
 class Scale(nn.Module):
     """A learned gain per feature: a parameter that belongs to no layer with a block.
 
-    A ``forward`` of exactly one argument would be tried as a normalization, which takes longer than many steps.
+    With exactly one argument of ``forward``, it would be tested for a normalization, which takes longer than a test.
     """
 
     def __init__(self, width: int) -> None:
@@ -125,7 +125,7 @@ TASKS = (MLP, CNN, TRANSFORMER)
 
 
 def backward(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, step: int) -> Tensor:
-    """Fill `.grad` of the batch of `step`."""
+    """Fill `.grad` with the gradients of the batch of `step`, and return the loss."""
     optimizer.zero_grad()
     loss = task.loss(model, step)
     loss.backward()
@@ -152,9 +152,9 @@ def put_back(model: nn.Module, saved: dict[str, Tensor]) -> None:
 def displacements(
     model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, steps: int, between: Callable[[], Any] | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """What each step adds to the parameters, every step taken from the same point.
+    """Yield the change of each step, where every step starts from the initial parameters.
 
-    Two optimizers with different update rules so see the same gradients and statistics all along.
+    In this way, two optimizers with different update rules see the same gradients and statistics in every step.
     """
     start = values(model)
     for step in range(steps):
@@ -188,7 +188,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def assert_identical(actual: Any, expected: Any, path: str = "") -> None:
-    """Equal to the bit, in type, dtype and shape, through dicts and sequences (a NaN equals a NaN)."""
+    """Bitwise equal, also in type, dtype and shape, through dicts and sequences (a NaN equals a NaN)."""
     if isinstance(expected, Tensor):
         assert isinstance(actual, Tensor), f"{path}: {type(actual)} is no tensor"
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{path}: {text}")
@@ -216,7 +216,7 @@ def assert_all_close(
         )
 
 
-#: For what steps add to the parameters, where it is worked out in another order.
+#: For changes of the parameters that are computed in a different order.
 assert_same_moves = partial(assert_all_close, rtol=1e-9, atol=1e-13)
 
 
@@ -228,7 +228,7 @@ def assert_changed(model: nn.Module, before: dict[str, Tensor]) -> None:
 
 
 class Shadow:
-    """One of torch's own optimizers on copies of some parameters, fed the gradients that they receive."""
+    """One of torch's own optimizers on copies of some parameters, with the same gradients."""
 
     def __init__(self, parameters: list[nn.Parameter], build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]):
         self.originals = parameters
@@ -236,7 +236,7 @@ class Shadow:
         self.optimizer = build(self.copies)
 
     def step(self) -> None:
-        """Take the step; to be called between backward and the step of the optimizer under test."""
+        """Take the step; call this between backward and the step of the optimizer under test."""
         for original, mine in zip(self.originals, self.copies, strict=True):
             mine.grad = None if original.grad is None else original.grad.clone()
         self.optimizer.step()

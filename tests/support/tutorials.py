@@ -9,7 +9,7 @@ from tests.support.outputs import difference
 gallery = script("gallery")
 SCRIPTS: list[Path] = gallery.SCRIPTS
 OUTPUT = re.compile(r"<!-- output -->\n```text\n(.*?)^```$", re.M | re.S)
-#: Training amplifies the rounding of a processor; curves keep their shape.
+#: Training amplifies rounding differences between processors, but curves keep their shape.
 TOLERANCE = 0.25
 
 
@@ -22,7 +22,7 @@ def outputs(text: str) -> list[str]:
 
 
 def reruns(path: Path, images: Path) -> None:
-    """Run a tutorial again; tests/integrations has those that need other libraries."""
+    """Run a tutorial, and compare its output and pictures with the page."""
     shown, printed = outputs(page_of(path)), outputs("".join(gallery.run(path, images)))
     assert len(shown) == len(printed), printed
     for one, other in zip(shown, printed, strict=True):

@@ -1,4 +1,4 @@
-"""What is warned of inside a ``with`` block: the texts, or an error for each of them."""
+"""Context managers that record warnings as texts, or turn them into errors."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """A list that has the texts of all warnings once the block has ended, those that repeat themselves among them."""
+    """Return a list that contains the texts of all warnings, including repeated ones, once the block has ended."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -16,7 +16,7 @@ def warned() -> Iterator[list[str]]:
 
 
 def messages_of(action: Callable[[], object]) -> list[str]:
-    """The texts of all warnings of a call."""
+    """Return the texts of all warnings of a call."""
     with warned() as texts:
         action()
     return texts
@@ -24,7 +24,7 @@ def messages_of(action: Callable[[], object]) -> list[str]:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """A warning is an error."""
+    """Turn warnings into errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield

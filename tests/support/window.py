@@ -1,13 +1,14 @@
-"""Small ways to drive the window methods with gradients set by hand, and to read what they hold."""
+"""Helpers that drive the window methods with gradients set by hand, and read their state."""
 
 import copy
-import io
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tests.support.saving import through_a_file
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -28,7 +29,7 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def put(params: Sequence[nn.Parameter], vector: Tensor) -> None:
-    """Values of the parameters."""
+    """Set the values of the parameters."""
     with torch.no_grad():
         for p, part in zip(params, vector.split([p.numel() for p in params]), strict=True):
             p.copy_(part.reshape(p.shape))
@@ -40,7 +41,7 @@ def give(params: Sequence[nn.Parameter], gradient: Tensor) -> None:
 
 
 def push(opt: torch.optim.Optimizer, params: Sequence[nn.Parameter], gradient: Tensor) -> Tensor:
-    """What a step subtracts. The parameters start at zero, so that reading it off costs no digit."""
+    """Return what a step subtracts. The parameters start at zero, so that no digit is lost."""
     put(params, torch.zeros(len(gradient)))
     give(params, gradient)
     opt.step()
@@ -58,7 +59,7 @@ def columns_of(params: Sequence[nn.Parameter], unit: Sequence[int]) -> list[int]
     return [column for index in unit for column in every[index]]
 
 
-# ---------------------------------------------------------------------------------------------- what state_dict() shows
+# --------------------------------------------------------------------------------------------- Contents of state_dict()
 def states(opt: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     return opt.state_dict()["state"]
 
@@ -96,13 +97,13 @@ def stored_rows(state: dict[str, Any], numel: int, block_size: int = 0) -> Tenso
 def ring(
     opt: torch.optim.Optimizer, params: Sequence[nn.Parameter], unit: Sequence[int], block_size: int = 0
 ) -> Tensor:
-    """The ring of a unit, slots as they lie, ``[m, d]``."""
+    """The ring of a unit ``[m, d]``, in the order of its slots."""
     state = states(opt)
     return torch.cat([stored_rows(state[i], params[i].numel(), block_size) for i in unit], dim=1)
 
 
 def slots(opt: torch.optim.Optimizer, unit: Sequence[int]) -> list[int]:
-    """Filled slots from the oldest to the newest row."""
+    """The filled slots, from the oldest to the newest row."""
     state = states(opt)[unit[0]]
     m, pos, count = window_size(state), int(state["pos"]), int(state["count"])
     t = min(count, m)
@@ -138,7 +139,7 @@ def residual(state: dict[str, Any], numel: int) -> Tensor:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------ comparing
+# ---------------------------------------------------------------------------------------------------------- Comparisons
 def error_of(actual: Tensor, expected: Tensor) -> float:
     """Relative error in the Euclidean norm."""
     expected = expected.double()
@@ -175,11 +176,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def from_disk(opt: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state dict after a way through a file."""
-    file = io.BytesIO()
-    torch.save(opt.state_dict(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    """The state dict after it was saved to a file and loaded."""
+    return through_a_file(opt.state_dict())
 
 
 def size(shapes: Shapes) -> int:

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, on a grid of m rows: what window methods say to each other, without a network."""
+"""Ranks as threads of one process, for tests of the communication of window methods without a network."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from secondorder.comm import CommStrategy, Parcel, Shard, Unit
 
 
 class Meeting:
-    """Where all ranks leave a value and take those of all."""
+    """A barrier at which all ranks exchange a value."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -47,7 +47,6 @@ class ThreadRank(CommStrategy):
     def __deepcopy__(self, memo: dict[int, Any]) -> "ThreadRank":
         return self
 
-    # ------------------------------------------------------------------ who
     @property
     def rank(self) -> int:
         return self.here
@@ -59,7 +58,7 @@ class ThreadRank(CommStrategy):
     def place(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
         for i, unit in enumerate(units):
-            self.homes.setdefault(unit.name, i % self.world)  # what was placed before stays
+            self.homes.setdefault(unit.name, i % self.world)  # units that were placed before keep their rank
 
     def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
         mine = {**facts, "units": [f"{unit.name} {unit.signature}" for unit in self.units]}
@@ -77,7 +76,6 @@ class ThreadRank(CommStrategy):
     def meet(self, what: str) -> None:
         assert set(self.meeting.exchange(self.here, what)) == {what}
 
-    # ------------------------------------------------------------------ verbs
     def _row(self, found: list[Any]) -> list[Any]:
         first = self.here // self.width * self.width
         return found[first : first + self.width]
@@ -117,7 +115,7 @@ class ThreadRank(CommStrategy):
 
 
 def run(world: int, function: Callable[[ThreadRank], Any], workers: int = 1) -> list[Any]:
-    """Results of ``function(comm)`` by rank, all at the same time; what a rank raises is raised here."""
+    """Run ``function(comm)`` on all ranks in parallel; return the results by rank, or raise the error of a rank."""
     meeting = Meeting(world)
     results: list[Any] = [None] * world
     failures: list[BaseException] = []

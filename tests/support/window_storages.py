@@ -1,4 +1,4 @@
-"""Every way to store the window, with the plain loop that says what is stored."""
+"""All storages of the window, each with a plain loop that computes the stored rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,23 +16,23 @@ METHODS: dict[str, Any] = {"mfac": MFAC, "ggt": GGT}
 
 
 def regular(method: str, value: float) -> dict[str, float]:
-    """What is added to the eigenvalues of the one and to their roots of the other."""
+    """The keyword of the damping, which GGT adds to the roots of the eigenvalues."""
     return {"damping": value} if method == "mfac" else {"eps": value}
 
 
 def averaging(method: str, beta1: float, beta2: float) -> dict[str, Any]:
-    """Momentum on gradients; the rows of GGT's window decay by β₂."""
+    """Keywords of momentum over gradients; the rows of GGT's window decay by β₂."""
     return {"momentum": beta1, "momentum_mode": "pre"} if method == "mfac" else {"betas": (beta1, beta2)}
 
 
 def explicit(method: str, rows: Tensor, x: Tensor | np.ndarray, value: float, beta2: float = 1.0) -> Tensor:
-    """What the explicit matrix of ``rows``, from the oldest to the newest, makes of ``x``."""
+    """The direction of ``x`` from the dense matrix of ``rows``, which are given from the oldest to the newest."""
     return fisher_direction(rows, x, value) if method == "mfac" else root_direction(rows, x, value, beta2)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Keywords of the optimizer, as a window dtype, as arguments of ``TopK`` or as a rank."""
+    """A storage of the window: a dtype, arguments of ``TopK``, or a rank."""
 
     window_dtype: torch.dtype | None = None
     topk: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Storage:
         return self.topk.get("error_bits") is not None
 
     def senders(self, opt: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> list[Any]:
-        """One loop per parameter of a new optimizer, to be fed what the optimizer is fed."""
+        """One loop per parameter of a new optimizer, which must receive the same gradients as the optimizer."""
         return [self._sender(states(opt)[i], p) for i, p in enumerate(params)]
 
     def _sender(self, state: dict[str, Any], p: nn.Parameter) -> Any:

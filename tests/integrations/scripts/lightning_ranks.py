@@ -1,7 +1,7 @@
-"""Lightning under torchrun: training that saves, is killed on the first attempt, and goes on from what was saved.
+"""Lightning under torchrun: a run is killed on the first attempt and resumes from its last checkpoint.
 
-Arguments: folder; strategy of the optimizer, or ``sharded`` for a run in two parts with FSDP2. Every rank writes what
-it found to ``answer-<rank>.json``.
+Arguments: a folder, and the strategy of the optimizer or ``sharded`` for a run in two parts with FSDP2. Every rank
+writes its results to ``answer-<rank>.json``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EPOCHS, KILLED_AT = 4, 8  # three steps per epoch and rank
 
 
 class Mortal(Module):
-    """The last rank dies in the middle of an epoch of the first attempt."""
+    """A module whose last rank dies in the middle of an epoch of the first attempt."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -43,7 +43,7 @@ class Mortal(Module):
 
 
 class Unaware(DDPStrategy):
-    """A strategy that collects the state of optimizers in its own way."""
+    """A strategy that overrides how Lightning collects the state of optimizers."""
 
     def optimizer_state(self, optimizer: Any) -> Any:
         return optimizer.state_dict()
@@ -57,7 +57,7 @@ def fit(
     callback: bool = True,
     strategy: Callable[[], Any] = DDPStrategy,
 ) -> Module:
-    """Train, from the last checkpoint of the folder if there is one."""
+    """Train, starting from the last checkpoint of the folder if there is one."""
     callbacks: list[Any] = [SecondOrderCallback()] if callback else []
     callbacks += [ModelCheckpoint(folder, save_last=True)] if folder else []
     saves = folder is not None
@@ -83,7 +83,7 @@ def killed_and_resumed(folder: Path, make: Callable[[nn.Module], Any]) -> dict[s
 
 
 def saved_and_resumed(folder: Path, make: Callable[[nn.Module], Any], **how: Any) -> bool:
-    """Whether a run in two parts ends as one in one part."""
+    """Return whether a run in two parts ends like an uninterrupted one."""
     begun = fit(Module(make), 2, folder=folder, **how)
     resumed = fit(Module(make), EPOCHS, folder=folder, **how)
     whole = fit(Module(make), EPOCHS)
@@ -91,7 +91,7 @@ def saved_and_resumed(folder: Path, make: Callable[[nn.Module], Any], **how: Any
 
 
 def without_the_callback(folder: Path, make: Callable[[nn.Module], Any]) -> dict[str, Any]:
-    """What a strategy saves that knows nothing of state in parts."""
+    """Save with a strategy that does not gather distributed state, and try to load the result."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(Module(make), 2, folder=folder, callback=False, strategy=Unaware)
@@ -118,7 +118,7 @@ class Sharded(Module):
 
 
 def losses_sharded(method: str, epochs: int, distributed: bool, file: Path | None = None) -> list[float]:
-    """Train, from a checkpoint if it is there, and write it otherwise."""
+    """Train from the checkpoint if the file exists, and write it otherwise."""
     strategy = ModelParallelStrategy(2, 1, save_distributed_checkpoint=distributed)
     module, found = Sharded(METHODS[method]), file is not None and file.exists()
     fitted = trainer(epochs, devices=2, strategy=strategy, callbacks=[SecondOrderCallback()])
@@ -129,7 +129,7 @@ def losses_sharded(method: str, epochs: int, distributed: bool, file: Path | Non
 
 
 def sharded(folder: Path) -> dict[str, Any]:
-    """Whether a run in two parts ends as one in one part, through one file and through a folder."""
+    """Return whether a run in two parts ends like an uninterrupted one, with one file and with a folder."""
     warnings.filterwarnings("error", ".*is partial")
     answer = {}
     for method, distributed in (("kfac", False), ("kfac", True), ("sparse_mfac", True)):
@@ -144,7 +144,7 @@ def replicated(folder: Path, strategy: str) -> dict[str, Any]:
     makers = {name: lambda m, make=make: make(m, comm=STRATEGIES[strategy]()) for name, make in METHODS.items()}
     answer: dict[str, Any] = {"killed": killed_and_resumed(folder, makers["kfac"])}
     for name in ("ekfac", "sparse_mfac", "hylo"):
-        # Without the callback: Lightning's own strategy has the state gathered.
+        # Lightning's own strategy gathers the state without the callback.
         answer[name] = saved_and_resumed(folder / name, makers[name], callback=False)
     answer["unaware"] = saved_and_resumed(folder / "unaware", makers["kfac"], strategy=Unaware)
     answer["without"] = without_the_callback(folder / "without", makers["kfac"])

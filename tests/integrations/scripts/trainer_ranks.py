@@ -1,9 +1,9 @@
-"""Trainer and Accelerate under torchrun: train to the end; train again until a rank is killed; go on from its files.
+"""Trainer and Accelerate under torchrun: train to the end; train again until a rank is killed; resume from its files.
 
     torchrun --max-restarts 1 --nproc-per-node 2 tests/integrations/scripts/trainer_ranks.py FOLDER [METHOD]
 
-On the first attempt the last run dies with its process and takes the others with it, which stopped without an end. The
-second attempt has their files, and nothing else. Every rank writes what it saw.
+On the first attempt, all runs but the last are stopped early, and a rank is killed during the last one. The second
+attempt has nothing but their files. Every rank writes its results.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ HELD = {"second_order", "kernel", "window", "error"}
 CHOSEN = sys.argv[2] if len(sys.argv) > 2 else "kfac"
 
 
-class GoneError(Exception):
-    """Stands for the death of a process that has other runs to begin."""
+class StoppedError(Exception):
+    """Ends a run early without killing the process, which has further runs to start."""
 
 
 def arguments(folder: Path, **changed: Any) -> TrainingArguments:
@@ -114,7 +114,7 @@ def with_accelerate(folder: Path, strategy: str, end: Callable[[], None] | None,
 
 
 def outcome(model: nn.Module, optimizer: SecondOrderOptimizer, losses: list[float]) -> dict[str, Any]:
-    """What a run came to on this rank."""
+    """Return the results of a run on this rank."""
     model.eval()
     data = Sentences(16, seed=1)
     with torch.no_grad():
@@ -145,7 +145,7 @@ SAVES: dict[str, dict[str, Any]] = {
 
 
 def saved_by(folder: Path, kind: str) -> list[int]:
-    """Steps of the whole states that a run leaves, each loaded by every rank."""
+    """Return the steps of the complete states that a run saves, after every rank has loaded each of them."""
     model = classifier()
     args = arguments(folder, **{"max_steps": 4, "gradient_accumulation_steps": 1, **SAVES[kind]})
     optimizer = optimizer_of(model, "mem")
@@ -164,16 +164,16 @@ def saved_by(folder: Path, kind: str) -> list[int]:
 
 
 def die() -> None:
-    """As a process dies that nobody asked: not even its files are closed."""
+    """Kill this process without any cleanup: it does not even close its files."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop() -> None:
-    raise GoneError
+    raise StoppedError
 
 
 def main(folder: Path) -> None:
-    arguments(folder)  # makes the process group
+    arguments(folder)  # creates the process group
     rank, first = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     whole, answers = folder / f"whole-{rank}.json", {}
     if first:
@@ -186,7 +186,7 @@ def main(folder: Path) -> None:
         for framework, strategy in CASES:
             last = (framework, strategy) == CASES[-1]
             end = die if last and rank == 1 else stop if not last else None
-            with suppress(GoneError):
+            with suppress(StoppedError):
                 RUNS[framework](folder / f"{framework}-{strategy}", strategy, end, resume=False)
         raise AssertionError("a rank should have died")
     for framework, strategy in CASES:

@@ -1,7 +1,7 @@
 """EK-FAC's quantities computed from their definitions: per-example gradients in a loop, dense matrices, no shortcut.
 
-One example at a time is put through the model and autograd is asked for the gradient of *that example's* loss in the
-layer's own parameters: no rows, no patches, no scaling rule takes part. All that follows is dense linear algebra.
+The model sees one example at a time, and autograd computes the gradient of *that example's* loss with respect to the
+layer's own parameters, without rows, patches or scaling rules. The rest is dense linear algebra.
 
     symbol    shape               meaning
     G         [N, Γ, n_g, n_a]    per-example gradients of a layer as matrices [W | b], Γ groups of a convolution
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tests.support.oracles.kfac import expected_factors, grouped
+from tests.support.oracles.kfac import expected_factors, grouped, kron
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
@@ -62,7 +62,7 @@ def layer_gradients(model: nn.Module, name: str, x: Tensor, y: Tensor, loss: Los
 
 
 def mean_gradient(layer: nn.Module) -> Tensor:
-    """∇ of a layer as backward left it, ``[Γ, n_g, n_a]``."""
+    """∇ of a layer from ``.grad``, ``[Γ, n_g, n_a]``."""
     trained = (getattr(layer, key, None) for key in ("weight", "bias"))
     parts = [None if p is None or not p.requires_grad else p.grad.detach()[None] for p in trained]
     return as_matrices(layer, *parts)[0].clone()
@@ -107,7 +107,7 @@ def operator(Q_B: Tensor, s: Tensor, Q_A: Tensor) -> Tensor:
 
 
 def over_null_spaces(s: Tensor, B: Tensor, A: Tensor) -> Tensor:
-    """s in eigenbases of ascending order, with one number for all columns of a null space of A, and rows of B's."""
+    """s in eigenbases of ascending order, averaged over the null space of A in each row, and of B in each column."""
     s = s.clone()
     for own, b, a in zip(s, grouped(B), grouped(A), strict=True):
         nulls = [torch.linalg.eigvalsh(X) < 1e-13 * X.trace() for X in (b, a)]
@@ -118,8 +118,7 @@ def over_null_spaces(s: Tensor, B: Tensor, A: Tensor) -> Tensor:
     return s
 
 
-def kfac_operator(B: Tensor, A: Tensor) -> Tensor:
-    return torch.block_diag(*(torch.kron(b, a) for b, a in zip(grouped(B), grouped(A), strict=True)))
+kfac_operator = kron
 
 
 def diagonal_in(F: Tensor, Q_B: Tensor, Q_A: Tensor, like: Tensor) -> Tensor:
@@ -144,11 +143,11 @@ def frobenius(X: Tensor) -> float:
     return float((X * X).sum().sqrt())
 
 
-# -------------------------------------------------------------------------------------------------- Schedules, restated
+# ------------------------------------------------------------------------------------------------------------ Schedules
 
 
 def eigenbasis(X: Tensor, limit: int | None = None) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and vectors; those of the diagonal in the order of the axes where the matrix is above the limit."""
+    """Eigenvalues and eigenvectors; of a matrix larger than the limit, those of its diagonal, in the order of axes."""
     X = grouped(X)
     if limit is not None and X.shape[-1] > limit:
         return X.diagonal(dim1=-2, dim2=-1), torch.eye(X.shape[-1], dtype=X.dtype).expand_as(X)
@@ -157,10 +156,10 @@ def eigenbasis(X: Tensor, limit: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 class Reference:
-    """The estimate of one layer after any sequence of due and other steps; ``operator()`` does not see signs.
+    """The estimate of one layer after any sequence of updates; ``operator()`` does not depend on signs.
 
-    Rows are projected when they are seen, so ``"intra"`` measures in the basis that a step starts with. The mean
-    gradient is projected when the direction is, so ``"running"`` measures in the basis that a step ends with.
+    Rows are projected as soon as they are captured, so ``"intra"`` measures in the basis at the start of a step. The
+    mean gradient is projected together with the direction, so ``"running"`` measures in the basis at the end.
     """
 
     def __init__(
@@ -172,14 +171,14 @@ class Reference:
         weighting: str = "samples",
         limit: int | None = None,
     ) -> None:
-        self.limit = limit  # above it a side keeps the diagonal of its factor
+        self.limit = limit  # size above which a side keeps the diagonal of its factor
         self.name, self.factor_decay, self.estimator, self.weighting = name, factor_decay, estimator, weighting
         self.scale_decay = factor_decay if scale_decay is None else scale_decay
         self.A = self.B = self.Q_A = self.Q_B = self.s = None
         self.W = self.W_s = 0.0
 
     def step(self, plain: nn.Module, x: Tensor, y: Tensor, loss: Loss, due: str = "fsr") -> None:
-        """``due`` has the letters of what happens: f(actors), s(cales), r(efresh)."""
+        """``due`` contains a letter for each update: f(actors), s(cales), r(efresh)."""
         weight = len(x) if self.weighting == "samples" else 1
         if "f" in due:
             A, B = expected_factors(plain, x, y, loss, names=[self.name])[self.name]
@@ -198,7 +197,7 @@ class Reference:
         if self.estimator == "running":
             G = len(x) ** 0.5 * G.mean(0, keepdim=True)
         self.W_s = self.scale_decay * self.W_s + weight
-        # the first one has a share of 1: nothing of the placeholder is left
+        # the first measurement has a share of 1, which removes the placeholder
         self.s = self.s + weight / self.W_s * (scales(G, self.Q_B, self.Q_A) - self.s)
 
     def refresh(self) -> None:
@@ -215,6 +214,6 @@ class Reference:
 def measured_scales(
     model: nn.Module, name: str, x: Tensor, y: Tensor, bases: tuple[Tensor, Tensor], estimator: str, loss: Loss
 ) -> Tensor:
-    """s of one batch: of its examples (``"intra"``), or N times that of their mean (``"running"``)."""
+    """s of one batch: from its examples (``"intra"``), or N times that of their mean (``"running"``)."""
     G = layer_gradients(model, name, x, y, loss)
     return scales(G if estimator == "intra" else len(x) ** 0.5 * G.mean(0, keepdim=True), *bases)

@@ -1,13 +1,13 @@
-"""The Fisher of a model's own output distribution, from its definition alone and in plain loops.
+"""The Fisher of a model's own output distribution, computed from its definition in plain loops.
 
 Let ``f`` be the outputs of one example and ``ℓ(f)`` its loss. With ``H = ∂²ℓ/∂f²`` and any ``S`` with ``S Sᵀ = H``, the
-exact Fisher sums over the columns ``v`` of S, each pushed back through the network as if it were the gradient of ℓ.
-Everything that is compared here is quadratic in ``v`` and summed over the columns, so it depends on H only: S is taken
-from an eigendecomposition of the Hessian that autograd computes of the loss itself. No formula for S is written down.
+exact Fisher sums over the columns ``v`` of S, each backpropagated through the network as if it were the gradient of ℓ.
+All compared quantities are quadratic in ``v`` and summed over the columns, so they depend on H only. S comes from an
+eigendecomposition of the Hessian that autograd computes from the loss, without any explicit formula for S.
 
     symbol      shape                  meaning
     a           [Γ, S, n_a]            rows of one example at a layer's input (the 1 last, iff the bias is trained)
-    g           [K, Γ, S, n_g]         ``v_k`` pushed back to the layer's output, for every column k
+    g           [K, Γ, S, n_g]         ``v_k`` backpropagated to the layer's output, for every column k
     G           [K, Γ, n_g, n_a]       Σ_s g aᵀ
 """
 
@@ -25,7 +25,7 @@ from torch.func import functional_call
 import secondorder
 from secondorder import EKFAC, KFAC
 from tests.support.building import built
-from tests.support.kfac import PLAIN, assert_close, held_factors, owner
+from tests.support.kfac import PLAIN, assert_close, held_factors, layer_state
 from tests.support.oracles.kfac import homogeneous, input_rows, output_rows
 
 #: Loss of one example from its outputs (batch of one) and its targets.
@@ -55,7 +55,7 @@ def mean_bce(f: Tensor, y: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(f, y)
 
 
-#: What `observe` is given, and the loss of one example.
+#: The likelihood that `observe` receives, and the loss of one example.
 LOSSES: dict[str, tuple[Any, Loss]] = {
     "categorical": ("categorical", cross_entropy),
     "Categorical": (secondorder.Categorical(), cross_entropy),
@@ -101,7 +101,7 @@ def columns(outputs: Any, loss: Callable[[Any], Tensor]) -> list[tuple[Tensor, .
 
 @dataclass
 class Observed:
-    """What one layer holds of every example: ``a[n]`` ``[Γ, S, n_a]``, ``g[n]`` ``[K, Γ, S, n_g]``."""
+    """The rows of every example at one layer: ``a[n]`` ``[Γ, S, n_a]``, ``g[n]`` ``[K, Γ, S, n_g]``."""
 
     a: list[Tensor]
     g: list[Tensor]
@@ -133,7 +133,7 @@ class Observed:
 
 
 def observed(model: nn.Module, names: Sequence[str], x: Tensor, y: Any, loss: Loss) -> dict[str, Observed]:
-    """Put the examples through a copy of the model one at a time, and every column back to the layers' outputs."""
+    """Run a copy of the model on one example at a time, and backpropagate every column to the layers' outputs."""
     model = copy.deepcopy(model)
     calls: list[tuple[str, Tensor, Tensor]] = []
     for name in names:
@@ -162,7 +162,7 @@ def observed(model: nn.Module, names: Sequence[str], x: Tensor, y: Any, loss: Lo
 def assert_observed(
     opt: Any, model: nn.Module, rows: dict[str, Observed], approx: str = "expand", prefix: str = ""
 ) -> None:
-    """Both factors of every layer are those of the definition."""
+    """Both factors of every layer agree with the definition."""
     for name, found in rows.items():
         for mine, theirs in zip(held_factors(opt, model, prefix + name), found.factors(approx), strict=True):
             assert_close(mine, theirs, 1e-9, name)
@@ -210,7 +210,7 @@ def hessian_block(model: nn.Module, name: str, objective: Callable[[Callable], T
 # ----------------------------------------------------------------------------------------------- Driving the optimizers
 
 METHODS = {"kfac": KFAC, "ekfac": EKFAC}
-#: Nothing moves and nothing is remembered: every step's estimate is that of its own batch, at the first weights.
+#: Parameters stay fixed and averages have no memory, so that the estimate of every step is that of its own batch.
 STILL = {**PLAIN, "lr": 0.0, "factor_decay": 0.0, "refresh_warmup": False}
 
 
@@ -221,7 +221,7 @@ def still(model: nn.Module, fisher: str, method: type = KFAC, **keywords: Any):
 def observed_step(
     opt: Any, model: nn.Module, x: Any, likelihood: Any, targets: Any = None, objective: Callable | None = None
 ) -> None:
-    """One training step with ``observe``. The objective is one that no likelihood here belongs to."""
+    """One training step with ``observe``. By default, the objective is unrelated to the likelihood."""
     opt.zero_grad()
     outputs = model(x)
     opt.observe(outputs, likelihood, targets)
@@ -235,25 +235,24 @@ def unrelated(outputs: Any) -> Tensor:
     return sum(3 * part.float().sin().mean() + part.float().mean() for part in heads(outputs))
 
 
-def state_of(opt: Any, model: nn.Module, name: str) -> dict[str, Any]:
-    return opt.state[owner(model.get_submodule(name))]
+state_of = layer_state
 
 
 def measured_scale(opt: Any, model: nn.Module, step: Callable[[], None]) -> None:
-    """Two equal steps of EK-FAC: the first has no basis to measure the scales in."""
+    """Take two equal steps of EK-FAC, because the first one has no basis in which to measure the scales."""
     step()
     step()
 
 
 def quiet(make: Callable[[], Any]) -> Any:
-    """Construct without the remark on intervals that are no multiples."""
+    """Construct without the warning about intervals that are no multiples of each other."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make()
 
 
 def assert_mean(draws: Tensor, expected: Tensor, what: str, precision: float = 0.05) -> None:
-    """The mean of independent draws ``[T, …]`` lies within 5 standard errors, and these are small enough to mean it."""
+    """The mean of independent draws ``[T, …]`` is within 5 standard errors, which must be small."""
     error = draws.std(0) / len(draws) ** 0.5
     size = float(expected.abs().max())
     assert float(error.max()) <= precision * size, f"{what}: the test is too weak ({float(error.max()) / size:.3g})"

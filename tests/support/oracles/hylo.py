@@ -1,7 +1,7 @@
 """HyLo's quantities from their definitions: per-example gradients of torch.func, dense matrices, explicit inverses.
 
-Nothing here multiplies two small matrices to save the large one: the curvature of a block is written down as a matrix
-over all entries of its parameters, and every low-rank form is turned into the dense operator that it stands for.
+No product of small matrices replaces a large one: the curvature of a block is a dense matrix over all entries of its
+parameters, and every low-rank form is converted to the dense operator that it represents.
 
     symbol  shape           meaning
     U       [Γ, m, k]       gradients of the examples' own losses in the parameters of a block, one set per group
@@ -26,9 +26,9 @@ from tests.support.oracles.ekfac import NORMS, as_matrices
 Loss = Callable[[Tensor, Tensor], Tensor]
 Found = dict[str, Tensor]
 
-# Every choice that a test does not make itself: the exact method, due at every step, on a model that stands still.
+# Defaults of the tests: the exact method, with a refresh at every step, on a model whose parameters stay fixed.
 PLAIN = {"lr": 0.0, "momentum": 0.0, "damping": 1e-2, "mode": "sngd", "approx": "expand", "update_steps": 1}
-LATER = 10**6  # a refresh that does not come
+LATER = 10**6  # an interval that no test reaches
 
 
 # ----------------------------------------------------------------------------------------------------------------- Rows
@@ -65,8 +65,8 @@ def reduced_gradients(
 ) -> Found:
     """``(Σ g)(mean a)ᵀ`` of every example, over all positions of all calls.
 
-    The layer is linear in its parameters, so that is what its own backward pass makes of the mean of ``g`` put at every
-    position. ``per_position`` divides once more by the number of positions.
+    The layer is linear in its parameters, so its own backward pass computes this if every position receives the mean
+    of ``g``. ``per_position`` divides once more by the number of positions.
     """
     model = copy.deepcopy(model)
     layer = model.get_submodule(name)
@@ -113,7 +113,7 @@ def layer_rows(
     approx: str = "expand",
     at_once: bool = True,
 ) -> Tensor:
-    """U of a layer: of whole gradients, or of what ``reduce`` makes of several positions."""
+    """U of a layer: from full gradients, or from those that ``reduce`` computes from several positions."""
     inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
     is_exact = approx == "expand" or isinstance(model.get_submodule(name), (*NORMS, nn.Embedding, nn.EmbeddingBag))
     if is_exact:
@@ -122,7 +122,7 @@ def layer_rows(
 
 
 def vectors_of(model: nn.Module, name: str, kept: Found) -> tuple[Tensor, Tensor]:
-    """V ``[Γ, k]`` of a layer, and the direction that it became."""
+    """V ``[Γ, k]`` of a layer, and its direction."""
     gradient, moved = (as_rows(model, name, one(values))[:, 0] for values in (gradients(model), kept))
     return gradient, moved
 
@@ -174,7 +174,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def greedy(K: Tensor, rank: int, floor: float = 1e-10) -> list[int]:
-    """Pivots, each with the largest diagonal of what those before it leave of K."""
+    """Pivots, each with the largest diagonal entry of the residual of K after the previous ones."""
     chosen: list[int] = []
     for _ in range(rank):
         left = K.diagonal() if not chosen else interpolation(K, chosen)[1].diagonal()
@@ -185,13 +185,13 @@ def greedy(K: Tensor, rank: int, floor: float = 1e-10) -> list[int]:
 
 
 def interpolation(K: Tensor, chosen: list[int]) -> tuple[Tensor, Tensor]:
-    """P with K ≈ Pᵀ K[I, I] P, and what is left of K."""
+    """P with K ≈ Pᵀ K[I, I] P, and the residual of K."""
     P = torch.linalg.solve(K[chosen][:, chosen], K[chosen])
     return P, K - K[:, chosen] @ P
 
 
 def kid_operator(U: Tensor, chosen: list[int], damping: float, residual: str = "diag") -> Tensor:
-    """The dense matrix that turns V into the update, of one group ``[m, k]``."""
+    """The dense matrix that maps V to the update, for one group ``[m, k]``."""
     m, K = len(U), U @ U.mT
     P, E = interpolation(K, chosen)
     D = damping * eye(m) + {"none": 0 * E, "diag": E.diagonal().diag(), "full": E}[residual] / m
@@ -201,7 +201,7 @@ def kid_operator(U: Tensor, chosen: list[int], damping: float, residual: str = "
 
 
 def published_operator(U: Tensor, chosen: list[int], damping: float) -> Tensor:
-    """The same with the public code's algebra: K̂ over R and inverted where K̂ belongs, the residual unscaled."""
+    """The same with the algebra of the published code: K̂⁻¹ of K̂/R in place of K̂/m, and an unscaled residual."""
     m, R, K = len(U), len(chosen), U @ U.mT
     P, E = interpolation(K, chosen)
     S = P @ torch.linalg.inv(damping * eye(m) + E.diagonal().diag()) @ P.mT
@@ -247,7 +247,7 @@ def plain_hylo(params, **keywords) -> HyLo:
 
 
 def taken(opt: HyLo) -> Found:
-    """Take a step with the gradients that are there; the directions by parameter name."""
+    """Take a step with the current gradients; return the directions by parameter name."""
     with opt.keep_directions() as kept:
         opt.step()
     return dict(kept)
@@ -261,7 +261,7 @@ def step(opt: HyLo, model: nn.Module, inputs: Sequence[Tensor] | Tensor, y: Tens
 
 
 def with_gradient(opt: HyLo, model: nn.Module, seed: int, scale: float = 1.0) -> Found:
-    """Directions of random gradients, which no backward pass made; between refreshes any V is good."""
+    """Directions of random gradients without a backward pass, which are sufficient between refreshes."""
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         if p.requires_grad:
@@ -304,6 +304,6 @@ def check_block(
 
 def compare(opt: HyLo, name: str, U: Tensor, V: Tensor, moved: Tensor, damping: float, tolerance: float = 1e-8) -> None:
     expected = sngd(U, V, damping)
-    assert error(V / damping, expected) > 1e-3, f"{name}: damping leaves nothing to see"
+    assert error(V / damping, expected) > 1e-3, f"{name}: the damping is too large for this test"
     assert_close(moved, expected, tolerance, f"direction of {name!r}")
     assert_close(opt.dense_curvature(name), dense(fisher(U)), tolerance, f"curvature of {name!r}")

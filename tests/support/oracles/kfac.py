@@ -1,8 +1,8 @@
-"""K-FAC's quantities computed from their definitions: slowly, in plain loops, without a line of the package.
+"""K-FAC's quantities computed from their definitions, in plain loops and without code of the package.
 
-One example at a time is put through the model, and autograd is asked for the gradient of *that example's* loss at the
-layer's output. Patches of convolutions are gathered by index arithmetic, one kernel offset at a time. Nothing here is
-vectorised over examples, so nothing here can share a scaling mistake with code that is.
+The model sees one example at a time, and autograd computes the gradient of *that example's* loss at the layer's output.
+Patches of convolutions are gathered by index arithmetic, one kernel offset at a time. No code here is vectorized over
+examples, so it cannot share scaling errors with vectorized code.
 
     symbol          shape               meaning
     a               [n_a]               one homogeneous input row of the layer (the 1 last, iff its bias is trained)
@@ -29,7 +29,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class Rows:
-    """What one layer saw of every example: ``a[n]`` is ``[Γ, S_n, n_a]``, ``g[n]`` is ``[Γ, S_n, n_g]``."""
+    """The rows of every example at one layer: ``a[n]`` is ``[Γ, S_n, n_a]``, ``g[n]`` is ``[Γ, S_n, n_g]``."""
 
     a: list[Tensor]
     g: list[Tensor]
@@ -43,7 +43,7 @@ class Rows:
 
 
 def source_index(i: int, size: int, mode: str) -> int | None:
-    """Where element ``i`` of the padded axis comes from; ``None`` is a zero."""
+    """The index of the source of element ``i`` of the padded axis; ``None`` for a zero."""
     if 0 <= i < size:
         return i
     if mode == "zeros":
@@ -111,7 +111,7 @@ def output_rows(layer: nn.Module, g: Tensor, example: bool = True) -> Tensor:
 
 
 def homogeneous(layer: nn.Module, rows: Tensor) -> Tensor:
-    """Append the 1 iff the bias is trained; a frozen weight leaves nothing but the 1."""
+    """Append the 1 iff the bias is trained; if the weight is frozen, return only the 1."""
     ones = rows.new_ones(*rows.shape[:-1], 1)
     trained_bias = layer.bias is not None and layer.bias.requires_grad
     if not layer.weight.requires_grad:
@@ -122,7 +122,7 @@ def homogeneous(layer: nn.Module, rows: Tensor) -> Tensor:
 def example_rows(
     model: nn.Module, names: list[str], x: Tensor, y: Tensor, loss: Loss, batched: bool = True
 ) -> dict[str, Rows]:
-    """Put one example after the other through a copy of ``model`` and collect rows and gradients of the named layers.
+    """Run a copy of ``model`` on one example after the other, and collect rows and gradients of the named layers.
 
     ``loss(output, target)`` of a batch of one is that example's loss ℓ_n, whatever the reduction is. With
     ``batched=False`` all of ``x`` is one example without a batch axis.
@@ -201,7 +201,7 @@ def kron(B: Tensor, A: Tensor) -> Tensor:
     return torch.block_diag(*(torch.kron(b, a) for b, a in zip(grouped(B), grouped(A), strict=True)))
 
 
-# ------------------------------------------ Gradients of a layer as [n_g, n_a], and what the method should make of them
+# --------------------------------------------------- Gradients of a layer as [n_g, n_a], and their expected directions
 
 
 def joined(weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -213,7 +213,7 @@ def joined(weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def layer_gradient(layer: nn.Module) -> Tensor:
-    """∇ over [W | b] of the trained parameters, as backward left it."""
+    """∇ over [W | b] of the trained parameters, from ``.grad``."""
     return joined(*(None if p is None or not p.requires_grad else p.grad for p in (layer.weight, layer.bias)))
 
 
@@ -252,7 +252,7 @@ def solve_pi(B: Tensor, A: Tensor, gradient: Tensor, damping: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """A torch loss, and how the library has to be told about it to agree with curvlinops."""
+    """A torch loss, and the options under which the library agrees with curvlinops."""
 
     module: nn.Module
     loss_reduction: str

@@ -1,8 +1,8 @@
-"""Models written by hand, one example at a time, whose products ``z = W a + b`` are noted on the way.
+"""Models written by hand for one example at a time, whose products ``z = W a + b`` are recorded.
 
-A test builds the same network twice: once from torch's modules, which the optimizer sees, and once as a function over
-a :class:`Tape` and the same parameters. The factors of the first must be those that the rows of the second define.
-Nothing of the package is used to find them.
+A test builds the same network twice: once from torch's modules, which the optimizer sees, and once as a function of a
+:class:`Tape` and the same parameters. The factors of the first must be those that the rows of the second define. No
+code of the package is used for the latter.
 
     symbol      shape           meaning
     a           [S_n, n_a]      input rows of one product of example n, the 1 last iff its bias is trained
@@ -27,7 +27,7 @@ def trained(parameter: Tensor | None) -> bool:
 
 
 class Tape:
-    """Notes (name, a, z) of every product of one example."""
+    """Records (name, a, z) of every product of one example."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Tensor, Tensor]] = []
@@ -51,7 +51,7 @@ Run = Callable[..., Tensor]
 
 
 def rows_by_example(run: Run, examples: Sequence[tuple], targets: Sequence[Tensor], loss: Loss) -> dict[str, Rows]:
-    """Rows of all products of ``run(tape, *example)``; an example that does not reach one adds none to it."""
+    """Rows of all products of ``run(tape, *example)``; an example adds no rows to products that it does not reach."""
     notes = []
     for example, target in zip(examples, targets, strict=True):
         tape = Tape()
@@ -91,7 +91,7 @@ def diagonal_of(A: Tensor) -> Tensor:
     return A * torch.eye(A.shape[-1], dtype=A.dtype)
 
 
-# --------------------------------------------------------------------------------------------- What the optimizer holds
+# ----------------------------------------------------------------------------------------------- State of the optimizer
 
 
 def block_state(opt, name: str) -> dict:
@@ -99,7 +99,7 @@ def block_state(opt, name: str) -> dict:
 
 
 def held(opt, name: str) -> tuple[Tensor, Tensor]:
-    """(A, B) of a block; a side that is kept as a vector comes as the diagonal matrix that it stands for."""
+    """(A, B) of a block; a factor that is stored as a vector is returned as a diagonal matrix."""
     state, groups = block_state(opt, name), opt.blocks[name].adapter.groups
     matrices = []
     for side in ("factor_a", "factor_g"):
@@ -123,7 +123,7 @@ def train(opt, model: nn.Module, inputs: tuple, y: Tensor, loss: Loss) -> None:
 
 
 def step_of(opt, params: Sequence[nn.Parameter]) -> list[tuple[Tensor, Tensor]]:
-    """Take a step with the gradients that are there; (∇, V) of some parameters, V read off them (lr = 1)."""
+    """Take a step with the current gradients; (∇, V) of some parameters, where V is their change (lr = 1)."""
     before = [p.detach().clone() for p in params]
     gradients = [p.grad.clone() for p in params]
     opt.step()
@@ -137,12 +137,12 @@ def row_of(opt, name: str) -> str:
 
 
 def follows_fallback(opt, name: str, *reason: str) -> bool:
-    """Whether a parameter takes the fallback, and its row says why in these words."""
+    """Whether a parameter uses the fallback, and its row gives the reason in these words."""
     row = row_of(opt, name).lower()
     return "fallback" in row and all(word.lower() in row for word in reason)
 
 
-# ---------------------------------------------------------------------------------- Layers of transformers, spelled out
+# ----------------------------------------------------------------------------------------------- Layers of transformers
 
 
 def embedding(tape: Tape, name: str, tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -222,13 +222,13 @@ def attention_pairs(expected: dict, name: str) -> dict[str, tuple[Tensor, Tensor
     return {f"{name}.in_proj": (A, B), f"{name}.out_proj": expected[f"{name}.out"]}
 
 
-# ------------------------------------------------------------ Recurrent layers and transposed convolutions, spelled out
+# ------------------------------------------------------------------------- Recurrent layers and transposed convolutions
 
 State = tuple[Tensor, ...]
 
 
 def cell_step(kind: str, i: Tensor, h: Tensor, state: State, nonlinearity: str = "tanh") -> State:
-    """One step from the two products ``i = W_ih x + b_ih`` and ``h = W_hh h + b_hh``; the state leads with h."""
+    """One step from the two products ``i = W_ih x + b_ih`` and ``h = W_hh h + b_hh``; the state starts with h."""
     if kind == "RNN":
         return (torch.relu(i + h) if nonlinearity == "relu" else torch.tanh(i + h),)
     if kind == "GRU":

@@ -1,7 +1,7 @@
 """Tiny models in float64 with a batch for every step, and two ways to train them that must agree.
 
-`alone` is one process on whole batches, `together` one of W ranks on its shards. Both record the parameters after every
-step, flat ``[steps, P]``.
+`alone` trains one process on whole batches, and `together` one of W ranks on its shards. Both return the parameters
+after every step, flat ``[steps, P]``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +41,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Mlp(nn.Sequential):
-    """Three layers: some of four ranks own nothing."""
+    """Three layers, so that some of four ranks own none."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, CLASSES))
@@ -103,7 +103,7 @@ class Broad(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A convolution, with many positions, and layers without."""
+    """A convolution, which has many positions, and layers with one position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,17 +220,17 @@ def sum_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass
 class Run:
-    """How a trajectory comes about, the same for one process and for ranks.
+    """The settings of a trajectory, the same for one process and for several ranks.
 
     Args:
         task: Name of the task.
         method: Name of the method.
-        keywords: Settings beyond the method's own.
+        keywords: Settings in addition to those of `METHODS`.
         steps: Number of steps.
-        micro: Micro-batches of a step; the ranks do not communicate in all but the last one.
-        sizes: Sizes of the ranks' shards, equal ones by default.
-        loss: Of outputs and targets.
-        poison: Step whose batch has a NaN.
+        micro: Number of micro-batches per step; the ranks only communicate in the last one.
+        sizes: Sizes of the ranks' shards, which are equal by default.
+        loss: Function of outputs and targets.
+        poison: Step whose batch contains a NaN.
     """
 
     task: str = "mlp"
@@ -255,7 +255,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def descend(model: nn.Module, optimizer: Any, batch: Batch, run: Run) -> None:
-    """Backward passes of a step, and the step; the mean over micro-batches of what each has as its loss."""
+    """Take a step on the losses of all micro-batches; mean losses are averaged, and summed losses added."""
     optimizer.zero_grad()
     device = next(model.parameters()).device
     for part in range(run.micro):
@@ -268,7 +268,7 @@ def descend(model: nn.Module, optimizer: Any, batch: Batch, run: Run) -> None:
 
 
 def alone(run: Run, comm: Any = None) -> tuple[Tensor, nn.Module, Any]:
-    """One process on whole batches: its trajectory ``[steps, P]``, model and optimizer."""
+    """Train one process on whole batches; return its trajectory ``[steps, P]``, model and optimizer."""
     model = TASKS[run.task].model()
     optimizer = build(run.method, model, comm, **run.keywords)
     whole = Run(run.task, run.method, run.keywords, loss=run.loss)
@@ -280,13 +280,13 @@ def alone(run: Run, comm: Any = None) -> tuple[Tensor, nn.Module, Any]:
 
 
 def together(rank: int, world: int, strategy: str | None, run: Run, **wrapping: Any) -> Tensor:
-    """One rank on its shards, under DDP: its trajectory ``[steps, P]``.
+    """Train one rank on its shards under DDP; return its trajectory ``[steps, P]``.
 
     Args:
         rank: The rank.
         world: Number of ranks.
         strategy: Name of a strategy, None for the default.
-        run: What to do.
+        run: Settings of the trajectory.
         **wrapping: Keywords of DDP.
     """
     model = DDP(TASKS[run.task].model(device_of(rank)), **wrapping)
@@ -304,7 +304,7 @@ def optimizer_on(model: nn.Module, strategy: str | None, run: Run, **keywords: A
 
 
 def path_of(model: nn.Module, optimizer: Any, rank: int, world: int, run: Run) -> Tensor:
-    """Train on shards, and record."""
+    """Train on shards; return the trajectory."""
     path = []
     for step in range(run.steps):
         descend(model, optimizer, shard(run.batch(step), rank, world, run.sizes), run)
@@ -313,7 +313,7 @@ def path_of(model: nn.Module, optimizer: Any, rank: int, world: int, run: Run) -
 
 
 def curvatures(optimizer: Any) -> dict[str, Tensor]:
-    """Dense curvature of every block whose estimate this rank holds, by name."""
+    """Dense curvature of every block that this rank estimates, by name."""
     return {
         name: optimizer.dense_curvature(name).cpu()
         for name, block in optimizer.blocks.items()
@@ -324,7 +324,7 @@ def curvatures(optimizer: Any) -> dict[str, Tensor]:
 def statistics_of_shards(
     rank: int, world: int, strategy: str, run: Run, sizes: list[tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Curvature that a rank holds after one step for each tuple of shard sizes."""
+    """The curvature on a rank after one step for each tuple of shard sizes."""
     model = DDP(TASKS[run.task].model(device_of(rank)))
     with optimizer_on(model, strategy, run) as optimizer:
         for step, of_step in enumerate(sizes):
@@ -344,16 +344,16 @@ def joined_statistics(run: Run, examples: list[int]) -> dict[str, Tensor]:
     return curvatures(optimizer)
 
 
-# -------------------------------------------------------------------------------------------------------------- Judging
+# ---------------------------------------------------------------------------------------------------------- Comparisons
 
 
 def distance(path: Tensor, reference: Tensor) -> float:
-    """Largest difference, relative to the largest number."""
+    """The largest difference, relative to the largest entry of the reference."""
     return float((path - reference).abs().max() / reference.abs().max())
 
 
 def assert_replicas(paths: list[Tensor]) -> None:
-    """Every rank has had the same bits after every step."""
+    """All ranks have bitwise equal parameters after every step."""
     for rank, path in enumerate(paths):
         assert path.isfinite().all(), f"rank {rank} has parameters that are not finite"
         same = (path == paths[0]).all(1)
@@ -361,7 +361,7 @@ def assert_replicas(paths: list[Tensor]) -> None:
 
 
 def assert_same_path(paths: list[Tensor], reference: Tensor, tolerance: float = 1e-9) -> None:
-    """Replicas are equal to the bit, and follow a reference to a relative tolerance."""
+    """Replicas are bitwise equal, and agree with a reference up to a relative tolerance."""
     assert_replicas(paths)
     errors = [(step, distance(a, b)) for step, (a, b) in enumerate(zip(paths[0], reference, strict=True))]
     wrong = [(step, error) for step, error in errors if error > tolerance]
@@ -369,7 +369,7 @@ def assert_same_path(paths: list[Tensor], reference: Tensor, tolerance: float = 
 
 
 def assert_held(of_ranks: list[dict[str, Tensor]], expected: dict[str, Tensor], everywhere: bool) -> None:
-    """Every block is held somewhere (once, or by everybody), and by everybody alike."""
+    """Every block is on one rank, or on all of them if ``everywhere`` is true, and has the expected value."""
     for name, dense in expected.items():
         held = [of_rank[name] for of_rank in of_ranks if name in of_rank]
         assert len(held) == (len(of_ranks) if everywhere else 1), name

@@ -1,4 +1,4 @@
-"""curvlinops' answers, in this library's order of parameters and scale."""
+"""Results of curvlinops, in this library's order of parameters and scale."""
 
 import warnings
 
@@ -35,7 +35,7 @@ def operator(
 def curvlinops_blocks(
     model: nn.Module, x: Tensor, y: Tensor, loss: Objective, approx: str, fisher: str = "empirical"
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """(A, B) of every layer, per datum: their ``sum`` operator carries the number of examples in B."""
+    """(A, B) of every layer, per datum: for a ``sum`` loss, B of curvlinops is divided by the number of examples."""
     op = operator(model, x, y, loss, approx, fisher)
     op.compute_kronecker_factors()
     per_datum = len(x) if loss.module.reduction == "sum" else 1

@@ -1,11 +1,11 @@
-"""What the window methods compute, as d × d matrices and plain loops. Nothing here knows the package.
+"""The directions of the window methods from d × d matrices and plain loops, without code of the package.
 
     rows [t, d]   the gradients in the window as they were stored, in any order
-    x    [d]      what is preconditioned
+    x    [d]      the vector that is preconditioned
     M-FAC         u = (λI + rowsᵀ rows / n)⁻¹ x                         n = t, or m for scale="window"
     GGT           u = ((Rᵀ R)^½ + εI)⁻¹ x, R = diag(β₂^age) rows
 
-An oracle has to be better than what it judges: systems are solved in extended precision where the machine has it.
+Systems are solved in extended precision where the machine supports it, so that the oracle is the more accurate one.
 """
 
 from fractions import Fraction
@@ -34,7 +34,7 @@ def extended(x: Tensor | np.ndarray) -> np.ndarray:
 
 
 class Average:
-    """v ← βv + (1−β)g. What its rounding leaves outside the span of the gradients would count 1/λ times."""
+    """v ← βv + (1−β)g in extended precision: rounding outside the span of the gradients is amplified by 1/λ."""
 
     def __init__(self, d: int, beta: float) -> None:
         self.beta, self.steps, self.v = np.longdouble(beta), 0, np.zeros(d, dtype=np.longdouble)
@@ -62,8 +62,8 @@ def root_direction(
 ) -> Tensor:
     """GGT: H⁻¹x with H = (RᵀR)^½ + εI, rows given from the oldest to the newest.
 
-    ``complement`` replaces H⁻¹ outside the span of the rows, where it is 1/ε. Singular values that are rounding only
-    are zero before the root: √1e-16 would not be small beside ε.
+    ``complement`` replaces H⁻¹ outside the span of the rows, where it is 1/ε. Singular values at rounding level are set
+    to zero before the root, because √1e-16 is not small compared with ε.
     """
     ages = torch.arange(len(rows) - 1, -1, -1, dtype=torch.float64)
     R = beta2 ** ages[:, None] * rows.double()
@@ -104,7 +104,7 @@ class PublishedDynamic:
     """The dynamic algorithm of 2107.03356: a ring of m gradients that starts as zeros, dots, and two triangles.
 
     With F_i = λI + (1/m) Σ_{k≤i} g_k g_kᵀ over the slots of the ring:
-    D[i, k] = g_iᵀ F_{i-1}⁻¹ g_k for k ≥ i (an LU factorisation of mI + S/λ without its diagonal m), and
+    D[i, k] = g_iᵀ F_{i-1}⁻¹ g_k for k ≥ i (an LU factorization of mI + S/λ without its diagonal m), and
     F_{i-1}⁻¹ g_i = Σ_k B[i, k] g_k.
     """
 
@@ -135,10 +135,10 @@ class PublishedDynamic:
         return direction
 
 
-# ---------------------------------------------------------------------------------------------- what is stored of a row
+# ------------------------------------------------------------------------------------------------------- Stored entries
 def kept_entries(length: int, density: float, block_size: int) -> int:
     """k of a block of ``length`` entries."""
-    share = Fraction(str(density)) * length  # of the number as it is written: no 0.1 · 30 = 3.0000000000000004
+    share = Fraction(str(density)) * length  # exact, because 0.1 · 30 is 3.0000000000000004 in floating point
     if share >= length:
         return length
     if length == block_size and block_size >= 64:
@@ -157,19 +157,19 @@ class DenseRows:
 
 
 class TopKRows:
-    """Sends the k largest entries of every block of one parameter, and keeps the rest for later."""
+    """Stores the k largest entries of every block of one parameter, and adds the rest to the next gradient."""
 
     def __init__(self, numel: int, spec: dict, dtype: torch.dtype) -> None:
         self.density, self.block_size = spec["density"], spec.get("block_size", 4096)
         self.value_dtype = spec.get("value_dtype", torch.float32)
         if self.value_dtype == torch.float32:
-            self.value_dtype = dtype  # stands for the working precision
+            self.value_dtype = dtype  # float32 is the default, which means the precision of the computation
         self.feedback, self.lr_weighted = spec.get("error_feedback", True), spec.get("lr_weighted", False)
         self.error = torch.zeros(numel, dtype=dtype)
         self.accumulated = self.error
 
     def blocks(self) -> list[tuple[slice, int]]:
-        """Ranges of the flat parameter and how many entries of each are sent."""
+        """Ranges of the flat parameter, and the number of stored entries of each."""
         N, B = len(self.error), self.block_size
         ranges = [(start, min(start + B, N)) for start in range(0, N, B)]
         return [(slice(a, b), kept_entries(b - a, self.density, B)) for a, b in ranges]
@@ -190,7 +190,7 @@ class TopKRows:
 
 
 class LowRankRows:
-    """One warm power step towards the leading singular vectors of a matrix, and the rest kept for later."""
+    """Stores the result of a warm-started power step, and adds the rest to the next gradient."""
 
     def __init__(self, shape: tuple[int, int], q: Tensor) -> None:
         self.shape, self.q = shape, q.double().clone()
