@@ -250,20 +250,13 @@ class _Layers(_Recurrent, nn.RNNBase):
         return x.to(dtypes[0]), tuple(torch.stack(part).to(dtype) for part, dtype in parts)
 
     def _dtypes(self, x: Tensor, sizes: list[int] | None, state: State) -> list[torch.dtype]:
-        """Find the data types in which torch's kernel returns the output and each part of the state.
+        """Return the data types in which torch's kernel returns the output and each part of the state.
 
         On a CPU, the effect of autocast on recurrent layers depends on the type of the layer, on projections, on the
         lengths of packed sequences, and on the processor, since some have no LSTM kernel of lower precision. Therefore
         run torch's kernel on one or two steps of one or two examples, which raises torch's error if there is no kernel.
-        Otherwise, a training step that captures would pass, and the next one would fail.
-
-        Args:
-            x: ``[T, N, d]``, or packed ``[Σ sizes, d]``.
-            sizes: Number of active sequences at each step of packed data.
-            state: ``[layers·directions, N, ·]``.
-
-        Returns:
-            One data type for the output, and one for each part of the state.
+        Otherwise, a training step that captures would pass, and the next one would fail. The arguments are those of
+        :meth:`_run`.
         """
         kind, count = x.device.type, 1 + len(state)
         if not torch.is_autocast_enabled(kind):

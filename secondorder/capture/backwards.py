@@ -21,7 +21,8 @@ from torch import Tensor, nn
 REPLACED = (
     "the gradients of a step are not those that its last backward passes left in .grad, so the statistics of some "
     "micro-batches are missing and none are used. Let .grad accumulate until the step; or reset it to zeros between "
-    "micro-batches, with model.zero_grad(set_to_none=False); or use torch.autograd.grad for every micro-batch"
+    "micro-batches, with model.zero_grad(set_to_none=False); or use torch.autograd.grad for every micro-batch. If you "
+    "discard the gradients of a pass, such as that of a generator through a discriminator, run it in pause_capture()"
 )
 
 #: Number of entries of a gradient that are kept to recognize it.
@@ -132,6 +133,10 @@ class Backwards:
         queue = torch.autograd.Variable._execution_engine.queue_callback
         # Use two stages, because DistributedDataParallel averages in a callback before the second stage.
         queue(lambda: queue(remember))
+
+    def remember(self) -> None:
+        """Store the gradients again, after passes that were not captured."""
+        self._left = self._left and [_part(p) for p in self.owners]
 
     def were_replaced(self) -> bool:
         """Whether the gradients differ from those of the last backward pass, if statistics were dropped.

@@ -93,6 +93,8 @@ def count_examples(inputs: Sequence[Input], outputs: Sequence[tuple[int, ...]], 
     if not sized:
         return _from_layers(heads, uses, dim)
     n = sized[0].shape[dim]
+    if (other := _counted_by_all(sized, n, uses, heads, dim)) is not None:
+        return Count(other)
     if n == 0 or any(n in _leading(shape, dim, n) for shape in heads):
         return Count(n)
     others = {x.shape[dim] for x in sized[1:]} - {n}
@@ -113,6 +115,22 @@ def count_examples(inputs: Sequence[Input], outputs: Sequence[tuple[int, ...]], 
         if supported and m < n:
             return Count(m)  # such as graphs, of which nodes were the input
     return _by_majority(sized[0], n, others, uses, dim, heads)
+
+
+def _counted_by_all(
+    sized: Sequence[Input], n: int, uses: Sequence[Use], heads: Sequence[tuple[int, ...]], dim: int
+) -> int | None:
+    """Return the number of examples in the layers if n is the length of sequences, or the channels of images in a list.
+
+    All attention and recurrent layers must have it as their batch, or all layers as many rows as there are inputs.
+    """
+    shape = sized[0].shape
+    known = {(use.shape[use.axes[1]], use.shape[use.axes[0]]) for use in uses if use.axes is not None}
+    if dim == 0 and shape[:2] in known and {count for _, count in known} == {shape[1]}:
+        return shape[1] if min(shape[:2]) > 1 and not any(len(s) == 2 and s[0] == n for s in heads) else None
+    alike = sum((len(x.shape), x.holds_indices) == (len(shape), sized[0].holds_indices) for x in sized)
+    is_list = alike > 1 and bool(uses) and all(use.counts(alike, dim) for use in uses)
+    return alike if is_list and not all(use.counts(n, dim) for use in uses) else None
 
 
 def _by_layers_alone(first: Input, n: int, others: set[int], uses: Sequence[Use], dim: int) -> Count:

@@ -164,7 +164,7 @@ class Evidence:
             given = next(iter(fitting or seen), Input((), False))
             layouts = _Layouts.of(uses, given, count.n)
             examples = 1 if count.n is not None and layouts.is_one_example else count.n
-            self._judged = _Judged(examples, count.doubt, given, layouts)
+            self._judged = _Judged(examples, count.doubt if examples == count.n else "", given, layouts)
         return self._judged
 
     @property

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from secondorder.capture.passes import Pass
 
 #: Number of tensors among the inputs of a model that are considered.
-MAX_INPUTS = 16
+MAX_INPUTS = 64
 #: Captures by the key that their hooks hold.
 CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()
 

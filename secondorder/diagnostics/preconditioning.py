@@ -166,16 +166,9 @@ def _total(tiles: list[_Tile]) -> Tensor:
 
 
 def _ratios(tiles: list[_Tile], filled: list[int], sample: int, seed: int) -> Tensor:
-    """Return ``u_i / g_i [n]`` in float64 for at most ``sample`` coordinates with g_i ≠ 0.
+    """Return ``u_i / g_i [n]`` in float64 for at most ``sample`` coordinates with g_i ≠ 0, in their order.
 
-    Args:
-        tiles: The tiles to read. Each contributes in proportion.
-        filled: Number of these coordinates by tile.
-        sample: Largest n.
-        seed: Seed of the draw.
-
-    Returns:
-        The ratios, in the order of the coordinates.
+    Each tile contributes in proportion to ``filled``, the number of these coordinates by tile.
     """
     total = sum(filled)
     wanted = min(sample, total)

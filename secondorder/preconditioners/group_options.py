@@ -150,11 +150,6 @@ class GroupOptions:
 def _check_keys(method: type, param_group: Group, known: Collection[str]) -> None:
     """Check the keys of a group that is added, and warn about those that look misspelled.
 
-    Args:
-        method: Class of the optimizer.
-        param_group: The group.
-        known: Names of the options of groups.
-
     Raises:
         ValueError: If a key is an argument that only the constructor accepts.
     """

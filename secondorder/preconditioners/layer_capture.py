@@ -164,6 +164,7 @@ class LayerCapture:
             return
         with self._capture.gate.paused(by_user):
             yield
+        self._capture.backwards.remember()
 
     @contextmanager
     def mask(self, keep: Tensor | None) -> Iterator[None]:

@@ -73,7 +73,7 @@ class LayerReport(CurvatureReport):
         treatment = f"block '{block.name}' ({block.layer.kind})" if block.name else f"block {block.layer.kind}"
         if block.layer.other_uses:
             treatment += f", tied; its use in {some_of(block.layer.other_uses)} has no statistics"
-        if refused and plan.table.state[p].get("refreshes", 0) == 0:
+        if refused and not block.state.get("refreshes"):
             treatment = f"{plan.table.group_of[p]['fallback']} fallback: {refused}"
         if not plan.is_on(block.group):
             rule = "orthogonalized" if block.sets_length else f"{block.group['graft'] or block.group['inner']}"

@@ -133,6 +133,14 @@ def after_one_that_was_given_up_and_clipped(model: nn.Module, optimizer: Any) ->
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
+def after_one_that_was_given_up_and_with_a_penalty(model: nn.Module, optimizer: Any) -> None:
+    probe(model).backward()
+    optimizer.zero_grad()
+    accumulated(model, optimizer)
+    with optimizer.pause_capture():
+        probe(model).mul(3).backward()
+
+
 def between_probes(model: nn.Module, optimizer: Any) -> None:
     returned(model, partial(probe, model))
     accumulated(model, optimizer)
@@ -147,7 +155,8 @@ def clipped_each_time(model: nn.Module, optimizer: Any) -> None:
 
 RIGHT = [
     accumulated, by_grad, by_grad_and_clipped, reset_to_zeros, after_batches_that_were_given_up,
-    after_one_that_was_given_up_and_clipped, between_probes, clipped_each_time,
+    after_one_that_was_given_up_and_clipped, after_one_that_was_given_up_and_with_a_penalty, between_probes,
+    clipped_each_time,
 ]  # fmt: skip
 LEFT_OUT = [reset_to_none, reset_by_the_optimizer, added_to_the_last, in_turn]
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import secondorder
 from secondorder import EKFAC, KFAC, BatchOptions, HyLo
 from secondorder.capture.batch import Input, Use, count_examples
 from tests.support.building import built
@@ -313,6 +314,83 @@ def test_batch_input_decides_the_number_of_examples() -> None:
         assert bool(caught) == (rule is None)
         if rule is not None:
             torch.testing.assert_close(found.trace(), B.trace() * n / 4, rtol=1e-9, atol=0)
+
+
+class Recurrent(nn.Module):
+    """Takes tokens ``[T, N]``, as recurrent and attention layers do by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(9, 6), secondorder.nn.LSTM(6, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.table(x))[0]).flatten(0, 1)
+
+
+class Translation(nn.Module):
+    """An encoder and a decoder on ``[T, N]`` and ``[T - 2, N]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 8), nn.Linear(8, CLASSES)
+        self.body = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.table(x), self.table(x[:-2])))
+
+
+class Detector(nn.Module):
+    """Takes a list of images ``[3, H, W]`` and returns losses, as detectors of torchvision do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, CLASSES)
+
+    def forward(self, images: list[Tensor]) -> dict[str, Tensor]:
+        logits = self.head(self.body(torch.stack(images)).flatten(2).mT)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels(len(logits) * 36, CLASSES))}
+
+
+def tokens(x: Tensor, model: nn.Module) -> Tensor:
+    logits = model(x).flatten(0, -2)
+    return F.cross_entropy(logits, labels(len(logits), CLASSES))
+
+
+@pairs(
+    case=["recurrent", "attention", "images"], count=[2, 3, 4, 6, 20], cls=[KFAC, EKFAC, HyLo],
+)  # fmt: skip
+def test_layers_contradict_the_size_of_the_first_input(
+    case: str, count: int, cls: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The first axis counts time steps or the channels of an image, and the user need not say so."""
+    x: Any = torch.randint(9, (7, count), generator=torch.Generator().manual_seed(0))
+    explicit = BatchOptions(dim=1)
+    if case == "images":
+        x, explicit = list(noise(count, 3, 8, 8)), BatchOptions(input=len)
+    found = []
+    for options in (BatchOptions(), explicit):
+        model = seeded_build({"recurrent": Recurrent, "attention": Translation, "images": Detector}[case])
+        often = {"update_steps": 1, "rank_fraction": 1.0} if cls is HyLo else {"factor_update_steps": 1}
+        opt = cls(model, lr=0.0, damping=0.1, batch=options, **often)
+        loss = model(x)["loss"] if case == "images" else tokens(x, model)
+        loss.backward()
+        opt.step()
+        found.append({name: opt.dense_curvature(name) for name in opt.blocks})
+    for name, dense in found[1].items():
+        torch.testing.assert_close(found[0][name], dense, rtol=1e-10, atol=1e-14, msg=name)
+    assert not [w for w in recwarn if "examples" in str(w.message)]
+
+
+def test_examples_one_after_the_other_are_no_reason_for_doubt(recwarn: pytest.WarningsRecorder) -> None:
+    found = []
+    for calls in ([*noise(12, 4)], [noise(12, 4)]):
+        model = mlp()
+        opt = plain_kfac(model)
+        (sum(model(x).square().sum() for x in calls) / 12).backward()
+        opt.step()
+        found.append(all_factors(opt, model))
+    assert_factors(*found)
+    assert not recwarn
 
 
 def test_a_rule_survives_copies() -> None:

@@ -313,16 +313,9 @@ def _packed(index: Tensor, bag: Tensor, weight: Tensor, bags: int) -> Tensor:
 
 
 def _sum_duplicates(key: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the values of equal keys.
+    """Return the distinct keys ``[M]`` and the sums of their values ``[M, d]``, both followed by zeros.
 
     Shapes stay those of the input, so that the host need not know how many keys are distinct.
-
-    Args:
-        key: ``[M]``, int64.
-        values: ``[M, d]``.
-
-    Returns:
-        Keys ``[M]`` and sums ``[M, d]``: each key once, followed by zeros.
     """
     ordered, order = key.sort(stable=True)
     new = torch.ones_like(ordered)
