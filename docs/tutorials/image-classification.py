@@ -151,11 +151,11 @@ for name, run in shown.items():
     print(f"{name:23} {time_of_step:5.1f} ms a step, loss {run['loss']:.5f}, held-out loss {run['held-out loss']:.3f}")
 
 # %% [markdown]
-# After the same number of steps, K-FAC's training loss is a tenth of AdamW's. A step of K-FAC takes about twice as
-# long, which is the budget of the preset: `budget=2.0` chooses how often the curvature is updated and how many steps
-# are preconditioned. In that time AdamW trains for twice as many epochs, and its training loss is still higher. The
-# accuracy on the held-out images is about the same, but K-FAC's held-out loss is higher: 0.307, against AdamW's 0.186
-# and 0.175. On a data set as small as this one, a lower training loss means overfitting. Both optimizers reach
+# After the same number of steps, K-FAC's training loss is less than a tenth of AdamW's. A step of K-FAC takes about
+# twice as long, which is the budget of the preset: `budget=2.0` chooses how often the curvature is updated and how many
+# steps are preconditioned. In that time AdamW trains for twice as many epochs, and its training loss is still higher.
+# The accuracy on the held-out images is about the same, but K-FAC's held-out loss is higher: 0.307, against AdamW's
+# 0.186 and 0.175. On a data set as small as this one, a lower training loss means overfitting. Both optimizers reach
 # their lowest training loss at the largest of the three rates. Larger ones were not tried.
 #
 # The model is tiny, so the forward and backward pass take little time, and curvature is expensive in comparison.
