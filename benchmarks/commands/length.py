@@ -34,8 +34,8 @@ class Length(Evidence):
 
     workload: WorkloadName = "resnet20"
     """Workload to train."""
-    workload_set: tuple[str, ...] = ("augment=crops",)
-    """Fields of the workload to change, as key=value."""
+    workload_set: tuple[str, ...] = ()
+    """Fields of the workload to change, such as augment=crops of resnet20."""
     optimizers: tuple[str, ...] = ("sgd", "adamw", "muon", "soap", "orthogonal", "ekfac_orthogonal")
     """Optimizers to compare. A colon begins settings that replace those of the recipe, as in adamw:lr=1e-3."""
     steps: int = 5865
@@ -85,8 +85,8 @@ class Length(Evidence):
         done = [run for run in runs if run is not None]
         if len(done) < len(runs):
             return {}
-        fine = [run for run in done if not run["failed"] and not run["diverged"]]
-        sign = 1 if setting.make_workload().higher_is_better else -1
+        fine = [run for run in done if _is_whole(run)]
+        sign = _sign(setting.make_workload())
         best = max(fine, key=lambda run: sign * run["metric"]) if fine else done[0]
         method = find(split_settings(name)[0])
         return {"label": method.label, "ours": method.ours, "tried": len(runs), **best}
@@ -108,22 +108,20 @@ class Length(Evidence):
     def show(self, rows: list[Figures]) -> Shown:
         workload = Setting(self.workload, self.size, self.data_dir).make_workload()
         about = {"workload": self.workload, "steps": self.steps, "metric": workload.metric, "targets": self.targets}
-        about["metric_better"] = "higher" if workload.higher_is_better else "lower"
         drawn = [row for row in rows if row.get("evaluations")]
         draw = partial(_draw, drawn, workload.metric) if drawn else None
         return Shown([self._table(rows, workload)], about, draw)
 
     def _table(self, rows: Sequence[Figures], workload: Workload) -> Table:
-        metric, sign = workload.metric, 1 if workload.higher_is_better else -1
         columns: dict[str, Column] = {
             "optimizer": value("label"),
-            "rate": lambda row: f"{row['settings']['lr']:g}",
+            "rate": lambda row: value("lr", "g")(row["settings"]),
             "runs": value("tried", "d"),
-            "training loss": lambda row: f"{_loss(row):.4g}" if row["curve"] else "-",
-            metric: lambda row: why_lost(row) if row["metric"] is None else f"{row['metric']:.4g}",
-            **{key: value(key, ".2f") for key in sorted({key for row in rows for key in row["quality"]})},
-            "seconds": lambda row: f"{row['curve'][-1][2]:,.0f}" if row["curve"] else "-",
-            **{f"to {target:g}": partial(_reached, target, sign) for target in self.targets},
+            "training loss": lambda row: f"{_loss(row):.4g}" if _is_whole(row) else "-",
+            workload.metric: lambda row: f"{row['metric']:.4g}" if _is_whole(row) else why_lost(row),
+            **{key: partial(_quality, key) for key in sorted({key for row in rows for key in row.get("quality", ())})},
+            "seconds": lambda row: f"{row['curve'][-1][2]:,.0f}" if _is_whole(row) else "-",
+            **{f"to {target:g}": partial(_reached, target, _sign(workload)) for target in self.targets},
             "state, MB": value("optimizer_bytes", ".3g", 1e-6),
         }
         return report.table_of(f"{self.workload}, {self.steps:,} steps", rows, columns, _CAPTION)
@@ -135,6 +133,18 @@ _CAPTION = (
     "seconds until the first evaluation that is at least as good."
 )
 _POINTS = 3
+
+
+def _sign(workload: Workload) -> int:
+    return 1 if workload.higher_is_better else -1
+
+
+def _is_whole(row: Row) -> bool:
+    return not row["failed"] and not row["diverged"]
+
+
+def _quality(key: str, row: Row) -> str:
+    return value(key, ".2f")(row.get("quality", {}))
 
 
 def _loss(row: Row) -> float:

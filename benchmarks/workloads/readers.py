@@ -20,6 +20,13 @@ from PIL import Image
 UInt8Array = npt.NDArray[np.uint8]
 CifarName = Literal["cifar10", "cifar100"]
 
+#: The errors that damaged bytes cause in the unpickler, and in Pillow. MemoryError is one of a wrong length.
+_DAMAGED = (
+    ArithmeticError, AttributeError, EOFError, ImportError, LookupError, MemoryError, RuntimeError, SystemError,
+    TypeError, ValueError,
+)  # fmt: skip
+_DAMAGED_PICKLE = (*_DAMAGED, pickle.PickleError)
+_DAMAGED_PICTURE = (*_DAMAGED, Image.DecompressionBombError, OSError, SyntaxError, struct.error, zlib.error)
 _IDX_UINT8 = 0x08  # third byte of the magic number: element type
 
 # The name of each data set, the key of the labels in its batches, and its number of classes.
@@ -80,9 +87,7 @@ def read_cifar_batch(path: Path, dataset: CifarName = "cifar10") -> tuple[UInt8A
             batch = _load_pickle(file)
         images = np.asarray(batch["data"], np.uint8).reshape(-1, 3, 32, 32)
         labels = np.asarray(batch[key], np.int64)
-    except OSError:
-        raise
-    except Exception as err:  # for damaged bytes, the unpickler raises a dozen types of errors, including SystemError
+    except _DAMAGED_PICKLE as err:
         raise ValueError(f"{path} is truncated or not a {label} batch: {err}") from err
     if labels.shape != (len(images),):
         raise ValueError(f"{path} is damaged: {len(images)} images but {labels.size} labels")
@@ -105,7 +110,7 @@ def opened_picture(path: Path) -> Iterator[Image.Image]:
         picture.load()
     except FileNotFoundError:
         raise
-    except Exception as err:  # for damaged bytes, Pillow raises a dozen types of errors
+    except _DAMAGED_PICTURE as err:
         raise ValueError(f"{path} is truncated or no picture: {err}") from err
     with picture:
         yield picture

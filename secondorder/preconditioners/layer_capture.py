@@ -162,9 +162,11 @@ class LayerCapture:
         if self._capture is None:
             yield
             return
+        were_replaced = self._capture.backwards.were_replaced()
         with self._capture.gate.paused(by_user):
             yield
-        self._capture.backwards.remember()
+        if not were_replaced:
+            self._capture.backwards.remember()
 
     @contextmanager
     def mask(self, keep: Tensor | None) -> Iterator[None]:

@@ -73,3 +73,13 @@ def test_without_time_there_is_no_row(data_dir, tmp_path):
     assert saved(tmp_path)["rows"] == []
     with pytest.raises(ValueError, match="evaluations must be at most steps=2, got 3"):
         study(data_dir, tmp_path, steps=2).run()
+
+
+def test_failures_and_divergence_are_shown(data_dir, tmp_path):
+    names = ("sgd:momentum=-1", "sgd:lr=1e30", "sgd")
+    assert study(data_dir, tmp_path, optimizers=names).run() == 0
+    (table,) = saved(tmp_path)["tables"]
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    assert [row["test accuracy"] for row in rows[:2]] == ["failed", "diverged"]
+    assert [row["training loss"] for row in rows[:2]] == ["-", "-"]
+    assert float(rows[2]["test accuracy"]) > 0

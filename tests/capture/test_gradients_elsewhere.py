@@ -93,6 +93,12 @@ def reset_to_none(model: nn.Module, optimizer: Any) -> None:
     collect(model, [taken(model, loss) for loss in losses(model, optimizer)])
 
 
+def reset_to_none_and_evaluated(model: nn.Module, optimizer: Any) -> None:
+    reset_to_none(model, optimizer)
+    with optimizer.pause_capture():
+        probe(model)
+
+
 def reset_by_the_optimizer(model: nn.Module, optimizer: Any) -> None:
     found = []
     for loss in losses(model, optimizer):
@@ -158,7 +164,7 @@ RIGHT = [
     after_one_that_was_given_up_and_clipped, after_one_that_was_given_up_and_with_a_penalty, between_probes,
     clipped_each_time,
 ]  # fmt: skip
-LEFT_OUT = [reset_to_none, reset_by_the_optimizer, added_to_the_last, in_turn]
+LEFT_OUT = [reset_to_none, reset_to_none_and_evaluated, reset_by_the_optimizer, added_to_the_last, in_turn]
 
 
 @pytest.mark.parametrize("loop", RIGHT)

@@ -346,9 +346,9 @@ class Detector(nn.Module):
         super().__init__()
         self.body, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, CLASSES)
 
-    def forward(self, images: list[Tensor]) -> dict[str, Tensor]:
-        logits = self.head(self.body(torch.stack(images)).flatten(2).mT)
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels(len(logits) * 36, CLASSES))}
+    def forward(self, images: list[Tensor], y: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.body(torch.stack(images)).flatten(2).mT).flatten(0, 1)
+        return {"loss": F.cross_entropy(logits, labels(len(logits), CLASSES) if y is None else y.flatten())}
 
 
 def tokens(x: Tensor, model: nn.Module) -> Tensor:
@@ -366,7 +366,7 @@ def test_layers_contradict_the_size_of_the_first_input(
     x: Any = torch.randint(9, (7, count), generator=torch.Generator().manual_seed(0))
     explicit = BatchOptions(dim=1)
     if case == "images":
-        x, explicit = list(noise(count, 3, 8, 8)), BatchOptions(input=len)
+        x, explicit = list(noise(count, 3, 8, 8)), BatchOptions(input=lambda images: len(images))
     found = []
     for options in (BatchOptions(), explicit):
         model = seeded_build({"recurrent": Recurrent, "attention": Translation, "images": Detector}[case])
@@ -379,6 +379,41 @@ def test_layers_contradict_the_size_of_the_first_input(
     for name, dense in found[1].items():
         torch.testing.assert_close(found[0][name], dense, rtol=1e-10, atol=1e-14, msg=name)
     assert not [w for w in recwarn if "examples" in str(w.message)]
+
+
+class ExamplesFirst(nn.Module):
+    """Passes a batch ``[N, ...]`` to a model in the form that it takes, so that the oracle can take single examples."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.model, Detector):
+            return self.model.head(self.model.body(x).flatten(2).mT)
+        return self.model(x.mT).transpose(0, 1)
+
+
+@pytest.mark.parametrize("kind", [Translation, Detector])
+def test_factors_of_these_models_are_those_of_single_examples(kind: Any) -> None:
+    model = seeded_build(kind)
+    x = torch.randint(9, (4, 7)) if kind is Translation else noise(6, 3, 8, 8)
+    y = labels(len(x) * 36, CLASSES).view(len(x), 36)
+
+    def loss(logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), y[:, : logits.shape[1]].flatten())
+
+    layers = ("body", "head") if kind is Detector else ("head", "body.encoder.layers.0.linear1")
+    whole = ExamplesFirst(model)
+    expected = expected_factors(whole, x, y, loss, [f"model.{name}" for name in layers])
+    opt = plain_kfac(model)
+    if kind is Detector:
+        model(list(x), y)["loss"].backward()
+    else:
+        loss(model(x.mT).transpose(0, 1), y).backward()
+    opt.step()
+    held = {f"model.{name}": held_factors(opt, model, name) for name in layers}
+    assert_factors(held, expected)
 
 
 def test_examples_one_after_the_other_are_no_reason_for_doubt(recwarn: pytest.WarningsRecorder) -> None:
