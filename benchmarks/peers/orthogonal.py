@@ -58,10 +58,10 @@ class _Layer:
 class OrthogonalMomentum(Optimizer):
     """Steps along the polar factor of Nesterov momentum, scaled to a root mean square of 0.2."""
 
-    def __init__(self, layers: Sequence[_Layer], lr: float, momentum: float, dtype: torch.dtype | None) -> None:
+    def __init__(self, layers: Sequence[_Layer], dtype: torch.dtype | None, **defaults: float) -> None:
         self._layers, self._dtype = list(layers), dtype
         params = {p: None for layer in layers for p in (layer.weight, layer.bias) if p is not None}
-        super().__init__(list(params), {"lr": lr, "momentum": momentum})
+        super().__init__(list(params), defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -72,6 +72,7 @@ class OrthogonalMomentum(Optimizer):
                 state = self.state[p] = self.state[p] or {"mean": torch.zeros_like(p), "steps": 0}
                 state["mean"].lerp_(p.grad, 1 - group["momentum"])
                 state["steps"] += 1
+                p.mul_(1 - group["lr"] * group["weight_decay"])
         for layer in self._layers:
             if layer.weight.grad is not None:
                 wanted = layer.matrix(self._nesterov)
@@ -90,6 +91,7 @@ def orthogonal_momentum(
     plain_lr: float,
     plain_layers: str,
     momentum: float = 0.8,
+    weight_decay: float = 0.0,
     orthogonal_dtype: str | None = None,
 ) -> Optimizer:
     """Return the control.
@@ -100,6 +102,7 @@ def orthogonal_momentum(
         plain_lr: Learning rate of AdamW.
         plain_layers: Types or names of the layers that AdamW updates, separated by commas.
         momentum: Momentum of hidden layers.
+        weight_decay: Decoupled weight decay of all parameters.
         orthogonal_dtype: Dtype of the products of large polar factors.
     """
     keywords = {"plain_layers": plain_layers, "plain_lr": plain_lr, "momentum": momentum}
@@ -107,8 +110,8 @@ def orthogonal_momentum(
     layers = [layer for layer in _layers_of(model) if layer.weight in hidden]
     moved = [p for layer in layers for p in (layer.weight, layer.bias) if p is not None]
     dtype = None if orthogonal_dtype is None else getattr(torch, orthogonal_dtype)
-    first = OrthogonalMomentum(layers, lr, momentum, dtype)
-    return Peer(first, *adamw_for_others(model, moved, lr=plain_lr, betas=_BETAS, weight_decay=0.0))
+    first = OrthogonalMomentum(layers, dtype, lr=lr, momentum=momentum, weight_decay=weight_decay)
+    return Peer(first, *adamw_for_others(model, moved, lr=plain_lr, betas=_BETAS, weight_decay=weight_decay))
 
 
 def _layers_of(model: nn.Module) -> Iterator[_Layer]:

@@ -32,18 +32,22 @@ OFF = {"inv_update_steps": 0}
 LITTLE = {"power": 1e-13, "factor_update_steps": 1, "inv_update_steps": 1}
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("curvature", [OFF, LITTLE], ids=["off", "little"])
-def test_the_control_is_orthogonal_ekfac_without_curvature(curvature):
+def test_the_control_is_orthogonal_ekfac_without_curvature(curvature, decay):
     torch.manual_seed(0)
     model = Network().double()
     twin = copy.deepcopy(model)
-    control = orthogonal_momentum(model, lr=0.02, plain_lr=0.01, plain_layers="Embedding,LayerNorm,head")
+    control = orthogonal_momentum(
+        model, lr=0.02, plain_lr=0.01, plain_layers="Embedding,LayerNorm,head", weight_decay=decay
+    )
     hidden = [*twin.conv.parameters(), *twin.up.parameters(), *twin.attention.parameters()]
     plain = [*twin.norm.parameters(), *twin.tokens.parameters(), *twin.head.parameters()]
     ekfac = EKFAC(
         [{"params": hidden, "orthogonalize": True}, {"params": plain, "lr": 0.01}], module=twin, lr=0.02,
         momentum=0.8, nesterov=True, momentum_mode="pre", kl_clip=None, betas=(0.9, 0.95), **curvature,
         skip_layers=["tokens", "norm", "head"], fallback=FallbackOptions("adamw", lr=0.01),
+        weight_decay=decay, decoupled_weight_decay=True,
     )  # fmt: skip
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
