@@ -236,7 +236,7 @@ def _body(results: Mapping[str, Results], name: str, part: str = "") -> str:
         return _TOGETHER[name](comparisons)
     if name in _MEASURED:
         prefix, summary = _MEASURED[name]
-        return summary([found for stem, found in results.items() if stem.startswith(prefix)])
+        return summary([found for stem, found in results.items() if stem == prefix + found.get("workload", "")])
     if name not in results:
         raise ValueError(f"the page asks for results of {name!r}, but there are only {', '.join(results)}")
     if "runs" in results[name]:

@@ -132,7 +132,8 @@ class StepTime(Common):
             **{name: asdict(rate) for name, rate in rates.items()},
             "results": results,
         }
-        report.save(self.out_dir, f"step-time-{self.workload}", _tables(data), data)
+        stem = "step-time" if self.threads == 1 else f"step-time-on-{self.threads}-threads"
+        report.save(self.out_dir, f"{stem}-{self.workload}", _tables(data), data)
         return 0
 
     def _workload(self) -> Workload:
