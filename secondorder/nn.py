@@ -222,15 +222,12 @@ class _Layers(_Recurrent, nn.RNNBase):
         return state
 
     def _run(self, x: Tensor, sizes: list[int] | None, state: State) -> tuple[Tensor, State]:
-        """Run all layers.
+        """Run all layers, and return the output, like x, and the last state of every sequence, like ``state``.
 
         Args:
             x: ``[T, N, d]``, or packed ``[Σ sizes, d]``.
             sizes: Number of active sequences at each step of packed data.
             state: ``[layers·directions, N, ·]``.
-
-        Returns:
-            The output, like x, and the last state of every sequence, like ``state``.
         """
         dtypes = self._dtypes(x, sizes, state)
         finals: list[State] = []

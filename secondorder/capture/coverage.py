@@ -55,11 +55,11 @@ def advice(reasons: Mapping[str, str], others_were_captured: bool, batch_dim: in
         lines.append(" If the model takes sequences as [T, N, ...], make the optimizer with batch=BatchOptions(dim=1).")
     if any(NO_HOOKS in reason for reason in found):
         if others_were_captured:
-            causes = "they were not called since the last step, or are in eval mode"
+            causes = "they were not called since the last step, are in eval mode, or had their weights used by F.linear"
         else:
             causes = (
-                "the model was in eval mode, or torch.compile runs code that it compiled before the optimizer was "
-                "made, or for another model of the same class (then call torch.compiler.reset(), or set "
+                "the model was in eval mode, torch.func or vmap called it, torch.compile runs code from before the "
+                "optimizer was made, or for another model of the same class (then call torch.compiler.reset(), or set "
                 "torch._dynamo.config.skip_nnmodule_hook_guards = False before anything is compiled)"
             )
         lines.append(f" Usual causes: {causes}.")

@@ -69,8 +69,9 @@ class Allocator:
             state[key] = state[key].to(p.device, p.dtype)
 
     def synchronize(self) -> None:
-        """Follow parameters that were added, frozen, unfrozen, moved or cast since the last step."""
-        if self._table.layout() != self._table.signature:
+        """Follow parameters that were added, frozen, unfrozen, moved, cast, or whose state was removed."""
+        table = self._table
+        if table.layout() != table.signature or len(table.state) < len(table.group_of):
             self._preconditioner.hooks.replanned(self.rebuild())
 
     def follow_changed(self) -> None:

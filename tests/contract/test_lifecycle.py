@@ -3,8 +3,10 @@
 A window method has no hooks, and the same calls have no effect. `test_undisturbed.py` tests `attach` during a run.
 """
 
+import copy
 import gc
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +124,28 @@ def test_dropped_optimizer_leaves_a_working_module(method: Method, mlp: Task) ->
     assert gone() is None
     mlp.loss(model, 2).backward()
     train(model, method.build(model), mlp, 2, start=3)
+
+
+CLEARED: dict[str, Callable[[Any], object]] = {
+    "clear": lambda optimizer: optimizer.state.clear(),
+    "replace": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+    "pop": lambda optimizer: [optimizer.state.pop(p) for p in list(optimizer.state)[1:]],
+}
+
+
+@pytest.mark.cover(how=[*CLEARED])
+def test_a_step_without_state_is_that_of_a_new_optimizer(method: Method, task: Task, how: str) -> None:
+    """As in torch, users may remove the state of all parameters, or of some, to begin again."""
+    model, optimizer = method.start(task)
+    train(model, optimizer, task, 3)
+    CLEARED[how](optimizer)
+    other = copy.deepcopy(model)
+    train(other, method.build(other), task, 1, start=3)
+    train(model, optimizer, task, 1, start=3)
+    if how != "pop":
+        assert_identical(values(model), values(other))
+    train(model, optimizer, task, 2, start=4)
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.option("skip_layers")

@@ -281,9 +281,6 @@ def _shifted_sums(x: Tensor, dim: int, firsts: list[int], size: int, stride: int
         firsts: First place of each entry; it is negative in the zeros before the input.
         size: Number of places of each entry.
         stride: Distance of two places.
-
-    Returns:
-        The sums, one entry each along ``dim``.
     """
     lasts = [first + (size - 1) * stride + 1 for first in firsts]
     begin, end = max(0, *firsts), min(x.shape[dim], *lasts)
