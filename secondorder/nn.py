@@ -222,7 +222,7 @@ class _Layers(_Recurrent, nn.RNNBase):
         return state
 
     def _run(self, x: Tensor, sizes: list[int] | None, state: State) -> tuple[Tensor, State]:
-        """Run all layers, and return the output, like x, and the last state of every sequence, like ``state``.
+        """Return the output of all layers, like x, and the last state of every sequence, like ``state``.
 
         Args:
             x: ``[T, N, d]``, or packed ``[Σ sizes, d]``.

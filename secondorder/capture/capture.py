@@ -58,9 +58,6 @@ class Capture:
         are_gone: Returns whether gradients were discarded; see :func:`secondorder.capture.backwards.are_gone`.
 
     Attributes:
-        batch_dim: As given.
-        batch_input: As given.
-        observes: As given.
         clock: The clock that measures the time of capture in a backward pass, or None.
         hooks: The hooks on the model.
         gate: Decides whether forward passes are captured.

@@ -98,7 +98,6 @@ class Evidence:
         order: The result of :func:`order_of` for the model.
 
     Attributes:
-        keep: As given.
         is_stray: Whether the model's own forward has not been called.
     """
 

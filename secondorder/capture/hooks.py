@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from secondorder.capture.backwards import is_cut
-from secondorder.capture.batch import Input, Rule
+from secondorder.capture.batch import Input, Rule, Use
 from secondorder.capture.copies import OwnHook, conceal, remove
 from secondorder.capture.layers.projections import WatchedAttention
 from secondorder.capture.sites import Site
@@ -105,6 +105,20 @@ class PartEnter(RootEnter):
         if capture is not None and self.is_tapped and switch.armed and torch.is_grad_enabled():
             inputs = [Input.of(x) for x in tensors_in((args, kwargs), by_sequence=True)]
             capture.enter_part(module, inputs, self.number)
+
+
+class RecurrentEnter(RootEnter):
+    """Forward pre-hook of a recurrent layer, whose input shows which dimension counts examples."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the input as evidence, unless it is packed or without a batch."""
+        if torch.compiler.is_compiling() or in_backward() or self.switch.token is None:
+            return
+        x, axis = args[0] if args else kwargs.get("input"), int(not module.batch_first)
+        capture = CAPTURES.get(self.switch.key)
+        current = None if capture is None else capture.forwards.get(int(self.switch.token.numpy()))
+        if current is not None and isinstance(x, Tensor) and x.dim() == 3:
+            current.evidence.note(Use(-1, tuple(x.shape), (axis, 1 - axis), False, False, 1, False))
 
 
 def _parts_called_alone(root: nn.Module) -> list[nn.Module]:
@@ -218,6 +232,8 @@ class ModelHooks:
                 root.register_forward_pre_hook(RootEnter(self.switch, number, rule), with_kwargs=True, prepend=first),
                 root.register_forward_hook(RootLeave(self.switch, number), always_call=True),
             ]
+            for rnn in (module for module in root.modules() if isinstance(module, nn.RNNBase)):
+                self._root_handles.append(rnn.register_forward_pre_hook(RecurrentEnter(self.switch), with_kwargs=True))
             for part in _parts_called_alone(root):
                 enter = PartEnter(self.switch, number)
                 self._parts.append((weakref.ref(part), enter))

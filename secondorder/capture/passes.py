@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Step(NamedTuple):
-    """A call of a layer outside of the model's own forward.
-
-    Attributes:
-        use: Its input.
-        is_computed: Whether the input was computed from parameters.
-    """
+    """The input of a call of a layer outside of the model's own forward, and whether it comes from parameters."""
 
     use: Use
     is_computed: bool
@@ -38,8 +33,6 @@ class Pass:
         root: Number of the root module.
 
     Attributes:
-        evidence: As given.
-        root: As given.
         is_one: Whether a stray pass is one forward pass, however often its layers are called.
         forwards: The forward passes of which a stray pass consists, if there are several.
         edges: The edges where gradients of layer outputs can be computed, if they are observed.

@@ -24,7 +24,6 @@ class StepStatistics:
         loss_scale: Scale that gradients carry.
 
     Attributes:
-        loss_scale: As given.
         sites: The layers that are tapped.
         due: Sites being captured.
         refused: Why sites have no statistics, as text.

@@ -70,8 +70,7 @@ class Allocator:
 
     def synchronize(self) -> None:
         """Follow parameters that were added, frozen, unfrozen, moved, cast, or whose state was removed."""
-        table = self._table
-        if table.layout() != table.signature or len(table.state) < len(table.group_of):
+        if self._table.layout() != self._table.signature or len(self._table.state) < len(self._table.group_of):
             self._preconditioner.hooks.replanned(self.rebuild())
 
     def follow_changed(self) -> None:

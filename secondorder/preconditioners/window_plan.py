@@ -123,8 +123,8 @@ class WindowPlan(CurvaturePlan):
             Whether there are new windows.
         """
         self.partition.exclude(self.table, self.has_rows)
-        # A window whose state the user removed begins again.
-        self.units = [unit for unit in self.units if not unit.held or all(map(self.table.state.get, unit.params))]
+        # Windows whose state was removed begin again.
+        self.units = [u for u in self.units if not u.held or all(map(self.table.state.get, u.params))]
         before = {unit.signature: unit for unit in self.units}
         units, named = [], self.named()
         wholes = [self.whole_window(params) for params in named.values()]

@@ -319,12 +319,29 @@ def test_batch_input_decides_the_number_of_examples() -> None:
 class Recurrent(nn.Module):
     """Takes tokens ``[T, N]``, as recurrent and attention layers do by default."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: type[nn.LSTM] = secondorder.nn.LSTM) -> None:
         super().__init__()
-        self.table, self.body, self.head = nn.Embedding(9, 6), secondorder.nn.LSTM(6, 5), nn.Linear(5, CLASSES)
+        self.table, self.body, self.head = nn.Embedding(9, 6), body(6, 5), nn.Linear(5, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(self.table(x))[0]).flatten(0, 1)
+
+
+class Unexposed(Recurrent):
+    """Has a recurrent layer that follows the fallback rule."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LSTM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.table(x))[0])
+
+
+class Turning(Unexposed):
+    """Takes tokens ``[N, T]`` and turns them for its recurrent layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.table(x).transpose(0, 1))[0].transpose(0, 1))
 
 
 class Translation(nn.Module):
@@ -351,13 +368,18 @@ class Detector(nn.Module):
         return {"loss": F.cross_entropy(logits, labels(len(logits), CLASSES) if y is None else y.flatten())}
 
 
+KINDS: dict[str, type[nn.Module]] = {
+    "recurrent": Recurrent, "unexposed": Unexposed, "turning": Turning, "attention": Translation, "images": Detector,
+}  # fmt: skip
+
+
 def tokens(x: Tensor, model: nn.Module) -> Tensor:
     logits = model(x).flatten(0, -2)
     return F.cross_entropy(logits, labels(len(logits), CLASSES))
 
 
 @pairs(
-    case=["recurrent", "attention", "images"], count=[2, 3, 4, 6, 20], cls=[KFAC, EKFAC, HyLo],
+    case=[*KINDS], count=[2, 3, 4, 6, 20], cls=[KFAC, EKFAC, HyLo],
 )  # fmt: skip
 def test_layers_contradict_the_size_of_the_first_input(
     case: str, count: int, cls: Any, recwarn: pytest.WarningsRecorder
@@ -365,11 +387,13 @@ def test_layers_contradict_the_size_of_the_first_input(
     """The first axis counts time steps or the channels of an image, and the user need not say so."""
     x: Any = torch.randint(9, (7, count), generator=torch.Generator().manual_seed(0))
     explicit = BatchOptions(dim=1)
+    if case == "turning":
+        x, explicit = x.T, BatchOptions(input="x")
     if case == "images":
         x, explicit = list(noise(count, 3, 8, 8)), BatchOptions(input=lambda images: len(images))
     found = []
     for options in (BatchOptions(), explicit):
-        model = seeded_build({"recurrent": Recurrent, "attention": Translation, "images": Detector}[case])
+        model = seeded_build(KINDS[case])
         often = {"update_steps": 1, "rank_fraction": 1.0} if cls is HyLo else {"factor_update_steps": 1}
         opt = cls(model, lr=0.0, damping=0.1, batch=options, **often)
         loss = model(x)["loss"] if case == "images" else tokens(x, model)
@@ -394,16 +418,16 @@ class ExamplesFirst(nn.Module):
         return self.model(x.mT).transpose(0, 1)
 
 
-@pytest.mark.parametrize("kind", [Translation, Detector])
+@pytest.mark.parametrize("kind", [Translation, Unexposed, Detector])
 def test_factors_of_these_models_are_those_of_single_examples(kind: Any) -> None:
     model = seeded_build(kind)
-    x = torch.randint(9, (4, 7)) if kind is Translation else noise(6, 3, 8, 8)
+    x = noise(6, 3, 8, 8) if kind is Detector else torch.randint(9, (4, 7))
     y = labels(len(x) * 36, CLASSES).view(len(x), 36)
 
     def loss(logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), y[:, : logits.shape[1]].flatten())
 
-    layers = ("body", "head") if kind is Detector else ("head", "body.encoder.layers.0.linear1")
+    layers = ["head", *{Translation: ["body.encoder.layers.0.linear1"], Unexposed: [], Detector: ["body"]}[kind]]
     whole = ExamplesFirst(model)
     expected = expected_factors(whole, x, y, loss, [f"model.{name}" for name in layers])
     opt = plain_kfac(model)

@@ -273,7 +273,7 @@ class ConvTransposeAdapter(ConvAdapter):
 
 
 def _shifted_sums(x: Tensor, dim: int, firsts: list[int], size: int, stride: int) -> Tensor:
-    """Replace a dimension by the sums over the places along it that each entry of a kernel visits.
+    """Return the input with the sums over the places that each entry of a kernel visits in place of a dimension.
 
     Args:
         x: The input, without the zeros around it.
