@@ -374,10 +374,11 @@ class ClipOptions:
 
 @dataclass(frozen=True, repr=False)
 class AdaptationOptions:
-    """Options that adapt the step to the loss. All of them need ``step(closure)``.
+    """Options that adapt the step to the loss.
 
-    The adapted damping is the key ``damping`` of the parameter groups. To schedule it, use milestones, as in
-    ``ParamScheduler(optimizer, damping={0: 1.0, 1000: 0.1})``. The adaptation starts again from each milestone.
+    All of them need ``step(closure)``, except ``quadratic_model`` without a ``likelihood``. The adapted damping is the
+    key ``damping`` of the parameter groups. To schedule it, use milestones, as in ``ParamScheduler(optimizer,
+    damping={0: 1.0, 1000: 0.1})``. The adaptation starts again from each milestone.
 
     Args:
         adaptive_damping: Whether to adjust λ every ``damping_interval`` steps by how well the quadratic model predicted

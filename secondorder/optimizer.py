@@ -11,7 +11,7 @@ An optimizer owns these parts, and none of them refers to it. ``CONTRIBUTING.md`
 from __future__ import annotations
 
 import weakref
-from collections import ChainMap
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -42,24 +42,11 @@ from secondorder.preconditioners.allocation import Allocator
 from secondorder.preconditioners.group_options import GroupOptions
 from secondorder.preconditioners.parts import Shared
 from secondorder.preconditioners.recipe import Recipe
-from secondorder.runtime import Clock, Runtime
+from secondorder.runtime import Clock, Runtime, outside_of_graphs
 from secondorder.update import Update
 
 ReturnedT = TypeVar("ReturnedT")
-CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 SelfT = TypeVar("SelfT", bound="SecondOrderOptimizer")
-
-
-def _outside_of_graphs(function: CallableT) -> CallableT:
-    """Exclude a step from compilation, so that ``torch.compile(optimizer.step)`` has one graph break and equal results.
-
-    Factorizations that fail, statistics of several sizes and messages to other ranks cannot be part of a graph.
-
-    Returns:
-        The function, which the compiler does not compile.
-    """
-    # torch's own optimizers use the first one, which does not import the compiler before a step is taken.
-    return cast("CallableT", getattr(torch, "_disable_dynamo", torch.compiler.disable)(function))
 
 
 class SecondOrderOptimizer(Optimizer, Joinable):
@@ -451,7 +438,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
     @overload
     def step(self, closure: Callable[[], ReturnedT]) -> ReturnedT: ...
 
-    @_outside_of_graphs
+    @outside_of_graphs  # its sizes, failures and messages depend on data
     @torch.no_grad()
     def step(self, closure: Callable[[], ReturnedT] | None = None) -> ReturnedT | None:
         """Perform one optimization step.
@@ -559,7 +546,15 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self._checkpoint.curvature.settle(self._allocator.synchronize)
         self._allocator.follow_changed()
         self._allocator.allocate_rules()
-        return self._checkpoint.completed(super().state_dict())
+        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
+        try:
+            packed = self._checkpoint.completed(super().state_dict())
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks
+        for post in hooks.values():  # they receive the complete state
+            replaced = post(self, packed)
+            packed = packed if replaced is None else replaced
+        return packed
 
     def consolidate_state_dict(self, to: int | None = 0, *, pieces: bool = True) -> None:
         """Gather the curvature of all ranks on one rank, whose ``state_dict()`` is complete until the next step.

@@ -91,6 +91,8 @@ class ParameterTable:
             given = group.get("param_names")
             for j, p in enumerate(group["params"]):
                 known = inside.get(p, self.names.get(p, f"group {i} parameter {j}"))
+                if given and j == len(given):  # the user appended to the list of parameters
+                    given.append(known)
                 self.names[p] = given[j] if given else known
                 if not p.requires_grad:
                     self.reasons.setdefault(p, "frozen")
@@ -243,5 +245,9 @@ def module_of(method: str, params: Any, module: nn.Module | Sequence[nn.Module] 
         params = list(root.named_parameters())
         if not params:
             raise ValueError(f"{method}: the module {type(root).__name__} has no parameters")
+        if lazy := [name for name, p in params if isinstance(p, nn.UninitializedParameter)]:
+            raise ValueError(
+                f"{method}: '{lazy[0]}' has no shape yet; run a forward pass before you build the optimizer"
+            )
         return root, params
     return None if module is None else as_root(module), params

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,13 @@ from secondorder.linalg.dense import Workspace
 from secondorder.linalg.stacks import Stacks
 
 _NOTHING = nullcontext()
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+
+
+def outside_of_graphs(function: CallableT) -> CallableT:
+    """Return a function that the compiler leaves out of its graphs, with a graph break instead."""
+    # torch's own optimizers use the first one, which does not import the compiler before a step is taken.
+    return cast("CallableT", getattr(torch, "_disable_dynamo", torch.compiler.disable)(function))
 
 
 class Clock(Protocol):
@@ -33,7 +40,7 @@ class Clock(Protocol):
 
 @dataclass(eq=False)
 class Runtime:
-    """Values that all parts of an optimizer may read and that only the optimizer writes.
+    """Values that all parts of an optimizer share.
 
     Attributes:
         step: Number of steps taken.

@@ -338,13 +338,13 @@ def _rule_named(name: str, group: Group, *, is_fallback: bool = False, may_fuse:
 
 
 def _fallback_lr(group: Group) -> Any:
-    """The fallback's learning rate, scaled in proportion to the schedule of ``lr``."""
-    own = group["fallback_lr"]
+    """The fallback's learning rate, scaled in proportion to the schedule of ``lr``, whose peak OneCycleLR stores."""
+    own, base = group["fallback_lr"], group.get("max_lr", group["fallback_base_lr"])
     if own is None:
         if group["graft"] is not None:
             return rate(group["lr"])
         own = 1e-3
-    return own * (rate(group["lr"]) / group["fallback_base_lr"]) if group["fallback_base_lr"] else own
+    return own * (rate(group["lr"]) / base if base else rate(group["lr"]) > 0)
 
 
 def _clipped(

@@ -135,6 +135,8 @@ class TrustRegion:
 
     def _require_no_loss(self) -> None:
         wanted = self.adaptation.needing_loss
+        if not wanted and self.adaptation.quadratic_model and self._likelihood is not None:
+            raise RuntimeError("likelihood= needs step(closure) with a closure that returns (loss, outputs)")
         if not wanted:
             return
         scaled = self._setting.loss_scale.multiplies

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from secondorder.capture.batch import Input
 from secondorder.capture.copies import OwnHook
+from secondorder.runtime import outside_of_graphs
 
 if TYPE_CHECKING:
     from secondorder.capture.capture import Capture
@@ -126,17 +127,12 @@ def put_tap(capture: Capture, hook: LayerHook, x: Tensor, output: Tensor) -> Non
         output.register_hook(lambda g: tap((g,)))
 
 
-# If the root is a user-defined class, torch runs its hooks outside of the graph and would try to compile the functions
-# that they call. The lazy form of the decorator is torch's own and does not import the compiler.
-_outside_of_graphs = getattr(torch, "_disable_dynamo", torch.compiler.disable)
-
-
 def _seen(hook: LayerHook, x: Tensor, shape: torch.Size, call: int = 0) -> Seen:
     kept = x if hook.adapter.needs_input else None
     return Seen(hook.index, hook.part, hook.adapter, kept, 0 if kept is None else kept._version, shape, call)
 
 
-@_outside_of_graphs  # type: ignore[untyped-decorator]
+@outside_of_graphs  # torch would compile what the hooks of a root of a user-defined class call
 def prepare(switch: Switch) -> None:
     """Prepare a capture for a forward pass that begins."""
     capture = CAPTURES.get(switch.key)
@@ -144,7 +140,7 @@ def prepare(switch: Switch) -> None:
         capture.prepare()
 
 
-@_outside_of_graphs  # type: ignore[untyped-decorator]
+@outside_of_graphs
 def leave_pass(switch: Switch, output: Any) -> None:
     """Record the outputs of a forward pass, with a hook that reports when a backward pass enters it."""
     if in_backward() or switch.token is None:

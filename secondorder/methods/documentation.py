@@ -27,7 +27,7 @@ OPTIMIZER = """
         can then keep the learning rate schedule of that rule. With ``"adam"``, ``decoupled_weight_decay`` selects the
         kind of weight decay; with ``"adamw"``, the decay is always decoupled. If None, the step keeps its own size, as
         in the publications. ``"auto"`` is ``"adamw"`` if no learning rate is set, so an optimizer without arguments
-        trains like AdamW without arguments; otherwise it is None.
+        takes steps of AdamW's size at AdamW's default rate, but without weight decay; otherwise it is None.
 """
 
 #: Arguments of the methods that precondition layer by layer: KFAC, EKFAC and HyLo.
@@ -64,9 +64,10 @@ FACTORS = """
         of them (``batch_size``, ``positions``), their weights, and the blocks of normalization layers and tied weights.
     adaptation: Options that adapt the step to the loss, see :class:`AdaptationOptions`. They can adapt the damping
         (``AdaptationOptions(adaptive_damping=True)``), choose the length of a step with a quadratic model, and undo bad
-        steps. All of them need ``step(closure)``, with a closure that calls ``zero_grad()`` and ``backward()`` and
-        returns the loss. To schedule an adapted damping, pass :class:`ParamScheduler` a dict from steps to values; the
-        adaptation starts again from each value. Functions of the step are rejected.
+        steps. They need ``step(closure)``, with a closure that calls ``zero_grad()`` and ``backward()`` and returns the
+        loss; only a quadratic model without a likelihood does not. To schedule an adapted damping, pass
+        :class:`ParamScheduler` a dict from steps to values; the adaptation starts again from each value. Functions of
+        the step are rejected.
     overlap: Whether to refresh the inverses in a separate thread (on a GPU, in a separate stream) while training
         continues. The results are adopted ``max(1, inv_update_steps // 10)`` steps after the work began. The first
         refresh and those of a warm-up are not deferred. The copies of A and G need as much memory as A and G.

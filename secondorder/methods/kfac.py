@@ -72,11 +72,11 @@ class KFAC(SecondOrderOptimizer):
     Args:
         inverse_method: ``"eigen"`` or ``"cholesky"``. With ``"eigen"``, a change of λ takes effect at once; with
             ``"cholesky"``, it takes effect at the next refresh. ``"cholesky"`` needs half the work per step, and its
-            refreshes are many times cheaper. :class:`InverseOptions` also sets how λ is split between the two factors.
+            refreshes are several times cheaper. :class:`InverseOptions` also sets how λ is split between the two
+            factors. If None, it is ``"eigen"``, or ``InverseOptions(rank=16)`` with a budget.
         budget: Largest mean cost of a step, in units of a step of the same model with AdamW, such as 1.3. It chooses
             the intervals and how many steps are preconditioned, from the sizes of the layers and of the first batch.
-            The default of ``inverse_method`` is ``InverseOptions(rank=16)`` then. ``describe()`` shows the choice. See
-            :class:`BudgetOptions`.
+            ``describe()`` shows the choice. See :class:`BudgetOptions`.
         refresh: When inverses are computed again, see :class:`RefreshOptions`: spread over the interval
             (``stagger=True``), and more often at the start (``warmup``).
 
@@ -128,7 +128,7 @@ class KFAC(SecondOrderOptimizer):
         graft: str | None = "auto",
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
-        inverse_method: str | InverseOptions = "eigen",
+        inverse_method: str | InverseOptions | None = None,
         approx: str = "expand",
         fisher: str | FisherOptions = "empirical",
         loss_reduction: str = "mean",
@@ -195,14 +195,14 @@ _CHEAP = InverseOptions(rank=16)
 
 
 def _within_budget(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of the constructor, with a cheap inverse if there is a budget and no other one was given.
+    """Return the arguments of the constructor with an inverse, which is a cheap one if there is a budget.
 
     Raises:
         ValueError: If an option was given that the budget chooses.
     """
-    budget, refresh = given["budget"], given["refresh"]
+    budget, refresh, chosen = given["budget"], given["refresh"], given["inverse_method"]
     if budget is None or getattr(budget, "limit", budget) is None:
-        return given
+        return given if chosen is not None else {**given, "inverse_method": "eigen"}
     clashes = {
         **{f"{name}={given[name]!r}": given[name] is not None for name in INTERVALS},
         "refresh.warmup=True": getattr(refresh, "warmup", None) is True,
@@ -210,8 +210,7 @@ def _within_budget(given: Mapping[str, Any]) -> Mapping[str, Any]:
     }
     if found := options.clashing(clashes):
         raise ValueError(f"budget={budget!r} chooses the intervals itself: drop {found}")
-    is_default = given["inverse_method"] in ("eigen", InverseOptions())
-    return {**given, "inverse_method": _CHEAP} if is_default else given
+    return given if chosen is not None else {**given, "inverse_method": _CHEAP}
 
 
 def _exclude_judged(group: Mapping[str, Any], groups: list[Group], adaptation: AdaptationOptions) -> None:

@@ -172,15 +172,7 @@ class FactorRecipe(LayerRecipe):
 
 
 def factored_arguments(given: Mapping[str, Any], method: type) -> dict[str, Any]:
-    """Return the arguments of the constructor of a method with factors, with the size of its steps resolved.
-
-    Args:
-        given: The arguments by name.
-        method: The method.
-
-    Returns:
-        The arguments, and the fields of objects that are keys of parameter groups, by key.
-    """
+    """Return the arguments of a constructor and the fields of objects by key, with the size of its steps resolved."""
     found = expanded(given, method)
     # A quadratic model determines the length of its steps. Momentum before the preconditioner fixes it too.
     judged: bool = found["adaptation"].quadratic_model
@@ -196,14 +188,7 @@ def factor_recipe(
 
 
 def warn_of_options(method: str, groups: Sequence[Group], blocks: Iterable[Block], rules: FactoredRules) -> None:
-    """Warn about intervals that do not match and about factors that the default limit has made diagonal.
-
-    Args:
-        method: Name of the optimizer's class.
-        groups: The parameter groups.
-        blocks: The blocks of the module.
-        rules: Rules about the options of the groups.
-    """
+    """Warn about intervals that do not match and about factors that the default limit has made diagonal."""
     _warn_intervals(groups)
     if rules.chooses_bound:
         _warn_wide(method, blocks, rules)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from secondorder.adaptation.no_trust import NoTrust
@@ -70,7 +71,7 @@ class LayerRecipe(Recipe):
 
         Raises:
             ValueError: If there is no module.
-            NotImplementedError: If ``nn.DataParallel`` copies the module to several devices.
+            NotImplementedError: If ``nn.DataParallel`` copies the module to several devices, or it is scripted.
         """
         root, given = module_of(method, params, module)
         if root is None:
@@ -81,6 +82,8 @@ class LayerRecipe(Recipe):
         hooked = params if module is None else module
         for part in [hooked] if isinstance(hooked, nn.Module) else cast("Sequence[nn.Module]", hooked):
             _refuse_several_devices(method, part)
+            if isinstance(part, torch.jit.ScriptModule):
+                raise NotImplementedError(f"{method} cannot hook a scripted module: use torch.compile instead")
         return root, given
 
     def precondition(self, shared: Shared, kept: Mapping[str, Any] | None) -> LayerPreconditioner[Any]:

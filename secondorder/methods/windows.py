@@ -146,15 +146,7 @@ class WindowRecipe(Recipe):
 
 
 def window_recipe(given: Mapping[str, Any], solver: WindowSolver, rules: WindowRules) -> WindowRecipe:
-    """Return the recipe of a window method.
-
-    Args:
-        given: The arguments of the constructor, by name.
-        solver: The solver of the method.
-        rules: Rules about the options of the groups.
-
-    Returns:
-        The recipe.
+    """Return the recipe of a window method from the arguments of its constructor, by name.
 
     Raises:
         ValueError: If an option has an invalid value.

@@ -70,7 +70,9 @@ class Allocator:
 
     def synchronize(self) -> None:
         """Follow parameters that were added, frozen, unfrozen, moved, cast, or whose state was removed."""
-        if self._table.layout() != self._table.signature or len(self._table.state) < len(self._table.group_of):
+        state = self._table.state
+        is_whole = len(state) >= len(self._table.group_of) and all(state.values())
+        if not is_whole or self._table.layout() != self._table.signature:
             self._preconditioner.hooks.replanned(self.rebuild())
 
     def follow_changed(self) -> None:

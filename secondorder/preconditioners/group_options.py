@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from inspect import signature
 from typing import Any
 
 from secondorder import options
@@ -153,7 +152,7 @@ def _check_keys(method: type, param_group: Group, known: Collection[str]) -> Non
     Raises:
         ValueError: If a key is an argument that only the constructor accepts.
     """
-    fixed = {*signature(method).parameters, *keywords.flat_names(method)} - {*known, "params", *options.RENAMED}
+    fixed = {*keywords.parameters_of(method), *keywords.flat_names(method)} - {*known, "params", *options.RENAMED}
     for name in sorted(keywords.OBJECTS.keys() & fixed & param_group.keys()):
         if keys := [key for key, _ in keywords.group_keys(keywords.OBJECTS[name])]:
             raise ValueError(

@@ -34,9 +34,17 @@ def group_keys(kind: type) -> Iterator[tuple[str, Field[Any]]]:
             yield key, found
 
 
+def parameters_of(method: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a constructor, and those of its base class if it passes keywords on."""
+    found = inspect.signature(method).parameters
+    if isinstance(method, type) and any(p.kind is p.VAR_KEYWORD for p in found.values()):
+        return {**parameters_of(method.__mro__[1]), **found}
+    return found
+
+
 def usual(method: type) -> dict[str, Any]:
     """Return the defaults of a constructor by name, with those of the objects by key of parameter groups."""
-    given = {name: parameter.default for name, parameter in inspect.signature(method).parameters.items()}
+    given = {name: parameter.default for name, parameter in parameters_of(method).items()}
     kinds = [OBJECTS[name] for name in OBJECTS.keys() & given.keys()]
     keys = {key: found.default for kind in kinds for key, found in group_keys(kind)}
     return {name: OBJECTS[name]() if name in OBJECTS else value for name, value in given.items()} | {
@@ -74,7 +82,7 @@ def flat_names(method: Callable[..., Any]) -> dict[str, tuple[str, Field[Any]]]:
     Returns:
         Keyword and field of each.
     """
-    known, absent = inspect.signature(method).parameters, getattr(method, "absent", ())
+    known, absent = parameters_of(method), getattr(method, "absent", ())
     return {
         found.metadata.get("was") or found.metadata.get("key") or found.name: (name, found)
         for name in OBJECTS.keys() & known.keys()

@@ -140,12 +140,16 @@ def test_parameters_without_a_block_follow_their_own_rule() -> None:
 
 
 def test_without_a_closure_the_model_is_that_of_the_blocks() -> None:
-    """``opt.step()`` has no outputs; with new inverses and no momentum the model then gives α = −1."""
-    _, optimizer, loop = problem(quadratic_model=True, likelihood="categorical")
+    """With new inverses and no momentum the model then gives α = −1. A likelihood needs the outputs of a closure."""
+    _, optimizer, loop = problem(quadratic_model=True)
     for _ in range(3):
         loop()
         optimizer.step()
         assert modelled(optimizer) == (pytest.approx(-1), 0.0)
+    _, optimizer, loop = problem(quadratic_model=True, likelihood="categorical")
+    loop()
+    with pytest.raises(RuntimeError, match=r"likelihood= needs step\(closure\) with a closure that returns"):
+        optimizer.step()
 
 
 def test_the_size_of_the_direction_does_not_matter() -> None:

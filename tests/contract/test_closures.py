@@ -114,6 +114,20 @@ def test_state_dict_hooks_run_in_order(method: Method, mlp: Task) -> None:
     assert seen == ["first", "pre", "post"]
 
 
+@pytest.mark.option("checkpoint_curvature")
+def test_a_state_dict_hook_receives_the_state_that_is_saved(method: Method, mlp: Task) -> None:
+    _, optimizer = method.start(mlp, 2, checkpoint_curvature="none")
+    expected, seen = snapshot(optimizer), []
+
+    def wrap(opt: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        seen.append(saved)
+        return {"optimizer": saved}
+
+    optimizer.register_state_dict_post_hook(wrap)
+    assert_identical(optimizer.state_dict(), {"optimizer": expected})
+    assert_identical(seen, [expected])
+
+
 def test_load_state_dict_hooks_run_in_order_and_may_complete_a_checkpoint(method: Method, mlp: Task) -> None:
     """Torch's documentation recommends this for incompatible checkpoints, so checks must run after the hook."""
     _, optimizer = method.start(mlp, 2, lr=0.125)

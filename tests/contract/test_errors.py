@@ -198,6 +198,11 @@ def test_invalid_parameters_are_refused_as_in_torch(method: Method, mlp: Task) -
             method.build(model, params)
     with pytest.raises(ValueError, match="no parameters|empty parameter list"):
         method.build(nn.Sequential(nn.ReLU()))
+    with pytest.raises(ValueError, match=r"'0\.weight' has no shape yet; run a forward pass"):
+        method.build(nn.Sequential(nn.LazyLinear(2)))
+    if method.layerwise:
+        with pytest.raises(NotImplementedError, match=r"cannot hook a scripted module: use torch\.compile"):
+            method.build(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))
     with pytest.raises(TypeError, match="dampening"):
         method.build(model, dampening=0.1)
 

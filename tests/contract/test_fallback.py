@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 from tests.contract.test_schedulers import SCHEDULERS, tick
 from tests.support.methods import METHODS, Method, Variant
@@ -227,6 +227,27 @@ def test_any_schedule_keeps_the_proportion(method: Method, mlp: Task) -> None:
                 schedule.step()
         ours = [parameter.detach() for parameter in uncovered(method, model)]
         torch.testing.assert_close(ours, shadow.values(), rtol=1e-12, atol=0)
+
+
+def test_the_peak_of_one_cycle_is_the_fallback_lr(method: Method, mlp: Task) -> None:
+    """`OneCycleLR` replaces the learning rate of the constructor, so its peak takes the place of that rate."""
+    model, optimizer = method.start(mlp, fallback="adamw", fallback_lr=0.02, **method.leave_out)
+    shadow = Shadow(uncovered(method, model), adamw(0.02))
+    peaks = (optimizer, 0.3), (shadow.optimizer, 0.02)
+    schedules = [OneCycleLR(o, peak, total_steps=8, cycle_momentum=False) for o, peak in peaks]
+    for step in range(6):
+        backward(model, optimizer, mlp, step)
+        shadow.step()
+        optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+    ours = [parameter.detach() for parameter in uncovered(method, model)]
+    torch.testing.assert_close(ours, shadow.values(), rtol=1e-12, atol=0)
+
+
+def test_nothing_moves_without_a_learning_rate(method: Method, mlp: Task) -> None:
+    model, _ = method.start(mlp, 2, lr=0.0, fallback="adamw", fallback_lr=0.02, **method.leave_out)
+    assert_identical(values(model), values(mlp.model()))
 
 
 def test_proportion_survives_a_checkpoint(method: Method, mlp: Task) -> None:

@@ -283,6 +283,27 @@ def test_invalid_keys_of_a_group_are_named(method: Method, mlp: Task) -> None:
     ]
 
 
+def test_a_subclass_that_passes_keywords_on_has_the_same_options(method: Method, mlp: Task) -> None:
+    class Passing(method.cls):  # type: ignore[name-defined, misc]
+        def __init__(self, params: Any, **keywords: Any) -> None:
+            super().__init__(params, **keywords)
+
+    model, other = mlp.model(), mlp.model()
+    with pytest.raises(ValueError, match="comm: set once for all groups"):
+        Passing(split(model, comm=None), lr=0.1, module=model)
+    assert repr(Passing(model, lr=0.1)).replace("Passing", method.cls.__name__) == repr(method.cls(other, lr=0.1))
+
+
+def test_a_parameter_that_is_appended_to_a_group_trains(method: Method, mlp: Task) -> None:
+    model, optimizer = method.start(mlp, params=lambda model: split(model)[:1])
+    late = split(model)[1]["params"]
+    optimizer.param_groups[0]["params"].extend(late)
+    train(model, optimizer, mlp, 3)
+    expected = mlp.model()
+    assert all(not p.equal(expected.get_parameter(name)) for name, p in model.named_parameters())
+    optimizer.load_state_dict(snapshot(optimizer))
+
+
 @pytest.mark.option("damping_mode", "factor_update_steps", "fallback")
 def test_none_in_a_group_means_unset(method: Method, mlp: Task) -> None:
     model = mlp.model()

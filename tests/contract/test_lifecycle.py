@@ -129,6 +129,7 @@ def test_dropped_optimizer_leaves_a_working_module(method: Method, mlp: Task) ->
 CLEARED: dict[str, Callable[[Any], object]] = {
     "clear": lambda optimizer: optimizer.state.clear(),
     "replace": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+    "empty": lambda optimizer: [state.clear() for state in optimizer.state.values()],
     "pop": lambda optimizer: [optimizer.state.pop(p) for p in list(optimizer.state)[1:]],
 }
 

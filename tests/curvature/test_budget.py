@@ -122,6 +122,13 @@ def test_the_first_step_chooses_and_the_rest_equals_the_printed_options():
     assert_identical(trained(model, optimizer, steps, 1), trained(other, explicit, steps, 1))
 
 
+@pytest.mark.parametrize("given", ["eigen", InverseOptions(), InverseOptions(damping_split="exact"), "cholesky"])
+def test_a_budget_does_not_change_an_inverse_that_was_given(given):
+    group = KFAC(network(), lr=0.01, graft="adamw", budget=1.5, inverse_method=given).param_groups[0]
+    assert group["inverse_rank"] is None
+    assert group["inverse_method"] == getattr(given, "method", given)
+
+
 @pytest.mark.parametrize(("warmup", "updates"), [(None, 5), ("doubling", 5), (False, 1)])
 def test_the_first_interval_refreshes_at_doubling_steps(warmup, updates):
     model = network()
