@@ -2,8 +2,9 @@
 
 Every field has a default, so you only set the fields that should differ, as in
 ``KFAC(model, storage=StorageOptions(packed=True))``. ``repr`` shows only the fields that differ from their defaults.
-Some fields set a key of the parameter groups, which may differ between groups and can be scheduled. The key is given
-in parentheses at the end of the field's description. All other fields are fixed when the optimizer is built.
+Some fields set a key of the parameter groups, which may differ between groups, and which can be scheduled unless it
+determines what a layer stores. The key is given in parentheses at the end of the field's description. All other fields
+are fixed when the optimizer is built.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class StatisticsOptions:
 
     Args:
         batch_size: Number of examples of each micro-batch, drawn at random, that contribute to the factors. If None,
-            all of them do. This option cannot be combined with ``mask()`` (``factor_batch_size``).
+            all of them do, as in a layer under ``mask()`` (``factor_batch_size``).
         positions: Number of positions of each example (pixels or tokens), drawn at random, that contribute to the
             factors. If None, all of them do (``factor_positions``).
         weighting: Weight of a batch in the running means: ``"samples"`` weights it by its number of examples, and

@@ -452,7 +452,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
 
         Raises:
             RuntimeError: If a layer method has no module (after a copy), its refresh failed ``max_failures`` times, an
-                option needs a closure and there is none, or the module has other parameters than at construction.
+                option needs a closure and there is none, or no parameter of the groups is in the module any more.
             TypeError: If a value of the wrong type was written into a group. Nothing is changed then.
             ValueError: If such a value is out of range, or another option excludes it.
         """

@@ -134,7 +134,8 @@ def representation(
         chosen: The options that apply to all groups, by keyword.
 
     Returns:
-        Learning rate, weight decay, and all options that do not have the constructor's default.
+        Learning rate, weight decay, and all options whose value is not the one in the constructor's signature, with
+        related options as objects.
     """
     shown = [_unusual(method, group, defaults, betas, chosen) for group in groups]
     lines, i = [f"{method.__name__} ("], 0

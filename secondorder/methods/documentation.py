@@ -49,8 +49,8 @@ LAYERS = """
 #: Arguments of the methods with Kronecker factors: KFAC and EKFAC.
 FACTORS = """
     damping: Damping λ in units of the Fisher of the per-example loss, or a multiple according to ``damping_mode``. If
-        None, it is 10 times the mean eigenvalue of each block, which is safe for every scale of the loss. The damping
-        is a key of the parameter groups, so you can schedule it with
+        None, it is 10 times the mean eigenvalue of each block, which is safe for every scale of the loss, or 1e-3 with
+        ``damping_mode="absolute"``. The damping is a key of the parameter groups, so you can schedule it with
         ``secondorder.ParamScheduler(optimizer, damping=...)``.
     damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of each block (for a normalization layer, of
         its steepest unit). If None, it is ``"absolute"`` if ``damping`` is set and ``"relative"`` otherwise.

@@ -1,4 +1,4 @@
-"""What ranks of other roles ask of a layer method: estimates, and what is found from them, travel between ranks."""
+"""The interface through which ranks of other roles read and write the factors and inverses of a layer method."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class RoleWorker:
         self._curvature.refresher.refreshed_at[self._block(index).name] = self._block(index).runtime.step - 1
 
     def forget_curvature(self, index: int) -> None:
-        """Begin again with a block, as if nothing had ever been known of it."""
+        """Reset the curvature of a block."""
         block, state = self._block(index), self._block(index).state
         for key in keys(self._curvature.plan.live_schema(block), Place.ESTIMATE):
             if key in state:
@@ -100,7 +100,7 @@ class RoleWorker:
     # ------------------------------------------------------------------ work
     @torch.no_grad()
     def invert(self, indices: Sequence[int]) -> list[bool]:
-        """Return whether each block has something new after a refresh: not if its estimate is empty or has no inverse.
+        """Return for each block whether its refresh succeeded, which it does not without an estimate or an inverse.
 
         Raises:
             RuntimeError: If a block failed ``max_failures`` times in a row.
