@@ -11,7 +11,7 @@ An optimizer owns these parts, and none of them refers to it. ``CONTRIBUTING.md`
 from __future__ import annotations
 
 import weakref
-from collections import ChainMap, OrderedDict
+from collections import ChainMap
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -546,11 +546,12 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self._checkpoint.curvature.settle(self._allocator.synchronize)
         self._allocator.follow_changed()
         self._allocator.allocate_rules()
-        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
+        hooks = self._optimizer_state_dict_post_hooks.copy()
+        self._optimizer_state_dict_post_hooks.clear()
         try:
             packed = self._checkpoint.completed(super().state_dict())
         finally:
-            self._optimizer_state_dict_post_hooks = hooks
+            self._optimizer_state_dict_post_hooks.update(hooks)
         for post in hooks.values():  # they receive the complete state
             replaced = post(self, packed)
             packed = packed if replaced is None else replaced
