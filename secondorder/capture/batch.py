@@ -95,9 +95,9 @@ def count_examples(inputs: Sequence[Input], outputs: Sequence[tuple[int, ...]], 
     n = sized[0].shape[dim]
     if (other := _counted_by_all(sized, n, uses, heads, dim)) is not None:
         return Count(other)
-    if n == 0 or any(n in _leading(shape, dim, n) for shape in heads):
-        return Count(n)
     others = {x.shape[dim] for x in sized[1:]} - {n}
+    if n == 0 or any(n in _leading(shape, dim, n) for shape in heads):
+        return Count(n if dim else _unless_shared(n, others, uses, heads))
     if not heads:
         return _by_layers_alone(sized[0], n, others, uses, dim)
     supported = any(use.counts(n, dim) for use in uses)
@@ -122,15 +122,30 @@ def _counted_by_all(
 ) -> int | None:
     """Return the number of examples in the layers if n is the length of sequences, or the channels of images in a list.
 
-    All attention and recurrent layers must have it as their batch, or all layers as many rows as there are inputs.
+    All attention and recurrent layers must have it as their batch, or all layers as many rows as there are inputs, or
+    several for each.
     """
     shape = sized[0].shape
     known = {(use.shape[use.axes[1]], use.shape[use.axes[0]]) for use in uses if use.axes is not None}
     if dim == 0 and shape[:2] in known and {count for _, count in known} == {shape[1]}:
         return shape[1] if min(shape[:2]) > 1 and not any(len(s) == 2 and s[0] == n for s in heads) else None
     alike = sum((len(x.shape), x.holds_indices) == (len(shape), sized[0].holds_indices) for x in sized)
-    is_list = alike > 1 and bool(uses) and all(use.counts(alike, dim) for use in uses)
-    return alike if is_list and not all(use.counts(n, dim) for use in uses) else None
+    fits = [use.counts(alike, dim) for use in uses]
+    if alike < 2 or not any(fits) or all(use.counts(n, dim) for use in uses):
+        return None
+    is_cut = not any(use.counts(n, dim) for use in uses) and _are_multiples(alike, [use.rows for use in uses])
+    return alike if all(fits) or is_cut else None
+
+
+def _unless_shared(n: int, others: set[int], uses: Sequence[Use], heads: Sequence[tuple[int, ...]]) -> int:
+    """Return n, or the size of another input if the first one, such as a mask or a time, is shared by all examples.
+
+    The outputs then have the other number first, and at least as many layers do as have n.
+    """
+    for m in others & {shape[0] for shape in heads} if all(shape[0] != n for shape in heads) else ():
+        if sum(use.counts(m, 0) for use in uses) >= sum(use.counts(n, 0) for use in uses):
+            return m
+    return n
 
 
 def _by_layers_alone(first: Input, n: int, others: set[int], uses: Sequence[Use], dim: int) -> Count:

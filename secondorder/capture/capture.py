@@ -274,6 +274,9 @@ class Capture:
             return
         current = self.forwards.forward_of(current, seen)
         if not current.expects(index):
-            raise RuntimeError(SECOND_BACKWARD.format(name=statistics.sites[index].name))
+            if self.backwards.accumulated:
+                raise RuntimeError(SECOND_BACKWARD.format(name=statistics.sites[index].name))
+            statistics.refuse(index, "torch.autograd.grad was called twice for one forward pass")
+            return
         self.forwards.count(current)
         statistics.record(index, current.evidence.call_of(seen, g, unscale), current)

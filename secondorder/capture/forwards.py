@@ -87,9 +87,10 @@ class Forwards:
         return found if found is not None and found.is_open else None
 
     def discard(self) -> None:
-        """Discard the passes whose examples are counted."""
+        """Discard the passes whose examples are counted. Another backward pass through them begins again."""
         self.roots.clear()
-        self._passes = {number: current for number, current in self._passes.items() if not current.counted}
+        for number in [number for number, current in self._passes.items() if current.counted]:
+            self._passes.pop(number).rewind()
 
     def clear(self) -> None:
         """Discard all passes."""

@@ -122,13 +122,13 @@ class RecurrentEnter(RootEnter):
 
 
 def _parts_called_alone(root: nn.Module) -> list[nn.Module]:
-    """The child modules of a root that contain others, which a script may call instead of the root."""
+    """The child modules of a root with layers or parameters, which a script may call instead of the root."""
     found, waiting = list[nn.Module](), list(root.children())
     while waiting:
         module = waiting.pop(0)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             waiting[:0] = module.children()
-        elif next(module.children(), None) is not None:
+        elif next(module.parameters(), None) is not None:
             found.append(module)
     return found
 
@@ -174,8 +174,8 @@ class LayerHook(OwnHook):
         if not isinstance(output, Tensor) or not output.requires_grad:
             return None
         switch = self.switch
-        if not self._is_first(module._forward_hooks):
-            return self._refuse()
+        if output.is_nested or not self._is_first(module._forward_hooks):
+            return self._refuse("its output is a nested tensor" if output.is_nested else PRECEDED)
         x = self.adapter.prepare(args, kwargs)
         if torch.compiler.is_compiling():
             token = switch.token
@@ -187,13 +187,13 @@ class LayerHook(OwnHook):
             put_tap(capture, self, x, output)
         return None
 
-    def _refuse(self) -> None:
+    def _refuse(self, reason: str) -> None:
         """Leave the layer out of this step. In a compiled graph, leave out the tap."""
         if torch.compiler.is_compiling():
             return
         self.go_first()
         if (capture := CAPTURES.get(self.switch.key)) is not None:
-            capture.statistics.refuse(self.index, PRECEDED)
+            capture.statistics.refuse(self.index, reason)
 
 
 class Reduced(OwnHook):

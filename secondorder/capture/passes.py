@@ -82,6 +82,12 @@ class Pass:
         self.done[index] = done
         return not calls or done <= calls
 
+    def rewind(self) -> None:
+        """Forget the backward passes so far."""
+        self.counted = False
+        self.done.clear()
+        self.fired.clear()
+
     def forward_of(self, index: int, call: int) -> Pass:
         """Return the forward pass of a call of a layer, which is the pass itself or one of those of which it consists.
 

@@ -81,7 +81,7 @@ class Seen(NamedTuple):
 
 
 class EagerTap:
-    """Hook on the gradient of a layer output, which releases the input as soon as it has fired."""
+    """Hook on the gradient of a layer output, which releases the input once the gradients of the step have fired it."""
 
     __slots__ = ("capture", "current", "fired", "seen")
 
@@ -97,9 +97,11 @@ class EagerTap:
             return
         if not self.capture.wants(self.fired):
             return
-        seen, self.seen = self.seen, None
+        seen = self.seen
         if seen is None:
             raise RuntimeError(SECOND_BACKWARD.format(name=self.capture.statistics.sites[self.fired].name))
+        if self.capture.backwards.accumulated:  # those of the step may follow gradients that were returned
+            self.seen = None
         if seen.is_stale:
             self.capture.statistics.refuse(seen.site, "its input is modified in place before the backward pass")
             return

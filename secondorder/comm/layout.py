@@ -143,14 +143,6 @@ def cut_equally(x: Any, y: Any) -> bool:
 def layout_of(p: Tensor, name: str, world: int) -> Layout:
     """Return how a parameter is sharded. A plain parameter is complete on every rank.
 
-    Args:
-        p: The parameter.
-        name: Name of the parameter, for error messages.
-        world: Number of ranks.
-
-    Returns:
-        The layout.
-
     Raises:
         NotImplementedError: If the parameter is sharded in more than one way, or only over some of the ranks.
     """

@@ -86,6 +86,8 @@ def _layers(
     """Return one layer per distinct weight. Tied weights share one if their layers agree, or else have none."""
     for owner, found in uses.items():
         chosen, conflict = _agreeing(found, choices.tied)
+        if not owner.numel():
+            conflict = "it has no elements"
         if owner in reasons:
             conflict = f"tied to a parameter with another use ({reasons[owner]})"
         if conflict:

@@ -241,13 +241,7 @@ class Refresher:
             self.jobs.pop(block, None)
 
     def begin(self, blocks: Sequence[Block], here: Callable[[Block], bool], mirrors: bool) -> None:
-        """Copy the matrices that a refresh of some blocks factorizes, and start on those that are adopted first.
-
-        Args:
-            blocks: The blocks.
-            here: Whether this rank factorizes a block.
-            mirrors: As in :meth:`find`.
-        """
+        """Copy the matrices that a refresh of blocks factorizes ``here``, and start on those that are adopted first."""
         together: dict[tuple[int, torch.device], list[Block]] = {}
         for block in blocks:
             lag = self.schedule.lag(block.group[self.interval])

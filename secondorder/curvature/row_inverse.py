@@ -41,16 +41,7 @@ def invert_factors(good: Mapping[RowBlock, Tensor], host_checks: bool) -> dict[R
 def invert_kernels(
     kept: Mapping[RowBlock, Kept], good: Mapping[RowBlock, Tensor], stage: Stage
 ) -> dict[RowBlock, Tensor]:
-    """Invert the kernels of rows, in batches of equal size, and adopt the inverses where ``good`` is True.
-
-    Args:
-        kept: The rows.
-        good: Whether they may be used.
-        stage: Names the stages of the work.
-
-    Returns:
-        Whether that succeeded, by block. A block that fails keeps what it has.
-    """
+    """Return whether the kernel of each block could be inverted; it adopts the inverse only where ``good`` is True."""
     ok: dict[RowBlock, Tensor] = {}
     kinds: dict[tuple[Any, ...], list[RowBlock]] = {}
     for block, k in kept.items():

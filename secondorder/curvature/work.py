@@ -24,16 +24,7 @@ def flops_of_products(block: Block, examples: float, rows: float) -> float:
 
 
 def flops_of_scale(block: Block, examples: float, rows: float) -> float:
-    """Return the FLOPs of the squared per-example gradients in the eigenbases, for the cheapest exact algorithm.
-
-    Args:
-        block: The block.
-        examples: Number of examples.
-        rows: Number of rows of each example.
-
-    Returns:
-        The FLOPs.
-    """
+    """Return the FLOPs of the squared per-example gradients in the eigenbases, for the cheapest exact algorithm."""
     n_a, n_g = block.adapter.n_a, block.adapter.n_g
     rows_a, rows_g, product = 2.0 * rows * n_a**2, 2.0 * rows * n_g**2, 2.0 * rows * n_a * n_g
     gradient = min(rows_a, 2.0 * n_g * n_a**2) + min(rows_g, 2.0 * n_g**2 * n_a) + product

@@ -21,11 +21,7 @@ _STEPS_BEFORE_WATCH = 20
 
 
 class WindowReport(CurvatureReport):
-    """Reports on windows without changing them.
-
-    Args:
-        plan: The windows.
-    """
+    """Reports on windows without changing them."""
 
     sizes_are = "rows × entries"
 

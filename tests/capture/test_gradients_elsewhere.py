@@ -159,8 +159,27 @@ def clipped_each_time(model: nn.Module, optimizer: Any) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
 
 
+def weighted_by_gradients(model: nn.Module, optimizer: Any) -> None:
+    """Compare the gradients of two terms at the last layer before the backward pass, as the loss of VQGAN does."""
+    for loss in losses(model, optimizer):
+        value = loss()
+        for term in (value, 2 * value):
+            torch.autograd.grad(term, model[2].weight, retain_graph=True)
+        value.backward()
+
+
+def reset_after_comparing(model: nn.Module, optimizer: Any) -> None:
+    x, y = batch()
+    value = F.cross_entropy(model(x), y)
+    for term in (value, 2 * value):
+        torch.autograd.grad(term, model[2].weight, retain_graph=True)
+    optimizer.zero_grad()
+    value.backward()
+
+
 RIGHT = [
-    accumulated, by_grad, by_grad_and_clipped, reset_to_zeros, after_batches_that_were_given_up,
+    accumulated, weighted_by_gradients, reset_after_comparing,
+    by_grad, by_grad_and_clipped, reset_to_zeros, after_batches_that_were_given_up,
     after_one_that_was_given_up_and_clipped, after_one_that_was_given_up_and_with_a_penalty, between_probes,
     clipped_each_time,
 ]  # fmt: skip
@@ -204,10 +223,21 @@ def test_left_out_with_one_warning_and_back_at_the_next_step(method: type, loop:
     assert [optimizer.state[b.owner]["factor_updates"] for b in optimizer.blocks.values()] == [1, 1]
 
 
+def test_gradients_of_two_losses_through_one_forward_are_left_out_with_a_warning() -> None:
+    model = net()
+    optimizer = plain_kfac(model)
+    value = F.cross_entropy(model(batch()[0]), batch()[1])
+    for _ in range(2):
+        gradients = torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
+    collect(model, [list(gradients)])
+    with pytest.warns(UserWarning, match=r"torch\.autograd\.grad was called twice for one forward pass"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("method", [EKFAC, HyLo])
 def test_returned_gradients_make_the_same_steps(method: type) -> None:
     found = []
-    for loop in (accumulated, by_grad):
+    for loop in (accumulated, by_grad, weighted_by_gradients):
         model = net()
         optimizer = built(method, model, lr=0.1, **dict.fromkeys(EVERY_STEP[method], 1))
         for _ in range(3):
@@ -215,7 +245,8 @@ def test_returned_gradients_make_the_same_steps(method: type) -> None:
             loop(model, optimizer)
             optimizer.step()
         found.append([p.detach() for p in model.parameters()])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-10, atol=1e-12)
 
 
 def test_a_window_takes_what_is_in_grad() -> None:

@@ -368,8 +368,17 @@ class Detector(nn.Module):
         return {"loss": F.cross_entropy(logits, labels(len(logits), CLASSES) if y is None else y.flatten())}
 
 
+class Regions(Detector):
+    """Has a head that takes the regions of all images as rows."""
+
+    def forward(self, images: list[Tensor], y: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.body(torch.stack(images)).flatten(2).mT.flatten(0, 1))
+        return {"loss": F.cross_entropy(logits, labels(len(logits), CLASSES))}
+
+
 KINDS: dict[str, type[nn.Module]] = {
     "recurrent": Recurrent, "unexposed": Unexposed, "turning": Turning, "attention": Translation, "images": Detector,
+    "regions of images": Regions,
 }  # fmt: skip
 
 
@@ -389,20 +398,46 @@ def test_layers_contradict_the_size_of_the_first_input(
     explicit = BatchOptions(dim=1)
     if case == "turning":
         x, explicit = x.T, BatchOptions(input="x")
-    if case == "images":
+    if "images" in case:
         x, explicit = list(noise(count, 3, 8, 8)), BatchOptions(input=lambda images: len(images))
     found = []
     for options in (BatchOptions(), explicit):
         model = seeded_build(KINDS[case])
         often = {"update_steps": 1, "rank_fraction": 1.0} if cls is HyLo else {"factor_update_steps": 1}
         opt = cls(model, lr=0.0, damping=0.1, batch=options, **often)
-        loss = model(x)["loss"] if case == "images" else tokens(x, model)
+        loss = model(x)["loss"] if "images" in case else tokens(x, model)
         loss.backward()
         opt.step()
         found.append({name: opt.dense_curvature(name) for name in opt.blocks})
     for name, dense in found[1].items():
         torch.testing.assert_close(found[0][name], dense, rtol=1e-10, atol=1e-14, msg=name)
     assert not [w for w in recwarn if "examples" in str(w.message)]
+
+
+class Samples(nn.Module):
+    """An encoder, and a decoder of several samples for each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 3), nn.Linear(3, CLASSES)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(x).expand(5, -1, -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encode(x))
+
+
+def test_a_layer_that_a_script_calls_first_has_the_examples(recwarn: pytest.WarningsRecorder) -> None:
+    found = []
+    for run in (lambda model, x: model(x), lambda model, x: model.decoder(model.encode(x))):
+        model = seeded_build(Samples)
+        opt = plain_kfac(model)
+        run(model, noise(9, 4)).square().mean().backward()
+        opt.step()
+        found.append(all_factors(opt, model))
+    assert_factors(*found)
+    assert not recwarn
 
 
 class ExamplesFirst(nn.Module):
@@ -498,6 +533,9 @@ DECISIONS = {
     "no input": ([], [(8, 3)], [(24, 5), (8, 5)], 8),
     "a scalar first": ([((), FLOATS), ((8, 5), FLOATS)], [(8, 3)], [(8, 5)], 8),
     "empty": ([((0, 5), FLOATS)], [(0, 3)], [(0, 5)], 0),
+    "a mask first": ([((6, 6), FLOATS), ((8, 6), WORDS)], [(8, 6, 3)], [(8, 6), (8, 6, 5)], 8),
+    "times first": ([((6,), FLOATS), ((8, 6, 5), FLOATS)], [(8, 6, 3)], [(8, 6, 5)], 8),
+    "places second": ([((8, 6), WORDS), ((6,), WORDS)], [(6, 8, 3)], [(8, 6), (6, 8, 5)], 8),
 }
 
 
