@@ -183,3 +183,34 @@ def test_a_refusal_in_backward_names_a_model_that_is_a_layer():
     with pytest.raises(RuntimeError, match="layer 'Linear'"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     opt.close()
+
+
+@METHODS
+def test_nested_tensors_are_left_out_and_the_step_is_taken(method):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    opt = built(method, model, lr=0.1)
+    rows = [torch.randn(n, 4, dtype=torch.float64) for n in (3, 5)]
+    before = model[0].weight.detach().clone()
+    model(torch.nested.nested_tensor(rows, layout=torch.jagged)).values().square().mean().backward()
+    with pytest.warns(UserWarning, match="0, 2: its output is a nested tensor"):
+        opt.step()
+    assert not model[0].weight.equal(before)
+
+
+@METHODS
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_elements_follow_the_fallback_rule(method):
+    """The last projection of ``nn.AdaptiveLogSoftmaxWithLoss`` may have no width."""
+
+    def start():
+        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 0), nn.Linear(0, 3)).double()
+        return model, built(method, model, lr=0.1)
+
+    model, opt = start()
+    for _ in range(2):
+        opt.zero_grad()
+        model(torch.randn(6, 4, dtype=torch.float64)).square().mean().backward()
+        opt.step()
+    assert list(opt.blocks) == ["0"]
+    assert opt.describe().count("fallback: it has no elements") == 4
+    start()[1].load_state_dict(opt.state_dict())
