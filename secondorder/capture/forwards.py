@@ -75,11 +75,24 @@ class Forwards:
         begun = self.stray(root)
         if begun is None or not begun.evidence.is_stray or in_backward():
             return None
-        number = next((number for number, known in self._passes.items() if known is begun), None)
+        number = self._number_of(begun)
         if number is not None:
             begun.evidence.is_stray = False
             begun.evidence.enter(inputs, examples)
         return number
+
+    def continued(self, root: int, inputs: Iterable[Tensor]) -> int | None:
+        """Return the number of the last pass of a root if these inputs were computed from its outputs, as in a rollout.
+
+        A loop over the model in the script then counts examples like a loop inside of its forward.
+        """
+        begun = self._open.get(root)
+        if begun is None or begun.counted or begun.evidence.is_stray or not begun.has_computed(inputs):
+            return None
+        return self._number_of(begun)
+
+    def _number_of(self, wanted: Pass) -> int | None:
+        return next((number for number, known in self._passes.items() if known is wanted), None)
 
     def stray(self, root: int) -> Pass | None:
         """The pass of a layer outside of the root's forward, if one has begun and has no backward pass yet."""

@@ -122,13 +122,13 @@ class RecurrentEnter(RootEnter):
 
 
 def _parts_called_alone(root: nn.Module) -> list[nn.Module]:
-    """The child modules of a root with layers or parameters, which a script may call instead of the root."""
+    """The child modules of a root that contain others, which a script may call instead of the root."""
     found, waiting = list[nn.Module](), list(root.children())
     while waiting:
         module = waiting.pop(0)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             waiting[:0] = module.children()
-        elif next(module.parameters(), None) is not None:
+        elif next(module.children(), None) is not None:
             found.append(module)
     return found
 

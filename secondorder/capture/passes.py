@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from secondorder.capture.batch import Input, Use
 from secondorder.capture.evidence import Evidence
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from secondorder.capture.layers.adapter import Adapter
     from secondorder.capture.statistics.call import Call
     from secondorder.capture.taps import Seen
+
+
+#: Number of nodes of a graph that are searched for the outputs of an earlier pass.
+_SEARCHED = 64
 
 
 class _Step(NamedTuple):
@@ -39,7 +43,7 @@ class Pass:
     """
 
     def __init__(self, evidence: Evidence, root: int) -> None:
-        self.evidence, self.root = evidence, root
+        self.evidence, self.root, self._mark = evidence, root, ("secondorder", id(self))
         self.counted = self.is_one = self.observed = self._has_left = False
         self.forwards: list[Pass] = []
         self._steps: dict[int, list[_Step]] = {}
@@ -56,7 +60,10 @@ class Pass:
         self.calls, self.fired, self.done = other.calls, other.fired, other.done
 
     def enter_part(self, part: int, inputs: Sequence[Input]) -> None:
-        """Record the inputs of a part of the model."""
+        """Record the inputs of a part of the model, after that of a layer which the script called before any part."""
+        if self._steps and not self._entered:
+            use = next(iter(self._steps.values()))[0].use
+            self.evidence.enter([Input(use.shape, use.one_hot)])
         self._entered.setdefault(part, []).append(inputs)
         self.evidence.enter(inputs)
 
@@ -65,7 +72,19 @@ class Pass:
         self._has_left = True
         found = [tensor for tensor in outputs if tensor.requires_grad]
         self._outputs += [weakref.ref(tensor) for tensor in found]
+        nodes: list[Any] = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
+        for node in nodes:
+            node.metadata[self._mark] = True
         self.evidence.leave(tuple(tensor.shape) for tensor in found)
+
+    def has_computed(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether tensors come from the outputs of the pass within a few operators."""
+        nodes: list[Any] = [x.grad_fn for x in tensors if x.grad_fn is not None]
+        for _ in range(_SEARCHED):
+            if not nodes or self._mark in nodes[0].metadata:
+                return bool(nodes)
+            nodes += [node for node, _ in nodes.pop(0).next_functions if node is not None]
+        return False
 
     def see(self, index: int, adapter: Adapter, x: Tensor) -> int:
         """Record a call of a layer, and return the number of earlier calls."""

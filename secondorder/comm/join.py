@@ -53,13 +53,7 @@ class Stepping(Protocol):
 
 
 class UnevenInputs:
-    """Exchanges gradients and options with the other ranks inside ``Join``.
-
-    Args:
-        comm: Communication strategy.
-        table: The parameters.
-        options: Names of the options of the groups.
-    """
+    """Exchanges gradients and options, which have these names, with the other ranks inside ``Join``."""
 
     def __init__(self, comm: CommStrategy, table: ParameterTable, options: Sequence[str]) -> None:
         self._comm, self._table, self._options = comm, table, sorted(options)

@@ -15,12 +15,7 @@ DEVICES = ("cpu", "cuda")
 
 
 class Job:
-    """A computation in progress.
-
-    Args:
-        future: The future of the thread.
-        device: The device of the computation.
-    """
+    """A computation in progress, in a thread and on a device."""
 
     def __init__(self, future: Future[tuple[Any, torch.Event | None]], device: torch.device) -> None:
         self._future = future

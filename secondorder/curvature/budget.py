@@ -114,13 +114,7 @@ class Intervals(NamedTuple):
 
 
 def costs(layers: Sequence[LayerWork], others: Others, speed: Calibration) -> Costs:
-    """Return the costs of the stages of a step.
-
-    Args:
-        layers: The layers with curvature.
-        others: Numbers of the parameters without curvature.
-        speed: Speed of the machine.
-    """
+    """Return the costs of the stages of a step, for layers with curvature and numbers of the other parameters."""
     byte, operator = speed.flops_per_byte, speed.flops_per_operator
     step = 4.0 * _ADAM_PASSES * others.trained * byte + _STEP * operator
     step += 4.0 * max((layer.rows for layer in layers), default=0.0) * others.frozen

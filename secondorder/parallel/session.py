@@ -19,13 +19,7 @@ _WAYS = "wrap the model in DistributedDataParallel, or use average_gradients=Tru
 
 
 class RankSession:
-    """The connection of one optimizer to its counterparts on the other ranks.
-
-    Args:
-        comm: Communication strategy.
-        table: The parameters.
-        runtime: Step counter.
-    """
+    """The connection of one optimizer to its counterparts on the other ranks."""
 
     def __init__(self, comm: CommStrategy, table: ParameterTable, runtime: Runtime) -> None:
         self._comm, self._table, self._runtime = comm, table, runtime

@@ -32,12 +32,7 @@ WholesOf = Callable[[Sequence[Block], Directions], Directions]
 
 
 class WholeGradients:
-    """Gathers the gradients of sharded parameters for preconditioning, each gradient at most once per step.
-
-    Args:
-        comm: Communication strategy.
-        table: The parameters.
-    """
+    """Gathers the gradients of sharded parameters for preconditioning, each gradient at most once per step."""
 
     def __init__(self, comm: CommStrategy, table: ParameterTable) -> None:
         self._comm, self._table = comm, table

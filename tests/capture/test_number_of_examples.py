@@ -415,11 +415,11 @@ def test_layers_contradict_the_size_of_the_first_input(
 
 
 class Samples(nn.Module):
-    """An encoder, and a decoder of several samples for each example."""
+    """A layer that encodes, and a part that decodes several samples for each example."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.decoder = nn.Linear(4, 3), nn.Linear(3, CLASSES)
+        self.encoder, self.decoder = nn.Linear(4, 3), nn.Sequential(nn.Linear(3, CLASSES))
 
     def encode(self, x: Tensor) -> Tensor:
         return self.encoder(x).expand(5, -1, -1)
@@ -438,6 +438,52 @@ def test_a_layer_that_a_script_calls_first_has_the_examples(recwarn: pytest.Warn
         found.append(all_factors(opt, model))
     assert_factors(*found)
     assert not recwarn
+
+
+class Cell(nn.Module):
+    """A recurrent cell that returns an output and its next state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(7, 3), nn.Linear(3, CLASSES)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = torch.tanh(self.inner(torch.cat([x, state], 1)))
+        return self.outer(state), state
+
+
+def scanned(cell: nn.Module, xs: Tensor) -> Tensor:
+    state, outputs = xs.new_zeros(xs.shape[1], 3), []
+    for x in xs:
+        output, state = cell(x, state * 2)
+        outputs.append(output)
+    return torch.stack(outputs)
+
+
+class Scan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = Cell()
+
+    def forward(self, xs: Tensor) -> Tensor:
+        return scanned(self.cell, xs)
+
+
+@pytest.mark.parametrize("cls", [KFAC, EKFAC, HyLo])
+def test_a_loop_over_time_in_the_script_counts_as_one_in_the_forward(cls: Any) -> None:
+    """Each call takes the state of the one before, so it sees the same examples again."""
+    found = []
+    often = {"update_steps": 1, "rank_fraction": 1.0} if cls is HyLo else {"factor_update_steps": 1}
+    for inside in (True, False):
+        model = seeded_build(Scan)
+        root = model if inside else model.cell
+        opt = cls(root, lr=0.0, damping=0.1, batch=BatchOptions(dim=int(inside)), **often)
+        for seed in range(2):  # batches of one step are different examples
+            outputs = model(noise(4, 5, 4, seed=seed)) if inside else scanned(root, noise(4, 5, 4, seed=seed))
+            outputs.square().mean().backward()
+        opt.step()
+        found.append([opt.dense_curvature(name) for name in opt.blocks])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-14)
 
 
 class ExamplesFirst(nn.Module):

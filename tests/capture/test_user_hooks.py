@@ -174,21 +174,21 @@ def test_hooks_under_compilation():
 
 
 def test_a_layer_that_is_called_without_its_model():
-    """No forward of a part has moved the taps to the front, so the layer is left out of the first step only."""
+    """No forward of the model has moved the taps to the front, so the layer is left out of the first step only."""
     model = plain()
-    opt = plain_kfac(nn.Sequential(model), lr=0.0)
+    opt = plain_kfac(model, lr=0.0)
     model[0].register_forward_hook(times_three, prepend=True)
     x, y = data("rows")
     for step in range(2):
         opt.zero_grad()
         F.cross_entropy(model[2](model[1](model[0](x))), y).backward()
         if step == 0:
-            with pytest.warns(UserWarning, match=r"\(0\.0: a forward hook .* ran before the optimizer's\)"):
+            with pytest.warns(UserWarning, match=r"\(0: a forward hook .* ran before the optimizer's\)"):
                 opt.step()
-            assert block_state(opt, "0.0")["factor_updates"] == 0
+            assert block_state(opt, "0")["factor_updates"] == 0
     opt.step()
     expected = expected_factors(with_module(), x, y, F.cross_entropy, ["0"])["0"]
-    assert_close(block_state(opt, "0.0")["factor_g"], expected[1])
+    assert_close(block_state(opt, "0")["factor_g"], expected[1])
 
 
 @pytest.mark.parametrize("late", [False, True])
