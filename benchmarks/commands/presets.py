@@ -185,8 +185,8 @@ _COLUMNS: dict[str, report.Column] = {
     "state, MB": partial(_pair, lambda size: f"{size / 1e6:.3g}", "optimizer_bytes", "optimizer_bytes"),
 }
 _CAPTION = (
-    "Each cell: the optimizer that is replaced -> the choice, as medians over the seeds. Loss is the mean training "
-    f"loss of the last {WINDOW} steps. Loss in equal seconds: that of the choice at the step at which it has taken the "
-    "processor seconds of the complete run of the other optimizer; its schedule is not shortened for this. Seconds are "
-    "processor seconds of the complete run. State is what the optimizer keeps between steps."
+    "Each cell: the optimizer that is replaced -> the choice, with one seed or the median of several. Loss is the mean "
+    f"training loss of the last {WINDOW} steps. Loss in equal seconds: that of the choice at the step at which it has "
+    "taken the processor seconds of the complete run of the other optimizer; its schedule is not shortened for this. "
+    "Seconds are processor seconds of the complete run. State is what the optimizer keeps between steps."
 )

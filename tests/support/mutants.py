@@ -102,7 +102,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rate-of-the-fallback-ignores-the-schedule", "update.py",
-        'return own * (rate(group["lr"]) / group["fallback_base_lr"]) if', "return own if",
+        'return own * (rate(group["lr"]) / base if', "return own * (1.0 if",
         ("tests/contract -k 'fallback or schedulers'",),
     ),
     Mutation(
