@@ -6,6 +6,7 @@ decay is decoupled, and for `"adamw"`, it always is.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -214,35 +215,32 @@ def test_fallback_lr_is_scheduled_in_proportion_to_lr(method: Method, mlp: Task)
     side_by_side(model, optimizer, mlp, shadow, after=lambda: [schedule.step() for schedule in schedules])
 
 
+def assert_follows(method: Method, task: Task, model: nn.Module, optimizer: Any, schedule: Any, other: Any) -> None:
+    """Uncovered parameters follow AdamW at the rate of the fallback, each with its own schedule."""
+    shadow = Shadow(uncovered(method, model), adamw(0.02))
+    schedules = [schedule(optimizer), other(shadow.optimizer)]
+    for step in range(6):
+        backward(model, optimizer, task, step)
+        shadow.step()
+        optimizer.step()
+        for each in schedules:
+            each.step()
+    ours = [parameter.detach() for parameter in uncovered(method, model)]
+    torch.testing.assert_close(ours, shadow.values(), rtol=1e-12, atol=0)
+
+
 def test_any_schedule_keeps_the_proportion(method: Method, mlp: Task) -> None:
     for lr in (0.05, torch.tensor(0.05, dtype=torch.float64)):
         model, optimizer = method.start(mlp, lr=lr, fallback="adamw", fallback_lr=0.02, **method.leave_out)
-        shadow = Shadow(uncovered(method, model), adamw(0.02))
-        schedules = [CosineAnnealingLR(o, 7) for o in (optimizer, shadow.optimizer)]
-        for step in range(6):
-            backward(model, optimizer, mlp, step)
-            shadow.step()
-            optimizer.step()
-            for schedule in schedules:
-                schedule.step()
-        ours = [parameter.detach() for parameter in uncovered(method, model)]
-        torch.testing.assert_close(ours, shadow.values(), rtol=1e-12, atol=0)
+        schedule = partial(CosineAnnealingLR, T_max=7)
+        assert_follows(method, mlp, model, optimizer, schedule, schedule)
 
 
 def test_the_peak_of_one_cycle_is_the_fallback_lr(method: Method, mlp: Task) -> None:
     """`OneCycleLR` replaces the learning rate of the constructor, so its peak takes the place of that rate."""
     model, optimizer = method.start(mlp, fallback="adamw", fallback_lr=0.02, **method.leave_out)
-    shadow = Shadow(uncovered(method, model), adamw(0.02))
-    peaks = (optimizer, 0.3), (shadow.optimizer, 0.02)
-    schedules = [OneCycleLR(o, peak, total_steps=8, cycle_momentum=False) for o, peak in peaks]
-    for step in range(6):
-        backward(model, optimizer, mlp, step)
-        shadow.step()
-        optimizer.step()
-        for schedule in schedules:
-            schedule.step()
-    ours = [parameter.detach() for parameter in uncovered(method, model)]
-    torch.testing.assert_close(ours, shadow.values(), rtol=1e-12, atol=0)
+    schedule = partial(OneCycleLR, total_steps=8, cycle_momentum=False)
+    assert_follows(method, mlp, model, optimizer, partial(schedule, max_lr=0.3), partial(schedule, max_lr=0.02))
 
 
 def test_nothing_moves_without_a_learning_rate(method: Method, mlp: Task) -> None:
