@@ -95,9 +95,9 @@ def count_examples(inputs: Sequence[Input], outputs: Sequence[tuple[int, ...]], 
     n = sized[0].shape[dim]
     if (other := _counted_by_all(sized, n, uses, heads, dim)) is not None:
         return Count(other)
-    others = {x.shape[dim] for x in sized[1:]} - {n}
     if n == 0 or any(n in _leading(shape, dim, n) for shape in heads):
-        return Count(n if dim else _unless_shared(n, others, uses, heads))
+        return Count(n if dim else _unless_shared(n, sized, uses, heads))
+    others = {x.shape[dim] for x in sized[1:]} - {n}
     if not heads:
         return _by_layers_alone(sized[0], n, others, uses, dim)
     supported = any(use.counts(n, dim) for use in uses)
@@ -137,12 +137,13 @@ def _counted_by_all(
     return alike if all(fits) or is_cut else None
 
 
-def _unless_shared(n: int, others: set[int], uses: Sequence[Use], heads: Sequence[tuple[int, ...]]) -> int:
+def _unless_shared(n: int, sized: Sequence[Input], uses: Sequence[Use], heads: Sequence[tuple[int, ...]]) -> int:
     """Return n, or the size of another input if the first one, such as a mask or a time, is shared by all examples.
 
-    The outputs then have the other number first, and at least as many layers do as have n.
+    The other input then has n second, the outputs have its size first, and at least as many layers do as have n.
     """
-    for m in others & {shape[0] for shape in heads} if all(shape[0] != n for shape in heads) else ():
+    others = {x.shape[0] for x in sized[1:] if x.shape[1:2] == (n,)} & {shape[0] for shape in heads}
+    for m in others if all(shape[0] != n for shape in heads) else ():
         if sum(use.counts(m, 0) for use in uses) >= sum(use.counts(n, 0) for use in uses):
             return m
     return n

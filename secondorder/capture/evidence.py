@@ -50,6 +50,8 @@ class _Layouts:
         """Compare the inputs of layers with the input of the model, which suggests n examples."""
         seen, shape = cls(), given.shape
         for use in uses:
+            if use.site < 0:
+                continue  # a recurrent layer without a block, which may have another input
             if use.axes is not None:
                 length, count = use.shape[use.axes[1]], use.shape[use.axes[0]]
                 seen.sequences.add((length, count))
@@ -121,6 +123,11 @@ class Evidence:
         self._inputs += inputs
         self._given_examples = self._given_examples if examples is None else examples
         self._judged = None
+
+    def is_alike(self, inputs: Iterable[Input]) -> bool:
+        """Return whether inputs have the sizes of those of the model up to the dimension of examples."""
+        end = self._batch_dim + 1
+        return [x.shape[:end] for x in inputs] == [x.shape[:end] for x in self._inputs]
 
     def leave(self, shapes: Iterable[tuple[int, ...]]) -> None:
         """Record the shapes of the outputs of the model."""

@@ -81,15 +81,16 @@ class Forwards:
             begun.evidence.enter(inputs, examples)
         return number
 
-    def continued(self, root: int, inputs: Iterable[Tensor]) -> int | None:
+    def continued(self, root: int, inputs: Sequence[Tensor]) -> int | None:
         """Return the number of the last pass of a root if these inputs were computed from its outputs, as in a rollout.
 
         A loop over the model in the script then counts examples like a loop inside of its forward.
         """
         begun = self._open.get(root)
-        if begun is None or begun.counted or begun.evidence.is_stray or not begun.has_computed(inputs):
+        if begun is None or begun.counted or begun.evidence.is_stray:
             return None
-        return self._number_of(begun)
+        alike = begun.evidence.is_alike(map(Input.of, inputs))
+        return self._number_of(begun) if alike and begun.has_computed(inputs) else None
 
     def _number_of(self, wanted: Pass) -> int | None:
         return next((number for number, known in self._passes.items() if known is wanted), None)

@@ -112,7 +112,7 @@ class RecurrentEnter(RootEnter):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the input as evidence, unless it is packed or without a batch."""
-        if torch.compiler.is_compiling() or in_backward() or self.switch.token is None:
+        if torch.compiler.is_compiling() or in_backward() or in_transform() or self.switch.token is None:
             return
         x, axis = args[0] if args else kwargs.get("input"), int(not module.batch_first)
         capture = CAPTURES.get(self.switch.key)

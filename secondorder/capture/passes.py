@@ -61,9 +61,10 @@ class Pass:
 
     def enter_part(self, part: int, inputs: Sequence[Input]) -> None:
         """Record the inputs of a part of the model, after that of a layer which the script called before any part."""
-        if self._steps and not self._entered:
+        if self._steps and not self._entered and inputs:
             use = next(iter(self._steps.values()))[0].use
-            self.evidence.enter([Input(use.shape, use.one_hot)])
+            if use.rows in inputs[0].shape[:2] and not (use.one_hot and len(use.shape) < 2):
+                self.evidence.enter([Input(use.shape, use.one_hot)])
         self._entered.setdefault(part, []).append(inputs)
         self.evidence.enter(inputs)
 
@@ -74,14 +75,20 @@ class Pass:
         self._outputs += [weakref.ref(tensor) for tensor in found]
         nodes: list[Any] = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
         for node in nodes:
-            node.metadata[self._mark] = True
+            node.metadata.setdefault(self._mark, True)
         self.evidence.leave(tuple(tensor.shape) for tensor in found)
+
+    def begin(self, inputs: Iterable[Tensor]) -> None:
+        """Mark the inputs, because an output that is one of them was not computed by the pass."""
+        nodes: list[Any] = [tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None]
+        for node in nodes:
+            node.metadata[self._mark] = False
 
     def has_computed(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether tensors come from the outputs of the pass within a few operators."""
         nodes: list[Any] = [x.grad_fn for x in tensors if x.grad_fn is not None]
         for _ in range(_SEARCHED):
-            if not nodes or self._mark in nodes[0].metadata:
+            if not nodes or nodes[0].metadata.get(self._mark):
                 return bool(nodes)
             nodes += [node for node, _ in nodes.pop(0).next_functions if node is not None]
         return False

@@ -176,6 +176,8 @@ def open_pass(inputs: Sequence[Tensor], key: int, root: int, examples: int) -> T
         last = None if capture.observes or in_backward() else capture.forwards.continued(root, inputs)
         found = [Input.of(x) for x in inputs]
         number = capture.open_pass(found, root, None if examples < 0 else examples) if last is None else last
+        if last is None and (current := capture.forwards.get(number)) is not None:
+            current.begin(inputs)
     return torch.full((), number, dtype=torch.int64)
 
 

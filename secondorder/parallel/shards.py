@@ -37,15 +37,7 @@ class WholeParameters:
         """
 
     def sum(self, values: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
-        """Return sums over complete parameters, given those over the shards of this rank.
-
-        Args:
-            values: One number for each parameter ``[len(params)]``.
-            params: The parameters.
-
-        Returns:
-            The sums ``[len(params)]``, with the same bits on every rank.
-        """
+        """Return sums over complete parameters, equal on all ranks, from those over shards ``[len(params)]``."""
         return values
 
     def norms(self, params: Sequence[nn.Parameter], tensors: Iterable[Tensor]) -> Tensor:

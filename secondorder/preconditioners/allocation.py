@@ -70,8 +70,7 @@ class Allocator:
 
     def synchronize(self) -> None:
         """Follow parameters that were added, frozen, unfrozen, moved, cast, or whose state was removed."""
-        state = self._table.state
-        is_whole = len(state) >= len(self._table.group_of) and all(state.values())
+        is_whole = all(map(self._table.state.get, self._table.group_of))
         if not is_whole or self._table.layout() != self._table.signature:
             self._preconditioner.hooks.replanned(self.rebuild())
 

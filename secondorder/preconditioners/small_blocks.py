@@ -54,16 +54,7 @@ def stacked_state(blocks: Sequence[Block], keys: Sequence[str]) -> dict[str, Ten
 
 
 def directions_of_stacks(blocks: Sequence[Block], source: Directions, rule: StackRule) -> dict[int, list[Tensor]]:
-    """Return the directions of the parameters of small blocks, by index of the block.
-
-    Args:
-        blocks: Blocks that this rank preconditions.
-        source: The gradients to precondition, by parameter.
-        rule: The rule by which blocks precondition together.
-
-    Returns:
-        The directions. Blocks are left out if they are not small, lack gradients or belong to too small a stack.
-    """
+    """Return the directions of the parameters of small blocks that have gradients, by index, in stacks of some size."""
     alike: dict[tuple[int, ...], list[Block]] = {}
     for block in blocks:
         size = block.adapter.groups, block.adapter.n_g, block.adapter.n_a
