@@ -486,6 +486,83 @@ def test_a_loop_over_time_in_the_script_counts_as_one_in_the_forward(cls: Any) -
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-14)
 
 
+class Passing(nn.Module):
+    """Also returns its input, which it has not computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.layer(x)
+
+
+class WithContext(nn.Module):
+    """Has a recurrent layer on a context that all examples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context, self.layer = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        return self.layer(x) + self.context(context)[0].mean(1)
+
+
+def with_real_rows(model: nn.Module) -> Tensor:
+    _, fake = model(noise(8, 4))
+    return model(torch.cat([fake, noise(8, 4, seed=1)]))[1]
+
+
+def of_one_backbone(model: nn.Module) -> Tensor:
+    features = noise(8, 4).requires_grad_() * 2
+    return model(features)[1] + model(3 * features)[1]
+
+
+def places_first(model: nn.Module) -> Tensor:
+    places = model.places(torch.arange(6))
+    return model.encoder(model.words(torch.arange(48).view(8, 6) % 9) + places)
+
+
+@pytest.mark.parametrize(
+    ("kind", "run", "examples"),
+    [
+        (Passing, with_real_rows, 24),
+        (Passing, of_one_backbone, 16),
+        (WithContext, lambda model: model(noise(7, 4), noise(1, 7, 4)), 7),
+        (
+            lambda: nn.ModuleDict(
+                {"places": nn.Embedding(6, 4), "words": nn.Embedding(9, 4), "encoder": nn.Sequential(nn.Linear(4, 3))}
+            ),
+            places_first,
+            8,
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*follow the fallback")
+def test_calls_that_only_look_like_others(kind: Any, run: Any, examples: int) -> None:
+    """Batches that depend on an earlier one are no rollout, and neither a context nor positions are the examples."""
+    model = seeded_build(kind)
+    opt = plain_kfac(model)
+    run(model).square().mean().backward()
+    assert opt.capture.take().total == examples
+
+
+class Differentiated(WithContext):
+    """Calls its recurrent layer inside of a transform."""
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        _, tangent = torch.func.jvp(lambda c: self.context(c)[0], (context,), (context,))
+        return self.layer(x) + tangent.mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*follow the fallback")
+def test_a_recurrent_layer_in_a_transform_is_no_evidence() -> None:
+    model = seeded_build(Differentiated)
+    opt = plain_kfac(model)
+    model(noise(7, 4), noise(1, 5, 4)).square().mean().backward()
+    assert opt.capture.take().total == 7
+
+
 class ExamplesFirst(nn.Module):
     """Passes a batch ``[N, ...]`` to a model in the form that it takes, so that the oracle can take single examples."""
 
@@ -581,6 +658,12 @@ DECISIONS = {
     "empty": ([((0, 5), FLOATS)], [(0, 3)], [(0, 5)], 0),
     "a mask first": ([((6, 6), FLOATS), ((8, 6), WORDS)], [(8, 6, 3)], [(8, 6), (8, 6, 5)], 8),
     "times first": ([((6,), FLOATS), ((8, 6, 5), FLOATS)], [(8, 6, 3)], [(8, 6, 5)], 8),
+    "outputs with times first": (
+        [((7, 6, 4), FLOATS), ((6, 3), FLOATS)],
+        [(6, 7, 2)],
+        [(7, 6, 4), (6, 3), (7, 6, 5)],
+        7,
+    ),
     "places second": ([((8, 6), WORDS), ((6,), WORDS)], [(6, 8, 3)], [(8, 6), (6, 8, 5)], 8),
 }
 
