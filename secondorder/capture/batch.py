@@ -93,7 +93,8 @@ def count_examples(inputs: Sequence[Input], outputs: Sequence[tuple[int, ...]], 
     if not sized:
         return _from_layers(heads, uses, dim)
     n = sized[0].shape[dim]
-    if (other := _counted_by_all(sized, n, uses, heads, dim)) is not None:
+    sequences = None if dim else _sequences_first(sized[0].shape, uses, heads)
+    if (other := sequences or _listed(sized, n, uses, dim)) is not None:
         return Count(other)
     if n == 0 or any(n in _leading(shape, dim, n) for shape in heads):
         return Count(n if dim else _unless_shared(n, sized, uses, heads))
@@ -117,19 +118,17 @@ def count_examples(inputs: Sequence[Input], outputs: Sequence[tuple[int, ...]], 
     return _by_majority(sized[0], n, others, uses, dim, heads)
 
 
-def _counted_by_all(
-    sized: Sequence[Input], n: int, uses: Sequence[Use], heads: Sequence[tuple[int, ...]], dim: int
-) -> int | None:
-    """Return the number of examples in the layers if n is the length of sequences, or the channels of images in a list.
-
-    All attention and recurrent layers must have it as their batch, or all layers as many rows as there are inputs, or
-    several for each.
-    """
-    shape = sized[0].shape
+def _sequences_first(shape: tuple[int, ...], uses: Sequence[Use], heads: Sequence[tuple[int, ...]]) -> int | None:
+    """Return the second size of the first input if all attention and recurrent layers have it as their batch."""
     known = {(use.shape[use.axes[1]], use.shape[use.axes[0]]) for use in uses if use.axes is not None}
-    if dim == 0 and shape[:2] in known and {count for _, count in known} == {shape[1]}:
-        return shape[1] if min(shape[:2]) > 1 and not any(len(s) == 2 and s[0] == n for s in heads) else None
-    alike = sum((len(x.shape), x.holds_indices) == (len(shape), sized[0].holds_indices) for x in sized)
+    if shape[:2] not in known or {count for _, count in known} != {shape[1]} or min(shape[:2]) < 2:
+        return None
+    return None if any(len(s) == 2 and s[0] == shape[0] for s in heads) else shape[1]
+
+
+def _listed(sized: Sequence[Input], n: int, uses: Sequence[Use], dim: int) -> int | None:
+    """Return the number of inputs if they form a list, and all layers have one row or several rows for each of them."""
+    alike = sum((len(x.shape), x.holds_indices) == (len(sized[0].shape), sized[0].holds_indices) for x in sized)
     fits = [use.counts(alike, dim) for use in uses]
     if alike < 2 or not any(fits) or all(use.counts(n, dim) for use in uses):
         return None

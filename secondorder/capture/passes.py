@@ -43,7 +43,7 @@ class Pass:
     """
 
     def __init__(self, evidence: Evidence, root: int) -> None:
-        self.evidence, self.root, self._mark = evidence, root, ("secondorder", id(self))
+        self.evidence, self.root, self._mark = evidence, root, object()
         self.counted = self.is_one = self.observed = self._has_left = False
         self.forwards: list[Pass] = []
         self._steps: dict[int, list[_Step]] = {}
@@ -73,20 +73,18 @@ class Pass:
         self._has_left = True
         found = [tensor for tensor in outputs if tensor.requires_grad]
         self._outputs += [weakref.ref(tensor) for tensor in found]
-        nodes: list[Any] = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
-        for node in nodes:
+        for node in _nodes_of(found):
             node.metadata.setdefault(self._mark, True)
         self.evidence.leave(tuple(tensor.shape) for tensor in found)
 
     def begin(self, inputs: Iterable[Tensor]) -> None:
         """Mark the inputs, because an output that is one of them was not computed by the pass."""
-        nodes: list[Any] = [tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None]
-        for node in nodes:
+        for node in _nodes_of(inputs):
             node.metadata[self._mark] = False
 
     def has_computed(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether tensors come from the outputs of the pass within a few operators."""
-        nodes: list[Any] = [x.grad_fn for x in tensors if x.grad_fn is not None]
+        nodes = _nodes_of(tensors)
         for _ in range(_SEARCHED):
             if not nodes or nodes[0].metadata.get(self._mark):
                 return bool(nodes)
@@ -147,3 +145,7 @@ class Pass:
     def is_dropped(self) -> bool:
         """Whether no outputs exist any more while the pass still waits to be observed."""
         return bool(self.edges and self._outputs) and all(output() is None for output in self._outputs)
+
+
+def _nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]

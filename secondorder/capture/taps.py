@@ -173,7 +173,8 @@ def open_pass(inputs: Sequence[Tensor], key: int, root: int, examples: int) -> T
     """Begin a forward pass of a root, and return the number of the pass; -1 if the capture no longer exists."""
     capture, number = CAPTURES.get(key), -1
     if capture is not None:
-        last = None if capture.observes or in_backward() else capture.forwards.continued(root, inputs)
+        is_alone = capture.observes or capture.gate.keep is not None or in_backward()
+        last = None if is_alone else capture.forwards.continued(root, inputs)
         found = [Input.of(x) for x in inputs]
         number = capture.open_pass(found, root, None if examples < 0 else examples) if last is None else last
         if last is None and (current := capture.forwards.get(number)) is not None:

@@ -598,6 +598,60 @@ def test_factors_of_these_models_are_those_of_single_examples(kind: Any) -> None
     assert_factors(held, expected)
 
 
+class Masked(nn.Module):
+    """Takes a mask, which is shared by all examples, before the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, mask: Tensor, x: Tensor) -> Tensor:
+        return self.outer(mask @ torch.tanh(self.inner(x)))
+
+
+class Run(nn.Module):
+    """Applies a function with a model to a batch, so that the oracle can take single examples."""
+
+    def __init__(self, model: nn.Module, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.function = model, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.model, x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [
+        (Cell, lambda cell, x: scanned(cell, x.transpose(0, 1)).transpose(0, 1)),
+        (Masked, lambda model, x: model(noise(6, 6, seed=3), x)),
+    ],
+)
+def test_factors_of_these_scripts_are_those_of_single_examples(kind: Any, function: Any) -> None:
+    """Each script calls the model itself, in a loop over time or with a mask first."""
+    model, x, y = seeded_build(kind), noise(5, 6, 4), labels(30, CLASSES).view(5, 6)
+
+    def loss(logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    expected = expected_factors(Run(model, function), x, y, loss, ["model.inner", "model.outer"])
+    opt = plain_kfac(model)
+    loss(function(model, x), y).backward()
+    opt.step()
+    assert_factors({f"model.{name}": held_factors(opt, model, name) for name in ("inner", "outer")}, expected)
+
+
+def test_calls_with_their_own_masks_are_no_rollout() -> None:
+    model = seeded_build(Cell)
+    opt, state, outputs = plain_kfac(model), torch.zeros(5, 3, dtype=torch.float64), []
+    for x, keep in zip(noise(2, 5, 4), (torch.ones(5, 1), torch.tensor([1.0, 1, 0, 0, 0])[:, None]), strict=True):
+        with opt.mask(keep.bool()):
+            output, state = model(x, state)
+        outputs.append(output)
+    torch.stack(outputs).square().mean().backward()
+    assert opt.capture.take().total == 10
+
+
 def test_examples_one_after_the_other_are_no_reason_for_doubt(recwarn: pytest.WarningsRecorder) -> None:
     found = []
     for calls in ([*noise(12, 4)], [noise(12, 4)]):

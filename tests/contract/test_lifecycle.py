@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from secondorder.preconditioners.allocation import Allocator
 from tests.support.checkpoints import assert_same_run
 from tests.support.methods import Method
 from tests.support.tasks import Task, assert_identical, put_back, snapshot, train, values
@@ -147,6 +148,18 @@ def test_a_step_without_state_is_that_of_a_new_optimizer(method: Method, task: T
         assert_identical(values(model), values(other))
     train(model, optimizer, task, 2, start=4)
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_reading_the_state_of_another_parameter_makes_no_new_plan(
+    method: Method, mlp: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``optimizer.state`` is a ``defaultdict``, so reading it leaves an empty entry."""
+    model, optimizer = method.start(mlp, 2)
+    assert optimizer.state[nn.Parameter(torch.ones(1))] == {}
+    plans, rebuild = [], Allocator.rebuild
+    monkeypatch.setattr(Allocator, "rebuild", lambda self: plans.append(self) or rebuild(self))
+    train(model, optimizer, mlp, 2, start=2)
+    assert not plans
 
 
 @pytest.mark.option("skip_layers")
