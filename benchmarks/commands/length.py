@@ -1,7 +1,8 @@
 """``length``: long runs that evaluate on held-out data, and the seconds in which the metric reaches given values.
 
-Each optimizer trains with multiples of the rates of its recipe, and its best run is shown. Seconds are processor time,
-which steps of SGD in between scale to the speed of the processor at the start of the study.
+Each optimizer trains with multiples of the rates of its recipe, and its best run is shown. The same optimizer can be
+compared with itself under several settings. Seconds are processor time, which steps of SGD in between scale to the
+speed of the processor at the start of the study.
 """
 
 import statistics
@@ -51,7 +52,7 @@ class Length(Evidence):
 
     @property
     def stem(self) -> str:
-        return f"length-{self.workload}-{self.size}"
+        return f"length-{self.workload}-{self.steps}-{self.size}"
 
     @property
     def runs(self) -> int:
@@ -89,7 +90,16 @@ class Length(Evidence):
         sign = _sign(setting.make_workload())
         best = max(fine, key=lambda run: sign * run["metric"]) if fine else done[0]
         method = find(split_settings(name)[0])
-        return {"label": method.label, "ours": method.ours, "tried": len(runs), **best}
+        label = ", ".join([method.label, *self._distinctive(name)])
+        return {"label": label, "ours": method.ours, "tried": len(runs), **best}
+
+    def _distinctive(self, name: str) -> list[str]:
+        """Return the settings in which an optimizer differs from others of the same name in the comparison."""
+        base, changes = split_settings(name)
+        others = [found for key, found in map(split_settings, self.optimizers) if key == base]
+        nothing = object()
+        differ = (key for key in changes if any(found.get(key, nothing) != changes[key] for found in others))
+        return [f"{key}={changes[key]}" for key in differ]
 
     def _run(self, name: str, times: float, setting: Setting, cells: Cells) -> Figures | None:
         base, changes = split_settings(name)

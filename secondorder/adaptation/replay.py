@@ -99,17 +99,10 @@ class Forward:
 
 @contextmanager
 def recorded(module: nn.Module, devices: set[torch.device], *, on: bool = True) -> Iterator[list[Forward]]:
-    """Record the forward passes with gradients of a module inside the ``with`` block.
+    """Yield a list to which the forward passes with gradients of a module are appended inside the ``with`` block.
 
-    Compiled models run eagerly inside it, because hooks that are added after compilation would not be called.
-
-    Args:
-        module: The module.
-        devices: Devices of its parameters.
-        on: Whether to record at all.
-
-    Yields:
-        A list to which the forward passes are appended.
+    Compiled models run eagerly inside it, because hooks that are added after compilation would not be called. Nothing
+    is recorded unless ``on``.
     """
     found: list[Forward] = []
     if not on:

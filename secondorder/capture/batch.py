@@ -11,6 +11,7 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -86,98 +87,69 @@ class Count(NamedTuple):
     doubt: str = ""
 
 
-def count_examples(inputs: Sequence[Input], outputs: Sequence[tuple[int, ...]], uses: Sequence[Use], dim: int) -> Count:
-    """Determine the number of examples of a forward pass. ``outputs`` are the known shapes of its outputs."""
-    sized = [x for x in inputs if len(x.shape) > dim]
-    heads = [shape for shape in outputs if len(shape) > 1 or (shape and shape[0] != 1)]
-    if not sized:
-        return _from_layers(heads, uses, dim)
-    n = sized[0].shape[dim]
-    sequences = None if dim else _sequences_first(sized[0].shape, uses, heads)
-    if (other := sequences or _listed(sized, n, uses, dim)) is not None:
-        return Count(other)
-    if n == 0 or any(n in _leading(shape, dim, n) for shape in heads):
-        return Count(n if dim else _unless_shared(n, sized, uses, heads))
-    others = {x.shape[dim] for x in sized[1:]} - {n}
-    if not heads:
-        return _by_layers_alone(sized[0], n, others, uses, dim)
-    supported = any(use.counts(n, dim) for use in uses)
-    flat = _prefixes(sized[0].shape)
-    if _are_multiples(n, [shape[0] for shape in heads]) and (supported or all(s[0] in flat for s in heads)):
-        return Count(n)  # the model returns rows of several positions of each example
-    fitting = [m for m in others if all(m in _leading(shape, dim, m) for shape in heads)]
-    if len(fitting) == 1:
-        return Count(fitting[0])
-    firsts = {shape[0] for shape in heads}
-    if len(firsts) == 1 and any(use.rows in firsts for use in uses):
-        (m,) = firsts
-        if not supported and not _explains_all(sized[0], n, uses, heads):
-            return Count(m)
-        if supported and m < n:
-            return Count(m)  # such as graphs, of which nodes were the input
-    return _by_majority(sized[0], n, others, uses, dim, heads)
+@dataclass(frozen=True)
+class _Shapes:
+    """The shapes of a forward pass.
 
-
-def _sequences_first(shape: tuple[int, ...], uses: Sequence[Use], heads: Sequence[tuple[int, ...]]) -> int | None:
-    """Return the second size of the first input if all attention and recurrent layers have it as their batch."""
-    known = {(use.shape[use.axes[1]], use.shape[use.axes[0]]) for use in uses if use.axes is not None}
-    if shape[:2] not in known or {count for _, count in known} != {shape[1]} or min(shape[:2]) < 2:
-        return None
-    return None if any(len(s) == 2 and s[0] == shape[0] for s in heads) else shape[1]
-
-
-def _listed(sized: Sequence[Input], n: int, uses: Sequence[Use], dim: int) -> int | None:
-    """Return the number of inputs if they form a list, and all layers have one row or several rows for each of them."""
-    alike = sum((len(x.shape), x.holds_indices) == (len(sized[0].shape), sized[0].holds_indices) for x in sized)
-    fits = [use.counts(alike, dim) for use in uses]
-    if alike < 2 or not any(fits) or all(use.counts(n, dim) for use in uses):
-        return None
-    is_cut = not any(use.counts(n, dim) for use in uses) and _are_multiples(alike, [use.rows for use in uses])
-    return alike if all(fits) or is_cut else None
-
-
-def _unless_shared(n: int, sized: Sequence[Input], uses: Sequence[Use], heads: Sequence[tuple[int, ...]]) -> int:
-    """Return n, or the size of another input if the first one, such as a mask or a time, is shared by all examples.
-
-    The other input then has n second, the outputs have its size first, and at least as many layers do as have n.
+    Attributes:
+        inputs: The inputs of the model that have the dimension of examples.
+        heads: The known shapes of its outputs, without scalars.
+        uses: The inputs of its layers.
+        dim: The dimension of the first input that counts examples.
     """
-    others = {x.shape[0] for x in sized[1:] if x.shape[1:2] == (n,)} & {shape[0] for shape in heads}
-    for m in others if all(shape[0] != n for shape in heads) else ():
-        if sum(use.counts(m, 0) for use in uses) >= sum(use.counts(n, 0) for use in uses):
-            return m
-    return n
+
+    inputs: Sequence[Input]
+    heads: Sequence[tuple[int, ...]]
+    uses: Sequence[Use]
+    dim: int
+
+    @property
+    def n(self) -> int:
+        """The number of examples according to the first input."""
+        return self.inputs[0].shape[self.dim]
+
+    @property
+    def others(self) -> set[int]:
+        """The numbers of examples according to the other inputs."""
+        return {x.shape[self.dim] for x in self.inputs[1:]} - {self.n}
+
+    @property
+    def rows(self) -> list[int]:
+        """The numbers of rows of all layers and outputs."""
+        return [*(use.rows for use in self.uses), *(shape[0] for shape in self.heads)]
+
+    def counting(self, n: int) -> list[Use]:
+        """Return the inputs of layers with an axis of n examples."""
+        return [use for use in self.uses if use.counts(n, self.dim)]
+
+    def explain_all(self) -> bool:
+        """Return whether n examples, flattened with some of their positions, give all rows."""
+        if all(r in _prefixes(self.inputs[0].shape) for r in self.rows):
+            return True
+        # Two rows of indices may be the two ends of edges, so even numbers are weak evidence.
+        return _are_multiples(self.n, self.rows) and not (self.n == 2 and self.inputs[0].holds_indices)
 
 
-def _by_layers_alone(first: Input, n: int, others: set[int], uses: Sequence[Use], dim: int) -> Count:
-    """Like :func:`count_examples` if the outputs are not known, for example a loss or objects without tensors."""
-    if n > 1 and any(use.counts(n, dim) for use in uses):
-        return Count(n)
-    return _by_majority(first, n, others, uses, dim, ())
+def count_examples(inputs: Sequence[Input], outputs: Sequence[tuple[int, ...]], uses: Sequence[Use], dim: int) -> Count:
+    """Return the number of examples of a forward pass according to the first of ``_RULES`` that applies.
+
+    ``outputs`` are the known shapes of its outputs.
+    """
+    heads = [shape for shape in outputs if len(shape) > 1 or (shape and shape[0] != 1)]
+    shapes = _Shapes([x for x in inputs if len(x.shape) > dim], heads, uses, dim)
+    return next(count for rule in _RULES if (count := rule(shapes)) is not None)
 
 
-def _by_majority(
-    first: Input, n: int, others: set[int], uses: Sequence[Use], dim: int, heads: Sequence[tuple[int, ...]]
-) -> Count:
-    if not uses or _explains_all(first, n, uses, heads):
-        return Count(n)
-    votes = {m: len({use.site for use in uses if use.counts(m, dim)}) for m in (n, *others)}
-    best = max(votes, key=lambda m: (votes[m], m == n))
-    agreeing = {use.site for use in uses if use.counts(n, dim) or _are_multiples(n, [use.rows])}
-    if best != n and not heads or best == n and 2 * len(agreeing) >= len({use.site for use in uses}):
-        return Count(best)
-    rows, found = Counter(use.rows for use in uses).most_common(1)[0][0], [shape[0] for shape in heads]
-    outputs = f", its outputs have {found[0]}" if found else ""
-    return Count(best, f"its first input has {n}, most of its layers have {rows}{outputs}")
-
-
-def _from_layers(heads: Sequence[tuple[int, ...]], uses: Sequence[Use], dim: int) -> Count:
-    """Like :func:`count_examples` if the inputs are not known. It is the largest number that explains most layers."""
+def _unknown_input(shapes: _Shapes) -> Count | None:
+    """Without an input, N is the largest number that explains most layers."""
+    if shapes.inputs:
+        return None
     rows = Counter[int]()
-    for use in {(use.site, use.shape): use for use in uses}.values():
-        rows[use.shape[1] if dim == 1 and use.axes is None and len(use.shape) > 2 else use.rows] += 1
+    for use in {(use.site, use.shape): use for use in shapes.uses}.values():
+        rows[use.shape[1] if shapes.dim == 1 and use.axes is None and len(use.shape) > 2 else use.rows] += 1
+    firsts = {shape[0] for shape in shapes.heads}
     if not rows:
-        return Count(heads[0][0] if heads else None)
-    firsts = {shape[0] for shape in heads}
+        return Count(shapes.heads[0][0] if firsts else None)
     if len(firsts) == 1 and min(firsts) in rows:
         return Count(firsts.pop())
     several = {r: count for r, count in rows.items() if r > 1}
@@ -188,6 +160,105 @@ def _from_layers(heads: Sequence[tuple[int, ...]], uses: Sequence[Use], dim: int
             return Count(n)
     found = ", ".join(str(r) for r in sorted(rows))
     return Count(None, f"its layers have {found} rows, which are not multiples of one number")
+
+
+def _sequences_first(shapes: _Shapes) -> Count | None:
+    """The input ``[T, N]`` has the examples second if all attention and recurrent layers have them there."""
+    first = shapes.inputs[0].shape[:2]
+    known = {(use.shape[use.axes[1]], use.shape[use.axes[0]]) for use in shapes.uses if use.axes is not None}
+    if shapes.dim or first not in known or {count for _, count in known} != {first[1]} or min(first) < 2:
+        return None
+    return None if any(len(s) == 2 and s[0] == first[0] for s in shapes.heads) else Count(first[1])
+
+
+def _list_of_inputs(shapes: _Shapes) -> Count | None:
+    """A list of images has one example per image if all layers have one row or several rows for each of them."""
+    kinds = [(len(x.shape), x.holds_indices) for x in shapes.inputs]
+    alike = kinds.count(kinds[0])
+    whole, fits = shapes.counting(shapes.n), shapes.counting(alike)
+    if alike < 2 or not fits or len(whole) == len(shapes.uses):
+        return None
+    is_cut = not whole and _are_multiples(alike, [use.rows for use in shapes.uses])
+    return Count(alike) if len(fits) == len(shapes.uses) or is_cut else None
+
+
+def _first_input(shapes: _Shapes) -> Count | None:
+    """The first input counts the examples if an output has as many, unless it is shared by all examples."""
+    n = shapes.n
+    if n and not any(n in _leading(shape, shapes.dim, n) for shape in shapes.heads):
+        return None
+    return Count(n if shapes.dim else _unless_shared(shapes))
+
+
+def _unless_shared(shapes: _Shapes) -> int:
+    """Return n, or the size of another input if the first one, such as a mask or a time, is shared by all examples.
+
+    The other input then has n second, the outputs have its size first, and at least as many layers do as have n.
+    """
+    n, firsts = shapes.n, {shape[0] for shape in shapes.heads}
+    others = {x.shape[0] for x in shapes.inputs[1:] if x.shape[1:2] == (n,)} & firsts
+    for m in others if n not in firsts else ():
+        if len(shapes.counting(m)) >= len(shapes.counting(n)):
+            return m
+    return n
+
+
+def _unknown_output(shapes: _Shapes) -> Count | None:
+    """If the outputs are not known, such as a loss or objects without tensors, one layer with n examples is enough."""
+    return Count(shapes.n) if not shapes.heads and shapes.n > 1 and shapes.counting(shapes.n) else None
+
+
+def _rows_of_positions(shapes: _Shapes) -> Count | None:
+    """The outputs may be rows of several positions of each example."""
+    firsts, flat = [shape[0] for shape in shapes.heads], _prefixes(shapes.inputs[0].shape)
+    known = firsts and _are_multiples(shapes.n, firsts)
+    return Count(shapes.n) if known and (shapes.counting(shapes.n) or flat.issuperset(firsts)) else None
+
+
+def _other_input(shapes: _Shapes) -> Count | None:
+    """The only other input whose size all outputs have counts the examples."""
+    dim, heads = shapes.dim, shapes.heads
+    fitting = [m for m in shapes.others if heads and all(m in _leading(shape, dim, m) for shape in heads)]
+    return Count(fitting[0]) if len(fitting) == 1 else None
+
+
+def _outputs(shapes: _Shapes) -> Count | None:
+    """The outputs count the examples, with some layers, such as graphs of whose nodes the input consists."""
+    firsts = {shape[0] for shape in shapes.heads}
+    if len(firsts) != 1 or not any(use.rows in firsts for use in shapes.uses):
+        return None
+    (m,) = firsts
+    decided = m < shapes.n if shapes.counting(shapes.n) else not shapes.explain_all()
+    return Count(m) if decided else None
+
+
+def _majority(shapes: _Shapes) -> Count:
+    """Most of the layers decide, and there is doubt if they contradict the first input."""
+    n, uses = shapes.n, shapes.uses
+    if not uses or shapes.explain_all():
+        return Count(n)
+    votes = {m: len({use.site for use in shapes.counting(m)}) for m in (n, *shapes.others)}
+    best = max(votes, key=lambda m: (votes[m], m == n))
+    agreeing = {use.site for use in uses if use.counts(n, shapes.dim) or _are_multiples(n, [use.rows])}
+    if best != n and not shapes.heads or best == n and 2 * len(agreeing) >= len({use.site for use in uses}):
+        return Count(best)
+    rows = Counter(use.rows for use in uses).most_common(1)[0][0]
+    outputs = f", its outputs have {shapes.heads[0][0]}" if shapes.heads else ""
+    return Count(best, f"its first input has {n}, most of its layers have {rows}{outputs}")
+
+
+#: The rules for the number of examples. The first one that returns a number decides, and the last one always does.
+_RULES: tuple[Callable[[_Shapes], Count | None], ...] = (
+    _unknown_input,
+    _sequences_first,
+    _list_of_inputs,
+    _first_input,
+    _unknown_output,
+    _rows_of_positions,
+    _other_input,
+    _outputs,
+    _majority,
+)
 
 
 def several_batches(uses: Iterable[Use], n: int | None) -> str:
@@ -215,15 +286,6 @@ def _prefixes(shape: tuple[int, ...]) -> set[int]:
 
 def _are_multiples(n: int, rows: Iterable[int]) -> bool:
     return n > 1 and all(r % n == 0 for r in rows)
-
-
-def _explains_all(first: Input, n: int, uses: Sequence[Use], heads: Sequence[tuple[int, ...]]) -> bool:
-    """Whether n examples, flattened with some of their positions, give the rows of all layers and outputs."""
-    rows = [*(use.rows for use in uses), *(shape[0] for shape in heads)]
-    if all(r in _prefixes(first.shape) for r in rows):
-        return True
-    # Two rows of indices may be the two ends of edges, so even numbers are weak evidence.
-    return _are_multiples(n, rows) and not (n == 2 and first.holds_indices)
 
 
 class Rule:

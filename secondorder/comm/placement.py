@@ -65,14 +65,7 @@ def _words(world: int, of: int) -> str:
 
 
 def workers_of(world: int, fraction: float) -> int:
-    """Return the number of gradient workers.
-
-    Args:
-        world: Number of ranks.
-        fraction: Gradient workers divided by ranks, within ``(0, 1]``.
-
-    Returns:
-        The number of workers, a divisor of ``world``.
+    """Return the number of gradient workers, of whom ``fraction`` within ``(0, 1]`` is the share of all ranks.
 
     Raises:
         ValueError: If the fraction does not give a whole number of workers that divides ``world``; the message lists
@@ -174,15 +167,9 @@ def refresh_flops(sizes: Iterable[int]) -> float:
 
 
 def default_roles(n: int) -> tuple[list[int], list[int], list[int]]:
-    """Choose the ranks that compute gradients, factors and inverses if the three are different processes.
+    """Return those of n ranks that compute gradients, factors and inverses if the three are different processes.
 
     One fifth of the ranks (rounded, at least one) computes factors, as many inverses, and the rest gradients.
-
-    Args:
-        n: Number of ranks.
-
-    Returns:
-        Gradient ranks, factor ranks and inverse ranks, in ascending order.
 
     Raises:
         ValueError: If there are fewer than three ranks.

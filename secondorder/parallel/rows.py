@@ -80,15 +80,7 @@ def words_of(
     """Return the contribution of a rank to the census of a block, as numbers that are summed over the ranks.
 
     They are ``[examples, rows, positions]`` at the positions of this rank, whether rows are per-example gradients,
-    traces, and numbers of real rows.
-
-    Args:
-        block: The block.
-        raw: The captured rows of the rank, or None.
-        traces: Traces of the kernel of these rows ``[Γ or 1]``, on the CPU.
-        examples: Number of examples of the rank.
-        rank: The rank.
-        world: Number of ranks.
+    the traces ``[Γ or 1]`` of the kernel of the captured rows, and numbers of real rows.
     """
     by_rank = torch.zeros(_BY_RANK, world, dtype=torch.float64)
     tail = torch.zeros(count_words(block, world) - by_rank.numel(), dtype=torch.float64)
@@ -169,16 +161,9 @@ def put_together(
 
 
 def sum_together(comm: CommStrategy, what: str, shape: Sequence[int], attempt: Callable[[], Tensor]) -> Tensor:
-    """Do some work on every rank, and sum the words that it returns.
+    """Return the sums of the words that some work returns on every rank, float64 on the CPU.
 
-    Args:
-        comm: Communication strategy.
-        what: Description of the work, for messages.
-        shape: Shape of the words.
-        attempt: Function that does the work of this rank and returns its words.
-
-    Returns:
-        The sums, float64 on the CPU.
+    Errors describe the work as ``what``.
 
     Raises:
         RuntimeError: On every rank, if a rank failed.

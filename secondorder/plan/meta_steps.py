@@ -58,17 +58,9 @@ def on_meta(model: nn.Module) -> nn.Module:
 def take_steps(
     build: Callable[[nn.Module], Optimizer], model: nn.Module, inputs: Any, device: str, tally: Tally
 ) -> tuple[Any, Steps]:
-    """Build an optimizer of a model on ``meta`` and take some of its steps.
+    """Return an optimizer of a model on ``meta`` and the measurements of some steps as on another type of device.
 
-    Args:
-        build: Returns the optimizer of a model.
-        model: The model on ``meta``.
-        inputs: The arguments of the model on ``meta``: a tensor, a tuple or a dict.
-        device: Type of the device for which the steps are taken.
-        tally: The tally that counts operators.
-
-    Returns:
-        The optimizer, which the caller has to close, and the measurements of its steps.
+    The caller has to close the optimizer.
 
     Raises:
         RuntimeError: If the model does not run on ``meta``.

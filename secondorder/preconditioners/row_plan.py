@@ -92,16 +92,9 @@ class RowPlan(BlockPlan[RowBlock]):
 
     # ------------------------------------------------------------------ rows or factors
     def choose_form(self, block: RowBlock, rows: int, positions: int, are_pairs: bool) -> bool:
-        """Give a block factors instead of rows, at its first refresh, if they are cheaper.
+        """Return whether rows of inputs and of gradients, if these were captured, should be multiplied out.
 
-        Args:
-            block: The block.
-            rows: R.
-            positions: S.
-            are_pairs: Whether rows of inputs and of gradients were captured, and not their products.
-
-        Returns:
-            Whether such pairs should be multiplied out.
+        At its first refresh, a block takes factors instead of R rows if they are cheaper.
         """
         if not block.is_undecided:
             return False

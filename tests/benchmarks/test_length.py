@@ -21,7 +21,7 @@ def study(data_dir, tmp_path, **options):
 
 
 def saved(tmp_path):
-    return json.loads((tmp_path / "length-digits-smoke.json").read_text())
+    return json.loads((tmp_path / "length-digits-9-smoke.json").read_text())
 
 
 def test_the_best_rate_is_shown_with_its_evaluations(data_dir, tmp_path):
@@ -35,6 +35,12 @@ def test_the_best_rate_is_shown_with_its_evaluations(data_dir, tmp_path):
     assert [step for step, _, _ in row["evaluations"]] == [3, 6, 9]
     assert row["evaluations"][-1][1] == pytest.approx(row["curve"][-1][2], rel=1e-4)
     assert row["evaluations"][-1][2] == row["metric"]  # both on all held-out data
+
+
+def test_labels_have_the_settings_in_which_rows_of_an_optimizer_differ(data_dir, tmp_path):
+    names = ("adamw", "sgd:momentum=0.5,lr=0.1", "sgd:momentum=0.5,lr=0.2", "sgd:momentum=0.5")
+    assert study(data_dir, tmp_path, optimizers=names).run() == 0
+    assert [row["label"] for row in saved(tmp_path)["rows"]] == ["AdamW", "SGD, lr=0.1", "SGD, lr=0.2", "SGD"]
 
 
 def test_an_interrupted_run_keeps_its_evaluations(data_dir, tmp_path, monkeypatch):

@@ -71,12 +71,6 @@ class Arguments:
     def period_of(self, intervals: Sequence[int]) -> int:
         """Return the period T, which is the argument or the refresh interval that all units share.
 
-        Args:
-            intervals: Steps between refreshes of each unit.
-
-        Returns:
-            The period.
-
         Raises:
             ValueError: If units have different intervals, or versions would be too old when they arrive.
         """

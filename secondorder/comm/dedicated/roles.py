@@ -50,14 +50,9 @@ class Roles:
 
 
 def check(given: dict[str, Sequence[int] | None], allow_colocated: bool) -> dict[str, tuple[int, ...] | None]:
-    """Check ranks by role, and reject roles that are invalid for every number of ranks.
+    """Return ranks by role, and reject roles that are invalid for every number of ranks.
 
-    Args:
-        given: Ranks by role; None for roles that the strategy chooses.
-        allow_colocated: Whether the same ranks may compute factors and inverses.
-
-    Returns:
-        The ranks by role, as tuples.
+    Roles that the strategy chooses are None.
 
     Raises:
         TypeError: If a role is not a list of whole numbers.

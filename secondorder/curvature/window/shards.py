@@ -84,16 +84,10 @@ class Cutting:
     def bounds(
         self, sizes: Sequence[int], costs: Sequence[int], parts: int, kept: Sequence[Bounds | None] = ()
     ) -> tuple[Bounds, ...]:
-        """Cut tensors into parts of nearly equal cost.
+        """Return the bounds that cut tensors into parts of nearly equal cost.
 
-        Args:
-            sizes: Entries of each tensor.
-            costs: Cost of each tensor; proportional to its entries where it may be cut.
-            parts: Number of parts.
-            kept: Bounds of tensors that have been cut before, which do not change; None for other tensors.
-
-        Returns:
-            The bounds of each tensor.
+        The cost is proportional to the entries of a tensor where it may be cut. ``kept`` are the bounds of tensors that
+        have been cut before, which do not change.
         """
         kept = kept or [None] * len(sizes)
         loads = [0] * parts
