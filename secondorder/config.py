@@ -198,9 +198,10 @@ class BatchOptions:
         input: Name of the argument of the model's ``forward`` whose dimension ``dim`` indexes the examples, or a
             function that takes the arguments of ``forward`` and returns the number of examples. If None, the first
             tensor is used, unless the outputs and the layers of the model agree on another number.
-        loss_terms: Number of scalar terms that the loss of one example averages, such as the number of outputs of a
-            squared error. Leave it at 1 for a mean over tokens, because each token is an example; ``observe()`` counts
-            the terms itself (``loss_terms``).
+        loss_terms: Number of scalar terms that the loss of one example averages, such as its tokens or the outputs of
+            a squared error. The curvature is multiplied by this number, which makes it that of the mean loss of single
+            terms. Leave it at 1 for tokens with ``ScaleOptions(token_is_example=True)``, which counts them, and with
+            ``observe()``, which counts the terms itself (``loss_terms``).
         size: For HyLo: number of examples per step and rank. If it is set, the rows of ``approx="reduce"`` are
             allocated at construction, which is necessary to load a distributed checkpoint before the first step. If
             None, they are allocated at the first refresh.
@@ -249,8 +250,8 @@ class ScaleOptions:
         update_steps: Number of steps between updates of the scale (``scale_update_steps``).
         batch_size: Number of examples of each micro-batch, drawn at random, that contribute to the scale. If None, all
             of them do (``scale_batch_size``).
-        token_is_example: Whether to treat each position of linear layers and embeddings as a separate example
-            (``token_is_example``).
+        token_is_example: Whether to treat each position of linear layers, attention, recurrent layers and embeddings
+            as a separate example (``token_is_example``).
         transport: How the scale is transferred to a new basis: ``"project"`` keeps the operator, ``"kfac"`` starts
             again from the products of eigenvalues, ``"recompute"`` starts again from the batch of the step, and
             ``"none"`` keeps the scale by index (``transport``).

@@ -209,7 +209,7 @@ class EpochList(SwitchPolicy):
     """Chooses KID in some epochs and KIS in the others.
 
     Epochs count from 0, and an interval ends before its second number: ``(0, 10)`` is the first ten epochs. The
-    published scripts have three numbers e₀ e₁ e₂, with KID for epoch < e₀ and for e₁ < epoch <= e₂. These are
+    published scripts have three numbers e₀ e₁ e₂, with KID for epoch < e₀ and for e₁ < epoch <= e₂. They correspond to
     ``[(0, e₀), (e₁ + 1, e₂ + 1)]``.
 
     Args:

@@ -139,4 +139,4 @@ for name, run in shown.items():
 # the end. A difference that small between single runs can be chance, and AdamW takes less time and memory.
 #
 # Sparse M-FAC is worth a try where you want curvature and a full window does not fit. If memory is all that matters,
-# start with the [preset](../choose-a-method.md) `low_memory`, which needs about a tenth more than AdamW.
+# start with the [preset](../choose-a-method.md#presets) `low_memory`, which needs little more than AdamW.

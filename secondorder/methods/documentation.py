@@ -39,7 +39,7 @@ LAYERS = """
     loss_reduction: How the loss combines the examples of a batch: ``"mean"`` or ``"sum"``.
     batch: How the examples of a batch are counted, see :class:`BatchOptions`: use ``BatchOptions(dim=1)`` for inputs
         ``[T, N, ...]``, ``input="tokens"`` for the argument of ``forward`` that contains the examples, and
-        ``loss_terms`` for a loss that is a mean over the outputs of an example.
+        ``loss_terms`` for a loss that is a mean over the tokens or the outputs of an example.
     skip_layers: Names, patterns, types or modules of the layers to leave to the fallback, with all their submodules.
     weight_decay: Coefficient of weight decay.
     decoupled_weight_decay: Whether to apply weight decay to the parameter instead of adding it to the direction.

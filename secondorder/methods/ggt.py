@@ -51,7 +51,7 @@ class GGTRules(WindowRules):
 class GGT(SecondOrderOptimizer):
     """Implements GGT for any parameters, with or without a module.
 
-    With default options, its final loss was at most AdamW's on six of eight workloads (``docs/evidence.md``, Defaults).
+    With default options, it was at least as good as AdamW on six of eight workloads (``docs/evidence.md``, Defaults).
 
     Args:
         window_size: m, the number of gradients in the window. Each step needs an eigendecomposition of a matrix ``[m,

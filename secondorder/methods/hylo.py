@@ -68,7 +68,7 @@ _MODES = ("auto", "kid", "kis", "sngd")
 class HyLo(SecondOrderOptimizer):
     """Implements HyLo for every supported layer type. The fallback rule updates all other parameters.
 
-    With default options, its final loss was at most AdamW's on six of eight workloads (``docs/evidence.md``, Defaults).
+    With default options, it was at least as good as AdamW on six of eight workloads (``docs/evidence.md``, Defaults).
 
     Args:
         damping: Damping λ in units of the Fisher of the per-example loss, or a multiple according to ``damping_mode``.

@@ -51,7 +51,7 @@ _SHARED = "damping", "damping_mode", "scale", "solver", "momentum_mode"
 class MFAC(SecondOrderOptimizer):
     """Implements M-FAC for any parameters, with or without a module.
 
-    With default options, its final loss was at most AdamW's on 5 of 8 workloads (``docs/evidence.md``, Defaults).
+    With default options, it was at least as good as AdamW on five of eight workloads (``docs/evidence.md``, Defaults).
 
     Args:
         momentum: Coefficient μ of the momentum that ``momentum_mode`` selects.

@@ -224,7 +224,7 @@ _ALL = (
     ),
     Preset(
         "low_memory",
-        "For a model that nearly fills the memory with AdamW; its state takes about a tenth more than AdamW's.",
+        "For a model that nearly fills the memory with AdamW; its state is little larger than AdamW's on most models.",
         HyLo,
         1e-3,
         {"weight_decay": 1e-2, "graft": "adamw"},
@@ -247,6 +247,6 @@ def presets() -> Presets:
     Example:
         >>> import secondorder
         >>> print(secondorder.presets()["from_adamw"])
-        KFAC(model, lr=0.001, weight_decay=0.01, graft='adamw')
+        KFAC(model, lr=0.001, weight_decay=0.01, graft='adamw', budget=2.0)
     """
     return Presets(PRESETS)
