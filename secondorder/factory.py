@@ -12,9 +12,10 @@ from torch.optim.optimizer import ParamsT
 
 from secondorder.comm.names import from_name
 from secondorder.comm.strategy import CommStrategy
-from secondorder.methods.names import METHODS, Alias, plain, resolve
+from secondorder.methods.names import METHODS, Alias, resolve
 from secondorder.methods.presets import PRESETS
 from secondorder.optimizer import SecondOrderOptimizer
+from secondorder.options import bare_name
 from secondorder.plan.estimate import Builder, Estimate, estimate_methods, made_on_meta
 from secondorder.plan.rates import MachineRates
 
@@ -62,7 +63,7 @@ def create(
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = secondorder.create("from_adamw", model, lr=3e-4)
     """
-    preset = _PRESETS.get(plain(name)) if isinstance(name, str) else None
+    preset = _PRESETS.get(bare_name(name)) if isinstance(name, str) else None
     method, options = Alias("", {}) if preset else resolve(name, PRESETS)
     chosen = {**options, **overrides}
     if isinstance(chosen.get("comm"), str):
@@ -149,12 +150,12 @@ def _builders(names: Sequence[str] | None) -> dict[str, Builder]:
     if isinstance(names, str):
         raise TypeError(f"methods must be a list of names, got {names!r}")
     found: dict[str, Builder] = {}
-    known = {plain(name): name for name in FIRST_ORDER}
+    known = {bare_name(name): name for name in FIRST_ORDER}
     for name in names:
-        if isinstance(name, str) and plain(name) in known:
-            found[known[plain(name)]] = FIRST_ORDER[known[plain(name)]]
-        elif isinstance(name, str) and plain(name) in _PRESETS:
-            found[_PRESETS[plain(name)].name] = partial(create, name)
+        if isinstance(name, str) and bare_name(name) in known:
+            found[known[bare_name(name)]] = FIRST_ORDER[known[bare_name(name)]]
+        elif isinstance(name, str) and bare_name(name) in _PRESETS:
+            found[_PRESETS[bare_name(name)].name] = partial(create, name)
         else:
             method, options = resolve(name, PRESETS)
             shown = getattr(METHODS[method], "__name__", method) if not options else name
@@ -162,4 +163,4 @@ def _builders(names: Sequence[str] | None) -> dict[str, Builder]:
     return found
 
 
-_PRESETS = {plain(name): preset for name, preset in PRESETS.items()}
+_PRESETS = {bare_name(name): preset for name, preset in PRESETS.items()}

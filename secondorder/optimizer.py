@@ -11,7 +11,6 @@ An optimizer owns these parts, and none of them refers to it. ``CONTRIBUTING.md`
 from __future__ import annotations
 
 import weakref
-from collections import ChainMap
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -25,7 +24,7 @@ from secondorder import options
 from secondorder.capture.capture import Capture
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.capture.loss_scale import LossScale
-from secondorder.checkpoint.checkpoint import Checkpoint, KnownOptions
+from secondorder.checkpoint.checkpoint import Checkpoint
 from secondorder.comm.join import JOIN_DISABLED, Joinable, JoinHook, UnevenInputs, joining_group
 from secondorder.comm.layout import is_cut
 from secondorder.comm.names import default_strategy
@@ -121,9 +120,10 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         table.interval = self.preconditioner.refresh_interval
         self._update = Update(table, self.preconditioner)
         self._trust = recipe.judge(self.preconditioner, self._update)
-        known = KnownOptions(self.checks, ChainMap(self.defaults, {"betas": self.group_options.betas}), recipe.rules)
         saved, divided = recipe.saved(self.preconditioner)
-        checkpoint = Checkpoint(method, comm, table, runtime, saved, self._update.keys, known, divided)
+        checkpoint = Checkpoint(
+            comm, table, runtime, saved, self._update.keys, self.group_options, self.defaults, divided
+        )
         session = RankSession(comm, table, runtime)
 
         def place(units: Sequence[Unit]) -> None:
@@ -672,7 +672,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
 
     def _report(self) -> Report:
         self._tabulate()
-        return Report(self._table, self.preconditioner, self.comm, self._runtime)
+        return Report(self.preconditioner, self._runtime)
 
     def describe(self) -> str:
         """Return a table with one row per parameter: its block or its fallback and the reason, sizes, owner, bytes."""

@@ -129,6 +129,11 @@ def plain(value: Any) -> Any:
     return tuple(map(plain, value)) if isinstance(value, (tuple, list)) else value
 
 
+def bare_name(name: str) -> str:
+    """Return a name without case, hyphens and underscores, which do not distinguish names."""
+    return name.strip().lower().replace("-", "").replace("_", "")
+
+
 #: Options that every method has.
 COMMON: dict[str, Check] = {
     "lr": learning_rate,

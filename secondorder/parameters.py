@@ -135,10 +135,6 @@ class ParameterTable:
         found += [tuple(group.get(name) for name in self.allocating) for group in self.groups]
         return found + [(group.get(self.interval) == 0,) for group in self.groups]
 
-    def note_plan(self) -> None:
-        """Record the layout for which the current plan was made."""
-        self.signature = self.layout()
-
     @property
     def has_changed(self) -> bool:
         """Whether parameters were replaced, or curvature was turned on or off, since the plan was made."""

@@ -163,7 +163,8 @@ class Update:
         is_needed = self._table.shards.is_sharded or _clipped(
             directions, self._table.group_of, self._preconditioner.covered
         )
-        if not directions or not is_needed and _are_finite_on_cpu(list(directions.values())):
+        on_cpu = all(d.device.type == "cpu" for d in directions.values())
+        if not directions or (not is_needed and on_cpu and all_true_on_cpu(all_finite(list(directions.values())))):
             return {}
         products = {p: first_order.inner_product(d, source[p].to(d.dtype)) for p, d in directions.items()}
         squares: Directions = {}
@@ -356,11 +357,6 @@ def _clipped(
         for p in directions
         if group_of[p].get("kl_clip") and covered[p].group["graft"] is None and not covered[p].sets_length
     ]
-
-
-def _are_finite_on_cpu(tensors: list[Tensor]) -> bool:
-    """Return whether tensors are on the CPU and finite."""
-    return all(t.device.type == "cpu" for t in tensors) and all_true_on_cpu(all_finite(tensors).reshape(1))
 
 
 def _like(direction: Tensor, p: nn.Parameter) -> Tensor:

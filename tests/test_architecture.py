@@ -207,10 +207,10 @@ NUMBERS: dict[str, tuple[int, int, Callable[[], int]]] = {
     "methods: bodies in chains of 2 or more": (0, 8, lambda: in_chains(method_roots(), 2)),
     "methods: bodies in chains of 3 or more": (0, 0, lambda: in_chains(method_roots(), 3)),
     "others: bodies in chains of 2 or more": (198, 80, lambda: in_chains(others(), 2)),
-    "others: bodies in chains of 3 or more": (12, 0, lambda: in_chains(others(), 3)),
+    "others: bodies in chains of 3 or more": (9, 0, lambda: in_chains(others(), 3)),
     "others: most names on one object": (72, 75, lambda: max(len(names_on(key)) for key in others())),
     "SecondOrderOptimizer: its own methods": (50, 38, lambda: len(methods_of(BASE))),
-    "largest other class: its own methods": (30, 25, lambda: max(sizes_of_the_rest())),
+    "largest other class: its own methods": (29, 25, lambda: max(sizes_of_the_rest())),
     "classes with many methods": (3, 0, lambda: sum(size > MANY_METHODS for size in sizes_of_the_rest())),
     "classes that write many attributes": (1, 0, lambda: sum(
         len(written_by(key)) > MANY_ATTRIBUTES for key in classes() if not _is_apart(key)
@@ -221,9 +221,9 @@ NUMBERS: dict[str, tuple[int, int, Callable[[], int]]] = {
     "folders at the top level": (12, 12, lambda: len({path.parent for path in PACKAGE.glob("*/*.py")})),
     "modules named by a verb, without reason": (0, 0, lambda: len(named_by_a_verb() - NAMED_BY_A_VERB)),
     "long modules": (8, 0, lambda: sum(lines > LONG_MODULE for lines in lengths().values())),
-    "long functions": (10, 0, long_functions),
+    "long functions": (9, 0, long_functions),
     "rows of the layering table": (17, 17, lambda: len(MAY_IMPORT)),
-    "lines": (39643, 28500, lambda: sum(lengths().values())),
+    "lines": (39296, 28500, lambda: sum(lengths().values())),
 }  # fmt: skip
 
 

@@ -90,7 +90,7 @@ def test_parameters_count_as_replaced_once_there_is_a_plan() -> None:
     table = table_of({"params": parameters(1)})
     table.groups[0]["params"] = parameters(1)
     assert not table.has_changed
-    table.note_plan()
+    table.signature = table.layout()
     assert table.has_changed
     table.regroup()
     assert not table.has_changed

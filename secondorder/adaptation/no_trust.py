@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,8 @@ ReturnedT = TypeVar("ReturnedT")
 Sized = tuple[Directions, Tensor | None]
 
 
-class Move(Protocol):
-    """Moves the parameters by a step."""
-
-    def __call__(self, *, quiet: bool = False) -> None:
-        """Move the parameters. A quiet step is not timed, and its directions are not kept."""
+#: Moves the parameters by a step. With ``quiet=True``, it is not timed, and its directions are not kept.
+Move = Callable[..., None]
 
 
 class NoTrust:

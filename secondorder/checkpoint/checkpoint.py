@@ -9,23 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from secondorder import options
-from secondorder.checkpoint.comparison import (
-    absent,
-    adopt_value,
-    by_number,
-    compare_groups,
-    compare_states,
-    copied,
-    matched_by_name,
-    was_never_trained,
-)
+from secondorder.checkpoint import comparison
 from secondorder.checkpoint.consolidate import GatheredState
 from secondorder.comm.layout import cut_equally, is_cut
 from secondorder.comm.strategy import CommStrategy
@@ -34,7 +24,7 @@ from secondorder.curvature.window.shards import plain
 from secondorder.frames import depth_of_caller, filled_in_by_torch, is_saved_in_parts
 from secondorder.parameters import Group, ParameterTable
 from secondorder.preconditioners.base import CurvatureState, DividedState, SavedStates
-from secondorder.preconditioners.group_options import GroupRules
+from secondorder.preconditioners.group_options import GroupOptions
 from secondorder.runtime import Runtime, some_of
 
 _REMEDY = (
@@ -43,21 +33,6 @@ _REMEDY = (
 )
 #: Counters of every parameter.
 _STEP = Entry(torch.zeros(()), "buffers", Place.OWN, always=True)
-
-
-@dataclass(frozen=True)
-class KnownOptions:
-    """The knowledge about the options of parameter groups that a checkpoint needs.
-
-    Attributes:
-        checks: Checks of the options that only this method has.
-        defaults: Default options.
-        rules: Rules about several options that are applied to saved groups.
-    """
-
-    checks: Mapping[str, options.Check]
-    defaults: Mapping[str, Any]
-    rules: GroupRules
 
 
 class Loaded(NamedTuple):
@@ -76,29 +51,30 @@ class Checkpoint:
     """Completes the state that an optimizer saves, and checks a state before it is loaded.
 
     Args:
-        method: Name of the optimizer's class, for messages.
         comm: Communication strategy.
         table: The parameters.
         runtime: The step counter.
         curvature: The curvature in the state of the parameters.
         keys: Returns the keys of the state of the first-order rule that a parameter usually follows.
-        known: The knowledge about the options of the groups.
+        group_options: The options of the groups.
+        defaults: Their default values.
         divided: The curvature again if its tensors may be divided between ranks.
     """
 
     def __init__(
         self,
-        method: str,
         comm: CommStrategy,
         table: ParameterTable,
         runtime: Runtime,
         curvature: CurvatureState,
         keys: Callable[[nn.Parameter, Mapping[str, Any]], tuple[str, ...]],
-        known: KnownOptions,
+        group_options: GroupOptions,
+        defaults: Mapping[str, Any],
         divided: DividedState | None = None,
     ) -> None:
-        self._method, self._comm, self._table, self._runtime = method, comm, table, runtime
-        self.curvature, self._keys, self._known, self._divided = curvature, keys, known, divided
+        self._comm, self._table, self._runtime = comm, table, runtime
+        self.curvature, self._keys, self._divided = curvature, keys, divided
+        self._group_options, self._defaults = group_options, defaults
         self.gathered = GatheredState(comm, table, curvature, divided)
         #: Whether the user knows that the saved state is partial.
         self.warned_of_partial = False
@@ -163,10 +139,10 @@ class Checkpoint:
             return
         self.warned_of_partial = True
         warnings.warn(
-            f"{self._method}: this state_dict() is partial, {self._comm.identity} holds a part of the curvature only. "
-            "To save everything on one rank, first call consolidate_state_dict() on all ranks, as the callbacks of "
-            "secondorder.integrations do in trainers. If every rank saves its state_dict() instead, the same ranks can "
-            "load them again.",
+            f"{self._table.method}: this state_dict() is partial, {self._comm.identity} holds a part of the curvature "
+            "only. To save everything on one rank, first call consolidate_state_dict() on all ranks, as the callbacks "
+            "of secondorder.integrations do in trainers. If every rank saves its state_dict() instead, the same ranks "
+            "can load them again.",
             stacklevel=depth_of_caller(),
         )
 
@@ -183,16 +159,16 @@ class Checkpoint:
             RuntimeError: If it has a part of the curvature only and that of other ranks.
         """
         if isinstance(state_dict.get("param_groups"), list) and isinstance(state_dict.get("state"), Mapping):
-            state_dict = matched_by_name(state_dict, self._table.names_of_groups())
+            state_dict = comparison.matched_by_name(state_dict, self._table.names_of_groups())
         groups = self._options(state_dict)
         self._require_own(state_dict.get("partial"))
-        found, curvature = by_number(state_dict["state"]), self.curvature
+        found, curvature = comparison.by_number(state_dict["state"]), self.curvature
         numbered = list(self._numbered(groups))
         states = {p: found.get(i, {}) for p, i, _ in numbered}
         group_of = {p: group for p, _, group in numbered}
         _refuse(curvature.misfits(states))
         for group in groups:
-            self._known.rules.check_saved(group, self._table.groups)
+            self._group_options.rules.check_saved(group, self._table.groups)
         with curvature.while_loading(states, rebuild):
             return Loaded(groups, self._checked(curvature.translated(states, group_of), group_of, groups))
 
@@ -200,11 +176,11 @@ class Checkpoint:
         """Replace the options and the state by a checkpoint that :meth:`read` has checked."""
         self.gathered.tensors.clear()
         for live, given in zip(self._table.groups, loaded.groups, strict=True):
-            kept = {"params": live["params"], **{key: live[key] for key in self.curvature.form.structural_options}}
+            kept = {"params": live["params"], **{key: live[key] for key in self.curvature.structural_options}}
             if "param_names" in live:
                 kept["param_names"] = live["param_names"]
             live.clear()
-            live.update({k: copied(v) for k, v in given.items() if k != "param_names"}, **kept)
+            live.update({k: comparison.copied(v) for k, v in given.items() if k != "param_names"}, **kept)
         if self._divided is None:
             self._table.state.update(loaded.states)
         else:
@@ -215,15 +191,20 @@ class Checkpoint:
         if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
             raise ValueError("not an optimizer state_dict: it needs 'state' and 'param_groups'")
         given, groups = state_dict["param_groups"], self._table.groups
-        _refuse(compare_groups(given, groups))
+        _refuse(comparison.compare_groups(given, groups))
         return [
-            {**self._known.defaults, "fallback_base_lr": live["fallback_base_lr"], **self._renamed(theirs)}
+            {
+                "betas": self._group_options.betas,
+                **self._defaults,
+                "fallback_base_lr": live["fallback_base_lr"],
+                **self._renamed(theirs),
+            }
             for live, theirs in zip(groups, given, strict=True)
         ]
 
     def _renamed(self, given: Group) -> Group:
         """Options of a checkpoint under their current names. Adam's size once came with AdamW's decoupled decay."""
-        found = options.renamed(given, self._known.checks)
+        found = options.renamed(given, self._group_options.checks)
         if found.keys() != given.keys() and found.get("graft") == "adam":
             found["graft"] = "adamw"
         return found
@@ -241,7 +222,7 @@ class Checkpoint:
     ) -> dict[nn.Parameter, dict[str, Any]]:
         """Return copies of saved states, all of which fit."""
         for group in groups:
-            options.validate(group, {**options.COMMON, **self._known.checks})
+            options.validate(group, self._group_options.checks)
         lines: list[str] = []
         elsewhere: list[str] = []
         loaded: dict[nn.Parameter, dict[str, Any]] = {}
@@ -278,11 +259,11 @@ class Checkpoint:
         """
         label = f"parameter '{self._table.names[p]}'"
         required = {k: entry for k, entry in here.items() if not entry.may_lack(kept)}
-        lacking = absent(theirs, required)
+        lacking = comparison.absent(theirs, required)
         lacking += [k for k in theirs if id(theirs[k]) in filled_in and self._is_needed(k, schema, kept)]
         shapes = {k: entry.shape for k, entry in required.items() if k not in lacking}
         shapes.update({k: entry.shape for k, entry in schema.items() if k in theirs})
-        wrong = compare_states(theirs, shapes, tuple(p.shape), label)
+        wrong = comparison.compare_states(theirs, shapes, tuple(p.shape), label)
         wrong += [
             f"{label}: {key} is sharded over the ranks in another way than the parameter: save with "
             "consolidate_state_dict() or with torch.distributed.checkpoint"
@@ -303,7 +284,7 @@ class Checkpoint:
             _refuse(self._divided.bad_values(p, theirs))
             late = self._divided.keys
         return {
-            k: v if plain(k) in late else adopt_value(k, v, schema[k].like if k in schema else None, p)
+            k: v if plain(k) in late else comparison.adopt_value(k, v, schema[k].like if k in schema else None, p)
             for k, v in theirs.items()
         }
 
@@ -320,7 +301,7 @@ class Checkpoint:
             entries = self._table.entries
             schema |= {k: entries[k]._replace(like=v) for k, v in theirs.items() if k in entries}
         schema = self.curvature.expected(p, schema, theirs)
-        if was_never_trained(theirs, self.curvature.form.common_keys):  # it was frozen, and begins again
+        if comparison.was_never_trained(theirs, self.curvature.common_keys):  # it was frozen, and begins again
             return {k: entry for k, entry in schema.items() if k in theirs or k in ("step", "global_step")}
         return schema
 
@@ -332,7 +313,7 @@ class Checkpoint:
         """
         given = {k: v for k, v in theirs.items() if not (isinstance(v, dict) and not v)}
         own = {k: v for k, v in given.items() if id(v) not in filled_in}
-        return own if was_never_trained(own, self.curvature.form.common_keys) else given
+        return own if comparison.was_never_trained(own, self.curvature.common_keys) else given
 
     def _without_spread_curvature(
         self, loaded: dict[nn.Parameter, dict[str, Any]]
@@ -347,7 +328,7 @@ class Checkpoint:
         everywhere = all(len(comm.preconditioners(index)) == comm.world for index, _ in placed)
         complete = not comm.combines or (comm.replicates and everywhere)
         kept, dropped = dict(loaded), list[str]()
-        common = {"global_step", *self.curvature.form.common_keys}
+        common = {"global_step", *self.curvature.common_keys}
         for p, state in loaded.items():
             own = (state.keys() & self._table.entries.keys()) - common
             if p.requires_grad or not own or (complete and any(isinstance(state[k], Tensor) for k in own)):
@@ -356,7 +337,7 @@ class Checkpoint:
             dropped.append(self._table.names[p])
         if dropped:
             warnings.warn(
-                f"{self._method}: the curvature of frozen parameters was spread over several ranks when it was "
+                f"{self._table.method}: the curvature of frozen parameters was spread over several ranks when it was "
                 f"saved, or will be, and is not loaded ({some_of(dropped)}); it is estimated again when they are "
                 "unfrozen.",
                 stacklevel=depth_of_caller(),

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from secondorder.checkpoint.comparison import was_never_trained
-from secondorder.comm.strategy import CommStrategy, Parcel
+from secondorder.comm.strategy import Parcel
 from secondorder.curvature.schema import Place, Schema, shaped, tensors
 from secondorder.curvature.window.shards import Slice, join, plain
 from secondorder.curvature.window.topk import TopK
 from secondorder.curvature.window.unit import Unit, real
 from secondorder.curvature.window.window import LAG, SHARED, SLOT_DIM
-from secondorder.parameters import Group, ParameterTable
-from secondorder.preconditioners.base import SavedStates, StateForm
+from secondorder.parameters import Group
+from secondorder.preconditioners.base import SavedStates
 from secondorder.preconditioners.window_plan import CATALOG, MOMENTUM_KEYS, WindowPlan
 
 if TYPE_CHECKING:
@@ -32,15 +32,14 @@ class WindowCheckpoint:
     Args:
         plan: The windows.
         exchange: Exchanges values of windows between ranks.
-        comm: Communication strategy, which decides which ranks store which windows.
-        table: The parameters.
     """
 
-    form: ClassVar[StateForm] = StateForm(frozenset(SHARED), ("window_size",))
+    common_keys: ClassVar[frozenset[str]] = frozenset(SHARED)
+    structural_options: ClassVar[tuple[str, ...]] = ("window_size",)
     keys: ClassVar[frozenset[str]] = frozenset(CATALOG)
 
-    def __init__(self, plan: WindowPlan, exchange: WindowExchange, comm: CommStrategy, table: ParameterTable) -> None:
-        self._plan, self._exchange, self._comm, self._table = plan, exchange, comm, table
+    def __init__(self, plan: WindowPlan, exchange: WindowExchange) -> None:
+        self._plan, self._exchange, self._comm, self._table = plan, exchange, plan.comm, plan.table
 
     def covers(self, p: nn.Parameter) -> bool:
         """Whether a window contains a parameter."""
@@ -152,7 +151,7 @@ class WindowCheckpoint:
                 )
 
     def _require_all_windows(self, states: SavedStates, group_of: Mapping[nn.Parameter, Group]) -> None:
-        untrained = {p for p, state in states.items() if was_never_trained(state, self.form.common_keys)}
+        untrained = {p for p, state in states.items() if was_never_trained(state, self.common_keys)}
         kept = next((group["checkpoint_curvature"] for group in group_of.values()), "all")
         there = {p for p, state in states.items() if any(plain(k) in CATALOG for k in state)}
         lacking = [

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from secondorder import options
 from secondorder.comm.rank_grid import RankGrid
 from secondorder.comm.strategy import Parcel, Pending
 from secondorder.options import complete_docstring
-
-_DELIVER, _STATISTICS = ("gradients", "inverses"), ("all", "chief")
 
 
 @complete_docstring(RankGrid.__doc__)
@@ -41,14 +40,9 @@ class ChiefOnly(RankGrid):
         timeout: float | None = None,
         verify_every: int | None = None,
     ) -> None:
-        if isinstance(root, bool) or not isinstance(root, int):
-            raise TypeError(f"root must be a rank, got {root!r}")
-        if root < 0:
-            raise ValueError(f"root must be >= 0, got {root}")
-        if deliver not in _DELIVER:
-            raise ValueError(f"deliver must be one of {_DELIVER}, got {deliver!r}")
-        if statistics not in _STATISTICS:
-            raise ValueError(f"statistics must be one of {_STATISTICS}, got {statistics!r}")
+        options.whole(0)("root", root)
+        options.choice("gradients", "inverses")("deliver", deliver)
+        options.choice("all", "chief")("statistics", statistics)
         self._root, self._deliver, self._statistics = root, deliver, statistics
         super().__init__(
             average_gradients=average_gradients, wire_dtype=wire_dtype, timeout=timeout, verify_every=verify_every

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from secondorder import options
 from secondorder.comm.placement import workers_of
 from secondorder.comm.rank_grid import RankGrid
 from secondorder.options import complete_docstring
@@ -64,10 +65,7 @@ class HybridOpt(RankGrid):
             grad_worker_fraction = _fraction_of(mesh, grad_worker_fraction)
         elif grad_worker_fraction is None:
             grad_worker_fraction = 0.5
-        if isinstance(grad_worker_fraction, bool) or not isinstance(grad_worker_fraction, (int, float)):
-            raise TypeError(f"grad_worker_fraction must be a number, got {grad_worker_fraction!r}")
-        if not 0 < grad_worker_fraction <= 1:
-            raise ValueError(f"grad_worker_fraction must be in (0, 1], got {grad_worker_fraction}")
+        options.number(0.0, 1.0, low_open=True)("grad_worker_fraction", grad_worker_fraction)
         self._fraction, self._mesh = float(grad_worker_fraction), mesh
         super().__init__(
             replicate_factors=replicate_factors,

@@ -13,7 +13,7 @@ stage like the others. Outside of an active ``Join``, no message is sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 from secondorder.comm.strategy import CommStrategy
 
 if TYPE_CHECKING:
+    from secondorder.optimizer import SecondOrderOptimizer
     from secondorder.parameters import ParameterTable
-    from secondorder.preconditioners.base import Preconditioner
 
 __all__ = ["JOIN_DISABLED", "JoinHook", "Joinable", "UnevenInputs", "joining_group"]
 
@@ -36,20 +36,6 @@ JOIN_DISABLED = _JoinConfig.construct_disabled_join_config()
 def joining_group() -> Any:
     """Return the group of the messages of ``Join``, which is the default group, as for ``DistributedDataParallel``."""
     return dist.group.WORLD
-
-
-class Stepping(Protocol):
-    """The methods of an optimizer that ``Join`` calls on a rank without data."""
-
-    _join_config: _JoinConfig
-
-    @property
-    def preconditioner(self) -> Preconditioner:
-        """The curvature."""
-        ...
-
-    def step(self) -> None:
-        """Take a step."""
 
 
 class UnevenInputs:
@@ -86,7 +72,7 @@ class UnevenInputs:
             return f"under {comm!r} some ranks never have data; give the others equally many batches"
         return None
 
-    def hook(self, optimizer: Stepping) -> JoinHook:
+    def hook(self, optimizer: SecondOrderOptimizer) -> JoinHook:
         """Return the hook that ``Join`` calls on a rank that has no data left."""
         return _Shadow(optimizer, self)
 
@@ -181,7 +167,7 @@ class UnevenInputs:
 class _Shadow(JoinHook):
     """Takes part in the steps of the others on a rank without data."""
 
-    def __init__(self, optimizer: Stepping, inputs: UnevenInputs) -> None:
+    def __init__(self, optimizer: SecondOrderOptimizer, inputs: UnevenInputs) -> None:
         self._optimizer, self._inputs = optimizer, inputs
 
     def main_hook(self) -> None:

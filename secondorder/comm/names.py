@@ -15,6 +15,7 @@ from secondorder.comm.hybrid_opt import HybridOpt
 from secondorder.comm.local_factors import LocalFactors
 from secondorder.comm.mem_opt import MemOpt
 from secondorder.comm.strategy import CommStrategy, Local, world_size
+from secondorder.options import bare_name
 
 #: The constructor for each name.
 STRATEGIES: Mapping[str, Callable[..., CommStrategy]] = {
@@ -55,8 +56,8 @@ def from_name(text: str) -> CommStrategy:
     if not isinstance(text, str):
         raise TypeError(f"the name of a strategy must be a string, got {text!r}")
     name, _, written = text.partition(":")
-    key = _plain(name)
-    known = {_plain(name): build for name, build in STRATEGIES.items()}
+    key = bare_name(name)
+    known = {bare_name(name): build for name, build in STRATEGIES.items()}
     if key not in known:
         raise ValueError(f"unknown strategy {name!r}: choose from {', '.join(STRATEGIES)}")
     arguments, keywords = _arguments(text, written)
@@ -78,10 +79,6 @@ def default_strategy(cut: bool = False) -> CommStrategy:
     if world_size() == 1:
         return Local()
     return MemOpt() if cut else CommOpt()
-
-
-def _plain(name: str) -> str:
-    return name.strip().lower().replace("-", "").replace("_", "")
 
 
 def _arguments(text: str, written: str) -> tuple[list[Any], dict[str, Any]]:

@@ -11,7 +11,7 @@ A row consists of consecutive ranks, so the traffic of every step stays inside a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 # Tolerance for fractions that are written with six digits, such as 0.333333.
@@ -159,11 +159,6 @@ def assign(
         so_far.add(rank, loads[i])
         owners[i] = rank
     return [owner for owner in owners if owner is not None]
-
-
-def refresh_flops(sizes: Iterable[int]) -> float:
-    """Estimate the cost of decomposing matrices ``[n, n]`` of these sizes, up to a factor that is the same for all."""
-    return float(sum(n**3 for n in sizes))
 
 
 def default_roles(n: int) -> tuple[list[int], list[int], list[int]]:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from secondorder import options
 from secondorder.comm.agreement import fingerprint, require_equal
 from secondorder.comm.collectives import Collectives
 from secondorder.comm.layout import Route, is_cut
@@ -78,19 +79,14 @@ class RankGrid(CommStrategy):
         timeout: float | None = None,
         verify_every: int | None = None,
     ) -> None:
-        if replicate_factors not in (None, True, False):
-            raise TypeError(f"replicate_factors must be True, False or None, got {replicate_factors!r}")
-        if not isinstance(average_gradients, bool):
-            raise TypeError(f"average_gradients must be True or False, got {average_gradients!r}")
+        options.optional_flag("replicate_factors", replicate_factors)
+        options.flag("average_gradients", average_gradients)
         if wire_dtype not in (None, torch.bfloat16):
             raise ValueError(f"wire_dtype must be torch.bfloat16 or None, got {wire_dtype!r}")
         if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
             raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
         self._replicate, self._average = replicate_factors, average_gradients
-        if isinstance(verify_every, bool) or not (verify_every is None or isinstance(verify_every, int)):
-            raise TypeError(f"verify_every must be a number of steps or None, got {verify_every!r}")
-        if verify_every is not None and verify_every < 1:
-            raise ValueError(f"verify_every must be >= 1, got {verify_every}")
+        options.optional_whole(1)("verify_every", verify_every)
         self._wire_dtype, self._timeout, self._verify_every = wire_dtype, timeout, verify_every
         self._steps = 0
         self._optimizer: Callable[[], Any] = _nobody

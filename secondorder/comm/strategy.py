@@ -127,8 +127,7 @@ class CommStrategy(ABC):
         return 0
 
     # ------------------------------------------------------------------ life
-    @abstractmethod
-    def place(self, units: Sequence[Unit]) -> None:
+    def place(self, units: Sequence[Unit]) -> None:  # noqa: B027 - one process has all units
         """Assign units to ranks without communication. Units that were placed before do not move."""
 
     @abstractmethod
@@ -212,9 +211,9 @@ class CommStrategy(ABC):
         """Number of processes that read data."""
         return 1
 
-    @abstractmethod
     def owner(self, index: int) -> int:
         """Return the rank that refreshes the curvature of a unit."""
+        return 0
 
     def captures(self, index: int) -> bool:
         """Whether this rank captures statistics of a unit."""
@@ -376,9 +375,6 @@ class CommStrategy(ABC):
 class Local(CommStrategy):
     """Does everything in one process. Every message is the identity."""
 
-    def place(self, units: Sequence[Unit]) -> None:
-        """Do nothing, since there is nothing to place."""
-
     def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
         """Check that there is no other process.
 
@@ -390,7 +386,3 @@ class Local(CommStrategy):
                 f"this process group has {world_size()} ranks: with comm=Local(), each rank would have its own "
                 "curvature, and the replicas would diverge. Leave comm out, or use secondorder.CommOpt()."
             )
-
-    def owner(self, index: int) -> int:
-        """Return rank 0."""
-        return 0

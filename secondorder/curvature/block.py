@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
-from copy import copy
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -84,12 +83,6 @@ class Block(ABC):
         self.name, self.label, self.adapter = layer.name, layer.label, layer.adapter
         self.owner, self.params = layer.owner, layer.params
         self.weight, self.bias, self.kind = layer.weight, layer.bias, layer.kind
-
-    def with_runtime(self: BlockT, runtime: Runtime) -> BlockT:
-        """Return a copy of this block that uses the state of another ``Runtime``."""
-        found = copy(self)
-        found.runtime = runtime
-        return found
 
     @property
     def state(self) -> dict[str, Any]:

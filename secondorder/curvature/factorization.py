@@ -79,11 +79,6 @@ def _dense(way: Factorization, host_checks: bool, mirrors: bool, stack: Tensor) 
     return (mirror_upper_(first) if mirrors and way.symmetric else first, *rest), ok
 
 
-def pack(results: tuple[Tensor, ...]) -> Found:
-    """Separate results and their flag."""
-    return results[:-1], results[-1]
-
-
 def joint_ok(found: Mapping[tuple[Any, str], Found], blocks: Sequence[Any]) -> Tensor:
     """Whether all results for each block are good, ``[len(blocks)]``."""
     by_block: dict[Any, Tensor] = {}

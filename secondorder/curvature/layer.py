@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,21 +92,6 @@ class Layer:
         return [part for part in self.adapter.from_matrix(matrix, self.weight) if part is not None]
 
 
-class Choices(NamedTuple):
-    """The options of a user for the blocks of a model.
-
-    Attributes:
-        skip: ``skip_layers``.
-        tied: Which use of a weight tied between an embedding and a head has the block: ``"head"``, ``"embedding"`` or
-            None for neither.
-        norm_curvature: ``"unit"`` or ``"diagonal"``.
-    """
-
-    skip: Sequence[SkipRule] = ()
-    tied: str | None = "head"
-    norm_curvature: str = "unit"
-
-
 @dataclass(frozen=True)
 class LayerOptions:
     """The options that are set for all layers at construction.
@@ -137,11 +121,10 @@ class LayerOptions:
         options.flag("overlap", self.overlap)
 
     @property
-    def choices(self) -> Choices:
-        """The options that the plan of blocks needs."""
+    def skip(self) -> list[SkipRule]:
+        """``skip_layers`` as a list."""
         skip = self.skip_layers
-        rules = [skip] if isinstance(skip, (str, type, nn.Module)) else list(skip)
-        return Choices(rules, self.statistics.tied, self.statistics.norm_curvature)
+        return [skip] if isinstance(skip, (str, type, nn.Module)) else list(skip)
 
     @cached_property
     def schedule(self) -> RefreshSchedule:

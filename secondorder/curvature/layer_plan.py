@@ -11,7 +11,7 @@ from torch import nn
 
 from secondorder.capture.layers.adapter import Adapter, Tap
 from secondorder.capture.layers.parts import WeightUse, inner_modules, parts_of
-from secondorder.curvature.layer import Choices, Layer, SkipRule
+from secondorder.curvature.layer import Layer, LayerOptions, SkipRule
 from secondorder.curvature.wrappers import clean_name, find_name, unwrap
 
 
@@ -48,7 +48,7 @@ class _Use(NamedTuple):
         return [Tap(module, part, adapter) for module, part in self.part.taps]
 
 
-def plan_layers(root: nn.Module, trained: Iterable[nn.Parameter], choices: Choices) -> Plan:
+def plan_layers(root: nn.Module, trained: Iterable[nn.Parameter], options: LayerOptions) -> Plan:
     """Return the layers of a model that get a block, in the order of ``named_modules()``, and reasons for the rest.
 
     Raises:
@@ -56,7 +56,7 @@ def plan_layers(root: nn.Module, trained: Iterable[nn.Parameter], choices: Choic
         TypeError: If a rule is of the wrong type.
     """
     wanted = set(trained)
-    skipped = _skipped_modules(root, choices.skip)
+    skipped = _skipped_modules(root, options.skip)
     reasons: dict[nn.Parameter, str] = {}
     by_user: set[nn.Parameter] = set()
     uses: dict[nn.Parameter, list[_Use]] = {}
@@ -65,7 +65,7 @@ def plan_layers(root: nn.Module, trained: Iterable[nn.Parameter], choices: Choic
         own = [p for p in module.parameters(recurse=not inner.isdisjoint(module.children())) if p in wanted]
         if not own or module in inner:
             continue
-        parts, reason = parts_of(module, choices.norm_curvature)
+        parts, reason = parts_of(module, options.statistics.norm_curvature)
         if any(part.holder in skipped for part in parts) or module in skipped:
             parts, reason = [p for p in parts if p.holder not in skipped], "left out by skip_layers"
             by_user.update(own)
@@ -77,15 +77,15 @@ def plan_layers(root: nn.Module, trained: Iterable[nn.Parameter], choices: Choic
         for p in own:
             if p not in covered:
                 reasons.setdefault(p, reason)
-    return Plan(list(_layers(uses, reasons, choices)), reasons, by_user)
+    return Plan(list(_layers(uses, reasons, options)), reasons, by_user)
 
 
 def _layers(
-    uses: dict[nn.Parameter, list[_Use]], reasons: dict[nn.Parameter, str], choices: Choices
+    uses: dict[nn.Parameter, list[_Use]], reasons: dict[nn.Parameter, str], options: LayerOptions
 ) -> Iterator[Layer]:
     """Return one layer per distinct weight. Tied weights share one if their layers agree, or else have none."""
     for owner, found in uses.items():
-        chosen, conflict = _agreeing(found, choices.tied)
+        chosen, conflict = _agreeing(found, options.statistics.tied)
         if not owner.numel():
             conflict = "it has no elements"
         if owner in reasons:

@@ -58,10 +58,6 @@ class WindowSolver(ABC):
         """Return whether to divide the momentum on gradients by its total weight."""
 
     @abstractmethod
-    def adam_beta(self, group: Mapping[str, Any]) -> float:
-        """Return β₁ of Adam's rule in a group."""
-
-    @abstractmethod
     def adam_options(self, group: Mapping[str, Any]) -> tuple[tuple[float, float], float]:
         """Return β₁, β₂ and ε of Adam's rule in a group."""
 
@@ -194,10 +190,6 @@ class MFACSolver(WindowSolver):
         """Return False."""
         return False
 
-    def adam_beta(self, group: Mapping[str, Any]) -> float:
-        """β₁ of the fallback or the graft."""
-        return float(group["betas"][0])
-
     def adam_options(self, group: Mapping[str, Any]) -> tuple[tuple[float, float], float]:
         """β₁, β₂ and ε of the fallback or the graft."""
         return group["betas"], group["eps"]
@@ -219,14 +211,11 @@ class GGTSolver(WindowSolver):
         """The value of the option ``bias_correction``."""
         return bool(group["bias_correction"])
 
-    def adam_beta(self, group: Mapping[str, Any]) -> float:
-        """β₁ of the fallback. ``betas`` belong to GGT itself, but a β₁ above 0 there also applies to a graft."""
-        own, beta = group["betas"][0], group["fallback_betas"][0]
-        return float(own if own and options.is_adam(group["graft"]) else beta)
-
     def adam_options(self, group: Mapping[str, Any]) -> tuple[tuple[float, float], float]:
-        """β₁, β₂ and ε of the fallback, since ``betas`` and ``eps`` belong to GGT itself; see :meth:`adam_beta`."""
-        return (self.adam_beta(group), group["fallback_betas"][1]), group["fallback_eps"]
+        """β₁, β₂ and ε of the fallback. ``betas`` and ``eps`` belong to GGT; a β₁ above 0 there applies to a graft."""
+        own, betas = group["betas"][0], group["fallback_betas"]
+        first = own if own and options.is_adam(group["graft"]) else betas[0]
+        return (float(first), betas[1]), group["fallback_eps"]
 
     def coefficients(self, units: Sequence[Unit], lower: Tensor, step: int) -> Tensor:
         """``φ(G_wᵀG_w) x``, see :func:`secondorder.linalg.gram.ggt_coefficients`."""

@@ -16,7 +16,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,13 @@ from secondorder.curvature.block import Block
 from secondorder.diagnostics.fewrows import SPECTRUM, FewRows, Line, Look
 from secondorder.diagnostics.jsonl import EventFile, read_events
 from secondorder.diagnostics.profiling import STAGES, Profile
-from secondorder.diagnostics.report import Reporting
 from secondorder.diagnostics.rowtaps import RowCapture
 from secondorder.diagnostics.trend import Trend
 from secondorder.linalg import selection
 from secondorder.preconditioners.layers import LayerPreconditioner
+
+if TYPE_CHECKING:
+    from secondorder.optimizer import SecondOrderOptimizer
 
 SelfT = TypeVar("SelfT", bound="Analysis")
 
@@ -116,7 +118,7 @@ class Analysis:
 
     def __init__(
         self,
-        optimizer: Reporting,
+        optimizer: SecondOrderOptimizer,
         out_dir: str | os.PathLike[str],
         tools: str | Sequence[str] = ("rank", "trend", "error", "profile"),
         *,
@@ -140,9 +142,8 @@ class Analysis:
         options.choice("reduce", "expand")("approx", approx)
         options.whole(0)("seed", seed)
         self._every, self._approx = every, approx
-        # Layer methods are defined in modules that import this one, so a type checker does not know their members.
-        self._method: Any = cast("Any", optimizer)
-        curvature = self._method.preconditioner
+        self._method: Any = optimizer
+        curvature: Any = self._method.preconditioner
         per_kernel, observed = curvature.damps_kernel, self._method.capture.observes
         if per_kernel and observed:
             raise ValueError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from secondorder.diagnostics.report import Reporting
 from secondorder.diagnostics.timing import StageClock
+
+if TYPE_CHECKING:
+    from secondorder.optimizer import SecondOrderOptimizer
 
 #: The stages in each column. ``exchange`` sends statistics to the ranks that need them.
 STAGES = {
@@ -37,7 +39,7 @@ class Profile:
         RuntimeError: If the stages are already timed.
     """
 
-    def __init__(self, optimizer: Reporting, device: torch.device, rank: int, world: int) -> None:
+    def __init__(self, optimizer: SecondOrderOptimizer, device: torch.device, rank: int, world: int) -> None:
         if optimizer.stage_clock is not None:
             raise RuntimeError("the stages of this optimizer are timed already: close the other Analysis first")
         self._optimizer, self._device, self._rank, self._world = optimizer, device, rank, world

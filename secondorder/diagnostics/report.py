@@ -3,59 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from secondorder.comm.layout import local
-from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.schema import kinds, known
 from secondorder.diagnostics.describe import Row, human_bytes, render
-from secondorder.parameters import RULE_KEYS, ParameterTable
+from secondorder.parameters import RULE_KEYS
 from secondorder.preconditioners import keywords
-from secondorder.runtime import Clock, Runtime
+from secondorder.runtime import Runtime
 
 if TYPE_CHECKING:
     from secondorder.preconditioners.base import Preconditioner
-
-
-class Reporting(Protocol):
-    """The members of an optimizer that observers use."""
-
-    comm: CommStrategy
-
-    @property
-    def steps(self) -> int:
-        """Number of steps taken."""
-        ...
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module that the optimizer follows."""
-        ...
-
-    @property
-    def stage_clock(self) -> Clock | None:
-        """The clock that times the stages of a step."""
-        ...
-
-    def time_stages(self, clock: Clock | None) -> None:
-        """Time the stages of the following steps with a clock."""
-
-    def parameter_name(self, p: nn.Parameter) -> str:
-        """Return the name of a parameter."""
-        ...
-
-    def memory_usage(self) -> dict[str, int]:
-        """Return the bytes that the optimizer holds on this rank, by kind."""
-        ...
-
-    def keep_directions(self) -> AbstractContextManager[dict[str, Tensor]]:
-        """Keep the preconditioned directions of steps inside the ``with`` block."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -63,28 +25,25 @@ class Report:
     """Reports on the state of an optimizer without changing it.
 
     Attributes:
-        table: The parameters.
         curvature: The curvature of the parameters.
-        comm: Communication strategy.
         runtime: Temporary memory.
     """
 
-    table: ParameterTable
     curvature: Preconditioner
-    comm: CommStrategy
     runtime: Runtime
 
     def describe(self) -> str:
         """Return a table with one row per parameter."""
         usage = {k: v for k, v in self.memory_usage().items() if v}
         footer = ["state: " + ", ".join(f"{k} {human_bytes(v)}" for k, v in usage.items())]
-        if self.comm.combines:
-            footer.append(f"ranks: this is {self.comm.rank} of {self.comm.world}, comm={self.comm!r}")
-        title = f"{self.table.method} · {self.curvature.report.summary()}"
+        comm = self.curvature.comm
+        if comm.combines:
+            footer.append(f"ranks: this is {comm.rank} of {comm.world}, comm={comm!r}")
+        title = f"{self.curvature.table.method} · {self.curvature.report.summary()}"
         return render(title, self.curvature.report.sizes_are, list(self._rows()), footer)
 
     def _rows(self) -> Iterator[Row]:
-        table = self.table
+        table = self.curvature.table
         for p, group in table.group_of.items():
             treatment, sizes, owner = self.curvature.report.coverage(p)
             if not treatment:
@@ -96,7 +55,7 @@ class Report:
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that the optimizer holds on this rank, by kind and with a ``"total"``."""
-        table, kept = self.table, ("momentum", "fallback", "pending", "workspace", "buffers")
+        table, kept = self.curvature.table, ("momentum", "fallback", "pending", "workspace", "buffers")
         usage = dict.fromkeys((*kinds(table.entries), *kept), 0)
         for p in table.group_of:
             for key, value in table.state[p].items():
@@ -104,13 +63,13 @@ class Report:
                     usage[self.kind(p, key)] += local(value).nbytes
         usage["pending"] = self.curvature.report.pending_bytes
         usage["workspace"] = self.runtime.workspace.nbytes + self.runtime.stacks.nbytes
-        usage["buffers"] += self.comm.nbytes + self.curvature.report.nbytes
+        usage["buffers"] += self.curvature.comm.nbytes + self.curvature.report.nbytes
         usage["total"] = sum(usage.values())
         return usage
 
     def kind(self, p: nn.Parameter, key: str) -> str:
         """Return the kind of an entry of a parameter's state."""
-        if (entry := known(self.table.entries, key)) is not None:
+        if (entry := known(self.curvature.table.entries, key)) is not None:
             return entry.kind
         if key in RULE_KEYS:
             return "fallback" if key != "momentum_buffer" and p not in self.curvature.covered else "momentum"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from secondorder.curvature.block import Block
-from secondorder.diagnostics.report import Reporting
+
+if TYPE_CHECKING:
+    from secondorder.optimizer import SecondOrderOptimizer
 
 Event = dict[str, Any]
 
@@ -24,7 +26,7 @@ class Trend:
         last: Norms of the gradient by layer at the last measurement.
     """
 
-    def __init__(self, optimizer: Reporting, epoch_steps: int | None, last: Mapping[str, float]) -> None:
+    def __init__(self, optimizer: SecondOrderOptimizer, epoch_steps: int | None, last: Mapping[str, float]) -> None:
         self._optimizer, self._epoch_steps, self._last = optimizer, epoch_steps, dict(last)
         self._norms: dict[Block, float] = {}
         self._keeping = ExitStack()

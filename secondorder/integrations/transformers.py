@@ -76,12 +76,10 @@ class SecondOrderCallback(TrainerCallback):
         self._in_training = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Complete the state if it is saved after this step."""
+        """Complete the state if it is saved after this step or epoch."""
         self._complete(control.should_save, args, state, kwargs)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Complete the state if it is saved after this epoch."""
-        self._complete(control.should_save, args, state, kwargs)
+    on_epoch_end = on_step_end
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Complete the state if this evaluation may lead to a save."""

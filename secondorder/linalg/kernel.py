@@ -145,14 +145,6 @@ def project(rows: Rows, matrix: Tensor) -> Tensor:
     return dots.sum(-1)
 
 
-def combine(rows: Rows, z: Tensor) -> Tensor:
-    """Return ``Σ_n z_n u_n [..., d_o, n_a]`` with coefficients z ``[..., n]``, in ``2 n S d_i d_o`` flops (SNGD)."""
-    n_a = rows.columns if _indexed(rows) else _width(rows)
-    out = rows.g.new_zeros(*rows.g.shape[:-3], rows.g.shape[-1], n_a)
-    add_combination_(out, rows, z)
-    return out
-
-
 def pick(rows: Rows, index: Tensor, weight: Tensor) -> Rows:
     """Return rows ``weight_k u_index_k`` (HyLo) of int64 ``index [..., r]`` and ``weight [..., r]``, in new memory."""
     g = _taken(rows.g, index, -3) * weight.to(rows.g.dtype)[..., None, None]

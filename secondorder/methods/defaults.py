@@ -61,13 +61,16 @@ def _in_groups(params: Any) -> bool:
     return any(isinstance(group, dict) and not _SIZES.isdisjoint(group) for group in groups)
 
 
-def resolved_damping(given: Mapping[str, Any], *, absolute: float, relative: float) -> dict[str, Any]:
+def resolved_damping(
+    given: Mapping[str, Any], *, absolute: float, relative: float, always_relative: bool = False
+) -> dict[str, Any]:
     """Return ``damping`` and ``damping_mode`` for a method whose published damping is a number.
 
     Args:
         given: The arguments of the constructor by name, with ``graft`` resolved.
         absolute: The published damping.
         relative: The damping relative to the curvature.
+        always_relative: Whether the damping is relative for steps of every size if nothing is set.
 
     Returns:
         Both options. If they are not set, the damping is relative to the curvature when ``graft`` or ``inner`` sets the
@@ -76,7 +79,7 @@ def resolved_damping(given: Mapping[str, Any], *, absolute: float, relative: flo
     damping, mode = given["damping"], given["damping_mode"]
     if damping is None:
         if mode is None:
-            sized = given["graft"] is not None or options.is_adam(given["inner"])
+            sized = always_relative or given["graft"] is not None or options.is_adam(given["inner"])
             mode = "relative" if sized else "absolute"
         damping = relative if mode == "relative" else absolute
     return {"damping": damping, "damping_mode": "absolute" if mode is None else mode}

@@ -111,24 +111,9 @@ WINDOW = """
 
 #: Arguments that most scripts set.
 USUAL = (
-    "params",
-    "lr",
-    "momentum",
-    "module",
-    "comm",
-    "damping",
-    "damping_mode",
-    "kl_clip",
-    "factor_update_steps",
-    "inv_update_steps",
-    "budget",
-    "update_steps",
-    "rank_fraction",
-    "window_size",
-    "skip_layers",
-    "graft",
-    "weight_decay",
-    "decoupled_weight_decay",
-)
+    "params", "lr", "momentum", "module", "comm", "damping", "damping_mode", "kl_clip", "factor_update_steps",
+    "inv_update_steps", "budget", "update_steps", "rank_fraction", "window_size", "skip_layers", "graft",
+    "weight_decay", "decoupled_weight_decay",
+)  # fmt: skip
 #: Arguments for experts.
 EXPERT = ("refresh", "statistics", "rows", "window", "inner", "deterministic_seed")

@@ -49,16 +49,8 @@ from secondorder.config import (
 )
 from secondorder.curvature.eigenbasis import is_adam
 from secondorder.curvature.layer import SkipRule
-from secondorder.methods import documentation
+from secondorder.methods import documentation, kronecker
 from secondorder.methods.arguments import show_new_spelling
-from secondorder.methods.kronecker import (
-    FACTOR_CHECKS,
-    FACTORED_ABSENT,
-    FactoredRules,
-    factor_recipe,
-    factored_arguments,
-    warn_of_options,
-)
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parameters import Group
 from secondorder.preconditioners.scale import ScalePreconditioner
@@ -108,7 +100,7 @@ class EKFAC(SecondOrderOptimizer):
     """
 
     checks: ClassVar[dict[str, options.Check]] = {
-        **FACTOR_CHECKS,
+        **kronecker.FACTOR_CHECKS,
         "basis_update": options.choice("eigh", "qr"),
         "full_every": options.whole(1),
         "estimator": options.choice("intra", "running"),
@@ -121,7 +113,7 @@ class EKFAC(SecondOrderOptimizer):
     }
 
     #: Fields of option objects that this method does not have.
-    absent: ClassVar[tuple[str, ...]] = (*FACTORED_ABSENT, "refresh.precondition_steps")
+    absent: ClassVar[tuple[str, ...]] = (*kronecker.FACTORED_ABSENT, "refresh.precondition_steps")
 
     @show_new_spelling
     def __init__(
@@ -167,11 +159,11 @@ class EKFAC(SecondOrderOptimizer):
         inner: str = "sgd",
         deterministic_seed: int = 0,
     ) -> None:
-        given = factored_arguments(locals(), type(self))
+        given = kronecker.factored_arguments(locals(), type(self))
         exclude = partial(_exclude, fisher=given["fisher"].kind, overlap=overlap, adaptation=given["adaptation"])
-        rules = FactoredRules(given, exclude)
-        super().__init__(given, factor_recipe(given, ScalePreconditioner, rules))
-        warn_of_options(type(self).__name__, self.param_groups, self.blocks.values(), rules)
+        rules = kronecker.FactoredRules(given, exclude)
+        super().__init__(given, kronecker.factor_recipe(given, ScalePreconditioner, rules))
+        kronecker.warn_of_options(type(self).__name__, self.param_groups, self.blocks.values(), rules)
 
 
 def _exclude(
@@ -191,8 +183,7 @@ def _exclude(
             "token_is_example=True": group["token_is_example"],
             f"scale_batch_size={group['scale_batch_size']}": group["scale_batch_size"] is not None,
         }
-        found = options.clashing(unused)
-        if found:
+        if found := options.clashing(unused):
             raise ValueError(f"estimator='running' does not use single examples: drop {found}")
     if running and fisher != "empirical":
         raise ValueError(
@@ -200,14 +191,12 @@ def _exclude(
             "estimator='intra'"
         )
     if is_adam(group):
-        chosen = adaptation
         clashes = {
-            "adaptive_damping=True": chosen.adaptive_damping,
-            "calibrate_damping=True": chosen.calibrate_damping,
+            "adaptive_damping=True": adaptation.adaptive_damping,
+            "calibrate_damping=True": adaptation.calibrate_damping,
             "weight_decay_in_curvature=True": group["weight_decay_in_curvature"],
         }
-        found = options.clashing(clashes)
-        if found:
+        if found := options.clashing(clashes):
             raise ValueError(
                 "estimator='running', momentum_mode='pre' and power=0.5 make Adam in an eigenbasis, which uses "
                 f"eps instead of damping: drop {found}"
@@ -219,6 +208,5 @@ def _exclude(
             "quadratic_model=True": adaptation.quadratic_model,
             f"momentum={group['momentum']}": group["momentum"] >= 1,
         }
-        found = options.clashing(clashes)
-        if found:
+        if found := options.clashing(clashes):
             raise ValueError(f"momentum_mode='pre' cannot be combined with {found}")

@@ -42,18 +42,8 @@ from secondorder.config import (
     StorageOptions,
 )
 from secondorder.curvature.layer import SkipRule
-from secondorder.methods import documentation
+from secondorder.methods import documentation, kronecker
 from secondorder.methods.arguments import show_new_spelling
-from secondorder.methods.kronecker import (
-    FACTOR_CHECKS,
-    FACTORED_ABSENT,
-    INTERVALS,
-    Exclusion,
-    FactoredRules,
-    factor_recipe,
-    factored_arguments,
-    warn_of_options,
-)
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parameters import Group
 from secondorder.preconditioners.kronecker import KroneckerPreconditioner
@@ -95,7 +85,7 @@ class KFAC(SecondOrderOptimizer):
     """
 
     checks: ClassVar[dict[str, options.Check]] = {
-        **FACTOR_CHECKS,
+        **kronecker.FACTOR_CHECKS,
         "damping_split": options.choice(None, "exact", "pi"),
         "inverse_method": options.choice("eigen", "cholesky"),
         "inverse_rank": options.optional_whole(1),
@@ -104,7 +94,7 @@ class KFAC(SecondOrderOptimizer):
     }
 
     #: Fields of option objects that this method does not have.
-    absent: ClassVar[tuple[str, ...]] = (*FACTORED_ABSENT, "refresh.basis_update", "refresh.full_every")
+    absent: ClassVar[tuple[str, ...]] = (*kronecker.FACTORED_ABSENT, "refresh.basis_update", "refresh.full_every")
 
     #: The class of the preconditioner, whose blocks decide how factors are stored and inverted.
     preconditioner_type: ClassVar[type[KroneckerPreconditioner]] = KroneckerPreconditioner
@@ -152,13 +142,13 @@ class KFAC(SecondOrderOptimizer):
         inner: str = "sgd",
         deterministic_seed: int = 0,
     ) -> None:
-        given = factored_arguments(_within_budget(locals()), type(self))
+        given = kronecker.factored_arguments(_within_budget(locals()), type(self))
         rules = KFACRules(given, _exclude, partial(_exclude_judged, adaptation=given["adaptation"]))
-        super().__init__(given, factor_recipe(given, self.preconditioner_type, rules))
-        warn_of_options(type(self).__name__, self.param_groups, self.blocks.values(), rules)
+        super().__init__(given, kronecker.factor_recipe(given, self.preconditioner_type, rules))
+        kronecker.warn_of_options(type(self).__name__, self.param_groups, self.blocks.values(), rules)
 
 
-class KFACRules(FactoredRules):
+class KFACRules(kronecker.FactoredRules):
     """Rules about the options of a group of KFAC, whose factors and inverses other ranks may compute.
 
     Args:
@@ -166,7 +156,7 @@ class KFACRules(FactoredRules):
         exclusions: Functions that reject options that exclude each other.
     """
 
-    def __init__(self, given: Mapping[str, Any], *exclusions: Exclusion) -> None:
+    def __init__(self, given: Mapping[str, Any], *exclusions: kronecker.Exclusion) -> None:
         super().__init__(given, *exclusions)
         self._overlap = given["overlap"]
 
@@ -204,7 +194,7 @@ def _within_budget(given: Mapping[str, Any]) -> Mapping[str, Any]:
     if budget is None or getattr(budget, "limit", budget) is None:
         return given if chosen is not None else {**given, "inverse_method": "eigen"}
     clashes = {
-        **{f"{name}={given[name]!r}": given[name] is not None for name in INTERVALS},
+        **{f"{name}={given[name]!r}": given[name] is not None for name in kronecker.INTERVALS},
         "refresh.warmup=True": getattr(refresh, "warmup", None) is True,
         "refresh.precondition_steps": getattr(refresh, "precondition_steps", 1) != 1,
     }

@@ -17,20 +17,16 @@ from secondorder.curvature import factors
 from secondorder.curvature.block import Block
 from secondorder.frames import depth_of_caller
 from secondorder.methods.arguments import expanded
-from secondorder.methods.defaults import with_step_size
+from secondorder.methods.defaults import AUTO, resolved_damping, with_step_size
 from secondorder.methods.layers import LayerRecipe, LayerRules, layer_options
 from secondorder.parameters import Group
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.runtime import some_of
 from secondorder.update import Update
 
-#: Default damping: a multiple of the mean eigenvalue of each block, or λ if ``damping_mode="absolute"`` is set.
-_RELATIVE, _ABSOLUTE = 10.0, 1e-3
 #: Default intervals.
 INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
 
-#: Value of ``max_factor_dim`` with which the constructor chooses the limit.
-AUTO = "auto"
 Exclusion = Callable[[Mapping[str, Any], list[Group]], None]
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -163,8 +159,7 @@ class FactorRecipe(LayerRecipe):
             found[name] = steps if found[name] is None else found[name]
         if self.rules.chooses_bound:
             found["max_factor_dim"] = self.rules.bound(given)
-        found["damping"], found["damping_mode"] = _resolve_damping(given["damping"], given["damping_mode"])
-        return found
+        return found | resolved_damping(given, absolute=1e-3, relative=10.0, always_relative=True)
 
     def judge(self, preconditioner: LayerPreconditioner[Any], update: Update) -> TrustRegion:
         """Return the object that judges steps by the loss."""
@@ -244,9 +239,3 @@ def _warms_up(given: Mapping[str, Any]) -> bool | str:
     if asked is not None:
         return asked
     return "doubling" if given.get("budget") is not None else all(given[name] is None for name in INTERVALS)
-
-
-def _resolve_damping(damping: float | None, mode: str | None) -> tuple[float, str]:
-    if damping is None:
-        return (_ABSOLUTE, mode) if mode == "absolute" else (_RELATIVE, "relative" if mode is None else mode)
-    return damping, "absolute" if mode is None else mode

@@ -127,17 +127,11 @@ class MFAC(SecondOrderOptimizer):
         given = expanded(locals(), type(self))
         given = with_step_size(given, rate=1e-3, own_size=weight_decay_mode != "standard")
         given |= resolved_damping(given, absolute=1e-5, relative=0.1)
-        given["window_size"] = _window_size(given)
+        if window_size is None:
+            given["window_size"] = PUBLISHED_ROWS if given["graft"] is None or compression is not None else GRAFTED_ROWS
         exclude, by_default = partial(_exclude, shares=partition == "global"), damping_mode is None
         rules = WindowRules(_SHARED, partition, exclude, mode_by_default=by_default)
         super().__init__(given, window_recipe(given, MFACSolver(), rules))
-
-
-def _window_size(given: Mapping[str, Any]) -> Any:
-    """Return the number of rows: the argument, or else the published number, or fewer dense rows with grafting."""
-    if given["window_size"] is not None:
-        return given["window_size"]
-    return PUBLISHED_ROWS if given["graft"] is None or given["compression"] is not None else GRAFTED_ROWS
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group], shares: bool) -> None:

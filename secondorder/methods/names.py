@@ -13,6 +13,7 @@ from secondorder.methods.hylo import HyLo
 from secondorder.methods.kfac import KFAC
 from secondorder.methods.mfac import MFAC, SparseMFAC
 from secondorder.optimizer import SecondOrderOptimizer
+from secondorder.options import bare_name
 
 #: The methods by the names that this package gives them.
 METHODS: Mapping[str, Callable[..., SecondOrderOptimizer]] = {
@@ -75,16 +76,11 @@ def resolve(name: str, presets: Iterable[str] = ()) -> Alias:
     """
     if not isinstance(name, str):
         raise TypeError(f"the name of a method must be a string, got {name!r}")
-    known = {plain(method): Alias(method, {}) for method in METHODS}
-    known.update({plain(alias): meaning for alias, meaning in ALIASES.items()})
-    if plain(name) not in known:
+    known = {bare_name(method): Alias(method, {}) for method in METHODS}
+    known.update({bare_name(alias): meaning for alias, meaning in ALIASES.items()})
+    if bare_name(name) not in known:
         of_presets = f"a preset from {found}, " if (found := ", ".join(presets)) else ""
         raise ValueError(
             f"unknown method {name!r}: choose {of_presets}a method from {', '.join(METHODS)}, or {', '.join(ALIASES)}"
         )
-    return known[plain(name)]
-
-
-def plain(name: str) -> str:
-    """Return a name without case, hyphens and underscores, which do not distinguish names."""
-    return name.strip().lower().replace("-", "").replace("_", "")
+    return known[bare_name(name)]

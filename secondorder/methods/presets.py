@@ -56,7 +56,7 @@ class Preset:
     lr: float
     options: Mapping[str, Any] = field(default_factory=dict)
     needs: str = ""
-    measured: str = ""
+    measured: str = "docs/choose-a-method.md, Cost and result of each choice"
     splits_matrices: bool = False
     others: Mapping[str, Any] = field(default_factory=dict)
 
@@ -140,7 +140,6 @@ _ALL = (
         KFAC,
         1e-3,
         {"graft": "adam", "budget": 2.0},
-        measured="docs/choose-a-method.md, Cost and result of each choice",
     ),
     Preset(
         "from_sgd",
@@ -164,7 +163,6 @@ _ALL = (
             "inv_update_steps": 50,
             "refresh": RefreshOptions(warmup="doubling"),
         },
-        measured="docs/choose-a-method.md, Cost and result of each choice",
         splits_matrices=True,
     ),
     Preset(
@@ -173,7 +171,6 @@ _ALL = (
         EKFAC,
         0.02,
         {**_MATRICES, "inv_update_steps": 0},
-        measured="docs/choose-a-method.md, Cost and result of each choice",
         splits_matrices=True,
         others={"graft": "adamw", "momentum_mode": "post", "nesterov": False},
     ),
@@ -185,7 +182,6 @@ _ALL = (
         1.0,
         {**_QUADRATIC, "damping": 0.3, "damping_mode": "relative", "factor_decay": 0.8},
         needs="calls step(closure), with a closure that returns the loss and the outputs",
-        measured="docs/choose-a-method.md, Cost and result of each choice",
     ),
     Preset(
         "least_squares",
@@ -201,7 +197,6 @@ _ALL = (
         },
         needs="calls step(closure) with a closure that calls observe(outputs, 'gaussian') before backward() and "
         "returns the loss and the outputs",
-        measured="docs/choose-a-method.md, Cost and result of each choice",
     ),
     Preset(
         "physics_informed",
@@ -228,7 +223,6 @@ _ALL = (
         HyLo,
         1e-3,
         {"weight_decay": 1e-2, "graft": "adamw"},
-        measured="docs/choose-a-method.md, Cost and result of each choice",
     ),
 )
 

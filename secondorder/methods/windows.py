@@ -132,9 +132,7 @@ class WindowRecipe(Recipe):
 
     def saved(self, preconditioner: WindowPreconditioner) -> tuple[WindowCheckpoint, WindowCheckpoint]:
         """Return the adapters that save and load the windows in checkpoints."""
-        found = WindowCheckpoint(
-            preconditioner.plan, preconditioner.exchange, preconditioner.comm, preconditioner.table
-        )
+        found = WindowCheckpoint(preconditioner.plan, preconditioner.exchange)
         return found, found
 
     def worker(self, preconditioner: WindowPreconditioner, advance: weakref.WeakMethod[Callable[[], None]]) -> None:

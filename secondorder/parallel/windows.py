@@ -125,11 +125,6 @@ class WindowExchange:
         """Whether the weight decay of any parameter of a unit does not enter the window."""
         return any(self.decay_of(p) for p in unit.params)
 
-    @property
-    def decays_anywhere(self) -> bool:
-        """Whether the weight decay of any parameter does not enter its window."""
-        return any(self.decays_outside(unit) for unit in self.units)
-
     # ------------------------------------------------------------------ stage 5: directions
     def directions(self, found: Found) -> Found:
         """Return whole directions of all windows on every rank, or this rank's pieces of sharded parameters.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,34 +32,6 @@ from secondorder.preconditioners.window_plan import CATALOG
 if TYPE_CHECKING:
     from secondorder.preconditioners.layers import LayerPreconditioner
     from secondorder.preconditioners.windows import WindowPreconditioner
-
-
-class DryRun(Protocol):
-    """Steps of an optimizer without data, in a run whose warm-up is over."""
-
-    def notes(self) -> Iterator[str]:
-        """Yield notes for the user."""
-        ...
-
-    def intervals(self) -> list[int]:
-        """Return the numbers of steps after which the parts of a step repeat."""
-        ...
-
-    def key(self, t: int) -> Hashable:
-        """Return a value that is the same for steps that send the same messages."""
-        ...
-
-    def step(self, t: int) -> None:
-        """Take step t."""
-        ...
-
-    def holdings(self) -> Iterator[Holding]:
-        """Yield the curvature that ranks store."""
-        ...
-
-    def work(self) -> Iterator[Work]:
-        """Yield the FLOPs per step."""
-        ...
 
 
 class DryExchange(StatisticsExchange):
@@ -136,7 +108,7 @@ class LayerDryRun:
 
     def intervals(self) -> list[int]:
         """Return the intervals of statistics, scales and refreshes."""
-        return [n for found in self.layers.schedule.chosen_intervals() for n in found if isinstance(n, int) and n > 0]
+        return self.layers.schedule.intervals()
 
     def key(self, t: int) -> Hashable:
         """Return a key of the work that is due."""
@@ -271,3 +243,7 @@ class WindowDryRun:
             whose = None if unit.part is not None else self._comm.holders(index, "curvature")
             yield Work(whose, "refresh", portion.refresh_flops)
             yield Work(whose, "precondition", portion.step_flops / (1 if unit.part is None else unit.part.size))
+
+
+#: Steps of an optimizer without data, in a run whose warm-up is over.
+DryRun = LayerDryRun | WindowDryRun

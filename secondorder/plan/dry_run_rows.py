@@ -35,7 +35,6 @@ class DryRowExchange(RowExchange):
     """Posts shapes and assumes the answers instead of reading them.
 
     Args:
-        comm: The strategy, which counts the messages.
         plan: The blocks.
         selection: The row selection, which selects nothing because there are no rows.
         census: The sizes that the ranks capture in every step, by block.
@@ -44,13 +43,12 @@ class DryRowExchange(RowExchange):
 
     def __init__(
         self,
-        comm: Rehearsal,
         plan: RowPlan,
         selection: RowSelection,
         census: Mapping[RowBlock, Census],
         kept: Callable[[RowBlock], int],
     ) -> None:
-        super().__init__(comm, plan, selection, torch.device("meta"))
+        super().__init__(plan, selection, torch.device("meta"))
         self._assumed, self._kept = census, kept
         self.census = dict(census)
         self.ranks = {block: self._rows_sent(block) for block in census}
@@ -95,7 +93,7 @@ class RowDryRun(LayerDryRun):
         census = {block: self._census_of(block, batch) for block, batch in batches.items()}
         if not self._comm.is_real:
             census = {block: self._with_form(block, found) for block, found in census.items()}
-        layers.rows = DryRowExchange(self._comm, layers.plan, layers.selection, census, self._rows_by_rank)
+        layers.rows = DryRowExchange(layers.plan, layers.selection, census, self._rows_by_rank)
         self._unknown = len(blocks) - len(census)
         return {block.index: self._schema(block) for block in blocks}
 

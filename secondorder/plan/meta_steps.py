@@ -168,8 +168,7 @@ def _outputs(model: nn.Module, inputs: Any) -> list[Tensor]:
 
 def _kinds(curvature: LayerPreconditioner[Any]) -> Iterator[tuple[int, float]]:
     """Yield one step of each kind in an interval, with the share of steps of this kind."""
-    intervals = [n for found in curvature.schedule.chosen_intervals() for n in found if isinstance(n, int) and n > 0]
-    period = min(math.lcm(1, *intervals), 10_000)
+    period = min(math.lcm(1, *curvature.schedule.intervals()), 10_000)
     alike: dict[Hashable, list[int]] = {}
     for t in range(_LATER * period, (_LATER + 1) * period):
         alike.setdefault(_kind(curvature, t), []).append(t)

@@ -183,7 +183,7 @@ class Rehearsal(CommStrategy):
         """Return the strategy as a rank sees it, in groups that do not exist."""
         if rank not in self._played:
             own, grid = copy.copy(self._strategy), self.grid
-            own.collectives = self._count_in(rank)
+            own.collectives = self._collectives[rank] = DryCollectives(self._strategy.collectives)
             row, column = (
                 None if len(ranks) == 1 else self._world if len(ranks) == grid.world else Imagined(ranks, rank)
                 for ranks in (grid.row_of(rank), grid.column_of(rank))
@@ -191,10 +191,6 @@ class Rehearsal(CommStrategy):
             own.imagine(rank, grid, self._units, self.owners, (self._world, row, column))
             self._played[rank] = own
         return self._played[rank]
-
-    def _count_in(self, rank: int) -> DryCollectives:
-        self._collectives[rank] = DryCollectives(self._strategy.collectives)
-        return self._collectives[rank]
 
     def traffic(self, steps: int) -> tuple[Traffic, int]:
         """Return the traffic since the last call, for ``steps`` equal steps, and the padding of statistics in one."""
@@ -248,9 +244,6 @@ class Rehearsal(CommStrategy):
         """Count the messages that the strategy itself sends after step t."""
 
     # ------------------------------------------------------------------ the interface of a strategy
-    def place(self, units: Sequence[Unit]) -> None:
-        """Do nothing, since units are placed at construction."""
-
     def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
         """Do nothing, since there are no other processes."""
 

@@ -49,7 +49,7 @@ class Allocator:
         table.find_shards(self._preconditioner.comm)
         changed = self._preconditioner.follow(self._place) if table.group_of else False
         table.name_parameters()
-        table.note_plan()
+        table.signature = table.layout()
         table.forget_replaced(step)
         for p in table.group_of:
             self._init(p)

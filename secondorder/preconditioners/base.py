@@ -293,18 +293,6 @@ class Preconditioner(ABC):
         return rule
 
 
-class StateForm(NamedTuple):
-    """Properties of the state of a kind of curvature.
-
-    Attributes:
-        common_keys: Keys of the values that the state of one parameter also holds for other parameters.
-        structural_options: Options that determine how much is allocated. A checkpoint does not change them.
-    """
-
-    common_keys: frozenset[str] = frozenset()
-    structural_options: tuple[str, ...] = ()
-
-
 class CurvatureState(Protocol):
     """Interface between curvature in the state of an optimizer and checkpoints.
 
@@ -314,7 +302,10 @@ class CurvatureState(Protocol):
                    nothing is changed                         the state is that of the checkpoint
     """
 
-    form: ClassVar[StateForm]
+    #: Keys of the values that the state of one parameter also holds for other parameters.
+    common_keys: ClassVar[frozenset[str]]
+    #: Options that determine how much is allocated. A checkpoint does not change them.
+    structural_options: ClassVar[tuple[str, ...]]
 
     def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Return the curvature that the state of a parameter holds, on all ranks together.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
@@ -61,7 +62,7 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         """
         root, group_of = self.table.root, self.table.group_of
         assert root is not None
-        plan = plan_layers(root, [p for p in group_of if p.requires_grad], self.options.choices)
+        plan = plan_layers(root, [p for p in group_of if p.requires_grad], self.options)
         _refuse_tensor_parallel(root, plan.layers)
         changed = [layer.signature for layer in plan.layers] != [b.layer.signature for b in self.blocks]
         if changed:
@@ -173,7 +174,9 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
     # ------------------------------------------------------------------ facts and copies
     def borrow(self, other: BlockPlan[BlockT]) -> None:
         """Plan the blocks of another plan, with states of this one."""
-        self.blocks = [block.with_runtime(self.runtime) for block in other.blocks]
+        self.blocks = [copy(block) for block in other.blocks]
+        for block in self.blocks:
+            block.runtime = self.runtime
         self.block_of = {p: block for block in self.blocks for p in block.params}
 
     def facts(self) -> dict[str, list[str]]:
@@ -185,7 +188,7 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
 
     def portable_rules(self) -> list[Any]:
         """Return the rules for layers to skip, with names instead of modules."""
-        found: list[Any] = list(self.options.choices.skip)
+        found: list[Any] = list(self.options.skip)
         for i, rule in enumerate(found):
             if isinstance(rule, nn.Module):
                 assert self.table.root is not None

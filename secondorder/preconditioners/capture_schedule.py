@@ -49,3 +49,7 @@ class CaptureSchedule(Generic[BlockT]):
         """Return the options by group that determine which statistics a step uses."""
         names = (self._plan.interval, self._interval, "precondition_steps", "scale_update_steps", "estimator")
         return [tuple(g.get(name) for name in names) for g in self._plan.table.groups]
+
+    def intervals(self) -> list[int]:
+        """Return the numbers of steps after which the parts of a step repeat."""
+        return [n for found in self.chosen_intervals() for n in found if isinstance(n, int) and n > 0]

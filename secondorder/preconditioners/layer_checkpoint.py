@@ -12,7 +12,7 @@ from torch import nn
 from secondorder.curvature.schema import Place, Schema
 from secondorder.linalg.dense import full_precision
 from secondorder.parameters import Group
-from secondorder.preconditioners.base import SavedStates, StateForm
+from secondorder.preconditioners.base import SavedStates
 
 if TYPE_CHECKING:
     from secondorder.preconditioners.layers import LayerPreconditioner
@@ -25,7 +25,8 @@ class LayerCheckpoint:
         curvature: The blocks.
     """
 
-    form: ClassVar[StateForm] = StateForm()
+    common_keys: ClassVar[frozenset[str]] = frozenset()
+    structural_options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, curvature: LayerPreconditioner[Any]) -> None:
         self._curvature, self._plan = curvature, curvature.plan

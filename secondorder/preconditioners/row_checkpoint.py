@@ -9,7 +9,7 @@ from torch import nn
 
 from secondorder.curvature.mode import SWITCH
 from secondorder.curvature.schema import Schema, shaped
-from secondorder.preconditioners.base import SavedStates, StateForm
+from secondorder.preconditioners.base import SavedStates
 from secondorder.preconditioners.layer_checkpoint import LayerCheckpoint
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class RowCheckpoint(LayerCheckpoint):
     """Describes rows and the switching policy in a state. The state of the first parameter contains the policy's."""
 
-    form: ClassVar[StateForm] = StateForm(common_keys=frozenset(SWITCH))
+    common_keys: ClassVar[frozenset[str]] = frozenset(SWITCH)
     _plan: RowPlan
 
     def settle(self, follow: Callable[[], None]) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.examples import multiplied_out, second_moments
 from secondorder.capture.statistics.measurement import Reduced
-from secondorder.comm.strategy import CommStrategy, Parcel
+from secondorder.comm.strategy import Parcel
 from secondorder.curvature.example_rows import Batch, Fresh, Kept, Raw, filled, inputs_of
 from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.schema import tensors
@@ -45,7 +45,6 @@ class RowExchange:
     """The rows of a step, which ranks combine if several of them share their examples.
 
     Args:
-        comm: Communication strategy.
         plan: The blocks.
         selection: The selection among the rows of this rank.
         device: Device of tensors of messages. If None, it is that of the parameters of each block.
@@ -56,10 +55,8 @@ class RowExchange:
         ranks: Number of rows that every rank sends for each block.
     """
 
-    def __init__(
-        self, comm: CommStrategy, plan: RowPlan, selection: RowSelection, device: torch.device | None = None
-    ) -> None:
-        self._comm, self._plan, self._selection, self._device = comm, plan, selection, device
+    def __init__(self, plan: RowPlan, selection: RowSelection, device: torch.device | None = None) -> None:
+        self._comm, self._plan, self._selection, self._device = plan.comm, plan, selection, device
         self.forget()
 
     # ------------------------------------------------------------------ the rows of a step

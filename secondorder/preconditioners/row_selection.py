@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from secondorder.capture.statistics.examples import as_rows_matrix
-from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature import row_choice
 from secondorder.curvature.example_rows import Kept
 from secondorder.curvature.row_block import RowBlock
@@ -19,7 +18,6 @@ from secondorder.linalg import kernel, selection, woodbury
 from secondorder.linalg.dense import precision_of
 from secondorder.linalg.kernel import Rows
 from secondorder.parameters import Directions
-from secondorder.runtime import Runtime
 
 if TYPE_CHECKING:
     from secondorder.preconditioners.row_plan import RowPlan
@@ -30,15 +28,13 @@ class RowSelection:
 
     Args:
         plan: The blocks.
-        comm: Communication strategy. Draws of different ranks are independent.
-        runtime: Step counter and seeds.
 
     Attributes:
         gradients: Gradients of this step by parameter, for the probes of a policy.
     """
 
-    def __init__(self, plan: RowPlan, comm: CommStrategy, runtime: Runtime) -> None:
-        self._plan, self._comm, self._runtime = plan, comm, runtime
+    def __init__(self, plan: RowPlan) -> None:
+        self._plan, self._comm, self._runtime = plan, plan.comm, plan.runtime
         self.gradients: Directions = {}
 
     def decide(self, blocks: Sequence[RowBlock]) -> None:

@@ -65,8 +65,8 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
         self, setting: Setting, exchange: StatisticsExchange | None = None, *, batch_size: int | None, modes: ModeSwitch
     ) -> None:
         super().__init__(setting, exchange, batch_size=batch_size, modes=modes)
-        self.selection = RowSelection(self.plan, self.comm, self.runtime)
-        self.rows = RowExchange(self.comm, self.plan, self.selection)
+        self.selection = RowSelection(self.plan)
+        self.rows = RowExchange(self.plan, self.selection)
 
     # ------------------------------------------------------------------ stages 1 to 3: rows
     def reduce(self, statistics: Captured) -> Reduced:

@@ -67,14 +67,10 @@ def directions_of_stacks(blocks: Sequence[Block], source: Directions, rule: Stac
             for start in range(0, len(members), most):
                 some = members[start : start + most]
                 if len(some) >= _FEW:
-                    found |= _directions_of_stack(some, source, rule)
+                    some[0].runtime.workspace.reset()
+                    direction = rule.precondition(some, _matrices(some, source))
+                    found.update(zip((b.index for b in some), _split(some, direction), strict=True))
     return found
-
-
-def _directions_of_stack(blocks: Sequence[Block], source: Directions, rule: StackRule) -> dict[int, list[Tensor]]:
-    blocks[0].runtime.workspace.reset()
-    direction = rule.precondition(blocks, _matrices(blocks, source))
-    return dict(zip((b.index for b in blocks), _split(blocks, direction), strict=True))
 
 
 def _divided(blocks: Sequence[Block], source: Directions, rule: StackRule) -> Collection[list[Block]]:

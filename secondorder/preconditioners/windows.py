@@ -137,7 +137,7 @@ class WindowPreconditioner(Preconditioner):
             self._find_inputs(unit, gradients)
         decays = (
             self.exchange.own([self._decay_in_direction(unit) for unit in self.plan.units])
-            if self.exchange.decays_anywhere
+            if any(map(self.exchange.decays_outside, self.plan.units))
             else None
         )
         for unit, own in zip(
@@ -205,7 +205,7 @@ class WindowPreconditioner(Preconditioner):
         elif options.is_adam(group["graft"]):
             # This is Adam's first moment restricted to the rows of the window. Only its direction matters, and older
             # gradients would be multiplied by f(0), which is huge.
-            b = gram.decay(self.solver.adam_beta(group), window.counters["pos"], window.m, t)
+            b = gram.decay(self.solver.adam_options(group)[0][0], window.counters["pos"], window.m, t)
             b = b / b.sum()
         decayed, dots = unit.decayed, unit.decay_dots
         if decayed is not None and dots is not None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secondorder.comm.placement import Grid, Load, assign, divisors, refresh_flops, workers_of
+from secondorder.comm.placement import Grid, Load, assign, divisors, workers_of
 
 
 # ---------------------------------------------------------------------- grid
@@ -114,7 +114,7 @@ def test_largest_load_on_a_grid(costs: list[int]) -> None:
 def unit(a: int, g: int, diagonal: bool = False) -> tuple[Load, int]:
     """A layer with factors ``[a, a]`` and ``[g, g]`` in float32 and bases of the same sizes, and the stored bytes."""
     numel = 2 * g**2 + (a if diagonal else 2 * a**2)
-    return Load(refresh_flops([g] if diagonal else [a, g]), 4 * numel), 4 * numel
+    return Load(float(g**3 + (0 if diagonal else a**3)), 4 * numel), 4 * numel
 
 
 def norm(channels: int) -> tuple[Load, int]:

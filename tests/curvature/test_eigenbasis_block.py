@@ -14,7 +14,7 @@ from secondorder.config import FisherOptions
 from secondorder.curvature.block import Due
 from secondorder.curvature.eigenbasis import EigenbasisBlock
 from secondorder.curvature.factorization import factorise
-from secondorder.curvature.layer import Choices, LayerOptions
+from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.schema import Place, keys
 from secondorder.runtime import Runtime
@@ -34,7 +34,7 @@ GROUP: dict[str, Any] = {
 def block_of(**changed: Any) -> EigenbasisBlock:
     """The block of a linear layer without a bias, refreshed once from two random factors; its state is a plain dict."""
     model = nn.Linear(D_IN, D_OUT, bias=False).double()
-    (layer,) = plan_layers(model, model.parameters(), Choices()).layers
+    (layer,) = plan_layers(model, model.parameters(), LayerOptions()).layers
     runtime = Runtime(step=1, states={layer.owner: {}}, blocks=1)
     block = EigenbasisBlock(layer, 0, {**GROUP, **changed}, runtime, LayerOptions(), FisherOptions())
     allocate(block, block.schema(block.group, {}))

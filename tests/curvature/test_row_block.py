@@ -11,7 +11,7 @@ from secondorder.config import FisherOptions
 from secondorder.curvature import row_choice
 from secondorder.curvature.example_rows import Kept, Raw, Sizes
 from secondorder.curvature.factorization import factorise
-from secondorder.curvature.layer import Choices
+from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.row_choice import Energy, Pivots
@@ -32,7 +32,7 @@ GROUP: dict[str, Any] = {
 def block_of() -> RowBlock:
     """The block of a linear layer, whose state is a plain dict."""
     model = nn.Linear(D_IN, D_OUT).double()
-    (layer,) = plan_layers(model, model.parameters(), Choices([], "head", "unit")).layers
+    (layer,) = plan_layers(model, model.parameters(), LayerOptions()).layers
     return RowBlock(layer, 0, GROUP, Runtime(states={layer.owner: {}}), fisher=FisherOptions())
 
 

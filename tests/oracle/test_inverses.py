@@ -8,7 +8,7 @@ from secondorder import KFAC
 from secondorder.curvature.factorization import factorise
 from secondorder.curvature.factors import STORAGES, KroneckerFactors
 from secondorder.curvature.inverse import Cholesky, Eigen, Entrywise
-from secondorder.curvature.layer import Choices, LayerOptions
+from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.schema import tensors
 from secondorder.linalg.dense import Workspace
@@ -29,7 +29,7 @@ def refreshed(kind, group, diagonal=""):
     """An inverse and its refreshed state."""
     torch.manual_seed(0)
     model = nn.Linear(N_A, N_G, bias=False).double()
-    (layer,) = plan_layers(model, model.parameters(), Choices()).layers
+    (layer,) = plan_layers(model, model.parameters(), LayerOptions()).layers
     inverse, state = kind(KroneckerFactors(layer, LayerOptions(), STORAGES["dense"])), {}
     for side, n in (("a", N_A), ("g", N_G)):
         rows = torch.randn(2 * n, n, dtype=torch.float64)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from secondorder.config import FisherOptions
 from secondorder.curvature.factorization import joint_ok
 from secondorder.curvature.kronecker import KroneckerBlock
-from secondorder.curvature.layer import Choices, LayerOptions
+from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.refresh import Refresher
 from secondorder.curvature.schema import tensors
@@ -24,7 +24,7 @@ GROUP = {
 
 def _block(overlap: bool = False) -> KroneckerBlock:
     model = nn.Linear(N, N, bias=False).double()
-    (layer,) = plan_layers(model, model.parameters(), Choices()).layers
+    (layer,) = plan_layers(model, model.parameters(), LayerOptions()).layers
     runtime = Runtime()
     block = KroneckerBlock(layer, 0, dict(GROUP), runtime, LayerOptions(overlap=overlap), FisherOptions())
     schema = block.schema(block.group, {})

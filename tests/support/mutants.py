@@ -78,8 +78,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # ---------------------------------------------------------------- methods and the update
     Mutation(
-        "damping-alone-is-relative", "methods/kronecker.py",
-        'return damping, "absolute" if mode is None else mode', 'return damping, "relative" if mode is None else mode',
+        "damping-alone-is-relative", "methods/defaults.py",
+        '"absolute" if mode is None else mode}', '"relative" if mode is None else mode}',
         ("tests/oracle -k solves", "tests/contract -k damping", *ORACLE),
     ),
     Mutation(
@@ -205,7 +205,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "loaded-rate-is-that-of-the-checkpoint-itself", "checkpoint/checkpoint.py",
-        "{k: copied(v) for k, v in given.items()", "{k: v for k, v in given.items()",
+        "{k: comparison.copied(v) for k, v in given.items()", "{k: v for k, v in given.items()",
         ("tests/contract -k tensor_lr", "tests/checkpoint"),
     ),
     Mutation(

@@ -25,7 +25,7 @@ def test_interpreted_kernels_give_what_torch_gives() -> None:
 
 
 def test_unavailable_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="kernels must be 'torch' or 'triton', got 'cuda'"):
+    with pytest.raises(ValueError, match=r"kernels must be one of \('torch', 'triton'\), got 'cuda'"):
         TopK(kernels="cuda")
     with pytest.raises(ValueError, match="needs a GPU and these parameters are on cpu: use 'torch'"):
         Form(2, TopK(kernels="triton")).rows([Place(torch.Size((64, 64)), torch.float32, torch.device("cpu"))])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from secondorder import options
 from secondorder.comm.dedicated import roles
 from secondorder.comm.dedicated.lockstep import DELAY
 
@@ -37,18 +38,16 @@ class Arguments:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        if not isinstance(self.allow_colocated, bool):
-            raise TypeError(f"allow_colocated must be True or False, got {self.allow_colocated!r}")
+        options.flag("allow_colocated", self.allow_colocated)
         given = {name: getattr(self, name) for name in roles.NAMES}
         for name, ranks in roles.check(given, self.allow_colocated).items():
             object.__setattr__(self, name, ranks)
-        _choice("mode", self.mode, ("lockstep", "opportunistic"))
-        _choice("warmup", self.warmup, ("sync", "identity"))
-        _choice("on_loss", self.on_loss, ("abort", "degrade"))
-        _whole("seed", self.seed, 0)
+        options.choice("lockstep", "opportunistic")("mode", self.mode)
+        options.choice("sync", "identity")("warmup", self.warmup)
+        options.choice("abort", "degrade")("on_loss", self.on_loss)
+        options.whole(0)("seed", self.seed)
         for name in ("period", "max_staleness"):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 1)
+            options.optional_whole(1)(name, getattr(self, name))
         if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
             raise ValueError(f"timeout must be a positive number of seconds or None, got {self.timeout!r}")
         if self.replay is not None:
@@ -84,18 +83,6 @@ class Arguments:
                 f"which is {least}: they would be dropped before the next one arrives"
             )
         return period
-
-
-def _choice(name: str, value: Any, among: Sequence[str]) -> None:
-    if value not in among:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, among))}, got {value!r}")
-
-
-def _whole(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def _entries(log: Sequence[Sequence[Any]]) -> tuple[Entry, ...]:

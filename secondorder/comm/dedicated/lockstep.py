@@ -26,12 +26,6 @@ def ends_epoch(steps: int, period: int) -> bool:
     return steps > 0 and steps % period == 0
 
 
-def version_of(step: int, period: int) -> int | None:
-    """Return the version that a step uses; None before the first one."""
-    version = step // period - DELAY
-    return version if version >= 0 else None
-
-
 def shuffled(items: Iterable[ItemT], seed: int, version: int) -> list[ItemT]:
     """Return items in the order in which a version of them is processed: random, but the same in every run."""
     order = list(items)

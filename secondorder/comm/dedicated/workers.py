@@ -150,7 +150,7 @@ class DedicatedWorkers(CommStrategy):
         """Create the groups, compare the ranks' plans, and start from the parameters of the first gradient rank."""
         if self._links is not None:
             return
-        given, roles = self.arguments, self._known_roles
+        given, roles = self.arguments, self.roles
         period = given.period_of([unit.interval for unit in self._units])
         default: Any = distributed_c10d._get_default_store()
         timeout = given.timeout or default.timeout.total_seconds()
@@ -233,7 +233,7 @@ class DedicatedWorkers(CommStrategy):
             return True
         links.board.write(f"bye/{self._rank}")
         # The store may be in this process, which must live until the other ranks no longer need the store.
-        if self._rank == self._known_roles.chief:
+        if self._rank == self.roles.chief:
             for rank in sorted(set(range(self.world)) - set(lost)):
                 links.board.wait(f"bye/{rank}")
         return False
@@ -259,20 +259,16 @@ class DedicatedWorkers(CommStrategy):
 
     # ------------------------------------------------------------------ who
     @property
-    def _known_roles(self) -> Roles:
-        if self._roles is None:
-            raise RuntimeError("roles are known once an optimizer was made with this DedicatedWorkers()")
-        return self._roles
-
-    @property
     def role(self) -> str:  # type: ignore[override]
         """``"gradient"``, ``"factor"`` or ``"inverse"``. A rank that estimates and factorizes has ``"factor"``."""
-        return self._known_roles.of(self._rank)
+        return self.roles.of(self._rank)
 
     @property
     def roles(self) -> Roles:
         """Roles of all ranks."""
-        return self._known_roles
+        if self._roles is None:
+            raise RuntimeError("roles are known once an optimizer was made with this DedicatedWorkers()")
+        return self._roles
 
     @property
     def combines(self) -> bool:
@@ -327,12 +323,12 @@ class DedicatedWorkers(CommStrategy):
     @property
     def data_rank(self) -> int:
         """Index of this process within its role."""
-        return self._known_roles.peers(self._rank).index(self._rank)
+        return self.roles.peers(self._rank).index(self._rank)
 
     @property
     def data_world(self) -> int:
         """Number of processes of this role."""
-        return len(self._known_roles.peers(self._rank))
+        return len(self.roles.peers(self._rank))
 
     @property
     def nbytes(self) -> int:
@@ -374,7 +370,7 @@ class DedicatedWorkers(CommStrategy):
 
     def refreshes(self, index: int) -> bool:
         """Whether this rank refreshes a unit. Its inverse rank does, and the first gradient rank in the warm-up."""
-        chosen = self._known_roles.chief if self.role == "gradient" else self._owners[index]
+        chosen = self.roles.chief if self.role == "gradient" else self._owners[index]
         return chosen == self._rank
 
     # ------------------------------------------------------------------ verbs of a step
@@ -447,7 +443,7 @@ class DedicatedWorkers(CommStrategy):
             return
         tensors, flags = [t for p in parcels for t in p.tensors], [flag for p in parcels for flag in p.symmetric]
         with self._watched("sharing curvature"):
-            finish(self._links.copy("gradients", self._known_roles.chief, tensors, flags, stage="curvature"))
+            finish(self._links.copy("gradients", self.roles.chief, tensors, flags, stage="curvature"))
         self._part.note([p.index for p in parcels])
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from secondorder import options
 from secondorder.curvature.window.rows import TILE, DenseRows, Parts, Rows, store
 from secondorder.linalg.dense import anywhere
 
@@ -36,10 +37,7 @@ class LowRank:
 
     def __post_init__(self) -> None:
         """Check the rank."""
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int):
-            raise TypeError(f"rank must be an integer, got {self.rank!r}")
-        if self.rank < 1:
-            raise ValueError(f"rank must be >= 1, got {self.rank}")
+        options.whole(1)("rank", self.rank)
 
     def of(self, shape: torch.Size) -> int:
         """Return the rank kept of a tensor, 0 if it is kept whole."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from secondorder import options
 from secondorder.curvature.window.rows import Parts, Rows, store
 
 #: Number of entries that share one range of a quantized residual.
@@ -59,28 +60,21 @@ class TopK:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if isinstance(self.density, bool) or not isinstance(self.density, (int, float)):
-            raise TypeError(f"density must be a number, got {self.density!r}")
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density must be in (0, 1], got {self.density}")
-        if isinstance(self.block_size, bool) or not isinstance(self.block_size, int):
-            raise TypeError(f"block_size must be an integer, got {self.block_size!r}")
-        if not 1 <= self.block_size < 2**31:
-            raise ValueError(f"block_size must be >= 1 and < 2**31, got {self.block_size}")
+        options.number(0.0, 1.0, low_open=True)("density", self.density)
+        options.whole(1)("block_size", self.block_size)
+        options.number(1, 2**31 - 1)("block_size", self.block_size)
         if not isinstance(self.value_dtype, torch.dtype):
             raise TypeError(f"value_dtype must be a torch.dtype, got {self.value_dtype!r}")
         if self.value_dtype not in (torch.float32, torch.bfloat16, torch.float64):
             raise ValueError(f"value_dtype must be float32, bfloat16 or float64, got {self.value_dtype}")
-        if not isinstance(self.error_feedback, bool):
-            raise TypeError(f"error_feedback must be True or False, got {self.error_feedback!r}")
+        options.flag("error_feedback", self.error_feedback)
         if self.error_bits not in (None, 4, 8):
             raise ValueError(f"error_bits must be None, 4 or 8, got {self.error_bits!r}")
         if self.error_bits is not None and not self.error_feedback:
             raise ValueError(f"error_bits={self.error_bits} needs error_feedback=True")
         if self.error_bits is not None and self.density == 1:
             raise ValueError(f"error_bits={self.error_bits} needs density < 1: dense rows have no residual to pack")
-        if self.kernels not in ("torch", "triton"):
-            raise ValueError(f"kernels must be 'torch' or 'triton', got {self.kernels!r}")
+        options.choice("torch", "triton")("kernels", self.kernels)
         if self.kernels == "triton" and self.density == 1:
             raise ValueError("kernels='triton' needs density < 1: dense rows use matrix products instead")
         if self.kernels == "triton" and importlib.util.find_spec("triton") is None:
