@@ -188,14 +188,15 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         group = self.param_groups[-1]
         group.setdefault("fallback_base_lr", float(group["lr"]))
         if is_late:
-            self.group_options.warn_without_effect([group])
             self._tabulate()
             try:
                 self.preconditioner.hooks.replanned(self._allocator.rebuild())
-            except RuntimeError:
+            except BaseException:
                 self.preconditioner.plan.take_back(group)
                 raise
         self.group_options.rules.added(self.param_groups, self.steps)
+        if is_late:
+            self.group_options.warn_without_effect([group])
 
     def check_groups(self, groups: list[Group]) -> None:
         """Check new values of ``param_groups`` for options that exclude each other, without changing anything.
@@ -653,7 +654,10 @@ class SecondOrderOptimizer(Optimizer, Joinable):
 
     @property
     def steps(self) -> int:
-        """Number of steps taken, including those before a loaded checkpoint. Steps without gradients do not count."""
+        """Number of steps taken, including those before a loaded checkpoint and those that dropped their batch.
+
+        Steps without gradients do not count.
+        """
         return self._runtime.step
 
     @property

@@ -8,8 +8,8 @@ which have arrived on the host long before::
     observe     Σ ‖∇‖ on the device      Σ ‖∇‖ on the device
     end         copy starts ─────────►   read by the first decide of a later period
 
-Signals are equal on all ranks, and therefore decisions are too. A norm that is not finite is ignored: a dropped batch
-is observed on a device, where the host does not read its norm, but not on a CPU, and the decisions must be equal.
+Signals are equal on all ranks, and therefore decisions are too. A norm that is not finite, such as that of a dropped
+batch, is ignored.
 
 Mean gradient norms by period are from HyLo (SC22). The other rules are new.
 """

@@ -39,7 +39,7 @@ class Update:
         self._lengths: Directions = {}
         #: Factors by which grafting scaled directions in the last step, by the first parameter of each set.
         self.graft_factors: dict[nn.Parameter, Tensor] = {}
-        #: Factor by which kl-clip scaled directions; None if it never did.
+        #: Factor by which kl-clip scaled directions in the last step, or None.
         self.kl_factor: Tensor | None = None
 
     def diagnostics(self) -> dict[str, Any]:
@@ -144,6 +144,8 @@ class Update:
             proposal: Preconditioned directions, which are changed in place.
             sources: The preconditioned tensors. The dict is emptied, since it may be as large as the model.
         """
+        self.graft_factors.clear()
+        self.kl_factor = None
         if sources:
             products = self._guard(proposal, sources)
             sources.clear()
@@ -187,7 +189,7 @@ class Update:
         return products
 
     def _kl_clip(self, directions: Directions, products: Directions) -> None:
-        """Bound the KL divergence that the step may cause, jointly for all groups with the same limit."""
+        """Bound the KL divergence that the step of all clipped groups may cause. Each group has a limit of its own."""
         group_of = self._table.group_of
         clipped = _clipped(directions, group_of, self._preconditioner.covered)
         if not clipped:

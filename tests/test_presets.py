@@ -163,6 +163,8 @@ def test_others_have_further_options():
         hidden, others = optimizer.param_groups
     assert (hidden["graft"], hidden["inv_update_steps"], hidden["momentum_mode"]) == (None, 0, "pre")
     assert (others["graft"], others["inv_update_steps"], others["lr"]) == ("adamw", 0, 0.3)
+    with secondorder.create("from_muon", Tiny(), lr=0.5, others_lr=None) as optimizer:
+        assert optimizer.param_groups[-1]["lr"] == 0.25
 
 
 def test_options_of_the_caller_are_added_to_those_of_the_preset():

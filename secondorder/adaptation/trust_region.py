@@ -285,6 +285,8 @@ class TrustRegion:
 
     def _snapshot(self, gradients: Directions, *, estimates: bool = False) -> Snapshot:
         """Copy what a step changes: parameters, the state of their rules, and optionally running estimates."""
+        for p in gradients:  # what a step allocates would not be undone
+            self._update.allocate(p, self._table.group_of[p])
         kinds = ("momentum", "scale", "buffers") if estimates else ("momentum",)
         keys = {*RULE_KEYS, "step"} | of_kinds(self._table.entries, *kinds)
         return Snapshot.of({p: self._table.state[p] for p in gradients}, keys.__contains__)
@@ -317,11 +319,16 @@ class TrustRegion:
         low, high = self.adaptation.min_damping, self.adaptation.max_damping
         candidates = [[quadratic.bounded(value, multiple, low, high) for value in given] for multiple in GRID]
         before, losses = self._snapshot(gradients, estimates=True), []
-        for candidate in candidates:
-            self.set_damping(candidate)
-            move(quiet=True)
-            losses.append(self._model.of_all_ranks(self._loss_now(evaluation)))
+        try:
+            for candidate in candidates:
+                self.set_damping(candidate)
+                move(quiet=True)
+                losses.append(self._model.of_all_ranks(self._loss_now(evaluation)))
+                before.undo()
+        except BaseException:
             before.undo()
+            self.set_damping(given)
+            raise
         found = torch.stack(losses).to(torch.float64).tolist()
         # Choose the largest damping if losses are equal or none is finite.
         best = min(range(len(GRID)), key=lambda i: (found[i] if math.isfinite(found[i]) else math.inf, -i))

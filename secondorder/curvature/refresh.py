@@ -277,6 +277,12 @@ class Refresher:
             job.wait()
         self.jobs.clear()
 
+    def forget_all(self) -> None:
+        """Forget the refreshes so far, because other curvature is loaded."""
+        self.forget_jobs()
+        for known in (self.failures, self.failed_at, self.refreshed_at, self._unjudged):
+            known.clear()
+
     def close(self) -> None:
         """Discard refreshes in progress and end the thread."""
         self.forget_jobs()

@@ -64,7 +64,7 @@ class Truncated(Inverse):
         adopt_eigenpairs(state, found, good)
 
     def tasks(self, state: State, group: Group, begun: bool = False) -> dict[str, Task]:
-        """Return what a refresh factorizes for each side, and how many eigenvectors it finds."""
+        """Return what a refresh factorizes for each side, and whether it finds only the leading eigenvectors."""
         found, rank = super().tasks(state, group, begun), group["inverse_rank"]
         for name, side in self.factors.sides(group):
             if is_truncated(side, rank):

@@ -37,6 +37,8 @@ def expanded(given: Mapping[str, Any], method: type) -> dict[str, Any]:
         ValueError: If a field has an invalid value.
     """
     found, objects, absent = dict(given), {}, getattr(method, "absent", ())
+    if isinstance(given["params"], Iterator):  # several functions look at the groups
+        found["params"] = list(given["params"])
     for name in OBJECTS.keys() & given.keys():
         value = _object(name, given[name])
         for field in fields(value):

@@ -101,7 +101,9 @@ class Preset:
         if not self.splits_matrices:
             return {}, {"lr": rate, **self.options, **overrides}
         of_groups = {"lr": rate, **{key: overrides[key] for key in _OF_GROUPS if key in overrides}}
-        others = of_groups.setdefault("others_lr", 0.5 * rate)
+        if of_groups.get("others_lr") is None:
+            of_groups["others_lr"] = 0.5 * rate
+        others = of_groups["others_lr"]
         of_groups |= {"others": {**self.others, **(overrides.get("others") or {})}} if self.others else {}
         rest = {key: value for key, value in overrides.items() if key not in _OF_GROUPS}
         return of_groups, {"lr": rate, **self.options, "fallback": FallbackOptions("adamw", lr=float(others)), **rest}

@@ -73,6 +73,7 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         if changed:
             place(self.units())
         self.runtime.blocks = len(self.blocks)
+        self.shapes = {p: shapes for p, shapes in self.shapes.items() if p in group_of}
         inside = set(root.parameters())
         reasons = plan.reasons | {p: "frozen" for p in group_of if not p.requires_grad}
         reasons |= {p: "not a parameter of the hooked module" for p in group_of if p not in inside}

@@ -47,7 +47,7 @@ class GroupRules:
         self.check(group, groups)
 
     def added(self, groups: list[Group], steps: int) -> None:
-        """Complete the last group, which was added after a number of steps."""
+        """Complete the last group, which was added after a number of steps, 0 in the constructor."""
 
     def cycles_betas(self, defaults: Mapping[str, Any]) -> bool:
         """Return whether a scheduler that cycles the momentum acts on β₁, as with AdamW, instead of ``momentum``."""

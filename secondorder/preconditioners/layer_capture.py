@@ -159,14 +159,17 @@ class LayerCapture:
         Args:
             by_user: Whether the next step may lack statistics for this reason.
         """
-        if self._capture is None:
+        capture = self._capture
+        if capture is None:
             yield
             return
-        were_replaced = self._capture.backwards.were_replaced()
-        with self._capture.gate.paused(by_user):
-            yield
-        if not were_replaced:
-            self._capture.backwards.remember()
+        were_replaced = capture.backwards.were_replaced()
+        try:
+            with capture.gate.paused(by_user):
+                yield
+        finally:
+            if not were_replaced:
+                capture.backwards.remember()
 
     @contextmanager
     def mask(self, keep: Tensor | None) -> Iterator[None]:

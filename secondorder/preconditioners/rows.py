@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.examples import second_moments
 from secondorder.capture.statistics.measurement import Reduced
+from secondorder.comm.layout import local
 from secondorder.curvature.block import Block
 from secondorder.curvature.example_rows import Batch, Kept, filled
 from secondorder.curvature.mode import SWITCH, ModeSwitch
@@ -184,7 +185,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
         for p in source:
             group = self.table.group_of[p]
             if group["weight_decay_mode"] == "reg" and group["weight_decay"]:
-                source[p] = source[p] + group["weight_decay"] * p
+                source[p] = source[p] + group["weight_decay"] * local(p)
 
     def rule(self, p: nn.Parameter, group: Mapping[str, Any], rule: Rule) -> Rule:
         """Return the first-order rule of a preconditioned parameter, without decay that its direction contains."""

@@ -87,3 +87,20 @@ def test_a_group_that_is_added_later_keeps_its_damping() -> None:
     optimizer.step(loop)
     assert loop.calls == calls + 1
     assert optimizer.param_groups[1]["damping"] == 0.7
+
+
+@pytest.mark.parametrize("fails", [2, 3, 1 + len(GRID)])
+def test_an_error_undoes_the_step_that_is_tried(fails: int) -> None:
+    model, optimizer, loop = problem(calibrate_damping=True, momentum=0.9)
+    before, given = flat(model.parameters()), damping(optimizer)
+
+    def closure() -> Any:
+        if loop.calls == fails - 1:
+            raise ValueError("the data ran out")
+        return loop()
+
+    with pytest.raises(ValueError, match="the data ran out"):
+        optimizer.step(closure)
+    assert torch.equal(flat(model.parameters()), before)
+    assert damping(optimizer) == given
+    assert not any(state["step"] for state in optimizer.state.values())

@@ -158,3 +158,15 @@ def test_rejection_does_not_stall_on_a_quadratic() -> None:
     assert optimizer.diagnostics()["rejected_steps"] > 0
     assert longest <= 20
     assert losses[-1] - least <= 0.05 * (losses[0] - least)
+
+
+def test_momentum_that_is_allocated_by_a_rejected_step_is_zero() -> None:
+    model, optimizer, loop = problem(lr=0.05, momentum=0.0, reject_steps=True)
+    repeat(optimizer, loop, 1)
+    for group in optimizer.param_groups:
+        group.update(momentum=0.9, lr=1e6)
+    before = flat(model.parameters())
+    optimizer.step(loop)
+    assert optimizer.diagnostics()["rejected_steps"] == 1
+    assert torch.equal(flat(model.parameters()), before)
+    assert not momenta(optimizer).any()

@@ -435,3 +435,14 @@ def test_damping_of_a_group_has_a_separate_mode(method: Method, mlp: Task) -> No
         late.add_param_group({"params": model.second.parameters(), **group})
         for found in (at_once.param_groups[1], late.param_groups[1]):
             assert (found["damping"], found["damping_mode"]) == expected
+
+
+def test_groups_may_come_from_an_iterator(method: Method, mlp: Task) -> None:
+    """Defaults that depend on the groups are those of a list."""
+    found = []
+    for iterate in (list, iter):
+        model = mlp.model()
+        keywords = {"module": model} if method.layerwise else {}
+        with method.cls(iterate([{"params": list(model.parameters()), "lr": 0.5}]), **keywords) as optimizer:
+            found.append({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
+    assert found[0] == found[1]

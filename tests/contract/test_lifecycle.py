@@ -127,6 +127,27 @@ def test_dropped_optimizer_leaves_a_working_module(method: Method, mlp: Task) ->
     train(model, method.build(model), mlp, 2, start=3)
 
 
+def test_parameters_of_a_replaced_module_are_freed(method: Method, mlp: Task) -> None:
+    model, optimizer = method.start(mlp, 2)
+    gone = [weakref.ref(parameter) for parameter in model.parameters()]
+    other = copy.deepcopy(model)
+    optimizer.attach(other)
+    del model
+    train(other, optimizer, mlp, 2, start=2)
+    gc.collect()
+    assert [parameter() for parameter in gone] == [None] * len(gone)
+
+
+def test_the_optimizer_may_end_while_capture_is_paused(method: Method, mlp: Task) -> None:
+    model, optimizer = method.start(mlp, 1)
+    hooked = hooks(model)
+    with optimizer.pause_capture():
+        optimizer.detach()
+    optimizer.attach(model)
+    assert hooks(model) == hooked
+    train(model, optimizer, mlp, 2, start=1)
+
+
 CLEARED: dict[str, Callable[[Any], object]] = {
     "clear": lambda optimizer: optimizer.state.clear(),
     "replace": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, MemOpt, SparseMFAC, StorageOptions, TopK
+from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, MemOpt, RefreshOptions, SparseMFAC, StorageOptions, TopK
 from secondorder.diagnostics import StageClock, flat
 from tests.support.building import built
 from tests.support.pool import Pool
@@ -178,6 +178,21 @@ def test_directions_were_multiplied_by_the_graft_factor():
     for name, factor in grafted.diagnostics()["graft_factor"].items():
         assert float(kept[1][f"{name}.weight"].norm() / kept[0][f"{name}.weight"].norm()) == pytest.approx(factor)
     assert plain.diagnostics()["graft_factor"] == {}
+
+
+def test_factors_are_those_of_the_last_step():
+    model = make_model()
+    opt = KFAC(model, lr=0.1, graft="sgd", kl_clip=1e-6, refresh=RefreshOptions(precondition_steps=2))
+    train(model, opt, 1)
+    assert opt.diagnostics()["graft_factor"].keys() == {"0", "2"}
+    train(model, opt, 1)
+    assert opt.diagnostics()["graft_factor"] == {}
+    opt = KFAC(make_model(), lr=0.1, kl_clip=1e-6)
+    train(opt.module, opt, 1)
+    assert opt.diagnostics()["kl_clip_factor"] < 1
+    opt.param_groups[0]["kl_clip"] = None
+    train(opt.module, opt, 1)
+    assert opt.diagnostics()["kl_clip_factor"] is None
 
 
 @every_method

@@ -74,6 +74,7 @@ OPTIONS = {
     "window, nesterov": Case("mfac", keywords={"nesterov": True, "weight_decay": 0.1}),
     "window, no momentum": Case("ggt", keywords={"momentum": 0.0, "betas": (0.9, 0.99), "bias_correction": True}),
     "window, momentum ema": Case("mfac", keywords={"momentum_mode": "ema", "solver": "eigh"}),
+    "decay of the objective": Case("hylo_sngd", keywords={"weight_decay": 0.1, "weight_decay_mode": "reg"}),
     "window, decay": Case("mfac", keywords={"weight_decay": 0.1, "weight_decay_mode": "reg"}),
     "window, old decay": Case("ggt", keywords={"weight_decay": 0.1, "weight_decay_mode": "both"}),
     "window, decoupled": Case("mfac", keywords={"weight_decay": 0.1, "decoupled_weight_decay": True}),

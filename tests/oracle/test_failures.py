@@ -1,5 +1,7 @@
 """The failure ladder: a failed factorization is repaired or the last good one stays; bad statistics do not count."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -117,6 +119,21 @@ def test_too_many_failures_in_a_row_raise_with_the_layer_s_name(monkeypatch, met
     inject(monkeypatch, method, mode)
     with pytest.raises(RuntimeError, match=r"encoder\.0"):
         train(2)
+
+
+@methods
+def test_a_loaded_state_has_no_failures(monkeypatch, method):
+    model = mlp()
+    opt = plain_kfac(model, lr=0.01, inverse_method=method, max_failures=3)
+    fresh = copy.deepcopy(opt.state_dict())
+    for _ in range(3):  # two failures before loading and two after it, and a success at once
+        with monkeypatch.context() as patch:
+            inject(patch, method)
+            for seed in range(2):
+                train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
+        opt.load_state_dict(fresh)
+    train_step(opt, model, *vectors(), F.cross_entropy)
+    assert {state["refreshes"] for state in opt.state.values() if "refreshes" in state} == {1}
 
 
 class Two(nn.Module):
