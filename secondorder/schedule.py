@@ -243,13 +243,6 @@ class DampingDecay:
     Raises:
         ValueError: If a value is out of range.
         TypeError: If a value has the wrong type.
-
-    Example:
-        >>> import torch, secondorder
-        >>> from secondorder.schedule import damping_decay
-        >>> optimizer = secondorder.KFAC(torch.nn.Linear(4, 2), lr=0.1, damping=1.0)
-        >>> schedule = secondorder.ParamScheduler(optimizer, damping=damping_decay(1.0, 0.01, decay_steps=1000))
-        >>> schedule.step()
     """
 
     initial: float
@@ -279,8 +272,26 @@ class DampingDecay:
         return min(self.initial, self.final + (self.initial - self.final) * left)
 
 
-#: The name of the schedule in calls of :class:`ParamScheduler`.
-damping_decay = DampingDecay
+def damping_decay(initial: float, final: float, decay_steps: int, warmup_steps: int = 0) -> DampingDecay:
+    """Return a schedule for :class:`ParamScheduler` that decays the damping from one value to another.
+
+    Args:
+        initial: The damping at the start and during the warm-up.
+        final: The damping that the schedule approaches; at most ``initial``.
+        decay_steps: The number of optimizer steps of the decay.
+        warmup_steps: The number of optimizer steps before the decay.
+
+    Returns:
+        A function of the step that can be pickled and compared; see :class:`DampingDecay`.
+
+    Example:
+        >>> import torch, secondorder
+        >>> from secondorder.schedule import damping_decay
+        >>> optimizer = secondorder.KFAC(torch.nn.Linear(4, 2), lr=0.1, damping=1.0)
+        >>> schedule = secondorder.ParamScheduler(optimizer, damping=damping_decay(1.0, 0.01, decay_steps=1000))
+        >>> schedule.step()
+    """
+    return DampingDecay(initial, final, decay_steps, warmup_steps)
 
 
 class _Milestones:
