@@ -200,7 +200,7 @@ def test_the_error_for_an_unknown_strategy_lists_all(model):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("hybrid_opt:2", "grad_worker_fraction must be in"),
+        ("hybrid_opt:2", "grad_worker_fraction must be finite, > 0.0 and <= 1.0"),
         ("mem_opt:0.5", "comm='mem_opt:0.5': "),
         ("mem_opt:fraction=0.5", "unexpected keyword argument 'fraction'"),
         *((f"mem_opt:{bad}", "must be written as in Python")

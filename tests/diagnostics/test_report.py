@@ -17,8 +17,8 @@ class Curvature:
 
     sizes_are, nbytes, pending_bytes = "size of its block", 10, 20
 
-    def __init__(self, covered: nn.Parameter) -> None:
-        self.covered, self.report = {covered}, self
+    def __init__(self, covered: nn.Parameter, table: ParameterTable, comm: Any) -> None:
+        self.covered, self.report, self.table, self.comm = {covered}, self, table, comm
 
     def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
         return ("diagonal", "3", "0") if p in self.covered else ("", "", "")
@@ -36,7 +36,7 @@ def made(combines: bool = False) -> tuple[Report, nn.Parameter, nn.Parameter]:
     table.name_parameters()
     table.state = {p: {"factor": torch.ones(9), "refreshes": 3}, q: {}}
     comm = SimpleNamespace(combines=combines, rank=1, world=4, nbytes=100)
-    return Report(table, cast(Any, Curvature(p)), cast(Any, comm), Runtime()), p, q
+    return Report(cast(Any, Curvature(p, table, comm)), Runtime()), p, q
 
 
 def test_a_description_has_a_row_for_each_parameter_and_the_bytes_of_its_state() -> None:
@@ -58,9 +58,9 @@ def test_a_parameter_without_curvature_has_its_reason() -> None:
     ):
         report, _, q = made()
         if reason:
-            report.table.reasons[q] = reason
+            report.curvature.table.reasons[q] = reason
         if frozen:
             q.requires_grad_(False)
-            report.table.name_parameters()
+            report.curvature.table.name_parameters()
         (line,) = (line for line in report.describe().splitlines() if line.startswith("q "))
         assert line.endswith(f"  {expected}")

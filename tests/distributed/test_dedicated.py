@@ -459,10 +459,10 @@ def test_a_parameter_that_some_gradient_ranks_use_changes_on_all_of_them(rank: i
 
 BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mode": "later"}, ValueError, "'later'"),
-    ({"warmup": 1}, ValueError, "warmup"),
+    ({"warmup": 1}, TypeError, "warmup"),
     ({"on_loss": "ignore"}, ValueError, "on_loss"),
-    ({"period": 0}, ValueError, "period must be at least 1"),
-    ({"period": 1.5}, TypeError, "whole number"),
+    ({"period": 0}, ValueError, "period must be"),
+    ({"period": 1.5}, TypeError, "period must be an integer"),
     ({"timeout": -1}, ValueError, "timeout"),
     ({"allow_colocated": 1}, TypeError, "allow_colocated"),
     ({"replay": []}, ValueError, "opportunistic"),
