@@ -109,13 +109,13 @@ class Block(ABC):
         """Whether directions get a uniform spectrum, as for layers that mix all inputs into all outputs."""
         return bool(self.group.get("orthogonalize")) and self.adapter.is_matrix
 
-    def shape(self, direction: Tensor) -> Tensor:
+    def step_of(self, direction: Tensor) -> Tensor:
         """Return a preconditioned matrix ``[(Γ,) n_g, n_a]``, or with ``orthogonalize`` its polar factor."""
         return polar.step_of(direction, self.options.storage.orthogonal_dtype) if self.sets_length else direction
 
     @property
     def shaping_flops(self) -> float:
-        """FLOPs of :meth:`shape`."""
+        """FLOPs of :meth:`step_of`."""
         adapter = self.adapter
         return adapter.groups * polar.flops(adapter.n_g, adapter.n_a) if self.sets_length else 0.0
 

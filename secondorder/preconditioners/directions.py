@@ -123,7 +123,7 @@ class LayerDirections(Generic[BlockT]):
             return self._exchange.room(block)
         gradient = self.matrix_of(block, source)
         direction = block.precondition(gradient) if self.has_curvature(block) else gradient
-        return block.layer.split(block.shape(direction))
+        return block.layer.split(block.step_of(direction))
 
     def matrix_of(self, block: Block, source: Directions) -> Tensor:
         """Return the gradients of a block as a matrix ``[(Γ,) n_g, n_a]`` in temporary memory."""
