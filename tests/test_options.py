@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
@@ -262,3 +263,19 @@ def test_repr_shows_objects_with_the_values_of_each_group():
     assert "overlap: True" in first
     assert "storage" not in repr(optimizer)
     assert repr(copy.deepcopy(optimizer)) == repr(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("method", "keywords", "named"),
+    [
+        (KFAC, {"statistics": StatisticsOptions(batch_size=-1)}, "StatisticsOptions.batch_size must be >= 1, got -1"),
+        (EKFAC, {"scale": ScaleOptions(update_steps=0)}, "ScaleOptions.update_steps must be >= 1, got 0"),
+        (HyLo, {"fallback": FallbackOptions("adagrad")}, "FallbackOptions.rule must be one of"),
+        (KFAC, {"fallback": "adagrad"}, "fallback must be one of"),
+        (MFAC, {"clip": ClipOptions(norm=-1.0)}, "ClipOptions.norm must be finite"),
+    ],
+    ids=str,
+)
+def test_an_error_names_the_field_that_was_written(method, keywords, named):
+    with pytest.raises(ValueError, match=f"^{re.escape(named)}"):
+        method(torch.nn.Linear(4, 2), **keywords)

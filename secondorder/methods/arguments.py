@@ -8,6 +8,7 @@ from dataclasses import fields
 from functools import wraps
 from typing import Any, ParamSpec
 
+from secondorder import options
 from secondorder.preconditioners.keywords import OBJECTS, group_keys
 
 _P = ParamSpec("_P")
@@ -37,6 +38,7 @@ def expanded(given: Mapping[str, Any], method: type) -> dict[str, Any]:
         ValueError: If a field has an invalid value.
     """
     found, objects, absent = dict(given), {}, getattr(method, "absent", ())
+    checks = {**options.COMMON, **getattr(method, "checks", {})}
     if isinstance(given["params"], Iterator):  # several functions look at the groups
         found["params"] = list(given["params"])
     for name in OBJECTS.keys() & given.keys():
@@ -45,7 +47,10 @@ def expanded(given: Mapping[str, Any], method: type) -> dict[str, Any]:
             if f"{name}.{field.name}" in absent and getattr(value, field.name) != field.default:
                 raise TypeError(f"{method.__name__} has no {field.name} in {name}, got {value!r}")
         found[name] = objects[name] = value
-        found |= {key: getattr(value, field.name) for key, field in group_keys(type(value))}
+        for key, field in group_keys(type(value)):
+            found[key] = getattr(value, field.name)
+            if value is given[name] and key in checks and found[key] != field.default:
+                checks[key](f"{type(value).__name__}.{field.name}", found[key])
     return {**found, "objects": objects}
 
 
