@@ -174,16 +174,8 @@ class Evidence:
         return self._judged
 
     @property
-    def _layouts(self) -> _Layouts:
-        return self.judge().layouts
-
-    @property
     def _shape(self) -> tuple[int, ...]:
         return self.judge().given.shape
-
-    @property
-    def _holds_indices(self) -> bool:
-        return self.judge().given.holds_indices
 
     # ------------------------------------------------------------------ layouts
     def is_unclear(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> bool:
@@ -208,7 +200,7 @@ class Evidence:
             return "second"
         if self._order == "first":
             return "rows"
-        seen, long = self._layouts, lead[0]
+        seen, long = self.judge().layouts, lead[0]
         as_input = len(self._shape) > 1 and long == self._shape[1] and long not in seen.lengths
         return "second" if as_input or (long, n) in seen.sequences else None
 
@@ -254,7 +246,8 @@ class Evidence:
         if len(g) != positions or self.examples == 1:
             return False
         # With as many positions as examples, this is ambiguous if the input consists of positions at all.
-        return len(g) != self.examples or len(self._shape) == 3 or (len(self._shape) == 2 and self._holds_indices)
+        shape, holds_indices = self.judge().given
+        return len(g) != self.examples or len(shape) == 3 or (len(shape) == 2 and holds_indices)
 
     def mask_for(self, g: Tensor, adapter: Adapter) -> Tensor | None:
         """``keep`` shaped like the leading dimensions of a gradient, if its positions are those of the mask."""

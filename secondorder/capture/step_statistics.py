@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +25,7 @@ class StepStatistics:
 
     Attributes:
         sites: The layers that are tapped.
+        by_site: Statistics captured since the last step, by index of the site.
         due: Sites being captured.
         refused: Why sites have no statistics, as text.
         idle: Sites whose layer ran on no row at all since the last step.
@@ -53,23 +54,18 @@ class StepStatistics:
 
     def clear(self) -> None:
         """Discard the statistics captured since the last step."""
-        self._by_site: dict[int, Statistic] = {}
+        self.by_site: dict[int, Statistic] = {}
         self._own_examples: dict[int, int] = {}
         self._void.clear()
         self.terms: Tensor | None = None
         self.scale_is_unknown = False
 
-    @property
-    def by_site(self) -> Mapping[int, Statistic]:
-        """Statistics captured since the last step, by index of the site."""
-        return self._by_site
-
     def take(self, roots: Roots) -> Captured:
         """Return the statistics, with the examples that the roots have counted."""
-        examples = {i: roots.examples_of(i) + self._own_examples.get(i, 0) for i in self._by_site}
-        taken = Captured(self._by_site, examples, frozenset(self.idle), self.terms, roots.examples)
+        examples = {i: roots.examples_of(i) + self._own_examples.get(i, 0) for i in self.by_site}
+        taken = Captured(self.by_site, examples, frozenset(self.idle), self.terms, roots.examples)
         self.idle.clear()
-        for index in self._by_site:
+        for index in self.by_site:
             self.refused.pop(index, None)
         return taken
 
@@ -78,11 +74,11 @@ class StepStatistics:
         """Leave a layer out of this step's statistics, because they would be wrong."""
         self.refused[index] = reason
         self._void.add(index)
-        self._by_site.pop(index, None)
+        self.by_site.pop(index, None)
 
     def leave_out(self, reason: str | None = None) -> None:
         """Leave out the statistics of this step, with a warning if there is a reason for one. Its examples count."""
-        self._by_site.clear()
+        self.by_site.clear()
         self._void.update(range(len(self.sites)))
         self.refused = {i: why for i, why in self.refused.items() if why != UNKNOWN}
         if reason is None:
@@ -99,7 +95,7 @@ class StepStatistics:
 
     def follow_scale(self, changes: bool) -> None:
         """Leave out statistics that were captured with an unknown scale. ``changes``: whether the new one differs."""
-        if self.scale_is_unknown or (changes and (self._by_site or self._void)):
+        if self.scale_is_unknown or (changes and (self.by_site or self._void)):
             self.leave_out()  # no statistics are better than wrong ones
 
     # ------------------------------------------------------------------ what is added
@@ -143,6 +139,6 @@ class StepStatistics:
             self.refuse(index, str(error))
 
     def _statistic(self, index: int) -> Statistic:
-        if index not in self._by_site:
-            self._by_site[index] = self.sites[index].new_statistic()
-        return self._by_site[index]
+        if index not in self.by_site:
+            self.by_site[index] = self.sites[index].new_statistic()
+        return self.by_site[index]

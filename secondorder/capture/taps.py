@@ -93,9 +93,7 @@ class EagerTap:
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Record the gradient at the layer output."""
         g = gradients[0]
-        if g is None:
-            return
-        if not self.capture.wants(self.fired):
+        if g is None or not self.capture.wants(self.fired):
             return
         seen = self.seen
         if seen is None:

@@ -154,7 +154,8 @@ class ExampleRows:
         gradients = not self.as_pairs and kernel.prefers_whole(positions, adapter.n_a, adapter.d_out)
         if not gradients:
             return self._pairs(calls, examples)
-        parts = [kernel.whole(self._pairs(some, count)) for some, count in self._chunks(calls, examples)]
+        chunks = in_chunks(calls, examples, self._dtype.itemsize)
+        parts = [kernel.whole(self._pairs(some, count)) for some, count in chunks]
         return parts[0] if len(parts) == 1 else kernel.concatenate(parts)
 
     def _pairs(self, calls: list[Call], examples: int) -> Rows:
@@ -179,19 +180,20 @@ class ExampleRows:
         found = rows if call.keep is None else call.keep.sum() * (rows / call.keep.numel())
         return found if call.part < 0 else call.whole(outputs.new_ones(()) * found)
 
-    def _chunks(self, calls: list[Call], examples: int) -> Iterator[tuple[list[Call], int]]:
-        """Parts of the batch whose patches are small; other layers have no rows beyond their input."""
-        call = calls[0]
-        adapter, x, g = call.adapter, call.x, call.g
-        alone = len(calls) == 1 and isinstance(adapter, ConvAdapter) and x is not None
-        if not alone or x is None or len(x) != examples or len(g) != examples:
-            yield calls, examples
-            return
-        assert isinstance(adapter, ConvAdapter)
-        room = adapter.row_count(x[:1]) * adapter.groups * adapter.d_in * self._dtype.itemsize
-        size = max(1, CHUNK_BYTES // max(room, 1))
-        for some_x, some_g in zip(x.split(size), g.split(size), strict=True):
-            yield [call._replace(x=some_x, g=some_g)], len(some_x)
+
+def in_chunks(calls: list[Call], examples: int, itemsize: int) -> Iterator[tuple[list[Call], int]]:
+    """Yield parts of the batch whose patches are small; other layers have no rows beyond their input."""
+    call = calls[0]
+    adapter, x, g = call.adapter, call.x, call.g
+    is_large = len(calls) == 1 and isinstance(adapter, ConvAdapter)
+    if not is_large or x is None or len(x) != examples or len(g) != examples:
+        yield calls, examples
+        return
+    assert isinstance(adapter, ConvAdapter)
+    room = adapter.row_count(x[:1]) * adapter.groups * adapter.d_in * itemsize
+    size = max(1, CHUNK_BYTES // max(room, 1))
+    for some_x, some_g in zip(x.split(size), g.split(size), strict=True):
+        yield [call._replace(x=some_x, g=some_g)], len(some_x)
 
 
 def _copied(parts: list[Tensor]) -> Tensor:

@@ -102,7 +102,7 @@ class KroneckerSums:
 
     def _add_expanded(self, call: Call, examples: int) -> None:
         adapter, weight = call.own, 1.0
-        if adapter.is_exact or (call.unclear and call.keep is not None):
+        if call.unclear and call.keep is not None:
             call.require_examples()
         x, g, chosen = call.x, call.gradient(self.a.dtype), None
         if self._sampler is not None and call.keep is None and x is not None and not adapter.constant_input:

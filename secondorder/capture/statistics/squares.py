@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from secondorder.capture.layers.adapter import Adapter
-from secondorder.capture.layers.conv import ConvAdapter
 from secondorder.capture.layers.embedding import EmbeddingAdapter
 from secondorder.capture.statistics.call import Call
+from secondorder.capture.statistics.examples import in_chunks
 from secondorder.capture.statistics.kronecker import KroneckerSums
 from secondorder.linalg import eigenbasis
 from secondorder.linalg.dense import full_precision
@@ -97,7 +95,7 @@ class ScaleSums:
         if isinstance(adapter, EmbeddingAdapter):
             out.add_(self._embedded(adapter, calls, examples, bases[1]), alpha=weight)
             return
-        for some, count in self._chunks(calls, examples):
+        for some, count in in_chunks(calls, examples, self.total.element_size()):
             a, g = self._rows_of(some, count, part)
             if self._tokens is not None:
                 g = g.flatten(-3, -2)[..., None, :]
@@ -118,20 +116,6 @@ class ScaleSums:
         assert self._generator is not None
         x, g, examples, weight = call.own.pick_examples(call.x, call.g, self._kept, examples, self._generator)
         return [call._replace(x=x, g=g)], examples, weight
-
-    def _chunks(self, calls: list[Call], examples: int) -> Iterator[tuple[list[Call], int]]:
-        """Parts of the batch whose patches are small; other layers have no rows beyond their input."""
-        call = calls[0]
-        adapter = call.adapter
-        alone = len(calls) == 1 and isinstance(adapter, ConvAdapter) and call.x is not None
-        if not alone or call.x is None or call.x.shape[0] != examples or call.g.shape[0] != examples:
-            yield calls, examples
-            return
-        assert isinstance(adapter, ConvAdapter)
-        room = adapter.row_count(call.x[:1]) * adapter.groups * adapter.d_in * self.total.element_size()
-        size = max(1, eigenbasis.CHUNK_BYTES // max(room, 1))
-        for x, g in zip(call.x.split(size), call.g.split(size), strict=True):
-            yield [call._replace(x=x, g=g)], len(x)
 
     def _rows_of(self, calls: list[Call], examples: int, part: int) -> tuple[Tensor | None, Tensor]:
         """Rows a and g of some calls by example, of all their positions."""
