@@ -12,6 +12,8 @@ No other module inspects frames, since they depend on third-party code. If nothi
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,12 +52,7 @@ def calling_scaler() -> torch.amp.GradScaler | None:
 
 def is_saved_in_parts() -> bool:
     """Whether the caller is a distributed checkpoint of torch, in which every rank writes its part."""
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _CHECKPOINTS and "info" in frame.f_locals:
-            return getattr(frame.f_locals["info"], "full_state_dict", True) is False
-        frame = frame.f_back
-    return False
+    return getattr(_locals_of_torch("info").get("info"), "full_state_dict", True) is False
 
 
 def filled_in_by_torch() -> set[int]:
@@ -64,11 +61,16 @@ def filled_in_by_torch() -> set[int]:
     With ``full_state_dict=True``, it fills in missing entries of a file from the state of the optimizer and drops the
     mark of a partial state, so the file of a single rank would look complete.
     """
-    frame = sys._getframe(1).f_back
+    own = _locals_of_torch("flatten_local_osd").get("local_state_dict", {}).get("state", {})
+    tensors = [v for state in own.values() for v in state.values() if isinstance(v, Tensor)]
+    return {id(v) for v in tensors if not is_cut(v)}  # it copies the file into sharded tensors
+
+
+def _locals_of_torch(name: str) -> Mapping[str, Any]:
+    """Return the local variables of the innermost function of checkpoints that has one of this name, or nothing."""
+    frame = sys._getframe(2).f_back
     while frame is not None:
-        if frame.f_globals.get("__name__") == _CHECKPOINTS and "flatten_local_osd" in frame.f_locals:
-            own = frame.f_locals.get("local_state_dict", {}).get("state", {})
-            tensors = [v for state in own.values() for v in state.values() if isinstance(v, Tensor)]
-            return {id(v) for v in tensors if not is_cut(v)}  # it copies the file into sharded tensors
+        if frame.f_globals.get("__name__") == _CHECKPOINTS and name in frame.f_locals:
+            return frame.f_locals
         frame = frame.f_back
-    return set()
+    return {}

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from secondorder.comm.layout import NOTHING, Layout, Route, Spans, local, route
+from secondorder.comm.layout import NOTHING, Layout, Route, Spans, route
 from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.window.shards import Bounds, Cutting
-from secondorder.linalg.dense import precision_of
+from secondorder.parallel.shards import zeros_like_shard
 
 if TYPE_CHECKING:
     from secondorder.curvature.window.unit import Unit
@@ -70,11 +70,7 @@ class WindowCuts:
         for index, (unit, given) in enumerate(zip(self.units, wanted, strict=True)):
             for i, p in enumerate(unit.params):
                 x = None if given is None else given[i]
-                sent.append(
-                    self.layouts[p].flat(
-                        (torch.zeros_like(local(p), dtype=precision_of(p)) if x is None else x).to(p.dtype)
-                    )
-                )
+                sent.append(self.layouts[p].flat((zeros_like_shard(p) if x is None else x).to(p.dtype)))
                 ways.append(self._way_of_rows(index, i, False))
                 members.append((unit, i))
         arrived = self._moved(sent, ways, "gradients", exact=True)

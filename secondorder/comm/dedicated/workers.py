@@ -18,7 +18,7 @@ from secondorder.comm.agreement import require_equal
 from secondorder.comm.collectives import Collectives
 from secondorder.comm.dedicated.arguments import Arguments, Entry
 from secondorder.comm.dedicated.board import ABORTED, Board
-from secondorder.comm.dedicated.links import Links, Worker, finish, new_group
+from secondorder.comm.dedicated.links import Links, Worker, contents, finish, new_group
 from secondorder.comm.dedicated.ranks import Agenda, GradientRank, Rank
 from secondorder.comm.dedicated.roles import Roles, resolve
 from secondorder.comm.dedicated.service import FactorRank, InverseRank
@@ -430,7 +430,7 @@ class DedicatedWorkers(CommStrategy):
         links = self._links
         if links is None or links.group_of_role is None:
             return Pending()
-        tensors, flags = [t for p in parcels for t in p.tensors], [flag for p in parcels for flag in p.symmetric]
+        tensors, flags = contents(parcels)
         with self._watched("adding up statistics"):
             self.collectives.all_reduce(
                 tensors, group=links.group_of_role, stage="statistics", symmetric=flags, exact=True
@@ -441,7 +441,7 @@ class DedicatedWorkers(CommStrategy):
         """Copy the results of the first gradient rank to the others, which happens only in the warm-up."""
         if self._links is None or not isinstance(self._part, GradientRank):
             return
-        tensors, flags = [t for p in parcels for t in p.tensors], [flag for p in parcels for flag in p.symmetric]
+        tensors, flags = contents(parcels)
         with self._watched("sharing curvature"):
             finish(self._links.copy("gradients", self.roles.chief, tensors, flags, stage="curvature"))
         self._part.note([p.index for p in parcels])

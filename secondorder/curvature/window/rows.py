@@ -195,9 +195,7 @@ class DenseRows(Rows):
     def state(self, i: int) -> dict[str, Tensor]:
         start = sum(math.prod(shape) for shape in self.shapes[:i])
         stop = start + math.prod(self.shapes[i])
-        found = {"window": self.flat[:, start:stop].unflatten(1, self.shapes[i] or (1,))}
-        if not self.shapes[i]:
-            found["window"] = self.flat[:, start]
+        found = {"window": self.flat[:, start:stop].view(self.m, *self.shapes[i])}
         if self.error is not None:
             found["error"] = self.error[start:stop].view(self.shapes[i])
         return found

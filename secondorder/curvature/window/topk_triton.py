@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from secondorder.curvature.window.rows import split
 from secondorder.curvature.window.topk import Panel, TopKRows
 
 #: Number of blocks whose sums one program adds up, and of entries that it holds at a time.
@@ -72,17 +73,13 @@ class TritonTopKRows(TopKRows):
     @cached_property
     def _starts(self) -> list[Tensor]:
         """By panel, the first entry of each of its blocks among the entries of all tensors."""
-        first = [0, *accumulate(self._sizes)]
+        first = [0, *accumulate(map(torch.Size.numel, self.shapes))]
         return [
             torch.cat([torch.arange(n) * panel.length + first[i] + start for i, start, _, n in panel.members]).to(
                 self.device
             )
             for panel in self.panels
         ]
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [shape.numel() for shape in self.shapes]
 
     def _add_dots(self, total: Tensor, panel: Panel, x: Tensor) -> None:
         n, t, k = len(panel.idx), len(total), panel.k
@@ -98,11 +95,11 @@ class TritonTopKRows(TopKRows):
     def combine(self, a: Tensor) -> list[Tensor]:
         """Return ``Σ a_i row_i`` of the first ``len(a)`` rows, as tensors of the shapes of this window."""
         a = a.to(self.working)
-        flat = torch.zeros(sum(self._sizes), dtype=self.working, device=self.device)
+        flat = torch.zeros(sum(map(torch.Size.numel, self.shapes)), dtype=self.working, device=self.device)
         for panel, starts in zip(self.panels, self._starts, strict=True):
             wide = min(triton.next_power_of_2(panel.k), _ENTRIES)
             _launch(_combine, (len(panel.idx),), panel.idx, panel.val, a, flat, starts, self.m, panel.k, len(a), K=wide)
-        return [part.view(shape) for part, shape in zip(flat.split(self._sizes), self.shapes, strict=True)]
+        return split(flat, self.shapes)
 
 
 def require_device(device: torch.device) -> None:
