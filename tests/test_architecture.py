@@ -206,9 +206,9 @@ def sizes_of_the_rest() -> list[int]:
 NUMBERS: dict[str, tuple[int, int, Callable[[], int]]] = {
     "methods: bodies in chains of 2 or more": (0, 8, lambda: in_chains(method_roots(), 2)),
     "methods: bodies in chains of 3 or more": (0, 0, lambda: in_chains(method_roots(), 3)),
-    "others: bodies in chains of 2 or more": (198, 80, lambda: in_chains(others(), 2)),
+    "others: bodies in chains of 2 or more": (197, 80, lambda: in_chains(others(), 2)),
     "others: bodies in chains of 3 or more": (9, 0, lambda: in_chains(others(), 3)),
-    "others: most names on one object": (72, 75, lambda: max(len(names_on(key)) for key in others())),
+    "others: most names on one object": (71, 75, lambda: max(len(names_on(key)) for key in others())),
     "SecondOrderOptimizer: its own methods": (50, 38, lambda: len(methods_of(BASE))),
     "largest other class: its own methods": (29, 25, lambda: max(sizes_of_the_rest())),
     "classes with many methods": (3, 0, lambda: sum(size > MANY_METHODS for size in sizes_of_the_rest())),
@@ -223,7 +223,7 @@ NUMBERS: dict[str, tuple[int, int, Callable[[], int]]] = {
     "long modules": (8, 0, lambda: sum(lines > LONG_MODULE for lines in lengths().values())),
     "long functions": (9, 0, long_functions),
     "rows of the layering table": (17, 17, lambda: len(MAY_IMPORT)),
-    "lines": (39339, 28500, lambda: sum(lengths().values())),
+    "lines": (39327, 28500, lambda: sum(lengths().values())),
 }  # fmt: skip
 
 

@@ -81,10 +81,12 @@ class Count(NamedTuple):
     Attributes:
         n: The number, or None if it cannot be determined.
         doubt: The evidence against it as text; an empty string if there is none.
+        is_second: Whether the second dimension of the first input counts the examples.
     """
 
     n: int | None
     doubt: str = ""
+    is_second: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def _sequences_first(shapes: _Shapes) -> Count | None:
     known = {(use.shape[use.axes[1]], use.shape[use.axes[0]]) for use in shapes.uses if use.axes is not None}
     if shapes.dim or first not in known or {count for _, count in known} != {first[1]} or min(first) < 2:
         return None
-    return None if any(len(s) == 2 and s[0] == first[0] for s in shapes.heads) else Count(first[1])
+    return None if any(len(s) == 2 and s[0] == first[0] for s in shapes.heads) else Count(first[1], is_second=True)
 
 
 def _list_of_inputs(shapes: _Shapes) -> Count | None:

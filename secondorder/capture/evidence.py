@@ -83,12 +83,14 @@ class _Judged(NamedTuple):
         doubt: The evidence against this number.
         given: The input that has this number.
         layouts: The layout of the examples in the layers.
+        dim: The dimension of this input that counts examples.
     """
 
     examples: int | None
     doubt: str
     given: Input
     layouts: _Layouts
+    dim: int
 
 
 class Evidence:
@@ -157,6 +159,11 @@ class Evidence:
         """The evidence against this number as text; an empty string if there is none."""
         return self.judge().doubt
 
+    @property
+    def dim(self) -> int:
+        """The dimension of the first input that counts examples."""
+        return self.judge().dim
+
     def judge(self) -> _Judged:
         if self._judged is None:
             uses, dim = list(self._uses.values()), self._batch_dim
@@ -167,10 +174,11 @@ class Evidence:
                 count = count._replace(doubt=several_batches(uses, count.n))
             seen = self._inputs or [Input(use.shape, use.one_hot) for use in uses]
             fitting = [x for x in seen if len(x.shape) > dim and x.shape[dim] == count.n]
-            given = next(iter(fitting or seen), Input((), False))
+            given = seen[0] if count.is_second else next(iter(fitting or seen), Input((), False))
             layouts = _Layouts.of(uses, given, count.n)
             examples = 1 if count.n is not None and layouts.is_one_example else count.n
-            self._judged = _Judged(examples, count.doubt if examples == count.n else "", given, layouts)
+            doubt = count.doubt if examples == count.n else ""
+            self._judged = _Judged(examples, doubt, given, layouts, 1 if count.is_second else dim)
         return self._judged
 
     @property
@@ -190,7 +198,7 @@ class Evidence:
             as there are examples; or None where nothing tells.
         """
         n, lead = self.examples, g.shape[: g.dim() - adapter.feature_axes]
-        decided = n is None or n < 2 or self._batch_dim == 1 or adapter.channels_first
+        decided = n is None or n < 2 or self.dim == 1 or adapter.channels_first
         if decided or adapter.sequence_axes(g) is not None or len(lead) < 2 or lead[1] != n:
             return "first"
         if lead[0] == n:  # as many positions as examples
@@ -206,7 +214,7 @@ class Evidence:
 
     def lay_out(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> tuple[Tensor | None, Tensor]:
         """Input and output gradient with examples first, if the model has them second or has rows of them first."""
-        if self._batch_dim != 1:
+        if self.dim != 1:
             if self._place(x, g, adapter) != "rows":
                 return x, g
             return x if x is None else x.flatten(0, 1), g.flatten(0, 1)
@@ -238,7 +246,7 @@ class Evidence:
         """Whether a table is looked up once for the whole batch, with one row per position instead of per example."""
         if not adapter.one_hot or x is None or len(self._shape) < 2 or not self.examples:
             return False
-        positions = self._shape[1 - self._batch_dim]
+        positions = self._shape[1 - self.dim]
         if x.shape == (positions, positions) and positions != self.examples:
             return True  # of pairs of positions
         if x.dim() != 1:

@@ -115,7 +115,7 @@ def put_tap(capture: Capture, hook: LayerHook, x: Tensor, output: Tensor) -> Non
     # Use the node that computed the values, not the tensor: an in-place activation after a view (a Linear on 3-D
     # input returns one) makes the gradient bypass the hooks of the view.
     source = output._base if output._is_view() else output
-    whole = source is not None and source.grad_fn is not None and source.numel() == output.numel()
+    whole = source is not None and source.grad_fn is not None and source.output_nr == 0 and _is_reshaped(output, source)
     if capture.observes:
         if current is not None and not in_backward():
             current.edges.append((get_gradient_edge(source if source is not None and whole else output), seen))
@@ -125,6 +125,12 @@ def put_tap(capture: Capture, hook: LayerHook, x: Tensor, output: Tensor) -> Non
         source.grad_fn.register_prehook(tap)
     else:
         output.register_hook(lambda g: tap((g,)))
+
+
+def _is_reshaped(view: Tensor, base: Tensor) -> bool:
+    """Whether a view has all entries of its base in the same order."""
+    axes, others = ([(n, s) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1] for x in (view, base))
+    return axes == others or (view.numel() == base.numel() and view.is_contiguous() and base.is_contiguous())
 
 
 def _seen(hook: LayerHook, x: Tensor, shape: torch.Size, call: int = 0) -> Seen:
@@ -152,7 +158,7 @@ def leave_pass(switch: Switch, output: Any) -> None:
     outputs = list(tensors_in(output))
     current.leave(outputs)
     for tensor in outputs:
-        if tensor.requires_grad:
+        if tensor.grad_fn is not None:  # a parameter would keep the hook
             tensor.register_hook(_entrance(weakref.ref(capture), current))
 
 

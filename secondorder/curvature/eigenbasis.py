@@ -124,6 +124,7 @@ class EigenbasisBlock(FactoredBlock):
     def measure(self, statistic: Statistic, examples: int) -> Measured:
         """The factors and the scale of this rank's batch, scaled per datum."""
         sums, parts = cast(EigenSums, statistic), dict[str, Estimate]()
+        sums.examples = examples
         if sums.factors is not None:
             parts |= self.measured_factors(sums.factors, examples)
         if sums.scales is not None:
@@ -132,7 +133,7 @@ class EigenbasisBlock(FactoredBlock):
 
     def measure_calls(self, sums: EigenSums) -> Measured:
         """The scale of stored calls in the current bases, with the errors of :meth:`new_scales`."""
-        scales, examples = self.new_scales(sums.calls), sum(count for _, count in sums.calls)
+        scales, examples = self.new_scales(sums.calls), sums.examples
         return Measured({"scale": self._measured_scale(scales, examples)}, examples, sums)
 
     def _measured_scale(self, sums: ScaleSums, examples: int) -> Estimate:

@@ -54,7 +54,7 @@ class LayerCapture:
         rows_per_example: int | None = None,
     ) -> None:
         self._setting, self._plan, self._schedule = setting, plan, schedule
-        self._fisher = ModelFisher(setting.fisher, setting.runtime, setting.layers.batch.dim, rows_per_example)
+        self._fisher = ModelFisher(setting.fisher, setting.runtime, rows_per_example)
         #: Intervals that determined which statistics the next step uses.
         self._armed_for: list[tuple[Any, ...]] = []
         self.is_closed = False
@@ -178,7 +178,7 @@ class LayerCapture:
         if self._capture is None:
             yield
             return
-        with self._capture.gate.masked(None if keep is None else keep.bool()):
+        with self._capture.gate.masked(None if keep is None else keep.bool().clone()):
             yield
 
     def observe(self, outputs: Any, likelihood: Any, targets: Any = None) -> None:

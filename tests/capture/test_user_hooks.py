@@ -237,3 +237,22 @@ def test_a_closed_optimizer_leaves_the_user_s_hooks_in_their_order():
     model(data("rows")[0])
     opt.close()
     assert list(model[0]._forward_hooks.values()) == hooks
+
+
+@pytest.mark.filterwarnings("ignore:.*follow the fallback")
+def test_a_parameter_that_the_model_returns_keeps_no_hook():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x) * self.scale, self.scale
+
+    model = seeded_build(Scaled)
+    opt = plain_kfac(model)
+    for _ in range(3):
+        opt.zero_grad()
+        sum(output.square().mean() for output in model(noise(8, 4))).backward()
+        opt.step()
+    assert not model.scale._backward_hooks

@@ -310,3 +310,29 @@ def test_a_mask_of_a_wrong_kind_or_shape_is_refused():
     for shape in ((N,), (N, S, 1), ()):
         with pytest.raises(ValueError, match="keep|mask"), opt.mask(torch.ones(shape, dtype=torch.bool)):
             pass
+
+
+def test_a_buffer_of_the_mask_may_be_used_again():
+    """A layer whose second result is unused keeps its statistics waiting until the step."""
+
+    class Logged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.logged = self.norm(2 * x)
+            return self.norm(x)
+
+    found = []
+    for reuses in (True, False):
+        model = seeded_build(Logged)
+        opt, buffer = plain_kfac(model), torch.empty(5, 6, dtype=torch.bool)
+        for seed in range(2):
+            keep = noise(5, 6, seed=seed) > 0
+            with opt.mask(buffer.copy_(keep) if reuses else keep):
+                y = model(noise(5, 6, 4, seed=seed))
+            (y * noise(5, 6, 4, seed=seed + 2)).sum((1, 2)).mean().backward()
+        opt.step()
+        found.append(opt.dense_curvature("norm"))
+    assert_close(*found)

@@ -253,3 +253,68 @@ def test_conv1d_is_found_once_it_is_imported_and_not_by_its_name(monkeypatch):
     assert follows_fallback(plain_kfac(model), "0.weight", "Conv1D")
     library.Conv1D = Conv1D
     assert hugging_face_conv1d() is Conv1D
+
+
+class ChannelsFirst(nn.Module):
+    """A layer that returns its outputs ``[N, d, S]`` as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight).transpose(1, 2)
+
+
+class SecondOutput(torch.autograd.Function):
+    """Returns a sum, and the outputs of a linear layer."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.square().sum(), x @ weight.T
+
+    @staticmethod
+    def backward(ctx, _, g):
+        x, weight = ctx.saved_tensors
+        return g @ weight, g.flatten(0, 1).T @ x.flatten(0, 1)
+
+
+class Fused(ChannelsFirst):
+    """A layer that computes its outputs together with others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SecondOutput.apply(x, self.weight)[1].transpose(1, 2)
+
+
+class ChannelsFirstAdapter(secondorder.Adapter):
+    def __init__(self, module: nn.Module, has_weight: bool, has_bias: bool) -> None:
+        super().__init__(module, has_weight, has_bias)
+        self.d_out, self.d_in = module.weight.shape
+
+    def is_unbatched(self, x):
+        return False
+
+    def input_rows(self, x):
+        yield x.flatten(0, -2)
+
+    def output_rows(self, g, x, examples):
+        return g.transpose(1, 2).flatten(0, 1)
+
+    def example_inputs(self, x, examples):
+        return x
+
+    def example_outputs(self, g, x, examples):
+        return g.transpose(1, 2)
+
+
+@pytest.mark.parametrize("kind", [ChannelsFirst, Fused])
+def test_outputs_may_be_views_in_another_order(kind):
+    secondorder.register_layer(kind, ChannelsFirstAdapter)
+    model = seeded_build(kind)
+    opt, x, c = plain_kfac(model), noise(5, 6, 4), noise(5, 3, 6, seed=1)
+    (model(x) * c).sum((1, 2)).mean().backward()
+    opt.step()
+    B = torch.einsum("nos,nps->op", c, c) / 5
+    A = torch.einsum("nsi,nsj->ij", x, x) / 30
+    assert_close(opt.dense_curvature(""), torch.kron(B, A))

@@ -27,12 +27,11 @@ class ModelFisher:
     Args:
         options: The Fisher estimate.
         runtime: The values that all parts of the optimizer share.
-        batch_dim: Dimension of the model's input that counts examples.
         most_rows: The largest number of rows of each example that the method can use, or None for no limit.
     """
 
-    def __init__(self, options: FisherOptions, runtime: Runtime, batch_dim: int, most_rows: int | None = None) -> None:
-        self.options, self._runtime, self._batch_dim, self._most_rows = options, runtime, batch_dim, most_rows
+    def __init__(self, options: FisherOptions, runtime: Runtime, most_rows: int | None = None) -> None:
+        self.options, self._runtime, self._most_rows = options, runtime, most_rows
         #: Number of calls of :meth:`observe` since the last step.
         self._observations = 0
 
@@ -61,8 +60,9 @@ class ModelFisher:
             RuntimeError: If the outputs do not come from a captured forward pass, or their graph was freed.
         """
         waiting = capture.forwards.waiting()  # in a model in parts, the last part returned the outputs
-        batches = [current.evidence.examples or 0 for current in waiting if current.root == waiting[-1].root]
-        laid = [Head.of(*head, batches, self._batch_dim) for head in zip(heads, kinds, targets, strict=True)]
+        own = [current.evidence for current in waiting if current.root == waiting[-1].root]
+        batches, dim = [evidence.examples or 0 for evidence in own], max((evidence.dim for evidence in own), default=0)
+        laid = [Head.of(*head, batches, dim) for head in zip(heads, kinds, targets, strict=True)]
         # The mean over loss terms is taken when all micro-batches are complete. Heads are weighted by their numbers of
         # terms.
         terms = [head.terms for head in laid]

@@ -165,6 +165,7 @@ class EigenSums:
         self.factors: KroneckerSums | None = factors
         self.scales: ScaleSums | None = scales
         self.calls: list[tuple[list[Call], int]] = []
+        self.examples = 0
         self._by_example, self._keep_calls = by_example, keep_calls
 
     @property
