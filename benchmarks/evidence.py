@@ -24,7 +24,7 @@ from benchmarks.compare.runs import curve, find
 from benchmarks.compare.wording import notes
 from benchmarks.peers import PeerMissingError
 from benchmarks.peers.checkouts import set_paths
-from benchmarks.recipes import Settings
+from benchmarks.recipes.types import Settings
 from benchmarks.runner import FAILURES, WINDOW, MakeScheduler, Trainer, memory_usage, optimizer_bytes
 from benchmarks.store import Cells, Figures, Identity
 from benchmarks.workloads import DataMissingError, Size, Workload

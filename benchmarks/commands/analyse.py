@@ -21,9 +21,9 @@ from benchmarks.commands.options import Common, check_ranges
 from benchmarks.events import ALL, TRAIN, TRAIN_COLUMNS, Event
 from benchmarks.live import Board
 from benchmarks.plot_analysis import plot_analysis
-from benchmarks.recipes import METHODS, Schedule, Settings
+from benchmarks.recipes import METHODS
 from benchmarks.recipes.building import parse_settings
-from benchmarks.recipes.types import make_schedule
+from benchmarks.recipes.types import Schedule, Settings, make_schedule
 from benchmarks.report import value
 from benchmarks.runner import Trainer
 from benchmarks.workloads import Size, Workload, WorkloadName, make_workload

@@ -14,7 +14,8 @@ from benchmarks import report
 from benchmarks.commands.options import Common
 from benchmarks.compare.figures import draw_histories
 from benchmarks.live import Board
-from benchmarks.recipes import METHODS, VARIANTS, MethodName
+from benchmarks.recipes import METHODS, VARIANTS
+from benchmarks.recipes.types import MethodName
 from benchmarks.report import value
 from benchmarks.runner import WINDOW, Trainer, optimizer_bytes, race
 from benchmarks.workloads import Workload, WorkloadName, make_workload

@@ -33,8 +33,8 @@ from benchmarks.evidence import (
     why_lost,
 )  # fmt: skip
 from benchmarks.plot import OPTIMIZERS, Panel, Row, look, plot_rows
-from benchmarks.recipes import COSINE, Settings, window_keywords
-from benchmarks.recipes.types import make_schedule
+from benchmarks.recipes.building import settings_of, window_keywords
+from benchmarks.recipes.types import COSINE, Settings, make_schedule
 from benchmarks.report import value
 from benchmarks.runner import WINDOW
 from benchmarks.workloads import Workload, WorkloadName, make_workload
@@ -42,14 +42,7 @@ from secondorder import TopK
 
 Choice = Literal["tuned", "published"]
 
-PUBLISHED: Settings = {
-    "lr": 1e-3,
-    "momentum": 0.0,
-    "damping": 1e-4,
-    "weight_decay": 1e-4,
-    "window_size": 1024,
-    "scale": "window",
-}
+PUBLISHED = settings_of("lr=1e-3 momentum=0.0 damping=1e-4 weight_decay=1e-4 window_size=1024 scale=window")
 """Settings for ResNet-20 on CIFAR-10 with density 0.01, batch size 128 and 164 epochs."""
 SOURCE = "README and scripts of github.com/IST-DASLab/EFCP, ResNet-20 on CIFAR-10, where a run has 164 epochs"
 

@@ -20,9 +20,8 @@ from benchmarks.compare.plan import Job
 from benchmarks.compare.runs import Setting, find, measure_reference, recipe_on, train
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt, why_lost
 from benchmarks.plot import Row, look, save, styled
-from benchmarks.recipes import Schedule
 from benchmarks.recipes.building import parse_settings, split_settings
-from benchmarks.recipes.types import RATES
+from benchmarks.recipes.types import RATES, Schedule
 from benchmarks.report import Column, value
 from benchmarks.workloads import Workload, WorkloadName
 

@@ -15,8 +15,8 @@ from benchmarks import report
 from benchmarks.compare.runs import find, recipe_on
 from benchmarks.evidence import Evidence, Figures, notes_text, progress, trainer_of
 from benchmarks.peers import PEERS, PeerMissingError
-from benchmarks.recipes import METHODS as OURS
-from benchmarks.recipes import VARIANTS, MethodName, Recipe
+from benchmarks.recipes import METHODS, VARIANTS
+from benchmarks.recipes.types import MethodName, Recipe
 from benchmarks.report import value
 from benchmarks.runner import memory_usage
 from benchmarks.workloads import Workload, WorkloadName, make_workload
@@ -29,7 +29,7 @@ COUNTERS = "buffers"
 UNPLANNED = 256
 """Bytes of counters of a whole method, such as those of HyLo's policy, that plans do not count."""
 _MOMENTUM = ("momentum", "fallback")
-_OWN: tuple[MethodName, ...] = tuple(name for name in OURS if name not in VARIANTS)
+_OWN: tuple[MethodName, ...] = tuple(name for name in METHODS if name not in VARIANTS)
 
 
 @dataclass

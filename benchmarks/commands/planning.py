@@ -10,9 +10,9 @@ from benchmarks import report
 from benchmarks.commands.options import Common
 from benchmarks.peers import PEERS, set_paths
 from benchmarks.precision import Amp, DeviceName
-from benchmarks.recipes import METHODS, Method, MethodName, Recipe, Schedule, find_method, printing
+from benchmarks.recipes import METHODS, find_method, printing
 from benchmarks.recipes.building import parse_settings
-from benchmarks.recipes.types import Shape
+from benchmarks.recipes.types import Method, MethodName, Recipe, Schedule, Shape
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 from secondorder.methods.names import ALIASES
 

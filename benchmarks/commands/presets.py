@@ -18,8 +18,8 @@ from benchmarks.commands.swap import build
 from benchmarks.compare.runs import find
 from benchmarks.compare.wording import NOTHING, number, seconds
 from benchmarks.evidence import Cells, Evidence, Figures, Identity, Shown
-from benchmarks.recipes import CONSTANT, METHODS, Schedule
-from benchmarks.recipes.types import make_schedule
+from benchmarks.recipes import METHODS
+from benchmarks.recipes.types import CONSTANT, Schedule, make_schedule
 from benchmarks.report import value
 from benchmarks.runner import WINDOW, History, MakeOptimizer, Trainer
 from benchmarks.workloads import Workload, WorkloadName, make_workload

@@ -20,8 +20,9 @@ from benchmarks import report
 from benchmarks.compare.runs import find
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt, lost, run_of, why_lost
 from benchmarks.plot import Row
-from benchmarks.recipes import METHODS, VARIANTS, MethodName, Settings
+from benchmarks.recipes import METHODS, VARIANTS
 from benchmarks.recipes.building import parse_settings
+from benchmarks.recipes.types import MethodName, Settings
 from benchmarks.report import value
 from benchmarks.runner import WINDOW
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload

@@ -26,9 +26,8 @@ from benchmarks.compare.runs import Setting as RunSetting
 from benchmarks.compare.runs import find, measure_reference, recipe_on, train
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt
 from benchmarks.plot import Panel, plot_rows
-from benchmarks.recipes import Recipe, Schedule, Settings
 from benchmarks.recipes.building import split_settings
-from benchmarks.recipes.types import RATES
+from benchmarks.recipes.types import RATES, Recipe, Schedule, Settings
 from benchmarks.search import Axis, search
 from benchmarks.workloads import Workload, WorkloadName
 

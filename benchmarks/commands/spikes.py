@@ -16,7 +16,8 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.commands.options import Common
 from benchmarks.machine import no_collections
-from benchmarks.recipes import METHODS, MethodName, Settings
+from benchmarks.recipes import METHODS
+from benchmarks.recipes.types import MethodName, Settings
 from benchmarks.report import value
 from benchmarks.runner import Trainer
 from benchmarks.workloads import Workload, WorkloadName, make_workload

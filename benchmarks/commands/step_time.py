@@ -20,7 +20,8 @@ from benchmarks.filling import fill_windows
 from benchmarks.machine import Rate, copy_gbytes, gemm_gflops
 from benchmarks.peers import PEERS, set_paths
 from benchmarks.precision import Amp, moved
-from benchmarks.recipes import METHODS, WINDOW_METHODS, MethodName, Settings
+from benchmarks.recipes import METHODS, WINDOW_METHODS
+from benchmarks.recipes.types import MethodName, Settings
 from benchmarks.report import value
 from benchmarks.runner import Trainer, optimizer_bytes
 from benchmarks.timing import (

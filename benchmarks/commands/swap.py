@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 import secondorder
 from benchmarks import report
 from benchmarks.commands.options import Common
-from benchmarks.recipes import Schedule
-from benchmarks.recipes.types import make_schedule
+from benchmarks.recipes.types import Schedule, make_schedule
 from benchmarks.runner import History, Trainer, race
 from benchmarks.workloads import Size, Workload, make_workload
 from benchmarks.workloads.stand_in import found_or_made_up

@@ -20,9 +20,8 @@ from benchmarks.commands.planning import Plan, Planned
 from benchmarks.journal import Journal
 from benchmarks.live import Board
 from benchmarks.ranks import RankFigures, Ranks, joined, own_device
-from benchmarks.recipes import Recipe
 from benchmarks.recipes.building import parse_settings
-from benchmarks.recipes.types import make_schedule
+from benchmarks.recipes.types import Recipe, make_schedule
 from benchmarks.runner import WINDOW, History, Trainer, memory_usage, race
 from benchmarks.workloads.stand_in import found_or_made_up
 from secondorder import SecondOrderOptimizer

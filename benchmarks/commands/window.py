@@ -25,8 +25,8 @@ from benchmarks import report
 from benchmarks.commands.options import Alone
 from benchmarks.filling import dense_rows, fill_windows
 from benchmarks.machine import COPY_BYTES, Rate, copying, gemm_gflops, peak_bytes, timed_in_turns
-from benchmarks.recipes import Settings, window_keywords
-from benchmarks.recipes.building import from_flat
+from benchmarks.recipes.building import from_flat, window_keywords
+from benchmarks.recipes.types import Settings
 from benchmarks.report import value
 from benchmarks.runner import memory_usage
 from benchmarks.workloads import WorkloadName, make_workload

@@ -16,8 +16,8 @@ from benchmarks.checkpoints import Pause
 from benchmarks.compare.plan import Job
 from benchmarks.peers import PEERS, PeerMissingError, evaluating, set_paths, versions
 from benchmarks.peers.checkouts import CHECKOUTS
-from benchmarks.recipes import COSINE, METHODS, Method, Recipe, Schedule
-from benchmarks.recipes.types import make_schedule
+from benchmarks.recipes import METHODS
+from benchmarks.recipes.types import COSINE, Method, Recipe, Schedule, make_schedule
 from benchmarks.runner import FAILURES, WINDOW, History, Trainer, optimizer_bytes
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 

@@ -7,41 +7,20 @@ source, a schedule, and a rule for other numbers of ranks and batch sizes. Furth
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
-from benchmarks.recipes.building import layer_keywords, second_order, window_keywords
+from benchmarks.recipes.building import second_order
 from benchmarks.recipes.published import PUBLISHED
 from benchmarks.recipes.tuned import OURS
-from benchmarks.recipes.types import CONSTANT, COSINE, Method, MethodName, Recipe, Rule, Schedule, Setting, Settings
+from benchmarks.recipes.types import Method, MethodName, Variant
 from secondorder.methods.names import ALIASES
-
-__all__ = [
-    "CONSTANT",
-    "COSINE",
-    "METHODS",
-    "VARIANTS",
-    "WINDOW_METHODS",
-    "AliasName",
-    "Method",
-    "MethodName",
-    "Recipe",
-    "Rule",
-    "Schedule",
-    "Setting",
-    "Settings",
-    "find_method",
-    "layer_keywords",
-    "window_keywords",
-]
 
 AliasName = Literal[
     "eigen", "inverse", "eigen_dp", "inverse_dp", "dp_kfac", "kgmfac", "lrmfac", "r1mfac", "ksggt", "kdggt",
     "kid", "kis", "sngd",
 ]  # fmt: skip
 """Names of :data:`secondorder.methods.names.ALIASES`."""
-VARIANTS: tuple[MethodName, ...] = (
-    "from_adamw", "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive", "ekfac_orthogonal",
-)  # fmt: skip
+VARIANTS: tuple[MethodName, ...] = get_args(Variant)
 """Further recipes of optimizers: the preset for scripts with AdamW, EKFAC with either exponent, damping that adapts to
 the loss, and orthogonalized steps."""
 WINDOW_METHODS: tuple[MethodName, ...] = ("mfac", "sparse_mfac", "ggt")

@@ -129,6 +129,11 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, Setting]:
     return settings
 
 
+def settings_of(text: str) -> dict[str, Setting]:
+    """Return the settings of a text in the form of the command line, such as ``lr=0.1 momentum=0.9``."""
+    return parse_settings(text.split())
+
+
 def split_settings(text: str) -> tuple[str, dict[str, Setting]]:
     """Return the name of an optimizer and the settings after the colon, as in ``adamw:lr=1e-3,beta2=0.99``."""
     name, _, changes = text.partition(":")

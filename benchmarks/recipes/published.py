@@ -13,6 +13,7 @@ momentum is applied elsewhere (the convolutional network of tensorflow/kfac), or
 from collections.abc import Mapping
 from functools import partial
 
+from benchmarks.recipes.building import settings_of
 from benchmarks.recipes.types import MethodName, Recipe, Rule, Schedule, Settings
 
 
@@ -99,35 +100,17 @@ ADAMW: dict[str, Recipe] = {
 _KAISA_NOTE = "it uses λ = {} in a unit that depends on the layer; here, λ is the default, relative to each layer"
 _KAISA_KEYWORDS: Settings = {"factor_decay": 0.95, "kl_clip": 1e-3, "momentum": 0.9, "skip_layers": "BatchNorm2d"}
 # DP-KFAC gives the new batch a weight of 0.95. It computes the factors of each layer from its owner's examples.
-_DP: Settings = {
-    "momentum": 0.9,
-    "damping": 0.03,
-    "damping_mode": "absolute",
-    "factor_decay": 0.05,
-    "factor_update_steps": 1,
-    "inv_update_steps": 1,
-    "kl_clip": 1e-3,
-    "comm": "local_factors",
-    "skip_layers": "BatchNorm2d",
-}
+_DP: Settings = settings_of(
+    "momentum=0.9 damping=0.03 damping_mode=absolute factor_decay=0.05 factor_update_steps=1 inv_update_steps=1 "
+    "kl_clip=1e-3 comm=local_factors skip_layers=BatchNorm2d"
+)
 _DP_CIFAR = "lzhangbv/kfac_pytorch, train_{}.sh and examples/pytorch_cifar10_resnet.py: 0.1 times 4 ranks"
 _AUTOENCODER = _recipe(
-    {
-        "lr": 1.0,
-        "quadratic_model": True,
-        "adaptive_damping": True,
-        "damping": 150.0,
-        "damping_interval": 5,
-        "min_damping": 1e-6,
-        "factor_decay": 0.95,
-        "factor_update_steps": 1,
-        "inv_update_steps": 5,
-        "kl_clip": None,
-        "weight_decay": 1e-5,
-        "weight_decay_in_curvature": True,
-        "fisher": "mc",
-        "likelihood": "bernoulli",
-    },
+    settings_of(
+        "lr=1.0 quadratic_model=true adaptive_damping=true damping=150.0 damping_interval=5 min_damping=1e-6 "
+        "factor_decay=0.95 factor_update_steps=1 inv_update_steps=5 kl_clip=none weight_decay=1e-5 "
+        "weight_decay_in_curvature=true fisher=mc likelihood=bernoulli"
+    ),
     "tensorflow/kfac, kfac/examples/autoencoder_mnist.py, of the authors of arXiv:1503.05671",
     Schedule(),
     (1, 1000, None),
@@ -168,13 +151,7 @@ KFAC: dict[str, Recipe] = {
 }
 
 # ---------------------------------------------------------------------- HyLo
-_HYLO: Settings = {
-    "momentum": 0.9,
-    "rank_fraction": 0.1,
-    "approx": "reduce",
-    "conv_scale": "hylo",
-    "skip_layers": "BatchNorm2d",
-}
+_HYLO: Settings = settings_of("momentum=0.9 rank_fraction=0.1 approx=reduce conv_scale=hylo skip_layers=BatchNorm2d")
 _HYLO_NOTE = (
     "λ falls to {} there; KID for {} epochs and for those from {} to {}, else KIS, is "
     "switch=secondorder.switching.EpochList([(0, {}), ({}, {})], …): here the policy decides"

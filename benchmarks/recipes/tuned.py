@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.recipes.building import adamw, second_order, sgd
+from benchmarks.recipes.building import adamw, second_order, settings_of, sgd
 from benchmarks.recipes.further import FURTHER
 from benchmarks.recipes.shared import DAMPED, DECAYED, HALF, OFTEN, SPECTRAL, WATCHFUL, WHITENING
 from benchmarks.recipes.types import Method, MethodName, Recipe, Rule, Settings
@@ -62,6 +62,7 @@ _NATURAL = _grafted({
 })  # fmt: skip
 # The best exponent depends on the problem. It is 1/2 if the noise of the gradient dominates.
 _EKFAC = {**_NATURAL, **{name: _WHITEN[name] for name in ("resnet20", "chargpt", "multi30k", "unet")}}
+_STEADY: dict[str, Settings] = {name: {"lr": rate, "momentum": 0.9} for name, rate in _SGD.items()}
 # The preset is meant for the rate of AdamW.
 _FROM_ADAMW: dict[str, Settings] = {name: {"lr": rate} for name, rate in _ADAMW.items()}
 _KFAC = _grafted({
@@ -85,18 +86,14 @@ _HYLO = _grafted({
 # With a batch size of eight, all rows can be kept.
 _HYLO["unet"] = {"lr": 0.1, "damping": 0.1, "rank_fraction": 1.0}
 
+_RELATIVE = settings_of(
+    "likelihood=bernoulli adaptive_damping=false damping=0.3 damping_mode=relative factor_decay=0.8"
+)
 _KFAC_ADAPTIVE: dict[str, Settings] = {
     "digits": {**WATCHFUL, "likelihood": "categorical", "damping": 0.01},
     # Damping relative to the curvature needs no adaptation here. Within sixty steps, the curvature changes too much for
     # a running mean over twenty steps.
-    "autoencoder": {
-        **WATCHFUL,
-        "likelihood": "bernoulli",
-        "adaptive_damping": False,
-        "damping": 0.3,
-        "damping_mode": "relative",
-        "factor_decay": 0.8,
-    },
+    "autoencoder": {**WATCHFUL, **_RELATIVE},
 }
 _EKFAC_ADAPTIVE: dict[str, Settings] = {
     "digits": {**WATCHFUL, "likelihood": "categorical", "damping": 0.01},
@@ -104,9 +101,7 @@ _EKFAC_ADAPTIVE: dict[str, Settings] = {
 }
 
 # As published for 164 epochs, with half the rows. Even in a few hundred steps, this is better than Adam as graft.
-_PUBLISHED_WINDOW: Settings = {
-    "lr": 1e-3, "damping": 1e-4, "weight_decay": 1e-4, "window_size": 512, "scale": "window",
-}  # fmt: skip
+_PUBLISHED_WINDOW = settings_of("lr=1e-3 damping=1e-4 weight_decay=1e-4 window_size=512 scale=window")
 _ROWS = {"digits": 32, "autoencoder": 128, "chargpt": 128, "logistic": 100, "multi30k": 32, "unet": 100}
 _SPARSE = _grafted({name: {"window_size": rows} for name, rows in _ROWS.items()}, DAMPED)
 _SPARSE["resnet20"] = _PUBLISHED_WINDOW
@@ -115,46 +110,23 @@ _GGT_ROWS = {"digits": 128, "autoencoder": 100, "resnet20": 100, "chargpt": 100,
 _GGT = _grafted({name: {"window_size": rows} for name, rows in _GGT_ROWS.items()})
 _GGT["logistic"] = {"lr": 1.0, "eps": 1e-5, "window_size": 100}
 
-_NO_MATRICES = "Embedding,LayerNorm,head"
+_NO_MATRICES = "plain_layers=Embedding,LayerNorm,head"
+_BFLOAT16 = "orthogonal_dtype=bfloat16"
+
+
+def _orthogonal(lr: float, plain_lr: float, layers: str, more: str) -> Settings:
+    rates = {"lr": lr, "fallback_lr": plain_lr}
+    return {**rates, **SPECTRAL, **settings_of(layers), "plain_lr": plain_lr, **settings_of(more)}
+
+
 _ORTHOGONAL: dict[str, Settings] = {
     "digits": {"lr": 0.03, "fallback_lr": 0.01, **SPECTRAL, "plain_layers": "7", "plain_lr": 0.01},
-    "resnet20": {
-        "lr": 0.03,
-        "fallback_lr": 0.01,
-        **SPECTRAL,
-        "plain_layers": "BatchNorm2d,Linear",
-        "plain_lr": 0.01,
-        "factor_batch_size": 16,
-    },
-    "chargpt": {
-        "lr": 0.06,
-        "fallback_lr": 0.02,
-        **SPECTRAL,
-        "inv_update_steps": 16,
-        "plain_layers": _NO_MATRICES,
-        "plain_lr": 0.02,
-        "factor_positions": 32,
-    },
-    "multi30k": {
-        "lr": 0.02,
-        "fallback_lr": 0.01,
-        **SPECTRAL,
-        "orthogonal_dtype": "bfloat16",
-        "factor_update_steps": 4,
-        "inv_update_steps": 20,
-        "plain_layers": _NO_MATRICES,
-        "plain_lr": 0.01,
-        "factor_batch_size": 32,
-    },
-    "unet": {
-        "lr": 0.02,
-        "fallback_lr": 0.01,
-        **SPECTRAL,
-        "orthogonal_dtype": "bfloat16",
-        "plain_layers": "BatchNorm2d",
-        "plain_lr": 0.01,
-        "factor_batch_size": 2,
-    },
+    "resnet20": _orthogonal(0.03, 0.01, "plain_layers=BatchNorm2d,Linear", "factor_batch_size=16"),
+    "chargpt": _orthogonal(0.06, 0.02, f"inv_update_steps=16 {_NO_MATRICES}", "factor_positions=32"),
+    "multi30k": _orthogonal(
+        0.02, 0.01, f"{_BFLOAT16} factor_update_steps=4 inv_update_steps=20 {_NO_MATRICES}", "factor_batch_size=32"
+    ),
+    "unet": _orthogonal(0.02, 0.01, f"{_BFLOAT16} plain_layers=BatchNorm2d", "factor_batch_size=2"),
 }
 
 
@@ -165,16 +137,8 @@ def _method(
 
 
 _FIRST: dict[MethodName, Method] = {
-    "sgd": Method(
-        "SGD",
-        sgd,
-        tuned({name: {"lr": lr, "momentum": 0.9} for name, lr in _SGD.items()}, "linear"),
-        order="first",
-        ours=False,
-    ),
-    "adamw": Method(
-        "AdamW", adamw, tuned({name: {"lr": lr} for name, lr in _ADAMW.items()}), order="first", ours=False
-    ),
+    "sgd": Method("SGD", sgd, tuned(_STEADY, "linear"), order="first", ours=False),
+    "adamw": Method("AdamW", adamw, tuned(_FROM_ADAMW), order="first", ours=False),
     "kfac": _method("KFAC", "kfac", _KFAC),
     "ekfac": _method("EKFAC", "ekfac", _EKFAC, searched=_BOTH),
     "hylo": _method("HyLo", "hylo", _HYLO),

@@ -11,22 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 Setting = float | int | bool | str | None
 Settings = Mapping[str, Setting]
-MethodName = Literal[
-    "sgd",
-    "adamw",
-    "kfac",
-    "ekfac",
-    "hylo",
-    "mfac",
-    "sparse_mfac",
-    "ggt",
-    "from_adamw",
-    "ekfac_natural",
-    "ekfac_whiten",
-    "kfac_adaptive",
-    "ekfac_adaptive",
-    "ekfac_orthogonal",
-]
+Variant = Literal["from_adamw", "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive", "ekfac_orthogonal"]
+MethodName = Literal["sgd", "adamw", "kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt", Variant]
 Shape = Literal["constant", "cosine", "linear", "steps", "trapezoid"]
 """Shape of the learning rate after its warm-up. A trapezoid is constant and falls to 0 at the end."""
 _FALL = 0.3

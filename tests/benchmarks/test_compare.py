@@ -14,8 +14,8 @@ from benchmarks.commands import compare
 from benchmarks.commands.compare import Compare, _failed, command_line
 from benchmarks.compare.plan import STEP, Budget, Job, current, leaders, pending, sift, winner
 from benchmarks.compare.runs import Setting, curve, execute, find, key_of, recipe_of, schedule_of
-from benchmarks.recipes import COSINE, METHODS, Recipe, Schedule
-from benchmarks.recipes.types import factor
+from benchmarks.recipes import METHODS
+from benchmarks.recipes.types import COSINE, Recipe, Schedule, factor
 from benchmarks.runner import History, Trainer
 
 

@@ -18,8 +18,8 @@ from benchmarks.cli import main
 from benchmarks.commands.train import Train
 from benchmarks.peers import PEERS
 from benchmarks.ranks import Ranks
-from benchmarks.recipes import COSINE, METHODS, Recipe, Schedule, printing
-from benchmarks.recipes.types import factor, make_schedule
+from benchmarks.recipes import METHODS, printing
+from benchmarks.recipes.types import COSINE, Recipe, Schedule, factor, make_schedule
 from benchmarks.runner import History, Trainer, mean_history
 from benchmarks.workloads import make_workload
 

@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.cli import main
 from benchmarks.commands.window import ANYWHERE, STORAGES, count, kept, shapes_of
 from benchmarks.filling import dense_rows, fill_windows
-from benchmarks.recipes import window_keywords
+from benchmarks.recipes.building import window_keywords
 from secondorder import MFAC, LowRank, SparseMFAC, TopK
 from tests.support.building import built
 from tests.support.grid import each
