@@ -9,7 +9,6 @@ interrupted.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from benchmarks.compare.wording import notes
 from benchmarks.peers import PeerMissingError
 from benchmarks.peers.checkouts import set_paths
 from benchmarks.recipes.types import Settings
-from benchmarks.runner import FAILURES, WINDOW, MakeScheduler, Trainer, memory_usage, optimizer_bytes
+from benchmarks.runner import FAILURES, WINDOW, Trainer, memory_usage, optimizer_bytes, trainer_of
 from benchmarks.store import Cells, Figures, Identity
 from benchmarks.workloads import DataMissingError, Size, Workload
 
@@ -136,14 +135,6 @@ def notes_text(rows: Sequence[Mapping[str, Any]]) -> str:
     return "".join(f" {text}" for text in notes(rows))
 
 
-def trainer_of(
-    name: str, settings: Settings, workload: Workload, seed: int, schedule: MakeScheduler | None = None
-) -> Trainer:
-    method = find(name)
-    make = partial(method.construct, **settings)
-    return Trainer(method.label, workload, make, seed, schedule, method.needs_closure(None, settings))
-
-
 def figures_of(trainer: Trainer, end: str) -> Figures:
     history = trainer.history
     return {
@@ -205,7 +196,7 @@ def train_until(
 def run_of(
     name: str, settings: Settings, workload: Workload, seed: int, steps: int, pause: Pause | None = None
 ) -> Figures:
-    trainer = trainer_of(name, settings, workload, seed)
+    trainer = trainer_of(find(name), workload, settings, seed)
     return figures_of(trainer, train_until(trainer, steps, pause=pause))
 
 

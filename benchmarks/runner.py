@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from benchmarks.peers import evaluating
 from benchmarks.precision import Amp, Precision, answering_cpu, moved
 from benchmarks.ranks import Ranks
+from benchmarks.recipes.types import Method, Settings
 from benchmarks.workloads import Batch, Workload
 from secondorder import SecondOrderOptimizer
 
@@ -225,6 +226,14 @@ class Trainer:
             self.optimizer.observe(outputs, workload.likelihood, targets)  # does nothing for the empirical Fisher
         self.precision.backward(loss)
         return loss, outputs, targets
+
+
+def trainer_of(
+    method: Method, workload: Workload, settings: Settings, seed: int = 0, label: str | None = None, **options: Any
+) -> Trainer:
+    """Return a run of an optimizer. The options are those of :class:`Trainer`."""
+    make, closure = partial(method.construct, **settings), method.needs_closure(None, settings)
+    return Trainer(label or method.label, workload, make, seed, closure=closure, **options)
 
 
 def race(trainers: Sequence[Trainer], steps: int, on_step: Callable[[Trainer], None] = lambda _: None) -> None:

@@ -25,7 +25,7 @@ from benchmarks.recipes import METHODS
 from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import Schedule, Settings, make_schedule
 from benchmarks.report import value
-from benchmarks.runner import Trainer
+from benchmarks.runner import Trainer, trainer_of
 from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
 from secondorder import SecondOrderOptimizer
 from secondorder.diagnostics import Analysis
@@ -101,10 +101,9 @@ class Analyse(Common):
 
     def _trainer(self, workload: Workload, changes: Settings) -> Trainer:
         method = METHODS[self.method]
-        recipe = self.workload if self.recipe else None
-        make, closure = partial(method.build, workload=recipe, changes=changes), method.needs_closure(recipe, changes)
+        settings = method.settings(self.workload if self.recipe else None, changes)
         schedule = partial(make_schedule, Schedule(self.schedule), self.steps)
-        return Trainer(method.label, workload, make, self.seed, schedule, closure)
+        return trainer_of(method, workload, settings, self.seed, make_scheduler=schedule)
 
     def _train(self, trainer: Trainer, epoch_steps: int, rank_only: bool) -> Iterator[None]:
         optimizer = cast("SecondOrderOptimizer", trainer.optimizer)

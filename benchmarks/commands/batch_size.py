@@ -20,10 +20,10 @@ from matplotlib.axes import Axes
 from benchmarks import report
 from benchmarks.commands.demo import TARGETS
 from benchmarks.compare.runs import find, recipe_on
-from benchmarks.evidence import Cells, Evidence, Figures, Shown, figures_of, notes_text, train_until, trainer_of
+from benchmarks.evidence import Cells, Evidence, Figures, Shown, figures_of, notes_text, train_until
 from benchmarks.plot import INK, Panel, Row, look, plot_rows
 from benchmarks.report import value
-from benchmarks.runner import WINDOW
+from benchmarks.runner import WINDOW, trainer_of
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 
 
@@ -129,7 +129,7 @@ class BatchSize(Evidence):
             return bool(found["end"] != "slower" or limit <= found["limit" if "limit" in found else "taken"])
 
         def train() -> Figures:
-            trainer = trainer_of(name, recipe.settings, workload, seed)
+            trainer = trainer_of(find(name), workload, recipe.settings, seed)
             end = train_until(trainer, limit, self.loss, self.seconds, cells.pause(identity))
             end = "slower" if end == "steps" and limit < self.steps else end
             own = {"lr": recipe.settings.get("lr"), "limit": limit, "note": recipe.note}

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,10 +13,10 @@ from benchmarks import report
 from benchmarks.commands.options import Common
 from benchmarks.compare.figures import draw_histories
 from benchmarks.live import Board
-from benchmarks.recipes import METHODS, VARIANTS
+from benchmarks.recipes import METHODS, OWN
 from benchmarks.recipes.types import MethodName
 from benchmarks.report import value
-from benchmarks.runner import WINDOW, Trainer, optimizer_bytes, race
+from benchmarks.runner import WINDOW, Trainer, optimizer_bytes, race, trainer_of
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 
 TARGETS: dict[WorkloadName, float] = {
@@ -31,8 +30,6 @@ TARGETS: dict[WorkloadName, float] = {
 }
 """Training loss to reach. The table shows the steps and seconds that each optimizer needs."""
 
-_OWN = tuple(name for name, method in METHODS.items() if name not in VARIANTS and method.order == "second")
-
 
 @dataclass
 class Demo(Common):
@@ -44,7 +41,7 @@ class Demo(Common):
     """Number of optimizer steps. Default: that of the workload."""
     target: float | None = None
     """Training loss to reach. Default: that of the workload."""
-    optimizers: tuple[MethodName, ...] = ("sgd", "adamw", "from_adamw", *_OWN)
+    optimizers: tuple[MethodName, ...] = ("sgd", "adamw", "from_adamw", *OWN[2:])
     """Optimizers. Step times are relative to the first one. ``from_adamw`` is the preset, at AdamW's learning rate."""
     out_dir: Path = Path("demo-output")
     """Folder to write the table, the results and the plot to."""
@@ -54,7 +51,8 @@ class Demo(Common):
         workload = make_workload(self.workload, self.data_dir)
         steps = workload.steps["cpu"] if self.steps is None else self.steps
         target = TARGETS[self.workload] if self.target is None else self.target
-        trainers = [self._trainer(name, workload) for name in self.optimizers]
+        methods = [METHODS[name] for name in self.optimizers]
+        trainers = [trainer_of(method, workload, method.settings(self.workload), self.seed) for method in methods]
         with Board(f"{self.workload}: {len(trainers)} optimizers", trainers, steps) as board:
             race(trainers, steps, board.update)
         results = [_summary(trainer, workload, target, trainers[0]) for trainer in trainers]
@@ -65,11 +63,6 @@ class Demo(Common):
         draw_histories([trainer.history for trainer in trainers], f"{self.workload}, seed {self.seed}", target, plot)
         report.print_path("plot", plot)
         return 0
-
-    def _trainer(self, name: MethodName, workload: Workload) -> Trainer:
-        method = METHODS[name]
-        make, closure = partial(method.build, workload=self.workload), method.needs_closure(self.workload)
-        return Trainer(method.label, workload, make, self.seed, closure=closure)
 
 
 def _summary(trainer: Trainer, workload: Workload, target: float, reference: Trainer) -> dict[str, Any]:

@@ -29,14 +29,13 @@ from benchmarks.evidence import (
     lost,
     notes_text,
     train_until,
-    trainer_of,
     why_lost,
 )  # fmt: skip
 from benchmarks.plot import OPTIMIZERS, Panel, Row, look, plot_rows
 from benchmarks.recipes.building import settings_of, window_keywords
 from benchmarks.recipes.types import COSINE, Settings, make_schedule
 from benchmarks.report import value
-from benchmarks.runner import WINDOW
+from benchmarks.runner import WINDOW, trainer_of
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import TopK
 
@@ -147,7 +146,7 @@ class Density(Evidence):
 
     def _train(self, entry: _Entry, seed: int, pause: Pause | None = None) -> Figures:
         schedule = partial(make_schedule, COSINE, self.length)
-        trainer = trainer_of(entry.optimizer, entry.settings, self.task, seed, schedule)
+        trainer = trainer_of(find(entry.optimizer), self.task, entry.settings, seed, make_scheduler=schedule)
         end = train_until(trainer, self.length, pause=pause)
         metric = None if end == "diverged" else trainer.evaluate(self.evaluate)[self.task.metric]
         return {**figures_of(trainer, end), "metric": metric}

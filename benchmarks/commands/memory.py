@@ -13,12 +13,12 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.compare.runs import find, recipe_on
-from benchmarks.evidence import Evidence, Figures, notes_text, progress, trainer_of
+from benchmarks.evidence import Evidence, Figures, notes_text, progress
 from benchmarks.peers import PEERS, PeerMissingError
-from benchmarks.recipes import METHODS, VARIANTS
-from benchmarks.recipes.types import MethodName, Recipe
+from benchmarks.recipes import OWN
+from benchmarks.recipes.types import Recipe
 from benchmarks.report import value
-from benchmarks.runner import memory_usage
+from benchmarks.runner import memory_usage, trainer_of
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import CommOpt, HybridOpt, MemOpt, SecondOrderOptimizer
 from secondorder.comm import CommStrategy
@@ -29,7 +29,6 @@ COUNTERS = "buffers"
 UNPLANNED = 256
 """Bytes of counters of a whole method, such as those of HyLo's policy, that plans do not count."""
 _MOMENTUM = ("momentum", "fallback")
-_OWN: tuple[MethodName, ...] = tuple(name for name in METHODS if name not in VARIANTS)
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Memory(Evidence):
 
     workload: WorkloadName = "autoencoder"
     """Workload whose model to use."""
-    optimizers: tuple[str, ...] = (*_OWN, "ekfac_whiten", *PEERS)
+    optimizers: tuple[str, ...] = (*OWN, "ekfac_whiten", *PEERS)
     """Optimizers, including third-party ones. Those that are not installed or have no recipe are left out."""
     batch_size: int | None = None
     """Batch size of a rank. Default: that of the workload."""
@@ -78,7 +77,7 @@ class Memory(Evidence):
         return int(any(abs(difference(figures) or 0) > UNPLANNED for figures in found))
 
     def _measure(self, name: str, recipe: Recipe, workload: Workload) -> Figures:
-        trainer = trainer_of(name, recipe.settings, workload, self.seed)
+        trainer = trainer_of(find(name), workload, recipe.settings, self.seed)
         for _ in range(self.steps):
             trainer.step()
         model, optimizer = trainer.model, trainer.optimizer

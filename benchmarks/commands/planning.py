@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import tyro
 
@@ -12,7 +12,7 @@ from benchmarks.peers import PEERS, set_paths
 from benchmarks.precision import Amp, DeviceName
 from benchmarks.recipes import METHODS, find_method, printing
 from benchmarks.recipes.building import parse_settings
-from benchmarks.recipes.types import Method, MethodName, Recipe, Schedule, Shape
+from benchmarks.recipes.types import Method, Recipe, Schedule, Shape
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 from secondorder.methods.names import ALIASES
 
@@ -31,10 +31,6 @@ class Plan:
     """The workload's default batch size, which recipes without a batch size assume."""
     steps: int | None
     """Number of steps. It is None if the recipe specifies epochs and the data is missing."""
-
-    @property
-    def closure(self) -> bool:
-        return self.method.needs_closure(None, self.recipe.settings)
 
 
 @dataclass
@@ -86,7 +82,7 @@ class Planned(Common):
     def plan(self, world: int) -> Plan:
         if self.peer_path:
             set_paths(self.peer_path)
-        method = PEERS[self.optimizer] if self.optimizer in PEERS else find_method(cast("MethodName", self.optimizer))
+        method = PEERS[self.optimizer] if self.optimizer in PEERS else find_method(self.optimizer)
         if self.comm is not None and not method.ours:
             raise ValueError(f"--comm {self.comm}: {self.optimizer} has no curvature to place, leave it out")
         changes = {**parse_settings(self.set), **({} if self.comm is None else {"comm": self.comm})}

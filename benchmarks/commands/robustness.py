@@ -20,9 +20,9 @@ from benchmarks import report
 from benchmarks.compare.runs import find
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt, lost, run_of, why_lost
 from benchmarks.plot import Row
-from benchmarks.recipes import METHODS, VARIANTS
+from benchmarks.recipes import OWN
 from benchmarks.recipes.building import parse_settings
-from benchmarks.recipes.types import MethodName, Settings
+from benchmarks.recipes.types import Settings
 from benchmarks.report import value
 from benchmarks.runner import WINDOW
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
@@ -31,7 +31,6 @@ SHARES: dict[Size, float] = {"smoke": 1.0, "cpu": 1 / 3, "paper": 1.0}
 """Share of a workload's steps that a run takes."""
 REFERENCE = "adamw"
 """The reference, with torch's defaults: lr 1e-3, weight decay 1e-2."""
-_OWN: tuple[MethodName, ...] = tuple(name for name in METHODS if name not in VARIANTS)
 
 
 @dataclass
@@ -40,7 +39,7 @@ class Robustness(Evidence):
 
     workloads: tuple[WorkloadName, ...] = get_args(WorkloadName)
     """Workloads to train. Those whose data is missing are reported and left out."""
-    optimizers: tuple[str, ...] = _OWN
+    optimizers: tuple[str, ...] = OWN
     """Optimizers to compare. AdamW is always included."""
     set: tuple[str, ...] = ()
     """Settings to try as defaults of our methods that accept them, such as graft=adam."""

@@ -7,7 +7,6 @@ with an interval that is not timed. Then its steps are timed by the wall clock.
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,7 @@ from benchmarks.machine import no_collections
 from benchmarks.recipes import METHODS
 from benchmarks.recipes.types import MethodName, Settings
 from benchmarks.report import value
-from benchmarks.runner import Trainer
+from benchmarks.runner import trainer_of
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import SecondOrderOptimizer
 
@@ -71,8 +70,7 @@ class Spikes(Common):
         return 0
 
     def _times(self, workload: Workload, name: MethodName, changes: Settings) -> list[float]:
-        make = partial(METHODS[name].build, workload=self.workload, changes=changes)
-        trainer = Trainer(METHODS[name].label, workload, make, self.seed)
+        trainer = trainer_of(METHODS[name], workload, METHODS[name].settings(self.workload, changes), self.seed)
         # All variants then have as many refreshes: an overlapping one takes effect a tenth of an interval later.
         for _ in range(self.inv_update_steps + max(1, self.inv_update_steps // 10) + 1):
             trainer.step()

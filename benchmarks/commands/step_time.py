@@ -7,7 +7,6 @@ of a step. The command ``window`` compares them with a lower bound.
 """
 
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,15 +14,16 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.commands.options import Common
+from benchmarks.compare.runs import find
 from benchmarks.counting import counted_flops, factor_flops
 from benchmarks.filling import fill_windows
 from benchmarks.machine import Rate, copy_gbytes, gemm_gflops
-from benchmarks.peers import PEERS, set_paths
+from benchmarks.peers import set_paths
 from benchmarks.precision import Amp, moved
 from benchmarks.recipes import METHODS, WINDOW_METHODS
 from benchmarks.recipes.types import MethodName, Settings
 from benchmarks.report import value
-from benchmarks.runner import Trainer, optimizer_bytes
+from benchmarks.runner import optimizer_bytes, trainer_of
 from benchmarks.timing import (
     MEASURED,
     REPORTED,
@@ -160,10 +160,7 @@ class StepTime(Common):
     def _peer(self, workload: Workload) -> Contender:
         """Build the K-FAC of kfac-pytorch, whose steps have the same classes as ours."""
         changes = {"factor_update_steps": MEASURED.factor, "inv_update_steps": MEASURED.refresh}
-        peer = PEERS["kfac_pytorch"]
-        make = partial(peer.build, workload=self.workload, changes=changes)
-        trainer = Trainer(peer.label, workload, make, self.seed, device=self.device, amp=self.amp)
-        return Contender(trainer, "eigen")
+        return replace(self._contender(workload, "kfac_pytorch", changes), scheme="eigen")
 
     def _family(self, workload: Workload, name: MethodName) -> list[Contender]:
         family = _FAMILIES[name]
@@ -175,14 +172,10 @@ class StepTime(Common):
             found.append(replace(contender, scheme=scheme, measured=family.measured, reported=family.reported))
         return found
 
-    def _contender(
-        self, workload: Workload, name: MethodName, changes: Settings, label: str | None = None
-    ) -> Contender:
-        method = METHODS[name]
-        make = partial(method.build, workload=self.workload, changes=changes)
-        closure, words = method.needs_closure(self.workload, changes), label or method.label
-        trainer = Trainer(words, workload, make, self.seed, closure=closure, device=self.device, amp=self.amp)
-        return Contender(trainer)
+    def _contender(self, workload: Workload, name: str, changes: Settings, label: str | None = None) -> Contender:
+        method = find(name)
+        settings, options = method.settings(self.workload, changes), {"device": self.device, "amp": self.amp}
+        return Contender(trainer_of(method, workload, settings, self.seed, label, **options))
 
 
 def _training(workload: Workload, seed: int, device: torch.device) -> Work:

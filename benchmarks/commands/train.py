@@ -22,7 +22,7 @@ from benchmarks.live import Board
 from benchmarks.ranks import RankFigures, Ranks, joined, own_device
 from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import Recipe, make_schedule
-from benchmarks.runner import WINDOW, History, Trainer, memory_usage, race
+from benchmarks.runner import WINDOW, History, Trainer, memory_usage, race, trainer_of
 from benchmarks.workloads.stand_in import found_or_made_up
 from secondorder import SecondOrderOptimizer
 from secondorder.comm.counter import Counter
@@ -98,11 +98,9 @@ class Train(Planned):
         """Train, and report on the first rank."""
         plan = replace(self, data_dir=data_dir).plan(ranks.size)
         assert plan.steps is not None  # it is None only for a printed recipe
-        make = partial(plan.method.build, workload=None, changes=plan.recipe.settings)
         schedule = partial(make_schedule, plan.recipe.schedule, plan.steps)
-        trainer = Trainer(
-            plan.method.label, plan.workload, make, self.seed, schedule, plan.closure, ranks, device, self.amp
-        )
+        options: dict[str, Any] = {"make_scheduler": schedule, "ranks": ranks, "device": device, "amp": self.amp}
+        trainer = trainer_of(plan.method, plan.workload, plan.recipe.settings, self.seed, **options)
         identity = {**self._identity(plan), **({"made_up_data": True} if made_up else {})}
         self._resume(trainer, identity)
         if ranks.first:

@@ -18,12 +18,12 @@ from benchmarks.peers import PEERS, PeerMissingError, evaluating, set_paths, ver
 from benchmarks.peers.checkouts import CHECKOUTS
 from benchmarks.recipes import METHODS
 from benchmarks.recipes.types import COSINE, Method, Recipe, Schedule, make_schedule
-from benchmarks.runner import FAILURES, WINDOW, History, Trainer, optimizer_bytes
+from benchmarks.runner import FAILURES, WINDOW, History, Trainer, optimizer_bytes, trainer_of
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 
 
 def find(name: str) -> Method:
-    everyone: dict[str, Method] = {**PEERS, **{str(key): method for key, method in METHODS.items()}}
+    everyone = {**PEERS, **METHODS}
     if name not in everyone:
         raise ValueError(f"optimizers must be of {', '.join(everyone)}, got {name!r}")
     return everyone[name]
@@ -142,11 +142,9 @@ def pause_of(job: Job, setting: Setting, key: str) -> Pause | None:
 def train(job: Job, setting: Setting, method: Method, recipe: Recipe, pause: Pause | None = None) -> dict[str, Any]:
     """Train with the settings of a recipe, and return the results of the run."""
     workload = setting.make_workload()
-    make = partial(method.construct, **recipe.settings)
     schedule = partial(make_schedule, schedule_of(recipe, setting), job.steps)
-    closure = method.needs_closure(None, recipe.settings)
     torch.manual_seed(job.seed)  # for example for dropout
-    trainer = Trainer(method.label, workload, make, job.seed, schedule, closure)
+    trainer = trainer_of(method, workload, recipe.settings, job.seed, make_scheduler=schedule)
     reference = reference_of(workload, setting) if setting.reference_seconds else None
     seconds: list[float] = (pause and pause.resume(trainer)) or []  # of the reference
     for step in range(len(trainer.history.losses), job.steps):
@@ -172,7 +170,7 @@ def train(job: Job, setting: Setting, method: Method, recipe: Recipe, pause: Pau
 def reference_of(workload: Workload, setting: Setting) -> Trainer:
     """Return a run of SGD, whose steps measure the current speed of the machine."""
     sgd = find("sgd").recipe(setting.workload, setting.size).times(1e-3)  # so small that it cannot diverge
-    return Trainer("reference", workload, partial(find("sgd").construct, **sgd.settings))
+    return trainer_of(find("sgd"), workload, sgd.settings)
 
 
 def measure_reference(setting: Setting, steps: int = 12) -> float:

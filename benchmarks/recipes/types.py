@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 Setting = float | int | bool | str | None
 Settings = Mapping[str, Setting]
 Variant = Literal["from_adamw", "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive", "ekfac_orthogonal"]
-MethodName = Literal["sgd", "adamw", "kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt", Variant]
+Own = Literal["sgd", "adamw", "kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt"]
+MethodName = Literal[Own, Variant]
 Shape = Literal["constant", "cosine", "linear", "steps", "trapezoid"]
 """Shape of the learning rate after its warm-up. A trapezoid is constant and falls to 0 at the end."""
 _FALL = 0.3
@@ -118,15 +119,13 @@ class Method:
         settings = self.recipe(workload, size).settings if workload else {}
         return {**settings, **(changes or {})}
 
-    def needs_closure(self, workload: str | None = None, changes: Settings | None = None, size: str = "cpu") -> bool:
-        settings = self.settings(workload, changes, size)
+    def needs_closure(self, workload: str | None = None, changes: Settings | None = None) -> bool:
+        settings = self.settings(workload, changes)
         return self.closure or any(settings.get(key) for key in _WITH_CLOSURE)
 
-    def build(
-        self, model: nn.Module, workload: str | None = None, changes: Settings | None = None, size: str = "cpu"
-    ) -> Optimizer:
+    def build(self, model: nn.Module, workload: str | None = None, changes: Settings | None = None) -> Optimizer:
         """Return a new optimizer of ``model`` with the recipe of a workload."""
-        return self.construct(model, **self.settings(workload, changes, size))
+        return self.construct(model, **self.settings(workload, changes))
 
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:
