@@ -3,7 +3,7 @@
 import sys
 import warnings
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
@@ -38,7 +38,18 @@ from benchmarks.workloads import DataMissingError
 
 
 @dataclass
-class Study:
+class _Group:
+    """A group of commands."""
+
+    what: Any
+
+    def run(self) -> int:
+        status: int = self.what.run()
+        return status
+
+
+@dataclass
+class Study(_Group):
     """Run a study whose results are stored, or show stored results as tables or figures."""
 
     what: OmitSubcommandPrefixes[
@@ -57,28 +68,19 @@ class Study:
         ]
     ]
 
-    def run(self) -> int:
-        return self.what.run()
-
 
 @dataclass
-class Measure:
+class Measure(_Group):
     """Time steps and their parts on this machine."""
 
     what: OmitSubcommandPrefixes[OmitArgPrefixes[Kernel | Linalg | Scripts | Spikes | StepTime | Swap | Window]]
 
-    def run(self) -> int:
-        return self.what.run()
-
 
 @dataclass
-class Scale:
+class Scale(_Group):
     """Show how memory, bytes and step time depend on the number of ranks: from plans, and from real processes."""
 
     what: OmitSubcommandPrefixes[OmitArgPrefixes[Annotated[Scaling, subcommand("plan")] | Ranks]]
-
-    def run(self) -> int:
-        return self.what.run()
 
 
 Command = Analyse | Compare | Fetch | Measure | Regress | Scale | Study | Train

@@ -5,7 +5,6 @@ Only ``python -m benchmarks fetch`` uses this module. It downloads with ``pooch`
 
 import gzip
 import importlib
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from benchmarks.workloads import WorkloadName
 
 Unpack = Literal["tar", "zip", "gzip"]
-"""How to unpack a file. ``gzip`` compresses it instead, for workloads that read a ``.gz`` file."""
+"""How to unpack a file. ``gzip`` compresses it instead, and adds ``.gz`` to its name."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,6 @@ class File:
     checksum: str | None = None
     """Published checksum, for example ``md5:…``. None if there is none; then the content is not checked."""
     unpack: Unpack | None = None
-    becomes: str = ""
-    """Name of the compressed file, for ``unpack="gzip"``."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +96,9 @@ MULTI30K = DataSet(
     "multi30k",
     "see https://github.com/multi30k/dataset; for research only",
     tuple(
-        File(f"{_MULTI30K}/{part}.lc.norm.tok.{end}", f"{part}.{end}", None, *packed)
+        File(f"{_MULTI30K}/{part}.lc.norm.tok.{end}", f"{part}.{end}", None, "gzip" if part == "train" else None)
         for part in ("train", "val", "test_2016_flickr")
         for end in ("de", "en")
-        for packed in [("gzip", f"train.{end}.gz") if part == "train" else ()]
     ),
 )
 SQUAD = DataSet(
@@ -175,19 +171,16 @@ def fetch(data_set: DataSet, data_dir: Path, only: str = "") -> list[Path]:
     unpackers = {"tar": downloader.Untar, "zip": downloader.Unzip}
     found = []
     for file in data_set.files:
-        if only.lower() not in file.name.lower() or (file.becomes and (folder / file.becomes).is_file()):
-            continue
         target = folder / file.name
+        packed = folder / f"{file.name}.gz"
+        if only.lower() not in file.name.lower() or (file.unpack == "gzip" and packed.is_file()):
+            continue
         unpack = unpackers[file.unpack](extract_dir=".") if file.unpack in unpackers else None
         downloader.retrieve(
             file.url, known_hash=file.checksum, fname=target.name, path=target.parent, processor=unpack
         )  # fmt: skip
-        found.append(_compressed(target, folder / file.becomes) if file.becomes else target)
+        if file.unpack == "gzip":
+            packed.write_bytes(gzip.compress(target.read_bytes()))
+            target.unlink()
+        found.append(packed if file.unpack == "gzip" else target)
     return found
-
-
-def _compressed(path: Path, target: Path) -> Path:
-    with path.open("rb") as plain, gzip.open(target, "wb") as packed:
-        shutil.copyfileobj(plain, packed)
-    path.unlink()
-    return target

@@ -27,7 +27,7 @@ from benchmarks.recipes import METHODS, VARIANTS
 from benchmarks.recipes.building import parse_settings
 from benchmarks.store import locked
 from benchmarks.workloads import Size, Workload, WorkloadName
-from benchmarks.workloads.stand_in import found_or_made_up
+from benchmarks.workloads.tiny import found_or_made_up
 
 TARGETS: dict[str, float] = {"autoencoder": 0.2, "poisson": 0.2}
 """Share of the best first-order run's steps in which one of our methods should reach its loss."""

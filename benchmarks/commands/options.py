@@ -8,31 +8,37 @@ from typing import Any
 
 
 @dataclass
-class Common:
-    """Options of every command."""
+class Output:
+    """Options of commands that write results."""
 
-    seed: int = 0
-    """Seed of the initial weights and of the batches."""
-    threads: int = 2
-    """Number of threads that torch uses."""
-    data_dir: Path = Path("data")
-    """Folder that contains the data sets: mnist, cifar10, cifar100, imagenet, shakespeare, multi30k, membrane."""
     out_dir: Path = Path("bench-output")
     """Folder to write tables, figures and results to."""
 
 
 @dataclass
-class Alone:
+class Seeded(Output):
+    """Options of commands that compute with torch."""
+
+    seed: int = 0
+    """Seed of the initial weights, of the batches and of other random numbers."""
+    threads: int = 2
+    """Number of threads that torch uses."""
+
+
+@dataclass
+class Common(Seeded):
+    """Options of commands that train workloads."""
+
+    data_dir: Path = Path("data")
+    """Folder that contains the data sets: mnist, cifar10, cifar100, imagenet, shakespeare, multi30k, membrane."""
+
+
+@dataclass
+class Alone(Seeded):
     """Options of commands that need no data."""
 
     device: str = "cpu"
     """Device to run on."""
-    seed: int = 0
-    """Seed of the random numbers."""
-    threads: int = 2
-    """Number of threads that torch uses."""
-    out_dir: Path = Path("bench-output")
-    """Folder to write tables and results to."""
 
 
 def check_ranges(options: Any, positive: Sequence[str] = (), shares: Sequence[str] = ()) -> None:

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import secondorder
 from benchmarks import report
+from benchmarks.commands.options import Output
 from benchmarks.peers.checkouts import package, set_paths
 from benchmarks.report import value
 from benchmarks.workloads.cifar import ResNet20
@@ -33,7 +34,7 @@ _CURVATURE = ("factors", "second_order", "scale")
 
 
 @dataclass
-class Ranks:
+class Ranks(Output):
     """Count the bytes that ranks store and send, for each strategy."""
 
     world: int = 4
@@ -50,8 +51,6 @@ class Ranks:
     """Steps between factor updates."""
     kfac_pytorch: Path | None = None
     """Checkout of kfac-pytorch, whose bytes are counted as well."""
-    out_dir: Path = Path("bench-output")
-    """Folder to write the table and the results to."""
 
     def run(self) -> int:
         cases = [("secondorder", name) for name in self.strategies]

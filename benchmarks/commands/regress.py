@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 import secondorder
 from benchmarks import report
+from benchmarks.commands.options import Output
 from benchmarks.counting import Counts, count, graph_breaks
 from benchmarks.filling import fill_windows, windows_of
 from benchmarks.recipes.building import from_flat
@@ -80,7 +81,7 @@ NETWORKS = ("perceptron", "convolutions", "transformer")
 
 
 @dataclass
-class Regress:
+class Regress(Output):
     """Count operators, FLOPs and bytes of the steps of every method, and compare them with stored counts."""
 
     networks: tuple[str, ...] = NETWORKS
@@ -93,8 +94,6 @@ class Regress:
     """File of the stored counts."""
     update: bool = False
     """Write the current counts to that file."""
-    out_dir: Path = Path("bench-output")
-    """Folder to write the table and the results to."""
 
     def run(self) -> int:
         """Run the command. Return 1 if a count has grown, and 0 otherwise."""

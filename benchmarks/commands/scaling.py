@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import report
-from benchmarks.commands.options import check_ranges
+from benchmarks.commands.options import Output, check_ranges
 from benchmarks.counting import counted_flops, factor_flops
 from benchmarks.plot import OPTIMIZERS, Panel, Row, plot_rows
 from benchmarks.report import value
@@ -154,7 +154,7 @@ FIRST_ORDER = ("momentum", "fallback", "buffers")
 
 
 @dataclass
-class Scaling:
+class Scaling(Output):
     """Plan memory, bytes and step time for many numbers of ranks, from the shapes of a model alone."""
 
     model: ModelName = "resnet50"
@@ -177,8 +177,6 @@ class Scaling:
     """Rate of factorizations of a rank, in TFLOP/s."""
     dp_kfac: bool = False
     """Also show DP-KFAC, with factors of a layer from the examples of its owner."""
-    out_dir: Path = Path("bench-output")
-    """Folder to write the table, the results and the figure to."""
 
     def run(self) -> int:
         self._check()

@@ -1,20 +1,32 @@
-"""``scripts``: cost and loss of twenty small scripts in which only the line that builds the optimizer changes."""
+"""``scripts``: cost and loss of twenty small scripts in which only the line that builds the optimizer changes.
+
+The optimizers take turns step by step. Each has its own copy of the model, and all get the same batches. The processor
+seconds of a step cover ``zero_grad``, forward, loss, backward and ``step``. Those of the first steps count as well.
+"""
 
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any, Literal
 
 import torch
 from rich.table import Table
+from torch import Tensor, nn
 
 from benchmarks import report
 from benchmarks.commands.options import Common
+from benchmarks.commands.swap import LINES as ORIGINAL
+from benchmarks.commands.swap import build
 from benchmarks.report import Column, value
-from benchmarks.script_runs import ADAMW, compare
+from benchmarks.runner import History
 from benchmarks.scripts import SCRIPTS, Data, Script
-from benchmarks.workloads.stand_in import found_or_made_up
+from benchmarks.workloads.base import seeded
+from benchmarks.workloads.tiny import found_or_made_up
 
+ADAMW = ORIGINAL["adamw"]
 LINES: Mapping[str, str] = {
     "KFAC": 'KFAC(model, lr=LR, weight_decay=WD, graft="adamw")',
     "KFAC, budget 2": 'KFAC(model, lr=LR, weight_decay=WD, graft="adamw", budget=2.0)',
@@ -68,6 +80,59 @@ class Scripts(Common):
 
     def _steps(self, script: Script) -> int:
         return SMOKE_STEPS if self.size == "smoke" else round(self.length * script.steps)
+
+
+class Run:
+    """One optimizer with its copy of the model."""
+
+    def __init__(self, line: str, script: Script, model: nn.Module) -> None:
+        self.model, self.history = deepcopy(model), History(line)
+        try:
+            self.optimizer = build(line, self.model, LR=script.lr, WD=script.weight_decay)
+        except (NameError, SyntaxError, TypeError) as err:
+            raise ValueError(f"the line {line!r} does not build an optimizer: {err}") from err
+
+    def step(self, loss: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> None:
+        start = time.process_time()
+        self.optimizer.zero_grad()
+        found = loss(self.model, *batch)
+        found.backward()
+        self.optimizer.step()
+        self.history.processor_seconds.append(time.process_time() - start)
+        self.history.losses.append(float(found.detach()))
+
+
+def compare(script: Script, data: Data, lines: Mapping[str, str], steps: int) -> dict[str, Any]:
+    """Train with AdamW and with each line, in turns, and return the results of all of them."""
+    with seeded(data.seed):
+        model, batches, loss = script.build(data)
+    Run(ADAMW, script, model).step(loss, next(batches))  # warms up torch before the measured runs
+    before, *others = (Run(line, script, model) for line in (ADAMW, *lines.values()))
+    for batch in islice(batches, steps):
+        for run in (before, *others):
+            run.step(loss, batch)
+    found = {line: figures(run.history, before.history) for line, run in zip(lines, others, strict=True)}
+    own = {"seconds": sum(before.history.processor_seconds), "loss": last_loss(before.history, steps)}
+    return {"steps": steps, "adamw": own, "lines": found}
+
+
+def figures(history: History, before: History) -> dict[str, Any]:
+    """Return the cost and the losses of a run relative to AdamW."""
+    seconds, steps = sum(before.processor_seconds), len(before.losses)
+    fit = sum(total <= seconds for total in accumulate(history.processor_seconds))
+    losses = {"equal_steps": last_loss(history, steps), "equal_seconds": last_loss(history, fit) if fit else None}
+    return {
+        "cost": sum(history.processor_seconds) / seconds,
+        "median_cost": statistics.median(history.processor_seconds) / statistics.median(before.processor_seconds),
+        "steps_that_fit": fit,
+        **losses,
+        **{f"{key}_lower": loss is not None and loss < last_loss(before, steps) for key, loss in losses.items()},
+    }
+
+
+def last_loss(history: History, steps: int) -> float:
+    """Return the mean loss of the last tenth of the first ``steps`` steps."""
+    return history.loss_at(steps, max(1, steps // 10))
 
 
 def _rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:

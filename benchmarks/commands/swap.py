@@ -8,7 +8,7 @@ after the same number of steps must be at least as low. The lines of other metho
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from rich.table import Table
@@ -21,7 +21,8 @@ from benchmarks.commands.options import Common
 from benchmarks.recipes.types import Schedule, make_schedule
 from benchmarks.runner import History, Trainer, race
 from benchmarks.workloads import Size, Workload, make_workload
-from benchmarks.workloads.stand_in import found_or_made_up
+from benchmarks.workloads.tiny import found_or_made_up
+from secondorder.methods.names import METHODS
 
 Base = Literal["adamw", "sgd"]
 ScriptName = Literal["digits", "autoencoder", "resnet20", "chargpt"]
@@ -33,21 +34,13 @@ LINES: dict[Base, str] = {
 }
 """The original lines of the scripts."""
 
-_METHODS: dict[SwapMethod, str] = {
-    "kfac": "KFAC",
-    "ekfac": "EKFAC",
-    "hylo": "HyLo",
-    "mfac": "MFAC",
-    "sparse_mfac": "SparseMFAC",
-    "ggt": "GGT",
-}
-_BUDGETS = {"KFAC": ", budget=2.0"}
 REPLACEMENTS: dict[SwapMethod, dict[Base, str]] = {
     method: {
-        "adamw": f'{name}(model, lr=LR, weight_decay=WD, graft="adamw"{_BUDGETS.get(name, "")})',
-        "sgd": f'{name}(model, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd"{_BUDGETS.get(name, "")})',
+        "adamw": f'{METHODS[method].__name__}(model, lr=LR, weight_decay=WD, graft="adamw"{more})',
+        "sgd": f'{METHODS[method].__name__}(model, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd"{more})',
     }
-    for method, name in _METHODS.items()
+    for method in get_args(SwapMethod)
+    for more in [", budget=2.0" if method == "kfac" else ""]
 }
 """The lines that replace them. A test compares those of K-FAC with the README."""
 

@@ -23,7 +23,7 @@ from benchmarks.ranks import RankFigures, Ranks, joined, own_device
 from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import Recipe, make_schedule
 from benchmarks.runner import WINDOW, History, Trainer, memory_usage, race, trainer_of
-from benchmarks.workloads.stand_in import found_or_made_up
+from benchmarks.workloads.tiny import found_or_made_up
 from secondorder import SecondOrderOptimizer
 from secondorder.comm.counter import Counter
 

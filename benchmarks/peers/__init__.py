@@ -8,7 +8,7 @@ from functools import partial
 
 from benchmarks.peers import checkouts, deterministic, muon, orthogonal, recipes
 from benchmarks.peers import libraries as packaged
-from benchmarks.peers.checkouts import CHECKOUTS, PATHS, set_paths
+from benchmarks.peers.checkouts import CHECKOUTS, PATHS, set_paths, version
 from benchmarks.peers.libraries import PACKAGES, PeerMissingError, evaluating, has_library, installed
 from benchmarks.peers.peer import Peer
 from benchmarks.recipes.types import Method
@@ -47,13 +47,13 @@ _LIBRARIES = {
 def available() -> list[str]:
     """Return the peers that can be built, because their package is installed or their checkout is known."""
     lacking = {name for name, package in _LIBRARIES.items() if not has_library(package)}
-    lacking |= {name for name in CHECKOUTS if name not in PATHS.folders}
+    lacking |= {name for name in CHECKOUTS if name not in PATHS}
     return [name for name in PEERS if name not in lacking]
 
 
 def versions(name: str | None = None) -> dict[str, str]:
-    found = {**installed(), **PATHS.versions()}
+    found = installed() | {checkout: version(checkout) for checkout in PATHS}
     if name is None:
         return found
     own = {name, PACKAGES.get(_LIBRARIES.get(name, ""), "")}
-    return {key: version for key, version in found.items() if key in own}
+    return {key: text for key, text in found.items() if key in own}

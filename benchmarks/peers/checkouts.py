@@ -7,9 +7,9 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,59 +42,47 @@ CHECKOUTS = {
 """Repositories by the name of the peer."""
 
 
-@dataclass
-class PeerPaths:
-    """The folders of checkouts."""
-
-    folders: dict[str, Path] = field(default_factory=dict)
-
-    def set_paths(self, pairs: Iterable[str]) -> None:
-        for pair in pairs:
-            name, equals, folder = pair.partition("=")
-            if not equals or name not in CHECKOUTS:
-                raise ValueError(f"--peer-path must be NAME=DIR with NAME one of {', '.join(CHECKOUTS)}, got {pair!r}")
-            path, checkout = Path(folder).expanduser().resolve(), CHECKOUTS[name]
-            if not (path / checkout.file).is_file():
-                raise ValueError(
-                    f"--peer-path {name}: {folder} lacks {checkout.file}, so it is no checkout of {checkout.repository}"
-                )
-            self.folders[name] = path
-
-    def folder(self, name: str) -> Path:
-        if name not in self.folders:
-            raise ValueError(f"{name} needs a checkout of {CHECKOUTS[name].repository}: --peer-path {name}=DIR")
-        return self.folders[name]
-
-    def versions(self) -> dict[str, str]:
-        return {name: _version(folder, CHECKOUTS[name].file) for name, folder in self.folders.items()}
+PATHS: dict[str, Path] = {}
+"""The folders of checkouts, by the name of the peer."""
 
 
-PATHS = PeerPaths()
-"""The checkouts of this process."""
+def set_paths(pairs: Iterable[str]) -> None:
+    for pair in pairs:
+        name, equals, folder = pair.partition("=")
+        if not equals or name not in CHECKOUTS:
+            raise ValueError(f"--peer-path must be NAME=DIR with NAME one of {', '.join(CHECKOUTS)}, got {pair!r}")
+        path, checkout = Path(folder).expanduser().resolve(), CHECKOUTS[name]
+        if not (path / checkout.file).is_file():
+            raise ValueError(
+                f"--peer-path {name}: {folder} lacks {checkout.file}, so it is no checkout of {checkout.repository}"
+            )
+        PATHS[name] = path
 
-set_paths = PATHS.set_paths
+
+def _folder(name: str) -> Path:
+    if name not in PATHS:
+        raise ValueError(f"{name} needs a checkout of {CHECKOUTS[name].repository}: --peer-path {name}=DIR")
+    return PATHS[name]
 
 
-def _version(folder: Path, file: str) -> str:
+def version(name: str) -> str:
+    """Return the version of a checkout, with a hash of the file of the optimizer."""
+    folder = PATHS[name]
     project = folder / "pyproject.toml"
     found = re.search(r'^version = "(.+)"', project.read_text(encoding="utf-8"), re.M) if project.is_file() else None
-    digest = hashlib.sha256((folder / file).read_bytes()).hexdigest()[:12]
+    digest = hashlib.sha256((folder / CHECKOUTS[name].file).read_bytes()).hexdigest()[:12]
     return f"{found[1]}, sha256 {digest}" if found else f"sha256 {digest}"
 
 
 def package(name: str, module: str) -> Any:
-    with _in_front(PATHS.folder(name)):
+    with _in_front(_folder(name)):
         return importlib.import_module(module)
 
 
-def source_file(name: str) -> ModuleType:
-    """Import the file of a checkout that contains the optimizer, under a name that hides no other module."""
-    return _source_file(f"benchmarks_peer_{name}", PATHS.folder(name) / CHECKOUTS[name].file)
-
-
 @functools.cache
-def _source_file(name: str, path: Path) -> ModuleType:
-    plan = importlib.util.spec_from_file_location(name, path)
+def _source_file(path: Path) -> ModuleType:
+    """Import the file of a checkout that contains the optimizer, under a name that hides no other module."""
+    plan = importlib.util.spec_from_file_location(f"benchmarks_peer_{path.stem}", path)
     assert plan is not None
     assert plan.loader is not None
     module = importlib.util.module_from_spec(plan)
@@ -172,7 +160,7 @@ def distributed_shampoo(
 
 def ist_mfac(model: nn.Module, window_size: int = 1024, **options: Any) -> Optimizer:
     """Return the M-FAC of its authors. Every parameter needs a gradient in every step."""
-    module = source_file("ist_mfac")
+    module = _source_file(_folder("ist_mfac") / CHECKOUTS["ist_mfac"].file)
     parameters = trained(model)
     device = parameters[0].device
     if device.type == "cpu":
@@ -185,7 +173,7 @@ def _make_run_on_cpu(module: ModuleType) -> None:
     if isinstance(module.torch, _Patched):
         return
     setattr(module, "torch", _Patched(torch, lu=_lu))  # noqa: B010 - type checkers reject assignments to modules
-    parallel = _Patched(nn.parallel, parallel_apply=_one_by_one)
+    parallel = _Patched(nn.parallel, parallel_apply=lambda functions, inputs: list(map(_called, functions, inputs)))
     setattr(module, "nn", _Patched(nn, parallel=parallel))  # noqa: B010
 
 
@@ -208,5 +196,5 @@ def _lu(matrix: Tensor, pivot: bool) -> tuple[Tensor]:
     return ((root * scale).mT + (root / scale).tril(-1),)
 
 
-def _one_by_one(functions: Sequence[Callable[[Any], Tensor]], inputs: Sequence[Any]) -> list[Tensor]:
-    return [function(value) for function, value in zip(functions, inputs, strict=True)]
+def _called(function: Callable[[Any], Tensor], value: Any) -> Tensor:
+    return function(value)

@@ -41,11 +41,9 @@ def make_workload(
     changes: Mapping[str, Any] | None = None,
 ) -> Workload:
     kind = WORKLOADS[name]
-    presets = {"smoke": kind.smoke, "cpu": kind, "paper": kind.paper}
-    workload = presets[size](data_dir)
     changed = {**(changes or {}), **({} if batch_size is None else {"batch_size": batch_size})}
     known = [field.name for field in fields(kind)]
     if unknown := [key for key in changed if key not in known]:
         raise ValueError(f"{name} has no field {', '.join(unknown)}, only {', '.join(known)}")
-    made: Workload = replace(workload, **changed)
+    made: Workload = replace(kind.of_size(size, data_dir), **changed)
     return made

@@ -55,17 +55,11 @@ class Workload(ABC):
     """Fields that differ for the size ``paper``."""
 
     @classmethod
-    def smoke(cls, data_dir: Path | None = None) -> Self:
-        """Return the small version of this workload."""
+    def of_size(cls, size: Size, data_dir: Path | None = None) -> Self:
+        """Return this workload in one of its sizes."""
+        fields = {"smoke": cls.small, "cpu": {}, "paper": cls.published}[size]
         make: Any = cls
-        workload: Self = make(data_dir, **cls.small)
-        return workload
-
-    @classmethod
-    def paper(cls, data_dir: Path | None = None) -> Self:
-        """Return the published version of this workload."""
-        make: Any = cls
-        workload: Self = make(data_dir, **cls.published)
+        workload: Self = make(data_dir, **fields)
         return workload
 
     @property

@@ -11,7 +11,7 @@ import unicodedata
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from benchmarks.workloads.base import InMemory, seeded
+from benchmarks.workloads.base import InMemory, Size, seeded
 from benchmarks.workloads.chargpt import Layer, dropping
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -313,11 +313,10 @@ class Encoding(InMemory):
             raise ValueError(f"encoder must be one of {', '.join(SHAPES)}, got {self.encoder!r}")
 
     @classmethod
-    def paper(cls, data_dir: Path | None = None) -> Self:
+    def of_size(cls, size: Size, data_dir: Path | None = None) -> Self:
         weights = (data_dir or Path()) / "bert" / "pytorch_model.bin"
-        make: Any = cls
-        workload: Self = make(data_dir, checkpoint=str(weights) if weights.is_file() else None, **cls.published)
-        return workload
+        known = size == "paper" and weights.is_file()
+        return replace(super().of_size(size, data_dir), checkpoint=str(weights) if known else None)
 
     def build_model(self, seed: int) -> nn.Module:
         with seeded(seed):

@@ -146,10 +146,10 @@ class GPT2(CharGPT):
     }  # fmt: skip
 
     @classmethod
-    def paper(cls, data_dir: Path | None = None) -> Self:
+    def of_size(cls, size: Size, data_dir: Path | None = None) -> Self:
         folder = (data_dir or Path()) / "gpt2"
-        workload = super().paper(data_dir)
-        return replace(workload, pieces=str(folder)) if all((folder / name).is_file() for name in FILES) else workload
+        known = size == "paper" and all((folder / name).is_file() for name in FILES)
+        return replace(super().of_size(size, data_dir), pieces=str(folder) if known else None)
 
     def build_model(self, seed: int) -> nn.Module:
         with seeded(seed):

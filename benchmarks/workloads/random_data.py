@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
 from benchmarks.workloads.base import Batch, Size, Workload
 from benchmarks.workloads.gpt2 import GPT2
 from benchmarks.workloads.imagenet import ResNet50
-
-_VOCABULARY = 50_257  # byte pairs of GPT-2
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,10 @@ class RandomResNet50(ResNet50):
 class RandomGPT2(GPT2):
     """GPT-2 on random tokens."""
 
-    tokens: int = _VOCABULARY
-    """Number of different tokens."""
+    tokens: int = 50_257
+    """Number of different tokens. The default is the number of byte pairs of GPT-2."""
+
+    small: ClassVar[dict[str, Any]] = {**GPT2.small, "tokens": 64}
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """Yield the same random batch forever, because the cost of a step does not depend on it."""
@@ -52,7 +53,5 @@ def random_workload(name: str, size: Size, batch_size: int | None = None) -> Wor
     if name not in kinds:
         raise ValueError(f"random batches are made for {' and '.join(kinds)} only, not for {name}")
     kind = kinds[name]
-    found = {"smoke": kind.smoke, "cpu": kind, "paper": kind.paper}[size](Path())
-    if isinstance(found, RandomGPT2) and size == "smoke":
-        found = replace(found, tokens=64)
+    found = kind.of_size(size, Path())
     return found if batch_size is None else replace(found, batch_size=batch_size)

@@ -1,4 +1,4 @@
-"""Tiny data sets in the standard formats, so that the small sizes run without the real files.
+"""Tiny data sets in the standard formats, which replace missing files in the size ``smoke``.
 
 The contents are made up: smooth blobs, one tint per class, random words. They can show that the code works, but not how
 well an optimizer performs.
@@ -8,13 +8,16 @@ import gzip
 import json
 import pickle
 import struct
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from benchmarks.workloads import DataMissingError, Size, WorkloadName, make_workload
 from benchmarks.workloads.chargpt import FILE as TEXT_FILE
 from benchmarks.workloads.cifar import CIFAR
 from benchmarks.workloads.glue import TASKS, Task
@@ -29,6 +32,34 @@ from benchmarks.workloads.unet import IMAGES as MEMBRANE_IMAGES
 _WORDS = ("the", "king", "and", "queen", "shall", "speak", "of", "war", "or", "love", "to", "thee", "my", "lord")
 _TRANSLATED = ("der", "könig", "und", "königin", "soll", "sprechen", "von", "krieg", "oder", "liebe", "zu", "dir",
                "mein", "herr")  # fmt: skip
+
+
+@contextmanager
+def found_or_made_up(
+    name: WorkloadName, data_dir: Path, size: Size, changes: Mapping[str, Any] | None = None, talk: bool = True
+) -> Iterator[tuple[Path, bool]]:
+    """Yield the folder to read, and whether its data is made up because files for the size ``smoke`` are missing."""
+    missing = _missing(name, data_dir, size, changes) if size == "smoke" else None
+    if missing is None:
+        yield data_dir, False
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny_data(Path(folder))
+        if _missing(name, Path(folder), size, changes):
+            raise missing
+        if talk:
+            print(f"{name}: no data in {data_dir}, so made-up data of the same format is used")
+        yield Path(folder), True
+
+
+def _missing(
+    name: WorkloadName, data_dir: Path, size: Size, changes: Mapping[str, Any] | None
+) -> DataMissingError | None:
+    try:
+        next(make_workload(name, data_dir, size, changes=changes).batches(0))
+    except DataMissingError as err:
+        return err
+    return None
 
 
 def write_tiny_data(data_dir: Path, seed: int = 0) -> None:

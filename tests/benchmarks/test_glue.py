@@ -75,7 +75,7 @@ def test_missing_files_and_unknown_tasks_are_named(tmp_path):
     with pytest.raises(
         DataMissingError, match=r"STS-B lacks train\.tsv, dev\.tsv\. Get it from https://glue.*<data-dir>"
     ):
-        next(replace(Glue.smoke(tmp_path), task="stsb").batches(0))
+        next(replace(Glue.of_size("smoke", tmp_path), task="stsb").batches(0))
     with pytest.raises(ValueError, match="task must be one of mnli, qqp.*got 'snli'"):
         find_task("snli")
 
@@ -131,7 +131,7 @@ def test_a_model_learns_a_task(name, tmp_path):
 
 def test_the_likelihood_of_scores_is_that_of_their_loss(tmp_path):
     write_glue(tmp_path / "glue", TASKS["stsb"], np.random.default_rng(0), 32)
-    workload = replace(Glue.smoke(tmp_path), task="stsb")
+    workload = replace(Glue.of_size("smoke", tmp_path), task="stsb")
     model, batch = workload.build_model(0), next(workload.batches(0))
     outputs, targets = workload.outputs(model, batch).detach(), workload.targets(batch)
     assert outputs.shape == targets.shape == (16, 1)
@@ -145,6 +145,6 @@ def test_the_likelihood_of_scores_is_that_of_their_loss(tmp_path):
 
 def test_bad_sizes_are_refused(data_dir):
     with pytest.raises(ValueError, match="length must be from 8 to 512, got 513"):
-        replace(Glue.smoke(data_dir), length=513)
+        replace(Glue.of_size("smoke", data_dir), length=513)
     with pytest.raises(ValueError, match="encoder must be one of smallest.*got 'huge'"):
-        replace(Glue.smoke(data_dir), encoder="huge")
+        replace(Glue.of_size("smoke", data_dir), encoder="huge")

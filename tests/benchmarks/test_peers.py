@@ -3,6 +3,7 @@
 import os
 import sys
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.peers import PEERS, available, evaluating, libraries, versions
-from benchmarks.peers.checkouts import CHECKOUTS, PATHS, PeerPaths
+from benchmarks.peers.checkouts import CHECKOUTS, PATHS, set_paths
 from benchmarks.peers.layers import heard_layers, hidden_matrices
 from benchmarks.peers.libraries import PeerMissingError
 from benchmarks.peers.muon import Float32Muon, does_bfloat16, label, orthogonalise
@@ -257,17 +258,17 @@ def test_a_missing_package_is_named(monkeypatch):
         assert name not in available()
 
 
-def test_missing_checkouts_and_invalid_options_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(PATHS, "folders", {})
+@mock.patch.dict(PATHS, clear=True)
+def test_missing_checkouts_and_invalid_options_are_named(tmp_path):
     model = nn.Linear(2, 2)
     for name in CHECKOUTS:
         with pytest.raises(ValueError, match=f"{name} needs a checkout of https://.*: --peer-path {name}=DIR"):
             PEERS[name].build(model, "digits")
         assert name not in available()
     for call, message in [
-        (lambda: PeerPaths().set_paths(["kfac"]), "NAME=DIR with NAME one of kfac_pytorch, .* got 'kfac'"),
+        (lambda: set_paths(["kfac"]), "NAME=DIR with NAME one of kfac_pytorch, .* got 'kfac'"),
         (
-            lambda: PeerPaths().set_paths([f"kfac_pytorch={tmp_path}"]),
+            lambda: set_paths([f"kfac_pytorch={tmp_path}"]),
             "lacks kfac/preconditioner.py, so it is no",
         ),
         (
@@ -332,11 +333,12 @@ def checkout(tmp_path, monkeypatch):
             (tmp_path / file).write_text(text, encoding="utf-8")
         for module in [key for key in sys.modules if key.split(".")[0] in {"kfac", "distributed_shampoo"}]:
             monkeypatch.delitem(sys.modules, module)
-        monkeypatch.setattr(PATHS, "folders", {})
-        PATHS.set_paths([f"{name}={tmp_path}"])
+        PATHS.clear()
+        set_paths([f"{name}={tmp_path}"])
 
     known = set(sys.modules)
-    yield make
+    with mock.patch.dict(PATHS):
+        yield make
     for module in set(sys.modules) - known:
         if module.split(".")[0] in {"kfac", "distributed_shampoo"}:
             del sys.modules[module]
@@ -391,10 +393,10 @@ def test_functions_that_mfac_needs_are_replaced_on_the_cpu(checkout):
 if "PEER_PATHS" in os.environ:  # NAME=DIR NAME=DIR ...: paths of checkouts, which tests cannot download
 
     @pytest.mark.parametrize("workload", ["digits", "chargpt"])
-    def test_real_checkouts_take_steps(workload, data_dir, monkeypatch):
-        monkeypatch.setattr(PATHS, "folders", {})
-        PATHS.set_paths(os.environ["PEER_PATHS"].split())
-        for name in PATHS.folders:
+    @mock.patch.dict(PATHS, clear=True)
+    def test_real_checkouts_take_steps(workload, data_dir):
+        set_paths(os.environ["PEER_PATHS"].split())
+        for name in list(PATHS):
             trainer = _trainer(name, workload, data_dir)
             for _ in range(3):
                 trainer.step()

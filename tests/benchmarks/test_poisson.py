@@ -10,7 +10,7 @@ import torch
 from benchmarks.workloads.poisson import Poisson
 from secondorder import EKFAC, KFAC, HyLo, ScaleOptions
 
-WORKLOAD = replace(Poisson.smoke(), batch_size=30, widths=(5, 4))
+WORKLOAD = replace(Poisson.of_size("smoke"), batch_size=30, widths=(5, 4))
 
 
 def _problem(seed=0):

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from benchmarks.cli import main
-from benchmarks.commands.scripts import LINES
+from benchmarks.commands.scripts import LINES, compare, figures
 from benchmarks.runner import History
-from benchmarks.script_runs import compare, figures
 from benchmarks.scripts import SCRIPTS, Data
 
 pytestmark = pytest.mark.filterwarnings("ignore:KFAC. of factors with more than 2048 rows:UserWarning")

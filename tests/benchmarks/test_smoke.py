@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.cli import main
 from benchmarks.workloads import WORKLOADS, DataMissingError
-from benchmarks.workloads.stand_in import found_or_made_up
+from benchmarks.workloads.tiny import found_or_made_up
 
 NEED_NONE = ("digits", "poisson")  # the former is part of scikit-learn, and the latter is a formula
 BY_DEFAULT = ("resnet18", "glue")

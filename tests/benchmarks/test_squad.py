@@ -289,7 +289,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path, pieces):
 
 # ---------------------------------------------------------------------- workload
 def test_a_checkpoint_replaces_the_encoder_only(data_dir, tmp_path):
-    plain = BertQA.smoke(data_dir)
+    plain = BertQA.of_size("smoke", data_dir)
     model = plain.build_model(0)
     torch.save(_published(model.encoder), tmp_path / "weights.bin")
     loaded = replace(plain, checkpoint=str(tmp_path / "weights.bin")).build_model(0)
@@ -302,14 +302,14 @@ def test_a_vocabulary_of_bert_is_used_if_it_exists(tmp_path):
     write_squad(tmp_path / "squad" / "dev-v1.1.json", np.random.default_rng(1), 2, 1.1)
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "vocab.txt").write_text("\n".join(WORDS), encoding="utf-8")
-    workload = BertQA.smoke(tmp_path)
+    workload = BertQA.of_size("smoke", tmp_path)
     assert workload.build_model(0).encoder.words.num_embeddings == len(WORDS)
     with pytest.raises(DataMissingError, match=r"train-v2\.0\.json.*SQuAD-explorer"):
         replace(workload, version=2.0).build_model(0)
 
 
 def test_a_model_learns_to_answer(data_dir):
-    workload = replace(BertQA.smoke(data_dir), batch_size=16)
+    workload = replace(BertQA.of_size("smoke", data_dir), batch_size=16)
     model = workload.build_model(0)
     before, loss = workload.quality(model), workload.evaluate(model)
     optimizer, batches = torch.optim.AdamW(model.parameters(), lr=5e-3), workload.batches(0)

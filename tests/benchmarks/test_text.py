@@ -48,7 +48,7 @@ def test_a_missing_text_is_named(tmp_path):
 def test_a_text_shorter_than_a_window_is_refused(tmp_path):
     (tmp_path / "input.txt").write_text("short")
     with pytest.raises(ValueError, match="must be longer, got 5 tokens for context 32"):
-        next(CharGPT.smoke(tmp_path).batches(0))
+        next(CharGPT.of_size("smoke", tmp_path).batches(0))
 
 
 def test_weights_and_windows_of_the_character_model_do_not_change(data_dir):
@@ -66,7 +66,7 @@ def test_weights_and_windows_of_the_character_model_do_not_change(data_dir):
 
 
 def test_only_dropout_of_the_character_model_depends_on_the_mode(data_dir):
-    workload = replace(CharGPT.paper(data_dir), batch_size=2, context=8, width=24, layers=1)
+    workload = replace(CharGPT.of_size("paper", data_dir), batch_size=2, context=8, width=24, layers=1)
     model, batch = workload.build_model(0), next(workload.batches(0))
     assert not model(batch[0]).equal(model(batch[0]))
     model.eval()
@@ -75,7 +75,7 @@ def test_only_dropout_of_the_character_model_depends_on_the_mode(data_dir):
 
 # ---------------------------------------------------------------------- GPT-2
 def test_gpt2_small_has_its_published_size():
-    workload = GPT2.paper(Path("nowhere"))
+    workload = GPT2.of_size("paper", Path("nowhere"))
     with torch.device("meta"):
         model = workload.architecture(50_257)
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
@@ -95,7 +95,7 @@ def test_gpt2_is_initialized_as_published(data_dir):
 
 @pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
 def test_a_tied_head_has_a_block(method, data_dir):
-    workload = replace(GPT2.smoke(data_dir), tied=True)
+    workload = replace(GPT2.of_size("smoke", data_dir), tied=True)
     model, batch = workload.build_model(0), next(workload.batches(0))
     optimizer = method(model, lr=0.01, graft="adam")
     assert "fallback" not in optimizer.describe()
@@ -155,13 +155,13 @@ def test_damaged_vocabularies_are_refused(tmp_path):
 def test_gpt2_uses_byte_pairs_if_they_exist(tmp_path):
     folder = _vocabulary(tmp_path / "gpt2")
     (tmp_path / "input.txt").write_text("low lower " * 60)
-    workload = replace(GPT2.paper(tmp_path), batch_size=2, context=8, width=16, layers=1, heads=2)
+    workload = replace(GPT2.of_size("paper", tmp_path), batch_size=2, context=8, width=16, layers=1, heads=2)
     assert workload.pieces == str(folder)
     tokens, targets = next(workload.batches(0))
     assert tokens[:, 1:].equal(targets[:, :-1])
     assert set(tokens.flatten().tolist()) <= {TOKENS.index(t) for t in ("l", "o", "w", "r", "Ġ", "Ġlo", "Ġlowe")}
     assert workload.build_model(0)(tokens).shape == (2, 8, len(TOKENS))
-    assert GPT2.paper(tmp_path / "elsewhere").pieces is None
+    assert GPT2.of_size("paper", tmp_path / "elsewhere").pieces is None
 
 
 # ---------------------------------------------------------------------- translation
@@ -195,7 +195,7 @@ def test_a_model_translates_sentences_that_it_has_learned(tmp_path):
         lines = [pair[side].split() for pair in pairs]
         write_sentences(tmp_path / f"train.{language}.gz", lines)
         write_sentences(tmp_path / f"val.{language}", lines)
-    workload = replace(Multi30k.smoke(tmp_path), batch_size=4)
+    workload = replace(Multi30k.of_size("smoke", tmp_path), batch_size=4)
     model = workload.build_model(0)
     assert workload.quality(model)["BLEU, validation"] < 60
     optimizer, batches = torch.optim.AdamW(model.parameters(), lr=1e-2), workload.batches(0)
@@ -207,11 +207,13 @@ def test_a_model_translates_sentences_that_it_has_learned(tmp_path):
     assert model.training
     for name in TEST_FILES:
         shutil.copy(tmp_path / f"val.{name[-2:]}", tmp_path / name)
-    assert Multi30k.smoke(tmp_path).quality(model) == {"BLEU, test_2016_flickr": 0.0}  # no sentence has four words
+    assert Multi30k.of_size("smoke", tmp_path).quality(model) == {
+        "BLEU, test_2016_flickr": 0.0
+    }  # no sentence has four words
 
 
 def test_translations_in_parts_are_the_same(data_dir, monkeypatch):
-    workload = Multi30k.smoke(data_dir)
+    workload = Multi30k.of_size("smoke", data_dir)
     model = workload.build_model(0)
     sentences = workload._validation[0][:9]
     whole = workload.translate(model, sentences)
@@ -220,7 +222,10 @@ def test_translations_in_parts_are_the_same(data_dir, monkeypatch):
 
 
 def test_label_smoothing_is_for_training_only(data_dir):
-    plain, smooth = Multi30k.smoke(data_dir), replace(Multi30k.smoke(data_dir), label_smoothing=0.1)
+    plain, smooth = (
+        Multi30k.of_size("smoke", data_dir),
+        replace(Multi30k.of_size("smoke", data_dir), label_smoothing=0.1),
+    )
     model, batch = plain.build_model(0), next(plain.batches(0))
     outputs, targets = plain.outputs(model, batch), plain.targets(batch)
     even = -outputs.log_softmax(-1).mean(-1)[targets >= 0].mean()
@@ -231,7 +236,7 @@ def test_label_smoothing_is_for_training_only(data_dir):
 
 
 def test_published_size_of_the_translator(data_dir):
-    workload = Multi30k.paper(data_dir)
+    workload = Multi30k.of_size("paper", data_dir)
     with torch.device("meta"):
         model = replace(workload, layers=1).build_model(0)
     assert model.transformer.decoder.layers[0].linear1.out_features == 2048

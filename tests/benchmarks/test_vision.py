@@ -222,7 +222,7 @@ def test_crops_of_long_pictures_and_from_the_middle():
 
 # ---------------------------------------------------------------------- MNIST
 def test_batches_that_grow(data_dir):
-    workload = replace(Autoencoder.smoke(data_dir), batch_size=4, growth_steps=7)
+    workload = replace(Autoencoder.of_size("smoke", data_dir), batch_size=4, growth_steps=7)
     sizes = [len(images) for images, _ in islice(workload.batches(0), 9)]
     assert sizes == [4, 8, 16, 32, 64, 128, 256, 256, 256]
     assert _same(_first(workload, 4), _first(workload, 4))
