@@ -6,7 +6,7 @@ The search depends only on the losses, so an interrupted search can be repeated 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.recipes.types import Setting, Settings
@@ -30,8 +30,8 @@ class Axis:
     def best(self, start: Settings, loss_of: LossOf) -> Settings:
         """Return the best settings on the axis through ``start``; ``start`` if it and both of its neighbors fail."""
         if self.choices:
-            found = [start, *(self._chosen(start, choice) for choice in self.choices)]
-            return min(found, key=loss_of)
+            found = [{**start, **dict.fromkeys(self.keywords, choice)} for choice in self.choices]
+            return min([start, *found], key=loss_of)
         losses = {0: loss_of(start)}
         while True:
             best = min(losses, key=lambda power: (losses[power], -power))
@@ -41,17 +41,11 @@ class Axis:
                 return self._moved(start, 0 if fails else best)
             losses.update({power: loss_of(self._moved(start, power)) for power in beyond})
 
-    def _chosen(self, start: Settings, choice: Setting) -> Settings:
-        return {**start, **dict.fromkeys(self.keywords, choice)}
-
     def _moved(self, start: Settings, power: int) -> Settings:
         if power == 0:
             return start
-        moved = {key: float(f"{value * STEP**power:.4g}") for key, value in self._rates(start).items()}
-        return {**start, **moved}
-
-    def _rates(self, start: Settings) -> Mapping[str, float]:
-        return {key: float(start[key] or 0) for key in self.keywords if key in start}
+        rates = {key: float(start[key] or 0) for key in self.keywords if key in start}
+        return {**start, **{key: float(f"{rate * STEP**power:.4g}") for key, rate in rates.items()}}
 
 
 def search(start: Settings, axes: Sequence[Axis], loss_of: LossOf) -> Settings:

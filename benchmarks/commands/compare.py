@@ -26,7 +26,7 @@ from benchmarks.peers import PEERS, available, set_paths, versions
 from benchmarks.recipes import METHODS, VARIANTS
 from benchmarks.recipes.building import parse_settings
 from benchmarks.store import locked
-from benchmarks.workloads import Size, Workload, WorkloadName
+from benchmarks.workloads import Size, WorkloadName
 from benchmarks.workloads.tiny import found_or_made_up
 
 TARGETS: dict[str, float] = {"autoencoder": 0.2, "poisson": 0.2}
@@ -153,18 +153,13 @@ class Compare(Common):
             pauses=pauses,
         )
 
-    def _steps(self, workload: Workload) -> int:
-        own = workload.steps[self.size]
-        if self.steps is not None:
-            return self.steps
-        return min(own, SMOKE_STEPS) if self.size == "smoke" else own
-
     def _head(self, setting: Setting, made_up: bool) -> dict[str, Any]:
         workload = setting.make_workload()
+        own = workload.steps[self.size]
         return {
             "workload": self.workload,
             "size": self.size,
-            "steps": self._steps(workload),
+            "steps": self.steps or (min(own, SMOKE_STEPS) if self.size == "smoke" else own),
             "batch_size": workload.batch_size,
             "examples": workload.examples,
             "workload_settings": dict(setting.workload_changes),

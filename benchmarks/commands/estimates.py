@@ -21,6 +21,7 @@ from benchmarks import report
 from benchmarks.compare.wording import NOTHING
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt
 from benchmarks.filling import fill_windows
+from benchmarks.machine import no_collections
 from benchmarks.recipes.building import adamw, sgd
 from benchmarks.runner import Trainer
 from benchmarks.workloads import Workload, WorkloadName, make_workload
@@ -131,12 +132,9 @@ class _WithLoss(nn.Module):
 
 def _take(trainer: Trainer, settle: int, steps: int) -> list[float]:
     gc.collect()
-    gc.disable()  # a collection would add to the time of a step
-    try:
+    with no_collections():
         for _ in range(settle + steps):
             trainer.step()
-    finally:
-        gc.enable()
     return trainer.history.processor_seconds[-steps:]
 
 

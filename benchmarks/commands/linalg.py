@@ -98,19 +98,18 @@ class Linalg(Alone):
         self,
         n: int,
         ways: Mapping[Any, Callable[[], Tensor]],
-        judged: Mapping[Any, Mapping[str, float]],
+        judged: Mapping[Any, dict[str, float]],
         reference: str,
     ) -> list[dict[str, Any]]:
         """Return the results of every method. The method ``none`` has no time."""
         times = timed_in_turns(ways, self.trials, torch.device(self.device))
-        medians = {name: statistics.median(spent) for name, spent in times.items()}
-        found = []
-        for name in ways:
-            spent = None if name == "none" else medians[name]
-            speed = None if name == "none" else medians[reference] / medians[name]
-            own = {"n": n, "update": name, "times": times[name], "seconds": spent, "speed": speed}
-            found.append({**own, **judged[name]})
-        return found
+        medians = {name: statistics.median(spent) for name, spent in times.items() if name != "none"}
+        speeds = {name: medians[reference] / spent for name, spent in medians.items()}
+        return [
+            {"n": n, "update": name, "times": spent, "seconds": medians.get(name), "speed": speeds.get(name)}
+            | judged[name]
+            for name, spent in times.items()
+        ]
 
 
 def _polar_error(x: Tensor, dtype: torch.dtype) -> float:

@@ -164,12 +164,8 @@ def _row(item: Summary, preset: str | None) -> tuple[str, ...]:
     )
 
 
-def _name(results: Results) -> str:
-    return f"{results['workload']} ({results['size']}){', made-up data' * bool(results.get('made_up_data'))}"
-
-
 def _best(results: Results) -> tuple[str, ...]:
-    name = _name(results)
+    name = f"{results['workload']} ({results['size']}){', made-up data' * bool(results.get('made_up_data'))}"
     aim = results["share_target"]
     target = statistics.target_of(results, statistics.best_first(results))
     if target is None:

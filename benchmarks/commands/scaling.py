@@ -190,9 +190,10 @@ class Scaling(Output):
         ]
         for name, comm, world in report.tracked("plans", cases):
             rows.append(self._row(name, comm, optimizer.plan(world, comm, batch_size=examples), base, optimizer))
+        settings = {name: value for name, value in asdict(self).items() if not isinstance(value, Path)}
         title = f"{type(optimizer).__name__} on {self.model}, {examples} examples per rank"
         path = self.out_dir / f"scaling-{self.model}-{self.method}.svg"
-        report.save(self.out_dir, path.stem, [_table(title, rows)], {"settings": self._settings(), "results": rows})
+        report.save(self.out_dir, path.stem, [_table(title, rows)], {"settings": settings, "results": rows})
         for note in dict.fromkeys(note for row in rows if row["world"] == max(self.worlds) for note in row["notes"]):
             print(f"note: {note}")
         plot_scaling(rows, title, self._assumptions(), path)
@@ -210,9 +211,6 @@ class Scaling(Output):
         has_factors = self.method != "mfac" and self.method != "hylo"
         found = {name: made for name, made in STRATEGIES.items() if has_factors or "all factors" not in name}
         return found | ({"DP-KFAC": lambda world: LocalFactors()} if self.dp_kfac else {})
-
-    def _settings(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if not isinstance(value, Path)}
 
     def _assumptions(self) -> str:
         return (
@@ -307,7 +305,11 @@ def _base(found: Architecture, examples: int) -> Base:
 
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     def size(key: str) -> report.Column:
-        return lambda row: _human(row[key])
+        def shown(row: Mapping[str, Any]) -> str:
+            whole, unit = _unit(row[key])
+            return f"{row[key] / whole:.3g} {unit}"
+
+        return shown
 
     columns: Mapping[str, report.Column] = {
         "strategy": value("strategy"),
@@ -324,11 +326,6 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
         "measured, and the model assumes that nothing overlaps."
     )
     return report.table_of(title, rows, columns, caption)
-
-
-def _human(nbytes: float) -> str:
-    size, unit = _unit(nbytes)
-    return f"{nbytes / size:.3g} {unit}"
 
 
 def _unit(largest: float) -> tuple[float, str]:

@@ -102,10 +102,12 @@ class Seconds(Evidence):
         return self.task.steps[self.size] if self.steps is None else self.steps
 
     def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
-        reference = cells.run({**self._about(), "what": "a step of SGD"}, self._reference)
+        about = {"workload": self.workload, "size": self.size, "batch_size": self.task.batch_size}
+        setting = RunSetting(self.workload, self.size, self.data_dir, self.threads)
+        reference = cells.run({**about, "what": "a step of SGD"}, lambda: {"seconds": measure_reference(setting)})
         if reference is None:
             return []
-        course = _Course(self, cells, advance, reference["seconds"])
+        course = _Course(self, cells, advance, replace(setting, reference_seconds=reference["seconds"]))
         try:
             tuned = [found for name in self.optimizers if (found := course.tuned(name))]
         except TimeoutError:
@@ -124,18 +126,6 @@ class Seconds(Evidence):
         about = {"workload": self.workload, "steps": self.length, "metric": self.task.metric}
         drawn = [row for row in rows if row["losses"]]
         return Shown(_tables(rows, self.workload, self.task.metric), about, partial(_draw, drawn) if drawn else None)
-
-    def _about(self) -> dict[str, Any]:
-        return {"workload": self.workload, "size": self.size, "batch_size": self.task.batch_size}
-
-    def _reference(self) -> Figures:
-        return {"seconds": measure_reference(RunSetting(self.workload, self.size, self.data_dir, self.threads))}
-
-    def setting(self, reference: float, schedule: str) -> RunSetting:
-        course = _COURSES[schedule]
-        return RunSetting(
-            self.workload, self.size, self.data_dir, self.threads, schedule=course, reference_seconds=reference
-        )
 
 
 @dataclass(frozen=True)
@@ -163,7 +153,7 @@ class _Course:
     study: Seconds
     cells: Cells
     advance: Callable[[str], None]
-    reference: float
+    setting: RunSetting
 
     def tuned(self, name: str) -> _Tuned | None:
         """Return the best settings of an optimizer, or None if every trial failed.
@@ -209,14 +199,12 @@ class _Course:
             "settings": dict(tuned.settings),
             "chosen": dict(tuned.chosen),
             "trials": tuned.trials,
-            "cost": tuned.cost / self.reference,
+            "cost": tuned.cost / (self.setting.reference_seconds or math.nan),
             "steps": steps,
             "seconds": statistics.median(ends) if ends else None,
             "losses": [_end(run) for run in whole],
             "metrics": [run["metric"] for run in whole if run.get("metric") is not None],
-            "curves": [[point[1:3] for point in run["curve"]] for run in whole if run.get("curve")]
-            if share == 1
-            else [],
+            "curves": [[point[1:3] for point in run["curve"]] for run in whole if share == 1 and run.get("curve")],
             "failed": [run["failed"] for run in whole if run["failed"]],
         }
 
@@ -226,7 +214,7 @@ class _Course:
         schedule = str(own.pop("schedule"))
         identity = study.about(study.task, name, own, schedule=schedule, seed=seed, steps=steps, phase=phase)
         job = Job(name, phase, 1.0, seed, steps)
-        setting = study.setting(self.reference, schedule)
+        setting = replace(self.setting, schedule=_COURSES[schedule])
         recipe = replace(recipe_on(name, study.task, study.size, study.data_dir), settings=own)
         measure = partial(train, job, setting, find(name), recipe, self.cells.pause(identity))
         return self.cells.run(identity, partial(attempt, measure))
@@ -336,14 +324,10 @@ def _relative(row: Figures) -> str:
     return f"{100 * (row['ratio'] - 1):+.1f} %, {row['lower']} of {len(row['losses'])}{crossing}"
 
 
-def _chosen_text(row: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in row["chosen"].items())
-
-
 _SEARCHED: dict[str, report.Column] = {
     "optimizer": report.value("label"),
     "trials": report.value("trials", "d"),
-    "chosen": _chosen_text,
+    "chosen": lambda row: ", ".join(f"{key} {value}" for key, value in row["chosen"].items()),
     "cost": report.value("cost", ".2f"),
     "steps": report.value("steps", "d"),
     "seconds": report.value("seconds", ".1f"),

@@ -19,7 +19,7 @@ import secondorder
 from benchmarks import report
 from benchmarks.commands.options import Common
 from benchmarks.recipes.types import Schedule, make_schedule
-from benchmarks.runner import History, Trainer, race
+from benchmarks.runner import Trainer, race
 from benchmarks.workloads import Size, Workload, make_workload
 from benchmarks.workloads.tiny import found_or_made_up
 from secondorder.methods.names import METHODS
@@ -96,7 +96,8 @@ class Swap(Common):
             for line in (LINES[base], REPLACEMENTS[self.method][base])
         ]
         race(runs, steps)
-        before, after = (_quarters(run.history, steps) for run in runs)
+        window, places = max(1, min(10, steps // 4)), [max(1, steps * quarter // 4) for quarter in (1, 2, 3, 4)]
+        before, after = (tuple(run.history.loss_at(place, window) for place in places) for run in runs)
         passed = after[-1] <= before[-1] * (1 + self.tolerance)
         found = {"workload": name, "method": self.method, "base": base, "steps": steps}
         return {**found, "before": before, "after": after, "passed": passed}
@@ -107,11 +108,6 @@ def build(line: str, model: nn.Module, **values: Any) -> Optimizer:
     # The exact line that users read. It comes from this repository or from the command line.
     optimizer: Optimizer = eval(line, {"torch": torch, **names, "model": model, **values})
     return optimizer
-
-
-def _quarters(history: History, steps: int) -> tuple[float, ...]:
-    window = max(1, min(10, steps // 4))
-    return tuple(history.loss_at(max(1, steps * quarter // 4), window) for quarter in (1, 2, 3, 4))
 
 
 def _table(size: Size, outcomes: Sequence[dict[str, Any]]) -> Table:

@@ -22,17 +22,13 @@ from benchmarks.live import Board
 from benchmarks.ranks import RankFigures, Ranks, joined, own_device
 from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import Recipe, make_schedule
-from benchmarks.runner import WINDOW, History, Trainer, memory_usage, race, trainer_of
+from benchmarks.runner import WINDOW, Trainer, memory_usage, race, trainer_of
 from benchmarks.workloads.tiny import found_or_made_up
 from secondorder import SecondOrderOptimizer
 from secondorder.comm.counter import Counter
 
 RANK_COLUMNS = 8
 """Maximum number of ranks with a column in the table."""
-
-
-def mean_losses(ranks: Sequence[RankFigures]) -> list[float]:
-    return [fmean(losses) for losses in zip(*(r.losses for r in ranks if r.role == "gradient"), strict=True)]
 
 
 def rank_table(ranks: Sequence[RankFigures], steps: int) -> Table:
@@ -50,12 +46,6 @@ def rank_table(ranks: Sequence[RankFigures], steps: int) -> Table:
         [(what, *(f"{count:,.0f}" for count in counts)) for what, counts in lines],
         "Sent: bytes that a rank passes to the collectives of its optimizer, without those of DistributedDataParallel.",
     )
-
-
-def losses_at(history: History, checkpoints: tuple[int, ...]) -> dict[str, str]:
-    last = len(history.losses)
-    steps = [*(step for step in checkpoints if step < last), last]
-    return {str(step): f"{history.loss_at(step):.4g}" for step in steps}
 
 
 CHECKPOINTS = (40, 75, 100, 140, 300)
@@ -102,12 +92,15 @@ class Train(Planned):
         options: dict[str, Any] = {"make_scheduler": schedule, "ranks": ranks, "device": device, "amp": self.amp}
         trainer = trainer_of(plan.method, plan.workload, plan.recipe.settings, self.seed, **options)
         identity = {**self._identity(plan), **({"made_up_data": True} if made_up else {})}
-        self._resume(trainer, identity)
+        saved = self.out_dir / f"{self._stem}.pt" if self.resume == "auto" else Path(self.resume or "")
+        if self.resume and (self.resume != "auto" or saved.is_file()):
+            checkpoints.load(saved, trainer, identity, self.trust_checkpoint)
         if ranks.first:
             self.say_what_is_not_scaled(plan)
         mine, measured = self._train(trainer, ranks, plan.steps, identity)
         figures: list[RankFigures] = ranks.collect(mine)
-        trainer.history.losses = mean_losses(figures)
+        shares = [rank.losses for rank in figures if rank.role == "gradient"]
+        trainer.history.losses = [fmean(losses) for losses in zip(*shares, strict=True)]
         if ranks.first:
             self._report(trainer, plan.recipe, figures, measured, made_up)
         return int(trainer.history.diverged)
@@ -115,12 +108,6 @@ class Train(Planned):
     @property
     def _stem(self) -> str:
         return f"train-{self.workload}-{self.optimizer}"
-
-    def _resume(self, trainer: Trainer, identity: dict[str, Any]) -> None:
-        """Resume from a checkpoint on request."""
-        path = self.out_dir / f"{self._stem}.pt" if self.resume == "auto" else Path(self.resume or "")
-        if self.resume and (self.resume != "auto" or path.is_file()):
-            checkpoints.load(path, trainer, identity, self.trust_checkpoint)
 
     def _identity(self, plan: Plan) -> dict[str, Any]:
         """Return the settings that must match those of a checkpoint. The number of steps may differ."""
@@ -213,7 +200,9 @@ class Train(Planned):
             "evaluations": measured,
             **found,
         }
-        cells = {"loss at step": f"mean of {WINDOW}", **losses_at(history, CHECKPOINTS)}
+        last = len(history.losses)
+        cells = {"loss at step": f"mean of {WINDOW}"}
+        cells |= {str(step): f"{history.loss_at(step):.4g}" for step in (*CHECKPOINTS, last) if step <= last}
         cells |= {name: f"{value:.4g}" for name, value in found.items()}
         cells |= {"seconds": f"{sum(history.step_seconds):.1f}", "optimizer bytes": f"{memory['total']:,}"}
         keywords = " ".join(f"{key}={value}" for key, value in recipe.settings.items())

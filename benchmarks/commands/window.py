@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 
 import torch
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks import report
@@ -163,7 +163,8 @@ class _Bench:
         }
         rows = dense_rows(self.optimizer)
         if rows is not None:
-            works["pair"] = _plain_pair(rows)
+            vector = torch.ones_like(rows[0])
+            works["pair"] = lambda: torch.mv(rows.T, torch.mv(rows, vector))
         return timed_in_turns(works, steps, self.device, before=self._draw)
 
     def peak(self) -> int:
@@ -174,11 +175,6 @@ class _Bench:
         for p in self.params:
             assert p.grad is not None
             p.grad.normal_(0, self._std, generator=self._generator)
-
-
-def _plain_pair(rows: Tensor) -> Callable[[], object]:
-    vector = torch.ones_like(rows[0])
-    return lambda: torch.mv(rows.T, torch.mv(rows, vector))
 
 
 def _ratios(times: dict[str, list[float]], moved: int, flops: float, gemm: Rate) -> dict[str, Any]:

@@ -69,11 +69,6 @@ def _resampled(run: Run, column: int, steps: Array) -> Array:
     return np.asarray(np.interp(steps, [point[0] for point in points], [point[column] for point in points]))
 
 
-def _courses(results: Results) -> dict[str, Course]:
-    names = [found.optimizer for found in statistics.summaries(results)]
-    return {name: found for name in names if (found := course(results, name))}
-
-
 # ---------------------------------------------------------------------- a few in one panel
 def draw_losses(results: Results, path: Path) -> None:
     """Draw losses over steps and seconds: AdamW, Muon, the best first-order optimizer and the best of our methods."""
@@ -125,13 +120,9 @@ def draw_courses(
                 axes.set_ylim(bottom=min(axes.get_ylim()[0], target / 1.15))
         panels[0].set_ylabel("training loss", fontsize=9)
         figure.suptitle(title, x=0.01, ha="left")
-        ordered = [handles[label] for label in sorted(handles, key=_order)]
-        figure.legend(handles=ordered, loc="outside lower center", ncols=4, frameon=False)
+        ordered = sorted(handles.items(), key=lambda pair: (not pair[0].startswith(("AdamW", "Muon", "SOAP")), pair[0]))
+        figure.legend(handles=[line for _, line in ordered], loc="outside lower center", ncols=4, frameon=False)
         save(figure, path)
-
-
-def _order(label: str) -> tuple[bool, str]:
-    return not label.startswith(("AdamW", "Muon", "SOAP")), label
 
 
 def shown(results: Results) -> list[str]:
@@ -171,7 +162,9 @@ def draw_each(results: Results, path: Path) -> None:
     """Draw the loss of each optimizer in front of the others, with a cross if a run did not finish."""
     finals = {run["optimizer"] for run in statistics.select(results, "final") if known(run)}
     summaries = [found for found in statistics.summaries(results) if found.optimizer in finals]
-    courses, rows = _courses(results), max(1, math.ceil(len(summaries) / _COLUMNS))
+    names = [found.optimizer for found in statistics.summaries(results)]
+    courses = {name: found for name in names if (found := course(results, name))}
+    rows = max(1, math.ceil(len(summaries) / _COLUMNS))
     height = _BELOW + _ROW * rows
     with styled():
         figure = Figure(figsize=(10.5, height))

@@ -125,14 +125,12 @@ def sift(runs: Sequence[Run], optimizer: str, budget: Budget) -> list[Job]:
     done = sorted(run["factor"] for run in of(runs, optimizer, "sift"))
     missing = [factor for factor in budget.factors if not any(math.isclose(factor, other) for other in done)]
     if not missing and budget.extend and len(done) < len(budget.factors) + EXTENSIONS:
-        missing = _beyond(done, winner(runs, optimizer))
+        best = winner(runs, optimizer)
+        if best is None or best == done[0]:
+            missing = [done[0] / STEP]
+        elif best == done[-1]:
+            missing = [done[-1] * STEP]
     return [Job(optimizer, "sift", factor, 0, budget.sift_steps) for factor in missing]
-
-
-def _beyond(done: Sequence[float], best: float | None) -> list[float]:
-    if best is None or best == done[0]:
-        return [done[0] / STEP]
-    return [done[-1] * STEP] if best == done[-1] else []
 
 
 def current(runs: Sequence[Run], optimizers: Sequence[str], budget: Budget) -> list[Run]:

@@ -170,7 +170,7 @@ def train(job: Job, setting: Setting, method: Method, recipe: Recipe, pause: Pau
 def reference_of(workload: Workload, setting: Setting) -> Trainer:
     """Return a run of SGD, whose steps measure the current speed of the machine."""
     sgd = find("sgd").recipe(setting.workload, setting.size).times(1e-3)  # so small that it cannot diverge
-    return trainer_of(find("sgd"), workload, sgd.settings)
+    return trainer_of(find("sgd"), workload, sgd.settings, label="reference")
 
 
 def measure_reference(setting: Setting, steps: int = 12) -> float:

@@ -51,17 +51,14 @@ def summary(results: Results) -> list[str]:
 def _reference(results: Results, target: Target) -> list[str]:
     found = statistics.summarize(results, target.optimizer).loss
     assert found is not None  # a target is a full run that finished
+    seeds = "one seed" if found.count == 1 else f"mean of {found.count} seeds, {interval(found)}"
     sentences = [
         f"The best first-order optimizer is {target.label}: final loss {number(target.loss)} "
-        f"({_over_seeds(found)}) after {target.steps:.0f} steps and {seconds(target.seconds)} s."
+        f"({seeds}) after {target.steps:.0f} steps and {seconds(target.seconds)} s."
     ]
     if lower := statistics.passed_over(results):
         sentences.append(f"{joined(lower)} ended lower in the runs that finished, but not with every seed.")
     return sentences
-
-
-def _over_seeds(values: Spread) -> str:
-    return "one seed" if values.count == 1 else f"mean of {values.count} seeds, {interval(values)}"
 
 
 def _verdict(results: Results, target: Target) -> list[str]:

@@ -78,7 +78,9 @@ class GaussNewton(Optimizer):
         multipliers = torch.cholesky_solve(residuals[:, None], torch.linalg.cholesky(kernel))
         step = -(jacobian.mT @ multipliers).flatten()
         before = [parameter.clone() for parameter in group["params"]]
-        self._add(step)
+        sizes = [parameter.numel() for parameter in group["params"]]
+        for parameter, part in zip(group["params"], step.split(sizes), strict=True):
+            parameter.add_(part.view_as(parameter))
         expected = float((residuals + jacobian @ step).square().sum()) / len(targets)
         found = float((self._model(inputs) - targets).square().sum()) / len(targets)
         gain = (loss - found) / max(loss - expected, 1e-300)
@@ -100,8 +102,3 @@ class GaussNewton(Optimizer):
 
         rows = vmap(jacrev(outputs), (None, 0))(params, inputs)
         return torch.cat([rows[name].flatten(2) for name in self._names], 2).flatten(0, 1)
-
-    def _add(self, step: Tensor) -> None:
-        parameters = self.param_groups[0]["params"]
-        for parameter, part in zip(parameters, step.split([p.numel() for p in parameters]), strict=True):
-            parameter.add_(part.view_as(parameter))

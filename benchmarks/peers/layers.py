@@ -69,7 +69,9 @@ def heard_layers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d) and name not in hidden and _trains(module)
+        if isinstance(module, nn.Linear | nn.Conv2d)
+        and name not in hidden
+        and all(parameter.requires_grad for parameter in module.parameters())
     }
 
 
@@ -77,10 +79,6 @@ def unheard_layers(model: nn.Module) -> list[str]:
     """Return linear layers that are never called, because ``nn.MultiheadAttention`` applies their weights itself."""
     found = {id(module.out_proj) for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
     return [name for name, module in model.named_modules() if id(module) in found]
-
-
-def _trains(module: nn.Module) -> bool:
-    return all(parameter.requires_grad for parameter in module.parameters())
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

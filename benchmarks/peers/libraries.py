@@ -73,8 +73,8 @@ def singd(
     largest: int = 4096,
     **options: Any,
 ) -> Optimizer:
-    layers = heard_layers(model)
-    small = [layer for layer in layers.values() if max(_sides(layer)) <= largest]
+    layers = heard_layers(model).values()
+    small = [x for x in layers if max(len(x.weight), x.weight[0].numel() + (x.bias is not None)) <= largest]
     taken = list({id(p): p for layer in small for p in layer.parameters()}.values())
     kind = library("singd.optim.optimizer").SINGD
     parts: list[Optimizer] = []
@@ -85,11 +85,6 @@ def singd(
                 kind(model, taken, lr=lr, weight_decay=weight_decay, structures=(structure, structure), **options)
             )
     return Peer(*parts, *adamw_for_others(model, taken, lr=adamw_lr, weight_decay=weight_decay))
-
-
-def _sides(layer: nn.Linear | nn.Conv2d) -> tuple[int, int]:
-    d_out = layer.weight.shape[0]
-    return layer.weight[0].numel() + (layer.bias is not None), d_out
 
 
 GRAFTS = {"none": 0, "sgd": 1, "adagrad": 2, "rmsprop": 3}

@@ -21,36 +21,28 @@ from benchmarks.peers.peer import Peer, evaluated
 ADAMW_BETAS = (0.9, 0.95)
 _SIZE, _REPEATS = 128, 5  # of the timed product
 _SLOWER = 2.0
+_DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": (3.4445, -4.7750, 2.0315),
+    "eps": 1e-7,
+    "ns_steps": 5,
+    "adjust_lr_fn": None,
+}
+"""Options of ``torch.optim.Muon``, with its defaults."""
 
 
 class Float32Muon(Optimizer):
     """The step of ``torch.optim.Muon``, which requires torch 2.9, with the iteration in the dtype of the weights."""
 
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter],
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-        eps: float = 1e-7,
-        ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
-    ) -> None:
-        if adjust_lr_fn not in {None, "original", "match_rms_adamw"}:
-            raise ValueError(f"adjust_lr_fn must be original or match_rms_adamw, got {adjust_lr_fn!r}")
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-        }
-        super().__init__(params, defaults)
+    def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
+        if unknown := options.keys() - _DEFAULTS:
+            raise TypeError(f"Muon has no option {', '.join(sorted(unknown))}, only {', '.join(_DEFAULTS)}")
+        if (rule := options.get("adjust_lr_fn")) not in {None, "original", "match_rms_adamw"}:
+            raise ValueError(f"adjust_lr_fn must be original or match_rms_adamw, got {rule!r}")
+        super().__init__(params, _DEFAULTS | options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

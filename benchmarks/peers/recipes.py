@@ -48,16 +48,11 @@ def _recipes(
     note: str = "",
 ) -> dict[str, Recipe]:
     own = schedule is not COSINE
+    rates = {name: float(recipe.settings["lr"] or 0) for name, recipe in OURS["adamw"].recipes.items()}
     return {
-        name: Recipe(settings(name, _adamw(name)), source, schedule, searched=searched, own_schedule=own, note=note)
-        for name in OURS["adamw"].recipes
+        name: Recipe(settings(name, rate), source, schedule, searched=searched, own_schedule=own, note=note)
+        for name, rate in rates.items()
     }
-
-
-def _adamw(workload: str) -> float:
-    rate = OURS["adamw"].recipes[workload].settings["lr"]
-    assert isinstance(rate, float)
-    return rate
 
 
 def _times(rate: float, factor: float) -> float:

@@ -78,7 +78,10 @@ def shell_line(words: Sequence[str], world: int) -> str:
 def python_line(method: Method, settings: Settings) -> str | None:
     construct = method.construct
     if construct in _CLASSES:
-        return _call(_CLASSES[construct], "model.parameters()", _with_betas(settings))
+        betas = {key: settings.get(key, usual) for key, usual in (("beta1", 0.9), ("beta2", 0.999))}
+        own: dict[str, Any] = {key: value for key, value in settings.items() if key not in betas}
+        own |= {} if len(own) == len(settings) else {"betas": tuple(betas.values())}
+        return _call(_CLASSES[construct], "model.parameters()", own)
     if not isinstance(construct, partial) or construct.func is not second_order:
         return None
     (name,) = construct.args
@@ -91,13 +94,6 @@ def python_line(method: Method, settings: Settings) -> str | None:
     if isinstance(keywords.get("comm", options.get("comm")), str):  # the constructor needs a strategy object
         return _call("secondorder.create", f'"{name}", model', keywords)
     return _call(f"secondorder.{kind.__name__}", "model", {**options, **keywords})
-
-
-def _with_betas(settings: Settings) -> dict[str, Any]:
-    plain = {key: value for key, value in settings.items() if key not in ("beta1", "beta2")}
-    if len(plain) == len(settings):
-        return plain
-    return {**plain, "betas": (settings.get("beta1", 0.9), settings.get("beta2", 0.999))}
 
 
 def _call(function: str, first: str | None, keywords: Mapping[str, Any]) -> str:

@@ -116,11 +116,6 @@ class WordPieces:
         return out if whole else [Piece(self.unknown, places[0], places[-1] + 1)]
 
 
-def find_pieces(data_dir: Path, texts: Iterable[str], size: int) -> WordPieces:
-    path = data_dir / "bert" / FILE
-    return WordPieces.read(path) if path.is_file() else WordPieces.learn(texts, size)
-
-
 def _words(chunk: str) -> Iterator[_Word]:
     letters: list[tuple[str, int]] = []
     for place, character in enumerate(chunk):
@@ -279,11 +274,9 @@ def _read_state(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} must be a state that torch.save wrote: {err}") from err
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{path} must hold tensors by name")
-    today = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
-    names = {name: name.removeprefix("bert.") for name in state}
-    for old, new in today:
-        names = {name: short.replace(old, new) for name, short in names.items()}
-    return {names[name]: value for name, value in state.items()}
+    for old, new in ((r"^bert\.", ""), ("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+        state = {re.sub(old, new, name): value for name, value in state.items()}
+    return state
 
 
 # ---------------------------------------------------------------------- workloads
@@ -332,7 +325,9 @@ class Encoding(InMemory):
 
     @cached_property
     def pieces(self) -> WordPieces:
-        return find_pieces(self.data_dir, dict.fromkeys(self.texts()), self.vocabulary)
+        path = self.data_dir / "bert" / FILE
+        texts = dict.fromkeys(self.texts())  # reports missing files in any case
+        return WordPieces.read(path) if path.is_file() else WordPieces.learn(texts, self.vocabulary)
 
     @abstractmethod
     def texts(self) -> Iterable[str]:

@@ -115,16 +115,18 @@ class Cifar(InMemory, Classification):
         return images.float().div_(255).sub_(mean).div_(std)
 
     @cached_property
-    def _folder(self) -> Path:
-        return _find(self.data_dir, self.dataset)
-
-    @cached_property
     def train(self) -> Batch:
-        return _read(self._folder, CIFAR[self.dataset].train, self.dataset)
+        return self._read(CIFAR[self.dataset].train)
 
     @cached_property
     def _test(self) -> Batch:
-        return _read(self._folder, CIFAR[self.dataset].test, self.dataset)
+        return self._read(CIFAR[self.dataset].test)
+
+    def _read(self, names: tuple[str, ...]) -> Batch:
+        folder = _find(self.data_dir, self.dataset)
+        parts = zip(*(read_cifar_batch(folder / name, self.dataset) for name in names), strict=True)
+        images, labels = (torch.from_numpy(np.concatenate(part)) for part in parts)
+        return images, labels
 
 
 def random_crops(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -139,28 +141,10 @@ def random_crops(images: Tensor, generator: torch.Generator) -> Tensor:
 def _find(data_dir: Path, dataset: CifarName) -> Path:
     files = CIFAR[dataset]
     parents = (data_dir / dataset, data_dir)
-    packs = sorted({pack for parent in parents for pack in parent.glob("*.npz") if dataset == "cifar10"})
+    folders = (*(parent / files.folder for parent in parents), *parents)
+    origin = f"{ORIGIN} (the Python version, {files.archive})"
     hint = f"Put the folder {files.folder} into <data-dir>/{dataset}, or give that folder as --data-dir."
-    return find_folder(
-        (*(parent / files.folder for parent in parents), *parents),
-        (*files.train, *files.test),
-        f"{ORIGIN} (the Python version, {files.archive})",
-        f"{hint} {_unpack_hint(packs[0])}" if packs else hint,
-    )
-
-
-def _unpack_hint(pack: Path) -> str:
-    """Return a hint how to convert a pack of CIFAR-10 to the standard folder, if there is a script for it."""
-    scripts = sorted(pack.parent.glob("unpack*.py"))
-    if not scripts:
-        return f"{pack} is there, but this reader takes the standard folder only."
-    return f"{pack} is there: `python {scripts[0]} {pack} <out>/cifar10` writes that folder, then --data-dir <out>."
-
-
-def _read(folder: Path, names: tuple[str, ...], dataset: CifarName) -> Batch:
-    parts = [read_cifar_batch(folder / name, dataset) for name in names]
-    images = np.concatenate([part[0] for part in parts])
-    return torch.from_numpy(images), torch.from_numpy(np.concatenate([part[1] for part in parts]))
+    return find_folder(folders, (*files.train, *files.test), origin, hint)
 
 
 PUBLISHED_STEPS = 64_000

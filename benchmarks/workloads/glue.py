@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from benchmarks.workloads.chargpt import dropping
 from secondorder import Likelihood
 
 ORIGIN = "https://gluebenchmark.com/tasks"
-TaskName = Literal["mnli", "qqp", "mrpc", "stsb", "sst2", "qnli", "cola", "rte", "wnli"]
 
 
 class Sentences(NamedTuple):
@@ -58,15 +57,10 @@ class Task:
 
 
 _PAIR = ("sentence1", "sentence2")
+_THREE = ("entailment", "neutral", "contradiction")
 _ENTAILED = ("entailment", "not_entailment")
-TASKS: dict[TaskName, Task] = {
-    "mnli": Task(
-        "MNLI",
-        _PAIR,
-        "gold_label",
-        ("entailment", "neutral", "contradiction"),
-        ("dev_matched.tsv", "dev_mismatched.tsv"),
-    ),
+TASKS: dict[str, Task] = {
+    "mnli": Task("MNLI", _PAIR, "gold_label", _THREE, ("dev_matched.tsv", "dev_mismatched.tsv")),
     "qqp": Task("QQP", ("question1", "question2"), "is_duplicate", gaps=True),
     "mrpc": Task("MRPC", ("#1 String", "#2 String"), "Quality"),
     "stsb": Task("STS-B", _PAIR, "score", ()),
@@ -79,10 +73,9 @@ TASKS: dict[TaskName, Task] = {
 
 
 def find_task(name: str) -> Task:
-    for known, task in TASKS.items():
-        if known == name:
-            return task
-    raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
+    if name not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
+    return TASKS[name]
 
 
 def find_files(data_dir: Path, task: Task) -> tuple[Path, list[Path]]:

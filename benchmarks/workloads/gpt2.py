@@ -13,7 +13,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from benchmarks.workloads.base import DataMissingError, Size, seeded
-from benchmarks.workloads.chargpt import GPT, CharGPT, Layer
+from benchmarks.workloads.chargpt import GPT, CharGPT
 
 FILES = ("vocab.json", "merges.txt")
 ORIGIN = "https://huggingface.co/openai-community/gpt2 (vocab.json and merges.txt)"
@@ -191,14 +191,7 @@ def initialise(model: GPT) -> None:
             nn.init.normal_(module.weight, std=_POSITION_STD if module is model.positions else _STD)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    ends = list(_ends_of_halves(model))
+    layers: Any = model.layers
+    ends = [linear for layer in layers for linear in (layer.attention.out, layer.mlp[-1])]
     for linear in ends:
         nn.init.normal_(linear.weight, std=_STD / math.sqrt(len(ends)))
-
-
-def _ends_of_halves(model: GPT) -> Iterator[nn.Linear]:
-    for layer in model.layers:
-        assert isinstance(layer, Layer)
-        last = layer.mlp[-1]
-        assert isinstance(last, nn.Linear)
-        yield from (layer.attention.out, last)

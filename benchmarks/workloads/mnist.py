@@ -181,11 +181,8 @@ class Autoencoder(Workload):
     name: ClassVar[str] = "autoencoder"
     metric: ClassVar[str] = "test loss"
     likelihood: ClassVar[str | Likelihood] = "bernoulli"
-    steps: ClassVar[dict[Size, int]] = {
-        "smoke": 200,
-        "cpu": 300,
-        "paper": 500,
-    }  # the small model needs 200 steps to leave its first plateau
+    # The small model needs 200 steps to leave its first plateau.
+    steps: ClassVar[dict[Size, int]] = {"smoke": 200, "cpu": 300, "paper": 500}
     small: ClassVar[dict[str, Any]] = {"batch_size": 64, "widths": (128, 64, 16)}
     published: ClassVar[dict[str, Any]] = {"batch_size": 1000, "growth_steps": 500}
 

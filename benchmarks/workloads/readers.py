@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -72,19 +72,14 @@ class _ArrayUnpickler(pickle.Unpickler):
         return getattr(import_module(current), global_name)
 
 
-def _load_pickle(file: BinaryIO) -> dict[str, Any]:
-    """Load a dictionary with the restricted unpickler, and convert its keys to text."""
-    loaded = _ArrayUnpickler(file, encoding="bytes").load()
-    if not isinstance(loaded, dict):
-        raise pickle.UnpicklingError(f"expected a dictionary, got {type(loaded).__name__}")
-    return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in loaded.items()}
-
-
 def read_cifar_batch(path: Path, dataset: CifarName = "cifar10") -> tuple[UInt8Array, npt.NDArray[np.int64]]:
     label, key, classes = _CIFAR[dataset]
     try:
         with path.open("rb") as file:
-            batch = _load_pickle(file)
+            batch = _ArrayUnpickler(file, encoding="bytes").load()
+        if not isinstance(batch, dict):
+            raise pickle.UnpicklingError(f"expected a dictionary, got {type(batch).__name__}")
+        batch = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
         images = np.asarray(batch["data"], np.uint8).reshape(-1, 3, 32, 32)
         labels = np.asarray(batch[key], np.int64)
     except _DAMAGED_PICKLE as err:

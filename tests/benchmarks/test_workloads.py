@@ -120,17 +120,6 @@ def test_the_error_of_missing_data_names_files_folder_and_source(name, tmp_path)
         assert part in str(caught.value)
 
 
-def test_the_error_of_a_packed_cifar_explains_how_to_unpack_it(tmp_path):
-    folder = tmp_path / "cifar10"
-    folder.mkdir()
-    (folder / "pack.npz").touch()
-    with pytest.raises(DataMissingError, match="standard folder only"):
-        next(make_workload("resnet20", tmp_path).batches(0))
-    (folder / "unpack_pack.py").touch()
-    with pytest.raises(DataMissingError, match=r"unpack_pack\.py .*pack\.npz <out>/cifar10"):
-        next(make_workload("resnet20", tmp_path).batches(0))
-
-
 def test_the_cifar_folder_itself_may_be_passed(data_dir):
     for inside in ["", "cifar10", "cifar10/cifar-10-batches-py"]:
         next(make_workload("resnet20", data_dir / inside, "smoke").batches(0))
