@@ -40,13 +40,10 @@ class DataSet:
 _CIFAR_LICENCE = "not stated; cite A. Krizhevsky, Learning Multiple Layers of Features, 2009"
 
 
-def _files(
-    address: str, ending: str, checksums: dict[str, str | None], unpack: Unpack | None = None
-) -> tuple[File, ...]:
-    return tuple(
-        File(f"https://{address}/{name}{ending}", f"{name}{ending}", checksum, unpack)
-        for name, checksum in checksums.items()
-    )
+def _files(address: str, lines: str, ending: str = "", unpack: Unpack | None = None) -> tuple[File, ...]:
+    """Return files of one address. Each line has a name without its ending, and the checksum if there is one."""
+    rows = [(*line.split(), None) for line in lines.strip().splitlines()]
+    return tuple(File(f"https://{address}/{row[0]}{ending}", f"{row[0]}{ending}", row[1], unpack) for row in rows)
 
 
 MNIST = DataSet(
@@ -54,30 +51,27 @@ MNIST = DataSet(
     "Creative Commons Attribution-Share Alike 3.0, Yann LeCun and Corinna Cortes",
     _files(
         "ossci-datasets.s3.amazonaws.com/mnist",
+        """
+        train-images-idx3-ubyte md5:f68b3c2dcbeaaa9fbdd348bbdeb94873
+        train-labels-idx1-ubyte md5:d53e105ee54ea40749a09fcbcd1e9432
+        t10k-images-idx3-ubyte  md5:9fb629c4189551a2d022fa330f9573f3
+        t10k-labels-idx1-ubyte  md5:ec29112dd5afa0611ce80d1b7f02629c
+    """,
         ".gz",
-        {
-            "train-images-idx3-ubyte": "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873",
-            "train-labels-idx1-ubyte": "md5:d53e105ee54ea40749a09fcbcd1e9432",
-            "t10k-images-idx3-ubyte": "md5:9fb629c4189551a2d022fa330f9573f3",
-            "t10k-labels-idx1-ubyte": "md5:ec29112dd5afa0611ce80d1b7f02629c",
-        },
     ),
 )
 CIFAR10, CIFAR100 = (
-    DataSet(name, _CIFAR_LICENCE, _files("www.cs.toronto.edu/~kriz", "-python.tar.gz", {file: md5}, "tar"))
-    for name, file, md5 in (
-        ("cifar10", "cifar-10", "md5:c58f30108f718f92721af3b95e74349a"),
-        ("cifar100", "cifar-100", "md5:eb9058c3a382ffc7106e4002c42a8d85"),
+    DataSet(name, _CIFAR_LICENCE, _files("www.cs.toronto.edu/~kriz", line, "-python.tar.gz", "tar"))
+    for name, line in (
+        ("cifar10", "cifar-10 md5:c58f30108f718f92721af3b95e74349a"),
+        ("cifar100", "cifar-100 md5:eb9058c3a382ffc7106e4002c42a8d85"),
     )
 )
+_TEXT = "input.txt sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE = DataSet(
     "shakespeare",
     "public domain",
-    _files(
-        "raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare",
-        ".txt",
-        {"input": "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"},
-    ),
+    _files("raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare", _TEXT),
 )
 _GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 PIECES = DataSet(
@@ -106,25 +100,20 @@ SQUAD = DataSet(
     "Creative Commons Attribution-Share Alike 4.0",
     _files(
         "rajpurkar.github.io/SQuAD-explorer/dataset",
+        """
+        train-v2.0 md5:62108c273c268d70893182d5cf8df740
+        dev-v2.0   md5:246adae8b7002f8679c027697b0b7cf8
+        train-v1.1 md5:981b29407e0affa3b1b156f72073b945
+        dev-v1.1   md5:3e85deb501d4e538b6bc56f786231552
+    """,
         ".json",
-        {
-            "train-v2.0": "md5:62108c273c268d70893182d5cf8df740",
-            "dev-v2.0": "md5:246adae8b7002f8679c027697b0b7cf8",
-            "train-v1.1": "md5:981b29407e0affa3b1b156f72073b945",
-            "dev-v1.1": "md5:3e85deb501d4e538b6bc56f786231552",
-        },
     ),
 )
-_GLUE = ("CoLA", "MNLI", "QNLIv2", "QQP-clean", "RTE", "SST-2", "STS-B", "WNLI")
+_TASKS = ("CoLA", "MNLI", "QNLIv2", "QQP-clean", "RTE", "SST-2 md5:9f81648d4199384278b86e315dac217c", "STS-B", "WNLI")
 GLUE = DataSet(
     "glue",
     "those of its parts, see https://gluebenchmark.com/tasks; request MRPC from Microsoft",
-    _files(
-        "dl.fbaipublicfiles.com/glue/data",
-        ".zip",
-        {**dict.fromkeys(_GLUE), "SST-2": "md5:9f81648d4199384278b86e315dac217c"},
-        "zip",
-    ),
+    _files("dl.fbaipublicfiles.com/glue/data", "\n".join(_TASKS), ".zip", "zip"),
 )
 _MEMBRANE = "https://raw.githubusercontent.com/zhixuhao/unet/master/data/membrane/train"
 MEMBRANE = DataSet(

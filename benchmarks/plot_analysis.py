@@ -1,7 +1,7 @@
 """Plots of the files of an analysis: rank by layer, gradient norms, errors with few rows, and stage times."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -23,12 +23,7 @@ _HEIGHT = 4.2  # inches
 
 
 def plot_analysis(folder: Path, suffix: str = ".png") -> list[Path]:
-    draw: dict[str, Callable[[Sequence[Event], Path], None]] = {
-        "rank": plot_rank,
-        "trend": plot_trend,
-        "error": plot_error,
-        "profile": plot_stages,
-    }
+    draw = {"rank": plot_rank, "trend": plot_trend, "error": plot_error, "profile": plot_stages}
     found = events.load(folder)
     paths = []
     for name, plot in draw.items():

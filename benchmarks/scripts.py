@@ -192,15 +192,9 @@ def siamese(data: Data) -> Training:
 
 @script(lr=1e-3, steps=150)
 def lstm(data: Data) -> Training:
-    class Rows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.out = nn.LSTM(28, 64, batch_first=True), nn.Linear(64, 10)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.lstm(x.squeeze(1))[0][:, -1])
-
-    return Rows(), data.images(64), classify
+    last = Function(lambda found: found[0][:, -1])
+    model = nn.Sequential(nn.Flatten(1, 2), nn.LSTM(28, 64, batch_first=True), last, nn.Linear(64, 10))
+    return model, data.images(64), classify
 
 
 @script(lr=1e-3, steps=300)
@@ -296,17 +290,12 @@ def tcn(data: Data) -> Training:
 def multitask(data: Data) -> Training:
     """Classify digits with ten binary tasks, each with its own head."""
 
-    class Tasks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.trunk = nn.Sequential(perceptron(196, 64, 64), nn.ReLU())
-            self.heads = nn.ModuleList(perceptron(64, 32, 1) for _ in range(10))
-
+    class Heads(nn.ModuleList):
         def forward(self, x: Tensor) -> Tensor:
-            features = self.trunk(x)
-            return torch.cat([head(features) for head in self.heads], 1)
+            return torch.cat([head(x) for head in self], 1)
 
-    return Tasks(), ((x.flatten(1)[:, ::4], F.one_hot(y, 10).float()) for x, y in data.images(64)), binary
+    model = nn.Sequential(perceptron(196, 64, 64), nn.ReLU(), Heads(perceptron(64, 32, 1) for _ in range(10)))
+    return model, ((x.flatten(1)[:, ::4], F.one_hot(y, 10).float()) for x, y in data.images(64)), binary
 
 
 @script(lr=1e-3, steps=300)

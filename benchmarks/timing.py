@@ -21,6 +21,7 @@ from secondorder.diagnostics import StageClock
 
 StepClass = Literal["plain", "factor", "refresh"]
 Times = dict[StepClass, list[float]]
+Statistic = Callable[[Sequence[float]], float]
 
 
 @dataclass(frozen=True)
@@ -57,22 +58,14 @@ ROWS_REFRESHED = Intervals(10, 10)
 """Intervals of a method that keeps rows of examples, which every tenth step takes and refreshes by default."""
 
 
-@dataclass
-class Row:
-    """Step times of one optimizer."""
+def summary(times: Times, statistic: Statistic = statistics.median) -> dict[StepClass, float]:
+    return {kind: statistic(values) for kind, values in times.items()}
 
-    label: str
-    times: Times = field(default_factory=dict)
 
-    def summary(self, statistic: Callable[[Sequence[float]], float] = statistics.median) -> dict[StepClass, float]:
-        return {kind: statistic(values) for kind, values in self.times.items()}
-
-    def ratio(self, intervals: Intervals, reference: "Row", minima: bool = False) -> float:
-        """Return the amortized step time, relative to plain steps of the reference."""
-        statistic: Callable[[Sequence[float]], float] = min if minima else statistics.median
-        own, other = self.summary(statistic), reference.summary(statistic)["plain"]
-        has_classes = len(own) > 1
-        return (intervals.amortise(own) if has_classes else own["plain"]) / other
+def ratio(times: Times, intervals: Intervals, reference: Times, statistic: Statistic = statistics.median) -> float:
+    """Return the amortized step time, relative to plain steps of the reference."""
+    own = summary(times, statistic)
+    return (intervals.amortise(own) if len(own) > 1 else own["plain"]) / statistic(reference["plain"])
 
 
 @dataclass(frozen=True)
@@ -111,11 +104,9 @@ class Contender:
     """Intervals of the timed run."""
     reported: tuple[Intervals, ...] = REPORTED
     """Intervals to amortize over."""
-    row: Row = field(init=False)
+    times: Times = field(default_factory=dict)
+    """Seconds of the steps of each class."""
     taken: int = 0
-
-    def __post_init__(self) -> None:
-        self.row = Row(self.trainer.history.label)
 
     @property
     def next_class(self) -> StepClass:
@@ -125,7 +116,7 @@ class Contender:
         kind, seconds = self.next_class, self.trainer.step()
         self.taken += 1
         if record:
-            self.row.times.setdefault(kind, []).append(seconds)
+            self.times.setdefault(kind, []).append(seconds)
 
     def peaks(self) -> dict[StepClass, int]:
         peaks: dict[StepClass, int] = {}

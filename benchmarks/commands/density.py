@@ -50,16 +50,9 @@ SPARSE_ONLY = frozenset(("density", "block_size", "value_dtype", "error_feedback
 _WINDOW = ("window", "error", "gram")
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """One row of the table."""
-
-    label: str
-    optimizer: str
-    settings: Settings
-    share: float | None
-    """Share of the entries of a gradient that a row keeps. None without a window."""
-    note: str = ""
+def _entry(label: str, optimizer: str, settings: Settings, share: float | None, note: str = "") -> Figures:
+    """Return a row without results. Its share of the kept entries of a gradient is None without a window."""
+    return {"label": label, "optimizer": optimizer, "settings": dict(settings), "share": share, "note": note}
 
 
 @dataclass
@@ -106,16 +99,16 @@ class Density(Evidence):
 
     def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
         entries = list(self._entries())
-        runs: dict[str, list[Figures]] = {entry.label: [] for entry in entries}
+        runs: dict[str, list[Figures]] = {entry["label"]: [] for entry in entries}
         for seed in range(self.seed, self.seed + self.seeds):
             for entry in entries:
-                advance(f"{entry.label}, seed {seed}")
+                advance(f"{entry['label']}, seed {seed}")
                 own = {"steps": self.length, "seed": seed, "everything": self.evaluate}
-                identity = self.about(self.task, entry.optimizer, entry.settings, **own)
+                identity = self.about(self.task, entry["optimizer"], entry["settings"], **own)
                 train = partial(self._train, entry, seed, cells.pause(identity))
                 found = cells.run(identity, partial(attempt, train))
-                runs[entry.label] += [found] if found else []
-        return [_summary(entry, runs[entry.label]) for entry in entries]
+                runs[entry["label"]] += [found] if found else []
+        return [entry | _summary(runs[entry["label"]]) for entry in entries]
 
     def show(self, rows: list[Figures]) -> Shown:
         source = SOURCE if self.settings == "published" else "the benchmarks' recipe"
@@ -127,10 +120,10 @@ class Density(Evidence):
         lost = any(row["failed"] or row["diverged"] for row in rows)
         return Shown([table], {**about, "source": source}, draw, int(lost))
 
-    def _entries(self) -> Iterator[_Entry]:
+    def _entries(self) -> Iterator[Figures]:
         for name in self.references:
             recipe = recipe_on(name, self.task, self.size, self.data_dir)
-            yield _Entry(find(name).label, name, recipe.settings, None, recipe.note)
+            yield _entry(find(name).label, name, recipe.settings, None, recipe.note)
         sizes = [p.numel() for p in self.task.build_model(self.seed).parameters()]
         recipe = recipe_on("sparse_mfac", self.task, self.size, self.data_dir)
         note = "" if self.settings == "published" else recipe.note
@@ -140,13 +133,13 @@ class Density(Evidence):
             shared["window_size"] = self.window_size
         for density in sorted(self.densities):
             own = {**shared, "density": density}
-            yield _Entry(f"{100 * density:g} %", "sparse_mfac", own, _kept_share(sizes, own), note)
+            yield _entry(f"{100 * density:g} %", "sparse_mfac", own, _kept_share(sizes, own), note)
         dense = {key: value for key, value in shared.items() if key not in SPARSE_ONLY}
-        yield _Entry("dense", "mfac", dense, 1.0, note)
+        yield _entry("dense", "mfac", dense, 1.0, note)
 
-    def _train(self, entry: _Entry, seed: int, pause: Pause | None = None) -> Figures:
+    def _train(self, entry: Figures, seed: int, pause: Pause | None = None) -> Figures:
         schedule = partial(make_schedule, COSINE, self.length)
-        trainer = trainer_of(find(entry.optimizer), self.task, entry.settings, seed, make_scheduler=schedule)
+        trainer = trainer_of(find(entry["optimizer"]), self.task, entry["settings"], seed, make_scheduler=schedule)
         end = train_until(trainer, self.length, pause=pause)
         metric = None if end == "diverged" else trainer.evaluate(self.evaluate)[self.task.metric]
         return {**figures_of(trainer, end), "metric": metric}
@@ -173,16 +166,8 @@ def _kept_share(sizes: Sequence[int], settings: Settings) -> float:
     return entries / sum(sizes)
 
 
-def _summary(entry: _Entry, runs: Sequence[Figures]) -> Figures:
-    whole, counts = lost(runs)
-    row: Figures = {
-        "label": entry.label,
-        "optimizer": entry.optimizer,
-        "settings": dict(entry.settings),
-        "share": entry.share,
-        "note": entry.note,
-        **counts,
-    }
+def _summary(runs: Sequence[Figures]) -> Figures:
+    whole, row = lost(runs)
     for key in ("loss", "metric", "processor_seconds"):
         values = [run[key] for run in whole]
         row[key] = statistics.fmean(values) if values else None

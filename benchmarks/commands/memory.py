@@ -97,11 +97,9 @@ class Memory(Evidence):
         return figures
 
     def _plans(self, optimizer: SecondOrderOptimizer, examples: int) -> dict[str, list[int]]:
-        strategies: dict[str, CommStrategy] = {
-            "CommOpt": CommOpt(),
-            f"HybridOpt({self.worker_fraction:g})": HybridOpt(self.worker_fraction),
-            "MemOpt": MemOpt(),
-        }
+        hybrid = f"HybridOpt({self.worker_fraction:g})"
+        strategies: dict[str, CommStrategy] = {"CommOpt": CommOpt(), hybrid: HybridOpt(self.worker_fraction)}
+        strategies["MemOpt"] = MemOpt()
         return {
             name: [_sum(rank.stored, COUNTERS) for rank in optimizer.plan(self.world, comm, batch_size=examples).ranks]
             for name, comm in strategies.items()

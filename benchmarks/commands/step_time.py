@@ -33,8 +33,10 @@ from benchmarks.timing import (
     StepClass,
     Work,
     measure,
+    ratio,
     stage_figures,
     stage_table,
+    summary,
 )
 from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
 from benchmarks.workloads.random_data import random_workload
@@ -198,20 +200,20 @@ def _work(run: Contender, base: Work) -> Work | None:
 
 
 def _figures(run: Contender, reference: Contender, base: Work, gemm: Rate, memory: bool) -> dict[str, Any]:
-    sgd, work = reference.row.summary()["plain"], _work(run, base)
+    sgd, work = summary(reference.times)["plain"], _work(run, base)
     figures: dict[str, Any] = {
-        "label": run.row.label,
-        "times": run.row.times,
-        "median": run.row.summary(),
-        "minimum": run.row.summary(min),
+        "label": run.trainer.history.label,
+        "times": run.times,
+        "median": summary(run.times),
+        "minimum": summary(run.times, min),
         "optimizer_bytes": optimizer_bytes(run.trainer.optimizer),
         "peak_bytes": run.peaks() if memory else {},
         "amortised": {},
     }
     for intervals in run.reported if run.scheme else (MEASURED,):
         entry = {
-            "ratio": run.row.ratio(intervals, reference.row),
-            "ratio_of_minima": run.row.ratio(intervals, reference.row, minima=True),
+            "ratio": ratio(run.times, intervals, reference.times),
+            "ratio_of_minima": ratio(run.times, intervals, reference.times, min),
         }
         if work is not None:
             entry["floor"] = work.floor(intervals)

@@ -120,12 +120,14 @@ class Window(Alone):
             optimizer = MFAC(params, **from_flat(MFAC, keywords))
         except RuntimeError as err:  # not enough free memory
             return {**figures, "skipped": str(err)}
-        bench = _Bench(optimizer, params, self.seed)
+        draw, device = _drawing(params, self.seed), torch.device(self.device)
         try:
             fill_windows(optimizer, self.seed)
-            times = bench.run(self.steps)
+            times = _times(optimizer, draw, self.steps, device)
         except torch.OutOfMemoryError as err:  # the GPU has memory for the window, but not for a step
             return {**figures, "skipped": str(err)}
+        draw()
+        peak = peak_bytes(lambda: optimizer.step(), device) if self.memory else None
         memory = memory_usage(optimizer)
         moved = 2 * memory["window"]
         moved += _SPARSE_PASSES * count(shapes) if isinstance(keywords.get("compression"), TopK) else 0
@@ -135,7 +137,7 @@ class Window(Alone):
             **_ratios(times, moved, rows**3 / 3, gemm),
             "memory": memory,
             "dense_over_state": 4 * rows * count(shapes) / sum(memory.get(kind, 0) for kind in _STATE),
-            "peak_bytes": bench.peak() if self.memory else None,
+            "peak_bytes": peak,
         }
 
     def _rows(self, size: SizeName, storage: StorageName) -> int:
@@ -144,37 +146,27 @@ class Window(Alone):
         return _DENSE_ROWS.get(size, _ROWS) if storage.startswith("dense") else _ROWS
 
 
-class _Bench:
-    """Times steps of one optimizer, and the work between them."""
+def _drawing(params: Sequence[nn.Parameter], seed: int) -> Callable[[], None]:
+    """Return a function that replaces the gradients by new random numbers of norm about 1."""
+    generator = torch.Generator(params[0].device).manual_seed(seed)
+    std = sum(p.numel() for p in params) ** -0.5
 
-    def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter], seed: int) -> None:
-        self.optimizer, self.params = optimizer, params
-        self.device = params[0].device
-        self._generator = torch.Generator(self.device).manual_seed(seed)
-        self._std = sum(p.numel() for p in params) ** -0.5
+    def draw() -> None:
         for p in params:
-            p.grad = torch.empty_like(p)
+            p.grad = torch.empty_like(p) if p.grad is None else p.grad
+            p.grad.normal_(0, std, generator=generator)
 
-    def run(self, steps: int) -> dict[str, list[float]]:
-        """Alternate steps with the copy and, for dense rows, the two products."""
-        works: dict[str, Callable[[], object]] = {
-            "step": lambda: self.optimizer.step(),
-            "copy": copying(COPY_BYTES, self.device),
-        }
-        rows = dense_rows(self.optimizer)
-        if rows is not None:
-            vector = torch.ones_like(rows[0])
-            works["pair"] = lambda: torch.mv(rows.T, torch.mv(rows, vector))
-        return timed_in_turns(works, steps, self.device, before=self._draw)
+    return draw
 
-    def peak(self) -> int:
-        self._draw()
-        return peak_bytes(lambda: self.optimizer.step(), self.device)
 
-    def _draw(self) -> None:
-        for p in self.params:
-            assert p.grad is not None
-            p.grad.normal_(0, self._std, generator=self._generator)
+def _times(optimizer: Optimizer, draw: Callable[[], None], steps: int, device: torch.device) -> dict[str, list[float]]:
+    """Alternate steps with the copy and, for dense rows, the two products."""
+    works: dict[str, Callable[[], object]] = {"step": lambda: optimizer.step(), "copy": copying(COPY_BYTES, device)}
+    rows = dense_rows(optimizer)
+    if rows is not None:
+        vector = torch.ones_like(rows[0])
+        works["pair"] = lambda: torch.mv(rows.T, torch.mv(rows, vector))
+    return timed_in_turns(works, steps, device, before=draw)
 
 
 def _ratios(times: dict[str, list[float]], moved: int, flops: float, gemm: Rate) -> dict[str, Any]:

@@ -5,6 +5,7 @@ They are derived from the rates of AdamW in ``benchmarks/recipes``, so that new 
 
 from collections.abc import Callable
 
+from benchmarks.recipes.building import settings_of
 from benchmarks.recipes.tuned import OURS
 from benchmarks.recipes.types import CONSTANT, COSINE, Recipe, Schedule, Settings
 
@@ -88,14 +89,9 @@ def _singd(workload: str, rate: float) -> Settings:
 
 
 def _kfac_pytorch(workload: str, _: float) -> Settings:
-    return {
-        "lr": 0.1,
-        "momentum": 0.9,
-        "damping": 0.003,
-        "clip_root": 0.1 if workload == "autoencoder" else 0.0316,
-        "factor_update_steps": 1,
-        "inv_update_steps": _interval(workload),
-    }
+    root = 0.1 if workload == "autoencoder" else 0.0316
+    settings = settings_of(f"lr=0.1 momentum=0.9 damping=0.003 clip_root={root} factor_update_steps=1")
+    return {**settings, "inv_update_steps": _interval(workload)}
 
 
 def _meta_shampoo(_: str, rate: float) -> Settings:
@@ -108,13 +104,10 @@ def _ist_mfac(workload: str, _: float) -> Settings:
     return {**rates, "momentum": 0.9, "window_size": 128}
 
 
+_TWIN = {name: recipe.settings for name, recipe in OURS["ekfac_orthogonal"].recipes.items()}
 ORTHOGONAL = {
-    name: Recipe(
-        {key: recipe.settings[key] for key in _OF_CONTROL if key in recipe.settings},
-        _CONTROL,
-        searched=("lr", "plain_lr"),
-    )
-    for name, recipe in OURS["ekfac_orthogonal"].recipes.items()
+    name: Recipe({key: twin[key] for key in _OF_CONTROL if key in twin}, _CONTROL, searched=("lr", "plain_lr"))
+    for name, twin in _TWIN.items()
 }
 MUON = _recipes(_muon, _MUON, searched=("lr", "adamw_lr"))
 MUON_SHORT = _recipes(

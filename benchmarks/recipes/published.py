@@ -226,11 +226,7 @@ SPARSE_MFAC: dict[str, Recipe] = {
         "SQuAD 2; the batch size is not stated",
     ),
     "glue": _rooted(
-        {"lr": 2e-5, "damping": 5e-5, **_SPARSE},
-        f"{_EFCP}, GLUE/MNLI, BERT-base",
-        LINEAR,
-        (1, 32, 3),
-        "length 128",
+        {"lr": 2e-5, "damping": 5e-5, **_SPARSE}, f"{_EFCP}, GLUE/MNLI, BERT-base", LINEAR, (1, 32, 3), "length 128"
     ),
 }
 GGT: dict[str, Recipe] = {

@@ -18,15 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.workloads.base import (
-    Batch,
-    Classification,
-    InMemory,
-    Size,
-    accuracy,
-    find_folder,
-    seeded,
-)
+from benchmarks.workloads.base import Batch, Classification, InMemory, Size, accuracy, find_folder, seeded
 from benchmarks.workloads.readers import CifarName, read_cifar_batch
 from benchmarks.workloads.resnets import cifar_resnet, initialise_convolutions
 

@@ -156,16 +156,8 @@ class GPT2(CharGPT):
             return self.architecture(self._vocabulary)
 
     def architecture(self, vocabulary: int) -> GPT:
-        model = GPT(
-            vocabulary,
-            self.context,
-            self.width,
-            self.layers,
-            self.heads,
-            tied=self.tied,
-            activation=partial(nn.GELU, approximate="tanh"),
-            dropout=self.dropout,
-        )
+        shape, activation = (self.context, self.width, self.layers, self.heads), partial(nn.GELU, approximate="tanh")
+        model = GPT(vocabulary, *shape, tied=self.tied, activation=activation, dropout=self.dropout)
         initialise(model)
         return model
 

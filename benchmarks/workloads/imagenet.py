@@ -109,14 +109,8 @@ class ImageNet(Classification):
 
     def _decoded(self, pictures: "Pictures", draws: Iterator[list[Draw]]) -> Iterator[Batch]:
         # Without a generator, the loader would draw the seed of its workers from torch's global generator.
-        loader = DataLoader(
-            pictures,
-            batch_sampler=draws,
-            num_workers=self.workers,
-            collate_fn=_collate,
-            generator=torch.Generator().manual_seed(0),
-        )
-        return iter(loader)
+        options: dict[str, Any] = {"num_workers": self.workers, "generator": torch.Generator().manual_seed(0)}
+        return iter(DataLoader(pictures, batch_sampler=draws, collate_fn=_collate, **options))
 
     @cached_property
     def _folder(self) -> Path:

@@ -62,12 +62,8 @@ class Translator(nn.Module):
     ) -> None:
         super().__init__()
         self.source, self.target = (_Side(vocabulary, length, width) for vocabulary in vocabularies)
-        options: dict[str, Any] = {
-            "dim_feedforward": hidden,
-            "dropout": dropout,
-            "batch_first": True,
-            "norm_first": True,
-        }
+        options: dict[str, Any] = {"dim_feedforward": hidden, "dropout": dropout}
+        options |= {"batch_first": True, "norm_first": True}
         # nn.Transformer would build the same encoder, but warn that pre-norm layers do not support nested tensors.
         layer = nn.TransformerEncoderLayer(width, heads, **options)
         encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)

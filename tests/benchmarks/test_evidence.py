@@ -268,20 +268,20 @@ def test_density(data_dir, tmp_path, capsys, drawn):
 def test_a_window_with_a_failed_run_has_bytes_but_no_loss(monkeypatch):
     run = {"failed": None, "diverged": False, "loss": 1.0, "metric": 0.5, "processor_seconds": 2.0}
     run["memory"] = {"window": 3_000_000, "total": 4_000_000}
-    entry = density._Entry("1 %", "sparse_mfac", {}, 0.01)
-    row = density._summary(entry, [run, {**run, "diverged": True}, {"failed": "ValueError: no"}])
+    entry = density._entry("1 %", "sparse_mfac", {}, 0.01)
+    row = entry | density._summary([run, {**run, "diverged": True}, {"failed": "ValueError: no"}])
     assert (row["loss"], row["runs"], row["diverged"], row["window_bytes"]) == (None, 3, 1, 3_000_000)
     dense = {"share": 1.0, "window_bytes": 6_000_000}
     shown = [column(row) for column in density._columns([row, dense], "accuracy").values()]
     assert shown[2:] == ["ValueError: no (2 of 3 lost)", *"----", "3.00", "4.00", "2.0"]
-    assert density._summary(entry, [run, run])["loss"] == 1.0
+    assert density._summary([run, run])["loss"] == 1.0
     drawn = []
 
     def record(figure, path, **keywords):
         drawn.extend(len(axes.lines[0].get_xdata()) for axes in figure.axes)
 
     monkeypatch.setattr(Figure, "savefig", record)
-    density.draw_densities([row, density._summary(entry, [run, run])], "", Path("density.png"))
+    density.draw_densities([row, entry | density._summary([run, run])], "", Path("density.png"))
     assert drawn == [1, 2]
 
 
