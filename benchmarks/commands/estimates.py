@@ -88,12 +88,9 @@ class Estimates(Evidence):
         return secondorder.create(name, model, lr=_RATE, **({} if name == "hylo" else _EARLY))
 
     def _compare(self, workload: Workload, name: str, rates: MachineRates) -> Figures:
-        found = secondorder.estimate(
-            _WithLoss(workload, self.seed),
-            inputs=next(workload.batches(self.seed)),
-            methods={name: partial(self._build, name)},
-            rates=rates,
-        ).methods[name]
+        model, batch = _WithLoss(workload, self.seed), next(workload.batches(self.seed))
+        methods = {name: partial(self._build, name)}
+        found = secondorder.estimate(model, inputs=batch, methods=methods, rates=rates).methods[name]
         if found.failure:
             raise RuntimeError(found.failure)
         own, base = self._seconds(workload, name)

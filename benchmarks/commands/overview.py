@@ -69,19 +69,12 @@ def _losses(results: Results) -> tuple[str, ...]:
     adamw = [pair for pair in found if pair[1].optimizer == "adamw"]
     first = [pair for pair in found if pair[1].order == "first"]
     ours = [pair for pair in found if pair[1].ours]
-    best = [min(group, key=lambda pair: pair[0], default=None) for group in (adamw, first, ours)]
-    return (
-        results["workload"],
-        str(results["steps"]),
-        *(
-            NOTHING if pair is None else f"{_label(pair[1])}{number(pair[0])} ({share(pair[1].step_cost)})"
-            for pair in best
-        ),
-    )
-
-
-def _label(item: Summary) -> str:
-    return "" if item.optimizer == "adamw" else f"{item.label}: "
+    cells = [results["workload"], str(results["steps"])]
+    for group in (adamw, first, ours):
+        loss, item = min(group, key=lambda pair: pair[0], default=(None, None))
+        label = "" if item is None or item.optimizer == "adamw" else f"{item.label}: "
+        cells.append(NOTHING if item is None else f"{label}{number(loss)} ({share(item.step_cost)})")
+    return tuple(cells)
 
 
 def sources(comparisons: Sequence[Results]) -> str:

@@ -117,13 +117,8 @@ def _kfac_pytorch(model: nn.Module, command: Ranks, name: str) -> tuple[Callable
     KFACPreconditioner = package("kfac_pytorch", "kfac.preconditioner").KFACPreconditioner
 
     sent: list[int] = []
-    preconditioner = KFACPreconditioner(
-        model,
-        factor_update_steps=command.factor_steps,
-        inv_update_steps=command.steps,
-        grad_worker_fraction=strategies_of_it[name],
-        lr=0.01,
-    )
+    intervals = {"factor_update_steps": command.factor_steps, "inv_update_steps": command.steps}
+    preconditioner = KFACPreconditioner(model, lr=0.01, grad_worker_fraction=strategies_of_it[name], **intervals)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def step() -> None:

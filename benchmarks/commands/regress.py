@@ -32,11 +32,8 @@ INTERVALS = Intervals(2, 4)
 ROWS = 64
 """Rows of a window. With as many, small networks exceed the size up to which products are computed in float64."""
 
-_LAYERED: dict[str, Any] = {
-    "factor_update_steps": INTERVALS.factor,
-    "inv_update_steps": INTERVALS.refresh,
-    "refresh_warmup": False,
-}
+_LAYERED: dict[str, Any] = {"factor_update_steps": INTERVALS.factor, "inv_update_steps": INTERVALS.refresh}
+_LAYERED["refresh_warmup"] = False
 _METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "kfac eigen": ("kfac", {**_LAYERED, "inverse_method": "eigen"}),
     "kfac cholesky": ("kfac", {**_LAYERED, "inverse_method": "cholesky"}),

@@ -62,12 +62,8 @@ class _Family:
 
 
 # No sampling of examples or positions, because the lower bounds count all of them.
-_FACTORED: Settings = {
-    "factor_update_steps": MEASURED.factor,
-    "inv_update_steps": MEASURED.refresh,
-    "factor_batch_size": None,
-    "factor_positions": None,
-}
+_INTERVALS: Settings = {"factor_update_steps": MEASURED.factor, "inv_update_steps": MEASURED.refresh}
+_FACTORED: Settings = {**_INTERVALS, "factor_batch_size": None, "factor_positions": None}
 # Other recipes of EKFAC apply momentum before preconditioning, which is not compatible with grafting.
 _FAMILIES: dict[MethodName, _Family] = {
     "kfac": _Family("kfac", "inverse_method", ("cholesky", "eigen"), _FACTORED),
@@ -161,8 +157,7 @@ class StepTime(Common):
 
     def _peer(self, workload: Workload) -> Contender:
         """Build the K-FAC of kfac-pytorch, whose steps have the same classes as ours."""
-        changes = {"factor_update_steps": MEASURED.factor, "inv_update_steps": MEASURED.refresh}
-        return replace(self._contender(workload, "kfac_pytorch", changes), scheme="eigen")
+        return replace(self._contender(workload, "kfac_pytorch", _INTERVALS), scheme="eigen")
 
     def _family(self, workload: Workload, name: MethodName) -> list[Contender]:
         family = _FAMILIES[name]

@@ -103,13 +103,8 @@ def shampoo(
     if graft not in GRAFTS:
         raise ValueError(f"graft must be one of {', '.join(GRAFTS)}, got {graft!r}")
     kind = library("pytorch_optimizer").ScalableShampoo
-    keywords = {
-        "start_preconditioning_step": every,
-        "preconditioning_compute_steps": every,
-        "moving_average_for_momentum": True,
-        "nesterov": False,
-        **settings,
-    }
+    keywords = dict.fromkeys(("start_preconditioning_step", "preconditioning_compute_steps"), every)
+    keywords |= {"moving_average_for_momentum": True, "nesterov": False, **settings}
     return Peer(kind(trained(model), betas=(beta1, beta2), graft_type=GRAFTS[graft], **keywords))
 
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from benchmarks.recipes.building import adamw, second_order, settings_of, sgd
-from benchmarks.recipes.further import FURTHER
-from benchmarks.recipes.shared import DAMPED, DECAYED, HALF, OFTEN, SPECTRAL, WATCHFUL, WHITENING
+from benchmarks.recipes.further import DAMPED, DECAYED, FURTHER, HALF, OFTEN, SPECTRAL, WATCHFUL, WHITENING
 from benchmarks.recipes.types import Method, MethodName, Recipe, Rule, Settings
 
 TUNED = "tuned here"
