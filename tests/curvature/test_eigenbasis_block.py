@@ -148,6 +148,7 @@ def test_a_scale_restarts_from_stored_calls_after_a_successful_refresh() -> None
     block, call = with_scale(transport="recompute"), a_call()
     sums = block.statistic(Due(False, late=True, keeps_calls=True))
     sums.add([call], N)
+    block.measure(sums, N)
     block.state["scale_weight"].fill_(5.0)
     before = block.state["scale"].clone(), block.state["scale_weight"].clone()
     block.replace_scale(block.measure_calls(sums), ~GOOD)
