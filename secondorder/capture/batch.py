@@ -170,7 +170,9 @@ def _sequences_first(shapes: _Shapes) -> Count | None:
     known = {(use.shape[use.axes[1]], use.shape[use.axes[0]]) for use in shapes.uses if use.axes is not None}
     if shapes.dim or first not in known or {count for _, count in known} != {first[1]} or min(first) < 2:
         return None
-    return None if any(len(s) == 2 and s[0] == first[0] for s in shapes.heads) else Count(first[1], is_second=first[0] != first[1])
+    if any(len(s) == 2 and s[0] == first[0] for s in shapes.heads):
+        return None
+    return Count(first[1], is_second=first[0] != first[1])
 
 
 def _list_of_inputs(shapes: _Shapes) -> Count | None:

@@ -20,6 +20,7 @@ from tests.support.building import built
 from tests.support.grid import pairs
 from tests.support.kfac import all_factors, assert_captures, assert_factors, held_factors, labels, noise, plain_kfac
 from tests.support.models import mlp, seeded_build
+from tests.support.networks import Run
 from tests.support.oracles.kfac import expected_factors
 from tests.support.warned import warned
 
@@ -607,17 +608,6 @@ class Masked(nn.Module):
 
     def forward(self, mask: Tensor, x: Tensor) -> Tensor:
         return self.outer(mask @ torch.tanh(self.inner(x)))
-
-
-class Run(nn.Module):
-    """Applies a function with a model to a batch, so that the oracle can take single examples."""
-
-    def __init__(self, model: nn.Module, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.model, self.function = model, function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.model, x)
 
 
 @pytest.mark.parametrize(

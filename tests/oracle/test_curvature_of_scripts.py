@@ -16,6 +16,7 @@ from secondorder import EKFAC, KFAC, HyLo
 from tests.support.building import built
 from tests.support.kfac import held_factors, labels, noise
 from tests.support.models import seeded_build
+from tests.support.networks import Run
 from tests.support.oracles.ekfac import exact_fisher, layer_gradients, measured_scales, operator
 
 EXAMPLES, TIMES, WIDTH, CLASSES = 8, 6, 4, 3
@@ -77,17 +78,6 @@ SCRIPTS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], 
     "a recurrent layer": (lambda: TimesFirst(nn.GRU(WIDTH, WIDTH), False), transposed, ("norm", "outer")),
     "a recurrent layer, flattened": (lambda: TimesFirst(nn.GRU(WIDTH, WIDTH), True), transposed, ("norm", "outer")),
 }
-
-
-class Run(nn.Module):
-    """Applies a function with a model to a batch, so that the oracle can take single examples."""
-
-    def __init__(self, model: nn.Module, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.model, self.function = model, function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.model, x)
 
 
 def loss(logits: Tensor, y: Tensor) -> Tensor:

@@ -205,3 +205,14 @@ class Reused(nn.Module):
 
 def reused(**options) -> Reused:
     return seeded_build(lambda: Reused(**options))
+
+
+class Run(nn.Module):
+    """Applies a function with a model to a batch, so that the oracle can take single examples."""
+
+    def __init__(self, model, function) -> None:
+        super().__init__()
+        self.model, self.function = model, function
+
+    def forward(self, x):
+        return self.function(self.model, x)
