@@ -20,7 +20,7 @@ from tests.support.building import built
 from tests.support.grid import pairs
 from tests.support.kfac import all_factors, assert_captures, assert_factors, held_factors, labels, noise, plain_kfac
 from tests.support.models import mlp, seeded_build
-from tests.support.networks import Run
+from tests.support.networks import Cell, Masked, Run, scanned
 from tests.support.oracles.kfac import expected_factors
 from tests.support.warned import warned
 
@@ -441,26 +441,6 @@ def test_a_layer_that_a_script_calls_first_has_the_examples(recwarn: pytest.Warn
     assert not recwarn
 
 
-class Cell(nn.Module):
-    """A recurrent cell that returns an output and its next state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(7, 3), nn.Linear(3, CLASSES)
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        state = torch.tanh(self.inner(torch.cat([x, state], 1)))
-        return self.outer(state), state
-
-
-def scanned(cell: nn.Module, xs: Tensor) -> Tensor:
-    state, outputs = xs.new_zeros(xs.shape[1], 3), []
-    for x in xs:
-        output, state = cell(x, state * 2)
-        outputs.append(output)
-    return torch.stack(outputs)
-
-
 class Scan(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -597,17 +577,6 @@ def test_factors_of_these_models_are_those_of_single_examples(kind: Any) -> None
     opt.step()
     held = {f"model.{name}": held_factors(opt, model, name) for name in layers}
     assert_factors(held, expected)
-
-
-class Masked(nn.Module):
-    """Takes a mask, which is shared by all examples, before the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, CLASSES)
-
-    def forward(self, mask: Tensor, x: Tensor) -> Tensor:
-        return self.outer(mask @ torch.tanh(self.inner(x)))
 
 
 @pytest.mark.parametrize(

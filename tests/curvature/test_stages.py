@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from secondorder.capture.statistics.measurement import Measured, Reduced
+from secondorder.capture.statistics.measurement import Measured, Reduced, mean_of
 from secondorder.curvature.block import ESTIMATE_ALONE, Due
 from secondorder.curvature.refresh_schedule import RefreshSchedule
 from secondorder.curvature.schema import Place
@@ -114,3 +114,11 @@ def test_a_gradient_is_gathered_once_in_a_step() -> None:
     wholes.forget()
     wholes.gather(blocks, source)
     assert shards.messages == [2, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_mean_of_a_block_without_examples_is_zero(dtype: torch.dtype) -> None:
+    """Other blocks have the quotient of the sum and their number of examples."""
+    total = torch.tensor([[10.0, 15.0], [0.0, 0.0]], dtype=dtype)
+    found = mean_of(total, torch.tensor([5.0, 0.0], dtype=torch.float64))
+    assert found.total.tolist() == [[2.0, 3.0], [0.0, 0.0]]

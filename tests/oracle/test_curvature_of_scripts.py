@@ -5,6 +5,7 @@ The oracle passes one example after the other through the model in float64, and 
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,41 +17,10 @@ from secondorder import EKFAC, KFAC, HyLo
 from tests.support.building import built
 from tests.support.kfac import held_factors, labels, noise
 from tests.support.models import seeded_build
-from tests.support.networks import Run
+from tests.support.networks import Cell, Masked, Run, scanned
 from tests.support.oracles.ekfac import exact_fisher, layer_gradients, measured_scales, operator
 
-EXAMPLES, TIMES, WIDTH, CLASSES = 8, 6, 4, 3
-
-
-class Cell(nn.Module):
-    """A recurrent cell, which a script calls in a loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        state = torch.tanh(self.inner(torch.cat([x, state], 1)))
-        return self.outer(state), state
-
-
-def scanned(cell: nn.Module, x: Tensor) -> Tensor:
-    state, outputs = x.new_zeros(len(x), WIDTH), []
-    for column in x.unbind(1):
-        output, state = cell(column, state)
-        outputs.append(output)
-    return torch.stack(outputs, 1)
-
-
-class Masked(nn.Module):
-    """Takes a mask, which is shared by all examples, before the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, mask: Tensor, x: Tensor) -> Tensor:
-        return self.outer(mask @ torch.tanh(self.inner(x)))
+EXAMPLES, TIMES, WIDTH, CLASSES = 8, 6, 4, 10
 
 
 class TimesFirst(nn.Module):
@@ -66,12 +36,12 @@ class TimesFirst(nn.Module):
         return self.outer(self.norm(h.flatten(0, 1) if self.flat else h)).view(*x.shape[:2], CLASSES)
 
 
-def transposed(model: nn.Module, x: Tensor) -> Tensor:
+def transposed(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return model(x.transpose(0, 1)).transpose(0, 1)
 
 
 SCRIPTS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor], tuple[str, ...]]] = {
-    "a loop over time": (Cell, scanned, ("inner", "outer")),
+    "a loop over time": (Cell, lambda cell, x: transposed(partial(scanned, cell), x), ("inner", "outer")),
     "a mask first": (Masked, lambda model, x: model(noise(TIMES, TIMES, seed=3), x), ("inner", "outer")),
     "attention": (lambda: TimesFirst(nn.MultiheadAttention(WIDTH, 2), False), transposed, ("norm", "outer")),
     "attention, flattened": (lambda: TimesFirst(nn.MultiheadAttention(WIDTH, 2), True), transposed, ("norm", "outer")),
@@ -135,3 +105,28 @@ def test_observed_factors_of_a_model_with_times_first(times: int) -> None:
     _, G = held_factors(opt, model, "outer")
     W = model.outer.weight.detach()
     torch.testing.assert_close((W.T @ G @ W).trace(), expected.detach(), rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*follow the fallback")
+def test_a_scale_of_one_drawn_example_with_times_first() -> None:
+    """There are twice as many times as examples, so a part of the first dimension could be taken for examples."""
+    model, examples = seeded_build(lambda: TimesFirst(nn.MultiheadAttention(WIDTH, 1), False)), 4
+    x, y = noise(examples, 2 * examples, WIDTH), labels(2 * examples**2, CLASSES).view(examples, -1)
+    gradients = layer_gradients(Run(copy.deepcopy(model), transposed), "model.outer", x, y, loss)
+    opt = built(
+        EKFAC, model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=100, scale_decay=0.0,
+        scale_batch_size=1, refresh_warmup=False,
+    )  # fmt: skip
+    drawn = set()
+    for _ in range(9):
+        opt.zero_grad()
+        loss(transposed(model, x), y).backward()
+        opt.step()
+        state = opt.state[model.outer.weight]
+        if not state["scale_updates"]:
+            continue  # the scale is still that of the factors
+        each = (state["basis_g"].mT @ gradients[:, 0] @ state["basis_a"]).square()
+        distances = (each - state["scale"]).flatten(1).norm(dim=1) / each.flatten(1).norm(dim=1)
+        assert float(distances.min()) < 1e-8
+        drawn.add(int(distances.argmin()))
+    assert len(drawn) > 1

@@ -216,3 +216,35 @@ class Run(nn.Module):
 
     def forward(self, x):
         return self.function(self.model, x)
+
+
+class Cell(nn.Module):
+    """A recurrent cell that returns an output and its next state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(7, 3), nn.Linear(3, 10)
+
+    def forward(self, x, state):
+        state = torch.tanh(self.inner(torch.cat([x, state], 1)))
+        return self.outer(state), state
+
+
+def scanned(cell, xs):
+    """Call a cell once for each time of a batch ``[T, N, d]``."""
+    state, outputs = xs.new_zeros(xs.shape[1], 3), []
+    for x in xs:
+        output, state = cell(x, state * 2)
+        outputs.append(output)
+    return torch.stack(outputs)
+
+
+class Masked(nn.Module):
+    """Takes a mask, which is shared by all examples, before the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 10)
+
+    def forward(self, mask, x):
+        return self.outer(mask @ torch.tanh(self.inner(x)))

@@ -72,8 +72,5 @@ def weighted(part: Estimate, counts: Tensor, finite: Tensor) -> Tensor:
 def mean_of(total: Tensor, counts: Tensor) -> Estimate:
     """A sum over ranks as a part: the mean over all counts ``[Γ or 1]``."""
     shape = (-1, *[1] * (total.dim() - 1)) if counts.numel() > 1 else ()
-    return Estimate(
-        total / counts.to(total.device, total.dtype).clamp(min=torch.finfo(total.dtype).tiny).reshape(shape),
-        1.0,
-        counts,
-    )
+    divisors = counts.to(total.device, total.dtype).clamp(min=torch.finfo(total.dtype).tiny)
+    return Estimate(total / divisors.reshape(shape), 1.0, counts)
