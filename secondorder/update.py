@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -159,15 +159,17 @@ class Update:
         """Replace the directions of a block by its gradients for this step if they are not finite.
 
         Returns:
-            ``⟨direction, source⟩`` by parameter. kl-clip needs it, and it is not finite where a direction is not.
+            ``⟨direction, source⟩`` by parameter, or by the first parameter of a block. kl-clip needs it, and it is not
+            finite where a direction is not.
         """
-        directions = proposal.directions
+        unknown = [params for _, params in proposal.sets if params[0] not in proposal.products]
+        directions = {p: proposal.directions[p] for params in unknown for p in params}
         is_needed = self._table.shards.is_sharded or _clipped(
             directions, self._table.group_of, self._preconditioner.covered
         )
         on_cpu = all(d.device.type == "cpu" for d in directions.values())
         if not directions or (not is_needed and on_cpu and all_true_on_cpu(all_finite(list(directions.values())))):
-            return {}
+            return proposal.products
         products = {p: first_order.inner_product(d, source[p].to(d.dtype)) for p, d in directions.items()}
         squares: Directions = {}
         if self._table.shards.is_sharded:  # one message: on a device, both are needed
@@ -178,15 +180,14 @@ class Update:
             products, squares = (dict(zip(products, own.unbind(), strict=True)) for own in sums)
         finite = torch.isfinite(torch.stack([x.to(torch.float32) for x in products.values()]))
         if finite.device.type == "cpu" and all_true_on_cpu(finite):
-            return products
-        for _, params in proposal.sets:
-            good = torch.isfinite(torch.stack([products[p] for p in params])).all()
+            return {**proposal.products, **products}
+        plain = {p: source[p].to(d.dtype) for p, d in directions.items()}
+        own = squares or dict(zip(plain, first_order.norms(plain.values()).square().unbind(), strict=True))
+        for params, good in _judged(unknown, products):
             for p in params:
-                plain = source[p].to(directions[p].dtype)
-                directions[p] = torch.where(good, directions[p], plain)
-                own = squares[p] if squares else first_order.inner_product(plain, plain)
-                products[p] = torch.where(good, products[p], own)
-        return products
+                proposal.directions[p] = torch.where(good, directions[p], plain[p])
+                products[p] = torch.where(good, products[p], own[p])
+        return {**proposal.products, **products}
 
     def _kl_clip(self, directions: Directions, products: Directions) -> None:
         """Bound the KL divergence that the step of all clipped groups may cause. Each group has a limit of its own."""
@@ -194,7 +195,8 @@ class Update:
         clipped = _clipped(directions, group_of, self._preconditioner.covered)
         if not clipped:
             return
-        terms, lrs = [products[p] for p in clipped], [rate(group_of[p]["lr"]) for p in clipped]
+        known = [p for p in clipped if p in products]
+        terms, lrs = [products[p] for p in known], [rate(group_of[p]["lr"]) for p in known]
         for limit in {group_of[p]["kl_clip"] for p in clipped}:
             self.kl_factor = factor = first_order.kl_clip_factor(terms, lrs, limit)
             torch._foreach_mul_([directions[p] for p in clipped if group_of[p]["kl_clip"] == limit], factor)
@@ -320,6 +322,18 @@ class Update:
     def _locals(self, params: list[nn.Parameter]) -> list[Tensor]:
         """The parameters; for sharded parameters, the shards of this rank."""
         return [local(p) for p in params] if self._table.shards.is_sharded else cast("list[Tensor]", params)
+
+
+def _judged(
+    sets: Sequence[Sequence[nn.Parameter]], products: Directions
+) -> Iterator[tuple[Sequence[nn.Parameter], Tensor]]:
+    """Yield the parameters of each set and whether all of their products are finite, as a 0-dim bool tensor."""
+    by_size: dict[int, list[Sequence[nn.Parameter]]] = {}
+    for params in sets:
+        by_size.setdefault(len(params), []).append(params)
+    for size, alike in by_size.items():
+        found = torch.stack([products[p] for params in alike for p in params])
+        yield from zip(alike, torch.isfinite(found).view(-1, size).all(1).unbind(), strict=True)
 
 
 def _plain_rule(kind: str, group: Mapping[str, Any]) -> Rule:

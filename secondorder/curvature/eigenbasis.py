@@ -148,21 +148,21 @@ class EigenbasisBlock(FactoredBlock):
     # ------------------------------------------------------------------ into the estimate
     def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
         """Update the running factors and the scale with those of a batch, and return whether they were finite."""
-        finite = torch.ones((), dtype=torch.bool, device=self.owner.device)
+        finite = torch.tensor(True)
         if "factor_a" in measured.parts:
-            finite = self.fold_factors(measured, gate)
+            finite = self.fold_factors(measured._replace(finite=None), gate)
         if "scale" in measured.parts and "scale" in self.state:
             part = measured.parts["scale"]
             fine = averages.all_finite([part.total])
             weight = self.batch_weight(measured.examples)
-            self._fold_scale(part, weight, fine if gate is None else fine & gate)
+            self.fold_scale(self.state, part, weight, fine if gate is None else fine & gate)
             finite = finite & fine
         return finite
 
     def replace_scale(self, measured: Measured, ok: Tensor) -> None:
         """Start the running scale again from one batch where ``ok`` is True."""
         self.state["scale_weight"].mul_(~ok)
-        self._fold_scale(measured.parts["scale"], self.batch_weight(measured.examples), ok)
+        self.fold_scale(self.state, measured.parts["scale"], self.batch_weight(measured.examples), ok)
 
     def fold_gradient(self, matrix: Tensor, examples: float, ranks: int, gate: Tensor | None) -> Tensor:
         """Update the scale with the square of the mean gradient, without any work per example.
@@ -176,28 +176,40 @@ class EigenbasisBlock(FactoredBlock):
         Returns:
             The gradient in the eigenbases.
         """
-        group, plain = self.group, like_adam(self.group)
         with full_precision(self.owner.device):
             rotated = eigenbasis.rotate(matrix, self.basis("a"), self.basis("g"), self.runtime.workspace).clone()
         ok = averages.all_finite([rotated])
-        if plain:
-            factor = 1.0
-        elif group["loss_reduction"] == "mean":
-            factor = examples * group["loss_terms"]
-        else:  # N (∇/N)² of the sum
-            factor = ranks**2 / examples
-        # The expectation is the variance of a per-example gradient plus N times its squared mean, which s has once.
-        squares = Estimate(rotated.square().mul_(factor))
-        weight = 1.0 if plain else self.batch_weight(int(examples))
-        self._fold_scale(squares, weight, ok if gate is None else ok & gate)
+        factor, weight = self.square_weights(examples, ranks)
+        self.fold_scale(self.state, Estimate(rotated.square(), factor), weight, ok if gate is None else ok & gate)
         return rotated
 
-    def _fold_scale(self, part: Estimate, weight: float, ok: Tensor) -> None:
-        group, state = self.group, self.state
-        own = group["factor_decay"] if group["scale_decay"] is None else group["scale_decay"]
-        decay = self.decay(own, state["scale_updates"], "scale_step")
-        total, factor = self._pooled(part.total), cast(float, part.scale)
-        averages.ratio_ema_([state["scale"]], state["scale_weight"], [total], [factor], weight, decay, ok)
+    def square_weights(self, examples: float, ranks: int) -> tuple[float, float]:
+        """Return the factor of the squares of a mean gradient, and the weight of its batch in the running scale."""
+        group = self.group
+        if like_adam(group):
+            return 1.0, 1.0
+        # The expectation is the variance of a per-example gradient plus N times its squared mean, which s has once; for
+        # a summed loss, it is N (∇/N)².
+        factor = examples * group["loss_terms"] if group["loss_reduction"] == "mean" else ranks**2 / examples
+        return factor, self.batch_weight(int(examples))
+
+    @property
+    def scale_decay(self) -> float:
+        """β of the next update of the scale."""
+        own = self.group["factor_decay"] if self.group["scale_decay"] is None else self.group["scale_decay"]
+        return self.decay(own, self.state["scale_updates"], "scale_step")
+
+    def fold_scale(self, state: Mapping[str, Any], part: Estimate, weight: float, ok: Tensor) -> None:
+        """Update the running scale where ``ok`` is True.
+
+        Args:
+            state: The state of the block, or stacks ``[k, ...]`` of the states of blocks that agree in their options.
+            part: Measured squares of the shape of the scale.
+            weight: Weight of the batch.
+            ok: 0-dim bool tensor, or ``[k]``.
+        """
+        total, factor = self._pooled(state, part.total), cast(float, part.scale)
+        averages.ratio_ema_([state["scale"]], state["scale_weight"], [total], [factor], weight, self.scale_decay, ok)
         if "scale_unit" in state:
             state["scale_unit"].copy_(torch.where(ok, weight, state["scale_unit"]))
 
@@ -255,44 +267,54 @@ class EigenbasisBlock(FactoredBlock):
             for basis in found[side][1:2]:
                 adopt_tensor(self.state, f"basis_{side}", basis, good)
         if carry:
-            state["scale"].copy_(self._pooled(state["scale"]))
+            state["scale"].copy_(self._pooled(state, state["scale"]))
 
     # ------------------------------------------------------------------ null spaces
-    def _singular_values(self, dimensions: int = 1) -> tuple[Tensor | None, Tensor | None]:
+    def _singular_values(self, state: Mapping[str, Any], dimensions: int = 1) -> tuple[Tensor | None, Tensor | None]:
         """Return eigenvalues ``[..., n]`` of A and of G if a null space of this dimension is possible.
 
         It is None for a factor whose null space is known to be smaller without waiting for a device, and for a diagonal
         factor, whose basis is the identity.
         """
         keys = [None if self.is_diagonal(side) else f"eigenvalues_{side}" for side in "ag"]
-        found = [None if key is None else self.state[key] for key in keys]
+        found = [None if key is None else state[key] for key in keys]
         a, g = (None if x is None or _has_fewer_zeros(x, dimensions) else x for x in found)
         return a, g
 
-    def _pooled(self, scales: Tensor) -> Tensor:
+    def _pooled(self, state: Mapping[str, Any], scales: Tensor) -> Tensor:
         """A scale ``[..., n_g, n_a]``, averaged over the null spaces of the current factors."""
-        a, g = (None if values is None else values == 0 for values in self._singular_values(2))
+        a, g = (None if values is None else values == 0 for values in self._singular_values(state, 2))
         return eigenbasis.pool(scales, a, g)
 
     # ------------------------------------------------------------------ use
     def precondition(self, gradient: Tensor) -> Tensor:
         """``Q_G [(Q_Gᵀ ∇ Q_A) ⊘ (s + λ)^p] Q_Aᵀ``, where :attr:`rotated` replaces Q_Gᵀ ∇ Q_A if it is set."""
-        group, s, adam = self.group, self.state["scale"], is_adam(self.group)
+        return self.apply(self.state, gradient, self.rotated)
+
+    def apply(self, state: Mapping[str, Any], gradient: Tensor, rotated: Tensor | None) -> Tensor:
+        """Return the direction of a block, or of several that agree in their options.
+
+        Args:
+            state: The state of the block, or stacks ``[k, ...]`` of their states.
+            gradient: Gradient matrices ``[(k,) (Γ,) n_g, n_a]``.
+            rotated: The same in the eigenbases, if they are known.
+        """
+        group, s, adam = self.group, state["scale"], is_adam(self.group)
         mean = s.mean((-2, -1))
         damping = torch.full_like(mean, group["eps"]) if adam else self.damping_of(mean)
         storage = self.options.storage
         kept = self.factors.kept_in(storage.factor_dtype), self.factors.kept_in(storage.inv_dtype)
         return eigenbasis.precondition(
-            gradient if self.rotated is None else self.rotated,
-            self.basis("a"),
-            self.basis("g"),
+            gradient if rotated is None else rotated,
+            self.eigen.basis(state, "a"),
+            self.eigen.basis(state, "g"),
             s,
             damping,
             group["power"],
             self.runtime.workspace,
             damp_root=adam,
-            is_rotated=self.rotated is not None,
-            silent=eigenbasis.is_rounding(s, *self._singular_values(), kept) if adam else None,
+            is_rotated=rotated is not None,
+            silent=eigenbasis.is_rounding(s, *self._singular_values(state), kept) if adam else None,
         )
 
     def product(self, matrix: Tensor) -> Tensor:

@@ -38,8 +38,14 @@ _elsewhere: set[tuple[str, str]] = set()
 
 
 @contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Turn TF32 and autocast off, because factors and bases need the full precision of float32."""
+def full_precision(device: torch.device, *, is_half: bool = False) -> Iterator[None]:
+    """Turn TF32 and autocast off, because factors and bases need the full precision of float32.
+
+    Args:
+        device: Device of the products.
+        is_half: Whether all factors of the products are numbers of bfloat16 or float16. TF32, which is several times as
+            fast, keeps all of their digits, so it is turned on.
+    """
     is_available = torch.amp.is_autocast_available(device.type)
     if not is_available or (device.type == "cpu" and not torch.is_autocast_enabled("cpu")):
         yield
@@ -48,26 +54,27 @@ def full_precision(device: torch.device) -> Iterator[None]:
         if device.type != "cuda":
             yield
             return
-        name, off, parts = _tf32_switches()
+        name, values, parts = _tf32_switches()
         known = [getattr(part, name) for part in parts]
         try:
             for part in parts:
-                setattr(part, name, off)
+                setattr(part, name, values[is_half])
             yield
         finally:
             for part, value in zip(parts, known, strict=True):
                 setattr(part, name, value)
 
 
-def _tf32_switches() -> tuple[str, Any, list[Any]]:
+def _tf32_switches() -> tuple[str, tuple[Any, Any], list[Any]]:
     """Find the switches of TF32. torch has old and new ones, and rejects reading the old after using the new.
 
     Returns:
-        Name of an attribute, its value without TF32, and the objects that have it, for products and for convolutions.
+        Name of an attribute, its values without and with TF32, and the objects that have it, for products and for
+        convolutions.
     """
     if hasattr(torch.backends.cudnn, "conv"):
-        return "fp32_precision", "ieee", [torch.backends.cuda.matmul, torch.backends.cudnn.conv]
-    return "allow_tf32", False, [torch.backends.cuda.matmul, torch.backends.cudnn]
+        return "fp32_precision", ("ieee", "tf32"), [torch.backends.cuda.matmul, torch.backends.cudnn.conv]
+    return "allow_tf32", (False, True), [torch.backends.cuda.matmul, torch.backends.cudnn]
 
 
 def solve_each(matrix: Tensor, right: Tensor) -> Tensor:
@@ -133,9 +140,10 @@ def precision_of(p: Tensor) -> torch.dtype:
 
 
 class Workspace:
-    """Memory for the temporaries of one block at a time, kept between steps.
+    """Memory for the temporaries of one block at a time, on a CPU kept between steps.
 
-    Fresh memory costs a page fault per 4 KiB, several percent of a step; :meth:`reset` makes all of it available again.
+    Fresh memory costs a page fault per 4 KiB there, several percent of a step; :meth:`reset` makes all of it available
+    again. Torch keeps the memory of other devices itself.
     """
 
     def __init__(self) -> None:
@@ -153,6 +161,8 @@ class Workspace:
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return an uninitialized tensor of the dtype and device of ``like``, valid until :meth:`reset`."""
+        if not is_on_host(like):
+            return like.new_empty(tuple(shape))
         key, size = (like.dtype, like.device), math.prod(shape)
         start = self._used.get(key, 0)
         self._used[key] = start + size

@@ -8,7 +8,7 @@ bits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -48,6 +48,10 @@ def sgd_(
         decoupled: Whether decay is decoupled.
         gate: Whether anything changes, see the module.
     """
+    is_exact = not isinstance(lr, Tensor) or params[0].dtype == torch.float32  # kernels read such a rate as float32
+    if gate is not None and is_exact and fits_gated((*params, *directions, *(buffers or ()))):
+        _gated_sgd_(params, directions, buffers, lr, momentum, nesterov, weight_decay, decoupled, gate)
+        return
     if gate is not None:
         lr = _gated(gate, lr, 0.0)
     if weight_decay != 0 and not decoupled:
@@ -64,11 +68,31 @@ def sgd_(
     _descend_(params, directions, lr)
 
 
+def _gated_sgd_(
+    params: Tensors, directions: Tensors, buffers: Tensors | None, lr: Scalar, momentum: float, nesterov: bool,
+    weight_decay: float, decoupled: bool, gate: Tensor,
+) -> None:  # fmt: skip
+    """Do the same in one kernel for all tensors, which leaves them unchanged if it gets the flag of a loss scaler."""
+    if decoupled and weight_decay != 0:
+        torch._foreach_mul_(params, _gated(gate, 1 - lr * weight_decay, 1.0))
+    size = lr.to(gate.device, torch.float32, non_blocking=True) if isinstance(lr, Tensor) else lr
+    torch._fused_sgd_(
+        params, directions, buffers or [], weight_decay=0.0 if decoupled else weight_decay, momentum=momentum, lr=size,
+        dampening=0.0, nesterov=nesterov, maximize=False, is_first_step=False, found_inf=(~gate).to(torch.float32),
+    )  # fmt: skip
+
+
+def fits_gated(tensors: Sequence[Tensor]) -> bool:
+    """Return whether the fused kernels of a device accept these tensors, which they read in the order of memory."""
+    first = tensors[0]
+    return first.is_floating_point() and all(
+        t.device == first.device and t.dtype == first.dtype and t.is_contiguous() for t in tensors
+    )
+
+
 def shrink_(params: Tensors, amount: float, gate: Tensor | None = None) -> None:
     """Multiply parameters by ``1 − amount``, in place."""
-    factor = 1 - amount if gate is None else _gated(gate, 1 - amount, 1.0)
-    for p in params:
-        p.mul_(factor)
+    torch._foreach_mul_(params, 1 - amount if gate is None else _gated(gate, 1 - amount, 1.0))
 
 
 def adam_moments_(
@@ -76,15 +100,48 @@ def adam_moments_(
 ) -> None:
     """Update Adam's first and second moments with gradients, in place."""
     beta1, beta2 = betas
-    if gate is None:
-        torch._foreach_lerp_(exp_avgs, gradients, 1 - beta1)
-        torch._foreach_mul_(exp_avg_sqs, beta2)
-    else:
-        gradients = [torch.where(gate, g, 0) for g in gradients]
-        torch._foreach_mul_(exp_avgs, _gated(gate, beta1, 1.0))
-        torch._foreach_add_(exp_avgs, gradients, alpha=1 - beta1)
-        torch._foreach_mul_(exp_avg_sqs, _gated(gate, beta2, 1.0))
+    if gate is not None:
+        lerp_gated_(exp_avgs, gradients, 1 - beta1, gate)
+        lerp_gated_(exp_avg_sqs, list(torch._foreach_mul(gradients, gradients)), 1 - beta2, gate)
+        return
+    torch._foreach_lerp_(exp_avgs, gradients, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, gradients, gradients, 1 - beta2)
+
+
+def lerp_gated_(tensors: Tensors, others: Tensors, weight: float, gate: Tensor) -> None:
+    """Move tensors by a share ``weight`` of the way to others, in place, where ``gate`` is True."""
+    if fits_gated((*tensors, *others)):  # x − w (−y + x), a step of SGD with weight decay that maximizes
+        torch._fused_sgd_(
+            tensors, others, [], weight_decay=1.0, momentum=0.0, lr=weight, dampening=0.0, nesterov=False,
+            maximize=True, is_first_step=False, found_inf=(~gate).to(torch.float32),
+        )  # fmt: skip
+    else:
+        torch._foreach_lerp_(tensors, [torch.where(gate, y, x) for x, y in zip(tensors, others, strict=True)], weight)
+
+
+def mean_gradients_(
+    means: Tensors, gradients: Tensors, counts: Sequence[int], beta: float, nesterov: bool, gate: Tensor | None
+) -> Tensors:
+    """Update running means of gradients in place, and return what they say about the next gradients.
+
+    Args:
+        means: The running means, which begin at 0.
+        gradients: The gradients, which do not change.
+        counts: Number of updates of each mean, this one included.
+        beta: β, the weight of the old mean.
+        nesterov: Whether to return ``β m̂ + (1 − β) ∇``.
+        gate: Whether anything changes, see the module.
+
+    Returns:
+        The means without bias, ``m̂ = m / (1 − β^t)``, or Nesterov's combination with the gradients.
+    """
+    if gate is None:
+        torch._foreach_lerp_(means, gradients, 1 - beta)
+    else:
+        lerp_gated_(means, gradients, 1 - beta, gate)
+    found = corrected(means, counts, beta)
+    return list(torch._foreach_lerp(gradients, found, beta)) if nesterov else found
 
 
 def adam_denominators(exp_avg_sqs: Tensors, steps: Sequence[float], beta2: float, eps: float) -> Tensors:
@@ -127,7 +184,8 @@ def adam_lengths_(
         found = norms(step for part in parts for step in _fused_steps(part, betas, eps))
         return _together(found, [max(1, -(-t.numel() // _PIECE)) for t in gradients])
     adam_moments_(gradients, exp_avgs, exp_avg_sqs, betas, gate)
-    parts = stacks.bounded(zip(exp_avgs, exp_avg_sqs, counts, strict=True), lambda own: own[0].numel(), _PIECE)
+    piece = _PIECE if gate is None else stacks.LIMIT
+    parts = stacks.bounded(zip(exp_avgs, exp_avg_sqs, counts, strict=True), lambda own: own[0].numel(), piece)
     return norms(step for part in parts for step in adam_steps(part, betas, eps))
 
 
@@ -237,7 +295,10 @@ def kl_clip_factor(products: Tensors, lrs: Sequence[Scalar], limit: float) -> Te
     Returns:
         ν.
     """
-    total = torch.stack([p * (lr * lr) for p, lr in zip(products, lrs, strict=True)]).sum()
+    by_rate: dict[int | float, tuple[Scalar, Tensors]] = {}
+    for product, lr in zip(products, lrs, strict=True):
+        by_rate.setdefault(id(lr) if isinstance(lr, Tensor) else lr, (lr, []))[1].append(product)
+    total = torch.stack([torch.stack(some).sum() * (lr * lr) for lr, some in by_rate.values()]).sum()
     return (total.abs() / limit).clamp(min=1).rsqrt()
 
 
@@ -247,7 +308,10 @@ def norms(tensors: Iterable[Tensor]) -> Tensor:
     Tensors are read a few at a time, so that those of a generator do not exist together.
     """
     found: Tensors = []
-    for some in stacks.bounded(tensors, Tensor.numel, _PIECE):
+    tensors = iter(tensors)
+    first = next(tensors)
+    piece = _PIECE if first.device.type == "cpu" else stacks.LIMIT
+    for some in stacks.bounded(chain((first,), tensors), Tensor.numel, piece):
         real = as_real(some)
         accurate = {_accurate(t.dtype) for t in real}
         if len(accurate) == 1:
@@ -318,7 +382,9 @@ def _add(tensors: Tensors, others: Tensors, alpha: float) -> Tensors:
 
 
 def _descend_(params: Tensors, directions: Tensors, lr: Scalar) -> None:
-    if isinstance(lr, Tensor):
+    if isinstance(lr, Tensor) and lr.device == params[0].device:
+        torch._foreach_sub_(params, list(torch._foreach_mul(directions, lr)))
+    elif isinstance(lr, Tensor):
         for p, d in zip(params, directions, strict=True):
             p.add_(d * -lr)  # a 0-dim CPU tensor is an argument of the kernel: nothing is copied
     else:

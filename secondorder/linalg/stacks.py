@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import is_not
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,15 +24,18 @@ class Stacks:
     def __init__(self) -> None:
         #: The tensors with their versions, and the stack, by name.
         self._kept: dict[Hashable, tuple[Sequence[Tensor], tuple[Hashable, ...], Tensor]] = {}
+        #: The parts of a stack that replaced the tensors, and the stack, by name.
+        self._shared: dict[Hashable, tuple[Sequence[Tensor], Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes held, without those of stacks that share their memory with the tensors."""
         return sum(stack.nbytes for *_, stack in self._kept.values())
 
     def clear(self) -> None:
         """Release all stacks."""
         self._kept.clear()
+        self._shared.clear()
 
     def of(self, name: Hashable, tensors: Sequence[Tensor], *stamp: Hashable) -> Tensor:
         """Return tensors of equal shape as one tensor ``[k, ...]``.
@@ -48,6 +51,25 @@ class Stacks:
         if kept is None or kept[1] != versions or any(map(is_not, kept[0], tensors)):
             kept = self._kept[name] = tensors, versions, torch.stack(list(tensors))
         return kept[2]
+
+    def shared(self, name: Hashable, key: str, states: Sequence[dict[str, Any]]) -> Tensor:
+        """Return one entry of several states as a tensor ``[k, ...]`` that shares its memory with the states.
+
+        The entries become views of the stack, so changes in place need no new stack.
+
+        Args:
+            name: Name of the stack, which replaces an earlier one of this name.
+            key: Key of the entry in the states, of equal shape and dtype.
+            states: The states, whose entries are replaced if they are not views of the stack yet.
+        """
+        kept = self._shared.get(name)
+        if kept is None or len(kept[0]) != len(states) or any(map(is_not, kept[0], (s[key] for s in states))):
+            stack = torch.stack([state[key] for state in states])
+            parts = [stack[i] for i in range(len(states))]
+            for state, part in zip(states, parts, strict=True):
+                state[key] = part
+            kept = self._shared[name] = parts, stack
+        return kept[1]
 
 
 def bounded(items: Iterable[ItemT], numbers: Callable[[ItemT], int], limit: int | None = None) -> Iterator[list[ItemT]]:

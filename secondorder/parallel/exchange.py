@@ -67,7 +67,7 @@ class StatisticsExchange:
 
     def __init__(self, comm: CommStrategy, device: torch.device | None = None) -> None:
         self.comm, self._device = comm, device
-        self.skipped: dict[str, int | Tensor] = {}
+        self._skipped: dict[tuple[str, ...], int | Tensor] = {}
         self.learned_at: dict[str, int] = {}
         self.rows_seen: dict[str, tuple[float, float | Tensor]] = {}
         self.unsent: set[str] = set()
@@ -111,7 +111,7 @@ class StatisticsExchange:
         found, numbers = dict[int, Measured](), dict[int, Tensor]()
         for (block, schema), total in zip(posted.schemas.items(), totals, strict=True):
             if dropped := int(total[2]):
-                self.skip(block, dropped)
+                self.skip([block], dropped)
             if n := int(total[0]):
                 mine = posted.measured.get(block.index)
                 number = numbers[block.index] = total[_WORDS:]
@@ -128,9 +128,20 @@ class StatisticsExchange:
                 found[block.index] = found[block.index]._replace(parts=means)
         return found, words
 
-    def skip(self, block: Block, count: int | Tensor) -> None:
-        """Count batches of a block that were not finite."""
-        self.skipped[block.name] = self.skipped.get(block.name, 0) + count
+    def skip(self, blocks: Sequence[Block], counts: int | Tensor) -> None:
+        """Count batches of blocks that were not finite: a number, or one for each block ``[len(blocks)]``."""
+        names = tuple(block.name for block in blocks)
+        self._skipped[names] = self._skipped.get(names, 0) + counts
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Number of batches that were not finite, by block. Reading it may wait for the device."""
+        found: dict[str, int] = {}
+        for names, counts in self._skipped.items():
+            each = counts.tolist() if isinstance(counts, Tensor) else [counts] * len(names)
+            for name, count in zip(names, each, strict=True):
+                found[name] = found.get(name, 0) + int(count)
+        return found
 
     def _contribution(self, block: Block, measured: Measured | None, schema: Schema) -> tuple[Tensor, Parcel]:
         """Words ``[examples, contributed, dropped, counts of each part …]`` and sums of this rank or zeros."""

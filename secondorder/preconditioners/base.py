@@ -38,11 +38,13 @@ class Proposal(NamedTuple):
         directions: By parameter, in its shape. Complex directions may be pairs of real numbers.
         raw: The gradient from which each direction was computed. It sets the size of a grafted SGD step.
         sets: Sets of parameters that are grafted together, each with the rule of its size or None for no grafting.
+        products: ``⟨direction, source⟩`` by the first parameter of each set whose directions are known to be finite.
     """
 
     directions: Directions
     raw: Directions
     sets: Sequence[tuple[str | None, Sequence[nn.Parameter]]]
+    products: Directions = {}
 
 
 class Rule(NamedTuple):

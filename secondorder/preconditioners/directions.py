@@ -17,7 +17,7 @@ from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parallel.shards import Shards, zeros_like_shard
 from secondorder.parameters import Directions, ParameterTable
 from secondorder.preconditioners.base import Proposal
-from secondorder.preconditioners.small_blocks import StackRule, directions_of_stacks
+from secondorder.preconditioners.block_stacks import StackRule, directions_of_stacks
 
 if TYPE_CHECKING:
     from secondorder.preconditioners.block_plan import BlockPlan
@@ -102,16 +102,24 @@ class LayerDirections(Generic[BlockT]):
         ready = [b for b in plan.blocks if self.is_ready(b)]
         if not ready:
             return Proposal({}, {}, [])
+        products: Directions = {}
         with full_precision(ready[0].owner.device):
             if plan.table.shards.is_sharded:
                 found = resharded(plan.comm, plan.table.shards, ready, source, self.wholes.gather, self._directions_of)
             else:
                 mine = [b for b in ready if plan.comm.preconditions(b.index)]
-                stacked = directions_of_stacks(mine, source, self._stack_rule)
-                found = replicated(plan.comm, ready, source, partial(self._directions_of, known=stacked))
+                stacked = directions_of_stacks(mine, source, self._stack_rule, self.has_curvature)
+                found = replicated(plan.comm, ready, source, partial(self._directions_of, known=stacked.directions))
+                products = {} if plan.comm.combines else stacked.products  # all ranks have to round in the same way
         active = [b for b in ready if all(map(gradients.__contains__, b.params))]
         directions = {p: found[p] for b in active for p in b.params}
-        return Proposal(directions, gradients, [(b.group["graft"], b.params) for b in active])
+        group_of = plan.table.group_of
+        products = {
+            b.params[0]: products[b.params[0]]
+            for b in active
+            if b.params[0] in products and all(group_of[p] is group_of[b.params[0]] for p in b.params)
+        }
+        return Proposal(directions, gradients, [(b.group["graft"], b.params) for b in active], products)
 
     def _directions_of(
         self, block: Block, source: Directions, known: Mapping[int, list[Tensor]] = MappingProxyType({})

@@ -12,8 +12,8 @@ from secondorder.curvature.factors import FACTORS
 from secondorder.curvature.inverse import INVERSES
 from secondorder.curvature.kronecker import KroneckerBlock
 from secondorder.curvature.schema import Schema
+from secondorder.preconditioners.block_stacks import StackRule, stacked_state
 from secondorder.preconditioners.layers import LayerPreconditioner
-from secondorder.preconditioners.small_blocks import StackRule, stacked_state
 
 
 def _read(block: KroneckerBlock) -> tuple[Sequence[str], Sequence[str]]:

@@ -120,7 +120,7 @@ class LayerReport(CurvatureReport):
             "condition_number": conditions,
             "staleness": {n: last - at for n, at in self._refresher.refreshed_at.items() if n in held},
             "statistics_age": {n: last - at for n, at in self._exchange.learned_at.items() if n in held},
-            "skipped_statistics": sum(int(n) for n in skipped.values()),
-            "skipped_statistics_by_layer": {name: int(n) for name, n in skipped.items()},
+            "skipped_statistics": sum(skipped.values()),
+            "skipped_statistics_by_layer": skipped,
             "refresh_failures": self._refresher.failed,
         }

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from secondorder.capture.sites import Captured
+from secondorder.capture.statistics.averages import each_finite
 from secondorder.capture.statistics.measurement import Measured, Reduced
-from secondorder.curvature.block import ESTIMATE_ALONE
+from secondorder.curvature.block import ESTIMATE_ALONE, Block
 from secondorder.linalg.dense import all_true_on_cpu
 from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parallel.session import words_of_options
@@ -72,17 +74,35 @@ class LayerStatistics:
     def fold(self, reduced: Reduced, gate: Tensor | None) -> None:
         """Update the running estimates with the measured statistics, and count the updates."""
         combines, step = self._plan.comm.combines, self._plan.runtime.step
-        for index, measured in reduced.measured.items():
+        late: dict[Block, Tensor] = {}
+        for index, measured in judged(reduced.measured).items():
             block = self._plan.blocks[index]
             if measured.parts or not combines:
                 finite = block.fold(measured, gate)
-                on_cpu = finite.device.type == "cpu"
-                dropped = not all_true_on_cpu(finite) if on_cpu else (~finite).to(torch.int64)
-                if dropped is not False:
-                    self._exchange.skip(block, dropped)
-                if dropped is True and not combines:
-                    continue
+                if finite.device.type != "cpu":
+                    late[block] = finite
+                elif not all_true_on_cpu(finite):
+                    self._exchange.skip([block], 1)
+                    if not combines:
+                        continue
             due = self._hooks.due.get(index, ESTIMATE_ALONE)
             block.count_update(measured, due)
             if due.factors:
                 self._exchange.learned_at[block.name] = step
+        if late:
+            self._exchange.skip(list(late), (~torch.stack(list(late.values()))).to(torch.int64))
+
+
+def judged(measured: Mapping[int, Measured]) -> Mapping[int, Measured]:
+    """Return measurements with the information whether they are finite. On a device, one kernel checks all of them."""
+    by_size: dict[tuple[int, torch.device, torch.dtype], list[int]] = {}
+    for index, found in measured.items():
+        first = next((part.total for part in found.parts.values()), None)
+        if first is not None and first.device.type != "cpu":
+            by_size.setdefault((len(found.parts), first.device, first.dtype), []).append(index)
+    known = dict(measured)
+    for (count, *_), indices in by_size.items():
+        flags = each_finite([part.total for i in indices for part in measured[i].parts.values()])
+        for i, finite in zip(indices, flags.view(-1, count).all(1).unbind(), strict=True):
+            known[i] = measured[i]._replace(finite=finite)
+    return known

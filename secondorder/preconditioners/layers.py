@@ -20,6 +20,7 @@ from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parameters import Directions
 from secondorder.preconditioners.base import Preconditioner, Proposal
 from secondorder.preconditioners.block_plan import BlockPlan
+from secondorder.preconditioners.block_stacks import NO_STACKS, StackRule
 from secondorder.preconditioners.budget import Budget
 from secondorder.preconditioners.capture_schedule import CaptureSchedule
 from secondorder.preconditioners.directions import LayerDirections
@@ -28,7 +29,6 @@ from secondorder.preconditioners.layer_checkpoint import LayerCheckpoint
 from secondorder.preconditioners.layer_report import LayerReport
 from secondorder.preconditioners.layer_statistics import LayerStatistics
 from secondorder.preconditioners.parts import Setting
-from secondorder.preconditioners.small_blocks import NO_STACKS, StackRule
 
 
 class LayerPreconditioner(Preconditioner, Generic[BlockT]):

@@ -26,20 +26,21 @@ from secondorder.capture.statistics.measurement import Measured, Reduced
 from secondorder.capture.statistics.squares import EigenSums
 from secondorder.comm.layout import local
 from secondorder.curvature.block import Block, Due
-from secondorder.curvature.eigenbasis import SCALES, EigenbasisBlock, is_adam, like_adam, preconditions_gradient
+from secondorder.curvature.eigenbasis import SCALES, EigenbasisBlock, like_adam, preconditions_gradient
 from secondorder.curvature.factors import FACTORS
 from secondorder.curvature.orthogonal_iteration import BasisRefresher
 from secondorder.curvature.refresh import Refresher
 from secondorder.curvature.schema import Place, Schema, keys, tensors
-from secondorder.linalg import eigenbasis
-from secondorder.linalg.dense import stacked
+from secondorder.linalg.first_order import mean_gradients_
+from secondorder.linalg.stacks import foreach_parts
 from secondorder.parallel.exchange import StatisticsExchange, parcel_of, parcel_with
 from secondorder.parameters import Directions
 from secondorder.preconditioners.base import Proposal, Rule
+from secondorder.preconditioners.block_stacks import StackRule
 from secondorder.preconditioners.capture_schedule import CaptureSchedule
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.parts import Setting
-from secondorder.preconditioners.small_blocks import StackRule, stacked_state
+from secondorder.preconditioners.scale_stacks import STACK_RULE, ScaleStacks
 
 
 class ScaleSchedule(CaptureSchedule[EigenbasisBlock]):
@@ -70,32 +71,12 @@ class ScaleSchedule(CaptureSchedule[EigenbasisBlock]):
         return self._plan.runtime.step % steps == 0
 
 
-#: Options that the preconditioning of small blocks reads.
-_READ = "damping", "damping_mode", "power", "weight_decay", "weight_decay_in_curvature"
-
-
-def _read(block: EigenbasisBlock) -> tuple[Sequence[str], Sequence[str]]:
-    """Return what a block reads; nothing if its gradient is already in the basis, or if it is Adam there."""
-    is_apart = type(block) is not EigenbasisBlock or block.rotated is not None or is_adam(block.group)
-    return ((), ()) if is_apart else (("scale", "basis_a", "basis_g"), _READ)
-
-
-def _precondition(blocks: Sequence[EigenbasisBlock], gradients: Tensor) -> Tensor:
-    """Return the preconditioned matrices ``[k, (Γ,) n_g, n_a]``."""
-    first, workspace = blocks[0], blocks[0].runtime.workspace
-    scales = stacked([block.state["scale"] for block in blocks], workspace)
-    state = stacked_state(blocks, ("basis_a", "basis_g"))
-    a, g = (first.eigen.basis(state, side) for side in "ag")
-    damping = first.damping_of(scales.mean((-2, -1)))
-    return eigenbasis.precondition(gradients, a, g, scales, damping, first.group["power"], workspace)
-
-
 class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
     """Blocks with a scale that is measured in their eigenbases."""
 
     block_type: ClassVar[type[Block]] = EigenbasisBlock
     refresher_type: ClassVar[type[Refresher]] = BasisRefresher
-    stack_rule: ClassVar[StackRule] = StackRule(_read, _precondition)
+    stack_rule: ClassVar[StackRule] = STACK_RULE
     schedule_type: ClassVar[type[CaptureSchedule[Any]]] = ScaleSchedule
     catalog: ClassVar[Schema] = {**FACTORS, **SCALES}
     allocating: ClassVar[tuple[str, ...]] = (
@@ -110,6 +91,7 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         #: Captured calls of this step whose scale is measured in the basis that the step computes.
         self._late: dict[EigenbasisBlock, EigenSums] = {}
         self._late_due: set[int] = set()
+        self._stacks = ScaleStacks(self.exchange)
 
     # ------------------------------------------------------------------ statistics
     def reduce(self, statistics: Captured) -> Reduced:
@@ -161,6 +143,7 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         if not self.comm.combines:
             found = ((self.plan.blocks[i], m.rest) for i, m in statistics.measured.items())
             self._late.update({block: rest for block, rest in found if rest is not None and rest.calls})
+        self._stacks.fold(self.plan.blocks, statistics.measured, gate)
         super().learn(statistics, gradients, gate)
         measured = [self.plan.blocks[i] for i, due in sorted(self.hooks.due.items()) if due.scale]
         if measured:
@@ -214,8 +197,15 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         due = [b for b in running if self.schedule.scale_is_due(b)]
         wholes, is_sharded = self.directions.wholes, self.table.shards.is_sharded
         whole = wholes.keep(due, gradients) if due and is_sharded else gradients
+        examples, ranks = float(self._step_examples), self.comm.data_world if self.comm.combines else 1
+        mine = [b for b in due if self.comm.preconditions(b.index) and (examples or like_adam(b.group))]
+        together = self._stacks.measure(mine, whole, examples, ranks, gate)
+        for block in (b for b in mine if b not in together):
+            rotated = block.fold_gradient(self.directions.matrix_of(block, whole), examples, ranks, gate)
+            block.rotated = rotated if preconditions_gradient(block.group) else None
         for block in due:
-            self._measure_running(block, whole, gate)
+            if examples or like_adam(block.group):
+                block.count_scale()
         proposal = super().propose(gradients, source, gate)
         for block in due:
             block.rotated = None
@@ -224,35 +214,28 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
 
     def change_sources(self, source: Directions, gradients: Directions, gate: Tensor | None) -> None:
         """With ``momentum_mode="pre"``, precondition the bias-corrected running mean of gradients."""
+        by_group: dict[int, list[nn.Parameter]] = {}
         for p in source:
-            if self.plan.block_of[p].group["momentum_mode"] != "pre":
-                continue
-            group, state = self.table.group_of[p], self.table.state[p]
-            beta, mean = group["momentum"], local(state["gradient_momentum"])
-            gradient = gradients[p].to(mean.dtype)
-            mean.lerp_(gradient if gate is None else torch.where(gate, gradient, mean), 1 - beta)
-            state["gradient_updates"] += 1
-            source[p] = mean / (1 - beta ** state["gradient_updates"])
-            if group["nesterov"]:
-                source[p] = gradient.lerp(source[p], beta)
+            if self.plan.block_of[p].group["momentum_mode"] == "pre":
+                by_group.setdefault(id(self.table.group_of[p]), []).append(p)
+        for members in by_group.values():
+            group = self.table.group_of[members[0]]
+            for params in foreach_parts(members, group["foreach"]):
+                states = [self.table.state[p] for p in params]
+                for state in states:
+                    state["gradient_updates"] += 1
+                means, counts = zip(
+                    *((local(s["gradient_momentum"]), s["gradient_updates"]) for s in states), strict=True
+                )
+                own = [gradients[p].to(mean.dtype) for p, mean in zip(params, means, strict=True)]
+                found = mean_gradients_(list(means), own, counts, group["momentum"], group["nesterov"], gate)
+                source.update(zip(params, found, strict=True))
 
     def rule(self, p: nn.Parameter, group: Mapping[str, Any], rule: Rule) -> Rule:
         """Return the first-order rule of a preconditioned parameter, without momentum that was applied before."""
         if self.plan.block_of[p].group["momentum_mode"] == "pre":
             return rule._replace(kind="plain", momentum=0.0)
         return rule
-
-    def _measure_running(self, block: EigenbasisBlock, gradients: Directions, gate: Tensor | None) -> None:
-        """Update the scale with the squared gradient, which needs no per-example work."""
-        if self._step_examples == 0 and not like_adam(block.group):
-            return
-        if self.comm.preconditions(block.index):
-            matrix = self.directions.matrix_of(block, gradients)
-            ranks = self.comm.data_world if self.comm.combines else 1
-            rotated = block.fold_gradient(matrix, float(self._step_examples), ranks, gate)
-            if preconditions_gradient(block.group):
-                block.rotated = rotated
-        block.count_scale()
 
     def forget_step(self) -> None:
         """Discard data that only the current step uses."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.device import SimulatedDevice
-from tests.support.device_runs import DeviceRun, check, late
+from tests.support.device_runs import DeviceRun, check, drop, late
 from tests.support.methods import METHODS, Method, Variant
 from tests.support.tasks import Task
 
@@ -55,31 +55,16 @@ def test_every_variant_trains_as_on_the_cpu_and_waits_for_nothing(method: Method
     check(partial(method.build, **variant.keywords), task)
 
 
-def drop(method: Method, task: Task, start: int, **keywords: Any) -> None:
-    """Check that a step is dropped without a wait, while the CPU reads the values."""
-    with SimulatedDevice() as device:
-        run = DeviceRun(partial(method.build, **{**method.eager, **keywords}), task, device).steps(start)
-        before = run.kept()
-        run.steps(1, start=start, factor=torch.nan)
-        after, waits = run.kept(), late(device)
-        moved = run.steps(2, start=start + 1).kept()
-    assert [key for key, x in before.items() if not torch.equal(x, after[key])] == []
-    assert waits == []
-    for name, _ in run.model.named_parameters():
-        assert torch.isfinite(moved[name]).all()
-        assert not torch.equal(moved[name], after[name])
-
-
 @pytest.mark.rules(RULES)
 def test_every_rule_trains_as_on_the_cpu_and_waits_for_nothing(method: Method, mlp: Task, rule: str) -> None:
     """A batch that is not finite changes no bit and does not cause a wait either."""
     check(partial(method.build, **RULES[rule]), mlp)
-    drop(method, mlp, 3, **RULES[rule])
+    drop(partial(method.build, **{**method.eager, **RULES[rule]}), mlp, 3)
 
 
 def test_the_defaults_wait_for_nothing_and_a_first_batch_may_be_dropped(method: Method, mlp: Task) -> None:
     check(method.cls, mlp, steps=13)
-    drop(method, mlp, 0)
+    drop(partial(method.build, **method.eager), mlp, 0)
 
 
 def test_a_tensor_lr_on_the_device_stays_there(method: Method, mlp: Task) -> None:

@@ -80,6 +80,9 @@ def check(setting):
     before = seen()
     with full_precision(torch.device("cuda")):
         assert seen() == (("ieee", "ieee") if new else (False, False)), seen()
+        with full_precision(torch.device("cuda"), is_half=True):
+            assert seen() == (("tf32", "tf32") if new else (True, True)), seen()
+        assert seen() == (("ieee", "ieee") if new else (False, False)), seen()
     assert seen() == before, (before, seen())
 
 failed = []

@@ -1,4 +1,4 @@
-"""Comparisons of training on a simulated device with training on the CPU."""
+"""Comparisons of training on a simulated or a real device with training on the CPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from tests.support.cuda import CudaDevice
 from tests.support.device import SimulatedDevice
 from tests.support.tasks import Task
 
@@ -19,15 +20,15 @@ KEPT = (
     "gram",
 )  # fmt: skip
 
+Device = SimulatedDevice | CudaDevice
+
 WARM_UP = 2  # steps that create state and read sizes for the first time, and may wait for the device
 
 
 class DeviceRun:
     """Training on the device, or on the CPU if ``device`` is None."""
 
-    def __init__(
-        self, build: Callable[[nn.Module], Optimizer], task: Task, device: SimulatedDevice | None = None
-    ) -> None:
+    def __init__(self, build: Callable[[nn.Module], Optimizer], task: Task, device: Device | None = None) -> None:
         self.task, self.device = task, device
         self.model = task.model(torch.float64)
         if device is not None:
@@ -60,18 +61,38 @@ class DeviceRun:
 
 def host(x: Tensor) -> Tensor:
     found: Tensor = getattr(x, "held", x).detach()
-    return found
+    return found.cpu()
 
 
-def late(device: SimulatedDevice) -> list[str]:
+def late(device: Device) -> list[str]:
     return [what for step, what in device.waits if step >= WARM_UP]
 
 
-def check(build: Callable[[nn.Module], Optimizer], task: Task, steps: int = 6) -> None:
+def check(
+    build: Callable[[nn.Module], Optimizer],
+    task: Task,
+    steps: int = 6,
+    kind: type[Device] = SimulatedDevice,
+) -> None:
     """Assert that training agrees with the CPU, and that no step after the warm-up waits for the device."""
     expected = DeviceRun(build, task).steps(steps).parameters()
-    with SimulatedDevice() as device:
+    with kind() as device:
         found = DeviceRun(build, task, device).steps(steps).parameters()
     for p, q in zip(found, expected, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
     assert late(device) == []
+
+
+def drop(build: Callable[[nn.Module], Optimizer], task: Task, start: int, kind: type[Device] = SimulatedDevice) -> None:
+    """Assert that a step with gradients of NaN is dropped without a wait and without a trace."""
+    with kind() as device:
+        run = DeviceRun(build, task, device).steps(start)
+        before = run.kept()
+        run.steps(1, start=start, factor=torch.nan)
+        after, waits = run.kept(), late(device)
+        moved = run.steps(2, start=start + 1).kept()
+    assert [key for key, x in before.items() if not torch.equal(x, after[key])] == []
+    assert waits == []
+    for name, _ in run.model.named_parameters():
+        assert torch.isfinite(moved[name]).all()
+        assert not torch.equal(moved[name], after[name])

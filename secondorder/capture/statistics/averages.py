@@ -51,26 +51,29 @@ def ratio_ema_(
 
     Args:
         running: Estimates, changed in place.
-        weight: W, a 0-dim float64 tensor, changed in place.
+        weight: W, a 0-dim float64 tensor, or ``[k]`` for estimates ``[k, ...]``, changed in place.
         sums: Batch sums, of the shapes of ``running``; ``X_batch`` is a sum times its scale.
         scales: Their scales.
         batch_weight: w, usually the number of examples.
         decay: β, the weight of the old value, in [0, 1].
-        ok: 0-dim bool tensor.
+        ok: 0-dim bool tensor, or ``[k]``.
     """
     grown = weight * decay + batch_weight
-    share = torch.where(ok, batch_weight / grown, torch.zeros_like(grown))
-    weight.copy_(torch.where(ok, grown, weight))
-    for estimate, total, scale in zip(running, sums, scales, strict=True):
-        if ok.device.type == "cpu":  # plain numbers are free to read here and save three passes
-            part = float(share.numpy())
+    share = batch_weight / grown * ok
+    torch.where(ok, grown, weight, out=weight)
+    if ok.device.type == "cpu":  # plain numbers are free to read here and save three passes
+        part = float(share.numpy())
+        for estimate, total, scale in zip(running, sums, scales, strict=True):
             if part > 0:
                 wide = estimate.to(total.dtype)  # itself, unless it is kept in fewer bits
                 wide.mul_(1 - part).add_(total, alpha=part * scale)
                 _round(estimate, wide)
-        else:
-            wide = estimate.to(total.dtype)
-            _round(estimate, wide.lerp_(torch.where(ok, total * scale, wide), share.to(wide.dtype)))
+        return
+    for estimate, total, scale in zip(running, sums, scales, strict=True):
+        lead = [*share.shape, *[1] * (estimate.dim() - share.dim())] if share.dim() else []
+        wide = estimate.to(total.dtype)
+        found = torch.where(ok.view(lead), total * scale, wide)
+        _round(estimate, wide.lerp_(found, share.to(wide.dtype).view(lead)))
 
 
 def _round(kept: Tensor, wide: Tensor) -> None:
@@ -80,9 +83,22 @@ def _round(kept: Tensor, wide: Tensor) -> None:
 
 
 def all_finite(tensors: list[Tensor]) -> Tensor:
-    """Return whether all entries of all tensors are finite, as a 0-dim bool tensor, in one pass over their sums."""
-    sums = [t.sum(dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in tensors]
-    return torch.isfinite(torch.stack([s.to(sums[0].device) for s in sums])).all()
+    """Return whether all entries of all tensors are finite, as a 0-dim bool tensor, in one pass over them."""
+    return each_finite(tensors).all()
+
+
+def each_finite(tensors: list[Tensor]) -> Tensor:
+    """Return whether all entries of each tensor are finite, ``[len(tensors)]``, on the device of the first one."""
+    first = tensors[0]
+    if first.device.type != "cpu" and all(_reads_as(t, first) for t in tensors):
+        found = list(torch._foreach_norm(tensors, torch.inf))  # one kernel for all tensors
+    else:
+        found = [t.sum(dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in tensors]
+    return torch.isfinite(torch.stack([x.to(found[0].device) for x in found]))
+
+
+def _reads_as(x: Tensor, like: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype == like.dtype and x.device == like.device and x.numel() > 0
 
 
 def effective_damping(damping: float, mode: str, mean_value: Tensor) -> Tensor:

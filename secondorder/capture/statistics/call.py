@@ -41,6 +41,11 @@ class Call(NamedTuple):
         """The adapter of the blocks that the call fills."""
         return self.adapter.of_part(self.part)
 
+    def as_computed(self) -> Call:
+        """The call with its input in the dtype of its output, to which autocast converts the input of a layer."""
+        x = self.x
+        return self._replace(x=x.to(self.g.dtype)) if x is not None and x.is_floating_point() else self
+
     def require_examples(self) -> None:
         """Raise a ``ValueError`` if rows belong to no example, or it is unclear to which."""
         if self.unclear:

@@ -64,12 +64,14 @@ class KroneckerSums:
         Raises:
             ValueError: If reduce cannot assign the rows of an input to examples.
         """
-        with full_precision(self.a.device):
-            if self.reduce:
+        if self.reduce:
+            with full_precision(self.a.device):
                 self._add_reduced(calls, examples)
-            else:
-                for call in calls:
-                    self._add_expanded(call, examples)
+            return
+        for call in calls:
+            is_half = call.g.dtype in (torch.bfloat16, torch.float16)
+            with full_precision(self.a.device, is_half=is_half):
+                self._add_expanded(call.as_computed() if is_half and call.g.is_cuda else call, examples)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """The mean of ``a aᵀ`` over rows and the sum of ``g° g°ᵀ``, completed below the diagonal."""

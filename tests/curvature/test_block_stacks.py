@@ -5,16 +5,18 @@ import torch
 from torch import nn
 
 from secondorder import EKFAC, KFAC, InverseOptions
-from secondorder.preconditioners import directions, small_blocks
-from secondorder.preconditioners.small_blocks import directions_of_stacks
+from secondorder.preconditioners import block_stacks, directions
+from secondorder.preconditioners.block_stacks import Limits, Stacked, directions_of_stacks
 from tests.support.building import built
+from tests.support.device import SimulatedDevice
+from tests.support.device_runs import DeviceRun, check
 
 STEPS = 4
 
 
 @pytest.fixture(autouse=True)
 def stacks_of_any_size(monkeypatch):
-    monkeypatch.setattr(small_blocks, "_FEW", 1)
+    monkeypatch.setattr(block_stacks, "_FEW", 1)
 
 
 class Net(nn.Module):
@@ -43,9 +45,9 @@ def trained(monkeypatch, method, dtype, *, stacked, groups=False, **options):
     torch.manual_seed(0)
     model, sizes = Net(dtype), []
 
-    def counted(blocks, source, rule):
-        found = directions_of_stacks(blocks, source, rule) if stacked or len(sizes) < STEPS - 1 else {}
-        sizes.append(len(found))
+    def counted(*given):
+        found = directions_of_stacks(*given) if stacked or len(sizes) < STEPS - 1 else Stacked({}, {})
+        sizes.append(len(found.directions))
         return found
 
     monkeypatch.setattr(directions, "directions_of_stacks", counted)
@@ -106,7 +108,7 @@ def test_running_scales_and_orthogonalized_layers_are_not_stacked(monkeypatch):
 
 
 def test_the_bound_of_a_stack_does_not_matter(monkeypatch):
-    monkeypatch.setattr(small_blocks, "_STACK", 400)
+    monkeypatch.setattr(block_stacks, "_HOST", Limits(2**16, 2**15, 400))
     together, _ = trained(monkeypatch, KFAC, torch.float64, stacked=True)
     apart, _ = trained(monkeypatch, KFAC, torch.float64, stacked=False)
     assert_close(together, apart, torch.float64)
@@ -119,7 +121,8 @@ def test_blocks_without_a_gradient_are_left_out():
     optimizer.step()
     blocks = optimizer.preconditioner.plan.blocks
     source = {p: torch.ones_like(p) for p in model.plain[0].parameters()}
-    (index,) = directions_of_stacks(blocks, source, optimizer.preconditioner.stack_rule)
+    found = directions_of_stacks(blocks, source, optimizer.preconditioner.stack_rule, lambda _: True)
+    (index,) = found.directions
     assert blocks[index].name == "plain.0"
 
 
@@ -158,6 +161,91 @@ def test_stacks_are_kept_until_curvature_changes(method):
     assert not torch.allclose(step()[0], other)
 
 
+# ------------------------------------------------------------------ devices, where blocks of nearly any size are stacked
+class NetTask:
+    """The model with more data than features, as rounding alone would determine the bases of large null spaces."""
+
+    def model(self, dtype):
+        torch.manual_seed(0)
+        model = Net(dtype)
+        model.words, model.wide = nn.Embedding(40, 12, dtype=dtype), nn.Linear(12, 10, dtype=dtype)
+        return model
+
+    def batch(self, step, dtype):
+        generator = torch.Generator().manual_seed(step)
+        return torch.randint(40, (32, 8), generator=generator), torch.randint(10, (32, 8), generator=generator)
+
+
+FURTHER = {
+    "running": (EKFAC, {"estimator": "running"}),
+    "like Adam": (EKFAC, {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "kl_clip": None}),
+    "nesterov": (EKFAC, {"estimator": "running", "momentum_mode": "pre", "nesterov": True, "kl_clip": None}),
+    "recomputed": (EKFAC, {"transport": "recompute"}),
+    "orthogonal": (KFAC, {"orthogonalize": True}),
+    "orthogonal alone": (KFAC, {"orthogonalize": True, "inv_update_steps": 0}),
+    "coupled decay": (KFAC, {"weight_decay": 0.1, "nesterov": True}),
+}
+
+
+@pytest.mark.parametrize("case", {**CASES, **FURTHER})
+def test_stacks_on_a_device_train_as_single_blocks_on_the_cpu(monkeypatch, case):
+    method, options = {**CASES, **FURTHER}[case]
+    often = {"factor_update_steps": 1, "inv_update_steps": 2, "lr": 0.001}
+    several = options.get("groups", False)
+    own = {key: value for key, value in options.items() if key != "groups"}
+
+    def build(model):
+        first = list(model.plain[0].parameters())
+        rest = [p for p in model.parameters() if p.requires_grad and all(p is not q for q in first)]
+        groups = [{"params": first, "damping": 0.5}, {"params": rest}]
+        return built(method, groups if several else model, **often | own, **({"module": model} if several else {}))
+
+    seen = []
+
+    def counted(*given):
+        seen.append(directions_of_stacks(*given))
+        return seen[-1]
+
+    monkeypatch.setattr(directions, "directions_of_stacks", counted)
+    check(build, NetTask(), steps=5)
+    # The run on the CPU comes first.
+    assert len(seen[-1].directions) >= max(len(seen[0].directions), 6)
+    assert seen[-1].products
+    assert not seen[0].products
+
+
+def test_states_on_a_device_are_views_of_stacks_and_take_no_more_memory():
+    with SimulatedDevice() as device:
+        run = DeviceRun(lambda model: KFAC(model, lr=0.1, factor_update_steps=1, inv_update_steps=1), NetTask(), device)
+        before = run.optimizer.memory_usage()
+        run.steps(2)
+        stacks = run.optimizer.preconditioner.runtime.stacks
+        shared = {name: stack for name, (_, stack) in stacks._shared.items()}
+        states = [run.optimizer.state[layer.weight] for layer in run.model.plain if isinstance(layer, nn.Linear)]
+        places = [state["basis_a"].held.data_ptr() for state in states]
+        stack = next(s for s in shared.values() if s.held.data_ptr() == places[0])
+        assert torch.equal(stack.held[1], states[1]["basis_a"].held)
+        states[1]["basis_a"].zero_()
+        assert not stack.held[1].any()
+        assert run.optimizer.memory_usage()["second_order"] == before["second_order"]
+        assert stacks.nbytes == 0
+
+
+def test_a_loaded_state_replaces_the_stacks():
+    with SimulatedDevice() as device:
+        runs = [
+            DeviceRun(lambda model: KFAC(model, lr=0.1, factor_update_steps=1, inv_update_steps=1), NetTask(), device)
+            for _ in range(2)
+        ]
+        runs[0].steps(3)
+        runs[1].steps(1)
+        runs[1].model.load_state_dict(runs[0].model.state_dict())
+        runs[1].optimizer.load_state_dict(runs[0].optimizer.state_dict())
+        found = [run.steps(2, start=3).parameters() for run in runs]
+    for p, q in zip(*found, strict=True):
+        assert torch.equal(p, q)
+
+
 def test_few_blocks_of_a_shape_are_not_stacked(monkeypatch):
-    monkeypatch.setattr(small_blocks, "_FEW", 3)
+    monkeypatch.setattr(block_stacks, "_FEW", 3)
     assert trained(monkeypatch, KFAC, torch.float32, stacked=True)[1] == 3  # the layers of one shape

@@ -1,0 +1,123 @@
+"""EK-FAC's scales of blocks of equal shape, which are updated and used together on devices other than the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from secondorder.capture.statistics.measurement import Estimate, Measured
+from secondorder.curvature.eigenbasis import EigenbasisBlock, is_adam, preconditions_gradient
+from secondorder.linalg import eigenbasis
+from secondorder.linalg.dense import full_precision, is_on_host, stacked
+from secondorder.parallel.exchange import StatisticsExchange
+from secondorder.parameters import Directions
+from secondorder.preconditioners.block_stacks import StackRule, key_of_state, matrices_of, stacked_state, stacks_of
+
+#: Entries of the state that the preconditioning of stacks reads, and those that an update of the scale reads.
+_USED = "scale", "basis_a", "basis_g"
+_UPDATED = "scale", "scale_weight", "scale_unit", "basis_a", "basis_g", "eigenvalues_a", "eigenvalues_g"
+#: Options that the preconditioning of stacks reads.
+_READ = "damping", "damping_mode", "power", "weight_decay", "weight_decay_in_curvature", "estimator", "momentum_mode"
+
+
+def _read(block: EigenbasisBlock) -> tuple[Sequence[str], Sequence[str]]:
+    """Return what a block reads; on a CPU nothing if its gradient is in the basis, or if it is Adam there."""
+    is_running = block.rotated is not None or is_adam(block.group)
+    if type(block) is not EigenbasisBlock or (is_running and is_on_host(block.owner)):
+        return (), ()
+    return ((*_USED, "eigenvalues_a", "eigenvalues_g"), (*_READ, "eps")) if is_running else (_USED, _READ)
+
+
+def _precondition(blocks: Sequence[EigenbasisBlock], gradients: Tensor) -> Tensor:
+    """Return the preconditioned matrices ``[k, (Γ,) n_g, n_a]``."""
+    first = blocks[0]
+    if is_on_host(first.owner):  # the scale changes in most steps
+        scales = stacked([block.state["scale"] for block in blocks], first.runtime.workspace)
+        return first.apply({"scale": scales, **stacked_state(blocks, _USED[1:])}, gradients, None)
+    known = [block.rotated for block in blocks if block.rotated is not None]
+    rotated = torch.stack(known) if len(known) == len(blocks) else None
+    return first.apply(stacked_state(blocks, _UPDATED), gradients, rotated)
+
+
+def _key_of_update(block: EigenbasisBlock, *further: Hashable) -> Hashable | None:
+    """Return a key that is equal for blocks whose scales are updated together; None for one that is updated alone."""
+    is_single = block.adapter.is_exact and block.adapter.groups == 1
+    if is_on_host(block.owner) or type(block) is not EigenbasisBlock or is_single:
+        return None
+    key = key_of_state(block, _UPDATED, ())
+    return None if key is None else (key, block.scale_decay, *further)
+
+
+#: How blocks with a scale precondition together.
+STACK_RULE = StackRule(_read, _precondition)
+
+
+class ScaleStacks:
+    """Updates the scales of blocks of equal shape together.
+
+    Args:
+        exchange: Counts batches that are not finite.
+    """
+
+    def __init__(self, exchange: StatisticsExchange) -> None:
+        self._exchange = exchange
+
+    def fold(self, blocks: Sequence[EigenbasisBlock], measured: dict[int, Measured], gate: Tensor | None) -> None:
+        """Update scales with measured parts, which are removed from the measurements.
+
+        Args:
+            blocks: All blocks, by index.
+            measured: Measurements by index of the block.
+            gate: None, or a 0-dim bool tensor. If it is False, nothing changes.
+        """
+        due = [blocks[i] for i, m in measured.items() if "scale" in m.parts and "scale" in blocks[i].state]
+        for some in stacks_of(due, lambda b: _key_of_update(b, b.batch_weight(measured[b.index].examples))):
+            weight, parts = some[0].batch_weight(measured[some[0].index].examples), []
+            for block in some:
+                rest = dict(measured[block.index].parts)
+                parts.append(rest.pop("scale"))
+                measured[block.index] = measured[block.index]._replace(parts=rest)
+            total = torch.stack([part.total * part.scale for part in parts])
+            self._update(some, Estimate(total), weight, gate)
+
+    def measure(
+        self,
+        blocks: Sequence[EigenbasisBlock],
+        gradients: Directions,
+        examples: float,
+        ranks: int,
+        gate: Tensor | None,
+    ) -> Collection[EigenbasisBlock]:
+        """Update scales with the squares of mean gradients.
+
+        Args:
+            blocks: Blocks that are due.
+            gradients: Gradients by parameter.
+            examples: Number of examples that the gradients average.
+            ranks: Number of ranks over which a summed loss was averaged.
+            gate: None, or a 0-dim bool tensor. If it is False, nothing changes.
+
+        Returns:
+            The blocks whose scale was updated.
+        """
+        done: set[EigenbasisBlock] = set()
+        able = [b for b in blocks if all(map(gradients.__contains__, b.params))]
+        for some in stacks_of(able, lambda b: _key_of_update(b, b.square_weights(examples, ranks))):
+            first, state = some[0], stacked_state(some, _UPDATED)
+            bases = first.eigen.basis(state, "a"), first.eigen.basis(state, "g")
+            with full_precision(first.owner.device):
+                rotated = eigenbasis.rotate(matrices_of(some, gradients), *bases, first.runtime.workspace)
+            factor, weight = first.square_weights(examples, ranks)
+            self._update(some, Estimate(rotated.square(), factor), weight, gate)
+            for block, own in zip(some, rotated.unbind(), strict=True):
+                block.rotated = own if preconditions_gradient(block.group) else None
+            done.update(some)
+        return done
+
+    def _update(self, blocks: list[EigenbasisBlock], part: Estimate, weight: float, gate: Tensor | None) -> None:
+        """Update the scales of blocks with squares ``[k, (Γ,) n_g, n_a]``, except where these are not finite."""
+        fine = torch.isfinite(part.total.flatten(1).sum(1))
+        blocks[0].fold_scale(stacked_state(blocks, _UPDATED), part, weight, fine if gate is None else fine & gate)
+        self._exchange.skip(blocks, (~fine).to(torch.int64))
