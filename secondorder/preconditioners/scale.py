@@ -201,8 +201,9 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         mine = [b for b in due if self.comm.preconditions(b.index) and (examples or like_adam(b.group))]
         together = self._stacks.measure(mine, whole, examples, ranks, gate)
         for block in (b for b in mine if b not in together):
-            rotated = block.fold_gradient(self.directions.matrix_of(block, whole), examples, ranks, gate)
-            block.rotated = rotated if preconditions_gradient(block.group) else None
+            block.rotated = block.fold_gradient(self.directions.matrix_of(block, whole), examples, ranks, gate)
+            if not preconditions_gradient(block.group):
+                block.rotated = None
         for block in due:
             if examples or like_adam(block.group):
                 block.count_scale()
