@@ -110,9 +110,14 @@ class FactoredBlock(Block):
         a, g = measured.parts["factor_a"], measured.parts["factor_g"]
         finite = averages.all_finite([a.total, g.total]) if measured.finite is None else measured.finite
         ok = finite if gate is None else finite & gate
-        decay = self.decay(group["factor_decay"], state["factor_updates"], "factor_step")
-        self.factors.fold(state, group, {"a": a, "g": g}, self.batch_weight(measured.examples), decay, ok)
+        weight = self.batch_weight(measured.examples)
+        self.factors.fold(state, group, {"a": a, "g": g}, weight, self.factor_decay, ok)
         return finite
+
+    @property
+    def factor_decay(self) -> float:
+        """β of the next update of the factors."""
+        return self.decay(self.group["factor_decay"], self.state["factor_updates"], "factor_step")
 
     def decay(self, decay: float, updates: int, last: str) -> float:
         """β of the next update of a running estimate. ``last`` is the state key with the step of the last update."""
@@ -211,7 +216,7 @@ class KroneckerBlock(FactoredBlock):
 
     def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
         """Update the running factors with those of the batch."""
-        return self.fold_factors(measured, gate)
+        return self.fold_factors(measured, gate) if measured.parts else torch.tensor(True)
 
     # ------------------------------------------------------------------ inverse
     def inverse_for(self, group: Mapping[str, Any]) -> Inverse:

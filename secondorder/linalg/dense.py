@@ -234,9 +234,11 @@ def mirror_upper_(x: Tensor) -> Tensor:
         # The copy goes strip by strip, so that the temporary stays small compared with the matrix.
         for start in range(0, n, strip):
             stop = min(start + strip, n)
-            diagonal = x[..., start:stop, start:stop]
-            diagonal.copy_(diagonal.triu() + diagonal.triu(1).mT)
-            x[..., stop:, start:stop] = x[..., start:stop, stop:].mT
+            diagonal, upper = x[..., start:stop, start:stop], x[..., start:stop, stop:]
+            lower = diagonal.mT.tril(-1)
+            diagonal.triu_().add_(lower)
+            if stop < n:
+                x[..., stop:, start:stop] = upper.mT
     return x
 
 

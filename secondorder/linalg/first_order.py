@@ -48,8 +48,9 @@ def sgd_(
         decoupled: Whether decay is decoupled.
         gate: Whether anything changes, see the module.
     """
-    is_exact = not isinstance(lr, Tensor) or params[0].dtype == torch.float32  # kernels read such a rate as float32
-    if gate is not None and is_exact and fits_gated((*params, *directions, *(buffers or ()))):
+    # Kernels read a tensor as a float32 rate; momentum has to be a number.
+    takes = not isinstance(momentum, Tensor) and (not isinstance(lr, Tensor) or params[0].dtype == torch.float32)
+    if gate is not None and takes and fits_gated((*params, *directions, *(buffers or ()))):
         _gated_sgd_(params, directions, buffers, lr, momentum, nesterov, weight_decay, decoupled, gate)
         return
     if gate is not None:

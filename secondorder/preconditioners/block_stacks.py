@@ -82,20 +82,29 @@ def stacked_state(blocks: Sequence[Block], keys: Sequence[str]) -> dict[str, Ten
     return {key: stacks.of((first.index, key), [state[key] for state in states], *refreshes) for key in known}
 
 
-def stacks_of(blocks: Sequence[BlockT], key_of: Callable[[BlockT], Hashable | None]) -> Iterator[list[BlockT]]:
+def entries_of(block: Block) -> int:
+    """Return the number of entries of the matrix of a block."""
+    return block.adapter.groups * block.adapter.n_g * block.adapter.n_a
+
+
+def stacks_of(
+    blocks: Sequence[BlockT],
+    key_of: Callable[[BlockT], Hashable | None],
+    size_of: Callable[[BlockT], int] = entries_of,
+) -> Iterator[list[BlockT]]:
     """Yield blocks with equal keys and shapes, in stacks of a bounded size.
 
     Args:
         blocks: The blocks.
         key_of: Returns a key that is equal for blocks that are processed together, and None for those that are not.
+        size_of: Returns the number of entries of a block that are stacked.
     """
     alike: dict[tuple[int, ...], list[BlockT]] = {}
     for block in blocks:
-        size = block.adapter.groups, block.adapter.n_g, block.adapter.n_a
-        if math.prod(size) <= _limits(block).block:
-            alike.setdefault(size, []).append(block)
-    for shape, same_size in alike.items():
-        most = max(_limits(same_size[0]).stack // math.prod(shape), 1)
+        if entries_of(block) <= _limits(block).block:
+            alike.setdefault((block.adapter.groups, block.adapter.n_g, block.adapter.n_a), []).append(block)
+    for same_size in alike.values():
+        most = max(_limits(same_size[0]).stack // size_of(same_size[0]), 1)
         for members in _divided(same_size, key_of) if len(same_size) >= _FEW else ():
             for start in range(0, len(members), most):
                 some = members[start : start + most]

@@ -38,9 +38,9 @@ from secondorder.parameters import Directions
 from secondorder.preconditioners.base import Proposal, Rule
 from secondorder.preconditioners.block_stacks import StackRule
 from secondorder.preconditioners.capture_schedule import CaptureSchedule
+from secondorder.preconditioners.estimate_stacks import STACK_RULE, EstimateStacks
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.parts import Setting
-from secondorder.preconditioners.scale_stacks import STACK_RULE, ScaleStacks
 
 
 class ScaleSchedule(CaptureSchedule[EigenbasisBlock]):
@@ -91,7 +91,7 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         #: Captured calls of this step whose scale is measured in the basis that the step computes.
         self._late: dict[EigenbasisBlock, EigenSums] = {}
         self._late_due: set[int] = set()
-        self._stacks = ScaleStacks(self.exchange)
+        self._stacks = EstimateStacks(self.exchange)
 
     # ------------------------------------------------------------------ statistics
     def reduce(self, statistics: Captured) -> Reduced:
@@ -143,7 +143,7 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         if not self.comm.combines:
             found = ((self.plan.blocks[i], m.rest) for i, m in statistics.measured.items())
             self._late.update({block: rest for block, rest in found if rest is not None and rest.calls})
-        self._stacks.fold(self.plan.blocks, statistics.measured, gate)
+        self._stacks.fold_scales(self.plan.blocks, statistics.measured, gate)
         super().learn(statistics, gradients, gate)
         measured = [self.plan.blocks[i] for i, due in sorted(self.hooks.due.items()) if due.scale]
         if measured:

@@ -161,7 +161,9 @@ def test_stacks_are_kept_until_curvature_changes(method):
     assert not torch.allclose(step()[0], other)
 
 
-# ------------------------------------------------------------------ devices, where blocks of nearly any size are stacked
+# ---------------------------------------------------------------- devices, where blocks of nearly any size are stacked
+
+
 class NetTask:
     """The model with more data than features, as rounding alone would determine the bases of large null spaces."""
 

@@ -80,7 +80,7 @@ def check(
         found = DeviceRun(build, task, device).steps(steps).parameters()
     for p, q in zip(found, expected, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-    assert late(device) == []
+    assert not late(device), late(device)
 
 
 def drop(build: Callable[[nn.Module], Optimizer], task: Task, start: int, kind: type[Device] = SimulatedDevice) -> None:
@@ -92,7 +92,7 @@ def drop(build: Callable[[nn.Module], Optimizer], task: Task, start: int, kind: 
         after, waits = run.kept(), late(device)
         moved = run.steps(2, start=start + 1).kept()
     assert [key for key, x in before.items() if not torch.equal(x, after[key])] == []
-    assert waits == []
+    assert not waits, waits
     for name, _ in run.model.named_parameters():
         assert torch.isfinite(moved[name]).all()
         assert not torch.equal(moved[name], after[name])

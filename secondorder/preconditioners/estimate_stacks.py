@@ -1,4 +1,4 @@
-"""EK-FAC's scales of blocks of equal shape, which are updated and used together on devices other than the CPU."""
+"""Running estimates of blocks of equal shape, which are updated together on devices other than the CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from secondorder.capture.statistics.measurement import Estimate, Measured
+from secondorder.curvature.block import Block
 from secondorder.curvature.eigenbasis import EigenbasisBlock, is_adam, preconditions_gradient
+from secondorder.curvature.factors import STORAGES
+from secondorder.curvature.kronecker import FactoredBlock
 from secondorder.linalg import eigenbasis
 from secondorder.linalg.dense import full_precision, is_on_host, stacked
 from secondorder.parallel.exchange import StatisticsExchange
@@ -18,6 +21,8 @@ from secondorder.preconditioners.block_stacks import StackRule, key_of_state, ma
 #: Entries of the state that the preconditioning of stacks reads, and those that an update of the scale reads.
 _USED = "scale", "basis_a", "basis_g"
 _UPDATED = "scale", "scale_weight", "scale_unit", "basis_a", "basis_g", "eigenvalues_a", "eigenvalues_g"
+#: Entries that an update of the factors reads, and those that are measured for it.
+_KEPT, _FACTORS = ("factor_a", "factor_g", "factor_weight"), ("factor_a", "factor_g")
 #: Options that the preconditioning of stacks reads.
 _READ = "damping", "damping_mode", "power", "weight_decay", "weight_decay_in_curvature", "estimator", "momentum_mode"
 
@@ -50,12 +55,35 @@ def _key_of_update(block: EigenbasisBlock, *further: Hashable) -> Hashable | Non
     return None if key is None else (key, block.scale_decay, *further)
 
 
+def _key_of_factors(block: FactoredBlock, measured: Measured) -> Hashable | None:
+    """Return a key that is equal for blocks whose factors are updated together; None for one that is updated alone."""
+    parts = [measured.parts.get(key) for key in _FACTORS]
+    if is_on_host(block.owner) or block.factors.storage is not STORAGES["dense"] or not all(parts):
+        return None
+    scales = tuple(part.scale for part in parts if part is not None)
+    if any(isinstance(scale, Tensor) for scale in scales):
+        return None
+    key = key_of_state(block, _KEPT, ())
+    return None if key is None else (key, scales, block.factor_decay, block.batch_weight(measured.examples))
+
+
+def _size_of_factors(block: FactoredBlock) -> int:
+    return block.adapter.groups * max(block.adapter.n_a, block.adapter.n_g) ** 2
+
+
+def _take(measured: dict[int, Measured], block: Block, keys: Sequence[str]) -> list[Estimate]:
+    """Remove parts of the measurements of a block, and return them."""
+    own = measured[block.index]
+    measured[block.index] = own._replace(parts={key: part for key, part in own.parts.items() if key not in keys})
+    return [own.parts[key] for key in keys]
+
+
 #: How blocks with a scale precondition together.
 STACK_RULE = StackRule(_read, _precondition)
 
 
-class ScaleStacks:
-    """Updates the scales of blocks of equal shape together.
+class EstimateStacks:
+    """Updates the factors or the scales of blocks of equal shape together.
 
     Args:
         exchange: Counts batches that are not finite.
@@ -64,7 +92,23 @@ class ScaleStacks:
     def __init__(self, exchange: StatisticsExchange) -> None:
         self._exchange = exchange
 
-    def fold(self, blocks: Sequence[EigenbasisBlock], measured: dict[int, Measured], gate: Tensor | None) -> None:
+    def fold_factors(self, blocks: Sequence[Block], measured: dict[int, Measured], gate: Tensor | None) -> None:
+        """Update factors with measured parts, with the arguments of :meth:`fold_scales`."""
+        due = [block for i in measured if isinstance(block := blocks[i], FactoredBlock)]
+        for some in stacks_of(due, lambda b: _key_of_factors(b, measured[b.index]), _size_of_factors):
+            first, parts = some[0], [_take(measured, block, _FACTORS) for block in some]
+            batch, fine = dict[str, Estimate](), torch.ones((), dtype=torch.bool, device=first.owner.device)
+            for side, found in zip("ag", zip(*parts, strict=True), strict=True):
+                total = torch.stack([part.total for part in found])
+                batch[side], fine = Estimate(total, found[0].scale), fine & torch.isfinite(total.flatten(1).sum(1))
+            ok = fine if gate is None else fine & gate
+            weight = first.batch_weight(measured[first.index].examples)
+            first.factors.fold(stacked_state(some, _KEPT), first.group, batch, weight, first.factor_decay, ok)
+            self._exchange.skip(some, (~fine).to(torch.int64))
+
+    def fold_scales(
+        self, blocks: Sequence[EigenbasisBlock], measured: dict[int, Measured], gate: Tensor | None
+    ) -> None:
         """Update scales with measured parts, which are removed from the measurements.
 
         Args:
@@ -74,13 +118,9 @@ class ScaleStacks:
         """
         due = [blocks[i] for i, m in measured.items() if "scale" in m.parts and "scale" in blocks[i].state]
         for some in stacks_of(due, lambda b: _key_of_update(b, b.batch_weight(measured[b.index].examples))):
-            weight, parts = some[0].batch_weight(measured[some[0].index].examples), []
-            for block in some:
-                rest = dict(measured[block.index].parts)
-                parts.append(rest.pop("scale"))
-                measured[block.index] = measured[block.index]._replace(parts=rest)
-            total = torch.stack([part.total * part.scale for part in parts])
-            self._update(some, Estimate(total), weight, gate)
+            weight = some[0].batch_weight(measured[some[0].index].examples)
+            parts = [part for block in some for part in _take(measured, block, ("scale",))]
+            self._update(some, Estimate(torch.stack([part.total * part.scale for part in parts])), weight, gate)
 
     def measure(
         self,
