@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,6 +88,28 @@ class Background:
         if self._thread is not None and self._process == os.getpid():
             self._thread.shutdown(wait=False)
         self._thread = None
+
+
+#: Threads in which a GPU factorizes parts of a stack. Each starts when it is used for the first time.
+_HELPERS = tuple(Background() for _ in range(8))
+
+
+def in_parallel(function: Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]], stack: Tensor) -> Any:
+    """Return the results of a function for a stack of matrices ``[k, n, n]``, on a GPU from several threads.
+
+    An eigendecomposition leaves most of a GPU idle: on an H200, eight threads are 4 to 5 times as fast as one for n up
+    to 256, and 1.4 times at 768.
+
+    Args:
+        function: Returns tensors and flags, all with one entry for each matrix.
+        stack: The matrices.
+    """
+    if stack.device.type != "cuda" or len(stack) < 2:
+        return function(stack)
+    parts = stack.chunk(len(_HELPERS))
+    jobs = [helper.submit(partial(function, part), stack.device) for helper, part in zip(_HELPERS, parts, strict=False)]
+    found, flags = zip(*(job.result(lambda result: (*result[0], result[1])) for job in jobs), strict=True)
+    return tuple(map(torch.cat, zip(*found, strict=True))), torch.cat(flags)
 
 
 def _run(work: Callable[[], Any], device: torch.device, stream: Any, begun: Any) -> tuple[Any, torch.Event | None]:

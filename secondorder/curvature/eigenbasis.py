@@ -179,25 +179,9 @@ class EigenbasisBlock(FactoredBlock):
         with full_precision(self.owner.device):
             rotated = eigenbasis.rotate(matrix, self.basis("a"), self.basis("g"), self.runtime.workspace).clone()
         ok = averages.all_finite([rotated])
-        factor, weight = self.square_weights(examples, ranks)
+        factor, weight = square_weights(self, examples, ranks)
         self.fold_scale(self.state, Estimate(rotated.square(), factor), weight, ok if gate is None else ok & gate)
         return rotated
-
-    def square_weights(self, examples: float, ranks: int) -> tuple[float, float]:
-        """Return the factor of the squares of a mean gradient, and the weight of its batch in the running scale."""
-        group = self.group
-        if like_adam(group):
-            return 1.0, 1.0
-        # The expectation is the variance of a per-example gradient plus N times its squared mean, which s has once; for
-        # a summed loss, it is N (∇/N)².
-        factor = examples * group["loss_terms"] if group["loss_reduction"] == "mean" else ranks**2 / examples
-        return factor, self.batch_weight(int(examples))
-
-    @property
-    def scale_decay(self) -> float:
-        """β of the next update of the scale."""
-        own = self.group["factor_decay"] if self.group["scale_decay"] is None else self.group["scale_decay"]
-        return self.decay(own, self.state["scale_updates"], "scale_step")
 
     def fold_scale(self, state: Mapping[str, Any], part: Estimate, weight: float, ok: Tensor) -> None:
         """Update the running scale where ``ok`` is True.
@@ -208,8 +192,8 @@ class EigenbasisBlock(FactoredBlock):
             weight: Weight of the batch.
             ok: 0-dim bool tensor, or ``[k]``.
         """
-        total, factor = self._pooled(state, part.total), cast(float, part.scale)
-        averages.ratio_ema_([state["scale"]], state["scale_weight"], [total], [factor], weight, self.scale_decay, ok)
+        total, factor = _pooled(self, state, part.total), cast(float, part.scale)
+        averages.ratio_ema_([state["scale"]], state["scale_weight"], [total], [factor], weight, scale_decay(self), ok)
         if "scale_unit" in state:
             state["scale_unit"].copy_(torch.where(ok, weight, state["scale_unit"]))
 
@@ -267,24 +251,7 @@ class EigenbasisBlock(FactoredBlock):
             for basis in found[side][1:2]:
                 adopt_tensor(self.state, f"basis_{side}", basis, good)
         if carry:
-            state["scale"].copy_(self._pooled(state, state["scale"]))
-
-    # ------------------------------------------------------------------ null spaces
-    def _singular_values(self, state: Mapping[str, Any], dimensions: int = 1) -> tuple[Tensor | None, Tensor | None]:
-        """Return eigenvalues ``[..., n]`` of A and of G if a null space of this dimension is possible.
-
-        It is None for a factor whose null space is known to be smaller without waiting for a device, and for a diagonal
-        factor, whose basis is the identity.
-        """
-        keys = [None if self.is_diagonal(side) else f"eigenvalues_{side}" for side in "ag"]
-        found = [None if key is None else state[key] for key in keys]
-        a, g = (None if x is None or _has_fewer_zeros(x, dimensions) else x for x in found)
-        return a, g
-
-    def _pooled(self, state: Mapping[str, Any], scales: Tensor) -> Tensor:
-        """A scale ``[..., n_g, n_a]``, averaged over the null spaces of the current factors."""
-        a, g = (None if values is None else values == 0 for values in self._singular_values(state, 2))
-        return eigenbasis.pool(scales, a, g)
+            state["scale"].copy_(_pooled(self, state, state["scale"]))
 
     # ------------------------------------------------------------------ use
     def precondition(self, gradient: Tensor) -> Tensor:
@@ -314,7 +281,7 @@ class EigenbasisBlock(FactoredBlock):
             self.runtime.workspace,
             damp_root=adam,
             is_rotated=rotated is not None,
-            silent=eigenbasis.is_rounding(s, *self._singular_values(state), kept) if adam else None,
+            silent=eigenbasis.is_rounding(s, *_singular_values(self, state), kept) if adam else None,
         )
 
     def product(self, matrix: Tensor) -> Tensor:
@@ -341,6 +308,43 @@ class EigenbasisBlock(FactoredBlock):
     def damping(self) -> Tensor:
         """λ of the block in its quadratic model."""
         return self.factors.tikhonov(self.state["scale"].mean((-2, -1)), self.group)
+
+
+def square_weights(block: EigenbasisBlock, examples: float, ranks: int) -> tuple[float, float]:
+    """Return the factor of the squares of a mean gradient, and the weight of its batch in the running scale."""
+    group = block.group
+    if like_adam(group):
+        return 1.0, 1.0
+    # The expectation is the variance of a per-example gradient plus N times its squared mean, which s has once; for a
+    # summed loss, it is N (∇/N)².
+    factor = examples * group["loss_terms"] if group["loss_reduction"] == "mean" else ranks**2 / examples
+    return factor, block.batch_weight(int(examples))
+
+
+def scale_decay(block: EigenbasisBlock) -> float:
+    """Return β of the next update of the scale."""
+    own = block.group["factor_decay"] if block.group["scale_decay"] is None else block.group["scale_decay"]
+    return block.decay(own, block.state["scale_updates"], "scale_step")
+
+
+def _singular_values(
+    block: EigenbasisBlock, state: Mapping[str, Any], dimensions: int = 1
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return eigenvalues ``[..., n]`` of A and of G if a null space of this dimension is possible.
+
+    It is None for a factor whose null space is known to be smaller without waiting for a device, and for a diagonal
+    factor, whose basis is the identity.
+    """
+    keys = [None if block.is_diagonal(side) else f"eigenvalues_{side}" for side in "ag"]
+    found = [None if key is None else state[key] for key in keys]
+    a, g = (None if x is None or _has_fewer_zeros(x, dimensions) else x for x in found)
+    return a, g
+
+
+def _pooled(block: EigenbasisBlock, state: Mapping[str, Any], scales: Tensor) -> Tensor:
+    """Return a scale ``[..., n_g, n_a]``, averaged over the null spaces of the current factors."""
+    a, g = (None if values is None else values == 0 for values in _singular_values(block, state, 2))
+    return eigenbasis.pool(scales, a, g)
 
 
 def _has_fewer_zeros(values: Tensor, count: int) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from secondorder.curvature.background import in_parallel
 from secondorder.linalg.dense import eigh_psd, inverse_pd, mirror_upper_
 
 #: Matrices above this size are factorized one by one, because a batch would only cost memory.
@@ -64,7 +65,8 @@ def factorise(tasks: Mapping[KeyT, Task], host_checks: bool, mirrors: bool = Fal
     found: dict[KeyT, Found] = {}
     for way in dict.fromkeys(task.way for task in tasks.values()):
         some = {k: t.matrix for k, t in tasks.items() if t.way == way and not t.diagonal}
-        results = batched(list(some.values()), partial(_dense, way, host_checks, mirrors))
+        dense = partial(_dense, way, host_checks, mirrors)
+        results = batched(list(some.values()), partial(in_parallel, dense) if way is EIGEN else dense)
         found.update(zip(some, results, strict=True))
     for key, task in tasks.items():
         if task.diagonal:

@@ -111,13 +111,8 @@ class FactoredBlock(Block):
         finite = averages.all_finite([a.total, g.total]) if measured.finite is None else measured.finite
         ok = finite if gate is None else finite & gate
         weight = self.batch_weight(measured.examples)
-        self.factors.fold(state, group, {"a": a, "g": g}, weight, self.factor_decay, ok)
+        self.factors.fold(state, group, {"a": a, "g": g}, weight, factor_decay(self), ok)
         return finite
-
-    @property
-    def factor_decay(self) -> float:
-        """β of the next update of the factors."""
-        return self.decay(self.group["factor_decay"], self.state["factor_updates"], "factor_step")
 
     def decay(self, decay: float, updates: int, last: str) -> float:
         """β of the next update of a running estimate. ``last`` is the state key with the step of the last update."""
@@ -189,6 +184,11 @@ class FactoredBlock(Block):
     ) -> Mapping[str, Any]:
         """Convert the loaded state of a parameter that owns no block."""
         return factors.without_block(theirs, options, known)
+
+
+def factor_decay(block: FactoredBlock) -> float:
+    """Return β of the next update of the factors."""
+    return block.decay(block.group["factor_decay"], block.state["factor_updates"], "factor_step")
 
 
 class KroneckerBlock(FactoredBlock):

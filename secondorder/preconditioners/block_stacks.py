@@ -41,19 +41,22 @@ _FEW = 2
 
 
 class StackRule(NamedTuple):
-    """The rule by which blocks precondition together.
+    """The rule by which blocks are processed together.
 
     Attributes:
         reads: Returns the state entries and the options that a block reads; none if it does not support stacks.
         precondition: Returns the preconditioned matrices ``[k, (Γ,) n_g, n_a]`` of blocks that agree in both.
+        fold: Updates estimates with measured parts, which it removes from the measurements by index of the block; its
+            arguments are those of :func:`secondorder.preconditioners.estimate_stacks.fold_factors`.
     """
 
     reads: Callable[[Any], tuple[Sequence[str], Sequence[str]]]
     precondition: Callable[[Sequence[Any], Tensor], Tensor]
+    fold: Callable[[Any, Sequence[Any], Any, Tensor | None], None]
 
 
-#: The rule under which every block preconditions separately.
-NO_STACKS = StackRule(lambda _: ((), ()), lambda _, gradients: gradients)
+#: The rule under which every block is processed separately.
+NO_STACKS = StackRule(lambda _: ((), ()), lambda _, gradients: gradients, lambda *_: None)
 
 
 class Stacked(NamedTuple):

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from secondorder.capture.statistics.measurement import Estimate, Measured
 from secondorder.curvature.block import Block
-from secondorder.curvature.eigenbasis import EigenbasisBlock, is_adam, preconditions_gradient
+from secondorder.curvature.eigenbasis import (
+    EigenbasisBlock,
+    is_adam,
+    preconditions_gradient,
+    scale_decay,
+    square_weights,
+)
 from secondorder.curvature.factors import STORAGES
-from secondorder.curvature.kronecker import FactoredBlock
+from secondorder.curvature.kronecker import FactoredBlock, factor_decay
 from secondorder.linalg import eigenbasis
 from secondorder.linalg.dense import full_precision, is_on_host, stacked
 from secondorder.parallel.exchange import StatisticsExchange
@@ -52,7 +59,7 @@ def _key_of_update(block: EigenbasisBlock, *further: Hashable) -> Hashable | Non
     if is_on_host(block.owner) or type(block) is not EigenbasisBlock or is_single:
         return None
     key = key_of_state(block, _UPDATED, ())
-    return None if key is None else (key, block.scale_decay, *further)
+    return None if key is None else (key, scale_decay(block), *further)
 
 
 def _key_of_factors(block: FactoredBlock, measured: Measured) -> Hashable | None:
@@ -64,7 +71,7 @@ def _key_of_factors(block: FactoredBlock, measured: Measured) -> Hashable | None
     if any(isinstance(scale, Tensor) for scale in scales):
         return None
     key = key_of_state(block, _KEPT, ())
-    return None if key is None else (key, scales, block.factor_decay, block.batch_weight(measured.examples))
+    return None if key is None else (key, scales, factor_decay(block), block.batch_weight(measured.examples))
 
 
 def _size_of_factors(block: FactoredBlock) -> int:
@@ -78,86 +85,92 @@ def _take(measured: dict[int, Measured], block: Block, keys: Sequence[str]) -> l
     return [own.parts[key] for key in keys]
 
 
-#: How blocks with a scale precondition together.
-STACK_RULE = StackRule(_read, _precondition)
+def fold_factors(
+    exchange: StatisticsExchange, blocks: Sequence[Block], measured: dict[int, Measured], gate: Tensor | None
+) -> None:
+    """Update factors with measured parts, with the arguments of :func:`fold_scales`."""
+    due = [block for i in measured if isinstance(block := blocks[i], FactoredBlock)]
+    for some in stacks_of(due, lambda b: _key_of_factors(b, measured[b.index]), _size_of_factors):
+        first, parts = some[0], [_take(measured, block, _FACTORS) for block in some]
+        batch, fine = dict[str, Estimate](), torch.ones((), dtype=torch.bool, device=first.owner.device)
+        for side, found in zip("ag", zip(*parts, strict=True), strict=True):
+            total = torch.stack([part.total for part in found])
+            batch[side], fine = Estimate(total, found[0].scale), fine & torch.isfinite(total.flatten(1).sum(1))
+        ok = fine if gate is None else fine & gate
+        weight = first.batch_weight(measured[first.index].examples)
+        first.factors.fold(stacked_state(some, _KEPT), first.group, batch, weight, factor_decay(first), ok)
+        exchange.skip(some, (~fine).to(torch.int64))
 
 
-class EstimateStacks:
-    """Updates the factors or the scales of blocks of equal shape together.
+def fold_scales(
+    exchange: StatisticsExchange, blocks: Sequence[EigenbasisBlock], measured: dict[int, Measured], gate: Tensor | None
+) -> None:
+    """Update scales with measured parts, which are removed from the measurements.
 
     Args:
         exchange: Counts batches that are not finite.
+        blocks: All blocks, by index.
+        measured: Measurements by index of the block.
+        gate: None, or a 0-dim bool tensor. If it is False, nothing changes.
     """
+    due = [blocks[i] for i, m in measured.items() if "scale" in m.parts and "scale" in blocks[i].state]
+    for some in stacks_of(due, lambda b: _key_of_update(b, b.batch_weight(measured[b.index].examples))):
+        weight = some[0].batch_weight(measured[some[0].index].examples)
+        parts = [part for block in some for part in _take(measured, block, ("scale",))]
+        _update(exchange, some, Estimate(torch.stack([part.total * part.scale for part in parts])), weight, gate)
 
-    def __init__(self, exchange: StatisticsExchange) -> None:
-        self._exchange = exchange
 
-    def fold_factors(self, blocks: Sequence[Block], measured: dict[int, Measured], gate: Tensor | None) -> None:
-        """Update factors with measured parts, with the arguments of :meth:`fold_scales`."""
-        due = [block for i in measured if isinstance(block := blocks[i], FactoredBlock)]
-        for some in stacks_of(due, lambda b: _key_of_factors(b, measured[b.index]), _size_of_factors):
-            first, parts = some[0], [_take(measured, block, _FACTORS) for block in some]
-            batch, fine = dict[str, Estimate](), torch.ones((), dtype=torch.bool, device=first.owner.device)
-            for side, found in zip("ag", zip(*parts, strict=True), strict=True):
-                total = torch.stack([part.total for part in found])
-                batch[side], fine = Estimate(total, found[0].scale), fine & torch.isfinite(total.flatten(1).sum(1))
-            ok = fine if gate is None else fine & gate
-            weight = first.batch_weight(measured[first.index].examples)
-            first.factors.fold(stacked_state(some, _KEPT), first.group, batch, weight, first.factor_decay, ok)
-            self._exchange.skip(some, (~fine).to(torch.int64))
+def measure_scales(
+    exchange: StatisticsExchange,
+    blocks: Sequence[EigenbasisBlock],
+    gradients: Directions,
+    examples: float,
+    ranks: int,
+    gate: Tensor | None,
+) -> Collection[EigenbasisBlock]:
+    """Update scales with the squares of mean gradients.
 
-    def fold_scales(
-        self, blocks: Sequence[EigenbasisBlock], measured: dict[int, Measured], gate: Tensor | None
-    ) -> None:
-        """Update scales with measured parts, which are removed from the measurements.
+    Args:
+        exchange: Counts batches that are not finite.
+        blocks: Blocks that are due.
+        gradients: Gradients by parameter.
+        examples: Number of examples that the gradients average.
+        ranks: Number of ranks over which a summed loss was averaged.
+        gate: None, or a 0-dim bool tensor. If it is False, nothing changes.
 
-        Args:
-            blocks: All blocks, by index.
-            measured: Measurements by index of the block.
-            gate: None, or a 0-dim bool tensor. If it is False, nothing changes.
-        """
-        due = [blocks[i] for i, m in measured.items() if "scale" in m.parts and "scale" in blocks[i].state]
-        for some in stacks_of(due, lambda b: _key_of_update(b, b.batch_weight(measured[b.index].examples))):
-            weight = some[0].batch_weight(measured[some[0].index].examples)
-            parts = [part for block in some for part in _take(measured, block, ("scale",))]
-            self._update(some, Estimate(torch.stack([part.total * part.scale for part in parts])), weight, gate)
+    Returns:
+        The blocks whose scale was updated.
+    """
+    done: set[EigenbasisBlock] = set()
+    able = [b for b in blocks if all(map(gradients.__contains__, b.params))]
+    for some in stacks_of(able, lambda b: _key_of_update(b, square_weights(b, examples, ranks))):
+        first, state = some[0], stacked_state(some, _UPDATED)
+        bases = first.eigen.basis(state, "a"), first.eigen.basis(state, "g")
+        with full_precision(first.owner.device):
+            rotated = eigenbasis.rotate(matrices_of(some, gradients), *bases, first.runtime.workspace)
+        factor, weight = square_weights(first, examples, ranks)
+        _update(exchange, some, Estimate(rotated.square(), factor), weight, gate)
+        for block, own in zip(some, rotated.unbind(), strict=True):
+            block.rotated = own if preconditions_gradient(block.group) else None
+        done.update(some)
+    return done
 
-    def measure(
-        self,
-        blocks: Sequence[EigenbasisBlock],
-        gradients: Directions,
-        examples: float,
-        ranks: int,
-        gate: Tensor | None,
-    ) -> Collection[EigenbasisBlock]:
-        """Update scales with the squares of mean gradients.
 
-        Args:
-            blocks: Blocks that are due.
-            gradients: Gradients by parameter.
-            examples: Number of examples that the gradients average.
-            ranks: Number of ranks over which a summed loss was averaged.
-            gate: None, or a 0-dim bool tensor. If it is False, nothing changes.
+def _update(
+    exchange: StatisticsExchange, blocks: list[EigenbasisBlock], part: Estimate, weight: float, gate: Tensor | None
+) -> None:
+    """Update the scales of blocks with squares ``[k, (Γ,) n_g, n_a]``, except where these are not finite."""
+    fine = torch.isfinite(part.total.flatten(1).sum(1))
+    blocks[0].fold_scale(stacked_state(blocks, _UPDATED), part, weight, fine if gate is None else fine & gate)
+    exchange.skip(blocks, (~fine).to(torch.int64))
 
-        Returns:
-            The blocks whose scale was updated.
-        """
-        done: set[EigenbasisBlock] = set()
-        able = [b for b in blocks if all(map(gradients.__contains__, b.params))]
-        for some in stacks_of(able, lambda b: _key_of_update(b, b.square_weights(examples, ranks))):
-            first, state = some[0], stacked_state(some, _UPDATED)
-            bases = first.eigen.basis(state, "a"), first.eigen.basis(state, "g")
-            with full_precision(first.owner.device):
-                rotated = eigenbasis.rotate(matrices_of(some, gradients), *bases, first.runtime.workspace)
-            factor, weight = first.square_weights(examples, ranks)
-            self._update(some, Estimate(rotated.square(), factor), weight, gate)
-            for block, own in zip(some, rotated.unbind(), strict=True):
-                block.rotated = own if preconditions_gradient(block.group) else None
-            done.update(some)
-        return done
 
-    def _update(self, blocks: list[EigenbasisBlock], part: Estimate, weight: float, gate: Tensor | None) -> None:
-        """Update the scales of blocks with squares ``[k, (Γ,) n_g, n_a]``, except where these are not finite."""
-        fine = torch.isfinite(part.total.flatten(1).sum(1))
-        blocks[0].fold_scale(stacked_state(blocks, _UPDATED), part, weight, fine if gate is None else fine & gate)
-        self._exchange.skip(blocks, (~fine).to(torch.int64))
+def _fold(
+    exchange: StatisticsExchange, blocks: Sequence[Any], measured: dict[int, Measured], gate: Tensor | None
+) -> None:
+    fold_factors(exchange, blocks, measured, gate)
+    fold_scales(exchange, blocks, measured, gate)
+
+
+#: How blocks with a scale are processed together.
+STACK_RULE = StackRule(_read, _precondition, _fold)

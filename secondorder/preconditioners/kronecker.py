@@ -13,6 +13,7 @@ from secondorder.curvature.inverse import INVERSES
 from secondorder.curvature.kronecker import KroneckerBlock
 from secondorder.curvature.schema import Schema
 from secondorder.preconditioners.block_stacks import StackRule, stacked_state
+from secondorder.preconditioners.estimate_stacks import fold_factors
 from secondorder.preconditioners.layers import LayerPreconditioner
 
 
@@ -36,4 +37,4 @@ class KroneckerPreconditioner(LayerPreconditioner[KroneckerBlock]):
     catalog: ClassVar[Schema] = {**FACTORS, **INVERSES}
     block_type: ClassVar[type[Block]] = KroneckerBlock
     allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step", "inverse_method", "inverse_rank")
-    stack_rule: ClassVar[StackRule] = StackRule(_read, _precondition)
+    stack_rule: ClassVar[StackRule] = StackRule(_read, _precondition, fold_factors)

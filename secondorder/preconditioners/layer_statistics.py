@@ -16,7 +16,6 @@ from secondorder.curvature.block import ESTIMATE_ALONE, Block
 from secondorder.linalg.dense import all_true_on_cpu
 from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parallel.session import words_of_options
-from secondorder.preconditioners.estimate_stacks import EstimateStacks
 
 if TYPE_CHECKING:
     from secondorder.preconditioners.block_plan import BlockPlan
@@ -34,7 +33,6 @@ class LayerStatistics:
 
     def __init__(self, plan: BlockPlan[Any], hooks: LayerCapture, exchange: StatisticsExchange) -> None:
         self._plan, self._hooks, self._exchange = plan, hooks, exchange
-        self._stacks = EstimateStacks(exchange)
 
     def reduce(self, captured: Captured) -> Reduced:
         """Measure captured statistics, and combine them over the ranks."""
@@ -77,7 +75,6 @@ class LayerStatistics:
         """Update the running estimates with the measured statistics, and count the updates."""
         combines, step = self._plan.comm.combines, self._plan.runtime.step
         late: dict[Block, Tensor] = {}
-        self._stacks.fold_factors(self._plan.blocks, reduced.measured, gate)
         for index, measured in judged(reduced.measured).items():
             block = self._plan.blocks[index]
             if measured.parts or not combines:

@@ -135,6 +135,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
 
     def learn(self, statistics: Reduced, gradients: Directions, gate: Tensor | None) -> None:
         """Update the running estimates with the measured statistics."""
+        self.stack_rule.fold(self.exchange, self.plan.blocks, statistics.measured, gate)
         self.statistics.fold(statistics, gate)
         self.budget.follow(statistics.measured)
         if self.hooks.is_hooked:

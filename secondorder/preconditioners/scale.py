@@ -38,7 +38,7 @@ from secondorder.parameters import Directions
 from secondorder.preconditioners.base import Proposal, Rule
 from secondorder.preconditioners.block_stacks import StackRule
 from secondorder.preconditioners.capture_schedule import CaptureSchedule
-from secondorder.preconditioners.estimate_stacks import STACK_RULE, EstimateStacks
+from secondorder.preconditioners.estimate_stacks import STACK_RULE, measure_scales
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.parts import Setting
 
@@ -91,7 +91,6 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         #: Captured calls of this step whose scale is measured in the basis that the step computes.
         self._late: dict[EigenbasisBlock, EigenSums] = {}
         self._late_due: set[int] = set()
-        self._stacks = EstimateStacks(self.exchange)
 
     # ------------------------------------------------------------------ statistics
     def reduce(self, statistics: Captured) -> Reduced:
@@ -143,7 +142,6 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         if not self.comm.combines:
             found = ((self.plan.blocks[i], m.rest) for i, m in statistics.measured.items())
             self._late.update({block: rest for block, rest in found if rest is not None and rest.calls})
-        self._stacks.fold_scales(self.plan.blocks, statistics.measured, gate)
         super().learn(statistics, gradients, gate)
         measured = [self.plan.blocks[i] for i, due in sorted(self.hooks.due.items()) if due.scale]
         if measured:
@@ -199,7 +197,7 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         whole = wholes.keep(due, gradients) if due and is_sharded else gradients
         examples, ranks = float(self._step_examples), self.comm.data_world if self.comm.combines else 1
         mine = [b for b in due if self.comm.preconditions(b.index) and (examples or like_adam(b.group))]
-        together = self._stacks.measure(mine, whole, examples, ranks, gate)
+        together = measure_scales(self.exchange, mine, whole, examples, ranks, gate)
         for block in (b for b in mine if b not in together):
             block.rotated = block.fold_gradient(self.directions.matrix_of(block, whole), examples, ranks, gate)
             if not preconditions_gradient(block.group):

@@ -140,7 +140,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "null-space-is-not-averaged", "curvature/eigenbasis.py",
-        'state["scale"].copy_(self._pooled(state, state["scale"]))', 'state["scale"].copy_(state["scale"])', BLOCKS,
+        'state["scale"].copy_(_pooled(self, state, state["scale"]))', 'state["scale"].copy_(state["scale"])', BLOCKS,
     ),
     Mutation(
         "leaving-row-takes-its-dots-along", "curvature/window/window.py",
