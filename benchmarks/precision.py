@@ -49,9 +49,10 @@ class Precision:
             self.scaler.update()
 
     def now(self) -> tuple[float, float]:
-        """Return wall-clock and processor seconds, after all work on the device has finished."""
+        """Return wall-clock and processor seconds, which are the same for a device, after its work has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            return time.perf_counter(), time.perf_counter()
         return time.perf_counter(), time.process_time()
 
     def random_state(self) -> dict[str, Tensor]:

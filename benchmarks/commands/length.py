@@ -1,8 +1,8 @@
 """``length``: long runs that evaluate on held-out data, and the seconds in which the metric reaches given values.
 
 Each optimizer trains with multiples of the rates of its recipe, and its best run is shown. The same optimizer can be
-compared with itself under several settings. Seconds are processor time, which steps of SGD in between scale to the
-speed of the processor at the start of the study.
+compared with itself under several settings. On a CPU, seconds are processor time, which steps of SGD in between scale
+to the speed of the processor at the start of the study. On a GPU, they are wall-clock time.
 """
 
 import statistics
@@ -20,6 +20,7 @@ from benchmarks.compare.plan import Job
 from benchmarks.compare.runs import Setting, find, measure_reference, recipe_on, train
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt, why_lost
 from benchmarks.plot import Row, look, save, styled
+from benchmarks.precision import Amp, DeviceName
 from benchmarks.recipes.building import parse_settings, split_settings
 from benchmarks.recipes.types import RATES, Schedule
 from benchmarks.report import Column, value
@@ -48,10 +49,15 @@ class Length(Evidence):
     """Values of the metric to reach."""
     schedule: Literal["cosine", "linear", "trapezoid"] = "cosine"
     """Schedule of the rates, after a warm-up over 5 % of the steps."""
+    device: DeviceName = "cpu"
+    """Device to train on."""
+    amp: Amp | None = None
+    """Data type of autocast."""
 
     @property
     def stem(self) -> str:
-        return f"length-{self.workload}-{self.steps}-{self.size}"
+        where = self.size if self.device == "cpu" else f"{self.size}-{self.device}"
+        return f"length-{self.workload}-{self.steps}-{where}"
 
     @property
     def runs(self) -> int:
@@ -67,12 +73,14 @@ class Length(Evidence):
         setting = Setting(
             self.workload, self.size, self.data_dir, self.threads, everything=True, workload_changes=fields,
             schedule=Schedule(self.schedule, _WARM_UP), evaluate_every=self.steps // self.evaluations,
+            device=self.device, amp=self.amp,
         )  # fmt: skip
         about = {"workload": self.workload, "size": self.size, "fields": fields}
-        found = cells.run({**about, "what": "a step of SGD"}, lambda: {"seconds": measure_reference(setting)})
-        if found is None:
-            return []
-        setting = replace(setting, reference_seconds=found["seconds"])
+        if self.device == "cpu":
+            found = cells.run({**about, "what": "a step of SGD"}, lambda: {"seconds": measure_reference(setting)})
+            if found is None:
+                return []
+            setting = replace(setting, reference_seconds=found["seconds"])
         rows = [self._row(name, setting, cells, advance) for name in self.optimizers]
         return [row for row in rows if row]
 
@@ -108,6 +116,7 @@ class Length(Evidence):
         identity = self.about(
             workload, base, recipe.settings, fields=dict(setting.workload_changes), seed=self.seed, steps=self.steps,
             schedule=self.schedule, evaluations=self.evaluations,
+            **({} if self.device == "cpu" else {"device": self.device, "amp": self.amp}),
         )  # fmt: skip
         job = Job(base, "final", times, self.seed, self.steps)
         measure = partial(train, job, setting, find(base), recipe, cells.pause(identity))
@@ -174,7 +183,7 @@ def _draw(rows: Sequence[Row], metric: str, path: Path) -> None:
             seconds, metrics = zip(*(point[1:] for point in row["evaluations"]), strict=True)
             style: dict[str, Any] = look(row["label"], index)
             axes.plot(seconds, metrics, label=row["label"], marker="o", markersize=3, **style)
-        axes.set_xlabel("processor seconds")
+        axes.set_xlabel("seconds")
         axes.set_ylabel(metric)
         axes.grid(axis="y")
         axes.legend(frameon=False)

@@ -131,7 +131,8 @@ class StepTime(Common):
             **{name: asdict(rate) for name, rate in rates.items()},
             "results": results,
         }
-        stem = "step-time" if self.threads == 1 else f"step-time-on-{self.threads}-threads"
+        where = f"{self.threads}-threads" if self.device == "cpu" else self.device
+        stem = "step-time" if where == "1-threads" else f"step-time-on-{where}"
         report.save(self.out_dir, f"{stem}-{self.workload}", _tables(data), data)
         return 0
 

@@ -14,8 +14,9 @@ import torch
 
 from benchmarks.checkpoints import Pause
 from benchmarks.compare.plan import Job
-from benchmarks.peers import PEERS, PeerMissingError, evaluating, set_paths, versions
+from benchmarks.peers import PEERS, PeerMissingError, set_paths, versions
 from benchmarks.peers.checkouts import CHECKOUTS
+from benchmarks.precision import Amp, DeviceName
 from benchmarks.recipes import METHODS
 from benchmarks.recipes.types import COSINE, Method, Recipe, Schedule, make_schedule
 from benchmarks.runner import FAILURES, WINDOW, History, Trainer, optimizer_bytes, trainer_of
@@ -72,6 +73,8 @@ class Setting:
     workload_changes: Mapping[str, Any] = field(default_factory=dict)
     evaluate_every: int | None = None
     """Steps between evaluations during a run."""
+    device: DeviceName = "cpu"
+    amp: Amp | None = None
     pauses: Path | None = None
     """Folder for checkpoints of unfinished runs. With None, there are no checkpoints."""
 
@@ -144,7 +147,8 @@ def train(job: Job, setting: Setting, method: Method, recipe: Recipe, pause: Pau
     workload = setting.make_workload()
     schedule = partial(make_schedule, schedule_of(recipe, setting), job.steps)
     torch.manual_seed(job.seed)  # for example for dropout
-    trainer = trainer_of(method, workload, recipe.settings, job.seed, make_scheduler=schedule)
+    where: dict[str, Any] = {"device": setting.device, "amp": setting.amp}
+    trainer = trainer_of(method, workload, recipe.settings, job.seed, make_scheduler=schedule, **where)
     reference = reference_of(workload, setting) if setting.reference_seconds else None
     seconds: list[float] = (pause and pause.resume(trainer)) or []  # of the reference
     for step in range(len(trainer.history.losses), job.steps):
@@ -187,12 +191,13 @@ def _scaled(history: History, reference: list[float], setting: Setting) -> dict[
     Other work on the machine slows a run down, because it shares caches, memory and clock rate. Steps of SGD in between
     slow down in the same way.
     """
+    worked = list(accumulate(history.processor_seconds))
     if setting.reference_seconds is None or not reference:
-        return {}
+        found = [[step, _short(worked[step - 1]), metric] for step, metric in history.evaluations]
+        return {"evaluations": found} if found else {}
     now = median(reference)
     scale = setting.reference_seconds / now
-    points = [[step, loss, _short(worked * scale), passed] for step, loss, worked, passed in curve(history)]
-    worked = list(accumulate(history.processor_seconds))
+    points = [[step, loss, _short(spent * scale), passed] for step, loss, spent, passed in curve(history)]
     found = [[step, _short(worked[step - 1] * scale), metric] for step, metric in history.evaluations]
     return {"curve": points, "reference_seconds": _short(now), **({"evaluations": found} if found else {})}
 
@@ -202,9 +207,8 @@ def _figures(trainer: Trainer, job: Job, setting: Setting) -> dict[str, Any]:
     lost = history.diverged or history.risen
     metric, quality = None, {}
     if job.phase != "sift" and not lost:
-        with evaluating(trainer.optimizer, trainer.model, trainer.workload):
-            metric = trainer.workload.evaluate(trainer.model, setting.everything)
-            quality = dict(trainer.workload.quality(trainer.model)) if setting.everything else {}
+        quality = trainer.evaluate(setting.everything, quality=setting.everything)
+        metric = quality.pop(trainer.workload.metric)
     figures = {
         "taken": len(history.losses),
         "diverged": lost,

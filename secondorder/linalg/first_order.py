@@ -86,8 +86,10 @@ def _gated_sgd_(
 def fits_gated(tensors: Sequence[Tensor]) -> bool:
     """Return whether the fused kernels of a device accept these tensors, which they read in the order of memory."""
     first = tensors[0]
-    return first.is_floating_point() and all(
-        t.device == first.device and t.dtype == first.dtype and t.is_contiguous() for t in tensors
+    return (
+        first.is_floating_point()
+        and first.device.type != "meta"
+        and all(t.device == first.device and t.dtype == first.dtype and t.is_contiguous() for t in tensors)
     )
 
 

@@ -216,6 +216,48 @@ def test_stacks_on_a_device_train_as_single_blocks_on_the_cpu(monkeypatch, case)
     assert not seen[0].products
 
 
+class DeepTask:
+    """A number of equal layers."""
+
+    def __init__(self, layers):
+        self.layers = layers
+
+    def model(self, dtype):
+        torch.manual_seed(0)
+        return nn.Sequential(*(part for _ in range(self.layers) for part in (nn.Linear(8, 8), nn.Tanh()))).to(dtype)
+
+    def batch(self, step, dtype):
+        generator = torch.Generator().manual_seed(step)
+        return torch.randn(16, 8, generator=generator, dtype=dtype), torch.randint(8, (16,), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (KFAC, {}),
+        (KFAC, {"inverse_method": "cholesky", "weight_decay": 0.1}),
+        (EKFAC, {"estimator": "running"}),
+        (EKFAC, {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "kl_clip": None}),
+        (KFAC, {"orthogonalize": True}),
+        (KFAC, {"orthogonalize": True, "inv_update_steps": 0}),
+    ],
+    ids=["eigen", "cholesky", "running", "like Adam", "orthogonal", "orthogonal alone"],
+)
+def test_a_step_on_a_device_launches_as_many_kernels_for_eight_layers_as_for_four(method, options):
+    """Statistics apart, which a step with an interval of ten does not capture."""
+    often = {"factor_update_steps": 10, "inv_update_steps": 10, "refresh_warmup": False, "lr": 0.001}
+    taken = []
+    for layers in (4, 8):
+        with SimulatedDevice() as device:
+            run = DeviceRun(lambda model: built(method, model, **often | options), DeepTask(layers), device).steps(3)
+            for p in run.model.parameters():
+                p.grad = device.tensor(torch.ones(p.shape, dtype=p.dtype))
+            before = device.calls
+            run.optimizer.step()
+            taken.append(device.calls - before)
+    assert taken[0] == taken[1] < 130
+
+
 def test_states_on_a_device_are_views_of_stacks_and_take_no_more_memory():
     with SimulatedDevice() as device:
         run = DeviceRun(lambda model: KFAC(model, lr=0.1, factor_update_steps=1, inv_update_steps=1), NetTask(), device)

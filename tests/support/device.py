@@ -100,6 +100,7 @@ class SimulatedDevice(TorchDispatchMode):
     Attributes:
         waits: Pairs of a step, and the operator and place that made the host wait.
         step: Number of calls of :meth:`next_step`.
+        calls: Number of operators that are not views, each of which would launch a kernel.
     """
 
     device = torch.device(KIND, 0)
@@ -108,7 +109,7 @@ class SimulatedDevice(TorchDispatchMode):
         super().__init__()
         self.lacking = dict(lacking or {})
         self.waits: list[tuple[int, str]] = []
-        self.step = 0
+        self.step = self.calls = 0
         self._around = ExitStack()
 
     def __enter__(self) -> SimulatedDevice:
@@ -159,6 +160,7 @@ class SimulatedDevice(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in self.lacking:
             raise self.lacking[func]
+        self.calls += not func.is_view
         copies = func in COPIES
         if not copies:
             self._refuse_mixtures(func, leaves)

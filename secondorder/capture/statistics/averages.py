@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from secondorder.linalg.dense import Workspace, aligned, product
+from secondorder.linalg.dense import Workspace, aligned, is_on_host, product
 
 #: Range of π of the factored damping, which prevents a vanishing factor from getting all of the damping.
 _PI_RANGE = (1e-6, 1e6)
@@ -90,7 +90,7 @@ def all_finite(tensors: list[Tensor]) -> Tensor:
 def each_finite(tensors: list[Tensor]) -> Tensor:
     """Return whether all entries of each tensor are finite, ``[len(tensors)]``, on the device of the first one."""
     first = tensors[0]
-    if first.device.type != "cpu" and all(_reads_as(t, first) for t in tensors):
+    if not is_on_host(first) and all(_reads_as(t, first) for t in tensors):
         found = list(torch._foreach_norm(tensors, torch.inf))  # one kernel for all tensors
     else:
         found = [t.sum(dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in tensors]
