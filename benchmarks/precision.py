@@ -66,7 +66,8 @@ class Precision:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
+    """Return tensors on a device. The host waits for copies to the CPU, because it reads them."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"), value)
 
 
 @contextmanager

@@ -46,7 +46,8 @@ def test_the_defaults_wait_for_nothing_and_a_first_batch_may_be_dropped(method: 
 def test_a_tensor_lr_on_the_device_stays_there(method: Method, mlp: Task) -> None:
     with CudaDevice() as device:
         lr = device.tensor(torch.tensor(0.01))
-        found = DeviceRun(partial(method.build, lr=lr), mlp, device).steps(4).parameters()
-    assert late(device) == []
+        run = DeviceRun(partial(method.build, lr=lr), mlp, device).steps(4)
+        waits, found = late(device), run.parameters()
+    assert not waits, waits
     expected = DeviceRun(partial(method.build, lr=0.01), mlp).steps(4).parameters()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)

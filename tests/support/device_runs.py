@@ -77,10 +77,11 @@ def check(
     """Assert that training agrees with the CPU, and that no step after the warm-up waits for the device."""
     expected = DeviceRun(build, task).steps(steps).parameters()
     with kind() as device:
-        found = DeviceRun(build, task, device).steps(steps).parameters()
+        run = DeviceRun(build, task, device).steps(steps)
+        waits, found = late(device), run.parameters()
     for p, q in zip(found, expected, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-    assert not late(device), late(device)
+    assert not waits, waits
 
 
 def drop(build: Callable[[nn.Module], Optimizer], task: Task, start: int, kind: type[Device] = SimulatedDevice) -> None:
@@ -88,8 +89,9 @@ def drop(build: Callable[[nn.Module], Optimizer], task: Task, start: int, kind: 
     with kind() as device:
         run = DeviceRun(build, task, device).steps(start)
         before = run.kept()
+        device.waits.clear()
         run.steps(1, start=start, factor=torch.nan)
-        after, waits = run.kept(), late(device)
+        waits, after = late(device), run.kept()
         moved = run.steps(2, start=start + 1).kept()
     assert [key for key, x in before.items() if not torch.equal(x, after[key])] == []
     assert not waits, waits

@@ -241,6 +241,7 @@ def second_moments(rows: Rows, real: float | Tensor) -> tuple[Tensor, Tensor]:
     moment[..., :d, :d] = a.mT @ a
     if rows.homogeneous:
         moment[..., :d, d] = moment[..., d, :d] = a.sum(-2)
-        moment[..., d, d] = real
+        corner = moment[..., d, d]
+        corner.copy_(real) if isinstance(real, Tensor) else corner.fill_(real)  # assigning a number waits for a GPU
     count = real.to(moment.dtype)[..., None, None].clamp(min=1) if isinstance(real, Tensor) else max(real, 1)
     return moment / count, g.mT @ g
