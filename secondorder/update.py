@@ -162,8 +162,10 @@ class Update:
             ``⟨direction, source⟩`` by parameter, or by the first parameter of a block. kl-clip needs it, and it is not
             finite where a direction is not.
         """
-        unknown = [params for _, params in proposal.sets if params[0] not in proposal.products]
-        directions = {p: proposal.directions[p] for params in unknown for p in params}
+        unknown, directions = [params for _, params in proposal.sets], proposal.directions
+        if proposal.products:
+            unknown = [params for params in unknown if params[0] not in proposal.products]
+            directions = {p: directions[p] for params in unknown for p in params}
         is_needed = self._table.shards.is_sharded or _clipped(
             directions, self._table.group_of, self._preconditioner.covered
         )
@@ -195,7 +197,7 @@ class Update:
         clipped = _clipped(directions, group_of, self._preconditioner.covered)
         if not clipped:
             return
-        known = [p for p in clipped if p in products]
+        known = clipped if len(products) == len(clipped) else [p for p in clipped if p in products]
         terms, lrs = [products[p] for p in known], [rate(group_of[p]["lr"]) for p in known]
         for limit in {group_of[p]["kl_clip"] for p in clipped}:
             self.kl_factor = factor = first_order.kl_clip_factor(terms, lrs, limit)

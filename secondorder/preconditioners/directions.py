@@ -113,12 +113,10 @@ class LayerDirections(Generic[BlockT]):
                 products = {} if plan.comm.combines else stacked.products  # all ranks have to round in the same way
         active = [b for b in ready if all(map(gradients.__contains__, b.params))]
         directions = {p: found[p] for b in active for p in b.params}
-        group_of = plan.table.group_of
-        products = {
-            b.params[0]: products[b.params[0]]
-            for b in active
-            if b.params[0] in products and all(group_of[p] is group_of[b.params[0]] for p in b.params)
-        }
+        if products:  # parameters of different groups may have different rates
+            group_of = plan.table.group_of
+            joint = {b.params[0] for b in active if len({id(group_of[p]) for p in b.params}) == 1}
+            products = {p: product for p, product in products.items() if p in joint}
         return Proposal(directions, gradients, [(b.group["graft"], b.params) for b in active], products)
 
     def _directions_of(
