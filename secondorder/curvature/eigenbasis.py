@@ -150,7 +150,7 @@ class EigenbasisBlock(FactoredBlock):
         """Update the running factors and the scale with those of a batch, and return whether they were finite."""
         finite = torch.tensor(True)
         if "factor_a" in measured.parts:
-            finite = self.fold_factors(measured._replace(finite=None), gate)
+            finite = self.fold_factors(measured, gate)
         if "scale" in measured.parts and "scale" in self.state:
             part = measured.parts["scale"]
             fine = averages.all_finite([part.total])

@@ -99,8 +99,6 @@ class FactoredBlock(Block):
 
     def is_finite(self, measured: Measured) -> Tensor:
         """Whether what was measured is finite, a 0-dim bool tensor."""
-        if measured.finite is not None:
-            return measured.finite
         totals = [part.total for part in measured.parts.values()]
         return averages.all_finite(totals) if totals else torch.tensor(True)
 
@@ -108,7 +106,7 @@ class FactoredBlock(Block):
         """Update the running factors with those of a batch, and return whether they were finite."""
         group, state = self.group, self.state
         a, g = measured.parts["factor_a"], measured.parts["factor_g"]
-        finite = averages.all_finite([a.total, g.total]) if measured.finite is None else measured.finite
+        finite = averages.all_finite([a.total, g.total])
         ok = finite if gate is None else finite & gate
         weight = self.batch_weight(measured.examples)
         self.factors.fold(state, group, {"a": a, "g": g}, weight, factor_decay(self), ok)

@@ -50,9 +50,14 @@ def sgd_(
     """
     # Kernels read a tensor as a float32 rate; momentum has to be a number.
     takes = not isinstance(momentum, Tensor) and (not isinstance(lr, Tensor) or params[0].dtype == torch.float32)
-    if gate is not None and takes and fits_gated((*params, *directions, *(buffers or ()))):
-        _gated_sgd_(params, directions, buffers, lr, momentum, nesterov, weight_decay, decoupled, gate)
-        return
+    if gate is not None and takes:
+        alike = [
+            d if d.stride() == p.stride() else torch.empty_like(p).copy_(d)
+            for p, d in zip(params, directions, strict=True)
+        ]
+        if fits_gated(params, alike, *([buffers] if buffers else [])):
+            _gated_sgd_(params, alike, buffers, lr, momentum, nesterov, weight_decay, decoupled, gate)
+            return
     if gate is not None:
         lr = _gated(gate, lr, 0.0)
     if weight_decay != 0 and not decoupled:
@@ -83,14 +88,23 @@ def _gated_sgd_(
     )  # fmt: skip
 
 
-def fits_gated(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the fused kernels of a device accept these tensors, which they read in the order of memory."""
-    first = tensors[0]
-    return (
-        first.is_floating_point()
-        and first.device.type != "meta"
-        and all(t.device == first.device and t.dtype == first.dtype and t.is_contiguous() for t in tensors)
+def fits_gated(*lists: Tensors) -> bool:
+    """Return whether the fused kernels of a device accept corresponding tensors, which they read as they lie in memory.
+
+    They have to have the same strides, without gaps and overlaps.
+    """
+    first = lists[0][0]
+    if not first.is_floating_point() or first.device.type == "meta":
+        return False
+    kind = first.device, first.dtype
+    return all(
+        all((t.device, t.dtype) == kind and t.stride() == own[0].stride() for t in own) and _is_dense(own[0])
+        for own in zip(*lists, strict=True)
     )
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
 
 
 def shrink_(params: Tensors, amount: float, gate: Tensor | None = None) -> None:
@@ -114,7 +128,7 @@ def adam_moments_(
 
 def lerp_gated_(tensors: Tensors, others: Tensors, weight: float, gate: Tensor) -> None:
     """Move tensors by a share ``weight`` of the way to others, in place, where ``gate`` is True."""
-    if fits_gated((*tensors, *others)):  # x − w (−y + x), a step of SGD with weight decay that maximizes
+    if fits_gated(tensors, others):  # x − w (−y + x), a step of SGD with weight decay that maximizes
         torch._fused_sgd_(
             tensors, others, [], weight_decay=1.0, momentum=0.0, lr=weight, dampening=0.0, nesterov=False,
             maximize=True, is_first_step=False, found_inf=(~gate).to(torch.float32),

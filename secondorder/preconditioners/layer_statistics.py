@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from secondorder.capture.sites import Captured
-from secondorder.capture.statistics.averages import each_finite
 from secondorder.capture.statistics.measurement import Measured, Reduced
 from secondorder.curvature.block import ESTIMATE_ALONE, Block
 from secondorder.linalg.dense import all_true_on_cpu
@@ -75,7 +73,7 @@ class LayerStatistics:
         """Update the running estimates with the measured statistics, and count the updates."""
         combines, step = self._plan.comm.combines, self._plan.runtime.step
         late: dict[Block, Tensor] = {}
-        for index, measured in judged(reduced.measured).items():
+        for index, measured in reduced.measured.items():
             block = self._plan.blocks[index]
             if measured.parts or not combines:
                 finite = block.fold(measured, gate)
@@ -90,19 +88,5 @@ class LayerStatistics:
             if due.factors:
                 self._exchange.learned_at[block.name] = step
         if late:
-            self._exchange.skip(list(late), (~torch.stack(list(late.values()))).to(torch.int64))
-
-
-def judged(measured: Mapping[int, Measured]) -> Mapping[int, Measured]:
-    """Return measurements with the information whether they are finite. On a device, one kernel checks all of them."""
-    by_size: dict[tuple[int, torch.device, torch.dtype], list[int]] = {}
-    for index, found in measured.items():
-        first = next((part.total for part in found.parts.values()), None)
-        if first is not None and first.device.type != "cpu":
-            by_size.setdefault((len(found.parts), first.device, first.dtype), []).append(index)
-    known = dict(measured)
-    for (count, *_), indices in by_size.items():
-        flags = each_finite([part.total for i in indices for part in measured[i].parts.values()])
-        for i, finite in zip(indices, flags.view(-1, count).all(1).unbind(), strict=True):
-            known[i] = measured[i]._replace(finite=finite)
-    return known
+            flags = torch.stack([flag.to(next(iter(late.values())).device) for flag in late.values()])
+            self._exchange.skip(list(late), (~flags).to(torch.int64))

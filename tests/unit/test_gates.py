@@ -75,6 +75,19 @@ def test_sgd_under_a_gate(keywords, lr):
     assert_same(shut[0] + shut[1], params + buffers)
 
 
+def test_sgd_under_a_gate_takes_parameters_in_another_order_of_memory():
+    """Directions are contiguous, as products of matrices are, and fused kernels read all tensors as they lie."""
+    x, d = noise(2, 3, 4, 5, seed=1), noise(2, 3, 4, 5, seed=2)
+    found = x.clone(memory_format=torch.channels_last), torch.zeros_like(x).to(memory_format=torch.channels_last)
+    expected = x.clone(), torch.zeros_like(x)
+    own = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.3, "decoupled": False}
+    for _ in range(2):
+        first_order.sgd_([found[0]], [d], [found[1]], gate=OPEN, **own)
+        first_order.sgd_([expected[0]], [d], [expected[1]], gate=None, **own)
+    assert_near(found, expected)
+    assert found[0].is_contiguous(memory_format=torch.channels_last)
+
+
 def counts(*steps: float) -> list[Tensor]:
     return [torch.tensor(step) for step in steps]
 

@@ -84,17 +84,12 @@ def _round(kept: Tensor, wide: Tensor) -> None:
 
 def all_finite(tensors: list[Tensor]) -> Tensor:
     """Return whether all entries of all tensors are finite, as a 0-dim bool tensor, in one pass over them."""
-    return each_finite(tensors).all()
-
-
-def each_finite(tensors: list[Tensor]) -> Tensor:
-    """Return whether all entries of each tensor are finite, ``[len(tensors)]``, on the device of the first one."""
     first = tensors[0]
     if not is_on_host(first) and all(_reads_as(t, first) for t in tensors):
         found = list(torch._foreach_norm(tensors, torch.inf))  # one kernel for all tensors
     else:
         found = [t.sum(dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in tensors]
-    return torch.isfinite(torch.stack([x.to(found[0].device) for x in found]))
+    return torch.isfinite(torch.stack([x.to(found[0].device) for x in found])).all()
 
 
 def _reads_as(x: Tensor, like: Tensor) -> bool:

@@ -31,14 +31,12 @@ class Measured(NamedTuple):
         examples: N, which covers all ranks after they are combined.
         rest: The statistic, for parts that are not combined by summing; None if only other ranks saw the layer.
         seen: State keys of the parts that any rank measured, the same on all ranks; None for those of ``parts``.
-        finite: Whether all parts are finite, as a 0-dim bool tensor, if that is known.
     """
 
     parts: Mapping[str, Estimate]
     examples: int
     rest: Any = None
     seen: frozenset[str] | None = None
-    finite: Tensor | None = None
 
 
 class Reduced(NamedTuple):
