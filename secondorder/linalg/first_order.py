@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from secondorder.linalg import stacks
+from secondorder.linalg.gates import fused_sgd_, gated, lerp_gated_
 
 Tensors = list[Tensor]
 Scalar = float | Tensor
@@ -48,18 +49,12 @@ def sgd_(
         decoupled: Whether decay is decoupled.
         gate: Whether anything changes, see the module.
     """
-    # Kernels read a tensor as a float32 rate; momentum has to be a number.
-    takes = not isinstance(momentum, Tensor) and (not isinstance(lr, Tensor) or params[0].dtype == torch.float32)
-    if gate is not None and takes:
-        alike = [
-            d if d.stride() == p.stride() else torch.empty_like(p).copy_(d)
-            for p, d in zip(params, directions, strict=True)
-        ]
-        if fits_gated(params, alike, *([buffers] if buffers else [])):
-            _gated_sgd_(params, alike, buffers, lr, momentum, nesterov, weight_decay, decoupled, gate)
-            return
+    if gate is not None and fused_sgd_(
+        params, directions, buffers, lr, momentum, nesterov, weight_decay, decoupled, gate
+    ):
+        return
     if gate is not None:
-        lr = _gated(gate, lr, 0.0)
+        lr = gated(gate, lr, 0.0)
     if weight_decay != 0 and not decoupled:
         directions = _add(directions, params, weight_decay)
     if gate is not None:
@@ -67,49 +62,16 @@ def sgd_(
     if weight_decay != 0 and decoupled:
         torch._foreach_mul_(params, 1 - lr * weight_decay)
     if buffers is not None:
-        kept = momentum if gate is None else _gated(gate, momentum, 1.0)
+        kept = momentum if gate is None else gated(gate, momentum, 1.0)
         torch._foreach_mul_(buffers, kept)
         torch._foreach_add_(buffers, directions)
         directions = _add(directions, buffers, momentum) if nesterov else buffers
     _descend_(params, directions, lr)
 
 
-def _gated_sgd_(
-    params: Tensors, directions: Tensors, buffers: Tensors | None, lr: Scalar, momentum: float, nesterov: bool,
-    weight_decay: float, decoupled: bool, gate: Tensor,
-) -> None:  # fmt: skip
-    """Do the same in one kernel for all tensors, which leaves them unchanged if it gets the flag of a loss scaler."""
-    if decoupled and weight_decay != 0:
-        torch._foreach_mul_(params, _gated(gate, 1 - lr * weight_decay, 1.0))
-    size = lr.to(gate.device, torch.float32, non_blocking=True) if isinstance(lr, Tensor) else lr
-    torch._fused_sgd_(
-        params, directions, buffers or [], weight_decay=0.0 if decoupled else weight_decay, momentum=momentum, lr=size,
-        dampening=0.0, nesterov=nesterov, maximize=False, is_first_step=False, found_inf=(~gate).to(torch.float32),
-    )  # fmt: skip
-
-
-def fits_gated(*lists: Tensors) -> bool:
-    """Return whether the fused kernels of a device accept corresponding tensors, which they read as they lie in memory.
-
-    They have to have the same strides, without gaps and overlaps.
-    """
-    first = lists[0][0]
-    if not first.is_floating_point() or first.device.type == "meta":
-        return False
-    kind = first.device, first.dtype
-    return all(
-        all((t.device, t.dtype) == kind and t.stride() == own[0].stride() for t in own) and _is_dense(own[0])
-        for own in zip(*lists, strict=True)
-    )
-
-
-def _is_dense(x: Tensor) -> bool:
-    return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
-
-
 def shrink_(params: Tensors, amount: float, gate: Tensor | None = None) -> None:
     """Multiply parameters by ``1 − amount``, in place."""
-    torch._foreach_mul_(params, 1 - amount if gate is None else _gated(gate, 1 - amount, 1.0))
+    torch._foreach_mul_(params, 1 - amount if gate is None else gated(gate, 1 - amount, 1.0))
 
 
 def adam_moments_(
@@ -124,17 +86,6 @@ def adam_moments_(
     torch._foreach_lerp_(exp_avgs, gradients, 1 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, gradients, gradients, 1 - beta2)
-
-
-def lerp_gated_(tensors: Tensors, others: Tensors, weight: float, gate: Tensor) -> None:
-    """Move tensors by a share ``weight`` of the way to others, in place, where ``gate`` is True."""
-    if fits_gated(tensors, others):  # x − w (−y + x), a step of SGD with weight decay that maximizes
-        torch._fused_sgd_(
-            tensors, others, [], weight_decay=1.0, momentum=0.0, lr=weight, dampening=0.0, nesterov=False,
-            maximize=True, is_first_step=False, found_inf=(~gate).to(torch.float32),
-        )  # fmt: skip
-    else:
-        torch._foreach_lerp_(tensors, [torch.where(gate, y, x) for x, y in zip(tensors, others, strict=True)], weight)
 
 
 def mean_gradients_(
@@ -278,7 +229,7 @@ def adam_(
         _fused_adam_((params, gradients, exp_avgs, exp_avg_sqs), counts, lr, betas, eps, weight_decay, decoupled)
         return
     if gate is not None:
-        lr = _gated(gate, lr, 0.0)
+        lr = gated(gate, lr, 0.0)
     if weight_decay != 0 and not decoupled:
         gradients = _add(gradients, params, weight_decay)
     if weight_decay != 0 and decoupled:
@@ -377,12 +328,6 @@ def inner_product(x: Tensor, y: Tensor) -> Tensor:
     if x.is_contiguous() and y.is_contiguous():
         return torch.dot(x.view(-1), y.view(-1))
     return (x * y).sum()
-
-
-def _gated(gate: Tensor, value: Scalar, otherwise: float) -> Tensor:
-    """Return ``value`` where the gate is open, as a 0-dim float64 tensor, which takes the dtype of its operand."""
-    blocked = torch.full_like(gate, otherwise, dtype=torch.float64)
-    return torch.where(gate, blocked * 0 + value, blocked)
 
 
 def _accurate(dtype: torch.dtype) -> torch.dtype:

@@ -1,5 +1,7 @@
 """Small blocks of equal shape precondition together and take the same steps as one by one."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from secondorder.preconditioners import block_stacks, directions
 from secondorder.preconditioners.block_stacks import Limits, Stacked, directions_of_stacks
 from tests.support.building import built
 from tests.support.device import SimulatedDevice
-from tests.support.device_runs import DeviceRun, check
+from tests.support.device_runs import DeviceRun, check, host
 
 STEPS = 4
 
@@ -273,6 +275,44 @@ def test_states_on_a_device_are_views_of_stacks_and_take_no_more_memory():
         assert not stack.held[1].any()
         assert run.optimizer.memory_usage()["second_order"] == before["second_order"]
         assert stacks.nbytes == 0
+
+
+@pytest.mark.parametrize("clip", [None, 1e-6])
+def test_one_block_of_a_stack_that_is_not_finite_gets_its_gradient(clip):
+    """The others get the directions that they get on the CPU, and so does the clip of their length."""
+    options = {"inverse_method": "cholesky", "factor_update_steps": 10, "inv_update_steps": 10, "momentum": 0.0}
+    found = []
+    for kind in (None, SimulatedDevice):
+        with kind() if kind else nullcontext() as device:
+            run = DeviceRun(lambda model: KFAC(model, lr=1.0, kl_clip=clip, **options), DeepTask(4), device).steps(2)
+            layer = run.model[2]
+            run.optimizer.state[layer.weight]["inverse_g"].fill_(torch.inf)
+            before = run.parameters()
+            with run.optimizer.keep_directions() as kept:
+                run.steps(1, start=2)
+            moves = [p - q for p, q in zip(run.parameters(), before, strict=True)]
+            assert all(torch.isfinite(move).all() for move in moves)
+            gradient, direction = host(layer.weight.grad), host(kept["2.weight"])
+            torch.testing.assert_close(direction / direction.norm(), gradient / gradient.norm())
+            found.append(moves)
+    torch.testing.assert_close(*found)
+
+
+def test_statistics_of_one_block_of_a_stack_that_are_not_finite_are_skipped():
+    often = {"factor_update_steps": 1, "inv_update_steps": 4}
+    for method, options in ((KFAC, {}), (EKFAC, {}), (EKFAC, {"estimator": "running"})):
+        with SimulatedDevice() as device:
+            run = DeviceRun(lambda model, m=method, o=options: m(model, lr=0.01, **often | o), DeepTask(4), device)
+            run.steps(2)
+            state = [run.optimizer.state[run.model[i].weight] for i in (0, 2)]
+            before = [{key: host(s[key]).clone() for key in ("factor_a", "factor_g", "factor_weight")} for s in state]
+            hook = run.model[2].register_forward_pre_hook(lambda _, args: (args[0] * torch.inf * 0,))
+            run.steps(1, start=2)  # its input is NaN, and so are all gradients
+            hook.remove()
+            for s, known in zip(state, before, strict=True):
+                assert all(torch.equal(host(s[key]), x) for key, x in known.items())
+            run.steps(2, start=3)
+            assert all(torch.isfinite(p).all() for p in run.parameters())
 
 
 def test_a_loaded_state_replaces_the_stacks():

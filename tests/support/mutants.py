@@ -31,6 +31,7 @@ EKFAC = ("tests/ekfac",)
 BLOCKS = ("tests/curvature", *EKFAC)
 WINDOW = ("tests/window",)
 ORACLE = ("tests/oracle",)
+STACKS = "tests/curvature/test_block_stacks.py"
 RULES = ("tests/test_update.py", "tests/contract -k 'graft or inner or momentum or weight_decay or fallback'")
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -83,7 +84,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/oracle -k solves", "tests/contract -k damping", *ORACLE),
     ),
     Mutation(
-        "momentum-takes-in-a-dropped-batch", "linalg/first_order.py",
+        "momentum-takes-in-a-dropped-batch", "linalg/gates.py",
         "nesterov=nesterov, maximize=False, is_first_step=False, found_inf=(~gate)",
         "nesterov=nesterov, maximize=False, is_first_step=False, found_inf=(gate)",
         ("tests/unit/test_gates.py", "tests/contract/test_devices.py"),
@@ -217,5 +218,28 @@ MUTATIONS: tuple[Mutation, ...] = (
         "refreshes-restart-after-loading", "preconditioners/layer_checkpoint.py",
         'block.state["refreshes"] = refreshes[block] if good else 0', 'block.state["refreshes"] = 0',
         ("tests/checkpoint -k resume", "tests/checkpoint"),
+    ),
+    # ---------------------------------------------------------------- devices other than the CPU
+    Mutation(
+        "states-are-not-views-of-their-stack", "linalg/stacks.py", "state[key] = part", "pass", (STACKS,),
+    ),
+    Mutation(
+        "stacks-mix-blocks-with-other-options", "preconditioners/block_stacks.py",
+        "return *kind, block.sets_length, values, kept", "return *kind, block.sets_length, kept", (STACKS,),
+    ),
+    Mutation(
+        "directions-of-a-stack-are-not-checked", "preconditioners/block_stacks.py",
+        "torch.where(good[:, None], flat, own)", "flat", (STACKS,),
+    ),
+    Mutation(
+        "factors-of-a-stack-take-in-a-bad-batch", "preconditioners/estimate_stacks.py",
+        "Estimate(total, found[0].scale), fine & torch.isfinite(total.flatten(1).sum(1))",
+        "Estimate(total, found[0].scale), fine", (STACKS,),
+    ),
+    Mutation(
+        "moving-mean-ignores-the-gate", "linalg/gates.py",
+        "maximize=True, is_first_step=False, found_inf=(~gate)",
+        "maximize=True, is_first_step=False, found_inf=(~gate & gate)",
+        ("tests/unit/test_gates.py", "tests/contract/test_devices.py"),
     ),
 )  # fmt: skip
