@@ -197,8 +197,9 @@ class Update:
         clipped = _clipped(directions, group_of, self._preconditioner.covered)
         if not clipped:
             return
-        known = clipped if len(products) == len(clipped) else [p for p in clipped if p in products]
-        terms, lrs = [products[p] for p in known], [rate(group_of[p]["lr"]) for p in known]
+        known = [p for p in clipped if p in products]
+        rates = {id(group): rate(group["lr"]) for group in self._table.groups}  # one object for each group
+        terms, lrs = [products[p] for p in known], [rates[id(group_of[p])] for p in known]
         for limit in {group_of[p]["kl_clip"] for p in clipped}:
             self.kl_factor = factor = first_order.kl_clip_factor(terms, lrs, limit)
             torch._foreach_mul_([directions[p] for p in clipped if group_of[p]["kl_clip"] == limit], factor)

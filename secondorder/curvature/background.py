@@ -107,7 +107,12 @@ def in_parallel(function: Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]],
         return function(stack)
     parts = stack.chunk(len(_HELPERS))
     jobs = [helper.submit(partial(function, part), stack.device) for helper, part in zip(_HELPERS, parts, strict=False)]
-    found, flags = zip(*(job.result(lambda result: (*result[0], result[1])) for job in jobs), strict=True)
+    try:
+        found, flags = zip(*(job.result(lambda result: (*result[0], result[1])) for job in jobs), strict=True)
+    except BaseException:
+        for job in jobs:  # they read the stack
+            job.wait()
+        raise
     return tuple(map(torch.cat, zip(*found, strict=True))), torch.cat(flags)
 
 

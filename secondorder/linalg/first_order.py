@@ -79,12 +79,16 @@ def adam_moments_(
 ) -> None:
     """Update Adam's first and second moments with gradients, in place."""
     beta1, beta2 = betas
-    if gate is not None:
+    if gate is None:
+        torch._foreach_lerp_(exp_avgs, gradients, 1 - beta1)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+    else:
         lerp_gated_(exp_avgs, gradients, 1 - beta1, gate)
-        lerp_gated_(exp_avg_sqs, list(torch._foreach_mul(gradients, gradients)), 1 - beta2, gate)
-        return
-    torch._foreach_lerp_(exp_avgs, gradients, 1 - beta1)
-    torch._foreach_mul_(exp_avg_sqs, beta2)
+        if gradients[0].dtype != torch.float16:  # squares may be too large for it
+            lerp_gated_(exp_avg_sqs, list(torch._foreach_mul(gradients, gradients)), 1 - beta2, gate)
+            return
+        gradients = [torch.where(gate, g, 0) for g in gradients]
+        torch._foreach_mul_(exp_avg_sqs, gated(gate, beta2, 1.0))
     torch._foreach_addcmul_(exp_avg_sqs, gradients, gradients, 1 - beta2)
 
 

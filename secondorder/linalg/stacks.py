@@ -25,7 +25,9 @@ class Stacks:
         #: The tensors with their versions, and the stack, by name.
         self._kept: dict[Hashable, tuple[Sequence[Tensor], tuple[Hashable, ...], Tensor]] = {}
         #: The parts of a stack that replaced the tensors, and the stack, by name.
-        self._shared: dict[Hashable, tuple[Sequence[Tensor], Tensor]] = {}
+        self._shared: dict[Hashable, tuple[Sequence[Tensor], Tensor | None]] = {}
+        #: All of these parts, by identity.
+        self._parts: dict[int, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -34,8 +36,8 @@ class Stacks:
 
     def clear(self) -> None:
         """Release all stacks."""
-        self._kept.clear()
-        self._shared.clear()
+        for kept in (self._kept, self._shared, self._parts):
+            kept.clear()
 
     def of(self, name: Hashable, tensors: Sequence[Tensor], *stamp: Hashable) -> Tensor:
         """Return tensors of equal shape as one tensor ``[k, ...]``.
@@ -55,21 +57,34 @@ class Stacks:
     def shared(self, name: Hashable, key: str, states: Sequence[dict[str, Any]]) -> Tensor:
         """Return one entry of several states as a tensor ``[k, ...]`` that shares its memory with the states.
 
-        The entries become views of the stack, so changes in place need no new stack.
+        The entries become views of the stack, so changes in place need no new stack. If some of them are views of
+        another stack, because the same states are stacked in other combinations, the result is a copy.
 
         Args:
-            name: Name of the stack, which replaces an earlier one of this name.
+            name: Name of the stack, which determines the states.
             key: Key of the entry in the states, of equal shape and dtype.
-            states: The states, whose entries are replaced if they are not views of the stack yet.
+            states: The states.
         """
-        kept = self._shared.get(name)
-        if kept is None or len(kept[0]) != len(states) or any(map(is_not, kept[0], (s[key] for s in states))):
-            stack = torch.stack([state[key] for state in states])
-            parts = [stack[i] for i in range(len(states))]
-            for state, part in zip(states, parts, strict=True):
-                state[key] = part
-            kept = self._shared[name] = parts, stack
-        return kept[1]
+        entries = [state[key] for state in states]
+        parts, stack = self._shared.get(name, ((), None))
+        if stack is not None and not any(map(is_not, parts, entries)):
+            return stack
+        stack, known = torch.stack(entries), set(map(id, parts))
+        if any(self._parts.get(id(entry)) is entry and id(entry) not in known for entry in entries):
+            return stack
+        for part in parts:
+            del self._parts[id(part)]
+        found = [stack[i] for i in range(len(states))]
+        for state, part in zip(states, found, strict=True):
+            state[key] = part
+        self._shared[name] = found, stack
+        self._parts.update((id(part), part) for part in found)
+        return stack
+
+    def write_back(self, name: Hashable, key: str, states: Sequence[dict[str, Any]], stack: Tensor) -> None:
+        """Copy a result of :meth:`shared` that was changed in place into the states, unless it shares their memory."""
+        if self._shared.get(name, ((), None))[1] is not stack:
+            torch._foreach_copy_([state[key] for state in states], list(stack.unbind()))
 
 
 def bounded(items: Iterable[ItemT], numbers: Callable[[ItemT], int], limit: int | None = None) -> Iterator[list[ItemT]]:

@@ -30,6 +30,8 @@ log: logging.Logger = logging.getLogger("secondorder")
 
 #: Number of words of every due block before the counts of its parts: examples, contributed, dropped.
 _WORDS = 3
+#: Number of counters of several blocks that are kept; after that, each block has a counter.
+_COUNTERS = 64
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,11 @@ class StatisticsExchange:
     def skip(self, blocks: Sequence[Block], counts: int | Tensor) -> None:
         """Count batches of blocks that were not finite: a number, or one for each block ``[len(blocks)]``."""
         names = tuple(block.name for block in blocks)
-        self._skipped[names] = self._skipped.get(names, 0) + counts
+        if isinstance(counts, Tensor) and names not in self._skipped and len(self._skipped) >= _COUNTERS:
+            for name, count in zip(names, counts.split(1), strict=True):  # the blocks of stacks differ between steps
+                self._skipped[name,] = self._skipped.get((name,), 0) + count
+        else:
+            self._skipped[names] = self._skipped.get(names, 0) + counts
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ nearly any size are stacked, and the stacks replace the entries of the states, w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,9 +80,17 @@ def stacked_state(blocks: Sequence[Block], keys: Sequence[str]) -> dict[str, Ten
     first, states = blocks[0], [block.state for block in blocks]
     stacks, known = first.runtime.stacks, [key for key in keys if key in states[0]]
     if not is_on_host(first.owner):
-        return {key: stacks.shared((first.index, key), key, states) for key in known}
+        indices = tuple(block.index for block in blocks)
+        return {key: stacks.shared((indices, key), key, states) for key in known}
     refreshes = [state["refreshes"] for state in states]
     return {key: stacks.of((first.index, key), [state[key] for state in states], *refreshes) for key in known}
+
+
+def write_back(blocks: Sequence[Block], changed: Mapping[str, Tensor]) -> None:
+    """Store results of :func:`stacked_state` on a device that were changed in place."""
+    indices, states = tuple(block.index for block in blocks), [block.state for block in blocks]
+    for key, stack in changed.items():
+        blocks[0].runtime.stacks.write_back((indices, key), key, states, stack)
 
 
 def entries_of(block: Block) -> int:
@@ -186,7 +194,7 @@ def key_of_state(block: Block, entries: Sequence[str], options: Sequence[str]) -
     if sum(shape.numel() for _, shape, _ in kept) > _limits(block).curvature:
         return None
     shapes = tuple(p.shape for p in block.params)
-    kind = type(block.adapter), shapes, block.weight is None, block.layer.precision, block.owner.device
+    kind = type(block), type(block.adapter), shapes, block.weight is None, block.layer.precision, block.owner.device
     return *kind, block.sets_length, values, kept
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,28 +18,40 @@ from secondorder.curvature.eigenbasis import (
     square_weights,
 )
 from secondorder.curvature.factors import STORAGES
-from secondorder.curvature.kronecker import FactoredBlock, factor_decay
+from secondorder.curvature.kronecker import FactoredBlock, KroneckerBlock, factor_decay
 from secondorder.linalg import eigenbasis
 from secondorder.linalg.dense import full_precision, is_on_host, stacked
 from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parameters import Directions
-from secondorder.preconditioners.block_stacks import StackRule, key_of_state, matrices_of, stacked_state, stacks_of
+from secondorder.preconditioners.block_stacks import (
+    StackRule,
+    key_of_state,
+    matrices_of,
+    stacked_state,
+    stacks_of,
+    write_back,
+)
 
 #: Entries of the state that the preconditioning of stacks reads, and those that an update of the scale reads.
 _USED = "scale", "basis_a", "basis_g"
 _UPDATED = "scale", "scale_weight", "scale_unit", "basis_a", "basis_g", "eigenvalues_a", "eigenvalues_g"
 #: Entries that an update of the factors reads, and those that are measured for it.
+_CHANGED = "scale", "scale_weight", "scale_unit"
 _KEPT, _FACTORS = ("factor_a", "factor_g", "factor_weight"), ("factor_a", "factor_g")
 #: Options that the preconditioning of stacks reads.
-_READ = "damping", "damping_mode", "power", "weight_decay", "weight_decay_in_curvature", "estimator", "momentum_mode"
+_READ = (
+    "damping", "damping_mode", "eps", "estimator", "momentum_mode", "power", "weight_decay",
+    "weight_decay_in_curvature",
+)  # fmt: skip
 
 
 def _read(block: EigenbasisBlock) -> tuple[Sequence[str], Sequence[str]]:
     """Return what a block reads; on a CPU nothing if its gradient is in the basis, or if it is Adam there."""
-    is_running = block.rotated is not None or is_adam(block.group)
-    if type(block) is not EigenbasisBlock or (is_running and is_on_host(block.owner)):
+    if type(block) is not EigenbasisBlock:
         return (), ()
-    return ((*_USED, "eigenvalues_a", "eigenvalues_g"), (*_READ, "eps")) if is_running else (_USED, _READ)
+    if is_on_host(block.owner):
+        return ((), ()) if block.rotated is not None or is_adam(block.group) else (_USED, _READ)
+    return _UPDATED, _READ
 
 
 def _precondition(blocks: Sequence[EigenbasisBlock], gradients: Tensor) -> Tensor:
@@ -58,14 +70,15 @@ def _key_of_update(block: EigenbasisBlock, *further: Hashable) -> Hashable | Non
     is_single = block.adapter.is_exact and block.adapter.groups == 1
     if is_on_host(block.owner) or type(block) is not EigenbasisBlock or is_single:
         return None
-    key = key_of_state(block, _UPDATED, ())
+    key = key_of_state(block, _UPDATED, _READ)  # the stacks are those that precondition
     return None if key is None else (key, scale_decay(block), *further)
 
 
 def _key_of_factors(block: FactoredBlock, measured: Measured) -> Hashable | None:
     """Return a key that is equal for blocks whose factors are updated together; None for one that is updated alone."""
     parts = [measured.parts.get(key) for key in _FACTORS]
-    if is_on_host(block.owner) or block.factors.storage is not STORAGES["dense"] or not all(parts):
+    is_known = type(block) in (KroneckerBlock, EigenbasisBlock) and block.factors.storage is STORAGES["dense"]
+    if is_on_host(block.owner) or not is_known or not all(parts):
         return None
     scales = tuple(part.scale for part in parts if part is not None)
     if any(isinstance(scale, Tensor) for scale in scales):
@@ -89,7 +102,7 @@ def fold_factors(
     exchange: StatisticsExchange, blocks: Sequence[Block], measured: dict[int, Measured], gate: Tensor | None
 ) -> None:
     """Update factors with measured parts, with the arguments of :func:`fold_scales`."""
-    due = [block for i in measured if isinstance(block := blocks[i], FactoredBlock)]
+    due = [block for i in sorted(measured) if isinstance(block := blocks[i], FactoredBlock)]
     for some in stacks_of(due, lambda b: _key_of_factors(b, measured[b.index]), _size_of_factors):
         first, parts = some[0], [_take(measured, block, _FACTORS) for block in some]
         batch, fine = dict[str, Estimate](), torch.ones((), dtype=torch.bool, device=first.owner.device)
@@ -98,7 +111,9 @@ def fold_factors(
             batch[side], fine = Estimate(total, found[0].scale), fine & torch.isfinite(total.flatten(1).sum(1))
         ok = fine if gate is None else fine & gate
         weight = first.batch_weight(measured[first.index].examples)
-        first.factors.fold(stacked_state(some, _KEPT), first.group, batch, weight, factor_decay(first), ok)
+        state = stacked_state(some, _KEPT)
+        first.factors.fold(state, first.group, batch, weight, factor_decay(first), ok)
+        write_back(some, state)
         exchange.skip(some, (~fine).to(torch.int64))
 
 
@@ -113,15 +128,16 @@ def fold_scales(
         measured: Measurements by index of the block.
         gate: None, or a 0-dim bool tensor. If it is False, nothing changes.
     """
-    due = [blocks[i] for i, m in measured.items() if "scale" in m.parts and "scale" in blocks[i].state]
+    due = [blocks[i] for i, m in sorted(measured.items()) if "scale" in m.parts and "scale" in blocks[i].state]
     for some in stacks_of(due, lambda b: _key_of_update(b, b.batch_weight(measured[b.index].examples))):
         weight = some[0].batch_weight(measured[some[0].index].examples)
         parts = [part for block in some for part in _take(measured, block, ("scale",))]
-        _update(exchange, some, Estimate(torch.stack([part.total * part.scale for part in parts])), weight, gate)
+        total = Estimate(torch.stack([part.total * part.scale for part in parts]))
+        fine = _update(some, stacked_state(some, _UPDATED), total, weight, gate)
+        exchange.skip(some, (~fine).to(torch.int64))
 
 
 def measure_scales(
-    exchange: StatisticsExchange,
     blocks: Sequence[EigenbasisBlock],
     gradients: Directions,
     examples: float,
@@ -131,7 +147,6 @@ def measure_scales(
     """Update scales with the squares of mean gradients.
 
     Args:
-        exchange: Counts batches that are not finite.
         blocks: Blocks that are due.
         gradients: Gradients by parameter.
         examples: Number of examples that the gradients average.
@@ -149,7 +164,7 @@ def measure_scales(
         with full_precision(first.owner.device):
             rotated = eigenbasis.rotate(matrices_of(some, gradients), *bases, first.runtime.workspace)
         factor, weight = square_weights(first, examples, ranks)
-        _update(exchange, some, Estimate(rotated.square(), factor), weight, gate)
+        _update(some, state, Estimate(rotated.square(), factor), weight, gate)
         for block, own in zip(some, rotated.unbind(), strict=True):
             block.rotated = own if preconditions_gradient(block.group) else None
         done.update(some)
@@ -157,12 +172,13 @@ def measure_scales(
 
 
 def _update(
-    exchange: StatisticsExchange, blocks: list[EigenbasisBlock], part: Estimate, weight: float, gate: Tensor | None
-) -> None:
-    """Update the scales of blocks with squares ``[k, (Γ,) n_g, n_a]``, except where these are not finite."""
+    blocks: list[EigenbasisBlock], state: Mapping[str, Tensor], part: Estimate, weight: float, gate: Tensor | None
+) -> Tensor:
+    """Update the scales of blocks with squares ``[k, (Γ,) n_g, n_a]``, and return which of these are finite."""
     fine = torch.isfinite(part.total.flatten(1).sum(1))
-    blocks[0].fold_scale(stacked_state(blocks, _UPDATED), part, weight, fine if gate is None else fine & gate)
-    exchange.skip(blocks, (~fine).to(torch.int64))
+    blocks[0].fold_scale(state, part, weight, fine if gate is None else fine & gate)
+    write_back(blocks, {key: state[key] for key in _CHANGED if key in state})
+    return fine
 
 
 def _fold(

@@ -88,6 +88,7 @@ class LayerCheckpoint:
         """Compute what a checkpoint may leave out, and make a new plan for the loaded options."""
         curvature, plan, hooks = self._curvature, self._plan, self._curvature.hooks
         curvature.refresher.forget_all()
+        curvature.runtime.stacks.clear()
         curvature.exchange.learned_at.clear()
         curvature.forget_step()
         complete = {b: set(b.state) for b in plan.blocks}

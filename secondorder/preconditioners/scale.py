@@ -175,7 +175,7 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
             if measured is None:
                 continue
             if measured.parts and "scale" in block.state:
-                block.replace_scale(measured, torch.tensor(True))
+                block.replace_scale(measured, torch.ones((), dtype=torch.bool, device=block.owner.device))
             block.count_scale()
         self._share_scales(blocks)
 
@@ -197,7 +197,7 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         whole = wholes.keep(due, gradients) if due and is_sharded else gradients
         examples, ranks = float(self._step_examples), self.comm.data_world if self.comm.combines else 1
         mine = [b for b in due if self.comm.preconditions(b.index) and (examples or like_adam(b.group))]
-        together = measure_scales(self.exchange, mine, whole, examples, ranks, gate)
+        together = measure_scales(mine, whole, examples, ranks, gate)
         for block in (b for b in mine if b not in together):
             block.rotated = block.fold_gradient(self.directions.matrix_of(block, whole), examples, ranks, gate)
             if not preconditions_gradient(block.group):

@@ -1,14 +1,17 @@
 """Small blocks of equal shape precondition together and take the same steps as one by one."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from secondorder import EKFAC, KFAC, InverseOptions
+from secondorder.curvature.kronecker import KroneckerBlock
 from secondorder.preconditioners import block_stacks, directions
 from secondorder.preconditioners.block_stacks import Limits, Stacked, directions_of_stacks
+from secondorder.preconditioners.kronecker import KroneckerPreconditioner
 from tests.support.building import built
 from tests.support.device import SimulatedDevice
 from tests.support.device_runs import DeviceRun, check, host
@@ -313,6 +316,122 @@ def test_statistics_of_one_block_of_a_stack_that_are_not_finite_are_skipped():
                 assert all(torch.equal(host(s[key]), x) for key, x in known.items())
             run.steps(2, start=3)
             assert all(torch.isfinite(p).all() for p in run.parameters())
+
+
+def some_layers(model, which):
+    return [p for i in which for p in model[2 * i].parameters()]
+
+
+GROUPED = {
+    "unclipped": (KFAC, {"kl_clip": None}, {}),
+    "grafted": (KFAC, {"graft": "sgd"}, {}),
+    "orthogonal": (KFAC, {"orthogonalize": True}, {}),
+    "transport": (EKFAC, {"transport": "kfac"}, {}),
+    "rate": (KFAC, {"lr": 0.3}, {}),
+    "damping": (EKFAC, {"damping": 0.5}, {}),
+    "factored": (KFAC, {"inverse_method": "cholesky"}, {"inverse_method": "eigen", "damping": 0.3}),
+}
+
+
+@pytest.mark.parametrize("case", GROUPED)
+def test_groups_with_other_options_are_not_mixed_up(case):
+    """Also if as many parameters are clipped as there are blocks."""
+    method, first, rest = GROUPED[case]
+
+    def build(model):
+        groups = [{"params": some_layers(model, (0, 1))} | first, {"params": some_layers(model, (2, 3))} | rest]
+        return method(groups, module=model, lr=0.1, factor_update_steps=1, inv_update_steps=2)
+
+    check(build, DeepTask(4), steps=5)
+
+
+def test_a_rank_does_not_hide_how_the_damping_is_split(monkeypatch):
+    found = []
+    for few in (2, 100):
+        monkeypatch.setattr(block_stacks, "_FEW", few)
+        task = DeepTask(4)
+        own = [{"inverse_method": method, "inverse_rank": 2} for method in ("cholesky", "eigen")]
+
+        def build(model, own=own):
+            groups = [{"params": some_layers(model, which)} | o for which, o in zip(((0, 1), (2, 3)), own, strict=True)]
+            return KFAC(groups, module=model, lr=0.1, factor_update_steps=1, inv_update_steps=2)
+
+        found.append(DeviceRun(build, task).steps(4).parameters())
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("options", [{}, {"estimator": "running"}, {"transport": "recompute"}], ids=str)
+def test_stacks_are_made_once(options):
+    build = partial(built, EKFAC, lr=0.01, factor_update_steps=1, inv_update_steps=3, **options)
+    with SimulatedDevice() as device:
+        run = DeviceRun(build, DeepTask(4), device).steps(4)
+        stacks = run.optimizer.preconditioner.runtime.stacks._shared
+        before = {name: stack for name, (_, stack) in stacks.items()}
+        run.steps(4, start=4)
+        assert [name for name, (_, stack) in stacks.items() if stack is not before.get(name)] == []
+
+
+class Sometimes(nn.Module):
+    """Equal layers, half of which run in a pass."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6)).to(dtype)
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        for i in torch.randperm(6, generator=torch.Generator().manual_seed(self.passes))[:3].sort().values:
+            x = x + torch.tanh(self.layers[int(i)](x))
+        return x
+
+
+class SometimesTask(DeepTask):
+    def model(self, dtype):
+        torch.manual_seed(0)
+        return Sometimes(dtype)
+
+
+@pytest.mark.parametrize(("method", "options"), [(KFAC, {}), (EKFAC, {}), (EKFAC, {"estimator": "running"})])
+def test_layers_that_take_turns_use_no_further_memory(method, options):
+    build = partial(method, lr=0.01, factor_update_steps=1, inv_update_steps=2, **options)
+    with SimulatedDevice() as device:
+        run = DeviceRun(build, SometimesTask(6), device).steps(30)
+        found = run.parameters()
+        stacks = run.optimizer.preconditioner.runtime.stacks
+        shared = sum(stack.nbytes for _, stack in stacks._shared.values())
+        usage = run.optimizer.memory_usage()
+        assert shared <= sum(usage[kind] for kind in ("factors", "second_order", "scale", "buffers") if kind in usage)
+        assert len(run.optimizer.preconditioner.exchange._skipped) <= 64 + 6
+    expected = DeviceRun(build, SometimesTask(6)).steps(30).parameters()
+    for p, q in zip(found, expected, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_a_block_of_another_class_folds_its_factors_itself():
+    class Doubled(KroneckerBlock):
+        def fold_factors(self, measured, gate):
+            part = measured.parts["factor_a"]
+            parts = {**measured.parts, "factor_a": part._replace(total=2 * part.total)}
+            return super().fold_factors(measured._replace(parts=parts), gate)
+
+    class Preconditioner(KroneckerPreconditioner):
+        block_type = Doubled
+
+    class Method(KFAC):
+        preconditioner_type = Preconditioner
+
+    check(lambda model: Method(model, lr=0.01, factor_update_steps=1, inv_update_steps=2), DeepTask(4), steps=4)
+
+
+def test_a_dropped_step_does_not_count_as_skipped_statistics():
+    with SimulatedDevice() as device:
+        run = DeviceRun(lambda model: EKFAC(model, lr=0.01, estimator="running"), DeepTask(4), device).steps(2)
+        for p in run.model.parameters():
+            p.grad = device.tensor(torch.full(p.shape, torch.nan, dtype=p.dtype))
+        run.optimizer.step()
+        assert run.optimizer.diagnostics()["skipped_statistics"] == 0
+        assert run.optimizer.diagnostics()["skipped_steps"] == 1
 
 
 def test_a_loaded_state_replaces_the_stacks():

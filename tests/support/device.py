@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_map, tree_map_only
 
+from secondorder.linalg import gates
+
 aten = torch.ops.aten
 KIND = "lazy"
 
@@ -114,6 +116,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     def __enter__(self) -> SimulatedDevice:
         self._around.enter_context(mock.patch.object(torch, "Event", _event_type(self)))
+        self._around.enter_context(mock.patch.object(gates, "FUSED", (*gates.FUSED, KIND)))
         self._around.enter_context(torch.autograd.set_multithreading_enabled(False))
         # Make `torch.tensor(..., device=...)` a copy that is dispatched as an operator, and not one inside C++.
         before = torch._C._only_lift_cpu_tensors()

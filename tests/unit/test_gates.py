@@ -88,6 +88,13 @@ def test_sgd_under_a_gate_takes_parameters_in_another_order_of_memory():
     assert found[0].is_contiguous(memory_format=torch.channels_last)
 
 
+def test_squares_that_float16_cannot_hold_are_averaged_under_a_gate():
+    g = torch.full((4,), 1000.0, dtype=torch.float16)
+    means, squares = torch.zeros_like(g), torch.zeros_like(g)
+    first_order.adam_moments_([g], [means], [squares], (0.9, 0.999), OPEN)
+    torch.testing.assert_close(squares, torch.full_like(g, 1000.0))
+
+
 def counts(*steps: float) -> list[Tensor]:
     return [torch.tensor(step) for step in steps]
 

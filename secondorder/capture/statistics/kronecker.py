@@ -69,7 +69,8 @@ class KroneckerSums:
                 self._add_reduced(calls, examples)
             return
         for call in calls:
-            is_half = call.g.dtype in (torch.bfloat16, torch.float16)
+            # Rows that are sampled are multiplied by the root of their weight.
+            is_half = call.g.dtype in (torch.bfloat16, torch.float16) and self._sampler is None
             with full_precision(self.a.device, is_half=is_half):
                 self._add_expanded(call.as_computed() if is_half and call.g.is_cuda else call, examples)
 
