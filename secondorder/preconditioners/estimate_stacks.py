@@ -32,11 +32,12 @@ from secondorder.preconditioners.block_stacks import (
     write_back,
 )
 
-#: Entries of the state that the preconditioning of stacks reads, and those that an update of the scale reads.
+#: Entries of the state that preconditioning reads on a CPU, those that an update of the scale changes, and all entries
+#: that either of them reads on a device.
 _USED = "scale", "basis_a", "basis_g"
-_UPDATED = "scale", "scale_weight", "scale_unit", "basis_a", "basis_g", "eigenvalues_a", "eigenvalues_g"
-#: Entries that an update of the factors reads, and those that are measured for it.
 _CHANGED = "scale", "scale_weight", "scale_unit"
+_UPDATED = (*_CHANGED, "basis_a", "basis_g", "eigenvalues_a", "eigenvalues_g")
+#: Entries that an update of the factors reads, and those that are measured for it.
 _KEPT, _FACTORS = ("factor_a", "factor_g", "factor_weight"), ("factor_a", "factor_g")
 #: Options that the preconditioning of stacks reads.
 _READ = (
