@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 from benchmarks.commands import length
 from benchmarks.commands.length import Length
 from benchmarks.compare import runs
+from benchmarks.precision import moved
 
 
 @pytest.fixture(autouse=True)
@@ -89,3 +91,21 @@ def test_failures_and_divergence_are_shown(data_dir, tmp_path):
     assert [row["test accuracy"] for row in rows[:2]] == ["failed", "diverged"]
     assert [row["training loss"] for row in rows[:2]] == ["-", "-"]
     assert float(rows[2]["test accuracy"]) > 0
+
+
+def test_results_of_a_device_have_a_name_of_their_own():
+    assert Length(steps=10).stem == "length-resnet20-10-cpu"
+    assert Length(steps=10, size="paper", device="cuda").stem == "length-resnet20-10-paper-cuda"
+
+
+def test_tensors_are_on_the_cpu_before_anyone_reads_them(monkeypatch):
+    seen, original = [], torch.Tensor.to
+
+    def to(self, *args, **keywords):
+        seen.append(keywords["non_blocking"])
+        return original(self, *args, **keywords)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    for device in ("cpu", "meta"):
+        moved((torch.ones(1),), torch.device(device))
+    assert seen == [False, True]
