@@ -69,8 +69,9 @@ class KroneckerSums:
                 self._add_reduced(calls, examples)
             return
         for call in calls:
-            # Rows that are sampled are multiplied by the root of their weight.
-            is_half = call.g.dtype in (torch.bfloat16, torch.float16) and self._sampler is None
+            # Sampled rows are multiplied by the root of their weight, and scaled gradients are divided by the scale.
+            is_scaled = self._sampler is not None or call.unscale is not None
+            is_half = call.g.dtype in (torch.bfloat16, torch.float16) and not is_scaled
             with full_precision(self.a.device, is_half=is_half):
                 self._add_expanded(call.as_computed() if is_half and call.g.is_cuda else call, examples)
 
