@@ -20,7 +20,7 @@ from benchmarks.compare.plan import Job
 from benchmarks.compare.runs import Setting, find, measure_reference, recipe_on, train
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt, why_lost
 from benchmarks.plot import Row, look, save, styled
-from benchmarks.precision import Amp, DeviceName
+from benchmarks.precision import Amp, DeviceName, Precision
 from benchmarks.recipes.building import parse_settings, split_settings
 from benchmarks.recipes.types import RATES, Schedule
 from benchmarks.report import Column, value
@@ -67,6 +67,7 @@ class Length(Evidence):
         self.check(positive=("steps", "factors", "evaluations"))
         if self.evaluations > self.steps:
             raise ValueError(f"evaluations must be at most steps={self.steps}, got {self.evaluations}")
+        Precision(self.device, self.amp)  # raises an error if there is no such device
 
     def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
         fields = parse_settings(self.workload_set)

@@ -98,6 +98,13 @@ def test_results_of_a_device_have_a_name_of_their_own():
     assert Length(steps=10, size="paper", device="cuda").stem == "length-resnet20-10-paper-cuda"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_device_is_refused_before_anything_is_stored(data_dir, tmp_path):
+    with pytest.raises(ValueError, match="sees no CUDA device here"):
+        study(data_dir, tmp_path, device="cuda").run()
+    assert not list(tmp_path.iterdir())
+
+
 def test_tensors_are_on_the_cpu_before_anyone_reads_them(monkeypatch):
     seen, original = [], torch.Tensor.to
 
