@@ -22,8 +22,9 @@ from tests.support.kfac import (
     twin,
 )
 from tests.support.models import mlp, seeded_build, vectors
+from tests.support.oracles.ekfac import damped_power, solve
 from tests.support.oracles.fisher import METHODS, STILL, quiet
-from tests.support.oracles.kfac import expected_factors, layer_values, solve_pi
+from tests.support.oracles.kfac import expected_factors, layer_values, pi_factors, solve_pi
 from tests.support.warned import silent
 
 SIZES = [5, 2, 7, 1, 4, 3, 6, 2]
@@ -94,28 +95,19 @@ def test_micro_batches_are_one_update():
 
 
 # ---------------------------------------------------------------- Burn-in
-@pytest.mark.parametrize(
-    ("given", "decay", "burnin"),
-    [
-        ({"scale_decay": 0.7, "factor_decay": 1.0}, 0.7, 0),
-        ({"factor_decay": 0.7}, 0.7, 0),  # defaults to that of the factors
-        ({"scale_decay": 0.6, "factor_decay": 1.0, "burnin_steps": 3}, 0.6, 3),  # counts their own updates
-    ],
-    ids=str,
-)
-def test_scales_are_those_of_a_plain_list(given, decay, burnin):
-    """The first step makes the basis, which stays."""
+def test_the_burn_in_of_scales_counts_their_own_updates():
+    """The first step makes the basis, which stays. `tests/ekfac/test_schedule.py` tests decays without a burn-in."""
     found = []
-    for keywords in ({"factor_decay": given["factor_decay"], "scale_decay": 0.0}, given):
+    for decays in ({"scale_decay": 0.0}, {"scale_decay": 0.6, "burnin_steps": 3}):
         model = mlp()
-        opt = built(EKFAC, model, **{**STILL, "inv_update_steps": 1000, **keywords})
+        opt = built(EKFAC, model, **{**STILL, "inv_update_steps": 1000, "factor_decay": 1.0, **decays})
         values = []
         for t, n in enumerate(SIZES):
             train_step(opt, model, *vectors(n, seed=t), F.cross_entropy)
             values.append(layer_state(opt, model, "0")["scale"].clone())
         found.append(values)
     single, averages = found
-    batches = [(1.0 if t < burnin else decay, n, s) for t, (n, s) in enumerate(zip(SIZES[1:], single[1:], strict=True))]
+    batches = [(1.0 if t < 3 else 0.6, n, s) for t, (n, s) in enumerate(zip(SIZES[1:], single[1:], strict=True))]
     for t in range(1, len(SIZES)):
         total, expected = averaged(batches[:t])
         assert_close(averages[t], expected, 1e-10, f"step {t}")
@@ -196,79 +188,49 @@ def test_decay_per_step_counts_the_steps_between_updates(method, schedule, resum
 
 
 # ---------------------------------------------------------------- Weight decay as curvature
-def moved(opt, model) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """(θ, ∇, θ − θ') of every layer, for a step with the current gradients."""
-    before = {name: layer_values(model.get_submodule(name)) for name in ("0", "2")}
-    return {name: (before[name], gradient, V) for name, (gradient, V) in directions(opt, model).items()}
-
-
-@pairs(method=METHODS, as_curvature=[False, True], decoupled=[False, True])
-def test_weight_decay_in_curvature(method, as_curvature, decoupled):
+@pairs(
+    lambda kind, as_curvature, **_: kind != "cholesky" or as_curvature,
+    kind=["kfac", "cholesky", "ekfac"],
+    as_curvature=[False, True],
+    decoupled=[False, True],
+)
+def test_weight_decay_in_curvature(kind, as_curvature, decoupled):
     """Its Hessian, weight_decay·I, is added to λ, and the decay itself is applied as usual; groups may differ."""
     model, (x, y) = mlp(), vectors()
     groups = [{"params": list(model[i].parameters()), "weight_decay": 0.3 * (i == 0)} for i in (0, 2)]
     options = {"decoupled_weight_decay": decoupled, "weight_decay_in_curvature": as_curvature}
-    opt = built(method, groups, module=model, **PLAIN, **options)
+    inverse = {"inverse_method": "cholesky"} if kind == "cholesky" else {}
+    opt = built(EKFAC if kind == "ekfac" else KFAC, groups, module=model, **PLAIN, **options, **inverse)
     opt.param_groups[0]["weight_decay"] = 0.5  # options are read when they are used
     backward(model, x, y, F.cross_entropy)
-    for name, (theta, gradient, step) in moved(opt, model).items():
-        decay = 0.5 if name == "0" else 0.0
-        block = opt.dense_curvature(name)
-        damped = block + (1e-2 + decay * as_curvature) * torch.eye(len(block), dtype=torch.float64)
-        V = torch.linalg.solve(damped, gradient.reshape(-1)).view_as(gradient)
-        assert_close(step, V + decay * theta, 1e-9, name)
-
-
-def test_weight_decay_in_the_curvature_of_cholesky():
-    model, (x, y) = mlp(), vectors()
-    opt = built(KFAC, model, **PLAIN, weight_decay=0.5, weight_decay_in_curvature=True, inverse_method="cholesky")
-    backward(model, x, y, F.cross_entropy)
-    for name, (theta, gradient, step) in moved(opt, model).items():
-        A, B = held_factors(opt, model, name)
-        assert_close(step, solve_pi(B, A, gradient, 1e-2 + 0.5) + 0.5 * theta, 1e-9, name)
+    before = {name: layer_values(model.get_submodule(name)) for name in ("0", "2")}
+    for name, (gradient, step) in directions(opt, model).items():
+        decay, block = 0.5 if name == "0" else 0.0, opt.dense_curvature(name)
+        damping = 1e-2 + decay * as_curvature
+        if kind == "cholesky":
+            A, B = held_factors(opt, model, name)
+            V = solve_pi(B, A, gradient, damping)
+        else:
+            V = solve(block, gradient, damping)
+        assert_close(step, V + decay * before[name], 1e-9, name)
 
 
 # ---------------------------------------------------------------- Power
-def applied(model, method, gradients: dict[str, Tensor] | None, power: float, **keywords):
-    """The direction of every layer at one curvature; ``gradients`` take the place of those of the loss."""
-    opt = built(method, model, **{**PLAIN, "factor_update_steps": 10, "inv_update_steps": 10, **keywords})
+@each(kind=["absolute", "relative", "pi"], power=[0.25, 0.5, 0.8])
+def test_power_is_that_of_the_damped_matrix(kind, power):
+    """This includes the product of two damped factors. `tests/ekfac/test_exact.py` tests powers of EK-FAC."""
+    options = {"relative": {"damping_mode": "relative"}, "pi": {"damping_split": "pi"}}.get(kind, {})
+    model = mlp()
+    opt = built(KFAC, model, **PLAIN, **options)
     opt.param_groups[0]["power"] = power  # options are read when they are used
     backward(model, *vectors(), F.cross_entropy)
-    if gradients is not None:
-        for name, matrix in gradients.items():
-            layer = model.get_submodule(name)
-            layer.weight.grad, layer.bias.grad = matrix[:, :-1].clone(), matrix[:, -1].clone()
-    return opt, directions(opt, model)
-
-
-HALVES = {
-    "absolute": (KFAC, {}),
-    "absolute, scales": (EKFAC, {}),
-    "relative": (KFAC, {"damping_mode": "relative"}),
-    "pi": (KFAC, {"damping_split": "pi"}),
-}
-
-
-@pytest.mark.parametrize("case", HALVES)
-def test_half_the_power_twice_is_the_whole(case):
-    """This includes the product of two damped factors, whose eigenvalues are the products of theirs."""
-    method, keywords = HALVES[case]
-    _, whole = applied(mlp(), method, None, 1.0, **keywords)
-    _, once = applied(mlp(), method, None, 0.5, **keywords)
-    _, twice = applied(mlp(), method, {name: V for name, (_, V) in once.items()}, 0.5, **keywords)
-    for name, (_, V) in whole.items():
-        assert_close(twice[name][1], V, 1e-9, name)
-        assert not torch.allclose(once[name][1], V)
-
-
-@each(method=METHODS, power=[0.25, 0.5, 0.8])
-def test_power_is_that_of_the_damped_matrix(method, power):
-    opt, found = applied(mlp(), method, None, power)
-    for name, (gradient, V) in found.items():
+    for name, (gradient, V) in directions(opt, model).items():
         block = opt.dense_curvature(name)
-        values, vectors_ = torch.linalg.eigh(block + 1e-2 * torch.eye(len(block), dtype=torch.float64))
-        root = vectors_ @ torch.diag(values**-power) @ vectors_.T
-        assert_close(V, (root @ gradient.reshape(-1)).view_as(V), 1e-8, name)
+        damping = 1e-2 * (float(block.diagonal().mean()) if kind == "relative" else 1.0)
+        if kind == "pi":
+            A, B = held_factors(opt, model, name)
+            block, damping = torch.kron(*pi_factors(B, A, 1e-2)), 0.0
+        assert_close(V, damped_power(block, damping, power, gradient), 1e-8, name)
 
 
 def test_power_needs_eigenvalues_in_every_group():

@@ -4,13 +4,9 @@ To test a mean over draws, every example of the batch is repeated many times. Th
 its own draw, so one step is an average over many draws, and few steps make a sharp test.
 """
 
-import copy
-import io
 import itertools
 import math
-import random
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +19,6 @@ from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
-    assert_same_factors,
     held_factors,
     labels,
     noise,
@@ -168,19 +163,6 @@ def test_more_samples_have_less_variance_around_the_same_mean(fisher, method):
         assert_mean(values, rows["0"].factors()[1], f"{samples} samples", 0.1)
         spread[samples] = float(values.var(0).sum())
     assert 2 < spread[1] / spread[4] < 8
-
-
-def test_draws_of_a_classifier_are_its_own_labels():
-    """B of the last layer is v vᵀ, where v is p − onehot of a class that is drawn with probability p."""
-    model, x = mlp((3, 4, 3)), vectors(1, d=3)[0]
-    with torch.no_grad():
-        p = model(x).softmax(1)[0]
-    values = fisher_draws(rarely_refreshed(model, "mc"), model, x, "categorical", 80)["2"]
-    allowed = torch.stack([torch.outer(p - e, p - e) for e in torch.eye(3, dtype=torch.float64)])
-    distances = (values[:, None] - allowed).abs().amax((2, 3))
-    assert float(distances.amin(1).max()) < 1e-12
-    drawn = distances.argmin(1).bincount(minlength=3) / 80
-    assert ((drawn - p).abs() <= 5 * (p * (1 - p) / 80).sqrt()).all()
 
 
 # ---------------------------------------------------------------- A part of the examples or of their positions
@@ -360,26 +342,16 @@ def test_options_of_the_factors_do_not_affect_the_scales_and_vice_versa():
     assert_close(scale, squares(rows, state["basis_a"], state["basis_g"]).mean(0), 1e-9)
 
 
-def test_gradients_are_those_of_the_whole_batch():
-    one, x, y = MODELS["pooled"]()
-    other = twin(one)
-    rarely_refreshed(one, "empirical", factor_batch_size=2, factor_positions=2)
-    for model in (one, other):
-        F.cross_entropy(model(x), y).backward()
-    for p, q in zip(one.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-
-
-def test_positions_of_reduced_rows_are_refused():
-    for method in METHODS.values():
-        with pytest.raises(ValueError, match=r"reduce.*factor_positions"):
-            built(method, mlp(), approx="reduce", factor_positions=2)
-        opt = built(method, mlp(), factor_positions=2)
-        saved = opt.state_dict()
-        saved["param_groups"][0]["approx"] = "reduce"
-        with pytest.raises(ValueError, match=r"reduce.*factor_positions"):
-            opt.load_state_dict(saved)
-        assert opt.param_groups[0]["approx"] == "expand"
+@pytest.mark.parametrize("method", METHODS.values())
+def test_positions_of_reduced_rows_are_refused(method):
+    with pytest.raises(ValueError, match=r"reduce.*factor_positions"):
+        built(method, mlp(), approx="reduce", factor_positions=2)
+    opt = built(method, mlp(), factor_positions=2)
+    saved = opt.state_dict()
+    saved["param_groups"][0]["approx"] = "reduce"
+    with pytest.raises(ValueError, match=r"reduce.*factor_positions"):
+        opt.load_state_dict(saved)
+    assert opt.param_groups[0]["approx"] == "expand"
 
 
 # ---------------------------------------------------------------- Where the randomness comes from
@@ -407,17 +379,9 @@ def sequence(drawn: str, method: type = KFAC, steps: int = 3, parts: int = 1, **
 
 
 @each(drawn=DRAWN.keys(), method=METHODS)
-def test_the_seed_determines_the_draws_and_the_user_s_generators_do_not(drawn, method):
-    """The user's generators are not used, and every step has new draws."""
-    torch.manual_seed(1)
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    first = sequence(drawn, method, deterministic_seed=7)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert (np.random.get_state()[1] == states[2]).all()
-    torch.manual_seed(2)
-    again = sequence(drawn, method, deterministic_seed=7)
-    other = sequence(drawn, method, deterministic_seed=8)
+def test_the_seed_determines_the_draws_of_every_step(drawn, method):
+    """``tests/contract/test_curvature_options.py`` tests that the user's generator is not used, and resumed runs."""
+    first, again, other = (sequence(drawn, method, deterministic_seed=seed) for seed in (7, 7, 8))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not any(torch.allclose(a, b) for a, b in zip(first, other, strict=True))
     assert not any(torch.allclose(a, first[0]) for a in first[1:])
@@ -436,48 +400,3 @@ def test_every_step_micro_batch_sample_and_example_has_its_own_draw(fisher):
         opt = rarely_refreshed(model, fisher)
         observed_step(opt, model, repeated(x, copies), "categorical")
         assert int(torch.linalg.matrix_rank(held_factors(opt, model, "2")[1], rtol=1e-9)) == rank
-
-
-def test_statistics_without_draws_use_no_generator():
-    for fisher, likelihood in (("exact", "bernoulli"), ("empirical", "categorical")):
-        model, before = mlp(), torch.get_rng_state()
-        observed_step(rarely_refreshed(model, fisher), model, vectors()[0], likelihood)
-        assert torch.equal(torch.get_rng_state(), before)
-
-
-def train(opt, model, seeds) -> None:
-    for seed in seeds:
-        step(opt, model, [vectors(4, seed=seed)], likelihood="categorical")
-
-
-def saved(opt, model, fisher, method, **keywords):
-    """Load a file into an optimizer with another seed: the generator is part of the checkpoint."""
-    file = io.BytesIO()
-    torch.save(opt.state_dict(), file)
-    file.seek(0)
-    resumed = mlp()
-    resumed.load_state_dict(model.state_dict())
-    again = still(resumed, fisher, method, **keywords, deterministic_seed=4)
-    again.load_state_dict(torch.load(file, weights_only=True))
-    return again, resumed
-
-
-def copied(opt, model, fisher, method, **keywords):
-    other, again = copy.deepcopy((model, opt))
-    again.attach(other)
-    return again, other
-
-
-@each(fisher=["empirical", *SAMPLED], method=METHODS, way=[saved, copied])
-def test_a_resumed_or_copied_run_continues_with_the_same_draws(fisher, method, way):
-    keywords = {"lr": 0.1, "momentum": 0.9, "factor_decay": 0.9, "factor_batch_size": 3}
-    keywords |= {"scale_batch_size": 2} if method is EKFAC else {"factor_positions": 1}
-    model = mlp()
-    opt = still(model, fisher, method, **keywords, deterministic_seed=3)
-    train(opt, model, range(3))
-    again, resumed = way(opt, model, fisher, method, **keywords)
-    train(opt, model, range(3, 6))
-    train(again, resumed, range(3, 6))
-    for p, q in zip(model.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(p, q)
-    assert_same_factors(again, resumed, all_factors(opt, model))
