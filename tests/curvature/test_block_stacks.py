@@ -45,7 +45,18 @@ class Net(nn.Module):
         return self.wide(self.biased(self.bare(self.plain(self.norm(x)))))
 
 
-def trained(monkeypatch, method, dtype, *, stacked, groups=False, **options):
+def optimizer_of(model, method, *, groups=False, **options):
+    """An optimizer that refreshes every second step; ``groups`` give a plain layer a damping of its own."""
+    params = model
+    if groups:
+        first = list(model.plain[0].parameters())
+        rest = [p for p in model.parameters() if p.requires_grad and all(p is not q for q in first)]
+        params = [{"params": first, "damping": 0.5}, {"params": rest}]
+        options["module"] = model
+    return built(method, params, **{"factor_update_steps": 1, "inv_update_steps": 2, "lr": 0.001, **options})
+
+
+def trained(monkeypatch, method, dtype, *, stacked, **options):
     """The parameters after some steps, and how many blocks the last one stacked, which may be none."""
     torch.manual_seed(0)
     model, sizes = Net(dtype), []
@@ -56,26 +67,13 @@ def trained(monkeypatch, method, dtype, *, stacked, groups=False, **options):
         return found
 
     monkeypatch.setattr(directions, "directions_of_stacks", counted)
-    params = model
-    if groups:
-        first = list(model.plain[0].parameters())
-        rest = [p for p in model.parameters() if p.requires_grad and all(p is not q for q in first)]
-        params = [{"params": first, "damping": 0.5}, {"params": rest}]
-        options["module"] = model
-    often = {"factor_update_steps": 1, "inv_update_steps": 2, "lr": 0.001}
-    optimizer = built(method, params, **often, **options)
+    optimizer = optimizer_of(model, method, **options)
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.randint(9, (6, 4), generator=generator)).square().mean().backward()
         optimizer.step()
     return torch.cat([p.detach().flatten() for p in model.parameters()]), sizes[-1]
-
-
-def assert_close(found, expected, dtype):
-    """Up to the rounding of products, which have the same bits except for the smallest matrices and for vectors."""
-    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 CASES = {
@@ -97,26 +95,31 @@ CASES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_steps_are_those_of_single_products(monkeypatch, case, dtype):
+    """Up to the rounding of products, which have the same bits except for the smallest matrices and for vectors."""
     method, options = CASES[case]
+    if case == "eigen":  # whatever the bound of a stack is
+        monkeypatch.setattr(block_stacks, "_HOST", Limits(2**16, 2**15, 400))
     together, count = trained(monkeypatch, method, dtype, stacked=True, **options)
     apart, none = trained(monkeypatch, method, dtype, stacked=False, **options)
     # All except the widest layer: an embedding, four convolutions, two norms, four layers, two without bias, a bias.
     assert (count, none) == (14, 0)
-    assert_close(together, apart, dtype)
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(together, apart, rtol=tolerance, atol=tolerance)
 
 
-def test_running_scales_and_orthogonalized_layers_are_not_stacked(monkeypatch):
-    for own in ({}, {"power": 0.5, "momentum_mode": "pre", "kl_clip": None}):
-        assert trained(monkeypatch, EKFAC, torch.float32, stacked=True, estimator="running", **own)[1] == 0
-    # The embedding, the norms and the bias have no polar factor, so they are stacked.
-    assert trained(monkeypatch, KFAC, torch.float32, stacked=True, orthogonalize=True)[1] == 4
-
-
-def test_the_bound_of_a_stack_does_not_matter(monkeypatch):
-    monkeypatch.setattr(block_stacks, "_HOST", Limits(2**16, 2**15, 400))
-    together, _ = trained(monkeypatch, KFAC, torch.float64, stacked=True)
-    apart, _ = trained(monkeypatch, KFAC, torch.float64, stacked=False)
-    assert_close(together, apart, torch.float64)
+@pytest.mark.parametrize(
+    ("method", "options", "few", "number"),
+    [
+        (EKFAC, {"estimator": "running"}, 1, 0),
+        (EKFAC, {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "kl_clip": None}, 1, 0),
+        (KFAC, {"orthogonalize": True}, 1, 4),  # the embedding, the norms and the bias, which have no polar factor
+        (KFAC, {}, 3, 3),  # the layers of the only shape that more than three have
+    ],
+    ids=["running", "like Adam", "orthogonal", "few of a shape"],
+)
+def test_running_scales_orthogonalized_layers_and_few_blocks_are_not_stacked(monkeypatch, method, options, few, number):
+    monkeypatch.setattr(block_stacks, "_FEW", few)
+    assert trained(monkeypatch, method, torch.float32, stacked=True, **options)[1] == number
 
 
 def test_blocks_without_a_gradient_are_left_out():
@@ -197,16 +200,6 @@ FURTHER = {
 @pytest.mark.parametrize("case", {**CASES, **FURTHER})
 def test_stacks_on_a_device_train_as_single_blocks_on_the_cpu(monkeypatch, case):
     method, options = {**CASES, **FURTHER}[case]
-    often = {"factor_update_steps": 1, "inv_update_steps": 2, "lr": 0.001}
-    several = options.get("groups", False)
-    own = {key: value for key, value in options.items() if key != "groups"}
-
-    def build(model):
-        first = list(model.plain[0].parameters())
-        rest = [p for p in model.parameters() if p.requires_grad and all(p is not q for q in first)]
-        groups = [{"params": first, "damping": 0.5}, {"params": rest}]
-        return built(method, groups if several else model, **often | own, **({"module": model} if several else {}))
-
     seen = []
 
     def counted(*given):
@@ -214,7 +207,7 @@ def test_stacks_on_a_device_train_as_single_blocks_on_the_cpu(monkeypatch, case)
         return seen[-1]
 
     monkeypatch.setattr(directions, "directions_of_stacks", counted)
-    check(build, NetTask(), steps=5)
+    check(lambda model: optimizer_of(model, method, **options), NetTask(), steps=5)
     # The run on the CPU comes first.
     assert len(seen[-1].directions) >= max(len(seen[0].directions), 6)
     assert seen[-1].products
@@ -237,24 +230,18 @@ class DeepTask:
 
 
 @pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        (KFAC, {}),
-        (KFAC, {"inverse_method": "cholesky", "weight_decay": 0.1}),
-        (EKFAC, {"estimator": "running"}),
-        (EKFAC, {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "kl_clip": None}),
-        (KFAC, {"orthogonalize": True}),
-        (KFAC, {"orthogonalize": True, "inv_update_steps": 0}),
-    ],
-    ids=["eigen", "cholesky", "running", "like Adam", "orthogonal", "orthogonal alone"],
+    "case", ["eigen", "cholesky with decay", "running", "like Adam", "orthogonal", "orthogonal alone"]
 )
-def test_a_step_on_a_device_launches_as_many_kernels_for_eight_layers_as_for_four(method, options):
+def test_a_step_on_a_device_launches_as_many_kernels_for_eight_layers_as_for_four(case):
     """Statistics apart, which a step with an interval of ten does not capture."""
-    often = {"factor_update_steps": 10, "inv_update_steps": 10, "refresh_warmup": False, "lr": 0.001}
+    decayed = {"cholesky with decay": (KFAC, {"inverse_method": "cholesky", "weight_decay": 0.1})}
+    method, options = {**CASES, **FURTHER, **decayed}[case]
+    rarely = {"factor_update_steps": 10, "inv_update_steps": 10, "refresh_warmup": False}
     taken = []
     for layers in (4, 8):
         with SimulatedDevice() as device:
-            run = DeviceRun(lambda model: built(method, model, **often | options), DeepTask(layers), device).steps(3)
+            build = partial(optimizer_of, method=method, **rarely | options)
+            run = DeviceRun(build, DeepTask(layers), device).steps(3)
             for p in run.model.parameters():
                 p.grad = device.tensor(torch.ones(p.shape, dtype=p.dtype))
             before = device.calls
@@ -265,14 +252,13 @@ def test_a_step_on_a_device_launches_as_many_kernels_for_eight_layers_as_for_fou
 
 def test_states_on_a_device_are_views_of_stacks_and_take_no_more_memory():
     with SimulatedDevice() as device:
-        run = DeviceRun(lambda model: KFAC(model, lr=0.1, factor_update_steps=1, inv_update_steps=1), NetTask(), device)
+        run = DeviceRun(partial(optimizer_of, method=KFAC, inv_update_steps=1), NetTask(), device)
         before = run.optimizer.memory_usage()
         run.steps(2)
         stacks = run.optimizer.preconditioner.runtime.stacks
-        shared = {name: stack for name, (_, stack) in stacks._shared.items()}
         states = [run.optimizer.state[layer.weight] for layer in run.model.plain if isinstance(layer, nn.Linear)]
         places = [state["basis_a"].held.data_ptr() for state in states]
-        stack = next(s for s in shared.values() if s.held.data_ptr() == places[0])
+        stack = next(s for _, s in stacks._shared.values() if s.held.data_ptr() == places[0])
         assert torch.equal(stack.held[1], states[1]["basis_a"].held)
         states[1]["basis_a"].zero_()
         assert not stack.held[1].any()
@@ -301,27 +287,30 @@ def test_one_block_of_a_stack_that_is_not_finite_gets_its_gradient(clip):
     torch.testing.assert_close(*found)
 
 
-def test_statistics_of_one_block_of_a_stack_that_are_not_finite_are_skipped():
-    often = {"factor_update_steps": 1, "inv_update_steps": 4}
-    for method, options in ((KFAC, {}), (EKFAC, {}), (EKFAC, {"estimator": "running"})):
-        with SimulatedDevice() as device:
-            run = DeviceRun(lambda model, m=method, o=options: m(model, lr=0.01, **often | o), DeepTask(4), device)
-            run.steps(2)
-            state = [run.optimizer.state[run.model[i].weight] for i in (0, 2)]
-            before = [{key: host(s[key]).clone() for key in ("factor_a", "factor_g", "factor_weight")} for s in state]
-            hook = run.model[2].register_forward_pre_hook(lambda _, args: (args[0] * torch.inf * 0,))
-            run.steps(1, start=2)  # its input is NaN, and so are all gradients
-            hook.remove()
-            for s, known in zip(state, before, strict=True):
-                assert all(torch.equal(host(s[key]), x) for key, x in known.items())
-            run.steps(2, start=3)
-            assert all(torch.isfinite(p).all() for p in run.parameters())
+@pytest.mark.parametrize(("method", "options"), [(KFAC, {}), (EKFAC, {}), (EKFAC, {"estimator": "running"})])
+def test_statistics_of_one_block_of_a_stack_that_are_not_finite_are_skipped(method, options):
+    with SimulatedDevice() as device:
+        build = partial(optimizer_of, method=method, inv_update_steps=4, **options)
+        run = DeviceRun(build, DeepTask(4), device).steps(2)
+        states = [run.optimizer.state[run.model[i].weight] for i in (0, 2)]
+        before = [{key: host(s[key]).clone() for key in ("factor_a", "factor_g", "factor_weight")} for s in states]
+        hook = run.model[2].register_forward_pre_hook(lambda _, args: (args[0] * torch.inf * 0,))
+        run.steps(1, start=2)  # its input is NaN, and so are all gradients
+        hook.remove()
+        for state, known in zip(states, before, strict=True):
+            assert all(torch.equal(host(state[key]), x) for key, x in known.items())
+        run.steps(2, start=3)
+        assert all(torch.isfinite(p).all() for p in run.parameters())
 
 
-def some_layers(model, which):
-    return [p for i in which for p in model[2 * i].parameters()]
+def halves(model, method, first, rest):
+    """An optimizer with a group for each half of the model of a `DeepTask`, which has four layers."""
+    parts = [model[0:3].parameters(), model[4:].parameters()]
+    groups = [{"params": [*part]} | own for part, own in zip(parts, (first, rest), strict=True)]
+    return method(groups, module=model, lr=0.1, factor_update_steps=1, inv_update_steps=2)
 
 
+CHOLESKY, EIGEN = {"inverse_method": "cholesky"}, {"inverse_method": "eigen"}
 GROUPED = {
     "unclipped": (KFAC, {"kl_clip": None}, {}),
     "grafted": (KFAC, {"graft": "sgd"}, {}),
@@ -329,7 +318,7 @@ GROUPED = {
     "transport": (EKFAC, {"transport": "kfac"}, {}),
     "rate": (KFAC, {"lr": 0.3}, {}),
     "damping": (EKFAC, {"damping": 0.5}, {}),
-    "factored": (KFAC, {"inverse_method": "cholesky"}, {"inverse_method": "eigen", "damping": 0.3}),
+    "factored": (KFAC, CHOLESKY, {**EIGEN, "damping": 0.3}),
 }
 
 
@@ -337,34 +326,23 @@ GROUPED = {
 def test_groups_with_other_options_are_not_mixed_up(case):
     """Also if as many parameters are clipped as there are blocks."""
     method, first, rest = GROUPED[case]
-
-    def build(model):
-        groups = [{"params": some_layers(model, (0, 1))} | first, {"params": some_layers(model, (2, 3))} | rest]
-        return method(groups, module=model, lr=0.1, factor_update_steps=1, inv_update_steps=2)
-
-    check(build, DeepTask(4), steps=5)
+    check(lambda model: halves(model, method, first, rest), DeepTask(4), steps=5)
 
 
 def test_a_rank_does_not_hide_how_the_damping_is_split(monkeypatch):
     found = []
     for few in (2, 100):
         monkeypatch.setattr(block_stacks, "_FEW", few)
-        task = DeepTask(4)
-        own = [{"inverse_method": method, "inverse_rank": 2} for method in ("cholesky", "eigen")]
-
-        def build(model, own=own):
-            groups = [{"params": some_layers(model, which)} | o for which, o in zip(((0, 1), (2, 3)), own, strict=True)]
-            return KFAC(groups, module=model, lr=0.1, factor_update_steps=1, inv_update_steps=2)
-
-        found.append(DeviceRun(build, task).steps(4).parameters())
+        ranks = [{**own, "inverse_rank": 2} for own in (CHOLESKY, EIGEN)]
+        found.append(DeviceRun(lambda model, own=ranks: halves(model, KFAC, *own), DeepTask(4)).steps(4).parameters())
     torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("options", [{}, {"estimator": "running"}, {"transport": "recompute"}], ids=str)
 def test_stacks_are_made_once(options):
-    build = partial(built, EKFAC, lr=0.01, factor_update_steps=1, inv_update_steps=3, **options)
     with SimulatedDevice() as device:
-        run = DeviceRun(build, DeepTask(4), device).steps(4)
+        run = DeviceRun(partial(optimizer_of, method=EKFAC, inv_update_steps=3, **options), DeepTask(4), device)
+        run.steps(4)
         stacks = run.optimizer.preconditioner.runtime.stacks._shared
         before = {name: stack for name, (_, stack) in stacks.items()}
         run.steps(4, start=4)
@@ -394,7 +372,7 @@ class SometimesTask(DeepTask):
 
 @pytest.mark.parametrize(("method", "options"), [(KFAC, {}), (EKFAC, {}), (EKFAC, {"estimator": "running"})])
 def test_layers_that_take_turns_use_no_further_memory(method, options):
-    build = partial(method, lr=0.01, factor_update_steps=1, inv_update_steps=2, **options)
+    build = partial(optimizer_of, method=method, lr=0.01, **options)
     with SimulatedDevice() as device:
         run = DeviceRun(build, SometimesTask(6), device).steps(30)
         found = run.parameters()
@@ -403,9 +381,7 @@ def test_layers_that_take_turns_use_no_further_memory(method, options):
         usage = run.optimizer.memory_usage()
         assert shared <= sum(usage[kind] for kind in ("factors", "second_order", "scale", "buffers") if kind in usage)
         assert len(run.optimizer.preconditioner.exchange._skipped) <= 64 + 6
-    expected = DeviceRun(build, SometimesTask(6)).steps(30).parameters()
-    for p, q in zip(found, expected, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found, DeviceRun(build, SometimesTask(6)).steps(30).parameters(), rtol=1e-6, atol=1e-7)
 
 
 def test_a_block_of_another_class_folds_its_factors_itself():
@@ -421,7 +397,7 @@ def test_a_block_of_another_class_folds_its_factors_itself():
     class Method(KFAC):
         preconditioner_type = Preconditioner
 
-    check(lambda model: Method(model, lr=0.01, factor_update_steps=1, inv_update_steps=2), DeepTask(4), steps=4)
+    check(partial(optimizer_of, method=Method), DeepTask(4), steps=4)
 
 
 def test_a_dropped_step_does_not_count_as_skipped_statistics():
@@ -436,19 +412,9 @@ def test_a_dropped_step_does_not_count_as_skipped_statistics():
 
 def test_a_loaded_state_replaces_the_stacks():
     with SimulatedDevice() as device:
-        runs = [
-            DeviceRun(lambda model: KFAC(model, lr=0.1, factor_update_steps=1, inv_update_steps=1), NetTask(), device)
-            for _ in range(2)
-        ]
-        runs[0].steps(3)
-        runs[1].steps(1)
+        build = partial(optimizer_of, method=KFAC, inv_update_steps=1)
+        runs = [DeviceRun(build, NetTask(), device).steps(steps) for steps in (3, 1)]
         runs[1].model.load_state_dict(runs[0].model.state_dict())
         runs[1].optimizer.load_state_dict(runs[0].optimizer.state_dict())
-        found = [run.steps(2, start=3).parameters() for run in runs]
-    for p, q in zip(*found, strict=True):
-        assert torch.equal(p, q)
-
-
-def test_few_blocks_of_a_shape_are_not_stacked(monkeypatch):
-    monkeypatch.setattr(block_stacks, "_FEW", 3)
-    assert trained(monkeypatch, KFAC, torch.float32, stacked=True)[1] == 3  # the layers of one shape
+        first, second = (run.steps(2, start=3).parameters() for run in runs)
+    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))

@@ -11,7 +11,6 @@ from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, SparseMFAC
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import (
     COUNTER,
-    COUNTERS,
     ESTIMATE,
     FOUND,
     Entry,
@@ -26,7 +25,6 @@ from secondorder.curvature.schema import (
     shaped,
     tensors,
 )
-from secondorder.preconditioners.rows import RowPreconditioner
 from tests.support.building import built
 from tests.support.kfac import labels, noise
 
@@ -187,16 +185,6 @@ def test_the_schema_is_the_state(cls: Any, chosen: dict[str, Any]) -> None:
     for kind in sizes.keys() - {"buffers", "momentum"}:  # these include more than curvature
         assert usage[kind] == sizes[kind], kind
     opt.close()
-
-
-def test_every_rank_has_its_own_state_of_the_policy() -> None:
-    entry = RowPreconditioner.catalog["switch_state"]
-    assert (entry.place, entry.always) == (Place.OWN, True)
-
-
-def test_every_block_counts_its_updates() -> None:
-    assert list(COUNTERS) == ["factor_weight", "factor_updates", "refreshes"]
-    assert COUNTERS["factor_weight"].shape == ()
 
 
 def test_a_block_without_one_of_its_methods_cannot_be_created() -> None:
