@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import combinations, product
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,15 @@ def watching(
     optimizer = make(model)
     with Analysis(optimizer, folder, tools, **options) as analysis:
         yield model, optimizer, analysis
+
+
+def watch(
+    folder: Path, tools: Any, make: Make = PLAIN_KFAC, task: Task = MLP, *, steps: int = 1, **options: Any
+) -> tuple[Any, Analysis]:
+    """Train some steps under an analysis."""
+    with watching(folder, tools, make, task, **options) as (model, optimizer, analysis):
+        train(model, optimizer, task, steps)
+    return optimizer, analysis
 
 
 def one(folder: Path, tool: str, **wanted: Any) -> dict[str, Any]:
@@ -185,7 +194,8 @@ def test_steps_that_may_be_rejected_are_identical_too(cls: Any, tmp_path: Path) 
         optimizer = built(cls, model, lr=0.1, damping=0.1, adaptive_damping=True, damping_interval=1, reject_steps=True)
         with Analysis(optimizer, tmp_path, every=1, rank_fraction=0.5) if watched else nullcontext():
             for step in range(3):
-                assert optimizer.step(closure_of(model, optimizer, step)) is not None
+                closure = closure_of(model, optimizer, step)
+                assert (optimizer.step(closure=closure) if step == 1 else optimizer.step(closure)) is not None
             found.append({"model": values(model), "state": snapshot(optimizer)})
     assert_identical(found[0], found[1])
     assert [event["m"] for event in events(tmp_path, "rank")] == [6] * 6
@@ -226,22 +236,21 @@ def test_gradients_are_unchanged_and_closing_removes_every_hook(make: Make, tmp_
     assert hooks(model, optimizer) == without
 
 
-def test_nothing_is_collected_between_the_steps_that_are_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, original = [], rowtaps.ExampleRows
-    monkeypatch.setattr(rowtaps, "ExampleRows", lambda *args, **kw: made.append(step) or original(*args, **kw))
-    with watching(tmp_path, every=3) as (model, optimizer, _):
-        for step in range(7):
-            train(model, optimizer, MLP, 1, start=step)
-    assert sorted(set(made)) == [0, 3, 6]
-
-
-@pytest.mark.parametrize("tools", ["trend", "profile", ("profile", "trend")])
-def test_tools_without_rows_collect_none(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rowtaps, "ExampleRows", None)
-    with watching(tmp_path, tools, every=1) as (model, optimizer, analysis):
-        train(model, optimizer, MLP, 2)
-    assert set(analysis.events) == ({tools} if isinstance(tools, str) else set(tools))
-    assert {path.stem for path in tmp_path.iterdir()} == set(analysis.events)
+@pytest.mark.parametrize(
+    ("tools", "steps"), [(tuple(COLUMNS), [0, 3, 6]), ("trend", []), (("profile", "trend"), [])], ids=str
+)
+def test_rows_are_collected_only_for_tools_and_steps_that_need_them(
+    tools: Any, steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, original = set(), rowtaps.ExampleRows
+    with watching(tmp_path, tools, every=3) as (model, optimizer, analysis):
+        monkeypatch.setattr(
+            rowtaps, "ExampleRows", lambda *args, **kw: made.add(optimizer.steps) or original(*args, **kw)
+        )
+        train(model, optimizer, MLP, 7)
+    assert sorted(made) == steps
+    wanted = {tools} if isinstance(tools, str) else set(tools)
+    assert {path.stem for path in tmp_path.iterdir()} == set(analysis.events) == wanted
 
 
 # ------------------------------------------------------------------------------------------------- lines and columns
@@ -306,15 +315,6 @@ def test_a_resumed_run_appends_the_lines_of_an_uninterrupted_one(make: Make, tmp
     assert [e["epoch"] for e in events(tmp_path / "whole", "trend", layer="first")] == [0, 0, 1, 2]
 
 
-def test_the_first_step_is_analyzed_whatever_its_number(tmp_path: Path) -> None:
-    model = MLP.model()
-    optimizer = KFAC(model, lr=0.1)
-    train(model, optimizer, MLP, 3)
-    with Analysis(optimizer, tmp_path, every=5):
-        train(model, optimizer, MLP, 5, start=3)
-    assert [e["step"] for e in events(tmp_path, "profile")] == [3, 5]
-
-
 def test_broken_lines_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "rank.jsonl"
     path.write_text('{"step": 0, "layer": "fi', encoding="utf-8")
@@ -361,18 +361,14 @@ def test_rank_of_convolutions_with_groups(tmp_path: Path) -> None:
         F.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
     assert_spectrum(one(tmp_path, "rank", layer="0"), dense.groups, 0.05)
-    for event in events(tmp_path, "error"):
-        assert event["rel_error"] < 1e-12
-        assert event["r"] == 5
+    assert {(event["r"], event["rel_error"] < 1e-12) for event in events(tmp_path, "error")} == {(5, True)}
 
 
 @pytest.mark.parametrize("cls", [KFAC, HyLo])
 def test_relative_damping_is_a_multiple_of_the_mean_eigenvalue(cls: Any, tmp_path: Path) -> None:
     """The mean is over one eigenvalue for each parameter or one for each example, depending on the method."""
     dense = Dense(MLP.model(), "first", *MLP.batch(0))
-    make = partial(cls, lr=0.1, damping=3.0, damping_mode="relative")
-    with watching(tmp_path, "rank", make) as (model, optimizer, _):
-        train(model, optimizer, MLP, 1)
+    watch(tmp_path, "rank", partial(cls, lr=0.1, damping=3.0, damping_mode="relative"))
     eigenvalues = dense.u.shape[1] if cls is KFAC else len(dense.u)
     assert_spectrum(one(tmp_path, "rank", layer="first"), dense.groups, 3.0 * (dense.u**2).sum() / eigenvalues)
 
@@ -380,16 +376,14 @@ def test_relative_damping_is_a_multiple_of_the_mean_eigenvalue(cls: Any, tmp_pat
 # ------------------------------------------------------------------------------------------------------------- error
 @each(r=[1, 3, 5], make=METHODS)
 def test_error_of_interpolation(make: Make, r: int, tmp_path: Path) -> None:
-    damping = 0.01
     dense = {name: Dense(MLP.model(), name, *MLP.batch(0)) for name in ("first", "second")}
-    with watching(tmp_path, "error", partial(make, damping=damping), rank_fraction=r / 6) as (model, optimizer, _):
-        train(model, optimizer, MLP, 1)
+    watch(tmp_path, "error", make, rank_fraction=r / 6)
     updates, references = [], []
     for name, layer in dense.items():
         event = one(tmp_path, "error", layer=name, mode="kid")
-        update, energy = layer.interpolated(damping, r)
+        update, energy = layer.interpolated(0.01, r)
         updates.append(update)
-        references.append(layer.exact(damping))
+        references.append(layer.exact(0.01))
         assert measured(event) == pytest.approx(errors(update, references[-1]), rel=1e-7)
         assert event["kid_energy"] == pytest.approx(energy, rel=1e-9)
         assert (event["r"], event["kis_ess"]) == (r, None)
@@ -403,9 +397,7 @@ def test_error_of_sampling_is_that_of_a_possible_draw(sampling: str, tmp_path: P
     damping, r = 0.01, 3
     layer = Dense(MLP.model(), "first", *MLP.batch(0))
     weights = layer.systematic_weights(r) if sampling == "systematic" else np.full(6, (6 / r) ** 0.5)
-    make, options = partial(KFAC, lr=0.1, damping=damping), {"rank_fraction": 0.5, "kis_sampling": sampling}
-    with watching(tmp_path, "error", make, **options) as (model, optimizer, _):
-        train(model, optimizer, MLP, 1)
+    watch(tmp_path, "error", partial(KFAC, lr=0.1, damping=damping), rank_fraction=0.5, kis_sampling=sampling)
     event = one(tmp_path, "error", layer="first", mode="kis" if sampling == "systematic" else f"{sampling} KIS")
     assert (event["r"], event["kid_energy"]) == (r, None)
     reference, found = layer.exact(damping), (*measured(event), event["kis_ess"])
@@ -416,23 +408,19 @@ def test_error_of_sampling_is_that_of_a_possible_draw(sampling: str, tmp_path: P
 def test_draws_depend_only_on_the_seed(tmp_path: Path) -> None:
     found = []
     for number, seed in enumerate((0, 0, 1)):
-        folder = tmp_path / str(number)
         torch.manual_seed(number)
-        with watching(folder, "error", every=1, rank_fraction=0.5, seed=seed) as (model, optimizer, _):
-            train(model, optimizer, MLP, 3)
-        found.append([e["rel_error"] for e in events(folder, "error", mode="kis")])
+        watch(tmp_path / str(number), "error", steps=3, every=1, rank_fraction=0.5, seed=seed)
+        found.append([e["rel_error"] for e in events(tmp_path / str(number), "error", mode="kis")])
     assert found[0] == found[1] != found[2]
 
 
-def test_with_all_rows_there_is_no_error(tmp_path: Path) -> None:
-    for task, approx in product(TASKS, ("reduce", "expand")):
-        folder, options = tmp_path / task.name / approx, {"rank_fraction": 1.0, "approx": approx}
-        with watching(folder, "error", partial(KFAC, lr=0.1, damping=0.1), task, **options) as (model, optimizer, _):
-            train(model, optimizer, task, 1)
-        found = events(folder, "error")
-        assert {e["layer"] for e in found} == {*optimizer.blocks, "all"}
-        assert max(e["rel_error"] for e in found) < 1e-10
-        assert min(e["cos"] for e in found) == pytest.approx(1, abs=1e-12)
+@each(task={task.name: task for task in TASKS}, approx=["reduce", "expand"])
+def test_with_all_rows_there_is_no_error(task: Task, approx: str, tmp_path: Path) -> None:
+    optimizer, _ = watch(tmp_path, "error", task=task, damping=0.1, rank_fraction=1.0, approx=approx)
+    found = events(tmp_path, "error")
+    assert {e["layer"] for e in found} == {*optimizer.blocks, "all"}
+    assert max(e["rel_error"] for e in found) < 1e-10
+    assert min(e["cos"] for e in found) == pytest.approx(1, abs=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------- trend and profile
@@ -496,11 +484,6 @@ def plainly(model: nn.Module, optimizer: Any) -> None:
     train(model, optimizer, MLP, 2)
 
 
-def by_closure(model: nn.Module, optimizer: Any) -> None:
-    optimizer.step(closure_of(model, optimizer, 0))
-    optimizer.step(closure=closure_of(model, optimizer, 1))
-
-
 def compiled(model: nn.Module, optimizer: Any) -> None:
     torch.compiler.reset()
     train(torch.compile(model, backend="eager"), optimizer, MLP, 2)  # type: ignore[arg-type]
@@ -552,19 +535,8 @@ def pausing(model: nn.Module, optimizer: Any) -> None:
         optimizer.step()
 
 
-def evaluating(model: nn.Module, optimizer: Any) -> None:
-    for step in range(2):
-        model.eval()
-        MLP.loss(model, 9)
-        model.train()
-        with torch.no_grad():
-            MLP.loss(model, 9)
-        train(model, optimizer, MLP, 1, start=step)
-
-
 SUMMED, PLAIN = {"loss_reduction": "sum", "lr": 0.01}, {"lr": 0.01}
 LOOPS: dict[str, tuple[Loop, Loop, dict[str, Any]]] = {
-    "closure": (by_closure, plainly, {}),
     "compiled": (compiled, plainly, {}),
     "scaled": (scaled, plainly, {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=2.0**12)}),
     "micro-batches": (in_parts("mean", 3), in_parts("mean", 1), PLAIN),
@@ -572,7 +544,6 @@ LOOPS: dict[str, tuple[Loop, Loop, dict[str, Any]]] = {
     "skipped": (skipping(True), plainly, {}),
     "skipped, gradients of zeros": (skipping(False), plainly, {}),
     "pauses": (pausing, plainly, {}),
-    "evaluation": (evaluating, plainly, {}),
 }
 
 
@@ -626,41 +597,36 @@ def test_single_precision_is_measured_in_double(tmp_path: Path) -> None:
     assert_alike(*found, rel=1e-4)
 
 
-def test_two_analyses_may_share_an_optimizer(tmp_path: Path) -> None:
-    tools = ("rank", "trend", "error")
-    with watching(tmp_path / "a", tools, every=1) as (model, optimizer, first):
-        with Analysis(optimizer, tmp_path / "b", every=1):
-            train(model, optimizer, MLP, 2)
-        train(model, optimizer, MLP, 1)
-    assert first.events["trend"] == 6
-    for tool in tools:
-        assert events(tmp_path / "b", tool) == [e for e in events(tmp_path / "a", tool) if e["step"] < 2] != []
+def test_an_analysis_may_begin_later_and_share_its_optimizer(tmp_path: Path) -> None:
+    """Its first step is measured, whatever its number."""
+    with watching(tmp_path / "a", every=1) as (model, optimizer, first):
+        train(model, optimizer, MLP, 3)
+        with Analysis(optimizer, tmp_path / "b", ("rank", "error"), every=5):
+            train(model, optimizer, MLP, 5, start=3)
+        train(model, optimizer, MLP, 1, start=8)
+    assert first.events["rank"] == 18
+    for tool in ("rank", "error"):
+        assert events(tmp_path / "b", tool) == [e for e in events(tmp_path / "a", tool) if e["step"] in (3, 5)] != []
 
 
 # ---------------------------------------------------------------------------------- batches without useful numbers
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_batch_that_is_not_finite_gives_lines_without_numbers(bad: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 0.0])
+def test_a_batch_of_zeros_or_one_that_is_not_finite_gives_lines_without_numbers(factor: float, tmp_path: Path) -> None:
     with watching(tmp_path, every=1) as (model, optimizer, _):
-        (MLP.loss(model, 0) * bad).backward()
+        (MLP.loss(model, 0) * factor).backward()
         optimizer.step()
         train(model, optimizer, MLP, 1)
-    broken, good = events(tmp_path, "rank", layer="first")
-    assert (broken["m"], broken["rank90"], broken["sigma_sum"]) == (6, None, None)
-    assert good["sigma_sum"] > 0
-    for event in events(tmp_path, "error", step=0):
-        assert event["layer"] != "all"
-        assert (event["rel_error"], event["cos"], event["kis_ess"]) == (None, None, None)
-    assert one(tmp_path, "trend", layer="first", step=0)["grad_norm"] is None
-    assert one(tmp_path, "trend", layer="first", step=1)["rel_change"] is None
-
-
-def test_gradients_of_zeros_have_rank_zero_and_no_error(tmp_path: Path) -> None:
-    with watching(tmp_path) as (model, optimizer, _):
-        (MLP.loss(model, 0) * 0).backward()
-        optimizer.step()
-    event = one(tmp_path, "rank", layer="first")
-    assert (event["rank90"], event["eff_rank"], event["damping_over_sigma1"]) == (0, 0.0, None)
-    assert {e["rel_error"] for e in events(tmp_path, "error")} == {None}
+    *_, last = events(tmp_path, "rank", layer="first")
+    assert last["sigma_sum"] > 0
+    event = one(tmp_path, "rank", layer="first", step=0)
+    rank = 0 if factor == 0 else None
+    assert (event["m"], event["rank90"], event["eff_rank"], event["damping_over_sigma1"]) == (6, rank, rank, None)
+    of_layers = events(tmp_path, "error", step=0)
+    assert {e["rel_error"] for e in of_layers} == {None}
+    if factor != 0:
+        assert {(e["layer"] == "all", e["cos"], e["kis_ess"]) for e in of_layers} == {(False, None, None)}
+        assert one(tmp_path, "trend", layer="first", step=0)["grad_norm"] is None
+        assert one(tmp_path, "trend", layer="first", step=1)["rel_change"] is None
 
 
 def test_steps_and_layers_without_gradients_have_no_lines(tmp_path: Path) -> None:
@@ -702,21 +668,13 @@ def test_a_group_may_be_added_before_the_step(tmp_path: Path) -> None:
 def test_the_scale_of_convolutions_is_that_of_the_method(tmp_path: Path) -> None:
     sums = {}
     for scale in ("exact", "hylo"):
-        make = partial(HyLo, lr=0.1, rows=RowOptions(conv_scale=scale))
-        with watching(tmp_path / scale, "rank", make, CNN) as (model, optimizer, _):
-            train(model, optimizer, CNN, 1)
+        watch(tmp_path / scale, "rank", partial(HyLo, lr=0.1, rows=RowOptions(conv_scale=scale)), CNN)
         sums[scale] = {e["layer"]: e["sigma_sum"] for e in events(tmp_path / scale, "rank")}
     ratios = {name: value / sums["hylo"][name] for name, value in sums["exact"].items()}
     assert ratios == pytest.approx({"first": 16.0**2, "second": 4.0**2, "head": 1.0})
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
-def test_methods_without_layers_are_refused(tmp_path: Path) -> None:
-    for make, match in ((MFAC, "MFAC"), (lambda model, lr: torch.optim.SGD(model.parameters(), lr), "SGD")):
-        with pytest.raises(TypeError, match=match):
-            Analysis(make(MLP.model(), lr=0.1), tmp_path)
-
-
 def test_invalid_options_are_refused_and_change_nothing(tmp_path: Path) -> None:
     model = MLP.model()
     optimizer = KFAC(model, lr=0.1)
@@ -741,8 +699,11 @@ def test_invalid_options_are_refused_and_change_nothing(tmp_path: Path) -> None:
         assert not (tmp_path / "new").exists()
 
 
-def test_closed_optimizers_and_those_that_are_already_timed_are_refused(tmp_path: Path) -> None:
-    optimizer = KFAC(MLP.model(), lr=0.1)
+def test_methods_without_layers_closed_optimizers_and_those_that_are_already_timed_are_refused(tmp_path: Path) -> None:
+    optimizer, others = KFAC(MLP.model(), lr=0.1), (MFAC(MLP.model()), torch.optim.SGD(MLP.model().parameters(), 0.1))
+    for other in others:
+        with pytest.raises(TypeError, match=type(other).__name__):
+            Analysis(other, tmp_path)
     with Analysis(optimizer, tmp_path), pytest.raises(RuntimeError, match="timed already"):
         Analysis(optimizer, tmp_path)
     with Analysis(optimizer, tmp_path):

@@ -13,30 +13,27 @@ from secondorder.diagnostics import StageClock, flat
 from tests.support.building import built
 from tests.support.pool import Pool
 
+ROWS, WINDOW = {"damping": 0.1, "update_steps": 3}, {"damping": 0.1, "window_size": 4, "partition": "layer"}
 METHODS = {
-    "eigen": lambda m, **k: built(KFAC, m, lr=0.01, damping=0.1, **k),
-    "relative": lambda m, **k: built(KFAC, m, lr=0.01, damping=3.0, damping_mode="relative", **k),
-    "pi": lambda m, **k: built(KFAC, m, lr=0.01, damping=0.1, damping_split="pi", **k),
-    "cholesky": lambda m, **k: built(KFAC, m, lr=0.01, damping=0.1, inverse_method="cholesky", **k),
-    "ekfac": lambda m, **k: built(EKFAC, m, lr=0.01, damping=0.1, **k),
-    "sngd": lambda m, **k: built(HyLo, m, lr=0.01, damping=0.1, mode="sngd", update_steps=3, **k),
-    "kis": lambda m, **k: built(HyLo, m, lr=0.01, damping=0.1, mode="kis", rank_fraction=0.5, update_steps=3, **k),
-    "kid": lambda m, **k: built(HyLo, m, lr=0.01, damping=0.1, mode="kid", rank_fraction=0.5, update_steps=3, **k),
-    "mfac": lambda m, **k: built(MFAC, m, lr=0.01, damping=0.1, window_size=4, partition="layer", **k),
-    "sparse_mfac": lambda m, **k: built(
-        SparseMFAC,
-        m,
-        lr=0.01,
-        damping=0.1,
-        window_size=4,
-        compression=TopK(density=0.5, block_size=32),
-        partition="layer",
-        **k,
-    ),
-    "ggt": lambda m, **k: built(GGT, m, lr=0.01, eps=0.1, betas=(0.0, 0.9), window_size=4, partition="layer", **k),
+    "eigen": (KFAC, {"damping": 0.1}),
+    "relative": (KFAC, {"damping": 3.0, "damping_mode": "relative"}),
+    "pi": (KFAC, {"damping": 0.1, "damping_split": "pi"}),
+    "cholesky": (KFAC, {"damping": 0.1, "inverse_method": "cholesky"}),
+    "ekfac": (EKFAC, {"damping": 0.1}),
+    "sngd": (HyLo, {**ROWS, "mode": "sngd"}),
+    "kis": (HyLo, {**ROWS, "mode": "kis", "rank_fraction": 0.5}),
+    "kid": (HyLo, {**ROWS, "mode": "kid", "rank_fraction": 0.5}),
+    "mfac": (MFAC, WINDOW),
+    "sparse_mfac": (SparseMFAC, {**WINDOW, "compression": TopK(density=0.5, block_size=32)}),
+    "ggt": (GGT, {"eps": 0.1, "betas": (0.0, 0.9), "window_size": 4, "partition": "layer"}),
 }
 WINDOWS = ["mfac", "sparse_mfac", "ggt"]
 every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def make(method, model, **options):
+    cls, own = METHODS[method]
+    return built(cls, model, lr=0.01, **own, **options)
 
 
 def make_model():
@@ -60,7 +57,7 @@ def by_layer(opt, key):
 @every_method
 def test_numbers_are_plain_before_and_after_training(method):
     model = make_model()
-    opt = METHODS[method](model, graft="sgd")
+    opt = make(method, model, graft="sgd")
     for steps in (0, 2):
         train(model, opt, steps)
         found = opt.diagnostics()
@@ -74,7 +71,7 @@ def test_numbers_are_plain_before_and_after_training(method):
 @every_method
 def test_condition_numbers_are_those_of_the_damped_dense_matrix(method):
     model = make_model()
-    opt = METHODS[method](model)
+    opt = make(method, model)
     train(model, opt)
     conditions = by_layer(opt, "condition_number")
     dampings = by_layer(opt, "damping" if method in WINDOWS else "damping_by_layer")
@@ -92,7 +89,7 @@ def test_condition_numbers_are_those_of_the_damped_dense_matrix(method):
 
 def test_condition_numbers_with_split_damping_are_those_of_the_product_of_damped_factors():
     model = make_model()
-    opt = METHODS["pi"](model)
+    opt = make("pi", model)
     train(model, opt)
     for name, block in opt.blocks.items():
         a, g = opt.state[block.owner]["factor_a"], opt.state[block.owner]["factor_g"]
@@ -119,17 +116,13 @@ def test_diagonal_factors_have_a_condition_number_without_eigenvalues():
 def test_groups_of_a_convolution_report_the_mean_damping_and_the_worst_condition():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 2, groups=2), nn.Flatten()).double()
-    opt = KFAC(model, lr=0.01, damping=3.0, damping_mode="relative")
-    model(
-        torch.randn(16, 2, 3, 3, dtype=torch.float64) * torch.tensor([1.0, 3.0])[:, None, None]
-    ).square().mean().backward()
+    opt = make("relative", model)
+    x = torch.randn(16, 2, 3, 3, dtype=torch.float64) * torch.tensor([1.0, 3.0])[:, None, None]
+    model(x).square().mean().backward()
     opt.step()
-    blocks = (
-        opt.dense_curvature("0").unflatten(0, (2, -1)).unflatten(2, (2, -1)).diagonal(dim1=0, dim2=2).movedim(-1, 0)
-    )
-    values = torch.linalg.eigvalsh(blocks)
-    damping = 3.0 * values.mean(-1)
-    found = opt.diagnostics()
+    blocks = opt.dense_curvature("0").unflatten(0, (2, -1)).unflatten(2, (2, -1)).diagonal(dim1=0, dim2=2)
+    values = torch.linalg.eigvalsh(blocks.movedim(-1, 0))
+    damping, found = 3.0 * values.mean(-1), opt.diagnostics()
     assert found["damping_by_layer"]["0"] == pytest.approx(float(damping.mean()), rel=1e-6)
     expected = (values[:, -1] + damping) / (values[:, 0] + damping)
     assert found["condition_number"]["0"] == pytest.approx(float(expected.max()), rel=1e-6)
@@ -152,13 +145,13 @@ def test_staleness_counts_the_steps_since_a_refresh_and_since_statistics(build):
 
 def test_staleness_survives_copies_and_is_unknown_after_loading():
     model = make_model()
-    opt = METHODS["eigen"](model)
+    opt = make("eigen", model)
     train(model, opt, 4)  # the warm-up refreshes at steps 0, 1 and 2
     other_model, other = copy.deepcopy((model, opt))
     other.attach(other_model)
     assert other.diagnostics()["staleness"] == {"0": 1, "2": 1} == opt.diagnostics()["staleness"]
     fresh_model = make_model()
-    fresh = METHODS["eigen"](fresh_model)
+    fresh = make("eigen", fresh_model)
     train(fresh_model, fresh, 1)
     fresh.load_state_dict(opt.state_dict())
     found = fresh.diagnostics()
@@ -167,14 +160,14 @@ def test_staleness_survives_copies_and_is_unknown_after_loading():
 
 
 def test_directions_were_multiplied_by_the_graft_factor():
-    models = [make_model(), make_model()]
-    plain = KFAC(models[0], lr=0.01, damping=0.1, kl_clip=None)
-    grafted = KFAC(models[1], lr=0.01, damping=0.1, kl_clip=None, graft="sgd")
-    kept = []
-    for model, opt in zip(models, (plain, grafted), strict=True):
-        with opt.keep_directions() as directions:
-            train(model, opt, 1)
+    optimizers, kept = [], []
+    for options in ({}, {"graft": "sgd"}):
+        model = make_model()
+        optimizers.append(make("eigen", model, kl_clip=None, **options))
+        with optimizers[-1].keep_directions() as directions:
+            train(model, optimizers[-1], 1)
         kept.append(directions)
+    plain, grafted = optimizers
     for name, factor in grafted.diagnostics()["graft_factor"].items():
         assert float(kept[1][f"{name}.weight"].norm() / kept[0][f"{name}.weight"].norm()) == pytest.approx(factor)
     assert plain.diagnostics()["graft_factor"] == {}
@@ -198,7 +191,7 @@ def test_factors_are_those_of_the_last_step():
 @every_method
 def test_a_clock_reports_the_stages_of_the_last_step(method):
     model = make_model()
-    opt = METHODS[method](model)
+    opt = make(method, model)
     assert opt.diagnostics()["stage_ms"] == {}
     clock = StageClock()
     opt.time_stages(clock)
@@ -223,7 +216,7 @@ def reported_layers(rank, world):
     found = {}
     for method in ("eigen", "ekfac", "sngd"):
         model = make_model()
-        opt = METHODS[method](model, comm=MemOpt(average_gradients=True))
+        opt = make(method, model, comm=MemOpt(average_gradients=True))
         train(model, opt, 2, seed=10 * rank)
         figures = opt.diagnostics()
         json.dumps(figures, allow_nan=False)
@@ -240,18 +233,23 @@ def test_layers_of_other_ranks_are_left_out(pool: Pool):
 
 
 # -------------------------------------------------------------------------------------- the figures as one flat table
-def test_flat_joins_inner_keys_by_slashes_and_lists_by_position():
-    found = flat({"step": 3, "damping": [0.1, 0.2], "rank": {"a.b": 4}, "units": {"all": {"rows": 2, "angle": 1.5}}})
+def test_flat_joins_inner_keys_by_slashes_and_lists_by_position_and_leaves_out_what_is_no_finite_number():
+    found = flat(
+        {
+            "step": 3,
+            "damping": [0.1, 0.2],
+            "rank": {"a.b": 4},
+            "units": {"all": {"rows": 2, "angle": 1.5}},
+            "none": None,
+            "nan": math.nan,
+            "inf": [math.inf, -math.inf],
+            "mode": "kid",
+            "on": True,
+            "off": False,
+        }
+    )
     assert found == {"step": 3.0, "damping/0": 0.1, "damping/1": 0.2, "rank/a.b": 4.0, "units/all/rows": 2.0,
-                     "units/all/angle": 1.5}  # fmt: skip
+                     "units/all/angle": 1.5, "on": 1.0, "off": 0.0}  # fmt: skip
     assert all(type(value) is float for value in found.values())
-
-
-def test_flat_leaves_out_values_that_are_not_finite_numbers():
-    found = flat({"none": None, "nan": math.nan, "inf": [math.inf, -math.inf], "mode": "kid", "on": True, "off": False})
-    assert found == {"on": 1.0, "off": 0.0}
-
-
-def test_flat_refuses_anything_but_a_mapping():
     with pytest.raises(TypeError, match=r"flat takes the mapping that diagnostics\(\) returned"):
         flat([1.0])

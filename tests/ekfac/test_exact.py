@@ -9,7 +9,7 @@ from torch import nn
 
 from secondorder import EKFAC, KFAC
 from tests.support.building import built
-from tests.support.ekfac import PLAIN, held_bases, held_scales, measured, next_directions, plain_ekfac, state_of
+from tests.support.ekfac import PLAIN, held_bases, held_scales, measured, next_directions, state_of
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise, twin
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
@@ -132,9 +132,3 @@ def test_the_first_step_has_no_scales_and_is_that_of_kfac(approx):
     assert_close(state["scale"], torch.outer(state["eigenvalues_g"], state["eigenvalues_a"]), 1e-12)
     for name, (_, V) in found[0].items():
         assert_close(found[1][name][1], V, 1e-10, name)
-
-
-def test_damping_split_and_inverse_method_do_not_exist():
-    for keyword, value in (("damping_split", "pi"), ("inverse_method", "cholesky")):
-        with pytest.raises(TypeError, match=keyword):
-            plain_ekfac(mlp(), **{keyword: value})

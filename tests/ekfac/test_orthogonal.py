@@ -27,18 +27,21 @@ def is_uniform(step, width):
     return bool((values > 0.5).all() & (values < 1.3).all())
 
 
-def test_polar_changes_only_singular_values():
-    for shape in ((5, 5), (3, 8), (8, 3)):
-        x = drawn(*shape)
-        torch.testing.assert_close(polar.step_of(x), expected_step(x), rtol=1e-10, atol=1e-12)
-        assert is_uniform(polar.polar(x), 25)
-    low_rank = polar.step_of(torch.outer(drawn(64), drawn(32, seed=1)))  # has no larger step than others
+@pytest.mark.parametrize("shape", [(5, 5), (3, 8), (8, 3)])
+def test_polar_changes_only_singular_values(shape):
+    x = drawn(*shape)
+    torch.testing.assert_close(polar.step_of(x), expected_step(x), rtol=1e-10, atol=1e-12)
+    assert is_uniform(polar.polar(x), 25)
+    x = x.float()
+    for size in (1e30, 1e-30):
+        torch.testing.assert_close(polar.step_of(size * x), polar.step_of(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_matrix_of_low_rank_has_no_larger_step_than_others():
+    low_rank = polar.step_of(torch.outer(drawn(64), drawn(32, seed=1)))
     assert torch.linalg.matrix_norm(low_rank, 2) < 1.3 * 0.2 * 8
     full = polar.step_of(torch.linalg.qr(drawn(64, 32))[0])
     assert 0.12 < full.square().mean().sqrt() < 0.25
-    x = drawn(4, 6, dtype=torch.float32)
-    for size in (1e30, 1e-30):
-        torch.testing.assert_close(polar.step_of(size * x), polar.step_of(x), rtol=1e-4, atol=1e-5)
 
 
 def test_matrices_of_a_stack_are_independent_and_zero_stays_zero():
@@ -173,10 +176,9 @@ def test_orthogonalize_may_be_scheduled_and_set_per_group():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        *(
-            ({option: True}, ValueError, f"orthogonalize=True takes steps .* drop {option}=True")
-            for option in ("adaptive_damping", "calibrate_damping", "quadratic_model")
-        ),
+        ({"adaptive_damping": True}, ValueError, "orthogonalize=True takes steps .* drop adaptive_damping=True"),
+        ({"calibrate_damping": True}, ValueError, "orthogonalize=True takes steps .* drop calibrate_damping=True"),
+        ({"quadratic_model": True}, ValueError, "orthogonalize=True takes steps .* drop quadratic_model=True"),
         ({"inner": "adamw"}, ValueError, "inner='adamw' undoes it"),
         ({"orthogonalize": "yes"}, TypeError, "orthogonalize"),
         (
@@ -185,19 +187,11 @@ def test_orthogonalize_may_be_scheduled_and_set_per_group():
             "orthogonal_dtype must be torch.float32 or torch.bfloat16, got torch.float16",
         ),
     ],
+    ids=str,
 )
 def test_incompatible_options_are_refused(options, error, text):
-    for kind in (KFAC, EKFAC) if "orthogonal_dtype" in options else (KFAC,):
-        with pytest.raises(error, match=text):
-            built(kind, nn.Linear(2, 2), **{"orthogonalize": True, **options})
-
-
-def test_the_plan_counts_the_iteration():
-    plain, extra = (
-        EKFAC(nn.Linear(9, 4), orthogonalize=flag).plan(batch_size=8).ranks[0].flops["precondition"]
-        for flag in (False, True)
-    )
-    assert extra - plain == 5 * (2 * 4 * 4 * 10 + 2 * 4 * 4 * 4 + 2 * 4 * 4 * 10)
+    with pytest.raises(error, match=text):
+        built(KFAC, nn.Linear(2, 2), **{"orthogonalize": True, **options})
 
 
 def error_of(found, exact):

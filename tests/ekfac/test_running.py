@@ -1,6 +1,5 @@
 """``estimator="running"``: squares of the projected mean gradient, and, with an exponent of 1/2, Adam in that basis."""
 
-import copy
 import itertools
 from functools import partial
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parameters_to_vector
 
 from secondorder import EKFAC
 from tests.support import ekfac
@@ -102,27 +100,6 @@ def test_the_first_mean_of_gradients_is_corrected_for_its_own_updates():
         means = [0.9 * m + 0.1 * p.grad for m, p in zip(means, model.parameters(), strict=True)]
         for (name, _), m in zip(model.named_parameters(), means, strict=True):
             assert_close(1e9 * directions[name], m / (1 - 0.9 ** (t + 1)), 1e-6, name)
-
-
-@pytest.mark.parametrize("options", [WHITE, {"momentum_mode": "pre", "momentum": 0.9}], ids=["adam", "pre"])
-def test_the_first_step_after_a_resume_without_curvature_is_that_of_a_new_optimizer(options):
-    options = {**options, "lr": 1e-2, "checkpoint_curvature": "none", "damping": 0.1, "inv_update_steps": 10}
-    model = mlp()
-    opt = plain_ekfac(model, **options)
-    for seed in range(25):
-        train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
-    moved = []
-    for load in (True, False):
-        other = mlp()
-        other.load_state_dict(model.state_dict())
-        second = plain_ekfac(other, **options)
-        if load:
-            second.load_state_dict(copy.deepcopy(opt.state_dict()))
-        train_step(second, other, *vectors(seed=99), F.cross_entropy)
-        moved.append((parameters_to_vector(other.parameters()) - parameters_to_vector(model.parameters())).detach())
-    assert_close(moved[0], moved[1], 1e-9)
-    if "power" in options:  # Adam's: lr along every axis
-        assert float(moved[0].norm()) <= 1e-2 * len(moved[0]) ** 0.5 * 1.001
 
 
 class Mixed(nn.Module):

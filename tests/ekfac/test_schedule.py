@@ -327,31 +327,14 @@ def test_a_checkpoint_whose_options_exclude_those_of_the_optimizer_is_refused_as
         assert all(torch.equal(torch.as_tensor(second.state[p][k]), torch.as_tensor(v)) for k, v in state.items())
 
 
-class Sometimes(nn.Module):
-    """Uses its second layer only on request."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x, uses_both):
-        h = self.first(x)
-        return self.second(h) if uses_both else h
-
-
 @pytest.mark.parametrize("transport", ["project", "recompute"])
 def test_the_scale_of_a_layer_without_rows_in_some_micro_batches(transport):
     """Examples that did not reach the layer have a gradient of zero."""
-    model = seeded_build(Sometimes)
+    model, batches = seeded_build(Branches), [vectors(seed=seed) for seed in range(2)]
     opt = plain_ekfac(model, lr=0.0, scale_decay=0.0, transport=transport, inv_update_steps=1)
-    (x, y), (other, target) = (regression(6, seed=seed) for seed in range(2))
     for _ in range(3):
         opt.zero_grad()
-        (F.mse_loss(model(x, True)[:, :2], y) / 2).backward()
-        (F.mse_loss(model(other, False)[:, :2], target) / 2).backward()
+        for model.both, (x, y) in zip((True, False), batches, strict=True):
+            (F.cross_entropy(model(x), y) / 2).backward()
         opt.step()
-    part = nn.Sequential(model.first, model.second)
-    gradients = layer_gradients(part, "1", x, y, lambda logits, y: F.mse_loss(logits[:, :2], y))
-    Q_B, Q_A = held_bases(opt, model.second)
-    expected = scales(gradients, Q_B, Q_A) / 2
-    assert_close(state_of(opt, model.second)["scale"], expected.view(3, 4))
+    ekfac.assert_scales(opt, model, seeded_build(Branches), *batches[0], F.cross_entropy, ["rare"], factor=0.5)

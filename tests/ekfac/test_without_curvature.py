@@ -1,5 +1,7 @@
 """Orthogonalized steps in groups with ``inv_update_steps=0``, which have no curvature, against a loop."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -36,25 +38,37 @@ def matrix(values: dict[str, Tensor], layer: str) -> Tensor:
     return torch.cat([values[f"{layer}.weight"].flatten(1), values[f"{layer}.bias"][:, None]], 1)
 
 
+def followed(opt: torch.optim.Optimizer, model: nn.Module, steps: int) -> tuple[Any, dict[str, Tensor]]:
+    """Train, and return the gradients of each step and the change of each parameter over the learning rate."""
+    start, gradients = values(model), trained(opt, model, steps)
+    return gradients, {name: (start[name] - x) / opt.param_groups[0]["lr"] for name, x in values(model).items()}
+
+
+def sum_of_steps(gradients: Any, layer: str, *, pre: bool, start: Any = None, decay: float = 0.0) -> Tensor:
+    """Steps of a layer along the polar factor: of gradients, with momentum, or of their mean with Nesterov momentum."""
+    buffer, total = torch.zeros(()), torch.zeros(())
+    for t, step in enumerate(gradients, 1):
+        gradient = matrix(step, layer)
+        decayed = decay * (matrix(start, layer) - 0.01 * total) if decay else 0.0
+        if pre:
+            buffer = 0.8 * buffer + 0.2 * gradient
+            total = total + expected_step(0.2 * gradient + 0.8 * buffer / (1 - 0.8**t)) + decayed
+        else:
+            buffer = 0.8 * buffer + expected_step(gradient) + decayed
+            total = total + buffer
+    return total
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("pre", [False, True])
 def test_the_polar_factor_of_the_gradient_or_of_its_mean_is_the_direction(pre: bool, decay: float) -> None:
     model = network()
     own = {"momentum_mode": "pre", "nesterov": True} if pre else {}
     opt = built(EKFAC if pre else KFAC, model, momentum=0.8, weight_decay=decay, **OFF, **own)
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    gradients = trained(opt, model, 4)
-    moved = {name: (start[name] - p.detach()) / 0.01 for name, p in model.named_parameters()}
+    start = values(model)
+    gradients, moved = followed(opt, model, 4)
     for layer in HIDDEN:
-        buffer, total = torch.zeros(()), torch.zeros(())
-        for t, step in enumerate(gradients, 1):
-            gradient, decayed = matrix(step, layer), decay * (matrix(start, layer) - 0.01 * total)
-            if pre:
-                buffer = 0.8 * buffer + 0.2 * gradient
-                total = total + expected_step(0.2 * gradient + 0.8 * buffer / (1 - 0.8**t)) + decayed
-            else:
-                buffer = 0.8 * buffer + expected_step(gradient) + decayed
-                total = total + buffer
+        total = sum_of_steps(gradients, layer, pre=pre, start=start, decay=decay)
         torch.testing.assert_close(matrix(moved, layer), total, rtol=1e-7, atol=1e-9)
     buffer, total = torch.zeros(()), torch.zeros(())
     for step in gradients:  # an embedding is not orthogonalized, and follows SGD
@@ -73,8 +87,7 @@ def test_there_is_no_curvature_to_keep_compute_or_send(kind: type) -> None:
         trained(opt, model, 2)
     for rule, parameters in (("orthogonalized", 6), ("sgd", 3)):
         assert opt.describe().count(f", {rule} without curvature: inv_update_steps=0\n") == parameters
-    plan = opt.plan(4, MemOpt(), batch_size=6)
-    for rank in plan.ranks:
+    for rank in opt.plan(4, MemOpt(), batch_size=6).ranks:
         assert not {"statistics", "curvature", "refresh"} & (rank.sent.keys() | rank.flops.keys())
         assert not any(rank.stored.get(kind) for kind in KINDS)
     linear = built(kind, nn.Linear(9, 4), momentum=0.0, **OFF)
@@ -92,21 +105,12 @@ def test_hylo_keeps_no_rows_without_curvature() -> None:
 
 def test_graft_determines_the_length_of_the_polar_factor() -> None:
     model = network()
-    opt = built(KFAC, model, graft="adam", **OFF)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    (gradient,) = trained(opt, model, 1)
-    moved = {name: (before[name] - p.detach()) / 0.01 for name, p in model.named_parameters()}
+    (gradient,), moved = followed(built(KFAC, model, graft="adam", **OFF), model, 1)
     for layer in HIDDEN:
-        found, wanted, g = matrix(moved, layer), expected_step(matrix(gradient, layer)), matrix(gradient, layer)
+        g = matrix(gradient, layer)
+        wanted = expected_step(g)
         length = (g / (g.abs() + 1e-8)).norm()  # of Adam's first step
-        torch.testing.assert_close(found, wanted * (length / wanted.norm()), rtol=1e-6, atol=1e-8)
-
-
-def test_without_orthogonal_steps_groups_follow_the_plain_rule() -> None:
-    model, twin = network(), network()
-    trained(built(KFAC, model, momentum=0.9, **{**OFF, "orthogonalize": False}), model, 3)
-    trained(torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9), twin, 3)
-    torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
+        torch.testing.assert_close(matrix(moved, layer), wanted * (length / wanted.norm()), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
@@ -122,10 +126,8 @@ def test_curvature_that_is_turned_on_starts_with_the_next_batch(kind: type) -> N
     for layer in HIDDEN:
         torch.testing.assert_close(opt.dense_curvature(layer), on.dense_curvature(layer))
     torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
-    held = opt.memory_usage()
-    assert {key: held[key] for key in ("factors", "second_order")} == {
-        key: on.memory_usage()[key] for key in ("factors", "second_order")
-    }
+    held, other = opt.memory_usage(), on.memory_usage()
+    assert all(held[key] == other[key] for key in ("factors", "second_order"))
     opt.param_groups[0]["inv_update_steps"] = 0  # existing curvature is kept for later
     trained(opt, model, 1)
     assert opt.memory_usage()["factors"] == held["factors"]
@@ -162,16 +164,9 @@ def test_the_preset_is_a_variant_of_muon_with_adamw(recwarn: pytest.WarningsReco
     model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(16, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
     opt = secondorder.create("orthogonal_momentum", model, lr=0.02)
     assert not recwarn
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    gradients = trained(opt, model, 4)
-    buffer, total = torch.zeros(()), torch.zeros(())
-    for t, step in enumerate(gradients, 1):
-        gradient = matrix(step, "2")
-        buffer = 0.8 * buffer + 0.2 * gradient
-        total = total + expected_step(0.2 * gradient + 0.8 * buffer / (1 - 0.8**t))
-    moved = matrix({name: start[name] - p.detach() for name, p in model.named_parameters()}, "2")
-    torch.testing.assert_close(moved, 0.02 * total, rtol=1e-7, atol=1e-9)
-    others = {name: nn.Parameter(x.clone()) for name, x in start.items() if not name.startswith("2.")}
+    others = {name: nn.Parameter(x) for name, x in values(model).items() if not name.startswith("2.")}
+    gradients, moved = followed(opt, model, 4)
+    torch.testing.assert_close(matrix(moved, "2"), sum_of_steps(gradients, "2", pre=True), rtol=1e-7, atol=1e-9)
     adamw = torch.optim.AdamW(others.values(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
     for step in gradients:
         for name, p in others.items():
@@ -216,12 +211,7 @@ def test_hidden_matrices_stay_orthogonal_until_there_is_curvature() -> None:
     """This includes a step in which curvature is turned on after the forward pass."""
     model = network()
     opt = built(KFAC, model, momentum=0.0, damping=0.01, **OFF)
-    x, y = next(iter(batches(1)))
-    F.cross_entropy(model(x), y).backward()
-    opt.param_groups[0]["inv_update_steps"] = 1
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    gradient = {name: p.grad.clone() for name, p in model.named_parameters()}
-    opt.step()
-    moved = {name: (before[name] - p.detach()) / 0.01 for name, p in model.named_parameters()}
+    opt.register_step_pre_hook(lambda opt, *_: opt.param_groups[0].update(inv_update_steps=1))
+    (gradient,), moved = followed(opt, model, 1)
     for layer in HIDDEN:
         torch.testing.assert_close(matrix(moved, layer), expected_step(matrix(gradient, layer)), rtol=1e-7, atol=1e-9)

@@ -4,15 +4,16 @@ import json
 import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import secondorder
+from benchmarks.commands.scaling import _DecoderLayer
 from secondorder.__main__ import load_target, main, parse_input
 from secondorder.plan.rates import at
 from secondorder.plan.tally import MODEL, Tally
@@ -32,37 +33,11 @@ RATES = secondorder.MachineRates(
 )
 
 
-class Block(nn.Module):
-    """A block of a decoder with the structure of Llama."""
-
-    def __init__(self, width: int, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norms[0](x)
-        q, k, v = (part(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-        y = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-class Decoder(nn.Module):
-    def __init__(self, tokens: int, width: int, hidden: int, heads: int, layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(tokens, width)
-        self.blocks = nn.ModuleList(Block(width, hidden, heads) for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, tokens, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.embedding(x)
-        for block in self.blocks:
-            y = block(y)
-        return self.head(self.norm(y))
+def decoder(tokens: int, width: int, hidden: int, heads: int, layers: int) -> nn.Module:
+    """A decoder with the structure of Llama."""
+    blocks = [_DecoderLayer(width, heads, hidden) for _ in range(layers)]
+    head = nn.RMSNorm(width), nn.Linear(width, tokens, bias=False)
+    return nn.Sequential(nn.Embedding(tokens, width), *blocks, *head)
 
 
 def convolutional() -> nn.Module:
@@ -76,7 +51,7 @@ def perceptron() -> nn.Module:
 
 CASES: dict[str, tuple[Any, Any]] = {
     "convolutional": (convolutional, lambda: torch.randn(16, 3, 12, 12)),
-    "transformer": (lambda: Decoder(40, 24, 48, 4, 2), lambda: torch.randint(40, (6, 10))),
+    "transformer": (lambda: decoder(40, 24, 48, 4, 2), lambda: torch.randint(40, (6, 10))),
 }
 
 
@@ -94,13 +69,10 @@ def test_memory_is_that_of_a_built_optimizer_after_a_step(method: str, case: str
 
 
 def test_defaults_are_those_of_the_device() -> None:
-    model = nn.Sequential(nn.Linear(2100, 2))
-    on_cpu, on_cuda = (
-        secondorder.estimate(model, batch_size=4, methods=["kfac"], rates=RATES, device=device).methods["KFAC"].memory
-        for device in ("cpu", "cuda")
-    )
-    assert on_cpu["factors"] < 4 * 2101 * 3
-    assert on_cuda["factors"] > 4 * 2101**2
+    estimate = partial(secondorder.estimate, nn.Linear(2100, 2), batch_size=4, methods=["kfac"], rates=RATES)
+    on_cpu, on_cuda = (estimate(device=device).methods["KFAC"].memory["factors"] for device in ("cpu", "cuda"))
+    assert on_cpu < 4 * 2101 * 3
+    assert on_cuda > 4 * 2101**2
 
 
 def test_memory_of_first_order_optimizers_is_that_of_their_states() -> None:
@@ -126,15 +98,12 @@ def test_flops_of_a_linear_layer_are_those_counted_by_hand() -> None:
 
 def test_flops_are_those_of_a_step_on_the_cpu() -> None:
     """There are several algorithms for statistics of convolutions, and the estimate must use that of the device."""
-
-    def build(model: nn.Module) -> secondorder.SecondOrderOptimizer:
-        refresh = secondorder.RefreshOptions(warmup=False)
-        return secondorder.KFAC(model, factor_update_steps=1, inv_update_steps=50, refresh=refresh)
-
     model, x = (
         nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 4, 3)),
         torch.randn(8, 16, 32, 32),
     )
+    refresh = secondorder.RefreshOptions(warmup=False)
+    build = partial(secondorder.KFAC, factor_update_steps=1, inv_update_steps=50, refresh=refresh)
     flops = secondorder.estimate(model, x, methods={"it": build}, rates=RATES).methods["it"].flops
     tally = Tally()
     with build(model) as optimizer:
@@ -161,11 +130,9 @@ def test_the_model_is_neither_changed_nor_run() -> None:
 
 def test_estimating_llama_with_seven_billion_parameters_needs_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    inputs = torch.zeros(1, 128, dtype=torch.int64)
     found = secondorder.estimate(
-        lambda: (Decoder(32000, 4096, 11008, 32, 32), torch.zeros(1, 128, dtype=torch.int64)),
-        methods=["kfac"],
-        rates=RATES,
-        device="cpu",
+        lambda: (decoder(32000, 4096, 11008, 32, 32), inputs), methods=["kfac"], rates=RATES, device="cpu"
     )
     assert found.parameters == 6_738_415_616
     kfac = found.methods["KFAC"]
@@ -176,11 +143,9 @@ def test_estimating_llama_with_seven_billion_parameters_needs_no_memory() -> Non
 
 
 def test_more_ranks_store_less_and_send_what_plan_counts() -> None:
-    model = convolutional()
-    given: dict[str, Any] = {"methods": ["kfac"], "rates": RATES}
-    inputs = torch.randn(8, 3, 12, 12)
-    alone = secondorder.estimate(model, inputs, **given).methods["KFAC"]
-    found = secondorder.estimate(model, inputs, world_size=4, comm="mem_opt", **given)
+    model, inputs = convolutional(), torch.randn(8, 3, 12, 12)
+    estimate = partial(secondorder.estimate, model, inputs, methods=["kfac"], rates=RATES)
+    alone, found = estimate().methods["KFAC"], estimate(world_size=4, comm="mem_opt")
     four = found.methods["KFAC"]
     ranks = secondorder.KFAC(model).plan(world_size=4, comm=secondorder.MemOpt(), batch_size=8).ranks
     assert four.memory["second_order"] == max(rank.stored["second_order"] for rank in ranks)
@@ -222,17 +187,17 @@ def test_invalid_arguments_are_refused(error: type[Exception], match: str, given
 
 
 @pytest.mark.parametrize(
-    ("target", "match"), [("tests", "got 'tests'"), ("no_such:f", "cannot import 'no_such'"), ("json:f", "has no 'f'")]
+    ("parse", "text", "match"),
+    [
+        (load_target, "tests", "got 'tests'"),
+        (load_target, "no_such:f", "cannot import 'no_such'"),
+        (load_target, "json:f", "has no 'f'"),
+        *((parse_input, text, f"got {text!r}") for text in ("", "3x", "axb", "3x0", "3:integer", "4x4:Tensor")),
+    ],
 )
-def test_invalid_targets_are_refused(target: str, match: str) -> None:
+def test_invalid_targets_and_shapes_are_refused(parse: Any, text: str, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        load_target(target)
-
-
-@pytest.mark.parametrize("text", ["", "3x", "axb", "3x0", "3:integer", "4x4:Tensor"])
-def test_invalid_shapes_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=f"got {text!r}"):
-        parse_input(text)
+        parse(text)
 
 
 def test_rates_survive_a_file_and_are_checked(tmp_path: Path) -> None:
