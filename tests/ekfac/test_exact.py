@@ -39,26 +39,6 @@ PROBLEMS = {
 # ------------------------------------------------------------------------------------------------------------ The block
 
 
-@each(problem=list(PROBLEMS), approx=["expand", "reduce"])
-def test_scales_are_the_diagonal_of_the_exact_block_in_the_eigenbasis_of_both_factors(problem, approx):
-    """Positions are summed before the square, even under reduce; the trace is that of the exact block."""
-    model, x, y, loss = PROBLEMS[problem]()
-    opt = measured(model, x, y, loss, approx=approx)
-    for name in covered_names(model):
-        layer = model.get_submodule(name)
-        s, (Q_B, Q_A) = held_scales(opt, layer), held_bases(opt, layer)
-        fisher = exact_fisher(layer_gradients(model, name, x, y, loss))
-        factors = [state_of(opt, layer)[f"factor_{side}"] for side in "ga"]
-        assert_close(s, oracle.over_null_spaces(oracle.diagonal_in(fisher, Q_B, Q_A, s), *factors), 1e-9, name)
-        assert float(s.min()) >= 0
-        assert float(s.sum()) == pytest.approx(float(fisher.trace()), rel=1e-10)
-        assert_close(opt.dense_curvature(name), operator(Q_B, s, Q_A), 1e-9, name)
-        for Q, factor in zip((Q_B, Q_A), factors, strict=True):
-            assert_close(Q.mT @ Q, torch.eye(Q.shape[-1], dtype=Q.dtype).expand_as(Q), 1e-10)
-            rotated = Q.mT @ grouped(factor) @ Q
-            assert_close(rotated, torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1)), 1e-9, name)
-
-
 def distances(model, name, x, y, loss, **keywords):
     """‖F − F_EK‖ and ‖F − F_KFAC‖ over ‖F‖."""
     opt = measured(model, x, y, loss, **keywords)
@@ -97,23 +77,38 @@ def test_strictly_nearer_to_the_exact_block_than_kfac_on_generic_data(approx):
 @each(
     lambda problem, mode, **_: problem != "grouped conv" or mode == "absolute",  # relative: each group has its own
     problem=list(PROBLEMS),
+    approx=["expand", "reduce"],
     damping=[1e-1, 1e-4],
     mode=["absolute", "relative"],
     power=[1.0, 0.5, 0.25],
 )
-def test_direction_is_the_dense_power_and_not_that_of_kfac(problem, damping, mode, power):
-    """A relative damping is a multiple of the mean scale."""
+def test_block_and_direction_are_those_of_dense_matrices(problem, approx, damping, mode, power):
+    """The block has the trace of the exact one and its diagonal in the eigenbasis; a relative λ multiplies its mean.
+
+    Positions are summed before the square, even under reduce, so the direction is not that of K-FAC.
+    """
     model, x, y, loss = PROBLEMS[problem]()
-    opt = measured(model, x, y, loss, damping=damping, damping_mode=mode, power=power)
-    names, plain = covered_names(model), twin(model)
-    states = {name: state_of(opt, model.get_submodule(name)) for name in names}
-    kfac = {name: kfac_operator(state["factor_g"], state["factor_a"]) for name, state in states.items()}
+    opt = measured(model, x, y, loss, approx=approx, damping=damping, damping_mode=mode, power=power)
+    names, plain, expected = covered_names(model), twin(model), {}
+    for name in names:
+        layer = model.get_submodule(name)
+        s, (Q_B, Q_A) = held_scales(opt, layer), held_bases(opt, layer)
+        exact = exact_fisher(layer_gradients(plain, name, x, y, loss))
+        factors = [state_of(opt, layer)[f"factor_{side}"] for side in "ga"]
+        assert_close(s, oracle.over_null_spaces(oracle.diagonal_in(exact, Q_B, Q_A, s), *factors), 1e-9, name)
+        assert float(s.min()) >= 0
+        assert float(s.sum()) == pytest.approx(float(exact.trace()), rel=1e-10)
+        assert_close(opt.dense_curvature(name), operator(Q_B, s, Q_A), 1e-9, name)
+        for Q, factor in zip((Q_B, Q_A), factors, strict=True):
+            assert_close(Q.mT @ Q, torch.eye(Q.shape[-1], dtype=Q.dtype).expand_as(Q), 1e-10)
+            rotated = Q.mT @ grouped(factor) @ Q
+            assert_close(rotated, torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1)), 1e-9, name)
+        added = damping * (float(s.mean()) if mode == "relative" else 1)
+        expected[name] = operator(Q_B, s, Q_A), kfac_operator(*factors), added
     for name, (gradient, V) in next_directions(opt, model, x, y, loss, names).items():
-        Q_B, Q_A = held_bases(opt, model.get_submodule(name))
-        s = oracle.scales(layer_gradients(plain, name, x, y, loss), Q_B, Q_A)
-        fisher, added = operator(Q_B, s, Q_A), damping * (float(s.mean()) if mode == "relative" else 1)
+        fisher, kfac, added = expected[name]
         assert_close(V, damped_power(fisher, added, power, gradient), 1e-8, name)
-        for other in (gradient, damped_power(kfac[name], added, power, gradient)):
+        for other in (gradient, damped_power(kfac, added, power, gradient)):
             assert float((V - other).abs().max()) > 1e-3 * float(other.abs().max())
         assert float((V * gradient).sum()) > 0, "not a descent direction"
 

@@ -15,6 +15,7 @@ from tests.support.ekfac import HELD, Branches, held_bases, measured, plain_ekfa
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.networks import Run, TwoHeads
 from tests.support.oracles.ekfac import layer_gradients, scales, solve
 
 BUILDS = {"mlp": (mlp, vectors), "convnet": (lambda: convnet(stride=2, padding=1), images)}
@@ -75,31 +76,22 @@ def test_diagonal_factors_make_it_adam(kind, intervals):
 
 @pytest.mark.parametrize("estimator", ["intra", "running"])
 def test_momentum_before_the_preconditioner_is_a_mean_of_gradients(estimator):
-    """V = (F + λ)⁻¹ m / (1 − β₁^t), where m is the running mean of gradients in parameter space."""
+    """V = (F + λ)⁻¹ m / (1 − β₁^t), where m is the running mean of gradients in parameter space.
+
+    It counts its own updates, which begin when curvature is turned on.
+    """
     model, beta = mlp(), 0.8
-    opt = plain_ekfac(model, lr=0.1, momentum=beta, momentum_mode="pre", estimator=estimator, inv_update_steps=2)
+    options = {"momentum": beta, "momentum_mode": "pre", "estimator": estimator, "inv_update_steps": 0}
+    opt = plain_ekfac(model, lr=0.1, **options)
+    for seed in range(30):
+        train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
+    opt.param_groups[0]["inv_update_steps"] = 2
     m = 0.0
     for t in range(1, 6):
         gradient, change = ekfac.next_directions(opt, model, *vectors(seed=t), F.cross_entropy, ["0"])["0"]
         m = beta * m + (1 - beta) * gradient
         expected = solve(opt.dense_curvature("0"), m / (1 - beta**t), 1e-2)
         assert_close(change, 0.1 * expected, 1e-8, f"at {t}")
-
-
-def test_the_first_mean_of_gradients_is_corrected_for_its_own_updates():
-    """λ is so large that directions are multiples of the mean."""
-    model = mlp()
-    opt = plain_ekfac(model, lr=0.01, momentum=0.9, momentum_mode="pre", damping=1e9, inv_update_steps=0)
-    for seed in range(30):
-        train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
-    opt.param_groups[0]["inv_update_steps"] = HELD
-    means = [torch.zeros_like(p) for p in model.parameters()]
-    for t in range(3):
-        with opt.keep_directions() as directions:
-            train_step(opt, model, *vectors(seed=30 + t), F.cross_entropy)
-        means = [0.9 * m + 0.1 * p.grad for m, p in zip(means, model.parameters(), strict=True)]
-        for (name, _), m in zip(model.named_parameters(), means, strict=True):
-            assert_close(1e9 * directions[name], m / (1 - 0.9 ** (t + 1)), 1e-6, name)
 
 
 class Mixed(nn.Module):
@@ -135,18 +127,6 @@ def test_the_running_estimate_refuses_options_that_need_rows():
             running(mlp(), **options)
 
 
-class Wrapped(nn.Module):
-    """A network and a head without a loss, with outputs in an unknown container or in a tuple."""
-
-    def __init__(self, tuples: bool) -> None:
-        super().__init__()
-        self.net, self.aux, self.tuples = mlp((4, 4, 3)), nn.Linear(4, 2).double(), tuples
-
-    def forward(self, x):
-        logits = self.net(x)
-        return (self.aux(x), logits) if self.tuples else SimpleNamespace(logits=logits)
-
-
 class ChangesItsInput(nn.Module):
     """Its first layer cannot be captured: under autocast nothing forbids the change."""
 
@@ -176,13 +156,15 @@ def without_its_first_layer(model, x):
 
 
 FORWARDS = {  # model, its outputs of a batch, the layers whose scales count every step
-    "outputs of an unknown class": lambda: (m := Wrapped(False), lambda x: m(x).logits, [m.net[0], m.net[2]]),
-    "unused head first": lambda: (m := Wrapped(True), lambda x: m(x)[1], [m.net[0], m.net[2]]),
+    "outputs of an unknown class": lambda: (
+        m := Run(mlp(), lambda net, x: SimpleNamespace(logits=net(x))), lambda x: m(x).logits, [m.model[0], m.model[2]],
+    ),
+    "unused head first": lambda: (m := seeded_build(TwoHeads), lambda x: m(x)[1], [m.trunk, m.right]),
     "compiled": lambda: (m := mlp(), torch.compile(m, backend="aot_eager"), [m[0], m[2]]),
     "with a gradient of inputs": lambda: (m := mlp(), partial(with_a_gradient_of_inputs, m), [m[0], m[2]]),
     "first layer used once": lambda: (m := seeded_build(Branches), partial(without_its_first_layer, m), [m.used]),
     "first layer refused": lambda: (m := seeded_build(ChangesItsInput).float(), m, [m.second]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:EKFAC")

@@ -152,13 +152,10 @@ def peak_bytes(**arguments: Any) -> int:
     """Largest sum of live allocations during a call of ``scale_intra``, its result included."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = scale_intra(**arguments)
-    live = peak = 0
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    assert live >= result.nbytes  # what is left is the result: every allocation was seen
-    return peak
+    live = list(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    assert live[-1] >= result.nbytes  # what is left is the result: every allocation was seen
+    return max(live)
 
 
 SIZES = {"wide": (4, 33, 31), "rows": (40, 9, 5), "one position": (1, 70, 66)}
@@ -242,22 +239,6 @@ def test_without_damping_scales_are_at_least_the_rounding_of_the_largest_one() -
         torch.testing.assert_close(found[1], torch.ones(3, 4))
 
 
-@pytest.mark.parametrize("which", WHICH.values(), ids=WHICH)
-def test_dense_is_the_sum_over_the_basis(which: str) -> None:
-    n_a, n_g = 4, 3
-    for groups in [(), (2,)]:
-        scale, (basis_a, basis_g) = torch.rand(*groups, n_g, n_a).double(), bases(which, n_a, n_g, *groups)
-        found = dense(scale, basis_a, basis_g)
-        for k in [(i,) for i in range(*groups)] if groups else [...]:
-            q_a = matrix(None if basis_a is None else basis_a[k], n_a)
-            q_g = matrix(None if basis_g is None else basis_g[k], n_g)
-            wanted = torch.zeros_like(found[k])
-            for i, j in itertools.product(range(n_g), range(n_a)):
-                vector = torch.outer(q_g[:, i], q_a[:, j]).flatten()
-                wanted += scale[k][i, j] * torch.outer(vector, vector)
-            torch.testing.assert_close(found[k], wanted, **EXACT)
-
-
 def test_transport_keeps_the_sum_in_float32() -> None:
     scale = torch.rand(70, 130).exp() ** 8
     moved = scale
@@ -290,22 +271,14 @@ FOUR_DECADES = torch.logspace(-4, 0, 30, dtype=torch.float64)
 def test_qr_converges_from_a_random_start() -> None:
     given, _ = spectrum(FOUR_DECADES)
     basis = orthogonal(1, 30)
-    errors = [offdiag(given, basis)]
-    for _ in range(3):
-        for _ in range(10):
+    for steps, bound in ((0, 1.0), (10, 6e-2), (10, 3e-3), (10, 2e-4), (300, 1e-8)):
+        for _ in range(steps):
             values, basis, _, reported, ok = qr_refresh(given, basis)
             assert ok.all()
-        errors.append(offdiag(given, basis))
-        assert float(reported) == pytest.approx(errors[-1], rel=1e-3)
-    for error, bound in zip(errors, (1.0, 6e-2, 3e-3, 2e-4), strict=True):
-        assert error < bound
-    assert errors[0] > 0.5
-    torch.testing.assert_close(values[0][-8:], FOUR_DECADES[-8:], rtol=1e-6, atol=1e-8)
-    assert departure(basis) < 1e-13
-    for _ in range(300):
-        values, basis, *_ = qr_refresh(given, basis)
-    assert offdiag(given, basis) < 1e-8
+        assert offdiag(given, basis) < bound
+        assert bound == 1.0 or float(reported) == pytest.approx(offdiag(given, basis), rel=1e-3, abs=1e-9)
     torch.testing.assert_close(values[0], FOUR_DECADES, rtol=1e-6, atol=1e-8)
+    assert departure(basis) < 1e-13
 
 
 def test_qr_at_the_eigenvectors_stays_there() -> None:
@@ -331,21 +304,6 @@ def test_qr_at_the_eigenvectors_stays_there() -> None:
         torch.testing.assert_close(values[0], FOUR_DECADES, rtol=1e-9, atol=1e-12)
         assert ok.all()
         assert float(reported) < 1e-12
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_thousand_refreshes_of_a_drifting_matrix_stay_orthogonal(dtype: torch.dtype) -> None:
-    n = 24
-    given, basis = torch.eye(n, dtype=dtype)[None] * 1e-3, torch.eye(n, dtype=dtype)[None]
-    strength = torch.logspace(-3, 0, n).to(dtype)
-    for _ in range(1000):
-        rows = draw(8, n, dtype=dtype) * strength
-        given = 0.95 * given + 0.05 / 8 * rows.T @ rows
-        _, basis, _, reported, ok = qr_refresh(given, basis)
-        assert ok.all()
-    assert basis.dtype == dtype
-    assert departure(basis) < (1e-5 if dtype == torch.float32 else 1e-13)
-    assert float(reported) < 0.3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -391,6 +349,4 @@ def test_matrices_of_a_batch_are_independent_and_failures_are_flagged() -> None:
     matrices[1, 2, 2], matrices[2, 0, 1] = torch.nan, torch.inf
     assert qr_refresh(matrices, start)[-1].tolist() == [True, False, False, True]
     values, basis, *_, ok = qr_refresh(torch.full((2, 1, 1), 3.0), torch.ones(2, 1, 1))
-    torch.testing.assert_close(values, torch.full((2, 1), 3.0))
-    assert torch.equal(basis, torch.ones(2, 1, 1))
-    assert ok.all()
+    assert (values.tolist(), basis.tolist(), ok.tolist()) == ([[3.0]] * 2, [[[1.0]]] * 2, [True] * 2)

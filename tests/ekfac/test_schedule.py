@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support import ekfac
+from tests.support import ekfac, tasks
 from tests.support.ekfac import Branches, held_bases, network, plain_ekfac, regression, standing, state_of, train_step
 from tests.support.grid import each
 from tests.support.kfac import assert_close, noise, plain_kfac
 from tests.support.models import mlp, seeded_build, vectors
-from tests.support.oracles.ekfac import Reference, diagonal_in, layer_gradients, operator, scales, solve, values
+from tests.support.oracles.ekfac import Reference, diagonal_in, layer_gradients, operator, scales, solve
 
 # -------------------------------------------------------------------------------------------------- The order of a step
 
@@ -183,23 +183,16 @@ def test_full_every_determines_which_updates_are_full():
 @pytest.mark.parametrize("estimator", ["intra", "running"])
 def test_a_late_branch_starts_with_a_basis_then_measures_and_keeps_its_scales_without_a_gradient(estimator):
     model = seeded_build(Branches)
-    model.both = False
     opt = plain_ekfac(model, estimator=estimator)
     with standing(opt):
-        for seed in range(3):
+        for seed in range(6):
+            model.both = seed in (3, 4)
+            before, used = ekfac.snapshot(opt, model.rare), ekfac.held_scales(opt, model.used)
             train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
-        assert state_of(opt, model.rare)["refreshes"] == 0
-        model.both = True
-        for seed in (3, 4):
-            train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
-        before, used = ekfac.snapshot(opt, model.rare), ekfac.held_scales(opt, model.used)
-        model.both = False
-        train_step(opt, model, *vectors(seed=5), F.cross_entropy)
-    assert ekfac.unchanged(opt, model.rare, before)
-    assert not torch.equal(ekfac.held_scales(opt, model.used), used)
-    state = state_of(opt, model.rare)
-    assert state["refreshes"] == 1
-    assert state["scale_updates"] == (1 if estimator == "intra" else 2)
+            assert ekfac.unchanged(opt, model.rare, before) == (not model.both)
+            assert not torch.equal(ekfac.held_scales(opt, model.used), used)
+            assert state_of(opt, model.rare)["refreshes"] == (seed >= 3)
+    assert state_of(opt, model.rare)["scale_updates"] == (1 if estimator == "intra" else 2)
     if estimator == "intra":
         ekfac.assert_scales(opt, model, seeded_build(Branches), *vectors(seed=4), F.cross_entropy, ["rare"])
 
@@ -226,13 +219,10 @@ def test_refreshes_before_the_first_measurement_do_not_affect_it(transport):
 
 @pytest.mark.parametrize("options", [{"scale_decay": 0.5}, {"decay_per_step": True}, {"burnin_steps": 100}], ids=str)
 def test_a_scale_that_restarts_from_eigenvalues_has_the_weight_of_one_update(options):
-    model = mlp()
-    opt = plain_ekfac(
-        model, transport="kfac", factor_update_steps=5, scale_update_steps=5, inv_update_steps=20, **options
-    )
-    with standing(opt):
-        for t in range(21):
-            train_step(opt, model, *vectors(8, seed=t), F.cross_entropy)
+    model, intervals = mlp(), {"factor_update_steps": 5, "scale_update_steps": 5, "inv_update_steps": 20}
+    opt = plain_ekfac(model, transport="kfac", lr=0.0, **intervals, **options)
+    for t in range(21):
+        train_step(opt, model, *vectors(8, seed=t), F.cross_entropy)
     assert state_of(opt, model[0])["refreshes"] == 2
     assert float(state_of(opt, model[0])["scale_weight"]) == pytest.approx(8)
 
@@ -316,15 +306,10 @@ def test_a_checkpoint_whose_options_exclude_those_of_the_optimizer_is_refused_as
     opt, second = plain_ekfac(model, **theirs), plain_ekfac(other, **mine)
     for seed in range(2):
         train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in second.param_groups]
-    states, start = [copy.deepcopy(second.state[p]) for p in other.parameters()], values(other[0])
+    before = tasks.snapshot(second), tasks.values(other)
     with pytest.raises(ValueError, match=r"running|pre"):
         second.load_state_dict(opt.state_dict())
-    assert [{k: v for k, v in g.items() if k != "params"} for g in second.param_groups] == groups
-    assert torch.equal(values(other[0]), start)
-    for p, state in zip(other.parameters(), states, strict=True):
-        assert second.state[p].keys() == state.keys()
-        assert all(torch.equal(torch.as_tensor(second.state[p][k]), torch.as_tensor(v)) for k, v in state.items())
+    tasks.assert_identical((tasks.snapshot(second), tasks.values(other)), before)
 
 
 @pytest.mark.parametrize("transport", ["project", "recompute"])
