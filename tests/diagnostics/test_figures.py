@@ -23,6 +23,7 @@ METHODS = {
     "sngd": (HyLo, {**ROWS, "mode": "sngd"}),
     "kis": (HyLo, {**ROWS, "mode": "kis", "rank_fraction": 0.5}),
     "kid": (HyLo, {**ROWS, "mode": "kid", "rank_fraction": 0.5}),
+    "cheaper": (HyLo, {**ROWS, "kfac_when_cheaper": True, "rank_fraction": 0.8}),
     "mfac": (MFAC, WINDOW),
     "sparse_mfac": (SparseMFAC, {**WINDOW, "compression": TopK(density=0.5, block_size=32)}),
     "ggt": (GGT, {"eps": 0.1, "betas": (0.0, 0.9), "window_size": 4, "partition": "layer"}),
@@ -69,22 +70,29 @@ def test_numbers_are_plain_before_and_after_training(method):
 
 
 @every_method
-def test_condition_numbers_are_those_of_the_damped_dense_matrix(method):
+def test_condition_numbers_and_products_are_those_of_the_dense_matrix(method):
+    """The condition number is that of the damped matrix, except for a split damping."""
     model = make_model()
     opt = make(method, model)
     train(model, opt)
     conditions = by_layer(opt, "condition_number")
     dampings = by_layer(opt, "damping" if method in WINDOWS else "damping_by_layer")
     for name in ("0", "2"):
-        values = torch.linalg.eigvalsh(opt.dense_curvature(name)).clamp(min=0)
+        dense = opt.dense_curvature(name)
+        values = torch.linalg.eigvalsh(dense).clamp(min=0)
         damping = 3.0 * float(values.mean()) if method == "relative" else 0.1
         assert dampings[name] == pytest.approx(damping, rel=1e-6)
         if method == "cholesky":
             assert not conditions
-        elif method != "pi":  # another matrix, see the next test
+        elif method != "pi":
             expected = float((values[-1] + damping) / (values[0] + damping))
             assert conditions[name] == pytest.approx(expected, rel=1e-6)
             assert conditions[name] > 1.05
+        if method not in WINDOWS:
+            layer = model.get_submodule(name)
+            x = torch.randn(layer.out_features, layer.in_features + 1, dtype=torch.float64)
+            product = opt.blocks[name].product(x)
+            torch.testing.assert_close(product.flatten(), dense @ x.flatten(), rtol=1e-9, atol=1e-9)
 
 
 def test_condition_numbers_with_split_damping_are_those_of_the_product_of_damped_factors():
@@ -234,22 +242,11 @@ def test_layers_of_other_ranks_are_left_out(pool: Pool):
 
 # -------------------------------------------------------------------------------------- the figures as one flat table
 def test_flat_joins_inner_keys_by_slashes_and_lists_by_position_and_leaves_out_what_is_no_finite_number():
-    found = flat(
-        {
-            "step": 3,
-            "damping": [0.1, 0.2],
-            "rank": {"a.b": 4},
-            "units": {"all": {"rows": 2, "angle": 1.5}},
-            "none": None,
-            "nan": math.nan,
-            "inf": [math.inf, -math.inf],
-            "mode": "kid",
-            "on": True,
-            "off": False,
-        }
-    )
+    found = flat({"step": 3, "damping": [0.1, 0.2], "rank": {"a.b": 4}, "units": {"all": {"rows": 2, "angle": 1.5}}})
     assert found == {"step": 3.0, "damping/0": 0.1, "damping/1": 0.2, "rank/a.b": 4.0, "units/all/rows": 2.0,
-                     "units/all/angle": 1.5, "on": 1.0, "off": 0.0}  # fmt: skip
+                     "units/all/angle": 1.5}  # fmt: skip
     assert all(type(value) is float for value in found.values())
+    found = flat({"none": None, "nan": math.nan, "inf": [math.inf, -math.inf], "mode": "kid", "on": True, "off": False})
+    assert found == {"on": 1.0, "off": 0.0}
     with pytest.raises(TypeError, match=r"flat takes the mapping that diagnostics\(\) returned"):
         flat([1.0])

@@ -103,6 +103,12 @@ def test_the_angle_of_a_multiple_of_the_gradient(dtype: torch.dtype, factor: flo
     assert report["qp_norm_ratio_u_g"] == abs(factor)
 
 
+def test_the_angle_is_the_arc_cosine() -> None:
+    report = quantify_preconditioning(torch.tensor([1.0, 0.0]), torch.tensor([1.0, math.sqrt(3.0)]))
+    assert float(report["qp_cos"]) == pytest.approx(0.5)
+    assert float(report["qp_angle"]) == pytest.approx(60.0)
+
+
 def test_small_and_mixed_numbers_and_any_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = torch.full((3000,), 1e-30)  # squares are zero in float32
     tiny[0] = 1e-25

@@ -6,34 +6,21 @@ Expected scales are per-example gradients of autograd, rotated by the bases of t
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from tests.support.ekfac import assert_scales, held, held_bases, measured, next_directions, plain_ekfac, standing
 from tests.support.grid import each
-from tests.support.kfac import assert_close, labels, noise, twin
-from tests.support.layer_cases import CASES, ONE_OF_EACH
+from tests.support.kfac import assert_close, labels, noise
+from tests.support.layer_cases import CASES, CONVOLUTIONS, ONE_OF_EACH
 from tests.support.models import mlp, seeded_build
-from tests.support.networks import CONVS, NORMED, SIZES, TOKENS, Words, squares
+from tests.support.networks import NORMED, TOKENS, Words
 from tests.support.oracles.ekfac import exact_fisher, layer_gradients, operator, over_null_spaces, scales, solve
-from tests.support.oracles.kfac import covered_names
-
-
-def check(build, x, y, loss=squares, **keywords):
-    """Scales, and the dense solve with them, of a model that is built twice."""
-    model, plain = build(), build()
-    opt = measured(model, x, y, loss, **keywords)
-    assert_scales(opt, model, plain, x, y, loss)
-    for name, (gradient, V) in next_directions(opt, model, x, y, loss, covered_names(model)).items():
-        Q_B, Q_A = held_bases(opt, model.get_submodule(name))
-        fisher = operator(Q_B, scales(layer_gradients(plain, name, x, y, loss), Q_B, Q_A), Q_A)
-        assert_close(V, solve(fisher, gradient, 1e-2), 1e-8, name)
-    return opt, model
-
 
 #: Layers that do not know which rows belong to which example have no squares of examples.
 KINDS = [name for name, case in CASES.items() if not case.expand_only]
-#: Lookup tables compute squares of examples in another way.
-DEFAULT = {*ONE_OF_EACH, "embedding-called-twice", "embedding-two-axes", "bag-empty-mean", "bag-mean-padding"}
+#: The ways to compute squares of examples differ between convolutions, and so do those of lookup tables.
+DEFAULT = {
+    *ONE_OF_EACH, *CONVOLUTIONS, "embedding-called-twice", "embedding-two-axes", "bag-empty-mean", "bag-mean-padding",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow) for n in KINDS])
@@ -63,40 +50,6 @@ def test_every_kind_of_layer(name):
     for block, fisher in expected.items():
         moved = before[block] - case.matrix(model, block)
         assert_close(moved, solve(fisher, gradients[block], 0.02), 1e-8, block)
-
-
-SHAPES = {  # (channels in, channels out, groups, kernel): on both sides of the rule for the way to form squares
-    "few": (2, 3, 1, 2),
-    "many": (12, 12, 1, 2),
-    "groups": (4, 4, 2, 2),
-    "depthwise": (4, 8, 4, 2),
-    "pixel": (2, 3, 1, 1),
-    "whole": (2, 3, 1, SIZES),
-}
-
-
-@each(
-    lambda padding, stride, shape, dilation, **_: (
-        not (padding == "same" and stride > 1)
-        and not (shape[3] is SIZES and (padding in (1, "same") or dilation > 1 or stride > 1))
-    ),
-    axes=[1, 2, 3],
-    padding=[0, 1, "same", "valid"],
-    mode=["zeros", "reflect", "replicate", "circular"],
-    shape=SHAPES,
-    stride=[1, 2],
-    dilation=[1, 2],
-    bias={"bias": True, "no bias": False},
-    limit={"dense": None, "diagonal": 3},
-)
-def test_convolutions(axes, padding, mode, shape, stride, dilation, bias, limit):
-    """A side above the limit has no basis."""
-    c_in, c_out, groups, kernel = shape
-    kernel = SIZES[axes] if kernel is SIZES else kernel
-    options = {"padding": padding, "padding_mode": mode, "stride": stride, "dilation": dilation, "bias": bias}
-    layer = seeded_build(lambda: CONVS[axes](c_in, c_out, kernel, groups=groups, **options))
-    x = noise(3, c_in, *SIZES[axes])
-    check(lambda: nn.Sequential(twin(layer)), x, noise(*layer(x).shape, seed=1), max_factor_dim=limit)
 
 
 def test_dense_curvature_of_an_embedding_is_in_the_order_of_its_weight():

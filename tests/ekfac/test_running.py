@@ -1,6 +1,5 @@
 """``estimator="running"``: squares of the projected mean gradient, and, with an exponent of 1/2, Adam in that basis."""
 
-import itertools
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,12 +10,12 @@ from torch import nn
 
 from secondorder import EKFAC
 from tests.support import ekfac
-from tests.support.ekfac import HELD, Branches, held_bases, measured, plain_ekfac, standing, state_of, train_step
+from tests.support.ekfac import HELD, Branches, measured, plain_ekfac, train_step
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import Run, TwoHeads
-from tests.support.oracles.ekfac import layer_gradients, scales, solve
+from tests.support.oracles.ekfac import solve
 
 BUILDS = {"mlp": (mlp, vectors), "convnet": (lambda: convnet(stride=2, padding=1), images)}
 WHITE = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum": 0.9, "factor_update_steps": 1}
@@ -27,34 +26,6 @@ def running(params, **keywords):
 
 
 # `test_schedule.py` compares the average over steps with a reference, and `test_null_spaces.py` the rule of Adam.
-@pytest.mark.parametrize("mean", [0.0, 0.6])
-def test_expectation_over_resampled_batches(mean):
-    """It is Var(G) + n·mean² over all ordered pairs of a small population; with zero mean, that of the examples.
-
-    The loss is linear in the outputs, so the output gradients are the targets, which occur with both signs.
-    """
-
-    def linear_loss(outputs, targets):
-        return (outputs * targets).sum(1).mean()
-
-    x, v = noise(2, 3), noise(2, 2, seed=1)
-    population = torch.cat([x, x]), torch.cat([v + mean, mean - v])
-    model = mlp((3, 2))
-    opt = running(model, factor_decay=1.0)
-    with standing(opt):
-        train_step(opt, model, *population, linear_loss)
-        bases = held_bases(opt, model[0])
-        state_of(opt, model[0])["scale"].zero_()
-        state_of(opt, model[0])["scale_weight"].zero_()
-        for pair in itertools.product(range(4), repeat=2):
-            train_step(opt, model, *(t[list(pair)] for t in population), linear_loss)
-    G = layer_gradients(mlp((3, 2)), "0", *population, linear_loss)
-    expected = scales(G - G.mean(0), *bases) + 2 * scales(G.mean(0, keepdim=True), *bases)
-    assert_close(ekfac.held_scales(opt, model[0]), expected, 1e-10)
-    if mean == 0:
-        assert_close(expected, scales(G, *bases), 1e-10)
-
-
 # -------------------------------------------------------------------------------------- Adam in the factors' eigenbasis
 
 
