@@ -1,4 +1,4 @@
-"""Schemas of states: queries of plain schemas, and the schema of every method compared with its state."""
+"""The schema of every method compared with its state."""
 
 from typing import Any
 
@@ -10,112 +10,12 @@ from torch.nn.functional import cross_entropy
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, SparseMFAC
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import (
-    COUNTER,
-    ESTIMATE,
-    FOUND,
-    Entry,
-    Place,
-    held,
-    keys,
     kinds,
-    known,
-    likes,
     nbytes,
-    of_kinds,
-    shaped,
-    tensors,
 )
 from tests.support.building import built
 from tests.support.kfac import labels, noise
 
-
-def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-SCHEMA = {
-    "second": Entry(meta(3, 3), "factors", Place.ESTIMATE, symmetric=True),
-    "first": Entry(meta(2), "factors", Place.ESTIMATE),
-    "number": Entry(7, "buffers", Place.EVERYWHERE),
-    "found": Entry(meta(4, dtype=torch.float64), "second_order", Place.CURVATURE, derived=True),
-    "known": Entry(meta(), "buffers", Place.CURVATURE, known=True),
-    "basis": Entry(meta(5, dtype=torch.bfloat16), "second_order", Place.MEASURED, derived=True),
-    "own": Entry(meta(6), "momentum", Place.OWN),
-}
-
-
-# ---------------------------------------------------------------------- queries
-@pytest.mark.parametrize(
-    ("places", "expected"),
-    [
-        (set(Place), ["second", "first", "number", "found", "known", "basis", "own"]),
-        ({Place.ESTIMATE}, ["second", "first", "number"]),
-        ({Place.CURVATURE, Place.MEASURED}, ["number", "found", "known", "basis"]),
-        ({Place.MEASURED, Place.OWN}, ["number", "basis", "own"]),
-        (set(), ["number"]),
-    ],
-)
-def test_a_rank_holds_numbers_and_the_tensors_of_its_places(places: set[Place], expected: list[str]) -> None:
-    found = held(SCHEMA, places)
-    assert list(found) == expected
-    assert all(found[key] is SCHEMA[key] for key in found)
-
-
-def test_keys_of_a_place_are_sorted_and_without_numbers() -> None:
-    for place, expected in {
-        Place.ESTIMATE: ["first", "second"],
-        Place.CURVATURE: ["found", "known"],
-        Place.MEASURED: ["basis"],
-        Place.EVERYWHERE: [],
-        Place.OWN: ["own"],
-    }.items():
-        assert keys(SCHEMA, place) == keys(dict(reversed(SCHEMA.items())), place) == expected
-    assert keys(SCHEMA, Place.CURVATURE, known=False) == ["found"]  # every holder finds "known" by itself
-    assert keys(SCHEMA, Place.ESTIMATE, known=False) == ["first", "second"]
-
-
-def test_kinds_have_keys_and_bytes() -> None:
-    assert nbytes(SCHEMA) == {"factors": 44, "buffers": 4, "second_order": 42, "momentum": 24}
-    assert nbytes({}) == {}
-    assert kinds(SCHEMA) == ["factors", "buffers", "second_order", "momentum"]
-    assert of_kinds(SCHEMA, "buffers", "momentum") == {"number", "known", "own"}
-    assert of_kinds(SCHEMA, "window") == set()
-
-
-def test_parts_of_a_window_are_known_by_their_plain_key() -> None:
-    assert known(SCHEMA, "own@0of2") is known(SCHEMA, "own") is SCHEMA["own"]
-    assert known(SCHEMA, "unknown") is None
-
-
-@pytest.mark.parametrize(
-    ("facts", "expected"),
-    [
-        ({}, {"none"}),
-        ({"derived": True}, {"none", "factors"}),
-        ({"optional": True}, {"none", "factors", "all"}),
-        ({"always": True}, set()),
-        ({"always": True, "derived": True}, set()),
-    ],
-)
-def test_entries_that_a_checkpoint_may_lack(facts: dict[str, bool], expected: set[str]) -> None:
-    entry = Entry(0, "buffers", Place.OWN, **facts)
-    assert {kept for kept in ("all", "factors", "none") if entry.may_lack(kept)} == expected
-
-
-def test_a_schema_is_a_catalog_with_shapes() -> None:
-    catalog = {"a": ESTIMATE, "b": FOUND, "c": COUNTER}
-    found = shaped(catalog, {"c": 3, "a": meta(2, 2)}, ["a"])
-    assert list(found) == ["c", "a"]
-    assert found["c"] == COUNTER._replace(like=3)
-    assert (found["a"].kind, found["a"].place, found["a"].symmetric) == ("factors", Place.ESTIMATE, True)
-    assert (found["a"].shape, found["c"].shape, found["c"].nbytes) == ((2, 2), None, 0)
-    assert likes(found).keys() == found.keys()
-    assert tensors(found).keys() == {"a"}
-    with pytest.raises(KeyError):
-        shaped(catalog, {"unknown": 0})
-
-
-# ---------------------------------------------------------------------- schemas of methods
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kfac": (KFAC, {}),
     "kfac cholesky": (KFAC, {"inverse_method": "cholesky"}),

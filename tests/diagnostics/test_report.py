@@ -1,5 +1,6 @@
 """What a report reads from a table of parameters and from their curvature, without an optimizer."""
 
+import re
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ class Curvature:
         return "one block"
 
 
-def made(combines: bool = False) -> tuple[Report, nn.Parameter, nn.Parameter]:
+def made(combines: bool = False) -> tuple[Report, nn.Parameter]:
     """A report on a covered parameter of three numbers and another one of two, in single precision."""
     p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
     group = {"params": [p, q], "param_names": ["p", "q"], "fallback": "sgd"}
@@ -36,31 +37,26 @@ def made(combines: bool = False) -> tuple[Report, nn.Parameter, nn.Parameter]:
     table.name_parameters()
     table.state = {p: {"factor": torch.ones(9), "refreshes": 3}, q: {}}
     comm = SimpleNamespace(combines=combines, rank=1, world=4, nbytes=100)
-    return Report(cast(Any, Curvature(p, table, comm)), Runtime()), p, q
+    return Report(cast(Any, Curvature(p, table, comm)), Runtime()), q
+
+
+def row_of(report: Report, name: str) -> list[str]:
+    (line,) = (line for line in report.describe().splitlines() if line.startswith(f"{name} "))
+    return re.split("  +", line)
 
 
 def test_a_description_has_a_row_for_each_parameter_and_the_bytes_of_its_state() -> None:
-    """With several ranks, the rank is named, too."""
-    title, *lines, footer = made()[0].describe().splitlines()
+    """With several ranks, the rank is named, too; a parameter without curvature has its reason."""
+    report, q = made()
+    title, *_, footer = report.describe().splitlines()
     assert title == "Newton · one block"
     assert footer == "state: factors 36 B, pending 20 B, buffers 110 B, total 166 B"
-    (covered,) = (line.split() for line in lines if line.startswith("p "))
-    assert covered == ["p", "3", "3", "0", "36", "B", "diagonal"]
+    assert row_of(report, "p") == ["p", "3", "3", "0", "36 B", "diagonal"]
     assert "ranks: this is 1 of 4, comm=" in made(combines=True)[0].describe()
-    assert "ranks:" not in made()[0].describe()
-
-
-def test_a_parameter_without_curvature_has_its_reason() -> None:
-    for reason, frozen, expected in (
-        ("", False, "sgd fallback: not covered"),
-        ("too large", False, "sgd fallback: too large"),
-        ("", True, "frozen"),
-    ):
-        report, _, q = made()
-        if reason:
-            report.curvature.table.reasons[q] = reason
-        if frozen:
-            q.requires_grad_(False)
-            report.curvature.table.name_parameters()
-        (line,) = (line for line in report.describe().splitlines() if line.startswith("q "))
-        assert line.endswith(f"  {expected}")
+    assert row_of(report, "q")[-1] == "sgd fallback: not covered"
+    report.curvature.table.reasons[q] = "too large"
+    assert row_of(report, "q")[-1] == "sgd fallback: too large"
+    report, q = made()
+    q.requires_grad_(False)
+    report.curvature.table.name_parameters()
+    assert row_of(report, "q")[-1] == "frozen"

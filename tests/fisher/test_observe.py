@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import secondorder
 from secondorder import EKFAC, KFAC
-from tests.support.grid import each, pairs
+from tests.support.grid import each
 from tests.support.kfac import (
     all_factors,
     assert_close,
@@ -131,19 +131,45 @@ def test_any_whole_graph_may_be_observed(kind):
 
 
 # ---------------------------------------------------------------- Accumulation
-@pairs(fisher=OBSERVED, method=METHODS, backward=[False, True])
-def test_a_batch_that_was_given_up_does_not_count(fisher, method, backward):
-    """Its ``zero_grad`` comes after a backward or without one, as in a loop that skips a loss that is not finite."""
-    model, one, other = mlp(), vectors(6), vectors(3, seed=1)
-    expected = exact_factors(twin(model), *other)
-    opt = still(model, fisher, method)
-    outputs = model(100 * one[0])
+def given_up(opt, model: nn.Module, x: Tensor, with_backward: bool) -> None:
+    """A loop skips a loss that is not finite, with a ``zero_grad`` that comes after a backward or without one."""
+    outputs = model(x)
     opt.observe(outputs, "categorical")
-    if backward:
-        F.cross_entropy(outputs, one[1]).backward()
-    observed_step(opt, model, other[0], "categorical")
-    assert weight_of(opt, model) == 3
+    if with_backward:
+        outputs.sum().backward()
+    opt.zero_grad()
+
+
+def paused(opt, model: nn.Module, x: Tensor) -> None:
+    with opt.pause_capture():
+        opt.observe(model(x), "categorical")
+
+
+def evaluated(opt, model: nn.Module, x: Tensor) -> None:
+    opt.observe(model.eval()(x), "categorical")
+    model.train()
+
+
+BATCHES_THAT_DO_NOT_COUNT = {
+    "given up": partial(given_up, with_backward=False),
+    "given up after its backward": partial(given_up, with_backward=True),
+    "paused": paused,
+    "evaluated": evaluated,
+    "a micro-batch that is not observed": lambda opt, model, x: model(x).sum().backward(),
+}
+
+
+@each(fisher=OBSERVED, method=METHODS, other=BATCHES_THAT_DO_NOT_COUNT)
+@pytest.mark.filterwarnings("ignore")
+def test_the_estimate_is_that_of_the_observed_batch(fisher, method, other):
+    model, (x, y) = mlp(), vectors(3)
+    expected = exact_factors(twin(model), x, y)
+    opt = still(model, fisher, method)
+    other(opt, model, 100 * vectors(6, seed=1)[0])
+    assert opt.memory_usage()["pending"] == 0
+    categorical_step(opt, model, x, y)
     assert_expected(opt, model, expected, fisher)
+    assert weight_of(opt, model) == 3
 
 
 @fishers
@@ -308,33 +334,6 @@ def test_observe_does_nothing_under_the_empirical_fisher(method):
     assert layer_state(opt, model, "0")["factor_updates"] == 2
 
 
-@fishers
-@pytest.mark.filterwarnings("ignore")
-def test_if_one_of_two_micro_batches_is_observed_the_estimate_is_that_of_this_one(fisher):
-    model, (x, y), (other, _) = mlp(), vectors(4), vectors(6, seed=1)
-    expected = exact_factors(twin(model), x, y)
-    opt = still(model, fisher)
-    outputs = model(x)
-    opt.observe(outputs, "categorical")
-    outputs.sum().backward()
-    model(other).sum().backward()
-    opt.step()
-    assert_expected(opt, model, expected, fisher)
-
-
-@each(fisher=OBSERVED, method=METHODS, way=["pause", "eval"])
-def test_observe_does_nothing_in_a_pause_and_in_eval_mode(method, fisher, way):
-    model, (x, y) = mlp(), vectors()
-    opt = still(model, fisher, method)
-    model.train(way == "pause")
-    with opt.pause_capture() if way == "pause" else contextlib.nullcontext():
-        opt.observe(model(x), "categorical")
-    assert opt.memory_usage()["pending"] == 0
-    model.train()
-    categorical_step(opt, model, x, y)
-    assert weight_of(opt, model) == len(x)
-
-
 @each(fisher=["empirical", *OBSERVED], method=METHODS)
 def test_forwards_without_backward_keep_nothing(method, fisher):
     """Dropped outputs free their graph, except for those of the last few forwards."""
@@ -388,18 +387,16 @@ def test_forwards_whose_outputs_are_kept_may_be_observed_later(fisher, order):
     assert weight_of(opt, model) == 8
 
 
-@each(first=[True, False], positions=[False, True])
-def test_a_forward_whose_outputs_are_dropped_does_not_count(first, positions):
-    shape = (4, 4) if positions else (4,)
-    x, stray = noise(*shape, 4), noise(4, *shape[1:], 4, seed=1)
-    held = []
-    for disturbed in (False, True):
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_forward_whose_outputs_are_dropped_does_not_count(place):
+    x, stray, held = noise(4, 4, 4, 4), noise(4, 4, 4, 4, seed=1), []
+    for disturbed in (None, place):
         model = nn.Sequential(mlp(), nn.Flatten(0, -2))
         opt = still(model, "exact", approx="reduce")  # it matters which rows belong to one example
-        if disturbed and first:
+        if disturbed == "before":
             model(stray)
         outputs = model(x)
-        if disturbed and not first:
+        if disturbed == "after":
             model(stray)
         opt.observe(outputs, "categorical")
         unrelated(outputs).backward()

@@ -1,22 +1,26 @@
-"""Blocks with rows of examples on plain states, against dense linear algebra in float64."""
+"""What ranks exchange about blocks, on plain values."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from secondorder.capture.statistics.measurement import mean_of
 from secondorder.config import FisherOptions
 from secondorder.curvature.example_rows import Kept, Raw, Sizes
 from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.row_block import RowBlock
+from secondorder.curvature.schema import Place
 from secondorder.linalg import kernel
 from secondorder.linalg.kernel import Rows
+from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parallel.rows import census_of, filled_up, put_together, words_of
 from secondorder.runtime import Runtime
 
-LAMBDA, N, D_IN, D_OUT = 0.3, 9, 4, 3
-GOOD = torch.tensor(True)
+LAMBDA, D_IN, D_OUT = 0.3, 4, 3
 GROUP: dict[str, Any] = {
     "approx": "reduce", "conv_scale": "exact", "kfac_when_cheaper": False, "factor_decay": 0.0, "damping": LAMBDA,
     "damping_mode": "absolute", "normalize_damping": False, "loss_reduction": "mean", "loss_terms": 1,
@@ -30,7 +34,7 @@ def block_of() -> RowBlock:
     return RowBlock(layer, 0, GROUP, Runtime(states={layer.owner: {}}), fisher=FisherOptions())
 
 
-def some_rows(seed: int = 0, n: int = N) -> Rows:
+def some_rows(seed: int, n: int) -> Rows:
     generator = torch.Generator().manual_seed(seed)
     a, g = (torch.randn(n, 1, d, dtype=torch.float64, generator=generator) for d in (D_IN + 1, D_OUT))
     return Rows(a, g / n**0.5)
@@ -64,3 +68,31 @@ def test_rows_of_all_ranks_are_concatenated_without_padding() -> None:
     found = put_together(block, sizes, stacks, [5, 3], damping, interpolates=True)
     torch.testing.assert_close(vectors(found.rows), torch.cat([vectors(x) for x in rows]), rtol=0, atol=0)
     assert torch.equal(found.core, torch.eye(8, dtype=torch.float64))
+
+
+def test_a_checkpoint_is_compared_as_if_nothing_had_been_sent() -> None:
+    comm = SimpleNamespace(
+        combines=True, estimates=lambda i: False, preconditions=lambda i: False, captures=lambda i: True,
+        captures_elsewhere=lambda i: True,
+    )  # fmt: skip
+    exchange, block = StatisticsExchange(cast(Any, comm)), cast(Any, SimpleNamespace(name="layer", index=0))
+    assert Place.MEASURED in exchange.places_here(block)
+
+    def compare() -> None:
+        with exchange.holding_back():
+            assert Place.MEASURED not in exchange.places_here(block)
+            assert exchange.lacks_measured(block)
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        compare()
+    assert Place.MEASURED in exchange.places_here(block)
+    assert exchange.unsent == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_mean_of_a_block_without_examples_is_zero(dtype: torch.dtype) -> None:
+    """Other blocks have the quotient of the sum and their number of examples."""
+    total = torch.tensor([[10.0, 15.0], [0.0, 0.0]], dtype=dtype)
+    found = mean_of(total, torch.tensor([5.0, 0.0], dtype=torch.float64))
+    assert found.total.tolist() == [[2.0, 3.0], [0.0, 0.0]]
