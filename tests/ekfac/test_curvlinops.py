@@ -6,45 +6,22 @@ blocks are compared if the eigenvalues of each factor are simple (with one null 
 """
 
 import warnings
-from functools import partial
 
 import curvlinops
-from torch import nn
 
-from tests.support.ekfac import held_scales, plain_ekfac, standing, state_of
+from tests.support.ekfac import held_scales, plain_ekfac, standing
 from tests.support.grid import each
-from tests.support.kfac import assert_close, noise, twin
+from tests.support.kfac import assert_close, layer_state, noise, twin
 from tests.support.models import convnet, images, mlp, vectors
 from tests.support.oracles.ekfac import layer_gradients, over_null_spaces, scales
 from tests.support.oracles.kfac import covered_names, objective
 from tests.support.oracles.trajectory import dense_blocks, operator
 
-
-def corrected(model, x, y, loss, approx, fisher):
-    """Their operator with the eigenvalue correction."""
-    op = operator(model, x, y, loss, approx, fisher, kind=curvlinops.EKFACLinearOperator)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        op.compute_eigenvalue_correction()
-    return op
-
-
-def corrected_eigenvalues(op, layer):
-    """``[n_g, n_a]``; without a bias they hold one matrix per parameter."""
-    found = op._corrected_eigenvalues[layer]
-    return next(iter(found.values())) if isinstance(found, dict) else found
-
-
-def problem(build, data, kind):
-    x, y = data(24)
-    return build(), x, y if kind == "ce" else noise(24, 3, seed=1)
-
-
 MODELS = {
-    "linear": partial(problem, lambda: mlp((4, 5, 3)), vectors),
-    "conv": partial(problem, lambda: convnet(stride=2), images),
+    "linear": (lambda: mlp((4, 5, 3)), vectors),
+    "conv": (lambda: convnet(stride=2), images),
     # sums over overlapping patches make A singular several times over under reduce
-    "padded conv": partial(problem, lambda: convnet(stride=2, padding=1), images),
+    "padded conv": (lambda: convnet(stride=2, padding=1), images),
 }
 LIKELIHOODS = {"ce": "categorical", "mse": "gaussian"}
 # (loss, reduction, Fisher); their Gaussian Hessian of a mean over C outputs is 2/C, so exact is compared with the sum
@@ -59,52 +36,56 @@ CASES = {
 }
 
 
-def step(opt, model, x, y, loss, fisher):
-    opt.zero_grad()
-    outputs = model(x)
-    if fisher == "type-2":
-        kind = "ce" if isinstance(loss.module, nn.CrossEntropyLoss) else "mse"
-        opt.observe(outputs, LIKELIHOODS[kind])
-    loss(outputs, y).backward()
-    opt.step()
+def corrected(model, x, y, loss, approx, fisher):
+    """Their operator with the eigenvalue correction, and the corrected eigenvalues ``[n_g, n_a]`` of each layer."""
+    op = operator(model, x, y, loss, approx, fisher, kind=curvlinops.EKFACLinearOperator)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        op.compute_eigenvalue_correction()
+    # without a bias, a layer has one matrix per parameter
+    found = op._corrected_eigenvalues.items()
+    return op, {layer: next(iter(own.values())) if isinstance(own, dict) else own for layer, own in found}
 
 
-def ours(model, x, y, loss, approx, fisher, bases=None):
+def ours(model, x, y, loss, approx, likelihood, bases=None):
     """The optimizer after a step for the basis and one that measures in it, or in the given ``bases``."""
-    terms = loss.loss_terms if fisher == "empirical" else 1
-    fishers = {"empirical": "empirical", "type-2": "exact"}
-    keywords = {"approx": approx, "fisher": fishers[fisher], "loss_reduction": loss.loss_reduction}
-    opt = plain_ekfac(model, loss_terms=terms, **keywords)
+    exact = likelihood is not None
+    fisher = {"fisher": "exact"} if exact else {"loss_terms": loss.loss_terms}
+    opt = plain_ekfac(model, approx=approx, loss_reduction=loss.loss_reduction, **fisher)
     with standing(opt):
-        step(opt, model, x, y, loss, fisher)
-        for name, (Q_B, Q_A) in (bases or {}).items():
-            state = state_of(opt, model.get_submodule(name))
-            state["basis_g"].copy_(Q_B)
-            state["basis_a"].copy_(Q_A)
-        step(opt, model, x, y, loss, fisher)
+        for replaced in ({}, bases or {}):
+            for name, (Q_B, Q_A) in replaced.items():
+                layer_state(opt, model, name)["basis_g"].copy_(Q_B)
+                layer_state(opt, model, name)["basis_a"].copy_(Q_A)
+            opt.zero_grad()
+            outputs = model(x)
+            if exact:
+                opt.observe(outputs, likelihood)
+            loss(outputs, y).backward()
+            opt.step()
     return opt
 
 
-@each(kind=list(MODELS), case=CASES, approx=["expand", "reduce"])
+@each(kind=MODELS, case=CASES, approx=["expand", "reduce"])
 def test_scales_in_their_basis_and_dense_blocks(kind, case, approx):
-    name, reduction, fisher = case
-    model, x, y = MODELS[kind](name)
-    loss, plain = objective(name, reduction, 3), twin(model)
-    op = corrected(plain, x, y, loss, approx, fisher)
+    (build, data), (name, reduction, fisher) = kind, case
+    model, (x, y) = build(), data(24)
+    y = y if name == "ce" else noise(24, 3, seed=1)
+    loss, plain, layers = objective(name, reduction, 3), twin(model), covered_names(model)
+    likelihood = LIKELIHOODS[name] if fisher == "type-2" else None
+    op, eigenvalues = corrected(plain, x, y, loss, approx, fisher)
     per_datum = len(x) if reduction == "sum" else 1
-    bases = {
-        layer: (op._gradient_covariances_eigenvectors[layer], op._input_covariances_eigenvectors[layer])
-        for layer in covered_names(model)
-    }
-    opt = ours(model, x, y, loss, approx, fisher, bases)
-    for layer in covered_names(model):
-        factors = (state_of(opt, model.get_submodule(layer))[f"factor_{side}"] for side in "ga")
-        theirs = over_null_spaces(corrected_eigenvalues(op, layer)[None] / per_datum, *factors)[0]
+    gradients, inputs = op._gradient_covariances_eigenvectors, op._input_covariances_eigenvectors
+    bases = {layer: (gradients[layer], inputs[layer]) for layer in layers}
+    opt = ours(model, x, y, loss, approx, likelihood, bases)
+    for layer in layers:
+        factors = (layer_state(opt, model, layer)[f"factor_{side}"] for side in "ga")
+        theirs = over_null_spaces(eigenvalues[layer][None] / per_datum, *factors)[0]
         assert_close(held_scales(opt, model.get_submodule(layer))[0], theirs, 1e-9, layer)
         if case == CASES["ce"]:  # checks the oracle of the other tests by an independent one
             own = scales(layer_gradients(plain, layer, x, y, loss), *bases[layer])[0]
-            assert_close(own, corrected_eigenvalues(op, layer), 1e-9, layer)
-    if kind != "padded conv":
-        opt = ours(twin(plain), x, y, loss, approx, fisher)
+            assert_close(own, eigenvalues[layer], 1e-9, layer)
+    if kind is not MODELS["padded conv"]:
+        opt = ours(twin(plain), x, y, loss, approx, likelihood)
         for layer, block in dense_blocks(op, plain, x.dtype).items():
             assert_close(opt.dense_curvature(layer), block / per_datum, 1e-7, layer)
