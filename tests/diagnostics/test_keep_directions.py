@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from secondorder.diagnostics import quantify_preconditioning
 from tests.support.grid import each
 from tests.support.methods import METHODS, Method
-from tests.support.tasks import CNN, MLP, Task, assert_identical, train, values
+from tests.support.tasks import CNN, MLP, Task, assert_identical, backward, train, values
 
 CASES = {
     f"{method.name}-{variant.name}": (method, variant.keywords) for method in METHODS for variant in method.variants
@@ -58,11 +58,15 @@ def test_directions_are_without_momentum_learning_rate_and_decoupled_decay(metho
 
 @every_method
 def test_directions_are_copies_and_blocks_may_be_left_in_any_order(method: Method) -> None:
+    """Nothing is kept outside of the block, even after an error, and no direction of a parameter without a gradient."""
     model = MLP.model()
     optimizer = method.build(model)
+    with pytest.raises(KeyError, match="stop"), optimizer.keep_directions() as kept:
+        raise KeyError("stop")
     outer, inner = optimizer.keep_directions(), optimizer.keep_directions()
     first, second = outer.__enter__(), inner.__enter__()
     train(model, optimizer, MLP, 1)
+    assert kept == {}
     assert set(first) == method.covered(model)
     assert_identical(first, second)
     assert first is not second
@@ -75,16 +79,11 @@ def test_directions_are_copies_and_blocks_may_be_left_in_any_order(method: Metho
         assert first[name] is before[name]
         assert torch.equal(before[name], frozen[name])
         assert not torch.equal(second[name], first[name])
-
-
-@every_method
-def test_nothing_is_kept_outside_of_the_block_even_after_an_error(method: Method) -> None:
-    model = MLP.model()
-    optimizer = method.build(model)
-    with pytest.raises(KeyError, match="stop"), optimizer.keep_directions() as kept:
-        raise KeyError("stop")
-    train(model, optimizer, MLP, 1)
-    assert kept == {}
+    backward(model, optimizer, MLP, 2)
+    model.get_submodule("first").zero_grad()
+    with optimizer.keep_directions() as kept:
+        optimizer.step()
+    assert set(kept) == {name for name in method.covered(model) if not name.startswith("first")}
 
 
 def test_preconditioning_by_a_positive_matrix_turns_by_less_than_a_right_angle() -> None:
@@ -97,14 +96,3 @@ def test_preconditioning_by_a_positive_matrix_turns_by_less_than_a_right_angle()
         assert 0 <= float(report["qp_angle"]) < 90, name
         assert set(report["layers"]) == set(kept), name
         assert report["qp_n"] == sum(int((g != 0).sum()) for g in gradients.values() if g is not None), name
-
-
-def test_parameters_without_a_gradient_have_no_direction() -> None:
-    for method in METHODS:
-        model = MLP.model()
-        optimizer = method.build(model)
-        MLP.loss(model, 0).backward()
-        model.get_submodule("first").zero_grad()
-        with optimizer.keep_directions() as kept:
-            optimizer.step()
-        assert set(kept) == {name for name in method.covered(model) if not name.startswith("first")}
