@@ -6,6 +6,7 @@ its own draw, so one step is an average over many draws, and few steps make a sh
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -174,6 +175,10 @@ MODELS = {
 }
 
 
+def weighted(f: Tensor, target: Tensor, weight: float) -> Tensor:
+    return weight * cross_entropy(f, target)
+
+
 def assert_unbiased(found, expected, precision: float) -> None:
     for name, factors in expected.items():
         for values, factor, which in zip(found[name], factors, "AB", strict=True):
@@ -181,19 +186,22 @@ def assert_unbiased(found, expected, precision: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "cuts"),
     [
-        ("mlp", {"factor_batch_size": 30, "approx": "reduce", "loss_reduction": "sum"}),
-        ("mlp", {"factor_batch_size": 30, "fisher": "exact"}),
-        ("mlp", {"factor_batch_size": 30, "fisher": "mc"}),
-        ("images", {"factor_positions": 3}),
-        ("images", {"factor_positions": 3, "fisher": "exact"}),
-        ("tokens", {"factor_positions": 2, "loss_terms": 5}),
-        ("pooled", {"factor_positions": 2, "factor_batch_size": 32}),
+        ("mlp", {"factor_batch_size": 30, "approx": "reduce", "loss_reduction": "sum"}, [6]),
+        ("mlp", {"factor_batch_size": 30, "fisher": "exact"}, [6]),
+        ("mlp", {"factor_batch_size": 30, "fisher": "mc"}, [6]),
+        ("mlp", {"factor_batch_size": 12}, [3, 3]),
+        ("mlp", {"factor_batch_size": 12}, [1, 5]),
+        ("images", {"factor_positions": 3}, [2]),
+        ("images", {"factor_positions": 3, "fisher": "exact"}, [2]),
+        ("tokens", {"factor_positions": 2, "loss_terms": 5}, [3]),
+        ("pooled", {"factor_positions": 2, "factor_batch_size": 32}, [4]),
     ],
     ids=str,
 )
-def test_some_examples_and_positions_are_unbiased(kind, options):
+def test_some_examples_and_positions_are_unbiased(kind, options, cuts):
+    """Micro-batches are weighted so that their sum is the mean over all examples."""
     model, x, y = MODELS[kind]()
     fisher, approx = options.get("fisher", "empirical"), options.get("approx", "expand")
     if fisher == "empirical":
@@ -203,22 +211,14 @@ def test_some_examples_and_positions_are_unbiased(kind, options):
         rows = observed(model, covered_names(model), x, y, cross_entropy)
         expected = {name: found.factors() for name, found in rows.items()}
     opt = rarely_refreshed(model, **{"fisher": fisher, **options})
-    loss = cross_entropy if "loss_reduction" in options else F.cross_entropy
-    likelihood = None if fisher == "empirical" else "categorical"
-    batches = [(repeated(x, 16), repeated(y, 16))]
-    assert_unbiased(factor_draws(opt, model, batches, 60, loss=loss, likelihood=likelihood), expected, 0.1)
-
-
-@pytest.mark.parametrize("first", [3, 1], ids=["equal", "unequal"])
-def test_some_examples_of_every_micro_batch_are_unbiased(first):
-    """Micro-batches are weighted so that their sum is the mean over all examples."""
-    model, (x, y) = mlp((4, 3, 3)), vectors(6)
-    expected = expected_factors(twin(model), x, y, F.cross_entropy)
-    opt = rarely_refreshed(model, "empirical", factor_batch_size=12)
-    batches = [(repeated(x[part], 16), repeated(y[part], 16)) for part in (slice(first), slice(first, None))]
-    # 1/96 of the sum over 2 micro-batches
-    found = factor_draws(opt, model, batches, 60, loss=lambda f, target: cross_entropy(f, target) / 48)
-    assert_unbiased(found, expected, 0.15)
+    batches = [(repeated(a, 16), repeated(b, 16)) for a, b in zip(x.split(cuts), y.split(cuts), strict=True)]
+    likelihood, loss = None if fisher == "empirical" else "categorical", F.cross_entropy
+    if "loss_reduction" in options:
+        loss = cross_entropy
+    elif len(cuts) > 1:  # `step` divides by the number of micro-batches
+        loss = partial(weighted, weight=len(cuts) / (16 * len(x)))
+    found = factor_draws(opt, model, batches, 60, loss=loss, likelihood=likelihood)
+    assert_unbiased(found, expected, 0.1 if len(cuts) == 1 else 0.15)
 
 
 def subsets_of(values: Tensor, kept: int) -> dict[tuple[int, ...], Tensor]:
