@@ -15,6 +15,7 @@ from secondorder.preconditioners.kronecker import KroneckerPreconditioner
 from tests.support.building import built
 from tests.support.device import SimulatedDevice
 from tests.support.device_runs import DeviceRun, check, host
+from tests.support.tasks import Task
 
 STEPS = 4
 
@@ -27,7 +28,7 @@ def stacks_of_any_size(monkeypatch):
 class Net(nn.Module):
     """Layers with all kinds of matrices: with and without a bias, partly frozen, convolutions, an embedding, norms."""
 
-    def __init__(self, dtype):
+    def __init__(self):
         super().__init__()
         self.words = nn.Embedding(9, 12)
         self.convs = nn.Sequential(nn.Conv1d(12, 12, 1), nn.Tanh(), nn.Conv1d(12, 12, 1), nn.Tanh())
@@ -38,7 +39,6 @@ class Net(nn.Module):
         self.biased = nn.Linear(12, 12)
         self.biased.weight.requires_grad_(False)
         self.wide = nn.Sequential(nn.Linear(12, 130), nn.Linear(130, 600))
-        self.to(dtype)
 
     def forward(self, x):
         x = self.grouped(self.convs(self.words(x).mT)).mT
@@ -59,7 +59,7 @@ def optimizer_of(model, method, *, groups=False, **options):
 def trained(monkeypatch, method, dtype, *, stacked, **options):
     """The parameters after some steps, and how many blocks the last one stacked, which may be none."""
     torch.manual_seed(0)
-    model, sizes = Net(dtype), []
+    model, sizes = Net().to(dtype), []
 
     def counted(*given):
         found = directions_of_stacks(*given) if stacked or len(sizes) < STEPS - 1 else Stacked({}, {})
@@ -123,7 +123,7 @@ def test_running_scales_orthogonalized_layers_and_few_blocks_are_not_stacked(mon
 
 
 def test_blocks_without_a_gradient_are_left_out():
-    model = Net(torch.float32)
+    model = Net()
     optimizer = KFAC(model, lr=0.1, factor_update_steps=1, inv_update_steps=1)
     model(torch.randint(9, (6, 4))).square().mean().backward()
     optimizer.step()
@@ -172,19 +172,31 @@ def test_stacks_are_kept_until_curvature_changes(method):
 # ---------------------------------------------------------------- devices, where blocks of nearly any size are stacked
 
 
-class NetTask:
-    """The model with more data than features, as rounding alone would determine the bases of large null spaces."""
+def net_for_more_data_than_features():
+    """Rounding alone would determine the bases of large null spaces."""
+    model = Net()
+    model.words, model.wide = nn.Embedding(40, 12), nn.Linear(12, 10)
+    return model
 
-    def model(self, dtype):
-        torch.manual_seed(0)
-        model = Net(dtype)
-        model.words, model.wide = nn.Embedding(40, 12, dtype=dtype), nn.Linear(12, 10, dtype=dtype)
-        return model
 
-    def batch(self, step, dtype):
-        generator = torch.Generator().manual_seed(step)
-        return torch.randint(40, (32, 8), generator=generator), torch.randint(10, (32, 8), generator=generator)
+def tokens(generator):
+    return torch.randint(40, (32, 8), generator=generator), torch.randint(10, (32, 8), generator=generator)
 
+
+def rows(generator):
+    return torch.randn(16, 8, generator=generator, dtype=torch.float64), torch.randint(8, (16,), generator=generator)
+
+
+def deep(layers):
+    """A task for a number of equal layers."""
+
+    def build():
+        return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(8, 8), nn.Tanh())))
+
+    return Task(f"{layers} layers", build, rows)
+
+
+NET = Task("net", net_for_more_data_than_features, tokens)
 
 FURTHER = {
     "running": (EKFAC, {"estimator": "running"}),
@@ -207,26 +219,11 @@ def test_stacks_on_a_device_train_as_single_blocks_on_the_cpu(monkeypatch, case)
         return seen[-1]
 
     monkeypatch.setattr(directions, "directions_of_stacks", counted)
-    check(lambda model: optimizer_of(model, method, **options), NetTask(), steps=5)
+    check(lambda model: optimizer_of(model, method, **options), NET, steps=5)
     # The run on the CPU comes first.
     assert len(seen[-1].directions) >= max(len(seen[0].directions), 6)
     assert seen[-1].products
     assert not seen[0].products
-
-
-class DeepTask:
-    """A number of equal layers."""
-
-    def __init__(self, layers):
-        self.layers = layers
-
-    def model(self, dtype):
-        torch.manual_seed(0)
-        return nn.Sequential(*(part for _ in range(self.layers) for part in (nn.Linear(8, 8), nn.Tanh()))).to(dtype)
-
-    def batch(self, step, dtype):
-        generator = torch.Generator().manual_seed(step)
-        return torch.randn(16, 8, generator=generator, dtype=dtype), torch.randint(8, (16,), generator=generator)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +238,7 @@ def test_a_step_on_a_device_launches_as_many_kernels_for_eight_layers_as_for_fou
     for layers in (4, 8):
         with SimulatedDevice() as device:
             build = partial(optimizer_of, method=method, **rarely | options)
-            run = DeviceRun(build, DeepTask(layers), device).steps(3)
+            run = DeviceRun(build, deep(layers), device).steps(3)
             for p in run.model.parameters():
                 p.grad = device.tensor(torch.ones(p.shape, dtype=p.dtype))
             before = device.calls
@@ -252,7 +249,7 @@ def test_a_step_on_a_device_launches_as_many_kernels_for_eight_layers_as_for_fou
 
 def test_states_on_a_device_are_views_of_stacks_and_take_no_more_memory():
     with SimulatedDevice() as device:
-        run = DeviceRun(partial(optimizer_of, method=KFAC, inv_update_steps=1), NetTask(), device)
+        run = DeviceRun(partial(optimizer_of, method=KFAC, inv_update_steps=1), NET, device)
         before = run.optimizer.memory_usage()
         run.steps(2)
         stacks = run.optimizer.preconditioner.runtime.stacks
@@ -273,7 +270,7 @@ def test_one_block_of_a_stack_that_is_not_finite_gets_its_gradient(clip):
     found = []
     for kind in (None, SimulatedDevice):
         with kind() if kind else nullcontext() as device:
-            run = DeviceRun(lambda model: KFAC(model, lr=1.0, kl_clip=clip, **options), DeepTask(4), device).steps(2)
+            run = DeviceRun(lambda model: KFAC(model, lr=1.0, kl_clip=clip, **options), deep(4), device).steps(2)
             layer = run.model[2]
             run.optimizer.state[layer.weight]["inverse_g"].fill_(torch.inf)
             before = run.parameters()
@@ -291,7 +288,7 @@ def test_one_block_of_a_stack_that_is_not_finite_gets_its_gradient(clip):
 def test_statistics_of_one_block_of_a_stack_that_are_not_finite_are_skipped(method, options):
     with SimulatedDevice() as device:
         build = partial(optimizer_of, method=method, inv_update_steps=4, **options)
-        run = DeviceRun(build, DeepTask(4), device).steps(2)
+        run = DeviceRun(build, deep(4), device).steps(2)
         states = [run.optimizer.state[run.model[i].weight] for i in (0, 2)]
         before = [{key: host(s[key]).clone() for key in ("factor_a", "factor_g", "factor_weight")} for s in states]
         hook = run.model[2].register_forward_pre_hook(lambda _, args: (args[0] * torch.inf * 0,))
@@ -304,7 +301,7 @@ def test_statistics_of_one_block_of_a_stack_that_are_not_finite_are_skipped(meth
 
 
 def halves(model, method, first, rest):
-    """An optimizer with a group for each half of the model of a `DeepTask`, which has four layers."""
+    """An optimizer with a group for each half of the model of a deep task, which has four layers."""
     parts = [model[0:3].parameters(), model[4:].parameters()]
     groups = [{"params": [*part]} | own for part, own in zip(parts, (first, rest), strict=True)]
     return method(groups, module=model, lr=0.1, factor_update_steps=1, inv_update_steps=2)
@@ -326,7 +323,7 @@ GROUPED = {
 def test_groups_with_other_options_are_not_mixed_up(case):
     """Also if as many parameters are clipped as there are blocks."""
     method, first, rest = GROUPED[case]
-    check(lambda model: halves(model, method, first, rest), DeepTask(4), steps=5)
+    check(lambda model: halves(model, method, first, rest), deep(4), steps=5)
 
 
 def test_a_rank_does_not_hide_how_the_damping_is_split(monkeypatch):
@@ -334,14 +331,14 @@ def test_a_rank_does_not_hide_how_the_damping_is_split(monkeypatch):
     for few in (2, 100):
         monkeypatch.setattr(block_stacks, "_FEW", few)
         ranks = [{**own, "inverse_rank": 2} for own in (CHOLESKY, EIGEN)]
-        found.append(DeviceRun(lambda model, own=ranks: halves(model, KFAC, *own), DeepTask(4)).steps(4).parameters())
+        found.append(DeviceRun(lambda model, own=ranks: halves(model, KFAC, *own), deep(4)).steps(4).parameters())
     torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("options", [{}, {"estimator": "running"}, {"transport": "recompute"}], ids=str)
 def test_stacks_are_made_once(options):
     with SimulatedDevice() as device:
-        run = DeviceRun(partial(optimizer_of, method=EKFAC, inv_update_steps=3, **options), DeepTask(4), device)
+        run = DeviceRun(partial(optimizer_of, method=EKFAC, inv_update_steps=3, **options), deep(4), device)
         run.steps(4)
         stacks = run.optimizer.preconditioner.runtime.stacks._shared
         before = {name: stack for name, (_, stack) in stacks.items()}
@@ -352,9 +349,9 @@ def test_stacks_are_made_once(options):
 class Sometimes(nn.Module):
     """Equal layers, half of which run in a pass."""
 
-    def __init__(self, dtype):
+    def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6)).to(dtype)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
         self.passes = 0
 
     def forward(self, x):
@@ -364,24 +361,21 @@ class Sometimes(nn.Module):
         return x
 
 
-class SometimesTask(DeepTask):
-    def model(self, dtype):
-        torch.manual_seed(0)
-        return Sometimes(dtype)
+TURNS = Task("turns", Sometimes, rows)
 
 
 @pytest.mark.parametrize(("method", "options"), [(KFAC, {}), (EKFAC, {}), (EKFAC, {"estimator": "running"})])
 def test_layers_that_take_turns_use_no_further_memory(method, options):
     build = partial(optimizer_of, method=method, lr=0.01, **options)
     with SimulatedDevice() as device:
-        run = DeviceRun(build, SometimesTask(6), device).steps(30)
+        run = DeviceRun(build, TURNS, device).steps(30)
         found = run.parameters()
         stacks = run.optimizer.preconditioner.runtime.stacks
         shared = sum(stack.nbytes for _, stack in stacks._shared.values())
         usage = run.optimizer.memory_usage()
         assert shared <= sum(usage[kind] for kind in ("factors", "second_order", "scale", "buffers") if kind in usage)
         assert len(run.optimizer.preconditioner.exchange._skipped) <= 64 + 6
-    torch.testing.assert_close(found, DeviceRun(build, SometimesTask(6)).steps(30).parameters(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found, DeviceRun(build, TURNS).steps(30).parameters(), rtol=1e-6, atol=1e-7)
 
 
 def test_a_block_of_another_class_folds_its_factors_itself():
@@ -397,12 +391,12 @@ def test_a_block_of_another_class_folds_its_factors_itself():
     class Method(KFAC):
         preconditioner_type = Preconditioner
 
-    check(partial(optimizer_of, method=Method), DeepTask(4), steps=4)
+    check(partial(optimizer_of, method=Method), deep(4), steps=4)
 
 
 def test_a_dropped_step_does_not_count_as_skipped_statistics():
     with SimulatedDevice() as device:
-        run = DeviceRun(lambda model: EKFAC(model, lr=0.01, estimator="running"), DeepTask(4), device).steps(2)
+        run = DeviceRun(lambda model: EKFAC(model, lr=0.01, estimator="running"), deep(4), device).steps(2)
         for p in run.model.parameters():
             p.grad = device.tensor(torch.full(p.shape, torch.nan, dtype=p.dtype))
         run.optimizer.step()
@@ -413,7 +407,7 @@ def test_a_dropped_step_does_not_count_as_skipped_statistics():
 def test_a_loaded_state_replaces_the_stacks():
     with SimulatedDevice() as device:
         build = partial(optimizer_of, method=KFAC, inv_update_steps=1)
-        runs = [DeviceRun(build, NetTask(), device).steps(steps) for steps in (3, 1)]
+        runs = [DeviceRun(build, NET, device).steps(steps) for steps in (3, 1)]
         runs[1].model.load_state_dict(runs[0].model.state_dict())
         runs[1].optimizer.load_state_dict(runs[0].optimizer.state_dict())
         first, second = (run.steps(2, start=3).parameters() for run in runs)

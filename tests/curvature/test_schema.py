@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, SparseMFAC
-from secondorder.curvature.block import Block
 from secondorder.curvature.schema import (
     kinds,
     nbytes,
@@ -85,12 +84,3 @@ def test_the_schema_is_the_state(cls: Any, chosen: dict[str, Any]) -> None:
     for kind in sizes.keys() - {"buffers", "momentum"}:  # these include more than curvature
         assert usage[kind] == sizes[kind], kind
     opt.close()
-
-
-def test_a_block_without_one_of_its_methods_cannot_be_created() -> None:
-    class Unfinished(Block):
-        def schema(self, group: Any, held: Any) -> Any:
-            return {}
-
-    with pytest.raises(TypeError, match="abstract"):
-        Unfinished(*[None] * 6)  # type: ignore[abstract, arg-type]
