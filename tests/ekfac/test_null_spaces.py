@@ -72,20 +72,19 @@ def test_steps_do_not_depend_on_the_basis_of_a_null_space(monkeypatch, keywords)
     assert_close(path(keywords), expected, 1e-9)
 
 
-def test_a_pooled_scale_has_the_sum_of_the_measured_one_and_one_value_per_null_space():
-    """A space of one dimension has its own value already."""
-    for lead, null_a, null_g in (((), 3, 0), ((), 0, 2), ((), 3, 2), ((2,), 4, 1), ((), 1, 1)):
-        s = noise(*lead, 5, 6).square()
-        a, g = torch.arange(6) < null_a, torch.arange(5) < null_g
-        found = eigenbasis.pool(s, a.expand(*lead, 6), g.expand(*lead, 5))
-        torch.testing.assert_close(found.sum((-2, -1)), s.sum((-2, -1)))
-        expected = s.clone()
-        if null_a:
-            expected[..., :null_a] = expected[..., :null_a].mean(-1, keepdim=True)
-        if null_g:
-            expected[..., :null_g, :] = expected[..., :null_g, :].mean(-2, keepdim=True)
-        torch.testing.assert_close(found, expected)
-    assert eigenbasis.pool(s, None, None) is s
+def test_a_refresh_averages_the_scale_over_the_null_space():
+    layer = nn.Linear(6, 2, bias=False).double()
+    opt = plain_ekfac(layer, lr=0.0, inv_update_steps=1, scale_update_steps=100)
+    batch = noise(3, 6), noise(3, 2, seed=1), F.mse_loss
+    train_step(opt, layer, *batch)
+    state, scale = opt.state[layer.weight], noise(2, 6, seed=2).square()
+    state["scale"].copy_(scale)
+    state["scale_updates"] = 1
+    train_step(opt, layer, *batch)
+    null = state["scale"][:, state["eigenvalues_a"] == 0]
+    assert null.shape == (2, 3)
+    assert_close(null, null.mean(1, keepdim=True).expand_as(null), 1e-12)
+    assert float(state["scale"].sum()) == pytest.approx(float(scale.sum()))
 
 
 def test_the_rank_of_a_factor_is_that_of_its_rows():
