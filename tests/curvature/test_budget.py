@@ -18,6 +18,7 @@ from secondorder import (
 from secondorder.comm import from_name
 from secondorder.curvature import budget
 from secondorder.curvature.budget import NOMINAL, Calibration, Intervals, LayerWork, Others, choose, costs
+from tests.support.kfac import noise
 from tests.support.pool import on_every_rank
 from tests.support.tasks import assert_identical, values
 
@@ -185,6 +186,25 @@ def test_steps_that_are_not_preconditioned_are_those_of_the_graft(foreach):
     assert all(not torch.equal(x, before[name]) for name, x in values(model).items())
     after = trained(model, optimizer, 1, 3), trained(other, adamw, 1, 3)
     assert any(not torch.equal(after[0][name], after[1][name]) for name in after[0])
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["plain", "channels last"])
+def test_the_kernel_of_adam_does_not_matter(layout):
+    def steps(foreach):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3)).double()
+        refresh = RefreshOptions(precondition_steps=2)
+        optimizer = budgeted(model, budget=None, weight_decay=0.1, foreach=foreach, refresh=refresh)
+        model.to(memory_format=layout)
+        for i in range(5):
+            optimizer.zero_grad()
+            model(noise(6, 3, 8, 8, seed=i)).square().mean().backward()
+            for p in model.parameters() if i % 2 else ():
+                p.grad = p.grad.contiguous()  # the user's own gradients may have another layout than their parameter
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    torch.testing.assert_close(steps(None), steps(False), rtol=1e-11, atol=1e-12)
 
 
 def test_measured_rates_determine_the_choice():

@@ -415,6 +415,22 @@ def test_a_layer_that_is_not_called_keeps_its_estimate(method):
     assert [layer_state(opt, model, name)["factor_updates"] for name in ("first", "second", "head")] == [3, 2, 3]
 
 
+@both
+def test_statistics_that_are_not_finite_are_dropped_and_counted(method):
+    class Broken(secondorder.Likelihood):
+        def sample(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
+            return torch.full_like(outputs, float("nan"))
+
+    model, (x, _) = mlp(), vectors()
+    opt = still(model, "mc", method)
+    observed_step(opt, model, x, "categorical")
+    held = all_factors(opt, model)
+    observed_step(opt, model, x, Broken())
+    assert_same_factors(opt, model, held)
+    assert all(layer_state(opt, model, name)["factor_updates"] == 1 for name in held)
+    assert opt.diagnostics()["skipped_statistics"] >= 2
+
+
 # ---------------------------------------------------------------- Errors
 def after_the_backward(opt, outputs: Tensor) -> Tensor:
     outputs.sum().backward()
