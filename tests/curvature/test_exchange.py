@@ -1,5 +1,6 @@
 """What ranks exchange about blocks, on plain values."""
 
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from secondorder.capture.statistics.measurement import mean_of
 from secondorder.config import FisherOptions
+from secondorder.curvature.eigenbasis import square_weights
 from secondorder.curvature.example_rows import Kept, Raw, Sizes
 from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
@@ -18,6 +20,7 @@ from secondorder.linalg import kernel
 from secondorder.linalg.kernel import Rows
 from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parallel.rows import census_of, filled_up, put_together, words_of
+from secondorder.preconditioners.directions import WholeGradients
 from secondorder.runtime import Runtime
 
 LAMBDA, D_IN, D_OUT = 0.3, 4, 3
@@ -88,6 +91,43 @@ def test_a_checkpoint_is_compared_as_if_nothing_had_been_sent() -> None:
         compare()
     assert Place.MEASURED in exchange.places_here(block)
     assert exchange.unsent == set()
+
+
+class Shards:
+    """Doubles what it gathers, and records how many parameters each message has."""
+
+    def __init__(self) -> None:
+        self.messages: list[int] = []
+
+    def gather(self, params: Sequence[nn.Parameter], pieces: Mapping[Any, Tensor], ranks: Any) -> dict[Any, Tensor]:
+        self.messages.append(len(params))
+        return {p: 2 * pieces[p] for p in params}
+
+
+def test_a_gradient_is_gathered_once_in_a_step() -> None:
+    shards = Shards()
+    wholes = WholeGradients(
+        cast(Any, SimpleNamespace(preconditioners=lambda i: [0])), cast(Any, SimpleNamespace(shards=shards))
+    )
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    blocks = cast(Any, [SimpleNamespace(index=i, params=[x]) for i, x in enumerate((p, q))])
+    gradients = {p: torch.full((2,), 3.0), q: torch.full((3,), 5.0)}
+    wholes.keep(blocks, gradients)
+    source = {p: gradients[p], q: gradients[q] + 1}  # the second one is a mean of gradients, which was not sent yet
+    found = wholes.gather(blocks, source)
+    assert shards.messages == [2, 1]
+    assert found[p].tolist() == [6.0, 6.0]
+    assert found[q].tolist() == [12.0, 12.0, 12.0]
+    wholes.forget()
+    wholes.gather(blocks, source)
+    assert shards.messages == [2, 1, 2]
+
+
+def test_the_running_scale_of_a_summed_gradient_that_ranks_have_averaged() -> None:
+    """It is N (S / N)² for the sum S over the N examples of all ranks, but two ranks have averaged S / 2."""
+    group = {"loss_reduction": "sum", "momentum_mode": "post", "power": 1.0, "estimator": "running"}
+    block = cast(Any, SimpleNamespace(group=group, batch_weight=float))
+    assert square_weights(block, examples=8, ranks=2) == (2**2 / 8, 8.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

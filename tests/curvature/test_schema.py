@@ -1,4 +1,4 @@
-"""The schema of every method compared with its state."""
+"""Schemas of states: what each rank holds and sends, and the schema of every method compared with its state."""
 
 from typing import Any
 
@@ -8,12 +8,33 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, SparseMFAC
-from secondorder.curvature.schema import (
-    kinds,
-    nbytes,
-)
+from secondorder.curvature.schema import Entry, Place, held, keys, kinds, nbytes
 from tests.support.building import built
 from tests.support.kfac import labels, noise
+
+SCHEMA = {
+    "second": Entry(torch.empty(3, 3), "factors", Place.ESTIMATE, symmetric=True),
+    "first": Entry(torch.empty(2), "factors", Place.ESTIMATE),
+    "number": Entry(7, "buffers", Place.EVERYWHERE),
+    "known": Entry(torch.empty(()), "buffers", Place.CURVATURE, known=True),
+    "found": Entry(torch.empty(4), "second_order", Place.CURVATURE, derived=True),
+    "own": Entry(torch.empty(6), "momentum", Place.OWN),
+}
+
+
+def test_a_rank_holds_numbers_and_the_tensors_of_its_places() -> None:
+    assert list(held(SCHEMA, set(Place))) == list(SCHEMA)
+    assert list(held(SCHEMA, {Place.ESTIMATE})) == ["second", "first", "number"]
+    assert list(held(SCHEMA, {Place.MEASURED, Place.OWN})) == ["number", "own"]
+    assert list(held(SCHEMA, set())) == ["number"]
+
+
+def test_keys_of_a_place_are_sorted_and_without_numbers() -> None:
+    assert keys(SCHEMA, Place.ESTIMATE) == keys(dict(reversed(SCHEMA.items())), Place.ESTIMATE) == ["first", "second"]
+    assert keys(SCHEMA, Place.CURVATURE) == ["found", "known"]
+    assert keys(SCHEMA, Place.CURVATURE, known=False) == ["found"]  # every holder finds "known" by itself
+    assert keys(SCHEMA, Place.EVERYWHERE) == keys(SCHEMA, Place.MEASURED) == []
+
 
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kfac": (KFAC, {}),

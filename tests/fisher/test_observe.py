@@ -143,10 +143,12 @@ def given_up(opt, model: nn.Module, x: Tensor, with_backward: bool) -> None:
 def paused(opt, model: nn.Module, x: Tensor) -> None:
     with opt.pause_capture():
         opt.observe(model(x), "categorical")
+    assert opt.memory_usage()["pending"] == 0
 
 
 def evaluated(opt, model: nn.Module, x: Tensor) -> None:
     opt.observe(model.eval()(x), "categorical")
+    assert opt.memory_usage()["pending"] == 0
     model.train()
 
 
@@ -166,7 +168,6 @@ def test_the_estimate_is_that_of_the_observed_batch(fisher, method, other):
     expected = exact_factors(twin(model), x, y)
     opt = still(model, fisher, method)
     other(opt, model, 100 * vectors(6, seed=1)[0])
-    assert opt.memory_usage()["pending"] == 0
     categorical_step(opt, model, x, y)
     assert_expected(opt, model, expected, fisher)
     assert weight_of(opt, model) == 3
