@@ -343,4 +343,5 @@ def test_matrices_of_a_batch_are_independent_and_failures_are_flagged() -> None:
     matrices[1, 2, 2], matrices[2, 0, 1] = torch.nan, torch.inf
     assert qr_refresh(matrices, start)[-1].tolist() == [True, False, False, True]
     values, basis, *_, ok = qr_refresh(torch.full((2, 1, 1), 3.0), torch.ones(2, 1, 1))
-    assert (values.tolist(), basis.tolist(), ok.tolist()) == ([[3.0]] * 2, [[[1.0]]] * 2, [True] * 2)
+    torch.testing.assert_close((values, basis), (torch.full((2, 1), 3.0), torch.ones(2, 1, 1)))
+    assert ok.all()
