@@ -3,16 +3,17 @@
 A window treats complex numbers as pairs of real ones, and sparse gradients as dense.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
+from tests.contract.test_fallback import CASES
 from tests.support.building import built
+from tests.support.contract import RULES
 from tests.support.methods import Method, Variant
 from tests.support.tasks import Shadow, assert_all_close, assert_changed, assert_identical, snapshot, values
 
@@ -21,18 +22,7 @@ WINDOWED = pytest.mark.option("window_size")
 
 # --------------------------------------------------------------------------------------------------- Complex parameters
 
-RULES: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
-    "sgd": ({"momentum": 0.0}, lambda p: SGD(p, 0.05)),
-    "momentum": ({}, lambda p: SGD(p, 0.05, momentum=0.9)),
-    "nesterov": (
-        {"nesterov": True, "weight_decay": 0.1, "maximize": True},
-        lambda p: SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.1, maximize=True),
-    ),
-    "adamw": (
-        {"fallback": "adamw", "fallback_lr": 0.01, "weight_decay": 0.1},
-        lambda p: AdamW(p, 0.01, weight_decay=0.1),
-    ),
-}
+FALLBACKS = ("no momentum", "default is sgd", "nesterov", "maximize", "adamw decay")
 
 
 def draw(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -41,9 +31,9 @@ def draw(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 @LAYERWISE
-@pytest.mark.cover(rule=[*RULES], foreach=[False, True, None])
-def test_fallback_of_complex_parameters_agrees_with_torch(method: Method, rule: str, foreach: bool | None) -> None:
-    keywords, reference = RULES[rule]
+@pytest.mark.cover(case=FALLBACKS, foreach=[False, True, None])
+def test_fallback_of_complex_parameters_agrees_with_torch(method: Method, case: str, foreach: bool | None) -> None:
+    keywords, reference = CASES[case]
     parameters = [nn.Parameter(value) for value in draw(0, (3, 2), (4,))]
     optimizer = method.build(nn.Linear(2, 2), parameters, foreach=foreach, **keywords)
     shadow = Shadow(parameters, reference)
@@ -85,18 +75,6 @@ def test_complex_layer_in_a_model_trains_and_is_in_the_checkpoint(method: Method
     assert_identical(snapshot(second), snapshot(optimizer))
 
 
-WINDOW_RULES: dict[str, dict[str, Any]] = {
-    "momentum": {},
-    "plain": {"momentum": 0.0},
-    "nesterov": {"nesterov": True, "weight_decay": 0.1, "maximize": True},
-    "decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True},
-    "inner-adamw": {"inner": "adamw", "weight_decay": 0.1},
-    "graft-sgd": {"graft": "sgd"},
-    "graft-adam": {"graft": "adam"},
-    "clipped": {"clip_norm": 0.5, "clip_value": 0.1},
-}
-
-
 def trained_as_pairs(method: Method, pairs: bool, steps: int = 6, **keywords: Any) -> tuple[list[torch.Tensor], Any]:
     """Train complex parameters or the equivalent pairs of real ones; return the values as pairs, and the optimizer."""
     shapes = (3, 2), (4,), ()
@@ -111,9 +89,9 @@ def trained_as_pairs(method: Method, pairs: bool, steps: int = 6, **keywords: An
 
 @WINDOWED
 @pytest.mark.cover(foreach=[False, True])
-@pytest.mark.rules(WINDOW_RULES)
+@pytest.mark.rules(RULES)
 def test_window_treats_complex_numbers_as_pairs(method: Method, rule: str, foreach: bool) -> None:
-    keywords = {**WINDOW_RULES[rule], "foreach": foreach}
+    keywords = {**RULES[rule], "foreach": foreach}
     turned, paired = (trained_as_pairs(method, pairs, **keywords)[0] for pairs in (False, True))
     torch.testing.assert_close(turned, paired, rtol=1e-12, atol=1e-14)
 

@@ -1,53 +1,32 @@
 """The default options, with a model or its parameters as the only argument."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-from torch import nn
 
 from tests.support.checkpoints import DEFAULT_BUILDS
 from tests.support.methods import Method
-from tests.support.tasks import Task, assert_changed, backward, displacements, train, values
+from tests.support.tasks import Task, assert_changed, backward, displacements, values
 from tests.support.warned import silent
 
 
-def check(method: Method, task: Task, way: str, dtype: torch.dtype) -> None:
+@pytest.mark.cover(way=[*DEFAULT_BUILDS], dtype=[torch.float32, torch.float64, torch.bfloat16])
+def test_the_loss_falls(method: Method, task: Task, way: str, dtype: torch.dtype) -> None:
+    """Training causes no warning, except that a layer method names parameters without a block."""
     model = task.model(dtype)
-    optimizer, before = DEFAULT_BUILDS[way](method, model), values(model)
-    losses = [float(backward(model, optimizer, task, 0))]
-    for _ in range(6):
-        optimizer.step()
-        losses.append(float(backward(model, optimizer, task, 0)))
+    with silent() if not method.layerwise else nullcontext():
+        optimizer, before = DEFAULT_BUILDS[way](method, model), values(model)
+        losses = [float(backward(model, optimizer, task, 0))]
+        for _ in range(6):
+            optimizer.step()
+            losses.append(float(backward(model, optimizer, task, 0)))
     if dtype is torch.bfloat16:  # a small step may be rounded to zero
         assert all(value.isfinite().all() for value in values(model).values())
     else:
         assert_changed(model, before)
         assert losses[-1] < losses[0]
-    assert sum(bool(line.strip()) for line in optimizer.describe().splitlines()) >= len(list(model.parameters()))
-    assert repr(optimizer).startswith(method.cls.__name__)
-    usage = optimizer.memory_usage()
-    assert usage["total"] == sum(size for kind, size in usage.items() if kind != "total") > 0
     assert optimizer.diagnostics()["skipped_steps"] == 0
-
-
-@pytest.mark.cover(way=[*DEFAULT_BUILDS])
-def test_trains_and_describes_every_parameter(method: Method, task: Task, way: str) -> None:
-    check(method, task, way, torch.float32)
-
-
-@pytest.mark.cover(dtype=[torch.float64, torch.bfloat16])
-def test_trains_in_another_precision(method: Method, task: Task, dtype: torch.dtype) -> None:
-    check(method, task, "module", dtype)
-
-
-def test_training_causes_no_warning(method: Method, task: Task) -> None:
-    """A layer method is tested on a model with covered layers only."""
-    models = [nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()]
-    with silent():
-        for model in models if task.name == "mlp" else []:
-            train(model, method.cls(model), task, 3)
-        for build in DEFAULT_BUILDS.values() if not method.layerwise else ():
-            model = task.model()
-            train(model, build(method, model), task, 3)
 
 
 @pytest.mark.option("window_size")

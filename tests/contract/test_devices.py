@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import contract
 from tests.support.device import SimulatedDevice
 from tests.support.device_runs import DeviceRun, check, drop, late
 from tests.support.methods import METHODS, Method, Variant
@@ -19,23 +20,13 @@ from tests.support.tasks import Task
 aten = torch.ops.aten
 
 RULES: dict[str, dict[str, Any]] = {
-    "plain": {"momentum": 0.0},
+    **{name: rule for name, rule in contract.RULES.items() if name not in ("momentum", "coupled-decay", "nesterov")},
     "no-kl-clip": {"kl_clip": None},
     "decay": {"weight_decay": 0.1, "decoupled_weight_decay": True, "nesterov": True},
-    "clipped": {"clip_norm": 1.0, "clip_value": 1.0},
-    "graft-sgd": {"graft": "sgd"},
-    "graft-adam": {"graft": "adam"},
-    "inner-adamw": {"inner": "adamw"},
-    "adamw-fallback": {"fallback": "adamw"},
     "loop": {"foreach": False},
     "batched": {"foreach": True},
-    "relative-damping": {"damping_mode": "relative"},
     "switched-off": {"inv_update_steps": 0},
     "switched-off, with rows": {"update_steps": 0},
-    "ema": {"momentum_mode": "ema"},
-    "both-decays": {"weight_decay": 0.1, "weight_decay_mode": "both"},
-    "eigh": {"solver": "eigh"},
-    "window-scale": {"scale": "window"},
     "bias-correction": {"betas": (0.9, 1.0), "bias_correction": True, "sgd_weight": 0.5},
     "small-eps": {"eps": 1e-8},
     "small-damping": {"damping": 1e-8},

@@ -3,28 +3,32 @@
 Results do not depend on the memory layout either: transposed weights, strided gradients and channels_last models.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.contract import RULES
+from tests.support import contract
 from tests.support.methods import Method, Variant
 from tests.support.tasks import (
     CNN,
+    MLP,
     Task,
     assert_all_close,
-    assert_changed,
     assert_identical,
     assert_same_moves,
     backward,
+    moved_names,
     snapshot,
     train,
     values,
 )
 
 LR = 0.125  # exact in every dtype
+OFF = {"switched-off": {"inv_update_steps": 0}, "switched-off, with rows": {"update_steps": 0}}
+RULES: dict[str, dict[str, Any]] = contract.RULES | OFF
 
 
 def ascended(method: Method, task: Task, **keywords: Any) -> dict[str, torch.Tensor]:
@@ -85,13 +89,6 @@ def test_foreach_with_parameters_of_several_dtypes(method: Method, mlp: Task) ->
     assert_all_close(results[1], results[0], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.option("skip_layers")
-def test_tensor_lr_where_the_method_is_switched_off(method: Method, mlp: Task) -> None:
-    rates = (LR, torch.tensor([LR], dtype=torch.float64))
-    by_float, by_tensor = (method.trained(mlp, 4, **method.every(0), lr=lr) for lr in rates)
-    assert_all_close(by_tensor, by_float, rtol=1e-11, atol=1e-13)
-
-
 def test_a_scheduler_moves_a_tensor_lr_in_place(method: Method, mlp: Task) -> None:
     results = []
     for lr in (LR, torch.tensor(LR, dtype=torch.float64)):
@@ -110,16 +107,12 @@ def test_a_scheduler_moves_a_tensor_lr_in_place(method: Method, mlp: Task) -> No
 
 def test_groups_do_not_share_a_tensor_lr_by_accident(method: Method, mlp: Task) -> None:
     model = mlp.model()
-    groups: list[dict[str, Any]] = [
-        {"params": list(model.first.parameters()), "lr": torch.tensor(LR)},
-        {"params": list(model.second.parameters())},
-    ]
-    optimizer = method.build(model, groups)
+    groups: list[dict[str, Any]] = [{"params": list(layer.parameters())} for layer in (model.first, model.second)]
+    groups[0]["lr"] = torch.tensor(LR)
+    optimizer, before = method.build(model, groups), values(model)
     optimizer.param_groups[0]["lr"].fill_(0.0)
-    before = values(model)
     train(model, optimizer, mlp, 2)
-    moved = {name for name, value in values(model).items() if not torch.equal(value, before[name])}
-    assert moved == {"second.weight", "second.bias"}
+    assert moved_names(model, before) == {"second.weight", "second.bias"}
 
 
 def test_tensor_lr_survives_a_checkpoint(method: Method, mlp: Task) -> None:
@@ -132,43 +125,40 @@ def test_tensor_lr_survives_a_checkpoint(method: Method, mlp: Task) -> None:
     assert_identical(second.param_groups[0]["lr"], torch.tensor(LR))
 
 
-def test_tensor_lr_of_several_elements_is_refused(method: Method, mlp: Task) -> None:
-    with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
-        method.build(mlp.model(), lr=torch.tensor([0.1, 0.2]))
+class Layout(NamedTuple):
+    """A memory layout of models and gradients that does not affect results."""
+
+    task: Task
+    change: Callable[[nn.Module], object]
+    is_kept: Callable[[nn.Module], bool]
 
 
-def spread(gradient: torch.Tensor) -> torch.Tensor:
-    """Equal values in a strided tensor, with gaps between the entries."""
-    return torch.stack([gradient, torch.zeros_like(gradient)], -1)[..., 0]
-
-
-def test_transposed_weights_and_gradients_with_gaps(method: Method, variant: Variant, mlp: Task) -> None:
-    model = mlp.model()
+def transpose(model: nn.Module) -> None:
     for layer in (model.first, model.second):
         layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
-        assert not layer.weight.is_contiguous()
-    optimizer, before = method.build(model, **variant.keywords), values(model)
+
+
+LAYOUTS = {
+    "transposed": Layout(MLP, transpose, lambda model: model.first.weight.stride() == (1, 4)),
+    "channels last": Layout(
+        CNN,
+        lambda model: model.to(memory_format=torch.channels_last),
+        lambda model: model.first.weight.is_contiguous(memory_format=torch.channels_last),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_layout_of_weights_and_gradients(method: Method, variant: Variant, layout: Layout) -> None:
+    """In every other step, gradients have gaps between their entries."""
+    model = layout.task.model()
+    layout.change(model)
+    optimizer = method.build(model, **variant.keywords)
     for step in range(5):
-        backward(model, optimizer, mlp, step)
+        backward(model, optimizer, layout.task, step)
         for parameter in model.parameters() if step % 2 else ():
-            parameter.grad = spread(parameter.grad)
-            assert not parameter.grad.is_contiguous()
+            parameter.grad = torch.stack([parameter.grad, torch.zeros_like(parameter.grad)], -1)[..., 0]
         optimizer.step()
-    assert_changed(model, before)
-    assert_all_close(values(model), method.trained(mlp, **variant.keywords), rtol=1e-10, atol=1e-12)
-    assert model.first.weight.stride() == (1, 4)
-
-
-def test_channels_last(method: Method) -> None:
-    for variant in method.variants:
-        model = CNN.model().to(memory_format=torch.channels_last)
-        optimizer = method.build(model, **variant.keywords)
-        for step in range(5):
-            inputs, targets = CNN.batch(step)
-            if step % 2:
-                inputs = inputs.to(memory_format=torch.channels_last)
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
-        assert_all_close(values(model), method.trained(CNN, **variant.keywords), rtol=1e-10, atol=1e-12)
-        assert model.first.weight.is_contiguous(memory_format=torch.channels_last)
+    expected = method.trained(layout.task, **variant.keywords)
+    assert_all_close(values(model), expected, rtol=1e-10, atol=1e-12)
+    assert layout.is_kept(model)

@@ -15,95 +15,75 @@ from secondorder.preconditioners.keywords import flat_names
 from tests.support.building import built
 from tests.support.methods import Method
 from tests.support.tasks import Task, assert_identical, snapshot, train
-from tests.support.warned import warned
+from tests.support.warned import messages_of, warned
 
+Refused = tuple[list[Any], list[Any]]
 #: Invalid values and values of a wrong type, by keyword.
-REFUSED: dict[str, tuple[list[Any], list[Any]]] = {
+REFUSED: dict[str, Refused] = {
+    **dict.fromkeys(
+        (
+            "damping_mode", "damping_split", "inverse_method", "approx", "loss_reduction", "fallback", "inner", "graft",
+            "checkpoint_curvature", "estimator", "transport", "basis_update", "partition", "solver", "momentum_mode",
+            "weight_decay_mode",
+        ),
+        (["another"], []),
+    ),
+    **dict.fromkeys(
+        ("fisher", "weighting", "mode", "kis_sampling", "kid_pivoting", "kid_residual", "conv_scale", "scale"),
+        (["another"], [1]),
+    ),
+    **dict.fromkeys(
+        (
+            "stagger", "decay_per_step", "weight_decay_in_curvature", "adaptive_damping", "include_damping_in_model",
+            "reject_steps", "quadratic_model", "calibrate_damping", "token_is_example", "normalize_damping",
+            "kfac_when_cheaper", "refresh_warmup", "factor_storage",
+        ),
+        ([], [1, "often", None]),
+    ),
+    **dict.fromkeys(
+        (
+            "factor_update_steps", "loss_terms", "max_failures", "fisher_samples", "factor_batch_size",
+            "factor_positions", "damping_interval", "scale_update_steps", "scale_batch_size", "full_every", "max_rank",
+            "batch_size", "window_size",
+        ),
+        ([0, -3], [1.5, "10"]),
+    ),
+    **dict.fromkeys(("factor_dtype", "inv_dtype", "window_dtype"), ([torch.float16], ["bfloat16", 32])),
     "lr": ([-0.1, math.nan], ["fast"]),
     "momentum": ([-0.5], ["0.9"]),
     "weight_decay": ([-0.01], ["0.1"]),
     "damping": ([-0.001, 0.0, math.nan], ["small"]),
-    "damping_mode": (["loud"], []),
-    "damping_split": (["half"], []),
-    "inverse_method": (["lu"], []),
     "factor_decay": ([-0.1, 1.5], ["0.95"]),
-    "factor_update_steps": ([0, -3], [1.5, "10"]),
     "inv_update_steps": ([-4], [2.5]),
-    "approx": (["reduced"], []),
-    "loss_reduction": (["none"], []),
-    "loss_terms": ([0], ["2"]),
+    "update_steps": ([-4], [2.5, None]),
     "kl_clip": ([-0.001, 0.0], ["0.001"]),
-    "fallback": (["lion"], []),
     "fallback_lr": ([-0.25], ["0.1"]),
     "fallback_betas": ([(1.0, 0.999), (0.9, -0.5)], [0.9, (0.75,)]),
     "fallback_eps": ([-1e-8], ["tiny"]),
-    "inner": (["lion"], []),
-    "graft": (["lion"], []),
     "clip_norm": ([-1.0, 0.0], ["1"]),
     "clip_value": ([-2.0, 0.0], ["1"]),
-    "checkpoint_curvature": (["some"], []),
-    "max_failures": ([0], [1.5]),
     "skip_layers": ([("nowhere",)], [3]),
-    "fisher": (["true"], [1]),
-    "fisher_samples": ([0], [2.5]),
     "batch_dim": ([-1], ["first"]),
     "batch_input": (["nothing_that_forward_takes"], [2]),
     "norm_curvature": (["full", None], [1]),
     "tied": (["both"], [1, True]),
     "max_factor_dim": ([0, -1], [2.5, "wide", True]),
-    "weighting": (["tokens"], [1]),
     "burnin_steps": ([-1], [1.5]),
-    "factor_batch_size": ([0], ["4"]),
-    "factor_positions": ([-2], [0.5]),
     "power": ([0.0, -1.0, 1.5, math.nan, math.inf], ["half"]),
-    "damping_interval": ([0], [2.5]),
     "min_damping": ([-1.0], ["small"]),
     "max_damping": ([0.0, math.nan], [None]),
     "likelihood": (["poisson"], [3]),
-    "estimator": (["mean"], []),
     "scale_decay": ([1.5], ["0.95"]),
-    "scale_update_steps": ([0], [1.5]),
-    "scale_batch_size": ([0], [0.5]),
-    "transport": (["copy"], []),
-    "basis_update": (["svd"], []),
-    "full_every": ([0], [None]),
     "deterministic_seed": ([-1], ["0"]),
-    "mode": (["both"], [1]),
-    "update_steps": ([-4], [2.5, None]),
     "rank_fraction": ([0.0, 1.25, math.nan], ["half", None]),
-    "max_rank": ([0], [2.5, None]),
     "rank_energy": ([0.0, 1.5], ["0.9"]),
-    "kis_sampling": (["greedy"], [1]),
-    "kid_pivoting": (["lu"], [1]),
-    "kid_residual": (["half"], [1]),
-    "conv_scale": (["mean"], [1]),
-    "batch_size": ([0], [2.5, "6"]),
-    "window_size": ([0, -7], [2.5, "1024"]),
-    "scale": (["mean"], [1]),
-    "partition": (["tensor"], []),
-    "solver": (["lu"], []),
-    "momentum_mode": (["after"], []),
-    "weight_decay_mode": (["l2"], []),
     "betas": ([(1.0, 1.0), (0.5, 1.5), (-0.5, 0.9)], [0.9, (0.9,)]),
     "eps": ([0.0, -0.25, math.nan], ["small"]),
     "sgd_weight": ([-0.5, math.inf], ["all"]),
-    "window_dtype": ([torch.float16], ["bfloat16", 32]),
-    "stagger": ([], [1]),
-    "refresh_warmup": ([], ["often"]),
-    "decay_per_step": ([], [1]),
-    "weight_decay_in_curvature": ([], [0]),
-    "adaptive_damping": ([], [1]),
-    "include_damping_in_model": ([], ["yes"]),
-    "reject_steps": ([], [None]),
-    "quadratic_model": ([], [1]),
-    "calibrate_damping": ([], ["first"]),
-    "token_is_example": ([], ["no"]),
     "module": ([], ["model"]),
     "comm": ([], ["ring"]),
-    "normalize_damping": ([], [1]),
-    "kfac_when_cheaper": ([], ["auto"]),
     "compression": ([], ["topk", 0.01]),
-}
+}  # fmt: skip
 
 
 BAD, WRONG_KIND = ({keyword: lists[kind] for keyword, lists in REFUSED.items()} for kind in (0, 1))
@@ -187,7 +167,6 @@ def test_every_bad_value_in_a_group_is_refused_and_changes_nothing(method: Metho
 def test_invalid_parameters_are_refused_as_in_torch(method: Method, mlp: Task) -> None:
     model = mlp.model()
     cases: list[tuple[Any, type[Exception], str]] = [
-        (model.first.weight, TypeError, "params argument given to the optimizer should be an iterable"),
         ([], ValueError, "empty parameter list"),
         (nn.Sequential(nn.ReLU()).parameters(), ValueError, "no parameters|empty parameter list"),
         ([model.first.weight * 2], ValueError, "non-leaf"),
@@ -290,10 +269,12 @@ def test_the_error_of_a_window_that_cannot_fit_states_its_size(method: Method) -
 
 
 @pytest.mark.option("factor_update_steps", "inv_update_steps")
-def test_uneven_intervals_warn_after_everything_is_validated(method: Method, mlp: Task) -> None:
-    uneven = {"factor_update_steps": 10, "inv_update_steps": 15}
-    with pytest.warns(UserWarning, match="inv_update_steps"):
-        method.build(mlp.model(), **uneven)
+def test_uneven_intervals_warn_once_for_all_groups_and_after_everything_is_validated(method: Method, mlp: Task) -> None:
+    uneven, model = {"factor_update_steps": 10, "inv_update_steps": 15}, mlp.model()
+    groups = [{"params": list(layer.parameters())} for layer in (model.first, model.second)]
+    (text,) = messages_of(lambda: method.build(model, groups, **uneven))
+    assert "inv_update_steps=15 is not a multiple of factor_update_steps=10" in text
+    assert "Make it a multiple" in text
     for bad in ({"damping": -1.0}, {"clip_norm": -1.0}, {"skip_layers": ("nowhere",)}, {"lr": "fast"}):
         with warned() as caught, pytest.raises((ValueError, TypeError)):
             method.build(mlp.model(), **uneven, **bad)

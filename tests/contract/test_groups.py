@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.support.building import built
-from tests.support.methods import Method, Variant
+from tests.support.methods import Method
 from tests.support.tasks import (
     Task,
     assert_all_close,
@@ -17,6 +17,7 @@ from tests.support.tasks import (
     assert_same_moves,
     backward,
     displacements,
+    moved_names,
     snapshot,
     train,
     values,
@@ -39,11 +40,17 @@ def weights_and_biases(model: nn.Module, **second: object) -> list[dict[str, obj
     ]
 
 
-def test_module_parameters_named_parameters_and_equal_groups_train_alike(method: Method, task: Task) -> None:
+def test_the_way_in_which_parameters_are_passed_does_not_matter(method: Method, task: Task) -> None:
+    """Names are those of the module or any others, and groups may come from an iterator."""
+
+    def with_other_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        return [(f"p{index}", parameter) for index, parameter in enumerate(model.parameters())]
+
     expected = method.trained(task)
-    for params in (nn.Module.parameters, nn.Module.named_parameters):
+    for params in (nn.Module.parameters, nn.Module.named_parameters, with_other_names):
         assert_identical(method.trained(task, params=params), expected)
-    assert_all_close(method.trained(task, params=split), expected, rtol=1e-12, atol=1e-14)
+    for params in (split, lambda model: iter(split(model))):
+        assert_all_close(method.trained(task, params=params), expected)
 
 
 def test_options_of_a_group_override_the_defaults(method: Method, mlp: Task) -> None:
@@ -75,57 +82,39 @@ def test_steps_use_lr_and_momentum_of_the_group(method: Method, mlp: Task) -> No
 
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_weight_decay_of_a_group_only_affects_its_parameters(method: Method, mlp: Task, decoupled: bool) -> None:
-    """Coupled decay of a window method is added to the gradients: see `test_weight_decay.py`."""
+    """Coupled decay of a window method is added to the gradients: see `test_weight_decay_and_momentum.py`."""
     keywords = {**method.bare(), **(method.apart if not decoupled else {}), "decoupled_weight_decay": decoupled}
     model, plain = method.start(mlp, params=split, **keywords)
-    start, enters = values(model), not method.layerwise and not decoupled
+    rest = {name: value for name, value in values(model).items() if not name.startswith("first.")}
+    enters = not method.layerwise and not decoupled
 
     def into_the_gradients(*_: object) -> None:
-        for name, parameter in model.named_parameters():
-            if not name.startswith("first."):
-                parameter.grad.add_(parameter.detach(), alpha=0.1)
+        for name in rest:
+            model.get_parameter(name).grad.add_(model.get_parameter(name).detach(), alpha=0.1)
 
     if enters:
         plain.register_step_pre_hook(into_the_gradients)
-    (without,) = displacements(model, plain, mlp, 1)
-    (pulled,) = method.moves(mlp, 1, params=partial(split, weight_decay=0.1), **keywords)
-    pull = {name: 0.0 if enters or name.startswith("first.") else 0.1 * value for name, value in start.items()}
-    assert_same_moves(pulled, {name: without[name] - pull[name] for name in pull})
+    (expected,) = displacements(model, plain, mlp, 1)
+    for name, value in rest.items() if not enters else ():
+        expected[name] -= 0.1 * value
+    (moved,) = method.moves(mlp, 1, params=partial(split, weight_decay=0.1), **keywords)
+    assert_same_moves(moved, expected)
 
 
 def test_damping_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> None:
-    """With a huge λ, the direction is ∇/λ."""
-    keywords = method.bare(**method.apart, **method.eager)  # rows use a new damping after the next update
-    model, damped = method.start(mlp, params=split, **keywords)
-    huge = 1e9
-
-    def raise_damping() -> None:
-        damped.param_groups[1][method.damping] = huge
-
-    _, reference = method.moves(mlp, 2, params=split, **keywords)
-    _, moved = displacements(model, damped, mlp, 2, between=raise_damping)
-    backward(model, damped, mlp, 1)
-    for name in method.covered(model):
-        if name.startswith("first."):
-            assert_identical(moved[name], reference[name])
-        elif method.variants[0].lingers:  # the stored gradient is not exact
-            assert 0 < moved[name].norm() < 1e-6 * reference[name].norm()
-        else:
-            gradient = model.get_parameter(name).grad
-            torch.testing.assert_close(moved[name], -gradient / huge, rtol=1e-6, atol=1e-16)
-
-
-@pytest.mark.option("damping", "window_size")
-def test_damping_of_all_groups_is_read_at_each_step(method: Method, variant: Variant, mlp: Task) -> None:
-    """The state does not depend on λ: raising it between two steps is equivalent to a constant higher λ."""
+    """The state does not depend on λ, so raising it between two steps is equivalent to a constant higher λ."""
 
     def raise_damping(optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            group["damping"] = 0.75
+        optimizer.param_groups[1][method.damping] = 0.75
 
-    *_, moved = method.bare_moves(mlp, 6, params=split, between=raise_damping, **variant.keywords)
-    *_, expected = method.bare_moves(mlp, 6, params=split, **variant.keywords, damping=0.75)
-    assert_identical(moved, expected)
+    raised = partial(split, **{method.damping: 0.75})
+    for variant in method.variants[:1] if method.layerwise else method.variants:
+        # rows use a new damping after the next update
+        keywords = {**method.apart, **method.eager, **variant.keywords}
+        first, *_, moved = method.bare_moves(mlp, 6, params=split, between=raise_damping, **keywords)
+        other, *_, expected = method.bare_moves(mlp, 6, params=raised, **keywords)
+        assert_identical(moved, expected)
+        assert not torch.equal(first["second.weight"], other["second.weight"])
 
 
 @pytest.mark.option("skip_layers")
@@ -146,8 +135,7 @@ def test_parameters_that_are_not_trained_do_not_change(method: Method, mlp: Task
     params = {"outside all groups": model.first.parameters(), "lr=0": split(model, lr=0.0)}.get(why)
     optimizer, before = method.build(model, params), values(model)
     train(model, optimizer, mlp, 3)
-    moved = {name for name, value in values(model).items() if not torch.equal(value, before[name])}
-    assert moved == {"first.weight", "first.bias"}
+    assert moved_names(model, before) == {"first.weight", "first.bias"}
     if why == "outside all groups":
         assert optimizer.state.keys() == set(model.first.parameters())
 
@@ -187,16 +175,10 @@ def test_group_added_between_steps_gets_blocks_and_trains(method: Method, mlp: T
 
 
 @pytest.mark.option("module", "fallback")
-@pytest.mark.parametrize("named", [False, True])
-def test_an_added_parameter_that_is_not_in_the_module(method: Method, mlp: Task, named: bool) -> None:
+@pytest.mark.parametrize("params", [None, nn.Module.parameters], ids=["named", "bare"])
+def test_an_added_parameter_that_is_not_in_the_module(method: Method, mlp: Task, params: Any) -> None:
     """Layer methods use the fallback for it. It may be added to named parameters without a name, unlike in torch."""
-
-    def built() -> Any:
-        model = mlp.model()
-        params = None if named else model.parameters()
-        return model, method.build(model, params, momentum=0.0, fallback="sgd")
-
-    model, optimizer = built()
+    (model, optimizer), (_, second) = (method.start(mlp, params=params, momentum=0.0) for _ in range(2))
     stranger = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
     optimizer.add_param_group({"params": [stranger], "lr": 0.5})
     backward(model, optimizer, mlp, 0)
@@ -206,26 +188,26 @@ def test_an_added_parameter_that_is_not_in_the_module(method: Method, mlp: Task,
         assert_identical(stranger.detach(), torch.full_like(stranger, 1 - 0.5 * 0.25))
         assert optimizer.state[stranger].keys() == {"step"}
     assert (stranger < 1).any()
-    assert len(optimizer.param_groups[1].get("param_names", [])) == named
-    _, second = built()
+    assert len(optimizer.param_groups[1].get("param_names", [])) == (params is None)
     second.add_param_group({"params": nn.Parameter(stranger.detach().clone()), "lr": 0.5})
     second.load_state_dict(snapshot(optimizer))
     assert_identical(snapshot(second), snapshot(optimizer))
 
 
-def test_a_parameter_in_two_groups_is_refused_and_torch_warns_of_duplicates_in_one(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    several = "some parameters appear in more than one parameter group"
-    with pytest.raises(ValueError, match=several):
-        method.build(model, [{"params": list(model.parameters())}, {"params": [model.first.weight]}])
-    optimizer = method.build(model, split(model)[:1])
-    with pytest.raises(ValueError, match=several):
-        optimizer.add_param_group({"params": list(model.parameters())})
-    assert len(optimizer.param_groups) == 1
-    assert optimizer.state.keys() == set(model.first.parameters())
-    train(model, optimizer, mlp, 2)
-    with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
-        method.build(model, [model.first.weight, model.first.weight])
+def test_groups_that_torch_refuses_are_refused_with_its_errors_and_not_added(method: Method, mlp: Task) -> None:
+    """`test_torch_optimizer_info.py` tests the constructor."""
+    for params in (lambda model: split(model)[:1], nn.Module.parameters):
+        model, optimizer = method.start(mlp, params=params)
+        sgd, state = torch.optim.SGD(params(model), 0.1), optimizer.state.keys()
+        for wrong in ([*model.parameters()], {nn.Parameter(torch.ones(2, dtype=torch.float64))}):
+            with pytest.raises((TypeError, ValueError)) as theirs:
+                sgd.add_param_group({"params": wrong})
+            with pytest.raises(theirs.type) as ours:
+                optimizer.add_param_group({"params": wrong})
+            assert str(ours.value) == str(theirs.value)
+            assert len(optimizer.param_groups) == 1
+            assert optimizer.state.keys() == state
+        train(model, optimizer, mlp, 2)
 
 
 def test_options_of_replaced_group_dicts_are_used(method: Method, mlp: Task) -> None:
@@ -304,19 +286,6 @@ def test_a_parameter_that_is_appended_to_a_group_trains(method: Method, mlp: Tas
     optimizer.load_state_dict(snapshot(optimizer))
 
 
-@pytest.mark.option("damping_mode", "factor_update_steps", "fallback")
-def test_none_in_a_group_means_unset(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.cls(model.first.parameters(), lr=0.1, module=model)
-    unset = {"damping": None, "damping_mode": None, "fallback": None}
-    optimizer.add_param_group({"params": list(model.second.parameters()), **unset})
-    optimizer.add_param_group({"params": [model.scale.gain], **unset, "damping": 1e-3})
-    first, second, third = optimizer.param_groups
-    assert {key: second[key] for key in unset} == {key: first[key] for key in unset}
-    assert {key: third[key] for key in unset} == {"damping": 1e-3, "damping_mode": "absolute", "fallback": "sgd"}
-    train(model, optimizer, mlp, 2)
-
-
 @pytest.mark.option("fallback", "graft")
 def test_an_unset_fallback_of_a_group_follows_its_graft(method: Method, mlp: Task) -> None:
     model = mlp.model()
@@ -329,34 +298,23 @@ def test_an_unset_fallback_of_a_group_follows_its_graft(method: Method, mlp: Tas
     assert_changed(model, before)
 
 
-def test_a_set_of_parameters_is_refused_as_torch_does(method: Method, mlp: Task) -> None:
-    model, stranger = mlp.model(), nn.Parameter(torch.ones(2, dtype=torch.float64))
-    with pytest.raises(TypeError) as theirs:
-        torch.optim.SGD(model.parameters(), 0.1).add_param_group({"params": {stranger}})
-    for params in (None, model.parameters()):
-        optimizer = method.build(model, params)
-        with pytest.raises(TypeError) as ours:
-            optimizer.add_param_group({"params": {stranger}})
-        assert str(ours.value) == str(theirs.value)
-        assert len(optimizer.param_groups) == 1
-
-
-BAD = [
-    ("lr", -0.1, ValueError),
-    ("weight_decay", float("nan"), ValueError),
-    ("momentum", "0.9", TypeError),
-    ("clip_norm", 0.0, ValueError),
-    ("graft", "adamax", ValueError),
-]
+@pytest.mark.option("factor_update_steps")
+def test_an_interval_of_zero_is_refused_in_the_forward(method: Method, mlp: Task) -> None:
+    model, optimizer = method.start(mlp, 1)
+    optimizer.param_groups[0]["factor_update_steps"] = 0
+    with pytest.raises(ValueError, match="factor_update_steps must be >= 1, got 0"):
+        model(mlp.batch(1)[0])
 
 
 def test_a_bad_value_is_refused_before_anything_changes(method: Method, mlp: Task) -> None:
+    """`test_errors.py` tests the messages."""
     model, optimizer = method.start(mlp, 3)
     (group,) = optimizer.param_groups
-    for key, value, error in [*BAD, ("damping" if "damping" in group else "eps", -1.0, ValueError)]:
+    bad = {"lr": -0.1, "weight_decay": float("nan"), "momentum": "0.9", "clip_norm": 0.0, "graft": "adamax"}
+    for key, value in (bad | {method.damping: -1.0}).items():
         good, before, state = group[key], values(model), snapshot(optimizer)
         group[key] = value
-        with pytest.raises(error, match=key):
+        with pytest.raises((ValueError, TypeError), match=key):
             train(model, optimizer, mlp, 1, start=3)
         assert_identical(values(model), before)
         group[key] = good
@@ -368,21 +326,11 @@ def test_a_bad_value_is_refused_before_anything_changes(method: Method, mlp: Tas
         train(model, optimizer, mlp, 1, start=1)
 
 
-@pytest.mark.option("factor_update_steps")
-def test_an_interval_of_zero_is_refused_in_the_forward(method: Method, mlp: Task) -> None:
-    model, optimizer = method.start(mlp, 1)
-    optimizer.param_groups[0]["factor_update_steps"] = 0
-    with pytest.raises(ValueError, match="factor_update_steps must be >= 1, got 0"):
-        model(mlp.batch(1)[0])
-
-
-def warned_of(method: Method, task: Task, **keywords: Any) -> list[str]:
-    """The warnings of a constructor about options without effect."""
-    return [text for text in messages_of(lambda: method.build(task.model(), **keywords)) if "no effect" in text]
-
-
 def test_options_that_no_rule_reads_are_named_once(method: Method, mlp: Task) -> None:
-    own = "fallback_betas" if "sgd_weight" in method.build(mlp.model()).param_groups[0] else "betas"
+    def warned_of(**keywords: Any) -> list[str]:
+        return [text for text in messages_of(lambda: method.build(mlp.model(), **keywords)) if "no effect" in text]
+
+    own = "fallback_betas" if method.accepts("sgd_weight") else "betas"
     quiet: list[dict[str, Any]] = [
         {"momentum": 0.9, "nesterov": True, "graft": None},
         {"momentum": 0.0, "graft": "adamw"},
@@ -391,10 +339,10 @@ def test_options_that_no_rule_reads_are_named_once(method: Method, mlp: Task) ->
     ]
     if method.accepts("momentum_mode", "window_size"):
         quiet.append({"momentum": 0.5, "momentum_mode": "pre", "graft": "adamw"})
-    assert [warned_of(method, mlp, **keywords) for keywords in quiet] == [[]] * len(quiet)
-    (text,) = warned_of(method, mlp, momentum=0.5, nesterov=True, graft="adamw")
+    assert [warned_of(**keywords) for keywords in quiet] == [[]] * len(quiet)
+    (text,) = warned_of(momentum=0.5, nesterov=True, graft="adamw")
     assert f"momentum=0.5 and nesterov=True have no effect, because Adam's rule sets every step: use {own}" in text
-    (text,) = warned_of(method, mlp, momentum=0.9, **{own: (0.8, 0.9)})
+    (text,) = warned_of(momentum=0.9, **{own: (0.8, 0.9)})
     assert f"{own}=(0.8, 0.9) has no effect, because only Adam's rule reads it" in text
 
 
@@ -408,25 +356,26 @@ def test_default_damping_is_relative_or_absolute(method: Method, mlp: Task) -> N
 
     if method.accepts("factor_update_steps"):
         assert found()[1] == "relative"
-        assert found(damping_mode="relative") == found()
         assert found(damping_mode="absolute")[1] == "absolute"
     else:
         assert found()[1] == found(lr=0.1, graft="sgd")[1] == found(inner="adam")[1] == "relative"
-        default = found(lr=0.1)[0]
-        assert found(lr=0.1) == found(graft=None) == (default, "absolute")
-        assert found(damping_mode="relative") == found()
+        assert found(lr=0.1) == found(graft=None) == (found(lr=0.1)[0], "absolute")
+    assert found(damping_mode="relative") == found()
     assert found(damping=1e-3) == (1e-3, "absolute")
     assert found(damping=2.0, damping_mode="relative") == (2.0, "relative")
 
 
 @pytest.mark.option("damping_mode", "skip_layers")
 def test_damping_of_a_group_has_a_separate_mode(method: Method, mlp: Task) -> None:
+    """None means unset."""
     for group, keywords, expected in (
         ({"damping": 1e-3}, {}, (1e-3, "absolute")),
+        ({"damping": 1e-3, "damping_mode": None}, {}, (1e-3, "absolute")),
         ({"damping": 2.0, "damping_mode": "relative"}, {}, (2.0, "relative")),
         ({"damping": 2.0}, {"damping_mode": "relative"}, (2.0, "relative")),
         ({"damping": 0.5}, {"damping": 0.1}, (0.5, "absolute")),
         ({}, {"damping": 0.1}, (0.1, "absolute")),
+        ({"damping": None, "damping_mode": None}, {"damping": 2.0, "damping_mode": "relative"}, (2.0, "relative")),
     ):
         model = mlp.model()
         groups = [{"params": layer.parameters()} for layer in (model.first, model.second)]
@@ -435,14 +384,3 @@ def test_damping_of_a_group_has_a_separate_mode(method: Method, mlp: Task) -> No
         late.add_param_group({"params": model.second.parameters(), **group})
         for found in (at_once.param_groups[1], late.param_groups[1]):
             assert (found["damping"], found["damping_mode"]) == expected
-
-
-def test_groups_may_come_from_an_iterator(method: Method, mlp: Task) -> None:
-    """Defaults that depend on the groups are those of a list."""
-    found = []
-    for iterate in (list, iter):
-        model = mlp.model()
-        keywords = {"module": model} if method.layerwise else {}
-        with method.cls(iterate([{"params": list(model.parameters()), "lr": 0.5}]), **keywords) as optimizer:
-            found.append({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
-    assert found[0] == found[1]

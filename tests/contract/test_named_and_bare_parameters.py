@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 from tests.support.building import built
 from tests.support.methods import Method, Variant
-from tests.support.tasks import Shadow, Task, assert_all_close, assert_identical, snapshot, train, values
+from tests.support.tasks import Shadow, Task, assert_all_close, assert_identical, backward, snapshot, train, values
 
 
 def names_of(optimizer: object) -> list[object]:
@@ -43,21 +43,6 @@ def test_a_checkpoint_with_names_loads_without_names_and_vice_versa(method: Meth
             if saved_by is loaded_by:
                 assert names_of(second) == names_of(first)
                 assert_identical(second.state_dict(), first.state_dict())
-
-
-def test_unnamed_parameter_among_named_ones_is_refused(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    with pytest.raises(ValueError, match="all optimizer params should be with/without names"):
-        method.build(model, [("first.weight", model.first.weight), model.first.bias])
-    with pytest.raises(ValueError, match="all optimizer param groups should be with/without names"):
-        method.build(model, [{"params": [model.first.weight]}, {"params": [("first.bias", model.first.bias)]}])
-
-
-def test_names_do_not_change_the_result(method: Method, mlp: Task) -> None:
-    def strange(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-        return [(f"p{index}", parameter) for index, parameter in enumerate(model.parameters())]
-
-    assert_identical(method.trained(mlp, params=strange), method.trained(mlp))
 
 
 @pytest.mark.parametrize("how", ["named", "module"])
@@ -125,67 +110,50 @@ def test_a_missing_module_is_an_error_with_the_keyword(method: Method) -> None:
 
 @LAYERWISE
 @pytest.mark.parametrize("wrap", [list, groups_of])
-def test_parameters_outside_the_module_follow_the_fallback(method: Method, wrap: Any) -> None:
-    params = parameters()
+def test_parameters_outside_the_module_follow_the_fallback(method: Method, mlp: Task, wrap: Any) -> None:
+    """The parameters of the module are in a group with some of the others, or in none."""
+    model, params = mlp.model(), parameters()
     options = {"weight_decay": 0.1, "nesterov": True} if wrap is groups_of else {}
-    optimizer = method.build(nn.Linear(2, 2), wrap(params), **options)
+    given = wrap(params) if wrap is groups_of else [*model.parameters(), *params]
+    optimizer = method.build(model, given, **options)
     shadow = Shadow(params, lambda copies: SGD(wrap(copies), method.keywords["lr"], momentum=0.9, **options))
     for step in range(5):
+        backward(model, optimizer, mlp, step)
         fill(params, step)
         shadow.step()
         optimizer.step()
     shadow.assert_identical()
-    assert all(state.keys() <= {"step", "momentum_buffer", "global_step"} for state in optimizer.state.values())
-
-
-@LAYERWISE
-def test_one_parameter_outside_the_module_follows_the_fallback(method: Method, mlp: Task) -> None:
-    model, stranger = mlp.model(), parameters()[0]
-    optimizer = method.build(model, [*model.parameters(), stranger], momentum=0.0)
-    start = stranger.detach().clone()
-    mlp.loss(model, 0).backward()
-    run(optimizer, [stranger], 1)
-    assert_identical(stranger.detach(), start.add(stranger.grad, alpha=-method.keywords["lr"]))
+    assert all(optimizer.state[p].keys() <= {"step", "momentum_buffer", "global_step"} for p in params)
 
 
 @WINDOWED
-def test_window_methods_cover_every_parameter(method: Method) -> None:
-    for wrap in WRAPS:
+def test_window_methods_cover_every_parameter_and_need_neither_names_nor_a_module(method: Method) -> None:
+    results, module = [], {"module": nn.Linear(2, 2)}
+    for wrap, keywords in ((list, {}), (iter, {}), (named, {}), (named, module), (list, module)):
         params = parameters()
-        before = [p.detach().clone() for p in params]
-        optimizer = built(method.cls, wrap(params), **method.keywords)
-        run(optimizer, params, 7)
-        for p, old in zip(params, before, strict=True):
-            assert p.isfinite().all()
-            assert not torch.equal(p, old)
-            assert optimizer.state[p].keys() >= method.variants[0].own_state(p)
+        optimizer = built(method.cls, wrap(params), **method.keywords, **keywords)
+        results.append(run(optimizer, params, 6))
+        assert all(optimizer.state[p].keys() >= method.variants[0].own_state(p) for p in params)
         assert "fallback" not in optimizer.describe()
-
-
-@WINDOWED
-def test_names_and_a_module_do_not_change_a_window_method(method: Method) -> None:
-    foreign = {"module": nn.Linear(2, 2)}
-    results = []
-    for wrap, keywords in ((list, {}), (named, {}), (named, foreign), (list, foreign)):
-        params = parameters()
-        results.append(run(built(method.cls, wrap(params), **method.keywords, **keywords), params, 6))
-    assert_identical(results[1:], results[:1] * 3)
+    assert_identical(results[1:], results[:1] * 4)
+    assert not any(torch.equal(p, q) for p, q in zip(results[0], parameters(), strict=True))
 
 
 @WINDOWED
 def test_window_of_bare_parameters_resumes_exactly(method: Method, variant: Variant) -> None:
     """This includes an empty parameter, which has state, as in torch."""
-    keywords = {**method.keywords, **variant.keywords}
-    empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
-    plain, params, others = parameters(), [*parameters(), empty], [*parameters(), nn.Parameter(empty.detach())]
-    optimizer = built(method.cls, params, **keywords)
-    expected = run(built(method.cls, plain, **keywords), plain, 6)
-    assert_identical(run(optimizer, params, 6)[:-1], expected)
-    assert empty in optimizer.state
+
+    def start(*more: nn.Parameter) -> tuple[list[nn.Parameter], Any]:
+        params = [*parameters(), *more]
+        return params, built(method.cls, params, **{**method.keywords, **variant.keywords})
+
+    empty = torch.empty(0, 3, dtype=torch.float64)
+    (plain, alone), (params, optimizer), (others, second) = start(), *(start(nn.Parameter(empty)) for _ in range(2))
+    assert_identical(run(optimizer, params, 6)[:-1], run(alone, plain, 6))
+    assert params[-1] in optimizer.state
     with torch.no_grad():
         for mine, theirs in zip(others, params, strict=True):
             mine.copy_(theirs)
-    second = built(method.cls, others, **keywords)
     second.load_state_dict(snapshot(optimizer))
     assert_identical(run(second, others, 9, start=6), run(optimizer, params, 9, start=6))
     assert_identical(second.state_dict(), optimizer.state_dict())

@@ -11,21 +11,20 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from secondorder.comm import Local
 from tests.support.methods import METHODS, Method
 from tests.support.pool import Pool, device_of
-from tests.support.tasks import MLP, Task, assert_identical, values
+from tests.support.tasks import MLP, Task, assert_identical, train, values
 
 STEPS = 5
 
 
+def method_of(name: str) -> Method:
+    return next(method for method in METHODS if method.name == name)
+
+
 def train_by_default(rank: int, world: int, name: str) -> dict[str, Tensor]:
     """Train on batches that differ between ranks; return the final parameters."""
-    method = next(m for m in METHODS if m.name == name)
     model = DDP(MLP.model().to(device_of(rank)))
-    optimizer = method.build(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        MLP.loss(model, STEPS * rank + step).backward()
-        optimizer.step()
-    optimizer.close()
+    with method_of(name).build(model) as optimizer:
+        train(model, optimizer, MLP, STEPS, start=STEPS * rank)
     return {name: value.cpu() for name, value in values(model.module).items()}
 
 
@@ -36,20 +35,16 @@ def test_two_ranks_train_and_agree(method: Method, mlp: Task, pool: Pool) -> Non
     assert all(value.isfinite().all() and not torch.equal(value, start[name]) for name, value in ours.items())
 
 
-def build_local(rank: int, world: int, name: str) -> tuple[str, str, int]:
+def build_local(rank: int, world: int, name: str) -> tuple[str, int]:
     """The error of a strategy for one process, and the number of hooks that are left on a layer."""
-    method = next(m for m in METHODS if m.name == name)
     model = torch.nn.Linear(3, 2)
-    try:
-        method.build(model, comm=Local())
-    except RuntimeError as error:
-        return type(error).__name__, str(error), len(model._forward_hooks) + len(model._forward_pre_hooks)
-    return "", "", 0
+    with pytest.raises(RuntimeError) as error:
+        method_of(name).build(model, comm=Local())
+    return str(error.value), len(model._forward_hooks) + len(model._forward_pre_hooks)
 
 
 def test_the_strategy_for_one_process_is_refused_on_two_ranks(method: Method, pool: Pool) -> None:
-    for kind, message, hooks in pool.run(build_local, method.name, world=2):
-        assert kind == "RuntimeError"
+    for message, hooks in pool.run(build_local, method.name, world=2):
         assert "2 ranks" in message
         assert "CommOpt" in message
         assert hooks == 0

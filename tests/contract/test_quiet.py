@@ -163,14 +163,6 @@ def test_a_matrix_with_one_eigenvalue_causes_no_warning_about_damping():
     assert set(opt.diagnostics()["condition_number"].values()) == {1.0}
 
 
-def test_intervals_that_are_no_multiples_are_reported_once_for_all_groups():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    groups = [{"params": list(layer.parameters())} for layer in model]
-    (found,) = caught(lambda: KFAC(groups, module=model, factor_update_steps=3, inv_update_steps=10))
-    assert "inv_update_steps=10 is not a multiple of factor_update_steps=3" in found[0]
-    assert "Make it a multiple" in found[0]
-
-
 def test_warnings_state_a_remedy():
     class Own(nn.LSTM):
         def forward(self, x):

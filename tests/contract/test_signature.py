@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import secondorder
+from secondorder.preconditioners.keywords import OBJECTS, flat_names
 from tests.support.methods import Method
 from tests.support.tasks import Task
 
@@ -34,6 +35,16 @@ WITH_ROWS = {
     "approx": "reduce", "mode": "auto", "kis_sampling": "systematic", "kid_pivoting": "cholesky",
     "kid_residual": "diag", "conv_scale": "exact", "normalize_damping": False, "kfac_when_cheaper": False,
     "update_steps": 10, "rank_fraction": 0.1,
+}  # fmt: skip
+
+
+#: Options of the constructor that groups do not have.
+ONCE = {
+    "params", "module", "comm", "fisher", "fisher_samples", "norm_curvature", "tied", "batch_dim", "batch_input",
+    "stagger", "refresh_warmup", "overlap", "rates", "skip_layers", "max_failures", "adaptive_damping",
+    "damping_interval", "min_damping", "max_damping", "reject_steps", "include_damping_in_model", "quadratic_model",
+    "likelihood", "calibrate_damping", "batch_size", "factor_dtype", "factor_storage", "inv_dtype", "orthogonal_dtype",
+    "compression", "partition", "skip_biases", "skip_norm_layers", "window_dtype",
 }  # fmt: skip
 
 
@@ -94,26 +105,9 @@ def test_group_keys_that_schedulers_look_for(method: Method, mlp: Task) -> None:
 
 
 def test_groups_contain_every_option_that_can_be_scheduled(method: Method, mlp: Task) -> None:
-    group = method.build(mlp.model()).param_groups[0]
-    changing = {
-        "lr", "momentum", "nesterov", "weight_decay", "decoupled_weight_decay", "maximize", "damping", "factor_decay",
-        "factor_update_steps", "inv_update_steps", "kl_clip", "fallback", "fallback_lr", "fallback_betas",
-        "fallback_eps", "clip_norm", "clip_value", "window_size", "damping_mode", "scale", "solver", "momentum_mode",
-        "weight_decay_mode", "eps", "betas", "sgd_weight", "bias_correction", "graft", "inner", "approx", "power",
-        "loss_reduction", "loss_terms", "max_factor_dim", "weighting", "burnin_steps", "decay_per_step",
-        "factor_batch_size", "factor_positions", "weight_decay_in_curvature", "estimator", "scale_decay",
-        "scale_update_steps", "scale_batch_size", "token_is_example", "transport", "basis_update", "full_every", "mode",
-        "update_steps", "rank_fraction", "max_rank", "rank_energy", "kis_sampling", "kid_pivoting", "kid_residual",
-        "conv_scale", "normalize_damping", "kfac_when_cheaper",
-    }  # fmt: skip
-    once = {
-        "fisher", "fisher_samples", "norm_curvature", "tied", "batch_dim", "batch_input", "stagger", "refresh_warmup",
-        "skip_layers", "max_failures", "adaptive_damping", "damping_interval", "min_damping", "max_damping",
-        "reject_steps", "include_damping_in_model", "quadratic_model", "likelihood", "calibrate_damping", "batch_size",
-    }  # fmt: skip
-    other_names = {"fallback_betas", "fallback_eps"} - group.keys()  # aliases of betas and eps
-    assert {key for key in changing if method.accepts(key)} - other_names <= group.keys()
-    assert not once & group.keys()
+    known = {p.name for p in parameters(method)} - OBJECTS.keys() | flat_names(method.cls).keys()
+    once = ONCE if method.layerwise else ONCE | {"deterministic_seed"}
+    assert known - method.build(mlp.model()).param_groups[0].keys() == known & once
 
 
 @pytest.mark.option("window_size")
@@ -143,13 +137,6 @@ def test_sparse_rows_have_a_smaller_default_rate_if_adam_determines_the_size_of_
     ):
         optimizer = method.cls([torch.nn.Parameter(torch.zeros(8))], compression=compression, **keywords)
         assert optimizer.param_groups[0]["lr"] == expected
-
-
-@pytest.mark.option("window_size")
-def test_strategies_and_compressors_stay_out_of_groups_and_state(method: Method, mlp: Task) -> None:
-    model, optimizer = method.start(mlp)
-    assert not {"compression", "comm", "window_dtype"} & optimizer.param_groups[0].keys()
-    assert not {"compression", "comm"} & {key for state in optimizer.state.values() for key in state}
 
 
 def test_sparse_mfac_is_mfac_with_a_compressor() -> None:

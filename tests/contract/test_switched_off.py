@@ -31,6 +31,7 @@ ADAMW_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"weight_decay": 0.0},
     "weight-decay": {"weight_decay": 0.1},
     "maximize": {"weight_decay": 0.1, "maximize": True},
+    "betas and eps": {"betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.0},
 }
 
 
@@ -60,13 +61,6 @@ def test_equals_adamw(method: Method, task: Task, rule: str, options: str, dtype
     chosen = ADAMW_OPTIONS[options]
     theirs = Adam if rule == "coupled" else AdamW
     compare(method, task, {"lr": 0.01, **ADAMW_RULES[rule], **chosen}, lambda p: theirs(p, 0.01, **chosen), dtype)
-
-
-@pytest.mark.cover(rule=[*ADAMW_RULES])
-def test_equals_adamw_with_its_own_betas_and_eps(method: Method, mlp: Task, rule: str) -> None:
-    reference = lambda p: AdamW(p, 0.01, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.0)  # noqa: E731
-    for written in ({"fallback_betas": (0.8, 0.95), "fallback_eps": 1e-4}, {"betas": (0.8, 0.95), "eps": 1e-4}):
-        compare(method, mlp, {"lr": 0.01, **ADAMW_RULES[rule], **written}, reference, torch.float32)
 
 
 def test_kl_clip_and_grafting_do_not_touch_it(method: Method, mlp: Task) -> None:

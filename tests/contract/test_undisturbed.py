@@ -12,23 +12,28 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from secondorder.diagnostics import quantify_preconditioning
 from tests.support.checkpoints import COPIERS, Pair, assert_same_run
 from tests.support.methods import Method, Variant
-from tests.support.tasks import MLP, assert_identical, train, values
+from tests.support.tasks import MLP, train, values
 
-Act = Callable[[int], object]  # called in every step, with its number
+Act = Callable[[nn.Module, Any, int], object]  # called with the model, its optimizer and the number of the step
 Prepare = Callable[[nn.Module, Any], Act]
 STEPS = 5
 CONTEXTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "train": torch.enable_grad}
 
 
+def always(act: Act) -> Prepare:
+    """An action that needs no preparation."""
+    return lambda model, optimizer: act
+
+
 def average(**kind: Any) -> Prepare:
     def prepare(model: nn.Module, optimizer: Any) -> Act:
         averaged = AveragedModel(model, **kind)
-        return lambda step: averaged.update_parameters(model)
+        return lambda model, optimizer, step: averaged.update_parameters(model)
 
     return prepare
 
@@ -39,7 +44,7 @@ def evaluation(mode: str, of_a_copy: bool) -> Prepare:
     def prepare(model: nn.Module, optimizer: Any) -> Act:
         teacher = copy.deepcopy(model) if of_a_copy else model
 
-        def act(step: int) -> None:
+        def act(model: nn.Module, optimizer: Any, step: int) -> None:
             teacher.train(mode != "eval")
             with CONTEXTS.get(mode, torch.no_grad)():
                 teacher(MLP.batch(100 + step)[0])
@@ -53,77 +58,57 @@ def evaluation(mode: str, of_a_copy: bool) -> Prepare:
 def training_of_a_copy(copier: Callable[[Any], Any]) -> Prepare:
     def prepare(model: nn.Module, optimizer: Any) -> Act:
         twin = copier(model)
-        return lambda step: MLP.loss(twin, 100 + step).backward()
+        return lambda model, optimizer, step: MLP.loss(twin, 100 + step).backward()
 
     return prepare
 
 
-def paused_training(model: nn.Module, optimizer: Any) -> Act:
-    def act(step: int) -> None:
-        with optimizer.pause_capture():
-            MLP.loss(model, 100 + step).backward()
-
-    return act
+@always
+def paused_training(model: nn.Module, optimizer: Any, step: int) -> None:
+    with optimizer.pause_capture():
+        MLP.loss(model, 100 + step).backward()
 
 
-def attaching_again(model: nn.Module, optimizer: Any) -> Act:
+@always
+def attaching_again(model: nn.Module, optimizer: Any, step: int) -> None:
     """With and without a call of `detach` before."""
-
-    def act(step: int) -> None:
-        if step % 2:
-            optimizer.detach()
-        optimizer.attach(model)
-
-    return act
+    if step % 2:
+        optimizer.detach()
+    optimizer.attach(model)
 
 
-def hooks_of_the_step(model: nn.Module, optimizer: Any) -> Act:
-    def act(step: int) -> None:
-        optimizer.register_step_pre_hook(lambda *_: None)
-        optimizer.register_step_post_hook(lambda *_: None)
-
-    return act
+@always
+def hooks_of_the_step(model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer.register_step_post_hook(lambda *_: None)
 
 
-def foreign_parameters(model: nn.Module, optimizer: Any) -> Act:
+@always
+def foreign_parameters(model: nn.Module, optimizer: Any, step: int) -> None:
     """Passes with other parameters: the fast weights of a meta-learner, and per-example gradients."""
 
     def total(own: dict[str, Tensor], inputs: Tensor) -> Tensor:
         return functional_call(model, own, (inputs,)).sum()
 
-    def act(step: int) -> None:
-        inputs, targets = MLP.batch(100 + step)
-        fast = {name: value.requires_grad_() for name, value in values(model).items()}
-        F.cross_entropy(functional_call(model, fast, (inputs,)), targets).backward()
-        torch.func.grad(total)(values(model), inputs)
-        torch.func.vmap(torch.func.grad(total), (None, 0))(values(model), inputs[:, None])
-
-    return act
+    inputs, targets = MLP.batch(100 + step)
+    fast = {name: value.requires_grad_() for name, value in values(model).items()}
+    F.cross_entropy(functional_call(model, fast, (inputs,)), targets).backward()
+    torch.func.grad(total)(values(model), inputs)
+    torch.func.vmap(torch.func.grad(total), (None, 0))(values(model), inputs[:, None])
 
 
-def gradient_of_inputs(model: nn.Module, optimizer: Any) -> Act:
+@always
+def gradient_of_inputs(model: nn.Module, optimizer: Any, step: int) -> None:
     """Gradients with respect to inputs only, as for adversarial examples and saliency maps."""
-
-    def act(step: int) -> None:
-        inputs = MLP.batch(100 + step)[0].requires_grad_()
-        for training in (False, True):
-            torch.autograd.grad(model.train(training)(inputs).sum(), inputs)
-
-    return act
+    inputs = MLP.batch(100 + step)[0].requires_grad_()
+    for training in (False, True):
+        torch.autograd.grad(model.train(training)(inputs).sum(), inputs)
 
 
-def forward_alone(model: nn.Module, optimizer: Any) -> Act:
-    return lambda step: model(MLP.batch(100 + step)[0])
-
-
-def clip_that_is_not_reached(clip: Callable[..., Any]) -> Prepare:
-    return lambda model, optimizer: lambda step: clip(model.parameters(), 1e6)
-
-
-ALWAYS: dict[str, Prepare] = {
+ANYWHERE: dict[str, Prepare] = {
     "foreign parameters": foreign_parameters,
     "gradient of inputs": gradient_of_inputs,
-    "a forward alone": forward_alone,
+    "a forward alone": always(lambda model, optimizer, step: model(MLP.batch(100 + step)[0])),
 }
 COPIES = {f"training of a copy by {name}": training_of_a_copy(copier) for name, copier in COPIERS.items()}
 MOMENTS: dict[str, dict[str, Prepare]] = {
@@ -134,18 +119,18 @@ MOMENTS: dict[str, dict[str, Prepare]] = {
         "paused training": paused_training,
         "attaching again": attaching_again,
         "hooks of the step": hooks_of_the_step,
-        **ALWAYS,
+        **ANYWHERE,
         **COPIES,
     },
     "between forward and backward": {
         **{f"teacher, {mode}": evaluation(mode, True) for mode in (*CONTEXTS, "eval")},
-        **ALWAYS,
+        **ANYWHERE,
         **{f"the model itself, {mode}": evaluation(mode, False) for mode in ("no_grad", "inference_mode", "eval")},
     },
     "between backward and step": {
-        **ALWAYS,
-        "clip by norm": clip_that_is_not_reached(nn.utils.clip_grad_norm_),
-        "clip by value": clip_that_is_not_reached(nn.utils.clip_grad_value_),
+        **ANYWHERE,
+        "clip by norm": always(lambda model, *_: nn.utils.clip_grad_norm_(model.parameters(), 1e6)),
+        "clip by value": always(lambda model, *_: nn.utils.clip_grad_value_(model.parameters(), 1e6)),
         **COPIES,
     },
 }
@@ -154,14 +139,18 @@ MOMENTS: dict[str, dict[str, Prepare]] = {
 def trained(method: Method, moment: str = "", prepare: Prepare | None = None, **keywords: Any) -> Pair:
     model, optimizer = method.start(MLP, **keywords)
     act = prepare(model, optimizer) if prepare else None
+
+    def reach(place: str) -> None:
+        if act and place == moment:
+            act(model, optimizer, step)
+
     for step in range(STEPS):
-        acts = {moment: act} if act else {}
-        acts.get("between two steps", int)(step)
+        reach("between two steps")
         optimizer.zero_grad()
         loss = MLP.loss(model, step)
-        acts.get("between forward and backward", int)(step)
+        reach("between forward and backward")
         loss.backward()
-        acts.get("between backward and step", int)(step)
+        reach("between backward and step")
         optimizer.step()
     return model, optimizer
 
@@ -179,14 +168,12 @@ def test_training_is_undisturbed(method: Method, moment: str) -> None:
 def test_diagnostics_and_kept_directions_change_nothing(method: Method, variant: Variant) -> None:
     blocks = ["first", "second"] if method.layerwise else [name for name, _ in MLP.model().named_parameters()]
 
-    def looking(model: nn.Module, optimizer: Any) -> Act:
-        def act(step: int) -> None:
-            for look in (optimizer.diagnostics, optimizer.describe, optimizer.memory_usage, optimizer.__repr__):
-                look()
-            for name in blocks if step else ():
-                optimizer.dense_curvature(name)
-
-        return act
+    @always
+    def looking(model: nn.Module, optimizer: Any, step: int) -> None:
+        for look in (optimizer.diagnostics, optimizer.describe, optimizer.memory_usage, optimizer.__repr__):
+            look()
+        for name in blocks if step else ():
+            optimizer.dense_curvature(name)
 
     model, optimizer = trained(method, "between two steps", looking, **variant.keywords)
     with optimizer.keep_directions() as kept:
@@ -198,32 +185,8 @@ def test_diagnostics_and_kept_directions_change_nothing(method: Method, variant:
 
 
 @pytest.mark.option("window_size")
-def test_a_window_method_trains_alike_without_a_module_and_after_detach(method: Method) -> None:
-    expected = trained(method)
-    model, twin = MLP.model(), MLP.model()
-    detached, alone = method.build(model), method.build(twin, twin.parameters())
-    detached.detach()
-    with alone:
-        for net, optimizer in ((model, detached), (twin, alone)):
-            train(net, optimizer, MLP, STEPS)
-    alone.detach()
-    assert_same_run((model, detached), expected)
-    assert_identical(values(twin), values(expected[0]))
-    assert_identical(alone.state_dict()["state"], expected[1].state_dict()["state"])
-    assert alone.memory_usage()["total"] > 0
-
-
-def test_batch_norm_update_does_not_reach_the_optimizer(method: Method) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    batches = [torch.randn(6, 3) for _ in range(3)]
-    optimizer = method.build(model)
-    averaged = AveragedModel(model)
-    for inputs in batches:
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-        averaged.update_parameters(model)
-    before = copy.deepcopy(optimizer.state_dict())
-    update_bn(batches, averaged)
-    update_bn(batches, model)
-    assert_identical(optimizer.state_dict(), before)
+def test_a_window_method_trains_alike_after_detach(method: Method) -> None:
+    model, optimizer = method.start(MLP)
+    optimizer.detach()
+    train(model, optimizer, MLP, STEPS)
+    assert_same_run((model, optimizer), trained(method))

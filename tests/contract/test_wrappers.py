@@ -32,7 +32,8 @@ def test_a_child_called_module_keeps_its_name(method: Method) -> None:
     """A name in `skip_layers` only skips the layer of exactly that name."""
     model = Namesake().double()
     optimizer = method.build(model)
-    assert list(optimizer.blocks) == ["fc", "module.fc"]
+    assert {name: block.name for name, block in optimizer.blocks.items()} == {"fc": "fc", "module.fc": "module.fc"}
+    assert optimizer.blocks["fc"].weight is model.fc.weight
     x = torch.randn(6, 4, dtype=torch.float64)
     F.cross_entropy(model(x), torch.arange(6) % 3).backward()
     optimizer.step()

@@ -194,36 +194,6 @@ def test_an_overflow_in_the_first_statistic_leaves_the_block_without_estimate():
     kfac.assert_factors(all_factors(opt, model), expected, 1e-5)
 
 
-@each(value=[float("inf"), float("nan")], where=["first", "last"])
-def test_a_non_finite_micro_batch_skips_the_step_and_changes_nothing(value, where):
-    model = mlp()
-    opt = plain_kfac(model, lr=0.1, momentum=0.9)
-    train_step(opt, model, *vectors(), F.cross_entropy)
-    held, before = all_factors(opt, model), [p.detach().clone() for p in model.parameters()]
-    momenta = [opt.state[p]["momentum_buffer"].clone() for p in model.parameters()]
-    opt.zero_grad()
-    for part in ("first", "last"):
-        x, y = vectors(seed=1)
-        if part == where:
-            x[0, 0] = value
-        kfac.backward(model, x, y, F.cross_entropy, 0.5)
-    opt.step()
-    for p, old, buffer in zip(model.parameters(), before, momenta, strict=True):
-        assert torch.equal(p, old)
-        assert torch.equal(opt.state[p]["momentum_buffer"], buffer)
-    kfac.assert_same_factors(opt, model, held)
-    (x, y), plain = vectors(seed=2), mlp()
-    plain.load_state_dict(model.state_dict())
-    share = len(x) / (0.95 * 6 + len(x))
-    expected = {
-        name: tuple(old + share * (new - old) for old, new in zip(held[name], batch, strict=True))
-        for name, batch in expected_factors(plain, x, y, F.cross_entropy).items()
-    }
-    train_step(opt, model, x, y, F.cross_entropy)
-    kfac.assert_factors(all_factors(opt, model), expected)
-    assert opt.diagnostics()["skipped_steps"] == 1
-
-
 def test_a_non_finite_direction_falls_back_to_the_gradient_for_that_step():
     model = mlp()
     opt = plain_kfac(model, lr=0.1, factor_update_steps=10, inv_update_steps=10)

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -146,27 +145,3 @@ def test_a_short_window_counts_what_it_holds_and_leaks_nothing():
             assert_close(one, other, 1e-12)
     expected = result("kfac", mlp(), cut)[0]
     assert_close(found[2]["0"][1], expected["B of 0"], 1e-12)
-
-
-class Pointwise(nn.Module):
-    """A 1×1 convolution under a mean over pixels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(2, 4, 1), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.conv(x)).mean((2, 3)))
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (2, 2), (3, 1)])
-def test_image_size_under_a_pooled_loss(rows, columns):
-    """It affects neither reduce nor the A of expand, whose B falls as 1/S."""
-    x, y = images(4, size=(2, 3))
-    larger = x.repeat_interleave(rows, 2).repeat_interleave(columns, 3)
-    for approx, fall in (("reduce", 1), ("expand", rows * columns)):
-        small, large = (
-            result("kfac", seeded_build(Pointwise), [(size, y, F.cross_entropy)], approx)[0] for size in (x, larger)
-        )
-        for key, factor in small.items():
-            assert_close(large[key], factor / fall if key == "B of conv" else factor, 1e-10, key)

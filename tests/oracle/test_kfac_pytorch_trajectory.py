@@ -7,7 +7,7 @@ the eigenvalues of ``G ⊗ A``; one clip for all layers, with its own rate; and 
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -120,20 +120,19 @@ def backward(opt: Optimizer, model: nn.Module, parts: Parts) -> None:
         mean_loss(parts)(model(x), y).backward()
 
 
-def take_steps(oracle: Oracle, theirs: Optimizer, opt: KFAC, model: nn.Module, parts: Parts) -> None:
-    """Take a step with the oracle, and one with the package on its own model."""
-    oracle.observe(parts)
-    backward(theirs, oracle.model, parts)
-    oracle.step()
-    theirs.step()
-    backward(opt, model, parts)
-    opt.step()
-
-
-def assert_same(model: nn.Module, twin: nn.Module) -> None:
-    """All parameters of two models are equal up to rounding."""
-    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert_close(p.detach(), q.detach(), 1e-10, name)
+def compare(model: nn.Module, opt: KFAC, oracle: Oracle, theirs: Optimizer, batches: list[Parts]) -> Iterator[float]:
+    """Take steps with the oracle and with the package, each on its own model, and yield the scale of each clip."""
+    for parts in batches:
+        oracle.observe(parts)
+        backward(theirs, oracle.model, parts)
+        oracle.step()
+        theirs.step()
+        backward(opt, model, parts)
+        opt.step()
+        for (name, p), q in zip(model.named_parameters(), oracle.model.parameters(), strict=True):
+            assert_close(p.detach(), q.detach(), 1e-10, name)
+        assert opt.diagnostics()["kl_clip_factor"] == pytest.approx(oracle.scales[-1], rel=1e-9)
+        yield oracle.scales[-1]
 
 
 def course(step: int) -> float:
@@ -173,29 +172,23 @@ CASES = {
 def test_trajectory_is_that_of_kfac_pytorch(case: str, like_kfac_pytorch: Callable[..., KFAC]) -> None:
     changes, sgd, count, clips = CASES[case]
     model, options = seeded_build(Mixed), {**THEIRS, **changes}
-    twin = copy.deepcopy(model)
-    oracle, theirs = Oracle(twin, LAYERS, **options), torch.optim.SGD(twin.parameters(), 0.05, **sgd)
+    oracle = Oracle(copy.deepcopy(model), LAYERS, **options)
+    theirs = torch.optim.SGD(oracle.model.parameters(), 0.05, **sgd)
     own = {"kl_clip_lr": options.pop("lr"), **options, **sgd}
     opt = like_kfac_pytorch(model, BATCHES[0][0][:3], 4, 0.05, **own)
-    for x, y in BATCHES:
-        parts = list(zip(x.chunk(count), y.chunk(count), strict=True))
-        take_steps(oracle, theirs, opt, model, parts)
-        assert_same(model, twin)
-        assert opt.diagnostics()["kl_clip_factor"] == pytest.approx(oracle.scales[-1], rel=1e-9)
-    assert {scale < 1 for scale in oracle.scales} == clips
+    batches = [list(zip(x.chunk(count), y.chunk(count), strict=True)) for x, y in BATCHES]
+    assert {scale < 1 for scale in compare(model, opt, oracle, theirs, batches)} == clips
 
 
 def test_the_rate_of_the_clip_may_differ_from_a_scheduled_one(like_kfac_pytorch: Callable[..., KFAC]) -> None:
     """The rate of SGD falls, but that of the clip stays, so κ follows the square of the rate."""
     model = seeded_build(Mixed)
-    twin = copy.deepcopy(model)
-    oracle, theirs = Oracle(twin, LAYERS, **THEIRS), torch.optim.SGD(twin.parameters(), 0.05, momentum=0.9)
+    oracle = Oracle(copy.deepcopy(model), LAYERS, **THEIRS)
+    theirs = torch.optim.SGD(oracle.model.parameters(), 0.05, momentum=0.9)
     opt = like_kfac_pytorch(model, BATCHES[0][0], 4, 0.05, momentum=0.9)
     schedules = [LambdaLR(theirs, course), LambdaLR(opt, course)]
     clip = ParamScheduler(opt, kl_clip=lambda step: THEIRS["kl_clip"] * (0.05 * course(step) / THEIRS["lr"]) ** 2)
-    for batch in BATCHES:
-        take_steps(oracle, theirs, opt, model, [batch])
-        assert_same(model, twin)
+    for _ in compare(model, opt, oracle, theirs, [[batch] for batch in BATCHES]):
         for schedule in (*schedules, clip):
             schedule.step()
 
@@ -204,9 +197,7 @@ def test_skipped_and_frozen_layers_follow_sgd(like_kfac_pytorch: Callable[..., K
     """Rules are regular expressions for names and class names; a layer with a frozen part is skipped, too."""
     model = seeded_build(Mixed)
     model.tokens.bias.requires_grad_(False)
-    twin = copy.deepcopy(model)
-    oracle, theirs = Oracle(twin, ["second"], **THEIRS), torch.optim.SGD(twin.parameters(), 0.05)
+    oracle = Oracle(copy.deepcopy(model), ["second"], **THEIRS)
+    theirs = torch.optim.SGD(oracle.model.parameters(), 0.05)
     opt = like_kfac_pytorch(model, BATCHES[0][0], 4, 0.05, skip_layers=["irs", "^out$", "Norm"])
-    for batch in BATCHES[:2]:
-        take_steps(oracle, theirs, opt, model, [batch])
-        assert_same(model, twin)
+    assert len([*compare(model, opt, oracle, theirs, [[batch] for batch in BATCHES[:2]])]) == 2

@@ -1,10 +1,13 @@
-"""Blocks that precondition together solve the equations of each: explicit factors and dense solves in float64."""
+"""Blocks that precondition together solve the equations of each: explicit curvature and solves in float64.
+
+Those of KFAC are in `test_truncated.py`.
+"""
 
 import pytest
 import torch
 from torch import nn
 
-from secondorder import EKFAC, KFAC, InverseOptions
+from secondorder import EKFAC, KFAC
 
 LAYERS, N, WIDTH, DAMPING = 5, 20, 6, 0.3
 
@@ -38,34 +41,6 @@ def moved(model, optimizer, x, y):
 PLAIN = {
     "lr": 1.0, "momentum": 0.0, "kl_clip": None, "damping": DAMPING, "factor_update_steps": 1, "inv_update_steps": 1,
 }  # fmt: skip
-
-
-def shortened(factor, rank):
-    """A factor whose leading eigenvalues are kept and whose others are replaced by their mean."""
-    values, vectors = torch.linalg.eigh(factor)
-    values[:-rank] = values[:-rank].mean()
-    return vectors * values @ vectors.T
-
-
-@pytest.mark.parametrize("inverse_method", ["eigen", InverseOptions(rank=2), "cholesky"], ids=str)
-def test_kfac_solves_with_explicit_factors(inverse_method):
-    """With a rank, they are those of the leading eigenvectors."""
-    model = network()
-    x, y = torch.randn(N, WIDTH).double(), torch.randn(N, WIDTH).double()
-    expected = []
-    for a, g in rows_of(model, x, y):
-        A, G, gradient = a.T @ a / N, N * g.T @ g, g.T @ a
-        if inverse_method == "cholesky":
-            pi = ((A.trace() / (WIDTH + 1)) / (G.trace() / WIDTH)).sqrt()
-            damped_a = A + pi * DAMPING**0.5 * torch.eye(WIDTH + 1).double()
-            damped_g = G + DAMPING**0.5 / pi * torch.eye(WIDTH).double()
-            expected.append(torch.linalg.solve(damped_g, gradient) @ torch.linalg.inv(damped_a))
-        else:
-            A, G = (A, G) if inverse_method == "eigen" else (shortened(A, 2), shortened(G, 2))
-            fisher = torch.kron(G, A) + DAMPING * torch.eye(WIDTH * (WIDTH + 1)).double()
-            expected.append(torch.linalg.solve(fisher, gradient.flatten()).view_as(gradient))
-    found = moved(model, KFAC(model, inverse_method=inverse_method, **PLAIN), x, y)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_ekfac_solves_with_second_moments_in_explicit_bases():

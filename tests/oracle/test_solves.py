@@ -87,51 +87,6 @@ def test_cholesky_takes_a_changed_damping_at_the_next_refresh_at_the_latest():
     assert_solves(moved, all_factors(opt, model), solve_pi, 0.5)
 
 
-class Scaled(nn.Module):
-    """Scales activations up before a layer and down after it."""
-
-    def __init__(self, c: float) -> None:
-        super().__init__()
-        self.layer, self.c = nn.Linear(4, 3, bias=False), c
-
-    def forward(self, x):
-        return self.layer(x * self.c) / self.c
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_units_do_not_matter(method):
-    """Loss → c·loss scales F by c² and ∇ by c, so with a relative λ V scales by exactly 1/c.
-
-    A → c²A, B → B/c² changes neither B ⊗ A nor the product with π nor V.
-    """
-    keywords = {"damping": 0.1, **METHODS[method][0]}
-    steps, scaled = [], []
-    for c in (1.0, 64.0):
-        model, (x, y) = mlp(), vectors()
-        opt = plain_kfac(model, damping_mode="relative", **keywords)
-        steps.append({name: c * V for name, (_, V) in next_directions(opt, model, x, y, F.cross_entropy, c).items()})
-        model, x, y = seeded_build(lambda c=c: Scaled(c)), noise(6, 4), noise(6, 3, seed=1)
-        scaled.append(next_directions(plain_kfac(model, **keywords), model, x, y, F.mse_loss)["layer"][1])
-    for name, V in steps[0].items():
-        assert_close(steps[1][name], V, 1e-8, name)
-    assert_close(scaled[1], scaled[0], 1e-9)
-
-
-def test_without_damping_steps_are_invariant_to_affine_maps_of_the_inputs():
-    """x → Mx + c with W → WM⁻¹, b → b − WM⁻¹c is the same function; as λ → 0 its K-FAC step is the same, too."""
-    x, y = noise(40, 3), noise(40, 2, seed=1)
-    M, c = noise(3, 3, seed=2) + 2 * torch.eye(3, dtype=torch.float64), noise(3, seed=3)
-    plain = seeded_build(lambda: nn.Linear(3, 2))
-    moved, x_moved = kfac.twin(plain), x @ M.T + c
-    with torch.no_grad():
-        moved.weight.copy_(plain.weight @ torch.linalg.inv(M))
-        moved.bias.copy_(plain.bias - moved.weight @ c)
-    torch.testing.assert_close(moved(x_moved), plain(x))
-    for layer, inputs in ((plain, x), (moved, x_moved)):
-        train_step(plain_kfac(layer, damping=1e-13, lr=0.1), layer, inputs, y, F.mse_loss)
-    assert_close(moved(x_moved).detach(), plain(x).detach(), 1e-8)
-
-
 @pytest.mark.parametrize("dead", ["inputs", "gradients", "both"])
 def test_factors_of_zeros_give_the_gradient_over_lambda(dead):
     """A dead input or output makes F = 0 in the first batch; later gradients are divided by λ."""

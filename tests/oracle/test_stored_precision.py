@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secondorder import EKFAC, KFAC, StorageOptions
+from secondorder import EKFAC, KFAC
 from tests.support.building import built
 from tests.support.grid import each
 from tests.support.kfac import all_factors, assert_close, layer_state, next_directions, plain_kfac, train_step
@@ -160,16 +160,6 @@ def test_float32_means_float64_for_float64_parameters():
     train_step(opt, model, *vectors(), F.cross_entropy)
     state = layer_state(opt, model, "0")
     assert state["factor_a"].dtype == state["basis_a"].dtype == torch.float64
-
-
-@pytest.mark.parametrize("cls", [KFAC, EKFAC])
-def test_invalid_storage_options_are_refused(cls):
-    for keyword in ("factor_dtype", "inv_dtype"):
-        for value, error, text in ((torch.float16, ValueError, "torch.float16"), ("bfloat16", TypeError, "'bfloat16'")):
-            with pytest.raises(error, match=f"{keyword} must be torch.float32 or torch.bfloat16, got {text}"):
-                built(cls, net(), **{keyword: value})
-    with pytest.raises(TypeError, match="packed must be True or False, got 'sparse'"):
-        StorageOptions(packed="sparse")
 
 
 def test_diagonal_factors_are_stored_in_bfloat16_too():

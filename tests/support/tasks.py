@@ -227,6 +227,11 @@ def assert_changed(model: nn.Module, before: dict[str, Tensor]) -> None:
         assert not torch.equal(value, before[name]), name
 
 
+def moved_names(model: nn.Module, before: dict[str, Tensor]) -> set[str]:
+    """Names of the parameters that have changed."""
+    return {name for name, value in values(model).items() if not torch.equal(value, before[name])}
+
+
 class Shadow:
     """One of torch's own optimizers on copies of some parameters, with the same gradients."""
 
@@ -234,6 +239,12 @@ class Shadow:
         self.originals = parameters
         self.copies = [nn.Parameter(p.detach().clone()) for p in parameters]
         self.optimizer = build(self.copies)
+
+    def follow(self) -> None:
+        """Continue from the current values of the parameters."""
+        with torch.no_grad():
+            for original, mine in zip(self.originals, self.copies, strict=True):
+                mine.copy_(original)
 
     def step(self) -> None:
         """Take the step; call this between backward and the step of the optimizer under test."""
