@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD
 
 from tests.contract.test_fallback import CASES
 from tests.support.building import built
@@ -59,32 +58,37 @@ class Phase(nn.Module):
         return self.last(self.turn(self.first(inputs).to(self.turn.weight.dtype)).abs())
 
 
-def test_complex_layer_in_a_model_trains_and_is_in_the_checkpoint(method: Method) -> None:
+def test_a_model_with_a_complex_layer_trains_and_its_checkpoint_has_only_real_curvature(
+    method: Method, variant: Variant
+) -> None:
     model = Phase()
-    optimizer, before = method.build(model), values(model)
+    optimizer, before = method.build(model, **variant.keywords), values(model)
     for step in range(4):
         optimizer.zero_grad()
         model(torch.randn(5, 3, generator=torch.Generator().manual_seed(step))).square().mean().backward()
         optimizer.step()
     assert_changed(model, before)
-    expected = {"step", "momentum_buffer"} | (set() if method.layerwise else {method.landmark})
-    keys = optimizer.state[model.turn.weight].keys()
-    assert keys == expected if method.layerwise else keys >= expected
-    second = method.build(Phase())
+    for name, p in model.named_parameters():
+        state, is_plain = optimizer.state[p], method.layerwise and name.startswith("turn")
+        assert not is_plain or state.keys() == {"step", "momentum_buffer"}
+        assert not any(state[key].dtype.is_complex for key in state.keys() & variant.dtypes(torch.float32).keys())
+        reals = torch.view_as_real(p).numel() if p.is_complex() else p.numel()
+        assert "window" not in state or state["window"].numel() == method.keywords["window_size"] * reals
+    second = method.build(Phase(), **variant.keywords)
     second.load_state_dict(optimizer.state_dict())
     assert_identical(snapshot(second), snapshot(optimizer))
 
 
-def trained_as_pairs(method: Method, pairs: bool, steps: int = 6, **keywords: Any) -> tuple[list[torch.Tensor], Any]:
-    """Train complex parameters or the equivalent pairs of real ones; return the values as pairs, and the optimizer."""
+def trained_as_pairs(method: Method, pairs: bool, **keywords: Any) -> list[torch.Tensor]:
+    """Train complex parameters or the equivalent pairs of real ones, and return the values as pairs."""
     shapes = (3, 2), (4,), ()
     parameters = [nn.Parameter(torch.view_as_real(value) if pairs else value) for value in draw(0, *shapes)]
     optimizer = built(method.cls, parameters, **{**method.keywords, **keywords})
-    for step in range(steps):
+    for step in range(6):
         for parameter, gradient in zip(parameters, draw(1 + step, *shapes), strict=True):
             parameter.grad = torch.view_as_real(gradient) if pairs else gradient
         optimizer.step()
-    return [p.detach() if pairs else torch.view_as_real(p.detach()) for p in parameters], optimizer
+    return [p.detach() if pairs else torch.view_as_real(p.detach()) for p in parameters]
 
 
 @WINDOWED
@@ -92,21 +96,8 @@ def trained_as_pairs(method: Method, pairs: bool, steps: int = 6, **keywords: An
 @pytest.mark.rules(RULES)
 def test_window_treats_complex_numbers_as_pairs(method: Method, rule: str, foreach: bool) -> None:
     keywords = {**RULES[rule], "foreach": foreach}
-    turned, paired = (trained_as_pairs(method, pairs, **keywords)[0] for pairs in (False, True))
+    turned, paired = (trained_as_pairs(method, pairs, **keywords) for pairs in (False, True))
     torch.testing.assert_close(turned, paired, rtol=1e-12, atol=1e-14)
-
-
-@WINDOWED
-def test_every_window_trains_and_resumes_with_complex_numbers(method: Method, variant: Variant) -> None:
-    ahead, optimizer = trained_as_pairs(method, pairs=False, **variant.keywords)
-    assert all(value.isfinite().all() for value in ahead)
-    _, second = trained_as_pairs(method, pairs=False, steps=0, **variant.keywords)
-    second.load_state_dict(snapshot(optimizer))
-    assert_identical(snapshot(second), snapshot(optimizer))
-    known = variant.dtypes(torch.float64)
-    assert not [k for s in optimizer.state.values() for k in s.keys() & known.keys() if s[k].dtype.is_complex]
-    window = optimizer.state[optimizer.param_groups[0]["params"][0]].get("window")
-    assert window is None or window.shape == (method.keywords["window_size"], 3, 2, 2)
 
 
 # ----------------------------------------------------------------------------------------------------- Sparse gradients
@@ -131,29 +122,13 @@ class Lookup(nn.Module):
         return gradient
 
 
-@LAYERWISE
-@pytest.mark.cover(momentum=[0.0, 0.9], foreach=[False, None])
-def test_sgd_fallback_accepts_sparse_gradients_as_in_torch(
-    method: Method, momentum: float, foreach: bool | None
-) -> None:
-    model = Lookup()
-    optimizer = method.build(model, momentum=momentum, foreach=foreach)
-    shadow = Shadow([model.embed.weight], lambda p: SGD(p, method.keywords["lr"], momentum=momentum))
-    before = values(model)
-    for step in range(4):
-        model.fill(step)
-        shadow.step()
-        optimizer.step()
-    torch.testing.assert_close(model.embed.weight.detach(), shadow.values()[0], rtol=1e-12, atol=1e-14)
-    assert not torch.equal(model.head.weight, before["head.weight"])
-
-
 def check_sparse(method: Method, **keywords: Any) -> None:
     """Sparse gradients have the same effect as dense ones, and are neither replaced nor written to."""
     results = []
     for sparse in (True, False):
         model = Lookup(sparse)
-        optimizer = method.build(model, **keywords)
+        skip = {"skip_layers": (nn.Embedding,)} if method.layerwise and not sparse else {}
+        optimizer = method.build(model, **keywords, **skip)
         for step in range(6):
             gradient = model.fill(step)
             before = gradient.clone()
@@ -162,12 +137,19 @@ def check_sparse(method: Method, **keywords: Any) -> None:
             assert_identical(gradient.to_dense(), before.to_dense())
         results.append(values(model))
     assert_all_close(*results)
+    assert not any(
+        torch.equal(value, start) for value, start in zip(model.parameters(), Lookup().parameters(), strict=True)
+    )
 
 
 @LAYERWISE
-def test_adamw_fallback_treats_sparse_gradients_as_dense(method: Method) -> None:
+@pytest.mark.cover(
+    rule={"plain": {"momentum": 0.0}, "momentum": {}, "adamw": {"fallback": "adamw", "fallback_lr": 0.01}},
+    foreach=[False, None],
+)
+def test_fallback_treats_sparse_gradients_as_dense(method: Method, rule: dict[str, Any], foreach: bool | None) -> None:
     """`torch.optim.AdamW` refuses them. Here, rows without an index still decay and have moments."""
-    check_sparse(method, fallback="adamw", fallback_lr=0.01, skip_layers=(nn.Embedding,))
+    check_sparse(method, foreach=foreach, **rule)
 
 
 @WINDOWED

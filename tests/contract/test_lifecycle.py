@@ -17,7 +17,7 @@ from torch import nn
 from secondorder.preconditioners.allocation import Allocator
 from tests.support.checkpoints import assert_same_run
 from tests.support.methods import Method
-from tests.support.tasks import Task, assert_identical, put_back, snapshot, train, values
+from tests.support.tasks import Task, assert_identical, put_back, train, values
 
 pytestmark = pytest.mark.option("module")
 
@@ -59,19 +59,16 @@ ENDS: dict[str, Callable[[Any], object]] = {
 def test_module_is_as_it_was(method: Method, task: Task) -> None:
     for steps, end in ((0, "detach"), (3, "close"), (0, "both, twice"), (3, "with"), (0, "with an error")):
         model = task.model()
-        keys = [set(vars(module)) for module in model.modules()]
-        types = [type(module) for module in model.modules()]
-        before = hooks(model)
+        before, modules = hooks(model), [(type(module), set(vars(module))) for module in model.modules()]
         optimizer = method.build(model)
         train(model, optimizer, task, steps)
-        assert (hooks(model) != before) == method.layerwise
         hooked = hooks(model)
+        assert (hooked != before) == method.layerwise
         optimizer.attach(model)
         assert hooks(model) == hooked
         ENDS[end](optimizer)
         assert hooks(model) == before, end
-        assert [set(vars(module)) for module in model.modules()] == keys, end
-        assert [type(module) for module in model.modules()] == types, end
+        assert [(type(module), set(vars(module))) for module in model.modules()] == modules, end
 
 
 def test_a_model_with_hooks_is_bitwise_equal_to_one_without(method: Method, task: Task) -> None:
@@ -105,14 +102,12 @@ def test_second_optimizer_keeps_its_hooks_and_its_statistics(method: Method, mlp
 
 
 def test_two_optimizers_each_count_a_batch_once(method: Method, mlp: Task) -> None:
-    alone, only = method.start(mlp, 1)
-    model = mlp.model()
+    alone, model = method.start(mlp, 1), mlp.model()
     both, start = [method.build(model), method.build(model)], values(model)
     mlp.loss(model, 0).backward()
     for optimizer in both:
         optimizer.step()
-        assert_identical(snapshot(optimizer)["state"], snapshot(only)["state"])
-        assert_identical(values(model), values(alone))
+        assert_same_run((model, optimizer), alone)
         put_back(model, start)
 
 

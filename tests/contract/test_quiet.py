@@ -101,16 +101,6 @@ def test_parameters_without_curvature_are_named_once_with_the_file_of_the_caller
     assert caught(lambda: KFAC(model, skip_layers=["0"])) == []
 
 
-def test_layers_whose_hooks_did_not_run_are_named_once():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-    opt = KFAC(model, factor_update_steps=1, inv_update_steps=1)
-    model.eval()
-    ((text, file),) = caught(lambda: take_steps(3, model, opt, 5, 4))
-    assert "(0, 1, 2: its hooks did not run)" in text
-    assert "eval mode" in text
-    assert file == __file__
-
-
 def too_large(name):
     if "ggt" in name:
         return {"eps": 1e6}

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -97,16 +98,10 @@ def test_step_wrapped_on_the_instance_is_the_one_that_runs(method: Method, mlp: 
     model, optimizer = method.start(mlp)
     lr_scheduler.ExponentialLR(optimizer, 0.9)
     lr_scheduler.ExponentialLR(optimizer, 0.9)
-    wrapped, calls = optimizer.step, []
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return wrapped(*args, **kwargs)
-
-    optimizer.step = counting
+    optimizer.step = Mock(wraps=optimizer.step)
     before = values(model)
     train(model, optimizer, mlp, 2)
-    assert len(calls) == 2
+    assert optimizer.step.call_count == 2
     assert_changed(model, before)
 
 

@@ -40,7 +40,7 @@ WITH_ROWS = {
 
 #: Options of the constructor that groups do not have.
 ONCE = {
-    "params", "module", "comm", "fisher", "fisher_samples", "norm_curvature", "tied", "batch_dim", "batch_input",
+    "module", "comm", "fisher", "fisher_samples", "norm_curvature", "tied", "batch_dim", "batch_input",
     "stagger", "refresh_warmup", "overlap", "rates", "skip_layers", "max_failures", "adaptive_damping",
     "damping_interval", "min_damping", "max_damping", "reject_steps", "include_damping_in_model", "quadratic_model",
     "likelihood", "calibrate_damping", "batch_size", "factor_dtype", "factor_storage", "inv_dtype", "orthogonal_dtype",

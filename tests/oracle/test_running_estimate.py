@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tests.support import kfac
 from tests.support.ekfac import Branches
-from tests.support.kfac import all_factors, assert_close, backward, held_factors, layer_state, plain_kfac, train_step
+from tests.support.kfac import all_factors, assert_close, held_factors, layer_state, plain_kfac, train_step
 from tests.support.models import mlp, seeded_build, vectors
 from tests.support.oracles.kfac import expected_factors, solve_exact
 
@@ -77,16 +77,11 @@ def test_factors_and_factorizations_are_renewed_when_they_are_due(layers, option
     assert found == {"factor_updates": updated, "refreshes": refreshed}
 
 
-def branches(both, **options):
-    model = seeded_build(Branches)
-    model.both = both
-    return model, plain_kfac(model, lr=0.1, **options)
-
-
 def test_a_late_branch_is_estimated_and_factorized_when_it_first_appears():
     """At t = 3 nothing else is due; afterwards it follows the common schedule."""
-    model, opt = branches(False, factor_update_steps=5, inv_update_steps=5)
-    x, y = vectors()
+    model, (x, y) = seeded_build(Branches), vectors()
+    model.both = False
+    opt = plain_kfac(model, lr=0.1, factor_update_steps=5, inv_update_steps=5)
     for _ in range(3):
         train_step(opt, model, x, y, F.cross_entropy)
     assert layer_state(opt, model, "rare").get("factor_updates", 0) == 0
@@ -103,17 +98,6 @@ def test_a_late_branch_is_estimated_and_factorized_when_it_first_appears():
         train_step(opt, model, x, y, F.cross_entropy)
     updates.append([layer_state(opt, model, name)["factor_updates"] for name in ("used", "rare")])
     assert updates == [[1, 1], [1, 1], [2, 2]]
-
-
-@pytest.mark.filterwarnings("ignore:KFAC")
-def test_a_covered_layer_without_statistics_follows_its_fallback():
-    model, opt = branches(True, fallback="sgd")
-    with opt.pause_capture():
-        backward(model, *vectors(), F.cross_entropy)
-    before = [p.detach().clone() for p in model.parameters()]
-    opt.step()
-    for old, p in zip(before, model.parameters(), strict=True):
-        assert_close(old - p.detach(), 0.1 * p.grad)
 
 
 def test_between_refreshes_the_old_inverse_preconditions_the_new_gradient():

@@ -136,20 +136,6 @@ def test_layers_of_one_shape_in_groups_of_their_own_do_not_mix():
         assert_solves({name: moved[name]}, {name: (A, B)}, solve_exact, damping, tolerance=1e-8 if double else 1e-4)
 
 
-def test_grafting_on_adam_preconditions_the_first_moment():
-    """The second step is P(m̂₂) scaled to ‖m̂₂ / (√v̂₂ + ε)‖, without heavy-ball momentum in addition."""
-    model = mlp()
-    opt = plain_kfac(model, lr=0.01, graft="adam", momentum=0.9, factor_update_steps=5, inv_update_steps=5)
-    seen = [next_directions(opt, model, *vectors(seed=seed), F.cross_entropy) for seed in (0, 1)]
-    for name, (A, B) in all_factors(opt, model).items():
-        first, second = seen[0][name][0], seen[1][name][0]
-        mean = (0.9 * 0.1 * first + 0.1 * second) / (1 - 0.9**2)
-        square = (0.999 * 0.001 * first**2 + 0.001 * second**2) / (1 - 0.999**2)
-        V = solve_exact(B, A, mean, 1e-2)
-        size = (mean / (square.sqrt() + 1e-8)).norm()
-        assert_close(seen[1][name][1], 0.01 * V * size / V.norm(), 1e-7, name)
-
-
 # ---------------------- Layers without biases whose sides are multiples of 16, as in transformers and residual networks
 
 

@@ -3,7 +3,7 @@
 Factors that are stored as triangles change only the number of bytes.
 """
 
-import io
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +11,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from secondorder import EKFAC, KFAC
+from tests.support import kfac
 from tests.support.building import built
 from tests.support.grid import each
-from tests.support.kfac import all_factors, assert_close, layer_state, next_directions, plain_kfac, train_step
+from tests.support.kfac import (
+    all_factors,
+    assert_close,
+    labels,
+    layer_state,
+    next_directions,
+    noise,
+    plain_kfac,
+    train_step,
+)
 from tests.support.models import mlp, vectors
 from tests.support.oracles.kfac import expected_factors, solve_exact, solve_pi
+from tests.support.saving import through_a_file
 
 LOW = {"factor_dtype": torch.bfloat16, "inv_dtype": torch.bfloat16}
 PACKED = {"factor_storage": "packed"}
@@ -30,10 +41,7 @@ OPTIONS = {"lr": 0.05, "factor_update_steps": 1, "inv_update_steps": 2, "damping
 
 
 def batches(count):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(16, 12, generator=generator), torch.randint(4, (16,), generator=generator)) for _ in range(count)
-    ]
+    return [(noise(16, 12, seed=seed).float(), labels(16, 4, seed)) for seed in range(count)]
 
 
 def net():
@@ -132,13 +140,9 @@ STORED = {"rounded": (LOW, LOW), "to packed": ({}, PACKED), "to dense": (PACKED,
 def test_a_checkpoint_continues_bit_for_bit_in_either_storage(name, ways):
     (first, then), on = ways, batches(7)
     model, opt = train(*start(name, **first), on[:3])
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
     other, second = start(name, **then)
-    other.load_state_dict(saved["model"])
-    second.load_state_dict(saved["opt"])
+    other.load_state_dict(through_a_file(model.state_dict()))
+    second.load_state_dict(through_a_file(opt.state_dict()))
     train(model, opt, on[3:])
     train(other, second, on[3:])
     assert same(model, other)
@@ -181,24 +185,19 @@ def test_diagonal_factors_are_stored_in_bfloat16_too():
     },
 )
 def test_packed_factors_of_convolutions_and_in_addition_to_diagonal_ones(groups, extra):
-    def run(**keywords):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Conv2d(2, 4, 3, groups=groups), nn.Flatten(), nn.Linear(16, 3))
-        opt = built(KFAC, model, **OPTIONS, **extra, **keywords)
-        for seed in range(5):
-            x = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(seed))
-
-            def closure(x=x):
-                opt.zero_grad()
-                value = F.cross_entropy(model(x), torch.arange(8) % 3)
-                value.backward()
-                return value
-
-            opt.step(closure)
-        return model, opt
-
-    (dense, _), (packed, opt) = run(), run(**PACKED)
+    (dense, _), (packed, opt) = (trained_convolution(groups, **extra, **stored) for stored in ({}, PACKED))
     assert same(dense, packed)
     keys = set(opt.state[packed[0].weight])
-    assert ("packed_a" in keys) is (extra.get("max_factor_dim") is None)
-    assert ("factor_a" in keys) is (extra.get("max_factor_dim") is not None)
+    assert ("packed_a" in keys) is ("max_factor_dim" not in extra)
+    assert ("factor_a" in keys) is ("max_factor_dim" in extra)
+
+
+def trained_convolution(groups, **keywords):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, groups=groups), nn.Flatten(), nn.Linear(16, 3))
+    opt = built(KFAC, model, **OPTIONS, **keywords)
+    for seed in range(5):
+        x, y = noise(8, 2, 4, 4, seed=seed).float(), labels(8, 3)
+        opt.zero_grad()
+        opt.step(partial(kfac.backward, model, x, y, F.cross_entropy))
+    return model, opt

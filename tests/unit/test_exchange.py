@@ -41,22 +41,13 @@ class Recorder(Local):
     """One of several ranks, which records what it sends and has roles for some of the blocks."""
 
     def __init__(self, sources: int = 1, **roles: Sequence[int]) -> None:
-        self.number, self.roles = sources, roles
+        self.number = sources
         self.reduced: list[Parcel] = []
         self.shared: list[Parcel] = []
         self.spreads: list[Parcel] = []
-
-    def captures(self, index: int) -> bool:
-        return index in self.roles["captures"]
-
-    def estimates(self, index: int) -> bool:
-        return index in self.roles.get("estimates", ())
-
-    def preconditions(self, index: int) -> bool:
-        return index in self.roles["preconditions"]
-
-    def captures_elsewhere(self, index: int) -> bool:
-        return index in self.roles.get("elsewhere", ())
+        for role in ("captures", "estimates", "preconditions", "captures_elsewhere"):
+            setattr(self, role, frozenset(roles.get(role, ())).__contains__)
+        self.share_curvature, self.spread = self.shared.extend, self.spreads.extend  # type: ignore[method-assign]
 
     def sources(self, index: int) -> int:
         return self.number
@@ -64,12 +55,6 @@ class Recorder(Local):
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
         self.reduced += parcels
         return Pending()
-
-    def share_curvature(self, parcels: Sequence[Parcel]) -> None:
-        self.shared += parcels
-
-    def spread(self, parcels: Sequence[Parcel]) -> None:
-        self.spreads += parcels
 
 
 def layers(count: int) -> list[Block]:
@@ -134,7 +119,7 @@ def test_ranks_share_curvature_only_of_layers_that_they_precondition() -> None:
 
 
 def test_bases_go_to_all_ranks_that_capture_the_layer() -> None:
-    comm, blocks = Recorder(captures=[0, 1], preconditions=[1], elsewhere=[0, 1]), layers(2)
+    comm, blocks = Recorder(captures=[0, 1], preconditions=[1], captures_elsewhere=[0, 1]), layers(2)
     exchange = StatisticsExchange(comm)
     exchange.share(schemas(blocks, STATE))
     assert sizes(comm.shared) == {1: [(2,)]}
@@ -142,7 +127,7 @@ def test_bases_go_to_all_ranks_that_capture_the_layer() -> None:
 
 
 def test_bases_that_were_not_sent_to_all_ranks_go_to_those_that_precondition() -> None:
-    comm, (block,) = Recorder(captures=[0], preconditions=[0], elsewhere=[0]), layers(1)
+    comm, (block,) = Recorder(captures=[0], preconditions=[0], captures_elsewhere=[0]), layers(1)
     exchange = StatisticsExchange(comm)
     exchange.unsent = {"layer 0"}
     exchange.share({block: STATE})

@@ -4,7 +4,6 @@ If the host must not wait for a device, a step is not skipped but multiplied by 
 matrices continue if one of them fails. Complete steps on a device are tested in `tests/contract/test_devices.py`.
 """
 
-import copy
 from dataclasses import dataclass
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor
 from secondorder.capture.statistics import averages
 from secondorder.linalg import dense, first_order
 from tests.support.device import SimulatedDevice
+from tests.support.grid import pairs
 from tests.support.kfac import assert_close, noise
 
 OPEN, SHUT = torch.tensor(True), torch.tensor(False)
@@ -42,29 +42,25 @@ def assert_near(actual, expected) -> None:
 
 
 # ---------------------------------------------------------------------- first-order rules under a gate
-SGD = {
-    "plain": {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "decoupled": False},
-    "momentum": {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0, "decoupled": False},
-    "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.0, "decoupled": False},
-    "coupled": {"momentum": 0.9, "nesterov": False, "weight_decay": 0.3, "decoupled": False},
-    "decoupled": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.3, "decoupled": True},
-    "coupled nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.3, "decoupled": False},
-    "decay alone": {"momentum": 0.0, "nesterov": False, "weight_decay": 0.3, "decoupled": True},
-}
-rates = pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1, dtype=torch.float64)], ids=["number", "tensor"])
+RATES = {"number": 0.1, "tensor": torch.tensor(0.1, dtype=torch.float64)}
 BETAS = (0.9, 0.999)
 
 
-@rates
-@pytest.mark.parametrize("keywords", SGD.values(), ids=SGD)
-def test_sgd_under_a_gate(keywords, lr):
-    params, buffers = draw(0), draw(10)
-    has_momentum = bool(keywords["momentum"])
+@pairs(
+    lambda momentum, nesterov, **_: momentum > 0 or not nesterov,
+    momentum=[0.0, 0.9],
+    nesterov=[False, True],
+    weight_decay=[0.0, 0.3],
+    decoupled=[False, True],
+    lr=RATES,
+)
+def test_sgd_under_a_gate(momentum, nesterov, weight_decay, decoupled, lr):
+    keywords = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "decoupled": decoupled}
 
-    def step(values, momenta, directions, gate):
-        first_order.sgd_(values, directions, momenta if has_momentum else None, lr=lr, gate=gate, **keywords)
+    def step(values, buffers, directions, gate):
+        first_order.sgd_(values, directions, buffers if momentum else None, lr=lr, gate=gate, **keywords)
 
-    gated, plain, shut = (copy.deepcopy((params, buffers)) for _ in range(3))
+    gated, plain, shut = ((draw(0), draw(10)) for _ in range(3))
     for i in range(3):
         for lists, gate in ((gated, OPEN), (plain, None)):
             directions = draw(20 + i)
@@ -72,7 +68,7 @@ def test_sgd_under_a_gate(keywords, lr):
             assert_same(directions, draw(20 + i))
     assert_near(gated[0] + gated[1], plain[0] + plain[1])
     step(*shut, poisoned(), SHUT)
-    assert_same(shut[0] + shut[1], params + buffers)
+    assert_same(shut[0] + shut[1], draw(0) + draw(10))
 
 
 def test_sgd_under_a_gate_takes_parameters_in_another_order_of_memory():
@@ -113,8 +109,7 @@ def test_moments_of_adam_under_a_gate():
     assert_same(shut[0] + shut[1], moments()[0] + moments()[1])
 
 
-@rates
-@pytest.mark.parametrize(("weight_decay", "decoupled"), [(0.0, True), (0.3, True), (0.3, False)])
+@pairs(weight_decay=[0.0, 0.3], decoupled=[False, True], lr=RATES)
 def test_adam_under_a_gate(weight_decay, decoupled, lr):
     keywords = {"lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": weight_decay, "decoupled": decoupled}
     gated, plain = (draw(0), *moments()), (draw(0), *moments())
