@@ -19,8 +19,10 @@ from tests.support.tasks import Task
 
 aten = torch.ops.aten
 
+#: Rules that run the same operations as others do.
+OTHERS = {"momentum", "coupled-decay", "nesterov", "legacy-decay", "decay-reg", "betas", "in-the-span"}
 RULES: dict[str, dict[str, Any]] = {
-    **{name: rule for name, rule in contract.RULES.items() if name not in ("momentum", "coupled-decay", "nesterov")},
+    **{name: rule for name, rule in contract.RULES.items() if name not in OTHERS},
     "no-kl-clip": {"kl_clip": None},
     "decay": {"weight_decay": 0.1, "decoupled_weight_decay": True, "nesterov": True},
     "loop": {"foreach": False},

@@ -18,7 +18,6 @@ from tests.support.tasks import (
     Task,
     assert_all_close,
     assert_identical,
-    assert_same_moves,
     backward,
     moved_names,
     snapshot,
@@ -60,17 +59,6 @@ def test_maximize_foreach_and_tensor_lr_under_every_rule(method: Method, mlp: Ta
     for shape, foreach in (((), False), ((1,), True), ((), None)):
         lr = torch.full(shape, LR, dtype=torch.float64)
         assert_all_close(method.trained(mlp, **{**RULES[rule], "lr": lr, "foreach": foreach}), expected)
-
-
-def test_maximize_is_read_from_each_group(method: Method, mlp: Task) -> None:
-    def groups(model: Any) -> list[dict[str, Any]]:
-        return [{"params": list(layer.parameters())} for layer in (model.first, model.second)]
-
-    def one_up_one_down(model: Any) -> list[dict[str, Any]]:
-        return [{**group, "maximize": up} for group, up in zip(groups(model), (False, True), strict=True)]
-
-    (descent,), (moved,) = (method.bare_moves(mlp, 1, params=params) for params in (groups, one_up_one_down))
-    assert_same_moves(moved, {n: -m if n.startswith("second.") else m for n, m in descent.items()})
 
 
 def test_foreach_with_parameters_of_several_dtypes(method: Method, mlp: Task) -> None:

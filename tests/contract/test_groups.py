@@ -67,17 +67,19 @@ def test_options_of_a_group_override_the_defaults(method: Method, mlp: Task) -> 
             assert plain or key in {"params", "param_names"}, key
 
 
-def test_steps_use_lr_and_momentum_of_the_group(method: Method, mlp: Task) -> None:
+def test_steps_use_lr_momentum_and_maximize_of_the_group(method: Method, mlp: Task) -> None:
     """A layer remains one block even if its weight and bias are in different groups."""
     plain = method.bare_moves(mlp, 3)
     slow = method.bare_moves(mlp, 3, params=partial(split, lr=0.25))
     parted = method.bare_moves(mlp, 3, params=partial(weights_and_biases, lr=0.5))
     heavy = method.bare_moves(mlp, 2, params=partial(split, momentum=0.5))
+    (upward,) = method.bare_moves(mlp, 1, params=partial(split, maximize=True))
     for one, of_layers, of_biases in zip(plain, slow, parted, strict=True):
         assert_same_moves(of_layers, {n: m if n.startswith("first.") else 0.25 * m for n, m in one.items()})
         assert_same_moves(of_biases, {n: 0.5 * m if n.endswith("bias") else m for n, m in one.items()})
     one, two, _ = plain
     assert_same_moves(heavy[1], {n: m if n.startswith("first.") else m + 0.5 * one[n] for n, m in two.items()})
+    assert_same_moves(upward, {n: m if n.startswith("first.") else -m for n, m in one.items()})
 
 
 @pytest.mark.parametrize("decoupled", [False, True])

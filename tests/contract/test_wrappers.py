@@ -14,36 +14,28 @@ from tests.support.methods import Method
 from tests.support.tasks import Task, assert_identical, snapshot, train, values
 
 
-class Namesake(nn.Module):
+def namesake() -> nn.ModuleDict:
     """A module with a child named ``module``, as in data-parallel wrappers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 5)
-        self.module = nn.Module()
-        self.module.fc = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module.fc(torch.tanh(self.fc(x)))
+    return nn.ModuleDict({"fc": nn.Linear(4, 5), "module": nn.ModuleDict({"fc": nn.Linear(5, 3)})}).double()
 
 
 @pytest.mark.option("module", "skip_layers")
 def test_a_child_called_module_keeps_its_name(method: Method) -> None:
     """A name in `skip_layers` only skips the layer of exactly that name."""
-    model = Namesake().double()
+    model = namesake()
     optimizer = method.build(model)
     assert {name: block.name for name, block in optimizer.blocks.items()} == {"fc": "fc", "module.fc": "module.fc"}
-    assert optimizer.blocks["fc"].weight is model.fc.weight
-    x = torch.randn(6, 4, dtype=torch.float64)
-    F.cross_entropy(model(x), torch.arange(6) % 3).backward()
+    assert optimizer.blocks["fc"].weight is model["fc"].weight
+    hidden = torch.tanh(model["fc"](torch.randn(6, 4, dtype=torch.float64)))
+    F.cross_entropy(model["module"]["fc"](hidden), torch.arange(6) % 3).backward()
     optimizer.step()
     assert optimizer.dense_curvature("fc").shape == (25, 25)
     assert optimizer.dense_curvature("module.fc").shape == (18, 18)
-    saved, second = snapshot(optimizer), method.build(Namesake().double())
+    saved, second = snapshot(optimizer), method.build(namesake())
     second.load_state_dict(saved)
     assert_identical(snapshot(second), saved)
     for rule, left in (("fc", "module.fc"), ("module.fc", "fc")):
-        assert list(method.build(Namesake().double(), skip_layers=rule).blocks) == [left]
+        assert list(method.build(namesake(), skip_layers=rule).blocks) == [left]
 
 
 @pytest.mark.option("module", "skip_layers")
