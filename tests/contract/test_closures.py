@@ -1,5 +1,7 @@
 """`step(closure)` calls the closure once with gradients enabled and returns its loss; hooks of `torch.optim` work."""
 
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,24 +50,20 @@ def test_step_hooks_run_around_the_step_until_they_are_removed(method: Method, m
     model, optimizer = method.start(mlp)
     start, seen = values(model), []
 
-    def note(name: str) -> Any:
-        def hook(opt: Any, args: Any, kwargs: Any) -> None:
-            assert opt is optimizer
-            seen.append((name, torch.equal(model.first.weight, start["first.weight"])))
+    def note(name: str, opt: Any, args: Any, kwargs: Any) -> None:
+        assert opt is optimizer
+        seen.append((name, torch.equal(model.first.weight, start["first.weight"])))
 
-        return hook
-
-    handles = [
-        optimizer.register_step_pre_hook(note("pre")),
-        optimizer.register_step_post_hook(note("post")),
-        register_optimizer_step_pre_hook(note("global pre")),
-        register_optimizer_step_post_hook(note("global post")),
-    ]
-    try:
+    registers = {
+        "pre": optimizer.register_step_pre_hook,
+        "post": optimizer.register_step_post_hook,
+        "global pre": register_optimizer_step_pre_hook,
+        "global post": register_optimizer_step_post_hook,
+    }
+    with ExitStack() as handles:
+        for name, register in registers.items():
+            handles.enter_context(register(partial(note, name)))
         train(model, optimizer, mlp, 1)
-    finally:
-        for handle in handles:
-            handle.remove()
     train(model, optimizer, mlp, 1)
     assert sorted(seen) == [("global post", False), ("global pre", True), ("post", False), ("pre", True)]
 

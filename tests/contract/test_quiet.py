@@ -122,7 +122,7 @@ def test_damping_that_hides_all_curvature_is_reported_once_with_a_better_value(n
 
 @pytest.mark.parametrize("name", ["kfac", "ekfac", "hylo", "kis", "sngd", "mfac", "sparse_mfac", "ggt"])
 def test_bounds_are_not_below_the_largest_eigenvalue_and_those_of_rows_are_slightly_above_it(name):
-    opt = train_for(3, name, **too_large(name))
+    opt = train_for(3, name, **({} if "kfac" in name else too_large(name)))
     plan = opt.preconditioner.plan
     if hasattr(plan, "blocks"):
         found = [(block.bounds().undamped, block.extremes()) for block in plan.blocks]

@@ -112,13 +112,10 @@ def test_groups_contain_every_option_that_can_be_scheduled(method: Method, mlp: 
 
 @pytest.mark.option("window_size")
 def test_default_values_of_window_methods(method: Method) -> None:
-    defaults = {p.name: p.default for p in parameters(method)}
+    group = method.cls([torch.nn.Parameter(torch.zeros(8))], lr=1e-3).param_groups[0]
     is_ggt = method.accepts("sgd_weight")
-    if is_ggt:
-        assert (defaults["window_size"], defaults["eps"]) == (100, 1e-4)
-    else:
-        group = method.cls([torch.nn.Parameter(torch.zeros(8))], lr=1e-3).param_groups[0]
-        assert (group["window_size"], group["damping"], group["damping_mode"]) == (1024, 1e-5, "absolute")
+    keys = ("window_size", "eps") if is_ggt else ("window_size", "damping", "damping_mode")
+    assert tuple(group[key] for key in keys) == ((100, 1e-4) if is_ggt else (1024, 1e-5, "absolute"))
     absent = ("kl_clip", "skip_layers", "factor_update_steps", "inv_update_steps", "stagger", "max_failures")
     assert not any(map(method.accepts, absent))
     assert method.accepts("damping") == method.accepts("scale") == method.accepts("solver") != is_ggt
