@@ -105,20 +105,19 @@ def test_step_wrapped_on_the_instance_is_the_one_that_runs(method: Method, mlp: 
     assert_changed(model, before)
 
 
-@pytest.mark.parametrize("fallback_lr", [None, 0.02])
-def test_a_scheduled_run_resumes_from_its_state(method: Method, mlp: Task, fallback_lr: float | None) -> None:
+@pytest.mark.parametrize("schedule", ["OneCycleLR", "StepLR"])
+def test_a_scheduled_run_resumes_from_its_state(method: Method, mlp: Task, schedule: str) -> None:
     """The rate of a fallback is in proportion to the initial rate, and not to the one at which training resumes."""
 
     def fresh() -> tuple[Any, Any, Any]:
-        model, optimizer = method.start(mlp, **options)
-        return model, optimizer, lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=10)
+        model, optimizer = method.start(mlp, fallback="adamw", fallback_lr=0.02, **method.leave_out)
+        return model, optimizer, SCHEDULERS[schedule](optimizer)
 
     def run(steps: range, model: Any, optimizer: Any, scheduler: Any) -> None:
         for step in steps:
             train(model, optimizer, mlp, 1, start=step)
             scheduler.step()
 
-    options = {"fallback": "adamw", "fallback_lr": fallback_lr, **method.leave_out} if fallback_lr else {}
     first, second = fresh(), fresh()
     run(range(3), *first)
     for mine, theirs in zip(second, first, strict=True):
