@@ -18,6 +18,7 @@ from torch.utils.data import DistributedSampler
 import secondorder
 from secondorder import KFAC, DedicatedWorkers, HybridOpt
 from tests.support.code_blocks import PAGES, examples, name_of
+from tests.support.models import mlp
 from tests.support.pool import Pool
 
 #: Code of the fragments, by page.
@@ -31,8 +32,7 @@ def _run(page: str, number: int = 0, **names: Any) -> dict[str, Any]:
 
 
 def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    return mlp((4, 6, 3)).float()
 
 
 def test_every_fragment_is_run_in_this_file() -> None:

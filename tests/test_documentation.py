@@ -8,20 +8,16 @@ from types import ModuleType
 
 import pytest
 
-import secondorder
 from secondorder import comm
 from secondorder.methods import documentation
+from secondorder.methods.names import METHODS
 from secondorder.options import complete_docstring
-from tests.support.code_blocks import script
+from tests.support.code_blocks import ROOT, script
 
-ROOT = Path(__file__).resolve().parent.parent
-METHODS = [
-    secondorder.KFAC, secondorder.EKFAC, secondorder.HyLo, secondorder.MFAC, secondorder.SparseMFAC, secondorder.GGT,
-]  # fmt: skip
 STRATEGIES = [
     comm.RankGrid, comm.CommOpt, comm.HybridOpt, comm.MemOpt, comm.LocalFactors, comm.ChiefOnly, comm.DedicatedWorkers,
 ]  # fmt: skip
-CLASSES: list[type] = [*METHODS, *STRATEGIES]
+CLASSES: list[type] = [*METHODS.values(), *STRATEGIES]
 FRAGMENTS = {name: text for name, text in vars(documentation).items() if name.isupper() and isinstance(text, str)}
 
 
@@ -39,13 +35,9 @@ def in_the_source(cls: type) -> str:
     return ast.get_docstring(node) or ""
 
 
-def arguments_of(cls: type) -> list[str]:
-    return list(inspect.signature(cls).parameters)
-
-
 def test_every_argument_is_described_once_in_the_order_of_the_signature() -> None:
     found = {cls: list(described(inspect.getdoc(cls) or "")) for cls in CLASSES}
-    assert found == {cls: arguments_of(cls) for cls in CLASSES}
+    assert found == {cls: list(inspect.signature(cls).parameters) for cls in CLASSES}
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
@@ -74,7 +66,7 @@ def test_no_description_is_a_copy() -> None:
 def test_every_fragment_is_used() -> None:
     for name, text in FRAGMENTS.items():
         for argument, words in described(text).items():
-            users = [cls for cls in METHODS if described(inspect.getdoc(cls) or "").get(argument) == words]
+            users = [cls for cls in METHODS.values() if described(inspect.getdoc(cls) or "").get(argument) == words]
             assert len(users) > 1, f"{argument} of {name} has {len(users)} users: describe it in the class"
 
 
@@ -103,31 +95,21 @@ def example() -> type:
     return Example
 
 
-def test_descriptions_come_from_the_class_first_then_from_its_sources() -> None:
+def test_descriptions_come_from_the_class_first_then_from_its_sources_in_up_to_three_sections() -> None:
     fragment, docstring = "\n    a: Shared,\n        on two lines.\n    b: Not used.\n", "Args:\n    c: Third.\n"
     assert inspect.getdoc(complete_docstring(fragment, docstring)(example())) == (
         "A sentence.\n\nArgs:\n    a: Shared,\n        on two lines.\n    b: Its own.\n    c: Third."
     )
-
-
-def test_arguments_in_three_sections() -> None:
     fragment = "    a: First.\n    c: Third.\n"
     assert inspect.getdoc(complete_docstring(fragment, usual=("c",), expert=("a",))(example())) == (
         "A sentence.\n\nArgs:\n    c: Third.\n\nArgs: Less common\n    b: Its own.\n\nArgs: For experts\n    a: First."
     )
-
-
-def test_an_argument_without_a_description_is_an_error() -> None:
-    with pytest.raises(KeyError, match="c"):
+    with pytest.raises(KeyError, match="c"):  # without a description
         complete_docstring("    a: Shared.\n")(example())
-
-
-def test_without_docstrings_nothing_is_completed() -> None:
-    """``python -OO`` removes docstrings."""
-    cls = example()
-    cls.__doc__ = None
-    assert complete_docstring(None)(cls) is cls
-    assert cls.__doc__ is None
+    bare = example()
+    bare.__doc__ = None  # as `python -OO` leaves it
+    assert complete_docstring(None)(bare) is bare
+    assert bare.__doc__ is None
 
 
 # ---------------------------------------------------------------------- the language of the pages
@@ -137,7 +119,7 @@ def prose() -> ModuleType:
     return script("prose")
 
 
-def test_poor_phrases_are_found_with_page_and_line(prose: ModuleType) -> None:
+def test_poor_phrases_are_found_with_page_and_line(prose: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     text = """# What it costs
 
 All ranks are told. What a rank
@@ -152,6 +134,10 @@ Normalisation `x`
         "docs/x.md:3: 'What a rank holds is a part, 0.5 of it'",
         "docs/x.md:6: 'What is b'",
     ]
+    monkeypatch.setattr(prose, "ALLOWED", ("as told", "docs/x.md: my dear"))
+    text = "It is as told.\n\nYes, my dear.\n"
+    assert not list(prose.findings("docs/x.md", text))
+    assert [finding.found for finding in prose.findings("docs/y.md", text)] == ["dear"]
 
 
 def test_the_pages_contain_no_poor_phrases(prose: ModuleType) -> None:
@@ -173,10 +159,3 @@ What was told.
 ```
 """
     assert list(prose.findings("docs/x.md", text)) == []
-
-
-def test_allowed_phrases_pass_where_they_are_allowed(prose: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prose, "ALLOWED", ("as told", "docs/x.md: my dear"))
-    text = "It is as told.\n\nYes, my dear.\n"
-    assert not list(prose.findings("docs/x.md", text))
-    assert [finding.found for finding in prose.findings("docs/y.md", text)] == ["dear"]

@@ -105,16 +105,6 @@ def test_a_module_with_other_parameters_is_refused() -> None:
         table.require_live()
 
 
-def test_parameters_of_another_module_take_over_groups_and_state() -> None:
-    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    table = table_of({"params": [layer.weight]}, {"params": [layer.bias]}, root=layer)
-    table.state = {layer.weight: {"step": 1}, layer.bias: {"step": 2}}
-    found = table.repoint(dict(other.named_parameters()))
-    assert found == {layer.weight: other.weight, layer.bias: other.bias}
-    assert [group["params"] for group in table.groups] == [[other.weight], [other.bias]]
-    assert table.state == {other.weight: {"step": 1}, other.bias: {"step": 2}}
-
-
 def test_a_module_that_does_not_fit_changes_nothing() -> None:
     layer = nn.Linear(2, 2)
     table = table_of({"params": [*layer.parameters()]}, root=layer)

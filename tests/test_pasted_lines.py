@@ -2,8 +2,8 @@
 
 import ast
 import re
+from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,52 +12,53 @@ from torch.nn.functional import cross_entropy
 
 import secondorder
 from secondorder.methods.names import METHODS
+from tests.support.code_blocks import DOCS, PAGES
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 START = re.compile(r"\b(?:secondorder\.create|KFAC|EKFAC|HyLo|MFAC|SparseMFAC|GGT)\(")
 #: Keywords that need no other change of the script. Lines with other keywords need a certain loss or loop.
-PLAIN = {"lr", "momentum", "weight_decay", "graft", "budget"}
-PLAIN |= {"damping", "damping_mode", "window_size", "inverse_method"}
+PLAIN = {
+    "lr",
+    "momentum",
+    "weight_decay",
+    "graft",
+    "budget",
+    "damping",
+    "damping_mode",
+    "window_size",
+    "inverse_method",
+}
 #: Values of the script.
 NAMES = {"LR": 3e-3, "WD": 1e-2, "secondorder": secondorder, "torch": torch, **vars(secondorder)}
 MODEL = {"model", "model.parameters()"}
 
 
 def call_at(text):
-    """Return the call at the start of a text if it is complete."""
-    for end in (match.end() for match in re.finditer(r"\)", text)):
-        try:
-            found = ast.parse(text[:end], mode="eval").body
-        except SyntaxError:
-            continue
-        return found if isinstance(found, ast.Call) else None
+    """Return the complete expression at the start of a text, or None."""
+    for match in re.finditer(r"\)", text):
+        with suppress(SyntaxError):
+            return ast.parse(text[: match.end()], mode="eval").body
     return None
 
 
 def is_plain(call):
+    if not isinstance(call, ast.Call) or not call.args or ast.unparse(call.args[-1]) not in MODEL:
+        return False
     names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
-    first = ast.unparse(call.args[-1]) if call.args else ""
-    return (
-        first in MODEL
-        and "physics" not in ast.unparse(call)
-        and names <= {*NAMES, "model"}
-        and {keyword.arg for keyword in call.keywords} <= PLAIN
-    )
+    keywords = {keyword.arg for keyword in call.keywords}
+    return "physics" not in ast.unparse(call) and names <= {*NAMES, "model"} and keywords <= PLAIN
 
 
 @cache
 def lines():
     """Return the distinct lines of all pages."""
-    found = {}
-    for page in PAGES:
-        for line in page.read_text(encoding="utf-8").splitlines():
-            calls = (call_at(line[match.start() :]) for match in START.finditer(line))
-            found.update(dict.fromkeys(ast.unparse(call) for call in calls if call and is_plain(call)))
-    return list(found)
+    pages = [page for page in PAGES if page.name == "README.md" or DOCS in page.parents]
+    every = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+    calls = [call_at(line[match.start() :]) for line in every for match in START.finditer(line)]
+    return list(dict.fromkeys(ast.unparse(call) for call in calls if is_plain(call)))
 
 
-def last_loss(line, steps=96):
+@cache
+def ends(line, steps=96):
     """Train a small classifier, and return its first loss and the mean of its last ten."""
     torch.manual_seed(0)
     inputs = torch.randn(512, 20)
@@ -74,7 +75,6 @@ def last_loss(line, steps=96):
     return losses[0], sum(losses[-10:]) / 10
 
 
-@cache
 def bound(line):
     """Return the loss that a line has to reach: that of the optimizer whose rate it uses, or of AdamW's defaults."""
     keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in ast.parse(line, mode="eval").body.keywords}
@@ -83,14 +83,9 @@ def bound(line):
         script = f"torch.optim.SGD(model.parameters(), lr={rate or 0.1}, momentum=0.9)"
     else:
         script = f"torch.optim.AdamW(model.parameters(), lr={rate if graft and rate else 1e-3})"
-    start, end = reached(script)
+    start, end = ends(script)
     # Rows that keep a hundredth of the entries converge more slowly in a run of this length (see the page on M-FAC).
     return start - 0.3 * (start - end) if "Sparse" in line else end
-
-
-@cache
-def reached(script):
-    return last_loss(script)
 
 
 def test_there_are_lines_of_every_method():
@@ -100,5 +95,5 @@ def test_there_are_lines_of_every_method():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_lines_reach_the_loss_of_the_line_that_they_replace():
-    ends = {line: last_loss(line)[1] for line in lines()}
-    assert not {line: (end, bound(line)) for line, end in ends.items() if end > bound(line) + 0.01}
+    found = {line: ends(line)[1] for line in lines()}
+    assert not {line: (end, bound(line)) for line, end in found.items() if end > bound(line) + 0.01}

@@ -1,15 +1,16 @@
 """Each tutorial is a self-contained script, and its page shows the results of that script."""
 
 import ast
-import importlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import secondorder
 from benchmarks.plot import look
 from tests.support.code_blocks import DOCS
+from tests.support.source import imports
 from tests.support.tutorials import SCRIPTS, gallery, outputs, page_of, reruns
 
 NAMES = [path.stem for path in SCRIPTS]
@@ -18,9 +19,7 @@ NAMES = [path.stem for path in SCRIPTS]
 def test_the_gallery_contains_all_eight_tutorials() -> None:
     index = (DOCS / "tutorials" / "index.md").read_text(encoding="utf-8")
     assert len(NAMES) == 8
-    for name in NAMES:
-        assert f"({name}.md)" in index
-        assert f"(images/{name}-small.svg)" in index
+    assert all(f"({name}.md)" in index and f"(images/{name}-small.svg)" in index for name in NAMES)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=NAMES)
@@ -35,29 +34,19 @@ def test_the_page_has_the_results_of_the_script(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=NAMES)
-def test_a_script_uses_public_names_only(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute):
-            assert not node.attr.startswith("_") or node.attr.endswith("__"), node.attr
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        for name in modules:
-            assert name.split(".")[0] not in ("benchmarks", "tests"), f"a reader does not have {name}"
-            assert "._" not in name
-        if isinstance(node, ast.ImportFrom) and node.module == "secondorder":
-            assert {alias.name for alias in node.names} <= set(importlib.import_module("secondorder").__all__)
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=NAMES)
-def test_optimizers_have_their_colors(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assigned = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LOOK"]
-    for name, style in ast.literal_eval(assigned[0].value).items():
+def test_a_script_uses_public_names_only_a_seed_and_the_colors_of_the_optimizers(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    private = [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and re.match(r"_(?!_)", n.attr)]
+    imported = list(imports(tree))
+    assert not private
+    assert not [name for name in imported if name.split(".")[0] in ("benchmarks", "tests") or "._" in name]
+    ours = {name.split(".")[1] for name in imported if re.fullmatch(r"secondorder\.\w+", name)}
+    assert ours <= {*secondorder.__all__, "comm", "diagnostics"}
+    assert "torch.manual_seed(" in source
+    (looks,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "LOOK")
+    for name, style in ast.literal_eval(looks).items():
         assert style["color"] == look(name.replace("EK-FAC", "EKFAC"), 0)["color"], name
-
-
-def test_seeds_are_fixed() -> None:
-    assert all("torch.manual_seed(" in path.read_text(encoding="utf-8") for path in SCRIPTS)
 
 
 # ---------------------------------------------------------------------- building the pages

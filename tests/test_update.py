@@ -108,29 +108,6 @@ def test_equal_rules_are_applied_in_one_call(factor: float, calls: int, monkeypa
     torch.testing.assert_close(q.detach(), torch.full((3,), 0.5))
 
 
-@pytest.mark.parametrize(
-    ("options", "keys"),
-    [({}, ("momentum_buffer",)), ({"graft": "adam"}, ("exp_avg", "exp_avg_sq")), ({"momentum": 0.0}, ())],
-)
-def test_state_is_that_of_the_usual_rule(options: dict[str, Any], keys: tuple[str, ...]) -> None:
-    update, p, _, _ = make(**options)
-    group = update._table.groups[0]
-    update.allocate(p, group)
-    assert tuple(key for key in update._table.state[p] if key != "step") == update.keys(p, group) == keys
-
-
-def test_a_closed_gate_changes_neither_moments_nor_parameters() -> None:
-    update, p, _, _ = make(graft="adamw")
-    update.count(ones(p))
-    update.sources(ones(p, value=4.0), torch.tensor(False))
-    assert not update.state_of(p, "exp_avg").any()
-    update, p, q, _ = make()
-    with torch.no_grad():
-        update.apply(ones(p, q), ones(p), torch.tensor(False))
-    assert p.tolist() == q.tolist() == [1.0] * 3
-    assert not update.state_of(p, "momentum_buffer").any()
-
-
 # ------------------------------------------------------------------ lengths of directions
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_set_with_one_bad_direction_is_replaced_by_its_sources(bad: float) -> None:
