@@ -1,15 +1,12 @@
 """Take three steps of one method on BERT-base and print their cost as one line of JSON.
 
     python -m tests.integrations.bert_base kfac
-    python -m tests.integrations.bert_base hylo
-    python -m tests.integrations.bert_base sparse_mfac
 
 It runs as a separate process, so that the peak memory is that of this method alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import resource
@@ -25,6 +22,7 @@ from secondorder import KFAC, HyLo, SparseMFAC
 from tests.integrations import bert_sizes
 from tests.integrations.bert_models import step
 from tests.support.building import built
+from tests.support.tasks import covered_layers
 
 EXAMPLES, TOKENS, LABELS, STEPS, WINDOW = 2, 128, 2, 3, 1024
 
@@ -33,13 +31,6 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "hylo": (HyLo, {"lr": 2e-5, "graft": "adam"}),
     "sparse_mfac": (SparseMFAC, {"lr": 1e-2, "damping": 0.1, "window_size": WINDOW}),
 }
-
-
-def expected(method: str, shapes: bert_sizes.Shapes) -> dict[str, int]:
-    """Return the bytes of the formula."""
-    if method == "sparse_mfac":
-        return bert_sizes.window(shapes, WINDOW)
-    return bert_sizes.kronecker(shapes) if method == "kfac" else bert_sizes.rows(shapes, EXAMPLES, TOKENS)
 
 
 def random_batch(method: str, vocabulary: int) -> dict[str, Tensor]:
@@ -63,9 +54,7 @@ def peak() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("method", choices=list(METHODS))
-    method = parser.parse_args().method
+    method = sys.argv[1]
     torch.manual_seed(0)
     config = BertConfig(num_labels=LABELS)
     model = BertForSequenceClassification(config)
@@ -83,8 +72,10 @@ def main() -> None:
     found["finite"] = all(math.isfinite(float(p.detach().sum())) for p in model.parameters())
     found["parameters"] = sum(p.numel() for p in model.parameters())
     found["held"] = optimizer.memory_usage()
-    shapes = bert_sizes.shapes_of(config, outputs=LABELS, pooler=True)
-    found |= {"expected": expected(method, shapes), "blocks": shapes.blocks}
+    found["blocks"] = len(covered_layers(model))
+    sizes = {"examples": EXAMPLES, "length": TOKENS, "window": WINDOW, "moments": 0 if method == "sparse_mfac" else 2}
+    expected = bert_sizes.expected(method, model, **sizes)
+    found["differences"] = bert_sizes.differences(found["held"], expected, found["blocks"])
     found["peak"] = peak()
     sys.stdout.write(json.dumps(found) + "\n")
 

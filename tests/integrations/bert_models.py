@@ -25,18 +25,14 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sparse_mfac": (SparseMFAC, {"lr": 1e-3, "graft": "adam", "compression": TopK(DENSITY), "window_size": WINDOW}),
 }
 #: Two layers of width 32, with weights scaled to that width. BERT has no dropout, because runs are compared.
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SIZES: dict[str, dict[str, Any]] = {
-    "Bert": {
-        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
-        "max_position_embeddings": 40, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-    },
+    "Bert": {**SMALL, **NO_DROPOUT, "max_position_embeddings": 40},
     "DistilBert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": S},
-    "Roberta": {
-        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
-        "max_position_embeddings": S + 2, "type_vocab_size": 1, "pad_token_id": 1,
-    },
+    "Roberta": {**SMALL, "max_position_embeddings": S + 2, "type_vocab_size": 1, "pad_token_id": 1},
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": S, "pad_token_id": 0},
-}  # fmt: skip
+}
 QUESTIONS, SENTENCES, LANGUAGE = "ForQuestionAnswering", "ForSequenceClassification", "LMHeadModel"
 Batch = dict[str, Tensor]
 

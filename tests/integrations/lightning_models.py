@@ -21,12 +21,9 @@ METHODS: dict[str, Make] = {name: partial(small.make, name) for name in small.ME
 
 
 class Module(pl.LightningModule):
-    """A module with automatic optimization.
+    """A module with automatic optimization, whose optimizer gets this module itself if ``whole``, or else the network.
 
-    Args:
-        make: Creates the optimizer.
-        whole: Whether the optimizer gets this module itself instead of the network inside.
-        schedule: Creates a scheduler that is stepped after every step of the optimizer.
+    A scheduler that ``schedule`` creates is stepped after every step of the optimizer.
     """
 
     def __init__(self, make: Make, *, whole: bool = False, schedule: Callable[[Optimizer], Any] | None = None) -> None:

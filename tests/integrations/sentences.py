@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -60,20 +59,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
-class Sentences(Dataset[dict[str, Any]]):
+class Sentences(list[dict[str, Any]]):
     """Sentences as a ``Trainer`` takes them. If ``padded``, all have the same length."""
 
     def __init__(self, number: int, *, seed: int = 0, padded: bool = True) -> None:
-        self.texts = sentences(number, seed)
+        texts = sentences(number, seed)
         pad = {"padding": "max_length", "max_length": LONGEST} if padded else {}
-        self.tokens = tokenizer()(self.texts, truncation=True, return_token_type_ids=False, **pad)
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        label = ANIMALS.index(self.texts[index].split()[-1])
-        return {**{name: rows[index] for name, rows in self.tokens.items()}, "labels": label}
+        tokens = tokenizer()(texts, truncation=True, return_token_type_ids=False, **pad)
+        labels = [ANIMALS.index(text.split()[-1]) for text in texts]
+        names = [*tokens, "labels"]
+        super().__init__(dict(zip(names, row, strict=True)) for row in zip(*tokens.values(), labels, strict=True))
 
     def batch(self, first: int, size: int) -> dict[str, Tensor]:
         """Stack ``size`` examples from ``first`` on."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from secondorder import EKFAC, KFAC, HyLo, SecondOrderOptimizer, SparseMFAC
@@ -36,6 +39,54 @@ def batches(size: int = 8) -> DataLoader[Any]:
     """Six batches, the same in every epoch."""
     inputs = torch.randn(BATCHES * size, 6, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=size)
+
+
+def regress(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
+    """Take some steps of a layer of four inputs."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+
+
+def by_hand(
+    make: Callable[[nn.Module], Any],
+    epochs: int = 2,
+    *,
+    accumulate: int = 1,
+    clip: float = float("inf"),
+    schedule: Callable[..., Any] | None = None,
+    cast: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    observe: Callable[..., None] = lambda optimizer, logits: None,
+) -> tuple[nn.Module, Any]:
+    """Train with the loop that a user would write, with the settings of the trainer."""
+    model = network()
+    optimizer = make(model)
+    if scaler:
+        optimizer.grad_scaler = scaler
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    scheduler = schedule(optimizer) if schedule else None
+    for number, (inputs, targets) in enumerate(repeated(epochs)):
+        with torch.autocast("cpu", cast, enabled=cast is not None, cache_enabled=False):
+            logits = model(inputs)
+            observe(optimizer, logits)
+            loss = cross_entropy(logits, targets) / accumulate
+        scaler.scale(loss).backward()
+        if (number + 1) % accumulate == 0:
+            scaler.unscale_(optimizer)
+            if math.isfinite(clip):
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if scheduler:
+                scheduler.step()
+    return model, optimizer
+
+
+def repeated(epochs: int) -> list[Any]:
+    return [batch for _ in range(epochs) for batch in batches()]
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LinearLR
 
 from secondorder.integrations.accelerate import consolidate_before_save
 from secondorder.optimizer import SecondOrderOptimizer
+from tests.integrations import small
 from tests.integrations.small import METHODS, assert_same_bits, batches, give_a_scaler, make, network, parameters
 
 ACCUMULATED, EPOCHS = 2, 2
@@ -39,70 +41,48 @@ class Run:
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED, **settings)
         self.bare = network()
         self.optimizer = make(name, self.bare, **options or {})
-        scheduler = LinearLR(self.optimizer, 1.0, 0.1, total_iters=8)
-        self.model, self.prepared, self.loader, self.scheduler = self.accelerator.prepare(
-            self.bare, self.optimizer, batches(), scheduler
-        )
+        prepared = self.accelerator.prepare(self.bare, self.optimizer, batches(), linear(self.optimizer))
+        self.model, self.prepared, self.loader, self.scheduler = prepared
+
+    def step(self, inputs: Tensor, targets: Tensor, factor: float = 1.0) -> tuple[Tensor, float]:
+        """Train on a micro-batch; return its outputs and its loss."""
+        with self.accelerator.accumulate(self.model):
+            outputs = self.model(inputs)
+            loss = cross_entropy(outputs, targets)
+            self.accelerator.backward(factor * loss)
+            if self.accelerator.sync_gradients:
+                self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.prepared.step()
+            self.scheduler.step()
+            self.prepared.zero_grad()
+        return outputs, loss.item()
 
     def train(self, epochs: int) -> list[float]:
-        losses = []
-        for _ in range(epochs):
-            for inputs, targets in self.loader:
-                with self.accelerator.accumulate(self.model):
-                    loss = cross_entropy(self.model(inputs), targets)
-                    self.accelerator.backward(loss)
-                    if self.accelerator.sync_gradients:
-                        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
-                    self.prepared.step()
-                    self.scheduler.step()
-                    self.prepared.zero_grad()
-                losses.append(loss.item())
-        return losses
+        return [self.step(*batch)[1] for _ in range(epochs) for batch in self.loader]
+
+
+def linear(optimizer: torch.optim.Optimizer) -> LinearLR:
+    return LinearLR(optimizer, 1.0, 0.1, total_iters=8)
 
 
 def by_hand(name: str, **options: Any) -> tuple[nn.Module, SecondOrderOptimizer]:
-    model = network()
-    optimizer = make(name, model, **options)
-    scheduler = LinearLR(optimizer, 1.0, 0.1, total_iters=8)
-    for _ in range(EPOCHS):
-        for i, (inputs, targets) in enumerate(batches()):
-            (cross_entropy(model(inputs), targets) / ACCUMULATED).backward()
-            if (i + 1) % ACCUMULATED == 0:
-                clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-    return model, optimizer
+    made = partial(make, name, **options)
+    return small.by_hand(made, EPOCHS, accumulate=ACCUMULATED, clip=1.0, schedule=linear)
 
 
 @every_method
 def test_prepared_and_accumulated_training_is_that_of_a_plain_loop(name: str) -> None:
+    """In the middle, the optimizer is wrapped again, and the wrapper loads the optimizer's own state into it."""
     run = Run(name)
-    run.train(EPOCHS)
+    run.train(EPOCHS // 2)
+    run.prepared = AcceleratedOptimizer(run.optimizer)
+    run.train(EPOCHS - EPOCHS // 2)
     model, optimizer = by_hand(name)
     assert_same_bits(run.bare, model)
     assert run.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < METHODS[name][1]["lr"]
     assert not any("fallback" in line for line in run.optimizer.describe().splitlines()[2:])
     counts = [s.get("refreshes", s.get("count", 0)) for s in run.optimizer.state.values()]
     assert max(counts) > 0
-
-
-@every_method
-def test_the_wrapper_changes_nothing_in_the_middle_of_training(name: str) -> None:
-    """The wrapper loads the optimizer's own state into the optimizer."""
-    wrapped, plain = network(), network()
-    optimizers = [make(name, wrapped), make(name, plain)]
-    accelerator = Accelerator(cpu=True)
-    prepared: list[Any] = list(optimizers)
-    for step in range(6):
-        if step == 3:
-            prepared[0] = accelerator.prepare(optimizers[0])
-        for model, optimizer in zip((wrapped, plain), prepared, strict=True):
-            draw = torch.Generator().manual_seed(step)
-            cross_entropy(model(torch.randn(8, 6, generator=draw)), torch.arange(8) % 3).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_bits(wrapped, plain)
 
 
 @every_method
@@ -123,26 +103,22 @@ def test_a_loaded_state_continues_bitwise(name: str, tmp_path: Path) -> None:
 
 def test_the_state_is_gathered_before_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, seen = Run("kfac"), []
-    monkeypatch.setattr(
-        run.optimizer, "consolidate_state_dict", lambda to=0, pieces=True: seen.append(f"gather to {to}")
-    )
+
+    def gather(to: int | None = 0, pieces: bool = True) -> None:
+        seen.append(f"gather to {to}")
+
+    monkeypatch.setattr(run.optimizer, "consolidate_state_dict", gather)
     run.optimizer.register_state_dict_pre_hook(lambda _: seen.append("state"))
     handle = consolidate_before_save(run.accelerator, run.prepared)
     run.accelerator.save_state(str(tmp_path / "first"))
-    assert seen == ["gather to 0", "state"]
     run.accelerator.project_configuration.save_on_each_node = True
     run.accelerator.save_state(str(tmp_path / "second"))
-    assert seen[2:] == ["gather to None", "state"]
     handle.remove()
     run.accelerator.save_state(str(tmp_path / "third"))
-    assert seen[4:] == ["state"]
-
-
-def test_other_optimizers_are_refused() -> None:
-    accelerator = Accelerator(cpu=True)
-    optimizer = accelerator.prepare(torch.optim.SGD(network().parameters(), lr=0.1))
+    assert seen == ["gather to 0", "state", "gather to None", "state", "state"]
+    other = run.accelerator.prepare(torch.optim.SGD(network().parameters(), lr=0.1))
     with pytest.raises(TypeError, match="got SGD"):
-        consolidate_before_save(accelerator, optimizer)
+        consolidate_before_save(run.accelerator, other)
 
 
 # ---------------------------------------------------------------------- float16
@@ -160,19 +136,11 @@ def test_a_batch_that_overflows_is_no_step(name: str) -> None:
     run = HalfRun(name)
     skipped = []
     for i, (inputs, targets) in enumerate(run.loader):
-        with run.accelerator.accumulate(run.model):
-            outputs = run.model(inputs)
-            loss = cross_entropy(outputs, targets)
-            run.accelerator.backward(loss * (float("inf") if i == 2 else 1.0))
-            if run.accelerator.sync_gradients:
-                run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0)
-            before = parameters(run.bare)
-            run.prepared.step()
-            run.scheduler.step()
-            run.prepared.zero_grad()
-            if run.accelerator.sync_gradients:
-                skipped.append(run.accelerator.optimizer_step_was_skipped)
-                assert skipped[-1] == all(torch.equal(before[n], p) for n, p in run.bare.named_parameters())
+        before = parameters(run.bare)
+        outputs, _ = run.step(inputs, targets, factor=float("inf") if i == 2 else 1.0)
+        if run.accelerator.sync_gradients:
+            skipped.append(run.accelerator.optimizer_step_was_skipped)
+            assert skipped[-1] == all(torch.equal(before[n], p) for n, p in run.bare.named_parameters())
     assert outputs.dtype == torch.float32  # Accelerate converts what leaves the model
     assert skipped == [False, True, False]
     assert run.optimizer.diagnostics()["step"] == 2

@@ -110,7 +110,6 @@ def both(rank: int, world: int, name: str, kind: str, folder: Path) -> tuple[Any
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("kfac, mem", "SHARDED_STATE_DICT"),
         ("kfac, mem", "FULL_STATE_DICT"),
         ("sparse_mfac, mem", "SHARDED_STATE_DICT"),
         ("ekfac, mem", "SHARDED_STATE_DICT"),

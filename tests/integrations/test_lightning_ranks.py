@@ -22,14 +22,9 @@ def answers(folder: Path, how: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("strategy", ["mem", pytest.param("comm", marks=pytest.mark.slow)])
 def test_a_killed_rank_comes_back_and_checkpoints_are_whole(strategy: str, tmp_path: Path) -> None:
-    for rank, answer in enumerate(answers(tmp_path, strategy)):
+    for answer in answers(tmp_path, strategy):
         assert answer["killed"] == {"first step": 6, "same losses": True, "same bits": True}
         assert [answer[name] for name in ("ekfac", "sparse_mfac", "hylo", "unaware")] == [True] * 4
-        if strategy == "mem":
-            assert answer["without"]["warnings"] == 1
-            assert rank == 0 or "partial" in answer["without"]["refused"]
-        else:
-            assert answer["without"] == {"warnings": 0, "refused": ""}
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import wandb
 from torch import nn
 from wandb.proto import wandb_internal_pb2
@@ -18,6 +17,7 @@ from wandb.proto import wandb_internal_pb2
 from secondorder import KFAC
 from secondorder.diagnostics import flat
 from secondorder.integrations.wandb import WandbCallback
+from tests.integrations.small import regress
 
 BLOCK, HEAD, MAGIC = 32768, 7, 7  # of LevelDB's log format, which follows ":W&B" and a version
 
@@ -49,13 +49,6 @@ def history(path: Path) -> list[dict[str, Any]]:
     return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items} for items in rows]
 
 
-def train(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
-
-
 def test_an_offline_run_contains_every_value(tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     optimizer = KFAC(model, lr=0.01)
@@ -64,10 +57,10 @@ def test_an_offline_run_contains_every_value(tmp_path: Path) -> None:
     run = wandb.init(project="test", mode="offline", dir=tmp_path, settings=quiet)
     with WandbCallback(optimizer, run, every=3, by_layer=True):
         for step in range(1, 8):
-            train(model, optimizer)
+            regress(model, optimizer)
             run.log({"loss": float(step)})  # as a script does that logs its own values
             expected[step] = flat(optimizer.diagnostics())
-    train(model, optimizer, 3)
+    regress(model, optimizer, 3)
     run.finish()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     rows = history(path)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from secondorder import CommOpt, MemOpt
 from secondorder.integrations.lightning import SecondOrderCallback
 from tests.integrations.lightning_models import METHODS, Module, trainer
-from tests.integrations.small import batches, network, parameters
+from tests.integrations.small import batches
 
 STRATEGIES = {"comm": CommOpt, "mem": MemOpt}
 EPOCHS, KILLED_AT = 4, 8  # three steps per epoch and rank
@@ -68,8 +68,7 @@ def fit(
 
 
 def same(found: nn.Module, expected: nn.Module) -> bool:
-    theirs = parameters(expected)
-    return all(torch.equal(value, theirs[name]) for name, value in parameters(found).items())
+    return all(map(torch.equal, found.parameters(), expected.parameters()))
 
 
 def killed_and_resumed(folder: Path, make: Callable[[nn.Module], Any]) -> dict[str, Any]:
@@ -88,22 +87,6 @@ def saved_and_resumed(folder: Path, make: Callable[[nn.Module], Any], **how: Any
     resumed = fit(Module(make), EPOCHS, folder=folder, **how)
     whole = fit(Module(make), EPOCHS)
     return begun.losses + resumed.losses == whole.losses and same(resumed.network, whole.network)
-
-
-def without_the_callback(folder: Path, make: Callable[[nn.Module], Any]) -> dict[str, Any]:
-    """Save with a strategy that does not gather distributed state, and try to load the result."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(Module(make), 2, folder=folder, callback=False, strategy=Unaware)
-    advice = [str(w.message) for w in caught if "consolidate_state_dict" in str(w.message)]
-    other = make(network())
-    refused = ""
-    if dist.get_rank() == 1:
-        try:
-            other.load_state_dict(torch.load(folder / "last.ckpt", weights_only=True)["optimizer_states"][0])
-        except RuntimeError as error:
-            refused = str(error)
-    return {"warnings": len(advice), "refused": refused}
 
 
 class Sharded(Module):
@@ -147,7 +130,6 @@ def replicated(folder: Path, strategy: str) -> dict[str, Any]:
         # Lightning's own strategy gathers the state without the callback.
         answer[name] = saved_and_resumed(folder / name, makers[name], callback=False)
     answer["unaware"] = saved_and_resumed(folder / "unaware", makers["kfac"], strategy=Unaware)
-    answer["without"] = without_the_callback(folder / "without", makers["kfac"])
     return answer
 
 

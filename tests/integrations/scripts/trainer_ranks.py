@@ -45,12 +45,11 @@ class StoppedError(Exception):
     """Ends a run early without killing the process, which has further runs to start."""
 
 
-def arguments(folder: Path, **changed: Any) -> TrainingArguments:
-    settings: dict[str, Any] = {
-        "ddp_backend": "gloo", "per_device_train_batch_size": 4, "max_steps": STEPS, "save_strategy": "steps",
-        "save_steps": EVERY, "gradient_accumulation_steps": 2, "warmup_steps": 2,
-    }  # fmt: skip
-    return sentences.arguments(folder, **settings | changed)
+def arguments(folder: Path) -> TrainingArguments:
+    return sentences.arguments(
+        folder, ddp_backend="gloo", per_device_train_batch_size=4, max_steps=STEPS, save_strategy="steps",
+        save_steps=EVERY, gradient_accumulation_steps=2, warmup_steps=2,
+    )  # fmt: skip
 
 
 def optimizer_of(model: nn.Module, strategy: str) -> SecondOrderOptimizer:
@@ -135,34 +134,6 @@ def outcome(model: nn.Module, optimizer: SecondOrderOptimizer, losses: list[floa
 RUNS = {"transformers": with_trainer, "accelerate": with_accelerate}
 
 
-SAVES: dict[str, dict[str, Any]] = {
-    "epoch": {"save_strategy": "epoch", "per_device_train_batch_size": 16},
-    "best": {
-        "save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": True,
-        "eval_strategy": "steps", "eval_steps": 2,
-    },
-}  # fmt: skip
-
-
-def saved_by(folder: Path, kind: str) -> list[int]:
-    """Return the steps of the complete states that a run saves, after every rank has loaded each of them."""
-    model = classifier()
-    args = arguments(folder, **{"max_steps": 4, "gradient_accumulation_steps": 1, **SAVES[kind]})
-    optimizer = optimizer_of(model, "mem")
-    data = {"train_dataset": Sentences(64), "eval_dataset": Sentences(16, seed=1)}
-    trainer = Trainer(model, args, optimizers=(optimizer, None), callbacks=[SecondOrderCallback()], **data)
-    trainer.train()
-    dist.barrier()
-    steps = []
-    for checkpoint in sorted(folder.glob("checkpoint-*")):
-        other = optimizer_of(classifier(), "mem")
-        other.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
-        steps.append(other.diagnostics()["step"])
-        other.close()
-    optimizer.close()
-    return steps
-
-
 def die() -> None:
     """Kill this process without any cleanup: it does not even close its files."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -180,7 +151,6 @@ def main(folder: Path) -> None:
         for framework, strategy in CASES:
             name = f"{framework}-{strategy}"
             answers[name] = RUNS[framework](folder / f"{name}-whole", strategy, None, resume=False)
-        answers["saves"] = {kind: saved_by(folder / kind, kind) for kind in SAVES}
         whole.write_text(json.dumps(answers), encoding="utf-8")
         dist.barrier()
         for framework, strategy in CASES:
