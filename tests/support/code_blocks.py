@@ -55,25 +55,15 @@ COMMAND = re.compile(r"`(python -m benchmarks[^`]*)`")
 
 
 class Block(NamedTuple):
-    """A fenced block of a page.
+    """A fenced block of a page."""
 
-    Attributes:
-        language: The word after the fence.
-        marks: The words of the comment before it.
-        line: Number of lines of the page before the code.
-        code: Its text, without the indentation of the fence.
-        is_output: Whether it is the output of the block before it.
-        indent: The indentation of the fence.
-        span: The start and end of the block in the text of the page, including the comment.
-    """
-
-    language: str
-    marks: frozenset[str]
-    line: int
-    code: str
-    is_output: bool
-    indent: str
-    span: tuple[int, int]
+    language: str  # the word after the fence
+    marks: frozenset[str]  # the words of the comment before it
+    line: int  # number of lines of the page before the code
+    code: str  # its text, without the indentation of the fence
+    is_output: bool  # whether it is the output of the block before it
+    indent: str  # of the fence
+    span: tuple[int, int]  # start and end of the block in the text of the page, including the comment
 
 
 def script(name: str) -> ModuleType:

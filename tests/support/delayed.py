@@ -30,20 +30,10 @@ class Alone(Local):
 
 
 class Delayed:
-    """The delayed run.
+    """The delayed run of a method with these options, whose intervals are those of the factor ranks.
 
-    Args:
-        build: Returns a new network, always with the same parameters.
-        method: Class of the optimizer.
-        options: Its options; intervals are those of the factor ranks.
-        loss: Function of outputs and targets.
-        gradient_batches: The batch of a gradient rank, by rank and step.
-        factor_batches: The same for the factor ranks, which count their own steps.
-        gradient_ranks: Number of gradient ranks.
-        factor_ranks: Number of factor ranks.
-        period: T.
-        warmup: ``"sync"`` or ``"identity"``.
-        damping: The damping by step, if it changes.
+    ``build`` returns a new network, always with the same parameters. Batches are given by rank and step, where the
+    factor ranks count their own steps. ``damping`` gives the damping by step, if it changes.
     """
 
     def __init__(
@@ -80,9 +70,9 @@ class Delayed:
         self._set_damping(self.learning, t)
         if first == 0:
             self.estimator.load_state_dict(self.learner.state_dict())
-            if epoch - 1 >= 0:
+            if epoch >= 1:
                 self.versions[epoch - 1] = self._inverted(t)
-            if epoch - 2 >= 0:
+            if epoch >= 2:
                 self._activate(self.versions.pop(epoch - 2))
         self._estimate(t)
         self._learn(t)

@@ -17,7 +17,7 @@ values, if it is a blocking copy, or if it waits for an event of the same step.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from secondorder.linalg import gates
 
@@ -34,16 +34,10 @@ KIND = "lazy"
 
 #: Operators for whose result, or the shape of the result, the host has to wait.
 WAITING = {
-    aten._local_scalar_dense.default,
-    aten.is_nonzero.default,
-    aten.equal.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten.unique_dim.default,
-    aten._unique2.default,
-    aten.unique_consecutive.default,
+    aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.nonzero.default,
+    aten.masked_select.default, aten.unique_dim.default, aten._unique2.default, aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
-}
+}  # fmt: skip
 COPIES = {aten._to_copy.default: "non_blocking", aten.copy_.default: 2}
 
 
@@ -55,13 +49,9 @@ class SimulatedTensor(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> SimulatedTensor:
         made = Tensor._make_wrapper_subclass(
-            cls,
-            held.shape,
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
             device=torch.device(KIND, 0),
-        )
+        )  # fmt: skip
         made.held = held
         return made
 
@@ -134,11 +124,8 @@ class SimulatedDevice(TorchDispatchMode):
         self.step += 1
 
     def note(self, what: str) -> None:
-        place = next(
-            (f"{f.filename}:{f.lineno}" for f in reversed(traceback.extract_stack()) if "/secondorder/" in f.filename),
-            "elsewhere",
-        )
-        self.waits.append((self.step, f"{what} at {place}"))
+        frames = [f"{f.filename}:{f.lineno}" for f in traceback.extract_stack() if "/secondorder/" in f.filename]
+        self.waits.append((self.step, f"{what} at {['elsewhere', *frames][-1]}"))
 
     def tensor(self, value: Tensor) -> Tensor:
         """Return a copy of a CPU tensor on the device, which requires a gradient if the original does."""
@@ -147,17 +134,17 @@ class SimulatedDevice(TorchDispatchMode):
     def put(self, model: nn.Module) -> nn.Module:
         """Move the parameters and buffers of a model to the device, and return the model."""
         for module in model.modules():
-            for name, parameter in _named(module._parameters):
+            for name, parameter in list(module.named_parameters(recurse=False)):
                 module._parameters[name] = nn.Parameter(self.tensor(parameter), parameter.requires_grad)
-            for name, buffer in _named(module._buffers):
+            for name, buffer in list(module.named_buffers(recurse=False)):
                 module._buffers[name] = self.tensor(buffer)
         return model
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         wants = kwargs.get("device")
-        leaves = _tensors((args, kwargs))
-        simulated = any(isinstance(leaf, SimulatedTensor) for leaf in leaves)
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        simulated = any(map(_is_simulated, leaves))
         asked = wants is not None and torch.device(wants).type == KIND
         if not simulated and not asked:
             return func(*args, **kwargs)
@@ -170,14 +157,12 @@ class SimulatedDevice(TorchDispatchMode):
         if func in WAITING or (func in _INDEXING and _has_mask(args)):
             self.note(str(func))
         to_host = copies and self._note_copy(func, args, kwargs)
-        held = tree_map(_held, (args, kwargs))
+        held = tree_map_only(SimulatedTensor, lambda x: x.held, (args, kwargs))
         if asked:
             held[1]["device"] = torch.device("cpu")
-        if copies and held[1].get("device") is not None and simulated != asked:
-            result = func(*held[0], **held[1])
-            result = result.clone() if _same(result, held[0][0]) else result
-        else:
-            result = func(*held[0], **held[1])
+        result = func(*held[0], **held[1])
+        if copies and held[1].get("device") is not None and simulated != asked and _same(result, held[0][0]):
+            result = result.clone()
         if to_host:
             return args[0] if func is aten.copy_.default else result
         wrapped = tree_map_only(Tensor, SimulatedTensor, result)
@@ -224,26 +209,12 @@ def _event_type(owner: SimulatedDevice) -> type:
     return Event
 
 
-def _named(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in list(found.items()) if value is not None)
-
-
 def _is_simulated(x: Any) -> bool:
     return isinstance(x, SimulatedTensor)
 
 
-def _held(x: Any) -> Any:
-    return x.held if isinstance(x, SimulatedTensor) else x
-
-
 def _same(result: Any, given: Any) -> bool:
     return isinstance(result, Tensor) and isinstance(given, Tensor) and result.data_ptr() == given.data_ptr()
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    tree_map_only(Tensor, found.append, tree)
-    return found
 
 
 def _has_mask(args: Any) -> bool:

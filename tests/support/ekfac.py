@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import EKFAC
+from tests.support import kfac
 from tests.support.building import built
 from tests.support.kfac import assert_close, backward, noise, owner, train_step
 from tests.support.models import mlp
@@ -16,15 +17,7 @@ from tests.support.oracles.kfac import covered_names
 HELD = 10**6
 # Defaults of the tests: plain steps along the preconditioned gradient. Every update is due at every step, except that
 # the basis of the first step is kept.
-PLAIN = {
-    "lr": 1.0,
-    "momentum": 0.0,
-    "damping": 1e-2,
-    "kl_clip": None,
-    "factor_update_steps": 1,
-    "inv_update_steps": HELD,
-    "scale_update_steps": 1,
-}
+PLAIN = {**kfac.PLAIN, "inv_update_steps": HELD, "scale_update_steps": 1}
 
 
 def plain_ekfac(params, **keywords) -> EKFAC:
@@ -78,20 +71,11 @@ def measured(model: nn.Module, x: Tensor, y: Tensor, loss: Callable, **keywords)
     return opt
 
 
-def directions(opt: EKFAC, model: nn.Module, names: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Take a step with the current gradients; (∇, change) of every layer, read from the parameters."""
-    layers = {name: model.get_submodule(name) for name in names}
-    before = {name: values(layer) for name, layer in layers.items()}
-    gradients = {name: mean_gradient(layer) for name, layer in layers.items()}
-    opt.step()
-    return {name: (gradients[name], before[name] - values(layer)) for name, layer in layers.items()}
-
-
 def next_directions(opt: EKFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable, names: list[str]):
     """Take a step on one more batch, and return (∇, change) of every layer."""
     opt.zero_grad()
     backward(model, x, y, loss)
-    return directions(opt, model, names)
+    return kfac.directions(opt, model, names, values, mean_gradient)
 
 
 def assert_scales(opt, model, plain, x, y, loss, names=None, *, estimator="intra", factor=1.0, tolerance=1e-9) -> None:
@@ -118,10 +102,7 @@ def snapshot(opt, layer):
 
 def unchanged(opt, layer, before, keys=("scale", "scale_weight", "scale_updates")):
     state = state_of(opt, layer)
-    return all(
-        torch.equal(state[key], before[key]) if isinstance(before[key], torch.Tensor) else state[key] == before[key]
-        for key in keys
-    )
+    return all(torch.equal(*map(torch.as_tensor, (state[key], before[key]))) for key in keys)
 
 
 class Branches(nn.Module):

@@ -60,16 +60,9 @@ def accumulate(model: nn.Module, x: Tensor, y: Tensor, sizes: int | list[int]) -
 
 
 def assert_captures(
-    model: nn.Module,
-    plain: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    run: Callable[[nn.Module], object] | None = None,
-    *,
-    loss: Callable = F.cross_entropy,
-    approx: str = "expand",
-    **keywords,
-) -> KFAC:
+    model: nn.Module, plain: nn.Module, x: Tensor, y: Tensor, run: Callable[[nn.Module], object] | None = None, *,
+    loss: Callable = F.cross_entropy, approx: str = "expand", **keywords,
+) -> KFAC:  # fmt: skip
     """Factors after a step agree with those of the plain model, one example after the other.
 
     ``run`` takes the backward passes of the model; by default, there is one backward pass of the whole batch.
@@ -92,14 +85,15 @@ def one_step(model: nn.Module, x: Tensor, y: Tensor, loss: Callable, **keywords)
     return opt
 
 
-def directions(opt: KFAC, model: nn.Module, names: list[str] | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+def directions(
+    opt: Any, model: nn.Module, names: list[str] | None = None, values: Callable = layer_values,
+    gradient: Callable = layer_gradient,
+) -> dict[str, tuple[Tensor, Tensor]]:  # fmt: skip
     """Take a step with the current gradients; (∇, V) of every layer, where V is the change of parameters (lr = 1)."""
-    names = covered_names(model) if names is None else names
-    before = {name: layer_values(model.get_submodule(name)) for name in names}
-    gradients = {name: layer_gradient(model.get_submodule(name)).clone() for name in names}
+    layers = {name: model.get_submodule(name) for name in (covered_names(model) if names is None else names)}
+    before = {name: (gradient(layer).clone(), values(layer)) for name, layer in layers.items()}
     opt.step()
-    after = {name: layer_values(model.get_submodule(name)) for name in names}
-    return {name: (gradients[name], before[name] - after[name]) for name in names}
+    return {name: (before[name][0], before[name][1] - values(layer)) for name, layer in layers.items()}
 
 
 def next_directions(opt: KFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable, scale: float = 1.0):

@@ -23,16 +23,7 @@ def free_port() -> int:
 def launch(
     command: Sequence[str], folder: Path, timeout: float, env: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command that starts processes of its own.
-
-    Args:
-        command: The words of the command.
-        folder: Working directory.
-        timeout: Time limit in seconds.
-        env: Environment variables in addition to those of this process.
-
-    Returns:
-        The standard output and error, and the status.
+    """Run a command that starts processes of its own in a folder; return its status, and its output and errors.
 
     Raises:
         AssertionError: If the command did not end in time; the message contains its output.
@@ -45,13 +36,9 @@ def launch(
     log = folder / f"log-{mark}.txt"
     with log.open("w+", encoding="utf-8") as output:
         process = subprocess.Popen(
-            list(command),
-            cwd=folder,
-            env={**inherited, **paths, **(env or {}), _MARK: mark},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
+            list(command), cwd=folder, env={**inherited, **paths, **(env or {}), _MARK: mark},
+            stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
         try:
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -20,20 +20,7 @@ from secondorder.preconditioners.keywords import OBJECTS, flat_names
 from secondorder.switching import GradNormChange
 from tests.support import storages
 from tests.support.building import built
-from tests.support.storages import (
-    Factored,
-    Kept,
-    Sizes,
-    Sparse,
-    Storage,
-    bases,
-    entries,
-    kept_rows,
-    kronecker,
-    leading,
-    shapes,
-    squares,
-)
+from tests.support.storages import Factored, Kept, Sizes, Sparse, Storage, kronecker, shapes, squares
 from tests.support.tasks import Task, covered_layers, displacements, train, values
 
 Units = Callable[[nn.Module], dict[str, list[str]]]
@@ -41,40 +28,22 @@ Units = Callable[[nn.Module], dict[str, list[str]]]
 
 @dataclass(frozen=True)
 class Variant:
-    """Options that change the state of a block.
+    """Options that change the state of a block."""
 
-    Args:
-        name: Name in the ids of the tests.
-        keywords: The options.
-        owner_state: State keys of the parameter that owns a block, in addition to those of every parameter.
-        sizes: The correct numbers of bytes for a model and a dtype, by kind of `memory_usage()`.
-        lacking: State keys that the owner of a block does not have, by the layer of the block.
-        own_state: State keys of a covered parameter, whether it owns a block or not.
-        dtypes: The dtype of each state key, given the dtype of the computation.
-        units: Names of the parameters that share one block, with the owner first, by a name of the block.
-        heavy_ball: Whether momentum averages directions (and not gradients).
-        lingers: Whether a parameter with a gradient of zero may move, due to error feedback or to momentum over
-            gradients.
-        excludes: Keywords that cannot be combined with the options.
-        narrow: Whether one task is enough, because the computation is the same for every type of layer.
-        first_state: State keys of the very first parameter, which are shared by all blocks.
-        lazy: Whether the first batch determines the sizes of the state, which are unknown at construction.
-    """
-
-    name: str
+    name: str  # in the ids of the tests
     keywords: Mapping[str, Any]
-    owner_state: frozenset[str]
-    sizes: Sizes
-    lacking: Callable[[nn.Module], set[str]] = lambda layer: set()
-    own_state: Callable[[Tensor], set[str]] = lambda parameter: set()
-    dtypes: Callable[[torch.dtype], Mapping[str, torch.dtype]] = lambda compute: {}
-    units: Units = covered_layers
-    heavy_ball: bool = True
-    lingers: bool = False
-    excludes: frozenset[str] = frozenset()
-    narrow: bool = False
-    first_state: frozenset[str] = frozenset()
-    lazy: bool = False
+    owner_state: frozenset[str]  # keys of the parameter that owns a block, in addition to those of every parameter
+    sizes: Sizes  # the correct numbers of bytes for a model and a dtype, by kind of `memory_usage()`
+    lacking: Callable[[nn.Module], set[str]] = lambda layer: set()  # keys that the owner of a layer's block has not
+    own_state: Callable[[Tensor], set[str]] = lambda parameter: set()  # keys of a covered parameter, owner or not
+    dtypes: Callable[[torch.dtype], Mapping[str, torch.dtype]] = lambda compute: {}  # by key, for that of computations
+    units: Units = covered_layers  # names of the parameters that share one block, the owner first, by its name
+    heavy_ball: bool = True  # whether momentum averages directions (and not gradients)
+    lingers: bool = False  # whether error feedback or momentum moves a parameter whose gradient is zero
+    excludes: frozenset[str] = frozenset()  # keywords that cannot be combined with the options
+    narrow: bool = False  # whether one task is enough, because the computation is the same for all types of layers
+    first_state: frozenset[str] = frozenset()  # keys of the very first parameter, which all blocks share
+    lazy: bool = False  # whether sizes are unknown before the first batch
 
     def of(self, layer: nn.Module) -> frozenset[str]:
         """State keys of the owner of the block of a layer."""
@@ -83,43 +52,25 @@ class Variant:
 
 @dataclass(frozen=True)
 class Method:
-    """One optimizer class, with settings under which a few steps go through every stage.
+    """One optimizer class, with settings under which a few steps go through every stage."""
 
-    Args:
-        name: Name in the ids of the tests.
-        cls: The class.
-        keywords: The settings.
-        variants: Further options; the first variant has the same effect as the settings alone.
-        landmark: A state key of the first and the fourth parameter of the `Mlp` that loading requires.
-        damping: Keyword of the damping: with a huge value, the direction is ∇ divided by it.
-        layerwise: Whether blocks are layers, which needs the module; otherwise every parameter is covered.
-        eager: Settings under which every step updates the estimate.
-        apart: Settings under which every group has separate blocks, so that its options may differ.
-        partial: Kinds of checkpoints that leave curvature out.
-        leave_out: Settings that leave some parameters of every task to the fallback: see `left_out`.
-        foreign: Values of keywords that other methods support and this one does not.
-        capture_keyword: Keyword of a layer method for the steps between two updates of the estimate.
-        refresh_keyword: Keyword for the steps between two refreshes; 0 switches preconditioning off.
-        pending: The smallest number of entries that a step stores before it is taken, given the model.
-        steep: Settings for losses of about 100, whose per-example gradients are larger by the same factor.
-    """
-
-    name: str
+    name: str  # in the ids of the tests
     cls: type[Optimizer]
     keywords: Mapping[str, Any]
-    variants: tuple[Variant, ...]
-    landmark: str
-    damping: str = "damping"
-    layerwise: bool = True
-    eager: Mapping[str, Any] = field(default_factory=dict)
-    apart: Mapping[str, Any] = field(default_factory=dict)
-    partial: tuple[str, ...] = ("factors", "none")
-    leave_out: Mapping[str, Any] = field(default_factory=dict)
-    foreign: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    capture_keyword: str = "factor_update_steps"
-    refresh_keyword: str = "inv_update_steps"
+    variants: tuple[Variant, ...]  # the first one has the same effect as the settings alone
+    landmark: str  # a state key of the first and the fourth parameter of the `Mlp` that loading requires
+    damping: str = "damping"  # its keyword: with a huge value, the direction is ∇ divided by it
+    layerwise: bool = True  # whether blocks are layers, which needs the module; otherwise, every parameter is covered
+    eager: Mapping[str, Any] = field(default_factory=dict)  # settings under which every step updates the estimate
+    apart: Mapping[str, Any] = field(default_factory=dict)  # settings under which groups do not share a block
+    partial: tuple[str, ...] = ("factors", "none")  # kinds of checkpoints that leave curvature out
+    leave_out: Mapping[str, Any] = field(default_factory=dict)  # settings for a fallback in every task: see `left_out`
+    foreign: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values that only other methods support
+    capture_keyword: str = "factor_update_steps"  # the steps between two updates of the estimate
+    refresh_keyword: str = "inv_update_steps"  # the steps between two refreshes; 0 switches preconditioning off
+    #: The smallest number of entries that a step stores before it is taken, given the model.
     pending: Callable[[nn.Module], int] = lambda model: sum(map(squares, shapes(model)))
-    steep: Mapping[str, Any] = field(default_factory=dict)
+    steep: Mapping[str, Any] = field(default_factory=dict)  # settings for losses of about 100
 
     def accepts(self, *keywords: str) -> bool:
         return set(keywords) <= _keywords(self.cls)
@@ -204,12 +155,13 @@ _EIGEN = frozenset(_FACTORS | {"basis_a", "basis_g", "eigenvalues_a", "eigenvalu
 _CHOLESKY = frozenset(_FACTORS | {"inverse_a", "inverse_g"})
 _SCALED = _EIGEN | {"scale", "scale_weight", "scale_updates"}
 _BEGUN = {"begun_a", "begun_g", "adopt_at"}
-_KFAC_EIGEN = kronecker({"factors": squares, "second_order": bases})
-_KFAC_RANK = kronecker({"factors": squares, "second_order": partial(leading, rank=1)})
+_KFAC_EIGEN = kronecker({"factors": squares, "second_order": storages.bases})
+_KFAC_RANK = kronecker({"factors": squares, "second_order": partial(storages.leading, rank=1)})
 _KFAC_CHOLESKY = kronecker({"factors": squares, "second_order": squares})
-_EKFAC = kronecker({"factors": squares, "second_order": bases, "scale": entries})
+_SCALES = {"second_order": storages.bases, "scale": storages.entries}
+_EKFAC = kronecker({"factors": squares, **_SCALES})
 _KFAC_OVERLAP = kronecker({"factors": lambda block: 2 * squares(block), "second_order": squares})
-_EKFAC_OVERLAP = kronecker({"factors": lambda block: 2 * squares(block), "second_order": bases, "scale": entries})
+_EKFAC_OVERLAP = kronecker({"factors": lambda block: 2 * squares(block), **_SCALES})
 
 
 def _layer_variant(
@@ -224,14 +176,8 @@ def _layer_variant(
 ) -> Variant:
     """A variant of a layer method.
 
-    Args:
-        name: Name in the ids of the tests.
-        keywords: The options.
-        state: State keys of the parameter that owns a block.
-        sizes: The numbers of bytes by kind of `memory_usage()`.
-        over_gradients: Whether momentum averages the gradients of blocks, instead of their directions.
-        narrow: Whether one task is enough.
-        own_size: Whether the method fixes the size of steps, so that `kl_clip` does not apply.
+    With ``over_gradients``, momentum averages the gradients of blocks instead of their directions. With ``own_size``,
+    the method fixes the size of steps, so that ``kl_clip`` does not apply.
     """
     own = {"gradient_momentum", "gradient_updates"} if over_gradients else set()
 
@@ -239,26 +185,13 @@ def _layer_variant(
         keys = (state | own) - _COUNTERS - {"gradient_updates"}
         return {**dict.fromkeys(keys, compute), **dict.fromkeys(keys & _WEIGHTS, torch.float64)}
 
+    excludes = ("graft", "inner", "nesterov") * over_gradients + ("kl_clip",) * own_size
     return Variant(
-        name,
-        keywords,
-        state,
-        sizes,
-        _lacking,
-        own_state=lambda parameter: own,
-        dtypes=dtypes,
-        heavy_ball=not over_gradients,
-        lingers=over_gradients,
-        excludes=frozenset(
-            {*({"graft", "inner", "nesterov"} if over_gradients else ()), *({"kl_clip"} if own_size else ())}
-        ),
-        narrow=narrow,
-    )
-
-
-def _lacking(layer: nn.Module) -> set[str]:
-    """A diagonal factor needs no eigenvectors."""
-    return {"basis_a"} if isinstance(layer, nn.Embedding) else set()
+        name, keywords, state, sizes,
+        lacking=lambda layer: {"basis_a"} if isinstance(layer, nn.Embedding) else set(),  # its factor is diagonal
+        own_state=lambda parameter: own, dtypes=dtypes, heavy_ball=not over_gradients, lingers=over_gradients,
+        excludes=frozenset(excludes), narrow=narrow,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------- Layer methods with rows of examples
@@ -278,16 +211,7 @@ def _row_variant(
     narrow: bool = True,
     **kept: Any,
 ) -> Variant:
-    """A variant of a method with rows.
-
-    Args:
-        name: Name in the ids of the tests.
-        keywords: The options.
-        rows: R of every block.
-        first_state: State keys of the very first parameter.
-        narrow: Whether one task is enough.
-        **kept: Further arguments of `Kept`.
-    """
+    """A variant of a method with R rows of every block; ``kept`` has further arguments of `Kept`."""
     what = Kept(rows, **kept)
     state = _COMMON | _ROWS_ALONE | {"kernel_damping"} | (_INSTEAD if what.substitutes else frozenset())
 
@@ -302,16 +226,9 @@ def _row_variant(
         return {key: torch.float64 if key in double else compute for key in numbers}
 
     return Variant(
-        name,
-        keywords,
-        state,
-        kept_rows(what),
-        lacking,
-        dtypes=dtypes,
-        narrow=narrow,
-        first_state=first_state,
-        lazy=not what.at_once,
-    )
+        name, keywords, state, storages.kept_rows(what), lacking,
+        dtypes=dtypes, narrow=narrow, first_state=first_state, lazy=not what.at_once,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------- Window methods
@@ -328,29 +245,15 @@ def _window_variant(
     over_gradients: bool = False,
     heavy_ball: bool = True,
 ) -> Variant:
-    """A variant of a window method.
-
-    Args:
-        name: Name in the ids of the tests.
-        keywords: The options.
-        storage: How rows are stored.
-        units: Names of the parameters that share one window.
-        over_gradients: Whether there is momentum over gradients.
-        heavy_ball: Whether there is momentum over directions.
-    """
-    extra = frozenset({"gradient_momentum"}) if over_gradients else frozenset[str]()
+    """A variant of a window method with a storage of rows, and with momentum over gradients, directions or both."""
     storage = storage or Storage()
     return Variant(
-        name,
-        keywords,
-        storages.UNIT_STATE | (storages.MOMENTUM_STATE if over_gradients else set()),
+        name, keywords, storages.UNIT_STATE | (storages.MOMENTUM_STATE if over_gradients else set()),
         storages.window_sizes(storage, _ROWS, units),
-        own_state=lambda parameter: storage.keys(parameter) | extra,
-        dtypes=storage.dtypes,
-        units=units,
-        heavy_ball=heavy_ball,
+        own_state=lambda parameter: storage.keys(parameter) | ({"gradient_momentum"} if over_gradients else set()),
+        dtypes=storage.dtypes, units=units, heavy_ball=heavy_ball,
         lingers=over_gradients or isinstance(storage, (Sparse, Factored)),
-    )
+    )  # fmt: skip
 
 
 _ANY_WINDOW = {"lr": 0.05, "momentum": 0.9, "window_size": _ROWS}
@@ -363,22 +266,23 @@ _WINDOWED: dict[str, Any] = {
 }
 # blocks of 8, so that the tiny parameters have full blocks, short blocks, or both
 _FEW, _FEWER = TopK(density=0.3, block_size=8), TopK(density=0.2, block_size=8)
+_ANY_FACTORS = {"lr": 0.05, "momentum": 0.9, "damping": 0.01, "factor_update_steps": 2, "inv_update_steps": 4}
+# ε far above rounding errors, which a small ε amplifies, as in Adam
+_ROOT = {"estimator": "running", "momentum_mode": "pre", "power": 0.5, "fallback_eps": 1e-3}
+_AUTO = {"mode": "auto", "switch": GradNormChange(eta=0.25, period_steps=1, hold=0)}
 
 METHODS = (
     Method(
         "kfac",
         KFAC,
-        {"lr": 0.05, "momentum": 0.9, "damping": 0.01, "factor_update_steps": 2, "inv_update_steps": 4},
+        _ANY_FACTORS,
         variants=(
             _layer_variant("eigen", {"inverse_method": "eigen"}, _EIGEN, _KFAC_EIGEN),
             _layer_variant("cholesky", {"inverse_method": "cholesky"}, _CHOLESKY, _KFAC_CHOLESKY),
             _layer_variant("stagger", {"inverse_method": "eigen", "stagger": True}, _EIGEN, _KFAC_EIGEN),
             _layer_variant("rank", {"inverse_rank": 1}, _EIGEN, _KFAC_RANK, narrow=True),
             _layer_variant(
-                "overlap",
-                {"inverse_method": "cholesky", "overlap": True},
-                _CHOLESKY | _BEGUN,
-                _KFAC_OVERLAP,
+                "overlap", {"inverse_method": "cholesky", "overlap": True}, _CHOLESKY | _BEGUN, _KFAC_OVERLAP,
                 narrow=True,
             ),
         ),
@@ -388,32 +292,14 @@ METHODS = (
     Method(
         "ekfac",
         EKFAC,
-        {"lr": 0.05, "momentum": 0.9, "damping": 0.01, "factor_update_steps": 2, "inv_update_steps": 4},
+        _ANY_FACTORS,
         variants=(
             _layer_variant("intra", {}, _SCALED, _EKFAC),
             _layer_variant("running", {"estimator": "running"}, _SCALED, _EKFAC, narrow=True),
+            _layer_variant("pre", _ROOT, _SCALED, _EKFAC, over_gradients=True),
             _layer_variant(
-                "pre",
-                # ε far above rounding errors, which a small ε amplifies, as in Adam
-                {"estimator": "running", "momentum_mode": "pre", "power": 0.5, "fallback_eps": 1e-3},
-                _SCALED,
-                _EKFAC,
-                over_gradients=True,
-            ),
-            _layer_variant(
-                "spectral",
-                {
-                    "estimator": "running",
-                    "momentum_mode": "pre",
-                    "power": 0.5,
-                    "fallback_eps": 1e-3,
-                    "orthogonalize": True,
-                },
-                _SCALED,
-                _EKFAC,
-                over_gradients=True,
-                narrow=True,
-                own_size=True,
+                "spectral", {**_ROOT, "orthogonalize": True}, _SCALED, _EKFAC,
+                over_gradients=True, narrow=True, own_size=True,
             ),
             _layer_variant("overlap", {"overlap": True}, _SCALED | _BEGUN, _EKFAC_OVERLAP, narrow=True),
             _layer_variant("qr", {"basis_update": "qr"}, _SCALED | {"off_diagonal"}, _EKFAC, narrow=True),
@@ -426,24 +312,14 @@ METHODS = (
         "hylo",
         HyLo,
         {
-            "lr": 0.05,
-            "momentum": 0.9,
-            "damping": 0.1,
-            "mode": "kid",
-            "update_steps": 2,
-            "rank_fraction": 0.5,
+            "lr": 0.05, "momentum": 0.9, "damping": 0.1, "mode": "kid", "update_steps": 2, "rank_fraction": 0.5,
             "batch_size": _EXAMPLES,
         },
         variants=(
             _row_variant("kid", {}, 3, narrow=False),
             _row_variant("kis", {"mode": "kis"}, 3),
             _row_variant("sngd", {"mode": "sngd"}, _EXAMPLES),
-            _row_variant(
-                "auto",
-                {"mode": "auto", "switch": GradNormChange(eta=0.25, period_steps=1, hold=0)},
-                3,
-                first_state=frozenset({"switch_state"}),
-            ),
+            _row_variant("auto", _AUTO, 3, first_state=frozenset({"switch_state"})),
             _row_variant("kfac", {"kfac_when_cheaper": True, "rank_fraction": 0.8}, 5, substitutes=True),
             # so few rows that every batch has enough examples
             _row_variant("lazy", {"approx": "expand", "batch_size": None, "max_rank": 2}, 2, at_once=False),
@@ -498,4 +374,4 @@ METHODS = (
         damping="eps",
         **_WINDOWED,
     ),
-)
+)  # fmt: skip

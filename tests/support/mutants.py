@@ -9,21 +9,13 @@ from typing import NamedTuple
 
 
 class Mutation(NamedTuple):
-    """A fault.
-
-    Attributes:
-        name: Its name.
-        file: The file, below `secondorder/`.
-        old: A part of a line that occurs once in the file.
-        new: Its replacement.
-        tests: Arguments of pytest that select the tests that are likely to catch it, in the order of trial.
-    """
+    """A fault."""
 
     name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
+    file: str  # below `secondorder/`
+    old: str  # a part of a line that occurs once in the file
+    new: str  # its replacement
+    tests: tuple[str, ...]  # arguments of pytest that select the tests that are likely to catch it, in order of trial
 
 
 HYLO = ("tests/hylo",)

@@ -81,13 +81,9 @@ class Repeated(nn.Module):
 
     def __init__(self, tied: bool, times: int = 2) -> None:
         super().__init__()
-        self.layer, self.times = nn.Linear(4, 4), times
-        self.head = nn.Linear(4, 3)
-        self.other = nn.Linear(4, 4)
-        if tied:
-            self.other.weight, self.other.bias = self.layer.weight, self.layer.bias
-        else:
-            self.other = self.layer
+        self.layer, self.head, self.times = nn.Linear(4, 4), nn.Linear(4, 3), times
+        self.other = nn.Linear(4, 4) if tied else self.layer
+        self.other.weight, self.other.bias = self.layer.weight, self.layer.bias
 
     def forward(self, x):
         x = torch.tanh(self.layer(x))
@@ -128,8 +124,7 @@ class Words(nn.Module):
         self.head = nn.Linear(3, 3)
 
     def forward(self, index):
-        z = torch.tanh(self.words(index))
-        z = self.head(z)
+        z = self.head(torch.tanh(self.words(index)))
         return z if z.ndim == 2 else z.mean(1)
 
 
@@ -169,12 +164,8 @@ class Around(nn.Module):
         self.act, self.odd = nn.ReLU(inplace), odd
 
     def forward(self, x):
-        z = self.act(self.conv(x))
-        if self.odd:
-            z = z.transpose(2, 3)  # without a copy
-            z = z.flatten(2).transpose(1, 2).expand(-1, -1, -1)
-        else:
-            z = z.transpose(2, 3).flatten(2).transpose(1, 2).contiguous()
+        z = self.act(self.conv(x)).transpose(2, 3).flatten(2).transpose(1, 2)
+        z = z.expand(-1, -1, -1) if self.odd else z.contiguous()
         return self.head(self.act(self.mid(z))).mean(1)
 
 

@@ -2,8 +2,7 @@
 
 Importing torch takes seconds, a fresh process group milliseconds. So processes are forked from one that has imported
 torch, the first time that a test needs them, and live as long as pytest does. Every call creates and destroys its own
-default group. Each xdist worker has its own pool, which grows to the largest world that its tests use, so tests need
-not be grouped on one worker.
+default group. Each xdist worker has its own pool, which grows to the largest world that its tests use.
 
 ::
 
@@ -63,6 +62,9 @@ class Failure(NamedTuple):
     message: str
     traceback: str = ""
 
+    def __str__(self) -> str:
+        return self.traceback or f"{self.type}: {self.message}"
+
 
 class RankError(AssertionError):
     """At least one rank failed; the message contains the tracebacks of all ranks that failed."""
@@ -104,6 +106,15 @@ class _Worker:
         self.process.join()
         self.pipe.close()
 
+    def answer(self) -> tuple[bool, Any]:
+        """Whether the process can take another call, and the result of the current one, or a failure."""
+        try:
+            answer = self.pipe.recv_bytes()
+        except (EOFError, OSError):  # the process has ended, which closed its end of the pipe
+            self.process.join()
+            return False, Failure("Died", f"exit code {self.process.exitcode}")
+        return bool(answer[0]), pickle.loads(answer[1:])
+
 
 class Pool:
     """Processes that wait for calls; see the docstring of the module.
@@ -132,7 +143,7 @@ class Pool:
         expect_failure: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``function(rank, world, *args, **kwargs)`` on every rank of a fresh process group.
+        """Return the results of ``function(rank, world, *args, **kwargs)`` on the ranks of a fresh process group.
 
         Args:
             function: A top-level function of a module below the root of the repository.
@@ -141,14 +152,8 @@ class Pool:
             timeout: Seconds after which ranks that have not ended are killed, which fails the test in any case.
             group_timeout: Timeout of the process group; half of ``timeout`` by default.
             backend: Backend of the process group; the pool's by default.
-            expect_failure: Whether to return a `Failure` in place of the result of a rank that raised.
+            expect_failure: Whether to return a `Failure` for a rank that raised, and not to raise a `RankError`.
             **kwargs: Further arguments, as ``*args``.
-
-        Returns:
-            The results by rank.
-
-        Raises:
-            RankError: If a rank raised or died and no failure was expected, or if it was killed after the timeout.
         """
         backend = backend or self.backend
         if backend == "nccl" and world > torch.cuda.device_count():
@@ -166,7 +171,7 @@ class Pool:
         results = self._collect(workers, timeout, patient=expect_failure)
         failures = {rank: result for rank, result in enumerate(results) if isinstance(result, Failure)}
         if any(failure.type == "Hung" for failure in failures.values()) or (failures and not expect_failure):
-            raise RankError("\n".join(f"rank {rank} of {world}: {_message(f)}" for rank, f in failures.items()))
+            raise RankError("\n".join(f"rank {rank} of {world}: {f}" for rank, f in failures.items()))
         return results
 
     def close(self) -> None:
@@ -208,22 +213,12 @@ class Pool:
                     results[rank] = Failure("Hung", "did not end in time and was killed")
             for pipe in answered:
                 rank = waiting[pipe]  # type: ignore[index]
-                results[rank] = self._answer(workers[rank])
+                is_alive, results[rank] = workers[rank].answer()
+                if not is_alive:
+                    self._dismiss(workers[rank])
                 if isinstance(results[rank], Failure) and not patient:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return [results[rank] for rank in range(len(workers))]
-
-    def _answer(self, worker: _Worker) -> Any:
-        try:
-            answer = worker.pipe.recv_bytes()
-        except (EOFError, OSError):  # the process has ended, which closed its end of the pipe
-            worker.process.join()
-            code = worker.process.exitcode
-            self._dismiss(worker)
-            return Failure("Died", f"exit code {code}")
-        if not answer[0]:
-            self._dismiss(worker)
-        return pickle.loads(answer[1:])
 
 
 def on_every_rank(world: int | None = None, **limits: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -269,14 +264,7 @@ def _import_path(function: Callable[..., Any]) -> tuple[str, str]:
     return ".".join(file.relative_to(ROOT).with_suffix("").parts), function.__qualname__
 
 
-def _message(failure: Failure) -> str:
-    return failure.traceback or f"{failure.type}: {failure.message}"
-
-
 # ------------------------------------------------------------------------------------------- Code of the worker process
-
-
-_known_modules = 0
 
 
 def _serve(pipe: Connection) -> None:
@@ -320,13 +308,7 @@ def _answer_of(call: _Call) -> bytes:
     return bytes([clean]) + answer
 
 
-def _freeze_modules() -> None:
-    """Exclude the objects of imported modules from garbage collection, which runs after every call."""
-    global _known_modules
-    if len(sys.modules) != _known_modules:
-        _known_modules = len(sys.modules)
-        gc.collect()
-        gc.freeze()
+_known_modules: set[str] = set()
 
 
 def _joined(call: _Call) -> Any:
@@ -340,20 +322,17 @@ def _joined(call: _Call) -> Any:
         torch.cuda.set_device(device)
     function = reduce(getattr, call.function.split("."), importlib.import_module(call.module))
     args, kwargs = pickle.loads(call.arguments)
-    _freeze_modules()
+    if sys.modules.keys() - _known_modules:
+        _known_modules.update(sys.modules)
+        gc.collect()
+        gc.freeze()  # objects of imported modules are exempt from garbage collection, which runs after every call
     dist.init_process_group(
-        call.backend,
-        init_method=f"file://{call.rendezvous}",
-        rank=call.rank,
-        world_size=call.world,
-        timeout=timedelta(seconds=call.group_timeout),
-        device_id=device,
-    )
+        call.backend, init_method=f"file://{call.rendezvous}", rank=call.rank, world_size=call.world,
+        timeout=timedelta(seconds=call.group_timeout), device_id=device,
+    )  # fmt: skip
     dist.barrier()  # a rank with nothing to do must not leave while others still connect to it
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".* get no curvature and follow the fallback rule", category=UserWarning
-        )
+        warnings.filterwarnings("ignore", ".* get no curvature and follow the fallback rule", UserWarning)
         return function(call.rank, call.world, *args, **kwargs)
 
 

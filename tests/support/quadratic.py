@@ -32,14 +32,9 @@ class Loop:
     """A closure over one batch that counts its calls and may return outputs in addition to the loss."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: KFAC | None,
-        x: Tensor,
-        y: Tensor,
-        loss: Callable[..., Tensor] = F.cross_entropy,
-        outputs: bool = False,
-    ) -> None:
+        self, model: nn.Module, optimizer: KFAC | None, x: Tensor, y: Tensor,
+        loss: Callable[..., Tensor] = F.cross_entropy, outputs: bool = False,
+    ) -> None:  # fmt: skip
         self.model, self.optimizer, self.x, self.y, self.loss, self.outputs = model, optimizer, x, y, loss, outputs
         self.calls = 0
 
@@ -101,11 +96,8 @@ def flat(tensors: Any) -> Tensor:
 
 def jacobian(model: nn.Module, x: Tensor) -> Tensor:
     """Outputs by parameters ``[outputs, P]``, row by row with reverse mode."""
-    outputs = model(x)
-    rows = [
-        flat(torch.autograd.grad(entry, list(model.parameters()), retain_graph=True)) for entry in outputs.reshape(-1)
-    ]
-    return torch.stack(rows)
+    entries = model(x).reshape(-1)
+    return torch.stack([flat(torch.autograd.grad(e, list(model.parameters()), retain_graph=True)) for e in entries])
 
 
 def output_hessian(loss: Callable[..., Tensor], outputs: Tensor, y: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from secondorder import HyLo
 from secondorder.linalg import selection
 from tests.support.building import built
+from tests.support.models import seeded_build
 from tests.support.oracles.ranks import CLASSES, STRATEGIES, TASKS, TOKENS, WIDTH, flat, mean_loss, shard
 from tests.support.pool import device_of
 
@@ -23,28 +25,16 @@ SETTINGS = {"lr": 0.05, "momentum": 0.9, "damping": 0.1, "update_steps": 3}
 
 @dataclass
 class Case:
-    """A trajectory on several ranks, or in one process.
+    """A trajectory on several ranks, or in one process."""
 
-    Args:
-        task: Name of a task, or of a network in :data:`MODULES`.
-        keywords: Keywords of HyLo, in addition to :data:`SETTINGS`.
-        sizes: Sizes of the shards, which are equal by default.
-        steps: Number of steps.
-        batches: Number of batches of the task that are joined for a step.
-    """
-
-    task: str = "mlp"
-    keywords: Mapping[str, Any] = field(default_factory=lambda: {"mode": "sngd"})
-    sizes: tuple[int, ...] | None = None
+    task: str = "mlp"  # or the name of a network in `MODULES`
+    keywords: Mapping[str, Any] = field(default_factory=lambda: {"mode": "sngd"})  # in addition to `SETTINGS`
+    sizes: tuple[int, ...] | None = None  # of the shards, which are equal by default
     steps: int = STEPS
-    batches: int = 1
+    batches: int = 1  # number of batches of the task that are joined for a step
 
     def model(self) -> nn.Module:
-        if self.task not in MODULES:
-            return TASKS[self.task].model()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return MODULES[self.task]().double()
+        return seeded_build(MODULES[self.task]) if self.task in MODULES else TASKS[self.task].model()
 
     def build(self, model: nn.Module, comm: Any = None) -> HyLo:
         return built(HyLo, model, comm=comm, **{**SETTINGS, **self.keywords})
@@ -81,27 +71,20 @@ class Branches(nn.Module):
         return self.head(hidden + torch.tanh(self.sometimes(hidden)) if branch else hidden)
 
 
-class Lengths(nn.Sequential):
-    """Sentences of any length."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+def lengths() -> nn.Module:
+    """A network for sentences of any length."""
+    return nn.Sequential(nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
 
 
-class Groups(nn.Module):
+def groups() -> nn.Module:
     """A convolution with two groups, and a normalization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 6, 3, padding=1, groups=2)
-        self.norm = nn.GroupNorm(3, 6)
-        self.head = nn.Linear(6, CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.norm(self.conv(images))).mean((-2, -1)))
+    layers = OrderedDict(conv=nn.Conv2d(2, 6, 3, padding=1, groups=2), norm=nn.GroupNorm(3, 6), tanh=nn.Tanh())
+    return nn.Sequential(
+        layers | OrderedDict(mean=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), head=nn.Linear(6, CLASSES))
+    )
 
 
-MODULES = {"branches": Branches, "lengths": Lengths, "groups": Groups}
+MODULES = {"branches": Branches, "lengths": lengths, "groups": groups}
 
 
 @contextmanager

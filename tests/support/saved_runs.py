@@ -44,21 +44,13 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Saved:
-    """A run that was saved after `SAVED_AT` steps.
-
-    Attributes:
-        cls: The method.
-        keywords: Its settings.
-        world: Number of ranks that saved, under `MemOpt`.
-        together: Whether one file contains the state of all ranks, to be loaded by any number of ranks.
-        split: Whether the parameters are in two groups.
-    """
+    """A run that was saved after `SAVED_AT` steps."""
 
     cls: type[Any]
     keywords: Mapping[str, Any] = field(default_factory=dict)
-    world: int = 1
-    together: bool = False
-    split: bool = False
+    world: int = 1  # number of ranks that saved, under `MemOpt`
+    together: bool = False  # whether one file contains the state of all ranks, to be loaded by any number of ranks
+    split: bool = False  # whether the parameters are in two groups
 
     def start(self) -> tuple[nn.Module, Any]:
         """The model and its optimizer before the first step."""

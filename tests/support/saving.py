@@ -10,19 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.support.oracles.ranks import (
-    STRATEGIES,
-    TASKS,
-    WINDOWED,
-    Run,
-    build,
-    curvatures,
-    descend,
-    flat,
-    optimizer_on,
-    path_of,
-    shard,
-)
+from tests.support.oracles import ranks
+from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, build, descend, flat, optimizer_on, shard
 from tests.support.pool import device_of
 
 Saved = dict[str, Any]
@@ -75,28 +64,21 @@ def trained(
     dense: bool = False,
     **keywords: Any,
 ) -> dict[str, Any]:
-    """The trajectory, the curvature and the counters of a rank after a run under DDP.
+    """The trajectory, the curvature (if ``dense``) and the counters of a rank after a run under DDP.
 
-    Args:
-        rank: The rank.
-        world: Number of ranks.
-        strategy: Name of the strategy.
-        run: The run of all ranks, or a list with one run per rank.
-        hook: Communication hook of DDP.
-        dense: Whether to return dense matrices of the curvature.
-        **keywords: Keywords of the strategy.
+    There may be a run for each rank, and a communication hook of DDP; ``keywords`` are those of the strategy.
     """
     own = run[rank] if isinstance(run, list) else run
     model = DDP(TASKS[own.task].model(device_of(rank)))
     if hook is not None:
         model.register_comm_hook(None, hook)
     with optimizer_on(model, strategy, own, **keywords) as optimizer:
-        path = path_of(model, optimizer, rank, world, own)
-        blocks = {} if own.method in WINDOWED else optimizer.blocks
+        path = ranks.path_of(model, optimizer, rank, world, own)
+        blocks = {} if own.method in ranks.WINDOWED else optimizer.blocks
         states = [optimizer.state[block.owner] for block in blocks.values()]
         return {
             "path": path,
-            "curvature": curvatures(optimizer) if dense else {},
+            "curvature": ranks.curvatures(optimizer) if dense else {},
             "owners": {name: optimizer.comm.owner(block.index) for name, block in blocks.items()},
             "bases": sum(v.numel() for state in states for key, v in state.items() if key.startswith("basis_")),
             "stored": optimizer.memory_usage(),

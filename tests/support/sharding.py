@@ -8,8 +8,7 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,18 +18,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.support.building import built
-from tests.support.oracles.ranks import (
-    CLASSES,
-    METHODS,
-    STRATEGIES,
-    TASKS,
-    Batch,
-    Task,
-    assert_same_path,
-    build,
-    mean_loss,
-    shard,
-)
+from tests.support.oracles import ranks
+from tests.support.oracles.ranks import CLASSES, METHODS, STRATEGIES, TASKS, Batch, Task, assert_same_path, build, shard
 from tests.support.pool import Pool, device_of
 
 WORDS, LENGTH, WIDTH = 7, 3, 5
@@ -74,54 +63,31 @@ TASKS |= {
 
 @dataclass(frozen=True)
 class Wrap:
-    """How parameters are sharded.
+    """How parameters are sharded."""
 
-    Attributes:
-        each: Whether every layer is a unit of FSDP, in addition to the root.
-        replicas: Number of copies of the sharded model (HSDP).
-        reshard: Whether parameters are sharded again after the forward pass; None for the default of FSDP.
-        columns: Whether matrices are split along their columns where these divide evenly.
-        low: Whether the forward and backward passes run in bfloat16.
-    """
-
-    each: bool = True
-    replicas: int = 1
-    reshard: bool | None = None
-    columns: bool = False
-    low: bool = False
+    each: bool = True  # whether every layer is a unit of FSDP, in addition to the root
+    replicas: int = 1  # number of copies of the sharded model (HSDP)
+    reshard: bool | None = None  # whether parameters are sharded again after the forward pass; None: FSDP's default
+    columns: bool = False  # whether matrices are split along their columns where these divide evenly
+    low: bool = False  # whether the forward and backward passes run in bfloat16
 
 
 @dataclass(frozen=True)
 class Case:
-    """A trajectory of one process and of ranks.
-
-    Attributes:
-        method: Name of the method.
-        task: Name of the task.
-        keywords: Settings in addition to those of `METHODS`.
-        strategy: Name of the strategy; None for the default of the optimizer.
-        wrap: How parameters are sharded.
-        frozen: Prefix of the names of parameters that are not trained.
-        thaw: First step in which the frozen parameters are trained.
-        steps: Number of steps.
-        micro: Number of micro-batches per step.
-        sync: Whether gradients are reduced after every micro-batch, and not only after the last one.
-        loss: Function of outputs and targets.
-        split: Whether the parameters are in two groups, the second with half the learning rate.
-    """
+    """A trajectory of one process and of ranks."""
 
     method: str = "kfac_eigen"
     task: str = "odd"
-    keywords: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    strategy: str | None = None
+    keywords: Mapping[str, Any] = field(default_factory=dict, hash=False)  # in addition to those of `METHODS`
+    strategy: str | None = None  # None for the default of the optimizer
     wrap: Wrap = Wrap(each=False)
-    frozen: str | None = None
-    thaw: int | None = None
+    frozen: str | None = None  # prefix of the names of parameters that are not trained
+    thaw: int | None = None  # first step in which the frozen parameters are trained
     steps: int = 9
-    micro: int = 1
-    sync: bool = False
-    loss: Callable[[Tensor, Tensor], Tensor] = mean_loss
-    split: bool = False
+    micro: int = 1  # number of micro-batches per step
+    sync: bool = False  # whether gradients are reduced after every micro-batch, and not only after the last one
+    loss: Callable[[Tensor, Tensor], Tensor] = ranks.mean_loss
+    split: bool = False  # whether the parameters are in two groups, the second with half the learning rate
 
     def batch(self, step: int) -> Batch:
         return TASKS[self.task].batch(step)
@@ -161,13 +127,12 @@ def mesh_of(rank: int, world: int, replicas: int = 1) -> DeviceMesh:
 
 def fully_sharded(model: nn.Module, rank: int, world: int, wrap: Wrap) -> nn.Module:
     """The model itself, with DTensors as parameters."""
-    mesh = mesh_of(rank, world, wrap.replicas)
-    ranks = world // wrap.replicas
+    shards = world // wrap.replicas
 
     def placement(p: nn.Parameter) -> Shard | None:
-        return Shard(1) if wrap.columns and p.dim() > 1 and p.shape[1] % ranks == 0 else None
+        return Shard(1) if wrap.columns and p.dim() > 1 and p.shape[1] % shards == 0 else None
 
-    keywords: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": placement}
+    keywords: dict[str, Any] = {"mesh": mesh_of(rank, world, wrap.replicas), "shard_placement_fn": placement}
     if wrap.reshard is not None:
         keywords["reshard_after_forward"] = wrap.reshard
     if wrap.low:
@@ -241,24 +206,16 @@ def _path_of(p: Tensor, pieces: list[Tensor]) -> Tensor:
     return found.flatten(1)
 
 
-@cache
-def _alone(key: Any) -> Tensor:
-    case = _cases[key]
-    model = case.model()
-    return torch.stack(train(model, case.optimizer(model), case, 0, case.steps))
-
-
-_cases: dict[Any, Case] = {}
+_paths: dict[str, Tensor] = {}
 
 
 def alone(case: Case) -> Tensor:
-    """The trajectory ``[steps, P]`` of one process on the joined batches."""
-    key = (
-        case.method, case.task, repr(sorted(case.keywords.items())), case.frozen, case.thaw, case.steps, case.micro,
-        case.split,
-    )  # fmt: skip
-    _cases.setdefault(key, case)
-    return _alone(key)
+    """The trajectory ``[steps, P]`` of one process on the joined batches, which depends on neither wrap nor ranks."""
+    key = repr(replace(case, strategy=None, wrap=Wrap(), sync=False))
+    if key not in _paths:
+        model = case.model()
+        _paths[key] = torch.stack(train(model, case.optimizer(model), case, 0, case.steps))
+    return _paths[key]
 
 
 def sharded_path(rank: int, world: int, case: Case) -> Tensor:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tests.support.oracles.window import kept_entries
 from tests.support.tasks import LENGTH, Attention, Cnn, covered_layers
 
 Sizes = Callable[[nn.Module, torch.dtype], Mapping[str, set[int]]]
@@ -75,11 +76,9 @@ def kronecker(numbers: Mapping[str, Callable[[Shape], int]]) -> Sizes:
 
     def sizes(model: nn.Module, dtype: torch.dtype) -> dict[str, set[int]]:
         found = shapes(model)
-        weights = 8 * len(found)  # one float64 count of samples per block may be reported with the factors
-        expected = {}
-        for kind, of_block in numbers.items():
-            exact = compute_bytes(dtype) * sum(map(of_block, found))
-            expected[kind] = {exact, exact + weights} if kind == "factors" else {exact}
+        expected = {kind: {compute_bytes(dtype) * sum(map(of, found))} for kind, of in numbers.items()}
+        # one float64 count of samples per block may be reported with the factors
+        expected["factors"] |= {size + 8 * len(found) for size in expected["factors"]}
         return expected
 
     return sizes
@@ -97,17 +96,11 @@ def positions_of(model: nn.Module, name: str) -> int:
 
 @dataclass(frozen=True)
 class Kept:
-    """Rows of a block, and their kernel.
-
-    Args:
-        rows: R.
-        substitutes: Whether a block has factors if those are cheaper.
-        at_once: Whether sizes are known at construction, because `batch_size` is given and positions are reduced.
-    """
+    """Rows of a block, and their kernel."""
 
     rows: int
-    substitutes: bool = False
-    at_once: bool = True
+    substitutes: bool = False  # whether a block has factors if those are cheaper
+    at_once: bool = True  # whether sizes are known before the first batch: `batch_size`, and a mean over positions
 
     def factors_for(self, layer: nn.Module) -> bool:
         """Whether factors replace the rows of a layer because they take less memory or time."""
@@ -157,25 +150,15 @@ def kept_rows(kept: Kept) -> Sizes:
 
 UNIT_STATE = frozenset({"gram", "pos", "count", "skipped", "solve_failures", "amplification"})
 MOMENTUM_STATE = frozenset({"momentum_coefficients", "dots_momentum", "momentum_weight"})  # of gradients, per unit
-UNIT_DTYPES = {
-    "gram": torch.float64,
-    "amplification": torch.float64,
-    "momentum_coefficients": torch.float64,
-    "dots_momentum": torch.float64,
-    "momentum_weight": torch.float64,
-    **dict.fromkeys(("pos", "count", "skipped", "solve_failures"), torch.int64),
-}
+UNIT_DTYPES = dict.fromkeys(UNIT_STATE | MOMENTUM_STATE, torch.float64)
+UNIT_DTYPES |= dict.fromkeys(("pos", "count", "skipped", "solve_failures"), torch.int64)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Rows of a window without compression.
+    """Rows of a window without compression."""
 
-    Args:
-        rows: Dtype of the stored values; None for that of the computation.
-    """
-
-    rows: torch.dtype | None = None
+    rows: torch.dtype | None = None  # of the stored values; None for that of the computation
 
     def keys(self, parameter: Tensor) -> set[str]:
         return {"window"}
@@ -193,10 +176,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Sparse(Storage):
-    """The largest entries of every block of a parameter, and the error feedback.
-
-    Values have the precision of the computation unless `rows` is given.
-    """
+    """The largest entries of every block of a parameter, and the error feedback."""
 
     density: float = 0.01
     block: int = 4096
@@ -206,13 +186,6 @@ class Sparse(Storage):
         """The prefix of the keys, and the length, of every block."""
         full, rest = divmod(parameter.numel(), self.block)
         return [("window", self.block)] * full + [("tail", rest)] * bool(rest)
-
-    def kept(self, length: int) -> int:
-        if self.density >= 1:
-            return length
-        if length == self.block and length >= 64:
-            return min(length, max(8, 8 * round(self.density * length / 8)))
-        return max(1, math.ceil(self.density * length))
 
     def keys(self, parameter: Tensor) -> set[str]:
         found = set()
@@ -231,7 +204,7 @@ class Sparse(Storage):
     def window_bytes(self, parameter: Tensor, rows: int, number: int) -> int:
         index = 2 if self.block <= 32768 else 4
         each = (self.rows.itemsize if self.rows else number) + index
-        return rows * sum(self.kept(length) for _, length in self.blocks(parameter)) * each
+        return rows * each * sum(kept_entries(length, self.density, self.block) for _, length in self.blocks(parameter))
 
     def error_bytes(self, parameter: Tensor, number: int) -> int:
         lengths = [length for _, length in self.blocks(parameter)]
@@ -304,8 +277,7 @@ def one_unit(model: nn.Module) -> dict[str, list[str]]:
 
 def unit_per_module(model: nn.Module) -> dict[str, list[str]]:
     """The direct parameters of every module that has some."""
-    found = {
-        name: [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
-        for name, module in model.named_modules()
-    }
-    return {name: names for name, names in found.items() if names}
+    found: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        found.setdefault(name.rpartition(".")[0], []).append(name)
+    return found

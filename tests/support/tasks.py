@@ -81,14 +81,12 @@ class Attention(nn.Module):
         return self.head(self.scale(hidden))
 
 
-def _vectors(generator: torch.Generator) -> Batch:
-    inputs = torch.randn(6, 5, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(CLASSES, (6,), generator=generator)
+def _noise(*shape: int) -> Callable[[torch.Generator], Batch]:
+    def draw(generator: torch.Generator) -> Batch:
+        inputs = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return inputs, torch.randint(CLASSES, shape[:1], generator=generator)
 
-
-def _images(generator: torch.Generator) -> Batch:
-    inputs = torch.randn(4, 2, 4, 4, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(CLASSES, (4,), generator=generator)
+    return draw
 
 
 def _tokens(generator: torch.Generator) -> Batch:
@@ -118,8 +116,8 @@ class Task:
         return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
-MLP = Task("mlp", Mlp, _vectors)
-CNN = Task("cnn", Cnn, _images)
+MLP = Task("mlp", Mlp, _noise(6, 5))
+CNN = Task("cnn", Cnn, _noise(4, 2, 4, 4))
 TRANSFORMER = Task("transformer", Attention, _tokens)
 TASKS = (MLP, CNN, TRANSFORMER)
 
@@ -211,9 +209,8 @@ def assert_all_close(
     """Tensors of the same names, dtypes and shapes are close."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(
-            actual[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        texts = partial("{}: {}".format, name)
+        torch.testing.assert_close(actual[name], value, rtol=rtol, atol=atol, msg=texts)
 
 
 #: For changes of the parameters that are computed in a different order.

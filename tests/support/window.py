@@ -64,16 +64,12 @@ def states(opt: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     return opt.state_dict()["state"]
 
 
-def _scattered(index: Tensor, value: Tensor, length: int) -> Tensor:
-    """Panels ``[n, m, w]`` to rows ``[m, n · length]``."""
-    n, m, _ = index.shape
-    dense = torch.zeros(n, m, length, dtype=torch.float64).scatter_(2, index.long(), value.double())
-    return dense.transpose(0, 1).reshape(m, n * length)
-
-
-def _plain(value: Tensor) -> Tensor:
-    """Panels of whole blocks ``[n, m, w]`` to rows ``[m, n · w]``."""
-    return value.double().transpose(0, 1).reshape(value.shape[1], -1)
+def _rows(value: Tensor, index: Tensor | None, length: int) -> Tensor:
+    """Panels ``[n, m, w]`` to rows ``[m, n · length]``; without an index, they contain whole blocks."""
+    value = value.double()
+    if index is not None:
+        value = value.new_zeros(*value.shape[:2], length).scatter_(2, index.long(), value)
+    return value.transpose(0, 1).flatten(1)
 
 
 def stored_rows(state: dict[str, Any], numel: int, block_size: int = 0) -> Tensor:
@@ -85,10 +81,8 @@ def stored_rows(state: dict[str, Any], numel: int, block_size: int = 0) -> Tenso
         return state["window"].double().reshape(len(state["window"]), -1)
     parts = []
     for kind, length in (("window", block_size), ("tail", numel % block_size if block_size else 0)):
-        if f"{kind}_idx" in state:
-            parts.append(_scattered(state[f"{kind}_idx"], state[f"{kind}_val"], length))
-        elif f"{kind}_val" in state:
-            parts.append(_plain(state[f"{kind}_val"]))
+        if f"{kind}_val" in state:
+            parts.append(_rows(state[f"{kind}_val"], state.get(f"{kind}_idx"), length))
     rows = torch.cat(parts, dim=1)
     assert rows.shape[1] == numel
     return rows
@@ -161,13 +155,10 @@ def differences(one: dict[str, Any], two: dict[str, Any]) -> set[str]:
     """Keys of the state that are not bitwise equal."""
     found = set()
     assert one["state"].keys() == two["state"].keys()
-    for index in one["state"]:
-        a, b = one["state"][index], two["state"][index]
+    for index, a in one["state"].items():
+        b = two["state"][index]
         assert a.keys() == b.keys()
-        for key in a:
-            equal = same(a[key], b[key]) if isinstance(a[key], Tensor) else a[key] == b[key]
-            if not equal:
-                found.add(key)
+        found |= {k for k in a if not (same(a[k], b[k]) if isinstance(a[k], Tensor) else a[k] == b[k])}
     return found
 
 

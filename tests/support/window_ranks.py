@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -104,34 +105,28 @@ class ThreadRank(CommStrategy):
         self._copy("spread", parcels, self.owner)
 
     def _copy(self, verb: str, parcels: Sequence[Parcel], root: Callable[[int], int]) -> None:
-        found = self._say(verb, [t for parcel in parcels for t in parcel.tensors])
-        i = 0
-        for parcel in parcels:
-            for tensor in parcel.tensors:
-                source = found[root(parcel.index)][i]
-                assert (source.shape, source.dtype) == (tensor.shape, tensor.dtype)
-                tensor.copy_(source)
-                i += 1
+        mine = [(root(parcel.index), t) for parcel in parcels for t in parcel.tensors]
+        found = self._say(verb, [tensor for _, tensor in mine])
+        for i, (source, tensor) in enumerate(mine):
+            theirs = found[source][i]
+            assert (theirs.shape, theirs.dtype) == (tensor.shape, tensor.dtype)
+            tensor.copy_(theirs)
 
 
 def run(world: int, function: Callable[[ThreadRank], Any], workers: int = 1) -> list[Any]:
     """Run ``function(comm)`` on all ranks in parallel; return the results by rank, or raise the error of a rank."""
     meeting = Meeting(world)
-    results: list[Any] = [None] * world
-    failures: list[BaseException] = []
 
-    def rank(r: int) -> None:
+    def rank(r: int) -> Any:
         try:
-            results[r] = function(ThreadRank(meeting, r, workers))
-        except BaseException as error:
-            failures.append(error)
+            return function(ThreadRank(meeting, r, workers))
+        except BaseException:
             meeting.leave()
+            raise
 
-    threads = [threading.Thread(target=rank, args=(r,)) for r in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise next((f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0])
-    return results
+    with ThreadPoolExecutor(world) as threads:
+        calls = [threads.submit(rank, r) for r in range(world)]
+    errors = [error for call in calls if (error := call.exception())]
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return [call.result() for call in calls]

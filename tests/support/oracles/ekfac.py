@@ -61,18 +61,16 @@ def layer_gradients(model: nn.Module, name: str, x: Tensor, y: Tensor, loss: Los
     return as_matrices(model.get_submodule(name), found.get(prefix + "weight"), found.get(prefix + "bias"))
 
 
+def values(layer: nn.Module, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
+    """The trained parameters of a layer, ``[Γ, n_g, n_a]``."""
+    both = (getattr(layer, key, None) for key in ("weight", "bias"))
+    parts = [None if p is None or not p.requires_grad else read(p)[None] for p in both]
+    return as_matrices(layer, *parts)[0].clone()
+
+
 def mean_gradient(layer: nn.Module) -> Tensor:
-    """∇ of a layer from ``.grad``, ``[Γ, n_g, n_a]``."""
-    trained = (getattr(layer, key, None) for key in ("weight", "bias"))
-    parts = [None if p is None or not p.requires_grad else p.grad.detach()[None] for p in trained]
-    return as_matrices(layer, *parts)[0].clone()
-
-
-def values(layer: nn.Module) -> Tensor:
-    """The trained parameters of a layer, in the same layout."""
-    trained = (getattr(layer, key, None) for key in ("weight", "bias"))
-    parts = [None if p is None or not p.requires_grad else p.detach()[None] for p in trained]
-    return as_matrices(layer, *parts)[0].clone()
+    """∇ of a layer from ``.grad``, in the same layout."""
+    return values(layer, lambda p: p.grad.detach())
 
 
 # --------------------------------------------------------------------------------------------------------- Dense blocks
@@ -163,14 +161,9 @@ class Reference:
     """
 
     def __init__(
-        self,
-        name: str,
-        factor_decay: float = 0.95,
-        scale_decay: float | None = None,
-        estimator: str = "intra",
-        weighting: str = "samples",
-        limit: int | None = None,
-    ) -> None:
+        self, name: str, factor_decay: float = 0.95, scale_decay: float | None = None, estimator: str = "intra",
+        weighting: str = "samples", limit: int | None = None,
+    ) -> None:  # fmt: skip
         self.limit = limit  # size above which a side keeps the diagonal of its factor
         self.name, self.factor_decay, self.estimator, self.weighting = name, factor_decay, estimator, weighting
         self.scale_decay = factor_decay if scale_decay is None else scale_decay
@@ -185,20 +178,16 @@ class Reference:
             self.W = self.factor_decay * self.W + weight
             self.A = A if self.A is None else self.A + weight / self.W * (A - self.A)
             self.B = B if self.B is None else self.B + weight / self.W * (B - self.B)
-        order = "sr" if self.estimator == "intra" else "rs"
-        for what in order:
+        for what in "sr" if self.estimator == "intra" else "rs":
             if what in due:
                 self.refresh() if what == "r" else self.measure(plain, x, y, loss, weight)
 
     def measure(self, plain: nn.Module, x: Tensor, y: Tensor, loss: Loss, weight: float) -> None:
-        if self.Q_A is None:
-            return
-        G = layer_gradients(plain, self.name, x, y, loss)
-        if self.estimator == "running":
-            G = len(x) ** 0.5 * G.mean(0, keepdim=True)
-        self.W_s = self.scale_decay * self.W_s + weight
-        # the first measurement has a share of 1, which removes the placeholder
-        self.s = self.s + weight / self.W_s * (scales(G, self.Q_B, self.Q_A) - self.s)
+        if self.Q_A is not None:
+            found = measured_scales(plain, self.name, x, y, (self.Q_B, self.Q_A), self.estimator, loss)
+            self.W_s = self.scale_decay * self.W_s + weight
+            # the first measurement has a share of 1, which removes the placeholder
+            self.s = self.s + weight / self.W_s * (found - self.s)
 
     def refresh(self) -> None:
         old = None if self.Q_A is None else self.operator()

@@ -15,6 +15,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ import secondorder
 from secondorder import EKFAC, KFAC
 from tests.support.building import built
 from tests.support.kfac import PLAIN, assert_close, held_factors, layer_state
-from tests.support.oracles.kfac import homogeneous, input_rows, output_rows
+from tests.support.oracles.kfac import homogeneous, input_rows, output_rows, recorded
 
 #: Loss of one example from its outputs (batch of one) and its targets.
 Loss = Callable[[Any, Any], Tensor]
@@ -35,25 +36,9 @@ Loss = Callable[[Any, Any], Tensor]
 # ------------------------------------------------------------------------------------------------ Losses of one example
 
 
-def cross_entropy(f: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(f, y, reduction="sum")
-
-
-def summed_square(f: Tensor, y: Tensor) -> Tensor:
-    return (f - y).square().sum()
-
-
-def mean_square(f: Tensor, y: Tensor) -> Tensor:
-    return (f - y).square().mean()
-
-
-def summed_bce(f: Tensor, y: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(f, y, reduction="sum")
-
-
-def mean_bce(f: Tensor, y: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(f, y)
-
+cross_entropy = partial(F.cross_entropy, reduction="sum")
+summed_square, mean_square = partial(F.mse_loss, reduction="sum"), F.mse_loss
+summed_bce, mean_bce = partial(F.binary_cross_entropy_with_logits, reduction="sum"), F.binary_cross_entropy_with_logits
 
 #: The likelihood that `observe` receives, and the loss of one example.
 LOSSES: dict[str, tuple[Any, Loss]] = {
@@ -135,20 +120,15 @@ class Observed:
 def observed(model: nn.Module, names: Sequence[str], x: Tensor, y: Any, loss: Loss) -> dict[str, Observed]:
     """Run a copy of the model on one example at a time, and backpropagate every column to the layers' outputs."""
     model = copy.deepcopy(model)
-    calls: list[tuple[str, Tensor, Tensor]] = []
-    for name in names:
-        model.get_submodule(name).register_forward_hook(
-            lambda module, args, output, name=name: calls.append((name, args[0].detach(), output))
-        )
+    calls = recorded(model, names)
     found = {name: Observed([], []) for name in names}
     for n in range(len(x)):
         calls.clear()
         outputs = model(x[n : n + 1])
-        target = one_example(y, n)
         taps = [output for _, _, output in calls]
         pushed = [
             torch.autograd.grad(heads(outputs), taps, v, retain_graph=True, allow_unused=True, materialize_grads=True)
-            for v in columns(outputs, lambda f, target=target: loss(f, target))
+            for v in columns(outputs, lambda f, n=n: loss(f, one_example(y, n)))
         ]
         for name, rows in found.items():
             layer = model.get_submodule(name)
@@ -182,12 +162,9 @@ def parameter_gradients(model: nn.Module, names: Sequence[str], x: Tensor, y: An
     found = []
     for n in range(len(x)):
         outputs = model(x[n : n + 1])
-        target = one_example(y, n)
-        rows = []
-        for v in columns(outputs, lambda f, target=target: loss(f, target)):
-            grads = torch.autograd.grad(heads(outputs), chosen, v, retain_graph=True)
-            rows.append(torch.cat([g.reshape(-1) for g in grads]))
-        found.append(torch.stack(rows))
+        roots = columns(outputs, lambda f, n=n: loss(f, one_example(y, n)))
+        rows = [torch.autograd.grad(heads(outputs), chosen, v, retain_graph=True) for v in roots]
+        found.append(torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows]))
     return found
 
 

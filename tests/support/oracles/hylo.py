@@ -48,18 +48,6 @@ def example_gradients(model: nn.Module, inputs: Sequence[Tensor], y: Tensor, los
     return {name: torch.stack([part[name] for part in found]) for name in trained}
 
 
-def positions(layer: nn.Module, z: Tensor) -> Tensor:
-    """``[S, d_o]`` of the output of one example, features last."""
-    features = 1 if isinstance(layer, nn.modules.conv._ConvNd) else -1
-    return z.movedim(features, -1).reshape(-1, z.shape[features])
-
-
-def spread(layer: nn.Module, g: Tensor, z: Tensor) -> Tensor:
-    """The same ``g`` ``[d_o]`` at every position of an output ``z``."""
-    features = 1 if isinstance(layer, nn.modules.conv._ConvNd) else -1
-    return g.expand(*z.movedim(features, -1).shape).movedim(-1, features).contiguous()
-
-
 def reduced_gradients(
     model: nn.Module, name: str, inputs: Sequence[Tensor], y: Tensor, loss: Loss, per_position: bool = False
 ) -> Found:
@@ -70,6 +58,7 @@ def reduced_gradients(
     """
     model = copy.deepcopy(model)
     layer = model.get_submodule(name)
+    features = 1 if isinstance(layer, nn.modules.conv._ConvNd) else -1
     prefix = f"{name}." if name else ""
     names, trained = zip(*((n, p) for n, p in layer.named_parameters() if p.requires_grad), strict=True)
     calls: list[tuple[tuple[Tensor, ...], Tensor]] = []
@@ -78,16 +67,13 @@ def reduced_gradients(
     for n in range(len(y)):
         calls.clear()
         value = loss(model(*(x[n : n + 1] for x in inputs)), y[n : n + 1])
-        seen = list(calls)
-        rows = [
-            positions(layer, g)
-            for g in torch.autograd.grad(value, [z for _, z in seen], allow_unused=True, materialize_grads=True)
-        ]
-        count = sum(len(g) for g in rows)
-        mean = sum(g.sum(0) for g in rows) / count
-        mean = mean / count if per_position else mean
-        again = [layer(*args) for args, _ in seen]
-        found.append(torch.autograd.grad(again, trained, [spread(layer, mean, z) for z in again]))
+        seen, outputs = zip(*calls, strict=True)
+        gradients = torch.autograd.grad(value, outputs, allow_unused=True, materialize_grads=True)
+        rows = torch.cat([g.movedim(features, -1).flatten(0, -2) for g in gradients])  # [S, d_o]
+        mean = rows.mean(0) / (len(rows) if per_position else 1)
+        again = [layer(*args) for args in seen]
+        everywhere = [mean.expand(z.movedim(features, -1).shape).movedim(-1, features).contiguous() for z in again]
+        found.append(torch.autograd.grad(again, trained, everywhere))
     return {prefix + n: torch.stack(parts) for n, parts in zip(names, zip(*found, strict=True), strict=True)}
 
 
@@ -105,14 +91,9 @@ def as_rows(model: nn.Module, name: str, found: Found) -> Tensor:
 
 
 def layer_rows(
-    model: nn.Module,
-    name: str,
-    inputs: Sequence[Tensor] | Tensor,
-    y: Tensor,
-    loss: Loss,
-    approx: str = "expand",
+    model: nn.Module, name: str, inputs: Sequence[Tensor] | Tensor, y: Tensor, loss: Loss, approx: str = "expand",
     at_once: bool = True,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """U of a layer: from full gradients, or from those that ``reduce`` computes from several positions."""
     inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
     is_exact = approx == "expand" or isinstance(model.get_submodule(name), (*NORMS, nn.Embedding, nn.EmbeddingBag))

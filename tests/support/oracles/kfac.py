@@ -15,7 +15,7 @@ examples, so it cannot share scaling errors with vectorized code.
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -46,15 +46,8 @@ def source_index(i: int, size: int, mode: str) -> int | None:
     """The index of the source of element ``i`` of the padded axis; ``None`` for a zero."""
     if 0 <= i < size:
         return i
-    if mode == "zeros":
-        return None
-    if mode == "circular":
-        return i % size
-    if mode == "replicate":
-        return 0 if i < 0 else size - 1
-    if mode == "reflect":
-        return -i if i < 0 else 2 * (size - 1) - i
-    raise AssertionError(mode)
+    reflected = -i if i < 0 else 2 * (size - 1) - i
+    return {"zeros": None, "circular": i % size, "replicate": min(max(i, 0), size - 1), "reflect": reflected}[mode]
 
 
 def paddings(layer: nn.Module) -> list[tuple[int, int]]:
@@ -69,23 +62,15 @@ def paddings(layer: nn.Module) -> list[tuple[int, int]]:
 
 def conv_rows(layer: nn.Module, x: Tensor) -> Tensor:
     """Patches of one example ``x`` of shape ``[C, *spatial]`` as ``[Γ, S, C/Γ · k]``, a row ordered (c, k...)."""
-    sizes = x.shape[1:]
-    pads = paddings(layer)
-    counts = [
-        (size + before + after - d * (k - 1) - 1) // stride + 1
-        for size, (before, after), d, k, stride in zip(
-            sizes, pads, layer.dilation, layer.kernel_size, layer.stride, strict=True
-        )
-    ]
+    axes = list(zip(x.shape[1:], paddings(layer), layer.dilation, layer.kernel_size, layer.stride, strict=True))
+    counts = [(size + sum(pads) - d * (k - 1) - 1) // stride + 1 for size, pads, d, k, stride in axes]
     rows = []
     for position in itertools.product(*map(range, counts)):
         columns = []
         for offset in itertools.product(*map(range, layer.kernel_size)):
             index = [
-                source_index(l * stride + j * d - before, size, layer.padding_mode)
-                for l, j, d, stride, (before, _), size in zip(  # noqa: E741
-                    position, offset, layer.dilation, layer.stride, pads, sizes, strict=True
-                )
+                source_index(at * stride + j * d - before, size, layer.padding_mode)
+                for at, j, (size, (before, _), d, _, stride) in zip(position, offset, axes, strict=True)
             ]
             outside = any(i is None for i in index)
             columns.append(x.new_zeros(x.shape[0]) if outside else x[(slice(None), *index)])
@@ -119,6 +104,16 @@ def homogeneous(layer: nn.Module, rows: Tensor) -> Tensor:
     return torch.cat([rows, ones], dim=-1) if trained_bias else rows
 
 
+def recorded(model: nn.Module, names: Iterable[str]) -> list[tuple[str, Tensor, Tensor]]:
+    """A list to which every call of these layers from now on adds its name, its input and its output."""
+    calls: list[tuple[str, Tensor, Tensor]] = []
+    for name in names:
+        model.get_submodule(name).register_forward_hook(
+            lambda module, args, output, name=name: calls.append((name, args[0].detach().clone(), output))
+        )
+    return calls
+
+
 def example_rows(
     model: nn.Module, names: list[str], x: Tensor, y: Tensor, loss: Loss, batched: bool = True
 ) -> dict[str, Rows]:
@@ -128,12 +123,7 @@ def example_rows(
     ``batched=False`` all of ``x`` is one example without a batch axis.
     """
     model = copy.deepcopy(model)
-    layers = {name: model.get_submodule(name) for name in names}
-    calls: list[tuple[str, Tensor, Tensor]] = []
-    for name, layer in layers.items():
-        layer.register_forward_hook(
-            lambda module, args, output, name=name: calls.append((name, args[0].detach().clone(), output))
-        )
+    calls = recorded(model, names)
     collected = {name: Rows([], []) for name in names}
     examples = [(x[n : n + 1], y[n : n + 1]) for n in range(len(x))] if batched else [(x, y)]
     for x_n, y_n in examples:
@@ -142,7 +132,7 @@ def example_rows(
         outputs = [output for _, _, output in calls]
         gradients = torch.autograd.grad(value, outputs, allow_unused=True, materialize_grads=True)
         for name, rows in collected.items():
-            layer = layers[name]
+            layer = model.get_submodule(name)
             mine = [(a, g) for (called, a, _), g in zip(calls, gradients, strict=True) if called == name]
             rows.a.append(torch.cat([homogeneous(layer, input_rows(layer, a, batched)) for a, _ in mine], dim=1))
             rows.g.append(torch.cat([output_rows(layer, g, batched) for _, g in mine], dim=1))
@@ -168,21 +158,15 @@ def factors(rows: Rows, approx: str = "expand", loss_terms: int = 1) -> tuple[Te
 
 
 def expected_factors(
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    loss: Loss,
-    names: list[str] | None = None,
-    approx: str = "expand",
+    model: nn.Module, x: Tensor, y: Tensor, loss: Loss, names: list[str] | None = None, approx: str = "expand",
     loss_terms: int = 1,
-) -> dict[str, tuple[Tensor, Tensor]]:
+) -> dict[str, tuple[Tensor, Tensor]]:  # fmt: skip
     """(A, B) of every Linear and Conv layer; the group axis is dropped where there is one group."""
     names = covered_names(model) if names is None else names
     found = {}
     for name, rows in example_rows(model, names, x, y, loss).items():
         A, B = factors(rows, approx, loss_terms)
-        single = len(A) == 1
-        found[name] = (A[0], B[0]) if single else (A, B)
+        found[name] = (A[0], B[0]) if len(A) == 1 else (A, B)
     return found
 
 

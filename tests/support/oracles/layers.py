@@ -187,33 +187,24 @@ def feedforward(tape: Tape, name: str, layer: nn.Module, x: Tensor) -> Tensor:
     return tape.linear(f"{name}.linear2", layer.linear2, hidden)
 
 
-def encoder_layer(tape: Tape, name: str, layer: nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
-    def attend(x: Tensor) -> Tensor:
-        return multihead(tape, f"{name}.self_attn", layer.self_attn, x, x, x)
+def residual(layer: nn.Module, norm: nn.Module, x: Tensor, inner: Callable[[Tensor], Tensor]) -> Tensor:
+    return x + inner(norm(x)) if layer.norm_first else norm(x + inner(x))
 
-    if layer.norm_first:
-        x = x + attend(layer.norm1(x))
-        return x + feedforward(tape, name, layer, layer.norm2(x))
-    x = layer.norm1(x + attend(x))
-    return layer.norm2(x + feedforward(tape, name, layer, x))
+
+def encoder_layer(tape: Tape, name: str, layer: nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
+    x = residual(layer, layer.norm1, x, lambda x: multihead(tape, f"{name}.self_attn", layer.self_attn, x, x, x))
+    return residual(layer, layer.norm2, x, lambda x: feedforward(tape, name, layer, x))
 
 
 def decoder_layer(
     tape: Tape, name: str, layer: nn.TransformerDecoderLayer, x: Tensor, memory: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    def attend(x: Tensor) -> Tensor:
-        return multihead(tape, f"{name}.self_attn", layer.self_attn, x, x, x, mask)
-
     def look(x: Tensor) -> Tensor:
         return multihead(tape, f"{name}.multihead_attn", layer.multihead_attn, x, memory, memory)
 
-    if layer.norm_first:
-        x = x + attend(layer.norm1(x))
-        x = x + look(layer.norm2(x))
-        return x + feedforward(tape, name, layer, layer.norm3(x))
-    x = layer.norm1(x + attend(x))
-    x = layer.norm2(x + look(x))
-    return layer.norm3(x + feedforward(tape, name, layer, x))
+    x = residual(layer, layer.norm1, x, lambda x: multihead(tape, f"{name}.self_attn", layer.self_attn, x, x, x, mask))
+    x = residual(layer, layer.norm2, x, look)
+    return residual(layer, layer.norm3, x, lambda x: feedforward(tape, name, layer, x))
 
 
 def attention_pairs(expected: dict, name: str) -> dict[str, tuple[Tensor, Tensor]]:
@@ -247,21 +238,22 @@ def unroll(tape: Tape, name: str, kind: str, layer: nn.RNNBase, x: Tensor, start
     for i in range(layer.num_layers):
         outputs = []
         for suffix in ("", "_reverse")[: 1 + layer.bidirectional]:
-            given = {part: getattr(layer, f"{part}_l{i}{suffix}", None) for part in (
-                "weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")}  # fmt: skip
             widths = (layer.proj_size or layer.hidden_size, layer.hidden_size)[: 1 + (kind == "LSTM")]
             state = tuple(x.new_zeros(1, width) for width in widths)
             if start is not None:
                 state = start[len(outputs) + i * (1 + layer.bidirectional)]
+
+            def product(part: str, a: Tensor, at: str = f"l{i}{suffix}") -> Tensor:
+                weight, bias = (getattr(layer, f"{what}_{part}_{at}", None) for what in ("weight", "bias"))
+                return tape.product(f"{name}.{part}_{at}", a, weight, bias)
+
             steps = range(x.shape[1])
             found = {}
             for t in reversed(steps) if suffix else steps:
-                a = tape.product(f"{name}.ih_l{i}{suffix}", x[:, t], given["weight_ih"], given["bias_ih"])
-                b = tape.product(f"{name}.hh_l{i}{suffix}", state[0], given["weight_hh"], given["bias_hh"])
-                state = cell_step(kind, a, b, state, getattr(layer, "nonlinearity", "tanh"))
+                inputs = product("ih", x[:, t]), product("hh", state[0])
+                state = cell_step(kind, *inputs, state, getattr(layer, "nonlinearity", "tanh"))
                 if layer.proj_size:
-                    projected = tape.product(f"{name}.hr_l{i}{suffix}", state[0], given["weight_hr"])
-                    state = (projected, *state[1:])
+                    state = (product("hr", state[0]), *state[1:])
                 found[t] = state[0]
             outputs.append(torch.stack([found[t] for t in steps], 1))
         x = torch.cat(outputs, -1)
@@ -273,18 +265,16 @@ def transposed_rows(layer: nn.Module, x: Tensor, sizes: tuple[int, ...]) -> Tens
 
     Element ``l`` of the input reaches, through kernel offset ``j``, the pixel ``l·stride + j·dilation − padding``.
     """
+    axes = list(zip(layer.stride, layer.dilation, layer.padding, x.shape[1:], strict=True))
     rows = []
     for pixel in itertools.product(*map(range, sizes)):
         columns = []
         for offset in itertools.product(*map(range, layer.kernel_size)):
-            index = []
-            for o, j, stride, dilation, padding, size in zip(
-                pixel, offset, layer.stride, layer.dilation, layer.padding, x.shape[1:], strict=True
-            ):
-                source, rest = divmod(o + padding - j * dilation, stride)
-                index.append(source if rest == 0 and 0 <= source < size else None)
-            missing = any(i is None for i in index)
-            columns.append(x.new_zeros(len(x)) if missing else x[(slice(None), *index)])
+            places = zip(pixel, offset, axes, strict=True)
+            sources = [divmod(o + padding - j * d, stride) for o, j, (stride, d, padding, _) in places]
+            reached = all(not rest and 0 <= at < axis[-1] for (at, rest), axis in zip(sources, axes, strict=True))
+            index = (slice(None), *(source for source, _ in sources))
+            columns.append(x[index] if reached else x.new_zeros(len(x)))
         rows.append(torch.stack(columns, -1))  # [C, k]
     return torch.stack(rows).reshape(len(rows), layer.groups, -1).transpose(0, 1)
 

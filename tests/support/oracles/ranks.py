@@ -4,9 +4,11 @@
 after every step, flat ``[steps, P]``.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,20 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from secondorder import (
-    EKFAC,
-    GGT,
-    KFAC,
-    MFAC,
-    ChiefOnly,
-    CommOpt,
-    HybridOpt,
-    HyLo,
-    LocalFactors,
-    MemOpt,
-    SparseMFAC,
-    TopK,
-)
+from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, SparseMFAC, TopK, comm
 from tests.support.building import built
 from tests.support.pool import device_of
 
@@ -47,16 +36,12 @@ class Mlp(nn.Sequential):
         super().__init__(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, CLASSES))
 
 
-class Cnn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(2, 3, 3, padding=1)
-        self.second = nn.Conv2d(3, 4, 2, stride=2, bias=False)
-        self.head = nn.Linear(4, CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        features = torch.tanh(self.second(torch.tanh(self.first(images))))
-        return self.head(features.mean((-2, -1)))
+def cnn() -> nn.Module:
+    layers = OrderedDict(first=nn.Conv2d(2, 3, 3, padding=1), tanh=nn.Tanh())
+    layers |= OrderedDict(second=nn.Conv2d(3, 4, 2, stride=2, bias=False), tanh_2=nn.Tanh())
+    return nn.Sequential(
+        layers | OrderedDict(mean=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), head=nn.Linear(4, CLASSES))
+    )
 
 
 class Words(nn.Module):
@@ -89,31 +74,17 @@ class Attention(nn.Module):
         return self.head(hidden + self.attend(hidden, hidden, hidden, need_weights=False)[0])
 
 
-class Broad(nn.Module):
+def broad() -> nn.Module:
     """Layers with more columns than a batch has examples, so that their factors have null spaces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 6, 3)
-        self.wide = nn.Linear(24, 20)
-        self.head = nn.Linear(20, CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.wide(torch.tanh(self.conv(images)).flatten(1))))
+    layers = OrderedDict(conv=nn.Conv2d(2, 6, 3), tanh=nn.Tanh(), flat=nn.Flatten(), wide=nn.Linear(24, 20))
+    return nn.Sequential(layers | OrderedDict(tanh_2=nn.Tanh(), head=nn.Linear(20, CLASSES)))
 
 
-class Mixed(nn.Module):
+def mixed() -> nn.Module:
     """A convolution, which has many positions, and layers with one position."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 3, 3, padding=1)
-        self.wide = nn.Linear(6, 5)
-        self.head = nn.Linear(5, CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        features = F.adaptive_avg_pool2d(torch.tanh(self.conv(images)), (2, 1)).flatten(1)
-        return self.head(torch.tanh(self.wide(features)))
+    layers = OrderedDict(conv=nn.Conv2d(2, 3, 3, padding=1), tanh=nn.Tanh(), mean=nn.AdaptiveAvgPool2d((2, 1)))
+    layers |= OrderedDict(flat=nn.Flatten(), wide=nn.Linear(6, 5), tanh_2=nn.Tanh(), head=nn.Linear(5, CLASSES))
+    return nn.Sequential(layers)
 
 
 def _normal(*shape: int) -> Callable[[torch.Generator], Tensor]:
@@ -145,10 +116,10 @@ class Task:
 
 TASKS = {
     "mlp": Task(Mlp, _normal(5)),
-    "cnn": Task(Cnn, _normal(2, 4, 4)),
+    "cnn": Task(cnn, _normal(2, 4, 4)),
     "words": Task(Words, _tokens, (LENGTH,)),
-    "broad": Task(Broad, _normal(2, 4, 4)),
-    "mixed": Task(Mixed, _normal(2, 4, 4)),
+    "broad": Task(broad, _normal(2, 4, 4)),
+    "mixed": Task(mixed, _normal(2, 4, 4)),
     "attention": Task(Attention, _normal(LENGTH, 3), (LENGTH,)),
 }
 
@@ -175,16 +146,16 @@ LAYERWISE = [name for name, (cls, _) in METHODS.items() if cls in {KFAC, EKFAC, 
 WINDOWED = [name for name in METHODS if name not in LAYERWISE]
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
-    "comm": CommOpt,
-    "mem": MemOpt,
-    "hybrid_half": lambda **keywords: HybridOpt(0.5, **keywords),
-    "hybrid_third": lambda **keywords: HybridOpt(1 / 3, **keywords),
-    "comm_owner": lambda **keywords: CommOpt(replicate_factors=False, **keywords),
-    "mem_replicated": lambda **keywords: MemOpt(replicate_factors=True, **keywords),
-    "local_factors": LocalFactors,
-    "chief": ChiefOnly,
-    "chief_inverses": lambda **keywords: ChiefOnly(deliver="inverses", **keywords),
-    "chief_own": lambda **keywords: ChiefOnly(statistics="chief", **keywords),
+    "comm": comm.CommOpt,
+    "mem": comm.MemOpt,
+    "hybrid_half": partial(comm.HybridOpt, 0.5),
+    "hybrid_third": partial(comm.HybridOpt, 1 / 3),
+    "comm_owner": partial(comm.CommOpt, replicate_factors=False),
+    "mem_replicated": partial(comm.MemOpt, replicate_factors=True),
+    "local_factors": comm.LocalFactors,
+    "chief": comm.ChiefOnly,
+    "chief_inverses": partial(comm.ChiefOnly, deliver="inverses"),
+    "chief_own": partial(comm.ChiefOnly, statistics="chief"),
 }
 
 
@@ -220,27 +191,16 @@ def sum_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass
 class Run:
-    """The settings of a trajectory, the same for one process and for several ranks.
-
-    Args:
-        task: Name of the task.
-        method: Name of the method.
-        keywords: Settings in addition to those of `METHODS`.
-        steps: Number of steps.
-        micro: Number of micro-batches per step; the ranks only communicate in the last one.
-        sizes: Sizes of the ranks' shards, which are equal by default.
-        loss: Function of outputs and targets.
-        poison: Step whose batch contains a NaN.
-    """
+    """The settings of a trajectory, the same for one process and for several ranks."""
 
     task: str = "mlp"
     method: str = "kfac_eigen"
-    keywords: Mapping[str, Any] = field(default_factory=dict)
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # in addition to those of `METHODS`
     steps: int = 20
-    micro: int = 1
-    sizes: tuple[int, ...] | None = None
+    micro: int = 1  # number of micro-batches per step; the ranks only communicate in the last one
+    sizes: tuple[int, ...] | None = None  # of the ranks' shards, which are equal by default
     loss: Callable[[Tensor, Tensor], Tensor] = mean_loss
-    poison: int | None = None
+    poison: int | None = None  # the step whose batch contains a NaN
 
     def batch(self, step: int) -> Batch:
         inputs, targets = TASKS[self.task].batch(step)
@@ -280,15 +240,7 @@ def alone(run: Run, comm: Any = None) -> tuple[Tensor, nn.Module, Any]:
 
 
 def together(rank: int, world: int, strategy: str | None, run: Run, **wrapping: Any) -> Tensor:
-    """Train one rank on its shards under DDP; return its trajectory ``[steps, P]``.
-
-    Args:
-        rank: The rank.
-        world: Number of ranks.
-        strategy: Name of a strategy, None for the default.
-        run: Settings of the trajectory.
-        **wrapping: Keywords of DDP.
-    """
+    """Train one rank on its shards under DDP with some keywords; return its trajectory ``[steps, P]``."""
     model = DDP(TASKS[run.task].model(device_of(rank)), **wrapping)
     with optimizer_on(model, strategy, run) as optimizer:
         return path_of(model, optimizer, rank, world, run)

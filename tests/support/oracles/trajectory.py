@@ -10,26 +10,15 @@ from tests.support.oracles.kfac import Objective, covered_names
 
 
 def operator(
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    loss: Objective,
-    approx: str,
-    fisher: str,
+    model: nn.Module, x: Tensor, y: Tensor, loss: Objective, approx: str, fisher: str,
     kind=curvlinops.KFACLinearOperator,
-):
+):  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return kind(
-            model,
-            loss.module,
-            list(model.parameters()),
-            [(x, y)],
-            fisher_type=fisher,
-            kfac_approx=approx,
-            separate_weight_and_bias=False,
-            check_deterministic=False,
-        )
+            model, loss.module, list(model.parameters()), [(x, y)], fisher_type=fisher, kfac_approx=approx,
+            separate_weight_and_bias=False, check_deterministic=False,
+        )  # fmt: skip
 
 
 def curvlinops_blocks(
