@@ -16,17 +16,8 @@ from tests.support.code_blocks import DOCS, PAGES
 
 START = re.compile(r"\b(?:secondorder\.create|KFAC|EKFAC|HyLo|MFAC|SparseMFAC|GGT)\(")
 #: Keywords that need no other change of the script. Lines with other keywords need a certain loss or loop.
-PLAIN = {
-    "lr",
-    "momentum",
-    "weight_decay",
-    "graft",
-    "budget",
-    "damping",
-    "damping_mode",
-    "window_size",
-    "inverse_method",
-}
+PLAIN = {"lr", "momentum", "weight_decay", "graft", "budget"}
+PLAIN |= {"damping", "damping_mode", "window_size", "inverse_method"}
 #: Values of the script.
 NAMES = {"LR": 3e-3, "WD": 1e-2, "secondorder": secondorder, "torch": torch, **vars(secondorder)}
 MODEL = {"model", "model.parameters()"}
